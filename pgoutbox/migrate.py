@@ -2,7 +2,7 @@
 
 Alone, a run is one transaction with the version table `pgoutbox.alembic_version`: it happens as a whole or not at all,
 one run at a time. A host that prefers a single history adds `pgoutbox:migrations/versions` to its `version_locations`
-and needs nothing from here but `include_name`. The DDL itself lives in `migrations/versions`, nowhere else.
+and needs nothing from here but `include_name`. The DDL is in `migrations/sql`.
 """
 
 from __future__ import annotations
@@ -97,27 +97,28 @@ def upgrade(
         _run_alembic("upgrade", _config(connection), revision)
         if missing := _set_up_roles(connection):
             (report or _log.info)(
-                f"roles are missing that you may not create: {', '.join(missing)}. Have somebody who may run "
-                f"`{create_roles_sql(missing)}`, and then run `pgoutbox migrate grants`"
+                f"roles are missing that you may not create: {', '.join(missing)}. "
+                f"Let a role that may create roles run `{create_roles_sql(missing)}`, "
+                "then run `pgoutbox migrate grants`"
             )
 
 
 def grants(dsn: str, *, lock_timeout_seconds: float = DEFAULT_LOCK_TIMEOUT_SECONDS) -> list[str]:
-    """Create the roles of pgoutbox that are missing, and grant to each what it needs in this database.
+    """Create the missing roles of pgoutbox, and grant their privileges in this database.
 
-    To be run by the role that owns the schema; it is harmless when repeated. Returns the roles that are still missing,
-    because this role may not create roles: what somebody has to run who may is in `create_roles_sql`. Raises
-    `SchemaError` for a database that has not been migrated as far as that.
+    Run it as the owner of the schema. Idempotent. Returns the roles that are still missing because this role may not
+    create roles: `create_roles_sql` returns the statements for a role that may. Raises `SchemaError` for a database
+    that is not migrated.
     """
     with _migration(dsn, None, lock_timeout_seconds) as connection:
         missing = _set_up_roles(connection)
         if missing is None:
-            raise SchemaError("the schema pgoutbox has no roles yet; run: pgoutbox migrate")
+            raise SchemaError("this database has no schema pgoutbox; run: pgoutbox migrate")
         return missing
 
 
 def create_roles_sql(missing: Collection[str]) -> str:
-    """What makes these roles, for somebody who may."""
+    """Return the statements that create these roles."""
     return " ".join(f"CREATE ROLE {name} NOLOGIN;" for name in missing)
 
 
@@ -283,7 +284,7 @@ def _revision_of(connection: Connection) -> str | None:
 
 
 def _set_up_roles(connection: Connection) -> list[str] | None:
-    """Those that are missing; None if the revision has none."""
+    """Return the missing roles; None if the database is not migrated."""
     if connection.scalar(_sql("SELECT to_regprocedure('pgoutbox.set_up_roles()')")) is None:
         return None
     return list(connection.scalar(_sql("SELECT pgoutbox.set_up_roles()")) or ())

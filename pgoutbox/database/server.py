@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from pgoutbox.errors import ConfigurationError, SchemaError
 
 MINIMUM_SERVER_VERSION: Final = 150_000
-REQUIRED_SCHEMA_VERSION: Final = 3
+REQUIRED_SCHEMA_VERSION: Final = 1
 MIGRATE_HINT: Final = "run: pgoutbox migrate (or: alembic upgrade heads, where your application's history includes it)"
 
 

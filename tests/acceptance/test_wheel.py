@@ -48,10 +48,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_contains_exactly_the_package_its_types_statements_and_migrations(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"pgoutbox/py.typed", "pgoutbox/migrations/env.py", "pgoutbox/migrations/versions/0001_outbox.py"} <= {
-        *names
-    }
-    assert {str(path.relative_to(ROOT)) for path in (ROOT / "pgoutbox").rglob("*.sql")} <= {*names}
+    migrations = (path for path in (ROOT / "migrations").rglob("*") if path.suffix in (".py", ".sql"))
+    shipped = {f"pgoutbox/{path.relative_to(ROOT)}" for path in migrations}
+    assert {"pgoutbox/migrations/env.py", "pgoutbox/migrations/sql/tables/message.sql"} <= shipped
+    assert {"pgoutbox/py.typed", *shipped} <= {*names}
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "pgoutbox" / "database").rglob("*.sql")} <= {*names}
     assert len(names) == len(set(names))
     assert {Path(name).parts[0].split("-")[0] for name in names} == {"pgoutbox"}
 

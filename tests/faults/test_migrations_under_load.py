@@ -13,13 +13,14 @@ import pytest
 
 from pgoutbox import migrate
 from pgoutbox.errors import SchemaError
+from tests.support.revisions import FIRST, add_revision
 from tests.support.servers import open_workshop
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-FIRST: Final = "pgoutbox_0001"
 ROLES: Final = (
     "pgoutbox_owner",
     "pgoutbox_producer",
@@ -44,7 +45,10 @@ BUSINESS: Final = (
 )
 
 
-def test_no_business_transaction_fails_during_a_migration_up_or_down(empty_dsn: str) -> None:
+def test_no_business_transaction_fails_during_a_migration_up_or_down(
+    empty_dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = add_revision(tmp_path, monkeypatch)
     migrate.upgrade(empty_dsn, FIRST)
     stopping = threading.Event()
 
@@ -63,6 +67,7 @@ def test_no_business_transaction_fails_during_a_migration_up_or_down(empty_dsn: 
         try:
             for _ in range(ROUNDS):
                 patiently(lambda: migrate.upgrade(empty_dsn))
+                assert migrate.current(empty_dsn) == newest
                 patiently(lambda: migrate.downgrade(empty_dsn, FIRST))
         finally:
             stopping.set()

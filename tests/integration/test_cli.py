@@ -323,7 +323,7 @@ class TestMigrate:
         self, cli_anywhere: Callable[..., Done], empty_dsn: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert cli_anywhere("migrate", "grants") == Done(
-            1, "", "error: the schema pgoutbox has no roles yet; run: pgoutbox migrate\n"
+            1, "", "error: this database has no schema pgoutbox; run: pgoutbox migrate\n"
         )
         cli_anywhere("migrate")
         done = cli_anywhere("migrate", "grants")

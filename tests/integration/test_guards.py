@@ -1013,7 +1013,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "dedupe key outlives zero",
         a_repeated_enqueue_of_a_deleted_message_is_recognised,
-        no_guard_in_function("prune_by_rule", " AND NOT o.keeps_dedupe_key"),
+        no_guard_in_function("delete_messages", " AND NOT keeps_dedupe_keys"),
     ),
     (
         "dedupe key of a message",
@@ -1036,7 +1036,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "large payload of its message in prune",
         pruning_skips_the_large_payload_of_another_message,
-        no_guard_in_function("prune_by_rule", " AND o.has_large_payload"),
+        no_guard_in_function("delete_messages", " AND g.has_large_payload"),
     ),
     (
         "large payload of its message in a retired partition",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import queue
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -21,15 +21,14 @@ from pgoutbox import migrate
 from pgoutbox.embedded import embedded_server
 from pgoutbox.errors import SchemaError
 from tests.support.partitions import drop_partitions
+from tests.support.revisions import FIRST, add_revision
 from tests.support.roles import login
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from pytest_postgresql.executors import NoopExecutor
-
-REVISION_BEFORE_ROLES = "pgoutbox_0002"
 
 CATALOG = """
     SELECT 'column' AS kind,
@@ -109,6 +108,12 @@ def catalog(dsn: str) -> list[tuple[str, str, str]]:
     """Return PostgreSQL's own description of everything that the revisions create."""
     with psycopg.connect(dsn) as connection:
         return connection.execute(CATALOG).fetchall()
+
+
+@pytest.fixture
+def newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A revision after the first one, which databases do not have yet."""
+    return add_revision(tmp_path, monkeypatch)
 
 
 def tables(dsn: str) -> set[str]:
@@ -346,48 +351,44 @@ class TestRoles:
     def test_a_superuser_transfers_ownership_to_a_role_without_login(self, dsn: str) -> None:
         assert not_of("pgoutbox_owner", dsn) == []
 
+    @pytest.mark.usefixtures("newest")
     def test_an_ordinary_role_migrates_for_the_role_that_got_the_ownership(self, dsn: str) -> None:
+        migrate.upgrade(dsn)
         once = catalog(dsn)
         with login(dsn, "pgoutbox_owner") as theirs:
             deploying = psycopg.conninfo.make_conninfo(theirs, options="-c role=pgoutbox_owner")
-            migrate.downgrade(deploying, REVISION_BEFORE_ROLES)
+            migrate.downgrade(deploying, FIRST)
             migrate.upgrade(deploying)
             assert migrate.grants(deploying) == []
         assert catalog(dsn) == once
 
-    def test_objects_added_by_a_superuser_belong_to_the_schema_owner(self, owner_dsn: str, empty_dsn: str) -> None:
-        migrate.upgrade(owner_dsn, REVISION_BEFORE_ROLES)
+    def test_objects_added_by_a_superuser_belong_to_the_schema_owner(
+        self, owner_dsn: str, empty_dsn: str, newest: str
+    ) -> None:
+        migrate.upgrade(owner_dsn, FIRST)
         migrate.upgrade(empty_dsn)
-        with psycopg.connect(owner_dsn) as connection:
-            others = connection.execute(
-                """
-                SELECT proname FROM pg_proc
-                WHERE pronamespace = 'pgoutbox'::regnamespace AND proowner <> current_user::regrole
-                """
-            ).fetchall()
-        assert others == []
+        assert migrate.current(empty_dsn) == newest
+        assert not_of(str(psycopg.conninfo.conninfo_to_dict(owner_dsn)["user"]), empty_dsn) == []
         with login(empty_dsn, "pgoutbox_producer") as theirs, psycopg.connect(theirs) as producer:
             producer.execute("SELECT pgoutbox.enqueue('mail', '1', dedupe_key => 'd')")
 
-    def test_a_downgrade_revokes_the_privileges_and_keeps_the_owner(self, dsn: str) -> None:
-        migrate.downgrade(dsn, REVISION_BEFORE_ROLES)
-        with psycopg.connect(dsn) as connection:
+    def test_a_downgrade_to_base_revokes_privileges_on_the_remaining_objects(self, dsn: str) -> None:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute("CREATE TABLE pgoutbox.mine (id integer)")
+            connection.execute("GRANT SELECT ON pgoutbox.mine TO pgoutbox_viewer")
+            migrate.downgrade(dsn, "base")
             granted = connection.execute(
                 """
-                SELECT c.relname, acl.grantee::regrole FROM pg_class AS c
+                SELECT acl.grantee::regrole FROM pg_class AS c
                 CROSS JOIN aclexplode(c.relacl) AS acl
                 WHERE c.relnamespace = 'pgoutbox'::regnamespace AND acl.grantee <> c.relowner
                 UNION ALL
-                SELECT p.proname, acl.grantee::regrole FROM pg_proc AS p
-                CROSS JOIN aclexplode(p.proacl) AS acl
-                WHERE p.pronamespace = 'pgoutbox'::regnamespace AND acl.grantee <> p.proowner
-                UNION ALL
-                SELECT c.relname, c.relowner::regrole FROM pg_class AS c
-                WHERE c.relnamespace = 'pgoutbox'::regnamespace AND c.relowner <> 'pgoutbox_owner'::regrole
+                SELECT acl.grantee::regrole FROM pg_namespace AS n
+                CROSS JOIN aclexplode(n.nspacl) AS acl
+                WHERE n.nspname = 'pgoutbox' AND acl.grantee <> n.nspowner
                 """
             ).fetchall()
-            assert granted == []
-        migrate.upgrade(dsn)
+        assert granted == []
 
     def test_a_role_in_use_survives_a_downgrade(self, dsn: str) -> None:
         with login(dsn, "pgoutbox_viewer") as theirs:
@@ -419,25 +420,47 @@ class TestRoles:
 class TestBesideTheApplication:
     """A transaction that has enqueued stays open throughout, so conflicting locks are unavailable."""
 
-    def test_an_upgrade_does_not_wait_for_open_transactions_that_enqueued(self, empty_dsn: str) -> None:
-        migrate.upgrade(empty_dsn, "pgoutbox_0001")
-        with psycopg.connect(empty_dsn) as producer:
-            producer.execute("SELECT pgoutbox.enqueue('mail', '1', coalesce_key => 'a')")
-            migrate.upgrade(empty_dsn, lock_timeout_seconds=1)
-            producer.execute("SELECT pgoutbox.enqueue('mail', '2', coalesce_key => 'a')")
-        assert not_of("pgoutbox_owner", empty_dsn) == []
-
-    def test_a_downgrade_does_not_wait_for_open_transactions_or_revoke_their_rights(self, dsn: str) -> None:
+    def test_an_upgrade_does_not_wait_for_open_transactions_that_enqueued(self, dsn: str, newest: str) -> None:
         with psycopg.connect(dsn) as producer:
             producer.execute("SELECT pgoutbox.enqueue('mail', '1', coalesce_key => 'a')")
-            migrate.downgrade(dsn, "pgoutbox_0001", lock_timeout_seconds=1)
+            migrate.upgrade(dsn, lock_timeout_seconds=1)
             producer.execute("SELECT pgoutbox.enqueue('mail', '2', coalesce_key => 'a')")
+        assert migrate.current(dsn) == newest
+        assert not_of("pgoutbox_owner", dsn) == []
+
+    @pytest.mark.usefixtures("newest")
+    def test_a_downgrade_does_not_wait_for_open_transactions_or_revoke_their_rights(self, dsn: str) -> None:
+        migrate.upgrade(dsn)
+        with psycopg.connect(dsn) as producer:
+            producer.execute("SELECT pgoutbox.enqueue('mail', '1', coalesce_key => 'a')")
+            migrate.downgrade(dsn, FIRST, lock_timeout_seconds=1)
+            producer.execute("SELECT pgoutbox.enqueue('mail', '2', coalesce_key => 'a')")
+        assert migrate.current(dsn) == FIRST
         assert not_of("pgoutbox_owner", dsn) == [], "a running enqueue would be refused"
 
-    def test_a_superuser_owns_nothing_at_any_revision(self, empty_dsn: str) -> None:
-        for revision in ("pgoutbox_0001", "pgoutbox_0002"):
+    def test_a_downgrade_to_base_takes_its_locks_in_the_order_of_an_enqueue(self, dsn: str) -> None:
+        with psycopg.connect(dsn) as producer, ThreadPoolExecutor(1) as threads:
+            producer.execute("SELECT FROM pgoutbox.dedupe")
+            downgrade = threads.submit(migrate.downgrade, dsn, "base", lock_timeout_seconds=60)
+            wait_until(lambda: is_blocking(producer), lambda: "the downgrade did not wait")
+            producer.execute("SELECT pgoutbox.enqueue('mail', '1', coalesce_key => 'a')")
+            producer.commit()
+            downgrade.result()
+        assert migrate.current(dsn) is None
+
+    def test_a_superuser_owns_nothing_at_any_revision(self, empty_dsn: str, newest: str) -> None:
+        for revision in (FIRST, newest):
             migrate.upgrade(empty_dsn, revision)
             assert not_of("pgoutbox_owner", empty_dsn) == []
+
+
+def is_blocking(connection: psycopg.Connection) -> bool:
+    """Whether another session waits for a lock of this one."""
+    return bool(
+        connection.execute(
+            "SELECT FROM pg_locks WHERE NOT granted AND pg_backend_pid() = ANY (pg_blocking_pids(pid))"
+        ).rowcount
+    )
 
 
 def not_of(owner: str, dsn: str) -> list[str]:
@@ -465,13 +488,7 @@ def with_another_name(connection: psycopg.Connection, role: str, name: str) -> N
 
 
 def warning_of_the_revision() -> str:
-    path = f"{migrate.version_location()}/0003_roles.py"
-    spec = importlib.util.spec_from_file_location("roles", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return str(module.SET_UP)
+    return (Path(migrate.version_location()).parent / "sql" / "setup.sql").read_text(encoding="utf-8")
 
 
 class TestAsBranchOfTheHost:

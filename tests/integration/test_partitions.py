@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
+from pgoutbox import migrate
 from pgoutbox.database import operator_connection
 from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
@@ -572,13 +573,10 @@ def test_maintenance_needs_no_ownership_of_the_tables(db: psycopg.Connection, ds
     assert totals.partitions_made >= 1
 
 
-def test_a_downgrade_and_upgrade_keep_the_messages(db: psycopg.Connection, dsn: str) -> None:
-    from pgoutbox import migrate
-
-    sent = send(db)
-    old_name, old = add_partition(db, 40), put(db, State.SENT, age=40 * DAY)
-    assert (table_of(db, sent), table_of(db, old)) == (partitions_of(db)[1], old_name)
-    migrate.downgrade(dsn, "pgoutbox_0001")
-    assert table_of(db, sent) == table_of(db, old) == "message_done_default"
-    migrate.upgrade(dsn)
-    assert [row.id for row in rows_of(db)] == [sent, old]
+def test_a_downgrade_to_base_drops_retired_partitions(db: psycopg.Connection, dsn: str) -> None:
+    keep(db)
+    name = add_partition(db, 40)
+    put(db, State.SENT, age=40 * DAY)
+    assert db.execute(RETIRE, [name]).fetchone() == ("retired",)
+    migrate.downgrade(dsn, "base")
+    assert db.execute("SELECT to_regnamespace('pgoutbox')").fetchone() == (None,)

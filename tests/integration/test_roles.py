@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, LiteralString
 
 import psycopg
@@ -217,6 +218,24 @@ GRANTED_TO_PUBLIC: Final = """
     CROSS JOIN aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) AS acl
     WHERE p.pronamespace = 'pgoutbox'::regnamespace AND acl.grantee = 0
 """
+
+
+def test_no_role_may_execute_an_internal_function(rolled_back: psycopg.Connection) -> None:
+    folder = Path(migrate.version_location()).parent / "sql" / "functions"
+    executable: dict[str, bool] = dict(
+        rolled_back.execute(
+            """
+            SELECT p.proname, bool_or(has_function_privilege(role, p.oid, 'EXECUTE'))
+            FROM pg_proc AS p
+            CROSS JOIN unnest(%s::text[]) AS role
+            WHERE p.pronamespace = 'pgoutbox'::regnamespace
+            GROUP BY p.proname
+            """,
+            [[PRODUCER, WORKER, OPERATOR, VIEWER]],
+        ).fetchall()
+    )
+    assert {path.stem for path in folder.glob("*.sql") if not executable[path.stem]} == set()
+    assert {path.stem for path in folder.glob("internal/*.sql") if executable[path.stem]} == set()
 
 
 def test_public_has_no_privileges(rolled_back: psycopg.Connection) -> None:

@@ -11,7 +11,7 @@ import pytest
 import pgoutbox
 
 PACKAGE = Path(pgoutbox.__file__).parent
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "migrations" not in path.parts)
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "migrations" not in path.relative_to(PACKAGE).parts)
 STATEMENT = re.compile(
     r"\s*(SELECT\s|INSERT\s+INTO\s|UPDATE\s+[\w.\"{}]+\s|DELETE\s+FROM\s|WITH\s+\w+\s|CREATE\s|ALTER\s|DROP\s|GRANT\s|SET\s+LOCAL\s)"
 )

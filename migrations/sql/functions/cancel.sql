@@ -1,0 +1,21 @@
+-- `is_act` excludes the cancels of applications in their business transactions.
+CREATE FUNCTION pgoutbox.cancel(message_id bigint, states text[] DEFAULT '{pending,sending}')
+RETURNS text
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DECLARE
+    result constant text := pgoutbox.cancel_unrecorded(message_id, states);
+BEGIN
+    IF result IN ('cancelled', 'requested') AND pgoutbox.is_act() THEN
+        PERFORM pgoutbox.record_act('cancel', message_ids => ARRAY[message_id]);
+    END IF;
+    RETURN result;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox.cancel IS
+    'Cancel a message in this transaction, if it is in one of the states. Returns cancelled, requested (an attempt is '
+    'in flight: its handler is notified, and it is not retried), the other state of the message, locked (the row '
+    'stayed locked: try again), missing, or already_cancelled if it was cancelled before.';

@@ -1,0 +1,137 @@
+CREATE FUNCTION pgoutbox.enqueue_many(
+    topics text[],
+    payloads jsonb[],
+    queues text[] DEFAULT NULL,
+    destinations text[] DEFAULT NULL,
+    coalesce_keys text[] DEFAULT NULL,
+    dedupe_keys text[] DEFAULT NULL,
+    available_ats timestamptz[] DEFAULT NULL,
+    delays double precision[] DEFAULT NULL,
+    expires_ats timestamptz[] DEFAULT NULL,
+    headers jsonb[] DEFAULT NULL,
+    max_attempts integer[] DEFAULT NULL,
+    notify boolean DEFAULT true,
+    ordering_keys text[] DEFAULT NULL,
+    on_failed text[] DEFAULT NULL,
+    max_delays double precision[] DEFAULT NULL,
+    coalesce_rules text[] DEFAULT NULL
+)
+RETURNS TABLE (item_index integer, id bigint, duplicate boolean)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+#variable_conflict use_column
+DECLARE
+    -- The transaction has its id before its messages have theirs: CLAIM_NEW of the worker relies on it.
+    own_xid constant xid8 := pg_catalog.pg_current_xact_id();
+    bad record;
+BEGIN
+    IF topics IS NULL THEN
+        PERFORM pgoutbox.raise_argument_error('topics: must not be null');
+    END IF;
+    IF cardinality(payloads) IS DISTINCT FROM cardinality(topics) THEN
+        PERFORM pgoutbox.raise_argument_error('payloads: must have as many elements as topics');
+    END IF;
+    IF greatest(
+        cardinality(queues), cardinality(destinations), cardinality(coalesce_keys), cardinality(dedupe_keys),
+        cardinality(available_ats), cardinality(delays), cardinality(expires_ats), cardinality(headers),
+        cardinality(max_attempts), cardinality(ordering_keys), cardinality(on_failed), cardinality(max_delays),
+        cardinality(coalesce_rules)
+    ) > cardinality(topics) THEN
+        PERFORM pgoutbox.raise_argument_error('topics: no other array may have more elements');
+    END IF;
+
+    SELECT i.item_index, i.problem
+    INTO bad
+    FROM (
+        SELECT a.item_index, CASE
+            WHEN pgoutbox.is_plain(
+                a.topic, a.payload, a.queue, a.destination, a.coalesce_key, a.dedupe_key, a.available_at,
+                a.expires_at, a.headers, a.max_attempts, a.ordering_key, a.on_failed, a.max_delay, a.coalesce_rule
+            ) THEN NULL
+            ELSE pgoutbox.argument_error(
+                a.topic, a.payload, a.queue, a.destination, a.coalesce_key, a.dedupe_key, a.available_at,
+                a.expires_at, a.headers, a.max_attempts, a.ordering_key, a.on_failed, a.max_delay, a.coalesce_rule
+            )
+        END AS problem
+        FROM pgoutbox.bulk_items(
+            topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
+            headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules
+        ) AS a
+    ) AS i
+    WHERE i.problem IS NOT NULL
+    ORDER BY i.item_index
+    LIMIT 1;
+    IF FOUND THEN
+        PERFORM pgoutbox.raise_argument_error(bad.problem, bad.item_index);
+    END IF;
+
+    IF num_nonnulls(coalesce_keys, dedupe_keys, ordering_keys) = 0
+        AND NOT EXISTS (SELECT FROM unnest(payloads) AS p(payload) WHERE pgoutbox.is_large(p.payload))
+    THEN
+        -- The ids are drawn in the order of the items.
+        RETURN QUERY
+        WITH inserted AS (
+            INSERT INTO pgoutbox.message_live AS m (
+                topic, payload, queue, destination, available_at, expires_at, headers, max_attempts, attempt_budget
+            )
+            SELECT
+                a.topic, a.payload, a.queue, a.destination, greatest(a.available_at, now()), a.expires_at, a.headers,
+                a.max_attempts, a.max_attempts
+            FROM pgoutbox.bulk_items(
+                topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
+                headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules
+            ) AS a
+            RETURNING m.id
+        )
+        SELECT (row_number() OVER (ORDER BY i.id) - 1)::integer, i.id, false
+        FROM inserted AS i;
+    ELSE
+        RETURN QUERY
+        WITH item AS MATERIALIZED (
+            SELECT a.*, nextval('pgoutbox.message_id_seq') AS id
+            FROM pgoutbox.bulk_items(
+                topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
+                headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules
+            ) AS a
+            WHERE num_nonnulls(a.dedupe_key, a.ordering_key) = 0
+                AND (a.coalesce_key IS NULL OR a.coalesce_rule = 'pending')
+        ), large AS (
+            INSERT INTO pgoutbox.large_payload (message_id, body)
+            SELECT i.id, i.payload
+            FROM item AS i
+            WHERE pgoutbox.is_large(i.payload)
+        ), inserted AS (
+            INSERT INTO pgoutbox.message_live (
+                id, topic, payload, queue, destination, available_at, expires_at, headers, max_attempts,
+                attempt_budget, coalesce_key, coalesces_pending
+            )
+            SELECT
+                i.id, i.topic, CASE WHEN NOT pgoutbox.is_large(i.payload) THEN i.payload END, i.queue, i.destination,
+                greatest(i.available_at, now()), i.expires_at,
+                i.headers, i.max_attempts, i.max_attempts, i.coalesce_key, nullif(i.coalesce_key IS NOT NULL, false)
+            FROM item AS i
+        )
+        SELECT i.item_index, i.id, false
+        FROM item AS i;
+        RETURN QUERY
+        SELECT k.item_index, k.id, k.duplicate
+        FROM pgoutbox.enqueue_keyed(
+            topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
+            headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules
+        ) AS k;
+    END IF;
+
+    IF notify IS NOT FALSE AND cardinality(topics) > 0 THEN
+        PERFORM pgoutbox.ring(r.queue)
+        FROM (
+            SELECT DISTINCT coalesce(q.queue, 'default') AS queue
+            FROM unnest(topics, queues) AS q(topic, queue)
+        ) AS r;
+    END IF;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox.enqueue_many IS
+    'Enqueue arrays of messages in this transaction; a null array or element means the default.';

@@ -1,0 +1,117 @@
+-- One role for each way of using the outbox, with all grants. Roles belong to the whole cluster, and few users may
+-- create them. If the caller may not, the result names the missing ones. Call it again when they exist.
+CREATE FUNCTION pgoutbox.set_up_roles()
+RETURNS text[]
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DECLARE
+    missing text[] := '{}';
+    wanted text;
+BEGIN
+    LOCK TABLE pgoutbox.retired IN SHARE ROW EXCLUSIVE MODE; -- Of two concurrent grants one would fail.
+    PERFORM pgoutbox.hand_over();
+    FOREACH wanted IN ARRAY ARRAY['pgoutbox_producer', 'pgoutbox_worker', 'pgoutbox_operator', 'pgoutbox_viewer'] LOOP
+        IF to_regrole(wanted) IS NULL THEN
+            BEGIN
+                EXECUTE format('CREATE ROLE %I NOLOGIN', wanted);
+            EXCEPTION
+                WHEN insufficient_privilege THEN
+                    missing := missing || wanted;
+                WHEN duplicate_object OR unique_violation THEN
+                    NULL; -- The migration of another database was faster.
+            END;
+        END IF;
+    END LOOP;
+
+    REVOKE ALL ON SCHEMA pgoutbox FROM PUBLIC;
+    REVOKE ALL ON ALL TABLES IN SCHEMA pgoutbox FROM PUBLIC;
+    REVOKE ALL ON ALL SEQUENCES IN SCHEMA pgoutbox FROM PUBLIC;
+    REVOKE ALL ON ALL FUNCTIONS IN SCHEMA pgoutbox FROM PUBLIC;
+
+    IF to_regrole('pgoutbox_producer') IS NOT NULL THEN
+        GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_producer;
+        GRANT EXECUTE ON FUNCTION
+            pgoutbox.enqueue, pgoutbox.enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout,
+            pgoutbox.cancel, pgoutbox.cancel_by_key
+        TO pgoutbox_producer;
+    END IF;
+
+    IF to_regrole('pgoutbox_worker') IS NOT NULL THEN
+        GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_worker;
+        GRANT EXECUTE ON FUNCTION
+            pgoutbox.enqueue, pgoutbox.enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout,
+            pgoutbox.cancel, pgoutbox.cancel_by_key,
+            pgoutbox.schema_version, pgoutbox.permits, pgoutbox.next_permit_at, pgoutbox.tokens_of,
+            pgoutbox.in_flight_of, pgoutbox.newer_pending, pgoutbox.lock_newer_pending,
+            pgoutbox.has_strict_due, pgoutbox.renewed_until, pgoutbox.is_limited, pgoutbox.take_turn,
+            pgoutbox.forget_sent, pgoutbox.redacted_text,
+            pgoutbox.prune_by_rule, pgoutbox.prune_dedupe_by_rule, pgoutbox.prune_coalesce, pgoutbox.prune_ordering,
+            pgoutbox.prune_content,
+            pgoutbox.partitions, pgoutbox.kept_until, pgoutbox.make_partition, pgoutbox.retire_partition,
+            pgoutbox.clear_retired
+        TO pgoutbox_worker;
+        GRANT SELECT ON
+            pgoutbox.message, pgoutbox.message_live, pgoutbox.large_payload, pgoutbox.coalesce, pgoutbox.content,
+            pgoutbox.queue, pgoutbox.breaker, pgoutbox.retention
+        TO pgoutbox_worker;
+        GRANT SELECT ON SEQUENCE pgoutbox.message_id_seq TO pgoutbox_worker;
+        GRANT SELECT (id, queue, ordering_key, on_failed) ON pgoutbox.message_failed TO pgoutbox_worker;
+        GRANT SELECT ON
+            pgoutbox.message_view, pgoutbox.queue_view, pgoutbox.breaker_view, pgoutbox.retention_view,
+            pgoutbox.pulse_view, pgoutbox.upkeep, pgoutbox.retired
+        TO pgoutbox_worker;
+        GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, worker) ON pgoutbox.upkeep
+        TO pgoutbox_worker;
+        GRANT UPDATE (
+            state, attempt_count, max_attempts, available_at, claimed_at, worker, lease_expires_at, finished_at,
+            skip_reason, superseded_by, last_error
+        ) ON pgoutbox.message TO pgoutbox_worker;
+        GRANT UPDATE (lease_expires_at) ON pgoutbox.message_live TO pgoutbox_worker;
+        GRANT INSERT ON pgoutbox.attempt TO pgoutbox_worker;
+        GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.renewal TO pgoutbox_worker;
+        GRANT UPDATE (tokens, tokens_at) ON pgoutbox.queue TO pgoutbox_worker;
+        GRANT INSERT, UPDATE, DELETE ON pgoutbox.breaker TO pgoutbox_worker;
+    END IF;
+
+    IF to_regrole('pgoutbox_viewer') IS NOT NULL THEN
+        GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_viewer;
+        GRANT SELECT ON
+            pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
+            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view
+        TO pgoutbox_viewer;
+        GRANT EXECUTE ON FUNCTION
+            pgoutbox.schema_version, pgoutbox.redacted_text, pgoutbox.redacted_json, pgoutbox.tokens_of,
+            pgoutbox.done_estimate
+        TO pgoutbox_viewer;
+    END IF;
+
+    IF to_regrole('pgoutbox_operator') IS NOT NULL THEN
+        GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_operator;
+        GRANT SELECT ON
+            pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
+            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view
+        TO pgoutbox_operator;
+        GRANT EXECUTE ON FUNCTION
+            pgoutbox.schema_version, pgoutbox.redacted_text, pgoutbox.redacted_json, pgoutbox.tokens_of,
+            pgoutbox.done_estimate, pgoutbox.cancel, pgoutbox.cancel_each, pgoutbox.cancel_by_key,
+            pgoutbox.redrive, pgoutbox.resend, pgoutbox.prune, pgoutbox.prune_dedupe, pgoutbox.prune_by_rule,
+            pgoutbox.prune_dedupe_by_rule,
+            pgoutbox.prune_coalesce, pgoutbox.prune_ordering, pgoutbox.prune_content,
+            pgoutbox.partitions, pgoutbox.kept_until, pgoutbox.make_partition, pgoutbox.retire_partition,
+            pgoutbox.clear_retired
+        TO pgoutbox_operator;
+        GRANT SELECT ON pgoutbox.retired TO pgoutbox_operator;
+        GRANT SELECT (lease_expires_at), DELETE ON pgoutbox.renewal TO pgoutbox_operator;
+        GRANT SELECT, INSERT, UPDATE ON pgoutbox.queue TO pgoutbox_operator;
+        GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.retention TO pgoutbox_operator;
+        GRANT SELECT (key), DELETE ON pgoutbox.breaker TO pgoutbox_operator;
+        GRANT SELECT ON pgoutbox.audit TO pgoutbox_operator;
+    END IF;
+    RETURN missing;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox.set_up_roles IS
+    'Create the missing roles, if the caller may, and grant the existing ones their privileges in this database. '
+    'Returns the roles that are still missing. Idempotent.';

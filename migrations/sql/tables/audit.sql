@@ -1,0 +1,38 @@
+-- Manual changes. A bulk is one act of several batches, with a row for each batch.
+CREATE TABLE pgoutbox.audit (
+    id            bigint      NOT NULL GENERATED ALWAYS AS IDENTITY,
+    acted_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
+    act_id        uuid        NOT NULL,
+    message_count integer,
+    actor         text        NOT NULL,
+    db_role       text        NOT NULL DEFAULT session_user,
+    origin        text,
+    action        text        NOT NULL,
+    queue         text,
+    message_ids   bigint[],
+    details       jsonb,
+    CONSTRAINT audit_pkey PRIMARY KEY (id),
+    CONSTRAINT audit_sound CHECK (
+        action IN ('redrive', 'resend', 'cancel', 'prune', 'pause', 'resume', 'limit', 'retention', 'breaker')
+        AND length(actor) BETWEEN 1 AND 200
+        AND (origin IS NULL OR length(origin) BETWEEN 1 AND 200)
+        AND message_count > 0
+        AND (message_ids IS NULL OR cardinality(message_ids) = message_count)
+    )
+);
+
+CREATE INDEX audit_message_ids ON pgoutbox.audit USING gin (message_ids);
+
+COMMENT ON TABLE pgoutbox.audit IS 'Manual changes by operators: a row for each batch of an act.';
+COMMENT ON COLUMN pgoutbox.audit.id IS 'Grows with every row.';
+COMMENT ON COLUMN pgoutbox.audit.acted_at IS 'Time of the change.';
+COMMENT ON COLUMN pgoutbox.audit.act_id IS 'The same for all batches of one act.';
+COMMENT ON COLUMN pgoutbox.audit.message_count IS
+    'Number of messages that the batch changed; null for an act on a queue or a rule.';
+COMMENT ON COLUMN pgoutbox.audit.actor IS 'The person, as known to the command line or the dashboard; else the role.';
+COMMENT ON COLUMN pgoutbox.audit.db_role IS 'The database role of the session.';
+COMMENT ON COLUMN pgoutbox.audit.origin IS 'The command line or the dashboard, and the client address.';
+COMMENT ON COLUMN pgoutbox.audit.action IS 'redrive, resend, cancel, prune, pause, resume, limit or retention.';
+COMMENT ON COLUMN pgoutbox.audit.queue IS 'The queue that was paused, resumed or limited.';
+COMMENT ON COLUMN pgoutbox.audit.message_ids IS 'The changed messages; null for prune.';
+COMMENT ON COLUMN pgoutbox.audit.details IS 'Parameters of the act: the filter, the limit or the rule.';

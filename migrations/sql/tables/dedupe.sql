@@ -1,0 +1,19 @@
+CREATE TABLE pgoutbox.dedupe (
+    message_id     bigint      NOT NULL,
+    created_at     timestamptz NOT NULL DEFAULT now(),
+    topic          text COLLATE "C" NOT NULL,
+    dedupe_key     text COLLATE "C" NOT NULL,
+    payload_digest bytea       NOT NULL,
+    CONSTRAINT dedupe_pkey PRIMARY KEY (topic, dedupe_key),
+    CONSTRAINT dedupe_sound CHECK (dedupe_key <> '')
+);
+
+COMMENT ON TABLE pgoutbox.dedupe IS 'The message of each topic and dedupe key.';
+COMMENT ON COLUMN pgoutbox.dedupe.message_id IS
+    'The message with this key. If it is cancelled or skipped, the next message takes the key.';
+COMMENT ON COLUMN pgoutbox.dedupe.created_at IS 'When that message was enqueued.';
+COMMENT ON COLUMN pgoutbox.dedupe.topic IS 'The topic.';
+COMMENT ON COLUMN pgoutbox.dedupe.dedupe_key IS 'The key.';
+COMMENT ON COLUMN pgoutbox.dedupe.payload_digest IS
+    'SHA-256 of the payload, or of the digest in an encrypted one. It tells a repeated message from a different one '
+    'with the same key.';

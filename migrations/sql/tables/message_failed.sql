@@ -1,0 +1,20 @@
+CREATE TABLE pgoutbox.message_failed PARTITION OF pgoutbox.message (
+    CONSTRAINT message_failed_pkey PRIMARY KEY (id),
+    CONSTRAINT message_failed_sound CHECK (
+        finished_at IS NOT NULL AND lease_expires_at IS NULL AND attempt_count > 0 AND skip_reason IS NULL
+    )
+) FOR VALUES IN ('failed');
+
+CREATE INDEX message_failed_halts ON pgoutbox.message_failed (queue, ordering_key, id)
+WHERE on_failed = 'halt';
+
+-- Maintenance asks by key whether a message is left that a redrive can make pending again. Only failed and cancelled
+-- messages are in these indexes, so that enqueue, claim and a finish as sent never write them.
+CREATE INDEX message_failed_coalesced ON pgoutbox.message_failed (topic, coalesce_key)
+WHERE coalesce_key IS NOT NULL;
+
+CREATE INDEX message_failed_ordered ON pgoutbox.message_failed (queue, ordering_key)
+WHERE ordering_key IS NOT NULL;
+
+COMMENT ON TABLE pgoutbox.message_failed IS
+    'Messages that failed permanently; they wait for an operator (redrive or prune).';

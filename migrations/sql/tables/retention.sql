@@ -1,0 +1,19 @@
+-- The most specific rule applies: the rule of the topic, or else the rule of all topics. Without a rule nothing is
+-- deleted.
+CREATE TABLE pgoutbox.retention (
+    keep  interval,
+    topic text COLLATE "C" NOT NULL,
+    state text COLLATE "C" NOT NULL,
+    CONSTRAINT retention_pkey PRIMARY KEY (topic, state),
+    CONSTRAINT retention_topic_sound CHECK (topic = '*' OR (length(topic) <= 63 AND topic ~ '^[a-z][a-z0-9_.-]*$')),
+    CONSTRAINT retention_state_known CHECK (state IN ('sent', 'failed', 'skipped', 'cancelled', 'dedupe_key')),
+    CONSTRAINT retention_keep_sound CHECK (keep >= interval '0' AND keep <= interval '36500 days')
+);
+
+COMMENT ON TABLE pgoutbox.retention IS
+    'How long final messages are kept, by topic and state. Without a rule they are never deleted.';
+COMMENT ON COLUMN pgoutbox.retention.keep IS
+    'Time to keep the messages. Zero deletes sent messages as they are sent; null never deletes them.';
+COMMENT ON COLUMN pgoutbox.retention.topic IS 'A topic, or * for every topic without a rule of its own for the state.';
+COMMENT ON COLUMN pgoutbox.retention.state IS
+    'sent, failed, skipped or cancelled; or dedupe_key, for keys whose message is deleted.';

@@ -1,0 +1,12 @@
+CREATE VIEW pgoutbox.breaker_view AS
+SELECT
+    b.key,
+    b.opened_at,
+    b.retry_at,
+    b.cooldown_seconds,
+    b.probe_until,
+    b.worker,
+    pgoutbox.redacted_text(b.last_error) AS last_error
+FROM pgoutbox.breaker AS b;
+
+COMMENT ON VIEW pgoutbox.breaker_view IS 'Open circuit breakers of transports and destinations.';

@@ -1,0 +1,39 @@
+-- The views read with their owner's privileges, so that viewers need none on the tables: hence not `security_invoker`.
+-- They hide no rows, so `security_barrier`, which keeps conditions away from indexes, would protect nothing.
+CREATE VIEW pgoutbox.message_view AS
+SELECT
+    m.id,
+    m.topic,
+    m.queue,
+    pgoutbox.redacted_text(m.destination) AS destination,
+    m.state,
+    m.attempt_count,
+    m.max_attempts,
+    m.attempt_budget,
+    m.created_at,
+    m.available_at,
+    m.expires_at,
+    m.claimed_at,
+    m.lease_expires_at,
+    m.cancel_requested_at,
+    m.finished_at,
+    m.worker,
+    m.coalesce_key,
+    m.coalesces_pending,
+    m.dedupe_key,
+    m.ordering_key,
+    m.on_failed,
+    m.superseded_by,
+    m.resend_of,
+    m.content_id,
+    pgoutbox.redacted_text(m.skip_reason) AS skip_reason,
+    pgoutbox.redacted_text(m.last_error) AS last_error,
+    pgoutbox.redacted_json(m.headers) AS headers,
+    pgoutbox.redacted_json(
+        coalesce(m.payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id))
+    ) AS payload
+FROM pgoutbox.message AS m;
+
+COMMENT ON VIEW pgoutbox.message_view IS
+    'Every message, redacted: payload and headers without values, and texts without the values of names such as '
+    'password.';

@@ -1,0 +1,20 @@
+-- With `now()`, messages in flight are counted only if the query uses the column. A volatile column is always computed.
+CREATE VIEW pgoutbox.queue_view AS
+SELECT
+    q.name,
+    q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE AS is_paused,
+    q.paused_at,
+    q.resume_at,
+    q.rate_count,
+    q.rate_seconds,
+    q.burst,
+    pgoutbox.tokens_of(q) AS tokens,
+    q.max_in_flight,
+    (
+        SELECT count(*)
+        FROM pgoutbox.message_live AS m
+        WHERE m.queue = q.name AND m.state = 'sending' AND m.lease_expires_at > now()
+    ) AS in_flight
+FROM pgoutbox.queue AS q;
+
+COMMENT ON VIEW pgoutbox.queue_view IS 'The queues that have or had a limit or a pause, with their messages in flight.';

@@ -1,0 +1,83 @@
+-- The reasons have the order of the claim's checks. `breaker` and `unavailable` come from the reason code of the last
+-- attempt; the other reasons follow from the rows.
+CREATE VIEW pgoutbox.waiting_view AS
+WITH control AS MATERIALIZED (
+    SELECT q.name, q.is_paused, q.resume_at, q.rate_count, q.rate_seconds, q.tokens, q.max_in_flight, q.in_flight
+    FROM pgoutbox.queue_view AS q
+)
+SELECT
+    m.id,
+    m.topic,
+    m.queue,
+    pgoutbox.redacted_text(m.destination) AS destination,
+    m.attempt_count,
+    m.created_at,
+    m.available_at,
+    why.reason,
+    CASE why.reason
+        WHEN 'superseded' THEN head.newest_id
+        WHEN 'halted' THEN halt.id
+        WHEN 'in order' THEN earlier.id
+        WHEN 'in flight' THEN sibling.id
+    END AS waits_for,
+    CASE why.reason
+        WHEN 'paused' THEN control.resume_at
+        WHEN 'scheduled' THEN m.available_at
+        WHEN 'retry' THEN m.available_at
+        WHEN 'breaker' THEN m.available_at
+        WHEN 'unavailable' THEN m.available_at
+        WHEN 'rate' THEN now() + make_interval(
+            secs => (1 - control.tokens) * control.rate_seconds / control.rate_count
+        )
+    END AS until
+FROM pgoutbox.message_live AS m
+LEFT JOIN control ON control.name = m.queue
+LEFT JOIN pgoutbox.coalesce AS head
+    ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
+        AND m.coalesces_pending IS NOT TRUE
+LEFT JOIN LATERAL (
+    SELECT f.id
+    FROM pgoutbox.message_failed AS f
+    WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
+    ORDER BY f.id
+    LIMIT 1
+) AS halt ON m.ordering_key IS NOT NULL
+LEFT JOIN LATERAL (
+    SELECT e.id
+    FROM pgoutbox.message_live AS e
+    WHERE e.queue = m.queue AND e.ordering_key = m.ordering_key AND e.id < m.id
+    ORDER BY e.id
+    LIMIT 1
+) AS earlier ON m.ordering_key IS NOT NULL
+LEFT JOIN LATERAL (
+    SELECT s.id
+    FROM pgoutbox.message_live AS s
+    WHERE s.topic = m.topic AND s.coalesce_key = m.coalesce_key AND s.state = 'sending' AND s.id <> m.id
+    LIMIT 1
+) AS sibling ON m.coalesce_key IS NOT NULL
+LEFT JOIN LATERAL (
+    SELECT a.reason_code
+    FROM pgoutbox.attempt AS a
+    WHERE a.message_id = m.id AND a.attempt_count = m.attempt_count
+) AS last_attempt ON m.attempt_count > 0
+CROSS JOIN LATERAL (
+    SELECT CASE
+        WHEN control.is_paused THEN 'paused'
+        WHEN m.available_at > now() AND last_attempt.reason_code IN ('circuit_open', 'stalled') THEN 'breaker'
+        WHEN m.available_at > now() AND last_attempt.reason_code = 'unavailable' THEN 'unavailable'
+        WHEN m.available_at > now() AND m.attempt_count > 0 THEN 'retry'
+        WHEN m.available_at > now() THEN 'scheduled'
+        WHEN head.newest_id IS NOT NULL THEN 'superseded'
+        WHEN halt.id IS NOT NULL THEN 'halted'
+        WHEN earlier.id IS NOT NULL THEN 'in order'
+        WHEN sibling.id IS NOT NULL THEN 'in flight'
+        WHEN control.tokens < 1 THEN 'rate'
+        WHEN control.in_flight >= control.max_in_flight THEN 'max_in_flight'
+        ELSE 'due'
+    END AS reason
+) AS why
+WHERE m.state = 'pending';
+
+COMMENT ON VIEW pgoutbox.waiting_view IS
+    'Every pending message with the reason why it is not claimed: paused, scheduled, retry, breaker, superseded, '
+    'halted, in order, in flight, rate, max_in_flight, or due if it can be claimed.';

@@ -1,0 +1,76 @@
+"""The first release: run the files of `migrations/sql`, and drop on the way down what they create.
+
+Each file has one object with its comments. No role may execute the functions in `functions/internal`; all grants are in
+`roles/set_up_roles.sql`. To add an object, add a file. After the release these files are frozen: a later revision adds
+a folder of its own for the objects that it adds or replaces.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from alembic import op
+from sqlalchemy import DDL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+revision = "pgoutbox_0001"
+down_revision = None
+branch_labels = ("pgoutbox",)
+depends_on = None
+
+SQL = Path(__file__).resolve().parents[1] / "sql"
+
+# Files that match one pattern run in the order of their names. A file that matches several runs at the first one.
+ORDER = (
+    "schema.sql",
+    "tables/message*.sql",  # First in the reference of the schema.
+    "tables/*.sql",
+    "functions/internal/*.sql",
+    "functions/enqueue_receipt.sql",  # The body of `enqueue` needs it.
+    "functions/*.sql",
+    "triggers/*.sql",
+    "views/*.sql",
+    "roles/*.sql",
+    "setup.sql",
+)
+
+# A semicolon ends a statement unless it is in a comment, a literal or the body of a function.
+STATEMENT = re.compile(r"(?>--[^\n]*|'[^']*'|(\$\w*\$).*?\1|BEGIN ATOMIC\b.*?\nEND|[^;])+;", re.DOTALL)
+
+# Partitions and indexes are dropped with their table.
+CREATED = re.compile(
+    r"^CREATE (?:(TABLE|FUNCTION|VIEW) (pgoutbox\.\w+)\b(?! PARTITION OF)|(TRIGGER) (\w+)\b.*(\bON pgoutbox\.\w+))",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def statements(patterns: tuple[str, ...]) -> Iterator[str]:
+    """Yield the statements one by one, because some drivers of host applications refuse several at once."""
+    for path in dict.fromkeys(path for pattern in patterns for path in sorted(SQL.glob(pattern))):
+        for match in STATEMENT.finditer(path.read_text(encoding="utf-8")):
+            yield match[0].strip().removesuffix(";")
+
+
+def drops() -> list[str]:
+    """Return a DROP for each object that `upgrade` creates, the last object first."""
+    created = (CREATED.search(statement) for statement in statements(ORDER))
+    return [" ".join(("DROP", *filter(None, match.groups()))) for match in created if match][::-1]
+
+
+def run(statement: str) -> None:
+    # DDL() interpolates %, and unlike text() it leaves colons alone.
+    op.execute(DDL(statement.replace("%", "%%")))
+
+
+def upgrade() -> None:
+    for statement in statements(ORDER):
+        run(statement)
+
+
+def downgrade() -> None:
+    for statement in (*statements(("down/before.sql",)), *drops(), *statements(("down/after.sql",))):
+        run(statement)

@@ -1,0 +1,54 @@
+"""A revision after the first one, like those of later releases, so that tests can migrate between two revisions."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Final
+
+from pgoutbox import migrate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+FIRST: Final = "pgoutbox_0001"
+
+# It replaces the function that every enqueue runs, and adds a table, a view and a function that their owner calls.
+_NEXT: Final = """
+from pathlib import Path
+
+from alembic import op
+from sqlalchemy import DDL
+
+revision = "pgoutbox_next"
+down_revision = "pgoutbox_0001"
+
+FILE = Path(__file__).parents[1] / "sql" / "functions" / "enqueue_receipt.sql"
+ENQUEUE = FILE.read_text().partition("COMMENT ON")[0].replace("CREATE FUNCTION", "CREATE OR REPLACE FUNCTION")
+
+
+def upgrade():
+    op.execute(DDL(ENQUEUE.replace("BEGIN\\n", "BEGIN\\n    -- next\\n")))
+    op.execute("CREATE TABLE pgoutbox.next_table (id bigint PRIMARY KEY)")
+    op.execute("CREATE VIEW pgoutbox.next_view AS SELECT n.id FROM pgoutbox.next_table AS n")
+    op.execute("CREATE FUNCTION pgoutbox.next_function() RETURNS bigint LANGUAGE sql RETURN 1")
+    op.execute("DO $$ BEGIN PERFORM pgoutbox.set_up_roles(); END $$")
+
+
+def downgrade():
+    op.execute("DROP FUNCTION pgoutbox.next_function")
+    op.execute("DROP VIEW pgoutbox.next_view")
+    op.execute("DROP TABLE pgoutbox.next_table")
+    op.execute(DDL(ENQUEUE))
+    op.execute("DO $$ BEGIN PERFORM pgoutbox.set_up_roles(); END $$")
+"""
+
+
+def add_revision(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let `pgoutbox.migrate` work on a copy of the revisions that has one more. Return its name."""
+    copied = directory / "revisions"
+    shutil.copytree(migrate._MIGRATIONS, copied)
+    (copied / "versions" / "0002_next.py").write_text(_NEXT)
+    monkeypatch.setattr(migrate, "_MIGRATIONS", copied)
+    return "pgoutbox_next"
