@@ -6,7 +6,7 @@
     ├── SchemaError             the schema is missing, too old or damaged; names the command
     ├── TransactionError        the caller's connection is not in a usable transaction
     ├── PayloadError            an argument of enqueue is wrong; names the field
-    ├── DuplicateError          a dedupe key was used again with another payload
+    ├── DedupeConflictError     a dedupe key was used again with another payload
     ├── UnknownTopicError       a strict outbox has no such topic
     ├── MessageNotFoundError    no message has that id
     ├── StateError              the message is in a state that forbids the operation

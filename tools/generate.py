@@ -761,7 +761,7 @@ def _level_of(call: ast.Call) -> str | None:
 def _events_of(call: ast.Call) -> Iterator[LogEvent]:
     for argument in [*call.args, *(keyword.value for keyword in call.keywords)]:
         for node in ast.walk(argument):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Event":
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "LogEvent":
                 yield LogEvent[node.attr]
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "event_of_state":
                 yield from (LogEvent.RETRY, LogEvent.SKIPPED, LogEvent.CANCELLED)
