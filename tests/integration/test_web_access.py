@@ -484,7 +484,7 @@ def test_successful_sign_ins_are_never_rate_limited(site: Site) -> None:
 
 
 def test_successful_sign_ins_do_not_count_for_others(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site.access, "common_brake", RateLimiter(burst=2, interval_seconds=3600, capacity=1))
+    monkeypatch.setattr(site.access, "common_limit", RateLimiter(burst=2, interval_seconds=3600, capacity=1))
     assert [post_sign_in(site.client(), OPERATOR_TOKEN).status_code for _ in range(4)] == [303] * 4
 
 
