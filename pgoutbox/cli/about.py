@@ -19,7 +19,9 @@ def demo(
     *,
     people: Annotated[int, typer.Option(min=1, max=100_000, help="Number of mail receivers.")] = 100,
     seed: Annotated[int | None, typer.Option(help="Seed of the random numbers, to repeat a run.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the database and the mails after the run.")] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the server running after the run, until Enter is pressed.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run a self-contained demo.

@@ -132,8 +132,8 @@ def set_retention(
 ) -> None:
     """Set how long messages of a topic are kept in a state.
 
-    With 0 for sent, workers delete each message when it is sent; this takes effect within a minute. Workers and
-    `pgoutbox prune` delete all other messages.
+    Workers and `pgoutbox prune` delete messages after this time. With 0 for sent, workers delete each message when
+    it is sent; this takes effect within a minute.
     """
     rule = maintenance.RetentionRule(topic, state, parse_keep(keep))
     with operator_connection.connect(read_settings(dsn or context.obj)) as connection:

@@ -17,7 +17,7 @@ from pgoutbox.operations import queue_controls
 
 @app.command()
 def pause(
-    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE")],
+    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE", help="Name of the queue.")],
     *,
     duration: Annotated[
         timedelta | None,
@@ -47,7 +47,7 @@ def pause(
 
 @app.command()
 def resume(
-    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE")],
+    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE", help="Name of the queue.")],
     *,
     dsn: Dsn = None,
     as_json: Json = False,
@@ -65,7 +65,7 @@ def resume(
 
 @app.command()
 def limit(
-    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE")],
+    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE", help="Name of the queue.")],
     *,
     rate: Annotated[
         str | None, typer.Option(metavar="RATE", help="Maximum rate of attempts, such as 20/s or 60/hour; or none.")
