@@ -123,8 +123,8 @@ def explain(error: PgOutboxError | psycopg.Error) -> tuple[str, int]:
 
 def _grant(message: str) -> str:
     """Return the next step for a missing right. In most languages of the server, the object is the last word."""
-    named = message.rsplit(maxsplit=1)[-1].strip('"')
-    role = next((role for pattern, role in _ROLES if re.fullmatch(pattern, named)), None)
+    object_name = message.rsplit(maxsplit=1)[-1].strip('"')
+    role = next((role for pattern, role in _ROLES if re.fullmatch(pattern, object_name)), None)
     if role is None:
         return "ask the owner to grant the right, or use another role in PGOUTBOX_DSN"
     return (

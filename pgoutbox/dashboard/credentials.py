@@ -133,12 +133,12 @@ def people_of(settings: Settings) -> tuple[Person, ...]:
 
 
 def _parse_person(entry: str, role: Role) -> Person:
-    name, named, secret = entry.rpartition(":")
-    if named and _NAME.fullmatch(name) is None:
+    name, colon, secret = entry.rpartition(":")
+    if colon and _NAME.fullmatch(name) is None:
         raise ValueError("has an invalid name: give name:token, where the name has only A-Z, a-z, 0-9, dot, _, @ and -")
     proof = hashlib.sha256(secret.encode()).digest()
     if secret.startswith(_HASH_MARK):
-        if not named:
+        if not colon:
             raise ValueError("is a password hash without a name: give name:hash")
         return Person(name, role, proof, PasswordHash.parse(secret))
     if _TOKEN.fullmatch(secret) is None or not MIN_TOKEN_LENGTH <= len(secret) <= MAX_SECRET_LENGTH:
@@ -146,7 +146,7 @@ def _parse_person(entry: str, role: Role) -> Person:
             f"has no token of {MIN_TOKEN_LENGTH} to {MAX_SECRET_LENGTH} characters (A-Z, a-z, 0-9 and ._~+/-); make "
             "one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         )
-    return Person(name if named else role, role, proof)
+    return Person(name if colon else role, role, proof)
 
 
 class Credentials:
@@ -161,7 +161,7 @@ class Credentials:
         self._decoy = passwords[0]._replace(key=bytes(32)) if passwords else None
         self._hashing = asyncio.Semaphore(_HASHES_AT_ONCE)
 
-    def named(self, name: str) -> Person | None:
+    def by_name(self, name: str) -> Person | None:
         """Return the person with this name."""
         return self._people.get(name)
 
@@ -245,7 +245,7 @@ class Sessions:
             return None
         try:
             session_id, name, begun_at, seen_at = json.loads(base64.urlsafe_b64decode(body))
-            person = self._credentials.named(name)
+            person = self._credentials.by_name(name)
         except (ValueError, TypeError, RecursionError):
             return None
         if person is None or not hmac.compare_digest(self._sign(person, "session", body), signature):

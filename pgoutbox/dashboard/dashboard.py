@@ -70,13 +70,13 @@ class Dashboard:
                 async with self._one_reads:
                     known = self._overview
                     if known is None or time.monotonic() - known[0] > _FRESH_SECONDS:
-                        known = (time.monotonic(), await self.database.read(self._look))
+                        known = (time.monotonic(), await self.database.read(self._load_overview))
                         self._overview = known
                     return known[1]
         except TimeoutError:
             raise UnavailableError("the database did not answer in time; try again") from None
 
-    def _look(self, connection: Connection) -> Overview:
+    def _load_overview(self, connection: Connection) -> Overview:
         now = reads.now(connection)
         return Overview(
             now,

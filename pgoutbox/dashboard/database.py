@@ -57,10 +57,10 @@ class Database:
         # Its own limiter: pages that wait for a slow server must not use up the threads of the host application.
         self._limiter = anyio.CapacityLimiter(_AT_ONCE)
 
-    async def read(self, look: Callable[[Connection], _T]) -> _T:
-        """Run `look` in a read-only transaction with one snapshot."""
+    async def read(self, load: Callable[[Connection], _T]) -> _T:
+        """Run `load` in a read-only transaction with one snapshot."""
         try:
-            return await self._answer(functools.partial(self._read, look))
+            return await self._answer(functools.partial(self._read, load))
         except psycopg.errors.InsufficientPrivilege:
             raise RefusedError("read the data of this page", "pgoutbox_viewer", "pgoutbox_operator") from None
 
@@ -99,12 +99,12 @@ class Database:
         finally:
             deadline.end()
 
-    def _read(self, look: Callable[[Connection], _T], deadline: _Deadline) -> _T:
+    def _read(self, load: Callable[[Connection], _T], deadline: _Deadline) -> _T:
         while True:
             kept, is_used = self._take(deadline)
             try:
                 with deadline.watching(kept.connection):
-                    answer = _look(kept.connection, look)
+                    answer = _load(kept.connection, load)
             except (psycopg.OperationalError, psycopg.InterfaceError):
                 is_lost = kept.connection.broken or kept.connection.closed
                 kept.close()
@@ -173,11 +173,11 @@ def _run_safely(deadline: _Deadline, work: Callable[[_Deadline], _T]) -> _T:
         raise UnavailableError("the database cannot be used: see the log") from None
 
 
-def _look(connection: Connection, look: Callable[[Connection], _T]) -> _T:
+def _load(connection: Connection, load: Callable[[Connection], _T]) -> _T:
     with operator_connection.limiting(STATEMENT_SECONDS), connection.transaction():
         operator_connection.prepare(connection)
         connection.execute(sql.PREPARE_PAGE)
-        return look(connection)
+        return load(connection)
 
 
 class _PooledConnection:

@@ -86,11 +86,11 @@ async def messages(request: Request) -> Response:
     # A live refresh searches only the newest rows, because it runs often.
     seconds = 0.0 if is_live(request) else reads.SEARCH_SECONDS
 
-    def look(connection: Connection) -> tuple[datetime, reads.Found]:
+    def load(connection: Connection) -> tuple[datetime, reads.Found]:
         found = reads.search(connection, what, before_id=before_id, limit=limit, seconds=seconds)
         return reads.now(connection), found
 
-    now, found = await dashboard.database.read(look)
+    now, found = await dashboard.database.read(load)
     return await render_page(
         request,
         "messages.html",
@@ -131,21 +131,21 @@ async def show_message(request: Request, message_id: int, *, refusal: str | None
     """Render the page of one message, with a reason if an action was refused."""
     dashboard = dashboard_of(request)
 
-    def look(connection: Connection) -> dict[str, object]:
-        shown, attempts = operations.show_message(connection, message_id)
-        names = dashboard.names_of(shown.topic)
+    def load(connection: Connection) -> dict[str, object]:
+        details, attempts = operations.show_message(connection, message_id)
+        names = dashboard.names_of(details.topic)
         acts = reads.acts_on(connection, message_id)
-        supersedes = reads.superseded_by(connection, message_id) if shown.coalesce_key is not None else []
+        supersedes = reads.superseded_by(connection, message_id) if details.coalesce_key is not None else []
         return {
             "now": reads.now(connection),
-            "message": operations.redact_message(shown, names),
+            "message": operations.redact_message(details, names),
             "attempts": [operations.redact_attempt(attempt, names) for attempt in attempts],
             "acts": None if acts is None else _redacted_acts(dashboard, acts),
             "supersedes": supersedes,
             "has_values": operations.reads_payloads(connection),
         }
 
-    known = await dashboard.database.read(look)
+    known = await dashboard.database.read(load)
     context = {"page": "messages", "refusal": refusal, "notice": _notice(request), **known}
     return await render_page(request, "message.html", context, status=200 if refusal is None else 409)
 
@@ -158,12 +158,12 @@ async def queues(request: Request) -> Response:
     """Show the queues with their backlog and limits, or only the requested queue, even if it is unused."""
     asked = inputs.asked_queue_of(request.query_params)
 
-    def look(connection: Connection) -> dict[str, object]:
+    def load(connection: Connection) -> dict[str, object]:
         found = reads.live_queues(connection, asked)
         unused = asked is not None and not reads.is_used(connection, found[0])
         return {"now": reads.now(connection), "queues": found, "is_unused": unused}
 
-    known = await dashboard_of(request).database.read(look)
+    known = await dashboard_of(request).database.read(load)
     context = {
         "page": "queues",
         "asked": asked,
@@ -202,13 +202,13 @@ async def audit(request: Request) -> Response:
     actor, action = inputs.text_of(given, "actor"), inputs.action_of(given)
     dashboard = dashboard_of(request)
 
-    def look(connection: Connection) -> list[operations.AuditRow]:
+    def load(connection: Connection) -> list[operations.AuditRow]:
         if not operations.reads_audit(connection):
             raise RefusedError("read the audit", "pgoutbox_operator")
         return operations.list_acts(connection, actor=actor, action=action, before_id=before_id, limit=limit + 1)
 
-    now, found = await dashboard.database.read(lambda connection: (reads.now(connection), look(connection)))
-    shown = found[:limit]
+    now, found = await dashboard.database.read(lambda connection: (reads.now(connection), load(connection)))
+    acts = found[:limit]
     return await render_page(
         request,
         "audit.html",
@@ -221,8 +221,8 @@ async def audit(request: Request) -> Response:
             "limit": limit,
             "before_id": before_id,
             "asked": {"actor": actor, "action": action},
-            "acts": _redacted_acts(dashboard, shown),
-            "next_before": shown[-1].id if len(found) > limit else None,
+            "acts": _redacted_acts(dashboard, acts),
+            "next_before": acts[-1].id if len(found) > limit else None,
         },
     )
 
@@ -240,13 +240,13 @@ async def bulk_preview(request: Request) -> Response:
     what = bulk_search(action, Search(inputs.filter_of(given), inputs.group_of(given)))
     dashboard = dashboard_of(request)
 
-    def look(connection: Connection) -> dict[str, object]:
+    def load(connection: Connection) -> dict[str, object]:
         count, is_all = reads.count_near(connection, what)
         found = reads.search(connection, what, limit=min(count, _PREVIEW)).messages if count else []
         first = _redacted(dashboard, found)
         return {"now": reads.now(connection), "count": count, "is_all": is_all, "messages": first}
 
-    known = await dashboard.database.read(look)
+    known = await dashboard.database.read(load)
     return await render_page(
         request,
         "bulk_preview.html",

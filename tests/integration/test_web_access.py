@@ -294,7 +294,7 @@ def test_a_link_or_another_site_cannot_sign_a_user_out(site: Site) -> None:
 
 def sealed(site: Site, *, begun: float, seen: float) -> dict[str, str]:
     """Return the cookie of a session that began and was last used this many seconds ago."""
-    person = site.access.credentials.named("ada")
+    person = site.access.credentials.by_name("ada")
     assert person is not None
     now = time.time()
     session = site.access.sessions.begin(person)._replace(begun_at=now - begun, seen_at=now - seen)

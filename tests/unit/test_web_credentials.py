@@ -188,7 +188,7 @@ def known() -> Credentials:
 
 
 def ada(known: Credentials) -> Person:
-    person = known.named("ada")
+    person = known.by_name("ada")
     assert person is not None
     return person
 
