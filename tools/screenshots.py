@@ -184,7 +184,7 @@ def _serving(settings: Settings) -> Iterator[str]:
 
     app = create_app(settings, access=Access.from_settings(settings))
     server = Server(app, settings, host="127.0.0.1", port=0, started=tell)
-    thread = threading.Thread(target=server.serve_until_told)
+    thread = threading.Thread(target=server.serve_until_stopped)
     thread.start()
     try:
         started.wait()

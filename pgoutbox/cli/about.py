@@ -1,4 +1,4 @@
-"""The commands that need no database of the user."""
+"""The commands `demo` and `version`, which do not need a database."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from pgoutbox.cli.program import app
 @app.command()
 def demo(
     *,
-    people: Annotated[int, typer.Option(min=1, max=100_000, help="How many people get mail.")] = 100,
-    seed: Annotated[int | None, typer.Option(help="Repeats an earlier run.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep what the run leaves, to look at it.")] = False,
+    people: Annotated[int, typer.Option(min=1, max=100_000, help="Number of mail receivers.")] = 100,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random numbers, to repeat a run.")] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the server running after the run, until Enter is pressed.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run the main job on a private PostgreSQL.
+    """Run a self-contained demo.
 
-    With a local SMTP server; nothing has to be set up.
+    Starts its own PostgreSQL and SMTP server. Needs no setup.
     """
     from pgoutbox.demo import run_demo
 
@@ -33,7 +35,7 @@ def demo(
 
 @app.command()
 def version(*, as_json: Json = False) -> None:
-    """Print the versions that a bug report needs."""
+    """Print the versions for a bug report."""
     versions = {
         "pgoutbox": installed_version("pgoutbox"),
         "python": platform.python_version(),

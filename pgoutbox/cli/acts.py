@@ -1,7 +1,7 @@
-"""The commands by which operators act on messages: by their ids, from a file, or by a filter.
+"""The commands that change messages, selected by ids, by a file of ids, or by a filter.
 
-What is chosen by a filter is counted and confirmed first. `--dry-run` shows what would be done: for ids by doing it in
-a transaction that is rolled back.
+With a filter, the command counts the matching messages and asks for confirmation. With ids, `--dry-run` runs the
+command in a transaction that is rolled back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,16 @@ from pgoutbox.cli.arguments import (
     parse_id,
     read_ids,
 )
-from pgoutbox.cli.console import FAILED, counted, print_error, print_json, print_line, print_note, print_table, progress
+from pgoutbox.cli.console import (
+    FAILED,
+    pluralize,
+    print_error,
+    print_json,
+    print_line,
+    print_note,
+    print_table,
+    progress,
+)
 from pgoutbox.cli.program import (
     app,
     confirm,
@@ -58,10 +67,10 @@ _T = TypeVar("_T")
 _Totals = messages.RedriveTotals | messages.ResendTotals | messages.CancelTotals
 _Connection = psycopg.Connection[TupleRow]
 
-_COUNTED: Final = 100_000
-_SHOWN: Final = 10
+_MAX_COUNT: Final = 100_000
+_PREVIEW_ROWS: Final = 10
 _BATCH: Final = 500
-_WAYS: Final = "give message ids, --file, or a filter such as --topic"
+_SELECTION_HINT: Final = "give message ids, --file, or a filter such as --topic"
 
 
 @app.command()
@@ -69,9 +78,11 @@ def redrive(
     message_ids: Ids = None,
     *,
     file: IdFile = None,
-    all_failed: Annotated[bool, typer.Option("--all-failed", help="Every failed message that matches.")] = False,
+    all_failed: Annotated[
+        bool, typer.Option("--all-failed", help="Select all failed messages that match the filter.")
+    ] = False,
     states: Annotated[
-        list[State] | None, typer.Option("--state", help="failed or cancelled; failed if not given. May be repeated.")
+        list[State] | None, typer.Option("--state", help="failed or cancelled (default: failed). Repeatable.")
     ] = None,
     topic: InTopic = None,
     queue: InQueue = None,
@@ -88,7 +99,7 @@ def redrive(
 ) -> None:
     """Make failed and cancelled messages pending again.
 
-    Each gets as many attempts as it was enqueued with. Refused for one that a newer message supersedes.
+    Each message gets its initial number of attempts. Superseded messages are left alone.
     """
     which = _filter(states or (), topic, queue, destination, key, text, since, until)
     chosen = _choose(message_ids, file, which, everything=all_failed)
@@ -99,10 +110,10 @@ def redrive(
         totals = act.run(messages.redrive_matching)
         if totals is not None:
             text_of = (
-                f"{totals.redriven} redriven, {totals.superseded} left alone as superseded, "
-                f"{totals.changed} changed since"
+                f"{totals.redriven} redriven, {totals.superseded} left alone (superseded), "
+                f"{totals.changed} in another state by now"
             )
-            act.tell(totals, text_of, totals.locked)
+            act.print_result(totals, text_of, totals.locked)
         return
     refused = 0
     for answer in _each(settings, chosen, messages.redrive, dry_run=dry_run):
@@ -136,9 +147,9 @@ def resend(
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """Send copies of sent messages; print their ids.
+    """Enqueue copies of sent messages and print their ids.
 
-    Refused for one that a newer message supersedes.
+    Superseded messages are left alone.
     """
     which = _filter((), topic, queue, destination, key, text, since, until)
     chosen = _choose(message_ids, file, which, everything=False)
@@ -149,9 +160,10 @@ def resend(
         totals = act.run(messages.resend_matching)
         if totals is not None:
             text_of = (
-                f"{totals.resent} resent, {totals.superseded} left alone as superseded, {totals.changed} changed since"
+                f"{totals.resent} resent, {totals.superseded} left alone (superseded), "
+                f"{totals.changed} in another state by now"
             )
-            act.tell(totals, text_of, 0)
+            act.print_result(totals, text_of, 0)
         return
     refused = 0
     for answer in _each(settings, chosen, _resend_each, dry_run=dry_run):
@@ -181,18 +193,20 @@ def cancel(
     message_ids: Ids = None,
     *,
     file: IdFile = None,
-    every: Annotated[bool, typer.Option("--all", help="Every message that is owed and matches.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Select all pending and in-flight messages that match the filter.")
+    ] = False,
     states: Annotated[
-        list[State] | None, typer.Option("--state", help="pending or sending; both if not given. May be repeated.")
+        list[State] | None, typer.Option("--state", help="pending or sending (default: both). Repeatable.")
     ] = None,
     topic: InTopic = None,
     queue: InQueue = None,
     destination: ToDestination = None,
     key: WithKey = None,
     coalesce_key: Annotated[
-        str | None, typer.Option(help="With --topic: the newest message of this key alone.")
+        str | None, typer.Option(help="With --topic: only the newest message with this key.")
     ] = None,
-    dedupe_key: Annotated[str | None, typer.Option(help="With --topic: the message of this key alone.")] = None,
+    dedupe_key: Annotated[str | None, typer.Option(help="With --topic: only the message with this key.")] = None,
     text: WithText = None,
     since: Since = None,
     until: Until = None,
@@ -204,19 +218,19 @@ def cancel(
 ) -> None:
     """Cancel messages.
 
-    One in flight is told to stop, and is not retried.
+    Asks the handler of an in-flight message to stop. The message is not retried.
     """
     which = _filter(states or (), topic, queue, destination, key, text, since, until)
     settings = None
     if coalesce_key is not None or dedupe_key is not None:
         if None not in (coalesce_key, dedupe_key) or message_ids or file or every or list(which.given()) != ["topic"]:
-            raise typer.BadParameter("give ids, or --topic with --coalesce-key or --dedupe-key")
+            raise typer.BadParameter("give message ids, or --topic with --coalesce-key or --dedupe-key")
         settings = read_settings(dsn, app=where)
         with operator_connection.connect(settings) as connection, _rolled_back(connection, when=dry_run):
             met = messages.cancel_by_key(connection, str(topic), coalesce_key=coalesce_key, dedupe_key=dedupe_key)
         if not met:
             raise MessageNotFoundError(f"no message of topic {topic!r} has this key")
-        _tell_cancelled(met, dry_run=dry_run, as_json=as_json)
+        _print_cancelled(met, dry_run=dry_run, as_json=as_json)
         return
     chosen = _choose(message_ids, file, which, everything=every)
     settings = read_settings(dsn, app=where)
@@ -227,15 +241,15 @@ def cancel(
         totals = act.run(messages.cancel_matching)
         if totals is not None:
             text_of = (
-                f"{totals.cancelled} cancelled, {totals.requested} in flight told to stop, "
-                f"{totals.changed} changed since"
+                f"{totals.cancelled} cancelled, {totals.requested} in flight asked to stop, "
+                f"{totals.changed} in another state by now"
             )
-            act.tell(totals, text_of, totals.locked)
+            act.print_result(totals, text_of, totals.locked)
         return
-    _tell_cancelled(_each(settings, chosen, messages.cancel_each, dry_run=dry_run), dry_run=dry_run, as_json=as_json)
+    _print_cancelled(_each(settings, chosen, messages.cancel_each, dry_run=dry_run), dry_run=dry_run, as_json=as_json)
 
 
-def _tell_cancelled(answers: Sequence[messages.Cancelled], *, dry_run: bool, as_json: bool) -> None:
+def _print_cancelled(answers: Sequence[messages.Cancelled], *, dry_run: bool, as_json: bool) -> None:
     refused = 0
     for met in answers:
         if as_json:
@@ -263,16 +277,16 @@ def audit(
     message: Annotated[
         int | None, typer.Option("--message", parser=parse_id, metavar="ID", help="Only acts on this message.")
     ] = None,
-    actor: Annotated[str | None, typer.Option(help="Only acts of this person.")] = None,
+    actor: Annotated[str | None, typer.Option(help="Only acts of this operator.")] = None,
     action: Annotated[Action | None, typer.Option(help="Only acts of this kind.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="How many, at most.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of rows.")] = 50,
     before: Annotated[
         int | None, typer.Option(parser=parse_id, metavar="ID", help="Only acts older than this one.")
     ] = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """List what operators did by hand, newest first. With --json one document per line."""
+    """List acts of operators, newest first. With --json one document per line."""
     settings = read_settings(dsn)
     with operator_connection.connect(settings, read_only=True) as connection:
         found = messages.list_acts(
@@ -284,7 +298,7 @@ def audit(
             print_json(act._asdict() | {"act_id": str(act.act_id)})
         return
     print_table(
-        ("id", "when", "who", "from", "action", "queue", "messages", "which", "asked for"),
+        ("id", "time", "actor", "origin", "action", "queue", "messages", "message ids", "details"),
         [
             (
                 act.id,
@@ -301,10 +315,10 @@ def audit(
         ],
     )
     if len(acts) == limit:
-        print_note(f"there may be more: --before {acts[-1].id}")
+        print_note(f"there may be more rows: --before {acts[-1].id}")
 
 
-# --- which messages ---------------------------------------------------------------------------------------------------
+# --- selection of messages --------------------------------------------------------------------------------------------
 
 
 def _filter(
@@ -334,7 +348,7 @@ def _choose(
 ) -> list[int] | MessageFilter:
     by_filter = everything or bool(which.given())
     if [bool(message_ids), file is not None, by_filter].count(True) != 1:
-        raise typer.BadParameter(f"{_WAYS}; and only one of these")
+        raise typer.BadParameter(f"{_SELECTION_HINT}, and only one of them")
     if file is not None:
         return read_ids(file)
     return which if by_filter else list(message_ids or ())
@@ -371,7 +385,7 @@ def _each(
     answers: list[_T] = []
     with (
         operator_connection.connect(settings) as connection,
-        interruptible("what was done so far stays so; run it again for the rest"),
+        interruptible("the changes so far are committed; run the command again for the rest"),
         _rolled_back(connection, when=dry_run),
     ):
         for start in range(0, len(message_ids), _BATCH):
@@ -380,7 +394,7 @@ def _each(
 
 
 class _Bulk:
-    """What a filter chooses: counted, shown or confirmed, done with progress, and told."""
+    """One command on all messages that match a filter: count, preview or confirm, run, and print the result."""
 
     def __init__(
         self, verb: str, settings: Settings, which: MessageFilter, *, dry_run: bool, yes: bool, as_json: bool
@@ -393,33 +407,33 @@ class _Bulk:
         self._as_json = as_json
 
     def run(self, act: Callable[..., _T]) -> _T | None:
-        """Do it, unless it is a dry run."""
+        """Run the command and return its totals; with --dry-run, print a preview and return None."""
         with operator_connection.connect(self._settings) as connection:
-            count = messages.count_matching(connection, self._which, limit=_COUNTED)
+            count = messages.count_matching(connection, self._which, limit=_MAX_COUNT)
             if count == 0:
                 require_known_queue(connection, self._which.queue)
             if self._dry_run:
-                self._show(connection, count)
+                self._print_preview(connection, count)
                 return None
             if count:
                 states = " and ".join(sorted(state.value for state in self._which.states))
-                several = f"{_COUNTED:,} or more {states} messages"
-                what = several if count == _COUNTED else counted(count, f"{states} message")
+                several = f"{_MAX_COUNT:,} or more {states} messages"
+                what = several if count == _MAX_COUNT else pluralize(count, f"{states} message")
                 confirm(f"{self._verb} {what}", yes=self._yes)
-            total = count if count < _COUNTED else None
+            total = count if count < _MAX_COUNT else None
             with (
-                interruptible("what was done so far stays so; run it again for the rest"),
+                interruptible("the changes so far are committed; run the command again for the rest"),
                 progress(self._verb, total) as report,
             ):
                 return act(connection, self._which, progress=report)
 
-    def tell(
+    def print_result(
         self,
         totals: _Totals,
         text: str,
         locked: int,
     ) -> None:
-        """The result; a failure if something was locked."""
+        """Print the totals, and exit with 1 if messages were locked."""
         if self._as_json:
             print_json(asdict(totals))
         else:
@@ -427,16 +441,16 @@ class _Bulk:
         if locked:
             raise typer.Exit(FAILED)
 
-    def _show(self, connection: _Connection, count: int) -> None:
+    def _print_preview(self, connection: _Connection, count: int) -> None:
         names_of = redacted_names_of(self._settings)
         first = [
             messages.redact_listed(message, names_of(message.topic))
-            for message in messages.list_messages(connection, self._which, limit=_SHOWN)
+            for message in messages.list_messages(connection, self._which, limit=_PREVIEW_ROWS)
         ]
         if self._as_json:
             print_json(
-                {"would": self._verb, "count": count, "is_all": count < _COUNTED, "newest": [m.id for m in first]}
+                {"would": self._verb, "count": count, "is_all": count < _MAX_COUNT, "newest": [m.id for m in first]}
             )
             return
-        print_line(f"would {self._verb} {count}{' or more' if count == _COUNTED else ''} messages; the newest of them:")
+        print_line(f"would {self._verb} {count}{' or more' if count == _MAX_COUNT else ''} messages; the newest:")
         print_messages(first)

@@ -1,6 +1,6 @@
-"""What the commands read: ids, durations, names, payloads and the application's outbox.
+"""Arguments of the commands: ids, durations, names, payloads and the application's outbox.
 
-Whatever is not accepted is a usage or configuration error that says what is.
+An invalid argument raises a usage or configuration error that says which values are valid.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _UNIT_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
 def parse_id(text: str) -> int:
-    """A message id: digits only, within bigint."""
+    """Parse a message id: digits only, within bigint."""
     if re.fullmatch(r"[0-9]{1,19}", text) is None or not 1 <= int(text) <= MAX_ID:
         raise typer.BadParameter(f"{text!r} is not a message id: give a whole number from 1 to {MAX_ID}")
     return int(text)
 
 
 def parse_duration(text: str) -> timedelta:
-    """A number and a unit, such as 90s, 15m, 12h, 30d or 2w: more than nothing and at most 36500 days."""
+    """Parse a number and a unit, such as 90s, 15m, 12h, 30d or 2w: more than 0 and at most 36500 days."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([smhdw])", text)
     seconds = float(match[1]) * _UNIT_SECONDS[match[2]] if match else math.nan
     if not 0 < seconds <= MAX_AGE.total_seconds():
@@ -52,14 +52,14 @@ def parse_duration(text: str) -> timedelta:
 
 
 def parse_moment(text: str) -> datetime:
-    """A time of ISO 8601 with its offset, such as 2026-11-21T10:00Z; or how long ago, such as 2h."""
+    """Parse an ISO 8601 time with offset, such as 2026-11-21T10:00Z, or an age such as 2h."""
     if re.fullmatch(r"[0-9.]+[smhdw]", text):
         return datetime.now(UTC) - parse_duration(text)
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise typer.BadParameter(
-            f"{text!r} is not a time: give one such as 2026-11-21T10:00Z, or how long ago, such as 2h"
+            f"{text!r} is not a time: give a time such as 2026-11-21T10:00Z, or an age such as 2h"
         ) from None
     if moment.tzinfo is None:
         raise typer.BadParameter(f"{text!r} has no time zone: write {text}Z for UTC, or add an offset such as +01:00")
@@ -67,7 +67,7 @@ def parse_moment(text: str) -> datetime:
 
 
 def read_ids(file: Path, *, limit: int = 1_000_000) -> list[int]:
-    """The message ids of a file, one a line. Empty lines, and what follows a `#`, do not count."""
+    """Read the message ids of a file, one per line. Ignores empty lines and comments after `#`."""
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text()
     except FileNotFoundError:
@@ -90,14 +90,14 @@ def read_ids(file: Path, *, limit: int = 1_000_000) -> list[int]:
 
 
 def parse_keep(text: str) -> timedelta | None:
-    """How long to keep something: a duration, `0`, or `forever`."""
+    """Parse a retention time: a duration, `0`, or `forever`."""
     if text == "forever":
         return None
     return timedelta() if text == "0" else parse_duration(text)
 
 
 def format_keep(keep: timedelta | None) -> str:
-    """What `parse_keep` reads, in the greatest unit that is exact.
+    """Format a retention time for `parse_keep`, in the largest exact unit.
 
     >>> format_keep(timedelta(hours=36))
     '36h'
@@ -110,7 +110,7 @@ def format_keep(keep: timedelta | None) -> str:
 
 
 def parse_rate(text: str) -> Rate | None:
-    """A number of attempts and a period, such as 20/s, 60/h or 100/15m; `none` for no limit."""
+    """Parse a number of attempts and a period, such as 20/s, 60/h or 100/15m; `none` means no limit."""
     if text == "none":
         return None
     match = re.fullmatch(r"([1-9][0-9]{0,6})/([1-9][0-9]{0,5})?(s|m|h|d|second|minute|hour|day)", text)
@@ -126,7 +126,7 @@ def parse_rate(text: str) -> Rate | None:
 
 
 def parse_count(text: str) -> int | None:
-    """A number from 1 on; `none` for no limit."""
+    """Parse a number of at least 1; `none` means no limit."""
     if text == "none":
         return None
     if re.fullmatch(r"[1-9][0-9]{0,6}", text) is None or int(text) > MAX_RATE_COUNT:
@@ -135,23 +135,23 @@ def parse_count(text: str) -> int | None:
 
 
 def parse_final_state(text: str) -> State:
-    """A state that a message ends in."""
+    """Parse a final state."""
     if text not in FINAL_STATES:
         raise typer.BadParameter(f"{text!r} is not a final state: give one of {', '.join(sorted(FINAL_STATES))}")
     return State(text)
 
 
 def parse_queue(text: str) -> str:
-    """A name that a queue can have."""
+    """Parse a queue name."""
     if re.fullmatch(r"[a-z][a-z0-9_.-]{0,62}", text) is None:
         raise typer.BadParameter(
-            f"{text!r} is not a queue name: 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter"
+            f"{text!r} is not a queue name: give 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter"
         )
     return text
 
 
 def parse_header(text: str) -> tuple[str, str]:
-    """A header as name=value."""
+    """Parse a header as name=value."""
     name, separator, value = text.partition("=")
     if not separator or not name:
         raise typer.BadParameter(f"{text!r} is not a header: give name=value")
@@ -159,23 +159,22 @@ def parse_header(text: str) -> tuple[str, str]:
 
 
 App = Annotated[
-    str | None, typer.Option("--app", metavar="MODULE:ATTRIBUTE", help="The outbox; PGOUTBOX_APP if not given.")
+    str | None,
+    typer.Option("--app", metavar="MODULE:ATTRIBUTE", help="The outbox of the application (default: PGOUTBOX_APP)."),
 ]
 Dsn = Annotated[
     str | None,
     typer.Option(
         "--dsn",
         metavar="DSN",
-        help="The database. Everyone on this machine can read it in the process list: prefer PGOUTBOX_DSN.",
+        help="Connection string. Visible in the process list: prefer PGOUTBOX_DSN.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, with times in UTC.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
-MessageId = Annotated[int, typer.Argument(parser=parse_id, metavar="ID", help="The message.")]
+MessageId = Annotated[int, typer.Argument(parser=parse_id, metavar="ID", help="Message id.")]
 InTopic = Annotated[str | None, typer.Option("--topic", help="Only messages of this topic.")]
-RuleTopic = Annotated[
-    str, typer.Argument(metavar="TOPIC", help="A topic, or * for every topic without a rule of its own.")
-]
+RuleTopic = Annotated[str, typer.Argument(metavar="TOPIC", help="A topic, or * for all topics without their own rule.")]
 RuleState = Annotated[
     str,
     typer.Argument(
@@ -183,14 +182,14 @@ RuleState = Annotated[
     ),
 ]
 InQueue = Annotated[str | None, typer.Option("--queue", help="Only messages of this queue.")]
-InStates = Annotated[list[State] | None, typer.Option("--state", help="Only messages in this state; may be repeated.")]
+InStates = Annotated[list[State] | None, typer.Option("--state", help="Only messages in this state. Repeatable.")]
 ToDestination = Annotated[
     str | None, typer.Option("--destination", help="Only messages to this URI or e-mail address.")
 ]
 WithKey = Annotated[str | None, typer.Option("--key", help="Only messages with this coalesce, dedupe or ordering key.")]
 WithText = Annotated[
     str | None,
-    typer.Option("--text", help="Only messages with this in the destination, a key or the error."),
+    typer.Option("--text", help="Only messages with this text in the destination, a key or the error."),
 ]
 Since = Annotated[
     datetime | None,
@@ -198,22 +197,23 @@ Since = Annotated[
         "--since",
         parser=parse_moment,
         metavar="TIME",
-        help="Only messages enqueued since: 2026-11-21T10:00Z say, or 2h for two hours ago.",
+        help="Only messages enqueued since this time, such as 2026-11-21T10:00Z, or 2h for two hours ago.",
     ),
 ]
 Until = Annotated[
     datetime | None,
-    typer.Option("--until", parser=parse_moment, metavar="TIME", help="Only messages enqueued before that."),
+    typer.Option("--until", parser=parse_moment, metavar="TIME", help="Only messages enqueued before this time."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")]
-Ids = Annotated[list[int] | None, typer.Argument(parser=parse_id, metavar="[ID]...", help="The messages.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the effect without changes.")]
+Ids = Annotated[list[int] | None, typer.Argument(parser=parse_id, metavar="[ID]...", help="Message ids.")]
 IdFile = Annotated[
-    Path | None, typer.Option("--file", metavar="FILE", help="Read the ids from this file, one a line; - is stdin.")
+    Path | None,
+    typer.Option("--file", metavar="FILE", help="Read the ids from this file, one per line; - means stdin."),
 ]
 
 
 def read_payload(argument: str | None, file: Path | None, *, limit: int) -> JsonValue:
-    """The payload, from wherever it comes; a `PayloadError` names the place and what is wrong."""
+    """Read the payload from the argument, stdin or a file. Raises `PayloadError` with the source and the fault."""
     if file is None and argument != "-":
         data, origin = ("null" if argument is None else argument).encode("utf-8", "surrogateescape"), "payload"
     elif file is None:
@@ -252,13 +252,13 @@ def _read_file(file: Path, limit: int) -> bytes:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def load_outbox(where: str) -> Outbox:
-    """Import the outbox that `module:attribute` names, with the current directory on the path.
+    """Import the outbox `module:attribute`, with the current directory on the path.
 
-    Raises `ConfigurationError` that tells a wrong name from a module that fails when it is imported.
+    Raises `ConfigurationError` for a wrong name, and with another text for a module that fails on import.
     """
     module_name, separator, attribute = where.partition(":")
     if not (separator and module_name and attribute):
@@ -289,6 +289,5 @@ def _import_module(name: str) -> object:
             ) from None
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigurationError(
-            f"module {name!r} failed when it was imported: {type(error).__name__}: {error} "
-            f"({place.filename}, line {place.lineno})"
+            f"module {name!r} failed on import: {type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
         ) from error

@@ -1,7 +1,7 @@
-"""The commands of the command line: each reads its arguments, calls one function below it and writes the answer.
+"""All commands. Each reads its arguments, calls one function of the package and prints the result.
 
-Data goes to stdout, everything else to stderr. What a command refuses it raises as a `PgOutboxError`, which `cli` turns
-into one line and an exit code.
+Data goes to stdout, everything else to stderr. A command raises `PgOutboxError`, and `main` prints one line and
+returns an exit code.
 """
 
 from pgoutbox.cli import about, acts, breakers, deletion, doctor, messages, queues, schema, watch, worker

@@ -1,7 +1,7 @@
-"""What the command line writes: tables, JSON, progress, its log, and errors without secrets.
+"""Output of the command line: tables, JSON, progress, the log, and errors without secrets.
 
-Colours, tables and progress bars are for terminals; a pipe gets tab-separated lines. Text that comes out of the
-database never reaches a terminal with its control characters. Nothing here speaks to the database.
+Terminals get colours, tables and progress bars; pipes get tab-separated lines. Control characters in text from the
+database are escaped. This module does not use the database.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     TableContent = tuple[Sequence[str], Iterable[Sequence[object]]]
 
-# The exit codes: done, refused or failed, wrong usage or configuration, Ctrl-C.
+# Exit codes: success, failure, wrong usage or configuration, Ctrl-C.
 DONE: Final = 0
 FAILED: Final = 1
 MISUSED: Final = 2
@@ -42,7 +42,7 @@ _STATE_COLOURS: Final = {
     "skipped": "bright_black",
     "cancelled": "bright_black",
 }
-# Up to the next part of the answer, the next error of a chain, or the end.
+# Matches up to the next part of the error, the next error of a chain, or the end.
 _DETAIL: Final = re.compile(
     r"^(\s*(?:DETAIL|CONTEXT):).*?(?=^\s*(?:DETAIL|HINT|QUERY|CONTEXT|LOCATION|LINE \d+):|^\s*$|^Traceback |\Z)",
     re.MULTILINE | re.DOTALL,
@@ -51,22 +51,22 @@ _RECORD_ATTRIBUTES: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"me
 
 
 def print_json(value: object) -> None:
-    """Write one JSON document on one line. ASCII only, so that no terminal and no encoding can change it."""
+    """Write one JSON document on one line. ASCII only, so that no terminal or encoding changes it."""
     sys.stdout.write(json.dumps(value, default=_json_value) + "\n")
 
 
 def print_line(text: str) -> None:
-    """Write one line that has no columns."""
+    """Write one line of text."""
     sys.stdout.write(printable(text) + "\n")
 
 
-def counted(count: int, noun: str) -> str:
-    """`1 message`, `2 messages`."""
+def pluralize(count: int, noun: str) -> str:
+    """Return a number with its noun: `1 message`, `2 messages`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table on a terminal; elsewhere a line of names and a line per row, with tabs between the fields."""
+    """Print a table on a terminal; elsewhere a line of names and a line per row, separated by tabs."""
     if sys.stdout.isatty():
         from rich.console import Console
 
@@ -78,7 +78,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
 @contextlib.contextmanager
 def live_tables() -> Iterator[Callable[[Sequence[TableContent]], None]]:
-    """Yields what shows tables: on a terminal in the place of those before, elsewhere below them."""
+    """Yield a function that shows tables: on a terminal it replaces the previous ones, elsewhere it appends."""
     if not sys.stdout.isatty():
 
         def print_all(tables: Sequence[TableContent]) -> None:
@@ -108,7 +108,7 @@ def _rich_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Tab
 
 
 def print_fields(fields: Mapping[str, object]) -> None:
-    """One line for each field that has a value. On a terminal further lines of a text stand below its first one."""
+    """Print one line for each field with a value. On a terminal, further lines of a text are indented below it."""
     is_terminal = sys.stdout.isatty()
     width, gap = (max(map(len, fields)), "  ") if is_terminal else (0, "\t")
     for name, value in fields.items():
@@ -119,36 +119,36 @@ def print_fields(fields: Mapping[str, object]) -> None:
 
 
 def print_error(text: str) -> None:
-    """Write what went wrong to stderr, in red on a terminal, one line for each of `text`."""
+    """Write an error to stderr, in red on a terminal, with the prefix on each line of `text`."""
     _print_message("error", "31", text)
 
 
 def print_warning(text: str) -> None:
-    """Write what the operator should know to stderr, in yellow on a terminal."""
+    """Write a warning to stderr, in yellow on a terminal."""
     _print_message("warning", "33", text)
 
 
 def print_note(text: str) -> None:
-    """Write what is going on to stderr."""
+    """Write a note to stderr."""
     sys.stderr.write(printable(text) + "\n")
     sys.stderr.flush()
 
 
 def _print_message(kind: str, colour: str, text: str) -> None:
     for line in text.splitlines():
-        shown = f"{kind}: {printable(line)}"
-        sys.stderr.write(coloured(shown, colour, sys.stderr) + "\n")
+        prefixed = f"{kind}: {printable(line)}"
+        sys.stderr.write(coloured(prefixed, colour, sys.stderr) + "\n")
     sys.stderr.flush()
 
 
 def coloured(text: str, colour: str, stream: TextIO) -> str:
-    """The text in a colour of ANSI, if the stream is a terminal and nobody minds."""
+    """Return the text in an ANSI colour, if the stream is a terminal and NO_COLOR is not set."""
     return f"\x1b[{colour}m{text}\x1b[0m" if stream.isatty() and not os.environ.get("NO_COLOR") else text
 
 
 @contextlib.contextmanager
 def progress(label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, if that is a terminal. Yields what is called with the number done so far."""
+    """Show a progress bar on stderr if it is a terminal. Yields a function that takes the number done so far."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -162,12 +162,12 @@ def progress(label: str, total: int | None = None) -> Iterator[Callable[[int], N
 
 
 def printable(text: str) -> str:
-    """`text` with every character escaped that a terminal could obey, or that changes how others are shown."""
+    """Escape every character of `text` that a terminal could interpret."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def iso_utc(moment: datetime) -> str:
-    """The moment in UTC, as ISO 8601."""
+    """Format the moment in UTC, as ISO 8601."""
     return moment.astimezone(UTC).isoformat()
 
 
@@ -190,10 +190,10 @@ def _json_value(value: object) -> str:
 
 
 def secrets_in(dsns: Iterable[str], passwords: Iterable[str] = ()) -> frozenset[str]:
-    """Every text that an error about these connection strings could quote and nobody should read.
+    """Return every secret text that an error about these connection strings could quote.
 
-    A password that was not percent-encoded makes libpq read the string in another way and quote parts of it, so the
-    parts count too. Texts of one or two characters are left out: to mask them would make every line unreadable.
+    If a password is not percent-encoded, libpq parses the string differently and quotes parts of it, so the parts are
+    secrets too. Texts of one or two characters are left out: masking them would make every line unreadable.
     """
     found = set(passwords)
     for dsn in dsns:
@@ -208,19 +208,19 @@ def secrets_in(dsns: Iterable[str], passwords: Iterable[str] = ()) -> frozenset[
 
 
 def tokens_in(text: str) -> list[str]:
-    """The tokens of `name:token,name:token`, without the names, which anybody may read."""
+    """Return the tokens of `name:token,name:token`, without the names, which are not secret."""
     return [entry.rpartition(":")[2].strip() for entry in text.split(",")]
 
 
 def mask(text: str, secrets: Iterable[str]) -> str:
-    """`text` without any of `secrets`; the longest are replaced first, as some contain others."""
+    """Mask all `secrets` in `text`; the longest first, because some contain others."""
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, MASK)
     return text
 
 
 def secrets_of(settings: Settings) -> frozenset[str]:
-    """Every secret of the settings, in the forms in which an error could quote it."""
+    """Return every secret of the settings, in each form in which an error could quote it."""
     urls = (settings.dsn, settings.listen_dsn, settings.redis_url, settings.nats_url, settings.rabbitmq_url)
     dsns = [secret.get_secret_value() for secret in urls if secret is not None]
     given = (settings.smtp_password, settings.kafka_password)
@@ -235,7 +235,7 @@ def secrets_of(settings: Settings) -> frozenset[str]:
 
 
 def configure_logging(settings: Settings) -> None:
-    """Send the log of the whole process where, in the format and from the level that the settings say."""
+    """Configure the log of the process: target, format and level from the settings."""
     secrets = secrets_of(settings)
     formatter = JsonFormatter(secrets) if settings.log_format == "json" else TextFormatter(secrets)
     handler: logging.Handler = logging.StreamHandler(sys.stderr)
@@ -247,42 +247,42 @@ def configure_logging(settings: Settings) -> None:
 
 
 class _LogFile(WatchedFileHandler):
-    """Appends to a file, and to one made anew after it was moved away. Where it cannot, stderr gets the record.
+    """Appends to a file and reopens it after rotation. Writes to stderr if the file fails.
 
-    A file that cannot be opened or written is no reason not to work. Each record tries it again.
+    A log file that cannot be opened or written does not stop the process. Each record tries the file again.
     """
 
     def __init__(self, path: str) -> None:
         super().__init__(path, encoding="utf-8", errors="backslashreplace", delay=True)
-        self._spare = logging.StreamHandler(sys.stderr)
-        self._is_out_of_order = False
+        self._fallback = logging.StreamHandler(sys.stderr)
+        self._has_failed = False
 
     def setFormatter(self, formatter: logging.Formatter | None) -> None:  # noqa: N802 - the base class's name
-        """Use it for what goes to stderr too."""
+        """Set the formatter, for stderr too."""
         super().setFormatter(formatter)
-        self._spare.setFormatter(formatter)
+        self._fallback.setFormatter(formatter)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record to the file, or else to stderr."""
+        """Write the record to the file, or to stderr if that fails."""
         try:
             self._write(self.format(record) + self.terminator)
         except OSError as error:
             self._note(error)
-            self._spare.emit(record)
-        except Exception:  # noqa: BLE001 - as every handler: what logs is not to fail for its log
+            self._fallback.emit(record)
+        except Exception:  # noqa: BLE001 - like every handler, never raise into the code that logs
             self.handleError(record)
         else:
-            self._is_out_of_order = False
+            self._has_failed = False
 
     def check(self) -> None:
-        """Open the file before there is anything to write, so that a wrong path shows at the start."""
+        """Open the file at the start, to report a wrong path early."""
         try:
             self._write("")
         except OSError as error:
             self._note(error)
 
     def _write(self, text: str) -> None:
-        # The base class's `emit` would report a full disk with a traceback for each record.
+        # The base class's `emit` prints a traceback for each record if the disk is full.
         self.reopenIfNeeded()
         if self.stream is None:
             self.stream = self._open()
@@ -291,8 +291,8 @@ class _LogFile(WatchedFileHandler):
         self.stream.flush()
 
     def _note(self, error: OSError) -> None:
-        if not self._is_out_of_order:
-            self._is_out_of_order = True
+        if not self._has_failed:
+            self._has_failed = True
             reason = error.strerror or type(error).__name__
             print_warning(f"PGOUTBOX_LOG_FILE={self.baseFilename}: {reason}; the log goes to stderr")
         stream, self.stream = self.stream, None
@@ -302,14 +302,14 @@ class _LogFile(WatchedFileHandler):
 
 
 class TextFormatter(logging.Formatter):
-    """One line for each record: time, level, logger, text and the fields of `extra`. A traceback follows it."""
+    """Formats a record as one line: time, level, logger, text and the fields of `extra`; then the traceback."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         super().__init__()
         self._secrets = frozenset(secrets)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as text, without secrets and without control characters but the line ends of a traceback."""
+        """Format the record without secrets and control characters, except the line ends of a traceback."""
         fields = "".join(f" {name}={_field(value)}" for name, value in _extra(record).items())
         line = printable(
             f"{_time(record)} {record.levelname} {record.name}: {_without_detail(record.getMessage())}{fields}"
@@ -319,14 +319,14 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object for each record: `time` (ISO, UTC), `level`, `logger`, `message`, and the fields of `extra`."""
+    """Formats a record as a JSON object: `time` (ISO, UTC), `level`, `logger`, `message`, and the `extra` fields."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         super().__init__()
         self._secrets = frozenset(secrets)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON on one line, without secrets."""
+        """Format the record as JSON on one line, without secrets."""
         entry: dict[str, object] = {
             "time": _time(record),
             "level": record.levelname,
@@ -339,7 +339,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _without_detail(text: str) -> str:
-    """Without what PostgreSQL says in DETAIL and CONTEXT, which quote values of rows and parameters."""
+    """Remove the DETAIL and CONTEXT of PostgreSQL, which quote values of rows and parameters."""
     if "DETAIL:" not in text and "CONTEXT:" not in text:
         return text
     return _DETAIL.sub(r"\1 (left out)", text)

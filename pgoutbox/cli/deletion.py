@@ -1,4 +1,4 @@
-"""The commands that delete, and the rules by which they do."""
+"""The commands `prune` and `retention`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pgoutbox.cli.arguments import (
     parse_final_state,
     parse_keep,
 )
-from pgoutbox.cli.console import counted, print_json, print_line, print_note, print_table, progress
+from pgoutbox.cli.console import pluralize, print_json, print_line, print_note, print_table, progress
 from pgoutbox.cli.program import app, confirm, interruptible, read_settings
 from pgoutbox.database import operator_connection
 from pgoutbox.message import FINAL_STATES, State
@@ -37,7 +37,9 @@ def prune(
     *,
     older_than: Annotated[
         timedelta | None,
-        typer.Option(parser=parse_duration, metavar="DURATION", help="How long they have been final, such as 30d."),
+        typer.Option(
+            parser=parse_duration, metavar="DURATION", help="Minimum time since the messages became final, such as 30d."
+        ),
     ] = None,
     states: Annotated[
         list[State] | None,
@@ -45,7 +47,7 @@ def prune(
             "--state",
             parser=parse_final_state,
             metavar="STATE",
-            help="sent, skipped, cancelled or failed; may be repeated. The first three if not given.",
+            help="sent, skipped, cancelled or failed (default: the first three). Repeatable.",
         ),
     ] = None,
     topic: InTopic = None,
@@ -53,14 +55,14 @@ def prune(
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """Delete old messages.
+    """Delete old final messages.
 
-    With their attempts, payloads and dedupe keys, in batches that are committed one by one. Without --older-than by the
+    Also deletes their attempts, payloads and dedupe keys, and commits each batch. Without --older-than, it applies the
     rules of `pgoutbox retention`.
     """
     if older_than is None:
         if states or topic:
-            raise typer.BadParameter("--state and --topic select among --older-than")
+            raise typer.BadParameter("--state and --topic need --older-than")
         _prune_by_retention(read_settings(dsn), as_json=as_json)
         return
     chosen = frozenset(states) if states else maintenance.PRUNED_BY_DEFAULT
@@ -68,7 +70,7 @@ def prune(
     days = older_than / timedelta(days=1)
     action = f"delete every message that has been {' or '.join(sorted(chosen))} for {days:g} days"
     confirm(action, yes=yes or bool(states or topic))
-    with operator_connection.connect(settings) as connection, interruptible("what was deleted so far stays deleted"):
+    with operator_connection.connect(settings) as connection, interruptible("the deletions so far are committed"):
         total = None
         if sys.stderr.isatty():
             total = sum(maintenance.count_prunable(connection, older_than, states=chosen, topic=topic).values())
@@ -77,20 +79,20 @@ def prune(
     if as_json:
         _print_pruned(totals, chosen)
     else:
-        print_line(f"{counted(totals.total, 'message')} deleted")
+        print_line(f"{pluralize(totals.total, 'message')} deleted")
 
 
 def _prune_by_retention(settings: Settings, *, as_json: bool) -> None:
-    with operator_connection.connect(settings) as connection, interruptible("what was deleted so far stays deleted"):
+    with operator_connection.connect(settings) as connection, interruptible("the deletions so far are committed"):
         if not maintenance.retention_rules(connection):
-            print_note("there are no rules, so nothing is deleted; set one with: pgoutbox retention set")
+            print_note("no retention rules, so no message is deleted; add a rule with: pgoutbox retention set")
         with progress("deleting") as report:
             totals = maintenance.prune_by_retention(connection, progress=report)
     if as_json:
         _print_pruned(totals, FINAL_STATES, partitions_dropped=totals.partitions_dropped)
         return
-    dropped = f", and {counted(totals.partitions_dropped, 'whole partition')}" if totals.partitions_dropped else ""
-    print_line(f"{counted(totals.total, 'message')} deleted{dropped}")
+    dropped = f", and {pluralize(totals.partitions_dropped, 'whole partition')}" if totals.partitions_dropped else ""
+    print_line(f"{pluralize(totals.total, 'message')} deleted{dropped}")
 
 
 def _print_pruned(totals: maintenance.PruneTotals, states: Collection[State], **further: int) -> None:
@@ -101,9 +103,10 @@ def _print_pruned(totals: maintenance.PruneTotals, states: Collection[State], **
 
 @retention_app.callback(invoke_without_command=True)
 def retention(context: typer.Context, *, dsn: Dsn = None, as_json: Json = False) -> None:
-    """How long final messages are kept, by topic and state.
+    """List the retention rules, by topic and state.
 
-    Without a rule they are kept for ever. `pgoutbox prune` deletes by these rules. With --json one document per line.
+    Messages without a rule are kept forever. Workers and `pgoutbox prune` apply the rules. With --json one document per
+    line.
     """
     context.obj = dsn
     if context.invoked_subcommand is not None:
@@ -122,15 +125,15 @@ def set_retention(
     context: typer.Context,
     topic: RuleTopic,
     state: RuleState,
-    keep: Annotated[str, typer.Argument(metavar="KEEP", help="How long, such as 30d; 0; or forever.")],
+    keep: Annotated[str, typer.Argument(metavar="KEEP", help="Retention time, such as 30d; 0; or forever.")],
     *,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """Keep messages of a topic so long in a state.
+    """Set how long messages of a topic are kept in a state.
 
-    With 0 for sent, workers delete each message as it is sent; this takes effect within a minute. Everything else is
-    deleted by `pgoutbox prune`.
+    Workers and `pgoutbox prune` delete messages after this time. With 0 for sent, workers delete each message when
+    it is sent; this takes effect within a minute.
     """
     rule = maintenance.RetentionRule(topic, state, parse_keep(keep))
     with operator_connection.connect(read_settings(dsn or context.obj)) as connection:
@@ -145,13 +148,13 @@ def set_retention(
 def unset_retention(
     context: typer.Context, topic: RuleTopic, state: RuleState, *, dsn: Dsn = None, as_json: Json = False
 ) -> None:
-    """Take a rule back."""
+    """Remove a retention rule."""
     with operator_connection.connect(read_settings(dsn or context.obj)) as connection:
         unset = maintenance.unset_retention(connection, topic, state)
     if as_json:
         print_json({"topic": topic, "state": state, "unset": unset})
     else:
-        print_line(f"topic {topic}, {state}: {'the rule is taken back' if unset else 'there was no rule'}")
+        print_line(f"topic {topic}, {state}: {'rule removed' if unset else 'there was no rule'}")
 
 
 def _rule_as_json(rule: maintenance.RetentionRule) -> dict[str, object]:

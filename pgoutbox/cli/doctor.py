@@ -1,4 +1,4 @@
-"""The command that says what is wrong, why, and how to mend it."""
+"""The command `doctor`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ _COLOURS: Final = {"ok": "32", "skipped": "90", "warning": "33", "problem": "31"
 @app.command()
 def doctor(
     *,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail for a warning too.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 1 for a warning too.")] = False,
     where: App = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """Look for what is wrong, and say how to mend it.
+    """Check the installation for faults, and suggest fixes.
 
-    Changes nothing and sends nothing. Each finding is printed as it is made, with --json as one document per line.
-    Exits 0 when all is in order, 1 for a problem, and with --strict for a warning too. --app tells it about topics and
-    handlers.
+    Changes nothing and sends nothing. Prints each finding at once, with --json as one document per line. Exits 1 for a
+    problem, and with --strict also for a warning; otherwise 0. Needs --app to check topics and handlers.
     """
     from pgoutbox.doctor import Level, examine
 
@@ -41,11 +40,11 @@ def doctor(
     counts: Counter[Level] = Counter()
     for finding in examine(settings, outbox, environment=os.environ):
         counts[finding.level] += 1
-        shown = {name: None if text is None else mask(text, secrets) for name, text in asdict(finding).items()}
+        fields = {name: None if text is None else mask(text, secrets) for name, text in asdict(finding).items()}
         if as_json:
-            print_json(shown)
+            print_json(fields)
         else:
-            _print(shown)
+            _print(fields)
         sys.stdout.flush()
     if not as_json:
         print_note(", ".join(f"{counts[level]} {level}" for level in reversed(Level)))
@@ -54,13 +53,13 @@ def doctor(
 
 
 def _print(finding: dict[str, str | None]) -> None:
-    """What was found on one line, with why and how to mend it below; without a terminal all on one, between tabs."""
+    """Print a finding with its effect and fix on lines below; without a terminal, all on one line, between tabs."""
     check, level, *texts = (printable(text or "") for text in finding.values())
     if not sys.stdout.isatty():
         sys.stdout.write("\t".join((level, check, *texts)) + "\n")
         return
-    what, why, mend = texts
+    what, why, fix = texts
     sys.stdout.write(f"{coloured(f'{level:<8}', _COLOURS[level], sys.stdout)} {check:<13} {what}\n")
-    for label, text in (("why", why), ("mend", mend)):
+    for label, text in (("why", why), ("fix", fix)):
         if text:
             sys.stdout.write(f"{'':23}{label}: {text}\n")

@@ -1,6 +1,6 @@
-"""The entry point of the command line: runs a command and turns every expected error into one line and an exit code.
+"""The entry point of the command line: runs a command, and turns each expected error into one line and an exit code.
 
-The commands are in `commands`, which needs the extra `cli`; this module does not, so that it can say so.
+The module `commands` needs the extra `cli`. This module does not, so that it can report a missing extra.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _BAD_DSN: Final = (
     "with special characters of the password percent-encoded"
 )
 
-# What to do about an error of the server that has a usual cause.
+# The next step for server errors with a usual cause.
 _NEXT_STEPS: Final = {
     "28000": "check the user in PGOUTBOX_DSN",
     "28P01": "check the password in PGOUTBOX_DSN",
     "3D000": "check the database in PGOUTBOX_DSN",
-    "53300": "the server has no connection left; try again",
+    "53300": "the server has no free connections; try again",
     "55P03": "another transaction holds the lock; try again",
     "57014": "the statement took too long; try again with a narrower filter",
     "25006": "the session is read-only; check that PGOUTBOX_DSN leads to the primary",
@@ -51,7 +51,7 @@ _NEXT_STEPS: Final = {
 
 _MISSING: Final = ("42P01", "42883", "3F000")
 
-# The role that has the right on an object of pgoutbox; the first that matches.
+# The role with the right on an object of pgoutbox; the first match counts.
 _ROLES: Final = (
     (r"enqueue\w*", "pgoutbox_producer"),
     (r"\w+_view|done_estimate|redacted_\w+", "pgoutbox_viewer or pgoutbox_operator"),
@@ -62,7 +62,7 @@ _ROLES: Final = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that `arguments` (without the program's name; `sys.argv` if None) name; returns the exit code."""
+    """Run a command and return its exit code. `arguments` are without the program's name; None means `sys.argv`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _run(arguments)
@@ -102,9 +102,9 @@ def _actor() -> Actor:
 
 
 def explain(error: PgOutboxError | psycopg.Error) -> tuple[str, int]:
-    """What to tell the operator about an error, and the exit code.
+    """Return the text of an error for the operator, and the exit code.
 
-    Of a driver's error only the primary message is told: its DETAIL can quote values of rows.
+    Leaves out the DETAIL of a driver's error, which can quote values of rows.
     """
     if isinstance(error, (ConfigurationError, PayloadError)):
         return str(error), MISUSED
@@ -122,9 +122,9 @@ def explain(error: PgOutboxError | psycopg.Error) -> tuple[str, int]:
 
 
 def _grant(message: str) -> str:
-    """What to do about a missing right; the object is the last word, in many languages of the server."""
-    named = message.rsplit(maxsplit=1)[-1].strip('"')
-    role = next((role for pattern, role in _ROLES if re.fullmatch(pattern, named)), None)
+    """Return the next step for a missing right. In most languages of the server, the object is the last word."""
+    object_name = message.rsplit(maxsplit=1)[-1].strip('"')
+    role = next((role for pattern, role in _ROLES if re.fullmatch(pattern, object_name)), None)
     if role is None:
         return "ask the owner to grant the right, or use another role in PGOUTBOX_DSN"
     return (

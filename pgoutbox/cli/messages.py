@@ -50,40 +50,45 @@ if TYPE_CHECKING:
 
 @app.command()
 def enqueue(
-    topic: Annotated[str, typer.Argument(help="What the message is; picks the handler.")],
+    topic: Annotated[str, typer.Argument(help="Topic of the message; selects the handler.")],
     payload: Annotated[
-        str | None, typer.Argument(help="JSON; `-` reads it from stdin. The JSON value null if not given.")
+        str | None, typer.Argument(help="Payload as JSON (default: null); - reads it from stdin.")
     ] = None,
     *,
     payload_file: Annotated[
-        Path | None, typer.Option("--payload-file", metavar="FILE", help="Read the JSON from this file.")
+        Path | None, typer.Option("--payload-file", metavar="FILE", help="Read the payload from this file.")
     ] = None,
-    queue: Annotated[str | None, typer.Option(help="Who works on it; `default` if not given.")] = None,
-    destination: Annotated[str | None, typer.Option(help="Where it goes, as a URI.")] = None,
-    coalesce_key: Annotated[str | None, typer.Option(help="Only the newest message of a key is delivered.")] = None,
+    queue: Annotated[str | None, typer.Option(help="Queue of the message (default: default).")] = None,
+    destination: Annotated[str | None, typer.Option(help="Receiver of the message, as a URI.")] = None,
+    coalesce_key: Annotated[
+        str | None, typer.Option(help="Only the newest message with this key is delivered.")
+    ] = None,
     coalesce_rule: Annotated[
         CoalesceRule | None,
-        typer.Option(help="`pending` locks nothing and delivers the newest due message; default `newest`."),
+        typer.Option(
+            help="`newest`, or `pending`: takes no locks and delivers the newest due message (default: newest)."
+        ),
     ] = None,
     dedupe_key: Annotated[
-        str | None, typer.Option(help="At most one message of a key is owed, sent or failed.")
+        str | None, typer.Option(help="At most one message with this key is pending, in flight, sent or failed.")
     ] = None,
     delay: Annotated[
-        timedelta | None, typer.Option(parser=parse_duration, metavar="DURATION", help="Not before, such as 15m.")
+        timedelta | None,
+        typer.Option(parser=parse_duration, metavar="DURATION", help="Earliest delivery, such as 15m from now."),
     ] = None,
     headers: Annotated[
         list[Any] | None,
-        typer.Option("--header", parser=parse_header, metavar="NAME=VALUE", help="A header; may be repeated."),
+        typer.Option("--header", parser=parse_header, metavar="NAME=VALUE", help="Header of the message. Repeatable."),
     ] = None,
     encrypt: Annotated[
-        bool, typer.Option("--encrypt", help="Store the payload encrypted with PGOUTBOX_ENCRYPTION_KEYS.")
+        bool, typer.Option("--encrypt", help="Encrypt the payload with PGOUTBOX_ENCRYPTION_KEYS.")
     ] = False,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """Enqueue one message and print its id.
 
-    In a transaction of its own. Everyone on this machine can read the arguments: pass what is confidential in a file.
+    Uses its own transaction. Everyone on this machine can read the arguments: pass a confidential payload in a file.
     """
     settings = read_settings(dsn)
     if payload is not None and payload_file is not None:
@@ -91,7 +96,7 @@ def enqueue(
     value = read_payload(payload, payload_file, limit=settings.max_payload_bytes)
     names = [name for name, _ in headers or []]
     if len(set(names)) < len(names):
-        raise typer.BadParameter("a header is given twice")
+        raise typer.BadParameter("--header: two headers have the same name")
     outbox = Outbox(settings)
     definition: str | Topic[Any] = Topic(check_name("topic", topic), encrypted=True) if encrypt else topic
     with operator_connection.connect(settings) as connection:
@@ -114,7 +119,7 @@ def enqueue(
         print_json(receipt._asdict())
         return
     if receipt.duplicate:
-        print_note("a message with this dedupe key exists already")
+        print_note("a message with this dedupe key already exists")
     print_line(str(receipt.id))
 
 
@@ -129,7 +134,7 @@ def list_messages(
     text: WithText = None,
     since: Since = None,
     until: Until = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="How many, at most.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of rows.")] = 50,
     before: Annotated[
         int | None, typer.Option(parser=parse_id, metavar="ID", help="Only messages older than this one.")
     ] = None,
@@ -139,7 +144,7 @@ def list_messages(
 ) -> None:
     """List messages, newest first. With --json one JSON document per line.
 
-    What `pgoutbox show` hides is hidden here too.
+    Hides the same values as `pgoutbox show`.
     """
     which = operations.MessageFilter(
         states=states or (),
@@ -164,7 +169,7 @@ def list_messages(
         return
     print_messages(messages)
     if len(messages) == limit:
-        print_note(f"there may be more: --before {messages[-1].id}")
+        print_note(f"there may be more rows: --before {messages[-1].id}")
 
 
 @app.command()
@@ -172,7 +177,7 @@ def show(
     message_id: MessageId,
     *,
     whole: Annotated[
-        bool, typer.Option("--whole", help="Show all attempts, and payload, headers and errors in full.")
+        bool, typer.Option("--whole", help="Show all attempts, and the full payload, headers and errors.")
     ] = False,
     where: App = None,
     dsn: Dsn = None,
@@ -180,11 +185,11 @@ def show(
 ) -> None:
     """Show one message, its payload and its attempts.
 
-    Of the attempts, the newest 100 that did not end sent; of payload, headers and each error the first 65,536
-    characters. --whole and --json show all. JSON that Python cannot read is shown as text.
+    Shows the newest 100 attempts that did not end as sent, and the first 65,536 characters of payload, headers and each
+    error. --whole and --json show all. JSON that Python cannot parse is shown as text.
 
-    Hidden are encrypted payloads, values under names such as password or token, those that PGOUTBOX_REDACT names, and
-    with --app or PGOUTBOX_APP those that the topic names.
+    Hides encrypted payloads, values with names such as password or token, and names in PGOUTBOX_REDACT. With --app or
+    PGOUTBOX_APP, it also hides the names that the topic redacts.
     """
     settings = read_settings(dsn, app=where)
     names_of = redacted_names_of(settings)
@@ -206,7 +211,7 @@ def show(
                 value, ensure_ascii=False, indent=2 if name == "payload" and sys.stdout.isatty() else None
             )
     if (older := fields.pop("attempt_rows") - len(attempts)) > 0:
-        print_note(f"{older:,} older attempts are left out; --whole shows all")
+        print_note(f"{older:,} older attempts are not shown; --whole shows all")
     print_fields(fields)
     if attempts:
         print_line("")
@@ -217,7 +222,7 @@ def show(
 
 @app.command()
 def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> None:
-    """Count the messages; name the paused queues and the open circuit breakers."""
+    """Count messages by topic; list paused queues and open circuit breakers."""
     settings = read_settings(dsn)
     with operator_connection.connect(settings, read_only=True) as connection:
         open_breakers = breakers.list_open_breakers(connection, names=settings.redacted_names)

@@ -1,4 +1,4 @@
-"""The program that the commands belong to, and what several of them need."""
+"""The Typer application, and helpers that several commands share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ORDER: Final = (
 
 
 class _InOrder(typer.core.TyperGroup):
-    """Commands in the order in which one comes to need them."""
+    """Lists the commands in the order of first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ANN401 - typer does not export its type
         names = super().list_commands(ctx)
@@ -41,7 +41,7 @@ class _InOrder(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=_InOrder,
-    help="Transactional outbox on PostgreSQL. The database is the one that PGOUTBOX_DSN names.",
+    help="Transactional outbox on PostgreSQL. PGOUTBOX_DSN selects the database.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -55,15 +55,15 @@ def read_settings(dsn: str | None, **overrides: object) -> Settings:
 
 
 def warn_of_unknown_variables(environment: Mapping[str, str]) -> None:
-    """Name every variable that looks like a setting and is none, with the setting that was likely meant."""
-    if SUPERVISOR_FD_VARIABLE in environment:  # It has warned already.
+    """Warn of variables that look like a setting but are unknown, with the most similar setting."""
+    if SUPERVISOR_FD_VARIABLE in environment:  # The supervisor has already warned.
         return
     for variable, nearest in unknown_variables(environment):
-        print_warning(f"{variable} is no setting of pgoutbox; did you mean {nearest}?")
+        print_warning(f"unknown setting {variable}; did you mean {nearest}?")
 
 
 def redacted_names_of(settings: Settings) -> Callable[[str], tuple[str, ...]]:
-    """What to hide in messages of a topic: without the application nothing is known of its topics."""
+    """Return a function from a topic to the names that are hidden in its messages. Topics need the application."""
     if settings.app is None:
         return lambda _: settings.redacted_names
     outbox = load_outbox(settings.app)
@@ -71,14 +71,14 @@ def redacted_names_of(settings: Settings) -> Callable[[str], tuple[str, ...]]:
 
 
 def confirm(action: str, *, yes: bool) -> None:
-    """Let the operator say yes; where nobody can be asked, `--yes` has to be given."""
+    """Ask the operator for confirmation; without a terminal, require `--yes`."""
     if yes:
         return
     if not sys.stdin.isatty():
         print_error(f"this would {action}; pass --yes to do it")
         raise typer.Exit(MISUSED)
     if not typer.confirm(f"{action[0].upper()}{action[1:]}?", err=True):
-        print_note("nothing was done")
+        print_note("nothing was changed")
         raise typer.Exit(FAILED)
 
 
@@ -98,7 +98,7 @@ def require_known_queue(connection: psycopg.Connection[TupleRow], queue: str | N
 
 def describe_known_queues(connection: psycopg.Connection[TupleRow]) -> str:
     known = queue_controls.known_queues(connection)
-    return f"known queues: {', '.join(known)}" if known else "there are no messages at all yet"
+    return f"known queues: {', '.join(known) or 'none'}"
 
 
 def shorten(text: str | None) -> str | None:
@@ -111,7 +111,7 @@ def describe_pause(paused_at: datetime | None, resume_at: datetime | None) -> st
 
 
 def print_messages(messages: Sequence[operations.ListedMessage]) -> None:
-    """A table of messages that are fit to be seen."""
+    """Print a table of messages whose sensitive values are already hidden."""
     print_table(
         ("id", "state", "topic", "queue", "destination", "attempts", "created", "available", "reason"),
         [

@@ -17,22 +17,27 @@ from pgoutbox.operations import queue_controls
 
 @app.command()
 def pause(
-    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE")],
+    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE", help="Name of the queue.")],
     *,
     duration: Annotated[
         timedelta | None,
-        typer.Option("--for", parser=parse_duration, metavar="DURATION", help="Resume by itself, after 30m say."),
+        typer.Option(
+            "--for",
+            parser=parse_duration,
+            metavar="DURATION",
+            help="Resume automatically after this time, such as 30m.",
+        ),
     ] = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """Stop the claims of a queue.
 
-    What is in flight goes on, and enqueue is not affected.
+    Messages in flight continue, and enqueuing is not affected.
     """
     with operator_connection.connect(read_settings(dsn)) as connection:
         if queue_controls.unknown_queues(connection, [queue]):
-            print_warning(f"queue {queue!r} has no messages so far; {describe_known_queues(connection)}")
+            print_warning(f"queue {queue!r} has no messages yet; {describe_known_queues(connection)}")
         paused_at, resume_at = queue_controls.pause_queue(connection, queue, duration=duration)
     if as_json:
         print_json({"queue": queue, "paused_at": paused_at, "resume_at": resume_at})
@@ -42,12 +47,12 @@ def pause(
 
 @app.command()
 def resume(
-    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE")],
+    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE", help="Name of the queue.")],
     *,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """Allow the claims of a paused queue again."""
+    """Resume the claims of a paused queue."""
     with operator_connection.connect(read_settings(dsn)) as connection:
         resumed = queue_controls.resume_queue(connection, queue)
         if not resumed:
@@ -60,24 +65,24 @@ def resume(
 
 @app.command()
 def limit(
-    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE")],
+    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE", help="Name of the queue.")],
     *,
     rate: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Attempts that may begin, such as 20/s, 60/hour or none.")
+        str | None, typer.Option(metavar="RATE", help="Maximum rate of attempts, such as 20/s or 60/hour; or none.")
     ] = None,
     burst: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_RATE_COUNT, help="How many of them at once; the smaller of the rate and 5."),
+        typer.Option(min=1, max=MAX_RATE_COUNT, help="Attempts that may begin at once (default: the rate, at most 5)."),
     ] = None,
     in_flight: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Attempts that may be in flight at once, or none.")
+        str | None, typer.Option(metavar="NUMBER", help="Maximum number of attempts in flight; or none.")
     ] = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """Limit a queue, for all workers together.
 
-    Effective at once. What is not named stays as it is.
+    Takes effect at once. Limits without an option stay unchanged.
     """
     if rate is None and in_flight is None:
         raise typer.BadParameter("give --rate, --in-flight or both")

@@ -26,7 +26,7 @@ def migrate(
 ) -> None:
     """Create or upgrade the schema pgoutbox.
 
-    One transaction; nothing to do if the schema is up to date.
+    Uses one transaction. Changes nothing if the schema is up to date.
     """
     context.obj = dsn
     if context.invoked_subcommand is not None:
@@ -44,16 +44,16 @@ def migrate(
 @migrate_app.command()
 def downgrade(
     context: typer.Context,
-    revision: Annotated[str, typer.Argument(help="Where to go back to; `base` removes the schema and every message.")],
+    revision: Annotated[str, typer.Argument(help="Target revision; base removes the schema with all messages.")],
     *,
     yes: Yes = False,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """Take revisions back, in one transaction."""
+    """Downgrade the schema, in one transaction."""
     target = read_settings(dsn or context.obj).require_dsn()
-    confirm(f"take the schema back to {revision}, with the data of the later revisions", yes=yes)
-    with interruptible("nothing was changed; run it again"):
+    confirm(f"downgrade the schema to {revision} and delete the data of later revisions", yes=yes)
+    with interruptible("nothing was changed; run the command again"):
         before = migrations.current(target)
         migrations.downgrade(target, revision, report=print_note)
         _print_revision(before, migrations.current(target), as_json=as_json)
@@ -61,7 +61,7 @@ def downgrade(
 
 @migrate_app.command()
 def current(context: typer.Context, *, dsn: Dsn = None, as_json: Json = False) -> None:
-    """Print the revision of the database, and the newest one that this version brings."""
+    """Print the revision of the database, and the newest revision of this version."""
     revision, newest = migrations.current(read_settings(dsn or context.obj).require_dsn()), migrations.head()
     if as_json:
         print_json({"revision": revision, "head": newest})
@@ -71,19 +71,19 @@ def current(context: typer.Context, *, dsn: Dsn = None, as_json: Json = False) -
 
 @migrate_app.command()
 def grants(context: typer.Context, *, dsn: Dsn = None, as_json: Json = False) -> None:
-    """Create the roles that are missing, and grant each what it needs.
+    """Create missing roles, and grant each role its rights.
 
-    Run it as the owner of the schema after the roles have come to be in another way; `pgoutbox migrate` does the same.
-    Ends with 1 if roles are missing, and prints the SQL for somebody who may create them.
+    Run it as the owner of the schema after somebody else has created the roles. `pgoutbox migrate` does the same. If
+    roles are missing and cannot be created, it prints the SQL to create them and exits with 1.
     """
-    with interruptible("nothing was changed; run it again"):
+    with interruptible("nothing was changed; run the command again"):
         missing = migrations.grants(read_settings(dsn or context.obj).require_dsn())
     if as_json:
         print_json({"missing": missing, "sql": migrations.create_roles_sql(missing)})
     elif missing:
         print_line(migrations.create_roles_sql(missing))
     else:
-        print_line("roles of pgoutbox: all there, and granted what they need")
+        print_line("roles of pgoutbox: all exist and have their rights")
     if missing:
         raise typer.Exit(1)
 
@@ -92,6 +92,6 @@ def _print_revision(before: str | None, after: str | None, *, as_json: bool) -> 
     if as_json:
         print_json({"before": before, "revision": after})
     elif before == after:
-        print_line(f"schema pgoutbox: nothing to do, at {after or 'base'}")
+        print_line(f"schema pgoutbox: up to date at {after or 'base'}")
     else:
         print_line(f"schema pgoutbox: {before or 'base'} -> {after or 'base'}")

@@ -1,4 +1,4 @@
-"""The commands for somebody who looks on: what is owed, who works on it, and how attempts end."""
+"""The commands `top`, `workers` and `tail`: the backlog, the workers and the outcomes of attempts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import activity
 from pgoutbox.redaction import redact_text
 
-Every = Annotated[float, typer.Option("--every", min=0.2, max=3_600, help="Seconds between two looks.")]
-Count = Annotated[int | None, typer.Option("--count", min=1, help="How many looks; for ever if not given.")]
+Every = Annotated[float, typer.Option("--every", min=0.2, max=3_600, help="Refresh interval in seconds.")]
+Count = Annotated[int | None, typer.Option("--count", min=1, help="Number of refreshes (default: unlimited).")]
 
 _TOPIC_COLUMNS = tuple(field.name for field in fields(activity.TopicActivity))
 _OUTCOMES = sorted({outcome.value for outcome in AttemptOutcome} | {State.SENT.value})
@@ -31,13 +31,17 @@ _OUTCOMES = sorted({outcome.value for outcome in AttemptOutcome} | {State.SENT.v
 def top(
     *, queue: InQueue = None, every: Every = 2.0, count: Count = None, dsn: Dsn = None, as_json: Json = False
 ) -> None:
-    """Watch what is owed, by topic, and who works on it.
+    """Watch the backlog by topic, and the workers.
 
-    Until Ctrl-C. Without a terminal, and with --json, each look is printed below the last; with --json as one document.
+    Runs until Ctrl-C. Without a terminal and with --json, each refresh is appended; with --json as one document.
     """
     settings = read_settings(dsn)
-    with operator_connection.connect(settings, read_only=True) as connection, _ended_by_hand(), live_tables() as show:
-        for _ in _looks(every, count):
+    with (
+        operator_connection.connect(settings, read_only=True) as connection,
+        _until_interrupted(),
+        live_tables() as show,
+    ):
+        for _ in _refreshes(every, count):
             topics = activity.topic_activity(connection, queue=queue)
             found = activity.list_workers(connection)
             if as_json:
@@ -55,7 +59,8 @@ def top(
 def workers(*, dsn: Dsn = None, as_json: Json = False) -> None:
     """List the workers that hold messages or are connected. With --json one document per line.
 
-    Those that are connected under another role are seen by members of pg_read_all_stats; behind a pooler, none is.
+    To see workers connected as another role, the role needs pg_read_all_stats. Workers behind a pooler are not visible
+    as connected.
     """
     with operator_connection.connect(read_settings(dsn), read_only=True) as connection:
         found = activity.list_workers(connection)
@@ -74,11 +79,16 @@ def tail(
     topic: InTopic = None,
     queue: InQueue = None,
     outcomes: Annotated[
-        list[str] | None, typer.Option("--outcome", metavar="OUTCOME", help="Only this outcome; may be repeated.")
+        list[str] | None, typer.Option("--outcome", metavar="OUTCOME", help="Only this outcome. Repeatable.")
     ] = None,
     since: Annotated[
         timedelta | None,
-        typer.Option("--since", parser=parse_duration, metavar="DURATION", help="Begin with what ended since then."),
+        typer.Option(
+            "--since",
+            parser=parse_duration,
+            metavar="DURATION",
+            help="Start with the attempts that ended in the last DURATION.",
+        ),
     ] = None,
     every: Every = 1.0,
     count: Count = None,
@@ -86,9 +96,9 @@ def tail(
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """Follow how attempts end, as they do.
+    """Print the outcomes of attempts as they end.
 
-    Until Ctrl-C. With --json one document per line. Outcomes are sent, retry, failed, skipped, cancelled, snoozed,
+    Runs until Ctrl-C. With --json one document per line. Outcomes are sent, retry, failed, skipped, cancelled, snoozed,
     released and lost.
     """
     for outcome in outcomes or ():
@@ -96,11 +106,11 @@ def tail(
             raise typer.BadParameter(f"--outcome {outcome}: must be one of {', '.join(_OUTCOMES)}")
     settings = read_settings(dsn, app=where)
     names_of = redacted_names_of(settings)
-    with operator_connection.connect(settings, read_only=True) as connection, _ended_by_hand():
+    with operator_connection.connect(settings, read_only=True) as connection, _until_interrupted():
         follower = activity.Follower(
             connection, since=since or timedelta(), topic=topic, queue=queue, outcomes=outcomes or ()
         )
-        for _ in _looks(every, count):
+        for _ in _refreshes(every, count):
             for row in follower.poll():
                 names = names_of(row.topic)
                 seen = row._replace(
@@ -135,8 +145,8 @@ def _worker_cells(worker: activity.WorkerActivity) -> list[object]:
     return [", ".join(value) if isinstance(value, list) else value for value in worker]
 
 
-def _looks(every: float, count: int | None) -> Iterator[int]:
-    """One number for each look; pauses in between."""
+def _refreshes(every: float, count: int | None) -> Iterator[int]:
+    """Yield a number for each refresh, and sleep between two."""
     number = 0
     while count is None or number < count:
         if number:
@@ -146,6 +156,6 @@ def _looks(every: float, count: int | None) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _ended_by_hand() -> Iterator[None]:
+def _until_interrupted() -> Iterator[None]:
     with contextlib.suppress(KeyboardInterrupt):
         yield

@@ -1,4 +1,4 @@
-"""`pgoutbox web`: checks that nobody gets in who should not, and serves the dashboard."""
+"""The command `web`: checks the configured access, and serves the dashboard."""
 
 from __future__ import annotations
 
@@ -29,20 +29,18 @@ def web(
     context: typer.Context,
     *,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 for any that is free.")] = _PORT,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 means any free port.")] = _PORT,
     where: App = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Let everybody look who reaches this address, which has to be loopback.")
+        bool, typer.Option("--insecure", help="Serve without sign-in. Only for a loopback address.")
     ] = False,
-    role: Annotated[
-        str, typer.Option(metavar="viewer|operator", help="What everybody may do with --insecure.")
-    ] = "viewer",
+    role: Annotated[str, typer.Option(metavar="viewer|operator", help="Role of everybody with --insecure.")] = "viewer",
     dsn: Dsn = None,
 ) -> None:
     """Serve the dashboard, until SIGTERM or SIGINT.
 
-    Who may sign in say PGOUTBOX_WEB_VIEWER_TOKEN and PGOUTBOX_WEB_OPERATOR_TOKEN. With --app the topics of the
-    application are known, and what they redact is hidden.
+    People sign in with the credentials in PGOUTBOX_WEB_VIEWER_TOKEN and PGOUTBOX_WEB_OPERATOR_TOKEN. With --app, it
+    also hides the names that the application's topics redact.
     """
     if context.invoked_subcommand is not None:
         return
@@ -59,13 +57,13 @@ def web(
     access = _access_for(settings, host, insecure=insecure, role=role)
     pages = create_app(outbox if outbox is not None else settings, settings=settings, access=access)
     try:
-        server = Server(pages, settings, host=host, port=port, started=_tell)
+        server = Server(pages, settings, host=host, port=port, started=_print_url)
     except OSError as error:
         raise ConfigurationError(f"--host {host} --port {port}: {error.strerror or error}") from None
-    server.serve_until_told()
+    server.serve_until_stopped()
 
 
-def _tell(url: str) -> None:
+def _print_url(url: str) -> None:
     print_line(f"The dashboard is at {url}")
     sys.stdout.flush()
 
@@ -77,14 +75,16 @@ def _access_for(settings: Settings, host: str, *, insecure: bool, role: str) -> 
     hosts = LOOPBACK_NAMES if is_local and settings.web_hosts is None else ()
     if insecure:
         if not is_local:
-            raise ConfigurationError(f"--insecure: {host} is not a loopback address; use 127.0.0.1, or set credentials")
+            raise ConfigurationError(
+                f"--insecure: {host} is not a loopback address; use 127.0.0.1, or set PGOUTBOX_WEB_OPERATOR_TOKEN"
+            )
         if settings.web_viewer_token is not None or settings.web_operator_token is not None:
-            raise ConfigurationError("--insecure: there are credentials, PGOUTBOX_WEB_..._TOKEN; give one or the other")
+            raise ConfigurationError("--insecure: PGOUTBOX_WEB_..._TOKEN is set; unset it, or omit --insecure")
         print_warning(f"no sign-in: everybody on this machine has the role {role}")
         return Access.open_to_all(_parse_role(role), settings, hosts=hosts)
     access = Access.from_settings(settings, hosts=hosts)
     if settings.web_secret is None:
-        print_note("PGOUTBOX_WEB_SECRET is not set: sessions end with this process")
+        print_note("PGOUTBOX_WEB_SECRET is not set: sessions end when this process ends")
     return access
 
 
@@ -100,22 +100,22 @@ def _is_loopback(host: str) -> bool:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
-        raise ConfigurationError(f"--host {host}: is no address of this machine") from None
+        raise ConfigurationError(f"--host {host}: not an address of this machine") from None
     return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
 
 
 @web_app.command("hash-password")
 def hash_password() -> None:
-    """Print what stands for a password in PGOUTBOX_WEB_VIEWER_TOKEN or PGOUTBOX_WEB_OPERATOR_TOKEN.
+    """Print the hash of a password, for PGOUTBOX_WEB_VIEWER_TOKEN or PGOUTBOX_WEB_OPERATOR_TOKEN.
 
-    Asks for the password on a terminal, and reads one line elsewhere.
+    Asks for the password on a terminal; otherwise reads one line from stdin.
     """
     from pgoutbox.dashboard import credentials
 
     if sys.stdin.isatty():
         password = getpass.getpass("Password: ")
         if getpass.getpass("Once more: ") != password:
-            raise ConfigurationError("password: the two are different")
+            raise ConfigurationError("password: the two inputs differ")
     else:
         password = sys.stdin.readline().rstrip("\r\n")
     print_line(credentials.hash_password(password))

@@ -1,4 +1,4 @@
-"""The command that delivers."""
+"""The command `worker`."""
 
 from __future__ import annotations
 
@@ -27,26 +27,30 @@ def worker(
     where: App = None,
     queues: Annotated[
         list[str] | None,
-        typer.Option("--queue", metavar="NAME[:WEIGHT]", help="A queue to work on, in this order or by these weights."),
+        typer.Option(
+            "--queue", metavar="NAME[:WEIGHT]", help="Queue to serve, in this order or by weight. Repeatable."
+        ),
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, max=256, help="Worker processes to supervise.")] = 1,
-    concurrency: Annotated[int | None, typer.Option(help="Attempts under way at once in one process.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="Work off what is due, then exit.")] = False,
-    drain: Annotated[bool, typer.Option("--drain", help="Work off what is due and its retries, then exit.")] = False,
+    processes: Annotated[int, typer.Option(min=1, max=256, help="Number of worker processes.")] = 1,
+    concurrency: Annotated[int | None, typer.Option(help="Maximum number of concurrent attempts per process.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Deliver all due messages, then exit.")] = False,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Deliver all due messages and their retries, then exit.")
+    ] = False,
     no_listen: Annotated[
         bool, typer.Option("--no-listen", help="Poll instead of waiting for NOTIFY (behind a transaction pooler).")
     ] = False,
-    name: Annotated[str | None, typer.Option(help="Name in the column worker; host and process if not given.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the worker (default: host and process id).")] = None,
     dsn: Dsn = None,
 ) -> None:
     """Claim messages and run their handlers.
 
-    Until SIGTERM or SIGINT, which wait for the handlers under way; a second one does not.
+    Runs until SIGTERM or SIGINT, then waits for running handlers. A second signal ends it at once.
     """
     if once and drain:
         raise typer.BadParameter("--once and --drain exclude each other")
     if processes > 1 and (once or drain):
-        raise typer.BadParameter("--processes supervises workers that run on; it excludes --once and --drain")
+        raise typer.BadParameter("--processes excludes --once and --drain")
     from pgoutbox.worker.claim_planner import parse_queues
     from pgoutbox.worker.supervisor import run_worker
 
@@ -70,7 +74,7 @@ def _supervise(settings: Settings, queues: Sequence[str], processes: int, *, dsn
     from pgoutbox.worker.supervisor import supervise
 
     if dsn is not None:
-        # The children inherit it here, out of everyone's sight.
+        # Child processes inherit the variable, which the process list does not show.
         os.environ["PGOUTBOX_DSN"] = dsn
     arguments = ["--app", str(settings.app), "--concurrency", str(settings.concurrency)]
     for queue in queues:
@@ -83,14 +87,14 @@ def _supervise(settings: Settings, queues: Sequence[str], processes: int, *, dsn
 
 
 def _environments(settings: Settings, processes: int) -> Callable[[int], dict[str, str]]:
-    """Each process has a port of its own for its metrics, and the first one alone counts for the whole database."""
+    """Return the environment of each process: its own metrics port; only the first process counts the backlog."""
     if settings.metrics_address is None:
         return lambda _: {}
     host, first_port = parse_address(settings.metrics_address)
     if first_port + processes - 1 > _MAX_PORT:
         raise ConfigurationError(
             f"PGOUTBOX_METRICS_ADDRESS={settings.metrics_address}: "
-            f"--processes {processes} needs as many ports from this one on"
+            f"--processes {processes} needs that many ports, the last would be above {_MAX_PORT}"
         )
 
     def environment(number: int) -> dict[str, str]:
@@ -103,9 +107,9 @@ def _environments(settings: Settings, processes: int) -> Callable[[int], dict[st
 
 
 def _warn_of_unknown_queues(settings: Settings, queues: list[str]) -> None:
-    # A queue that is new has no messages yet, so this is no error. A server that is away is the worker's to wait for.
+    # A new queue has no messages, so this is only a warning. If the server is down, the worker waits for it later.
     if not queues:
         return
     with contextlib.suppress(psycopg.Error), operator_connection.connect(settings, read_only=True) as connection:
         for queue in queue_controls.unknown_queues(connection, queues):
-            print_warning(f"queue {queue!r} has no messages so far; {describe_known_queues(connection)}")
+            print_warning(f"queue {queue!r} has no messages yet; {describe_known_queues(connection)}")

@@ -1,7 +1,6 @@
-"""The dashboard: what is in the outbox, for people, and what they do to it by hand.
+"""The dashboard: web pages that show the outbox and let operators change it.
 
-An ASGI application, to be served by `pgoutbox web` or mounted in an application of yours. It needs the extra `web`,
-which is loaded when it is needed.
+An ASGI application. Serve it with `pgoutbox web`, or mount it in your own application. It needs the extra `web`.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ __all__ = ["create_app"]
 def create_app(
     source: Outbox | Settings, *, settings: Settings | None = None, access: Access | None = None
 ) -> Starlette:
-    """The dashboard as an ASGI application. Nothing is connected to before the first request.
+    """Build the dashboard as an ASGI application. It connects to the database at the first request.
 
-    Of an outbox it takes the settings, unless `settings` are given, and the names that its topics hide. Without
-    `access` people sign in with what the settings name; `ConfigurationError` if they name nobody. Mounted, it finds the
-    prefix of its links by itself:
+    From an outbox it takes the settings, unless `settings` are given, and the names that its topics redact. Without
+    `access`, people sign in with the credentials of the settings; raises `ConfigurationError` if there are none. If you
+    mount it, it detects the prefix of its links:
 
         app = FastAPI()
         app.mount("/outbox", create_app(outbox))
 
-    Close it with `app.state.dashboard.close()` where the host application ends; served alone, it does so by itself.
+    Call `app.state.dashboard.close()` when the host application ends. If served alone, it closes itself.
     """
     try:
         from pgoutbox.dashboard.app import build_app

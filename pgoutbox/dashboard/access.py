@@ -1,8 +1,8 @@
-"""Who may use the dashboard, and what every request has to pass before a page sees it.
+"""Authentication, authorisation and request checks of the dashboard.
 
-`protect` stands in front of all pages: the host's name, the method, the size of the body, who it is, and for each POST
-that it comes from a form of ours. Every answer leaves with the headers that keep a browser from being used against its
-user, those that are refusals or errors too, and none tells more than it must.
+`protect` wraps all pages. It checks the host name, the method, the size of the body, the viewer, and for each POST
+that one of our forms sent it. Every response has the security headers, refusals and errors too, and reveals no more
+than it must.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ Authenticate: TypeAlias = Callable[[Request], "Viewer | Awaitable[Viewer | None]
 
 
 def operators_only(endpoint: Endpoint) -> Endpoint:
-    """Let nobody but operators reach this page; others get 403."""
+    """Allow only operators on this page; others get 403."""
 
     @functools.wraps(endpoint)
     async def checked(request: Request) -> Response:
         if request.scope[VIEWER].role != "operator":
-            raise HTTPException(403, "this needs the role operator")
+            raise HTTPException(403, "this page needs the role operator")
         return await endpoint(request)
 
     return checked
 
 
 class Access:
-    """How people are told apart: by what the settings say, by the host application, or not at all.
+    """How viewers are identified: by the settings, by the host application, or not at all.
 
-    One `Access` keeps the sessions and the brake on guessing of one process.
+    One `Access` holds the sessions and the rate limits on sign-in of one process.
     """
 
     def __init__(
@@ -104,50 +104,50 @@ class Access:
         self.has_sign_in: Final = bool(people)
         named = [name.strip().lower() for name in (settings.web_hosts or "").split(",") if name.strip()]
         self.hosts: Final = frozenset(hosts) | frozenset(named)
-        # Five wrong tries at once and then one in 12 s from one address; for all addresses together one each second.
-        self.brake: Final = RateLimiter(burst=5, interval_seconds=12)
-        self.common_brake: Final = RateLimiter(burst=60, interval_seconds=1, capacity=1)
+        # Wrong tries per address: five at once, then one per 12 s. For all addresses together: one per second.
+        self.address_limit: Final = RateLimiter(burst=5, interval_seconds=12)
+        self.common_limit: Final = RateLimiter(burst=60, interval_seconds=1, capacity=1)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
 
     @classmethod
     def from_settings(cls, settings: Settings, *, hosts: Collection[str] = ()) -> Self:
-        """People with the tokens and passwords of `web_viewer_token` and `web_operator_token`.
+        """Accept the tokens and passwords of `web_viewer_token` and `web_operator_token`.
 
-        Besides the names in `web_hosts` only those in `hosts` are answered; without any, every name is. Raises
-        `ConfigurationError` when there is nobody.
+        Answers only the host names in `web_hosts` and `hosts`; if both are empty, every name. Raises
+        `ConfigurationError` if there are no credentials.
         """
         people = people_of(settings)
         if not people:
             raise ConfigurationError(
                 "the dashboard has no credentials: set PGOUTBOX_WEB_OPERATOR_TOKEN or PGOUTBOX_WEB_VIEWER_TOKEN, for "
-                "example to what this prints: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+                "example to the output of: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
         return cls(settings, people=people, hosts=hosts)
 
     @classmethod
     def delegated(cls, authenticate: Authenticate, settings: Settings) -> Self:
-        """The host application's own sign-in: `authenticate(request)`, sync or async, says who it is.
+        """Use the host application's sign-in: `authenticate(request)`, sync or async, returns the viewer.
 
-        `Viewer(name, role)` is enough of an answer; None is answered with 401. What several processes serve needs
-        `web_secret`, so that each knows the forms of the others.
+        Return `Viewer(name, role)`, or None to answer with 401. With several processes, set `web_secret`, so that each
+        accepts the forms of the others.
         """
         return cls(settings, authenticate=authenticate)
 
     @classmethod
     def open_to_all(cls, role: Role, settings: Settings, *, hosts: Collection[str] = LOOPBACK_NAMES) -> Self:
-        """No sign-in: everybody who reaches it has this role. For one's own machine."""
+        """Require no sign-in: every request has this role. For your own machine only."""
         return cls(settings, everybody=role, hosts=hosts)
 
 
 def protect(app: ASGIApp, access: Access) -> ASGIApp:
-    """The pages behind the checks. `scope["pgoutbox.root"]` has to be set."""
+    """Wrap the pages in the checks. Needs `scope["pgoutbox.root"]`."""
     return _AccessMiddleware(app, access)
 
 
 class _RefusalError(Exception):
-    """Why a request is not served."""
+    """The status, text and headers of a refused request."""
 
     def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(text)
@@ -157,7 +157,7 @@ class _RefusalError(Exception):
 
 
 class _Identity(NamedTuple):
-    """Somebody who was let in; with a session, if it is a browser's with our own sign-in."""
+    """An authenticated viewer; with a session if a browser signed in here."""
 
     viewer: Viewer
     session: Session | None
@@ -172,7 +172,7 @@ _HEADINGS: Final = {
     405: "Not allowed",
     413: "Too large",
     415: "Not a form",
-    429: "Too many tries",
+    429: "Too many attempts",
     500: "Something went wrong",
 }
 
@@ -199,8 +199,8 @@ class _AccessMiddleware:
                 await _refuse(request, refusal)(scope, receive, answer.send)
         except ClientDisconnect:
             return
-        except Exception as error:  # noqa: BLE001 - whatever it is, the answer must say nothing of it
-            # Neither the text nor the traceback: values of rows stand in the errors of the driver.
+        except Exception as error:  # noqa: BLE001 - the answer must not reveal the error
+            # Log neither the text nor the traceback: errors of the driver quote values of rows.
             self._telemetry.report(
                 logging.ERROR,
                 LogEvent.WEB_PAGE_FAILED,
@@ -210,9 +210,9 @@ class _AccessMiddleware:
                 error_place=_place_of(error),
             )
             if answer.begun:
-                # The server sees that the answer is not complete, and cuts the connection.
+                # The server detects the incomplete answer, and closes the connection.
                 return
-            failed = _RefusalError(500, "The dashboard failed at this. Its log says more.")
+            failed = _RefusalError(500, "The dashboard failed. See its log for the error.")
             await _refuse(request, failed)(scope, receive, answer.send)
 
     async def _serve(self, request: Request, answer: _Answer) -> None:
@@ -222,7 +222,7 @@ class _AccessMiddleware:
             return
         self._check_host(request)
         if request.method not in _METHODS:
-            raise _RefusalError(405, f"{request.method} is not known here.", {"Allow": ", ".join(_METHODS)})
+            raise _RefusalError(405, f"Method {request.method} is not supported.", {"Allow": ", ".join(_METHODS)})
         if _declared_length(request) > MAX_BODY_BYTES:
             raise _too_large()
         if _is_static(request):
@@ -232,9 +232,9 @@ class _AccessMiddleware:
             response = await self._sign_in(request) if request.method == "POST" else self._sign_in_page(request)
             await response(scope, request.receive, answer.send)
             return
-        await self._serve_somebody(request, answer, await self._admit(request))
+        await self._serve_viewer(request, answer, await self._admit(request))
 
-    async def _serve_somebody(self, request: Request, answer: _Answer, passed: _Identity) -> None:
+    async def _serve_viewer(self, request: Request, answer: _Answer, passed: _Identity) -> None:
         scope, receive = request.scope, request.receive
         if request.method == "POST":
             body = await _read_body(request)
@@ -246,22 +246,22 @@ class _AccessMiddleware:
             receive = _replay(body, receive)
         if _path_of(request) == "/logout" and passed.session is not None:
             if request.method != "POST":
-                raise _RefusalError(405, "Signing out is a POST.", {"Allow": "POST"})
+                raise _RefusalError(405, "Use POST to sign out.", {"Allow": "POST"})
             await self._sign_out(request, passed.session)(scope, receive, answer.send)
             return
         if passed.session is not None and not is_live(request):
-            prolonged = self._access.sessions.prolong(passed.session)
-            if prolonged is not None:
-                answer.cookie = _Cookie.of(request).set(self._access.sessions.seal(prolonged))
+            extended = self._access.sessions.extend(passed.session)
+            if extended is not None:
+                answer.cookie = _Cookie.of(request).set(self._access.sessions.seal(extended))
         scope[VIEWER] = passed.viewer
         await self._app(scope, receive, answer.send)
 
     def _check_host(self, request: Request) -> None:
         hosts = self._access.hosts
         if hosts and _host(request)[0] not in hosts:
-            raise _RefusalError(400, "The dashboard is not served under this name: see PGOUTBOX_WEB_HOSTS.")
+            raise _RefusalError(400, "Unknown host name. Add it to PGOUTBOX_WEB_HOSTS.")
 
-    # --- who it is ----------------------------------------------------------------------------------------------------
+    # --- authentication -----------------------------------------------------------------------------------------------
 
     async def _admit(self, request: Request) -> _Identity:
         access, origin = self._access, f"web {_address(request)}"
@@ -289,27 +289,29 @@ class _AccessMiddleware:
         return _Identity(known, None, by_browser)
 
     def _viewer_by_token(self, request: Request, token: str, origin: str) -> Viewer:
-        # The right token is never braked: it is too long to be guessed, and others may share its address.
+        # A valid token is never rate-limited: others may share its address, and it is too long to be guessed.
         person = self._access.credentials.by_token(token)
         if person is None:
-            self._brake(request, self._access.brake.take(_address(request)))
+            self._refuse_above_limit(request, self._access.address_limit.take(_address(request)))
             self._report_refused(request)
-            raise _RefusalError(401, "This token is not known.", {"WWW-Authenticate": 'Bearer error="invalid_token"'})
+            raise _RefusalError(401, "Unknown token.", {"WWW-Authenticate": 'Bearer error="invalid_token"'})
         return Viewer(person.name, person.role, origin=origin)
 
-    def _brake(self, request: Request, wait_seconds: float) -> None:
+    def _refuse_above_limit(self, request: Request, wait_seconds: float) -> None:
         if wait_seconds > 0:
             self._telemetry.report(
-                logging.WARNING, LogEvent.WEB_SIGN_IN_BRAKED, "too many tries to sign in", address=_address(request)
+                logging.WARNING, LogEvent.WEB_SIGN_IN_BRAKED, "too many sign-in attempts", address=_address(request)
             )
             raise _RefusalError(
-                429, "Too many tries to sign in. Wait a little.", {"Retry-After": str(int(wait_seconds) + 1)}
+                429,
+                "Too many sign-in attempts. Wait a moment, then try again.",
+                {"Retry-After": str(int(wait_seconds) + 1)},
             )
 
     def _report_refused(self, request: Request) -> None:
-        # Not the name that was typed: it may well be a password.
+        # Do not log the typed name: it may be a password.
         self._telemetry.report(
-            logging.WARNING, LogEvent.WEB_SIGN_IN_REFUSED, "somebody could not sign in", address=_address(request)
+            logging.WARNING, LogEvent.WEB_SIGN_IN_REFUSED, "sign-in failed", address=_address(request)
         )
 
     # --- signing in and out -------------------------------------------------------------------------------------------
@@ -328,8 +330,8 @@ class _AccessMiddleware:
             "action": f"{request.scope[ROOT]}/login",
             "onward": target,
             "onward_link": f"{request.scope[ROOT]}{target}",
-            # A browser that was led here by another site keeps its cookie to itself, whether or not it has one.
-            "was_led_here": request.headers.get("sec-fetch-site") == "cross-site",
+            # A browser does not send its session cookie if it follows a link from another site.
+            "is_cross_site": request.headers.get("sec-fetch-site") == "cross-site",
             "asks_name": self._access.credentials.has_passwords,
             "error": error,
         }
@@ -343,8 +345,8 @@ class _AccessMiddleware:
         person = access.credentials.by_token(form.get("secret", ""))
         if person is None:
             try:
-                self._brake(request, access.brake.take(address))
-                self._brake(request, access.common_brake.take("all"))
+                self._refuse_above_limit(request, access.address_limit.take(address))
+                self._refuse_above_limit(request, access.common_limit.take("all"))
             except _RefusalError as refusal:
                 return self._sign_in_page(
                     request, onward=onward, error=refusal.text, status=refusal.status, headers=refusal.headers
@@ -352,10 +354,10 @@ class _AccessMiddleware:
             person = await access.credentials.identify(form.get("name", "").strip(), form.get("secret", ""))
             if person is None:
                 self._report_refused(request)
-                error = "That is not right. Check the token, or the name and the password."
+                error = "Sign-in failed. Check the token, or the name and the password."
                 return self._sign_in_page(request, onward=onward, error=error, status=401)
-            access.brake.give_back(address)
-            access.common_brake.give_back("all")
+            access.address_limit.give_back(address)
+            access.common_limit.give_back("all")
         cookie = _Cookie.of(request)
         before = access.sessions.open(request.cookies.get(cookie.name, ""))
         if before is not None:
@@ -387,7 +389,7 @@ def _is_static(request: Request) -> bool:
 
 
 def is_live(request: Request) -> bool:
-    """Whether it is the page that asks, not the person in front of it."""
+    """Return whether the script of the page sent the request, not a person."""
     return _LIVE_HEADER in request.headers or _path_of(request) == "/live"
 
 
@@ -396,14 +398,14 @@ def _address(request: Request) -> str:
 
 
 def _host(request: Request) -> tuple[str, str]:
-    """The name and the port, or an empty text, that the browser says it speaks to."""
+    """Return the name and the port of the Host header; the port may be empty."""
     text = request.headers.get("host", "").strip().lower()
     match = re.fullmatch(r"(.*?)\.?(?::([0-9]{1,5}))?", text)
     return (match[1], match[2] or "") if match is not None else (text, "")
 
 
 def _is_secure(request: Request) -> bool:
-    """Whether the browser came by https; or may have, because somebody stands between."""
+    """Return whether the browser uses https, or may use it through a proxy."""
     forwarded = "x-forwarded-proto" in request.headers or "forwarded" in request.headers
     return request.scope["scheme"] == "https" or forwarded or _host(request)[0] not in LOOPBACK_NAMES
 
@@ -414,7 +416,7 @@ def _bearer(request: Request) -> str | None:
 
 
 def _local_path(text: str) -> str:
-    """A path below the dashboard; the first page for whatever could lead elsewhere."""
+    """Return the path if it is below the dashboard, otherwise the first page."""
     safe = re.fullmatch(r"/(?![/\\])[\x21-\x5b\x5d-\x7e]*", text) is not None
     return text if safe and len(text) <= 2_000 and not text.startswith(("/login", "/logout")) else "/"
 
@@ -430,35 +432,35 @@ def _not_signed_in(request: Request) -> _RefusalError:
 
 
 def _check_origin(request: Request, *, required: bool) -> None:
-    """Only our own pages may POST.
+    """Refuse a POST that does not come from our own pages.
 
-    Under `Referrer-Policy: no-referrer` browsers send `Origin: null` with forms of our own too, so `Sec-Fetch-Site`
-    decides where there is one: everywhere but on plain http to another machine, where no browser keeps our cookie.
+    With `Referrer-Policy: no-referrer`, browsers send `Origin: null` for our own forms too, so `Sec-Fetch-Site` decides
+    if present. It is missing only on plain http to another machine, where browsers do not keep our cookie.
     """
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     named = origin is not None and origin != "null"
     if site is not None and site != "same-origin":
-        raise _RefusalError(403, "This was sent from a page of another site.")
+        raise _RefusalError(403, "This request comes from another site.")
     if named and urlsplit(origin or "").netloc.lower() != request.headers.get("host", "").strip().lower():
-        raise _RefusalError(403, "This was sent from a page of another site.")
+        raise _RefusalError(403, "This request comes from another site.")
     if required and site is None and not named:
         raise _RefusalError(
             403,
-            "Nothing says that this was sent from a page of the dashboard. Use https, or localhost.",
+            "This request does not show that it comes from the dashboard. Use https, or localhost.",
         )
 
 
 def _check_csrf(request: Request, form: ImmutableMultiDict[str, str], expected: str) -> None:
     given = request.headers.get("x-csrf-token") or form.get("csrf_token", "")
     if not secrets.compare_digest(given.encode(errors="replace"), expected.encode()):
-        raise _RefusalError(403, "This form is from another session. Load the page again, and repeat it there.")
+        raise _RefusalError(403, "This form is from another session. Reload the page and try again.")
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
 
 
 def _too_large() -> _RefusalError:
-    return _RefusalError(413, f"More than {MAX_BODY_BYTES:,} bytes are not accepted.", {"Connection": "close"})
+    return _RefusalError(413, f"The request is larger than {MAX_BODY_BYTES:,} bytes.", {"Connection": "close"})
 
 
 def _declared_length(request: Request) -> int:
@@ -467,7 +469,7 @@ def _declared_length(request: Request) -> int:
 
 
 async def _read_body(request: Request) -> bytes:
-    """The whole body; no more of it is read than is accepted."""
+    """Read the whole body, up to the limit."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -479,16 +481,16 @@ async def _read_body(request: Request) -> bytes:
 def _parse_form(request: Request, body: bytes) -> ImmutableMultiDict[str, str]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if body and kind != "application/x-www-form-urlencoded":
-        raise _RefusalError(415, "Only forms are accepted: application/x-www-form-urlencoded.")
+        raise _RefusalError(415, "Unsupported content type. Send application/x-www-form-urlencoded.")
     try:
         pairs = parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="strict")
     except ValueError:
-        raise _RefusalError(400, "The form cannot be read.") from None
+        raise _RefusalError(400, "Invalid form.") from None
     return ImmutableMultiDict(pairs)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """What gives the body once more, and then whatever the connection says."""
+    """Return a receive function that repeats the body, then reads from the connection."""
     waiting = [body]
 
     async def replay() -> Message:
@@ -503,7 +505,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class _Answer:
-    """What is sent back, with our headers and perhaps a cookie."""
+    """Sends the response with the security headers, and a cookie if there is one."""
 
     def __init__(self, send: Send, *, keeps_static: bool) -> None:
         self._send = send
@@ -526,9 +528,9 @@ class _Answer:
 
 
 class _Cookie(NamedTuple):
-    """The cookie of a session: its name says to the browser what to demand of it.
+    """The cookie of a session. The prefix of its name makes the browser check its attributes.
 
-    On localhost the ports share their cookies, so the port is in the name.
+    Ports of localhost share their cookies, so the name contains the port.
     """
 
     name: str
@@ -552,7 +554,7 @@ class _Cookie(NamedTuple):
 def _refuse(request: Request, refusal: _RefusalError) -> Response:
     headers = dict(refusal.headers)
     if request.method not in ("GET", "HEAD"):
-        # The body may not have been read.
+        # The body may be unread.
         headers["Connection"] = "close"
     if refusal.status == 303:
         return Response(status_code=303, headers=headers)

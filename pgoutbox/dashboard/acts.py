@@ -1,6 +1,6 @@
-"""What operators do by the dashboard: a form each, carried out by `operations` and put down to whoever sent it.
+"""The actions of operators: each form calls a function of `operations`, which records the viewer in the audit.
 
-An act answers with a redirect to the page that shows what it did, so that reloading that page repeats nothing.
+An action redirects to the page with its result, so a reload does not repeat the action.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @operators_only
 async def redrive(request: Request) -> Response:
-    """Make one message pending again, if it still stands in the state that its page showed."""
+    """Make one message pending again, if its state is still the one that the page showed."""
     message_id = inputs.message_id_of(request)
     states = inputs.filter_of(await inputs.read_form(request)).states or (State.FAILED, State.CANCELLED)
     (answer,) = await _act(request, lambda connection: messages.redrive(connection, [message_id], states=states))
@@ -53,7 +53,7 @@ async def resend(request: Request) -> Response:
     try:
         copy_id = await _act(request, lambda connection: messages.resend(connection, message_id))
     except StateError as error:
-        return await show_message(request, message_id, refusal=f"Not done: {error}.")
+        return await show_message(request, message_id, refusal=f"Not resent: {error}.")
     return _to_message(request, copy_id, done="resent")
 
 
@@ -74,7 +74,7 @@ async def cancel(request: Request) -> Response:
 
 @operators_only
 async def pause(request: Request) -> Response:
-    """Stop the claims of a queue, for some time or for good."""
+    """Pause a queue, for some time or without end."""
     queue = inputs.queue_of(request)
     duration = inputs.duration_of(await inputs.read_form(request))
     await _act(request, lambda connection: queue_controls.pause_queue(connection, queue, duration=duration))
@@ -83,7 +83,7 @@ async def pause(request: Request) -> Response:
 
 @operators_only
 async def resume(request: Request) -> Response:
-    """Allow the claims of a queue again."""
+    """Resume a queue."""
     queue = inputs.queue_of(request)
     was_paused = await _act(request, lambda connection: queue_controls.resume_queue(connection, queue))
     return _to_queues(request, queue, done="resumed" if was_paused else "not-paused")
@@ -109,7 +109,7 @@ async def limit_in_flight(request: Request) -> Response:
 
 @operators_only
 async def start_bulk(request: Request) -> Response:
-    """Begin what the preview showed."""
+    """Start the bulk action of the preview."""
     form = await inputs.read_form(request)
     what = Search(inputs.filter_of(form), inputs.group_of(form))
     bulk = dashboard_of(request).bulks.start(inputs.bulk_action_of(form), what, viewer_of(request))
@@ -118,10 +118,10 @@ async def start_bulk(request: Request) -> Response:
 
 @operators_only
 async def stop_bulk(request: Request) -> Response:
-    """Let a bulk end after the batch that is under way."""
+    """Stop a bulk action after its current batch."""
     bulk = dashboard_of(request).bulks.find(request.path_params["bulk_id"])
     if bulk is None:
-        raise MessageNotFoundError("no such bulk in this process; what it did is in the audit")
+        raise MessageNotFoundError("this process has no such bulk action; see the audit for its changes")
     bulk.stop.set()
     return RedirectResponse(link(request, "bulk", bulk_id=bulk.id), status_code=303)
 

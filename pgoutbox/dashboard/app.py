@@ -1,4 +1,4 @@
-"""The dashboard put together: its routes behind the checks of access, and what errors are answered with."""
+"""The dashboard application: routes, access checks and error pages."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _HEADINGS: Final[Mapping[int, str]] = {
     403: "Not allowed",
     404: "Not found",
     405: "Not allowed",
-    409: "Not done",
-    422: "Not understood",
-    503: "Not available",
+    409: "Conflict",
+    422: "Invalid input",
+    503: "Unavailable",
 }
 
 
@@ -84,7 +84,7 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 
 class _Located:
-    """Notes under which prefix the dashboard is mounted, before a route within it adds to that."""
+    """Stores the mount prefix of the dashboard in the scope, before its routes extend `root_path`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -96,7 +96,7 @@ class _Located:
 
 async def _answer_http(request: Request, error: Exception) -> Response:
     known = cast("HTTPException", error)
-    text = "there is no such page" if known.status_code == 404 else known.detail
+    text = "page not found" if known.status_code == 404 else known.detail
     return refuse(request, known.status_code, _sentence(text), headers=known.headers)
 
 
@@ -126,7 +126,7 @@ def _sentence(text: str) -> str:
 
 
 def refuse(request: Request, status: int, text: str, *, headers: Mapping[str, str] | None = None) -> Response:
-    """The answer to what is not done: a page for a browser, a line of text for everything else."""
+    """Return an error response: a page for a browser, a line of text for other clients."""
     if "text/html" not in request.headers.get("accept", ""):
         return PlainTextResponse(f"{text}\n", status_code=status, headers=headers)
     context = {"status": status, "heading": _HEADINGS.get(status, "Refused"), "text": text}

@@ -1,7 +1,7 @@
-"""Redrive and cancel of many messages: each a thread with a connection of its own, which the pages look in on.
+"""Bulk actions: redrive or cancel many messages, each in a thread with its own connection.
 
-A bulk goes through the messages that there were when it began, from the oldest on, in batches that are committed one by
-one. What is known of it is in the memory of this process; what it did is in the audit.
+A bulk action processes the messages that existed at its start, oldest first, and commits each batch. Its progress is in
+the memory of this process; its changes are in the audit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _REDRIVABLE: Final = frozenset({State.FAILED, State.CANCELLED})
 
 @dataclass(slots=True)
 class Bulk:
-    """One bulk, as its page shows it. `results` counts what its messages met."""
+    """The progress of one bulk action. `results` counts the result of each message."""
 
     id: str
     action: BulkAction
@@ -62,12 +62,12 @@ class Bulk:
 
     @property
     def is_running(self) -> bool:
-        """Whether its thread is at work."""
+        """Whether its thread is running."""
         return self.status == "running"
 
 
 def bulk_search(action: BulkAction, what: Search) -> Search:
-    """The same search among the states that the action is for; `StateError` if the filter wants others."""
+    """Limit the search to the states that the action allows; `StateError` if the filter selects others."""
     allowed, usual = (_REDRIVABLE, {State.FAILED}) if action == "redrive" else (_OWED, _OWED)
     states = frozenset(what.which.states or usual)
     if not states <= allowed:
@@ -82,7 +82,7 @@ _PARTICIPLES: Final = {"redrive": "redriven", "cancel": "cancelled"}
 
 
 class Bulks:
-    """The bulks of this process: two at once, the last twenty remembered."""
+    """The bulk actions of this process: at most two run, and the last twenty are kept."""
 
     def __init__(self, database: Database, *, most: int = MAX_MESSAGES) -> None:
         self._database = database
@@ -91,11 +91,11 @@ class Bulks:
         self._lock = threading.Lock()
 
     def start(self, action: BulkAction, what: Search, viewer: Viewer) -> Bulk:
-        """Begin one; `StateError` while too many are under way."""
+        """Start a bulk action; `StateError` if too many are running."""
         bulk = Bulk(secrets.token_hex(8), action, bulk_search(action, what), viewer, datetime.now(UTC))
         with self._lock:
             if sum(known.is_running for known in self._bulks.values()) >= _AT_ONCE:
-                raise StateError(f"{_AT_ONCE} bulks are under way; wait for one to end, or stop it")
+                raise StateError(f"{_AT_ONCE} bulk actions are running; wait until one ends, or stop one")
             self._bulks[bulk.id] = bulk
             over = [known.id for known in self._bulks.values() if not known.is_running]
             for forgotten in over[: max(0, len(self._bulks) - _REMEMBERED)]:
@@ -104,17 +104,17 @@ class Bulks:
         return bulk
 
     def find(self, bulk_id: str) -> Bulk | None:
-        """The bulk of this id, if this process remembers it."""
+        """Return the bulk action with this id, or None if this process does not have it."""
         with self._lock:
             return self._bulks.get(bulk_id)
 
     def latest(self) -> list[Bulk]:
-        """Those that are remembered, the latest first."""
+        """Return the bulk actions, newest first."""
         with self._lock:
             return list(self._bulks.values())[::-1]
 
     def stop(self) -> None:
-        """Stop all; what they did stays done."""
+        """Stop all bulk actions. Committed batches remain."""
         for bulk in self.latest():
             bulk.stop.set()
 
@@ -124,11 +124,11 @@ class Bulks:
             with self._database.connection() as connection, as_actor(actor):
                 bulk.status = self._work(connection, bulk)
         except (psycopg.Error, PgOutboxError) as error:
-            # The driver's text can quote what it was sent.
-            bulk.error = _told(error)
+            # The driver's text can quote parameters.
+            bulk.error = _error_text(error)
             bulk.status = "broken"
             logger.warning(
-                "a bulk of the dashboard ended early",
+                "a bulk action of the dashboard failed",
                 extra={"event": LogEvent.WEB_BULK_BROKEN, "action": bulk.action, "error": type(error).__name__},
             )
 
@@ -149,16 +149,16 @@ class Bulks:
         return "done"
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
         return str(RefusedError("do this", "pgoutbox_operator"))
-    return str(error) if isinstance(error, PgOutboxError) else "the database failed"
+    return str(error) if isinstance(error, PgOutboxError) else "the database reported an error"
 
 
 def _batches(connection: Connection, bulk: Bulk) -> Iterator[Sequence[tuple[int, int]]]:
-    """The ids that match, some at a time, each with the number of its attempts.
+    """Yield batches of matching ids with their attempt counts.
 
-    An empty batch where nothing matched for long, so that it can be stopped.
+    Yields an empty batch after rows without a match, so that the bulk action can be stopped.
     """
     rows = _ROWS if bulk.what.group is None else GROUP_ROWS
     after_id: int | None = 0

@@ -1,4 +1,4 @@
-"""Small charts of the last hour as shapes that a template writes down as SVG: no script draws anything."""
+"""Small charts of the last hour, as shapes that a template renders as SVG without a script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SLOT: Final = WIDTH / MINUTES
 
 
 class Bar(NamedTuple):
-    """A rectangle from the bottom up."""
+    """A rectangle on the ground line."""
 
     x: str
     y: str
@@ -28,15 +28,15 @@ class Bar(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Bars or a line, with what a person who cannot see them is told."""
+    """Bars or a line, with a text label for screen readers."""
 
-    told: str
+    label: str
     bars: Sequence[Bar] = ()
     points: str = ""
 
 
 class TopicFailures(NamedTuple):
-    """How many of the newest failures are of a topic, and when in the last hour."""
+    """The number of recent failures of a topic, and a chart of the last hour."""
 
     topic: str
     messages: int
@@ -44,13 +44,13 @@ class TopicFailures(NamedTuple):
 
 
 def throughput(minutes: Sequence[Minute], state: State) -> Chart:
-    """How many messages ended in a state, minute by minute; the newest on the right."""
+    """Chart the messages that ended in a state, by minute; the newest on the right."""
     counts = [minute.states[state] for minute in minutes]
     return bars(counts, f"{state.value} in the last {len(counts)} minutes")
 
 
 def bars(counts: Sequence[int], what: str) -> Chart:
-    """A bar for each minute that has anything."""
+    """Draw a bar for each minute with a count."""
     highest = max(counts, default=0)
     first = MINUTES - len(counts)
     drawn = []
@@ -64,11 +64,11 @@ def bars(counts: Sequence[int], what: str) -> Chart:
 
 
 def latency(minutes: Sequence[Minute], share: float) -> Chart:
-    """A percentile of the latency, minute by minute."""
+    """Chart a percentile of the latency, by minute."""
     found = [percentiles([minute], [share])[0] for minute in minutes]
     known = [seconds for seconds in found if seconds is not None]
     if not known:
-        return Chart("nothing was sent")
+        return Chart("no messages sent")
     highest = max(known)
     first = MINUTES - len(found)
     points = " ".join(
@@ -76,11 +76,11 @@ def latency(minutes: Sequence[Minute], share: float) -> Chart:
         for slot, seconds in enumerate(found, start=first)
         if seconds is not None
     )
-    return Chart(f"percentile {share * 100:g} minute by minute, at most {highest:.3g} seconds", points=points)
+    return Chart(f"percentile {share * 100:g} by minute, at most {highest:.3g} seconds", points=points)
 
 
 def failures_by_topic(failed: Sequence[FailedMinute], now: datetime) -> list[TopicFailures]:
-    """The newest failures topic by topic, those with most first."""
+    """Group the newest failures by topic, the largest group first."""
     last = now.astimezone(UTC).replace(second=0, microsecond=0)
     wanted = [last - minutes * timedelta(minutes=1) for minutes in range(MINUTES)][::-1]
     totals: Counter[str] = Counter()

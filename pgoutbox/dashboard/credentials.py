@@ -1,7 +1,7 @@
-"""Who people are: tokens and hashed passwords from the settings, sessions in signed cookies, and a brake on guessing.
+"""Credentials: tokens and hashed passwords from the settings, sessions in signed cookies, and a sign-in rate limit.
 
-No secret is kept in clear: of a token its digest, of a password its scrypt hash. Everything here takes the same time
-whether or not a name or a secret is right.
+Stores no secret in clear: only the digest of a token and the scrypt hash of a password. All checks take the same time
+for right and wrong names and secrets.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _HASHES_AT_ONCE: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """Somebody who may sign in: with a token, or with a name and a password.
+    """A person who may sign in, with a token or with a name and a password.
 
-    `proof` is the SHA-256 of the token or of the password's hash: a session is bound to it, and ends when it changes.
+    `proof` is the SHA-256 of the token or of the password's hash. A session is bound to it and ends when it changes.
     """
 
     name: str
@@ -62,27 +62,30 @@ class PasswordHash(NamedTuple):
 
     @classmethod
     def of(cls, password: str) -> Self:
-        """The hash of a new password, with a salt of its own: 16 MiB and about a fifth of a second."""
+        """Hash a new password with its own salt. Takes 16 MiB and about 0.2 s."""
         salt = secrets.token_bytes(16)
         made = cls(n=2**14, r=8, p=5, salt=salt, key=b"")
         return made._replace(key=made.derive(password))
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """What `str` wrote. Raises `ValueError` for anything else, and for what is too weak or too costly."""
+        """Parse the result of `str`. Raises `ValueError` if invalid, too weak or too expensive."""
         match = re.fullmatch(r"scrypt\$([0-9]{1,8})\$([0-9]{1,3})\$([0-9]{1,3})\$([\w-]+={0,2})\$([\w-]+={0,2})", text)
         if match is None:
-            raise ValueError("is no hash of a password")
+            raise ValueError("is not a valid password hash; make one with: pgoutbox web hash-password")
         n, r, p = (int(number) for number in match.groups()[:3])
         try:
             salt, key = (base64.b64decode(part, altchars=b"-_", validate=True) for part in match.groups()[3:])
         except binascii.Error:
-            raise ValueError("is no hash of a password") from None
+            raise ValueError("is not a valid password hash; make one with: pgoutbox web hash-password") from None
         costly = 128 * n * r > _MAX_HASH_BYTES or n * r * p > _MAX_HASH_WORK
         if n < 2**14 or n & (n - 1) or not r or not p or costly:
-            raise ValueError("is the hash of a password with parameters that are too weak or too costly")
+            raise ValueError(
+                "is a password hash with too weak or too expensive parameters; "
+                "make one with: pgoutbox web hash-password"
+            )
         if len(salt) < 16 or len(key) != 32:
-            raise ValueError("is no hash of a password")
+            raise ValueError("is not a valid password hash; make one with: pgoutbox web hash-password")
         return cls(n, r, p, salt, key)
 
     def __str__(self) -> str:
@@ -90,25 +93,25 @@ class PasswordHash(NamedTuple):
         return f"{_HASH_MARK}{self.n}${self.r}${self.p}${salt}${key}"
 
     def derive(self, password: str) -> bytes:
-        """The key that this password leads to."""
+        """Derive the key of this password."""
         given = password.encode(errors="surrogatepass")
         limit = 128 * self.r * (self.n + self.p + 2)
         return hashlib.scrypt(given, salt=self.salt, n=self.n, r=self.r, p=self.p, maxmem=limit, dklen=32)
 
     def matches(self, password: str) -> bool:
-        """Whether this is the password."""
+        """Return whether this is the password."""
         return hmac.compare_digest(self.derive(password), self.key)
 
 
 def hash_password(password: str) -> str:
-    """What stands in the settings for a password. Raises `ConfigurationError` for one that is too short or too long."""
+    """Hash a password for the settings. Raises `ConfigurationError` if it is too short or too long."""
     if not MIN_PASSWORD_LENGTH <= len(password) <= MAX_SECRET_LENGTH:
         raise ConfigurationError(f"password: give {MIN_PASSWORD_LENGTH} to {MAX_SECRET_LENGTH} characters")
     return str(PasswordHash.of(password))
 
 
 def people_of(settings: Settings) -> tuple[Person, ...]:
-    """Everybody whom the settings name. Raises `ConfigurationError` that names the variable and never a secret."""
+    """Return the people in the settings. Raises `ConfigurationError` with the variable, and never with a secret."""
     people: list[Person] = []
     for variable, given, role in (
         ("PGOUTBOX_WEB_VIEWER_TOKEN", settings.web_viewer_token, "viewer"),
@@ -130,40 +133,40 @@ def people_of(settings: Settings) -> tuple[Person, ...]:
 
 
 def _parse_person(entry: str, role: Role) -> Person:
-    name, named, secret = entry.rpartition(":")
-    if named and _NAME.fullmatch(name) is None:
-        raise ValueError("has no name that can be used: give name:token, the name of A-Z, a-z, 0-9, dot, _, @ and -")
+    name, colon, secret = entry.rpartition(":")
+    if colon and _NAME.fullmatch(name) is None:
+        raise ValueError("has an invalid name: give name:token, where the name has only A-Z, a-z, 0-9, dot, _, @ and -")
     proof = hashlib.sha256(secret.encode()).digest()
     if secret.startswith(_HASH_MARK):
-        if not named:
-            raise ValueError("is the hash of a password without a name: give name:hash")
+        if not colon:
+            raise ValueError("is a password hash without a name: give name:hash")
         return Person(name, role, proof, PasswordHash.parse(secret))
     if _TOKEN.fullmatch(secret) is None or not MIN_TOKEN_LENGTH <= len(secret) <= MAX_SECRET_LENGTH:
         raise ValueError(
             f"has no token of {MIN_TOKEN_LENGTH} to {MAX_SECRET_LENGTH} characters (A-Z, a-z, 0-9 and ._~+/-); make "
             "one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         )
-    return Person(name if named else role, role, proof)
+    return Person(name if colon else role, role, proof)
 
 
 class Credentials:
-    """Finds out who it is that knows a secret."""
+    """Identifies people by their secrets."""
 
     def __init__(self, people: Sequence[Person]) -> None:
         self._people = {person.name: person for person in people}
         self._tokens = [person for person in people if person.password is None]
         passwords = [person.password for person in people if person.password is not None]
         self.has_passwords = bool(passwords)
-        # Somebody whom nobody knows costs the same work as somebody whom everybody knows.
+        # An unknown user takes as long to reject as a known one.
         self._decoy = passwords[0]._replace(key=bytes(32)) if passwords else None
         self._hashing = asyncio.Semaphore(_HASHES_AT_ONCE)
 
-    def named(self, name: str) -> Person | None:
-        """The person of this name."""
+    def by_name(self, name: str) -> Person | None:
+        """Return the person with this name."""
         return self._people.get(name)
 
     def by_token(self, token: str) -> Person | None:
-        """Whose token it is. Compares with every one, so that the time tells nothing."""
+        """Return the owner of the token. Compares with every token, so that the time reveals nothing."""
         proof = hashlib.sha256(token.encode(errors="surrogatepass")).digest()
         found = None
         for person in self._tokens:
@@ -172,7 +175,7 @@ class Credentials:
         return found
 
     async def identify(self, name: str, secret: str) -> Person | None:
-        """Who signs in with a token, or with this name and a password."""
+        """Return the person with this token, or with this name and password."""
         if len(secret) > MAX_SECRET_LENGTH:
             return None
         found = self.by_token(secret)
@@ -203,8 +206,8 @@ class Session(NamedTuple):
 class Sessions:
     """Sessions as signed texts for a cookie.
 
-    A session ends at sign-out, after `idle_seconds` without use, after `max_seconds` in any case, and when its person
-    is gone or has another token or password. Only a sign-out is remembered here, and only in this process.
+    A session ends at sign-out, after `idle_seconds` without use, `max_seconds` after sign-in, or when its person is
+    removed or has another token or password. Only sign-outs are stored, and only in this process.
     """
 
     def __init__(
@@ -225,24 +228,24 @@ class Sessions:
         self._not_before = 0.0
 
     def begin(self, person: Person) -> Session:
-        """A new session, with an id that never was."""
+        """Begin a session with a new id."""
         at = self._clock()
         return Session(secrets.token_urlsafe(18), person, at, at)
 
     def seal(self, session: Session) -> str:
-        """The text for the cookie."""
+        """Return the text for the cookie."""
         fields = [session.id, session.person.name, session.begun_at, session.seen_at]
         body = base64.urlsafe_b64encode(json.dumps(fields).encode()).decode()
         return f"{body}.{self._sign(session.person, 'session', body)}"
 
     def open(self, text: str) -> Session | None:
-        """The session of a cookie, if it is one of ours and has not ended."""
+        """Return the session of a cookie, or None if it is invalid or has ended."""
         body, _, signature = text.partition(".")
         if len(text) > _MAX_COOKIE_LENGTH or not text.isascii():
             return None
         try:
             session_id, name, begun_at, seen_at = json.loads(base64.urlsafe_b64decode(body))
-            person = self._credentials.named(name)
+            person = self._credentials.by_name(name)
         except (ValueError, TypeError, RecursionError):
             return None
         if person is None or not hmac.compare_digest(self._sign(person, "session", body), signature):
@@ -257,24 +260,24 @@ class Sessions:
             return None
         return Session(session_id, person, begun_at, seen_at)
 
-    def prolong(self, session: Session) -> Session | None:
-        """The session as it is after this use; None if it is not worth a new cookie yet."""
+    def extend(self, session: Session) -> Session | None:
+        """Return the session with a new time of use; None if the cookie is recent enough."""
         now = self._clock()
         return session._replace(seen_at=now) if now >= session.seen_at + self._idle_seconds / 20 else None
 
     def end(self, session: Session) -> None:
-        """Sign out: whoever has a copy of the cookie is signed out too."""
+        """Sign out. Copies of the cookie become invalid too."""
         now = self._clock()
         if len(self._ended) >= _MAX_ENDED:
             self._ended = {ended: until for ended, until in self._ended.items() if until > now}
         if len(self._ended) >= _MAX_ENDED:
-            # To forget one that has ended would revive it, so everybody signs in again instead.
+            # A forgotten session would become valid again, so end all sessions instead.
             self._not_before = now
             self._ended.clear()
         self._ended[session.id] = session.begun_at + self._max_seconds
 
     def csrf_token(self, session: Session) -> str:
-        """What the forms of this session carry."""
+        """Return the CSRF token for the forms of this session."""
         return self._sign(session.person, "csrf", session.id)
 
     def _sign(self, person: Person, purpose: str, text: str) -> str:
@@ -282,19 +285,19 @@ class Sessions:
 
 
 def sign(key: bytes, *parts: str) -> str:
-    """HMAC-SHA256 of the parts, none of which may contain a NUL, as text."""
+    """Return the HMAC-SHA256 of the parts as text. No part may contain a NUL."""
     digest = hmac.digest(key, "\0".join(parts).encode(errors="surrogatepass"), "sha256")
     return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
-# --- the brake --------------------------------------------------------------------------------------------------------
+# --- rate limit -------------------------------------------------------------------------------------------------------
 
 
 class RateLimiter:
-    """Lets `burst` trials through at once and then one per `interval_seconds`, for each address (GCRA).
+    """Allows `burst` tries at once, then one per `interval_seconds`, for each address (GCRA).
 
-    It remembers at most `capacity` addresses, and drops the one that it has not heard of for the longest time. Of IPv6
-    a /64 is one address, because that is what one customer has.
+    Keeps at most `capacity` addresses and drops the least recently seen. An IPv6 /64 counts as one address, because one
+    customer usually has a whole /64.
     """
 
     def __init__(
@@ -312,7 +315,7 @@ class RateLimiter:
         self._full_until: OrderedDict[str, float] = OrderedDict()
 
     def take(self, address: str) -> float:
-        """Count a trial; the answer is how many seconds it has to wait, 0 if it may go on."""
+        """Count a try, and return the seconds to wait; 0 if it is allowed."""
         key, now = _network_of(address), self._clock()
         full_until = max(self._full_until.get(key, now), now) + self._interval_seconds
         if full_until - now > self._slack_seconds:
@@ -324,7 +327,7 @@ class RateLimiter:
         return 0.0
 
     def give_back(self, address: str) -> None:
-        """The trial was right, and does not count."""
+        """Uncount a successful try."""
         key = _network_of(address)
         if key in self._full_until:
             self._full_until[key] -= self._interval_seconds

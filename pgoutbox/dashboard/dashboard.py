@@ -1,4 +1,4 @@
-"""What the pages of one application share: its database, what is hidden, what is under way."""
+"""The state that the pages of one application share: database, redacted names, bulk actions, overview."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from pgoutbox.outbox import Outbox
     from pgoutbox.settings import Settings
 
-# So long the numbers of the overview are the same for all who look: they all ask at once when something changes.
+# The overview is cached for this time, because all viewers refresh at once when something changes.
 _FRESH_SECONDS: Final = 1.0
 
 
 class Overview(NamedTuple):
-    """The numbers of the first page."""
+    """The data of the overview page."""
 
     now: datetime
     states: list[reads.StateCount]
@@ -42,7 +42,7 @@ class Overview(NamedTuple):
 
 
 class Dashboard:
-    """Made once for an application, and reached from its requests by `dashboard_of`."""
+    """The state of one dashboard application. Requests get it from `dashboard_of`."""
 
     def __init__(self, settings: Settings, outbox: Outbox | None) -> None:
         self.settings = settings
@@ -55,7 +55,7 @@ class Dashboard:
         self._one_reads = anyio.Lock()
 
     def names_of(self, topic: str | None) -> Sequence[str]:
-        """What is hidden in messages of this topic; None for what belongs to none."""
+        """Return the names that are hidden in messages of this topic; None means text that belongs to no topic."""
         names = self.settings.redacted_names
         topics = {} if self._outbox is None else self._outbox.topics
         if topic is None:
@@ -63,20 +63,20 @@ class Dashboard:
         return (*names, *topics[topic].redact) if topic in topics else names
 
     async def overview(self) -> Overview:
-        """The numbers of the first page, at most a second old."""
+        """Return the data of the overview page, at most a second old."""
         try:
-            # Those who wait for another's look do not wait one after the other, if it fails, for theirs.
+            # One timeout for the wait and the query: if a query fails, waiting requests do not each wait in turn.
             with anyio.fail_after(ANSWER_SECONDS):
                 async with self._one_reads:
                     known = self._overview
                     if known is None or time.monotonic() - known[0] > _FRESH_SECONDS:
-                        known = (time.monotonic(), await self.database.read(self._look))
+                        known = (time.monotonic(), await self.database.read(self._load_overview))
                         self._overview = known
                     return known[1]
         except TimeoutError:
             raise UnavailableError("the database did not answer in time; try again") from None
 
-    def _look(self, connection: Connection) -> Overview:
+    def _load_overview(self, connection: Connection) -> Overview:
         now = reads.now(connection)
         return Overview(
             now,
@@ -89,21 +89,21 @@ class Dashboard:
         )
 
     def forget(self) -> None:
-        """Ask anew for the numbers of the first page, however fresh they are."""
+        """Drop the cached data of the overview page."""
         self._overview = None
 
     def close(self) -> None:
-        """Stop what is under way and close what is idle; what was done stays done."""
+        """Stop bulk actions and close idle connections. Committed changes remain."""
         self.bulks.stop()
         self.database.close()
 
 
 def dashboard_of(request: Request) -> Dashboard:
-    """The dashboard that a request is for."""
+    """Return the dashboard of a request."""
     return cast("Dashboard", request.app.state.dashboard)
 
 
 def viewer_of(request: Request) -> Viewer:
-    """Who makes the request."""
+    """Return the viewer of a request."""
     viewer: Viewer = request.scope["pgoutbox.viewer"]
     return viewer

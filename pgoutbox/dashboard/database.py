@@ -1,7 +1,7 @@
-"""The dashboard's way to PostgreSQL: few connections, short statements, and an answer in time even if there is none.
+"""The dashboard's database access: few connections, short statements, and a timeout for every answer.
 
-Everything runs in threads, so that the event loop never waits for a server. Pages see one snapshot each and cannot
-write. What an operator does gets a connection of its own, which is not used again.
+Everything runs in threads, so that the event loop never waits for a server. Each page reads one snapshot and cannot
+write. Each action of an operator gets its own connection, which is not reused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 STATEMENT_SECONDS: Final = 2.0
 ANSWER_SECONDS: Final = 10.0
-_LOOK_FIRST: Final = "this may have been done: look before you do it again"
+_CHECK_FIRST: Final = "the action may have succeeded: check before you repeat it"
 _CONNECT_SECONDS: Final = 3
 _AT_ONCE: Final = 4
 
@@ -36,39 +36,39 @@ _T = TypeVar("_T")
 
 
 class UnavailableError(PgOutboxError):
-    """The database did not answer, or not in time. The text is fit for everyone's eyes."""
+    """The database did not answer in time. The text contains no secrets."""
 
 
 class RefusedError(PgOutboxError):
-    """The database role of the dashboard lacks a right; the text names what to grant."""
+    """The database role of the dashboard lacks a right; the text names the role to grant."""
 
     def __init__(self, what: str, *roles: str) -> None:
-        super().__init__(f"the database role of this dashboard may not {what}: grant it {' or '.join(roles)}")
+        super().__init__(f"the database role of this dashboard cannot {what}: grant it {' or '.join(roles)}")
 
 
 class Database:
-    """Connections to one database, opened when they are needed."""
+    """Connections to one database, opened on demand."""
 
     def __init__(self, settings: Settings) -> None:
         seconds = min(settings.connect_timeout_seconds, _CONNECT_SECONDS)
         self._settings = settings.model_copy(update={"connect_timeout_seconds": seconds})
         self._idle: list[_PooledConnection] = []
         self._lock = threading.Lock()
-        # Its own: the threads of the host application are not taken away while pages wait for a slow server.
+        # Its own limiter: pages that wait for a slow server must not use up the threads of the host application.
         self._limiter = anyio.CapacityLimiter(_AT_ONCE)
 
-    async def read(self, look: Callable[[Connection], _T]) -> _T:
-        """What `look` finds in a transaction that cannot write, in which every statement sees the same."""
+    async def read(self, load: Callable[[Connection], _T]) -> _T:
+        """Run `load` in a read-only transaction with one snapshot."""
         try:
-            return await self._answer(functools.partial(self._read, look))
+            return await self._answer(functools.partial(self._read, load))
         except psycopg.errors.InsufficientPrivilege:
-            raise RefusedError("read what this page shows", "pgoutbox_viewer", "pgoutbox_operator") from None
+            raise RefusedError("read the data of this page", "pgoutbox_viewer", "pgoutbox_operator") from None
 
     async def act(self, viewer: Viewer, do: Callable[[Connection], _T]) -> _T:
-        """What `do` answers, put down to this viewer in the audit."""
+        """Run `do`, and record this viewer in the audit."""
         actor = Actor(viewer.name, viewer.origin or None)
         try:
-            return await self._answer(functools.partial(self._act, actor, do), advice=_LOOK_FIRST)
+            return await self._answer(functools.partial(self._act, actor, do), advice=_CHECK_FIRST)
         except psycopg.errors.InsufficientPrivilege:
             raise RefusedError("do this", "pgoutbox_operator") from None
 
@@ -76,12 +76,12 @@ class Database:
     def connection(
         self, watching: Callable[[Connection], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     ) -> Iterator[Connection]:
-        """A connection of its own, for what takes longer than a page."""
+        """Open a separate connection, for work that takes longer than a page."""
         with operator_connection.connect(self._settings, purpose="web", watching=watching) as connection:
             yield connection
 
     def close(self) -> None:
-        """Close what is idle."""
+        """Close the idle connections."""
         with self._lock:
             idle, self._idle = self._idle, []
         for kept in idle:
@@ -92,19 +92,19 @@ class Database:
         try:
             with anyio.fail_after(ANSWER_SECONDS):
                 return await anyio.to_thread.run_sync(
-                    _translated, deadline, work, abandon_on_cancel=True, limiter=self._limiter
+                    _run_safely, deadline, work, abandon_on_cancel=True, limiter=self._limiter
                 )
         except TimeoutError:
             raise UnavailableError(f"the database did not answer in time; {advice}") from None
         finally:
             deadline.end()
 
-    def _read(self, look: Callable[[Connection], _T], deadline: _Deadline) -> _T:
+    def _read(self, load: Callable[[Connection], _T], deadline: _Deadline) -> _T:
         while True:
             kept, is_used = self._take(deadline)
             try:
                 with deadline.watching(kept.connection):
-                    answer = _look(kept.connection, look)
+                    answer = _load(kept.connection, load)
             except (psycopg.OperationalError, psycopg.InterfaceError):
                 is_lost = kept.connection.broken or kept.connection.closed
                 kept.close()
@@ -113,7 +113,7 @@ class Database:
                     continue
                 raise
             except PgOutboxError:
-                # What a page does not find, or refuses, is no fault of the connection.
+                # A page that finds nothing, or refuses, leaves the connection usable.
                 self._keep(kept)
                 raise
             except BaseException:
@@ -133,7 +133,7 @@ class Database:
                 return do(connection)
             except (psycopg.OperationalError, psycopg.InterfaceError):
                 if connection.broken or connection.closed:  # Perhaps with the answer to the commit.
-                    raise UnavailableError(f"the connection to the database was lost; {_LOOK_FIRST}") from None
+                    raise UnavailableError(f"the connection to the database was lost; {_CHECK_FIRST}") from None
                 raise
 
     def _take(self, deadline: _Deadline) -> tuple[_PooledConnection, bool]:
@@ -150,34 +150,34 @@ class Database:
         kept.close()
 
 
-def _translated(deadline: _Deadline, work: Callable[[_Deadline], _T]) -> _T:
-    """What the work answers; what the driver raises is told without what it knows of the server.
+def _run_safely(deadline: _Deadline, work: Callable[[_Deadline], _T]) -> _T:
+    """Run the work, and replace errors of the driver with texts that reveal nothing about the server.
 
-    A right that is missing is left as it is: which one, only the caller knows.
+    Leaves a missing right unchanged, because only the caller knows which right is missing.
     """
     try:
         return work(deadline)
     except psycopg.errors.QueryCanceled:
         raise UnavailableError(
-            f"a query took longer than {STATEMENT_SECONDS:g} s and was given up; try again, or ask for less"
+            f"a query took longer than {STATEMENT_SECONDS:g} s and was cancelled; try again, or use a narrower filter"
         ) from None
     except psycopg.errors.ReadOnlySqlTransaction:
-        raise UnavailableError("the database is read-only now") from None
+        raise UnavailableError("the database is read-only") from None
     except psycopg.errors.LockNotAvailable:
-        raise UnavailableError("another transaction holds a lock that this needs; try again") from None
+        raise UnavailableError("another transaction holds a lock; try again") from None
     except (psycopg.OperationalError, psycopg.InterfaceError):
         raise UnavailableError("the database cannot be reached") from None
     except SchemaError:
         raise UnavailableError("the schema pgoutbox is missing or too old: run `pgoutbox migrate`") from None
     except ConfigurationError:
-        raise UnavailableError("the database cannot be worked with as it is: see the log") from None
+        raise UnavailableError("the database cannot be used: see the log") from None
 
 
-def _look(connection: Connection, look: Callable[[Connection], _T]) -> _T:
+def _load(connection: Connection, load: Callable[[Connection], _T]) -> _T:
     with operator_connection.limiting(STATEMENT_SECONDS), connection.transaction():
         operator_connection.prepare(connection)
         connection.execute(sql.PREPARE_PAGE)
-        return look(connection)
+        return load(connection)
 
 
 class _PooledConnection:
@@ -196,7 +196,7 @@ class _PooledConnection:
 
 
 class _Deadline:
-    """Breaks the connection that a thread still waits on when nobody waits for the thread any more."""
+    """Breaks the connection of a thread after the request has stopped waiting for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -209,7 +209,7 @@ class _Deadline:
             self._connection = connection
         try:
             if self.is_over:
-                raise psycopg.OperationalError("given up")
+                raise psycopg.OperationalError("deadline exceeded")
             yield
         finally:
             with self._lock:

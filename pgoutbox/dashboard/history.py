@@ -1,7 +1,7 @@
-"""The last hour minute by minute: what was finished, and how long it took.
+"""Finished messages and latencies of the last hour, by minute.
 
-A minute that is over does not change, so each is counted once in a process, from the newest back to the oldest, as many
-in one go as take little time. Readers see what has been counted so far.
+A past minute does not change, so a process counts it only once. It counts from the newest minute to the oldest, for a
+short time per request. Readers see the minutes counted so far.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MINUTES: Final = 60
 _STEP: Final = 5
 _BUDGET_SECONDS: Final = 0.08
-# A finish may commit a little after the time that it writes.
+# A transaction can commit later than the finish time that it writes.
 _SETTLED: Final = timedelta(minutes=2)
 _MINUTE: Final = timedelta(minutes=1)
 _BUCKETS_OF_A_DOUBLING: Final = 12
@@ -33,7 +33,7 @@ _BUCKETS_OF_A_DOUBLING: Final = 12
 
 @dataclass(slots=True)
 class Minute:
-    """What was finished in one minute; the latencies of what was sent, by bucket."""
+    """The finished messages of one minute by state, and the latencies of sent messages by bucket."""
 
     at: datetime
     states: Counter[State] = field(default_factory=Counter)
@@ -41,14 +41,14 @@ class Minute:
 
 
 class History:
-    """The counted minutes of a process, for all its threads."""
+    """The counted minutes of a process. Thread-safe."""
 
     def __init__(self) -> None:
         self._minutes: dict[datetime, Minute] = {}
         self._lock = threading.Lock()
 
     def of_last_hour(self, connection: Connection, now: datetime) -> list[Minute]:
-        """The last minutes, the one that is under way last; those at the beginning are missing until counted."""
+        """Return the minutes of the last hour, the current one last. The oldest are missing until they are counted."""
         last = now.astimezone(UTC).replace(second=0, microsecond=0)
         wanted = [last - minutes * _MINUTE for minutes in range(MINUTES)]
         with self._lock:
@@ -56,7 +56,7 @@ class History:
         ends_at = time.monotonic() + _BUDGET_SECONDS
         missing = [at for at in wanted if at not in counted]
         steps = 0
-        # The newest have to be counted every time: beyond them, one step more is made however long that takes.
+        # The newest minutes are counted every time. At least one more step is made, however long it takes.
         while missing and (steps < 2 or time.monotonic() < ends_at):
             newest = missing[0]
             step = [at for at in missing if newest - at < _STEP * _MINUTE]
@@ -65,13 +65,13 @@ class History:
             steps += 1
         with self._lock:
             self._minutes = {at: counted[at] for at in wanted if at in counted and at + _MINUTE + _SETTLED <= now}
-        # Without a gap: what is older than a missing minute is not shown yet.
-        shown = []
+        # Show no gap: leave out minutes older than a missing one.
+        recent = []
         for at in wanted:
             if at not in counted:
                 break
-            shown.append(counted[at])
-        return shown[::-1]
+            recent.append(counted[at])
+        return recent[::-1]
 
 
 def _count(connection: Connection, first: datetime, last: datetime) -> dict[datetime, Minute]:
@@ -91,7 +91,7 @@ def _count(connection: Connection, first: datetime, last: datetime) -> dict[date
 
 
 def percentiles(minutes: Iterable[Minute], shares: Iterable[float]) -> list[float | None]:
-    """Latencies in seconds that these shares of the sent messages did not exceed, a few per cent too long at most."""
+    """Return percentiles of the latency in seconds, at most a few per cent too high."""
     total: Counter[int] = Counter()
     for minute in minutes:
         total += minute.latencies

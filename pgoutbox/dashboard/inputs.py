@@ -1,4 +1,4 @@
-"""What people type into addresses and forms: read, bounded and refused by name."""
+"""Parsing of query parameters and form fields. An error names the field."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Given = ImmutableMultiDict[str, str]
 
 
 class InputError(PgOutboxError, ValueError):
-    """A parameter of the address or a field of the form that is not accepted; the answer is 422."""
+    """An invalid query parameter or form field; the answer is 422."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}")
@@ -42,28 +42,28 @@ class InputError(PgOutboxError, ValueError):
 
 
 async def read_form(request: Request) -> Given:
-    """The fields of a form. Access has bounded the body already."""
+    """Read the fields of a form. `protect` has already limited the body."""
     try:
         fields = parse_qsl((await request.body()).decode(), keep_blank_values=True, errors="strict", max_num_fields=100)
     except ValueError:
-        raise InputError("form", "not a form in UTF-8") from None
+        raise InputError("form", "not valid UTF-8") from None
     return ImmutableMultiDict(fields)
 
 
 def text_of(given: Given, name: str) -> str | None:
-    """A text, stripped; None when it is left empty."""
+    """Return a stripped text; None if empty."""
     value = given.get(name, "").strip()
     if not value:
         return None
     if len(value) > _MAX_TEXT:
         raise InputError(name, f"longer than {_MAX_TEXT} characters")
     if "\x00" in value or any("\ud800" <= character <= "\udfff" for character in value):
-        raise InputError(name, "holds characters that no message can hold")
+        raise InputError(name, "contains characters that PostgreSQL cannot store")
     return value
 
 
 def number_of(given: Given, name: str, *, at_least: int = 1, at_most: int = MAX_ID) -> int | None:
-    """A whole number; None when it is left empty."""
+    """Return a whole number; None if empty."""
     value = given.get(name, "").strip()
     if not value:
         return None
@@ -73,17 +73,17 @@ def number_of(given: Given, name: str, *, at_least: int = 1, at_most: int = MAX_
 
 
 def limit_of(given: Given) -> int:
-    """How many rows a page shows."""
+    """Return the number of rows per page."""
     return number_of(given, "limit", at_most=MAX_LIMIT) or _USUAL_LIMIT
 
 
 def before_of(given: Given) -> int | None:
-    """Where a page begins: below this id."""
+    """Return the id below which a page begins."""
     return number_of(given, "before")
 
 
 def time_of(given: Given, name: str) -> datetime | None:
-    """A time as `<input type="datetime-local">` gives it, in UTC, or with an offset of its own."""
+    """Return a time from `<input type="datetime-local">`, in UTC unless it has an offset."""
     value = given.get(name, "").strip()
     if not value:
         return None
@@ -101,7 +101,7 @@ def time_of(given: Given, name: str) -> datetime | None:
 
 
 def filter_of(given: Given) -> MessageFilter:
-    """Which messages an address or a form asks for."""
+    """Return the message filter of a query string or a form."""
     states = []
     for value in given.getlist("state"):
         if value and value not in set(State):
@@ -121,7 +121,7 @@ def filter_of(given: Given) -> MessageFilter:
 
 
 def group_of(given: Given) -> str | None:
-    """The name of a group of failures."""
+    """Return the id of a group of failures."""
     value = given.get("group", "").strip()
     if value and re.fullmatch(r"[0-9a-f]{32}", value) is None:
         raise InputError("group", "unknown")
@@ -129,13 +129,13 @@ def group_of(given: Given) -> str | None:
 
 
 def asked_for(which: MessageFilter, group: str | None = None) -> dict[str, object]:
-    """The query parameters that give this filter again."""
-    told = which.given()
-    return {"state": told.pop("states", None), **told, "group": group}
+    """Return the query parameters of this filter."""
+    parameters = which.given()
+    return {"state": parameters.pop("states", None), **parameters, "group": group}
 
 
 def action_of(given: Given) -> Action | None:
-    """A kind of act, for the audit."""
+    """Return the action that the audit is filtered by."""
     value = given.get("action", "").strip()
     if not value:
         return None
@@ -145,7 +145,7 @@ def action_of(given: Given) -> Action | None:
 
 
 def bulk_action_of(given: Given) -> BulkAction:
-    """What a bulk is to do."""
+    """Return the kind of a bulk action."""
     value = given.get("do", "")
     if value == "redrive":
         return "redrive"
@@ -155,7 +155,7 @@ def bulk_action_of(given: Given) -> BulkAction:
 
 
 def message_id_of(request: Request) -> int:
-    """The id in the path of a page. What no message can have is no such message."""
+    """Return the id in the path. An id out of range is "not found"."""
     value = request.path_params["message_id"]
     if re.fullmatch(r"[0-9]{1,19}", value) is None or not 1 <= int(value) <= MAX_ID:
         raise MessageNotFoundError("no such message")
@@ -163,29 +163,29 @@ def message_id_of(request: Request) -> int:
 
 
 def is_queue_name(value: str) -> bool:
-    """Whether a queue can have this name."""
+    """Return whether this is a valid queue name."""
     return _NAME.fullmatch(value) is not None
 
 
 def queue_of(request: Request) -> str:
-    """The queue in the path of a page."""
+    """Return the queue in the path."""
     return _queue(request.path_params["queue"])
 
 
 def asked_queue_of(given: Given) -> str | None:
-    """The queue that an address asks for; None when it is left empty."""
+    """Return the queue of the query string; None if empty."""
     value = given.get("queue", "").strip()
     return _queue(value) if value else None
 
 
 def _queue(value: str) -> str:
     if not is_queue_name(value):
-        raise InputError("queue", "1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter")
+        raise InputError("queue", "give 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter")
     return value
 
 
 def duration_of(form: Given) -> timedelta | None:
-    """How long to pause; None until somebody resumes the queue."""
+    """Return the length of a pause; None means until the queue is resumed by hand."""
     count = number_of(form, "duration", at_most=100_000)
     unit = form.get("unit", "minutes")
     if unit not in _UNIT_SECONDS:
@@ -199,7 +199,7 @@ def duration_of(form: Given) -> timedelta | None:
 
 
 def rate_of(form: Given) -> tuple[Rate | None, int | None]:
-    """The rate and the burst of a queue; without a number there is no limit."""
+    """Return the rate and the burst of a queue; None means no limit."""
     count = number_of(form, "rate", at_most=1_000_000)
     burst = number_of(form, "burst", at_most=1_000_000)
     period = form.get("per", "second")
@@ -207,6 +207,6 @@ def rate_of(form: Given) -> tuple[Rate | None, int | None]:
         raise InputError("per", f"give one of {', '.join(PERIODS)}")
     if count is None:
         if burst is not None:
-            raise InputError("burst", "only together with a rate")
+            raise InputError("burst", "give a rate too")
         return None, None
     return Rate(count, PERIODS[period]), burst

@@ -1,6 +1,6 @@
-"""Server-sent events: one reader in the process watches the database, and tells all who look that something changed.
+"""Server-sent events: one reader per process watches the database, and notifies all open pages of a change.
 
-It reads only while somebody looks. Nobody is told what changed: browsers fetch their page again, as they may see it.
+The reader runs only while a page is open. Events contain no data: browsers fetch their page again.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ _POLL_SECONDS: Final = 1.5
 _RETRY_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 5.0
 _HEARTBEAT_SECONDS: Final = 15.0
-# A stream ends after this time and the browser opens another, which has to show again who it is.
+# A stream ends after this time. The browser opens another, which is authenticated again.
 _LIFE_SECONDS: Final = 300.0
 MAX_STREAMS: Final = 100
-# A browser opens six connections to a server over HTTP/1.1: its pages need some of them.
+# Over HTTP/1.1 a browser opens at most six connections to a server, and its pages need some.
 _STREAMS_OF_A_BROWSER: Final = 4
 _STREAMS_OF_A_NAME: Final = 25
 
 
 @dataclass(slots=True, eq=False)
 class Follower:
-    """One open stream. `told` is set at each change, and when a newer stream takes its place."""
+    """One open stream. `changed` is set at each change, and when a newer stream replaces it."""
 
     viewer: Viewer
-    told: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
     is_replaced: bool = False
 
     @property
     def browser(self) -> tuple[str, str, str]:
-        """The session, or else the name and the address."""
+        """The session, or the name and the address."""
         return self.viewer.name, self.viewer.csrf_token, self.viewer.origin
 
 
 class ChangeFeed:
-    """Counts the changes of one database for those who follow them."""
+    """Counts the changes of one database, and notifies the followers."""
 
     def __init__(self, settings: Settings, *, most: int = MAX_STREAMS) -> None:
         self._settings = settings
@@ -65,14 +65,14 @@ class ChangeFeed:
 
     @property
     def followers(self) -> int:
-        """How many streams are open."""
+        """The number of open streams."""
         return len(self._followers)
 
     @contextlib.contextmanager
     def following(self, viewer: Viewer) -> Iterator[Follower | None]:
-        """A new follower, told of a change at first; None when there are too many streams already.
+        """Add a follower, which gets a change at once; None if there are too many streams.
 
-        Closes the oldest streams of the same browser and of the same name that exceed their share.
+        Closes the oldest streams of the same browser and the same name above their limits.
         """
         follower = Follower(viewer)
         self._make_room(
@@ -84,9 +84,9 @@ class ChangeFeed:
             return
         self._followers.append(follower)
         if self._reader is None:
-            self._reader = asyncio.create_task(self._watch())  # Its first look is a change.
+            self._reader = asyncio.create_task(self._watch())  # Its first poll is a change.
         else:
-            follower.told.set()  # The page may be older than the reader's last look.
+            follower.changed.set()  # The page may be older than the last poll.
         try:
             yield follower
         finally:
@@ -100,7 +100,7 @@ class ChangeFeed:
         for follower in oldest_first[: max(0, len(oldest_first) - most + 1)]:
             self._followers.remove(follower)
             follower.is_replaced = True
-            follower.told.set()
+            follower.changed.set()
 
     async def _watch(self) -> None:
         while True:
@@ -132,13 +132,13 @@ class ChangeFeed:
                 pulse = await _pulse(connection)
                 if pulse != last:
                     last = pulse
-                    self._tell()
-                await _next_look(connection, listens=listens)
+                    self._notify()
+                await _wait_for_poll(connection, listens=listens)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self.changes += 1
         for follower in self._followers:
-            follower.told.set()
+            follower.changed.set()
 
 
 async def _pulse(connection: psycopg.AsyncConnection[TupleRow]) -> tuple[object, ...]:
@@ -148,8 +148,8 @@ async def _pulse(connection: psycopg.AsyncConnection[TupleRow]) -> tuple[object,
         return tuple(rows[0])
 
 
-async def _next_look(connection: psycopg.AsyncConnection[TupleRow], *, listens: bool) -> None:
-    """Return at the next ring, or after a while; never so soon that a flood of rings is a flood of looks."""
+async def _wait_for_poll(connection: psycopg.AsyncConnection[TupleRow], *, listens: bool) -> None:
+    """Return at the next notification, or after a poll interval. Limits the poll rate under many notifications."""
     if not listens:
         await asyncio.sleep(_POLL_SECONDS)
         return
@@ -163,9 +163,9 @@ async def _next_look(connection: psycopg.AsyncConnection[TupleRow], *, listens: 
 
 
 class EventStream(Response):
-    """The answer to a browser that follows: `change` at each change, a comment while there is none.
+    """The event stream: `change` at each change, and a comment as heartbeat.
 
-    Ends with `replaced` when newer streams of the same viewer take its place. The browser does not open it again then.
+    Ends with `replaced` if a newer stream of the same viewer replaces it. Then the browser does not reopen it.
     """
 
     def __init__(self, feed: ChangeFeed, viewer: Viewer) -> None:
@@ -203,11 +203,11 @@ async def _stream(feed: ChangeFeed, follower: Follower, send: Send) -> None:
     while True:
         try:
             async with asyncio.timeout(_HEARTBEAT_SECONDS):
-                await follower.told.wait()
+                await follower.changed.wait()
         except TimeoutError:
-            await _write(send, ": still here\n\n")
+            await _write(send, ": heartbeat\n\n")
             continue
-        follower.told.clear()
+        follower.changed.clear()
         if follower.is_replaced:
             await _write(send, "event: replaced\ndata:\n\n")
             return

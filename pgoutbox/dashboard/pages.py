@@ -1,4 +1,4 @@
-"""The pages: each reads its parameters, takes one look at the database and fills a template."""
+"""The pages: each parses its parameters, reads the database in one transaction and renders a template."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
     from pgoutbox.dashboard.types import BulkAction, Connection
 
-# What a page says after an act that it led to.
+# The notices after an action.
 _DONE: Final[Mapping[str, str]] = {
     "redriven": "The message is pending again.",
     "cancelled": "The message is cancelled.",
-    "requested": "The message is in flight. It is told to stop, and is not retried.",
-    "resent": "This is the copy. It is pending.",
-    "paused": "The queue is paused. What is in flight goes on.",
+    "requested": "The message is in flight. Its handler is asked to stop, and the message is not retried.",
+    "resent": "The message was resent. This is the pending copy.",
+    "paused": "The queue is paused. Messages in flight continue.",
     "resumed": "The queue is resumed.",
     "not-paused": "The queue was not paused.",
-    "limited": "The limit holds from each worker's next claim on.",
+    "limited": "The limit applies from the next claim of each worker.",
 }
 _PREVIEW: Final = 10
 _SHARES: Final = (0.5, 0.95, 0.99)
 
 
 async def overview(request: Request) -> Response:
-    """The numbers of everything."""
+    """Show the overview."""
     dashboard = dashboard_of(request)
     found = await dashboard.overview()
     due = [queue.next_due_at for queue in found.queues if queue.next_due_at and queue.next_due_at <= found.now]
@@ -75,7 +75,7 @@ async def overview(request: Request) -> Response:
 
 
 async def messages(request: Request) -> Response:
-    """The newest messages that match a filter."""
+    """List the newest messages that match a filter."""
     given = request.query_params
     message_id = inputs.number_of(given, "id")
     if message_id is not None:
@@ -83,14 +83,14 @@ async def messages(request: Request) -> Response:
     what = Search(inputs.filter_of(given), inputs.group_of(given))
     limit, before_id = inputs.limit_of(given), inputs.before_of(given)
     dashboard = dashboard_of(request)
-    # A page that follows the database looks among the newest rows only, however often it is fetched.
+    # A live refresh searches only the newest rows, because it runs often.
     seconds = 0.0 if is_live(request) else reads.SEARCH_SECONDS
 
-    def look(connection: Connection) -> tuple[datetime, reads.Found]:
+    def load(connection: Connection) -> tuple[datetime, reads.Found]:
         found = reads.search(connection, what, before_id=before_id, limit=limit, seconds=seconds)
         return reads.now(connection), found
 
-    now, found = await dashboard.database.read(look)
+    now, found = await dashboard.database.read(load)
     return await render_page(
         request,
         "messages.html",
@@ -104,7 +104,7 @@ async def messages(request: Request) -> Response:
             "limit": limit,
             "before_id": before_id,
             "found": found,
-            "messages": _listed(dashboard, found.messages),
+            "messages": _redacted(dashboard, found.messages),
             "bulk_actions": [action for action in ("redrive", "cancel") if _is_for(action, what)],
         },
     )
@@ -118,34 +118,34 @@ def _is_for(action: BulkAction, what: Search) -> bool:
     return True
 
 
-def _listed(dashboard: Dashboard, found: Sequence[operations.ListedMessage]) -> list[operations.ListedMessage]:
+def _redacted(dashboard: Dashboard, found: Sequence[operations.ListedMessage]) -> list[operations.ListedMessage]:
     return [operations.redact_listed(message, dashboard.names_of(message.topic)) for message in found]
 
 
 async def message(request: Request) -> Response:
-    """Everything about one message."""
+    """Show one message."""
     return await show_message(request, inputs.message_id_of(request))
 
 
 async def show_message(request: Request, message_id: int, *, refusal: str | None = None) -> Response:
-    """The page of one message, perhaps with the reason why something was not done to it."""
+    """Render the page of one message, with a reason if an action was refused."""
     dashboard = dashboard_of(request)
 
-    def look(connection: Connection) -> dict[str, object]:
-        shown, attempts = operations.show_message(connection, message_id)
-        names = dashboard.names_of(shown.topic)
+    def load(connection: Connection) -> dict[str, object]:
+        details, attempts = operations.show_message(connection, message_id)
+        names = dashboard.names_of(details.topic)
         acts = reads.acts_on(connection, message_id)
-        supersedes = reads.superseded_by(connection, message_id) if shown.coalesce_key is not None else []
+        supersedes = reads.superseded_by(connection, message_id) if details.coalesce_key is not None else []
         return {
             "now": reads.now(connection),
-            "message": operations.redact_message(shown, names),
+            "message": operations.redact_message(details, names),
             "attempts": [operations.redact_attempt(attempt, names) for attempt in attempts],
             "acts": None if acts is None else _redacted_acts(dashboard, acts),
             "supersedes": supersedes,
             "has_values": operations.reads_payloads(connection),
         }
 
-    known = await dashboard.database.read(look)
+    known = await dashboard.database.read(load)
     context = {"page": "messages", "refusal": refusal, "notice": _notice(request), **known}
     return await render_page(request, "message.html", context, status=200 if refusal is None else 409)
 
@@ -155,15 +155,15 @@ def _notice(request: Request) -> str | None:
 
 
 async def queues(request: Request) -> Response:
-    """The queues, what they owe and their controls; or the one that is asked for, whether or not it is used so far."""
+    """Show the queues with their backlog and limits, or only the requested queue, even if it is unused."""
     asked = inputs.asked_queue_of(request.query_params)
 
-    def look(connection: Connection) -> dict[str, object]:
+    def load(connection: Connection) -> dict[str, object]:
         found = reads.live_queues(connection, asked)
         unused = asked is not None and not reads.is_used(connection, found[0])
         return {"now": reads.now(connection), "queues": found, "is_unused": unused}
 
-    known = await dashboard_of(request).database.read(look)
+    known = await dashboard_of(request).database.read(load)
     context = {
         "page": "queues",
         "asked": asked,
@@ -176,7 +176,7 @@ async def queues(request: Request) -> Response:
 
 
 async def failed(request: Request) -> Response:
-    """What failed, by topic and error."""
+    """Show the failed messages by topic and error."""
     dashboard = dashboard_of(request)
     now, groups = await dashboard.database.read(
         lambda connection: (reads.now(connection), reads.failed_groups(connection))
@@ -196,19 +196,19 @@ async def failed(request: Request) -> Response:
 
 
 async def audit(request: Request) -> Response:
-    """What operators did."""
+    """List the acts of operators."""
     given = request.query_params
     limit, before_id = inputs.limit_of(given), inputs.before_of(given)
     actor, action = inputs.text_of(given, "actor"), inputs.action_of(given)
     dashboard = dashboard_of(request)
 
-    def look(connection: Connection) -> list[operations.AuditRow]:
+    def load(connection: Connection) -> list[operations.AuditRow]:
         if not operations.reads_audit(connection):
             raise RefusedError("read the audit", "pgoutbox_operator")
         return operations.list_acts(connection, actor=actor, action=action, before_id=before_id, limit=limit + 1)
 
-    now, found = await dashboard.database.read(lambda connection: (reads.now(connection), look(connection)))
-    shown = found[:limit]
+    now, found = await dashboard.database.read(lambda connection: (reads.now(connection), load(connection)))
+    acts = found[:limit]
     return await render_page(
         request,
         "audit.html",
@@ -221,8 +221,8 @@ async def audit(request: Request) -> Response:
             "limit": limit,
             "before_id": before_id,
             "asked": {"actor": actor, "action": action},
-            "acts": _redacted_acts(dashboard, shown),
-            "next_before": shown[-1].id if len(found) > limit else None,
+            "acts": _redacted_acts(dashboard, acts),
+            "next_before": acts[-1].id if len(found) > limit else None,
         },
     )
 
@@ -234,19 +234,19 @@ def _redacted_acts(dashboard: Dashboard, found: Sequence[operations.AuditRow]) -
 
 @operators_only
 async def bulk_preview(request: Request) -> Response:
-    """What a bulk would be for: how many, and the first of them."""
+    """Preview a bulk action: the number of messages, and the newest ones."""
     given = request.query_params
     action = inputs.bulk_action_of(given)
     what = bulk_search(action, Search(inputs.filter_of(given), inputs.group_of(given)))
     dashboard = dashboard_of(request)
 
-    def look(connection: Connection) -> dict[str, object]:
+    def load(connection: Connection) -> dict[str, object]:
         count, is_all = reads.count_near(connection, what)
         found = reads.search(connection, what, limit=min(count, _PREVIEW)).messages if count else []
-        first = _listed(dashboard, found)
+        first = _redacted(dashboard, found)
         return {"now": reads.now(connection), "count": count, "is_all": is_all, "messages": first}
 
-    known = await dashboard.database.read(look)
+    known = await dashboard.database.read(load)
     return await render_page(
         request,
         "bulk_preview.html",
@@ -263,10 +263,10 @@ async def bulk_preview(request: Request) -> Response:
 
 
 async def bulk(request: Request) -> Response:
-    """How far a bulk has come."""
+    """Show the progress of a bulk action."""
     found = dashboard_of(request).bulks.find(request.path_params["bulk_id"])
     if found is None:
-        raise MessageNotFoundError("no such bulk in this process; what it did is in the audit")
+        raise MessageNotFoundError("this process has no such bulk action; see the audit for its changes")
     is_own = viewer_of(request).role == "operator"
     context = {
         "page": "messages",
@@ -280,7 +280,7 @@ async def bulk(request: Request) -> Response:
 
 
 async def live(request: Request) -> Response:
-    """The stream of changes."""
+    """Stream the changes."""
     return EventStream(dashboard_of(request).feed, viewer_of(request))
 
 

@@ -1,4 +1,4 @@
-"""What the pages show, read from the database. Each function runs within one transaction of `Database.read`."""
+"""The queries of the pages. Each function runs inside a transaction of `Database.read`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CAP: Final = 10_000
 QUEUE_CAP: Final = 1_000
 SEARCH_ROWS: Final = 25_000
-# The error of each of these is folded, which takes longer than anything else here.
+# The error of each row is normalised, which is the slowest query here.
 GROUP_ROWS: Final = 3_000
 SEARCH_SECONDS: Final = 3.0
 _QUEUES: Final = 100
@@ -36,7 +36,7 @@ _LONGEST_TRANSACTION: Final = timedelta(days=1)
 
 
 class StateCount(NamedTuple):
-    """How many messages are in a state: counted (`exactly`), counted no further (`at least`) or estimated (`about`)."""
+    """The number of messages in a state: exact (`exactly`), capped (`at least`) or estimated (`about`)."""
 
     state: State
     messages: int
@@ -44,7 +44,7 @@ class StateCount(NamedTuple):
 
 
 class QueueRow(NamedTuple):
-    """A queue in which something is owed, or that has controls, in the order of LIVE_QUEUES."""
+    """A queue with messages, a pause or limits; columns in the order of LIVE_QUEUES."""
 
     queue: str
     due: int
@@ -62,7 +62,7 @@ class QueueRow(NamedTuple):
 
 
 class WorkerRow(NamedTuple):
-    """A worker that holds leases, in the order of LEASE_HOLDERS."""
+    """A worker with leases; columns in the order of LEASE_HOLDERS."""
 
     worker: str
     held: int
@@ -73,7 +73,7 @@ class WorkerRow(NamedTuple):
 
 
 class BreakerRow(NamedTuple):
-    """A breaker, in the order of LIST_BREAKERS."""
+    """A circuit breaker; columns in the order of LIST_BREAKERS."""
 
     key: str
     opened_at: datetime
@@ -85,7 +85,7 @@ class BreakerRow(NamedTuple):
 
 
 class FailedMinute(NamedTuple):
-    """How many of the newest failures are of a topic and a minute, in the order of FAILED_LATELY."""
+    """The number of recent failures of a topic in a minute; columns in the order of FAILED_LATELY."""
 
     topic: str
     minute: datetime
@@ -93,7 +93,7 @@ class FailedMinute(NamedTuple):
 
 
 class FailedGroup(NamedTuple):
-    """Failures of one topic whose errors differ in numbers at most, in the order of FAILED_GROUPS."""
+    """Failures of one topic whose errors differ only in numbers; columns in the order of FAILED_GROUPS."""
 
     topic: str
     error: str
@@ -106,34 +106,34 @@ class FailedGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What to look for: a filter, and perhaps a group of failures."""
+    """A search: a filter, and optionally a group of failures."""
 
     which: MessageFilter
     group: str | None = None
 
     @property
     def rows(self) -> int:
-        """How many rows are looked at for one page."""
+        """The number of rows that one page searches."""
         return SEARCH_ROWS if self.group is None else GROUP_ROWS
 
     @property
     def partition_states(self) -> list[str] | None:
-        """The states of all partitions that can hold what is looked for; None for all."""
+        """The states of the partitions that can contain matches; None means all."""
         states = {State.FAILED} if self.group is not None else set(self.which.states)
         if not states:
             return None
         return sorted(state for partition in _PARTITIONS if partition & states for state in partition)
 
     def parameters(self) -> dict[str, object]:
-        """For the statements that search."""
+        """Return the parameters of the search statements."""
         return {**self.which.parameters(), "error_group": self.group, "partition_states": self.partition_states}
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One page of a search. With `next_before` there is more; or, if `looked_at` rows did not fill the page, may be.
+    """One page of a search. `next_before` means more rows, or perhaps more if `looked_at` rows did not fill the page.
 
-    A search `is_deep` if it looked through more than the newest rows.
+    A search `is_deep` if it read more than the newest rows.
     """
 
     messages: list[ListedMessage]
@@ -143,13 +143,13 @@ class Found:
 
 
 def now(connection: Connection) -> datetime:
-    """The clock of the database."""
+    """Return the time of the database."""
     ((moment,),) = connection.execute(sql.NOW)
     return cast("datetime", moment)
 
 
 def count_states(connection: Connection) -> list[StateCount]:
-    """How many messages are in each state. Large numbers of final ones are estimates of the last ANALYZE."""
+    """Count the messages of each state. Large numbers of final messages are estimates of the last ANALYZE."""
     ((pending, sending, failed),) = connection.execute(sql.COUNT_OPEN, {"cap": CAP + 1})
     done: dict[State, int] = dict.fromkeys((State.SENT, State.SKIPPED, State.CANCELLED), 0)
     done.update({State(state): count for state, count in connection.execute(sql.COUNT_DONE, {"cap": CAP + 1})})
@@ -163,44 +163,44 @@ def count_states(connection: Connection) -> list[StateCount]:
         StateCount(state, min(count, CAP), "exactly" if count <= CAP else "at least") for state, count in opened.items()
     ]
     counts += [StateCount(state, count, kind) for state, count in done.items()]
-    return sorted(counts, key=lambda counted: list(State).index(counted.state))
+    return sorted(counts, key=lambda count: list(State).index(count.state))
 
 
 def live_queues(connection: Connection, queue: str | None = None) -> list[QueueRow]:
-    """The queues in which anything is owed, and those with controls, by name, a hundred at most; or this one alone."""
+    """Return the queues with messages, a pause or limits, by name, at most a hundred; or only `queue`."""
     rows = connection.execute(sql.LIVE_QUEUES, {"queue": queue, "queues": _QUEUES, "cap": QUEUE_CAP + 1})
     return [QueueRow._make(row) for row in rows]
 
 
 def lease_holders(connection: Connection) -> list[WorkerRow]:
-    """The workers that hold leases, by name."""
+    """Return the workers with leases, by name."""
     return [WorkerRow._make(row) for row in connection.execute(sql.LEASE_HOLDERS, {"cap": CAP})]
 
 
 def breakers(connection: Connection) -> list[BreakerRow]:
-    """The breakers that are not closed, the latest first."""
+    """Return the breakers that are not closed, newest first."""
     return [BreakerRow._make(row) for row in connection.execute(sql.LIST_BREAKERS)]
 
 
 def failed_lately(connection: Connection) -> list[FailedMinute]:
-    """The newest failures by topic and minute."""
+    """Return the newest failures by topic and minute."""
     return [FailedMinute._make(row) for row in connection.execute(sql.FAILED_LATELY, {"cap": CAP})]
 
 
 def failed_groups(connection: Connection) -> list[FailedGroup]:
-    """The newest failures by topic and error, the largest group first."""
+    """Return the newest failures by topic and error, the largest group first."""
     rows = connection.execute(sql.FAILED_GROUPS, {"cap": GROUP_ROWS, "limit": _GROUPS})
     return [FailedGroup._make(row) for row in rows]
 
 
 def superseded_by(connection: Connection, message_id: int) -> list[int]:
-    """The messages that this one took the place of, as far as they stand near it."""
+    """Return the messages that this one supersedes, among those with ids near it."""
     parameters = {"id": message_id, "rows": SEARCH_ROWS, "limit": _SUPERSEDED}
     return [row[0] for row in connection.execute(sql.SUPERSEDED_BY, parameters)]
 
 
 def is_used(connection: Connection, queue: QueueRow) -> bool:
-    """Whether the queue owes anything, has controls, or is that of one of the newest messages: if not, it may be
+    """Return whether the queue has messages, a pause or limits, or one of the newest messages. If not, its name may be
     misspelt."""
     owes = queue.due or queue.scheduled or queue.sending or queue.lapsed
     has_controls = queue.paused_at or queue.rate_count or queue.max_in_flight
@@ -208,7 +208,7 @@ def is_used(connection: Connection, queue: QueueRow) -> bool:
 
 
 def acts_on(connection: Connection, message_id: int) -> list[AuditRow] | None:
-    """What operators did to one message, newest first; None if the dashboard's role may not read it."""
+    """Return the acts on one message, newest first; None if the dashboard's role cannot read the audit."""
     if not reads_audit(connection):
         return None
     connection.execute(sql.ALLOW_BITMAPS)
@@ -216,7 +216,7 @@ def acts_on(connection: Connection, message_id: int) -> list[AuditRow] | None:
 
 
 def newest_id(connection: Connection) -> int:
-    """The id that was drawn last."""
+    """Return the last id of the sequence."""
     ((found,),) = connection.execute(sql.NEWEST_ID)
     return int(found)
 
@@ -224,9 +224,9 @@ def newest_id(connection: Connection) -> int:
 def search(
     connection: Connection, what: Search, *, before_id: int | None = None, limit: int, seconds: float = 0.0
 ) -> Found:
-    """The newest messages that match, newest first, of so many rows below `before_id`.
+    """Return the newest matches below `before_id`, newest first.
 
-    Looks through as many rows again, until the page is full or `seconds` have passed.
+    Searches `what.rows` rows at a time, until the page is full or `seconds` have passed.
     """
     before_id, not_below_id = _bounds(connection, what.which, before_id)
     over_at = time.monotonic() + seconds
@@ -266,15 +266,15 @@ def count_near(connection: Connection, what: Search) -> tuple[int, bool]:
 def search_ahead(
     connection: Connection, what: Search, *, after_id: int, through_id: int, rows: int
 ) -> tuple[list[tuple[int, int]], int | None]:
-    """The ids that match among the next rows, each with the number of its attempts, and where those rows end; None when
-    there are no more."""
+    """Return the matching ids of the next rows with their attempt counts, and the id where those rows end; None at the
+    end."""
     parameters = {**what.parameters(), "after_id": after_id, "through_id": through_id, "rows": rows}
     ((ids, attempt_counts, last_id, _),) = connection.execute(sql.SEARCH_AHEAD, parameters)
     return list(zip(ids or (), attempt_counts or (), strict=True)), last_id
 
 
 def _bounds(connection: Connection, which: MessageFilter, before_id: int | None) -> tuple[int | None, int | None]:
-    """The ids between which messages of the filter's times stand, so that a search begins where they are."""
+    """Return the range of ids for the times of the filter, so that a search starts there."""
     not_below_id = None
     if which.created_from is not None:
         not_below_id = _first_id_since(connection, which.created_from - _LONGEST_TRANSACTION)
@@ -285,7 +285,7 @@ def _bounds(connection: Connection, which: MessageFilter, before_id: int | None)
 
 
 def _first_id_since(connection: Connection, moment: datetime) -> int:
-    """An id below which all messages were enqueued before this time, found by halving."""
+    """Return an id below which all messages were enqueued before this time, by binary search."""
     low, high = 1, newest_id(connection) + 1
     while low < high:
         middle = (low + high) // 2
@@ -298,5 +298,5 @@ def _first_id_since(connection: Connection, moment: datetime) -> int:
 
 
 def redact_group(group: FailedGroup, names: Collection[str]) -> FailedGroup:
-    """The group as a person may see it."""
+    """Return the group with sensitive values hidden."""
     return group._replace(error=redact_text(group.error, names))

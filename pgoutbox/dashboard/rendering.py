@@ -1,4 +1,4 @@
-"""Pages out of templates: everything that is written into one is escaped, and what cannot be seen is made visible."""
+"""Rendering of templates. All values are escaped, and invisible characters are made visible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 
-# Control characters, line separators that are none in HTML, and what turns the direction of the text around it.
+# Control characters, line separators without effect in HTML, and characters that change the text direction.
 _INVISIBLE: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]"
 )
@@ -31,7 +31,7 @@ _UNITS: Final = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
 
 
 def link(request: Request, name: str, /, **path_params: object) -> str:
-    """The path of a page, wherever the dashboard is mounted. Never absolute: a forged Host header changes nothing."""
+    """Return the path of a page with the mount prefix. Never absolute, so a forged Host header has no effect."""
     path: str = request.app.url_path_for(name, **path_params)
     return f"{request.scope[ROOT]}{path}"
 
@@ -44,21 +44,21 @@ def render(
     status: int = 200,
     headers: Mapping[str, str] | None = None,
 ) -> HTMLResponse:
-    """A page. Its template knows the context, `link`, `viewer` (None before sign-in) and `root`, the prefix."""
+    """Render a page. The template gets the context, `link`, `viewer` (None before sign-in) and `root`, the prefix."""
 
     def link_here(name: str, /, **path_params: object) -> str:
         return link(request, name, **path_params)
 
     known = {"link": link_here, "viewer": request.scope.get(VIEWER), "root": request.scope[ROOT]}
     text = _environment().get_template(template).render({**known, **(context or {})})
-    # A lone surrogate cannot be stored in PostgreSQL, but it can be typed into a query string.
+    # PostgreSQL cannot store a lone surrogate, but a query string can contain one.
     return HTMLResponse(text.encode("utf-8", "replace"), status_code=status, headers=headers)
 
 
 async def render_page(
     request: Request, template: str, context: Mapping[str, object] | None = None, *, status: int = 200
 ) -> HTMLResponse:
-    """A page of rows, rendered in a thread: other requests do not wait while a long one is written."""
+    """Render a page in a thread, so that a long page does not block other requests."""
     return await anyio.to_thread.run_sync(lambda: render(request, template, context, status=status))
 
 
@@ -68,7 +68,7 @@ def _environment() -> jinja2.Environment:
         loader=jinja2.PackageLoader("pgoutbox.dashboard"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=_made_visible,
+        finalize=_escape_invisible,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -85,14 +85,14 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _made_visible(value: Any) -> Any:  # noqa: ANN401 - Jinja finalizes whatever an expression gives
+def _escape_invisible(value: Any) -> Any:  # noqa: ANN401 - Jinja passes the value of any expression
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     return _INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
 
 
 def query(*parameters: Mapping[str, object], **more: object) -> str:
-    """A query string of what is given, `?` included; later ones win, and None leaves a parameter out."""
+    """Build a query string with `?`. Later parameters replace earlier ones; None omits a parameter."""
     merged: dict[str, object] = {}
     for given in (*parameters, more):
         merged.update(given)
@@ -104,12 +104,12 @@ def query(*parameters: Mapping[str, object], **more: object) -> str:
 
 
 def format_number(value: float) -> str:
-    """A number with a comma between thousands."""
+    """Format a number with a comma between thousands."""
     return f"{value:,.0f}"
 
 
 def format_upto(value: int, cap: int) -> str:
-    """A count that ended at `cap`: above it nobody counted on.
+    """Format a count that was capped at `cap`.
 
     >>> format_upto(10001, 10000)
     '10,000+'
@@ -118,7 +118,7 @@ def format_upto(value: int, cap: int) -> str:
 
 
 def format_seconds(value: float) -> str:
-    """A duration in the unit that a person would use.
+    """Format a duration in a readable unit.
 
     >>> [format_seconds(value) for value in (0.0042, 3.21, 75, 7300, 200000)]
     ['4.2 ms', '3.2 s', '1 min', '2 h', '2 d']
@@ -132,16 +132,16 @@ def format_seconds(value: float) -> str:
 
 
 def format_ago(moment: datetime, now: datetime) -> str:
-    """How long ago, or in how long, by the clock of the database."""
+    """Format a time relative to the clock of the database."""
     seconds = (now - moment).total_seconds()
     if abs(seconds) < 1:
         return "just now"
-    told = format_seconds(abs(seconds)) if abs(seconds) >= 60 else f"{abs(seconds):.0f} s"
-    return f"{told} ago" if seconds > 0 else f"in {told}"
+    distance = format_seconds(abs(seconds)) if abs(seconds) >= 60 else f"{abs(seconds):.0f} s"
+    return f"{distance} ago" if seconds > 0 else f"in {distance}"
 
 
 def format_bytes(size: int) -> str:
-    """A size in the unit that a person would use.
+    """Format a size in a readable unit.
 
     >>> [format_bytes(size) for size in (0, 1023, 65536, 157286400)]
     ['0 bytes', '1,023 bytes', '64 KiB', '150 MiB']
@@ -153,12 +153,12 @@ def format_bytes(size: int) -> str:
 
 
 def format_utc(moment: datetime) -> str:
-    """A time of day in UTC."""
+    """Format a time in UTC."""
     return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def format_json(value: object) -> str:
-    """JSON for a person to read."""
+    """Format JSON with indentation."""
     if isinstance(value, JsonText):
         return value
     return json.dumps(value, ensure_ascii=False, indent=2)

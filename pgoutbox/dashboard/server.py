@@ -1,4 +1,4 @@
-"""Serves the dashboard with uvicorn, and gives nobody more time or room than a person with a browser needs."""
+"""Serves the dashboard with uvicorn, with limits on request time, request size and connections."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def _fixed_answer(status: str, text: str) -> bytes:
 
 
 _FULL: Final = _fixed_answer("503 Service Unavailable", "Too many connections.\n")
-_MALFORMED: Final = _fixed_answer("400 Bad Request", "This is no HTTP request.\n")
+_MALFORMED: Final = _fixed_answer("400 Bad Request", "Not a valid HTTP request.\n")
 
 
 class _RequestTimeoutProtocol(H11Protocol):
-    """uvicorn's protocol, with a time limit for the arrival of each request, head and body, and a limit on connections.
+    """uvicorn's protocol with a timeout for the arrival of each request, and a limit on connections.
 
-    uvicorn itself waits for ever for the rest of a head, and answers what is over its limit without our headers.
+    uvicorn itself has no timeout for the head of a request, and refuses connections without our headers.
     """
 
     most_connections = 200
@@ -91,9 +91,9 @@ class _RequestTimeoutProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """One server of the dashboard, on an address of its own; port 0 is any that is free.
+    """A server of the dashboard on its own address; port 0 means any free port.
 
-    Raises `OSError` if the address cannot be had. `started` is called with the URL once connections are accepted.
+    Raises `OSError` if the address is not available. Calls `started` with the URL when it accepts connections.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class Server(uvicorn.Server):
             )
         )
 
-    def serve_until_told(self) -> None:
+    def serve_until_stopped(self) -> None:
         """Serve until SIGTERM or SIGINT, or until `should_exit` is set."""
         with self._listener:
             self.run(sockets=[self._listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; then says so."""
+        """Start like uvicorn, then report the URL."""
         await super().startup(sockets)
         if self.started:
             url = _url(self._listener)
@@ -135,7 +135,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but the process is not killed by the signal once it has been obeyed: that is no failure."""
+        """Handle signals like uvicorn, but do not raise the signal again after a clean shutdown."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

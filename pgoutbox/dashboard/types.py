@@ -1,4 +1,4 @@
-"""The types and keys that the parts of the dashboard share."""
+"""Types and scope keys that the modules of the dashboard share."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Connection: TypeAlias = psycopg.Connection[TupleRow]
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """Who makes the request: `request.scope["pgoutbox.viewer"]` on every page that needs somebody.
+    """The authenticated viewer: `request.scope["pgoutbox.viewer"]` on every page after sign-in.
 
-    `origin` says from where, for the table `audit`. Forms that POST carry `csrf_token`.
+    The table `audit` records `origin`. Forms that POST contain `csrf_token`.
     """
 
     name: str

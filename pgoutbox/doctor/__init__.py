@@ -1,7 +1,7 @@
-"""What is wrong with an installation, why it matters, and how to mend it.
+"""Check an installation for faults; each finding has its effect and a fix.
 
-Each check asks one thing, for a bounded time, and yields findings; one that fails is a finding too. Nothing is changed:
-no message is written or sent, and no mail. What is said is not masked: it can quote what the settings quote.
+Each check has a time limit and yields findings; a check that fails is a finding too. The doctor changes nothing and
+sends nothing. Findings can quote values of the settings: mask secrets before you print them.
 """
 
 from __future__ import annotations

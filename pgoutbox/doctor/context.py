@@ -1,4 +1,4 @@
-"""Whom the doctor examines: settings, the application's outbox where it is known, and a database to ask."""
+"""The input of the checks: settings, the application's outbox if known, and a database connection."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 
 STATEMENT_SECONDS: Final = 10
-ANSWER_SECONDS = 5.0  # How long a server may take beyond that to say that its time is up.
+ANSWER_SECONDS = 5.0  # How long a server may take to report its statement timeout.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """From where on something is worth a finding. Durations are in seconds."""
+    """The thresholds above which a check reports a finding. Durations are in seconds."""
 
     transaction_seconds: float = 300.0
     transactions: int = 1_000_000
@@ -42,7 +42,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorContext:
-    """What the checks of the database ask and compare with."""
+    """The database connection, the settings and the thresholds of the database checks."""
 
     settings: Settings
     outbox: Outbox | None
@@ -51,13 +51,13 @@ class DoctorContext:
     clock: Callable[[], float] = time.time
 
     def ask(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> list[DictRow]:
-        """What one statement answers, in a read-only transaction of its own."""
+        """Run one statement in its own read-only transaction, and return its rows."""
         with self.connection.transaction():
             self.connection.execute(sql.PREPARE_EXAMINATION, {"seconds": STATEMENT_SECONDS})
             return self.connection.execute(statement, parameters).fetchall()
 
     def ask_one(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> DictRow:
-        """The same for a statement that answers with one row."""
+        """Run a statement like `ask`, and return its only row."""
         (row,) = self.ask(statement, parameters)
         return row
 
@@ -65,14 +65,14 @@ class DoctorContext:
 def run(
     connection: psycopg.Connection[DictRow], statement: LiteralString, parameters: Mapping[str, object] | None = None
 ) -> list[DictRow]:
-    """What one statement answers that needs no transaction of its own."""
+    """Run one statement outside an explicit transaction, and return its rows."""
     cursor = connection.execute(statement, parameters)
     return cursor.fetchall() if cursor.description is not None else []
 
 
 @contextlib.contextmanager
 def connected(dsn: str, settings: Settings) -> Iterator[psycopg.Connection[DictRow]]:
-    """A connection whose transactions only read. Works through a transaction pooler and on a standby."""
+    """Open a connection with read-only transactions. Works through a transaction pooler and on a standby."""
     connection = connections.connect(
         dsn,
         purpose="doctor",

@@ -1,4 +1,4 @@
-"""The checks of what is owed: whether it goes out, why not, and whether the old goes away."""
+"""The checks of the backlog: late messages and their cause, failures, and overdue retention."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pgoutbox.database import sql
 from pgoutbox.doctor.findings import (
     MAX_QUOTE_LENGTH,
     Note,
-    counted,
     duration,
-    listed,
+    join_names,
     ok,
     one_line,
+    pluralize,
     problem,
     skipped,
     warning,
@@ -34,210 +34,216 @@ if TYPE_CHECKING:
 _WITHOUT_APP = "pass --app, or set PGOUTBOX_APP"
 
 
-def check_partitions(patient: DoctorContext) -> Iterator[Note]:
-    """Whether what will be finished has a partition to go to."""
-    facts = patient.ask_one(sql.DONE_PARTITIONS)
+def check_partitions(context: DoctorContext) -> Iterator[Note]:
+    """Check that partitions exist for messages that end soon."""
+    facts = context.ask_one(sql.DONE_PARTITIONS)
     if not facts["dated"]:
         yield skipped("message_done has no partitions by date")
-    elif facts["ahead_seconds"] < patient.limits.partition_seconds:
+    elif facts["ahead_seconds"] < context.limits.partition_seconds:
         if facts["ahead_seconds"] > 0:
-            what = f"in {duration(facts['ahead_seconds'])} message_done has no partition"
+            what = f"the partitions of message_done end in {duration(facts['ahead_seconds'])}"
         elif facts["last_seconds"] > 0:
-            what = "message_done has no partition for today, though it has later ones"
+            what = "message_done has no partition for today, but later ones"
         else:
             what = f"the last partition of message_done ended {duration(-facts['last_seconds'])} ago"
         yield warning(
             what,
-            "what is finished later goes to the default partition, from which retention deletes row by row",
-            "workers make partitions ahead: see that one runs, with a role that may",
+            "messages that end later go to the default partition, from which retention deletes row by row",
+            "workers create partitions in advance: check that one runs, and that its role can create them",
         )
     else:
-        yield ok(f"partitions of message_done are there for {duration(facts['ahead_seconds'])}")
+        yield ok(f"message_done has partitions for {duration(facts['ahead_seconds'])}")
 
 
-def check_retention(patient: DoctorContext) -> Iterator[Note]:
-    """Whether the rules are kept, and whether there are any where it matters."""
-    overdue = patient.ask(sql.OVERDUE_RETENTION, {"seconds": patient.limits.overdue_seconds})
+def check_retention(context: DoctorContext) -> Iterator[Note]:
+    """Check that retention keeps up with its rules, and that a large table has a rule."""
+    overdue = context.ask(sql.OVERDUE_RETENTION, {"seconds": context.limits.overdue_seconds})
     for rule in overdue:
         yield warning(
-            f"messages of {rule['topic']} that ended {rule['state']} should have been deleted "
+            f"{rule['state']} messages of {rule['topic']} should have been deleted "
             f"{duration(rule['overdue_seconds'])} ago",
-            "retention does not run or does not keep up: the table grows, and personal data stays for longer than said",
-            "see that a worker runs, with a role that may delete; pgoutbox prune keeps the rules at once",
+            "retention does not run or does not keep up: the table grows, and personal data stays for longer than the "
+            "rule allows",
+            "check that a worker runs, and that its role can delete; to apply the rules now: pgoutbox prune",
         )
-    facts = patient.ask_one(sql.RETENTION_NEED)
-    if not facts["rules"] and facts["done_estimate"] >= patient.limits.done_without_rules:
+    facts = context.ask_one(sql.RETENTION_NEED)
+    if not facts["rules"] and facts["done_estimate"] >= context.limits.done_without_rules:
         yield warning(
-            f"about {facts['done_estimate']} messages are done and no rule says when they go",
-            "the table grows for ever, and so does every backup",
+            f"about {facts['done_estimate']} finished messages, and no retention rule deletes them",
+            "the table grows without end, and so does every backup",
             "pgoutbox retention set '*' sent 30d",
         )
     elif not overdue:
         yield ok(
-            f"{counted(facts['rules'], 'rule')} of retention, and nothing overdue"
+            f"{pluralize(facts['rules'], 'retention rule')}, and no message is overdue for deletion"
             if facts["rules"]
-            else "nothing is to be deleted"
+            else "no retention rules"
         )
 
 
-def check_workers(patient: DoctorContext) -> Iterator[Note]:
-    """Whether anybody works at all."""
-    facts = patient.ask_one(sql.CONNECTED_WORKERS)
+def check_workers(context: DoctorContext) -> Iterator[Note]:
+    """Check that a worker is connected."""
+    facts = context.ask_one(sql.CONNECTED_WORKERS)
     if facts["workers"]:
-        yield ok(f"{counted(facts['workers'], 'worker')} connected")
-    elif not facts["sees_all"] and (holders := _lease_holders(patient)):
-        yield ok(f"{counted(holders, 'worker')} at work: leases are held")
+        yield ok(f"{pluralize(facts['workers'], 'worker')} connected")
+    elif not facts["sees_all"] and (holders := _lease_holders(context)):
+        yield ok(f"leases are held by {pluralize(holders, 'worker')}")
     elif not facts["sees_all"]:
         yield skipped(
-            f"no worker is connected as {patient.connection.info.user}; of other roles this role sees nothing",
-            f"let it see them: GRANT pg_read_all_stats TO {patient.connection.info.user}",
+            f"no worker is connected as {context.connection.info.user}, which cannot see the sessions of other roles",
+            f"let it see them: GRANT pg_read_all_stats TO {context.connection.info.user}",
         )
     else:
-        yield warning("no worker is connected", "nothing is delivered", "start one: pgoutbox worker")
+        yield warning("no worker is connected", "no message is delivered", "start a worker: pgoutbox worker")
 
 
-def _lease_holders(patient: DoctorContext) -> int:
-    """How many workers hold leases, as far as this role may know."""
+def _lease_holders(context: DoctorContext) -> int:
+    """Count the workers that hold leases; 0 if this role cannot read them."""
     try:
-        return int(patient.ask_one(sql.LEASE_HOLDING_WORKERS)["workers"])
+        return int(context.ask_one(sql.LEASE_HOLDING_WORKERS)["workers"])
     except InsufficientPrivilege:
         return 0
 
 
-def check_handlers(patient: DoctorContext) -> Iterator[Note]:
-    """Whether each topic that is defined, or waits, has a handler."""
-    if patient.outbox is None:
-        yield skipped("the application is not known", _WITHOUT_APP)
+def check_handlers(context: DoctorContext) -> Iterator[Note]:
+    """Check that each topic with a definition or pending messages has a handler."""
+    if context.outbox is None:
+        yield skipped("no application given", _WITHOUT_APP)
         return
-    handlers = patient.outbox.handlers
+    handlers = context.outbox.handlers
     waiting: dict[str, int] = {}
-    for row in patient.ask(sql.PENDING_TOPICS):
+    for row in context.ask(sql.PENDING_TOPICS):
         if row["topic"] not in handlers:
             waiting[row["topic"]] = waiting.get(row["topic"], 0) + row["messages"]
     for topic, count in waiting.items():
         yield problem(
-            f"topic {topic} has no handler, and it has {counted(count, 'message')} waiting",
-            "workers leave them alone for ever",
-            "register a handler, or deploy the release that has it; or cancel them: "
+            f"topic {topic} has no handler and {pluralize(count, 'pending message')}",
+            "workers never claim messages without a handler",
+            "register a handler, or deploy the release that has it; or cancel the messages: "
             f"pgoutbox cancel --all --topic {topic}",
         )
-    idle = sorted(set(patient.outbox.topics) - set(handlers) - set(waiting))
+    idle = sorted(set(context.outbox.topics) - set(handlers) - set(waiting))
     if idle:
         yield warning(
-            f"defined without a handler: {listed(idle)}",
-            "what is enqueued with such a topic is never delivered by this application",
-            "register a handler where --app finds it, or give the doctor the application of the workers",
+            f"topics without a handler: {join_names(idle)}",
+            "this application never delivers their messages",
+            "register a handler in the module of --app, or run the doctor with the workers' --app",
         )
     if not waiting and not idle:
-        yield ok(f"{counted(len(handlers), 'topic')} with a handler, and nothing else waits")
+        yield ok(f"{pluralize(len(handlers), 'topic')} with a handler, and no message without one")
 
 
-def check_leases(patient: DoctorContext) -> Iterator[Note]:
-    """Whether attempts end within their lease, so that they do not depend on its renewal."""
-    lease = patient.settings.lease_seconds
+def check_leases(context: DoctorContext) -> Iterator[Note]:
+    """Check that attempts end within their lease, so that they do not depend on its renewal."""
+    lease = context.settings.lease_seconds
     slow = [
         row
-        for row in patient.ask(sql.HANDLER_SECONDS, {"attempts": patient.limits.attempts})
+        for row in context.ask(sql.HANDLER_SECONDS, {"attempts": context.limits.attempts})
         if row["p99_seconds"] > lease
     ]
     for row in slow:
         yield warning(
             f"attempts of {row['topic']} take {duration(row['p99_seconds'])} (p99 of {row['attempts']} sent), "
             f"and the lease is {duration(lease)}",
-            "they live by its renewal: where that fails, a second worker starts before the first has ended",
-            f"make the handler quicker, or set PGOUTBOX_LEASE_SECONDS above {row['p99_seconds']:.0f}",
+            "they depend on lease renewal: if it fails, a second worker starts before the first attempt has ended",
+            f"make the handler faster, or set PGOUTBOX_LEASE_SECONDS above {row['p99_seconds']:.0f}",
         )
-    lasting = patient.ask(sql.LONG_IN_FLIGHT, {"seconds": patient.limits.in_flight_seconds})
+    lasting = context.ask(sql.LONG_IN_FLIGHT, {"seconds": context.limits.in_flight_seconds})
     for row in lasting:
         yield warning(
-            f"topic {row['topic']} has had {counted(row['messages'], 'message')} in flight for up to "
-            f"{duration(row['longest_seconds'])}, message {row['first_id']} first",
+            f"topic {row['topic']} has had {pluralize(row['messages'], 'message')} in flight for up to "
+            f"{duration(row['longest_seconds'])}, the oldest is message {row['first_id']}",
             "the handler takes that long, or the database refuses to write the outcome",
-            "search the worker's log for finish_refused: it names the SQLSTATE; look for triggers and constraints that "
-            "were added to the tables of pgoutbox",
+            "search the worker's log for finish_refused, which names the SQLSTATE; look for added triggers and "
+            "constraints on the tables of pgoutbox",
         )
     if not slow and not lasting:
-        yield ok(f"no topic's attempts are known to take longer than the lease of {duration(lease)}")
+        yield ok(f"no topic has attempts longer than the lease of {duration(lease)}")
 
 
-def check_encryption(patient: DoctorContext) -> Iterator[Note]:
-    """Whether encrypted topics have keys, and whether these open what waits."""
-    keys = patient.settings.encryption_keys
-    topics = () if patient.outbox is None else patient.outbox.topics.values()
+def check_encryption(context: DoctorContext) -> Iterator[Note]:
+    """Check that encrypted topics have keys, and that the keys decrypt the pending payloads."""
+    keys = context.settings.encryption_keys
+    topics = () if context.outbox is None else context.outbox.topics.values()
     encrypted = sorted(topic.name for topic in topics if topic.encrypted)
     if encrypted and keys is None:
         yield problem(
-            f"encrypted topics without keys: {listed(encrypted)}",
-            "nothing can be enqueued with them, nor delivered",
-            "set PGOUTBOX_ENCRYPTION_KEYS, the same for producers and workers",
+            f"encrypted topics without keys: {join_names(encrypted)}",
+            "their messages cannot be enqueued or delivered",
+            "set PGOUTBOX_ENCRYPTION_KEYS to the same keys for producers and workers",
         )
-    reads_payloads = patient.ask_one(sql.READS_PAYLOADS)["reads_payloads"]
-    sealed = _sealed(patient) if reads_payloads else _seen_sealed(patient)
+    reads_payloads = context.ask_one(sql.READS_PAYLOADS)["reads_payloads"]
+    sealed = _unreadable_by_topic(context) if reads_payloads else _encrypted_by_topic(context)
     if sealed and keys is not None and not reads_payloads:
-        user = patient.connection.info.user
+        user = context.connection.info.user
         yield skipped(
-            f"encrypted payloads wait of {listed(sorted(sealed))}; {user} may not read them to see whether a key opens "
-            "them",
-            f"run the doctor as the worker, or: GRANT SELECT ON pgoutbox.message, pgoutbox.large_payload TO {user}",
+            f"encrypted payloads of {join_names(sorted(sealed))} are pending; "
+            f"{user} cannot read them to check the keys",
+            f"run the doctor with the worker's role, or: "
+            f"GRANT SELECT ON pgoutbox.message, pgoutbox.large_payload TO {user}",
         )
         return
-    closed = {topic: count for topic, count in sealed.items() if count}
-    for topic, count in closed.items():
+    unreadable = {topic: count for topic, count in sealed.items() if count}
+    for topic, count in unreadable.items():
         yield problem(
-            f"no key of PGOUTBOX_ENCRYPTION_KEYS opens {counted(count, 'payload')} of {topic}",
-            "their attempts fail until they are used up",
-            "add the key that they were encrypted with, behind the others",
+            f"no key of PGOUTBOX_ENCRYPTION_KEYS decrypts {pluralize(count, 'payload')} of {topic}",
+            "each attempt fails, until no attempts are left",
+            "append the key that encrypted them to PGOUTBOX_ENCRYPTION_KEYS",
         )
-    if not closed and not (encrypted and keys is None):
-        yield ok("every encrypted payload that waits can be opened" if sealed else "no encrypted payload waits")
+    if not unreadable and not (encrypted and keys is None):
+        yield ok("the keys decrypt all pending payloads" if sealed else "no encrypted payload is pending")
 
 
-def _sealed(patient: DoctorContext) -> dict[str, int]:
-    """The topics of which encrypted payloads wait, with the number of those that no key opens."""
-    keyring = keyring_of(patient.settings.encryption_keys)
-    closed: dict[str, int] = {}
-    for row in patient.ask(sql.SEALED_PAYLOADS, {"member": SEALED}):
-        closed.setdefault(row["topic"], 0)
+def _unreadable_by_topic(context: DoctorContext) -> dict[str, int]:
+    """Return the topics with encrypted pending payloads, and how many payloads no key decrypts."""
+    keyring = keyring_of(context.settings.encryption_keys)
+    unreadable: dict[str, int] = {}
+    for row in context.ask(sql.SEALED_PAYLOADS, {"member": SEALED}):
+        unreadable.setdefault(row["topic"], 0)
         try:
             decrypted(row["payload"], keyring)
         except Transient:
-            closed[row["topic"]] += 1
-    return closed
+            unreadable[row["topic"]] += 1
+    return unreadable
 
 
-def _seen_sealed(patient: DoctorContext) -> dict[str, int]:
-    """The same for a role that may not read payloads: without a key none is opened, and with one nobody knows."""
-    return {row["topic"]: row["messages"] for row in patient.ask(sql.SEALED_TOPICS, {"member": SEALED})}
+def _encrypted_by_topic(context: DoctorContext) -> dict[str, int]:
+    """Return the topics with encrypted pending payloads and their number, for a role that cannot read payloads."""
+    return {row["topic"]: row["messages"] for row in context.ask(sql.SEALED_TOPICS, {"member": SEALED})}
 
 
-def check_due(patient: DoctorContext) -> Iterator[Note]:
-    """What has been due for long, and why nobody takes it."""
-    seconds = patient.limits.late_seconds
-    if not patient.settings.listen:
-        seconds = max(seconds, 2 * patient.settings.sweep_seconds)
-    late = patient.ask(sql.DUE_FOR_LONG, {"seconds": seconds})
+def check_due(context: DoctorContext) -> Iterator[Note]:
+    """Find queues with late messages, and the cause."""
+    seconds = context.limits.late_seconds
+    if not context.settings.listen:
+        seconds = max(seconds, 2 * context.settings.sweep_seconds)
+    late = context.ask(sql.DUE_FOR_LONG, {"seconds": seconds})
     if not late:
         yield ok(f"no message has been due for more than {duration(seconds)}")
         return
-    connected = patient.ask_one(sql.CONNECTED_WORKERS)
+    connected = context.ask_one(sql.CONNECTED_WORKERS)
     for queue in late:
-        count = counted(queue["messages"], "message") + (" or more" if queue["messages"] >= 10_000 else "")
+        count = pluralize(queue["messages"], "message") + (" or more" if queue["messages"] >= 10_000 else "")
         what = f"queue {queue['queue']}: {count} due, the oldest for {duration(queue['oldest_seconds'])}"
-        yield _reason(patient, queue, connected, what)
+        yield _cause(context, queue, connected, what)
 
 
-def _reason(patient: DoctorContext, queue: DictRow, connected: DictRow, what: str) -> Note:
-    """Why a queue stands still: what somebody has set first, then what is missing."""
-    name, why = queue["queue"], "they are late for as long as this lasts"
+def _cause(context: DoctorContext, queue: DictRow, connected: DictRow, what: str) -> Note:
+    """Return the finding with the cause of a late queue: first pauses and limits, then missing workers and handlers."""
+    name, why = queue["queue"], "they stay late until this is fixed"
     if queue["is_paused"]:
         return warning(f"{what}: it is paused", why, f"pgoutbox resume {name}")
     if queue["free"] == 0 and not queue["halted"]:
-        return warning(f"{what}: all wait for an earlier message of their ordering key", why, "see how that one fares")
+        return warning(
+            f"{what}: all wait for an earlier message of their ordering key",
+            why,
+            f"check the state of the earlier message: pgoutbox list --queue {name}",
+        )
     if queue["free"] == 0:
         return warning(
             f"{what}: {queue['halted']} wait behind a failed message of their ordering key, which is halted",
-            "on_failed=halt: nothing of that key goes out before it",
-            f"pgoutbox list --state failed --queue {name}, then redrive or prune what failed first",
+            "on_failed=halt: no later message of that key is delivered",
+            f"pgoutbox list --state failed --queue {name}, then redrive or prune the first failed message",
         )
     if queue["halted"]:
         what = f"{what}, {queue['halted']} of them halted behind a failed message of their ordering key"
@@ -246,90 +252,90 @@ def _reason(patient: DoctorContext, queue: DictRow, connected: DictRow, what: st
         return warning(f"{what}: its rate limit of {rate} is used up", why, f"pgoutbox limit {name} --rate none")
     if queue["in_flight"] is not None and queue["in_flight"] >= queue["max_in_flight"]:
         return warning(
-            f"{what}: as many are in flight as its limit of {queue['max_in_flight']} allows",
+            f"{what}: its limit of {queue['max_in_flight']} in flight is reached",
             why,
-            f"pgoutbox limit {name} --in-flight none, or see why attempts take so long",
+            f"pgoutbox limit {name} --in-flight none, or find out why attempts take so long",
         )
     if not connected["workers"]:
         return problem(
             f"{what}: no worker is connected" + ("" if connected["sees_all"] else " that this role can see"),
-            "nothing is delivered",
-            f"start one: pgoutbox worker --queue {name}",
+            "no message is delivered",
+            f"start a worker: pgoutbox worker --queue {name}",
         )
-    handlers = {} if patient.outbox is None else patient.outbox.handlers
+    handlers = {} if context.outbox is None else context.outbox.handlers
     missing = [topic for topic in queue["topics"] if topic not in handlers]
-    if patient.outbox is not None and len(missing) == len(queue["topics"]):
-        return problem(f"{what}: no handler for {listed(missing)}", "workers leave them alone", "see `handlers`")
+    if context.outbox is not None and len(missing) == len(queue["topics"]):
+        return problem(f"{what}: no handler for {join_names(missing)}", "workers never claim them", "see `handlers`")
     if queue["is_worked"]:
         return warning(
-            f"{what}: workers are at it and do not keep up",
-            "what is enqueued now waits its turn",
-            "raise PGOUTBOX_CONCURRENCY, start more workers, or make the handlers quicker; pgoutbox top shows the pace",
+            f"{what}: workers claim them but do not keep up",
+            "new messages wait behind them",
+            "raise PGOUTBOX_CONCURRENCY, start more workers, or make the handlers faster; pgoutbox top shows the rate",
         )
     return problem(
         f"{what}: a worker is connected and does not claim them",
         "it serves other queues, has no handler for them, or does not keep up",
-        f"see that one was started with --queue {name} and is not held up; pgoutbox workers, pgoutbox top",
+        f"check that a worker serves --queue {name} and is not blocked, with pgoutbox workers and pgoutbox top",
     )
 
 
-def check_breakers(patient: DoctorContext) -> Iterator[Note]:
-    """What is held to be dead."""
-    found = patient.ask(sql.OPEN_BREAKERS)
+def check_breakers(context: DoctorContext) -> Iterator[Note]:
+    """Find open circuit breakers."""
+    found = context.ask(sql.OPEN_BREAKERS)
     for breaker in found:
         yield warning(
             f"the breaker of {one_line(breaker['key'])} has been open for {duration(breaker['open_seconds'])}: "
-            f"{_quoted(patient, breaker['last_error'])}",
+            f"{_quoted(context, breaker['last_error'])}",
             "messages to it wait, and use up no attempts",
-            "mend the server or the way to it; a probe finds out, and everything goes out by itself",
+            "repair the server or the network; then a probe closes the breaker, and delivery resumes",
         )
     if not found:
         yield ok("no circuit breaker is open")
 
 
-def check_failed(patient: DoctorContext) -> Iterator[Note]:
-    """Whether more and more waits for a person."""
-    topics = patient.ask(sql.FAILING_TOPICS)
-    growing = [row for row in topics if row["today"] >= max(patient.limits.failed_a_day, 2 * row["yesterday"])]
+def check_failed(context: DoctorContext) -> Iterator[Note]:
+    """Find topics with a growing number of failed messages."""
+    topics = context.ask(sql.FAILING_TOPICS)
+    growing = [row for row in topics if row["today"] >= max(context.limits.failed_a_day, 2 * row["yesterday"])]
     for row in growing:
-        today = counted(row["today"], "message")
+        today = pluralize(row["today"], "message")
         yield warning(
-            f"{today} of {row['topic']} failed in the last day, {row['yesterday']} in the one before; the last one: "
-            f"{_quoted(patient, row['last_error'])}",
-            "they are not tried again: people do not get what they are owed",
-            f"mend the cause, then pgoutbox redrive --all-failed --topic {row['topic']}",
+            f"{today} of {row['topic']} failed in the last day, {row['yesterday']} in the day before; last error: "
+            f"{_quoted(context, row['last_error'])}",
+            "failed messages are not retried, so their receivers get nothing",
+            f"fix the cause, then run: pgoutbox redrive --all-failed --topic {row['topic']}",
         )
     if not growing:
         total = sum(row["failed"] for row in topics)
-        yield ok(f"failed and waiting for a person: {total}, no more than usual" if total else "nothing has failed")
+        yield ok(f"{pluralize(total, 'failed message')}, no more than usual" if total else "no failed messages")
 
 
-def check_destinations(patient: DoctorContext) -> Iterator[Note]:
-    """Whether there is a transport for where waiting messages go."""
-    settings = patient.settings
+def check_destinations(context: DoctorContext) -> Iterator[Note]:
+    """Check that the destination of each pending message has a transport."""
+    settings = context.settings
     waiting: dict[str, int] = {}
-    for row in patient.ask(sql.PENDING_TOPICS):
+    for row in context.ask(sql.PENDING_TOPICS):
         if row["scheme"] is not None:
             waiting[row["scheme"]] = waiting.get(row["scheme"], 0) + row["messages"]
-    missing = {scheme: count for scheme, count in waiting.items() if not is_served(scheme, settings, patient.outbox)}
+    missing = {scheme: count for scheme, count in waiting.items() if not is_served(scheme, settings, context.outbox)}
     for scheme, count in missing.items():
         yield warning(
-            f"waiting for destinations {scheme}: {counted(count, 'message')}, and these settings have no transport",
-            "unless their handlers send by themselves, they wait until there is one",
-            f"{hint_for(scheme).removeprefix('; ') or 'check how the scheme is spelt, or add its transport'}, "
-            "where workers run",
+            f"{pluralize(count, 'message')} for {scheme} destinations, but no transport for {scheme} is configured",
+            "unless their handlers send by themselves, they wait until a worker has the transport",
+            f"{hint_for(scheme).removeprefix('; ') or 'check the spelling of the scheme, or add its transport'}, "
+            "on the machines of the workers",
         )
     if waiting.keys() & {"https", "http"} and settings.webhook_secrets is None:
         yield warning(
-            "webhooks wait and PGOUTBOX_WEBHOOK_SECRETS is not set",
-            "unless handlers bring secrets of their own, nobody can tell your webhooks from a forger's",
-            "set PGOUTBOX_WEBHOOK_SECRETS, and tell it to the receivers",
+            "webhooks are pending, and PGOUTBOX_WEBHOOK_SECRETS is not set",
+            "unless handlers use their own secrets, receivers cannot tell your webhooks from forged ones",
+            "set PGOUTBOX_WEBHOOK_SECRETS, and give it to the receivers",
         )
     elif not missing:
-        yield ok("there is a transport for every destination that waits")
+        yield ok("all destinations of pending messages have a transport")
 
 
-def _quoted(patient: DoctorContext, error: str | None) -> str:
+def _quoted(context: DoctorContext, error: str | None) -> str:
     if error is None:
-        return "no error is known"
-    return one_line(redact_text(error, patient.settings.redacted_names), length=MAX_QUOTE_LENGTH)
+        return "no error recorded"
+    return one_line(redact_text(error, context.settings.redacted_names), length=MAX_QUOTE_LENGTH)

@@ -1,4 +1,4 @@
-"""The checks that need no server: what is set, what is misspelt, and how the way to the database is protected."""
+"""The checks without a server: settings, misspelt variables, and TLS of the database connections."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
 
 def check_settings(settings: Settings, environment: Mapping[str, str]) -> Iterator[Note]:
-    """Variables that nobody reads, and settings that are for testing."""
+    """Find unknown variables, and settings that are meant for testing."""
     found = [*_misspelt(environment), *_redirected(settings), *_for_testing(settings)]
     try:
         keyring_of(settings.encryption_keys)
     except ConfigurationError as error:
-        found.append(problem(str(error), "encrypted payloads can be neither written nor read", "install it"))
-    yield from found or [ok("every PGOUTBOX_ variable is a setting, and none is for testing only")]
+        found.append(problem(str(error), "encrypted payloads cannot be written or read", "install the missing extra"))
+    yield from found or [ok("all PGOUTBOX_ variables are known settings, and none is for testing only")]
 
 
 def _misspelt(environment: Mapping[str, str]) -> Iterator[Note]:
     for variable, nearest in unknown_variables(environment):
         yield warning(
-            f"{variable} is no setting of pgoutbox",
-            "nobody reads it, and what was meant keeps its default",
+            f"unknown setting {variable}",
+            "it is ignored, and the intended setting keeps its default",
             f"did you mean {nearest}?",
         )
 
@@ -41,13 +41,13 @@ def _redirected(settings: Settings) -> Iterator[Note]:
     try:
         redirect = Redirect.at_start(settings)
     except ConfigurationError as error:
-        yield problem(str(error), "a worker with these settings does not start", "correct or unset it")
+        yield problem(str(error), "a worker with these settings does not start", "correct or unset the setting")
         return
     if redirect is not None:
         exceptions = f", except for {settings.redirect_except}" if settings.redirect_except else ""
         yield warning(
             f"PGOUTBOX_REDIRECT_TO={settings.redirect_to}: all e-mail goes there{exceptions}",
-            "your users get none of their e-mail, and notifications, webhooks and events are held back",
+            "your users get no e-mail, and notifications, webhooks and events are held back",
             "unset PGOUTBOX_REDIRECT_TO, unless this is a test system",
         )
 
@@ -55,29 +55,31 @@ def _redirected(settings: Settings) -> Iterator[Note]:
 def _for_testing(settings: Settings) -> Iterator[Note]:
     if settings.log_level == "DEBUG":
         yield warning(
-            "PGOUTBOX_LOG_LEVEL=DEBUG", "every connection and claim is logged: slow, and much to store", "use INFO"
+            "PGOUTBOX_LOG_LEVEL=DEBUG",
+            "every connection and claim is logged: this is slow and fills the log",
+            "use INFO",
         )
     if settings.webhook_excerpt_length:
         yield warning(
             f"PGOUTBOX_WEBHOOK_EXCERPT_LENGTH={settings.webhook_excerpt_length}",
-            "errors quote what receivers answer, which tells whoever chose the URL what your network sees",
-            "unset it when the receiver is understood",
+            "errors quote the answers of receivers: a person who can choose a webhook URL can read from your network",
+            "unset it when you have finished debugging the receiver",
         )
     if not settings.breaker:
         yield warning(
             "PGOUTBOX_BREAKER=false",
-            "while a server is away every message to it uses up its attempts",
-            "unset it, so that a destination that is dead is left alone for a while",
+            "while a server is down, every message to it uses up its attempts",
+            "unset it: an open circuit breaker then holds back messages to a server that is down",
         )
 
 
 def check_tls(settings: Settings) -> Iterator[Note]:
-    """Whether the connections to PostgreSQL that leave the machine are encrypted and verified."""
+    """Check that connections to PostgreSQL over the network are encrypted and verified."""
     found = [
         *_unverified("PGOUTBOX_DSN", settings.dsn.get_secret_value() if settings.dsn else None),
         *_unverified("PGOUTBOX_LISTEN_DSN", settings.listen_dsn.get_secret_value() if settings.listen_dsn else None),
     ]
-    yield from found or [ok("the way to PostgreSQL is local, or encrypted and verified")]
+    yield from found or [ok("the connections to PostgreSQL are local, or encrypted and verified")]
 
 
 def _unverified(variable: str, dsn: str | None) -> Iterator[Note]:
@@ -94,6 +96,7 @@ def _unverified(variable: str, dsn: str | None) -> Iterator[Note]:
     if remote and mode != "verify-full":
         yield warning(
             f"{variable}: sslmode={mode} to {remote[0]}",
-            "whoever stands between can read and change everything, or pose as the server",
-            "add sslmode=verify-full, and sslrootcert with the server's authority; channel_binding=require helps too",
+            "an attacker on the network can read and change everything, or pose as the server",
+            "add sslmode=verify-full, and sslrootcert with the CA certificate of the server; channel_binding=require "
+            "helps too",
         )

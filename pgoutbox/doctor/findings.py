@@ -1,4 +1,4 @@
-"""What a check says: findings, and how the failure of a check becomes one."""
+"""Findings of the checks, and the helpers that write their texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_QUOTE_LENGTH: Final = 200
 
 
 class Level(enum.StrEnum):
-    """How bad a finding is. A problem keeps messages from going out or loses them; a warning may."""
+    """The severity of a finding. A problem stops delivery, loses messages, or lets others in; a warning may."""
 
     OK = "ok"
     SKIPPED = "skipped"
@@ -24,49 +24,49 @@ class Level(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found, why it matters, and how to mend it. What is in order has neither a why nor a mend."""
+    """A fault that a check found, its effect and its fix. A finding without a fault has only `what`."""
 
     check: str
     level: Level
     what: str
     why: str | None = None
-    mend: str | None = None
+    fix: str | None = None
 
 
 class Note(NamedTuple):
-    """A finding of which only its check is not known yet."""
+    """A finding without the name of its check."""
 
     level: Level
     what: str
     why: str | None = None
-    mend: str | None = None
+    fix: str | None = None
 
 
 Notes = Iterable[Note]
 
 
 def ok(what: str) -> Note:
-    """Nothing is to be done."""
+    """Report that the check found no fault."""
     return Note(Level.OK, what)
 
 
-def skipped(what: str, mend: str | None = None) -> Note:
-    """The question does not arise here, or cannot be answered; `mend` says what would answer it."""
-    return Note(Level.SKIPPED, what, None, mend)
+def skipped(what: str, fix: str | None = None) -> Note:
+    """Report that the check does not apply or cannot run; `fix` says how to make it run."""
+    return Note(Level.SKIPPED, what, None, fix)
 
 
-def warning(what: str, why: str, mend: str) -> Note:
-    """Something that may lead to trouble, or that somebody has set up on purpose and may have forgotten."""
-    return Note(Level.WARNING, what, why, mend)
+def warning(what: str, why: str, fix: str) -> Note:
+    """Report a fault that can lead to a problem, or a deliberate setting that may have been forgotten."""
+    return Note(Level.WARNING, what, why, fix)
 
 
-def problem(what: str, why: str, mend: str) -> Note:
-    """Something that keeps messages from going out, loses them, or lets others in."""
-    return Note(Level.PROBLEM, what, why, mend)
+def problem(what: str, why: str, fix: str) -> Note:
+    """Report a fault that stops delivery, loses messages, or lets others in."""
+    return Note(Level.PROBLEM, what, why, fix)
 
 
-def examined(check: str, ask: Callable[[], Notes]) -> Iterator[Finding]:
-    """The findings of one check. That it fails is one of them, and keeps no other check from being made."""
+def run_check(check: str, ask: Callable[[], Notes]) -> Iterator[Finding]:
+    """Run one check and yield its findings. A check that fails yields a finding, and the other checks still run."""
     try:
         for note in ask():
             yield Finding(check, *note)
@@ -74,17 +74,19 @@ def examined(check: str, ask: Callable[[], Notes]) -> Iterator[Finding]:
         yield Finding(
             check,
             Level.SKIPPED,
-            said(error),
+            error_text(error),
             None,
-            "run the doctor with a role that may look: GRANT pgoutbox_viewer, or pgoutbox_worker, to it",
+            "run the doctor with a role that can read the schema: GRANT pgoutbox_viewer or pgoutbox_worker to it",
         )
-    except Exception as error:  # noqa: BLE001 - whatever keeps one check from its answer, the others are to be made
-        hint = "the server is busy: try again" if isinstance(error, QueryCanceled) else "mend that first, and try again"
-        yield Finding(check, Level.PROBLEM, f"cannot be checked: {said(error)}", "what cannot be asked may be so", hint)
+    except Exception as error:  # noqa: BLE001 - one failed check must not stop the others
+        hint = "the server is busy: try again" if isinstance(error, QueryCanceled) else "fix this error, then try again"
+        yield Finding(
+            check, Level.PROBLEM, f"the check failed: {error_text(error)}", "a fault here stays undetected", hint
+        )
 
 
-def said(error: BaseException) -> str:
-    """What an error says, on one line. Of PostgreSQL's only the primary message: its DETAIL can quote rows."""
+def error_text(error: BaseException) -> str:
+    """Return the text of an error on one line. Leaves out the DETAIL of PostgreSQL, which can quote rows."""
     if isinstance(error, psycopg.Error):
         if error.sqlstate is None and isinstance(error, psycopg.ProgrammingError):
             return "is not a connection string"  # The driver would quote parts of it.
@@ -96,13 +98,13 @@ def said(error: BaseException) -> str:
 
 
 def one_line(text: str, *, length: int = 500) -> str:
-    """The text without line ends, cut."""
-    shown = " ".join(text.split())
-    return shown if len(shown) <= length else f"{shown[: length - 1]}…"
+    """Return the text on one line, cut to `length` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
 def duration(seconds: float) -> str:
-    """A number of seconds as people say it: `40 s`, `12 min`, `5 h`, `3 days`.
+    """Format a number of seconds with one unit: `40 s`, `12 min`, `5 h`, `3 days`.
 
     >>> duration(7_300)
     '2 h'
@@ -113,17 +115,17 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def listed(names: Iterable[object], *, most: int = 5) -> str:
-    """Names with commas between them; of many only the first."""
-    every = [str(name) for name in names]
-    shown = ", ".join(every[:most])
-    return shown if len(every) <= most else f"{shown} and {len(every) - most} more"
+def join_names(names: Iterable[object], *, most: int = 5) -> str:
+    """Join names with commas; after `most` names, give only the number of the rest."""
+    all_names = [str(name) for name in names]
+    joined = ", ".join(all_names[:most])
+    return joined if len(all_names) <= most else f"{joined} and {len(all_names) - most} more"
 
 
-def counted(number: int, noun: str) -> str:
-    """A number and what it counts.
+def pluralize(number: int, noun: str) -> str:
+    """Return a number with its noun.
 
-    >>> counted(1, "message"), counted(2, "message")
+    >>> pluralize(1, "message"), pluralize(2, "message")
     ('1 message', '2 messages')
     """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

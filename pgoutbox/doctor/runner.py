@@ -1,4 +1,4 @@
-"""Which checks are made, and in which order: that in which one would mend what they find."""
+"""The list of checks, in the order in which you would fix their findings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import psycopg
 from pgoutbox.doctor import delivery, server, transports
 from pgoutbox.doctor import environment as surroundings
 from pgoutbox.doctor.context import DoctorContext, Limits, connected
-from pgoutbox.doctor.findings import Finding, Level, Notes, examined, said
+from pgoutbox.doctor.findings import Finding, Level, Notes, error_text, run_check
 from pgoutbox.errors import PgOutboxError
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 
 Check = Callable[[DoctorContext], Notes]
 
-_OF_THE_SERVER: Final[Mapping[str, Check]] = {
+_SERVER_CHECKS: Final[Mapping[str, Check]] = {
     "server": server.check_server,
     "pooler": server.check_pooler,
     "listener": server.check_listener,
@@ -30,7 +30,7 @@ _OF_THE_SERVER: Final[Mapping[str, Check]] = {
     "notify": server.check_notify,
 }
 
-_OF_THE_SCHEMA: Final[Mapping[str, Check]] = {
+_SCHEMA_CHECKS: Final[Mapping[str, Check]] = {
     "rights": server.check_rights,
     "sequence": server.check_sequence,
     "vacuum": server.check_vacuum,
@@ -55,16 +55,16 @@ def examine(
     limits: Limits | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Iterator[Finding]:
-    """Make every check, and yield each finding as it is made. Raises nothing for what is wrong.
+    """Run every check, and yield each finding at once. A fault is a finding and never raises.
 
-    `outbox` is the application's; without it nothing can be said of its topics and handlers. `environment` is searched
-    for misspelt settings, `clock` compared with the server's. Blocks, for some seconds where servers do not answer, and
-    must not be run on an event loop.
+    Without the application's `outbox`, the checks do not know its topics and handlers. `environment` is searched for
+    misspelt settings; `clock` is compared with the server's clock. Blocks, for some seconds if a server does not
+    answer: do not call it on an event loop.
 
         problems = [finding for finding in examine(load_settings()) if finding.level is Level.PROBLEM]
     """
-    yield from examined("settings", lambda: surroundings.check_settings(settings, environment or {}))
-    yield from examined("tls", lambda: surroundings.check_tls(settings))
+    yield from run_check("settings", lambda: surroundings.check_settings(settings, environment or {}))
+    yield from run_check("tls", lambda: surroundings.check_tls(settings))
     with contextlib.ExitStack() as stack:
         try:
             connection = stack.enter_context(connected(settings.require_dsn(), settings))
@@ -72,30 +72,36 @@ def examine(
             yield Finding(
                 "database",
                 Level.PROBLEM,
-                f"PGOUTBOX_DSN: {said(error)}",
-                "without the database nothing is enqueued and nothing delivered",
-                "check host, port, user and password in PGOUTBOX_DSN, and that the server runs and lets you in",
+                f"PGOUTBOX_DSN: {error_text(error)}",
+                "without the database, no message is enqueued or delivered",
+                "check host, port, user and password in PGOUTBOX_DSN, and that the server runs and accepts this user",
             )
         else:
-            patient = DoctorContext(
+            context = DoctorContext(
                 settings=settings, outbox=outbox, connection=connection, limits=limits or Limits(), clock=clock
             )
-            yield from _of_the_database(patient)
+            yield from _check_database(context)
     for check, ask in transports.CHECKS.items():
-        yield from examined(check, lambda ask=ask: ask(settings, outbox))  # type: ignore[misc] # bound now
+        yield from run_check(check, lambda ask=ask: ask(settings, outbox))  # type: ignore[misc] # bound now
 
 
-def _of_the_database(patient: DoctorContext) -> Iterator[Finding]:
-    info = patient.connection.info
+def _check_database(context: DoctorContext) -> Iterator[Finding]:
+    info = context.connection.info
     yield Finding("database", Level.OK, f"connected to {info.dbname} at {info.host or 'a local socket'} as {info.user}")
-    for check, ask in _OF_THE_SERVER.items():
-        yield from examined(check, lambda ask=ask: ask(patient))  # type: ignore[misc] # bound now
+    for check, ask in _SERVER_CHECKS.items():
+        yield from run_check(check, lambda ask=ask: ask(context))  # type: ignore[misc] # bound now
     has_schema = True
-    for finding in examined("schema", lambda: server.check_schema(patient)):
+    for finding in run_check("schema", lambda: server.check_schema(context)):
         has_schema &= finding.level is not Level.PROBLEM
         yield finding
-    for check, ask in _OF_THE_SCHEMA.items():
+    for check, ask in _SCHEMA_CHECKS.items():
         if has_schema:
-            yield from examined(check, lambda ask=ask: ask(patient))  # type: ignore[misc] # bound now
+            yield from run_check(check, lambda ask=ask: ask(context))  # type: ignore[misc] # bound now
         else:
-            yield Finding(check, Level.SKIPPED, "the schema comes first", None, "mend what `schema` names")
+            yield Finding(
+                check,
+                Level.SKIPPED,
+                "not checked, because the schema has a problem",
+                None,
+                "fix the finding of `schema` first",
+            )

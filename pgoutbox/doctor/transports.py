@@ -1,6 +1,6 @@
-"""The checks of the ways out: SMTP, webhooks, notifications and brokers, with the settings that a worker would use.
+"""The checks of the transports: SMTP, webhooks, notifications and brokers, with the settings of a worker.
 
-Servers are connected and signed in to as for a send, and left again. Nothing is handed over.
+Each check connects and signs in as for a send, then disconnects. It sends nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLAIN_SCHEMES: Final = frozenset({"redis", "nats", "amqp"})
 
 
 def is_served(scheme: str, settings: Settings, outbox: Outbox | None) -> bool:
-    """Whether a worker with these settings has a transport for the scheme."""
+    """Return whether a worker with these settings has a transport for the scheme."""
     if outbox is not None and scheme in outbox.own_transports:
         return True
     return {
@@ -42,7 +42,7 @@ def is_served(scheme: str, settings: Settings, outbox: Outbox | None) -> bool:
 
 
 def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
-    """Sender, encryption and sign-in of e-mail."""
+    """Check the sender, the encryption and the sign-in of e-mail."""
     own = _own("mailto", outbox)
     if settings.smtp_host is None and own is None:
         yield skipped("no SMTP server is set")
@@ -50,20 +50,20 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     yield from _sender(settings)
     host = settings.smtp_host or ""
     if is_example(host) and host.lower() not in LOOPBACK:
-        yield _never_edited("PGOUTBOX_SMTP_HOST", host, "it does not exist, and no e-mail goes out")
+        yield _placeholder("PGOUTBOX_SMTP_HOST", host, "this server does not exist, so no e-mail is sent")
     if settings.smtp_host is not None and settings.smtp_security == "none" and host.lower() not in LOOPBACK:
         yield problem(
             f"PGOUTBOX_SMTP_SECURITY=none to {host}",
-            "every e-mail, with the links that sign people in, crosses the network for all to read",
-            "use starttls or tls",
+            "everybody on the network can read the e-mails, sign-in links included",
+            "set it to starttls or tls",
         )
-    yield from _tried(
+    yield from _try_transport(
         own or _smtp,
         settings,
-        in_order=f"{host or 'the server'} takes e-mail: {_SECURITY[settings.smtp_security]}"
+        in_order=f"{host or 'the server'} accepts e-mail: {_SECURITY[settings.smtp_security]}"
         + (", signed in" if settings.smtp_username else ""),
-        why="no e-mail goes out; it waits, and is tried again",
-        mend="check PGOUTBOX_SMTP_HOST, _PORT, _SECURITY, _USERNAME, _PASSWORD and _FROM; see docs/how-to/email.md",
+        why="no e-mail is sent; messages wait and are retried",
+        fix="check PGOUTBOX_SMTP_HOST, _PORT, _SECURITY, _USERNAME, _PASSWORD and _FROM; see docs/how-to/email.md",
     )
 
 
@@ -74,38 +74,38 @@ def _sender(settings: Settings) -> Iterator[Note]:
     if settings.smtp_from is None:
         yield warning(
             "PGOUTBOX_SMTP_FROM is not set",
-            "e-mails that name no sender themselves wait until it is",
-            "set it to an address of yours",
+            "e-mails without a sender of their own wait until it is set",
+            "set it to your own address",
         )
     elif is_reserved(settings.smtp_from):
         yield warning(
             f"the domain of PGOUTBOX_SMTP_FROM={settings.smtp_from} is reserved for tests (RFC 6761)",
-            "it suits a test system; elsewhere mail servers refuse it, and neither answers nor bounces reach you",
-            "set it to an address of yours before this system sends to anybody",
+            "mail servers outside a test system refuse it, and you get neither replies nor bounces",
+            "set it to your own address before this system sends to real receivers",
         )
     elif is_example(settings.smtp_from):
-        yield _never_edited(
+        yield _placeholder(
             "PGOUTBOX_SMTP_FROM",
             settings.smtp_from,
-            "every e-mail claims to come from a domain that is not yours: it is refused or taken for spam, and "
-            "neither answers nor bounces reach you",
+            "every e-mail claims to come from a domain that is not yours: servers refuse it or treat it as spam, and "
+            "you get neither replies nor bounces",
         )
     if settings.alert_destination is not None and is_example(settings.alert_destination):
-        yield _never_edited(
-            "PGOUTBOX_ALERT_DESTINATION", settings.alert_destination, "no alert of a dead server reaches you"
+        yield _placeholder(
+            "PGOUTBOX_ALERT_DESTINATION", settings.alert_destination, "alerts about a dead server do not reach you"
         )
 
 
-def _never_edited(variable: str, value: str, why: str) -> Note:
+def _placeholder(variable: str, value: str, why: str) -> Note:
     return problem(
-        f"{variable}={value} IS THE EXAMPLE OF THE DOCUMENTATION: it was never edited",
+        f"{variable}={value} is still the placeholder from the documentation",
         why,
-        f"set {variable} to one of your own, before anything else",
+        f"set {variable} to your own value first",
     )
 
 
 def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
-    """Where webhooks may go, and whether their settings can be used."""
+    """Check the settings of webhooks, and where webhooks may be sent."""
     if not _has_webhooks() and settings.webhook_secrets is None:
         yield skipped("the extra webhook is not installed")
         return
@@ -114,50 +114,50 @@ def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         found.append(
             warning(
                 "PGOUTBOX_WEBHOOK_ALLOW_HTTP=true",
-                "what is sent to http: can be read and changed on its way",
-                "unset it, and have the receivers use https",
+                "an attacker on the network can read and change webhooks to http:",
+                "unset it, and let the receivers use https",
             )
         )
     if settings.webhook_allowed_networks is not None:
         found.append(
             warning(
                 f"PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS={settings.webhook_allowed_networks}",
-                "whoever may choose a URL can have requests sent into these networks",
-                "name no network but those that receivers are in",
+                "a person who can choose a webhook URL can send requests into these networks",
+                "allow only the networks of your receivers",
             )
         )
     is_used = any(name.startswith("webhook_") for name in settings.model_fields_set)
     if is_used and settings.webhook_secrets is None:
         found.append(
             warning(
-                "PGOUTBOX_WEBHOOK_SECRETS is not set, and other settings of webhooks are",
-                "unless handlers bring secrets of their own, nobody can tell your webhooks from a forger's",
-                "set PGOUTBOX_WEBHOOK_SECRETS, and tell it to the receivers",
+                "PGOUTBOX_WEBHOOK_SECRETS is not set, but other webhook settings are",
+                "unless handlers use their own secrets, receivers cannot tell your webhooks from forged ones",
+                "set PGOUTBOX_WEBHOOK_SECRETS, and give it to the receivers",
             )
         )
     yield from found
     own = _own("https", outbox)
     if own is not None:
-        yield skipped("the application brings a transport of its own for https")
+        yield skipped("the application has its own transport for https")
         return
-    why, mend = "a worker with these settings does not start", "correct it; see docs/how-to/webhooks.md"
-    in_order = "the settings of webhooks can be used"
-    for note in _tried(_webhook, settings, in_order=in_order, why=why, mend=mend, connects=False):
+    why, fix = "a worker with these settings does not start", "correct the setting; see docs/how-to/webhooks.md"
+    in_order = "the webhook settings are valid"
+    for note in _try_transport(_webhook, settings, in_order=in_order, why=why, fix=fix, connects=False):
         if note.level is not Level.OK or not found:
             yield note
 
 
 def check_apprise(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
-    """Whether the URLs of notifications can be read. Nothing tells whether a service takes them but a notification."""
+    """Check the URLs of notifications. Only a real notification can show whether a service accepts it."""
     if settings.apprise_urls is None or _own("apprise", outbox) is not None:
-        yield skipped("no notification services are set")
+        yield skipped("no notification service is set")
         return
-    yield from _tried(
+    yield from _try_transport(
         _apprise,
         settings,
-        in_order="the URLs of notifications can be read",
+        in_order="the notification URLs are valid",
         why="a worker with these settings does not start",
-        mend="correct PGOUTBOX_APPRISE_URLS; see docs/how-to/notifications.md",
+        fix="correct PGOUTBOX_APPRISE_URLS; see docs/how-to/notifications.md",
         connects=False,
     )
 
@@ -174,22 +174,22 @@ def _broker(
         if own is None and (host := _plain_host(settings, variable)) is not None:
             yield warning(
                 f"{name}: plain text to {host}",
-                "events, and the password, can be read and changed on their way",
-                "use TLS: see docs/how-to/events.md",
+                "an attacker on the network can read and change the events, and read the password",
+                "use TLS; see docs/how-to/events.md",
             )
-        yield from _tried(
+        yield from _try_transport(
             own or make,
             settings,
-            in_order=f"{title} takes the connection",
-            why="no event goes out; it waits, and is tried again",
-            mend=f"check {name}, and that the server runs and lets this user in; see docs/how-to/events.md",
+            in_order=f"{title} accepts the connection",
+            why="no event is sent; messages wait and are retried",
+            fix=f"check {name}, and that the server runs and accepts this user; see docs/how-to/events.md",
         )
 
     return check
 
 
 def _plain_host(settings: Settings, variable: str) -> str | None:
-    """The first host that is not this machine and is spoken to without TLS."""
+    """Return the first remote host that is contacted without TLS."""
     if variable == "kafka_servers":
         servers = settings.kafka_servers or ""
         hosts = [server.strip().rpartition(":")[0] for server in servers.split(",")]
@@ -205,42 +205,42 @@ def _split(url: str) -> tuple[str, str]:
     try:
         parts = urlsplit(url.strip())
     except ValueError:
-        return "", ""  # The transport says what is wrong with it.
+        return "", ""  # The transport reports the fault of the URL.
     return parts.scheme, parts.hostname or ""
 
 
 def _own(scheme: str, outbox: Outbox | None) -> Callable[[Settings], Transport] | None:
-    """The transport that the application brings for the scheme."""
+    """Return a factory of the application's own transport for the scheme, or None."""
     if outbox is None or scheme not in outbox.own_transports:
         return None
     transport = outbox.own_transports[scheme]
     return lambda _: transport
 
 
-def _tried(
+def _try_transport(
     make: Callable[[Settings], Transport],
     settings: Settings,
     *,
     in_order: str,
     why: str,
-    mend: str,
+    fix: str,
     connects: bool = True,
 ) -> Iterator[Note]:
-    """Make the transport, and let it open what a send needs."""
+    """Build the transport, and let it open the connection that a send needs."""
     try:
         fault = asyncio.run(_fault(make, settings, connects=connects))
     except ConfigurationError as error:
-        yield problem(one_line(str(error)), "a worker with these settings does not start", mend)
+        yield problem(one_line(str(error)), "a worker with these settings does not start", fix)
     except _UntriableError:
-        yield skipped("the application's own transport cannot be tried", "give it a method `check`")
-    except Exception as error:  # noqa: BLE001 - the application's own transport may raise anything; so may a client
-        yield problem(f"the check failed: {one_line(str(error)) or type(error).__name__}", why, mend)
+        yield skipped("the application's own transport has no check", "give it a method `check`")
+    except Exception as error:  # noqa: BLE001 - transports and client libraries may raise anything
+        yield problem(f"the check failed: {one_line(str(error)) or type(error).__name__}", why, fix)
     else:
-        yield ok(in_order) if fault is None else problem(one_line(fault), why, mend)
+        yield ok(in_order) if fault is None else problem(one_line(fault), why, fix)
 
 
 class _UntriableError(Exception):
-    """The transport has no way to be tried without sending."""
+    """The transport cannot be checked without a send."""
 
 
 async def _fault(make: Callable[[Settings], Transport], settings: Settings, *, connects: bool) -> str | None:

@@ -235,14 +235,14 @@ def test_a_group_is_redriven_with_the_keyboard_alone(site: Site) -> None:
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.id") == "main"
-    way = tab_to(page, "Redrive all that failed…")
+    way = tab_to(page, "Redrive all failed messages…")
     assert "Overview" not in way
     page.keyboard.press("Enter")
-    expect(page.get_by_role("heading", name="Redrive many")).to_be_visible()
+    expect(page.get_by_role("heading", name="Redrive messages")).to_be_visible()
     expect(page.get_by_text("3 messages match")).to_be_visible()
     assert [site.state_of(message) for message in failed] == ["failed"] * 3
 
-    tab_to(page, "Redrive them")
+    tab_to(page, "Redrive messages")
     page.keyboard.press("Enter")
     expect(page.get_by_text("Done.")).to_be_visible()
     assert [site.state_of(message) for message in failed] == ["pending"] * 3
@@ -278,13 +278,13 @@ def test_every_act_works_without_scripts_and_records_its_actor(site: Site) -> No
     page.get_by_role("form", name="Rate of default").get_by_label("Rate").fill("20")
     press(page, "Limit the rate of default")
     page.get_by_role("form", name="In flight of default").get_by_label("In flight").fill("7")
-    press(page, "Limit what is in flight of default")
+    press(page, "Limit messages in flight of default")
     limits = "SELECT paused_at, rate_count, max_in_flight FROM pgoutbox.queue WHERE name = 'default'"
     assert db.execute(limits).fetchall() == [(None, 20, 7)]
 
     page.goto("/messages?state=pending")
-    page.get_by_role("link", name="Cancel all that are owed…").click()
-    press(page, "Cancel them")
+    page.get_by_role("link", name="Cancel all pending and in-flight messages…").click()
+    press(page, "Cancel messages")
     wait_until(lambda: site.state_of(failed) == "cancelled", lambda: "the bulk cancels the owed message")
 
     acts = db.execute("SELECT actor, origin, action FROM pgoutbox.audit ORDER BY id").fetchall()
@@ -352,7 +352,7 @@ def test_a_part_of_the_page_in_use_pauses_while_the_others_update(site: Site) ->
     expect(page.get_by_role("status")).to_have_text("Live")
     page.locator("#part-states").get_by_role("link", name="failed").focus()
     put(site.db, State.FAILED, topic="mail.unheard.of")
-    expect(page.get_by_role("status")).to_have_text("Paused where you are", timeout=30_000)
+    expect(page.get_by_role("status")).to_have_text("Paused while in use", timeout=30_000)
     expect(page.locator("#part-failures")).to_contain_text("mail.unheard.of")
     expect(page.locator("#part-states").get_by_role("link", name="failed")).to_contain_text("0")
     page.evaluate("document.activeElement.blur()")

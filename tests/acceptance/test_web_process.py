@@ -87,7 +87,7 @@ def test_it_refuses_anonymous_access_off_loopback(host: str) -> None:
 
 
 def test_it_refuses_anonymous_access_with_credentials_or_an_unknown_role() -> None:
-    assert "give one or the other" in refusal("--insecure", web_viewer_token=VIEWER_TOKEN)
+    assert "omit --insecure" in refusal("--insecure", web_viewer_token=VIEWER_TOKEN)
     assert "viewer or operator" in refusal("--insecure", "--role", "root")
 
 

@@ -722,7 +722,7 @@ def test_a_worker_started_before_its_server_waits_for_it(own_server: OwnServer, 
         assert worker.events().count("database_lost") == 1
 
 
-@pytest.mark.parametrize("how", ["the role has no connection", "the server has no connection"])
+@pytest.mark.parametrize("how", ["the role has no connection", "the server has no free connections"])
 def test_a_worker_started_while_the_server_has_no_free_connections_waits(
     own_server: OwnServer, app_dsn: str, tmp_path: Path, how: str
 ) -> None:
@@ -730,7 +730,7 @@ def test_a_worker_started_while_the_server_has_no_free_connections_waits(
         with own_server.connect() as db:
             if how == "the role has no connection":
                 db.execute("ALTER ROLE app CONNECTION LIMIT 0")
-        if how == "the server has no connection":
+        if how == "the server has no free connections":
             own_server.stop()
             own_server.start(max_connections="16", superuser_reserved_connections="12")
             with contextlib.suppress(psycopg.OperationalError):

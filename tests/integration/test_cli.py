@@ -280,9 +280,7 @@ class TestUsage:
         monkeypatch.setenv("PGOUTBOX_CONCURENCY", "5")
         done = cli("list")
         assert done.exit_code == 0
-        assert done.err == (
-            "warning: PGOUTBOX_CONCURENCY is no setting of pgoutbox; did you mean PGOUTBOX_CONCURRENCY?\n"
-        )
+        assert done.err == ("warning: unknown setting PGOUTBOX_CONCURENCY; did you mean PGOUTBOX_CONCURRENCY?\n")
 
     def test_a_command_has_help(self, cli_anywhere: Callable[..., Done]) -> None:
         done = cli_anywhere("--help")
@@ -306,7 +304,7 @@ class TestMigrate:
         head = migrate.head()
         assert cli_anywhere("migrate", "current").out == f"not migrated (newest: {head})\n"
         assert cli_anywhere("migrate").out == f"schema pgoutbox: base -> {head}\n"
-        assert cli_anywhere("migrate").out == f"schema pgoutbox: nothing to do, at {head}\n"
+        assert cli_anywhere("migrate").out == f"schema pgoutbox: up to date at {head}\n"
         assert cli_anywhere("migrate", "current", "--json").json == {"revision": head, "head": head}
         assert cli_anywhere("migrate", "downgrade", "base", "--yes", "--json").json == {
             "before": head,
@@ -327,7 +325,7 @@ class TestMigrate:
         )
         cli_anywhere("migrate")
         done = cli_anywhere("migrate", "grants")
-        assert done == Done(0, "roles of pgoutbox: all there, and granted what they need\n", "")
+        assert done == Done(0, "roles of pgoutbox: all exist and have their rights\n", "")
         assert cli_anywhere("migrate", "grants", "--json").json == {"missing": [], "sql": ""}
         with login(empty_dsn, "pgoutbox_owner") as theirs, psycopg.connect(empty_dsn, autocommit=True) as superuser:
             with_another_name(superuser, "pgoutbox_viewer", "pgoutbox_unheard_of")
@@ -395,7 +393,7 @@ class TestEnqueue:
         first = cli("enqueue", "mail", "1", "--dedupe-key", "d")
         second = cli("enqueue", "mail", "1", "--dedupe-key", "d")
         assert (second.exit_code, second.out) == (0, first.out)
-        assert "exists already" in second.err
+        assert "already exists" in second.err
 
     def test_another_payload_under_the_same_key_is_refused(self, cli: Callable[..., Done]) -> None:
         cli("enqueue", "mail", "1", "--dedupe-key", "d")
@@ -528,7 +526,7 @@ class TestLooking:
         assert len(done.out) < 100_000
         assert done.err == (
             "payload: the first 65,536 characters of 1,000,002 bytes; --whole shows all\n"
-            "2 older attempts are left out; --whole shows all\n"
+            "2 older attempts are not shown; --whole shows all\n"
         )
         whole = cli("show", message_id, "--whole")
         assert ("x" * 1_000_000 in whole.out, whole.out.count("\tretry\t"), whole.err) == (True, 102, "")
@@ -690,7 +688,7 @@ class TestDeciding:
     def test_the_messages_of_a_filter_are_shown(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         message_id = put(database, State.FAILED, topic="sms", destination="tel:1")
         shown = cli("redrive", "--topic", "sms", "--dry-run")
-        assert shown.out.startswith("would redrive 1 messages; the newest of them:\n")
+        assert shown.out.startswith("would redrive 1 messages; the newest:\n")
         assert f"\n{message_id}\tfailed\tsms\t" in shown.out
 
     def test_ids_can_come_from_a_file(
@@ -851,7 +849,7 @@ class TestDeciding:
     def test_pausing_a_queue_without_messages_warns(self, cli: Callable[..., Done]) -> None:
         done = cli("pause", "later")
         assert done.exit_code == 0
-        assert done.err == "warning: queue 'later' has no messages so far; there are no messages at all yet\n"
+        assert done.err == "warning: queue 'later' has no messages yet; known queues: none\n"
 
 
 GREETER = """
@@ -931,7 +929,7 @@ class TestWorker:
         run_process("enqueue", "greet", "1", dsn=dsn)
         done = run_process("worker", "--app", "greeter:outbox", "--once", "--queue", "defautl", dsn=dsn)
         assert done.exit_code == 0
-        assert "warning: queue 'defautl' has no messages so far; known queues: default\n" in done.err
+        assert "warning: queue 'defautl' has no messages yet; known queues: default\n" in done.err
 
     def test_a_missing_app_names_the_variable(self, cli: Callable[..., Done]) -> None:
         assert cli("worker").err == "error: no outbox given: set PGOUTBOX_APP, or pass --app module:attribute\n"
@@ -944,9 +942,9 @@ class TestWorker:
             ("missing_package.part:outbox", "no module 'missing_package'; looked in "),
             ("app_plain:absent", "app 'app_plain:absent': app_plain has no attribute 'absent'"),
             ("app_plain:number", "app 'app_plain:number': is a int, not an Outbox"),
-            ("app_importing:outbox", "module 'app_importing' failed when it was imported: ModuleNotFoundError: "),
-            ("app_failing:outbox", "module 'app_failing' failed when it was imported: KeyError: 'SHOP'"),
-            ("app_misspelt:outbox", "module 'app_misspelt' failed when it was imported: SyntaxError: "),
+            ("app_importing:outbox", "module 'app_importing' failed on import: ModuleNotFoundError: "),
+            ("app_failing:outbox", "module 'app_failing' failed on import: KeyError: 'SHOP'"),
+            ("app_misspelt:outbox", "module 'app_misspelt' failed on import: SyntaxError: "),
         ],
     )
     def test_an_app_that_cannot_be_loaded_is_explained(

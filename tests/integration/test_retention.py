@@ -335,7 +335,7 @@ def test_rules_are_set_listed_and_removed(cli: Callable[..., str]) -> None:
     ]
     documents = [json.loads(line) for line in cli("retention", "--json").splitlines()]
     assert [document["keep_seconds"] for document in documents] == [None, 0.0, 2_592_000.0, 129_600.0]
-    assert cli("retention", "unset", "mail", "sent") == "topic mail, sent: the rule is taken back\n"
+    assert cli("retention", "unset", "mail", "sent") == "topic mail, sent: rule removed\n"
     assert json.loads(cli("retention", "unset", "mail", "sent", "--json"))["unset"] is False
 
 

@@ -294,7 +294,7 @@ def test_a_link_or_another_site_cannot_sign_a_user_out(site: Site) -> None:
 
 def sealed(site: Site, *, begun: float, seen: float) -> dict[str, str]:
     """Return the cookie of a session that began and was last used this many seconds ago."""
-    person = site.access.credentials.named("ada")
+    person = site.access.credentials.by_name("ada")
     assert person is not None
     now = time.time()
     session = site.access.sessions.begin(person)._replace(begun_at=now - begun, seen_at=now - seen)
@@ -484,7 +484,7 @@ def test_successful_sign_ins_are_never_rate_limited(site: Site) -> None:
 
 
 def test_successful_sign_ins_do_not_count_for_others(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site.access, "common_brake", RateLimiter(burst=2, interval_seconds=3600, capacity=1))
+    monkeypatch.setattr(site.access, "common_limit", RateLimiter(burst=2, interval_seconds=3600, capacity=1))
     assert [post_sign_in(site.client(), OPERATOR_TOKEN).status_code for _ in range(4)] == [303] * 4
 
 

@@ -146,7 +146,7 @@ def test_the_overview_counts_every_state(site: Site, db: psycopg.Connection) -> 
             put(db, state, queue=f"q-{state}")
     page = get(site.vera, "/")
     for state, count in zip(State, range(1, 7), strict=True):
-        assert f"{state} {count} counted" in page.words
+        assert f"{state} {count} exact" in page.words
     assert "q-pending 1" in page.words
     assert "q-sent" not in page.words
     assert "w 2 0" in page.words, "the worker with leases is missing"
@@ -187,7 +187,7 @@ def test_a_slow_count_of_the_hour_is_done_in_parts(
     told = []
     for _ in range(20):
         words = get(site.vera, "/").words
-        told.append(found[1] if (found := re.search(r"so far the last (\d+) minutes", words)) else "all")
+        told.append(found[1] if (found := re.search(r"(\d+) minutes so far", words)) else "all")
         site.dashboard.forget()
         if told[-1] == "all":
             break
@@ -207,8 +207,8 @@ def test_large_numbers_of_final_messages_are_marked_as_estimates(
     db.execute("ANALYZE pgoutbox.message")
     site.dashboard.forget()
     page = get(site.vera, "/")
-    assert "sent 8 about, by statistics" in page.words
-    assert "failed 1 counted" in page.words
+    assert "sent 8 estimated" in page.words
+    assert "failed 1 exact" in page.words
 
 
 def test_open_breakers_are_shown_without_secrets(site: Site, db: psycopg.Connection) -> None:
@@ -290,7 +290,7 @@ def test_a_search_with_few_results_stops_and_can_be_continued(
     others = [put(db, State.SENT) for _ in range(12)]
     page = get(site.vera, "/messages?topic=rare")
     assert ids_on(page) == []
-    assert f"Looked through 5 messages, down to number {others[-5]}" in page.words
+    assert f"Searched 5 messages, down to id {others[-5]}" in page.words
     steps = 0
     while not ids_on(page):
         (following,) = [href for href in page.values("a", "href") if "before=" in href]
@@ -308,7 +308,7 @@ def test_a_bare_address_finds_all_messages_to_it_of_any_age(
         put(db, State.SENT, destination="mailto:grace@example.org")
     page = get(site.vera, "/messages?destination=ada@example.org")
     assert ids_on(page) == old[::-1]
-    assert "Looked through" not in page.words
+    assert "Searched" not in page.words
     assert ("div", {"id": "found"}) in page.elements, "the page was fetched repeatedly"
     assert (
         ids_on(Page(site.vera.get("/messages?destination=ada@example.org", headers={"X-Pgoutbox-Live": "1"}).text))
@@ -327,7 +327,7 @@ def test_a_search_by_time_begins_at_that_time(
     week_ago = (datetime.now(UTC) - timedelta(days=7)).strftime("%Y-%m-%dT%H:%M")
     page = get(site.vera, f"/messages?created_before={week_ago}")
     assert ids_on(page) == old[::-1]
-    assert "Looked through" not in page.words
+    assert "Searched" not in page.words
     assert ids_on(get(site.vera, f"/messages?created_from={week_ago}&topic=nope")) == []
 
 
@@ -522,7 +522,7 @@ def test_an_encrypted_payload_is_labelled(dsn: str, open_site: Callable[..., Sit
         (State.FAILED, "redrive", "pending", "is pending again"),
         (State.CANCELLED, "redrive", "pending", "is pending again"),
         (State.PENDING, "cancel", "cancelled", "is cancelled"),
-        (State.SENDING, "cancel", "sending", "is told to stop"),
+        (State.SENDING, "cancel", "sending", "is asked to stop"),
     ],
 )
 def test_an_operator_acts_on_a_message(
@@ -582,7 +582,7 @@ def test_a_superseded_message_is_not_redriven(site: Site, db: psycopg.Connection
 @pytest.mark.parametrize(
     ("path", "form", "action", "details", "told"),
     [
-        ("pause", {}, "pause", None, "Until somebody resumes it"),
+        ("pause", {}, "pause", None, "Until resumed by hand"),
         ("pause", {"duration": "2", "unit": "hours"}, "pause", {"seconds": 7200.0}, "in 1 h"),
         ("rate", {"rate": "60", "per": "hour"}, "limit", {"rate": "60/3600s", "burst": 5}, "60 in 1 h, burst 5"),
         ("rate", {"rate": "9", "burst": "2"}, "limit", {"rate": "9/1s", "burst": 2}, "9 in 1 s, burst 2"),
@@ -614,18 +614,18 @@ def test_a_paused_queue_is_resumed(site: Site, db: psycopg.Connection) -> None:
 
 def test_an_empty_queue_can_be_controlled_by_its_name(site: Site, db: psycopg.Connection) -> None:
     page = get(site.ada, "/queues")
-    assert "Name of the queue" in page.words
+    assert "Queue name" in page.words
     assert ("get", "/queues") in {(a.get("method"), a.get("action")) for tag, a in page.elements if tag == "form"}
     assert {"name": "queue", "required": None, "maxlength": "63"}.items() <= dict(
         next(a for tag, a in page.elements if tag == "input" and a.get("name") == "queue")
     ).items()
     page = get(site.ada, "/queues?queue=bulk")
-    assert "Queue bulk owes nothing, has no controls, and none of the newest 25,000 messages was in it." in page.words
+    assert "Queue bulk is empty and has no limits, and none of the newest 25,000 messages was in it." in page.words
     assert {f"/queues/bulk/{act}" for act in ("pause", "rate", "in-flight")} <= set(page.values("form", "action"))
     answer = site.ada.post("/queues/bulk/pause", data={"duration": "1", "unit": "hours"}, follow_redirects=True)
     assert "bulk paused" in Page(answer.text).words
     assert audit_of(db) == [("ada", "web 127.0.0.1", "pause", "bulk", None, {"seconds": 3600.0})]
-    assert "Queue bulk owes nothing" not in get(site.ada, "/queues?queue=bulk").words
+    assert "Queue bulk is empty" not in get(site.ada, "/queues?queue=bulk").words
 
 
 @pytest.mark.parametrize("state", list(State))
@@ -633,7 +633,7 @@ def test_a_queue_in_use_is_not_reported_as_misspelt(site: Site, db: psycopg.Conn
     put(db, state, queue="bulk")
     put(db, queue="other")
     page = get(site.ada, "/queues?queue=bulk")
-    assert "Queue bulk owes nothing" not in page.words
+    assert "Queue bulk is empty" not in page.words
     assert page.values("section", "id") == ["queue-bulk"]
 
 
@@ -641,7 +641,7 @@ def test_a_queue_name_is_validated_as_on_the_command_line(site: Site) -> None:
     for name in ("A", "1", "a b", "a'--", "x" * 64, "<script>"):
         answer = site.ada.get("/queues", params={"queue": name})
         assert answer.status_code == 422, name
-        assert "queue: 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter" in answer.text
+        assert "queue: give 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter" in answer.text
     assert get(site.ada, "/queues?queue=").words == get(site.ada, "/queues").words
 
 
@@ -754,7 +754,7 @@ def test_an_invalid_queue_name_is_refused(site: Site) -> None:
 
 def test_a_missing_page_is_answered_in_text_to_clients_other_than_browsers(site: Site) -> None:
     answer = site.ada.get("/nowhere", headers={"Accept": "*/*"})
-    assert (answer.status_code, answer.text) == (404, "There is no such page.\n")
+    assert (answer.status_code, answer.text) == (404, "Page not found.\n")
 
 
 # --- bulk actions -----------------------------------------------------------------------------------------------------
@@ -917,7 +917,7 @@ def test_a_bulk_shows_its_progress_and_can_be_stopped(site: Site, db: psycopg.Co
     path = site.ada.post("/bulk", data={"do": "redrive"}).headers["location"]
     assert gate.reached.wait(PROCESS_PATIENCE_SECONDS)
     page = get(site.ada, path)
-    assert "Under way." in page.words
+    assert "Running." in page.words
     assert "2" in page.values("meta", "content"), "the page does not reload itself without scripts"
     assert f"{path}/stop" in page.values("form", "action")
     assert f"{path}/stop" not in get(site.vera, path).values("form", "action")
@@ -932,8 +932,8 @@ def test_the_number_of_concurrent_bulks_is_limited(site: Site, db: psycopg.Conne
     paths = [site.ada.post("/bulk", data={"do": "redrive"}).headers["location"] for _ in range(2)]
     refused = site.ada.post("/bulk", data={"do": "redrive"})
     assert refused.status_code == 409
-    assert "2 bulks are under way" in Page(refused.text).words
-    assert "Under way:" in get(site.ada, "/bulk?do=redrive").words
+    assert "2 bulk actions are running" in Page(refused.text).words
+    assert "Running:" in get(site.ada, "/bulk?do=redrive").words
     gate.opened.set()
     for path in paths:
         wait_for_bulk(site, path)
@@ -955,7 +955,7 @@ def test_a_preview_counts_only_among_the_newest_messages(
     monkeypatch.setattr(reads, "SEARCH_ROWS", 4)
     for _ in range(6):
         put(db, State.FAILED)
-    assert "4+ messages match: so many of the newest 4" in get(site.ada, "/bulk?do=redrive").words
+    assert "4+ messages match among the newest 4" in get(site.ada, "/bulk?do=redrive").words
 
 
 @pytest.mark.parametrize(("do", "state"), [("redrive", "sent"), ("cancel", "failed")])
@@ -977,8 +977,8 @@ def test_a_bulk_reports_a_lost_database(site: Site, db: psycopg.Connection, gate
     )
     gate.opened.set()
     page = wait_for_bulk(site, path)
-    assert "Ended early." in page.words
-    assert "the database failed" in page.words
+    assert "Ended early because of an error." in page.words
+    assert "the database reported an error" in page.words
 
 
 def test_an_unknown_bulk_is_not_found(site: Site) -> None:
@@ -1015,7 +1015,7 @@ def test_a_slow_query_is_abandoned(site: Site, connect: Connect, monkeypatch: py
     blocker.execute("LOCK TABLE pgoutbox.message")
     with monkeypatch.context() as impatient:
         impatient.setattr(database, "STATEMENT_SECONDS", 0.1)
-        assert "was given up" in Page(site.ada.get("/messages").text).words
+        assert "was cancelled" in Page(site.ada.get("/messages").text).words
         assert site.ada.get("/messages").status_code == 503
         assert site.ada.post("/messages/1/cancel").status_code == 503
     blocker.rollback()
@@ -1052,7 +1052,7 @@ def test_an_act_with_an_unanswered_commit_is_reported_as_uncertain(
         proxy.wait_for_cut()
         site.dashboard.close()
     assert answer.status_code == 503
-    assert "this may have been done: look before you do it again" in Page(answer.text).words
+    assert "the action may have succeeded: check before you repeat it" in Page(answer.text).words
     copies = db.execute("SELECT count(*) FROM pgoutbox.message WHERE resend_of = %s", [message_id])
     assert copies.fetchall() == [(1,)]
 
@@ -1064,7 +1064,7 @@ def test_an_act_past_its_timeout_is_reported_as_uncertain(
     connect().execute("LOCK TABLE pgoutbox.message")
     monkeypatch.setattr(database, "ANSWER_SECONDS", 0.1)
     words = Page(site.ada.post(f"/messages/{message_id}/cancel").text).words
-    assert "did not answer in time; this may have been done: look before you do it again" in words
+    assert "did not answer in time; the action may have succeeded: check before you repeat it" in words
 
 
 def test_connections_that_died_while_idle_are_replaced(site: Site, db: psycopg.Connection) -> None:
@@ -1325,7 +1325,7 @@ def test_a_login_with_one_role_sees_the_same_as_the_owner(
     assert f"Supersedes message {older}" in page.words
     assert all(told in page.words for told in ("mailto:ada@example.org", "no such mailbox", "retry", "busy"))
     assert '"to": "(redacted)"' in page.words
-    assert "may not read the values" in page.words
+    assert "cannot read the values" in page.words
     assert "ada@" in get(owners.ada, f"/messages/{message_id}").text
 
 
@@ -1350,7 +1350,7 @@ def test_statistics_are_available_to_a_viewer_role(
         put(db, State.SENT)
     db.execute("ANALYZE pgoutbox.message")
     with login(dsn, "pgoutbox_viewer") as its_dsn:
-        assert "sent 8 about, by statistics" in get(open_site(its_dsn).ada, "/").words
+        assert "sent 8 estimated" in get(open_site(its_dsn).ada, "/").words
 
 
 @pytest.mark.parametrize(("role", "acts"), [("pgoutbox_operator", True), ("pgoutbox_viewer", False)])
@@ -1380,10 +1380,10 @@ def test_a_login_with_one_role_can_act_or_learns_which_role_it_needs(
         assert [row[2] for row in audit_of(db)][:3] == ["redrive", "cancel", "resend"]
         assert state_of(db, many) == "pending"
     else:
-        wanted = "The database role of this dashboard may not {}: grant it pgoutbox_operator."
+        wanted = "The database role of this dashboard cannot {}: grant it pgoutbox_operator."
         assert {(answer.status_code, wanted.format("do this") in answer.text) for answer in answers} == {(403, True)}
         assert (audit.status_code, wanted.format("read the audit") in audit.text) == (403, True)
-        assert "may not read the audit: grant it pgoutbox_operator" in shown
+        assert "cannot read the audit: grant it pgoutbox_operator" in shown
         assert "grant it pgoutbox_operator" in bulk_page
         assert (audit_of(db), state_of(db, many)) == ([], "failed")
 

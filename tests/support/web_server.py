@@ -130,7 +130,7 @@ def serving(app: ASGIApp, settings: Settings | None = None) -> Iterator[str]:
         started.set()
 
     server = Server(app, settings or web_settings(), host="127.0.0.1", port=0, started=tell)
-    thread = threading.Thread(target=server.serve_until_told, name="dashboard")
+    thread = threading.Thread(target=server.serve_until_stopped, name="dashboard")
     thread.start()
     try:
         assert started.wait(PROCESS_PATIENCE_SECONDS)

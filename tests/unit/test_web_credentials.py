@@ -69,18 +69,18 @@ def test_several_people_have_one_token_each() -> None:
         (f"{TOKEN} {TOKEN}", "entry 1 has no token"),
         (f"ada:{TOKEN}\x00", "entry 1 has no token"),
         ("c4n4ry-s3cret-ünïcode-ünïcode", "entry 1 has no token"),
-        (f"a b:{TOKEN}", "entry 1 has no name"),
-        (f":{TOKEN}", "entry 1 has no name"),
-        (f"{'a' * 64}:{TOKEN}", "entry 1 has no name"),
+        (f"a b:{TOKEN}", "entry 1 has an invalid name"),
+        (f":{TOKEN}", "entry 1 has an invalid name"),
+        (f"{'a' * 64}:{TOKEN}", "entry 1 has an invalid name"),
         ("x" * 1_001, "entry 1 has no token"),
         (HASH, "without a name"),
-        (f"ada:{HASH[:-3]}", "is no hash"),
-        (f"ada:{HASH.replace('$16384$', '$1024$')}", "too weak or too costly"),
-        (f"ada:{HASH.replace('$16384$', '$16385$')}", "too weak or too costly"),
-        (f"ada:{HASH.replace('$16384$', '$8388608$')}", "too weak or too costly"),
-        (f"ada:{HASH.replace('$5$', '$999$')}", "too weak or too costly"),
-        (f"ada:{HASH.replace('$5$', '$0$')}", "too weak or too costly"),
-        ("ada:scrypt$16384$8$5$c2hvcnQ=$c2hvcnQ=", "is no hash"),
+        (f"ada:{HASH[:-3]}", "is not a valid password hash"),
+        (f"ada:{HASH.replace('$16384$', '$1024$')}", "too weak or too expensive"),
+        (f"ada:{HASH.replace('$16384$', '$16385$')}", "too weak or too expensive"),
+        (f"ada:{HASH.replace('$16384$', '$8388608$')}", "too weak or too expensive"),
+        (f"ada:{HASH.replace('$5$', '$999$')}", "too weak or too expensive"),
+        (f"ada:{HASH.replace('$5$', '$0$')}", "too weak or too expensive"),
+        ("ada:scrypt$16384$8$5$c2hvcnQ=$c2hvcnQ=", "is not a valid password hash"),
         (f"ada:{TOKEN},ada:x{TOKEN}", "the same name"),
         (f"ada:{TOKEN},grace:{TOKEN}", "the same token"),
     ],
@@ -188,7 +188,7 @@ def known() -> Credentials:
 
 
 def ada(known: Credentials) -> Person:
-    person = known.named("ada")
+    person = known.by_name("ada")
     assert person is not None
     return person
 
@@ -210,9 +210,9 @@ def test_use_extends_a_session_up_to_its_maximum_lifetime(known: Credentials, cl
         clock.at += 500
         opened = sessions.open(sessions.seal(session))
         assert opened is not None
-        prolonged = sessions.prolong(opened)
-        assert prolonged is not None
-        session = prolonged
+        extended = sessions.extend(opened)
+        assert extended is not None
+        session = extended
     clock.at += 100
     assert sessions.open(sessions.seal(session)) is None
 
@@ -221,9 +221,9 @@ def test_a_cookie_is_not_renewed_at_every_page(known: Credentials, clock: Clock)
     sessions = sessions_of(known, clock)
     session = sessions.begin(ada(known))
     clock.at += 29
-    assert sessions.prolong(session) is None
+    assert sessions.extend(session) is None
     clock.at += 1
-    assert sessions.prolong(session) is not None
+    assert sessions.extend(session) is not None
 
 
 def test_after_a_sign_out_no_copy_of_the_cookie_is_valid(known: Credentials, clock: Clock) -> None:
@@ -231,11 +231,11 @@ def test_after_a_sign_out_no_copy_of_the_cookie_is_valid(known: Credentials, clo
     session = sessions.begin(ada(known))
     other = sessions.begin(ada(known))
     clock.at += 60
-    prolonged = sessions.prolong(session)
-    assert prolonged is not None
+    extended = sessions.extend(session)
+    assert extended is not None
     sessions.end(session)
     assert sessions.open(sessions.seal(session)) is None
-    assert sessions.open(sessions.seal(prolonged)) is None
+    assert sessions.open(sessions.seal(extended)) is None
     assert sessions.open(sessions.seal(other)) == other
 
 
@@ -285,40 +285,40 @@ def test_each_session_has_its_own_form_token(known: Credentials, clock: Clock) -
     assert sessions.csrf_token(first) not in sessions.seal(first)
 
 
-# --- the brake --------------------------------------------------------------------------------------------------------
+# --- rate limit -------------------------------------------------------------------------------------------------------
 
 
 def test_attempts_are_free_up_to_the_burst_and_then_limited(clock: Clock) -> None:
-    brake = RateLimiter(burst=3, interval_seconds=10, clock=clock)
-    assert [brake.take("192.0.2.1") for _ in range(4)] == [0, 0, 0, 10]
-    assert brake.take("192.0.2.2") == 0
+    limiter = RateLimiter(burst=3, interval_seconds=10, clock=clock)
+    assert [limiter.take("192.0.2.1") for _ in range(4)] == [0, 0, 0, 10]
+    assert limiter.take("192.0.2.2") == 0
     clock.at += 10
-    assert [brake.take("192.0.2.1"), brake.take("192.0.2.1")] == [0, 10]
+    assert [limiter.take("192.0.2.1"), limiter.take("192.0.2.1")] == [0, 10]
     clock.at += 1_000
-    assert [brake.take("192.0.2.1") for _ in range(4)] == [0, 0, 0, 10]
+    assert [limiter.take("192.0.2.1") for _ in range(4)] == [0, 0, 0, 10]
 
 
 def test_a_successful_attempt_does_not_count(clock: Clock) -> None:
-    brake = RateLimiter(burst=1, interval_seconds=10, clock=clock)
+    limiter = RateLimiter(burst=1, interval_seconds=10, clock=clock)
     for _ in range(5):
-        assert brake.take("192.0.2.1") == 0
-        brake.give_back("192.0.2.1")
-    assert [brake.take("192.0.2.1"), brake.take("192.0.2.1")] == [0, 10]
+        assert limiter.take("192.0.2.1") == 0
+        limiter.give_back("192.0.2.1")
+    assert [limiter.take("192.0.2.1"), limiter.take("192.0.2.1")] == [0, 10]
 
 
 def test_a_network_of_ipv6_counts_as_one_address(clock: Clock) -> None:
-    brake = RateLimiter(burst=1, interval_seconds=10, clock=clock)
-    assert brake.take("2001:db8::1") == 0
-    assert brake.take("2001:db8::ffff:1%eth0") == 10
-    assert brake.take("2001:db8:0:1::1") == 0
-    assert brake.take("::ffff:192.0.2.1") == 0
-    assert brake.take("192.0.2.1") == 10
-    assert brake.take("local") == 0
+    limiter = RateLimiter(burst=1, interval_seconds=10, clock=clock)
+    assert limiter.take("2001:db8::1") == 0
+    assert limiter.take("2001:db8::ffff:1%eth0") == 10
+    assert limiter.take("2001:db8:0:1::1") == 0
+    assert limiter.take("::ffff:192.0.2.1") == 0
+    assert limiter.take("192.0.2.1") == 10
+    assert limiter.take("local") == 0
 
 
 def test_the_rate_limit_remembers_a_limited_number_of_addresses(clock: Clock) -> None:
-    brake = RateLimiter(burst=1, interval_seconds=10, capacity=100, clock=clock)
+    limiter = RateLimiter(burst=1, interval_seconds=10, capacity=100, clock=clock)
     for number in range(1_000):
-        brake.take(f"10.0.{number // 256}.{number % 256}")
-    assert len(brake) == 100
-    assert brake.take("10.0.3.231") == 10
+        limiter.take(f"10.0.{number // 256}.{number % 256}")
+    assert len(limiter) == 100
+    assert limiter.take("10.0.3.231") == 10

@@ -1,10 +1,10 @@
-// Replaces the parts of a page that the server renders, when the server says that something changed. Without this
-// script every page works; it only has to be reloaded by hand.
+// Refreshes the server-rendered parts of a page when the server reports a change. Without this script, every page still
+// works after a manual reload.
 "use strict";
 
 (() => {
-  const PAUSE = 2000;
-  const WITHOUT_NEWS = 20000;
+  const MIN_AGE = 2000;
+  const MAX_AGE = 20000;
   const RETRY = 15000;
   const live = document.getElementById("live");
   const parts = () => document.querySelectorAll("[data-part][id]");
@@ -13,7 +13,7 @@
   let fetchedAt = Date.now();
   let stopped = false;
 
-  function tell(text, lost) {
+  function showStatus(text, lost) {
     if (live.textContent !== text) live.textContent = text;
     live.classList.toggle("lost", lost);
   }
@@ -49,10 +49,10 @@
         else part.replaceWith(document.importNode(other, true));
       }
       stale ||= isPaused;
-      if (isPaused) tell("Paused where you are", true);
-      else tell(...(source === null ? ["Every 20 s", true] : ["Live", false]));
+      if (isPaused) showStatus("Paused while in use", true);
+      else showStatus(...(source === null ? ["Every 20 s", true] : ["Live", false]));
     } catch {
-      tell("No answer", true);
+      showStatus("No answer", true);
       stale = true;
     } finally {
       busy = false;
@@ -69,46 +69,46 @@
   function stop(text) {
     stopped = true;
     leave();
-    tell(text, true);
+    showStatus(text, true);
   }
 
-  // A browser has six connections to a server over HTTP/1.1. A hidden page must not keep one of them.
+  // Over HTTP/1.1 a browser opens at most six connections to a server. A hidden page must not keep one open.
   function follow() {
     if (stopped || document.hidden || source !== null) return;
     const opened = new EventSource(document.body.dataset.live);
     source = opened;
-    opened.addEventListener("open", () => tell("Live", false));
+    opened.addEventListener("open", () => showStatus("Live", false));
     opened.addEventListener("change", () => { stale = true; });
     opened.addEventListener("replaced", () => {
       leave();
-      tell("Every 20 s", true);
+      showStatus("Every 20 s", true);
     });
     opened.addEventListener("error", () => {
-      tell("Not live", true);
-      // After an answer other than a stream the browser does not try again by itself.
+      showStatus("Disconnected", true);
+      // The browser does not reconnect by itself if the answer was not a stream.
       if (opened.readyState !== EventSource.CLOSED) return;
       leave();
       setTimeout(follow, RETRY);
     });
   }
 
-  function look() {
+  function refreshIfStale() {
     if (stopped || busy || document.hidden) return;
     const age = Date.now() - fetchedAt;
     const isPressing = document.querySelector("[data-refresh]") !== null;
-    if (age >= PAUSE && (stale || isPressing || age >= WITHOUT_NEWS)) void refresh();
+    if (age >= MIN_AGE && (stale || isPressing || age >= MAX_AGE)) void refresh();
   }
 
   if (parts().length > 0) {
     follow();
-    setInterval(look, 500);
+    setInterval(refreshIfStale, 500);
     document.addEventListener("visibilitychange", () => {
       if (document.hidden) leave();
       follow();
-      look();
+      refreshIfStale();
     });
     addEventListener("focus", follow);
-    // Else going back finds a page that thinks it is still connected.
+    // Otherwise a page from the back-forward cache considers itself connected.
     addEventListener("pagehide", leave);
     addEventListener("pageshow", follow);
   }
