@@ -1060,7 +1060,7 @@ class TestSecrets:
         monkeypatch.setenv("PGOUTBOX_DSN", "postgresql+psycopg://app:c4n4ry@localhost/app")
         for command in (("list",), ("migrate",)):
             done = cli_anywhere(*command)
-            assert done.err == "error: PGOUTBOX_DSN: is a URL of SQLAlchemy; remove +psycopg before ://\n"
+            assert done.err == "error: PGOUTBOX_DSN: is a SQLAlchemy URL; remove +psycopg before ://\n"
 
     def test_short_passwords_are_not_masked(self) -> None:
         assert mask("a host", secrets_in(["postgresql://u:a@h/d"])) == "a host"
