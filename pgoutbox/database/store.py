@@ -53,7 +53,7 @@ class ClaimedRow(NamedTuple):
     state: str
     expires_in_seconds: float | None
     superseded: bool
-    """Whether a newer message supersedes it: see `mark_superseded`. `Store` sets this field and the following ones."""
+    """Whether a newer message supersedes this one: see `mark_superseded`. `Store` sets this and later fields."""
     queue: str
     was_lapsed: bool = False
     """Whether the previous attempt was lost."""
@@ -97,7 +97,7 @@ class DueRow(NamedTuple):
         return self._with_permit(self.other_due_seconds)
 
     def _with_permit(self, seconds: float | None) -> float | None:
-        # If a message is due and there is a permit, another worker is claiming it: look again soon.
+        # If a message is due and there is a permit, another worker is claiming it: poll again soon.
         if seconds is None or self.permit_seconds is None:
             return seconds
         return None if math.isinf(self.permit_seconds) else max(seconds, self.permit_seconds, _PERMIT_PAUSE_SECONDS)
@@ -557,7 +557,7 @@ async def complete_within(
 def complete_within_sync(
     connection: psycopg.Connection[TupleRow], message_id: int, attempt_count: int, *, worker: str, forgets: bool
 ) -> bool:
-    """The same on a sync connection, for handlers in threads."""
+    """Finish one attempt as sent, like `finish_sent`, on a sync connection for handlers in threads."""
     statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_IF_HELD
     parameters = _finish_parameters([_sent(message_id, attempt_count)], worker=worker)
     while True:

@@ -1052,7 +1052,7 @@ class TestSecrets:
         done = cli("list")
         assert done.exit_code == 1
         assert "pgoutbox.message_view does not exist: if the schema is missing or too old, run: pgoutbox" in done.err
-        assert "if only a part of it is missing, restore that from a backup" in done.err
+        assert "if only a part of it is missing, restore that part from a backup" in done.err
 
     def test_a_sqlalchemy_url_is_refused_with_the_part_to_remove(
         self, cli_anywhere: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
