@@ -21,7 +21,7 @@ from pgoutbox.signatures import check_handler, is_async
 
 OnUnknown = Literal["retry", "hold"]
 
-_NOT_TRANSACTIONAL = "ctx.connection is for transactional handlers: register this one with transactional=True"
+_NOT_TRANSACTIONAL = "ctx.connection is only for transactional handlers: register this one with transactional=True"
 
 
 @dataclass(frozen=True, slots=True)

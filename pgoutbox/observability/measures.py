@@ -177,7 +177,7 @@ class Names:
         self._known: dict[str, str] = {}
 
     def label(self, name: str) -> str:
-        """The name, or `other`."""
+        """Return the name, or `other`."""
         label = self._known.get(name)
         if label is not None:
             return label

@@ -14,7 +14,7 @@ ALERT_TOPIC: Final = "pgoutbox.alert"
 
 
 async def render_alert(message: Message[object], _: Context) -> Email:
-    """An e-mail to the message's destination."""
+    """Return an e-mail to the message's destination."""
     alert = cast("Mapping[str, str]", message.payload)
     breaker = alert["breaker"]
     if alert["event"] == "closed":

@@ -427,5 +427,5 @@ class Claimer:
 
 
 def _time_of(rows: Sequence[ClaimedRow]) -> datetime | None:
-    """The claim time of the attempts of one claim, by the server's clock."""
+    """Return the claim time of the attempts of one claim, by the server's clock."""
     return next((row.claimed_at for row in rows if row.state == _SENDING), None)

@@ -41,7 +41,7 @@ class UnansweredClaims:
         self._is_waiting = True
 
     def end(self, claimed_at: datetime | None = None) -> None:
-        """The claim had no effect, or its attempts are known. `claimed_at` is their time of claim, if it began any."""
+        """Remember an answered claim: its attempts are known, and have this time of claim, or it began none."""
         self._is_waiting = False
         if claimed_at is not None:
             self._answered_at = claimed_at

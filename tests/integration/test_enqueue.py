@@ -193,7 +193,7 @@ def test_a_call_with_another_definition_of_the_topic_is_refused(
 ) -> None:
     outbox.topic("mail", queue="bulk")
     assert outbox.enqueue(rolled_back, Topic("mail", queue="bulk"), 1).id
-    with pytest.raises(ConfigurationError, match="topic 'mail' is defined otherwise"):
+    with pytest.raises(ConfigurationError, match="topic 'mail' has another definition"):
         outbox.enqueue(rolled_back, Topic("mail"), 1)
 
 
