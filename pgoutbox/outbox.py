@@ -763,7 +763,7 @@ def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
         raise unprotected.error from unprotected.error.__cause__
     except ClosedError:
         raise
-    except Exception as error:  # noqa: BLE001 - best effort: after any error the caller goes on
+    except Exception as error:  # noqa: BLE001 - best effort: the caller continues after any error
         # Not the text, the traceback or the whole path: they contain keys and parts of payloads.
         logger.error(  # noqa: TRY400
             "a message could not be enqueued; the caller continues without it",

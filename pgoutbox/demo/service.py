@@ -136,7 +136,7 @@ def ask_for_reset(connection: psycopg.Connection, email: str, request: int) -> E
     """Ask for a new password; a later request of the same person replaces this one."""
     row = connection.execute("SELECT id FROM person WHERE email = %s", (email,)).fetchone()
     if row is None:
-        raise LookupError(f"nobody has the address {email}")
+        raise LookupError(f"no person has the address {email}")
     reset = outbox.enqueue(connection, PASSWORD_RESET, PasswordReset(person_id=row[0], email=email, request=request))
     return Enqueued(reset.id, "password_reset", email)
 

@@ -51,11 +51,11 @@ Write = Callable[[Sequence[Attempt]], Awaitable[Mapping[int, State]]]
 
 
 class Finisher:
-    """Writes the ends of attempts and removes them from `held`.
+    """Writes the outcomes of attempts and removes the attempts from `held`.
 
-    `on_ended` is called after attempts have ended, `on_written` after every batch, `on_pending` when a message is
-    pending again, `on_released` with the queues of messages released without an attempt, `on_successors` with the
-    queues of messages that had to wait for a message of the batch, `on_halted` and `on_resumed` with a topic whose
+    `on_ended` is called after attempts have ended, `on_written` after every batch, and `on_pending` when a message is
+    pending again. `on_released` gets the queues of messages released without an attempt. `on_successors` gets the
+    queues of messages that had to wait for a message of the batch. `on_halted` and `on_resumed` get a topic whose
     outcomes the database refuses.
     """
 
@@ -278,7 +278,7 @@ class Finisher:
             message_id = message.id
             state = done.get(message_id) or standing.get(message_id)
             if state is _SENT:
-                # This process may have claimed the message again meanwhile, after the lease of this attempt ran out.
+                # This process may have claimed the message again, after the lease of this attempt ran out.
                 if held.get(message_id) is attempt:
                     del held[message_id]
                 sent.append(message)

@@ -51,7 +51,7 @@ class _Slot:
         self.timed_out = False  # It was cancelled because of its timeout.
         self.has_returned = False  # Its thread had ended when a deadline passed.
         self.has_overtime_again = False  # The process was suspended during its overtime.
-        self.is_abandoned = False  # It has its ending, and its handler goes on.
+        self.is_abandoned = False  # It has its ending, but its handler still runs.
         self.thread: Future[object] | None = None
         self.work: Work = ()  # Its messages, until they have an ending.
 

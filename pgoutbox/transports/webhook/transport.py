@@ -276,7 +276,7 @@ class _Dialler:
         addresses = await asyncio.get_running_loop().run_in_executor(self.resolver, look_up)
         for address in addresses:
             if not self.frontier.admits(address):
-                # Only for the operator: it would tell the author of the URL about the network.
+                # Only for the operator: it would reveal details of the network to the author of the URL.
                 logger.warning(
                     "a webhook to an address that is not public was refused",
                     extra={

@@ -83,7 +83,7 @@ class UrlPolicy:
         if found := _UNFIT.search(url):
             raise Permanent(f"{field}: contains the character U+{ord(found[0]):04X}; percent-encode it")
         if "#" in url:
-            raise Permanent(f"{field}: a fragment (#) is sent to nobody; leave it out")
+            raise Permanent(f"{field}: a fragment (#) is never sent; leave it out")
         parts = _URL.fullmatch(url)
         scheme = parts["scheme"].lower() if parts else ""
         if parts is None or scheme not in DEFAULT_PORTS:
