@@ -632,8 +632,8 @@ _MEANINGS: Final[Mapping[LogEvent, str]] = {
     LogEvent.FAILED: "A message failed permanently and waits for an operator.",
     LogEvent.SKIPPED: "A message ended skipped: by its handler, superseded or expired. Debug level without an attempt.",
     LogEvent.CANCELLED: "A message was cancelled while an attempt was in flight, and ended cancelled.",
-    LogEvent.SNOOZED: "An attempt ended with a snooze, and its message is pending again. Also logged at info level.",
-    LogEvent.RELEASED: "A message was released without an attempt. Also logged at info level.",
+    LogEvent.SNOOZED: "An attempt ended with a snooze, and its message is pending again.",
+    LogEvent.RELEASED: "A message was released without an attempt.",
     LogEvent.CLAIM_LOST: "The answer to a claim was lost. Its messages, which no handler has seen, were released.",
     LogEvent.CLAIM_REFUSED: "PostgreSQL refused the claim of a message. The worker tries again once a minute.",
     LogEvent.LEASE_EXPIRED: "The lease of another attempt ended, its outcome is unknown, and the next attempt begins.",
@@ -761,10 +761,12 @@ def _level_of(call: ast.Call) -> str | None:
 def _events_of(call: ast.Call) -> Iterator[LogEvent]:
     for argument in [*call.args, *(keyword.value for keyword in call.keywords)]:
         for node in ast.walk(argument):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Event":
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "LogEvent":
                 yield LogEvent[node.attr]
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "event_of_state":
                 yield from (LogEvent.RETRY, LogEvent.SKIPPED, LogEvent.CANCELLED)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "event_of_outcome":
+                yield from (LogEvent.RETRY, LogEvent.SNOOZED, LogEvent.RELEASED)
 
 
 def _fields_of(call: ast.Call) -> Iterator[str]:

@@ -38,8 +38,8 @@ from pgoutbox.cli.program import (
     require_known_queue,
 )
 from pgoutbox.database import operator_connection
+from pgoutbox.operations import breakers, queue_controls
 from pgoutbox.operations import messages as operations
-from pgoutbox.operations import queue_controls
 from pgoutbox.options import check_name
 from pgoutbox.outbox import Outbox
 from pgoutbox.topics import CoalesceRule, Topic
@@ -220,7 +220,7 @@ def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> N
     """Count the messages; name the paused queues and the open circuit breakers."""
     settings = read_settings(dsn)
     with operator_connection.connect(settings, read_only=True) as connection:
-        breakers = operations.list_open_breakers(connection, names=settings.redacted_names)
+        open_breakers = breakers.list_open_breakers(connection, names=settings.redacted_names)
         counts = operations.count_messages(connection, queue=queue)
         paused = [q for q in queue_controls.list_queues(connection) if q.paused_at and queue in (None, q.queue)]
         if not counts:
@@ -230,14 +230,12 @@ def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> N
             {
                 "topics": [c._asdict() for c in counts],
                 "paused": [{"queue": q.queue, "paused_at": q.paused_at, "resume_at": q.resume_at} for q in paused],
-                "breakers": [breaker._asdict() for breaker in breakers],
+                "breakers": [breaker._asdict() for breaker in open_breakers],
             }
         )
         return
     print_table(operations.TopicCounts._fields, counts)
     for controls in paused:
         print_warning(f"queue {controls.queue} is {describe_pause(controls.paused_at, controls.resume_at)}")
-    for breaker in breakers:
-        print_warning(
-            f"{breaker.key} is out of order for {breaker.open_seconds:.0f} s, its messages wait: {breaker.last_error}"
-        )
+    for breaker in open_breakers:
+        print_warning(f"circuit breaker {breaker.key} is open for {breaker.open_seconds:.0f} s: {breaker.last_error}")

@@ -136,14 +136,6 @@ class TopicCounts(NamedTuple):
     oldest_due_seconds: float | None
 
 
-class OpenBreaker(NamedTuple):
-    """An open circuit breaker, which holds messages back, in the order of OPEN_BREAKERS."""
-
-    key: str
-    open_seconds: float
-    last_error: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageFilter:
     """A filter for messages: a message matches if it fulfils all given conditions.
@@ -379,12 +371,6 @@ def _items(value: dict[str, JsonValue] | list[JsonValue]) -> Collection[JsonValu
 def count_messages(connection: psycopg.Connection[TupleRow], *, queue: str | None = None) -> list[TopicCounts]:
     """Return the numbers of messages by queue and topic."""
     return [TopicCounts._make(row) for row in fetch(connection, sql.STATS, {"queue": queue})]
-
-
-def list_open_breakers(connection: psycopg.Connection[TupleRow], *, names: Collection[str]) -> list[OpenBreaker]:
-    """Return the open circuit breakers, the oldest 20 at most. Errors are redacted by `names`."""
-    found = [OpenBreaker._make(row) for row in fetch(connection, sql.OPEN_BREAKERS, {})]
-    return [breaker._replace(last_error=redact_text(breaker.last_error, names)) for breaker in found]
 
 
 def redact_message(message: ShownMessage, names: Collection[str]) -> ShownMessage:

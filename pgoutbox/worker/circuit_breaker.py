@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -173,6 +173,7 @@ class CircuitBreakers:
         self._couriers: dict[int, _Circuit] = {}
         self._looked_at: dict[str, float] = {}
         self._asked_for_news_at = float("-inf")
+        self._news: asyncio.Task[bool] | None = None
         self._rendering_topics: set[str] = set()
         self._under_way_count = 0
         self._tasks: set[asyncio.Task[object]] = set()
@@ -441,24 +442,30 @@ class CircuitBreakers:
             self._circuits.setdefault(key, circuit).open(row)
 
     async def _has_news(self) -> bool:
-        """Read the shared state of all breakers that are open here. Return True if one of them is closed by now.
+        """Read the open breakers again, at most once a second. Return whether one of them is closed.
 
-        Another worker's probe may have succeeded, or an operator may have deleted the row. A message that would be held
-        back triggers this query, at most once a second.
+        Another worker's probe may have succeeded, or an operator has closed it. Concurrent callers share one query.
         """
-        asked_at = elapsed_clock()
-        paused = [c for c in self._circuits.values() if c.retry_at is not None and c.retry_at > asked_at]
-        if not paused or asked_at - self._asked_for_news_at < _NEWS_SECONDS:
-            return False
-        self._asked_for_news_at = asked_at
+        if self._news is None:
+            asked_at = elapsed_clock()
+            paused = [c for c in self._circuits.values() if c.retry_at is not None and c.retry_at > asked_at]
+            if not paused or asked_at - self._asked_for_news_at < _NEWS_SECONDS:
+                return False
+            self._asked_for_news_at = asked_at
+            self._news = self._start(self._read_news(paused, asked_at))
+        return await asyncio.shield(self._news)
+
+    async def _read_news(self, paused: Sequence[_Circuit], asked_at: float) -> bool:
         try:
             rows = await self._ask(self._store.breakers([circuit.key for circuit in paused]))
         except _UnknownError:
             return False
+        finally:
+            self._news = None
         has_news = False
         for circuit in paused:
             if circuit.retry_at is None or circuit.known_at > asked_at:
-                continue  # A result since the question is newer than the answer.
+                continue  # The circuit has changed since the query was sent.
             row = rows.get(circuit.key)
             if row is None:
                 circuit.close()

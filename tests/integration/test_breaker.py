@@ -111,6 +111,19 @@ async def test_a_worker_notices_at_the_next_message_that_an_operator_closed_the_
         assert {row.state for row in rows_of(db, *held)} == {"pending"}
 
 
+async def test_postponed_messages_are_sent_after_an_operator_closed_the_breaker(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    """Without that they would wait for hours."""
+    app = App(dsn, breaker_failures=1, **LONG)
+    async with line_host(Mood.DROP) as host, running(app.worker()):
+        held = [enqueue(db, destination=host.destination) for _ in range(3)]
+        await until(lambda: all(row.due_in_seconds > HOUR / 2 for row in rows_of(db, *held)))
+        host.mood = Mood.TAKE
+        assert db.execute("SELECT * FROM pgoutbox.close_breaker(%s)", [host.key]).fetchall() == [(True, 3)]
+        await until(all_sent(db, held))
+
+
 async def test_held_back_messages_query_the_shared_breaker_only_occasionally(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

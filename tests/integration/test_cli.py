@@ -586,10 +586,23 @@ class TestLooking:
         (breaker,) = cli("stats", "--json").json["breakers"]
         assert breaker["key"] == "mial:no-transport"
         error = cli("stats").err
-        assert re.search(
-            r"mial:no-transport is out of order for \d+ s, its messages wait: this worker has no transport", error
-        )
+        assert re.search(r"circuit breaker mial:no-transport is open for \d+ s: this worker has no transport", error)
         assert "hunter2" not in error + str(breaker)
+
+    def test_breakers_are_listed_and_closed(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        assert cli("breaker", "list").out == "all circuit breakers are closed\n"
+        database.execute(
+            "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
+            " VALUES ('smtp:mail', now() + interval '1 h', 30, 'w', 'refused: password=hunter2')"
+        )
+        listed = cli("breaker", "list").out
+        assert "smtp:mail" in listed
+        assert "hunter2" not in listed
+        assert cli("breaker", "list", "--json").json["key"] == "smtp:mail"
+        assert cli("breaker", "close", "smtp:mail").out == "breaker smtp:mail: closed; 0 postponed messages are due\n"
+        again = cli("breaker", "close", "smtp:mail")
+        assert (again.exit_code, again.out) == (1, "")
+        assert "no open breaker has the name smtp:mail" in again.err
 
     @pytest.mark.parametrize("command", [("list",), ("stats",), ("redrive", "--all-failed"), ("resume",)])
     def test_an_unknown_queue_is_reported_with_the_known_ones(

@@ -483,7 +483,7 @@ def test_best_effort_rolls_back_only_the_enqueue(
     assert failure(caplog) == {
         "event": "enqueue_failed",
         "topic": "mail",
-        "error_type": "DuplicateError",
+        "error_type": "DedupeConflictError",
         "sqlstate": "23505",
         "field": None,
     }

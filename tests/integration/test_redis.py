@@ -304,7 +304,7 @@ async def test_a_worker_delivers_when_the_server_is_back(dsn: str, db: psycopg.C
         await Worker(outbox).run_once()
         assert [(row.state, row.last_error) for row in rows_of(db, wrong, nowhere)] == [
             ("failed", "destination: names a server; its address belongs into the settings, not into the message"),
-            ("failed", "destination: the message has none, and its Event needs one"),
+            ("failed", "destination: the message has none, and its CloudEvent needs one"),
         ]
 
 

@@ -28,7 +28,7 @@ from pgoutbox.cli.main import main
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.message import State
-from pgoutbox.operations import messages, queue_controls, retention
+from pgoutbox.operations import breakers, messages, queue_controls, retention
 from pgoutbox.operations.messages import MessageFilter
 from pgoutbox.operations.queue_controls import Rate
 from pgoutbox.settings import load_settings
@@ -78,7 +78,6 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
     },
     OPERATOR: {
         "audit": "SELECT",
-        "breaker": "DELETE",
         "queue": "INSERT SELECT UPDATE",
         "renewal": "DELETE",
         "retention": "DELETE INSERT SELECT UPDATE",
@@ -100,7 +99,6 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "upkeep UPDATE": "began_at due_at worker",
     },
     OPERATOR: {
-        "breaker SELECT": "key",
         "renewal SELECT": "lease_expires_at",
     },
     VIEWER: {},
@@ -137,7 +135,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     OPERATOR: LOOK_FUNCTIONS
     | PRUNE_BY_RULES
     | UPKEEP_FUNCTIONS
-    | {"cancel", "cancel_by_key", "cancel_each", "prune", "prune_dedupe", "redrive", "resend"},
+    | {"cancel", "cancel_by_key", "cancel_each", "close_breaker", "prune", "prune_dedupe", "redrive", "resend"},
     VIEWER: LOOK_FUNCTIONS,
 }
 
@@ -473,6 +471,7 @@ CONTROLS: Final = (
     "INSERT INTO pgoutbox.retention VALUES ('0 s', '*', 'sent')",
     "SELECT pgoutbox.redrive(ARRAY[1::bigint])",
     "SELECT pgoutbox.resend(1)",
+    "SELECT pgoutbox.close_breaker('k')",
     "SELECT pgoutbox.prune(ARRAY['sent'], '0 s', NULL, 1)",
     "SELECT a.actor FROM pgoutbox.audit AS a",
     "INSERT INTO pgoutbox.audit (act_id, actor, action) VALUES (gen_random_uuid(), 'a', 'pause')",
@@ -755,7 +754,7 @@ def test_an_operator_can_run_every_operator_action(
     assert retention.unset_retention(operator, "*", "sent")
     assert retention.count_prunable(operator, timedelta(microseconds=1))
     assert retention.prune(operator, timedelta(microseconds=1)).total == 7
-    operator.execute("DELETE FROM pgoutbox.breaker WHERE key = 'k'")
+    assert breakers.close_breaker(operator, "k") == breakers.ClosedBreaker(was_open=True, message_count=0)
     acts = {act.action for act in messages.list_acts(operator)}
     assert acts == {"redrive", "resend", "cancel", "pause", "resume", "limit", "retention", "prune", "breaker"}
     assert {act.db_role for act in messages.list_acts(operator)} == {operator.info.user}

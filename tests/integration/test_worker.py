@@ -1381,7 +1381,7 @@ def deliver_when_told(
         in_handler.set()
         go_on.wait(PATIENCE_SECONDS)
 
-    vars(pgoutbox.worker.worker)["Claims"] = QuietClaims
+    vars(pgoutbox.worker.worker)["Claimer"] = QuietClaims
     worker = Worker(outbox)
     asyncio.run(worker.run_once())
     lost_count.value = worker.telemetry.counts[LogEvent.LEASE_LOST]

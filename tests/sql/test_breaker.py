@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from pgoutbox.database import sql
 from pgoutbox.database.store import BreakerRow
 from tests.support import races
+from tests.support.outbox_actions import enqueue
+from tests.support.sleeping import sleeping_worker
 
 if TYPE_CHECKING:
     import psycopg
@@ -300,3 +302,73 @@ def test_without_a_queue_nothing_is_announced(rolled_back: psycopg.Connection) -
     fail(rolled_back)
     close(rolled_back, won_probe_after_cooldown(rolled_back))
     assert alerts(rolled_back) == []
+
+
+# --- closed by an operator --------------------------------------------------------------------------------------------
+
+POSTPONED = """
+    INSERT INTO pgoutbox.attempt
+        (message_id, attempt_count, outcome, worker, started_at, ended_at, reason_code, breaker_key)
+    VALUES (%s, %s, 'snoozed', 'w', now(), now(), %s, %s)
+"""
+
+
+def postponed(db: psycopg.Connection, key: str | None = KEY, *, attempt_count: int = 1, queue: str = "default") -> int:
+    """Return a message that waits for an hour since its first attempt, which the breaker of this key postponed."""
+    message_id = enqueue(db, queue=queue)
+    db.execute(
+        "UPDATE pgoutbox.message_live SET attempt_count = 1, available_at = now() + interval '1 hour' WHERE id = %s",
+        [message_id],
+    )
+    db.execute(POSTPONED, (message_id, attempt_count, None if key is None else "circuit_open", key))
+    return message_id
+
+
+def close_by_hand(db: psycopg.Connection, at_most: int = 10_000) -> tuple[bool, int]:
+    ((was_open, message_count),) = db.execute("SELECT * FROM pgoutbox.close_breaker(%s, %s)", (KEY, at_most)).fetchall()
+    return was_open, message_count
+
+
+def due_within(db: psycopg.Connection, seconds: float) -> set[int]:
+    rows = db.execute(
+        "SELECT id FROM pgoutbox.message_live WHERE available_at <= now() + make_interval(secs => %s)", [seconds]
+    )
+    return {message_id for (message_id,) in rows}
+
+
+def test_an_operator_closes_a_breaker_and_its_postponed_messages_are_due_in_a_second(
+    rolled_back: psycopg.Connection,
+) -> None:
+    fail(rolled_back, trips=True)
+    ours = {postponed(rolled_back), postponed(rolled_back, queue="bulk")}
+    postponed(rolled_back, "smtp://other.example.org:25")
+    postponed(rolled_back, None)
+    postponed(rolled_back, attempt_count=0)  # An earlier attempt was postponed, not the last one.
+    assert close_by_hand(rolled_back) == (True, 2)
+    assert due_within(rolled_back, 1) == ours
+    assert due_within(rolled_back, 0.9) == set()
+    assert rolled_back.execute("SELECT FROM pgoutbox.breaker").fetchall() == []
+    assert close_by_hand(rolled_back) == (False, 0)
+
+
+def test_closing_a_breaker_changes_messages_in_batches(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back, trips=True)
+    for _ in range(3):
+        postponed(rolled_back)
+    assert [close_by_hand(rolled_back, 2) for _ in range(3)] == [(True, 2), (False, 1), (False, 0)]
+
+
+def test_closing_a_breaker_does_not_wait_for_a_locked_message(dsn: str, connect: Connect) -> None:
+    db, other = connect(autocommit=True), connect()
+    locked, free = postponed(db), postponed(db)
+    other.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", [locked])
+    assert close_by_hand(db) == (False, 1)
+    assert due_within(db, 1) == {free}
+
+
+def test_closing_a_breaker_wakes_a_sleeping_worker(dsn: str, connect: Connect) -> None:
+    db = connect(autocommit=True)
+    postponed(db)
+    with sleeping_worker(connect) as rings:
+        close_by_hand(db)
+        assert rings() == ["default"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, LiteralString
@@ -20,10 +19,11 @@ from pgoutbox.operations import queue_controls, retention
 from pgoutbox.operations.messages import MessageFilter, RedriveResult
 from pgoutbox.settings import load_settings
 from tests.support.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
-from tests.support.outbox_actions import ask_for_bells, claim, finish
+from tests.support.outbox_actions import claim, finish
+from tests.support.sleeping import sleeping_worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tests.conftest import Connect, Server
 
@@ -62,15 +62,6 @@ def rolled_back(rolled_back: psycopg.Connection) -> psycopg.Connection:
     """Open a transaction, so that the transactions of `maintenance` become savepoints."""
     rolled_back.execute("SELECT")
     return rolled_back
-
-
-@contextlib.contextmanager
-def sleeping_worker(connect: Connect, bell: str = "armed") -> Iterator[Callable[[], list[str]]]:
-    """Open a session that listens and has armed the bell. Yield a function that returns the rung queues so far."""
-    listener = connect(autocommit=True)
-    listener.execute(sql.LISTEN)
-    assert ask_for_bells(listener, "default") == [("default", bell, None)]
-    yield lambda: [notification.payload for notification in listener.notifies(timeout=10, stop_after=1)]
 
 
 @pytest.fixture

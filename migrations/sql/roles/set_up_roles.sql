@@ -95,8 +95,8 @@ BEGIN
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox.redacted_text, pgoutbox.redacted_json, pgoutbox.tokens_of,
             pgoutbox.done_estimate, pgoutbox.cancel, pgoutbox.cancel_each, pgoutbox.cancel_by_key,
-            pgoutbox.redrive, pgoutbox.resend, pgoutbox.prune, pgoutbox.prune_dedupe, pgoutbox.prune_by_rule,
-            pgoutbox.prune_dedupe_by_rule,
+            pgoutbox.redrive, pgoutbox.resend, pgoutbox.close_breaker,
+            pgoutbox.prune, pgoutbox.prune_dedupe, pgoutbox.prune_by_rule, pgoutbox.prune_dedupe_by_rule,
             pgoutbox.prune_coalesce, pgoutbox.prune_ordering, pgoutbox.prune_content,
             pgoutbox.partitions, pgoutbox.kept_until, pgoutbox.make_partition, pgoutbox.retire_partition,
             pgoutbox.clear_retired
@@ -105,7 +105,6 @@ BEGIN
         GRANT SELECT (lease_expires_at), DELETE ON pgoutbox.renewal TO pgoutbox_operator;
         GRANT SELECT, INSERT, UPDATE ON pgoutbox.queue TO pgoutbox_operator;
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.retention TO pgoutbox_operator;
-        GRANT SELECT (key), DELETE ON pgoutbox.breaker TO pgoutbox_operator;
         GRANT SELECT ON pgoutbox.audit TO pgoutbox_operator;
     END IF;
     RETURN missing;

@@ -1,0 +1,46 @@
+-- Workers read an open breaker again at most once a second. So the messages fall due after a second: a worker that
+-- still took the breaker for open would postpone them again. Rows that are locked are left out; a second call finds
+-- them. The trigger of the table records the act when it deletes a row.
+CREATE FUNCTION pgoutbox.close_breaker(key text, at_most bigint DEFAULT 10000)
+RETURNS TABLE (was_open boolean, message_count bigint)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+#variable_conflict use_column
+DECLARE
+    woken text[];
+BEGIN
+    DELETE FROM pgoutbox.breaker AS b WHERE b.key = close_breaker.key;
+    was_open := FOUND;
+    WITH postponed AS MATERIALIZED (
+        SELECT m.id
+        FROM pgoutbox.message_live AS m
+        JOIN pgoutbox.attempt AS a ON a.message_id = m.id AND a.attempt_count = m.attempt_count
+        WHERE m.state = 'pending'
+            AND m.attempt_count > 0
+            AND m.available_at > now() + interval '1 second'
+            AND a.breaker_key = close_breaker.key
+        LIMIT close_breaker.at_most
+        FOR UPDATE OF m SKIP LOCKED
+    ), due AS (
+        UPDATE pgoutbox.message_live AS m
+        SET available_at = now() + interval '1 second'
+        FROM postponed AS p
+        WHERE m.id = p.id AND m.state = 'pending'
+        RETURNING m.queue
+    )
+    SELECT count(*), array_agg(DISTINCT d.queue)
+    INTO message_count, woken
+    FROM due AS d;
+    PERFORM pgoutbox.ring(w.queue) FROM unnest(woken) AS w(queue);
+    IF message_count > 0 AND NOT was_open AND pgoutbox.is_act() THEN
+        PERFORM pgoutbox.record_act('breaker', details => jsonb_build_object('key', close_breaker.key));
+    END IF;
+    RETURN NEXT;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox.close_breaker IS
+    'Close a circuit breaker, and make up to at_most messages that it postponed due in a second. Returns whether it was '
+    'open, and the number of these messages.';
