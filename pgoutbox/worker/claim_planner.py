@@ -27,7 +27,7 @@ from pgoutbox.worker.crash_suspects import CrashSuspects
 FULL_CLAIM_SECONDS: Final = 0.25
 # A claim from the beginning may be slow; then it becomes less frequent, so that its share of the time stays small.
 FULL_CLAIM_SHARE: Final = 0.05
-# Ordering keys that one claim looks at until a page holds a due message; a few milliseconds of the server's time.
+# Ordering keys that one claim reads until a page has a due message; a few milliseconds of the server's time.
 _SEARCHED_KEYS: Final = 100
 
 
@@ -81,7 +81,7 @@ class QueueSchedule:
         self.names = [share.name for share in shares]
         self._credits = {share.name: 0 for share in shares}
         self._lanes = {share.name: ClaimPlanner(share.name) for share in shares}
-        self.looked_at = now  # When the last look at them began.
+        self.looked_at = now  # The start of their last poll.
         self.arrivals = Arrivals()
 
     def __contains__(self, queue: str) -> bool:

@@ -1,9 +1,9 @@
 """The lease keeper: a thread with its own connection that renews the leases of this process.
 
-It is a thread so that a handler which blocks the event loop does not lose its lease. It renews only attempts that have
+It is a thread so that a handler that blocks the event loop does not lose its lease. It renews only attempts that have
 been in flight for a while, and signals those that were cancelled, superseded or lost. It never ends an attempt: the
-fence refuses the writes of a stale owner. If the server has no connection for it, it borrows the spare one, which needs
-an event loop that is not blocked.
+fence refuses the writes of a stale owner. If the server refuses it a connection, it borrows the spare one, which only
+works while the event loop is not blocked.
 """
 
 from __future__ import annotations

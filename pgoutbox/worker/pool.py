@@ -5,7 +5,7 @@ timer and no turn of the event loop. Each attempt has one ending, which goes to 
 
 A handler that cannot be stopped (in a thread, or ignoring its cancellation) keeps its message after its timeout: while
 it may still succeed, no other attempt begins, and its real outcome counts. After `overtime_seconds` more the attempt
-ends as timed out; if the process was suspended meanwhile, that time begins once more. The handler then keeps its slot
+ends as timed out; if the process was suspended during it, that time begins again. The handler then keeps its slot
 until it ends, so that the number of running handlers never exceeds the limit. `on_free` is called when it ends.
 """
 
@@ -304,7 +304,7 @@ class AttemptPool:
     def _overrun(self, slot: _Slot, *, was_away: bool) -> None:
         """Handle a passed deadline: first of the attempt, then of its overtime.
 
-        `was_away` means that the process was suspended meanwhile: its threads had no time either.
+        `was_away` means that the process was suspended: its threads had no time either.
         """
         work = slot.work
         if slot.thread is not None and slot.thread.done() and not slot.has_returned:
