@@ -1,4 +1,4 @@
-"""Durations, and a clock for ages within this process. The time itself comes from PostgreSQL."""
+"""Durations, and a clock for elapsed time in this process. Times of day come from PostgreSQL."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def seconds_of(duration: Duration) -> float:
 
 
 def elapsed_clock() -> float:
-    """Seconds on a clock that also counts while the machine is suspended. For ages only; the database has the time."""
+    """Return seconds of a clock that also runs while the machine is suspended. Use it for elapsed time only."""
     return time.clock_gettime(_CLOCK)

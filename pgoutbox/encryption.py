@@ -1,8 +1,8 @@
-"""Encrypted payloads: what a topic's payload becomes in its row, and how a worker reads it again. Pure: no I/O.
+"""Encrypted payloads: their form in the row, and their decryption by a worker. Pure: no I/O.
 
-The row holds an object with one member, whose name no payload of a user may have at its top. An encrypted text is
-another one each time, so a message with a dedupe key carries keyed digests of what it says, too, by which
-`pgoutbox.enqueue` tells a repetition from a mistake. Errors never hold a key, a payload or its encrypted text.
+The row holds an object with one member, whose name is reserved at the top of payloads. Encrypting the same text twice
+gives different results. So a message with a dedupe key also holds keyed digests of its payload, by which
+`pgoutbox.enqueue` tells a repetition from a conflict. Errors never contain a key, a payload or its encrypted text.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ _DIGEST_PURPOSE: Final = b"pgoutbox: digest of a payload"
 
 
 class Identity(NamedTuple):
-    """Which message a sealed text belongs to.
+    """The message that a sealed text belongs to.
 
-    It stands encrypted before the text, so that a token which somebody copies into a message of another topic or for
-    another destination opens to nothing. The messages of a fan-out share one payload and one content, and these are
-    bound to the topic alone.
+    It is encrypted together with the text. So a token that was copied into a message of another topic or destination
+    is refused. The messages of a fan-out share one payload and one content, which are bound to the topic alone.
     """
 
     kind: Literal["payload", "fan-out", "content"]
@@ -37,9 +36,9 @@ class Identity(NamedTuple):
 
 
 class Keyring:
-    """The keys of PGOUTBOX_ENCRYPTION_KEYS: the first one encrypts, each of them decrypts.
+    """The keys of PGOUTBOX_ENCRYPTION_KEYS: the first key encrypts, all keys decrypt.
 
-    Raises `MissingExtraError` without the package cryptography.
+    Raises `MissingExtraError` if the package cryptography is not installed.
     """
 
     def __init__(self, keys: SecretStr) -> None:
@@ -55,12 +54,12 @@ class Keyring:
         return f"Keyring({len(self._digest_keys)} keys)"
 
     def seal(self, text: str, identity: Identity, *, dedupe_key: str | None) -> str:
-        """The JSON text to store for a payload's JSON text, which opens in messages of this identity only.
+        """Return the JSON text to store for a payload's JSON text. Only messages of this identity can open it.
 
-        With a dedupe key it holds a digest under each key, so that a repetition is known as one while keys are being
-        exchanged. The digest covers topic and dedupe key: whether two messages say the same cannot be read from it.
+        With a dedupe key it holds a digest by each key, so that a repetition is recognized during a key rotation. The
+        digest covers topic and dedupe key, so messages with different keys cannot be compared.
         """
-        plain = f"{json.dumps(identity)}\n{text}"  # JSON has no line feed of its own.
+        plain = f"{json.dumps(identity)}\n{text}"  # JSON text without indentation contains no line feed.
         sealed: dict[str, object] = {"token": self._fernet.encrypt(plain.encode()).decode()}
         if dedupe_key is not None:
             content = json.dumps([identity.topic, dedupe_key, json.loads(text)], sort_keys=True).encode()
@@ -68,7 +67,7 @@ class Keyring:
         return json.dumps({SEALED: sealed}, separators=(",", ":"))
 
     def open(self, token: str) -> tuple[Identity, str] | None:
-        """The identity and the JSON text of what was sealed; None if no key fits, or `seal` did not make the token."""
+        """Return the sealed identity and JSON text; None if no key fits, or if `seal` did not make the token."""
         from cryptography.fernet import InvalidToken
 
         try:
@@ -79,20 +78,20 @@ class Keyring:
 
 
 def keyring_of(keys: SecretStr | None) -> Keyring | None:
-    """The keyring of the setting `encryption_keys`, None where it is not set."""
+    """Return the keyring of the setting `encryption_keys`, None if it is not set."""
     return None if keys is None else Keyring(keys)
 
 
 def is_sealed(payload: object) -> bool:
-    """Whether this is what `Keyring.seal` makes of a payload, or claims to be."""
+    """Whether the payload has the form of a payload sealed by `Keyring.seal`."""
     return type(payload) is dict and SEALED in payload
 
 
 def unseal(payload: JsonValue, keyring: Keyring | None, identity: Identity) -> str:
-    """The JSON text of a payload, or content, that was sealed for a message of this identity.
+    """Return the JSON text of a payload, or content, that was sealed for a message of this identity.
 
-    Raises `Transient` without the right key: an operator can add it, and the message goes out without further help.
-    Raises `Permanent` for what was sealed for another message.
+    Raises `Transient` without the right key: an operator can add it, and a retry then delivers the message. Raises
+    `Permanent` if it was sealed for another message.
     """
     sealed_for, text = decrypted(payload, keyring)
     what = identity.kind
@@ -105,7 +104,7 @@ def unseal(payload: JsonValue, keyring: Keyring | None, identity: Identity) -> s
 
 
 def decrypted(payload: JsonValue, keyring: Keyring | None) -> tuple[Identity, str]:
-    """What a sealed payload holds, whatever message it was sealed for. Raises `Transient` without the right key."""
+    """Return the sealed identity and JSON text, of any message. Raises `Transient` without the right key."""
     if keyring is None:
         raise Transient("the payload is encrypted and this worker has no keys: set PGOUTBOX_ENCRYPTION_KEYS")
     sealed = cast("dict[str, JsonValue]", payload)[SEALED]

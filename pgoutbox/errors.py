@@ -1,29 +1,29 @@
-"""Every error that pgoutbox raises by itself, as one tree.
+"""The errors that pgoutbox raises, as one tree.
 
     PgOutboxError
-    ├── ConfigurationError      a setting or a registration is wrong; names it
+    ├── ConfigurationError      a setting or a registration is invalid; names it
     │   └── MissingExtraError   an optional dependency is not installed; names the command
     ├── SchemaError             the schema is missing, too old or damaged; names the command
     ├── TransactionError        the caller's connection is not in a usable transaction
-    ├── PayloadError            an argument of enqueue is wrong; names the field
+    ├── PayloadError            an argument of enqueue is invalid; names the field
     ├── DedupeConflictError     a dedupe key was used again with another payload
     ├── UnknownTopicError       a strict outbox has no such topic
     ├── MessageNotFoundError    no message has that id
     ├── StateError              the message is in a state that forbids the operation
     ├── LeaseLostError          another owner has, or may have, the message
-    └── SignatureError          a webhook that was received is not signed as it must be
+    └── SignatureError          a received webhook has no valid signature
 
-Errors of the database driver on the caller's own connection pass through untouched, unless SQLSTATE says that
-pgoutbox itself raised them.
+Database errors on the caller's own connection pass through unchanged, unless their SQLSTATE shows that a function of
+pgoutbox raised them.
 """
 
 
 class PgOutboxError(Exception):
-    """The root of the tree: catch it to catch everything that pgoutbox raises."""
+    """The base class of all errors of pgoutbox."""
 
 
 class ConfigurationError(PgOutboxError):
-    """A setting, an argument of a registration or the environment is wrong."""
+    """A setting, an argument of a registration or the environment is invalid."""
 
 
 class MissingExtraError(ConfigurationError):
@@ -35,7 +35,7 @@ class MissingExtraError(ConfigurationError):
 
 
 class SchemaError(PgOutboxError):
-    """The schema `pgoutbox` is missing or older than this version of the package needs."""
+    """The schema `pgoutbox` is missing, damaged, or too old for this version of the package."""
 
 
 class TransactionError(PgOutboxError):
@@ -43,9 +43,9 @@ class TransactionError(PgOutboxError):
 
 
 class PayloadError(PgOutboxError, ValueError):
-    """An argument of enqueue was refused before anything was written.
+    """An argument of enqueue was refused before any write.
 
-    `field` is the path of what was refused, for example `payload.order.items[3].price`.
+    `field` is the path of the refused value, for example `payload.order.items[3].price`.
     """
 
     def __init__(self, field: str, reason: str) -> None:
@@ -55,11 +55,11 @@ class PayloadError(PgOutboxError, ValueError):
 
 
 class DedupeConflictError(PgOutboxError):
-    """The dedupe key is taken by a message with another payload."""
+    """Another message with a different payload has this dedupe key."""
 
 
 class UnknownTopicError(PgOutboxError, LookupError):
-    """The outbox is strict and nobody defined this topic."""
+    """The outbox is strict and does not define this topic."""
 
 
 class MessageNotFoundError(PgOutboxError, LookupError):
@@ -67,12 +67,12 @@ class MessageNotFoundError(PgOutboxError, LookupError):
 
 
 class StateError(PgOutboxError):
-    """The message is in a state in which the operation is refused."""
+    """The state of the message does not allow the operation."""
 
 
 class LeaseLostError(PgOutboxError):
-    """The attempt no longer owns its message, or the message was cancelled or superseded meanwhile."""
+    """The attempt no longer owns its message, or the message has been cancelled or superseded."""
 
 
 class SignatureError(PgOutboxError):
-    """A webhook that was received carries no signature that holds, or an old one."""
+    """A received webhook has no valid signature, or its signature is too old."""

@@ -21,12 +21,12 @@ from pgoutbox.signatures import check_handler, is_async
 
 OnUnknown = Literal["retry", "hold"]
 
-_NOT_TRANSACTIONAL = "ctx.connection is for transactional handlers: register this one with transactional=True"
+_NOT_TRANSACTIONAL = "ctx.connection is only for transactional handlers: register this one with transactional=True"
 
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """A registered function and the rules of its attempts."""
+    """A registered function and the options of its attempts."""
 
     topic: str
     function: Callable[..., object]
@@ -55,7 +55,7 @@ class Handler:
         payload_model: type[BaseModel] | None,
         redact: tuple[str, ...] = (),
     ) -> Handler:
-        """Check a registration: a mistake is a `ConfigurationError` at start-up, not a failed attempt."""
+        """Check a registration, so that a mistake is a `ConfigurationError` at start-up and not a failed attempt."""
         place = f"handler {getattr(function, '__qualname__', repr(function))} of topic {topic!r}"
         check_handler(
             function, place=place, contexts=(Context, SyncContext), is_batch=max_batch is not None, model=payload_model
@@ -86,7 +86,7 @@ class Handler:
         )
 
     def parse(self, message: Message[object]) -> Message[object]:
-        """The message with its payload as an instance of the topic's model."""
+        """Return the message with its payload as an instance of the topic's model."""
         if self.payload_adapter is None:
             return message
         try:
@@ -121,7 +121,7 @@ class CallNext(Protocol):
 
 
 class Middleware(Protocol):
-    """An async function around each call of a handler: see `Outbox.middleware`."""
+    """An async function that wraps each call of a handler: see `Outbox.middleware`."""
 
     def __call__(self, messages: Sequence[Message[Any]], call_next: CallNext, /) -> Awaitable[Sequence[Outcome]]:
         """Return an outcome for each message, in their order."""
@@ -160,7 +160,7 @@ class Context:
     def should_stop(self) -> bool:
         """Whether the attempt has become pointless: cancelled, superseded, or owned by another worker.
 
-        It turns true within two seconds, if the handler lets the event loop run. `ensure_lease` asks the database.
+        It becomes true within two seconds, unless the handler blocks the event loop. `ensure_lease` asks the database.
         """
         return self._lease.overtaken is not None
 

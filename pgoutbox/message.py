@@ -1,7 +1,7 @@
-"""What a message is, the states it passes through and the outcomes an attempt can have. Pure: no I/O, no clock.
+"""Messages, their states, and the outcomes of attempts. Pure: no I/O, no clock.
 
-`TRANSITIONS` is the one statement of the state machine. The CHECK constraints of the schema and the chart in the docs
-are compared with it by tests.
+`TRANSITIONS` defines the state machine. Tests compare it with the CHECK constraints of the schema and the chart in the
+docs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ P = TypeVar("P", default=JsonValue)
 
 
 class State(enum.StrEnum):
-    """Where a message stands. The last four are final; `failed` waits for a person."""
+    """The state of a message. The last four are final; `failed` waits for an operator."""
 
     PENDING = "pending"
     SENDING = "sending"
@@ -60,10 +60,10 @@ class AttemptOutcome(enum.StrEnum):
 
 
 class ReasonCode(enum.StrEnum):
-    """Why pgoutbox postponed a message, recorded with the attempt. An attempt that its handler postponed has none.
+    """The reason why pgoutbox postponed a message, recorded with the attempt. A handler's own snooze has none.
 
     `circuit_open`: the circuit breaker of its destination is open. `stalled`: its destination answers none of the sends
-    under way. `unavailable`: the transport or the handler reported `Unavailable`, and no breaker handles it.
+    in flight. `unavailable`: the transport or the handler reported `Unavailable`, and no breaker handles it.
     """
 
     CIRCUIT_OPEN = "circuit_open"
@@ -76,8 +76,8 @@ class Message(Generic[P]):
     """One claimed message, as its handler sees it.
 
     `payload` is the JSON value that was enqueued, or an instance of the topic's payload model. `attempt_count` is the
-    number of this attempt, from 1, and the fencing token: it only ever grows. `content` is what a fan-out shares, one
-    object for all its messages in this process: do not change it.
+    number of this attempt, from 1, and the fencing token: it only grows. `content` is the shared content of a fan-out.
+    All its messages in this process share one object: do not change it.
     """
 
     id: int
@@ -98,13 +98,13 @@ class Message(Generic[P]):
     def idempotency_key(self) -> str:
         """A text of ASCII letters, digits and a hyphen that is the same at every attempt and in no other message.
 
-        It joins the id with the microsecond of creation, so that a database which was set up anew, and counts from 1
-        again, does not repeat the keys of its predecessor.
+        It joins the id with the microsecond of creation. So a database that was created again, and counts from 1 again,
+        does not repeat the keys of its predecessor.
         """
         return f"{self.id}-{int(self.created_at.timestamp() * 1_000_000):x}"
 
 
-# The same layout without the guard: a frozen dataclass writes each field by a call, which takes five times as long.
+# The same layout without the freeze: a frozen dataclass sets each field with a call, which takes five times as long.
 _Writable: Final = make_dataclass(
     "_Writable",
     [field.name for field in fields(Message)],
@@ -114,7 +114,7 @@ _Writable: Final = make_dataclass(
 
 
 def new_message(*values: object) -> Message[object]:
-    """Return a message of all its fields, in their order. It equals what `Message` makes of them, and is as frozen."""
+    """Return a message from its fields, in their order. It equals `Message(...)` of these fields, and is frozen too."""
     message = _Writable(*values)
     message.__class__ = Message
     return cast("Message[object]", message)
@@ -122,15 +122,15 @@ def new_message(*values: object) -> Message[object]:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The message was handed over. What a handler that returns None means."""
+    """The message was handed over. A handler that returns None means the same."""
 
 
 class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or raised
-    """The attempt failed in a way that may pass: retry by the policy, until `max_attempts` is used up.
+    """The attempt failed for a temporary reason: retry by the policy, until `max_attempts` is used up.
 
-    `retry_after` (seconds or a timedelta) is what the receiver asked for. A transport says `outage` when the
-    destination, or the way to it, is at fault and not this one message: such failures open a circuit breaker. `unknown`
-    says that the message may have been sent: then the handler's `on_unknown` decides whether it is tried again.
+    `retry_after` (seconds or a timedelta) is the delay that the receiver requested. A transport sets `outage` if the
+    destination, or the way to it, is at fault and not this message: such failures open a circuit breaker. `unknown`
+    means that the message may have been sent: then the handler's `on_unknown` decides whether it is tried again.
     """
 
     def __init__(
@@ -144,12 +144,12 @@ class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or ra
 
 
 class Unavailable(Exception):  # noqa: N818 - an outcome; it can be returned or raised
-    """The way out is out of order, not this message: a server, a sender, a password or a setting has to be repaired.
+    """The transport does not work, whatever the message: a server, a sender, a password or a setting must be fixed.
 
     Nothing was handed over. The message stays pending and uses up no attempt, however often this happens. A transport
     that returns it opens a circuit breaker at once: that of `breaker`, one of the transport's own keys, or else that of
-    the whole transport. Without a breaker the delay grows by the handler's retry policy, from one second on;
-    `retry_after` (seconds or a timedelta) is the shortest wait.
+    the whole transport. Without a breaker the delay grows by the handler's retry policy, from one second on.
+    `retry_after` (seconds or a timedelta) is the minimum delay.
     """
 
     def __init__(self, error: str, retry_after: Duration | None = None, *, breaker: str | None = None) -> None:
@@ -160,7 +160,7 @@ class Unavailable(Exception):  # noqa: N818 - an outcome; it can be returned or 
 
 
 class Permanent(Exception):  # noqa: N818 - an outcome; it can be returned or raised
-    """The attempt failed for good: the message ends `failed` and waits for a person."""
+    """The attempt failed permanently: the message ends `failed` and waits for an operator."""
 
     def __init__(self, error: str) -> None:
         super().__init__(error)
@@ -176,7 +176,7 @@ class Skip(Exception):  # noqa: N818 - an outcome; it can be returned or raised
 
 
 class Snooze(Exception):  # noqa: N818 - an outcome; it can be returned or raised
-    """Not yet: pending again after `delay` (seconds or a timedelta), without using up an attempt of the budget.
+    """Delay the message: it is pending again after `delay` (seconds or a timedelta), and uses up no attempt.
 
     A delay below one second, or a moment in the past, counts as one second. Raises `ValueError` for NaN and infinity.
     The `reason` goes into the history of the message's attempts and into `last_error`.
@@ -192,9 +192,9 @@ class Snooze(Exception):  # noqa: N818 - an outcome; it can be returned or raise
 
 
 class Postponed(Snooze):
-    """A snooze that the circuit breaker of this key decided on.
+    """A snooze by the circuit breaker of this key.
 
-    `unknown_error` is the error of a send after which it is unknown whether the message was sent.
+    `unknown_error` is the error of a send that may have succeeded.
     """
 
     def __init__(

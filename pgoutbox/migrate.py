@@ -1,8 +1,8 @@
-"""Bring the schema `pgoutbox` to a revision, alone (`pgoutbox migrate`) or inside the host application's own Alembic.
+"""Migrations of the schema `pgoutbox`, stand-alone (`pgoutbox migrate`) or in the host application's own Alembic.
 
-Alone, a run is one transaction with the version table `pgoutbox.alembic_version`: it happens as a whole or not at all,
-one run at a time. A host that prefers a single history adds `pgoutbox:migrations/versions` to its `version_locations`
-and needs nothing from here but `include_name`. The DDL is in `migrations/sql`.
+A stand-alone run is one transaction with the version table `pgoutbox.alembic_version`. Only one run is active at a
+time. A host that prefers a single history adds `pgoutbox:migrations/versions` to its `version_locations`, and needs
+only `include_name` of this module. The DDL is in `migrations/sql`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ DEFAULT_LOCK_TIMEOUT_SECONDS = 5.0
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _MINIMUM_SERVER_VERSION = 150000
-# So long another run may have the lock before it is reported.
+# If another run has the lock for longer, it is reported.
 _WAIT_BRIEFLY = "SET LOCAL lock_timeout = '100ms'"
 _WAIT = "SET LOCAL lock_timeout = 0"
 
-# As Alembic makes it. Only its owner may lock it; an advisory lock would be free for every login of the database.
+# Like Alembic's table. Only its owner may lock it, but any login of the database could take an advisory lock.
 _CREATE_VERSION_TABLE = """
 CREATE TABLE pgoutbox.alembic_version (
     version_num varchar(32) NOT NULL,
@@ -69,7 +69,7 @@ _LOST_TO_ANOTHER_RUN = (
     LockNotAvailable, UniqueViolation, DuplicateSchema, DuplicateTable, UndefinedTable, InvalidSchemaName,
 )  # fmt: skip
 
-# Alembic keeps the revision that runs in module-level state, so within a process only one may run at a time.
+# Alembic keeps the current migration in module-level state, so only one may run at a time in a process.
 _alembic_state = threading.Lock()
 
 
@@ -80,11 +80,11 @@ def upgrade(
     report: Callable[[str], None] | None = None,
     lock_timeout_seconds: float = DEFAULT_LOCK_TIMEOUT_SECONDS,
 ) -> None:
-    """Apply the revisions up to `revision`, in one transaction. Does nothing if they are applied already.
+    """Apply the revisions up to `revision` in one transaction. Do nothing if they are applied already.
 
-    `dsn` is any libpq connection string or URL. If another migration of this database is running, says so through
-    `report` and waits for it. Waits at most `lock_timeout_seconds` for any other lock, so that it never blocks the
-    application behind a long transaction: it gives up with a `SchemaError`, nothing is changed, and one tries again.
+    `dsn` is any libpq connection string or URL. If another migration of this database is running, it reports that
+    through `report` and waits. It waits at most `lock_timeout_seconds` for any other lock, so that it never blocks the
+    application behind a long transaction. Then it raises `SchemaError` without any change; try again.
 
         upgrade("postgresql://app@localhost/app", report=print)
     """
@@ -129,9 +129,9 @@ def downgrade(
     report: Callable[[str], None] | None = None,
     lock_timeout_seconds: float = DEFAULT_LOCK_TIMEOUT_SECONDS,
 ) -> None:
-    """Take the revisions after `revision` back, in one transaction; "base" takes all back, and every message with them.
+    """Revert the revisions after `revision` in one transaction; "base" reverts all and deletes all messages.
 
-    Waits and gives up as `upgrade` does. After "base" the schema is gone too, unless it holds something of yours.
+    It waits and gives up like `upgrade`. "base" also drops the schema, unless it contains your own objects.
     """
     with _migration(dsn, report, lock_timeout_seconds) as connection:
         if _revision_of(connection) is None:
@@ -143,13 +143,13 @@ def downgrade(
 
 
 def current(dsn: str) -> str | None:
-    """The revision that the database is at by pgoutbox's own version table; None if it has never been migrated."""
+    """Return the revision of the database by pgoutbox's own version table; None if it was never migrated."""
     with _transaction(dsn) as connection:
         return _revision_of(connection)
 
 
 def head() -> str:
-    """The newest revision that this version of the package brings."""
+    """Return the newest revision in this version of the package."""
     _require_alembic()
     from alembic.script import ScriptDirectory
 
@@ -160,9 +160,9 @@ def head() -> str:
 
 
 def upgrade_sql(revision: str = "head") -> str:
-    """The SQL script that brings an empty database to `revision`, for those who let a DBA run it with psql.
+    """Return the SQL script that migrates an empty database to `revision`, for example for a DBA to run with psql.
 
-    `first:second` gives the steps between two revisions. The script is one transaction, like `upgrade`.
+    `first:second` returns the steps between two revisions. The script is one transaction, like `upgrade`.
     """
     _require_alembic()
     script = io.StringIO()
@@ -171,15 +171,15 @@ def upgrade_sql(revision: str = "head") -> str:
 
 
 def version_location() -> str:
-    """Absolute path of the revisions, for a host whose `version_locations` cannot be `pgoutbox:migrations/versions`."""
+    """Return the absolute path of the revisions, for a host that cannot use `pgoutbox:migrations/versions`."""
     return str((_MIGRATIONS / "versions").resolve())
 
 
 def include_name(name: str | None, type_: str, parent_names: Mapping[str, str | None]) -> bool:  # noqa: ARG001
     """Keep the host's autogenerate away from the schema `pgoutbox`.
 
-    Only a host with `include_schemas=True` needs it, in its `env.py`; without that, Alembic looks at the default
-    schema alone.
+    Only a host with `include_schemas=True` needs it, in its `env.py`. Without this option, Alembic only reads the
+    default schema.
 
         context.configure(..., include_schemas=True, include_name=pgoutbox.migrate.include_name)
     """
@@ -190,7 +190,7 @@ def include_name(name: str | None, type_: str, parent_names: Mapping[str, str | 
 def _migration(
     dsn: str, report: Callable[[str], None] | None, lock_timeout_seconds: float, *, creates: bool = False
 ) -> Iterator[Connection]:
-    """The one transaction of a run, with the lock that keeps other runs out until it ends."""
+    """Open the transaction of a run, with the lock that excludes other runs until its end."""
     with _transaction(dsn) as connection:
         _require_server_version(connection)
         _lock_out_other_migrations(connection, report or _log.info, creates=creates)
@@ -207,7 +207,7 @@ def _transaction(dsn: str) -> Iterator[Connection]:
     from sqlalchemy.pool import NullPool
 
     def connect() -> psycopg.Connection[tuple[object, ...]]:
-        # A migration takes as long as its tables are large: only keepalives tell that the server is gone.
+        # A migration of large tables takes long, so only keepalives detect a lost server.
         return connections.connect(
             dsn,
             purpose="migrate",
@@ -218,7 +218,7 @@ def _transaction(dsn: str) -> Iterator[Connection]:
     engine = create_engine("postgresql+psycopg://", creator=connect, poolclass=NullPool)
     try:
         with engine.begin() as connection:
-            # Whatever the role's defaults are: the version has to be read afresh after waiting for another run.
+            # Independent of the role's defaults: the version must be read again after waiting for another run.
             _execute(connection, "SET TRANSACTION ISOLATION LEVEL READ COMMITTED READ WRITE")
             _execute(connection, "SET LOCAL statement_timeout = 0")
             _execute(connection, "SET LOCAL lock_timeout = 0")
@@ -235,8 +235,8 @@ def _transaction(dsn: str) -> Iterator[Connection]:
 
 
 def _lock_out_other_migrations(connection: Connection, report: Callable[[str], None], *, creates: bool) -> None:
-    # The lock belongs to the transaction rather than the session, so it also works through a transaction pooler and
-    # cannot outlive the run.
+    # The lock belongs to the transaction and not to the session. So it works through a transaction pooler, and cannot
+    # outlive the run.
     _execute(connection, _WAIT_BRIEFLY)
     if _has_version_table_locked(connection, creates=creates):
         return
@@ -244,13 +244,13 @@ def _lock_out_other_migrations(connection: Connection, report: Callable[[str], N
     report("another migration is running" + (f" ({holder})" if holder else "") + "; waiting")
     _execute(connection, _WAIT)
     while not _has_version_table_locked(connection, creates=creates):
-        pass  # Each time another run has just made or dropped it, and has ended.
+        pass  # Repeated when another run has just created or dropped the table, and has ended.
 
 
 def _has_version_table_locked(connection: Connection, *, creates: bool) -> bool:
-    """Lock the version table, and make it first with `creates`; False if another run was faster or is at work.
+    """Lock the version table, with `creates` create it first. Return False if another run was faster or is active.
 
-    Without `creates` nothing is locked where there is no table, and never in a schema of a host's history.
+    Without `creates`, a missing table is not locked, and neither is a schema of a host's history.
     """
     from sqlalchemy.exc import DBAPIError
 
@@ -300,7 +300,7 @@ def _has_table(connection: Connection, name: str) -> bool:
 
 
 def _exists(connection: Connection, schema: str) -> bool:
-    # CREATE SCHEMA IF NOT EXISTS asks for the right to create schemas even when there is nothing to create.
+    # CREATE SCHEMA IF NOT EXISTS needs the privilege to create schemas even if the schema exists.
     query = _sql("SELECT EXISTS (SELECT FROM pg_catalog.pg_namespace WHERE nspname = :schema)")
     return bool(connection.scalar(query, {"schema": schema}))
 

@@ -1,4 +1,4 @@
-"""Checks of single options of topics and messages. Pure: no I/O, no statement.
+"""Checks of single options of topics and messages. Pure: no I/O.
 
 A mistake raises `PayloadError` with the path of the option.
 """
@@ -30,7 +30,7 @@ MAX_ATTEMPTS_BOUND: Final = 10_000
 MAX_DELAY: Final = timedelta(days=3_650)
 SECRETS: Final = (Secret, SecretStr, SecretBytes)
 NO_SECRETS: Final = (
-    "holds a secret: secrets are minted at send time, not stored; enqueue what the handler needs to make it"
+    "holds a secret: do not store secrets; enqueue an id, and let the handler create the secret when it sends"
 )
 
 V = TypeVar("V")
@@ -39,8 +39,8 @@ _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _DESTINATION = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[^\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
-# The application's clock may be hours wrong, and PostgreSQL's decides. Only what is wrong by more than a day is refused
-# here already, before a statement could fail.
+# PostgreSQL's clock decides, and the application's clock may be hours wrong. So only times that are wrong by more than
+# a day are refused here, before a statement can fail.
 CLOCK_TOLERANCE: Final = timedelta(days=1)
 _MAX_AHEAD = timedelta(days=3_653)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -57,7 +57,7 @@ def check_name(field: str, value: object) -> str:
 
 
 def check_key(field: str, value: object) -> str:
-    """A coalesce, dedupe or ordering key. An empty one is a mistake: strangers' messages would share it."""
+    """Return a coalesce, dedupe or ordering key. An empty key is refused: unrelated messages would share it."""
     if not isinstance(value, str):
         raise PayloadError(field, f"must be text, not {type(value).__name__}")
     if not value:
@@ -109,14 +109,14 @@ def check_headers(field: str, value: object) -> str:
 
 
 def check_whole(field: str, value: object, *, most: int) -> int:
-    """A whole number from 1 to `most`."""
+    """Return a whole number from 1 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise PayloadError(field, f"must be a whole number from 1 to {most}, not {shown(value)}")
     return value
 
 
 def check_redact(field: str, value: object) -> None:
-    """Check the names that a topic hides from people."""
+    """Check the names of the values that a topic hides."""
     if not isinstance(value, tuple):
         raise PayloadError(field, f"must be a tuple of names, not {shown(value)}")
     try:
@@ -169,7 +169,7 @@ def _moment(field: str, value: object) -> datetime:
         raise PayloadError(field, f"must be a datetime, not {type(value).__name__}")
     if value.utcoffset() is None:
         raise PayloadError(field, f"timezone required: {value.isoformat()} is naive")
-    # Whatever is past means now, and years near the ends of the calendar have no equivalent in other time zones.
+    # A past time means now, and years near the ends of the calendar have no equivalent in other time zones.
     return max(value, _EPOCH).astimezone(UTC) if value.year < MAXYEAR else value
 
 
@@ -189,7 +189,7 @@ def check_model(field: str, model: object) -> None:
 
 @lru_cache(maxsize=1_024)
 def secret_in_model(model: type[BaseModel]) -> str | None:
-    """The path of the first field, here or in a nested type, whose type is one of pydantic's secrets."""
+    """Return the path of the first field, here or in a nested type, whose type is one of pydantic's secrets."""
     return _secret_in(model, set())
 
 

@@ -365,7 +365,7 @@ class Outbox:
         return MappingProxyType(self._transports)
 
     def transports_for(self, settings: Settings) -> dict[str, Transport]:
-        """All transports by scheme: the given ones, those whose servers the settings name, and `https`.
+        """Return all transports by scheme: the given ones, those whose servers the settings name, and `https`.
 
         Webhooks need the extra `webhook`. `http` is served if the settings allow it.
         """
@@ -480,7 +480,7 @@ class Outbox:
         best_effort: bool = False,
         **options: Unpack[MessageOptions],
     ) -> Enqueued | None:
-        """`enqueue` on an async connection, with the same contract.
+        """Enqueue on an async connection, with the contract of `enqueue`.
 
         Takes a psycopg `AsyncConnection`, SQLAlchemy's `AsyncConnection` or `AsyncSession` (on psycopg or asyncpg), or
         an asyncpg `Connection`.
@@ -535,7 +535,7 @@ class Outbox:
         notify: bool = True,
         require_transaction: bool = True,
     ) -> EnqueuedMany:
-        """`enqueue_many` on an async connection, with the same contract.
+        """Enqueue on an async connection, with the contract of `enqueue_many`.
 
         await outbox.aenqueue_many(connection, [NewMessage("search.index", {"id": n}) for n in changed])
         """
@@ -589,7 +589,7 @@ class Outbox:
         require_transaction: bool = True,
         **options: Unpack[FanoutOptions],
     ) -> EnqueuedMany:
-        """`enqueue_fanout` on an async connection, with the same contract.
+        """Enqueue on an async connection, with the contract of `enqueue_fanout`.
 
         await outbox.aenqueue_fanout(connection, "newsletter", {"issue": 12}, addresses, content={"html": html})
         """
@@ -637,7 +637,7 @@ class Outbox:
         dedupe_key: str | None = None,
         require_transaction: bool = True,
     ) -> CancelResult:
-        """`cancel` on an async connection, with the same contract.
+        """Cancel on an async connection, with the contract of `cancel`.
 
         await outbox.acancel(connection, 4711)
         """
@@ -683,7 +683,7 @@ class Outbox:
         )
 
     def _producing(self, topic: str | Topic[P] | None) -> Producing:
-        """A span for enqueuing, if tracing is on."""
+        """Open a span for enqueuing, if tracing is on."""
         if not self._traces:
             return Producing()
         return producing(topic.name if isinstance(topic, Topic) else topic)
@@ -693,7 +693,7 @@ class Outbox:
         try:
             return self.settings.otel_traces
         except ConfigurationError:
-            return False  # Code that needs another setting raises the error.
+            return False  # An invalid setting raises its error at its first use.
 
     def _prepare_all(
         self, items: Iterable[NewMessage[Any]], serializer: Serializer | None, context: Mapping[str, str]
@@ -719,7 +719,7 @@ class Outbox:
                 )
             except PayloadError as error:
                 raise PayloadError(f"items[{index}].{error.field}", error.reason) from error.__cause__
-            drafts.append(tuple(draft))  # The garbage collector passes over tuples of texts, and not over Drafts.
+            drafts.append(tuple(draft))  # The garbage collector need not visit tuples of texts.
         return drafts
 
     @cached_property
@@ -727,7 +727,7 @@ class Outbox:
         return keyring_of(self.settings.encryption_keys)
 
     def _route(self, topic: str | Topic[P]) -> tuple[Topic[P], int | None]:
-        """The topic's definition, and the maximum number of attempts if it is not the default."""
+        """Return the topic's definition, and the maximum number of attempts if it is not the default."""
         definition = self._definition(topic)
         handler = self._handlers.get(definition.name)
         retry = definition.retry or (None if handler is None else handler.retry)
@@ -735,7 +735,7 @@ class Outbox:
         return definition, None if usual else cast("RetryPolicy", retry).max_attempts
 
     def _definition(self, topic: str | Topic[P]) -> Topic[P]:
-        """The topic's own definition, or the one registered under its name."""
+        """Return the topic's own definition, or the one registered under its name."""
         name = check_name("topic", topic.name if isinstance(topic, Topic) else topic)
         known = self._topics.get(name)
         if known is None and self._strict and name not in self._handlers:
@@ -743,7 +743,7 @@ class Outbox:
         if not isinstance(topic, Topic):
             return known or Topic(name)
         if known is not None and known != topic:
-            raise ConfigurationError(f"topic {name!r} is defined otherwise in this outbox")
+            raise ConfigurationError(f"topic {name!r} has another definition in this outbox")
         return topic
 
 
@@ -763,10 +763,10 @@ def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
         raise unprotected.error from unprotected.error.__cause__
     except ClosedError:
         raise
-    except Exception as error:  # noqa: BLE001 - best effort: after any error the caller goes on
-        # Neither the text nor the traceback nor the whole path: they contain keys and parts of payloads.
+    except Exception as error:  # noqa: BLE001 - best effort: the caller continues after any error
+        # Not the text, the traceback or the whole path: they contain keys and parts of payloads.
         logger.error(  # noqa: TRY400
-            "a message could not be enqueued; the caller goes on without it",
+            "a message could not be enqueued; the caller continues without it",
             extra={
                 "event": LogEvent.ENQUEUE_FAILED.value,
                 "topic": topic.name if isinstance(topic, Topic) else str(topic),
@@ -795,7 +795,7 @@ class HandlerDecorator(Generic[P]):
         self, function: Callable[[Message[P], SyncContext], ResultT], /
     ) -> Callable[[Message[P], SyncContext], ResultT]: ...
     def __call__(self, function: Callable[..., object], /) -> Callable[..., object]:
-        """Register the function and give it back unchanged."""
+        """Register the function and return it unchanged."""
         self._register(function)
         return function
 
@@ -817,6 +817,6 @@ class BatchHandlerDecorator(Generic[P]):
         self, function: Callable[[Sequence[Message[P]], Sequence[SyncContext]], ResultsT], /
     ) -> Callable[[Sequence[Message[P]], Sequence[SyncContext]], ResultsT]: ...
     def __call__(self, function: Callable[..., object], /) -> Callable[..., object]:
-        """Register the function and give it back unchanged."""
+        """Register the function and return it unchanged."""
         self._register(function)
         return function

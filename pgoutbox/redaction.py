@@ -1,9 +1,9 @@
-"""What nobody should read by accident: values kept under names such as `password`, wherever people look. Pure.
+"""Redaction: hide values with names such as `password` in views, output and logs. Pure.
 
-A name matches a member whose own name contains it, without regard to case, hyphens and underscores: `token` matches
-`Access-Token`. Short words such as `pass` count only as a whole word of a name: in `smtp_pass`, not in `passenger`. A
-name with dots is a path that a member's path ends with, lists left out: `user.email` matches the
-`email` of each of `users`. Too much is hidden rather than too little.
+A name matches a member whose own name contains it, ignoring case, hyphens and underscores: `token` matches
+`Access-Token`. Short words such as `pass` match only a whole word of a name: in `smtp_pass`, not in `passenger`. A
+name with dots is a path that matches the end of a member's path, without lists: `user.email` matches the `email` of
+each of `users`. When in doubt, a value is hidden.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ REDACTED_NAMES: Final = (
 REDACTED_WORDS: Final = frozenset({"pass", "pwd", "jwt", "sig", "signature"})
 
 _NOT_IN_NAMES = str.maketrans("", "", "-_")
-# What stands before a value: `key=`, `"key": ` and `'key': `, the quotes with any backslashes, and PostgreSQL's
-# `(key)=`. The look-behind keeps a long text from being read once for each of its characters.
+# The text before a value: `key=`, `"key": ` and `'key': `, the quotes with any backslashes, and PostgreSQL's `(key)=`.
+# Without the look-behind, a long text would be scanned once for each of its characters.
 _BEFORE_VALUE = re.compile(r"""(?<![\w.-])(?P<key>[\w.-]++)(?:\\*["']\]?\s*(?:=+>?|:)|\)?\s*=+)\s*""")
 _HEADER = re.compile(r"(?i)\b((?:proxy-)?authorization|(?:set-)?cookie): *[^\r\n\"']+")
 _BEARER = re.compile(r"(?i)\b(bearer|basic) +(?:(?=[\w.~+/-]*\d)[\w.~+/-]{6,}|[\w.~+/-]{20,})=*")
 _WORD = re.compile(r"[A-Z]++(?![a-z])|[A-Z]?[a-z]++|[A-Z]")
-# A password that was not percent-encoded can hold what ends the host of a URL: then it lasts until the `@`. All are
-# bounded, so that each URL of a text is read once.
+# A password that is not percent-encoded may contain `/`, `?` or `#`: then it ends at the `@`. All repetitions are
+# bounded, so that each URL of a text is scanned once.
 _USERINFO = re.compile(r"[^\s/?#\"'<>]{0,500}@")
 _USERINFO_UNQUOTED = re.compile(
     r"""[^\s/?#"'<>:@]{0,200}:(?:(?!\d{1,5}(?:[\s,;.)\]}]|$))[^\s"'<>]{0,200}@|(?![\s]|\d{1,5}(?!\w))[^\r\n"'<>@]{0,200}@)"""
@@ -50,7 +50,7 @@ _USERINFO_OF_HTTP = re.compile(
 )
 _QUERY_KEY = re.compile(r"(?<=[?&])key=[^\s&#\"'<>]+")
 _SPOKEN = re.compile(r"(?i)\b(passw(?:or)?d|passphrase|pwd)([ \t]++(?:is[ \t]++)?)(?=[^\s\d]{0,100}\d)\S+")
-# Tokens that tell by themselves what they are: JSON Web Tokens, keys of AWS and Google, private keys.
+# Secrets that are recognized by their form: JSON Web Tokens, keys of AWS and Google, private keys.
 _TOKENS = re.compile(
     r"(?<![\w-])eyJ[\w-]++\.[\w-]++\.[\w-]*+|\bA[KS]IA[A-Z0-9]{16}\b|\bAIza[\w-]{30,}+"
     r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?:(?!-----END ).)*+(?:-----END [A-Z ]{0,40}PRIVATE KEY-----)?",
@@ -60,12 +60,12 @@ _QUOTE = re.compile(r"""[bBrRuUfF]{0,2}(\\*["'])""")
 _STRUCTURE = re.compile(r"""\\*["']|[\s,;&()\[\]{}]""")
 _AFTER_VALUE = re.compile(r"[\s,;&)\]}]|$")
 _SCHEMES: Final = frozenset({"bearer", "basic", "digest"})
-# How pydantic quotes what does not fit, on a line that does not name the field.
+# An invalid value as pydantic quotes it, on a line that does not name the field.
 _ALWAYS: Final = "inputvalue"
 
 
 def redact(value: JsonValue, names: Collection[str] = REDACTED_NAMES) -> JsonValue:
-    """`value` with everything replaced that is kept under one of `names`, at any depth.
+    """Return `value` with the values of all members that match one of `names` replaced, at any depth.
 
     >>> redact({"to": "ann", "reset_token": "x", "user": {"email": "a@b.example"}}, ("token", "user.email"))
     {'to': 'ann', 'reset_token': '(redacted)', 'user': {'email': '(redacted)'}}
@@ -89,10 +89,10 @@ def _redact(value: JsonValue, names: Sequence[Sequence[str]], path: tuple[str, .
 
 
 def redact_text(text: str, names: Iterable[str] = REDACTED_NAMES) -> str:
-    """`text`, such as an error, with the values replaced that stand in it next to one of `names`.
+    """Return `text`, such as an error, with the values next to one of `names` replaced.
 
-    Found are `key=value`, `"key": "value"` and their like, headers that authorize, and the user and password of a URL.
-    A text has no paths: of a name with dots the last part counts.
+    It finds `key=value`, `"key": "value"` and similar forms, authorization headers, and the user and password of a URL.
+    A text has no paths, so of a name with dots only the last part is used.
 
     >>> redact_text("login(user='ann', password='x y') at https://ann:pw@example.org/?token=abc&page=2")
     "login(user='ann', password=(redacted)) at https://(redacted)@example.org/?token=(redacted)&page=2"
@@ -138,7 +138,7 @@ def _without_userinfo(text: str) -> str:
 
 
 def _end_of_value(text: str, start: int) -> int:
-    """Where the value that begins at `start` ends: quoted, in brackets or a word. If it is cut off, the text's end."""
+    """Return the end of the value at `start`: quoted, in brackets or a word. If cut off, the text's end."""
     quote = _QUOTE.match(text, start)
     return _end_of_word(text, start) if quote is None else _after_quoted(text, quote.end(), quote[1])
 
@@ -150,7 +150,7 @@ def _end_of_word(text: str, start: int) -> int:
         if mark[0] in "([{":
             return _after_brackets(text, position)
         if mark[0][-1] in "\"'":
-            is_end = _AFTER_VALUE.match(text, position) is not None  # Of a text of which the value is the last word.
+            is_end = _AFTER_VALUE.match(text, position) is not None  # It ends a text whose last word is the value.
         else:
             is_end = text[start : mark.start()].lower() not in _SCHEMES
         if is_end:
@@ -172,7 +172,7 @@ def _after_brackets(text: str, position: int) -> int:
 
 
 def _after_quoted(text: str, start: int, quote: str) -> int:
-    # The same quote after as many backslashes, so that one which is part of the value does not end it.
+    # The same quote after the same number of backslashes: a quote inside the value has more of them.
     position = start
     while (position := text.find(quote[-1], position)) != -1:
         value = text[start:position]
@@ -184,9 +184,11 @@ def _after_quoted(text: str, start: int, quote: str) -> int:
 
 
 def check_redacted_name(name: object) -> None:
-    """Raise `ValueError` for what is no name to redact by."""
+    """Raise `ValueError` for an invalid name."""
     if not isinstance(name, str) or not all(_normal(part.strip()) for part in name.split(".")):
-        raise ValueError(f"{name!r} is no name of values to hide; give a name such as email, or a path as user.email")
+        raise ValueError(
+            f"{name!r} is not a valid name of values to hide; give a name such as email, or a path such as user.email"
+        )
 
 
 def _parts(name: str) -> list[str]:

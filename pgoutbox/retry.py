@@ -1,6 +1,6 @@
-"""When the next attempt follows: pure arithmetic, no clock, no database.
+"""Retry policies: the delay before the next attempt. Pure arithmetic, no clock, no database.
 
-A policy yields a delay in seconds for the attempt that just failed. The database adds it to its own clock.
+A policy returns the delay in seconds after a failed attempt. The database adds it to its own clock.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _MAX_EXPONENT = 62
 
 @dataclass(frozen=True, slots=True, init=False)
 class RetryPolicy:
-    """How often and how fast a message is retried after a transient failure.
+    """The number of attempts and the delays between them after transient failures.
 
-    The default doubles from `base` up to `cap` (seconds or timedeltas) and spreads each delay evenly over
+    By default the delay doubles from `base` up to `cap` (seconds or timedeltas). Each delay is random in
     `[delay * (1 - jitter), delay]`, so that messages that failed together do not return together. The exponent is
-    capped before the power is taken, so that no attempt count can overflow.
+    capped first, so that no attempt count can overflow.
 
-    `RetryPolicy.steps(60, 300, 900, 3600)` names each delay instead; the last one repeats.
+    `RetryPolicy.steps(60, 300, 900, 3600)` lists the delays instead; the last one repeats.
 
     >>> RetryPolicy(base=2, jitter=0).delay_seconds(3)
     8.0
@@ -49,7 +49,7 @@ class RetryPolicy:
 
     @classmethod
     def steps(cls, *delays: Duration, max_attempts: int = DEFAULT_MAX_ATTEMPTS, jitter: float = 0.0) -> RetryPolicy:
-        """A policy with one delay per failed attempt; the last one repeats until `max_attempts`."""
+        """Return a policy with one delay per failed attempt; the last one repeats until `max_attempts`."""
         if not delays:
             raise ConfigurationError("steps: name at least one delay, in seconds or as a timedelta")
         seconds = tuple(_seconds("steps", delay) for delay in delays)
@@ -74,9 +74,9 @@ class RetryPolicy:
             object.__setattr__(self, name, value)
 
     def delay_seconds(self, attempt_count: int, *, retry_after: float | None = None) -> float:
-        """Seconds to wait after attempt number `attempt_count` failed.
+        """Return the seconds to wait after attempt number `attempt_count` failed.
 
-        `retry_after`, in seconds, is what the receiver asked for: it wins over the policy's own delay, within the cap.
+        `retry_after`, in seconds, is the receiver's request. It replaces the policy's own delay, within the cap.
         """
         if retry_after is not None:
             asked = retry_after if math.isfinite(retry_after) else self.cap_seconds
@@ -97,7 +97,7 @@ def _seconds(name: str, duration: Duration) -> float:
 
 
 def bounded_delay(seconds: float) -> float:
-    """A delay that a handler asked for, made finite and kept within 0 and 30 days."""
+    """Return a delay requested by a handler, limited to 0 to 30 days and made finite."""
     if not math.isfinite(seconds):
         return MAX_DELAY_SECONDS
     return min(max(seconds, 0.0), MAX_DELAY_SECONDS)

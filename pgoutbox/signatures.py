@@ -1,7 +1,7 @@
-"""Inspect a handler when it is registered: what it takes, and whether a worker can run it.
+"""Checks of a handler's signature at its registration: its parameters, and whether a worker can run it.
 
-Annotations are checked where they can be resolved. A name that only a type checker imports is left alone, and so are
-the annotations of a decorated function, which belong to what it wraps.
+Annotations are checked if they can be resolved. A name that only a type checker imports is ignored, and so are the
+annotations of a decorated function, which belong to the wrapped function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pgoutbox.message import Message
 
 
 def is_async(function: Callable[..., object]) -> bool:
-    """Whether a call gives something to await: an async function, a partial of one, an object with an async call."""
+    """Whether a call returns an awaitable: an async function, a partial of one, or an object with an async call."""
     return inspect.iscoroutinefunction(_code_of(function))
 
 
@@ -33,8 +33,8 @@ def check_handler(
 ) -> None:
     """Raise `ConfigurationError` unless a worker can call the function with a message and a context.
 
-    `contexts` are the classes that an async and a plain function get. A batch handler gets a list of each. `model` is
-    the payload model of the topic. `place` begins the error's text.
+    `contexts` are the context classes of async and of plain functions. A batch handler gets lists of messages and
+    contexts. `model` is the payload model of the topic. `place` is the start of the error's text.
     """
     if not callable(function):
         raise ConfigurationError(f"{place}: must be a function, got {function!r}")
@@ -62,7 +62,7 @@ def check_handler(
 
 
 def _code_of(function: Callable[..., object]) -> Callable[..., object]:
-    """The function or method that a call of this runs."""
+    """Return the function or method that a call of this object runs."""
     while isinstance(function, functools.partial):
         function = function.func
     if inspect.isroutine(function):
@@ -71,7 +71,7 @@ def _code_of(function: Callable[..., object]) -> Callable[..., object]:
 
 
 def _resolve(annotation: object, code: Callable[..., object]) -> object:
-    """The annotation as an object; `Any` where it is missing or names what is not there at run time."""
+    """Return the annotation as an object; `Any` if it is missing or cannot be resolved at run time."""
     if annotation is inspect.Parameter.empty:
         return Any
     holder = types.SimpleNamespace(__annotations__={"it": annotation})
@@ -92,7 +92,7 @@ def _accepts(hint: object, kind: type, *, is_batch: bool) -> bool:
 
 
 def _is_above(hinted: object, kind: type) -> bool:
-    """Whether a value of the class fits the annotation; true where only a type checker can tell."""
+    """Whether a value of the class fits the annotation; true if only a type checker can tell."""
     if hinted is Any or not isinstance(hinted, type) or getattr(hinted, "_is_protocol", False):
         return True
     return issubclass(kind, hinted)

@@ -81,7 +81,7 @@ class _Capture:
         return self.answer(delivery)
 
     async def aclose(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class _EveryScheme(Mapping[str, _Capture]):
@@ -151,7 +151,7 @@ class OutboxDriver:
             )
 
     def messages(self, topic: str | None = None, *, state: State | str | None = None) -> list[Row]:
-        """The committed messages in the order of their ids."""
+        """Return the committed messages in the order of their ids."""
         with self._connect() as connection, connection.cursor(row_factory=class_row(Row)) as cursor:
             cursor.execute(
                 """

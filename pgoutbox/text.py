@@ -1,4 +1,4 @@
-"""Text that PostgreSQL can store, and the words for values and paths in errors."""
+"""Text that PostgreSQL can store, and the display of values and paths in errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN_LENGTH = 80
 
 
 def describe(error: BaseException) -> str:
-    """The error's type and text, fit for the column `last_error`, whatever its `__str__` does."""
+    """Return the error's type and text, fit for the column `last_error`, even if its `__str__` fails."""
     try:
         text = str(error)
     except BaseException as failure:  # noqa: BLE001 - an error that cannot be printed must not keep its message
@@ -25,13 +25,13 @@ def describe(error: BaseException) -> str:
 
 
 def clean_text(text: str) -> str:
-    """Text that PostgreSQL can store: no NUL, no lone surrogates, at most 4000 characters."""
+    """Return text that PostgreSQL can store: no NUL, no lone surrogates, at most 4000 characters."""
     cut = text if len(text) <= MAX_TEXT_LENGTH else text[: MAX_TEXT_LENGTH - 1] + "…"
     return cut.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode("utf-8")[:MAX_TEXT_LENGTH]
 
 
 def check_storable(path: str, text: str) -> None:
-    """Refuse text that PostgreSQL cannot hold."""
+    """Refuse text that PostgreSQL cannot store."""
     found = _UNSTORABLE.search(text)
     if found is not None:
         what = "NUL" if found[0] == "\0" else f"lone surrogate U+{ord(found[0]):04X}"
@@ -39,16 +39,16 @@ def check_storable(path: str, text: str) -> None:
 
 
 def member(path: str, key: object) -> str:
-    """The path of one member of what has this path: `payload.user`, or `payload["first name"]`."""
+    """Return the path of a member of the value at this path: `payload.user`, or `payload["first name"]`."""
     if isinstance(key, str) and _PLAIN_KEY.fullmatch(key):
         return f"{path}.{key}"
     return f"{path}[{shown(key)}]"
 
 
 def shown(value: object) -> str:
-    """A value in the words of an error, not too long."""
+    """Return a value for the text of an error, shortened if it is long."""
     try:
         text = json.dumps(value) if isinstance(value, str) else repr(value)
-    except ValueError:  # An integer with more digits than Python will write.
+    except ValueError:  # Python refuses to write very long integers.
         text = type(value).__name__
     return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}..."

@@ -1,6 +1,6 @@
-"""What an application enqueues: topics and new messages.
+"""Topics and new messages.
 
-A mistake in a topic raises `ConfigurationError` where it is defined.
+A mistake in a topic raises `ConfigurationError` at its definition.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pgoutbox.text import shown
 
 OnFailed = Literal["continue", "halt"]
 CoalesceRule = Literal["newest", "pending"]
-# Without a model any payload will do; a call site's `dict[str, int]` is no `dict[str, JsonValue]` to a type checker.
+# Any JSON value, without a model. For a type checker, `dict[str, int]` does not match `dict[str, JsonValue]`.
 T = TypeVar("T", default=Any)
 
 NO_DEBOUNCE: Final = 'not together with coalesce_rule="pending": its messages keep their own delay'
@@ -33,19 +33,19 @@ NOT_BOTH: Final = "give ordering_key or coalesce_key, not both: newer messages r
 
 @dataclass(frozen=True, slots=True)
 class Topic(Generic[T]):
-    """One place for what a topic is: its payload model, its queue, its keys and its policy.
+    """The definition of a topic: its payload model, its queue, its keys and its policy.
 
-    What is given here belongs to the topic: a call site that passes it too is refused, so that call sites cannot drift.
-    What is None is the call site's to choose. `destination`, `coalesce_key` and `dedupe_key` are computed from the
-    payload, an instance of the model if there is one. `delay` and `expires_after` are seconds or timedeltas;
-    `expires_after` counts from when the message falls due. Messages of one queue and `ordering_key` are delivered one
-    after the other, in the order of their commits; with `on_failed="halt"` those behind one that failed wait until a
-    person has redriven or pruned it. Of coalesced messages each newer one begins the `delay` anew, for no longer than
-    `max_delay` since the first that waits. `coalesce_rule="pending"` coalesces without locks, for messages that say
-    "look again": of the messages of a key that are due, the newest is delivered. The payloads of an `encrypted` topic,
-    and the contents of its fan-outs, are stored encrypted with PGOUTBOX_ENCRYPTION_KEYS; its keys, destinations and
-    headers stay readable. `redact` names what is hidden from people besides passwords and the like: names, or paths
-    such as `user.email`. Raises `ConfigurationError` for a mistake.
+    An option that is given here belongs to the topic: a call site that passes it too is refused, so that call sites
+    cannot differ. An option that is None is free for each call site. `destination`, `coalesce_key` and `dedupe_key`
+    are computed from the payload, an instance of the model if there is one. `delay` and `expires_after` are seconds or
+    timedeltas; `expires_after` counts from the due time of the message. Messages with one queue and `ordering_key` are
+    delivered one after the other, in the order of their commits. With `on_failed="halt"` the messages behind a failed
+    one wait until an operator has redriven or pruned it. Each newer coalesced message restarts the `delay`, but for no
+    longer than `max_delay` since the first waiting one. `coalesce_rule="pending"` coalesces without locks, for
+    messages that mean "look again": the newest of the due messages of a key is delivered. The payloads of an
+    `encrypted` topic, and the contents of its fan-outs, are stored encrypted with PGOUTBOX_ENCRYPTION_KEYS; its keys,
+    destinations and headers stay readable. `redact` names further values to hide, besides passwords and similar ones:
+    names, or paths such as `user.email`. Raises `ConfigurationError` for a mistake.
 
         activation = Topic(
             "mail.activation",
@@ -98,14 +98,14 @@ class Topic(Generic[T]):
 
     @property
     def model(self) -> type[BaseModel] | None:
-        """The payload model; None where the payload is any JSON value."""
+        """The payload model; None if the payload is any JSON value."""
         return cast("type[BaseModel] | None", self.payload)
 
 
 # Not frozen: a frozen dataclass sets its 15 fields one call at a time, which takes five times as long.
 @dataclass(slots=True)
 class NewMessage(Generic[P]):
-    """A message to enqueue: topic, payload, and whatever the topic's definition leaves open.
+    """A message to enqueue: topic, payload, and the options that the topic's definition leaves open.
 
     `delay` (seconds or a timedelta) counts on PostgreSQL's clock; give it or `available_at`. Datetimes need a
     time zone.

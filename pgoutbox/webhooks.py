@@ -1,7 +1,7 @@
-"""Signatures of Standard Webhooks (standardwebhooks.com): what the webhook transport signs with and receivers verify.
+"""Signatures by Standard Webhooks (standardwebhooks.com): the webhook transport signs, and receivers verify.
 
-Needs no settings, no database and no extra, so that a receiver can use it alone. Only symmetric signatures, `v1`, are
-made and accepted.
+It needs no settings, no database and no extra, so that a receiver can use it alone. Only symmetric signatures, `v1`,
+are created and accepted.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def verify(
     tolerance_seconds: float = TOLERANCE_SECONDS,
     now: float | None = None,
 ) -> str:
-    """The `webhook-id` of a request that one of the secrets signed; the same again when the request is repeated.
+    """Verify that one of the secrets signed a request, and return its `webhook-id`. A repetition has the same id.
 
-    `body` is the raw body, before anything parsed it. Raises `SignatureError` when a header is missing, when the
-    request is more than `tolerance_seconds` old or ahead of the clock, or when no signature holds; answer with 401
-    then. While a secret is rotated, give the old and the new one. `now` is for tests, in seconds since 1970.
+    `body` is the raw body, before any parsing. Raises `SignatureError` if a header is missing, if the request is more
+    than `tolerance_seconds` old or ahead of the clock, or if no signature is valid: then answer with 401. During the
+    rotation of a secret, pass the old and the new one. `now` is for tests, in seconds since 1970.
 
         webhook_id = verify(await request.body(), request.headers, settings.webhook_secret)
     """
@@ -57,19 +57,19 @@ def verify(
         raise SignatureError(f"webhook-timestamp: is more than {tolerance_seconds:g} s {when}")
     expected = [_signature(key, webhook_id, timestamp, body).encode() for key in keys]
     offered = [signature.encode() for signature in signatures.split(" ")]
-    # Every pair is compared, so that the time taken says nothing about which of them fits.
+    # Every pair is compared, so that the time does not reveal which of them matches.
     if sum(hmac.compare_digest(mine, theirs) for mine in expected for theirs in offered) == 0:
-        raise SignatureError("webhook-signature: no signature holds")
+        raise SignatureError("webhook-signature: no signature is valid")
     return webhook_id
 
 
 def sign(keys: Sequence[bytes], webhook_id: str, timestamp: int, body: bytes) -> str:
-    """The value of `webhook-signature`: one signature for each key, in their order."""
+    """Return the value of `webhook-signature`: one signature for each key, in their order."""
     return " ".join(_signature(key, webhook_id, str(timestamp), body) for key in keys)
 
 
 def make_secret() -> str:
-    """A new random secret.
+    """Return a new random secret.
 
     >>> make_secret().startswith("whsec_")
     True
@@ -78,7 +78,7 @@ def make_secret() -> str:
 
 
 def key_of(secret: Secret) -> bytes:
-    """The key within a secret. Raises `ValueError`, which never quotes the secret."""
+    """Return the key of a secret. Raises `ValueError`, which never quotes the secret."""
     text = secret.get_secret_value() if isinstance(secret, SecretStr) else secret
     if not isinstance(text, str):
         raise ValueError(f"must be text, not {type(text).__name__}")  # noqa: TRY004 - one kind of error for callers

@@ -1,8 +1,8 @@
-"""The one place that opens connections to PostgreSQL, for every part of the package.
+"""Opening of connections to PostgreSQL, for every part of the package.
 
-Every connection speaks UTF-8 whatever the role, the database or PGCLIENTENCODING say, notices a dead peer, and has a
-time limit for opening. A server behind a dead network never answers, so each wait for an answer has a deadline on this
-side too.
+Every connection uses UTF-8, whatever the role, the database or PGCLIENTENCODING say. It detects a dead peer, and has a
+connect timeout. A server behind a dead network never answers, so each wait for an answer has a deadline on this side
+too.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ RV = TypeVar("RV")
 
 
 class AnswerTimeoutError(psycopg.OperationalError, TimeoutError):
-    """The server has not answered in time, and the connection is broken."""
+    """The server did not answer in time, and the connection has been broken."""
 
 
 def conninfo_for(dsn: str, *, purpose: str, connect_timeout_seconds: int) -> str:
-    """Return `dsn` with the options that every connection of pgoutbox has, and its purpose in the application's name.
+    """Return `dsn` with the options of every connection of pgoutbox, and its purpose in the application name.
 
-    Half a minute after a peer has vanished without a word the connection is broken. Raises `psycopg.ProgrammingError`
-    if `dsn` is not a connection string.
+    The connection breaks half a minute after its peer has silently disappeared. Raises `psycopg.ProgrammingError` if
+    `dsn` is not a connection string.
     """
     return make_conninfo(
         dsn,
@@ -53,9 +53,9 @@ def conninfo_for(dsn: str, *, purpose: str, connect_timeout_seconds: int) -> str
 
 
 class Connection(psycopg.Connection[Row]):
-    """A connection that breaks when an answer takes longer than `answer_seconds`; None: wait without a limit.
+    """A connection that breaks when an answer takes longer than `answer_seconds`; None means no limit.
 
-    The call that waited then raises `AnswerTimeoutError`.
+    The waiting call then raises `AnswerTimeoutError`.
     """
 
     answer_seconds: float | None = None
@@ -72,7 +72,7 @@ class Connection(psycopg.Connection[Row]):
             wanted = next(gen)
             while True:
                 ready = yield wanted
-                # The driver resumes us at each interval, with nothing ready if nothing has come.
+                # The driver resumes this generator at each interval, with nothing ready if no data has arrived.
                 if not ready and time.monotonic() > ends_at:
                     self.pgconn.finish()
                     raise _no_answer_within(seconds)
@@ -83,7 +83,7 @@ class Connection(psycopg.Connection[Row]):
 
 
 class AsyncConnection(psycopg.AsyncConnection[Row]):
-    """The same for an event loop."""
+    """The same connection for an event loop."""
 
     answer_seconds: float | None = None
 
@@ -154,10 +154,10 @@ async def connect_async(
 
 @contextlib.contextmanager
 def deadline(connection: psycopg.AsyncConnection[Any], seconds: float) -> Iterator[None]:
-    """Break the connection when the time is up, so that the statement that waits for it fails: `AnswerTimeoutError`.
+    """Break the connection when the time is up, so that the waiting statement fails with `AnswerTimeoutError`.
 
-    Cancelling the task instead, as `asyncio.timeout` does, would have the driver ask the server to cancel the statement
-    first, and wait for that for up to ten seconds more, on the same dead network.
+    If the task were cancelled instead, as by `asyncio.timeout`, the driver would first ask the server to cancel the
+    statement. It would wait for that for up to ten seconds more, on the same dead network.
     """
     is_over = False
 
@@ -178,9 +178,9 @@ def deadline(connection: psycopg.AsyncConnection[Any], seconds: float) -> Iterat
 
 
 def break_socket(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
-    """Shut the socket of a connection, from any thread; the thread or task that waits for an answer gets an error."""
+    """Shut down the socket of a connection, from any thread. A thread or task waiting for an answer gets an error."""
     if not connection.closed:
-        # The socket itself stays libpq's, which finds it at its end.
+        # libpq keeps the socket itself, and reads its end.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as broken:
             broken.shutdown(socket.SHUT_RDWR)
 

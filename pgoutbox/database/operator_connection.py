@@ -1,4 +1,4 @@
-"""One operator's connection, and its transactions, each tried again when it lost a race."""
+"""The connection of an operator, and its transactions, which are retried after a lost race."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pgoutbox.database.server import ServerFacts, judge_schema, judge_server
 from pgoutbox.settings import Settings
 
 Progress = Callable[[int], object]
-"""Called after each committed batch with the number of messages done so far."""
+"""Called after each committed batch with the number of messages processed so far."""
 
 _TRIALS: Final = 5
-# A person waits for the answer and can interrupt it: this is only there for a terminal that was left alone.
+# A person waits for the answer and can interrupt it, so this only limits an unattended terminal.
 _USUAL_TIME_LIMIT: Final = 300.0
 _ANSWER_SECONDS: Final = 5.0  # Time that the server has to report that a statement reached its time limit.
 _time_limit: ContextVar[float] = ContextVar("pgoutbox_time_limit", default=_USUAL_TIME_LIMIT)
@@ -37,11 +37,11 @@ def connect(
     purpose: str = "cli",
     watching: Callable[[psycopg.Connection[TupleRow]], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Iterator[psycopg.Connection[TupleRow]]:
-    """A connection for the functions of this module, for the length of the `with` block.
+    """Open a connection for the functions of `pgoutbox.operations`, and close it after the `with` block.
 
-    Transactions on it are READ COMMITTED whatever the role's default is. Works through a transaction pooler, and with
-    `read_only` on a standby too. While the server is asked what it is, `watching` may break the connection. Raises
-    `ConfigurationError` or `SchemaError` for a server that cannot be worked with.
+    Its transactions are READ COMMITTED, whatever the role's default is. It works through a transaction pooler, and with
+    `read_only` also on a standby. While it queries the facts of the server, `watching` may break the connection. Raises
+    `ConfigurationError` or `SchemaError` for an unsuitable server.
 
         with connect(load_settings()) as connection:
             redrive(connection, [17])
@@ -68,7 +68,7 @@ def _check_server(connection: psycopg.Connection[TupleRow], *, read_only: bool) 
 
 @contextlib.contextmanager
 def limiting(seconds: float) -> Iterator[None]:
-    """Give each statement of the `with` block so long, in its thread or asyncio task; five minutes without it."""
+    """Set the timeout of each statement of the `with` block, in its thread or asyncio task (default: five minutes)."""
     token = _time_limit.set(seconds)
     try:
         yield
@@ -84,10 +84,10 @@ def prepare(connection: psycopg.Connection[TupleRow]) -> None:
 
 
 def transact(connection: psycopg.Connection[TupleRow], work: Callable[[], _T]) -> _T:
-    """Run `work` in a transaction, and again if it lost a race: its statements decide anew by the state they then meet.
+    """Run `work` in a transaction, and repeat it after a lost race. It then decides again, by the current state.
 
-    Raises what `work` raises, and after five lost races the driver's error. A row that moves to another partition while
-    it is being locked fails with 40001, in READ COMMITTED too.
+    Raises the errors of `work`, and after five lost races the driver's error. Locking a row that moves to another
+    partition fails with 40001, even in READ COMMITTED.
     """
     trial = 1
     while True:
@@ -102,5 +102,5 @@ def transact(connection: psycopg.Connection[TupleRow], work: Callable[[], _T]) -
 
 
 def fetch(connection: psycopg.Connection[TupleRow], statement: LiteralString, parameters: Parameters) -> list[TupleRow]:
-    """What one statement answers, in a transaction of its own."""
+    """Run one statement in a transaction of its own, and return its rows."""
     return transact(connection, lambda: connection.execute(statement, parameters).fetchall())

@@ -27,14 +27,14 @@ _REFUSED = (pq.ExecStatus.FATAL_ERROR, pq.ExecStatus.BAD_RESPONSE)
 
 
 class Pipeline:
-    """Sends statements over one connection, each list of them in one message. Nothing else may use it meanwhile.
+    """Sends statements over one connection, each list of them in one message. Nothing else may use the connection.
 
     With `prepares` each statement is prepared once. That needs a connection that keeps its session.
     """
 
     def __init__(self, connection: psycopg.AsyncConnection[TupleRow], *, prepares: bool) -> None:
         self._connection = connection
-        # It keeps what it has found out about the types of values, as that of a cursor does.
+        # Like a cursor's transformer, it caches the types of values.
         self._transformer: abc.Transformer = Transformer(connection)
         self._names: dict[tuple[bytes, Sequence[int]], bytes] | None = {} if prepares else None
 
@@ -66,7 +66,7 @@ class Pipeline:
         try:
             await self._connection.wait(_receive(pgconn, results))
         except psycopg.OperationalError:
-            _check(results, encoding)  # The server may have said why it ends the session.
+            _check(results, encoding)  # The server may have sent the reason for the end of the session.
             raise
         pgconn.exit_pipeline_mode()
         _check(results, encoding)
@@ -89,7 +89,7 @@ class Pipeline:
 
 @functools.cache
 def _numbered(statement: str) -> tuple[bytes, tuple[str, ...]]:
-    """The statement with PostgreSQL's own placeholders, and their names."""
+    """Return the statement with PostgreSQL's own placeholders, and their names."""
     numbers: dict[str, int] = {}
 
     def number(found: re.Match[str]) -> str:
@@ -109,7 +109,7 @@ def _receive(pgconn: pq.abc.PGconn, results: list[pq.abc.PGresult]) -> abc.PQGen
         while pgconn.is_busy():
             if (yield Wait.R) & Ready.R:
                 pgconn.consume_input()
-        result = pgconn.get_result()  # None stands between the results of two steps.
+        result = pgconn.get_result()  # None separates the results of two steps.
         if result is not None and result.status == pq.ExecStatus.PIPELINE_SYNC:
             return
         if result is not None:

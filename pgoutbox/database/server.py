@@ -1,4 +1,4 @@
-"""Which servers and schemas pgoutbox works with, and the errors for the others. Runs no statement."""
+"""Requirements of servers and schemas, and the errors for unsuitable ones. Runs no statement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def judge_server(facts: ServerFacts, *, writes: bool) -> None:
     if facts.server_version < MINIMUM_SERVER_VERSION:
         raise ConfigurationError(f"PostgreSQL {facts.server_version // 10_000} is too old: pgoutbox needs 15 or newer")
     if facts.in_recovery and writes:
-        raise ConfigurationError("PGOUTBOX_DSN leads to a standby, which cannot be written: give the primary's")
+        raise ConfigurationError("PGOUTBOX_DSN leads to a standby, which is read-only: give the DSN of the primary")
     if facts.read_only and writes:
         raise ConfigurationError("PGOUTBOX_DSN leads to a read-only session: check default_transaction_read_only")
     if facts.encoding != "UTF8":
@@ -45,14 +45,14 @@ def judge_schema(version: int) -> None:
 
 
 def missing_object(message: str) -> SchemaError | None:
-    """The error for PostgreSQL's message about a missing relation, function or schema of pgoutbox.
+    """Return the error for PostgreSQL's message about a missing relation, function or schema of pgoutbox.
 
-    None if the name does not belong to pgoutbox. The message contains the name in every language of the server.
+    Return None if the name does not belong to pgoutbox. The message contains the name in every language of the server.
     """
     name = re.search(r"\bpgoutbox(\.\w+)?", message)
     if name is None:
         return None
     return SchemaError(
         f"{name[0]} does not exist: if the schema is missing or too old, {MIGRATE_HINT}; "
-        "if only a part of it is missing, restore that from a backup. `pgoutbox doctor` lists what is missing"
+        "if only a part of it is missing, restore that part from a backup. `pgoutbox doctor` lists the missing parts"
     )

@@ -53,7 +53,7 @@ class ClaimedRow(NamedTuple):
     state: str
     expires_in_seconds: float | None
     superseded: bool
-    """Whether a newer message supersedes it: see `mark_superseded`. `Store` sets this field and the following ones."""
+    """Whether a newer message supersedes this one: see `mark_superseded`. `Store` sets this and later fields."""
     queue: str
     was_lapsed: bool = False
     """Whether the previous attempt was lost."""
@@ -97,7 +97,7 @@ class DueRow(NamedTuple):
         return self._with_permit(self.other_due_seconds)
 
     def _with_permit(self, seconds: float | None) -> float | None:
-        # If a message is due and there is a permit, another worker is claiming it: look again soon.
+        # If a message is due and there is a permit, another worker is claiming it: poll again soon.
         if seconds is None or self.permit_seconds is None:
             return seconds
         return None if math.isinf(self.permit_seconds) else max(seconds, self.permit_seconds, _PERMIT_PAUSE_SECONDS)
@@ -193,7 +193,7 @@ class Store:
         await check_server(self.claims)
 
     async def server_time(self) -> datetime:
-        """The time of the database's clock."""
+        """Return the time of the database's clock."""
         now: datetime
         ((now,),) = await self.claims.fetch(sql.SERVER_TIME, {})
         return now
@@ -310,7 +310,7 @@ class Store:
     async def find_new_ordered(
         self, queue: str, *, topics: Sequence[str], floor_id: int, key_limit: int
     ) -> Sequence[int]:
-        """The claimable messages of the ordering keys of the first `key_limit` messages beyond `floor_id`."""
+        """Return the claimable messages of the ordering keys of `key_limit` messages beyond `floor_id`."""
         rows = await self.claims.fetch(
             sql.FIND_NEW_ORDERED, {"queue": queue, "topics": topics, "floor_id": floor_id, "key_limit": key_limit}
         )
@@ -358,7 +358,7 @@ class Store:
         return len(await self.finish(lost)) if lost else 0
 
     async def contents(self, content_ids: Sequence[int]) -> dict[int, str]:
-        """The contents of fan-outs as JSON texts, by id."""
+        """Return the contents of fan-outs as JSON texts, by id."""
         return dict(await self.claims.fetch(sql.CONTENTS, {"ids": content_ids}))
 
     async def next_due(
@@ -379,7 +379,7 @@ class Store:
         return [DueRow(*row[:5]) for row in rows], rows[0][5], Horizon(*rows[0][6:])
 
     async def idle_queues(self, queues: Sequence[str], watch_keys: Sequence[int]) -> list[str]:
-        """The queues whose messages an idle worker may take; without a listener, all queues without a rate."""
+        """Return the queues whose messages an idle worker may take; without a listener, all without a rate."""
         rows = await self.claims.fetch(
             sql.IDLE_QUEUES,
             {"queues": queues, "watch_keys": watch_keys, "is_unknown": not self._settings.listen},
@@ -391,7 +391,7 @@ class Store:
         await self.claims.fetch(sql.RING, {"queues": queues})
 
     async def count_owed(self, queues: Sequence[str], topics: Sequence[str]) -> int:
-        """The number of messages for which a drain must still wait."""
+        """Return the number of messages for which a drain must still wait."""
         ((count,),) = await self.claims.fetch(sql.COUNT_OWED, {"queues": queues, "topics": topics})
         return int(count)
 
@@ -444,7 +444,7 @@ class Store:
         return {row[0]: State(row[1]) for row in rows}
 
     async def standing(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
-        """The states of these messages, except those that another attempt has taken over."""
+        """Return the states of these messages, except those that another attempt has taken over."""
         rows = await self._finishes.fetch(
             sql.STANDING,
             {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": self.worker},
@@ -454,7 +454,7 @@ class Store:
     async def queues_of_successors(
         self, ids: Sequence[int], topics: Sequence[str], coalesce_keys: Sequence[str]
     ) -> list[str]:
-        """The queues of the messages that had to wait for these messages and can be claimed now."""
+        """Return the queues of the messages that waited for these messages and can be claimed now."""
         rows = await self._finishes.fetch(
             sql.QUEUES_OF_SUCCESSORS, {"ids": _array_of(ids), "topics": topics, "coalesce_keys": coalesce_keys}
         )
@@ -488,7 +488,7 @@ class Store:
         return BreakerRow._make(rows[0]) if rows else None
 
     async def breakers(self, keys: Sequence[str]) -> dict[str, BreakerRow]:
-        """The open ones of these breakers."""
+        """Return those of these breakers that are open."""
         rows = await self.claims.fetch(sql.BREAKERS, {"keys": keys})
         return {row[0]: BreakerRow._make(row[1:]) for row in rows}
 
@@ -523,7 +523,7 @@ class Store:
         await self.claims.fetch(sql.BREAKER_RELEASE_IF_PROBING, {"key": key, "probe_id": probe_id})
 
     async def begin_upkeep_if_due(self, *, interval_seconds: float) -> TupleRow | None:
-        """The facts of `sql.UPKEEP_FACTS` if this worker gets the turn. No other gets it before the interval ends."""
+        """Return the facts of `sql.UPKEEP_FACTS` if this worker gets the turn. No other gets one in the interval."""
         rows = await self.claims.fetch(
             sql.BEGIN_UPKEEP_IF_DUE, {"interval_seconds": interval_seconds, "worker": self.worker}
         )
@@ -557,7 +557,7 @@ async def complete_within(
 def complete_within_sync(
     connection: psycopg.Connection[TupleRow], message_id: int, attempt_count: int, *, worker: str, forgets: bool
 ) -> bool:
-    """The same on a sync connection, for handlers in threads."""
+    """Finish one attempt as sent, like `finish_sent`, on a sync connection for handlers in threads."""
     statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_IF_HELD
     parameters = _finish_parameters([_sent(message_id, attempt_count)], worker=worker)
     while True:
@@ -625,7 +625,7 @@ def _finish_parameters(verdicts: Sequence[FinishRequest], *, worker: str) -> dic
 
 
 def _array_of(numbers: Iterable[int]) -> str:
-    """An array in PostgreSQL's text format. The driver's own conversion takes forty times as long."""
+    """Return an array in PostgreSQL's text format. The driver's own conversion takes forty times as long."""
     return f"{{{','.join(map(str, numbers))}}}"
 
 

@@ -1,7 +1,7 @@
-"""Connections to PostgreSQL that reconnect by themselves, and the kinds of their errors.
+"""Connections of workers to PostgreSQL, which reconnect automatically, and the classification of their errors.
 
-A session has pgoutbox's own settings, independent of the role's, and also works through a pooler. No statement waits
-for a dead network: each has a deadline on this side, too.
+A session has pgoutbox's own settings, independent of the role's, and also works through a pooler. Each statement has a
+deadline on this side too, so that none waits for a dead network.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pgoutbox.settings import Settings
 _REFUSED_PAUSE_SECONDS: Final = 1.0
 _POOLER_TRIALS: Final = 3
 
-# Passing errors: serialization, deadlock, lock timeout, cancelled statement, session timeout, server shutting down or
+# Transient errors: serialization, deadlock, lock timeout, cancelled statement, session timeout, server shutting down or
 # full, broken connection, a limit of the server such as a full notification queue or no transaction numbers.
 _PASSING_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57014", "25006", "25P03", "25P04"})
 _PASSING_CLASSES = ("08", "53", "54", "57P", "58")
@@ -36,7 +36,7 @@ _FULL: Final = ("too many clients", "too many connections", "remaining connectio
 
 
 class StrandedError(psycopg.OperationalError):
-    """An abandoned statement still runs on the server: another one like it would only add to it."""
+    """An abandoned statement still runs on the server: repeating it would only add load."""
 
 
 class WorkerConnection:
@@ -91,7 +91,7 @@ class WorkerConnection:
     async def fetch_from_anywhere(
         self, statement: LiteralString, parameters: Mapping[str, object], *, first: Step | None = None
     ) -> list[TupleRow]:
-        """`fetch`, on any event loop: the connection stays on the loop that opened it."""
+        """Run `fetch` on any event loop: the connection stays on the loop that opened it."""
         if self._loop is None or self._loop is asyncio.get_running_loop():
             return await self.fetch(statement, parameters, first=first)
         return await asyncio.wrap_future(
@@ -102,7 +102,7 @@ class WorkerConnection:
         """End the abandoned session, unless its COMMIT waits for a standby."""
         for has_ended, waits_for in await self._trips.fetch([(sql.END_STRANDED, {"pid": pid})], index=0):
             if not has_ended:
-                raise StrandedError(f"the session of a statement that was given up is still there: {waits_for}")
+                raise StrandedError(f"the session of an abandoned statement still exists: {waits_for}")
         self._stranded_pid = None
 
     async def _can_open(self) -> bool:
@@ -150,7 +150,7 @@ class WorkerConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is an open connection, as far as known."""
+        """Whether there is an open connection, as far as is known."""
         return self._connection is not None and not self._connection.closed
 
     async def open(self) -> None:
@@ -218,7 +218,7 @@ async def prepare_session(connection: psycopg.AsyncConnection[TupleRow], setting
 
 
 def timeouts(settings: Settings) -> dict[str, object]:
-    """The time limits of the worker's statements, as PostgreSQL settings."""
+    """Return the time limits of the worker's statements, as PostgreSQL settings."""
     return {
         "statement_timeout": f"{int(settings.statement_timeout_seconds * 1000)}ms",
         "lock_timeout": f"{int(settings.lock_timeout_seconds * 1000)}ms",
@@ -263,10 +263,10 @@ def is_lost_key(error: BaseException) -> bool:
 
 
 async def is_unreachable(error: psycopg.Error | OSError, dsn: str, settings: Settings) -> bool:
-    """Whether a first connection failed because the server is down, starting or full, and not for a lasting reason.
+    """Whether a first connection failed because the server is down, starting or full, and not for a permanent reason.
 
     The driver gives no SQLSTATE for a refused connection. libpq's ping shows that a server is down or starting. Only
-    the text shows that it is full: in another language than English it counts as a lasting refusal.
+    the text shows that it is full: in another language than English it counts as a permanent refusal.
     """
     if not is_transient_error(error):
         return False

@@ -1,4 +1,4 @@
-"""`pgoutbox demo`: a sign-up service with a killed worker, and a ledger that has to add up.
+"""`pgoutbox demo`: a sign-up service with a killed worker, and a ledger that must balance.
 
 `service` is the application: topics, handlers and the business transactions. `mailbox` is the receiving SMTP server.
 `play` starts servers and workers, plays the scenario and kills a worker during it. `ledger` compares the committed

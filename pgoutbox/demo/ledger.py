@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(slots=True)
 class Verdict:
-    """The balance. It adds up when `problems` is empty."""
+    """The result of the comparison. The ledger balances if `problems` is empty."""
 
     committed: Counter[Kind] = field(default_factory=Counter)
     states: Counter[str] = field(default_factory=Counter)
@@ -48,7 +48,7 @@ class Verdict:
     problems: list[str] = field(default_factory=list)
 
     def percentile_ms(self, share: float) -> float:
-        """The latency percentile of first attempts for this share, in milliseconds."""
+        """Return the latency percentile of first attempts for this share, in milliseconds."""
         ordered = sorted(self.latencies_ms)
         return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else float("nan")
 
@@ -66,7 +66,7 @@ ORDER BY m.id
 
 
 def read_rows(connection: psycopg.Connection) -> dict[int, Row]:
-    """The rows of the table, by message id."""
+    """Return the rows of the table, by message id."""
     return {row[0]: Row(*row) for row in connection.execute(ROWS)}
 
 
@@ -77,7 +77,7 @@ def balance(
     rows: dict[int, Row],
     prompt_kinds: Sequence[Kind],
 ) -> Verdict:
-    """Compare the three books. Latency counts first attempts of `prompt_kinds`, from commit to hand-over."""
+    """Compare the commits, the e-mails and the rows. Latency counts first attempts of `prompt_kinds`."""
     verdict = Verdict()
     verdict.received_count = len(receipts)
     copies = Counter(receipt.message_id for receipt in receipts)

@@ -78,7 +78,7 @@ class _Stage:
 
 
 def run_demo(*, people: int = 300, seed: int | None = None, keep: bool = False, json_output: bool = False) -> int:
-    """Play the scenario and print the balance. Return 0 if the ledger adds up, 1 if not.
+    """Play the scenario and print the result. Return 0 if the ledger balances, 1 if not.
 
     `people` sign up, some of them roll back; `keep` leaves the server running until Enter is pressed.
     """
@@ -141,7 +141,7 @@ def _play(stage: _Stage) -> None:
 
 
 def _ask_for_resets(stage: _Stage, email: str) -> None:
-    """An impatient person asks several times, each time in a transaction; sometimes the last one is rolled back."""
+    """Ask for several resets, each in a transaction; sometimes the last one is rolled back."""
     for request in range(1, RESETS_PER_PERSON + 1):
         reset = service.ask_for_reset(stage.connection, email, request)
         if request == RESETS_PER_PERSON and stage.chance.random() < ROLLBACK_SHARE:
@@ -251,7 +251,7 @@ def _progress(console: Console) -> Iterator[Callable[[str, float], None]]:
 def _report(console: Console, verdict: Verdict, stage: _Stage, seconds: float) -> None:
     from rich.table import Table
 
-    table = Table(title=f"What {stage.people} people left behind in {seconds:.1f} s", show_header=False)
+    table = Table(title=f"Result of {stage.people} people in {seconds:.1f} s", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column(style="dim")

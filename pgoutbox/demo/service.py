@@ -77,7 +77,7 @@ outbox = Outbox()
 
 @outbox.handler(ACTIVATION)
 async def send_activation(message: Message[Activation], ctx: Context) -> Email:
-    """Render the e-mail at every attempt: the link is minted here and never stored."""
+    """Render the e-mail at every attempt: the link is created here and never stored."""
     await ctx.ensure_lease()
     link = f"https://club.example.org/activate/{secrets.token_urlsafe(16)}"
     return Email(subject="Welcome to the club", text=f"Hello {message.payload.name},\n\nactivate: {link}\n")
@@ -85,7 +85,7 @@ async def send_activation(message: Message[Activation], ctx: Context) -> Email:
 
 @outbox.handler(PASSWORD_RESET, transactional=True)
 async def send_password_reset(message: Message[PasswordReset], ctx: Context) -> Email:
-    """The token's hash and the completion of the message commit together; the token itself is only in the mail."""
+    """Commit the token's hash together with the completion of the message. The token itself is only in the e-mail."""
     token = secrets.token_urlsafe(16)
     await ctx.connection.execute(
         "INSERT INTO reset_token (message_id, attempt_count, token_hash) VALUES (%s, %s, %s)",
@@ -99,7 +99,7 @@ async def send_password_reset(message: Message[PasswordReset], ctx: Context) -> 
 
 @outbox.handler(ORGANISER_NOTICE, transactional=True)
 async def send_organiser_notice(message: Message[OrganiserNotice], ctx: Context) -> Email:
-    """Skip a notice about a person who has left meanwhile."""
+    """Skip a notice about a person who has left."""
     cursor = await ctx.connection.execute("SELECT deleted FROM person WHERE id = %s", (message.payload.person_id,))
     row = await cursor.fetchone()
     if row is None or row[0]:
@@ -117,7 +117,7 @@ class Enqueued:
 
 
 def sign_up(connection: psycopg.Connection, name: str, email: str) -> list[Enqueued]:
-    """The business transaction: the person, the activation mail and the organiser's notice exist together or not."""
+    """Run the business transaction: write the person, the activation mail and the organiser's notice together."""
     row = connection.execute("INSERT INTO person (name, email) VALUES (%s, %s) RETURNING id", (name, email)).fetchone()
     if row is None:
         raise LookupError(f"no id for the person {name}")
@@ -136,11 +136,11 @@ def ask_for_reset(connection: psycopg.Connection, email: str, request: int) -> E
     """Ask for a new password; a later request of the same person replaces this one."""
     row = connection.execute("SELECT id FROM person WHERE email = %s", (email,)).fetchone()
     if row is None:
-        raise LookupError(f"nobody has the address {email}")
+        raise LookupError(f"no person has the address {email}")
     reset = outbox.enqueue(connection, PASSWORD_RESET, PasswordReset(person_id=row[0], email=email, request=request))
     return Enqueued(reset.id, "password_reset", email)
 
 
 def leave(connection: psycopg.Connection, email: str) -> None:
-    """A person leaves. The handlers of that person's pending messages decide whether to send them."""
+    """Remove a person. The handlers of that person's pending messages decide whether to send them."""
     connection.execute("UPDATE person SET deleted = true WHERE email = %s", (email,))

@@ -1,1 +1,1 @@
-"""From a call of `Outbox.enqueue` to one statement on the caller's connection."""
+"""Enqueue: turn a call of `Outbox.enqueue` into one statement on the caller's connection."""

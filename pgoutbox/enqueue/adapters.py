@@ -1,8 +1,8 @@
-"""The caller's own connection: recognised without importing its package, never committed, never closed.
+"""Adapters for the caller's own connection: recognised without importing its package, never committed, never closed.
 
-An adapter knows two things of its kind of connection: whether a usable transaction is open, and how to run one
-statement in it. Errors are told apart by SQLSTATE and by the names in PostgreSQL's answer; what pgoutbox's own
-functions did not raise passes through untouched.
+An adapter knows whether a usable transaction is open on its kind of connection, and how to run one statement in it.
+SQLSTATE and the names in PostgreSQL's answer identify the errors of pgoutbox's functions. All other errors pass through
+unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Rows: TypeAlias = Sequence[Sequence[object]]
 
 
 class Call(NamedTuple):
-    """A statement, its parameters in the order of its `%s`, and whether it answers with rows."""
+    """A statement, its parameters in the order of its `%s`, and whether it returns rows."""
 
     statement: LiteralString
     parameters: tuple[object, ...] = ()
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 @functools.cache
 def numbered(statement: LiteralString) -> str:
-    """The statement as asyncpg wants it: `$1`, `$2` and so on in the places of `%s`."""
+    """Return the statement in asyncpg's form: with `$1`, `$2` and so on instead of `%s`."""
     numbers = itertools.count(1)
     return re.sub("%s", lambda _: f"${next(numbers)}", statement)
 
@@ -56,11 +56,11 @@ class SyncAdapter(Protocol):
     """A sync connection of the caller."""
 
     def settle(self) -> None:
-        """Wait for what the caller has sent already, in a pipeline: its errors are not pgoutbox's to handle."""
+        """Wait for the caller's earlier statements in a pipeline: pgoutbox must not handle their errors."""
         ...
 
     def in_transaction(self) -> bool:
-        """Whether the next statement runs in a transaction; `TransactionError` if it cannot run at all."""
+        """Whether the next statement runs in a transaction. Raise `TransactionError` if it cannot run at all."""
         ...
 
     def fetch(self, call: Call) -> Rows:
@@ -69,7 +69,7 @@ class SyncAdapter(Protocol):
 
 
 class AsyncAdapter(Protocol):
-    """An async connection of the caller: the same as `SyncAdapter`."""
+    """An async connection of the caller, with the same methods as `SyncAdapter`."""
 
     async def settle(self) -> None: ...
 
@@ -79,7 +79,7 @@ class AsyncAdapter(Protocol):
 
 
 class DjangoCursor(Protocol):
-    """What is used of a cursor of Django."""
+    """The used part of a Django cursor."""
 
     @property
     def description(self) -> object: ...
@@ -90,7 +90,7 @@ class DjangoCursor(Protocol):
 
 
 class DjangoConnection(Protocol):
-    """What tells Django's `connection` from the others."""
+    """The attributes by which Django's `connection` is recognised."""
 
     in_atomic_block: bool
     needs_rollback: bool
@@ -104,7 +104,7 @@ class DjangoConnection(Protocol):
 
 
 class AsyncpgConnection(Protocol):
-    """What tells asyncpg's `Connection`, or one that its pool lent, from the others."""
+    """The attributes by which asyncpg's `Connection`, or one of its pool, is recognised."""
 
     def is_closed(self) -> bool: ...
 
@@ -129,7 +129,7 @@ _ASYNC_TYPES = (
 
 
 def sync_adapter(connection: object, *, function: str, async_function: str) -> SyncAdapter:
-    """The adapter of a sync connection; `TypeError` for anything else."""
+    """Return the adapter of a sync connection. Raise `TypeError` for anything else."""
     for name in _type_names(connection):
         if name in _SYNC_ADAPTERS:
             return _SYNC_ADAPTERS[name](connection)
@@ -139,7 +139,7 @@ def sync_adapter(connection: object, *, function: str, async_function: str) -> S
 
 
 def async_adapter(connection: object, *, function: str, sync_function: str) -> AsyncAdapter:
-    """The adapter of an async connection; `TypeError` for anything else."""
+    """Return the adapter of an async connection. Raise `TypeError` for anything else."""
     for name in _type_names(connection):
         if name in _ASYNC_ADAPTERS:
             return _ASYNC_ADAPTERS[name](connection)
@@ -180,7 +180,7 @@ class _Psycopg:
     def fetch(self, call: Call) -> Rows:
         if self._connection.info.pipeline_status == PipelineStatus.ABORTED:
             self.settle()
-        # Not the connection's own cursor: its factory may read other placeholders, or make rows of another shape.
+        # The connection's own cursor factory may use other placeholders or row types.
         with translated_errors(), psycopg.Cursor(self._connection, row_factory=tuple_row) as cursor:
             cursor.execute(call.statement, call.parameters)
             return cursor.fetchall() if call.has_rows else []
@@ -249,7 +249,7 @@ class _SQLAlchemy:
 
 
 class _AsyncSQLAlchemy:
-    """Meets the sync adapter on SQLAlchemy's own bridge, `run_sync`."""
+    """Runs the sync adapter through SQLAlchemy's `run_sync`."""
 
     def __init__(self, connection: sqlalchemy_async.AsyncConnection) -> None:
         self._run_sync: Callable[..., Awaitable[object]] = connection.run_sync
@@ -292,7 +292,7 @@ class _Asyncpg:
         try:
             closed = self._connection.is_closed()
         except Exception as error:
-            # A connection that went back to its pool refuses every question.
+            # A connection that was returned to its pool refuses every call.
             if "asyncpg.exceptions._base.InterfaceError" in _type_names(error):
                 raise _closed() from error
             raise
@@ -351,7 +351,7 @@ _ASYNC_ADAPTERS: Mapping[str, Callable[..., AsyncAdapter]] = {
 
 
 class Answer(NamedTuple):
-    """What PostgreSQL said, whichever driver brought it."""
+    """PostgreSQL's error, from any driver."""
 
     sqlstate: str
     message: str
@@ -362,7 +362,7 @@ class Answer(NamedTuple):
 
 
 class ClosedError(TransactionError):
-    """The connection is closed: whatever its transaction wrote is not committed."""
+    """The connection is closed, so the writes of its transaction are not committed."""
 
 
 class ItemRefusedError(PayloadError):
@@ -375,7 +375,7 @@ class ItemRefusedError(PayloadError):
 
 @contextmanager
 def translated_errors() -> Iterator[None]:
-    """Raise pgoutbox's own error for what its SQL functions, or the lack of them, made the driver raise."""
+    """Raise pgoutbox's own error for a driver's error from its SQL functions, or from their absence."""
     try:
         yield
     except Exception as error:
@@ -409,14 +409,14 @@ def _own_error(error: Exception) -> PgOutboxError | None:
 
 
 def sqlstate_of(error: Exception) -> str | None:
-    """The SQLSTATE behind an error of any driver, or of pgoutbox, None if PostgreSQL was not the one to refuse."""
+    """Return the SQLSTATE behind an error of any driver, or of pgoutbox; None if PostgreSQL did not raise it."""
     cause = error.__cause__
     answer = _answer_of(error) or (_answer_of(cause) if isinstance(cause, Exception) else None)
     return None if answer is None else answer.sqlstate
 
 
 def _answer_of(error: Exception) -> Answer | None:
-    # SQLAlchemy keeps the driver's error in `orig`, for asyncpg within a wrapper; Django keeps it as the cause.
+    # SQLAlchemy has the driver's error in `orig`, for asyncpg within a wrapper; Django has it as the cause.
     wrapped = getattr(error, "orig", None)
     for candidate in (error, wrapped, getattr(wrapped, "__cause__", None), error.__cause__):
         if isinstance(candidate, psycopg.Error) and candidate.sqlstate is not None:
@@ -452,7 +452,7 @@ class _AsyncpgError(Protocol):
 
 
 def _refused(column: str, message: str) -> PayloadError:
-    # Which argument is wrong stands in a field of its own; which item, only in the text that the function composed.
+    # A field of its own names the invalid argument. Only the text of the function names the item.
     reason = message.partition(f"{column}: ")[2] or message
     item = re.search(r"items\[(\d+)\]", message)
     return PayloadError(column, reason) if item is None else ItemRefusedError(int(item[1]), column, reason)

@@ -1,7 +1,7 @@
-"""Enqueue and cancel on the caller's connection, step by step, for sync and async connections alike.
+"""Enqueue and cancel on the caller's connection, as generators that serve sync and async connections alike.
 
-A step yields the statement that it needs and is sent the rows; `run` and `arun` carry them to the connection and back.
-Nothing here commits, and nothing but `in_savepoint` touches the caller's transaction beyond its own rows.
+A generator yields its statements and receives their rows; `run` and `arun` run them on the connection. Nothing here
+commits, and only `in_savepoint` affects the caller's transaction beyond its own rows.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _MAX_ID: Final = 2**63 - 1
 
 
 class Enqueued(NamedTuple):
-    """The message's id, and whether it existed before because its dedupe key was taken."""
+    """The id of the message. It is a duplicate if a message with its dedupe key existed before."""
 
     id: int
     duplicate: bool
 
 
 class EnqueuedMany(Sequence[Enqueued]):
-    """The answers of a bulk in the order of its items, each made when it is read. `ids` are the ids of the messages.
+    """The results of a bulk in the order of its items, each created when it is read. `ids` are the message ids.
 
-    Equal to a list of the same answers.
+    It equals a list of the same results.
     """
 
     __slots__ = ("_duplicates", "ids")
@@ -71,7 +71,7 @@ class EnqueuedMany(Sequence[Enqueued]):
 
 
 class CancelResult(enum.StrEnum):
-    """What `cancel` did or found.
+    """The result of `cancel`.
 
     `cancelled`: the message was pending and will not be delivered. `requested`: the attempt in flight is notified and
     is the last one. `already_cancelled`, `sent`, `failed`, `skipped`: the message had ended before. `pending`,
@@ -92,17 +92,17 @@ class CancelResult(enum.StrEnum):
 
 
 class ConnectionQuery(enum.Enum):
-    """What a step may ask of the connection besides running a statement."""
+    """Requests of a generator to the connection, besides statements."""
 
     IN_TRANSACTION = enum.auto()
 
 
-# A step yields a statement and is sent its rows, or asks a question and is sent the answer.
+# A generator yields a statement and receives its rows, or yields a question and receives the answer.
 Steps: TypeAlias = Generator[Call | ConnectionQuery, Any, R]
 
 
 def run(adapter: SyncAdapter, steps: Steps[R]) -> R:
-    """Take the steps on a sync connection. An error is raised in the step that met it."""
+    """Run the generator on a sync connection. An error is raised at the statement that caused it."""
     adapter.settle()
     try:
         step = next(steps)
@@ -118,7 +118,7 @@ def run(adapter: SyncAdapter, steps: Steps[R]) -> R:
 
 
 async def arun(adapter: AsyncAdapter, steps: Steps[R]) -> R:
-    """Take the steps on an async connection. An error is raised in the step that met it."""
+    """Run the generator on an async connection. An error is raised at the statement that caused it."""
     await adapter.settle()
     try:
         step = next(steps)
@@ -134,7 +134,7 @@ async def arun(adapter: AsyncAdapter, steps: Steps[R]) -> R:
 
 
 def transaction(*, required: bool) -> Steps[bool]:
-    """Whether the next statement runs in a transaction; `TransactionError` where it should and does not."""
+    """Whether the next statement runs in a transaction. Raise `TransactionError` if it must and does not."""
     inside = cast("bool", (yield ConnectionQuery.IN_TRANSACTION))
     if required and not inside:
         raise TransactionError(
@@ -150,7 +150,7 @@ def insert(draft: ValidatedMessage, *, notify: bool) -> Steps[Enqueued]:
 
 
 def insert_all(drafts: Sequence[tuple[object, ...]], *, notify: bool, require_transaction: bool) -> Steps[EnqueuedMany]:
-    """Write many messages; the answers are in the order of the drafts."""
+    """Write many messages. The results are in the order of the drafts."""
     if not drafts:
         return EnqueuedMany([])
     yield from transaction(required=require_transaction)
@@ -169,7 +169,7 @@ def insert_all(drafts: Sequence[tuple[object, ...]], *, notify: bool, require_tr
 
 
 def insert_fanout(fanout: Fanout, *, notify: bool, require_transaction: bool) -> Steps[EnqueuedMany]:
-    """Write one message for each destination; the answers are in their order. None, no statement."""
+    """Write one message for each destination, in their order. Without destinations, run no statement."""
     if not fanout.destinations:
         return EnqueuedMany([])
     yield from transaction(required=require_transaction)
@@ -191,7 +191,7 @@ def cancel_one(target: tuple[object, ...], *, require_transaction: bool) -> Step
 
 
 class UnprotectedError(Exception):
-    """`error` took the caller's transaction with it: there was no savepoint to go back to, or no way."""
+    """`error` ended the caller's transaction: there was no savepoint, or the rollback to it failed."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -199,11 +199,11 @@ class UnprotectedError(Exception):
 
 
 def in_savepoint(steps: Steps[R]) -> Steps[R]:
-    """Take the steps within a savepoint, and undo them if one fails; `UnprotectedError` if that fails too."""
+    """Run the generator within a savepoint, and roll back on an error. Raise `UnprotectedError` if that fails too."""
     try:
         yield _SAVEPOINT
     except TransactionError:
-        raise  # It was aborted before: there is nothing left to protect.
+        raise  # The transaction was aborted before, so a savepoint is useless.
     except Exception as error:
         raise UnprotectedError(error) from error
     try:
@@ -229,7 +229,7 @@ def _told_of(first: Exception | None = None) -> Iterator[None]:
 def target_of(
     message_id: int | None, topic: str | Topic[Any] | None, coalesce_key: str | None, dedupe_key: str | None
 ) -> tuple[object, ...]:
-    """The parameters of `sql.CANCEL`, for exactly one way of naming a message."""
+    """Return the parameters of `sql.CANCEL`, for exactly one way of naming a message."""
     given = [way for way in (message_id, coalesce_key, dedupe_key) if way is not None]
     if len(given) != 1 or (message_id is None) == (topic is None):
         raise PayloadError(

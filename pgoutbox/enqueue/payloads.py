@@ -1,4 +1,4 @@
-"""From a payload to the JSON text that PostgreSQL stores and gives back unchanged, or to the path of what is wrong.
+"""Conversion of payloads to JSON text that PostgreSQL stores and returns unchanged, with the path of each mistake.
 
 Secrets are refused, both as values and as types of a model's fields.
 """
@@ -26,9 +26,9 @@ Serializer = Callable[[object], JsonValue]
 
 
 _JSON_SCALARS = frozenset({str, int, float, bool, type(None)})
-# What the encoder makes of NUL, which jsonb cannot hold, and of floats that JSON cannot; they may be text as well.
+# The encoder's output for NUL, which jsonb cannot store, and for non-finite floats. Texts may contain them too.
 _SUSPICIOUS = re.compile(rb"\\u0000|NaN|Infinity")
-# Python refuses to read longer integers, and a worker that cannot read a message cannot even fail it.
+# Python refuses to read longer integers, so a worker could not even fail such a message.
 _MAX_DIGITS = 4_300
 _INTEGER_BOUND = 10**_MAX_DIGITS
 _TOO_MANY_DIGITS = re.compile(rb"(?<![0-9])[0-9]{%d}" % (_MAX_DIGITS + 1))
@@ -36,11 +36,11 @@ _MASK = "**********"
 
 
 def to_json(value: object, *, max_bytes: int, serializer: Serializer | None = None, field: str = "payload") -> str:
-    """The value as JSON text that PostgreSQL stores and gives back unchanged.
+    """Return the value as JSON text that PostgreSQL stores and returns unchanged.
 
-    pydantic's encoder does the work in one go, and refuses cycles. It also writes much that is not JSON, so the value
-    is walked afterwards, no further than its text is long. Only where something is wrong, or needs the serializer, does
-    the slow way find the path. The name under which pgoutbox stores encrypted payloads is refused, too.
+    pydantic's encoder writes the text in one pass, and refuses cycles. It also accepts values that are not JSON, so the
+    value is checked afterwards. The slow path, which finds the path of a mistake, only runs if there is one, or if a
+    value needs the serializer. The reserved name of encrypted payloads is refused, too.
     """
     text = None
     try:
@@ -51,9 +51,9 @@ def to_json(value: object, *, max_bytes: int, serializer: Serializer | None = No
         pass
     if text is None:
         text = _encode_faithfully(value, field, max_bytes, serializer)
-    # In the encoder's text the name can only stand as it is; the slow way tells whether it is a member at the top.
+    # The encoder writes the name unescaped. The slow path finds out whether it is a member at the top.
     if text.startswith("{") and SEALED in text and SEALED in json.loads(text):
-        raise PayloadError(member(field, SEALED), "is the name under which pgoutbox stores encrypted payloads")
+        raise PayloadError(member(field, SEALED), "is reserved: pgoutbox stores encrypted payloads under this name")
     return text
 
 
@@ -76,7 +76,7 @@ def _is_suspicious(data: bytes) -> bool:
 
 
 def _is_plain(value: object, depth_left: int) -> bool:
-    """Whether the value is made of exactly the types that JSON has, and not nested too deep."""
+    """Whether the value consists of exactly the types of JSON, and is not nested too deep."""
     kind = type(value)
     if kind in _JSON_SCALARS:
         return True
@@ -99,7 +99,7 @@ def _is_plain(value: object, depth_left: int) -> bool:
 
 
 def _faithful(value: object, path: str, parents: tuple[int, ...], serializer: Serializer | None) -> JsonValue:
-    """The value with models dumped and the serializer applied; a `PayloadError` with the path for what cannot be."""
+    """Return the value with models dumped and the serializer applied, or raise `PayloadError` with a path."""
     if isinstance(value, BaseModel):
         value = _dump(value, path)
     if value is None or isinstance(value, (str, bool, int, float)):
@@ -127,7 +127,7 @@ def _faithful(value: object, path: str, parents: tuple[int, ...], serializer: Se
 
 
 def _scalar(value: str | float | None, path: str) -> JsonValue:
-    # A subclass, a member of an enumeration say, is written as the plain value that it is.
+    # A subclass, for example a member of an enumeration, is written as its plain value.
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -143,8 +143,8 @@ def _scalar(value: str | float | None, path: str) -> JsonValue:
 
 
 def _text_keys(value: dict[object, object], path: str) -> dict[str, object]:
-    # JSON knows text keys only. An encoder would turn 1 and True into text, where they can meet another key, and the
-    # handler would not find them under what the caller wrote.
+    # JSON has only text keys. An encoder would turn 1 and True into text, which may equal another key. And the handler
+    # would not find them under the original key.
     members: dict[str, object] = {}
     for key, item in value.items():
         if not isinstance(key, str):
@@ -158,7 +158,7 @@ def _text_keys(value: dict[object, object], path: str) -> dict[str, object]:
 
 
 def fit(topics_model: type[P], payload: object) -> P:
-    """The payload as an instance of its topic's model, which validates a mapping."""
+    """Return the payload as an instance of its topic's model, which validates a mapping."""
     model = cast("type[BaseModel]", topics_model)
     if not isinstance(payload, model):
         if isinstance(payload, BaseModel):
@@ -175,7 +175,7 @@ def fit(topics_model: type[P], payload: object) -> P:
 
 
 def _dump(model: BaseModel, path: str) -> JsonValue:
-    """What validates to the same model again: by alias and without computed fields."""
+    """Return a dump that validates to the same model again: by alias and without computed fields."""
     secret = secret_in_model(type(model))
     if secret is not None:
         raise PayloadError(f"{path}{secret}", NO_SECRETS)
@@ -185,7 +185,7 @@ def _dump(model: BaseModel, path: str) -> JsonValue:
         raise PayloadError(
             path, f"the {type(model).__name__} cannot be written as JSON: {type(error).__name__}"
         ) from error
-    # In a field that is typed `Any` pydantic masks a secret, and makes null of a float that JSON does not have.
+    # In a field of type `Any`, pydantic masks a secret, and writes a non-finite float as null.
     if any(leaf is None or leaf == _MASK for _, leaf in _leaves(dumped, path)):
         for place, leaf in _leaves(model, path):
             if isinstance(leaf, SECRETS):
@@ -196,7 +196,7 @@ def _dump(model: BaseModel, path: str) -> JsonValue:
 
 
 def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
-    """Whatever is not a container, with its path."""
+    """Yield all values that are not containers, with their paths."""
     if isinstance(value, (BaseModel, dict)):
         for key, item in dict(value).items():
             yield from _leaves(item, member(path, key))

@@ -1,7 +1,7 @@
-"""Check new messages before any SQL, and split many of them into statements. Pure: no I/O, no statement.
+"""Checks of new messages before any SQL, and the split of bulks into statements. Pure: no I/O.
 
-A mistake raises `PayloadError` with the path of what is wrong, so that the caller's transaction stays usable. Whatever
-is accepted comes back from PostgreSQL with the same value; only a tuple comes back as a list.
+A mistake raises `PayloadError` with the path of the invalid value, so that the caller's transaction stays usable. An
+accepted payload comes back from PostgreSQL unchanged, except that a tuple comes back as a list.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ _NO_CHECKED_OPTIONS = (None,) * 9
 
 
 def carrying(message: NewMessage[P], context: Mapping[str, str]) -> NewMessage[P]:
-    """The message with the headers of a trace, as far as it has none of its own and there is room for them.
+    """Return the message with the headers of a trace, if it has none of its own and there is room for them.
 
-    Whatever is wrong with its headers is for `prepare` to say: a trace is no reason to refuse a message.
+    `prepare` reports invalid headers of the message. A trace never makes a message invalid.
     """
     if not context:
         return message
@@ -119,10 +119,10 @@ def prepare(
     keyring: Keyring | None = None,
     is_fanout: bool = False,
 ) -> ValidatedMessage:
-    """Check a message against its topic's definition, which wins. `max_attempts` is what it gets unless it asks.
+    """Check a message, and complete it from its topic's definition. `max_attempts` is the default limit.
 
-    Raises `PayloadError` with the path of what is wrong, and `ConfigurationError` for an encrypted topic without a
-    keyring. What a function of the topic or the serializer raises passes through.
+    Raises `PayloadError` with the path of the invalid value, and `ConfigurationError` for an encrypted topic without a
+    keyring. Errors of the topic's functions and of the serializer pass through.
     """
     payload = message.payload if topic.payload is None else fit(topic.payload, message.payload)
     text = to_json(payload, max_bytes=max_payload_bytes, serializer=serializer)
@@ -173,7 +173,7 @@ def prepare_fanout(
     serializer: Serializer | None,
     keyring: Keyring | None = None,
 ) -> Fanout:
-    """Check a fan-out: `prepare` for what its messages have in common, and each destination.
+    """Check a fan-out: the common parts of its messages like `prepare`, and each destination.
 
     Its messages have no keys: a topic with keys or a destination of its own is refused.
     """
@@ -213,7 +213,7 @@ def prepare_fanout(
 
 
 def _settled(topic: Topic[P], message: NewMessage[P], payload: P) -> Iterator[object]:
-    """The options in the order of `_RULES`. What the topic's definition says must not be given again."""
+    """Return the options in the order of `_RULES`. Options of the topic's definition must not be given again."""
     for field, owner in (
         ("available_at", topic.delay),
         ("expires_at", topic.expires_after),
@@ -233,18 +233,18 @@ def _owned(topic: Topic[P], field: str) -> PayloadError:
 
 
 class Chunk(NamedTuple):
-    """The positions of some drafts, and the parameters of `sql.ENQUEUE_MANY` for them, but for the last."""
+    """The positions of some drafts, and their parameters of `sql.ENQUEUE_MANY` without the last one."""
 
     positions: Sequence[int]
     parameters: tuple[object, ...]
 
 
 def chunks(drafts: Sequence[tuple[object, ...]]) -> Iterator[Chunk]:
-    """The drafts, in pieces that one statement takes.
+    """Return the drafts in pieces, one for each statement.
 
-    All drafts with keys that enqueue locks come last, sorted over the whole call as `pgoutbox.enqueue_many` sorts
-    within one: every transaction then takes the keys in the same order, and two bulks never wait for each other in a
-    circle. An array that no draft of the call uses is None.
+    All drafts with keys that enqueue locks come last, sorted over the whole call in the order of
+    `pgoutbox.enqueue_many`. So every transaction locks the keys in the same order, and two bulks never deadlock. An
+    array that no draft of the call uses is None.
     """
     if not drafts:
         return
@@ -287,10 +287,10 @@ def _lock(
     ordering_key: str | None,
     coalesce_rule: str | None,
 ) -> str:
-    """The place of a draft in the order in which keys are locked, empty for a draft without such a key.
+    """Return the sort key of a draft in the order of locks; it is empty for a draft without such a key.
 
     As in pgoutbox.enqueue_many: ordering keys, coalesce keys, dedupe keys. PostgreSQL sorts text of the collation "C"
-    by code point, as Python does. NUL, which no key holds, sorts before all others. Messages of one coalesce or
+    by code point, as Python does. NUL, which no key contains, sorts before all others. Messages of one coalesce or
     ordering key keep their order.
     """
     if ordering_key is not None:
@@ -301,7 +301,7 @@ def _lock(
 
 
 def _parameters(columns: ValidatedMessage, positions: Sequence[int]) -> tuple[object, ...]:
-    """Two texts of lines, then arrays. An array of texts is written here, because drivers are slow at that."""
+    """Return two texts of lines, then arrays. Arrays of texts are written here, because drivers are slow at that."""
     parameters: list[object] = []
     for field, column in zip(ValidatedMessage._fields, cast("Sequence[Sequence[Any] | None]", columns), strict=True):
         if column is None:
@@ -319,7 +319,7 @@ def text_array(texts: Sequence[str | None]) -> str:
     """Return the array in PostgreSQL's text form. No element holds NUL, because PostgreSQL cannot store it."""
     if None in texts:
         return "{" + ",".join(["NULL" if text is None else _quoted(text) for text in texts]) + "}"
-    # Escaped all at once: NUL stands between the elements.
+    # All elements are escaped at once, with NUL between them.
     return "{" + _quoted("\0".join(cast("Sequence[str]", texts))).replace("\0", '","') + "}"
 
 
@@ -363,7 +363,7 @@ _NOT_TEXTS: Final = frozenset(
 
 
 class _Rule(NamedTuple):
-    """An option and what checks it."""
+    """An option and its check."""
 
     field: str
     check: Callable[[str, object], object]

@@ -1,7 +1,7 @@
-"""The gauges of the database: how much is due, scheduled, in flight and failed, read when somebody asks.
+"""The gauges of the database: due, scheduled, in-flight and failed messages, read on request.
 
-A reading is good for some seconds, and the longer the longer it took, so that monitoring is never what the database is
-busy with. One is under way at a time, in a thread of its own: who asks can stop waiting, even for a dead network.
+Readings are cached for a few seconds, longer if they are slow, so that monitoring cannot overload the database. Only
+one reading runs at a time, in a thread of its own, so that callers can stop waiting even if the network is dead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STATES: Final = ("due", "scheduled", "sending", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one look at the database found; without samples if it did not answer."""
+    """The result of one reading; without samples if the database did not answer."""
 
     is_up: bool
     samples: Mapping[Metric, Sequence[Sample]] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Reading:
 
     @property
     def age_seconds(self) -> float:
-        """How long ago it was taken."""
+        """The age of the reading, in seconds."""
         return time.monotonic() - self.read_at
 
 
@@ -44,7 +44,7 @@ NO_READING: Final = Reading(is_up=False)
 
 
 class Backlog:
-    """Reads the gauges over a connection of its own for each reading. Any thread may ask."""
+    """Reads the gauges, with a new connection for each reading. Any thread may call it."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -52,7 +52,7 @@ class Backlog:
         self._last: Future[Reading] | None = None
 
     def ask(self) -> Future[Reading]:
-        """The last reading while it is good, or else the one that is under way; it never raises."""
+        """Return a future of the cached reading if it is recent enough, else of the next one. Never raises."""
         with self._turn:
             if self._last is None or (self._last.done() and not self._is_good(self._last.result())):
                 self._last = Future()
@@ -69,7 +69,7 @@ class Backlog:
         try:
             samples = self._read()
         except (psycopg.Error, PgOutboxError, OSError):
-            # Why is in the worker's log, which meets the same database.
+            # The worker's log has the reason: it uses the same database.
             future.set_result(Reading(is_up=False, read_at=time.monotonic(), seconds=time.monotonic() - began_at))
         except BaseException as error:
             future.set_exception(error)

@@ -1,6 +1,7 @@
-"""The catalogue of what pgoutbox reports about itself: one name per event, for logs and counters alike.
+"""The catalogue of events: one name for each, in logs and counters alike.
 
-A log record has a constant text and the event with its fields in `extra`; never a payload, a key or a secret.
+A log record has a constant text, and the event with its fields in `extra`. It never contains a payload, a key or a
+secret.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LogEvent(enum.StrEnum):
-    """Everything that is worth a log line or a count."""
+    """The events that are logged or counted."""
 
     METRICS_SERVED = "metrics_served"
     WORKER_STARTED = "worker_started"
@@ -96,17 +97,17 @@ _EVENT_OF_OUTCOME = {
 
 
 def event_of_outcome(outcome: AttemptOutcome) -> LogEvent:
-    """The event that reports an attempt after which its message is pending again."""
+    """Return the event for an attempt after which its message is pending again."""
     return _EVENT_OF_OUTCOME[outcome]
 
 
 def event_of_state(state: State) -> LogEvent:
-    """The event that an attempt's end in this state is reported as."""
+    """Return the event for an attempt that ended in this state."""
     return _EVENT_OF_STATE[state]
 
 
 class Telemetry:
-    """Counts events of one worker and logs them. Has `measures` while somebody may ask for them."""
+    """Counts and logs the events of one worker. It has `measures` while metrics are exported."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -114,7 +115,7 @@ class Telemetry:
         self.measures: Measures | None = None
 
     def count(self, event: LogEvent, number: int = 1) -> None:
-        """Count without a log line: for what happens thousands of times a second."""
+        """Count an event without a log line, because it may happen thousands of times a second."""
         self.counts[event] += number
 
     def report(self, level: int, event: LogEvent, text: str, /, **fields: object) -> None:

@@ -1,7 +1,7 @@
-"""Whether a worker is alive, and whether it is ready: what probes are told. Pure but for the ping of an event loop.
+"""The answers to health probes: whether a worker is alive, and whether it is ready. Pure but for the event loop check.
 
-Alive means that its event loop turns; if it does not, only a new process helps. Ready means that a message which is
-committed now would be found in time. The reasons name no host, no user and no setting's value.
+Alive means that its event loop is not blocked; a blocked one can only be restarted. Ready means that the worker would
+find a new message in time. The reasons contain no host, no user and no value of a setting.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _ANSWER_SECONDS: Final = 0.5
 
 
 def reasons_not_ready(vitals: WorkerStatus, *, sweep_seconds: float) -> list[str]:
-    """Why a worker is not ready, in words for an operator; nothing if it is."""
+    """Return the reasons why a worker is not ready, for operators; none if it is."""
     if vitals.is_stopping:
         return ["the worker is stopping"]
     if not vitals.is_started:
-        return ["the worker has not started: the database was not reached yet"]
+        return ["the worker has not started: it has not reached the database yet"]
     reasons = []
     if not vitals.is_database_up:
         reasons.append("the database does not answer")
@@ -33,7 +33,7 @@ def reasons_not_ready(vitals: WorkerStatus, *, sweep_seconds: float) -> list[str
         reasons.append("the listener is not connected")
     if vitals.topics_halted:
         reasons.append(f"the database refuses the outcomes of {vitals.topics_halted} topic(s)")
-    # Who has no slot free does not look, and need not.
+    # A worker without a free slot does not poll, and need not.
     limit = _STALE_FACTOR * sweep_seconds + _STALE_SLACK_SECONDS
     if vitals.looked_seconds_ago > limit and vitals.busy < vitals.slots:
         reasons.append(f"the last sweep was {vitals.looked_seconds_ago:.0f} s ago")
@@ -47,7 +47,7 @@ class _Ping:
 
 
 class LoopWatch:
-    """Asks an event loop, from other threads, whether it still turns. Costs nothing while nobody asks."""
+    """Checks from other threads whether an event loop is blocked. Costs nothing between checks."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, limit_seconds: float) -> None:
         self._loop = loop
@@ -56,7 +56,7 @@ class LoopWatch:
         self._ping: _Ping | None = None
 
     async def reason_not_alive(self) -> str | None:
-        """Why it does not count as alive: a question has been waiting for longer than the limit. None if it does."""
+        """Return a reason if the loop is blocked, that is, if a check waits for longer than the limit; else None."""
         with self._turn:
             if self._ping is None:
                 self._ping = _Ping(time.monotonic())
@@ -68,7 +68,7 @@ class LoopWatch:
         if not await asyncio.to_thread(ping.answered.wait, _ANSWER_SECONDS):
             waited = time.monotonic() - ping.asked_at
             if waited > self._limit_seconds:
-                return f"the event loop has not turned for {waited:.0f} s"
+                return f"the event loop has been blocked for {waited:.0f} s"
         return None
 
     def _note(self, ping: _Ping) -> None:

@@ -1,8 +1,8 @@
 """A small HTTP server in a thread, for probes and scrapes: it answers while the application's event loop is blocked.
 
-GET and HEAD only, one request for each connection, no bodies, so many connections at once, and one deadline for the
-whole exchange. When all are taken, the connection that has owed its request for longest gives way: slow clients
-never keep a probe out. HTTP is parsed by h11. Needs the extra `metrics`.
+It accepts only GET and HEAD without bodies, and one request for each connection. The number of connections is limited,
+and each exchange has one deadline. At the limit, the connection that has waited longest for its request is closed, so
+that slow clients never keep a probe out. HTTP is parsed by h11. Needs the extra `metrics`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHUNK_BYTES: Final = 65_536
 _TEXT: Final = "text/plain; charset=utf-8"
 
 Answer = Callable[[str, str | None], Awaitable["Page | None"]]
-"""Called with the path and the header `Accept`; None means that there is no such page."""
+"""Called with the path and the header `Accept`. None means that the page does not exist."""
 
 
 class HttpServer:
@@ -45,17 +45,17 @@ class HttpServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
         self._open_count = 0
-        # Those whose request has not arrived, oldest first.
+        # Connections whose request has not arrived, oldest first.
         self._waiting: dict[asyncio.StreamWriter, None] = {}
         self._thread = threading.Thread(target=self._run, name="pgoutbox-http", daemon=True)
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port on which the server listens."""
         return int(self._sockets[0].getsockname()[1])
 
     def start(self) -> None:
-        """Listen, then start the thread. `ConfigurationError` if the address cannot be had."""
+        """Listen, then start the thread. Raise `ConfigurationError` if the address is not available."""
         try:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             self._sockets = [socket.create_server((self._host, self._wanted_port), family=family, backlog=64)]
@@ -69,7 +69,7 @@ class HttpServer:
     async def stop(self) -> None:
         """Close every connection and end the thread."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # It has ended by itself.
+            with contextlib.suppress(RuntimeError):  # The server has ended by itself.
                 self._loop.call_soon_threadsafe(self._stopped.set)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
@@ -166,4 +166,4 @@ async def _read_request(connection: h11.Connection, reader: asyncio.StreamReader
         elif isinstance(event, h11.Request):
             return event
         else:
-            return None  # The client left without a word.
+            return None  # The client has disconnected.

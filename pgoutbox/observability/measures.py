@@ -1,8 +1,8 @@
-"""What a worker measures about its own work, counted in memory; the exporters read it when somebody asks.
+"""The metrics of a worker, counted in memory. The exporters read them on request.
 
-Nothing here knows Prometheus or OpenTelemetry. The labels are topic, queue, outcome and event, never what a message
-holds, and there are no more topics and queues than `max_names`: the rest is counted as `other`. The event loop writes
-while another thread reads: what is read is a copy, which a dictionary makes in one step.
+This module is independent of Prometheus and OpenTelemetry. The labels are topic, queue, outcome and event, and never
+contain message data. At most `max_names` topics and queues are labels; the others are counted as `other`. The event
+loop writes while other threads read: they read a copy, which a dictionary makes in one step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OTHER: Final = "other"
 
 
 class Kind(enum.StrEnum):
-    """How a metric behaves: it only grows, it goes up and down, or it is a distribution."""
+    """The kind of a metric: it only grows, it goes up and down, or it is a distribution."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -42,7 +42,7 @@ class Metric(NamedTuple):
 
     @property
     def series(self) -> str:
-        """Its name in PromQL; that of a histogram without `_bucket`, `_sum` and `_count`."""
+        """The name of the metric in PromQL; for a histogram without `_bucket`, `_sum` and `_count`."""
         return f"pgoutbox_{self.name}_total" if self.kind is Kind.COUNTER else f"pgoutbox_{self.name}"
 
 
@@ -56,50 +56,48 @@ ATTEMPTS: Final = Metric(
 )  # fmt: skip
 UNATTEMPTED: Final = Metric(
     "unattempted", Kind.COUNTER, ("topic", "queue", "outcome"),
-    "Messages that ended when they were to be claimed: superseded, expired, cancelled, or out of attempts.",
+    "Messages that ended without an attempt at their claim: superseded, expired, cancelled, or out of attempts.",
 )  # fmt: skip
-CLAIMS: Final = Metric("claims", Kind.COUNTER, ("queue",), "Claim statements that were answered.")
+CLAIMS: Final = Metric("claims", Kind.COUNTER, ("queue",), "Answered claim statements.")
 CLAIMED: Final = Metric("claimed", Kind.COUNTER, ("topic", "queue"), "Messages that were claimed for an attempt.")
 HANDLER_SECONDS: Final = Metric(
     "handler_seconds", Kind.HISTOGRAM, ("topic",),
-    "How long an attempt took, its hand-over to the transport included; of a batch handler, one call.",
+    "Duration of an attempt, including the hand-over to the transport; one call for a batch handler.",
     _SECONDS,
 )  # fmt: skip
 WAIT_SECONDS: Final = Metric(
     "wait_seconds", Kind.HISTOGRAM, ("topic",),
-    "How long a message waited from the time it fell due until its handler began.",
+    "Waiting time of a message, from its due time to the start of its handler.",
     _SECONDS,
 )  # fmt: skip
-EVENTS: Final = Metric("events", Kind.COUNTER, ("event",), "Events of the catalogue that this worker reported.")
+EVENTS: Final = Metric("events", Kind.COUNTER, ("event",), "Events that this worker reported.")
 LEASES_LOST: Final = Metric(
     "leases_lost", Kind.COUNTER, (), "Outcomes that were not written because the message had another owner by then."
 )
 RECONNECTS: Final = Metric(
-    "reconnects", Kind.COUNTER, ("connection",), "How often the database or the listener was lost and came back."
+    "reconnects", Kind.COUNTER, ("connection",), "Reconnections of the worker or its listener to the database."
 )
 ABANDONED: Final = Metric(
-    "abandoned", Kind.COUNTER, (), "Attempts whose handler ran on in its thread after its time limit."
+    "abandoned", Kind.COUNTER, (), "Attempts whose handler still ran in its thread after its timeout."
 )
 
-IN_FLIGHT: Final = Metric("in_flight", Kind.GAUGE, (), "Messages that this worker holds, claimed and not finished.")
-SLOTS: Final = Metric("slots", Kind.GAUGE, (), "Attempts that can be under way at once, less the abandoned ones.")
-SLOTS_BUSY: Final = Metric("slots_busy", Kind.GAUGE, (), "Messages that handlers are at work on.")
+IN_FLIGHT: Final = Metric("in_flight", Kind.GAUGE, (), "Messages that this worker has claimed and not finished.")
+SLOTS: Final = Metric("slots", Kind.GAUGE, (), "Maximum number of concurrent attempts, less the abandoned slots.")
+SLOTS_BUSY: Final = Metric("slots_busy", Kind.GAUGE, (), "Messages in running handlers.")
 SLOTS_ABANDONED: Final = Metric(
-    "slots_abandoned", Kind.GAUGE, (), "Slots that are held by a handler which runs on after its time limit."
+    "slots_abandoned", Kind.GAUGE, (), "Slots of handlers that still run after their timeout."
 )
 LISTENER_UP: Final = Metric("listener_up", Kind.GAUGE, (), "1 while the listener is connected. Absent when polling.")
 DATABASE_UP: Final = Metric("database_up", Kind.GAUGE, (), "1 while the database answers this worker.")
-LAST_LOOK: Final = Metric(
-    "last_look_seconds", Kind.GAUGE, (), "How long ago the worker last looked for something to claim."
-)
+LAST_LOOK: Final = Metric("last_look_seconds", Kind.GAUGE, (), "Time since the worker last polled for messages.")
 LAST_CLAIM: Final = Metric(
-    "last_claim_seconds", Kind.GAUGE, (), "How long ago it last claimed a message. Absent before the first."
+    "last_claim_seconds", Kind.GAUGE, (), "Time since the worker last claimed a message. Absent before the first."
 )
 OUTCOMES_REFUSED: Final = Metric(
     "outcomes_refused", Kind.GAUGE, (), "Messages whose outcome the database refuses to write; the worker tries again."
 )
 BREAKERS_OPEN: Final = Metric(
-    "breakers_open", Kind.GAUGE, (), "Circuit breakers that this worker knows to be open."
+    "breakers_open", Kind.GAUGE, (), "Open circuit breakers, as far as this worker knows."
 )  # fmt: skip
 
 MESSAGES: Final = Metric(
@@ -107,18 +105,18 @@ MESSAGES: Final = Metric(
     "Messages in the database that are due, scheduled, sending or failed.",
 )  # fmt: skip
 OLDEST_DUE: Final = Metric(
-    "oldest_due_seconds", Kind.GAUGE, ("topic", "queue"), "How long the message that is due longest has waited."
+    "oldest_due_seconds", Kind.GAUGE, ("topic", "queue"), "Waiting time of the oldest due message."
 )
 QUEUE_PAUSED: Final = Metric("queue_paused", Kind.GAUGE, ("queue",), "1 for each queue that is paused.")
 BREAKERS: Final = Metric(
     "breakers", Kind.GAUGE, ("scheme", "state"),
-    "Circuit breakers of the fleet that are open, or half_open: the time to probe has come.",
+    "Open circuit breakers of all workers; half_open means that a probe is due.",
 )  # fmt: skip
 BACKLOG_UP: Final = Metric(
-    "backlog_up", Kind.GAUGE, (), "1 if the gauges of the database could be read; if not, they are absent."
+    "backlog_up", Kind.GAUGE, (), "1 if the gauges of the database could be read; otherwise they are absent."
 )
-BACKLOG_AGE: Final = Metric("backlog_age_seconds", Kind.GAUGE, (), "How long ago the gauges of the database were read.")
-BACKLOG_READ: Final = Metric("backlog_read_seconds", Kind.GAUGE, (), "How long it took to read them.")
+BACKLOG_AGE: Final = Metric("backlog_age_seconds", Kind.GAUGE, (), "Time since the gauges of the database were read.")
+BACKLOG_READ: Final = Metric("backlog_read_seconds", Kind.GAUGE, (), "Duration of reading the gauges of the database.")
 
 OF_WORKERS: Final = (
     ATTEMPTS, UNATTEMPTED, CLAIMS, CLAIMED, HANDLER_SECONDS, WAIT_SECONDS, EVENTS, LEASES_LOST, RECONNECTS, ABANDONED,
@@ -133,9 +131,9 @@ _BUCKETS: Final = {metric.name: metric.buckets for metric in OF_WORKERS if metri
 
 
 Attempted = tuple[str, tuple[datetime, ...], float, float]
-"""An attempt: its topic, since when its messages were available, and when it began and ended.
+"""An attempt: its topic, the due times of its messages, and its start and end.
 
-It refers to nothing that the garbage collector has to visit: thousands of messages that wait to be counted would be.
+A tuple of plain values: thousands of messages that wait to be counted would slow down the garbage collector.
 """
 
 
@@ -147,7 +145,7 @@ class Sample(NamedTuple):
 
 
 class Distribution:
-    """A histogram of one series: how many values fell into each bucket, one more than there are bounds."""
+    """A histogram of one series: the number of values in each bucket, one more than there are bounds."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -157,7 +155,7 @@ class Distribution:
         self.sum = 0.0
 
     def add(self, values: list[float]) -> None:
-        """Count these values, and sort them. What is below zero, by clocks that differ, counts as zero."""
+        """Count these values, and sort them. Negative values, from differing clocks, count as zero."""
         values.sort()
         before = 0
         for index, bound in enumerate(self.bounds):
@@ -172,14 +170,14 @@ class Distribution:
 
 
 class Names:
-    """Names that may be labels: the first `most` of them as they are, every further one as `other`."""
+    """The names that may be labels: the first `most` names. All further ones become `other`."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._known: dict[str, str] = {}
 
     def label(self, name: str) -> str:
-        """The name, or `other`."""
+        """Return the name, or `other`."""
         label = self._known.get(name)
         if label is not None:
             return label
@@ -190,7 +188,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """How a worker is, at this moment. Ages are in seconds; None is never, or of a listener not wanted."""
+    """The current state of a worker. Ages are in seconds. None means never, or a disabled listener."""
 
     is_started: bool
     is_stopping: bool
@@ -208,7 +206,7 @@ class WorkerStatus:
 
 
 class Measures:
-    """The counts of one worker. Every method is called on its event loop, for a batch wherever there is one."""
+    """The counts of one worker. All methods are called on its event loop, if possible once per batch."""
 
     def __init__(self, *, max_names: int) -> None:
         self._topics = Names(max_names)
@@ -219,20 +217,20 @@ class Measures:
         self._seconds: dict[str, dict[str, Distribution]] = {name: {} for name in _BUCKETS}
         self._anchor: tuple[datetime, float] | None = None
         self.claimed_at: float | None = None
-        # Called with the metric's name, the topic and the value, for an exporter that takes each value by itself.
+        # Called with the metric's name, the topic and the value, for an exporter that needs each single value.
         self.on_seconds: Callable[[str, str, float], None] | None = None
 
     def anchor(self, server_time: datetime, loop_time: float) -> None:
-        """Learn what the database's clock said at this time of the event loop."""
+        """Remember the database's time at this time of the event loop."""
         self._anchor = server_time, loop_time
 
     @property
     def is_anchored(self) -> bool:
-        """Whether anything is known of the database's clock; without it no wait is counted."""
+        """Whether the database's time is known. Without it, waiting times are not counted."""
         return self._anchor is not None
 
     def claim(self, queue: str, topics: Iterable[str], *, at: float) -> None:
-        """One claim statement was answered, with messages of these topics."""
+        """Count one answered claim statement, with messages of these topics."""
         label = self._queues.label(queue)
         self._counts[CLAIMS.name][label,] += 1
         for topic, count in Counter(topics).items():
@@ -240,7 +238,7 @@ class Measures:
             self.claimed_at = at
 
     def unattempted(self, topic: str, queue: str, outcome: str) -> None:
-        """A message ended when it was to be claimed."""
+        """Count a message that ended without an attempt at its claim."""
         self._counts[UNATTEMPTED.name][self._topics.label(topic), self._queues.label(queue), outcome] += 1
 
     def attempted(self, attempts: Iterable[Attempted]) -> None:
@@ -269,26 +267,26 @@ class Measures:
                     self.on_seconds(name, label, value)
 
     def sent(self, messages: Iterable[Message[object]]) -> None:
-        """These were written as sent."""
+        """Count messages that were finished as sent."""
         counts = self._counts[ATTEMPTS.name]
         for (topic, queue), count in Counter([(message.topic, message.queue) for message in messages]).items():
             counts[self._topics.label(topic), self._queues.label(queue), State.SENT.value] += count
 
     def ended(self, message: Message[object], outcome: str) -> None:
-        """One attempt ended otherwise."""
+        """Count one attempt with another outcome."""
         self._counts[ATTEMPTS.name][self._topics.label(message.topic), self._queues.label(message.queue), outcome] += 1
 
     def samples(self, metric: Metric) -> list[Sample]:
-        """What was counted of one of the counters that messages are counted by."""
+        """Return the values of a counter of messages."""
         return [Sample(labels, value) for labels, value in dict(self._counts[metric.name]).items()]
 
     def distributions(self, metric: Metric) -> Mapping[str, Distribution]:
-        """The distributions of a histogram by topic."""
+        """Return the distributions of a histogram by topic."""
         return self._seconds[metric.name].copy()
 
 
 def samples_of_events(counts: Mapping[str, int]) -> dict[Metric, list[Sample]]:
-    """The counters that are made of what was reported."""
+    """Return the counters that are derived from reported events."""
     return {
         EVENTS: [Sample((event,), count) for event, count in counts.items()],
         LEASES_LOST: [Sample((), counts.get("lease_lost", 0))],
@@ -300,7 +298,7 @@ def samples_of_events(counts: Mapping[str, int]) -> dict[Metric, list[Sample]]:
 
 
 def samples_of_vitals(vitals: WorkerStatus) -> dict[Metric, list[Sample]]:
-    """The gauges of a worker."""
+    """Return the gauges of a worker."""
     found: dict[Metric, float | None] = {
         IN_FLIGHT: vitals.in_flight,
         SLOTS: vitals.slots,

@@ -1,4 +1,4 @@
-"""The metrics by the API of OpenTelemetry: those of Prometheus, their names beginning with `pgoutbox.`."""
+"""The metrics for OpenTelemetry: the metrics of Prometheus, with names that begin with `pgoutbox.`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _ABOUT_READING: Final = frozenset({BACKLOG_UP, BACKLOG_AGE, BACKLOG_READ})
 
 
 def is_set_up() -> bool:
-    """Whether the application has set a provider of meters."""
+    """Whether the application has set a meter provider."""
     provider = metrics.get_meter_provider()
-    # The provider that stands for one that is yet to be set is not public.
+    # The proxy for a provider that is not yet set is not public.
     return not isinstance(provider, metrics.NoOpMeterProvider) and type(provider).__name__ != "_ProxyMeterProvider"
 
 
 class Exporter:
-    """Gives what a worker counts to the application's provider of meters, until `stop`."""
+    """Exports the counts of a worker to the application's meter provider, until `stop`."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Exporter:
         measures.on_seconds = record
 
     def stop(self) -> None:
-        """Tell nothing more: an instrument cannot be taken back."""
+        """Stop exporting. An instrument cannot be removed."""
         self._is_open = False
         self._measures.on_seconds = None
 

@@ -1,6 +1,6 @@
-"""The metrics in the text formats that Prometheus reads. Needs the extra `metrics`.
+"""The metrics in the text formats of Prometheus. Needs the extra `metrics`.
 
-Knows no web framework: whoever serves HTTP calls `Exposition.answer` and sends what it returns.
+It depends on no web framework: an HTTP server calls `Exposition.answer` and sends the result.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Page(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """What there is to see of a worker, from any thread."""
+    """The observable state of a worker, from any thread."""
 
     measures: Measures
     vitals: Callable[[], WorkerStatus]
@@ -59,10 +59,10 @@ class Watched(NamedTuple):
 
 
 class Exposition:
-    """The answer to a scrape: the gauges of the database and, with `worker`, what that worker counted.
+    """The answers to scrapes: the gauges of the database and, with `worker`, the metrics of that worker.
 
-    With a worker the metrics of prometheus_client's own registry come along: those of the process, and whatever your
-    handlers define. A database that does not answer within three seconds costs its gauges, never the rest.
+    With a worker they also contain prometheus_client's own registry: metrics of the process and of your handlers. If
+    the database does not answer within three seconds, only its gauges are missing.
 
         exposition = Exposition(load_settings())
         status, content_type, body = await exposition.answer(request.headers.get("accept"))
@@ -75,7 +75,7 @@ class Exposition:
         self._backlog = backlog
 
     async def answer(self, accept: str | None = None) -> Page:
-        """The metrics in the format that the header `Accept` asks for: OpenMetrics, or Prometheus's own text."""
+        """Return the metrics in the format that the header `Accept` requests: OpenMetrics or Prometheus text."""
         reading = None
         if self._backlog is not None:
             try:

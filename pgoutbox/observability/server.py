@@ -1,7 +1,7 @@
-"""What others can see of a worker: metrics, probes, and word to systemd. Takes no part in the work.
+"""The observability of a worker: metrics, health probes, and notifications to systemd. It takes no part in the work.
 
-What nobody has asked for is neither imported nor run. The pages are served by a thread of their own, so that a handler
-which blocks the event loop does not hide that it does.
+Features that are not configured are neither imported nor run. A thread of its own serves the pages, so that a handler
+that blocks the event loop can be detected.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _ServerTime = Callable[[], Awaitable[datetime]]
 
 
 class Observed(Protocol):
-    """A worker, as far as it is seen."""
+    """The observable part of a worker."""
 
     def vitals(self) -> WorkerStatus:
-        """How it is, for any thread to ask."""
+        """Return the current state of the worker. Any thread may call it."""
         ...
 
 
 class TelemetryServer:
-    """Watches one worker from `async with` on. With `serves` it listens on `metrics_address` and tells systemd.
+    """Observes one worker within `async with`. With `serves` it listens on `metrics_address` and notifies systemd.
 
-    Raises `ConfigurationError` when the address cannot be had, and `MissingExtraError` without what it needs.
+    Raises `ConfigurationError` if the address is not available, and `MissingExtraError` without the needed extra.
     """
 
     def __init__(self, worker: Observed, settings: Settings, telemetry: Telemetry, *, serves: bool) -> None:
@@ -62,7 +62,7 @@ class TelemetryServer:
 
     @property
     def port(self) -> int | None:
-        """Where the pages are, while they are."""
+        """The address of the pages, while they are served."""
         return None if self._server is None else self._server.port
 
     async def __aenter__(self) -> Self:
@@ -113,7 +113,7 @@ class TelemetryServer:
     # --- pages --------------------------------------------------------------------------------------------------------
 
     async def answer(self, path: str, accept: str | None) -> Page | None:
-        """The page of a path. Called on the server's thread."""
+        """Return the page of a path. Called on the server's thread."""
         match path:
             case "/metrics" if self._exposition is not None:
                 return await self._exposition.answer(accept)
@@ -133,7 +133,7 @@ class TelemetryServer:
 
     @contextlib.asynccontextmanager
     async def at_work(self, server_time: _ServerTime) -> AsyncIterator[None]:
-        """While the worker works: tell systemd, and learn from time to time what the database's clock says."""
+        """Notify systemd and periodically read the database's time, while the worker runs."""
         if self._serves:
             systemd.notify(READY=1, STATUS="at work")
             if (seconds := systemd.watchdog_seconds()) is not None:
@@ -146,7 +146,7 @@ class TelemetryServer:
             yield
         finally:
             if self._serves:
-                systemd.notify(STOPPING=1, STATUS="stopping, waits for its handlers")
+                systemd.notify(STOPPING=1, STATUS="stopping, waiting for handlers")
             if keeping is not None:
                 keeping.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -166,7 +166,7 @@ class TelemetryServer:
             if not is_transient_error(error):
                 raise
             return
-        # It may have waited for its turn behind a claim; then the answer says little.
+        # The query may have waited behind a claim; then its answer is too imprecise.
         if loop.time() - asked_at <= _MAX_ROUND_TRIP_SECONDS or not measures.is_anchored:
             measures.anchor(now, loop.time())
 
@@ -185,7 +185,7 @@ def _verdict(reasons: list[str]) -> Page:
 
 
 def _is_otel_set_up() -> bool:
-    # Where nobody has imported the API, no provider can be set.
+    # If the API was never imported, no provider can be set.
     if "opentelemetry.metrics" not in sys.modules:
         return False
     from pgoutbox.observability.opentelemetry import is_set_up

@@ -1,4 +1,4 @@
-"""Tells systemd how a service is, by the protocol of sd_notify: a datagram for each change. Silent without systemd."""
+"""Notifications to systemd by the protocol of sd_notify: one datagram for each change. Does nothing without systemd."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VARIABLES: Final = frozenset({"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"})
 
 
 def notify(**fields: str | int) -> bool:
-    """Send `NAME=value` lines to $NOTIFY_SOCKET; whether there was somebody to tell. Never raises for that.
+    """Send `NAME=value` lines to $NOTIFY_SOCKET. Return whether they were sent. Never raises.
 
     notify(READY=1, STATUS="at work")
     """
@@ -30,7 +30,7 @@ def notify(**fields: str | int) -> bool:
 
 
 def watchdog_seconds() -> float | None:
-    """How often the watchdog wants to hear of this process: half of what it grants. None if it does not watch it."""
+    """Return the interval for watchdog notifications: half of the watchdog's timeout. None without a watchdog."""
     text, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID")
     if not text.isdecimal() or int(text) == 0 or (pid is not None and pid != str(os.getpid())):
         return None

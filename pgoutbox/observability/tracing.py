@@ -1,8 +1,8 @@
-"""Spans by the API of OpenTelemetry, where the application has set it up. Nothing is imported before it has.
+"""Spans for OpenTelemetry, if the application configures it. Otherwise nothing is imported.
 
-The trace of the enqueuing transaction travels in the headers `traceparent` and `tracestate` (W3C Trace Context), goes
-on at every attempt, and can be passed on by webhooks. Spans tell topic, queue, id and outcome; never a destination, a
-key, a payload or the text of an error.
+The trace of the enqueuing transaction travels in the headers `traceparent` and `tracestate` (W3C Trace Context). Every
+attempt continues it, and webhooks can pass it on. Spans contain topic, queue, id and outcome, but never a destination,
+a key, a payload or the text of an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NO_CONTEXT: Final[Mapping[str, str]] = {}
 
 
 def _is_loaded() -> bool:
-    # Where nobody has imported the API, no span can be current and no provider can be set.
+    # If the API was never imported, no span can be current and no provider can be set.
     return "opentelemetry.trace" in sys.modules
 
 
@@ -39,7 +39,7 @@ def _is_loaded() -> bool:
 
 
 class Producing:
-    """The enqueuing of some messages, without a trace: `context` is empty and nothing is told."""
+    """The enqueuing of messages without a trace: `context` is empty and nothing is recorded."""
 
     context: Mapping[str, str] = _NO_CONTEXT
 
@@ -50,14 +50,14 @@ class Producing:
         """End the span, if there is one."""
 
     def wrote(self, enqueued: Sequence[tuple[int, bool]]) -> None:
-        """Tell which messages were written, each an id and whether it had been there before."""
+        """Record the written messages, each as an id and whether it existed before."""
 
 
 _UNTRACED: Final = Producing()
 
 
 def producing(topic: object) -> Producing:
-    """A span of the caller's trace for enqueuing messages of a topic (None: of several), current within `with`.
+    """Open a span of the caller's trace for enqueuing messages of a topic (None: of several), current within `with`.
 
     Without a current span in the calling context nothing is traced, and nothing is imported.
     """
@@ -67,7 +67,7 @@ def producing(topic: object) -> Producing:
 
     if not trace.get_current_span().get_span_context().is_valid:
         return _UNTRACED
-    # A topic that is no text is refused by what follows.
+    # A topic that is not a text is refused later.
     return _TracedProducing(topic[:_NAME_LENGTH] if isinstance(topic, str) else None)
 
 
@@ -104,7 +104,7 @@ class _TracedProducing(Producing):
 
 
 def current_context() -> Mapping[str, str]:
-    """`traceparent` and `tracestate` of the current span; empty without one."""
+    """Return `traceparent` and `tracestate` of the current span; empty without one."""
     if not _is_loaded():
         return _NO_CONTEXT
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -128,7 +128,7 @@ class Tracing:
 
     @classmethod
     def at_start(cls) -> Tracing | None:
-        """None unless the application has set a provider of tracers by now: then attempts cost nothing more."""
+        """Return an instance if the application has set a tracer provider, else None to save the costs."""
         if not _is_loaded():
             return None
         from opentelemetry import trace
@@ -141,7 +141,7 @@ class Tracing:
     async def attempt(
         self, messages: Sequence[Message[object]], run: Callable[[], Awaitable[Sequence[E]]]
     ) -> Sequence[E]:
-        """Run the attempt of one message, whose trace goes on, or of a batch, which is linked to the traces of all."""
+        """Run an attempt in a span. A message continues its trace; a batch is linked to the traces of its messages."""
         from opentelemetry import trace
 
         span = self._start_attempt(messages)
@@ -169,7 +169,7 @@ class Tracing:
             parent, links = self._context_of(first), []
         else:
             attributes["messaging.batch.message_count"] = len(messages)
-            # Empty, so that what happens to be current where the worker was started is no parent.
+            # Empty, so that a span that was current at the start of the worker is not the parent.
             parent = TraceContext()
             links = [
                 trace.Link(origin, {"messaging.message.id": str(message.id)})
@@ -187,12 +187,12 @@ class Tracing:
     def _context_of(self, message: Message[object]) -> TraceContext:
         from opentelemetry.context import Context as TraceContext
 
-        # Whoever wrote the row by hand may have put anything there.
+        # The row may have been written by hand, with any value.
         carrier = {name: text for name in _FIELDS if isinstance(text := message.headers.get(name), str)}
         return self._propagator.extract(carrier, context=TraceContext())
 
     async def hand_over(self, scheme: str, breaker_key: str | None, send: Callable[[], Awaitable[Outcome]]) -> Outcome:
-        """Send by a transport, in a span that names the server as far as the breaker's key does."""
+        """Send by a transport, in a span that names the server if the breaker's key contains it."""
         from opentelemetry import trace
 
         protocol, _, place = (breaker_key or scheme).partition(":")

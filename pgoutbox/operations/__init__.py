@@ -1,1 +1,1 @@
-"""The work of operators: messages, queues, retention, and the audit of both."""
+"""Operations: manual changes of messages and queues, retention, and the audit of both."""

@@ -1,4 +1,4 @@
-"""What somebody looks at again and again: what is owed by topic, who works on it, and how attempts end."""
+"""Live activity for `watch` and the dashboard: outstanding messages by topic, workers, and outcomes of attempts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LONG_AGO: Final = (None, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class TopicActivity:
-    """Where the messages of one topic stand in one queue, and how many ended in each of the last seconds, on average.
+    """The messages of one topic in one queue by state, and the average number that ended per second.
 
-    `due` have never been attempted and may be; `retrying` have, and are due or wait for it.
+    `due` messages were never attempted and may be claimed now; `retrying` ones were attempted and are pending.
     """
 
     queue: str
@@ -40,8 +40,8 @@ class TopicActivity:
 class WorkerActivity(NamedTuple):
     """A worker that holds messages or is connected, in the order of LIST_WORKERS.
 
-    Without a `connected_at` its connection is gone, belongs to a role whose sessions we may not see, or comes through a
-    pooler. `lapsed` are the messages whose lease has ended.
+    `connected_at` is None if its connection is gone, goes through a pooler, or belongs to a role whose sessions are
+    hidden from this one. `lapsed` counts the messages whose lease has ended.
     """
 
     worker: str
@@ -55,7 +55,7 @@ class WorkerActivity(NamedTuple):
 
 
 class OutcomeRow(NamedTuple):
-    """How one attempt ended, in the order of LIST_OUTCOMES; or a message, when nobody attempted it."""
+    """The outcome of one attempt, or of a message without an attempt, in the order of LIST_OUTCOMES."""
 
     ended_at: datetime
     message_id: int
@@ -71,7 +71,7 @@ class OutcomeRow(NamedTuple):
 def topic_activity(
     connection: psycopg.Connection[TupleRow], *, queue: str | None = None, window_seconds: float = 10.0
 ) -> list[TopicActivity]:
-    """The topics that owe something, have failures, or ended something within the window, by queue and name."""
+    """Return the topics with outstanding, failed or recently ended messages, by queue and name."""
     owed = {row[:2]: row[2:] for row in fetch(connection, sql.OWED_BY_TOPIC, {"queue": queue})}
     ended = {
         row[:2]: row[2:] for row in fetch(connection, sql.ENDED_BY_TOPIC, {"queue": queue, "seconds": window_seconds})
@@ -84,12 +84,12 @@ def topic_activity(
 
 
 def list_workers(connection: psycopg.Connection[TupleRow]) -> list[WorkerActivity]:
-    """The workers that hold messages or are connected, by name."""
+    """Return the workers that hold messages or are connected, by name."""
     return [WorkerActivity._make(row) for row in fetch(connection, sql.LIST_WORKERS, {})]
 
 
 class Follower:
-    """Tells how attempts end, from `since` before now on: `poll` again and again."""
+    """Reports the outcomes of attempts, from `since` before now on. Call `poll` repeatedly."""
 
     def __init__(
         self,
@@ -106,10 +106,10 @@ class Follower:
         self._from = self._now() - since
 
     def poll(self) -> list[OutcomeRow]:
-        """What has ended since the last call, oldest first.
+        """Return the outcomes since the last call, oldest first.
 
-        An end carries the time at which its transaction began, so each look goes some seconds back, and leaves out what
-        it has told before.
+        An outcome carries the start time of its transaction, so it may appear late. Each call therefore reads some
+        seconds back, and omits the outcomes that it has returned before.
         """
         now = self._now()
         news: list[OutcomeRow] = []

@@ -1,7 +1,7 @@
-"""Who did what by hand: one row in `pgoutbox.audit` for each batch that an operator's act changed, in its transaction.
+"""The audit of acts: one row in `pgoutbox.audit` for each changed batch of an operator's act, in its transaction.
 
-The schema records acts itself, those by SQL too; here it is told who acts and what was asked for. An act that changed
-nothing leaves no row. Deliveries and the workers' own upkeep are nobody's act; `attempt` has those.
+The schema records acts itself, also those by SQL. This module gives it the actor and the details of the request. An
+act that changed nothing leaves no row. Deliveries and the workers' own upkeep are not acts; `attempt` records those.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Action(enum.StrEnum):
-    """Everything that an operator can do."""
+    """The kinds of acts of an operator."""
 
     REDRIVE = "redrive"
     RESEND = "resend"
@@ -40,7 +40,7 @@ class Action(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who acts, and from where: `Actor("ada", "web 192.0.2.7")`. Without a name it is the role of the database."""
+    """The name and origin of an operator: `Actor("ada", "web 192.0.2.7")`. Without a name it is the database role."""
 
     name: str | None = None
     origin: str | None = None
@@ -52,7 +52,7 @@ _actor: ContextVar[Actor | None] = ContextVar("pgoutbox_actor", default=None)
 
 @contextlib.contextmanager
 def as_actor(actor: Actor) -> Iterator[None]:
-    """Put the acts of the `with` block down to this actor: those of its thread or asyncio task.
+    """Attribute the acts of the `with` block, in its thread or asyncio task, to this actor.
 
     with acting_as(Actor("ada", "cli")), connect(load_settings()) as connection:
         redrive(connection, [17])
@@ -65,7 +65,7 @@ def as_actor(actor: Actor) -> Iterator[None]:
 
 
 class OperatorAction:
-    """One act, which may take several batches. Without details the schema records its own."""
+    """One act, which may consist of several batches. Without details, the schema records its own."""
 
     def __init__(self, **details: JsonValue) -> None:
         self._id: UUID = uuid4()
@@ -74,7 +74,7 @@ class OperatorAction:
         }
 
     def announce(self, connection: psycopg.Connection[TupleRow]) -> None:
-        """Have the schema record what the open transaction does next as this act."""
+        """Make the schema record the next changes of the open transaction as this act."""
         actor = _actor.get() or _NOBODY
         connection.execute(
             sql.ANNOUNCE_ACT,

@@ -1,8 +1,8 @@
-"""What an operator does to messages, each a function on a connection made by `operator_connection.connect`.
+"""Operations on messages: functions on a connection made by `operator_connection.connect`.
 
-Every call is one transaction of its own, or one for each batch of a bulk, so that an interruption loses nothing that
-was reported done. Every write is guarded in SQL by the state that it expects: what a worker or another operator did
-meanwhile is answered, never overwritten.
+Each call is a transaction of its own; a bulk operation commits each batch. So an interruption loses no reported
+result. Every write checks the expected state in SQL: it reports a concurrent change by a worker or another operator,
+and never overwrites it.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _ENCRYPTED: Final = "(encrypted)"
 _SHOWN_ATTEMPTS: Final = 100
 _SHOWN_CHARACTERS: Final = 65_536
 _ALL: Final = 2**31 - 1
-# Far below the depth at which Python gives up, whoever calls.
+# Far below Python's recursion limit, whatever the caller's depth.
 _MOST_LEVELS: Final = 100
 
 
 class JsonText(str):
-    """JSON that is shown as it stands: cut off, nested too deeply for Python, or with a number too long for it."""
+    """JSON text that is shown unparsed: it is cut off, nested too deeply, or has a number too long for Python."""
 
     __slots__ = ()
 
 
 class ListedMessage(NamedTuple):
-    """A message as a list shows it, without payload, in the order of LIST_MESSAGES."""
+    """A message in a list, without its payload, in the order of LIST_MESSAGES."""
 
     id: int
     topic: str
@@ -67,10 +67,10 @@ class ListedMessage(NamedTuple):
 
 
 class ShownMessage(NamedTuple):
-    """Everything about one message, in the order of SHOW_MESSAGE.
+    """All data of one message, in the order of SHOW_MESSAGE.
 
-    `attempt_rows` counts its rows in `attempt`, up to 10,001. Headers and payload can be a `JsonText`; their sizes are
-    those of the whole JSON text.
+    `attempt_rows` counts its rows in `attempt`, up to 10,001. Headers and payload can be a `JsonText`. Their sizes are
+    the sizes of the whole JSON text.
     """
 
     id: int
@@ -119,9 +119,9 @@ class ShownAttempt(NamedTuple):
 
 
 class TopicCounts(NamedTuple):
-    """How many messages of one topic stand where in one queue, in the order of STATS.
+    """The numbers of messages of one topic in one queue by state, in the order of STATS.
 
-    `due` and `scheduled` are the pending ones; `oldest_due_seconds` is how long the first of the due ones has waited.
+    `due` and `scheduled` messages are pending. `oldest_due_seconds` is the waiting time of the oldest due message.
     """
 
     queue: str
@@ -138,11 +138,11 @@ class TopicCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageFilter:
-    """Which messages: those for which everything holds that is given.
+    """A filter for messages: a message matches if it fulfils all given conditions.
 
-    `destination` may leave out `mailto:`. `key` is a coalesce, dedupe or ordering key. `text` stands somewhere in the
-    destination, the keys, the skip reason or the last error, in whatever case, and has no wildcards; payloads are not
-    looked into. The times are those at which messages were enqueued, the first included.
+    `destination` may omit `mailto:`. `key` is a coalesce, dedupe or ordering key. `text` is searched in the
+    destination, the keys, the skip reason and the last error, ignoring case and without wildcards. Payloads are not
+    searched. The times are enqueue times, the first one inclusive.
     """
 
     states: Collection[State] = ()
@@ -155,7 +155,7 @@ class MessageFilter:
     created_before: datetime | None = None
 
     def given(self) -> dict[str, JsonValue]:
-        """What is given, for a person or the audit to read."""
+        """Return the given conditions, for display and for the audit."""
         told: dict[str, JsonValue] = {
             "topic": self.topic,
             "queue": self.queue,
@@ -169,7 +169,7 @@ class MessageFilter:
         return {name: value for name, value in told.items() if value is not None}
 
     def parameters(self) -> dict[str, object]:
-        """The parameters of the statements that take a filter."""
+        """Return the parameters of the statements that take a filter."""
         return {
             "states": [state.value for state in self.states] or None,
             "topic": self.topic,
@@ -183,10 +183,10 @@ class MessageFilter:
 
 
 class RedriveResult(enum.StrEnum):
-    """What a redrive did with one message, or why it left the message alone.
+    """The effect of a redrive on one message, or the reason why it left the message alone.
 
     `redriven`: the message is pending again. `missing`: no such message exists. `wrong_state`: its state is not one of
-    those asked for. `changed`: it was attempted again since it was listed. `superseded`: a newer message of its
+    the given states. `changed`: it was attempted again since it was listed. `superseded`: a newer message of its
     coalesce key exists. `dedupe_key_taken`: another message has its dedupe key. `locked`: another transaction has
     locked its row; try again.
     """
@@ -202,7 +202,7 @@ class RedriveResult(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Redriven:
-    """The result of a redrive for one message. `explanation` says for people why the message was left alone.
+    """The result of a redrive for one message. `explanation` tells people why the message was left alone.
 
     `other_id` is the newer message that supersedes it, or the message that has its dedupe key.
     """
@@ -217,8 +217,8 @@ class Redriven:
 class RedriveTotals:
     """The results of a redrive by filter.
 
-    `superseded` ones have a successor: a newer message of their coalesce key, or another message with their dedupe key.
-    Try `locked` ones again. `changed` ones no longer matched.
+    `superseded` messages have a successor: a newer message of their coalesce key, or another message with their dedupe
+    key. Try `locked` messages again. `changed` messages no longer matched.
     """
 
     redriven: int
@@ -229,7 +229,7 @@ class RedriveTotals:
 
 @dataclass(frozen=True, slots=True)
 class ResendTotals:
-    """The results of a resend by filter. `superseded` ones were left alone; `changed` ones were deleted since."""
+    """The results of a resend by filter. `superseded` messages were left alone; `changed` ones have been deleted."""
 
     resent: int
     superseded: int
@@ -238,7 +238,7 @@ class ResendTotals:
 
 @dataclass(frozen=True, slots=True)
 class CancelTotals:
-    """The results of a cancel by filter. Try `locked` ones again; `changed` ones no longer matched."""
+    """The results of a cancel by filter. Try `locked` messages again; `changed` messages no longer matched."""
 
     cancelled: int
     requested: int
@@ -247,7 +247,7 @@ class CancelTotals:
 
 
 class AuditRow(NamedTuple):
-    """One batch of one act, in the order of LIST_ACTS. Of its messages, the first twenty are named."""
+    """One batch of one act, in the order of LIST_ACTS. It lists the first twenty messages."""
 
     id: int
     act_id: UUID
@@ -276,14 +276,14 @@ def list_messages(
     before_id: int | None = None,
     limit: int = 50,
 ) -> list[ListedMessage]:
-    """The newest messages that match, newest first. The next page has the last id of this one as `before_id`."""
+    """Return the newest matching messages, newest first. For the next page, pass the last id as `before_id`."""
     parameters = (which or MessageFilter()).parameters() | {"before_id": before_id, "limit": limit}
     rows = fetch(connection, sql.LIST_MESSAGES, parameters)
     return [ListedMessage._make(row)._replace(state=State(row[4])) for row in rows]
 
 
 def count_matching(connection: psycopg.Connection[TupleRow], which: MessageFilter, *, limit: int) -> int:
-    """How many messages match, counted up to `limit`."""
+    """Return the number of matching messages, counted up to `limit`."""
     ((count,),) = fetch(connection, sql.COUNT_MATCHING, which.parameters() | {"limit": limit})
     return int(count)
 
@@ -297,7 +297,7 @@ def list_acts(
     before_id: int | None = None,
     limit: int = 50,
 ) -> list[AuditRow]:
-    """What operators did by hand, newest first; of one message, of one actor, of one kind."""
+    """Return the acts of operators, newest first: all, or of one message, of one actor, of one kind."""
     parameters = {
         "message_id": message_id,
         "actor": actor,
@@ -309,13 +309,13 @@ def list_acts(
 
 
 def reads_payloads(connection: psycopg.Connection[TupleRow]) -> bool:
-    """Whether the connection's role may read what messages carry, and not only the views, which hide all values."""
+    """Whether the connection's role may read payloads and headers, and not only the views, which hide all values."""
     ((may,),) = fetch(connection, sql.READS_PAYLOADS, {})
     return bool(may)
 
 
 def reads_audit(connection: psycopg.Connection[TupleRow]) -> bool:
-    """Whether the connection's role may read what operators did."""
+    """Whether the connection's role may read the audit."""
     ((may,),) = fetch(connection, sql.READS_AUDIT, {})
     return bool(may)
 
@@ -323,12 +323,12 @@ def reads_audit(connection: psycopg.Connection[TupleRow]) -> bool:
 def show_message(
     connection: psycopg.Connection[TupleRow], message_id: int, *, whole: bool = False
 ) -> tuple[ShownMessage, list[ShownAttempt]]:
-    """One message and the attempts that did not end `sent`, newest first.
+    """Return one message and its attempts that did not end `sent`, newest first.
 
-    Without `whole`: the newest 100 attempts, and of headers, payload and each error the first 65,536 characters.
+    Without `whole`: the newest 100 attempts, and the first 65,536 characters of headers, payload and each error.
 
-    Both may be as they were stored: `redact_message` and `redact_attempt` make them fit for a person. A role that may
-    not read the table sees of payload and headers what `pgoutbox.message_view` shows. Raises `MessageNotFoundError`.
+    Neither is redacted: pass them through `redact_message` and `redact_attempt` before you show them. A role that may
+    not read the table gets the payload and headers of `pgoutbox.message_view`. Raises `MessageNotFoundError`.
     """
     statement = sql.SHOW_MESSAGE if reads_payloads(connection) else sql.SHOW_MESSAGE_VIEW
     bounds = (_ALL, _ALL) if whole else (_SHOWN_CHARACTERS, _SHOWN_ATTEMPTS)
@@ -369,12 +369,12 @@ def _items(value: dict[str, JsonValue] | list[JsonValue]) -> Collection[JsonValu
 
 
 def count_messages(connection: psycopg.Connection[TupleRow], *, queue: str | None = None) -> list[TopicCounts]:
-    """The numbers of messages by queue and topic."""
+    """Return the numbers of messages by queue and topic."""
     return [TopicCounts._make(row) for row in fetch(connection, sql.STATS, {"queue": queue})]
 
 
 def redact_message(message: ShownMessage, names: Collection[str]) -> ShownMessage:
-    """The message as a person may see it: what is kept under one of `names` is replaced, and an encrypted payload."""
+    """Return the redacted message: without an encrypted payload, and without values whose name matches `names`."""
     return message._replace(
         destination=_redact_text(message.destination, names),
         skip_reason=_redact_text(message.skip_reason, names),
@@ -391,7 +391,7 @@ def _redact_json(value: JsonValue, names: Collection[str]) -> JsonValue:
 
 
 def redact_listed(message: ListedMessage, names: Collection[str]) -> ListedMessage:
-    """The same for a message of a list."""
+    """Return the redacted message of a list."""
     return message._replace(
         destination=_redact_text(message.destination, names),
         skip_reason=_redact_text(message.skip_reason, names),
@@ -400,12 +400,12 @@ def redact_listed(message: ListedMessage, names: Collection[str]) -> ListedMessa
 
 
 def redact_attempt(attempt: ShownAttempt, names: Collection[str]) -> ShownAttempt:
-    """The same for an attempt."""
+    """Return the redacted attempt."""
     return attempt._replace(error=_redact_text(attempt.error, names))
 
 
 def redact_act(act: AuditRow, names: Collection[str]) -> AuditRow:
-    """The same for an act: a filter may quote what it looked for."""
+    """Return the redacted act: the text of a filter may be sensitive."""
     if act.details is None:
         return act
     told: dict[str, JsonValue] = {
@@ -426,11 +426,11 @@ def redrive(
     attempt_counts: Sequence[int] | None = None,
     act: OperatorAction | None = None,
 ) -> list[Redriven]:
-    """Make failed and cancelled messages pending again, each with the budget of attempts that it was enqueued with.
+    """Make failed and cancelled messages pending again, each with its original budget of attempts.
 
-    Refused for one that does not exist, stands in none of `states`, or is superseded by a newer message of its key; for
-    a cancelled one whose dedupe key a later message has; and with `attempt_counts`, one for each of the ids, for one
-    that was attempted again. All in one transaction; the answers are ordered by id.
+    A message is left alone if it does not exist, is in none of `states`, or is superseded by a newer message of its
+    key. So is a cancelled message if a later message has its dedupe key. With `attempt_counts`, one for each id, a
+    message that was attempted again is left alone too. Everything runs in one transaction; results are ordered by id.
     """
     act = act or OperatorAction()
     known = {} if attempt_counts is None else dict(zip(message_ids, attempt_counts, strict=True))
@@ -482,9 +482,9 @@ def redrive_matching(
     batch_size: int = _BATCH,
     progress: Progress | None = None,
 ) -> RedriveTotals:
-    """Redrive every message that matches, in batches that are committed one by one, in the order of ids.
+    """Redrive all matching messages in the order of ids. Each batch is committed separately.
 
-    The failed ones; the cancelled ones when `which.states` names them.
+    Without `which.states` only failed messages match.
     """
     states = frozenset(which.states or (State.FAILED,))
     if not states.issubset(_REDRIVABLE):
@@ -505,7 +505,7 @@ def redrive_matching(
 def _batches(
     connection: psycopg.Connection[TupleRow], which: MessageFilter, batch_size: int
 ) -> Iterator[dict[int, int]]:
-    """The ids that match, each with the number of its attempts."""
+    """Return the matching ids, each with its number of attempts."""
     after_id = 0
     ((last_id,),) = fetch(connection, sql.LAST_ID, {})
     while True:
@@ -520,7 +520,7 @@ def _batches(
 def resend(connection: psycopg.Connection[TupleRow], message_id: int, *, act: OperatorAction | None = None) -> int:
     """Enqueue a copy of a sent message, marked as `resend_of` it, and return the copy's id.
 
-    Refused (`StateError`) for a message in another state and for one that a newer message of its key supersedes.
+    Raises `StateError` if the message is in another state, or superseded by a newer message of its key.
     """
 
     act = act or OperatorAction()
@@ -549,9 +549,9 @@ def resend_matching(
     batch_size: int = _BATCH,
     progress: Progress | None = None,
 ) -> ResendTotals:
-    """Send a copy of every sent message that matches, each in a transaction of its own, in the order of ids.
+    """Resend all matching sent messages in the order of ids, each in a transaction of its own.
 
-    Copies are not copied, however soon they are sent.
+    Copies made by this call are not copied again, even if they are sent during the call.
     """
     if not frozenset(which.states) <= {State.SENT}:
         raise StateError("only sent messages can be resent")
@@ -574,7 +574,7 @@ def resend_matching(
 
 
 def explain_cancel(result: CancelResult) -> str:
-    """Return for people why a cancel left a message alone, as the rest of a sentence that begins with the message."""
+    """Return the reason why a cancel left a message alone, as a predicate to the message, for people."""
     match result:
         case CancelResult.MISSING:
             return "does not exist"
@@ -599,7 +599,7 @@ def cancel_each(
     states: Collection[State] = _OWED,
     act: OperatorAction | None = None,
 ) -> list[Cancelled]:
-    """Cancel those that stand in one of `states`, all in one transaction; the answers are ordered by id."""
+    """Cancel the messages that are in one of `states`, in one transaction. The results are ordered by id."""
     parameters = {"ids": list(message_ids), "states": list(states)}
     return _cancelled(connection, sql.CANCEL_EACH, parameters, act or OperatorAction())
 
@@ -611,9 +611,9 @@ def cancel_by_key(
     coalesce_key: str | None = None,
     dedupe_key: str | None = None,
 ) -> list[Cancelled]:
-    """Cancel the newest message of a coalesce key and the message of a dedupe key; empty if there is none.
+    """Cancel the newest message of a coalesce key and the message of a dedupe key. Return none if there is none.
 
-    By the rule `pending`, cancel every pending message of the coalesce key and the one in flight, newest first.
+    With the rule `pending`, cancel all pending messages of the coalesce key and the one in flight, newest first.
     """
     parameters = {"topic": topic, "coalesce_key": coalesce_key, "dedupe_key": dedupe_key}
     act = OperatorAction(topic=topic, coalesce_key=coalesce_key, dedupe_key=dedupe_key)
@@ -638,7 +638,7 @@ def cancel_matching(
     batch_size: int = _BATCH,
     progress: Progress | None = None,
 ) -> CancelTotals:
-    """Cancel every message that matches and is still owed, in batches that are committed one by one."""
+    """Cancel all matching messages that are pending or in flight. Each batch is committed separately."""
     states = frozenset(which.states or _OWED)
     if not states.issubset(_OWED):
         others = ", ".join(sorted(states.difference(_OWED)))

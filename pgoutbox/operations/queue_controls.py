@@ -1,6 +1,6 @@
-"""Pauses and limits of queues, each a function on a connection made by `operator_connection.connect`.
+"""Pauses and limits of queues: functions on a connection made by `operator_connection.connect`.
 
-Every call is one transaction of its own.
+Each call is a transaction of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _USUAL_BURST: Final = 5
 class QueueControls(NamedTuple):
     """A queue that is paused or has limits, in the order of LIST_QUEUES.
 
-    Up to `rate_count` attempts may begin in `rate_seconds`, `burst` of them at once, `tokens` of them now.
+    Up to `rate_count` attempts may begin in `rate_seconds`, up to `burst` at once, and `tokens` now.
     """
 
     queue: str
@@ -40,33 +40,33 @@ class QueueControls(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """So many attempts in a period."""
+    """A number of attempts in a period."""
 
     count: int
     seconds: float
 
 
 def list_queues(connection: psycopg.Connection[TupleRow]) -> list[QueueControls]:
-    """The queues that are paused or have limits, by name."""
+    """Return the queues that are paused or have limits, by name."""
     return [QueueControls._make(row) for row in fetch(connection, sql.LIST_QUEUES, {})]
 
 
 def known_queues(connection: psycopg.Connection[TupleRow]) -> list[str]:
-    """Every queue that a message or a setting names. Reads all messages."""
+    """Return all queues that have messages, a pause or limits. Reads all messages."""
     return [row[0] for row in fetch(connection, sql.KNOWN_QUEUES, {})]
 
 
 def unknown_queues(connection: psycopg.Connection[TupleRow], queues: Sequence[str]) -> list[str]:
-    """Those of `queues` that neither a message nor a setting names: likely misspelt, or new."""
+    """Return the names in `queues` that have neither messages nor a pause or limits: probably misspelt, or new."""
     return [row[0] for row in fetch(connection, sql.UNKNOWN_QUEUES, {"queues": list(queues)})]
 
 
 def pause_queue(
     connection: psycopg.Connection[TupleRow], queue: str, *, duration: timedelta | None = None
 ) -> tuple[datetime, datetime | None]:
-    """Stop all claims of a queue, for some time or until `resume_queue`; returns since when and until when.
+    """Stop all claims of a queue, for some time or until `resume_queue`. Return the start and the end of the pause.
 
-    What is in flight goes on, and enqueue is not affected.
+    Messages in flight continue, and enqueue is not affected.
     """
     seconds = None if duration is None else duration.total_seconds()
     act = OperatorAction(seconds=seconds)
@@ -75,17 +75,17 @@ def pause_queue(
 
 
 def resume_queue(connection: psycopg.Connection[TupleRow], queue: str) -> bool:
-    """Allow claims again and wake a worker; False if the queue was not paused."""
+    """Allow claims again and wake a worker. Return False if the queue was not paused."""
     return bool(_control(connection, OperatorAction(), sql.RESUME_QUEUE, {"queue": queue}))
 
 
 def limit_rate(
     connection: psycopg.Connection[TupleRow], queue: str, rate: Rate | None, *, burst: int | None = None
 ) -> None:
-    """Let no more attempts of a queue begin in a period, in the whole fleet; None takes the limit away.
+    """Limit the number of attempts of a queue that begin in a period, in all workers together; None removes the limit.
 
-    Up to `burst` of them begin at once when nothing was sent for a while; when not given, 5, or the rate's count if
-    that is smaller. Effective at the next claim of every worker.
+    Up to `burst` of them begin at once after an idle time (default: 5, or the rate's count if that is smaller). The
+    limit applies from the next claim of each worker.
     """
     asked: dict[str, JsonValue] = {"count": None, "seconds": None, "burst": None}
     if rate is not None:
@@ -96,7 +96,7 @@ def limit_rate(
 
 
 def limit_in_flight(connection: psycopg.Connection[TupleRow], queue: str, max_in_flight: int | None) -> None:
-    """Let no more attempts of a queue be in flight at once, in the whole fleet; None takes the limit away."""
+    """Limit the number of attempts of a queue in flight, in all workers together; None removes the limit."""
     act = OperatorAction(max_in_flight="none" if max_in_flight is None else max_in_flight)
     _control(connection, act, sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight})
 

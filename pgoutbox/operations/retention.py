@@ -1,7 +1,7 @@
-"""What is deleted: by age, when an operator says so, and by the rules of retention; and the partitions for that.
+"""Deletion of messages, by age at an operator's request and by the retention rules, and the partitions for it.
 
-In batches that are committed one by one, so that an interruption loses nothing that was reported done. A partition of
-`message_done` of which no rule keeps anything any more goes as a whole, within a lock that is not waited for long.
+Each batch is committed separately, so that an interruption loses no reported result. A partition of `message_done` is
+dropped when no rule keeps any of its messages. The wait for its lock is short.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _CLOCK_TOLERANCE_DAYS: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class PruneTotals:
-    """How many messages were deleted by the state they had, and how many keys that had no message any more.
+    """The number of deleted messages by state, and the number of deleted keys without a message.
 
-    The messages of partitions that were dropped are not among them: those are not read.
+    The messages of dropped partitions are not counted, because they are not read.
     """
 
     messages: Mapping[State, int]
@@ -59,14 +59,14 @@ class PruneTotals:
 
     @property
     def total(self) -> int:
-        """All deleted messages."""
+        """The number of deleted messages in all states."""
         return sum(self.messages.values())
 
 
 class RetentionRule(NamedTuple):
-    """How long final messages of a topic, or of `*`, are kept in one state; None for ever.
+    """How long final messages of a topic, or of `*`, are kept in one state; None means forever.
 
-    The state is a final one, or `dedupe_key` for the keys of messages that are deleted.
+    The state is a final one, or `dedupe_key` for the dedupe keys of deleted messages.
     """
 
     topic: str
@@ -81,7 +81,7 @@ def count_prunable(
     states: Collection[State] = PRUNED_BY_DEFAULT,
     topic: str | None = None,
 ) -> dict[State, int]:
-    """What `prune` with the same arguments would delete."""
+    """Return the number of messages that `prune` with the same arguments would delete."""
     rows = fetch(connection, sql.COUNT_PRUNABLE, _prune_parameters(older_than, states, topic))
     return {State(state): count for state, count in rows}
 
@@ -97,10 +97,10 @@ def prune(
 ) -> PruneTotals:
     """Delete messages that have been in one of these final states for longer than `older_than`, with their attempts.
 
-    Their dedupe keys are free again after that, and with `sent` the old keys of messages that were deleted as they were
-    sent. `failed` messages wait for a person, so they are deleted only when `states` names them; what waited behind one
-    that halted its ordering key goes on at once. In batches that are committed one by one; keys and contents without a
-    message go last.
+    This frees their dedupe keys. With `sent` it also frees the old keys of messages that were deleted as they were
+    sent. `failed` messages wait for an operator, so they are deleted only if `states` names them. If one of them halted
+    its ordering key, the messages behind it are claimable at once. Each batch is committed separately. Keys and
+    contents without a message are deleted last.
     """
     parameters = _prune_parameters(older_than, states, topic) | {"limit": batch_size}
     deleted: Counter[State] = Counter()
@@ -120,12 +120,13 @@ def prune(
 def prune_by_retention(
     connection: psycopg.Connection[TupleRow], *, batch_size: int = _PRUNE_BATCH, progress: Progress | None = None
 ) -> PruneTotals:
-    """Delete what the rules of retention no longer keep, with its attempts. Without rules nothing is deleted.
+    """Delete the messages that no retention rule keeps, with their attempts. Without rules nothing is deleted.
 
-    It is the turn of upkeep that workers take, at once and to the end: partitions ahead are made, and those of which no
-    rule keeps anything are dropped. The rest goes in batches that are committed one by one, each by the rule as it then
-    stands. The dedupe keys of the messages are free again after that, unless the rule keeps nothing: then they go by
-    the rule for `dedupe_key`. Any number of sessions may do it at once. Keys and contents without a message go last.
+    This runs the same turn of upkeep as a worker, at once and to the end. It creates partitions ahead, and drops those
+    of which no rule keeps a message. Other messages are deleted in batches. Each batch is committed separately, and
+    follows the rule as it is then. This frees the dedupe keys of the messages, unless the rule keeps nothing: then the
+    rule for `dedupe_key` applies to them. Any number of sessions may run it at once. Keys and contents without a
+    message are deleted last.
     """
     act = OperatorAction()
     turn = MaintenanceRun(
@@ -138,7 +139,7 @@ def prune_by_retention(
 
 
 class Partition(NamedTuple):
-    """A part of `message_done`: the messages that ended from `lower_at` to before `upper_at`."""
+    """A partition of `message_done`, with the messages that ended from `lower_at` until before `upper_at`."""
 
     name: str
     lower_at: datetime
@@ -146,7 +147,7 @@ class Partition(NamedTuple):
 
 
 class MaintenanceFacts(NamedTuple):
-    """What a turn of upkeep starts from: the database's time, its partitions and its rules."""
+    """The facts at the start of a turn of upkeep: the database's time, its partitions and its rules."""
 
     asked_at: datetime
     default_bytes: int
@@ -156,7 +157,7 @@ class MaintenanceFacts(NamedTuple):
 
     @classmethod
     def of_row(cls, row: TupleRow) -> MaintenanceFacts:
-        """From the columns of `sql.UPKEEP_FACTS`."""
+        """Return the facts from the columns of `sql.UPKEEP_FACTS`."""
         asked_at, default_bytes, has_retired, names, lowers, uppers, topics, states, keeps = row
         keep_of = [None if seconds is None else timedelta(seconds=seconds) for seconds in keeps or ()]
         return cls(
@@ -169,7 +170,7 @@ class MaintenanceFacts(NamedTuple):
 
     @property
     def lacks_partition(self) -> bool:
-        """Whether one of the next days has no partition yet, wherever the last partition ends."""
+        """Whether one of the next days has no partition yet, regardless of the end of the last partition."""
         covered_until = today = self.asked_at.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
         for partition in self.partitions:
             if partition.lower_at <= covered_until:
@@ -178,7 +179,7 @@ class MaintenanceFacts(NamedTuple):
 
 
 def read_upkeep_facts(connection: psycopg.Connection[TupleRow]) -> MaintenanceFacts:
-    """The facts as they are now."""
+    """Return the current facts."""
     (row,) = fetch(connection, sql.UPKEEP_FACTS, {})
     return MaintenanceFacts.of_row(row)
 
@@ -192,11 +193,11 @@ class KeyPass(NamedTuple):
 
 @dataclass(slots=True)
 class PartitionCache:
-    """What turns found out about partitions, which is good for a day and for these rules.
+    """The knowledge of earlier turns about partitions. It is valid for a day, and while the rules stay the same.
 
-    `kept_until` by the name of a partition whose time is over; `done_until` is the time up to which a rule has been
-    obeyed in a partition. `passes` holds the passes over tables of keys that are not finished, with the last key that
-    each has read. A lost place costs another pass and breaks nothing.
+    `kept_until` has the retention end of each closed partition, by its name. `done_until` is the time up to which a
+    rule has been applied to a partition. `passes` holds the unfinished passes over tables of keys, each with the last
+    key that it has read. If this is lost, the pass starts again.
     """
 
     rules: Sequence[RetentionRule] = ()
@@ -207,7 +208,7 @@ class PartitionCache:
     passes: dict[KeyPass, tuple[str, str]] = field(default_factory=dict)
 
     def refresh(self, rules: Sequence[RetentionRule]) -> None:
-        """Forget what may be wrong by now."""
+        """Forget outdated knowledge."""
         if self.rules != rules or time.monotonic() - self.began_at > _REMEMBERED_SECONDS:
             self.rules = rules
             self.kept_until.clear()
@@ -216,11 +217,11 @@ class PartitionCache:
 
 
 class MaintenanceRun:
-    """One turn of upkeep, from the facts to the end or until `is_over`, which is asked between two transactions.
+    """One turn of upkeep, from the facts to the end, or until `is_over`, which is checked between transactions.
 
-    If the database's clock is more than a day ahead of this machine's, the turn deletes nothing: messages may look old
-    that are not. `errors` has that, and what PostgreSQL refused: the other steps were taken nevertheless. With `act` it
-    is an operator's turn, which is written down.
+    If the database's clock is more than a day ahead of this machine's, the turn deletes nothing, because messages may
+    seem older than they are. `errors` reports that, and statements that PostgreSQL refused; the other steps run anyway.
+    With `act` it is an operator's turn, which the audit records.
     """
 
     def __init__(
@@ -249,12 +250,12 @@ class MaintenanceRun:
 
     @property
     def totals(self) -> PruneTotals:
-        """What was done so far."""
+        """The work done so far."""
         return replace(self._totals, messages=dict(self._deleted))
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to do, as far as is known without asking."""
+        """Whether there may be work, as far as is known without a query."""
         steps = (self._unknown(), self._droppable(), self._passes())
         return (
             self._facts.lacks_partition
@@ -264,7 +265,7 @@ class MaintenanceRun:
         )
 
     def take(self, connection: psycopg.Connection[TupleRow]) -> None:
-        """Take the turn. Raises only what ended the connection."""
+        """Run the turn. It raises only errors that ended the connection."""
         steps = [self._make, self._look, self._retire, self._clear, self._delete, self._forget_keys]
         days_ahead = (self._facts.asked_at - datetime.now(UTC)) / timedelta(days=1)
         if days_ahead > _CLOCK_TOLERANCE_DAYS:
@@ -302,7 +303,7 @@ class MaintenanceRun:
             self._memory.kept_until[partition.name] = kept_until
 
     def _unknown(self) -> Iterator[Partition]:
-        """The partitions of which something may have to go and that nobody has looked into."""
+        """Return the partitions that may contain expired messages and have not been checked yet."""
         for partition in self._past():
             may_go = any(
                 rule.keep is not None and partition.lower_at + rule.keep <= self._facts.asked_at
@@ -323,13 +324,13 @@ class MaintenanceRun:
                 break
             answer = self._patiently(functools.partial(self._retire_one, connection, partition.name))
             if answer is None or answer == "busy":
-                break  # Who is in the way of one is in the way of all.
+                break  # If one partition is locked, the others are too.
             if answer != "kept":
                 self._gone.add(partition.name)
-            self._memory.kept_until.pop(partition.name, None)  # `kept`: it is not what it was.
+            self._memory.kept_until.pop(partition.name, None)  # `kept`: its retention has changed.
 
     def _clear(self, connection: psycopg.Connection[TupleRow]) -> None:
-        """Attempts and keys of what was taken out go a page at a time, and the table itself after the last page."""
+        """Delete the attempts and keys of detached partitions page by page, then the partitions themselves."""
         while not self._is_over() and (rows := fetch(connection, sql.CLEAR_RETIRED, self._limit)):
             ((_, _, is_dropped),) = rows
             self._totals = replace(self._totals, partitions_dropped=self._totals.partitions_dropped + is_dropped)
@@ -344,9 +345,9 @@ class MaintenanceRun:
         return transact(connection, retire)
 
     def _patiently(self, work: Callable[[], str | None]) -> str | None:
-        """What `work` answers; None if somebody held a lock against it whenever it was tried.
+        """Return the result of `work`; None if every try met a lock of another transaction.
 
-        It waits for a lock so briefly because others wait behind it; between two trials they all go on.
+        Each try waits only briefly for the lock, because others queue behind it. They proceed between two tries.
         """
         for trial in range(_LOCK_TRIALS):
             if trial and not self._is_over():
@@ -366,7 +367,7 @@ class MaintenanceRun:
         return (rule for rule in self._facts.rules if rule.keep is not None and rule.state in _BY_TIME)
 
     def _passes(self) -> Iterator[tuple[RetentionRule, Partition]]:
-        """Which rules delete single messages, and where: not in a partition that is about to go as a whole."""
+        """Return the rules that delete single messages, and where: not in partitions that will be dropped."""
         for rule in self._facts.rules:
             if rule.state == State.FAILED and rule.keep is not None:
                 yield rule, _EVERYWHERE
@@ -397,7 +398,7 @@ class MaintenanceRun:
         return max(partition.lower_at, self._memory.done_until.get((partition.name, rule), partition.lower_at))
 
     def _gaps(self) -> Iterator[Partition]:
-        """The times that no partition is made for."""
+        """Return the ranges of time without a partition."""
         after = _EVERYWHERE.lower_at
         for partition in self._facts.partitions:
             if partition.lower_at > after:
@@ -417,7 +418,7 @@ class MaintenanceRun:
             if not is_complete:
                 break
             if place.name and rule.keep is not None:
-                # Late comers, which a transaction held back for long, are met a day later.
+                # Rows committed late are picked up a day later.
                 is_past = place.upper_at + rule.keep <= self._facts.asked_at
                 done_until = place.upper_at if is_past else self._facts.asked_at - rule.keep - _GRACE
                 self._memory.done_until[place.name, rule] = done_until
@@ -432,7 +433,7 @@ class MaintenanceRun:
             return
         passes = self._memory.passes
         if not passes:
-            if self._act is None:  # Only workers may write what is theirs.
+            if self._act is None:  # Only workers have the right to write these rows.
                 transact(connection, lambda: connection.execute(sql.FORGET_RENEWALS))
             for rule in self._facts.rules:
                 if rule.state == DEDUPE_KEY and rule.keep is not None:
@@ -459,7 +460,7 @@ def _prune_messages(
     act: OperatorAction | None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Delete batch by batch; whether to the end."""
+    """Delete batch by batch. Return whether it reached the end."""
 
     def delete() -> list[TupleRow]:
         if act is not None:
@@ -482,7 +483,7 @@ def _take_passes(
     parameters: Mapping[str, object],
     is_over: Callable[[], bool] = lambda: False,
 ) -> Counter[LiteralString]:
-    """Take each pass page by page, until it ends or `is_over`. Return how many keys were forgotten, by statement.
+    """Run each pass page by page, until it ends or `is_over`. Return the number of deleted keys by statement.
 
     A pass that ends is removed from `passes`. Each page is committed by itself.
     """
@@ -515,15 +516,16 @@ _PASSES: Final = (KeyPass(sql.PRUNE_ORDERING), KeyPass(sql.PRUNE_CONTENT), KeyPa
 
 
 def retention_rules(connection: psycopg.Connection[TupleRow]) -> list[RetentionRule]:
-    """The rules of retention, by topic and state; those of all topics come last."""
+    """Return the retention rules by topic and state; the rules for all topics come last."""
     return [RetentionRule._make(row) for row in fetch(connection, sql.RETENTION_RULES, {})]
 
 
 def set_retention(connection: psycopg.Connection[TupleRow], topic: str, state: str, keep: timedelta | None) -> None:
-    """Keep messages of the topic (`*`: of every topic without a rule of its own) so long in this state, None for ever.
+    """Set how long messages of a topic are kept in this state; None means forever.
 
-    Zero for `sent` has workers delete a message at the moment at which it would become `sent`, within a minute from
-    now. Everything else is deleted by `prune_by_retention`. Raises `ConfigurationError`.
+    The topic `*` stands for every topic without a rule of its own. With zero for `sent`, workers delete a message
+    instead of setting it to `sent`; this takes effect within a minute. All other messages are deleted by
+    `prune_by_retention`. Raises `ConfigurationError`.
     """
     if topic != "*":
         try:
@@ -545,7 +547,7 @@ def set_retention(connection: psycopg.Connection[TupleRow], topic: str, state: s
 
 
 def unset_retention(connection: psycopg.Connection[TupleRow], topic: str, state: str) -> bool:
-    """Take a rule back; False if there was none."""
+    """Remove a rule. Return False if there was none."""
     act = OperatorAction()
 
     def unset() -> bool:
@@ -557,10 +559,10 @@ def unset_retention(connection: psycopg.Connection[TupleRow], topic: str, state:
 
 def _prune_parameters(older_than: timedelta, states: Collection[State], topic: str | None) -> dict[str, object]:
     if not timedelta() < older_than <= MAX_AGE:
-        raise ConfigurationError(f"older_than={older_than}: must be more than nothing and at most {MAX_AGE.days} days")
+        raise ConfigurationError(f"older_than={older_than}: must be positive and at most {MAX_AGE.days} days")
     for state in states:
         if state not in FINAL_STATES:
-            raise StateError(f"messages in state {state} are still owed; cancel them instead")
+            raise StateError(f"messages in state {state} are not final; cancel them instead")
     return {
         "states": [state.value for state in states],
         "older_than_seconds": older_than.total_seconds(),

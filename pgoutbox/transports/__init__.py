@@ -55,7 +55,7 @@ class NamesBreaker(Protocol):
     """A transport with its own keys of circuit breakers. Optional."""
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str | None:
-        """The key of the breaker: `smtp:mail.example.org:587` for all messages, or one name per host, without a secret.
+        """Return the breaker's key: `smtp:mail.example.org:587` for all messages, or one name per host. No secrets.
 
         Also called before the handler runs, without a content. None means that the key is not known. If it is still
         None with the content, no breaker holds the message back.
@@ -68,7 +68,7 @@ class NamesPart(Protocol):
     """A transport of which a part can fail while the rest works. Optional."""
 
     def part_key(self, message: Message[object], content: Content) -> str | None:
-        """The key of the part that this delivery needs, such as the sender at a mail server: an additional breaker.
+        """Return the key of the part that this delivery needs, such as the sender: an additional breaker.
 
         It opens only when `send` returns `Unavailable(..., breaker=...)` with this key. It contains no secret.
         """
@@ -88,7 +88,7 @@ class ChecksItself(Protocol):
 
 
 def breaker_key(transport: Transport, message: Message[object], content: Content | None) -> str | None:
-    """The transport's own key, or else `https:api.example.org:443` for a web address and the scheme for other URIs.
+    """Return the transport's own key, else `https:api.example.org:443` for a web address, or another URI's scheme.
 
     Other URIs may contain tokens in place of a host.
     """
@@ -100,12 +100,12 @@ def breaker_key(transport: Transport, message: Message[object], content: Content
 
 
 def part_key(transport: Transport, message: Message[object], content: Content) -> str | None:
-    """The transport's own key; None for a transport without parts."""
+    """Return the transport's own key; None for a transport without parts."""
     return transport.part_key(message, content) if isinstance(transport, NamesPart) else None
 
 
 def breaker_key_of(destination: str) -> str | None:
-    """`https:api.example.org:443` for a web address, the scheme for other URIs; None if it is not a URI."""
+    """Return `https:api.example.org:443` for a web address, the scheme for other URIs, and None for other texts."""
     scheme = scheme_of(destination)
     if scheme not in _WEB_PORTS:
         return scheme or None
@@ -120,6 +120,6 @@ _WEB_PORTS = {"http": 80, "https": 443}
 
 
 def scheme_of(destination: str) -> str:
-    """The scheme of a destination URI, lower case: `mailto:a@b` gives `mailto`; empty when there is none."""
+    """Return the scheme of a destination URI, lower case: `mailto` for `mailto:a@b`; empty if there is none."""
     scheme, colon, _ = destination.partition(":")
     return scheme.lower() if colon else ""

@@ -39,7 +39,7 @@ def is_host_name(text: str) -> bool:
 
 
 def parse_mailbox(name: str, value: object) -> Mailbox:
-    """One address, `ann@example.com` or `Ann Lee <ann@example.com>`. Raises `Permanent` with the field's `name`."""
+    """Parse one address, `ann@example.com` or `Ann Lee <ann@example.com>`. Raises `Permanent` with `name`."""
     text = _checked(name, value).strip(" \t")
     named = _NAMED_ADDRESS.fullmatch(text)
     display_name = _display_name(name, named["name"]) if named else ""
@@ -83,7 +83,7 @@ def _ascii_domain(name: str, domain: str) -> str:
 
 
 def _checked(name: str, value: object) -> str:
-    """The text itself, after a check of the text and of its decoded form."""
+    """Return the text itself, after a check of the text and of its decoded form."""
     if not isinstance(value, str):
         raise Permanent(f"{name}: must be text, not {type(value).__name__}")
     _refuse_unsafe(name, value)
@@ -92,7 +92,7 @@ def _checked(name: str, value: object) -> str:
 
 
 def header_text(name: str, value: object) -> str:
-    """The text to show, with decoded RFC 2047 encoded words, which `email.utils.formataddr` produces."""
+    """Return the text to show, with decoded RFC 2047 encoded words, which `email.utils.formataddr` produces."""
     return _decoded(name, _checked(name, value))
 
 

@@ -112,7 +112,7 @@ class AppriseTransport:
         return await service.send(content)
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - a name is enough
-        """One breaker for each name of the setting: each is a service with its own credentials."""
+        """Return a key for each name of the setting: each is a service with its own credentials."""
         name = (message.destination or "").partition(":")[2]
         return f"apprise:{name}" if _NAME.fullmatch(name) else "apprise"
 
@@ -124,7 +124,7 @@ class AppriseTransport:
 
 
 def _urls(settings: Settings) -> dict[str, str]:
-    """The checked setting. Errors contain no part of a URL."""
+    """Return the checked setting. Errors contain no part of a URL."""
     if settings.apprise_urls is None:
         return {}
     try:
@@ -207,7 +207,7 @@ class _Service:
 
 
 def _secrets_in(url: str) -> list[str]:
-    """Every part of the URL that may be a credential, longest first: its place differs by service."""
+    """Return all parts of the URL that may be credentials, longest first: their place differs by service."""
     parts = re.split(r"[/:@?&=,#\s]+", url.partition("://")[2])
     spellings = {url, *parts, *map(unquote, parts)}
     return sorted((s for s in spellings if len(s) >= _MIN_SECRET_LENGTH), key=len, reverse=True)

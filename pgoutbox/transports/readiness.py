@@ -40,7 +40,7 @@ def is_reserved(address: str) -> bool:
 def lacks_of_mail(
     settings: Settings, schemes: Iterable[str], functions: Mapping[str, Callable[..., object]]
 ) -> Iterator[Lack]:
-    """The known problems that prevent e-mail.
+    """Return the known problems that prevent e-mail.
 
     `schemes` are the schemes with a transport, `functions` the handlers by their topics: a handler whose return
     annotation names `Email` needs a mail server.

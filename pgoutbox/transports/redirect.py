@@ -72,7 +72,7 @@ class Redirect:
 
     @classmethod
     def of(cls, settings: Settings) -> Self | None:
-        """The redirect of the settings, or None. Raises `ConfigurationError` for invalid settings in both cases."""
+        """Return the redirect of the settings, or None. Invalid settings raise `ConfigurationError` in both cases."""
         windows = tuple(Window.parse(text) for text in _items(settings.redirect_forbidden))
         exempt = frozenset(_exemption(text) for text in _items(settings.redirect_except))
         if settings.redirect_to is None:
@@ -84,7 +84,7 @@ class Redirect:
 
     @classmethod
     def at_start(cls, settings: Settings) -> Self | None:
-        """`of`, but it also raises `ConfigurationError` while a redirect is forbidden."""
+        """Return the redirect like `of`, and also raise `ConfigurationError` while a redirect is forbidden."""
         redirect = cls.of(settings)
         if redirect is not None and (window := redirect._window()) is not None:
             raise ConfigurationError(
@@ -107,7 +107,7 @@ class Redirect:
         return not self.exempt.isdisjoint({address.addr_spec.lower(), f"@{address.domain.lower()}"})
 
     def apply(self, box: Mailbox) -> Mailbox:
-        """The mailbox that gets the e-mail instead of this recipient, under the recipient's name."""
+        """Return the mailbox that gets the e-mail instead of this recipient, under the recipient's name."""
         if self.is_exempt(box):
             return box
         name = _told_apart(box.address) if self.to_domain else self.target.username
@@ -131,7 +131,7 @@ def _exemption(text: str) -> str:
 
 
 def _told_apart(address: Address) -> str:
-    """A mailbox name that shows the recipient: `ann=example.com`. If it is too long, it is cut and gets a digest."""
+    """Return a mailbox name that shows the recipient: `ann=example.com`. A long name is cut and gets a digest."""
     name = f"{address.username}={address.domain}"
     if len(name.encode()) <= _MAX_LOCAL_BYTES:
         return name

@@ -26,7 +26,7 @@ _HINTS: Final = {
 
 
 def hint_for(scheme: str) -> str:
-    """How to configure the transport of a scheme, as the end of a sentence about a missing one."""
+    """Return how to configure the transport of a scheme, as the end of a sentence about a missing one."""
     return _HINTS.get(scheme, "")
 
 
@@ -42,7 +42,7 @@ class MissingTransport:
         self._known = known
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - one for all
-        """One breaker for each scheme: `mailto:no-transport`."""
+        """Return a key for each scheme: `mailto:no-transport`."""
         return missing_key(self.schemes[0])
 
     async def send(self, message: Message[object], content: Content) -> Outcome:  # noqa: ARG002 - nothing is sent
@@ -54,16 +54,16 @@ class MissingTransport:
         )
 
     async def aclose(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def missing_key(scheme: str) -> str:
-    """The key of the breaker that workers without a transport for this scheme open."""
+    """Return the key of the breaker that workers without a transport for this scheme open."""
     return f"{scheme}:no-transport"
 
 
 def complete(given: Mapping[str, Transport], settings: Settings) -> dict[str, Transport]:
-    """The transports by scheme: the given ones, and for other schemes the ones that the settings configure.
+    """Return the transports by scheme: the given ones, and for other schemes the ones that the settings configure.
 
     Raises `MissingExtraError` if the extra of a configured transport is not installed.
     """

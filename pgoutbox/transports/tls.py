@@ -11,7 +11,7 @@ IS_IT_TLS: Final = "does the server speak TLS on this port?"
 
 
 def verifying_context(*, variable: str | None = None, ca_file: str | None = None) -> ssl.SSLContext:
-    """TLS 1.2 or newer, the certificate and the host name verified against the CAs of the system and of `ca_file`.
+    """Return a context for TLS 1.2 or newer, which verifies certificate and host name by the CAs of system and file.
 
     Raises `ConfigurationError`, naming the `variable` that the file comes from, if it cannot be read.
     """
@@ -32,7 +32,7 @@ def demand_tls_for(variable: str, ca_file: str | None, other: str, with_tls: str
 
 
 def describe_refusal(error: BaseException) -> str | None:
-    """The problem of a certificate, in OpenSSL's words; None for an error of another kind.
+    """Return the problem of a certificate, in OpenSSL's words; None for an error of another kind.
 
     Clients hide it behind their own errors. Some of these only report that connecting failed.
     """

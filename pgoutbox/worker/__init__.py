@@ -1,4 +1,4 @@
-"""The worker: from a row that is due to its next state."""
+"""The worker: claims due messages, runs their handlers and writes the outcomes."""
 
 from pgoutbox.worker.worker import Worker
 

@@ -1,4 +1,4 @@
-"""The message that announces a circuit breaker which opened or closed, and the handler that workers have for it."""
+"""The message that announces the opening or closing of a circuit breaker, and its default handler."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ ALERT_TOPIC: Final = "pgoutbox.alert"
 
 
 async def render_alert(message: Message[object], _: Context) -> Email:
-    """An e-mail to the message's destination."""
+    """Return an e-mail to the message's destination."""
     alert = cast("Mapping[str, str]", message.payload)
     breaker = alert["breaker"]
     if alert["event"] == "closed":
         subject = f"Delivery works again: {breaker}"
         lines = [
-            f"{breaker} was out of order from {alert['opened_at']} to {alert['closed_at']}.",
-            "What was held back goes out now. Nothing has to be done.",
+            f"{breaker} was unavailable from {alert['opened_at']} to {alert['closed_at']}.",
+            "The messages that were held back are sent now. No action is needed.",
             f"The last error was: {alert['error']}",
         ]
     else:
-        subject = f"Delivery is held back: {breaker}"
+        subject = f"Circuit breaker open: {breaker}"
         lines = [
-            f"{breaker} has been out of order since {alert['opened_at']}.",
+            f"{breaker} has been unavailable since {alert['opened_at']}.",
             f"The error is: {alert['error']}",
-            "Messages for it wait and use up no attempts. They go out by themselves once it is in order.",
+            "Its messages wait and use up no attempts. They are sent automatically when it works again.",
         ]
     return Email(subject=" ".join(subject.split()), text="\n\n".join(lines) + "\n")
 
 
 def alert_handler() -> Handler:
-    """The handler of `pgoutbox.alert` for a worker whose application has none."""
+    """Return the default handler of `pgoutbox.alert`, for applications without one."""
     return Handler.of(
         ALERT_TOPIC,
         render_alert,

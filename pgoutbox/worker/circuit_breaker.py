@@ -1,10 +1,11 @@
-"""Circuit breakers: no message is sent to what is known to be dead, and one at a time finds out whether it is alive.
+"""Circuit breakers: stop sending to a transport or host that is down, and probe it with one message at a time.
 
-The recent failures of a transport or a host are known here, by its key. An open breaker is a row that the whole fleet
-shares. The row is read after a failure, before a probe when a pause is over, at most once a second while messages are
+This module counts the recent failures of each transport or host, by its key. An open breaker is a row that all workers
+share. The row is read after a failure, before a probe when a pause is over, at most once a second while messages are
 held back, and at most once a minute when a message arrives that had to wait. It is not read for a send that succeeds at
-once, nor while there is nothing to send. The statement fences whether a probe closes or reopens the breaker. The times
-are the database's: this module keeps durations, on the clock that counts while the machine is suspended.
+once, nor while there is nothing to send. The SQL statement decides whether a probe may close or reopen the breaker.
+Times come from the database. This module only keeps durations, on a clock that also runs while the machine is
+suspended.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _WINDOW_SECONDS = 60.0
 _WINDOW_MIN_COUNT = 20
 _MIN_PAUSE_SECONDS = 0.05
 _MAX_PAUSE_SECONDS = 10.0
-_STALL_SECONDS = 1.0  # So long a destination may answer nothing before it is held to hang.
+_STALL_SECONDS = 1.0  # A destination that answers nothing for so long counts as stalled.
 _STALLED_PAUSE_SECONDS = 5.0
-_SHARE = 3  # One destination gets three times as many slots as it leaves free.
+_SHARE = 3  # One destination gets up to three times as many slots as are free.
 _LOOK_SECONDS = 60.0
 _NEWS_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
@@ -54,7 +55,7 @@ class _UnknownError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Circuit:
-    """What this process knows of one key. It is open while `retry_at` is set, and half open once that has passed.
+    """The state of one breaker in this process. It is open while `retry_at` is set, and half-open once that has passed.
 
     The circuit of a part, such as a sender, opens by `Unavailable` alone. Other failures count for the transport, and
     so do slots.
@@ -81,7 +82,7 @@ class _Circuit:
         self.window_sent_count += 1
 
     def note_failure(self, settings: Settings) -> bool:
-        """Count it; whether that is one too many."""
+        """Count a failure. Return whether the limit is reached."""
         now = elapsed_clock()
         if now - self.window_began_at > _WINDOW_SECONDS:
             self.window_began_at = now
@@ -94,7 +95,7 @@ class _Circuit:
         )
 
     def open(self, row: BreakerRow) -> None:
-        """Hold messages back as the row says; for a little while if its time has come and somebody else probes."""
+        """Hold messages back until the row's retry time; only briefly if it has passed and another worker probes."""
         self.pause_seconds = min(max(row.cooldown_seconds / 10, _MIN_PAUSE_SECONDS), _MAX_PAUSE_SECONDS)
         self.error = row.last_error
         self.pause(row.retry_seconds)
@@ -111,7 +112,7 @@ class _Circuit:
     def snooze(self, failure: Transient | Unavailable | None = None) -> Postponed:
         """Postpone a message until the next probe and a little longer, so that not all messages come back at once.
 
-        With a `failure` of this message, at least until its `retry_after`.
+        If this message itself has a `failure`, postpone it at least until its `retry_after`.
         """
         remaining = 0.0 if self.retry_at is None else self.retry_at - elapsed_clock()
         at_least_seconds = 0.0 if failure is None else failure.retry_after or 0.0
@@ -126,7 +127,7 @@ class _Circuit:
 
     @property
     def is_forgettable(self) -> bool:
-        """Nothing is under way and nothing is known that has not passed."""
+        """Whether nothing is in flight and no state has to be kept."""
         return (
             self.retry_at is None
             and not (self.under_way_count or self.waiting_count or self.failure_count)
@@ -135,7 +136,7 @@ class _Circuit:
 
 
 def _failure_of(circuit: _Circuit, outcome: Outcome) -> Transient | Unavailable | None:
-    """The outcome, if it is a failure of what this circuit stands for."""
+    """Return the outcome if it is a failure of this circuit's transport, host or part."""
     match outcome:
         case Unavailable(breaker=key) if key == circuit.key or (key is None and not circuit.is_part):
             return outcome
@@ -148,8 +149,8 @@ def _failure_of(circuit: _Circuit, outcome: Outcome) -> Transient | Unavailable 
 class CircuitBreakers:
     """The circuit breakers of one worker.
 
-    With `alert_queue` the statement that opens or closes one also enqueues an announcement there. Each content that may
-    be sent is passed to `hand_over`.
+    With `alert_queue`, the statement that opens or closes a breaker also enqueues an announcement there. Contents that
+    may be sent are passed to `hand_over`.
     """
 
     def __init__(
@@ -182,19 +183,19 @@ class CircuitBreakers:
 
     @property
     def watches_any(self) -> bool:
-        """Whether there is anything that a message could be refused for."""
+        """Whether any circuit may refuse a message."""
         return bool(self._circuits)
 
     @property
     def open_count(self) -> int:
-        """How many are known to be open. Can be asked from another thread."""
+        """The number of breakers that are known to be open. Any thread may read it."""
         return sum(circuit.retry_at is not None for circuit in self._circuits.copy().values())
 
     async def refusal(self, message: Message[object]) -> Postponed | None:
-        """Why this message must not be attempted now, if so: then nothing is rendered and no token is minted.
+        """Return a snooze if the breaker refuses this message now, before its handler renders it; else None.
 
-        Only a message of a topic whose handler is known to leave the sending to a transport is refused. When the time
-        to probe has come, one message passes; `let_go` tells that its attempt has ended.
+        It refuses only messages of topics whose handler is known to send by a transport. When a probe is due, one
+        message passes; the caller reports the end of its attempt with `let_go`.
         """
         refusal = self._refusal(message)
         if refusal is not None and await self._has_news():
@@ -218,7 +219,7 @@ class CircuitBreakers:
         return refusal
 
     def let_go(self, message: Message[object]) -> None:
-        """The attempt of a message that was not refused has ended, whether or not anything was sent."""
+        """Report the end of the attempt of a message that was not refused, whether or not it was sent."""
         circuit = self._couriers.pop(message.id, None)
         if circuit is not None and circuit.prober == message.id:
             circuit.prober = None
@@ -233,7 +234,7 @@ class CircuitBreakers:
     # --- send ---------------------------------------------------------------------------------------------------------
 
     async def send(self, transport: Transport, message: Message[object], content: Content) -> Outcome:
-        """`transport.send`, unless what it depends on is dead. An attempt that meets a dead one is not used up."""
+        """Call `transport.send`, or snooze the message if a circuit is open. Such an attempt is not used up."""
         self._rendering_topics.add(message.topic)
         hand_over: HandOver = partial(self._send_by, transport, message, content)
         part = part_key(transport, message, content)
@@ -242,7 +243,7 @@ class CircuitBreakers:
         key = breaker_key(transport, message, content)
         outcome = await (hand_over() if key is None else self._send_through(key, message, hand_over))
         if message.attempt_count > 1 and isinstance(outcome, Sent):
-            # It may have waited for a worker that has this transport.
+            # The message may have waited for a worker that has this transport.
             scheme = content.scheme if message.destination is None else scheme_of(message.destination)
             self._look_for_leftover(missing_key(scheme), None)
         return outcome
@@ -250,7 +251,7 @@ class CircuitBreakers:
     async def _send_through(
         self, key: str, message: Message[object], hand_over: HandOver, *, is_part: bool = False
     ) -> Outcome:
-        """Hand over, unless the circuit of this key is open."""
+        """Hand the content over, unless the circuit of this key is open."""
         circuit = self._circuits.get(key)
         if circuit is None:
             circuit = self._add(key, is_part=is_part)
@@ -264,7 +265,7 @@ class CircuitBreakers:
                     return await self._try(circuit, message, hand_over)
                 return refusal
             if message.topic == ALERT_TOPIC:
-                # It speaks of this very breaker, perhaps: it neither counts nor decides.
+                # It may announce this very breaker: it neither counts nor decides.
                 return await self._hand_over(circuit, hand_over)
             circuit.prober = message.id
             try:
@@ -322,7 +323,7 @@ class CircuitBreakers:
         return outcome
 
     def _note_failure(self, circuit: _Circuit, error: str) -> Coroutine[object, object, None]:
-        """Count a failure at once; what is to be awaited learns whether it is open."""
+        """Count a failure at once. Return an awaitable that opens the circuit if needed."""
         return self._learn(circuit, clean_text(error), trips=circuit.note_failure(self._settings))
 
     async def _learn(self, circuit: _Circuit, error: str, *, trips: bool) -> None:
@@ -359,7 +360,7 @@ class CircuitBreakers:
             circuit.pause()
             return circuit.snooze()
         if row is None:
-            circuit.close()  # Another worker's probe has arrived, or an operator says so.
+            circuit.close()  # Another worker's probe has succeeded, or an operator closed it.
             return await self._try(circuit, message, hand_over)
         if row.probe_id is None:
             circuit.open(row)
@@ -393,7 +394,7 @@ class CircuitBreakers:
         try:
             open_seconds = await self._ask(self._store.breaker_close(key, probe_id, alert_queue=self._alert_queue))
         except _UnknownError:
-            return  # The probe counts as lost when its time is over.
+            return  # Once its time is over, the probe counts as lost.
         if open_seconds is not None:
             self._telemetry.report(
                 logging.INFO, LogEvent.BREAKER_CLOSED, "breaker closed", breaker=key, open_seconds=open_seconds
@@ -416,9 +417,9 @@ class CircuitBreakers:
             )
 
     def _look_for_leftover(self, key: str, circuit: _Circuit | None) -> None:
-        """Close the breaker if a worker that is gone opened it for what arrived now; nobody else would.
+        """Close the breaker after a send succeeded, in case the worker that opened it is gone.
 
-        One that is not to be probed yet opens the `circuit`, if there is one that sends look at.
+        If it cannot be probed yet, it opens the `circuit`, if sends check one.
         """
         now = elapsed_clock()
         if now < self._looked_at.get(key, 0.0) + _LOOK_SECONDS:
@@ -441,7 +442,7 @@ class CircuitBreakers:
             self._circuits.setdefault(key, circuit).open(row)
 
     async def _has_news(self) -> bool:
-        """Read the open breakers again, at most once a second; True if one of them is closed.
+        """Read the open breakers again, at most once a second. Return whether one of them is closed.
 
         Another worker's probe may have succeeded, or an operator has closed it. Concurrent callers share one query.
         """
@@ -482,10 +483,11 @@ class CircuitBreakers:
     # --- room ---------------------------------------------------------------------------------------------------------
 
     async def _wait_for_room(self, circuit: _Circuit) -> Postponed | None:
-        """Return when this destination may take one more slot; why not, if it answers nothing.
+        """Wait until this destination may use one more slot. Return a snooze if it is stalled.
 
-        A destination that hangs must not hold every slot of the process until its time limit. Each gets three times as
-        many as are free of sends: three quarters if it is the only one, and there is always a slot left for another.
+        A stalled destination must not occupy all slots of the process until its timeout. Each destination gets up to
+        three times as many slots as are free of sends. A single one gets three quarters, and one slot is always left
+        for others.
         """
         while not self._has_room(circuit):
             if (stalled := self._stalled(circuit)) is not None:
@@ -493,7 +495,7 @@ class CircuitBreakers:
             circuit.answered.clear()
             circuit.waiting_count += 1
             try:
-                # Without an answer until then it is stalled, which the next turn finds.
+                # Without an answer until then, the next turn of the loop finds it stalled.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(circuit.answered_at + _STALL_SECONDS - elapsed_clock()):
                         await circuit.answered.wait()
@@ -518,14 +520,14 @@ class CircuitBreakers:
     # --- database -----------------------------------------------------------------------------------------------------
 
     async def _ask(self, question: Coroutine[object, object, T]) -> T:
-        """The database's answer. A send that is cancelled meanwhile does not break the connection that asks."""
+        """Return the database's answer. The cancellation of a send does not break the connection of this query."""
         try:
             return await asyncio.shield(self._start(question))
         except (psycopg.Error, OSError) as error:
             self._telemetry.report(
                 logging.WARNING,
                 LogEvent.BREAKER_UNKNOWN,
-                "the shared breaker could not be asked",
+                "the shared circuit breaker could not be read",
                 reason=f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".rstrip(),
             )
             raise _UnknownError from error
@@ -537,11 +539,11 @@ class CircuitBreakers:
         return task
 
     def stop(self) -> None:
-        """What is cancelled from now on was cancelled by the worker's own end."""
+        """Attribute all cancellations from now on to the end of the worker."""
         self._is_stopping = True
 
     async def close(self) -> None:
-        """Wait until what came out of the last probes is written, but not for long: another worker would find out."""
+        """Wait briefly until the results of the last probes are written. A lost result costs another probe."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _CLOSE_SECONDS
         while self._tasks and (remaining := deadline - loop.time()) > 0:

@@ -1,13 +1,13 @@
 """The queue, the lane and the starting place of the next claim. Pure arithmetic on the results of claims.
 
 A queue has four lanes: messages never attempted, retries, messages with an ordering key, and lapsed attempts. Every
-look reads fresh messages. It reads another lane when a message there is due, by the database's last answer before the
+poll reads fresh messages. It reads another lane when a message there is due, by the database's last answer before the
 worker slept, and a few times a second under load. Lanes with a backlog take turns at being first.
 
 Dead index entries at the head of a lane make every claim slower than the one before, especially while an old
 transaction blocks vacuum. So a claim starts at the floor, where the last one ended. Messages may exist below the floor
-(a transaction that committed late, a released message). So it starts from the beginning again whenever a claim came
-back short, whenever a worker was notified, and a few times a second under load.
+(a transaction that committed late, a released message). So it starts from the beginning again when a claim was not
+filled, when the worker was notified, and a few times a second under load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pgoutbox.worker.crash_suspects import CrashSuspects
 FULL_CLAIM_SECONDS: Final = 0.25
 # A claim from the beginning may be slow; then it becomes less frequent, so that its share of the time stays small.
 FULL_CLAIM_SHARE: Final = 0.05
-# Ordering keys that one claim looks at until a page holds a due message; a few milliseconds of the server's time.
+# Ordering keys that one claim reads until a page has a due message; a few milliseconds of the server's time.
 _SEARCHED_KEYS: Final = 100
 
 
@@ -81,7 +81,7 @@ class QueueSchedule:
         self.names = [share.name for share in shares]
         self._credits = {share.name: 0 for share in shares}
         self._lanes = {share.name: ClaimPlanner(share.name) for share in shares}
-        self.looked_at = now  # When the last look at them began.
+        self.looked_at = now  # The start of their last poll.
         self.arrivals = Arrivals()
 
     def __contains__(self, queue: str) -> bool:
@@ -91,7 +91,7 @@ class QueueSchedule:
         return self._lanes[queue]
 
     def in_turn(self) -> list[ClaimPlanner]:
-        """All of them, in the order in which the next look claims from them."""
+        """Return all queues, in the order in which the next poll claims from them."""
         if self._shares[0].weight is None:
             return list(self._lanes.values())
         # Smooth weighted round robin: the queue with the most credit goes first, and pays for it.
@@ -103,7 +103,7 @@ class QueueSchedule:
 
     @property
     def searched_at(self) -> float:
-        """The oldest start of a last search for fresh messages, over all queues."""
+        """The start of the last search for fresh messages: of all queues, the oldest."""
         return min(lanes.fresh.searched_at for lanes in self._lanes.values())
 
     @property
@@ -112,7 +112,7 @@ class QueueSchedule:
         return min(lanes.others_searched_at for lanes in self._lanes.values())
 
     def learn_due(self, rows: Collection[DueRow], *, asked_at: float | None, now: float) -> bool:
-        """Remember the database's answer for each queue. Returns whether a look would now find messages.
+        """Remember the database's answer for each queue. Return whether a poll would now find messages.
 
         `asked_at` is the time of the query, None if its answer does not reach back to the last search.
         """
@@ -120,7 +120,7 @@ class QueueSchedule:
         return any(news)
 
     def search(self, *, now: float) -> None:
-        """Let the next look from the beginning claim from all lanes, because messages have become claimable."""
+        """Make the next poll from the beginning claim from all lanes, because messages have become claimable."""
         for lanes in self._lanes.values():
             lanes.search(now=now)
 
@@ -148,7 +148,7 @@ class Cursor:
         self.search_due_at = -math.inf
 
     def start(self, now: float, *, from_beginning: bool, wanted_at: float = -math.inf) -> Floor | None:
-        """The place at which to start now; None for the beginning, also if `wanted_at` is later than the last one."""
+        """Return the starting place; None for the beginning, also if its last claim began before `wanted_at`."""
         if from_beginning or now >= self.search_due_at or self.looked_at <= wanted_at:
             self.floor = None
         return self.floor
@@ -171,7 +171,7 @@ class ClaimPlanner:
 
     def __init__(self, queue: str) -> None:
         self.queue = queue
-        # Until the database answers otherwise.
+        # An assumption, until the database answers.
         self.is_limited = True
         self.has_ordered = True
         self.fresh = Cursor()
@@ -210,7 +210,7 @@ class ClaimPlanner:
         return min(self.retries.searched_at, self._lapsed_searched_at)
 
     def turns(self, now: float, *, fresh_only: bool = False) -> list[Lane]:
-        """The lanes of the next look, in their order. Under a limit the lane with the oldest message comes first."""
+        """Return the lanes of the next poll, in order. Under a limit, the lane with the oldest message comes first."""
         if fresh_only and not self.is_limited:  # Under a limit a fresh message must not overtake the other lanes.
             return [Lane.FRESH]
         lanes = [Lane.FRESH]
@@ -232,19 +232,19 @@ class ClaimPlanner:
         return lanes
 
     def learn_lapsed(self, *, began_at: float, ended_at: float) -> None:
-        """Remember the time of a look at both kinds of lapsed attempts."""
+        """Remember the time of a search for both kinds of lapsed attempts."""
         self._lapsed_looked_at = self._lapsed_searched_at = began_at
         self._lapsed_due_at = _due_after(began_at, ended_at)
 
     def learn_due(self, row: DueRow, *, asked_at: float | None, now: float) -> bool:
-        """Remember the database's answer for the queue. Returns whether a look would now find messages."""
+        """Remember the database's answer for the queue. Return whether a poll would now find messages."""
         is_news = (row.has_ordered and not self.has_ordered) or (self._is_known and row.is_limited != self.is_limited)
         self._is_known = True
         first, other = row.first_due_seconds, row.other_due_seconds
         self._others_are_older = other is not None and (first is None or other < first)
         self.is_limited, self.has_ordered = row.is_limited, row.has_ordered
         self._scheduled_due_at = math.inf if row.first_seconds is None else now + row.first_seconds
-        # Under a limit every look includes them, because the next permit may come at any time.
+        # Under a limit every poll includes them, because the next permit may come at any time.
         other_seconds = row.other_due_seconds if row.is_limited else row.other_seconds
         due_at = math.inf if other_seconds is None else now + other_seconds
         self.retries.search_due_at = self._lapsed_due_at = due_at
@@ -259,14 +259,14 @@ class ClaimPlanner:
         return is_news
 
     def page_limit(self, room: int) -> int:
-        """How many ordering keys the next page has at most: few while the pages hold nothing for which there is room.
+        """Return the maximum number of ordering keys in the next page: few while the pages have no claimable message.
 
-        A new message, of another queue say, waits for the page under way.
+        A new message, for example of another queue, waits for the current page.
         """
         return room if self._page_found_some else min(room, _SEARCHED_KEYS)
 
     def turn_page(self, last_key: str, *, found: int) -> bool:
-        """Remember the page of ordering keys that was read. Returns whether a round over all keys found nothing.
+        """Remember the page of ordering keys that was read. Return whether a round over all keys found nothing.
 
         `last_key` is empty if no key follows the page.
         """
@@ -274,7 +274,7 @@ class ClaimPlanner:
             self._round_began_after = self.after_key
         self.after_key = last_key
         self._page_found_some = found > 0
-        # The keys behind which the round began may be gone by now: then its second end is all there is.
+        # The keys at which the round began may be gone: then only its second pass shows that it is complete.
         is_over = last_key == "" and (self._round_has_wrapped or self._round_began_after == "")
         is_over |= self._round_has_wrapped and last_key >= self._round_began_after
         self._round_has_wrapped |= last_key == ""
@@ -283,7 +283,7 @@ class ClaimPlanner:
         return is_over and not found
 
     def search(self, *, now: float) -> None:
-        """Let the next look claim from all lanes, from the beginning."""
+        """Make the next poll claim from all lanes, from the beginning."""
         self._round_began_after, self._round_has_wrapped = None, False
         self.wanted_at = now
 

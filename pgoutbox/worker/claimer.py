@@ -32,7 +32,7 @@ from pgoutbox.worker.unanswered_claims import UnansweredClaims
 
 _ROUND_TRIP_SECONDS: Final = 0.002
 _STUBBORN_CONFLICTS: Final = 3
-_CONFLICT_PAUSE_SECONDS: Final = 0.01  # Meanwhile the other claim, which has the key, commits.
+_CONFLICT_PAUSE_SECONDS: Final = 0.01  # Time for the other claim, which has the key, to commit.
 _ENDED_ELSEWHERE: Final = 100
 _ELSEWHERE_SECONDS: Final = 300.0
 _SURVEY_SECONDS: Final = 1.0
@@ -71,16 +71,16 @@ class Claimer:
         self._set_aside = SetAside(telemetry)
         self._elsewhere_due_at = -math.inf
         self._conflict_count = 0
-        self._searched_count = 0  # Queues in which the current look has left no fresh message behind.
-        self._busy_since = -math.inf  # When a look found a message for the first time since the last survey.
+        self._searched_count = 0  # Queues in which the current poll left no fresh message.
+        self._busy_since = -math.inf  # When a poll first found a message since the last survey.
         self._unanswered = UnansweredClaims(again_seconds=store.lease_seconds)
         self.work_ahead = False
 
     async def look(self, room: int, *, from_beginning: bool, fresh_only: bool = False) -> int | None:
-        """Claim from the queues in their order until the room is used up. None after an error of the database.
+        """Claim from the queues in their order until the room is used up. Return None after a database error.
 
-        Returns the number of claimed rows, including rows that the claim ended. `work_ahead` then says whether more
-        messages are likely to wait. `from_beginning` looks at all due messages, `fresh_only` only at fresh ones.
+        Otherwise return the number of claimed rows, including rows that the claim ended. `work_ahead` then says whether
+        more messages are likely to wait. `from_beginning` searches all due messages, `fresh_only` only fresh ones.
         """
         found = 0
         self.work_ahead = False
@@ -108,7 +108,7 @@ class Claimer:
         return found
 
     async def release_unanswered(self) -> bool:
-        """Release attempts of a claim whose answer was lost. False after an error of the database."""
+        """Release the attempts of claims whose answer was lost. Return False after a database error."""
         now = elapsed_clock()
         for span in self._unanswered.due(now):
             try:
@@ -126,12 +126,12 @@ class Claimer:
         return True
 
     async def next_due_seconds(self) -> float | None:
-        """Seconds until a look finds a message that the last one could not; None if no message is scheduled.
+        """Return the seconds until a poll finds a message that was not due before; None if none is scheduled.
 
         Raises the error of a database that does not answer.
         """
-        # Messages that fell due since the last claim began are in neither answer unless the query includes them; and
-        # the query may reach the server late.
+        # The last claim may have missed messages that fell due since it began, so the query includes them. It may also
+        # reach the server late.
         slack = _ROUND_TRIP_SECONDS
         while True:
             asked_at = elapsed_clock()
@@ -163,7 +163,7 @@ class Claimer:
     async def _check(self) -> bool:
         """Survey the queues and compare the clocks; periodically end attempts of other queues that block a key.
 
-        False after an error.
+        Return False after an error.
         """
         try:
             if elapsed_clock() >= self._busy_since + _SURVEY_SECONDS:
@@ -186,7 +186,7 @@ class Claimer:
                 self._telemetry.report(
                     logging.ERROR,
                     LogEvent.CLAIM_REFUSED,
-                    "the database refuses to end superseded messages of other queues; they are tried again later",
+                    "the database refuses to end superseded messages of other queues, trying again later",
                     reason=getattr(error, "sqlstate", None),
                 )
                 return True
@@ -200,7 +200,7 @@ class Claimer:
             self._telemetry.report(
                 logging.WARNING,
                 LogEvent.SERVER_CLOCK_STEPPED,
-                "server clock stepped forward, lapsed leases left alone for a lease",
+                "server clock stepped forward, ignoring lapsed leases for the duration of a lease",
                 seconds=round(stepped),
             )
 
@@ -233,7 +233,7 @@ class Claimer:
         return found
 
     async def _claim_fresh(self, lanes: ClaimPlanner, room: int, *, from_beginning: bool) -> int | None:
-        """Claim fresh messages, and only the new ones if all others have been seen."""
+        """Claim fresh messages. If all others have been seen, search only the new ones."""
         floor_id = self._queues.arrivals.floor_id
         if from_beginning and floor_id is not None and lanes.is_for_new_alone(elapsed_clock()):
             return await self._claim_new(lanes, room, floor_id)
@@ -310,7 +310,7 @@ class Claimer:
         return len(rows)
 
     async def _claim_lapsed(self, lanes: ClaimPlanner, room: int) -> int | None:
-        """Take over some of the other lapsed attempts."""
+        """Claim some messages of the other lapsed attempts."""
         began_at = elapsed_clock()
         kind = f"{lanes.queue} lapsed"
         in_flight = len(self._suspects)
@@ -339,7 +339,7 @@ class Claimer:
     async def _run(
         self, queue: str, kind: str, total: int, claim: Awaitable[list[ClaimedRow]]
     ) -> list[ClaimedRow] | None:
-        """The rows of a claim of up to `total` messages; None after an error of the database."""
+        """Return the rows of a claim of up to `total` messages; None after a database error."""
         self._unanswered.begin()
         try:
             rows = await claim
@@ -353,7 +353,7 @@ class Claimer:
     async def _mark_superseded(self, queue: str, rows: list[ClaimedRow]) -> list[ClaimedRow] | None:
         """Return the rows of a committed claim with the superseded ones marked, or None if the database failed.
 
-        After a failure the attempts have begun, but no handler gets the messages: the next look releases them.
+        After a failure the attempts have begun, but no handler gets the messages: the next poll releases them.
         """
         try:
             marked = await self._store.mark_superseded(rows)
@@ -369,7 +369,7 @@ class Claimer:
         self._unanswered.end(_time_of(rows))
 
     async def _claim_ordered(self, lanes: ClaimPlanner, room: int, *, complete: bool) -> int | None:
-        """Claim from the next page of ordering keys. A complete look has more ahead until it went round all keys."""
+        """Claim from the next page of ordering keys. A complete poll continues until it has read all keys."""
         kind = f"{lanes.queue} ordered"
         room = self._set_aside.within(kind, room)
         began_at = elapsed_clock()
@@ -382,7 +382,7 @@ class Claimer:
             )
             floor_id = self._queues.arrivals.floor_id
             is_whole = lanes.after_key == last_key == ""
-            # A message of a new key does not wait until the round has come to it.
+            # A message with a new key need not wait for its turn in the round.
             if not is_whole and floor_id is not None and room > len(found):
                 new = await self._store.find_new_ordered(
                     lanes.queue, topics=self._topics, floor_id=floor_id, key_limit=room - len(found)
@@ -392,7 +392,7 @@ class Claimer:
             if message_ids:
                 self._unanswered.begin()
                 rows = await self._store.claim_ordered(lanes.queue, message_ids)
-                self._outage.end()  # Not by a search: a server that has become read-only answers it, too.
+                self._outage.end()  # A search proves nothing: a server that has become read-only answers it, too.
         except (psycopg.Error, OSError) as error:
             await self._endure(error, lanes.queue, kind, len(message_ids))
             return None
@@ -427,5 +427,5 @@ class Claimer:
 
 
 def _time_of(rows: Sequence[ClaimedRow]) -> datetime | None:
-    """The claim time of the attempts of one claim, by the server's clock."""
+    """Return the claim time of the attempts of one claim, by the server's clock."""
     return next((row.claimed_at for row in rows if row.state == _SENDING), None)

@@ -1,7 +1,7 @@
 """The number of lapsed attempts of one queue that a worker takes over at once. Pure arithmetic.
 
 Messages whose attempt was lost are suspects: one of them may have crashed its process and ended the other attempts
-there. So few of them are in flight at once, and more only as earlier ones end and the process lives.
+there. So only few of them are in flight at once. The number grows as earlier ones end and the process survives.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _GROUPED_SUSPECTS: Final = 8 * MAX_SUSPECTS
 class CrashSuspects:
     """The pace at which one worker takes over the suspects of one queue.
 
-    When none is in flight, the oldest suspect is claimed alone. Then suspects that can afford a loss are claimed in a
-    group: when half of it has ended it is filled up, to twice its size. When no such suspect is left, and periodically
-    so that the others are not starved, the oldest is claimed alone again.
+    When none is in flight, the oldest suspect is claimed alone. Then suspects that have attempts left are claimed in a
+    group. When half of the group has ended, it is filled up to twice its size. When no such suspect is left, and
+    periodically so that the others are not starved, the oldest is claimed alone again.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class CrashSuspects:
     def learn(self, limit: int, found: int, *, in_flight: int, is_filled: bool) -> bool:
         """Remember the result of a claim of up to `limit`; `is_filled` means that it used up the room.
 
-        Returns whether another look is likely to find more: after an empty group, the oldest suspect may still wait.
+        Return whether another poll is likely to find more: after an empty group, the oldest suspect may still wait.
         """
         if limit == 1:
             if found:

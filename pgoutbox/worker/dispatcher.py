@@ -1,7 +1,7 @@
-"""From a claimed message and its handler to an outcome. No SQL: what an outcome does to the row is not known here.
+"""Dispatch: run the handler of a claimed message and return an outcome. No SQL: other modules write the outcome.
 
-Whatever a handler does (return nonsense, raise an exception that cannot be printed, exit the interpreter) becomes one
-of the six outcomes. Only a genuine cancellation by the worker passes through.
+Any behaviour of a handler (an invalid result, an exception that cannot be printed, an exit of the interpreter) becomes
+one of the six outcomes. Only a cancellation by the worker passes through.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SENT_ALONE: Final = (Sent(),)
 
 
 class Dispatcher:
-    """Runs handlers and sends what they render."""
+    """Runs handlers and sends the contents that they return."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Dispatcher:
         self._send = send or send_by
 
     async def run(self, attempts: Sequence[Attempt]) -> Sequence[Outcome]:
-        """One attempt of one message, its outcome alone in the answer."""
+        """Run one attempt of one message. Return a list with its outcome."""
         (attempt,) = attempts
         handler = attempt.handler
         try:
@@ -67,7 +67,7 @@ class Dispatcher:
             return (outcome_of_error(handler, error),)
 
     async def run_batch(self, attempts: Sequence[Attempt]) -> list[Outcome]:
-        """One attempt of several messages of one handler; an outcome for each, in their order."""
+        """Run one attempt of several messages of one handler. Return an outcome for each, in their order."""
         handler = attempts[0].handler
         outcomes: dict[int, Outcome] = {}
         parsed: list[tuple[Message[object], Attempt]] = []
@@ -83,7 +83,7 @@ class Dispatcher:
                 try:
                     outcomes[message.id] = await self._conclude_safely(attempt, message, result)
                 except asyncio.CancelledError:
-                    # What was sent was sent. This one may have been; those behind it were not.
+                    # The contents before this one were sent, this one may have been, and later ones were not.
                     outcomes[message.id] = Transient("stopped while it was being sent, outcome unknown", unknown=True)
                     outcomes = {m.id: Snooze(0) for m in messages} | outcomes
                     break
@@ -129,7 +129,7 @@ class Dispatcher:
             return outcome_of_error(attempt.handler, error)
 
     async def conclude(self, attempt: Attempt, message: Message[object], result: object) -> Outcome:
-        """The outcome that a handler's result means; a content is sent. `message` has its payload parsed."""
+        """Return the outcome of a handler's result, and send a content. `message` has its payload parsed."""
         match result:
             case None:
                 return Sent()
@@ -138,7 +138,7 @@ class Dispatcher:
             case Sent() | Transient() | Unavailable() | Permanent() | Skip():
                 return result
             case Content():
-                # The process may have been suspended since the handler began: ask before anything is handed over.
+                # The process may have been suspended since the handler began: check the lease before the hand-over.
                 if attempt.overtaken is not None or attempt.leased_at < elapsed_clock() - self._lease_seconds / 2:
                     try:
                         await attempt.ensure_lease()
@@ -160,13 +160,13 @@ class Dispatcher:
         if transport is None:
             return await self._send(MissingTransport(scheme, self._transports), message, content)
         if getattr(transport, "redirect_to", None) != self._redirect_to:
-            # Kept, not skipped: should the redirect be a mistake, everything goes out once it is taken away.
+            # Kept, not skipped: if the redirect is a mistake, all messages are sent after its removal.
             return Unavailable(f"not sent: the transport of {scheme!r} does not follow PGOUTBOX_REDIRECT_TO")
         return await self._send(transport, message, content)
 
 
 async def send_by(transport: Transport, message: Message[object], content: Content) -> Outcome:
-    """`transport.send`, as a function."""
+    """Call `transport.send`."""
     return await transport.send(message, content)
 
 
@@ -175,10 +175,10 @@ async def in_thread(
     function: Callable[..., object],
     *arguments: object,
 ) -> object:
-    """What the function returns or raises in a thread.
+    """Run the function in a thread. Return its result, or raise its exception.
 
-    Its exception leaves the thread as a value: a future refuses `StopIteration` (Python 3.11), and a `GeneratorExit`
-    that a task is woken with closes every coroutine on its way, the slot's too.
+    The exception leaves the thread as a value: a future refuses `StopIteration` (Python 3.11), and a `GeneratorExit`
+    raised into a task closes every coroutine on its way, including the slot's.
     """
 
     def call() -> tuple[object, BaseException | None]:
@@ -187,7 +187,7 @@ async def in_thread(
         except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
             return None, error
 
-    # The thread sees what the task sees: the current span, for one.
+    # The thread has the context of the task, for example the current span.
     future = threads.submit(copy_context().run, call)
     watch_thread.get()(cast("Future[object]", future))
     result, error = await asyncio.wrap_future(future)
@@ -199,7 +199,7 @@ async def in_thread(
 
 
 def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
-    """What an exception means: the outcome that was raised, `Permanent` for the handler's list, else `Transient`."""
+    """Return the outcome of an exception: the raised outcome, `Permanent` for the handler's list, else `Transient`."""
     match error:
         case Snooze():
             return _with_a_pause(error)
@@ -208,7 +208,7 @@ def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
         case asyncio.CancelledError() if _is_being_cancelled():
             raise error
         case LeaseLostError():
-            return Transient(describe(error))  # What overtook it decides, not the handler's list.
+            return Transient(describe(error))  # The attempt was overtaken, so the handler's list does not apply.
         case _:
             text = describe(error)
             outcome = Permanent(text) if isinstance(error, handler.permanent_errors) else Transient(text)
@@ -217,7 +217,7 @@ def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
 
 
 def _with_a_pause(asked: Snooze) -> Snooze:
-    # A message that is due again at once would be claimed a thousand times a second, with a row for each attempt.
+    # A message that is due at once would be claimed a thousand times a second, with a row for each attempt.
     return asked if asked.delay_seconds >= MIN_SNOOZE_SECONDS else Snooze(MIN_SNOOZE_SECONDS, asked.reason)
 
 

@@ -1,8 +1,8 @@
 """Django's connections in a worker: close stale ones around each handler, as Django does around each request.
 
 Django opens one connection per thread and database. Only the signals of a request check whether it is broken or older
-than `CONN_MAX_AGE`, and a worker has no requests. Handlers in threads have the connections of their thread. Async
-handlers share those of the one thread that asgiref runs all sync code in.
+than `CONN_MAX_AGE`, and a worker has no requests. Handlers in threads use the connections of their thread. Async
+handlers share those of the thread in which asgiref runs all sync code.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _CLOSE_SECONDS: Final = 1.0
 class DjangoConnections:
     """Wraps the handlers of one worker, and closes the connections that they leave open when the worker ends.
 
-    What fails in closing is logged: the outcome of a handler stands.
+    An error while closing is only logged, and does not change the outcome of the handler.
     """
 
     @classmethod
     def in_use(cls) -> DjangoConnections | None:
-        """The connections, if the application has loaded and configured Django."""
+        """Return an instance if the application has loaded and configured Django, else None."""
         if "django.db" not in sys.modules:
             return None
         from django.conf import settings
@@ -43,21 +43,21 @@ class DjangoConnections:
 
         self._connections = connections
         self._lock = threading.Lock()
-        self._left_open: set[Any] = set()  # Those of threads in which no handler runs.
+        self._left_open: set[Any] = set()  # Connections of threads in which no handler runs.
         self._is_closed = False
         self._async_count = 0
         self._async_was_used = False
         self._tidying: asyncio.Task[None] | None = None
 
     def around(self, handler: Handler) -> Handler:
-        """The handler, with stale connections closed before it and after it."""
+        """Return the handler, wrapped so that stale connections are closed before and after it."""
         if handler.is_async:
             function = cast("Callable[..., Awaitable[object]]", handler.function)
             return replace(handler, function=self._around_async(function))
         return replace(handler, function=self._around_sync(handler.function))
 
     async def close(self) -> None:
-        """Close what handlers left open. A thread that is still in a handler closes its own at the end of it."""
+        """Close the connections that handlers left open. A thread that still runs a handler closes its own later."""
         with self._lock:
             self._is_closed = True
             left_open, self._left_open = self._left_open, set()
@@ -98,7 +98,7 @@ class DjangoConnections:
             self._tidy()
             self._async_count += 1
             try:
-                await asyncio.sleep(0)  # The tidying is queued for the shared thread before the handler's own calls.
+                await asyncio.sleep(0)  # The check is queued for the shared thread before the handler's own calls.
                 return await function(*arguments)
             finally:
                 self._async_count -= 1
@@ -107,9 +107,9 @@ class DjangoConnections:
         return call
 
     def _tidy(self) -> None:
-        """Have the shared thread close stale connections; nobody waits for it, for another handler may block it.
+        """Make the shared thread close stale connections, without waiting: another handler may block the thread.
 
-        While other handlers run, only broken connections are closed: one that is merely old may be in use.
+        While other handlers run, only broken connections are closed: an old one may be in use.
         """
         if self._tidying is None or self._tidying.done():
             close = self._close_broken if self._async_count else self._close_stale
@@ -151,7 +151,7 @@ class DjangoConnections:
 def _close_of_idle_threads(left_open: Iterable[Any]) -> None:
     for connection in left_open:
         with _logged():
-            connection.inc_thread_sharing()  # Its own thread does nothing any more.
+            connection.inc_thread_sharing()  # Its own thread has ended.
             connection.close()
 
 
@@ -160,4 +160,4 @@ def _logged() -> Iterator[None]:
     try:
         yield
     except Exception:  # noqa: BLE001 - the outcome of the handler stands, whatever the backend raises
-        _log.exception("a connection of Django could not be closed")
+        _log.exception("a Django connection could not be closed")

@@ -1,12 +1,12 @@
 """The doorbell: a commit wakes a sleeping worker, and producers do not notify while no worker sleeps.
 
 One worker of a queue is on watch: an enqueue wakes only this worker. It arms the bell, so that producers notify, or
-polls at high rates, so that they need not. Its deputy looks a little later, in case the watch does not answer. The
+polls at high rates, so that they need not. Its deputy polls a little later, in case the watch does not answer. The
 other sleepers rely on the watch until it notifies them of its end.
 
 One connection listens and holds the locks (session-level advisory locks), so that all of them end together. Nothing
 else runs on it, and its socket is always read, so that it never keeps the server's notification queue from shrinking.
-The bell only saves time: a worker without a listener goes on with its sweep.
+The bell only saves time: a worker without a listener relies on its sweep.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pgoutbox.settings import Settings
 
 CHANNEL = "pgoutbox"
 _MAX_PAUSE_SECONDS = 5.0
-_ANSWER_SECONDS = 0.25  # If a watch has not answered a ring by then, its deputy looks.
+_ANSWER_SECONDS = 0.25  # If a watch has not answered a ring by then, its deputy polls.
 
 # Shares of the server's notification queue: the start and the end of the report, and the start and the end of giving up
 # bells. PostgreSQL lets an idle listener stay four pages behind until the next notification, and the smallest queue has
@@ -45,14 +45,14 @@ _ROOM_AGAIN = 0.25
 class Bell(enum.Enum):
     """The result of arming the bells of some queues, worst case first."""
 
-    PRODUCERS = "producers"  # Enqueuing transactions are open: look again when they have committed.
-    ARMED = "armed"  # Every later commit wakes this worker or the one on watch: look once more.
+    PRODUCERS = "producers"  # Enqueuing transactions are open: poll again after they have committed.
+    ARMED = "armed"  # Every later commit wakes this worker or the one on watch: poll once more.
     STILL_ARMED = "still armed"  # Unchanged since before the last claim.
     DOWN = "down"  # No listener: only the sweep finds messages.
 
 
 class OnRing(Protocol):
-    """Called with a queue that may have work, or with None for any queue, after the listener was lost and is back.
+    """Called with a queue that may have work, or with None for any queue after the listener has reconnected.
 
     `is_new` means that a new message was enqueued there, and no other change.
     """
@@ -121,17 +121,17 @@ class Doorbell:
 
     @property
     def is_on_watch(self) -> bool:
-        """Whether this worker is the one that others rely on, for one of its queues."""
+        """Whether other workers rely on this one as their watch, for one of its queues."""
         return bool(self._on_watch)
 
     @property
     def is_on_duty(self) -> bool:
-        """Whether others rely on this worker, as watch or as deputy."""
+        """Whether other workers rely on this one, as watch or as deputy."""
         return bool(self._on_watch or self._deputy_of)
 
     @property
     def unarmed_seconds(self) -> float | None:
-        """The maximum sleep of the caller since it asked, in seconds.
+        """Return the maximum sleep of the caller since it asked, in seconds.
 
         After that a queue without a bell has its next permit, or the polling watch has had time to answer.
         """
@@ -139,9 +139,9 @@ class Doorbell:
         return min([*self._permit_seconds.values(), *polled], default=None)
 
     async def start(self) -> None:
-        """Connect and listen before the first claim. From then on it reconnects by itself.
+        """Connect and listen before the first claim. From then on it reconnects automatically.
 
-        If the server has no free connection now, it may have one later; the sweep goes on meanwhile.
+        If the server has no free connection now, it may have one later; until then the worker relies on the sweep.
         """
         try:
             await self._connect()
@@ -170,7 +170,7 @@ class Doorbell:
             if self._connection is None or self._is_full:
                 return Bell.DOWN
             if self._topics_on_watch != (topics := tuple(self._topics)):
-                await self._give_up()  # The previous watch does not answer for these topics.
+                await self._give_up()  # The previous watch does not cover these topics.
                 self._topics_on_watch = topics
             unasked = [queue for queue in queues if queue not in self._armed and queue not in self._trusted]
             if not unasked:
@@ -188,7 +188,7 @@ class Doorbell:
                 await self._ask(sql.LOWER, {"queues": queues})
 
     async def disarm(self) -> None:
-        """Release all locks and rely on no watch: the worker is busy. Another sleeper takes over."""
+        """Release all locks and stop relying on a watch: the worker is busy. Another sleeper takes over."""
         async with self._bells:
             await self._give_up()
 
@@ -228,7 +228,7 @@ class Doorbell:
 
     def _note(self, queue: str, answer: str) -> None:
         has_news = queue in self._news
-        if answer != "limited":  # Then the session keeps its locks.
+        if answer != "limited":  # In that case the session keeps its locks.
             _put(self._on_watch, queue, is_in=answer in ("armed", "rung", "producers"))
             _put(self._armed, queue, is_in=answer == "armed")
             _put(self._deputy_of, queue, is_in=answer in ("deputy", "polled"))
@@ -238,7 +238,7 @@ class Doorbell:
             self._on_ring(queue)  # The notification may be later than the answer: ask again.
 
     async def _doubt(self) -> None:
-        """Ask again for the locks of other sessions: no notification announces a lock that ends with its session."""
+        """Request the locks of other sessions again: a lock that ends with its session sends no notification."""
         async with self._bells:
             answers = await self._ask_for(sorted(self._trusted)) if self._trusted else None
         for queue, answer in (answers or {}).items():
@@ -246,7 +246,7 @@ class Doorbell:
                 self._on_ring(queue)  # Messages committed since then woke no worker.
 
     async def _ask(self, statement: LiteralString, parameters: dict[str, object]) -> list[TupleRow] | None:
-        """The rows, or None if the listener did not answer in time and was therefore closed."""
+        """Return the rows, or None if the listener did not answer in time and was therefore closed."""
         async with self._turn:
             connection = self._connection
             if connection is None:
@@ -297,7 +297,7 @@ class Doorbell:
         self._stop_reading()
         if not self._lost.is_set():
             self._telemetry.report(
-                logging.WARNING, LogEvent.LISTENER_LOST, "listener lost, working by sweep", reason=type(error).__name__
+                logging.WARNING, LogEvent.LISTENER_LOST, "listener lost, polling by sweep", reason=type(error).__name__
             )
         self._lost.set()
         self._on_ring(None)
@@ -341,9 +341,9 @@ class Doorbell:
         self._start_reading(connection)
 
     async def _is_without_session(self, connection: psycopg.AsyncConnection[TupleRow]) -> bool:
-        """Whether a pooler changes the session after each transaction; then closes the connection.
+        """Whether a pooler changes the session after each transaction. If so, close the connection.
 
-        Otherwise a LISTEN and a bell would stay in the pool, and could not be ended: producers would ring in vain.
+        Otherwise a LISTEN and a bell would stay in the pool, where they cannot be ended: producers would ring in vain.
         """
         try:
             self._has_no_session = not await keeps_session(connection, self._dsn, self._settings)
@@ -357,7 +357,7 @@ class Doorbell:
             self._telemetry.report(
                 logging.WARNING,
                 LogEvent.LISTENER_POOLED,
-                "a pooler stands between the listener and PostgreSQL: name a direct connection in PGOUTBOX_LISTEN_DSN "
+                "a pooler is between the listener and PostgreSQL: set a direct connection in PGOUTBOX_LISTEN_DSN "
                 "or set PGOUTBOX_LISTEN=false",
                 polls=self._has_no_session,
             )
@@ -396,7 +396,7 @@ class Doorbell:
             return
         ((is_listening, usage),) = rows
         if not is_listening:
-            self._lose(ConnectionError("the session does not listen any more"))
+            self._lose(ConnectionError("the session no longer listens"))
             return
         await self._judge_usage(usage)
 
@@ -410,7 +410,7 @@ class Doorbell:
             self._is_full = is_full
             if is_full:
                 await self.disarm()
-            self._on_ring(None)  # From now on it polls, or its bell is armed again: in both cases it looks first.
+            self._on_ring(None)  # From now on the worker polls, or arms its bell again: in both cases it polls first.
         is_filling = usage >= (_CALM if self._is_filling else _FILLING)
         if is_filling != self._is_filling:
             self._is_filling = is_filling

@@ -1,7 +1,7 @@
-"""What happens in one attempt, from the slot that takes it to its ending: everything that handlers and transports need.
+"""The executor: runs an attempt from the slot to its ending, with all resources of handlers and transports.
 
-Before anything is handed over the lease is asked for, where it may have run out unseen, and the breaker, where one is
-watched. What remains is a handler to run: alone, with a batch, or in a transaction.
+It checks the lease first if it may have run out unnoticed, and then the circuit breaker, if there is one. Then it runs
+the handler: for one message, for a batch, or in a transaction.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from pgoutbox.worker.transactional import Transactions
 
 
 class AttemptExecutor:
-    """Runs the attempts of one worker, and closes what they opened, the transports too.
+    """Runs the attempts of one worker, and closes their resources, including the transports.
 
-    `middleware` runs around each call of a handler, the first one outermost. A breaker that opens enqueues its alert in
+    `middleware` wraps each call of a handler, the first one outermost. A breaker that opens enqueues its alert in
     `alert_queue`. `collect` takes the endings of attempts that end before the others of their batch.
     """
 
@@ -71,7 +71,7 @@ class AttemptExecutor:
         self._transactions = Transactions(settings, store, self._dispatcher, self._threads)
 
     def run(self, work: Work) -> Awaitable[Sequence[AttemptResult]]:
-        """One attempt for each message of the work; their endings, in its order."""
+        """Run one attempt for each message of the work. Return their endings, in the same order."""
         now = elapsed_clock()
         lapsing_at = now - self._stale_seconds
         for attempt in work:
@@ -80,7 +80,7 @@ class AttemptExecutor:
         return (self._run_admitted if self.breakers.watches_any else self._run)(work)
 
     async def close(self) -> None:
-        """Close connections, transports and threads; call it when no attempt runs any more."""
+        """Close connections, transports and threads. Call it after all attempts have ended."""
         await self._transactions.close()
         await self.breakers.close()
         for transport in {id(t): t for t in self._transports.values()}.values():
@@ -88,12 +88,12 @@ class AttemptExecutor:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run_if_still_to_be_sent(self, work: Work) -> Sequence[AttemptResult]:
-        """The process was suspended between the claim and now, or had too much to do: ask before anything is sent."""
+        """Check the lease before anything is sent: the process was suspended since the claim, or was overloaded."""
         early: dict[Attempt, AttemptResult] = {}
         now = elapsed_clock()
         for attempt in work:
             if attempt.expiring_at <= now:
-                early[attempt] = RELEASED  # The next claim skips it, by the database's clock.
+                early[attempt] = RELEASED  # The next claim skips the message, by the database's clock.
                 continue
             try:
                 await attempt.ensure_lease()

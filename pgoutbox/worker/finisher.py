@@ -51,11 +51,11 @@ Write = Callable[[Sequence[Attempt]], Awaitable[Mapping[int, State]]]
 
 
 class Finisher:
-    """Writes the ends of attempts and removes them from `held`.
+    """Writes the outcomes of attempts and removes the attempts from `held`.
 
-    `on_ended` is called after attempts have ended, `on_written` after every batch, `on_pending` when a message is
-    pending again, `on_released` with the queues of messages released without an attempt, `on_successors` with the
-    queues of messages that had to wait for a message of the batch, `on_halted` and `on_resumed` with a topic whose
+    `on_ended` is called after attempts have ended, `on_written` after every batch, and `on_pending` when a message is
+    pending again. `on_released` gets the queues of messages released without an attempt. `on_successors` gets the
+    queues of messages that had to wait for a message of the batch. `on_halted` and `on_resumed` get a topic whose
     outcomes the database refuses.
     """
 
@@ -97,7 +97,7 @@ class Finisher:
         """Take over the end of one attempt."""
         self._endings.append((attempt, ending))
         if not self._is_announced:
-            # Once for all attempts that end within one turn of the event loop.
+            # Woken once for all attempts that end within one turn of the event loop.
             self._is_announced = True
             asyncio.get_running_loop().call_soon(self._announce)
 
@@ -155,7 +155,7 @@ class Finisher:
             self._report(
                 logging.ERROR,
                 LogEvent.OUTCOME_UNWRITTEN,
-                "stopped with an outcome that the database refuses; the lease will run out",
+                "stopped with an outcome that the database refuses; its lease will expire",
                 attempt.message,
                 outcome=AttemptOutcome.SENT if refusal.verdict is None else refusal.verdict.outcome,
                 reason=refusal.reason,
@@ -184,7 +184,7 @@ class Finisher:
     def _sort(
         self, batch: Sequence[tuple[Attempt, AttemptResult]]
     ) -> tuple[list[Attempt], dict[Attempt, FinishRequest]]:
-        """The sent attempts, and the verdicts of the others."""
+        """Return the sent attempts, and the finish requests of the others."""
         sent = []
         verdicts: dict[Attempt, FinishRequest] = {}
         held = self._held
@@ -202,7 +202,7 @@ class Finisher:
 
     def _note_unwritten(self, message: Message[object], ending: AlreadyFinished | Abandoned) -> None:
         if isinstance(ending, Abandoned):
-            text = "worker stopped and the handler runs on; the lease is left to expire"
+            text = "worker stopped while the handler still runs; its lease will expire"
             self._report(logging.WARNING, LogEvent.ATTEMPT_ABANDONED, text, message)
             return
         self._telemetry.count(LogEvent.SENT)
@@ -278,7 +278,7 @@ class Finisher:
             message_id = message.id
             state = done.get(message_id) or standing.get(message_id)
             if state is _SENT:
-                # This process may have claimed the message again meanwhile, after the lease of this attempt ran out.
+                # This process may have claimed the message again, after the lease of this attempt ran out.
                 if held.get(message_id) is attempt:
                     del held[message_id]
                 sent.append(message)
@@ -310,7 +310,7 @@ class Finisher:
     async def _write_apart(
         self, attempts: Sequence[Attempt], write: Write, verdicts: Mapping[Attempt, FinishRequest], error: BaseException
     ) -> None:
-        """Find the row because of which PostgreSQL refused a batch, so that the others are finished."""
+        """Find the row that made PostgreSQL refuse a batch, so that the others can be finished."""
         if len(attempts) > 1:
             middle = len(attempts) // 2
             await self._write(attempts[:middle], write, verdicts)
@@ -320,7 +320,7 @@ class Finisher:
         self.refusals.note(attempt, verdicts.get(attempt), error)
 
     def _let_go(self, attempt: Attempt) -> None:
-        # This process may have claimed the message again meanwhile, after the lease of this attempt ran out.
+        # This process may have claimed the message again, after the lease of this attempt ran out.
         if self._held.get(attempt.message.id) is attempt:
             del self._held[attempt.message.id]
 
@@ -332,7 +332,7 @@ class Finisher:
         except (psycopg.Error, OSError) as error:
             if not is_transient_error(error):
                 raise
-            # It is not known whether a message waits; a look costs one claim.
+            # It is not known whether a message waits; to find out costs one claim.
             queues = sorted({message.queue for message in messages})
         if queues:
             await self._on_successors(queues)
@@ -353,7 +353,7 @@ class Finisher:
 
 
 def _outcome_of(state: State | None, verdict: FinishRequest | None) -> AttemptOutcome:
-    """The reported outcome of an attempt that was not sent."""
+    """Return the reported outcome of an attempt that was not sent."""
     if state is None:
         return AttemptOutcome.LOST
     if state is State.PENDING:
@@ -377,7 +377,7 @@ def _verdict_of_any(
 
 
 def _plain_verdict(attempt: Attempt, verdict: FinishRequest | None, reason: str) -> FinishRequest:
-    """A minimal end of the attempt, which the database can hardly refuse; failed if it was handed over."""
+    """Return a minimal finish request, which the database can hardly refuse: failed if it was handed over."""
     message = attempt.message
     if verdict is not None and verdict.outcome in _PENDING_AGAIN:
         return replace(verdict, reason=f"the database refused to write its outcome ({reason})")
@@ -393,7 +393,7 @@ def _redacted(text: str, names: Sequence[str]) -> str:
 def finish_request_of(
     attempt: Attempt, ending: Transient | Unavailable | Permanent | Skip | Snooze | Released
 ) -> FinishRequest:
-    """The verdict of an ending other than sent."""
+    """Return the finish request for an ending other than sent."""
     finish = partial(FinishRequest, attempt.message.id, attempt.attempt_count)
     if attempt.handler.on_unknown == "hold" and (reason := _unknown_reason(ending)) is not None:
         return finish(AttemptOutcome.FAILED, clean_text(reason))
@@ -423,7 +423,7 @@ def finish_request_of(
 
 
 def _unknown_reason(ending: object) -> str | None:
-    """Why it is unknown whether the attempt sent its message; None if it is known."""
+    """Return the reason why the attempt may have sent its message; None if it is known whether it did."""
     match ending:
         case Transient(unknown=True, error=error):
             return str(error)

@@ -1,9 +1,9 @@
 """The lease keeper: a thread with its own connection that renews the leases of this process.
 
-It is a thread so that a handler which blocks the event loop does not lose its lease. It renews only attempts that have
+It is a thread so that a handler that blocks the event loop does not lose its lease. It renews only attempts that have
 been in flight for a while, and signals those that were cancelled, superseded or lost. It never ends an attempt: the
-fence refuses the writes of a stale owner. If the server has no connection for it, it borrows the spare one, which needs
-an event loop that is not blocked.
+fence refuses the writes of a stale owner. If the server refuses it a connection, it borrows the spare one, which only
+works while the event loop is not blocked.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class LeaseKeeper:
                     runner.run(self._keep())
             except BaseException as error:  # noqa: BLE001 - `check` raises it
                 self._error = error
-            with contextlib.suppress(RuntimeError):  # The event loop is closed: no caller waits any more.
+            with contextlib.suppress(RuntimeError):  # The event loop is closed, so no caller waits.
                 loop.call_soon_threadsafe(note_end)
 
         self._thread = threading.Thread(target=run, name="pgoutbox-lease", daemon=True)
@@ -96,11 +96,11 @@ class LeaseKeeper:
         """Raise `PgOutboxError` if the thread has ended with an error."""
         if self._error is not None:
             raise PgOutboxError(
-                f"leases are not renewed any more, and the worker has stopped: {describe(self._error)}"
+                f"leases are no longer renewed, and the worker has stopped: {describe(self._error)}"
             ) from self._error
 
     async def ensure(self, attempt: Attempt) -> None:
-        """Check or renew one lease at once, on the event loop; `LeaseLostError` if it is no longer held.
+        """Check or renew one lease at once, on the event loop. Raise `LeaseLostError` if it is no longer held.
 
         A young lease is only checked: a renewal is a commit, and waits for the disk.
         """

@@ -1,5 +1,6 @@
-"""The intake: turns claimed rows into work for the slots. It reads and decrypts payloads and contents, and forms
-batches.
+"""The loader: turns claimed rows into work for the attempt pool.
+
+It reads and decrypts payloads and contents, and forms batches.
 
 A problem of one row (an unreadable payload, a missing key, a missing content) is the outcome of its own attempt and
 does not affect the others.
@@ -108,7 +109,7 @@ class Loader:
     def _accept(
         self, row: ClaimedRow, contents: Mapping[int, _Content] | None, leased_at: float
     ) -> tuple[Attempt, AttemptResult | None]:
-        """The attempt that a row begins, and its ending if it must end before it begins."""
+        """Return the attempt of a row, and its ending if it must end before it begins."""
         ending: AttemptResult | None = None
         content: JsonValue = None
         if row.content_id is not None:
@@ -149,9 +150,9 @@ class Loader:
         )
 
     async def _contents_of(self, rows: Sequence[ClaimedRow]) -> Mapping[int, _Content] | None:
-        """The existing contents of these rows, each decrypted and parsed once for all of its messages.
+        """Return the existing contents of these rows, each decrypted and parsed once for all of its messages.
 
-        None if the database did not answer.
+        Return None if the database did not answer.
         """
         topics = {row.content_id: row.topic for row in rows if row.content_id is not None and row.state == _SENDING}
         contents = {content_id: self._contents[content_id] for content_id in topics.keys() & self._contents.keys()}
@@ -181,11 +182,11 @@ def _goes_on(in_flight: Attempt, row: ClaimedRow, leased_at: float) -> bool:
 
 
 def _find_content(content_id: int, contents: Mapping[int, _Content] | None) -> tuple[JsonValue, AttemptResult | None]:
-    """The content of a fan-out, or the outcome if it is missing."""
+    """Return the content of a fan-out, or the outcome if it is missing."""
     if contents is None:
         return None, RELEASED
     if content_id not in contents:
-        return None, Permanent(f"its content {content_id} is gone: somebody deleted it")
+        return None, Permanent(f"its content {content_id} is missing: it has been deleted")
     found = contents[content_id]
     return (None, found) if isinstance(found, (Permanent, Transient)) else (found, None)
 
@@ -193,7 +194,7 @@ def _find_content(content_id: int, contents: Mapping[int, _Content] | None) -> t
 def _read_payload(
     row: ClaimedRow, keyring: Keyring | None
 ) -> tuple[JsonValue, Mapping[str, str], Permanent | Transient | None]:
-    """Payload and headers, and the problem of an unreadable row: it must not affect the other rows."""
+    """Return payload and headers, and the problem of an unreadable row, which must not affect the other rows."""
     headers = _EMPTY_HEADERS
     try:
         if row.headers_json is not None:

@@ -1,8 +1,8 @@
-"""Upkeep: the one worker of the fleet whose turn it is makes partitions ahead and obeys the rules of retention.
+"""Upkeep: one worker at a time creates partitions ahead and applies the retention rules.
 
-Who moves the time of the next turn in `pgoutbox.upkeep` has this one; nobody is waited for, and a worker that dies in
-its turn holds up nothing, for each step stands alone. The turn has a connection of its own, in a thread, so that it is
-never in the way of claims; and nothing that goes wrong in it ends the worker.
+A worker takes a turn by advancing the time of the next turn in `pgoutbox.upkeep`. No worker waits for a turn, and each
+step is independent, so a worker that dies in its turn blocks nothing. The turn runs in a thread with a connection of
+its own, so that it never delays claims. An error in a turn never ends the worker.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _JITTER: Final = 0.1
 
 
 class Maintenance:
-    """Takes this worker's turns while it is entered. Does nothing where the interval is 0."""
+    """A context manager that takes turns of upkeep for this worker. It does nothing if the interval is 0."""
 
     def __init__(self, settings: Settings, store: Store, telemetry: Telemetry) -> None:
         self._settings = settings
@@ -58,7 +58,7 @@ class Maintenance:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop after the transaction that runs; one that takes long is cancelled."""
+        """Stop after the current transaction, and cancel it if it takes long."""
         self._stopping.set()
         if self._task is not None:
             self._task.cancel()
@@ -68,10 +68,10 @@ class Maintenance:
             await self._cancel_statement()
             await self._is_over_within(
                 self._taking, _STOP_SECONDS
-            )  # The thread is a daemon: a dead network does not keep us.
+            )  # The thread is a daemon, so a dead network cannot delay the exit.
 
     async def _run(self) -> None:
-        # The workers of a fleet start together, and any of them may have the first turn.
+        # Workers often start together, and any of them may take the first turn.
         pause = min(self._interval_seconds, _FIRST_WITHIN_SECONDS) * random.random()
         while True:
             await asyncio.sleep(pause)
@@ -79,12 +79,12 @@ class Maintenance:
             pause = self._interval_seconds * random.uniform(1 - _JITTER, 1 + _JITTER)
 
     async def turn(self) -> bool:
-        """Take the turn if no worker has had one lately; whether this one had it. Errors are reported, not raised."""
+        """Take a turn if none is recent. Return whether it was taken. Errors are reported, not raised."""
         try:
-            # A little less than the interval, so that whoever asks once in each has it in each.
+            # A little less than the interval, so that a worker that asks once per interval gets every turn.
             row = await self._store.begin_upkeep_if_due(interval_seconds=self._interval_seconds * _EARLY)
         except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
-            if not is_transient_error(error):  # What passes is told by the worker, whose connection it is.
+            if not is_transient_error(error):  # The worker itself reports passing errors of its connection.
                 self._report_trouble(error)
             return False
         if row is None:
@@ -106,7 +106,7 @@ class Maintenance:
         )
         if turn.has_work:
             taking = self._taking = Future[Exception | None]()
-            taking.set_running_or_notify_cancel()  # A turn that is not awaited any more goes on to its next pause.
+            taking.set_running_or_notify_cancel()  # An abandoned turn continues until its next pause.
             threading.Thread(target=self._work, args=(turn, taking), name="pgoutbox-upkeep", daemon=True).start()
             if not await self._is_over_within(taking, 2 * _TURN_SECONDS):
                 await self._cancel_statement()
@@ -121,7 +121,7 @@ class Maintenance:
         self._report(turn)
 
     def _work(self, turn: MaintenanceRun, taking: Future[Exception | None]) -> None:
-        """In the thread."""
+        """Run the turn in the thread."""
         try:
             with operator_connection.connect(self._settings, purpose="upkeep") as connection:
                 self._connection = connection
@@ -141,7 +141,7 @@ class Maintenance:
         connection = self._connection
         if connection is not None:
             with contextlib.suppress(psycopg.Error):
-                # In a thread: a server behind a dead network keeps who asks it waiting.
+                # In a thread, because a dead network blocks the caller.
                 await asyncio.to_thread(connection.cancel_safe, timeout=_STOP_SECONDS)
 
     def _report(self, turn: MaintenanceRun) -> None:
@@ -159,7 +159,7 @@ class Maintenance:
             )
 
     def _report_trouble(self, error: Exception) -> None:
-        """Once for each kind of trouble, until a turn goes well."""
+        """Report each kind of error once, until a turn succeeds."""
         reason = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".strip()
         if reason != self._trouble:
             self._trouble = reason

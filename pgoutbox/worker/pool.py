@@ -1,11 +1,11 @@
-"""Slots: run a limited number of attempts at a time. A slot is a task that runs one attempt after the other: a handler
-that returns at once costs no task, no timer and no turn of the event loop.
+"""The attempt pool: runs a limited number of attempts at a time.
 
-Each attempt has one ending, which goes to `on_outcome`.
+A slot of the pool is a task that runs one attempt after the other: a handler that returns at once costs no task, no
+timer and no turn of the event loop. Each attempt has one ending, which goes to `on_outcome`.
 
 A handler that cannot be stopped (in a thread, or ignoring its cancellation) keeps its message after its timeout: while
 it may still succeed, no other attempt begins, and its real outcome counts. After `overtime_seconds` more the attempt
-ends as timed out; if the process was suspended meanwhile, that time begins once more. The handler then keeps its slot
+ends as timed out; if the process was suspended during it, that time begins again. The handler then keeps its slot
 until it ends, so that the number of running handlers never exceeds the limit. `on_free` is called when it ends.
 """
 
@@ -51,7 +51,7 @@ class _Slot:
         self.timed_out = False  # It was cancelled because of its timeout.
         self.has_returned = False  # Its thread had ended when a deadline passed.
         self.has_overtime_again = False  # The process was suspended during its overtime.
-        self.is_abandoned = False  # It has its ending, and its handler goes on.
+        self.is_abandoned = False  # It has its ending, but its handler still runs.
         self.thread: Future[object] | None = None
         self.work: Work = ()  # Its messages, until they have an ending.
 
@@ -64,7 +64,7 @@ class _Slot:
 
 
 class AttemptPool:
-    """Up to `concurrency` attempts at once, in the order in which they were put in."""
+    """Runs up to `concurrency` attempts at once, in the order of their arrival."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class AttemptPool:
         return asyncio.get_running_loop().time() - self._ready[0][1] if self._ready else 0.0
 
     def work_of(self, task: asyncio.Task[object]) -> Work:
-        """The messages whose handler runs in this task; any thread may ask."""
+        """Return the messages whose handler runs in this task. Any thread may call it."""
         return next((slot.work for slot in self._slots if slot.task is task), ())
 
     def put(self, works: Sequence[Work]) -> None:
@@ -211,7 +211,7 @@ class AttemptPool:
                     available = tuple([attempt.message.available_at for attempt in work])
                     self._measured.append((work[0].message.topic, available, began_at, now))
                 if now > turn_ends_at:
-                    await asyncio.sleep(0)  # Lets claims, finishes and the doorbell have their turn.
+                    await asyncio.sleep(0)  # Let claims, finishes and the doorbell run.
                     now = loop.time()
                     turn_ends_at = now + _TURN_SECONDS
             if not self._stopping:
@@ -279,7 +279,7 @@ class AttemptPool:
     def _abandon(self, slot: _Slot, work: Work) -> None:
         slot.is_abandoned = True
         self._outlived_count += 1
-        self._report(logging.ERROR, LogEvent.ATTEMPT_ABANDONED, "attempt timed out, its handler runs on", work)
+        self._report(logging.ERROR, LogEvent.ATTEMPT_ABANDONED, "attempt timed out, its handler still runs", work)
         if self.capacity == 0:
             self.give_back()
 
@@ -304,7 +304,7 @@ class AttemptPool:
     def _overrun(self, slot: _Slot, *, was_away: bool) -> None:
         """Handle a passed deadline: first of the attempt, then of its overtime.
 
-        `was_away` means that the process was suspended meanwhile: its threads had no time either.
+        `was_away` means that the process was suspended: its threads had no time either.
         """
         work = slot.work
         if slot.thread is not None and slot.thread.done() and not slot.has_returned:
@@ -314,7 +314,7 @@ class AttemptPool:
         elif slot.runs_in_thread and not slot.is_overdue:
             slot.is_overdue = True
             self._report(
-                logging.WARNING, LogEvent.ATTEMPT_OVERDUE, "handler runs on in its thread after its timeout", work
+                logging.WARNING, LogEvent.ATTEMPT_OVERDUE, "handler still runs in its thread after its timeout", work
             )
         elif slot.runs_in_thread and was_away and not slot.has_overtime_again:
             slot.has_overtime_again = True
@@ -334,7 +334,7 @@ class AttemptPool:
 
 
 def _end_of(thread: Future[object]) -> Future[None]:
-    """A future that is done when the thread ends, with any result: a cancelled wait does not cancel it."""
+    """Return a future that is done when the thread ends, with any result. A cancelled wait does not cancel it."""
     end: Future[None] = Future()
 
     def finish(_: Future[object]) -> None:

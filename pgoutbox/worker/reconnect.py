@@ -1,6 +1,6 @@
 """Outages of the database: the worker logs an outage once, and tries again with growing pauses.
 
-It only retries after passing errors. A lasting error ends the worker.
+It only retries after transient errors. A permanent error ends the worker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Reconnector:
         self.is_on = False
 
     async def retry_or_raise(self, error: BaseException) -> None:
-        """Pause after a passing error of the database, but not beyond `stopping`; raise a lasting one."""
+        """Pause after a transient database error, or until `stopping`. Raise a permanent one."""
         if isinstance(error, _LOST_RACES):
             return  # Two claims conflicted at one row; the next claim sees the result.
         if not is_transient_error(error):
@@ -63,7 +63,7 @@ class Reconnector:
         self._pause = min(self._pause * 2, _MAX_PAUSE_SECONDS)
 
     def end(self) -> None:
-        """The database has answered."""
+        """Report an answer of the database."""
         if self.is_on:
             self.is_on = False
             self._telemetry.report(logging.INFO, LogEvent.DATABASE_BACK, "database answers again")

@@ -1,9 +1,9 @@
 """Outcomes that PostgreSQL refuses to write, and the topics that stop because of them.
 
 A trigger, a constraint or a missing right can refuse the outcome of a message that was handed over. The worker keeps
-such a message, so its lease is renewed and nobody hands it over again, and it writes the outcome again with growing
-pauses. It claims no more of a topic after several refusals in a row, or when it keeps many outcomes of it, until one of
-them is written.
+such a message in flight. So its lease is renewed, no worker hands it over again, and the outcome is written again with
+growing pauses. After several refusals in a row, or with many kept outcomes, the worker stops claiming the topic until
+one of them is written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_PAUSE_SECONDS: Final = 60.0
 
 @dataclass(slots=True)
 class RefusedOutcome:
-    """The outcome of one attempt that the database refuses: `verdict`, or sent if that is None."""
+    """The outcome of one attempt that the database refuses: `verdict`, or sent if it is None."""
 
     verdict: FinishRequest | None
     reason: str
@@ -59,12 +59,12 @@ class RefusedOutcomes:
 
     @property
     def count(self) -> int:
-        """How many outcomes are kept."""
+        """The number of kept outcomes."""
         return len(self._kept)
 
     @property
     def count_of_open_topics(self) -> int:
-        """How many of them belong to topics that are claimed."""
+        """The number of kept outcomes of topics that are still claimed."""
         return sum(attempt.message.topic not in self.halted_topics for attempt in self._kept)
 
     def __contains__(self, attempt: Attempt) -> bool:
@@ -72,11 +72,11 @@ class RefusedOutcomes:
         return attempt in self._kept
 
     def finish_request_of(self, attempt: Attempt) -> FinishRequest | None:
-        """What the outcome asks the row to become, None if sent."""
+        """Return the kept finish request, None if sent."""
         return self._kept[attempt].verdict
 
     def note(self, attempt: Attempt, verdict: FinishRequest | None, error: BaseException) -> None:
-        """Keep an outcome that was refused, or keep it on."""
+        """Keep a refused outcome. It may be kept already."""
         message = attempt.message
         reason = getattr(error, "sqlstate", None) or type(error).__name__
         refusal = self._kept.get(attempt)
@@ -106,7 +106,7 @@ class RefusedOutcomes:
             refusal.timer = asyncio.get_running_loop().call_later(refusal.pause_seconds, self._try, attempt)
 
     def forget(self, attempts: Iterable[Attempt]) -> None:
-        """Outcomes of these attempts were written, or their messages belong to others."""
+        """Forget the outcomes of these attempts: they are written, or other attempts own the messages."""
         if not self._kept and not self._in_a_row:
             return
         for attempt in attempts:
@@ -119,7 +119,7 @@ class RefusedOutcomes:
                 self._resume(topic)
 
     def stop(self) -> dict[Attempt, RefusedOutcome]:
-        """Try nothing again; the outcomes that are kept."""
+        """Stop trying again. Return the kept outcomes."""
         for refusal in self._kept.values():
             if refusal.timer is not None:
                 refusal.timer.cancel()

@@ -1,4 +1,4 @@
-"""An attempt and how it ends: the vocabulary that the parts of a worker share."""
+"""Attempts and their endings: the types that the parts of a worker share."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from pgoutbox.message import Message, Outcome
 class Attempt:
     """One attempt, from its claim to its finish. Times are on `elapsed_clock`.
 
-    `attempt_count` is the fencing token; the message keeps the number that its handler was given: see `take_over`.
-    `used_count` is the number of the attempts that counted, this one included: without snoozes, releases and the
-    attempts before a redrive. `overtaken` says why the attempt has become pointless, `done` that its ending is known.
-    An attempt that begins after `expiring_at` is too late.
+    `attempt_count` is the fencing token. The message keeps the number that its handler got: see `take_over`.
+    `used_count` is the number of attempts that used up budget, including this one: without snoozes, releases and
+    attempts before a redrive. `overtaken` is the reason why the attempt has become pointless. `done` means that its
+    ending is known. An attempt that begins after `expiring_at` is too late.
     """
 
     __slots__ = (
@@ -58,13 +58,13 @@ class Attempt:
         self._ensure = ensure
 
     def take_over(self, attempt_count: int, leased_at: float) -> None:
-        """Go on under another claim by the same worker, after the server has lost the first one."""
+        """Continue under another claim by the same worker, after the server has lost the first one."""
         self.attempt_count = attempt_count
         self.leased_at = leased_at
         self.overtaken = None
 
     async def ensure_lease(self) -> None:
-        """Check or renew the lease, or raise `LeaseLostError`: see `Context.ensure_lease`."""
+        """Check or renew the lease, or raise `LeaseLostError`: see `ensure_lease` of the handler's context."""
         await self._ensure(self)
 
 
@@ -85,7 +85,7 @@ class AlreadyFinished:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """The worker ends and the handler goes on: no outcome may be written, and the lease is left to lapse."""
+    """The worker ends while the handler still runs: no outcome may be written, and the lease will lapse."""
 
 
 RELEASED: Final = Released()
@@ -94,9 +94,9 @@ ALREADY_FINISHED: Final = AlreadyFinished()
 ABANDONED: Final = Abandoned()
 AttemptResult = Outcome | Released | AlreadyFinished | Abandoned
 
-# The attempts of one piece of work: one message, or a batch of one handler.
+# The attempts of one unit of work: one message, or a batch of one handler.
 Work = Sequence[Attempt]
-# Runs all attempts of a piece of work; their endings, in its order.
+# Runs all attempts of a unit of work, and returns their endings in its order.
 Runner = Callable[[Work], Awaitable[Sequence[AttemptResult]]]
 
 # Set by the slot that runs an attempt. Called with the future of the thread that a handler runs in.

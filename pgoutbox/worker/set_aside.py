@@ -1,7 +1,7 @@
-"""Messages whose claim PostgreSQL refuses: they are found and left alone for a while, and the others go on.
+"""Messages whose claim PostgreSQL refuses: they are found and set aside for a while, and the others continue.
 
-A trigger, a constraint or a damaged value that refuses one row refuses the claim of all rows beside it. So claims get
-smaller until that row is alone in one. It is set aside for a minute, then it is tried again.
+If a trigger, a constraint or a damaged value refuses one row, the whole claim with this row fails. So claims get
+smaller until one contains this row alone. It is set aside for a minute, then it is tried again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _MAX_IN_A_ROW: Final = 1_000
 
 
 class SetAside:
-    """The messages that one worker has set aside, and how many rows it may claim at once.
+    """The messages that one worker has set aside, and the limits on the size of its claims.
 
-    Each `kind` of claim has a limit of its own: what one kind may claim says nothing of another. `now` is in seconds.
+    Each `kind` of claim has a limit of its own. `now` is in seconds.
     """
 
     def __init__(self, telemetry: Telemetry) -> None:
@@ -30,15 +30,15 @@ class SetAside:
         self._refused_in_a_row: Counter[str] = Counter()
 
     def ids(self, now: float) -> list[int]:
-        """The messages that are not claimed now."""
+        """Return the messages that are not claimed now."""
         return [message_id for message_id, until in self._until.items() if until > now]
 
     def within(self, kind: str, room: int) -> int:
-        """How many of `room` messages the next claim of a kind may ask for."""
+        """Return the maximum size of the next claim of a kind, at most `room`."""
         return min(room, self._limits.get(kind, room))
 
     def note_claimed(self, kind: str, total: int) -> None:
-        """A claim of up to `total` messages was not refused: the next one may be larger."""
+        """Remember that a claim of up to `total` messages was accepted: the next one may be larger."""
         if not self._limits:
             return
         self._refused_in_a_row.pop(kind, None)
@@ -48,16 +48,16 @@ class SetAside:
             self._limits.pop(kind, None)
 
     def note_refused(self, kind: str, total: int) -> None:
-        """A claim of up to `total` messages was refused: the next one is smaller."""
+        """Remember that a claim of up to `total` messages was refused: the next one is smaller."""
         self._limits[kind] = max(1, total // 2)
         self._refused_in_a_row[kind] += total == 1
 
     def is_hopeless(self, kind: str) -> bool:
-        """Whether so many single messages were refused in a row that the fault is not in the messages."""
+        """Whether many single messages were refused in a row, so that the messages are not the cause."""
         return self._refused_in_a_row[kind] > _MAX_IN_A_ROW
 
     def add(self, message_ids: Collection[int], queue: str, reason: str, now: float) -> None:
-        """Set messages aside, and report those for which it is the first time."""
+        """Set messages aside, and report each message the first time."""
         for message_id in message_ids:
             if message_id not in self._until:
                 self._telemetry.report(

@@ -1,6 +1,6 @@
 """Report a handler that blocks the worker's event loop, from the thread that keeps the leases.
 
-While it blocks, no other attempt of the process gets on, and nothing else can tell.
+While it blocks, no other attempt of the process makes progress, and no task of the event loop can report it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _OURS: Final = ("pgoutbox.", "asyncio.")
 
 
 class StallWatch:
-    """Asks the event loop that it was made on whether it turns; `look` is called from another thread.
+    """Checks whether its event loop is blocked. `look` is called from another thread.
 
-    `work_of` tells the messages that a task of the loop is at work on.
+    `work_of` returns the messages that a task of the loop works on.
     """
 
     def __init__(self, telemetry: Telemetry, *, work_of: Callable[[asyncio.Task[object]], Work]) -> None:
@@ -36,7 +36,7 @@ class StallWatch:
         self._is_reported = False
 
     def look(self) -> None:
-        """Report the block, once, when the question of an earlier look has waited for two seconds."""
+        """Report the block, once, when the loop has not reacted to an earlier look for two seconds."""
         now = time.monotonic()
         asked_at = self._asked_at
         if asked_at is None:
@@ -65,7 +65,7 @@ class StallWatch:
 
 
 def _place_in(thread_id: int) -> str:
-    """Module and line of the handler that a thread is in, or of whatever else it runs."""
+    """Return module and line of the handler that a thread runs, or of the other code that it runs."""
     frame = sys._current_frames().get(thread_id)
     place = ""
     while frame is not None:

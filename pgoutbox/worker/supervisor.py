@@ -1,4 +1,4 @@
-"""Running workers as processes: signals and exit codes of one, supervision of several."""
+"""Worker processes: signals and exit codes of one process, supervision of several."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _IDLE_THREADS_SECONDS = 1.0
 
 
 def run_worker(outbox: Outbox, settings: Settings, *, queues: Sequence[QueueShare], mode: Mode) -> int:
-    """Run one worker in this process until it is done or told to stop; the exit code.
+    """Run one worker in this process until it is done or stopped. Return the exit code.
 
-    SIGTERM and SIGINT stop it gracefully, a second signal at once. A handler that still runs in its thread when the
-    grace time is over does not keep the process alive.
+    SIGTERM and SIGINT stop it gracefully, a second signal at once. A handler that still runs in its thread after the
+    grace period does not keep the process alive.
     """
     worker = Worker(outbox, settings=settings, queues=queues)
-    # Imported modules stay until the end: the garbage collector does not visit them again.
+    # Imported modules stay until the end, so the garbage collector need not visit them again.
     gc.freeze()
     asyncio.run(_run(worker, mode))
     if _handlers_still_run():
@@ -49,7 +49,7 @@ def run_worker(outbox: Outbox, settings: Settings, *, queues: Sequence[QueueShar
 
 
 def _handlers_still_run() -> bool:
-    # Idle threads of the pool end by themselves; only one that is stuck in a handler may cost what runs at exit.
+    # Idle threads of the pool end by themselves. Exit functions are skipped only if a thread is stuck in a handler.
     until = time.monotonic() + _IDLE_THREADS_SECONDS
     for thread in threading.enumerate():
         if thread.name.startswith("pgoutbox-handler"):
@@ -74,7 +74,7 @@ async def _run(worker: Worker, mode: Mode) -> None:
         loop.add_signal_handler(number, on_signal, number)
     supervisor_fd = os.environ.get(SUPERVISOR_FD_VARIABLE)
     if supervisor_fd is not None:
-        # The supervisor never writes: the pipe only tells, by its end, that the supervisor is gone.
+        # The supervisor never writes to the pipe: end of file means that it has ended.
         loop.add_reader(int(supervisor_fd), _stop_orphan, worker, loop, int(supervisor_fd))
     match mode:
         case "run":
@@ -112,12 +112,12 @@ class _Child:
 def supervise(
     arguments: Sequence[str], processes: int, *, environment_of: Callable[[int], Mapping[str, str]] = lambda _: {}
 ) -> int:
-    """Run `python -m pgoutbox worker ARGUMENTS` in so many processes; the exit code.
+    """Run `python -m pgoutbox worker ARGUMENTS` in several processes. Return the exit code.
 
-    A process that dies is started again, later and later while it keeps dying. SIGTERM and SIGINT are passed on, a
-    second one kills. A process that ends with 0 is done; one that ends with 2, a usage or configuration error, ends
-    all. The processes stop by themselves if this one is killed. `environment_of` gives the variables that one of them
-    has of its own, by its number from 0, which the process that takes its place inherits.
+    A process that dies is restarted, with growing pauses while it keeps dying. SIGTERM and SIGINT are passed on; a
+    second signal kills. A process that exits with 0 is done. Exit code 2, a usage or configuration error, ends all
+    processes. They stop by themselves if this process is killed. `environment_of` returns the extra variables of a
+    process, by its number from 0. A restarted process keeps the number.
     """
     return _Supervisor(arguments, processes, environment_of).run()
 
@@ -191,7 +191,7 @@ class _Supervisor:
                 )
 
     def _environment(self, child: _Child) -> dict[str, str]:
-        # It is this process that systemd watches: what a child said would hide what became of the others.
+        # systemd watches this process: a child's messages would hide the state of the others.
         inherited = {name: value for name, value in os.environ.items() if name not in systemd.VARIABLES}
         return {**inherited, **self._environment_of(child.number), SUPERVISOR_FD_VARIABLE: str(self._life_fd)}
 
@@ -213,7 +213,7 @@ class _Supervisor:
                 continue
             pid, child.process = child.process.pid, None
             if code in (0, _USAGE_ERROR) or self._signals_seen:
-                stopped = self._signals_seen > 0 and code == -signal.SIGTERM  # It had no handler for the signal yet.
+                stopped = self._signals_seen > 0 and code == -signal.SIGTERM  # It had no signal handler yet.
                 child.exit_code = 0 if stopped else code if code >= 0 else 128 - code
                 if code == _USAGE_ERROR:
                     self._end_all()
@@ -228,6 +228,6 @@ class _Supervisor:
             )
 
     def _end_all(self) -> None:
-        """A mistake in the settings is the same for all: nobody is started again."""
+        """Stop without restarts: a mistake in the settings affects all processes."""
         self._signals_seen += 1
         self._signal_all(signal.SIGTERM)

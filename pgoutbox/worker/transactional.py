@@ -1,7 +1,7 @@
 """Transactional handlers: the handler's own writes and the completion of its message commit together.
 
-The completion is the last statement of the handler's transaction and is fenced like any other: if the attempt no longer
-holds its message, everything the handler wrote is rolled back.
+The completion is the last statement of the handler's transaction and is fenced like any other. If the attempt no longer
+holds its message, all writes of the handler are rolled back.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pgoutbox.settings import Settings
 from pgoutbox.worker.dispatcher import Dispatcher, in_thread, outcome_of_error
 from pgoutbox.worker.results import ALREADY_FINISHED, Attempt, AttemptResult, Work
 
-# What one handler sets in its session is not to reach the next one.
+# Session settings of one handler must not reach the next one.
 _FORGET: Final[LiteralString] = "RESET ROLE; RESET ALL"
-# A statement that is cancelled because its handler's time is over has so long to end before its connection is broken.
+# Time for a statement that was cancelled by the handler's timeout to end; after that its connection is broken.
 _CANCEL_SECONDS: Final = 1.0
 
 
 class _NotSentError(Exception):
-    """Carries another outcome than sent out of the transaction, which it rolls back."""
+    """Carries an outcome other than sent out of the transaction, and rolls it back."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__()
@@ -50,11 +50,11 @@ class Transactions:
         self._threads = threads
         self._pool: psycopg_pool.AsyncConnectionPool[AsyncConnection[TupleRow]] | None = None
         self._sync_pool: psycopg_pool.ConnectionPool[Connection[TupleRow]] | None = None
-        # An answer to a statement of ours; a statement of a handler has as long as its handler.
+        # For pgoutbox's own statements. A handler's statement may take as long as its handler.
         self._answer_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
 
     async def run(self, work: Work) -> Sequence[AttemptResult]:
-        """One attempt of one message in a transaction of its own. Whatever is not `Sent` rolls it back."""
+        """Run one attempt of one message in a transaction of its own. Any outcome but `Sent` rolls it back."""
         (attempt,) = work
         try:
             if attempt.handler.is_async:
@@ -120,7 +120,7 @@ class Transactions:
 
     @contextlib.contextmanager
     def _lent(self, connection: AsyncConnection[TupleRow] | Connection[TupleRow], attempt: Attempt) -> Iterator[None]:
-        """Let the handler's own statements take as long as the handler may, and ours what they may."""
+        """Set the statement timeout: the handler's own statements may take as long as the handler."""
         limit = attempt.handler.timeout_seconds or self._settings.handler_timeout_seconds
         connection.answer_seconds = None if limit is None else limit + _CANCEL_SECONDS
         try:
@@ -201,7 +201,7 @@ async def _make_sure(attempt: Attempt) -> None:
     try:
         await attempt.ensure_lease()
     except (psycopg.Error, OSError) as error:
-        raise _NotSentError(Snooze(0)) from error  # No handler has begun, so no attempt is used up.
+        raise _NotSentError(Snooze(0)) from error  # The handler has not begun, so no attempt is used up.
 
 
 def _connection_options(settings: Settings) -> dict[str, object]:

@@ -1,10 +1,11 @@
 """The worker: claim, dispatch, finish, and sleep until there is more to do.
 
-One event loop. The main task decides when to look and when to sleep. A look goes from the claims through the intake to
-the slots, whose attempts run in tasks. The finisher, a separate task, writes their endings in batches, on another
-connection. So claims, handlers and finishes overlap, and none of them waits for a single message. Each part knows only
-the parts below it; this module connects them. Attempts in flight are in `_held`, from the claim's answer to the
-finish's answer. Those whose previous attempt was lost are also in `_suspects`: any of them may crash this process.
+A worker has one event loop. The main task decides when to poll and when to sleep. Claimed messages go from the claimer
+through the loader to the attempt pool, whose attempts run in tasks. The finisher, a separate task, writes their endings
+in batches, on another connection. So claims, handlers and finishes overlap, and none of them waits for a single
+message. Each part knows only the parts below it; this module connects them. Attempts in flight are in `_held`, from the
+claim's answer to the finish's answer. Those whose previous attempt was lost are also in `_suspects`: any of them may
+crash this process.
 
 Correctness does not depend on this module: every write is fenced in its statement. If this process stops at any line,
 the rows alone show the remaining work.
@@ -124,10 +125,10 @@ class Worker:
     # --- lifecycle ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Work until `stop()`, once the server can be reached: one that is down, starting or full is waited for.
+        """Work until `stop()`. Wait first for a server that is down, starting or full.
 
-        A database that cannot be worked with is a `ConfigurationError` or `SchemaError`, and a refusal that is not
-        going to pass, such as that of a password, is the driver's error.
+        Raises `ConfigurationError` or `SchemaError` for an unsuitable database, and the driver's error for a permanent
+        refusal, such as a wrong password.
         """
         async with (
             self._at_work(listen=self._settings.listen, patient=True, serves=True),
@@ -138,7 +139,7 @@ class Worker:
     async def run_once(self) -> None:
         """Deliver all messages that are due now, then return. Overlapping runs share the work.
 
-        Like `drain` it does not wait for the server: it raises an error of the first connection.
+        Unlike `run`, it and `drain` do not wait for the server: they raise an error of the first connection.
         """
         async with self._at_work(listen=False):
             await self._work_off()
@@ -393,7 +394,8 @@ class Worker:
                 await self._ring_if_saturated()
                 await self._until_progress()
                 continue
-            # A ring is for a fresh message. Between two such looks all lanes have their turn.
+            # A ring means a fresh message, so poll for those first; then poll all lanes, so that retries are not
+            # starved.
             fresh_only = may_leave_out_others and self._ring_is_unanswered
             may_leave_out_others = not fresh_only
             from_beginning = False
@@ -402,7 +404,7 @@ class Worker:
             else:
                 from_beginning, self._look_from_beginning = self._look_from_beginning, False
             found = await self._claims.look(room, from_beginning=from_beginning, fresh_only=fresh_only)
-            # Only a look at all due messages may end in sleep.
+            # The worker may only sleep after a poll for all due messages.
             self._look_from_beginning |= not (found and self._claims.work_ahead)
             if found:
                 await self._note_found()
@@ -417,7 +419,7 @@ class Worker:
             if room == 0:
                 await self._until_progress()
                 continue
-            # A message whose attempt ends during the claim may be due again, and the claim does not see it.
+            # A message whose attempt ends during the claim may be due again, and the claim does not find it.
             was_idle = not self._unwritten_count
             if from_beginning:
                 self._queues.search(now=elapsed_clock())
@@ -429,7 +431,7 @@ class Worker:
             from_beginning = found == 0
 
     def _room(self) -> int:
-        """The number of messages to claim now: up to a batch, or none while enough wait for their handlers.
+        """Return the number of messages to claim now: up to a batch, or none while enough wait for their handlers.
 
         It exceeds the free handlers only while they keep up: the surplus doubles when it was used up while more
         messages waited in the table, and halves when a message waited long in this process.
@@ -475,12 +477,12 @@ class Worker:
             suspects = set(self._suspects)
             self._slots.give_back(lambda c: c.message.queue in idle_queues and c not in suspects)
             self._prefetch = 0
-            self._claims.work_ahead = False  # The surplus does not grow until a look finds other messages.
+            self._claims.work_ahead = False  # The surplus does not grow until a poll finds other messages.
 
     def _halt_topic(self, topic: str) -> None:
         """Stop claiming a topic whose outcomes the database refuses, and release its waiting messages."""
         self._open_topics.remove(topic)
-        self._look_at_everything()  # Its watch is for this set of topics.
+        self._look_at_everything()  # The watch belongs to this set of topics.
         self._slots.give_back(lambda c: c.message.topic == topic)
 
     def _resume_topic(self, topic: str) -> None:
@@ -511,7 +513,7 @@ class Worker:
             self._look_at_everything()
 
     def _note_progress(self) -> None:
-        """An attempt has ended, or its end is written."""
+        """React to the end of an attempt, before or after it is written."""
         self._progress.set()
         if self._suspects:
             ended = [attempt for attempt in self._suspects if self._held.get(attempt.message.id) is not attempt]
@@ -526,7 +528,7 @@ class Worker:
     # --- sleep --------------------------------------------------------------------------------------------------------
 
     def _on_ring(self, queue: str | None, /, *, is_new: bool = False) -> None:
-        """Look at a queue, or with None at all of them. `is_new` means that a new message was enqueued there."""
+        """Poll a queue, or with None all of them. `is_new` means that a new message was enqueued there."""
         if queue is None or queue in self._queues:
             self._ring_is_unanswered = self._was_rung = True
             if is_new:
@@ -539,12 +541,12 @@ class Worker:
         self._wake.set()
 
     def _look_at_everything(self) -> None:
-        """Look at all lanes: messages may have become claimable in any of them."""
+        """Poll all lanes: messages may have become claimable in any of them."""
         self._queues.search(now=elapsed_clock())
         self._look_again()
 
     async def _wake_for_successors(self, queues: Sequence[str]) -> None:
-        """Wake a worker for messages that had to wait for some of ours: this one, or those of their queues."""
+        """Wake a worker for messages that waited for messages of this worker: itself, or workers of their queues."""
         if any(queue in self._queues for queue in queues):
             self._look_at_everything()
         foreign = [queue for queue in queues if queue not in self._queues]
@@ -552,7 +554,7 @@ class Worker:
             await self._ring_all(foreign)
 
     async def _note_found(self) -> None:
-        """Stay on watch after a claim that took all due messages; if more wait, let others help."""
+        """Stay on watch after a claim that took all due messages. If more wait, let other workers help."""
         self._note_woken()
         self._fruitless_count = 0
         self._was_rung = False
@@ -562,7 +564,7 @@ class Worker:
             await asyncio.sleep(0)  # The handlers of the claimed messages start before the next claim is sent.
 
     async def _stand_down(self) -> None:
-        """Wake other sleepers, so that one goes on watch. Producers need not ring for a worker that looks by itself."""
+        """Wake other sleepers, so that one goes on watch. Producers need not ring for a worker that polls."""
         if self._bell is not None:
             if self._bell.is_on_duty:
                 await asyncio.sleep(0)  # Handlers of claimed messages start first.
@@ -573,7 +575,7 @@ class Worker:
 
     @property
     def _is_brisk(self) -> bool:
-        """Whether this worker was woken often lately."""
+        """Whether this worker was woken often recently."""
         woken_at = self._woken_at
         return (
             len(woken_at) == _BRISK_WAKES
@@ -597,7 +599,7 @@ class Worker:
             await self._sleep_long(self._settings.sweep_seconds)
 
     async def _arm_and_look(self) -> bool:
-        """Arm the bell and look once more. False if there is work before this worker may sleep."""
+        """Arm the bell and poll once more. Return False if there is work before this worker may sleep."""
         pause = 0.001
         while not self._stopping.is_set():
             # A worker with messages that wait for a handler is not idle, and must not appear idle to others.
@@ -648,7 +650,7 @@ class Worker:
                 self._queues.search(now=elapsed_clock())
 
     async def _sleep(self, seconds: float) -> bool:
-        """Sleep until woken; False if the time ran out before that."""
+        """Sleep until woken. Return False if the time ran out first."""
         try:
             async with asyncio.timeout(max(seconds, 0.0)):
                 await self._wake.wait()
@@ -673,5 +675,5 @@ class Worker:
 
 
 def _name_for(settings: Settings) -> str:
-    """A unique name for each run of a worker: it is part of the fence."""
+    """Return a unique name for each run of a worker: it is part of the fence."""
     return f"{settings.worker_name or socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"

@@ -108,7 +108,7 @@ def test_a_process_with_a_blocked_event_loop_serves_metrics_and_becomes_not_aliv
     assert status == 200
     assert "pgoutbox_in_flight 1.0" in body
     wait_until(lambda: get(address, "/livez")[0] == 503, lambda: worker.log)
-    assert get(address, "/livez")[1].startswith("the event loop has not turned for ")
+    assert get(address, "/livez")[1].startswith("the event loop has been blocked for ")
 
 
 def test_a_supervisor_notifies_systemd_for_its_processes(

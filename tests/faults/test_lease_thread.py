@@ -60,7 +60,7 @@ async def test_a_worker_ends_with_an_error_if_its_lease_thread_cannot_create_an_
         start(keeper, restore)
 
     monkeypatch.setattr(LeaseKeeper, "start", start_without_files)
-    with pytest.raises(PgOutboxError, match=r"leases are not renewed any more.*OSError.*Too many open files"):
+    with pytest.raises(PgOutboxError, match=r"leases are no longer renewed.*OSError.*Too many open files"):
         async with asyncio.timeout(PATIENCE_SECONDS):
             await Worker(outbox).run()
 
@@ -75,6 +75,6 @@ async def test_a_worker_ends_with_an_error_if_its_lease_thread_dies(
         raise MemoryLost("no room")
 
     monkeypatch.setattr(LeaseKeeper, "_keep_once", die)
-    with pytest.raises(PgOutboxError, match=r"leases are not renewed any more.*MemoryLost: no room"):
+    with pytest.raises(PgOutboxError, match=r"leases are no longer renewed.*MemoryLost: no room"):
         async with asyncio.timeout(PATIENCE_SECONDS):
             await Worker(outbox).run()

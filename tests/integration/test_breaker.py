@@ -594,7 +594,7 @@ async def test_opening_and_closing_are_announced_by_mail(dsn: str, db: psycopg.C
             await until(all_sent(db, [message_id]))
             await until(lambda: len(inbox.received) == 2)
         opened, closed = (received.content.decode() for received in inbox.received)
-        assert f"Subject: Delivery is held back: {host.key}" in opened
+        assert f"Subject: Circuit breaker open: {host.key}" in opened
         assert "no answer" in opened
         assert f"Subject: Delivery works again: {host.key}" in closed
         assert {recipient for received in inbox.received for recipient in received.recipients} == {"ops@example.org"}

@@ -1063,7 +1063,7 @@ class TestSecrets:
         done = cli("list")
         assert done.exit_code == 1
         assert "pgoutbox.message_view does not exist: if the schema is missing or too old, run: pgoutbox" in done.err
-        assert "if only a part of it is missing, restore that from a backup" in done.err
+        assert "if only a part of it is missing, restore that part from a backup" in done.err
 
     def test_a_sqlalchemy_url_is_refused_with_the_part_to_remove(
         self, cli_anywhere: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
@@ -1071,7 +1071,7 @@ class TestSecrets:
         monkeypatch.setenv("PGOUTBOX_DSN", "postgresql+psycopg://app:c4n4ry@localhost/app")
         for command in (("list",), ("migrate",)):
             done = cli_anywhere(*command)
-            assert done.err == "error: PGOUTBOX_DSN: is a URL of SQLAlchemy; remove +psycopg before ://\n"
+            assert done.err == "error: PGOUTBOX_DSN: is a SQLAlchemy URL; remove +psycopg before ://\n"
 
     def test_short_passwords_are_not_masked(self) -> None:
         assert mask("a host", secrets_in(["postgresql://u:a@h/d"])) == "a host"

@@ -193,7 +193,7 @@ def test_a_call_with_another_definition_of_the_topic_is_refused(
 ) -> None:
     outbox.topic("mail", queue="bulk")
     assert outbox.enqueue(rolled_back, Topic("mail", queue="bulk"), 1).id
-    with pytest.raises(ConfigurationError, match="topic 'mail' is defined otherwise"):
+    with pytest.raises(ConfigurationError, match="topic 'mail' has another definition"):
         outbox.enqueue(rolled_back, Topic("mail"), 1)
 
 
@@ -266,7 +266,7 @@ def test_a_missing_schema_is_a_schema_error_that_names_the_command(outbox: Outbo
 
 def test_a_missing_table_of_the_schema_is_named(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     rolled_back.execute("ALTER TABLE pgoutbox.dedupe RENAME TO elsewhere")
-    with pytest.raises(SchemaError, match=r"^pgoutbox\.dedupe does not exist: .* restore that from a backup"):
+    with pytest.raises(SchemaError, match=r"^pgoutbox\.dedupe does not exist: .* restore that part from a backup"):
         outbox.enqueue(rolled_back, "mail", 1, dedupe_key="k")
 
 

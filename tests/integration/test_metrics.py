@@ -407,7 +407,7 @@ async def test_a_worker_that_waits_for_its_database_is_alive_but_not_ready() -> 
             ready = await ask(port_of(worker), "/readyz")
             metrics = await ask(port_of(worker), "/metrics")
     assert live.status == 200
-    assert (ready.status, ready.body) == (503, "the worker has not started: the database was not reached yet\n")
+    assert (ready.status, ready.body) == (503, "the worker has not started: it has not reached the database yet\n")
     assert "pgoutbox_backlog_up 0.0" in metrics.body
     assert "pgoutbox_database_up 0.0" in metrics.body
     assert "canary" not in ready.body + metrics.body

@@ -589,7 +589,7 @@ class TestPrune:
     @pytest.mark.parametrize("state", [State.PENDING, State.SENDING])
     def test_a_prune_of_owed_messages_is_refused(self, rolled_back: psycopg.Connection, state: State) -> None:
         put(rolled_back, state)
-        with pytest.raises(StateError, match=f"state {state} are still owed"):
+        with pytest.raises(StateError, match=f"state {state} are not final"):
             retention.prune(rolled_back, DAY, states=[state])
 
     @pytest.mark.parametrize("state", [State.PENDING, State.SENDING])

@@ -64,7 +64,7 @@ def test_a_wait_is_computed_only_from_the_clock_of_the_database() -> None:
         ({"is_listener_up": False}, "the listener is not connected"),
         ({"is_database_up": False}, "the database does not answer"),
         ({"looked_seconds_ago": 151.0}, "the last sweep was 151 s ago"),
-        ({"is_started": False}, "the worker has not started: the database was not reached yet"),
+        ({"is_started": False}, "the worker has not started: it has not reached the database yet"),
         ({"is_stopping": True, "is_started": False}, "the worker is stopping"),
     ],
 )
@@ -101,7 +101,7 @@ async def test_a_blocked_event_loop_is_not_alive_until_it_runs_again() -> None:
         began_at = time.monotonic()
         while (reason := await watch.reason_not_alive()) is None:
             assert time.monotonic() < began_at + 30
-        assert reason.startswith("the event loop has not turned for ")
+        assert reason.startswith("the event loop has been blocked for ")
         may_go_on.set()
         assert await watch.reason_not_alive() is None
     finally:

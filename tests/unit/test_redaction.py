@@ -190,7 +190,7 @@ def test_names_can_be_added() -> None:
 
 @pytest.mark.parametrize("names", ["a,,b", ",", "user.", "-"])
 def test_an_empty_name_is_refused(names: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"PGOUTBOX_REDACT=.*is no name"):
+    with pytest.raises(ConfigurationError, match=r"PGOUTBOX_REDACT=.*is not a valid name"):
         load_settings(redact=names)
 
 

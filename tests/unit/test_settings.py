@@ -194,7 +194,7 @@ def test_settings_are_immutable() -> None:
 def test_an_invalid_key_is_refused_by_its_number(keys: str) -> None:
     number = 1 if "," not in keys else 2
     message = refusal(encryption_keys=keys)
-    assert message.startswith(f"PGOUTBOX_ENCRYPTION_KEYS=(hidden): key {number} is no Fernet key")
+    assert message.startswith(f"PGOUTBOX_ENCRYPTION_KEYS=(hidden): key {number} is not a Fernet key")
     assert CANARY not in message
 
 

@@ -203,7 +203,7 @@ def test_no_repr_shows_a_secret() -> None:
         ("https://a.test/ b", "contains the character U+0020; percent-encode it"),
         ("https://a.test/\r\nX: y", "contains the character U+000D; percent-encode it"),
         ("https://bücher.test/", "contains the character U+00FC; percent-encode it"),
-        ("https://a.test/#b", "a fragment (#) is sent to nobody; leave it out"),
+        ("https://a.test/#b", "a fragment (#) is never sent; leave it out"),
         ("https:///a", "has no host name that can be looked up"),
         ("https://a..b/", "has no host name that can be looked up"),
         ("https://a%2eb/", "has no host name that can be looked up"),

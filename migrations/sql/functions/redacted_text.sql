@@ -1,4 +1,4 @@
--- Redaction hides too much rather than too little: everything after a telling name. Most texts have no such name, and
+-- Redaction hides too much rather than too little: everything after a sensitive name. Most texts have none, and
 -- are scanned once.
 CREATE FUNCTION pgoutbox.redacted_text(value text)
 RETURNS text

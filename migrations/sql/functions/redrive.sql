@@ -1,5 +1,5 @@
 -- The result has for each id the state before, the newer message if it was superseded, and the message that has its
--- dedupe key if another one has it. A message can change between the query of a filter and this call: somebody
+-- dedupe key if another one has it. A message can change between the query of a filter and this call: an operator
 -- cancelled a failed message, or it was tried again and failed with another error, perhaps with an unknown outcome. The
 -- caller did not ask for these messages.
 CREATE FUNCTION pgoutbox.redrive(

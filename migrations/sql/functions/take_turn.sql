@@ -1,6 +1,6 @@
 -- Claims that choose from one backlog at once pass over each other's locked rows: eight workers spend more time on that
 -- than on their own rows. So at most two claims choose at once: the second one while the first one waits for its
--- commit. Correctness does not depend on the turn: after a quarter of a second a claim goes on without it.
+-- commit. Correctness does not depend on the turn: after a quarter of a second a claim continues without it.
 CREATE FUNCTION pgoutbox.take_turn(p_queue text)
 RETURNS void
 LANGUAGE plpgsql

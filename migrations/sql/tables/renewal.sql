@@ -1,5 +1,5 @@
 -- A transaction that cancels an attempt in flight keeps its row locked until it ends, perhaps for longer than the
--- lease. Its worker renews the lease here meanwhile, and the claim of lapsed attempts looks here.
+-- lease. Its worker then renews the lease here, and the claim of lapsed attempts reads this table.
 CREATE TABLE pgoutbox.renewal (
     message_id       bigint      NOT NULL,
     lease_expires_at timestamptz NOT NULL,

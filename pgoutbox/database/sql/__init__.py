@@ -44,14 +44,14 @@ def load_all() -> None:
 
 @cache
 def _files() -> dict[str, Traversable]:
-    """All statements and fragments. A fragment's name begins with an underscore."""
+    """Return all statements and fragments. A fragment's name begins with an underscore."""
     groups = (group for group in files(__name__).iterdir() if group.is_dir())
     found = {file.name: file for group in groups for file in group.iterdir() if file.name.endswith(".sql")}
     return {name.removesuffix(".sql").upper(): found[name] for name in sorted(found)}
 
 
 def _lines_of(name: str) -> list[str]:
-    """The lines of a file without comments, and with the fragments that it includes, indented like their line."""
+    """Return the lines of a file without comments, and with its included fragments, indented like their line."""
     lines: list[str] = []
     for line in _files()[name].read_text(encoding="utf-8").splitlines():
         if include := _INCLUDE.fullmatch(line):

@@ -1,4 +1,4 @@
-"""One connection that all sends of a transport share, opened by the first of them."""
+"""A connection that all sends of a transport share, opened by the first one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SharedConnection(Generic[C]):
         self._opening: asyncio.Future[C] | None = None
 
     async def get(self) -> C:
-        """The open connection. Raises the error of opening it."""
+        """Return the open connection. Raises the error of opening it."""
         if self._opening is None or self._has_ended(self._opening):
             self._opening = asyncio.ensure_future(self._connect())
             self._opening.add_done_callback(_note_error)
@@ -33,7 +33,7 @@ class SharedConnection(Generic[C]):
         return await asyncio.shield(self._opening)
 
     async def take(self) -> C | None:
-        """The connection, if one is open, to be closed by the caller."""
+        """Return the connection, if one is open, to be closed by the caller."""
         opening, self._opening = self._opening, None
         if opening is None:
             return None

@@ -86,7 +86,7 @@ class RenderedEvent:
 
 
 def render(event: Content, message: Message[object], settings: Settings) -> RenderedEvent:
-    """The bytes that would be sent for this message; connects to nothing.
+    """Return the bytes that would be sent for this message; connects to nothing.
 
     Raises `Permanent`, naming the field, for an invalid event. A missing source is `Unavailable`, because the setting
     `event_source` adds it.
@@ -115,12 +115,12 @@ def render(event: Content, message: Message[object], settings: Settings) -> Rend
 
 
 def part_key(event: Content) -> str | None:
-    """The key of the breaker for events without a source. It opens while the setting is missing."""
+    """Return the key of the breaker for events without a source. It opens while the setting is missing."""
     return _SOURCE_KEY if isinstance(event, CloudEvent) and event.source is None else None
 
 
 def parse_name(message: Message[object]) -> str:
-    """The destination without its scheme, percent-decoded: the name of a stream, subject, exchange or topic.
+    """Return the destination without its scheme, percent-decoded: a stream, subject, exchange or topic.
 
     Raises `Permanent` if it is empty, too long, or the address of a server.
     """
@@ -134,7 +134,7 @@ def parse_name(message: Message[object]) -> str:
 
 
 def check_name(field_name: str, name: str) -> str:
-    """The name itself. Raises `Permanent` for a name with control characters or a name that is too long."""
+    """Return the name itself. Raises `Permanent` for a name with control characters or a name that is too long."""
     if found := _UNSAFE.search(name):
         raise Permanent(f"{field_name}: contains the character U+{ord(found[0]):04X}")
     if len(name.encode()) > MAX_NAME_BYTES:
@@ -143,7 +143,7 @@ def check_name(field_name: str, name: str) -> str:
 
 
 def printable(text: str, *, hide: tuple[str, ...] = ()) -> str:
-    """The text of a broker or its client for `last_error`: on one line, cut, without the secrets in `hide`."""
+    """Return a broker's or client's text for `last_error`: on one line, cut, without the secrets in `hide`."""
     for secret in hide:
         text = text.replace(secret, "(hidden)")
     shown = "".join(character if character.isprintable() else " " for character in text)

@@ -95,7 +95,7 @@ class KafkaTransport:
         return await self._produce(topic, event)
 
     def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """The breaker of events without their own source."""
+        """Return the key of the breaker for events without their own source."""
         return part_key(content)
 
     async def check(self) -> str | None:
@@ -154,7 +154,7 @@ class KafkaTransport:
         return self._refusal(error, last_error=link.last_error)
 
     def _refusal(self, error: KafkaError, *, is_local: bool = False, last_error: str | None = None) -> Outcome:
-        """The outcome of an error. `is_local`: the producer refused the record. `last_error`: of its connections."""
+        """Return the outcome of an error. `is_local`: the producer refused it. `last_error`: of its connections."""
         from confluent_kafka import KafkaError as Code
 
         code, said = error.code(), printable(error.str(), hide=self._secrets)

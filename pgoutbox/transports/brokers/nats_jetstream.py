@@ -109,7 +109,7 @@ class NatsTransport:
         return await self._publish(connection, subject, event)
 
     def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """The breaker of events without their own source."""
+        """Return the key of the breaker for events without their own source."""
         return part_key(content)
 
     async def check(self) -> str | None:
@@ -315,7 +315,7 @@ def _parse_servers(urls: str) -> list[SplitResult]:
 
 
 def _subject(message: Message[object]) -> str:
-    """The subject to publish to: no wildcard, and none of NATS's system subjects."""
+    """Return the subject to publish to: no wildcard, and none of NATS's system subjects."""
     subject = parse_name(message)
     tokens = subject.split(".")
     if "" in tokens:

@@ -103,7 +103,7 @@ class RabbitMQTransport:
         return await self._publish_alone(connection, address, event)
 
     def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """The breaker of events without their own source."""
+        """Return the key of the breaker for events without their own source."""
         return part_key(content)
 
     async def check(self) -> str | None:
@@ -160,7 +160,7 @@ class RabbitMQTransport:
                 await channel.close()
 
     async def _open_channel(self, exchange: str, connection: AbstractConnection | None = None) -> AbstractChannel:
-        """A channel with confirms. It has checked that the exchange exists."""
+        """Open a channel with confirms, and check that the exchange exists."""
         async with asyncio.timeout(self._seconds):
             channel = await (connection or await self._connection.get()).channel(publisher_confirms=True)
             if exchange:
@@ -230,7 +230,7 @@ def _is_open(connection: AbstractConnection | AbstractChannel) -> bool:
 
 
 def _parse_url(text: str, seconds: float) -> tuple[str, tuple[str, ...]]:
-    """The URL with a heartbeat, so that a lost server is noticed; and its secrets."""
+    """Return the URL with a heartbeat, so that a lost server is noticed; and its secrets."""
     try:
         url = urlsplit(text)
         if url.port == 0:

@@ -93,7 +93,7 @@ class RedisTransport:
             return await self._append(stream, event)
 
     def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """The breaker of events without their own source."""
+        """Return the key of the breaker for events without their own source."""
         return part_key(content)
 
     async def check(self) -> str | None:

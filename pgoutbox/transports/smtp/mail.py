@@ -98,7 +98,7 @@ class Email:
         headers: Mapping[str, str] | None = None,
         attachments: Sequence[Attachment] = (),
     ) -> Self:
-        """An e-mail with subject, text and HTML from templates, by `Templates.render`."""
+        """Return an e-mail with subject, text and HTML from templates, by `Templates.render`."""
         subject, text, html = templates.render(name, context)
         return cls(
             subject=subject,
@@ -133,7 +133,7 @@ class RenderedEmail:
 
 
 def render(email: Email, message: Message[object], settings: Settings) -> RenderedEmail:
-    """The envelope and the bytes that would be sent for this message; connects to nothing.
+    """Return the envelope and the bytes that would be sent for this message; connects to nothing.
 
     Raises `Permanent`, naming the field, for an invalid e-mail. A missing sender is `Unavailable`, because the setting
     `smtp_from` adds it. A redirect on a forbidden day is also `Unavailable`.
@@ -192,7 +192,7 @@ def _recipients(email: Email, message: Message[object]) -> tuple[list[Mailbox], 
 def _redirected(
     settings: Settings, to: list[Mailbox], cc: list[Mailbox], bcc: list[Mailbox]
 ) -> tuple[list[Mailbox], list[Mailbox], list[Mailbox], list[str]]:
-    """The recipients under the redirect, and the addresses of the replaced recipients."""
+    """Return the recipients under the redirect, and the addresses of the replaced recipients."""
     redirect = Redirect.of(settings)
     if redirect is None:
         return to, cc, bcc, []
@@ -206,7 +206,7 @@ def _redirected(
 
 
 def _destination(message: Message[object]) -> list[Mailbox]:
-    """The address of a `mailto:` URI, if the destination is one.
+    """Return the address of a `mailto:` URI, if the destination is one.
 
     RFC 6068 allows several addresses and header fields. With both, the text of an address could add recipients.
     """

@@ -127,7 +127,7 @@ def _unreadable(error: jinja2.TemplateSyntaxError) -> Transient:
 
 
 def _place(error: Exception, name: str | None) -> str:
-    """The place of the error. Jinja rewrites tracebacks so that they contain the lines of templates."""
+    """Return the place of the error. Jinja rewrites tracebacks so that they contain the lines of templates."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if path.suffix in _SUFFIXES:

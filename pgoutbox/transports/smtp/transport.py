@@ -115,11 +115,11 @@ class SmtpTransport:
                 return failure.outcome(sender_key)
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - one server for all
-        """The server, for all recipients."""
+        """Return the server's key, for all recipients."""
         return self._breaker_key
 
     def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """The sender at this server: the sender of the settings, or the e-mail's own."""
+        """Return the key of the sender at this server: the sender of the settings, or the e-mail's own."""
         if not isinstance(content, Email):
             return None
         if content.sender in (None, self._settings.smtp_from):
@@ -165,7 +165,7 @@ class SmtpTransport:
         return await self._transact(await self._open(), mail)
 
     async def _transact(self, connection: _Connection, mail: RenderedEmail) -> Outcome:
-        """One mail transaction. The connection is kept if its state is known afterwards, also after a cancellation."""
+        """Run one mail transaction. Keep the connection if its state is known, also after a cancellation."""
         try:
             return await connection.deliver(mail)
         finally:
@@ -176,7 +176,7 @@ class SmtpTransport:
                 connection.abort()
 
     def _take_idle(self) -> _Connection | None:
-        """The connection used last, so that an oversized pool shrinks."""
+        """Return the connection used last, so that an oversized pool shrinks."""
         oldest = asyncio.get_running_loop().time() - self._idle_seconds
         while self._idle and self._idle[0].idle_since <= oldest:
             self._idle.pop(0).abort()
@@ -204,7 +204,7 @@ def _port_of(settings: Settings) -> int:
 
 
 def _address_in(sender: object) -> str:
-    """The address of `Ann Lee <ann@example.com>`. An invalid one is refused before it is sent."""
+    """Return the address of `Ann Lee <ann@example.com>`. An invalid one is refused before it is sent."""
     return str(sender).rpartition("<")[2].rstrip("> ").lower()
 
 
@@ -260,7 +260,7 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
         return self.step not in {"MAIL", "RCPT", "DATA"} or self.ends_connection
 
     def outcome(self, sender_key: str | None) -> Outcome:
-        """The outcome of the attempt. `sender_key`: the breaker of the e-mail's sender."""
+        """Return the outcome of the attempt. `sender_key`: the breaker of the e-mail's sender."""
         if self.fault is not None:
             return Unavailable(self.text, breaker=sender_key if self.fault == "sender" else None)
         if not self.transient:
@@ -269,7 +269,7 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
 
 
 def fault_of(step: str, code: int, text: str) -> Fault | None:
-    """The part to fix after a refusal: the server's settings and account, or the sender. None for other refusals.
+    """Return the part to fix after a refusal: the server's settings and account, or the sender; else None.
 
     `text` starts with the enhanced code, if any. Until the fix no repetition helps, and every other e-mail fails too. A
     refusal of RCPT and DATA concerns one e-mail, unless its code is about the account or, by RFC 3463, about the
@@ -388,7 +388,7 @@ class _Connection:
             await self._client.login(username, secret)
 
     async def deliver(self, mail: RenderedEmail) -> Outcome:
-        """One mail transaction. Raises `_Failure`; nothing was handed over unless its text has "outcome unknown"."""
+        """Run one mail transaction. Raises `_Failure`; nothing was handed over unless it says "outcome unknown"."""
         if mail.smtputf8_field is not None and not self._client.supports_extension("smtputf8"):
             return Permanent(f"{mail.smtputf8_field}: is not ASCII before @, and the server does not offer SMTPUTF8")
         self.is_ready = False
@@ -498,7 +498,7 @@ class _Connection:
 
 
 def _spellings(username: str, password: str) -> tuple[str, ...]:
-    """The password in every form on the wire, because a server might quote it."""
+    """Return the password in every form on the wire, because a server might quote it."""
     plain = f"\0{username}\0{password}".encode()
     return base64.b64encode(plain).decode(), base64.b64encode(password.encode()).decode(), password
 

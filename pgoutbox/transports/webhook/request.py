@@ -120,13 +120,13 @@ class RenderedRequest:
     keys: Sequence[bytes] = field(repr=False)
 
     def with_headers(self, headers: Mapping[str, str]) -> RenderedRequest:
-        """The request with these headers added, except those that it already has."""
+        """Return the request with these headers added, except those that it already has."""
         names = {name.lower() for name, _ in self.headers}
         added = [(name.encode(), text.encode()) for name, text in headers.items() if name.encode() not in names]
         return replace(self, headers=[*self.headers, *added])
 
     def signed_headers(self, timestamp: int) -> Headers:
-        """All headers, signed for this second."""
+        """Return all headers, signed for this second."""
         if not self.keys:
             return self.headers
         return [
@@ -138,7 +138,7 @@ class RenderedRequest:
 
 
 def render(webhook: Webhook, message: Message[object], rules: Rules) -> RenderedRequest:
-    """The request that would be sent for this message; resolves and connects to nothing.
+    """Return the request that would be sent for this message; resolves and connects to nothing.
 
     Raises `Permanent`, naming the field, for an invalid request. A secret that is missing in the settings is
     `Transient`, because a setting fixes it.
@@ -239,7 +239,7 @@ def _keys(webhook: Webhook, rules: Rules) -> Sequence[bytes]:
 
 
 def secret_key(webhook: Webhook) -> str | None:
-    """The key of the breaker for webhooks with this secret of the setting. It opens while the secret is missing."""
+    """Return the breaker's key for webhooks with this secret of the setting. It opens while the secret is missing."""
     if not webhook.signed or webhook.secrets:
         return None
     return f"webhook:{_SECRETS}" + (f" {webhook.secret_name}" if webhook.secret_name is not None else "")

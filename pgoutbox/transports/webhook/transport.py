@@ -103,12 +103,12 @@ class WebhookTransport:
             return await self._exchange(request)
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str | None:
-        """One breaker for each scheme, host and port."""
+        """Return a key for each scheme, host and port."""
         url = content.url if isinstance(content, Webhook) else None
         return breaker_key_of(url or message.destination or "")
 
     def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """The secret of the settings that signs the request."""
+        """Return the key of the secret of the settings that signs the request."""
         return secret_key(content) if isinstance(content, Webhook) else None
 
     async def aclose(self) -> None:
@@ -179,7 +179,7 @@ class WebhookTransport:
         return None if asked is None else min(asked, self._settings.webhook_retry_after_cap_seconds)
 
     async def _take_idle(self, endpoint: Endpoint) -> _Connection | None:
-        """The connection to this host and port that was used last. Dead connections are closed.
+        """Return the most recently used connection to this host and port, and close dead ones.
 
         It may still die before the request is written; `_Connection.ask` checks it again.
         """
@@ -250,7 +250,7 @@ class _Dialler:
     resolver: ThreadPoolExecutor
 
     async def dial(self, endpoint: Endpoint, timeout_seconds: float) -> httpcore.AsyncNetworkStream:
-        """A connection to a checked address. The addresses are tried in turn.
+        """Open a connection to a checked address. The addresses are tried in turn.
 
         Raises `_RefusedAddress` if one of the host's addresses is not admitted. Then it does not try the others,
         because the next look-up may return another order.
@@ -276,7 +276,7 @@ class _Dialler:
         addresses = await asyncio.get_running_loop().run_in_executor(self.resolver, look_up)
         for address in addresses:
             if not self.frontier.admits(address):
-                # Only for the operator: it would tell the author of the URL about the network.
+                # Only for the operator: it would reveal details of the network to the author of the URL.
                 logger.warning(
                     "a webhook to an address that is not public was refused",
                     extra={
@@ -407,7 +407,7 @@ def _url(endpoint: Endpoint) -> httpcore.URL:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """The errors that end an exchange early."""
+    """Return the errors that end an exchange early."""
     import httpcore
 
     return TimeoutError, OSError, httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError
@@ -422,11 +422,11 @@ class _Answer:
     body: bytearray = field(default_factory=bytearray)
 
     def header(self, name: bytes) -> str | None:
-        """The first header of this name."""
+        """Return the first header of this name."""
         return next((value.decode("latin-1") for given, value in self.headers if given.lower() == name), None)
 
     def excerpt(self, length: int, *, hide: RenderedRequest) -> str:
-        """The beginning of the body, on one line, without the secrets of the request."""
+        """Return the beginning of the body, on one line, without the secrets of the request."""
         if length == 0:
             return ""
         text = self.body[:MAX_ANSWER_BYTES].decode("utf-8", "replace")
@@ -438,7 +438,7 @@ class _Answer:
 
 
 def retry_after_seconds(value: str | None, date: str | None, *, now: float) -> float | None:
-    """The seconds of `Retry-After`, at least 0; None if it is missing or invalid.
+    """Return the seconds of `Retry-After`, at least 0; None if it is missing or invalid.
 
     A date is compared with the answer's own `Date`, so that the clock of this machine does not matter; with `now` only
     if the answer has no `Date`.

@@ -75,7 +75,7 @@ class UrlPolicy:
     allowed_networks: tuple[Network, ...] = ()
 
     def endpoint(self, field: str, url: object) -> Endpoint:
-        """The parts of a URL. Raises `Permanent`, naming the field but not the URL, which may contain a secret."""
+        """Return the parts of a URL. Raises `Permanent`, naming the field but not the URL: it may contain a secret."""
         if not isinstance(url, str):
             raise Permanent(f"{field}: must be text, not {type(url).__name__}")
         if len(url) > MAX_URL_LENGTH:
@@ -83,7 +83,7 @@ class UrlPolicy:
         if found := _UNFIT.search(url):
             raise Permanent(f"{field}: contains the character U+{ord(found[0]):04X}; percent-encode it")
         if "#" in url:
-            raise Permanent(f"{field}: a fragment (#) is sent to nobody; leave it out")
+            raise Permanent(f"{field}: a fragment (#) is never sent; leave it out")
         parts = _URL.fullmatch(url)
         scheme = parts["scheme"].lower() if parts else ""
         if parts is None or scheme not in DEFAULT_PORTS:
@@ -116,7 +116,7 @@ class UrlPolicy:
 
 
 def embedded_address(address: Address) -> Address:
-    """The IPv4 address that an IPv6 address embeds, if packets to one reach the other; else the address itself."""
+    """Return the IPv4 address that an IPv6 address embeds, if packets reach it; else the address itself."""
     if isinstance(address, IPv4Address):
         return address
     if address.ipv4_mapped is not None:
@@ -151,7 +151,7 @@ def _host(field: str, name: str | None, literal: str | None) -> str:
 
 
 def parse_ports(variable: str, text: str) -> frozenset[int]:
-    """Ports separated by commas. Raises `ConfigurationError` naming the variable."""
+    """Parse ports separated by commas. Raises `ConfigurationError` naming the variable."""
     ports = [part.strip() for part in text.split(",")]
     wrong = [part for part in ports if not (part.isascii() and part.isdigit() and 1 <= int(part[:6]) <= 65_535)]
     if wrong:
@@ -160,7 +160,7 @@ def parse_ports(variable: str, text: str) -> frozenset[int]:
 
 
 def parse_networks(variable: str, text: str) -> tuple[Network, ...]:
-    """Networks in CIDR notation, separated by commas. Raises `ConfigurationError` naming the variable."""
+    """Parse networks in CIDR notation, separated by commas. Raises `ConfigurationError` naming the variable."""
     networks: list[Network] = []
     for part in text.split(","):
         try:

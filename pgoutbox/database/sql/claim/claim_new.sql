@@ -1,4 +1,4 @@
--- Claim up to `total` fresh messages that were enqueued lately, in the order of ids. The worker runs this for queues
+-- Claim up to `total` fresh messages that were enqueued recently, in the order of ids. The worker runs this for queues
 -- without limits when it has already seen every message up to `floor_id`: the scan reads only the end of the primary
 -- key. The parts are those of claim_fresh.sql.
 WITH due AS MATERIALIZED (

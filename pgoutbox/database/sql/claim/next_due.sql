@@ -1,6 +1,6 @@
--- When to look at each of these queues again. The worker asks before it sleeps. One row per queue, in the order of
+-- When to poll each of these queues again. The worker asks before it sleeps. One row per queue, in the order of
 -- `DueRow`, then the server's time and the horizon of the answer (`Horizon`).
--- Messages that were already due when the worker last looked (`since_seconds`, `others_since_seconds` for retries and
+-- Messages that were already due at the worker's last poll (`since_seconds`, `others_since_seconds` for retries and
 -- leases) do not count. In a queue with limits they count, because the worker may have had no permit for them.
 SELECT
     asked.name,
@@ -48,7 +48,7 @@ CROSS JOIN LATERAL (
                     AND (m.id <= %(floor_id)s::bigint OR m.available_at > now() OR asked.permit_at IS NOT NULL)
             ),
             (
-                -- This includes messages behind others of their key: at worst one look finds nothing.
+                -- This includes messages behind others of their key: at worst one poll finds nothing.
                 SELECT min(m.available_at)
                 FROM pgoutbox.message_live AS m
                 WHERE m.queue = asked.name AND m.state = 'pending' AND m.ordering_key IS NOT NULL

@@ -1,6 +1,6 @@
 -- Those of the claimed messages that are superseded. The worker runs this after the commit of a claim: another worker
 -- may have claimed, delivered and finished a newer message since the claim's snapshot. The claim has the keys in
--- flight, so no newer message can begin after this look.
+-- flight, so no newer message can begin after this query.
 SELECT m.id
 FROM pgoutbox.message_live AS m
 JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key

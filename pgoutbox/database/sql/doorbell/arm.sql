@@ -3,7 +3,7 @@
 -- One row per queue: its name, an answer, and for `limited` the seconds until the next permit. The answers:
 --   armed      This session is on watch and has the bell: every enqueue notifies.
 --   rung       This session is on watch, and the watch of other topics has the bell: every enqueue notifies.
---   producers  This session is on watch, and enqueuing transactions hold the bell: look again after their commit.
+--   producers  This session is on watch, and enqueuing transactions hold the bell: poll again after their commit.
 --   deputy     Another session is on watch, and this one is its deputy.
 --   polled     As deputy, but the bell is not armed.
 --   sleeper    Both posts are taken.

@@ -1,5 +1,5 @@
 -- Enqueue one message in the caller's transaction. The parameters are positional because drivers of several kinds run
--- this statement; their order is that of `Draft`, then `notify`.
+-- this statement; their order is that of `ValidatedMessage`, then `notify`.
 -- Statements on the caller's connection do not trust its search_path: types and operators are qualified too.
 SELECT pg_catalog.abs(r.receipt) AS id, r.receipt OPERATOR(pg_catalog.<) 0 AS duplicate
 FROM (

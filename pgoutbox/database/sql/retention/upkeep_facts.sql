@@ -1,4 +1,4 @@
--- The facts that decide the work of a turn of maintenance, in the order of `UpkeepFacts`.
+-- The facts that decide the work of a turn of maintenance, in the order of `MaintenanceFacts`.
 -- begin_upkeep_if_due.sql returns the same columns.
 SELECT
     now() AS asked_at,
