@@ -32,7 +32,7 @@ _VERB: Final = (
     "is|was|are|were|has|had|have|does|did|must|may|can|cannot|should|will|would|comes?|came|ends?|ended|waits?|waited|"
     "goes|went|falls|fell|holds?|held|stands?|stood|stays|needs?|wants?|looks?|asks?|knows|reads|makes|takes?"
 )
-# `people who wait` has a subject; `who waits` has none.
+# "People who wait" has a subject, so it is not counted.
 _ANTECEDENTS: Final = "those|people|person|all|one|somebody|anybody|everybody|nobody|someone|anyone|everyone|users?"
 
 
