@@ -90,7 +90,7 @@ def test_a_replacement_process_takes_over_the_port(start_worker: StartWorker) ->
 def test_too_few_ports_for_the_processes_are_refused(start_worker: StartWorker) -> None:
     worker = start_worker("--processes", "3", metrics_address="127.0.0.1:65534")
     assert worker.wait() == 2
-    assert "--processes 3 needs as many ports from this one on" in worker.log
+    assert "--processes 3 needs that many ports, the last would be above 65535" in worker.log
 
 
 @pytest.mark.slow

@@ -532,7 +532,7 @@ def test_a_worker_refuses_a_read_only_server_at_the_start(own_server: OwnServer,
 def test_a_worker_refuses_a_standby_at_the_start(workshop: Workshop, own_server: OwnServer, tmp_path: Path) -> None:
     with workshop.standby_of(own_server, "standby") as standby:
         standby.start()
-        assert_refused(standby.dsn, tmp_path, "PGOUTBOX_DSN leads to a standby, which cannot be written")
+        assert_refused(standby.dsn, tmp_path, "PGOUTBOX_DSN leads to a standby, which is read-only")
 
 
 def assert_refused(dsn: str, directory: Path, reason: str) -> None:

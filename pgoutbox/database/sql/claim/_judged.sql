@@ -6,7 +6,8 @@ FROM due AS d
 CROSS JOIN LATERAL (
     SELECT CASE
         WHEN d.newest_id > d.id THEN d.newest_id
-        -- The lock keeps the newer message pending until this claim commits, so that its attempt begins later.
+        -- The newer message is locked: no session can cancel or claim it before this claim commits. So an attempt of
+        -- the key begins after every commit of a producer. A newer message of this same claim also begins in it.
         WHEN d.coalesces_pending THEN pgoutbox.lock_newer_pending(d.topic, d.coalesce_key, %(queue)s::text, d.id)
     END
 ) AS newer(id)

@@ -4,8 +4,9 @@ WITH due AS MATERIALIZED (
     \ir _due.sql
         -- This lane has the index message_live_retry, so that retries and fresh messages do not delay each other.
         AND m.attempt_count > 0 AND m.state = 'pending'
-        -- The floor: the last message that the previous claim reached, null and 0 for none. The scan starts behind it
-        -- and does not step over the dead index entries of claimed messages again.
+        -- The floor is the last row of the previous claim of this lane, null and 0 for none. The scan starts after it
+        -- and does not step over the dead index entries of claimed messages again. Earlier rows that were locked, had
+        -- to wait or were committed late are not lost: the worker often claims from the beginning of the lane.
         AND (m.available_at, m.id) > (coalesce(%(floor_at)s::timestamptz, '-infinity'), %(floor_id)s::bigint)
     ORDER BY m.available_at, m.id
     -- permits() locks the row of a limited queue until the commit, so that its claims run one after the other.
