@@ -370,7 +370,7 @@ UNSAFE_DEFINERS: Final = """
         AND p.prosecdef
         AND (
             NOT coalesce(p.proconfig @> ARRAY['search_path=pg_catalog, pg_temp'], false)
-            AND p.proname <> 'enqueue_receipt' -- tests/sql/test_schema.py looks at every name in it.
+            AND p.proname <> 'enqueue_receipt' -- tests/database/test_schema.py looks at every name in it.
             OR o.rolsuper
             OR o.rolcanlogin
         )

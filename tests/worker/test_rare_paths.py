@@ -17,7 +17,6 @@ from pgoutbox.operations import queue_controls
 from pgoutbox.operations.queue_controls import Rate
 from pgoutbox.worker import Worker
 from pgoutbox.worker.worker import QueueShare
-from tests.integration.test_breaker import LONG
 from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.outbox_actions import (
     WatchedWorker,
@@ -100,7 +99,7 @@ async def test_a_timed_out_batch_is_held_if_its_handler_requests_it(dsn: str, db
 async def test_a_message_held_back_by_a_breaker_keeps_its_attempt_if_its_batch_times_out(
     dsn: str, db: psycopg.Connection, on_unknown: str
 ) -> None:
-    settings = settings_for(dsn, breaker_failures=1, **LONG)
+    settings = settings_for(dsn, breaker_failures=1, breaker_cooldown_seconds=3600, breaker_max_cooldown_seconds=7200)
     outbox = Outbox(settings, transports=[LineTransport(timeout_seconds=60)])
     hangs = False
 

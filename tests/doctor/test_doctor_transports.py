@@ -17,8 +17,8 @@ from pgoutbox.doctor import Finding, Level, examine
 from pgoutbox.message import Message, Sent
 from pgoutbox.settings import load_settings
 from pgoutbox.transports.smtp import SmtpTransport
-from tests.integration import test_cli
 from tests.support.brokers import HOST, kafka_server, nats_server, rabbitmq_server, redis_server
+from tests.support.command_line import run_on_terminal, run_process
 from tests.support.smtp_server import accepting_server, mail_settings, scripted_server
 
 if TYPE_CHECKING:
@@ -26,11 +26,8 @@ if TYPE_CHECKING:
 
     from pgoutbox.message import Outcome
     from pgoutbox.transports import Content
-    from tests.integration.test_cli import Done
+    from tests.support.command_line import Done
 
-_clean_environment = test_cli._clean_environment
-cli_anywhere = test_cli.cli_anywhere
-cli = test_cli.cli
 
 CANARY: Final = "c4n4ry-s3cret"
 NOWHERE: Final = "192.0.2.1"
@@ -326,13 +323,13 @@ def test_the_application_is_checked_too(cli: Callable[..., Done], tmp_path_facto
 
 @pytest.mark.slow
 def test_on_a_terminal_reason_and_fix_are_below_the_finding(dsn: str) -> None:
-    done = test_cli.run_on_terminal("doctor", dsn=dsn, PGOUTBOX_SMTP_HSOT="x")
+    done = run_on_terminal("doctor", dsn=dsn, PGOUTBOX_SMTP_HSOT="x")
     lines = done.out.replace("\r", "").splitlines()
     place = next(number for number, line in enumerate(lines) if "PGOUTBOX_SMTP_HSOT" in line)
     assert lines[place].startswith("\x1b[33mwarning ")
     assert [line.split(":")[0].strip() for line in lines[place + 1 : place + 3]] == ["why", "fix"]
     assert lines[-1].endswith(" ok")
-    assert "\x1b" not in test_cli.run_on_terminal("doctor", dsn=dsn, NO_COLOR="1").out
+    assert "\x1b" not in run_on_terminal("doctor", dsn=dsn, NO_COLOR="1").out
 
 
 SECRETS: Final = {
@@ -369,7 +366,7 @@ def test_no_secret_is_ever_printed(extra: dict[str, str], monkeypatch: pytest.Mo
     for variable, value in (SECRETS | extra).items():
         monkeypatch.setenv(variable, value)
     for arguments in (("doctor",), ("doctor", "--json")):
-        done = test_cli.run_process(*arguments)
+        done = run_process(*arguments)
         assert done.exit_code == 1, done.err
         assert CANARY not in done.out + done.err
         assert BROKEN["PGOUTBOX_ENCRYPTION_KEYS"] not in done.out + done.err
@@ -380,7 +377,7 @@ def test_no_secret_is_ever_printed(extra: dict[str, str], monkeypatch: pytest.Mo
 def test_no_secret_is_printed_with_a_reachable_database(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in SECRETS.items():
         monkeypatch.setenv(variable, value)
-    done = test_cli.run_process("doctor", "--json", dsn=dsn)
+    done = run_process("doctor", "--json", dsn=dsn)
     listener = [json.loads(line) for line in done.out.splitlines() if '"listener"' in line]
     assert [finding["level"] for finding in listener] == ["problem"]
     assert CANARY not in done.out + done.err

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from pgoutbox.transports import Content
 
 HOUR = 3600.0
+LONG: dict[str, Any] = {"breaker_cooldown_seconds": HOUR, "breaker_max_cooldown_seconds": 2 * HOUR}
 AT_ONCE = RetryPolicy.steps(0)
 SOON = RetryPolicy.steps(0.02)
-LONG: dict[str, Any] = {"breaker_cooldown_seconds": HOUR, "breaker_max_cooldown_seconds": 2 * HOUR}
 BRIEF: dict[str, Any] = {"breaker_cooldown_seconds": 0.2, "breaker_max_cooldown_seconds": 0.8}
 
 

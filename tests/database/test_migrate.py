@@ -22,7 +22,7 @@ from pgoutbox.embedded import embedded_server
 from pgoutbox.errors import SchemaError
 from tests.support.partitions import drop_partitions
 from tests.support.revisions import FIRST, add_revision
-from tests.support.roles import login
+from tests.support.roles import login, with_another_name
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -477,14 +477,6 @@ def not_of(owner: str, dsn: str) -> list[str]:
             {"owner": owner},
         )
         return [name for (name,) in rows]
-
-
-def with_another_name(connection: psycopg.Connection, role: str, name: str) -> None:
-    """Make `set_up_roles` use a role name that no other test uses and that does not exist."""
-    (definition,) = connection.execute(
-        "SELECT pg_get_functiondef('pgoutbox.set_up_roles()'::regprocedure)"
-    ).fetchone() or ("",)
-    connection.execute(definition.replace(role, name).encode())
 
 
 def warning_of_the_revision() -> str:

@@ -28,7 +28,6 @@ from pgoutbox.doctor import Finding, Level, Limits, examine
 from pgoutbox.encryption import Identity, Keyring
 from pgoutbox.message import Message, State
 from pgoutbox.settings import Settings, load_settings
-from tests.integration import test_regressions
 from tests.support.messages import put
 from tests.support.outbox_actions import WatchedWorker, claim, enqueue, lapse, running
 from tests.support.partitions import add_partition
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from pgoutbox.handlers import Context
     from tests.conftest import Connect, Server
 
-pooled_dsn = test_regressions.pooled_dsn
 
 ROOT: Final = Path(__file__).parents[2]
 CANARY: Final = "c4n4ry-s3cret"

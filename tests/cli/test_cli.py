@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import pty
 import re
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import psycopg
@@ -24,16 +21,15 @@ from pydantic import SecretStr
 
 from pgoutbox import migrate
 from pgoutbox.cli.console import JsonFormatter, TextFormatter, mask, printable, secrets_in
-from pgoutbox.cli.main import explain, main
+from pgoutbox.cli.main import explain
 from pgoutbox.encryption import Keyring, decrypted
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
-from pgoutbox.settings import ENVIRONMENT_PREFIX
-from tests.integration.test_migrate import with_another_name
+from tests.support.command_line import Done, run_on_terminal, run_process
 from tests.support.foreground import in_foreground
 from tests.support.messages import ADD_ATTEMPT, put
 from tests.support.outbox_actions import state_of
-from tests.support.roles import login
+from tests.support.roles import login, with_another_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,87 +41,10 @@ CANARY = "c4n4ry-s3cret"
 UNREACHABLE = f"postgresql://app:{CANARY}@127.0.0.1:1/app"
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The result of a command."""
-
-    exit_code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:  # noqa: ANN401 - a test indexes into it
-        return json.loads(self.out)
-
-    @property
-    def lines(self) -> list[Any]:
-        return [json.loads(line) for line in self.out.splitlines()]
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in list(os.environ):
-        if variable.startswith(ENVIRONMENT_PREFIX):
-            monkeypatch.delenv(variable)
-
-
-@pytest.fixture
-def cli_anywhere(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """Run a command in this process, without a database."""
-
-    def run(*arguments: object) -> Done:
-        capsys.readouterr()
-        exit_code = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return Done(exit_code, captured.out, captured.err)
-
-    return run
-
-
-@pytest.fixture
-def cli(dsn: str, monkeypatch: pytest.MonkeyPatch, cli_anywhere: Callable[..., Done]) -> Callable[..., Done]:
-    """Run a command in this process, on the test's own database."""
-    monkeypatch.setenv("PGOUTBOX_DSN", dsn)
-    return cli_anywhere
-
-
 @pytest.fixture
 def database(connect: Connect) -> psycopg.Connection:
     """Open an autocommit connection to the database of `cli`."""
     return connect(autocommit=True)
-
-
-def run_process(*arguments: str, dsn: str | None = None, stdin: bytes = b"", **environment: str) -> Done:
-    """Run a command in a separate process, like a script."""
-    variables = {"PGOUTBOX_DSN": dsn} if dsn is not None else {}
-    done = subprocess.run(
-        [sys.executable, "-m", "pgoutbox", *arguments],
-        env={**os.environ, **variables, **environment},
-        input=stdin,
-        capture_output=True,
-        check=False,
-    )
-    return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
-
-
-def run_on_terminal(*arguments: str, dsn: str, keys: str = "", **environment: str) -> Done:
-    """Run a command on its own terminal, like a person; `out` is the terminal's output."""
-    terminal, its_end = pty.openpty()
-    os.write(terminal, keys.encode())
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pgoutbox", *arguments],
-        env={**os.environ, "PGOUTBOX_DSN": dsn, "TERM": "xterm", "COLUMNS": "200", **environment},
-        stdin=its_end,
-        stdout=its_end,
-        stderr=its_end,
-    )
-    os.close(its_end)
-    shown = b""
-    with contextlib.suppress(OSError):  # Linux reports the end of a terminal as an error.
-        while piece := os.read(terminal, 65_536):
-            shown += piece
-    os.close(terminal)
-    return Done(process.wait(), shown.decode(), "")
 
 
 REDRIVEN = {"redriven": 1, "superseded": 0, "locked": 0, "changed": 0}

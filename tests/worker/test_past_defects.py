@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import pwd
-import shutil
-import subprocess
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
-from urllib.parse import quote, urlencode
 
 import psycopg
 import pytest
@@ -26,7 +19,6 @@ from pgoutbox.observability.events import LogEvent
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.claimer import Claimer
-from tests.conftest import server_missing
 from tests.support import races
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
@@ -41,9 +33,10 @@ from tests.support.outbox_actions import (
     state_of,
     until_blocked,
 )
+from tests.support.pooler import pooled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from pgoutbox.database.store import ClaimedRow
     from pgoutbox.transports import Content
@@ -501,62 +494,6 @@ def test_a_row_that_no_worker_can_read_is_refused_even_for_manual_writes(
     with pytest.raises(psycopg.errors.CheckViolation) as caught:
         rolled_back.execute(HOSTILE[name].encode())
     assert caught.value.diag.constraint_name == "message_live_sound"
-
-
-@contextlib.contextmanager
-def pooled(dsn: str, server: Server, *, mode: str, size: int) -> Iterator[str]:
-    """Run pgbouncer with this many sessions, and return the DSN of the test's database through it."""
-    program = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-    if program is None:
-        server_missing("no pgbouncer")
-    command = [program]
-    with tempfile.TemporaryDirectory(prefix="pgoutbox-pgbouncer-") as name:
-        directory = Path(name)
-        if os.getuid() == 0:
-            # It refuses to run as root. The embedded server's socket is open only to root and to `nobody`.
-            command += ["-u", "nobody"]
-            os.chown(directory, pwd.getpwnam("nobody").pw_uid, -1)
-        password = f" password={server.password}" if server.password else ""
-        (directory / "users.txt").write_text(f'"{server.user}" ""\n')
-        (directory / "pgbouncer.ini").write_text(
-            f"""
-[databases]
-* = host={server.host} port={server.port} user={server.user}{password}
-[pgbouncer]
-listen_addr =
-unix_socket_dir = {directory}
-listen_port = 6432
-auth_type = any
-auth_file = {directory}/users.txt
-pool_mode = {mode}
-default_pool_size = {size}
-log_connections = 0
-log_disconnections = 0
-log_stats = 0
-"""
-        )
-        command.append(str(directory / "pgbouncer.ini"))
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as bouncer:
-            try:
-                told = []
-                for line in bouncer.stderr or ():
-                    told.append(line)
-                    if "process up" in line:
-                        break
-                else:
-                    server_missing(f"pgbouncer does not run: {''.join(told)}")
-                place = urlencode({"host": name, "port": 6432})
-                database = psycopg.conninfo.conninfo_to_dict(dsn)["dbname"]
-                yield f"postgresql://{quote(server.user, safe='')}@/{database}?{place}"
-            finally:
-                bouncer.terminate()
-
-
-@pytest.fixture
-def pooled_dsn(dsn: str, server: Server) -> Iterator[str]:
-    """Return a DSN through pgbouncer, which runs every transaction in the same session."""
-    with pooled(dsn, server, mode="transaction", size=1) as pooled_dsn:
-        yield pooled_dsn
 
 
 BELLS: Final = """
