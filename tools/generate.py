@@ -278,7 +278,7 @@ the caller's transaction. The functions that write run with the privileges of th
 change in any release.
 
 Name the arguments: `SELECT pgoutbox.enqueue('mail.welcome', '{"user_id": 7}', dedupe_key => 'welcome-7')`. With
-`notify => false` the workers' sweep finds the messages; null means true.
+`notify => false` the workers' periodic poll finds the messages; null means true.
 """
 
 _ERRORS: Final = """
@@ -647,7 +647,7 @@ _MEANINGS: Final[Mapping[LogEvent, str]] = {
         "The server's notification queue is at least a tenth full, because a listening session of any database stays "
         "in a transaction. When it is half full, workers poll."
     ),
-    LogEvent.NOTIFY_QUEUE_DRAINED: "The notification queue has drained, and enqueues ring again.",
+    LogEvent.NOTIFY_QUEUE_DRAINED: "The notification queue has drained, and enqueues notify again.",
     LogEvent.LOOP_BLOCKED: "A handler has blocked the event loop for two seconds, and with it its whole process.",
     LogEvent.LEASE_KEEPER_FAILED: "Leases could not be renewed; the keeper tries again.",
     LogEvent.PROCESS_STARTED: "The supervisor started a worker process.",

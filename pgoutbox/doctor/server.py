@@ -216,7 +216,7 @@ def check_listener(context: DoctorContext) -> Iterator[Note]:
     except (psycopg.Error, OSError) as error:
         yield problem(
             f"{name}: the listener cannot connect or listen: {error_text(error)}",
-            "every message waits for the next sweep",
+            "every message waits for the next periodic poll",
             f"check {name}: host, port, user and password",
         )
 
@@ -242,7 +242,7 @@ def _round_trip(context: DoctorContext, listener: psycopg.Connection[DictRow], n
                 return
     yield problem(
         f"a notification did not arrive within {context.limits.round_trip_seconds:g} s",
-        "every message waits for the next sweep",
+        "every message waits for the next periodic poll",
         "check that PGOUTBOX_DSN and PGOUTBOX_LISTEN_DSN lead to the same database of the same server",
     )
 
@@ -346,11 +346,11 @@ def check_slots(context: DoctorContext) -> Iterator[Note]:
 
 
 def check_notify(context: DoctorContext) -> Iterator[Note]:
-    """Check the fill level of the notification queue, and that only workers hold bells."""
+    """Check the fill level of the notification queue, and that only workers hold wake-up locks."""
     usage = context.ask_one(sql.NOTIFY_QUEUE_USAGE)["usage"]
-    for holder in context.ask(sql.FOREIGN_BELL_HOLDERS):
+    for holder in context.ask(sql.FOREIGN_LOCK_HOLDERS):
         yield warning(
-            f"a session that is not a worker holds the bell of a queue: {holder['name']}",
+            f"a session that is not a worker holds the wake-up lock of a queue: {holder['name']}",
             "workers are not notified, so they poll"
             if holder["is_shared"]
             else "every enqueue in that queue sends a notification, which takes a lock of the whole server",

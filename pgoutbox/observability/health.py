@@ -35,8 +35,8 @@ def reasons_not_ready(vitals: WorkerStatus, *, sweep_seconds: float) -> list[str
         reasons.append(f"the database refuses the outcomes of {vitals.topics_halted} topic(s)")
     # A worker without a free slot does not poll, and need not.
     limit = _STALE_FACTOR * sweep_seconds + _STALE_SLACK_SECONDS
-    if vitals.looked_seconds_ago > limit and vitals.busy < vitals.slots:
-        reasons.append(f"the last sweep was {vitals.looked_seconds_ago:.0f} s ago")
+    if vitals.polled_seconds_ago > limit and vitals.busy < vitals.slots:
+        reasons.append(f"the last poll was {vitals.polled_seconds_ago:.0f} s ago")
     return reasons
 
 

@@ -89,7 +89,7 @@ SLOTS_ABANDONED: Final = Metric(
 )
 LISTENER_UP: Final = Metric("listener_up", Kind.GAUGE, (), "1 while the listener is connected. Absent when polling.")
 DATABASE_UP: Final = Metric("database_up", Kind.GAUGE, (), "1 while the database answers this worker.")
-LAST_LOOK: Final = Metric("last_look_seconds", Kind.GAUGE, (), "Time since the worker last polled for messages.")
+LAST_POLL: Final = Metric("last_poll_seconds", Kind.GAUGE, (), "Time since the worker last polled for messages.")
 LAST_CLAIM: Final = Metric(
     "last_claim_seconds", Kind.GAUGE, (), "Time since the worker last claimed a message. Absent before the first."
 )
@@ -120,7 +120,7 @@ BACKLOG_READ: Final = Metric("backlog_read_seconds", Kind.GAUGE, (), "Duration o
 
 OF_WORKERS: Final = (
     ATTEMPTS, UNATTEMPTED, CLAIMS, CLAIMED, HANDLER_SECONDS, WAIT_SECONDS, EVENTS, LEASES_LOST, RECONNECTS, ABANDONED,
-    IN_FLIGHT, SLOTS, SLOTS_BUSY, SLOTS_ABANDONED, LISTENER_UP, DATABASE_UP, LAST_LOOK, LAST_CLAIM,
+    IN_FLIGHT, SLOTS, SLOTS_BUSY, SLOTS_ABANDONED, LISTENER_UP, DATABASE_UP, LAST_POLL, LAST_CLAIM,
     OUTCOMES_REFUSED, BREAKERS_OPEN,
 )  # fmt: skip
 OF_THE_DATABASE: Final = (
@@ -198,7 +198,7 @@ class WorkerStatus:
     abandoned: int
     is_listener_up: bool | None
     is_database_up: bool
-    looked_seconds_ago: float
+    polled_seconds_ago: float
     claimed_seconds_ago: float | None
     outcomes_refused: int
     topics_halted: int
@@ -306,7 +306,7 @@ def samples_of_vitals(vitals: WorkerStatus) -> dict[Metric, list[Sample]]:
         SLOTS_ABANDONED: vitals.abandoned,
         LISTENER_UP: None if vitals.is_listener_up is None else int(vitals.is_listener_up),
         DATABASE_UP: int(vitals.is_database_up),
-        LAST_LOOK: vitals.looked_seconds_ago,
+        LAST_POLL: vitals.polled_seconds_ago,
         LAST_CLAIM: vitals.claimed_seconds_ago,
         OUTCOMES_REFUSED: vitals.outcomes_refused,
         BREAKERS_OPEN: vitals.breakers_open,

@@ -692,7 +692,7 @@ def rings(sleeper: psycopg.Connection) -> list[str]:
     return sorted(notification.payload for notification in sleeper.notifies(timeout=0))
 
 
-def test_a_committed_enqueue_rings_once_per_transaction_and_queue(
+def test_a_committed_enqueue_notifies_once_per_transaction_and_queue(
     sleeper: psycopg.Connection, connection: psycopg.Connection
 ) -> None:
     for _ in range(3):
@@ -703,7 +703,7 @@ def test_a_committed_enqueue_rings_once_per_transaction_and_queue(
     assert rings(sleeper) == ["bulk", "default"]
 
 
-def test_a_rolled_back_enqueue_or_one_without_notify_does_not_ring(
+def test_a_rolled_back_enqueue_or_one_without_notify_does_not_notify(
     sleeper: psycopg.Connection, connection: psycopg.Connection
 ) -> None:
     connection.execute(ENQUEUE, SOUND)
@@ -795,7 +795,9 @@ def preparing_dsn(open_directory: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-async def test_a_prepared_transaction_must_not_ring_and_the_sweep_finds_its_message(preparing_dsn: str) -> None:
+async def test_a_prepared_transaction_must_not_notify_and_the_periodic_poll_finds_its_message(
+    preparing_dsn: str,
+) -> None:
     outbox = Outbox(settings_for(preparing_dsn, sweep_seconds=0.1))
     seen: asyncio.Queue[object] = asyncio.Queue()
 

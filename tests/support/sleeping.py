@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def sleeping_worker(connect: Connect, bell: str = "armed") -> Iterator[Callable[[], list[str]]]:
+def sleeping_worker(connect: Connect, bell: str = "acquired") -> Iterator[Callable[[], list[str]]]:
     """Open a session that listens and has armed the bell. Yield a function that returns the rung queues so far."""
     listener = connect(autocommit=True)
     listener.execute(sql.LISTEN)

@@ -258,13 +258,13 @@ def test_a_pause_ends_by_itself(rolled_back: psycopg.Connection, attempt_count: 
     assert ids_in_flight(claim(rolled_back)) == ids
 
 
-def test_the_bell_of_a_queue_at_its_limit_is_not_armed(connect: Connect) -> None:
+def test_no_worker_has_the_wake_up_lock_of_a_queue_at_its_limit(connect: Connect) -> None:
     """Otherwise every enqueue behind the limit would ring for nothing."""
     db = connect(autocommit=True)
     enqueued(db, 1)
     limit(db, 60, burst=1)
     ((_, answer, seconds),) = answers_of_arm(db)
-    assert (answer, seconds) == ("armed", None)
+    assert (answer, seconds) == ("acquired", None)
     db.execute("SELECT pg_advisory_unlock_all()")
     claim(db)
     ((_, answer, seconds),) = answers_of_arm(db)

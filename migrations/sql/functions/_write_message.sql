@@ -1,4 +1,4 @@
--- Write a checked message that has an id, and ring. It pins no settings: only _enqueue_checked may call it, and that
+-- Write a checked message that has an id, and notify. It pins no settings: only _enqueue_checked may call it, and that
 -- function has pinned them.
 CREATE FUNCTION pgoutbox._write_message(
     p_id bigint,
