@@ -24,7 +24,7 @@ from pgoutbox.enqueue.adapters import sqlstate_of
 from pgoutbox.errors import SchemaError
 from pgoutbox.message import State
 from tests.support.messages import put
-from tests.support.outbox_actions import WatchedWorker, ask_for_bells, enqueue, running, settings_for
+from tests.support.outbox_actions import WatchedWorker, ask_for_locks, enqueue, running, settings_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -682,7 +682,7 @@ def sleeper(connect: Connect) -> psycopg.Connection:
     """Open a session that listens, and has armed the bells of two queues."""
     session = connect(autocommit=True)
     session.execute(sql.LISTEN)
-    ask_for_bells(session, "default", "bulk")
+    ask_for_locks(session, "default", "bulk")
     return session
 
 

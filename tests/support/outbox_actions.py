@@ -453,7 +453,7 @@ async def first_of(*events: asyncio.Event) -> None:
         task.cancel()
 
 
-def ask_for_bells(
+def ask_for_locks(
     connection: psycopg.Connection,
     *queues: str,
     topics: Sequence[str] = ("greet",),

@@ -13,7 +13,7 @@ from pgoutbox.database.store import DueRow
 from pgoutbox.operations import queue_controls
 from pgoutbox.operations.queue_controls import Rate
 from tests.support import outbox_actions, races
-from tests.support.outbox_actions import ask_for_bells, enqueue, expire, finish_sent, ids_in_flight, lapse, state_of
+from tests.support.outbox_actions import ask_for_locks, enqueue, expire, finish_sent, ids_in_flight, lapse, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ def next_due(connection: psycopg.Connection) -> float | None:
 
 
 def answers_of_arm(connection: psycopg.Connection) -> Sequence[tuple[object, ...]]:
-    return ask_for_bells(connection, "default")
+    return ask_for_locks(connection, "default")
 
 
 def test_a_bucket_begins_full_and_is_emptied_by_claims(rolled_back: psycopg.Connection) -> None:

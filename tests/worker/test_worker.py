@@ -41,7 +41,7 @@ from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     Options,
     WatchedWorker,
-    ask_for_bells,
+    ask_for_locks,
     attempts_of,
     cancel,
     claim,
@@ -356,7 +356,7 @@ async def test_a_worker_keeps_its_messages_if_no_other_worker_can_take_them(dsn:
         assert await store.idle_queues(queues, keys) == ["default"]
         db.execute("SELECT pg_advisory_unlock_all()")
         # The worker on watch polls, so no worker holds the bell.
-        assert ask_for_bells(db, "default")[0][1] == "acquired"
+        assert ask_for_locks(db, "default")[0][1] == "acquired"
         db.execute(sql.RELEASE_WAKE_UP_LOCKS, {"queues": ["default"]})
         assert await store.idle_queues(queues, keys) == ["default"]
         assert await store.idle_queues(queues, lock_keys("watch", queues, ["bill"])) == []
