@@ -488,7 +488,7 @@ def allow_connections(gate: psycopg.Connection, database: str, answer: str) -> N
 async def test_a_notification_during_an_empty_poll_is_not_forgotten(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A false notification wakes the worker, and its claim finds nothing. A message commits before the claim returns."""
+    """A false notification wakes the worker. A message commits before its claim, which finds nothing, returns."""
     receiver = Receiver(dsn)
     worker = WatchedWorker(receiver.outbox)
     claim_once, note_notification = Store.claim, Signals.note_notification
