@@ -691,7 +691,7 @@ class Outbox:
     @cached_property
     def _traces(self) -> bool:
         try:
-            return self.settings.otel_traces
+            return self.settings.otel.traces
         except ConfigurationError:
             return False  # An invalid setting raises its error at its first use.
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from pgoutbox.settings import Settings
 
 _TO = "PGOUTBOX_REDIRECT_TO"
-_EXCEPT = "PGOUTBOX_REDIRECT_EXCEPT"
-_FORBIDDEN = "PGOUTBOX_REDIRECT_FORBIDDEN"
+_EXCEPT = "PGOUTBOX_REDIRECT_EXEMPT"
+_FORBIDDEN = "PGOUTBOX_REDIRECT_BLACKOUT"
 _MAX_LOCAL_BYTES = 64
 _WINDOW = re.compile(r"(\d{4}-\d\d-\d\d)/(\d{4}-\d\d-\d\d)(?:\[([A-Za-z0-9_+/-]+)\])?")
 
@@ -73,13 +73,13 @@ class Redirect:
     @classmethod
     def of(cls, settings: Settings) -> Self | None:
         """Return the redirect of the settings, or None. Invalid settings raise `ConfigurationError` in both cases."""
-        windows = tuple(Window.parse(text) for text in _items(settings.redirect_forbidden))
-        exempt = frozenset(_exemption(text) for text in _items(settings.redirect_except))
-        if settings.redirect_to is None:
+        windows = tuple(Window.parse(text) for text in _items(settings.redirect.blackout))
+        exempt = frozenset(_exemption(text) for text in _items(settings.redirect.exempt))
+        if settings.redirect.to is None:
             return None
-        to_domain = settings.redirect_to.startswith("@")
+        to_domain = settings.redirect.to.startswith("@")
         # The longest name for a redirected address must fit before the domain.
-        full = "x" * _MAX_LOCAL_BYTES + settings.redirect_to if to_domain else settings.redirect_to
+        full = "x" * _MAX_LOCAL_BYTES + settings.redirect.to if to_domain else settings.redirect.to
         return cls(_address(_TO, full), to_domain, exempt, windows)
 
     @classmethod

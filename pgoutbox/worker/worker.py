@@ -596,7 +596,7 @@ class Worker:
             await self._bell.lower()
             await self._sleep_long(_POLL_SECONDS)
         elif await self._arm_and_look():
-            await self._sleep_long(self._settings.sweep_seconds)
+            await self._sleep_long(self._settings.poll_interval_seconds)
 
     async def _arm_and_look(self) -> bool:
         """Arm the bell and poll once more. Return False if there is work before this worker may sleep."""

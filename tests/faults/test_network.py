@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 # The sweep is an hour away. A message found without a ring is found because the worker knows that its listener is gone.
 # Statements that are not stalled must get their answer in time on a slow machine too.
-QUICK = {"probe_seconds": 2, "probe_timeout_seconds": 2, "connect_timeout_seconds": 5}
+QUICK = {"listener_heartbeat_seconds": 2, "listener_heartbeat_timeout_seconds": 2, "connect_timeout_seconds": 5}
 SHORT_OF_TIME = {"statement_timeout_seconds": 1, "connect_timeout_seconds": 2}
 
 
@@ -129,7 +129,7 @@ async def test_keepalives_alone_never_detect_a_stalled_middlebox(
     """While the doorbell's probe finds its listener dead, the kernel reports another such connection as alive."""
     keepalives = "keepalives_idle=1 keepalives_interval=1 keepalives_count=1 tcp_user_timeout=1000"
     with proxy_to(dsn, port) as proxy, reports() as heard:
-        receiver = Receiver(proxy.dsn, probe_seconds=3, probe_timeout_seconds=3)
+        receiver = Receiver(proxy.dsn, listener_heartbeat_seconds=3, listener_heartbeat_timeout_seconds=3)
         worker = Sleeper(receiver.outbox)
         async with running(worker):
             await worker.asleep.wait()

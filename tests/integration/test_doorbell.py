@@ -582,7 +582,7 @@ async def test_a_bell_released_while_a_sleeper_asks_for_it_is_not_trusted(
 
 async def test_a_worker_that_only_polls_arms_no_bell(dsn: str, db: psycopg.Connection) -> None:
     receiver = Receiver(dsn)
-    worker = WatchedWorker(receiver.outbox, settings=settings_for(dsn, listen=False, sweep_seconds=0.1))
+    worker = WatchedWorker(receiver.outbox, settings=settings_for(dsn, listen=False, poll_interval_seconds=0.1))
     async with running(worker):
         await worker.asleep.wait()
         held = db.execute(f"SELECT count(*) FROM {ADVISORY_LOCKS} WHERE l.classid = 1885826146")
@@ -631,7 +631,7 @@ async def test_a_full_worker_does_not_go_on_watch_when_the_watch_dies(
 ) -> None:
     """It has no post, so no other worker would be notified of a release."""
     go_on = asyncio.Event()
-    outbox = Outbox(settings_for(dsn, concurrency=1, probe_seconds=600))
+    outbox = Outbox(settings_for(dsn, concurrency=1, listener_heartbeat_seconds=600))
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:

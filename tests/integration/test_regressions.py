@@ -580,7 +580,7 @@ def session_of_pool(pooled_dsn: str) -> tuple[int, list[tuple[str, str]], list[t
 async def test_a_listener_behind_a_pooler_logs_a_warning_and_leaves_no_session_settings(
     pooled_dsn: str, db: psycopg.Connection
 ) -> None:
-    outbox = Outbox(settings_for(pooled_dsn, sweep_seconds=0.1))
+    outbox = Outbox(settings_for(pooled_dsn, poll_interval_seconds=0.1))
     receiver, worker = Receiver(outbox), SleepingWorker(outbox)
     before = session_of_pool(pooled_dsn)
     async with running(worker):

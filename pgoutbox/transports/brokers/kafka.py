@@ -81,7 +81,7 @@ class KafkaTransport:
         self._settings = settings
         self._seconds = settings.broker_timeout_seconds
         self._configuration = _configuration(settings) | dict(options or {})
-        password = settings.kafka_password
+        password = settings.kafka.password
         self._secrets = (password.get_secret_value(),) if password is not None else ()
         self._link: _Link | None = None
 
@@ -239,17 +239,17 @@ def _set(reported: asyncio.Future[KafkaError | None], error: KafkaError | None) 
 
 
 def _configuration(settings: Settings) -> dict[str, Any]:
-    if settings.kafka_servers is None:
+    if settings.kafka.servers is None:
         raise ConfigurationError("no Kafka brokers given: set PGOUTBOX_KAFKA_SERVERS")
-    servers = settings.kafka_servers.replace(" ", "")
+    servers = settings.kafka.servers.replace(" ", "")
     if not _SERVERS.fullmatch(servers):
         raise ConfigurationError(
-            f"PGOUTBOX_KAFKA_SERVERS={settings.kafka_servers!r}: must be host:port, or several separated by commas"
+            f"PGOUTBOX_KAFKA_SERVERS={settings.kafka.servers!r}: must be host:port, or several separated by commas"
         )
     milliseconds = int(settings.broker_timeout_seconds * 1_000)
     configuration: dict[str, Any] = {
         "bootstrap.servers": servers,
-        "security.protocol": "SSL" if settings.kafka_security == "tls" else "PLAINTEXT",
+        "security.protocol": "SSL" if settings.kafka.security == "tls" else "PLAINTEXT",
         "enable.idempotence": True,
         "acks": "all",
         "enable.ssl.certificate.verification": True,
@@ -262,24 +262,24 @@ def _configuration(settings: Settings) -> dict[str, Any]:
         # The default of the Java clients, so that all producers of a topic agree on the partition of a key.
         "partitioner": "murmur2_random",
     }
-    has_tls, ca_file = settings.kafka_security == "tls", settings.kafka_ca_file
+    has_tls, ca_file = settings.kafka.security == "tls", settings.kafka.ca_file
     demand_tls_for("PGOUTBOX_KAFKA_CA_FILE", ca_file, "PGOUTBOX_KAFKA_SECURITY", "tls", has_tls=has_tls)
     if ca_file is not None:
         verifying_context(variable="PGOUTBOX_KAFKA_CA_FILE", ca_file=ca_file)  # Only to check that the file is usable.
         configuration["ssl.ca.location"] = ca_file
-    if settings.kafka_username is None:
+    if settings.kafka.username is None:
         return configuration
-    if settings.kafka_password is None:
+    if settings.kafka.password is None:
         raise ConfigurationError("PGOUTBOX_KAFKA_USERNAME is set, PGOUTBOX_KAFKA_PASSWORD is not")
-    if settings.kafka_security == "none" and settings.kafka_mechanism == "PLAIN":
+    if settings.kafka.security == "none" and settings.kafka.mechanism == "PLAIN":
         raise ConfigurationError(
             "PGOUTBOX_KAFKA_SECURITY=none would send PGOUTBOX_KAFKA_PASSWORD in plain text; use tls, or SCRAM"
         )
     return configuration | {
-        "security.protocol": "SASL_SSL" if settings.kafka_security == "tls" else "SASL_PLAINTEXT",
-        "sasl.mechanism": settings.kafka_mechanism,
-        "sasl.username": settings.kafka_username,
-        "sasl.password": settings.kafka_password.get_secret_value(),
+        "security.protocol": "SASL_SSL" if settings.kafka.security == "tls" else "SASL_PLAINTEXT",
+        "sasl.mechanism": settings.kafka.mechanism,
+        "sasl.username": settings.kafka.username,
+        "sasl.password": settings.kafka.password.get_secret_value(),
     }
 
 

@@ -51,7 +51,7 @@ class Webhook:
     if given. The default of `media_type` is `application/json`, and `application/octet-stream` for bytes.
 
     It is signed by Standard Webhooks: with `secrets`, the receiver's own, or with the secrets of the setting
-    `webhook_secrets` with the name `secret_name`, or without a name. Several secrets give several signatures, so that
+    `webhook.secrets` with the name `secret_name`, or without a name. Several secrets give several signatures, so that
     the receiver can rotate them. `signed=False` is for receivers with another scheme.
 
     >>> Webhook(body={"type": "order.paid", "data": {"id": 7}}).scheme
@@ -83,13 +83,13 @@ class Rules:
     @classmethod
     def of(cls, settings: Settings) -> Rules:
         """Raises `ConfigurationError`, naming the variable and never a secret."""
-        networks = settings.webhook_allowed_networks
+        networks = settings.webhook.allowed_networks
         frontier = UrlPolicy(
-            ports=parse_ports("PGOUTBOX_WEBHOOK_PORTS", settings.webhook_ports),
-            allow_http=settings.webhook_allow_http,
+            ports=parse_ports("PGOUTBOX_WEBHOOK_PORTS", settings.webhook.ports),
+            allow_http=settings.webhook.allow_http,
             allowed_networks=() if networks is None else parse_networks("PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS", networks),
         )
-        secrets = settings.webhook_secrets
+        secrets = settings.webhook.secrets
         return cls(frontier, {} if secrets is None else _keys_by_name(secrets.get_secret_value()))
 
 
