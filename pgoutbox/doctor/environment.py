@@ -39,7 +39,7 @@ def _misspelt(environment: Mapping[str, str]) -> Iterator[Note]:
 
 def _redirected(settings: Settings) -> Iterator[Note]:
     try:
-        redirect = Redirect.at_start(settings)
+        redirect = Redirect.at_start(settings.redirect)
     except ConfigurationError as error:
         yield problem(str(error), "a worker with these settings does not start", "correct or unset the setting")
         return

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from pgoutbox.settings import Settings
+from pgoutbox.settings import Settings, SmtpSettings
 from pgoutbox.transports.smtp.mail import Email
 
 # The names for documentation (RFC 2606): they have no owner.
@@ -46,7 +46,7 @@ def lacks_of_mail(
     annotation names `Email` needs a mail server.
     """
     if settings.smtp.host is not None:
-        yield from _lacks_of_server(settings)
+        yield from _lacks_of_server(settings.smtp)
     elif "mailto" not in schemes:
         topics = tuple(sorted(topic for topic, function in functions.items() if _returns_email(function)))
         if topics or settings.smtp.sender is not None or settings.smtp.username is not None:
@@ -55,12 +55,12 @@ def lacks_of_mail(
         yield Lack("PGOUTBOX_ALERT_DESTINATION", "is an example of the documentation")
 
 
-def _lacks_of_server(settings: Settings) -> Iterator[Lack]:
-    if is_example(settings.smtp.host or ""):
+def _lacks_of_server(settings: SmtpSettings) -> Iterator[Lack]:
+    if is_example(settings.host or ""):
         yield Lack("PGOUTBOX_SMTP_HOST", "is an example of the documentation")
-    if settings.smtp.sender is None:
+    if settings.sender is None:
         yield Lack("PGOUTBOX_SMTP_SENDER", "is not set")
-    elif is_example(settings.smtp.sender):
+    elif is_example(settings.sender):
         yield Lack("PGOUTBOX_SMTP_SENDER", "is an example of the documentation")
 
 

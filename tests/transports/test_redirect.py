@@ -172,15 +172,15 @@ def test_the_first_and_the_last_day_are_forbidden_in_their_time_zone(window: str
 )
 def test_an_invalid_setting_is_refused_by_name(overrides: dict[str, object], error: str) -> None:
     with pytest.raises(ConfigurationError, match=error):
-        Redirect.of(settings_with(**overrides))
+        Redirect.of(settings_with(**overrides).redirect)
 
 
 def test_a_redirect_does_not_start_on_forbidden_days() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        Redirect.at_start(settings_for("tester@example.org", redirect_blackout=AROUND_TODAY))
+        Redirect.at_start(settings_for("tester@example.org", redirect_blackout=AROUND_TODAY).redirect)
     assert str(caught.value) == (
         f"PGOUTBOX_REDIRECT_TO is set, and PGOUTBOX_REDIRECT_BLACKOUT forbids to redirect within {AROUND_TODAY}: "
         "unset PGOUTBOX_REDIRECT_TO"
     )
-    assert Redirect.at_start(settings_for(None, redirect_blackout=AROUND_TODAY)) is None
-    assert Redirect.at_start(settings_for("tester@example.org", redirect_blackout=LONG_AGO)) is not None
+    assert Redirect.at_start(settings_for(None, redirect_blackout=AROUND_TODAY).redirect) is None
+    assert Redirect.at_start(settings_for("tester@example.org", redirect_blackout=LONG_AGO).redirect) is not None

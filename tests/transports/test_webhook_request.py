@@ -34,7 +34,7 @@ def settings_for(**overrides: object) -> Settings:
 
 
 def rendered(webhook: Webhook, destination: str | None = URL, **overrides: object) -> RenderedRequest:
-    return render(webhook, outgoing(destination=destination), Rules.of(settings_for(**overrides)))
+    return render(webhook, outgoing(destination=destination), Rules.of(settings_for(**overrides).webhook))
 
 
 def refusal(webhook: Webhook, destination: str | None = URL, **overrides: object) -> str:

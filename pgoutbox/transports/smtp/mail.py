@@ -24,7 +24,7 @@ from pgoutbox.transports.addresses import Mailbox, header_text, parse_mailbox
 from pgoutbox.transports.redirect import Redirect
 
 if TYPE_CHECKING:
-    from pgoutbox.settings import Settings
+    from pgoutbox.settings import RedirectSettings, Settings, SmtpSettings
     from pgoutbox.transports.smtp.templates import Templates
 
 MAX_RECIPIENT_COUNT = 1_000
@@ -138,11 +138,11 @@ def render(email: Email, message: Message[object], settings: Settings) -> Render
     Raises `Permanent`, naming the field, for an invalid e-mail. A missing sender is `Unavailable`, because the setting
     `smtp.sender` adds it. A redirect during a blackout is also `Unavailable`.
     """
-    sender = _sender(email, settings)
+    sender = _sender(email, settings.smtp)
     to, cc, bcc = _recipients(email, message)
     originals: list[str] = []
     if settings.redirect.to is not None:
-        to, cc, bcc, originals = _redirected(settings, to, cc, bcc)
+        to, cc, bcc, originals = _redirected(settings.redirect, to, cc, bcc)
     reply_to = _mailboxes("email.reply_to", email.reply_to)
     shown = [sender, *to, *cc, *reply_to]
     recipients = [*to, *cc, *bcc]
@@ -169,12 +169,12 @@ def render(email: Email, message: Message[object], settings: Settings) -> Render
     )
 
 
-def _sender(email: Email, settings: Settings) -> Mailbox:
+def _sender(email: Email, settings: SmtpSettings) -> Mailbox:
     if email.sender is not None:
         return parse_mailbox("email.sender", email.sender)
-    if settings.smtp.sender is None:
+    if settings.sender is None:
         raise Unavailable(NO_SENDER)
-    return parse_mailbox("PGOUTBOX_SMTP_SENDER", settings.smtp.sender)
+    return parse_mailbox("PGOUTBOX_SMTP_SENDER", settings.sender)
 
 
 def _recipients(email: Email, message: Message[object]) -> tuple[list[Mailbox], list[Mailbox], list[Mailbox]]:
@@ -190,7 +190,7 @@ def _recipients(email: Email, message: Message[object]) -> tuple[list[Mailbox], 
 
 
 def _redirected(
-    settings: Settings, to: list[Mailbox], cc: list[Mailbox], bcc: list[Mailbox]
+    settings: RedirectSettings, to: list[Mailbox], cc: list[Mailbox], bcc: list[Mailbox]
 ) -> tuple[list[Mailbox], list[Mailbox], list[Mailbox], list[str]]:
     """Return the recipients under the redirect, and the addresses of the replaced recipients."""
     redirect = Redirect.of(settings)

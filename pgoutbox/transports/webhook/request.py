@@ -20,7 +20,7 @@ from pgoutbox.transports.webhook.url_policy import Endpoint, UrlPolicy, parse_ne
 from pgoutbox.webhooks import Secret, key_of, sign
 
 if TYPE_CHECKING:
-    from pgoutbox.settings import Settings
+    from pgoutbox.settings import WebhookSettings
 
 MAX_BODY_BYTES = 20 * 1024 * 1024
 MAX_HEADER_COUNT = 64
@@ -81,15 +81,15 @@ class Rules:
     keys: Mapping[str, tuple[bytes, ...]] = field(repr=False)
 
     @classmethod
-    def of(cls, settings: Settings) -> Rules:
+    def of(cls, settings: WebhookSettings) -> Rules:
         """Raises `ConfigurationError`, naming the variable and never a secret."""
-        networks = settings.webhook.allowed_networks
+        networks = settings.allowed_networks
         frontier = UrlPolicy(
-            ports=parse_ports("PGOUTBOX_WEBHOOK_PORTS", settings.webhook.ports),
-            allow_http=settings.webhook.allow_http,
+            ports=parse_ports("PGOUTBOX_WEBHOOK_PORTS", settings.ports),
+            allow_http=settings.allow_http,
             allowed_networks=() if networks is None else parse_networks("PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS", networks),
         )
-        secrets = settings.webhook.secrets
+        secrets = settings.secrets
         return cls(frontier, {} if secrets is None else _keys_by_name(secrets.get_secret_value()))
 
 
