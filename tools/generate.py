@@ -278,7 +278,7 @@ the caller's transaction. The functions that write run with the privileges of th
 change in any release.
 
 Name the arguments: `SELECT pgoutbox.enqueue('mail.welcome', '{"user_id": 7}', dedupe_key => 'welcome-7')`. With
-`notify => false` the workers' sweep finds the messages; null means true.
+`notify => false` the workers' next poll finds the messages; null means true.
 """
 
 _ERRORS: Final = """

@@ -36,7 +36,7 @@ def reasons_not_ready(vitals: WorkerStatus, *, poll_interval_seconds: float) -> 
     # A worker without a free slot does not poll, and need not.
     limit = _STALE_FACTOR * poll_interval_seconds + _STALE_SLACK_SECONDS
     if vitals.looked_seconds_ago > limit and vitals.busy < vitals.slots:
-        reasons.append(f"the last sweep was {vitals.looked_seconds_ago:.0f} s ago")
+        reasons.append(f"the last poll was {vitals.looked_seconds_ago:.0f} s ago")
     return reasons
 
 

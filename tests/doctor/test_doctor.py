@@ -297,7 +297,7 @@ def test_a_listener_on_another_database_is_a_problem(dsn: str, empty_dsn: str) -
 
 def test_a_listener_that_cannot_connect_is_a_problem(dsn: str) -> None:
     settings = settings_of(dsn, listen_dsn=f"postgresql://app:{CANARY}@127.0.0.1:1/app", connect_timeout_seconds=1)
-    finding = expect(found(settings, "listener"), Level.PROBLEM, "PGOUTBOX_LISTEN_DSN", "waits for the next sweep")
+    finding = expect(found(settings, "listener"), Level.PROBLEM, "PGOUTBOX_LISTEN_DSN", "waits for the next poll")
     assert CANARY not in str(finding)
 
 

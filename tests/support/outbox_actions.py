@@ -326,7 +326,7 @@ PATIENCE_SECONDS = 30.0
 
 
 def settings_for(dsn: str, **overrides: object) -> Settings:
-    """Return settings of a worker that wakes only for a ring, an outcome or a due time: the sweep is an hour away."""
+    """Return settings of a worker that polls once an hour: only a ring, an outcome or a due time wakes it earlier."""
     values: dict[str, object] = {
         "dsn": dsn,
         "poll_interval_seconds": 3600,

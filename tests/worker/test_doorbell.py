@@ -72,7 +72,7 @@ class Bellman:
         self.rang.set()
 
     async def rings_so_far(self) -> list[str | None]:
-        """Return the rings so far. The answer to a probe arrives after every ring in transit."""
+        """Return the rings so far. The answer to a heartbeat arrives after every ring in transit."""
         await self.bell._probe()
         return self.rings
 
@@ -301,7 +301,7 @@ def test_trying_a_bell_that_producers_hold_leaves_no_share_of_the_lock(connect: 
 
 
 @pytest.mark.slow
-async def test_the_next_probe_detects_a_bell_that_ended_with_its_session(
+async def test_the_next_heartbeat_detects_a_bell_that_ended_with_its_session(
     bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:
     second, first = await started(bellmen), await started(bellmen)
@@ -313,7 +313,7 @@ async def test_the_next_probe_detects_a_bell_that_ended_with_its_session(
     # Like after a SIGKILL: the session ends without releasing its bell.
     assert first.bell._task is not None
     first.bell._task.cancel()
-    # Not on the event loop: the other listener's probes must be answered in the meantime.
+    # Not on the event loop: the other listener's heartbeats must be answered in the meantime.
     await asyncio.to_thread(db.execute, "SELECT pg_terminate_backend(%s, 10000)", (pid,))
     enqueue(db)
     async with asyncio.timeout(PATIENCE_SECONDS):
