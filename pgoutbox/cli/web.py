@@ -79,7 +79,7 @@ def _access_for(settings: Settings, host: str, *, insecure: bool, role: str) -> 
                 f"--insecure: {host} is not a loopback address; use 127.0.0.1, or set PGOUTBOX_WEB_OPERATOR_TOKENS"
             )
         if settings.web.viewer_tokens is not None or settings.web.operator_tokens is not None:
-            raise ConfigurationError("--insecure: PGOUTBOX_WEB_..._TOKEN is set; unset it, or omit --insecure")
+            raise ConfigurationError("--insecure: PGOUTBOX_WEB_..._TOKENS is set; unset it, or omit --insecure")
         print_warning(f"no sign-in: everybody on this machine has the role {role}")
         return Access.open_to_all(_parse_role(role), settings, hosts=hosts)
     access = Access.from_settings(settings, hosts=hosts)
