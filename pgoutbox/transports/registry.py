@@ -68,7 +68,7 @@ def complete(given: Mapping[str, Transport], settings: Settings) -> dict[str, Tr
     Raises `MissingExtraError` if the extra of a configured transport is not installed.
     """
     transports = dict(given)
-    if "mailto" not in transports and settings.smtp_host is not None:
+    if "mailto" not in transports and settings.smtp.host is not None:
         from pgoutbox.transports.smtp import SmtpTransport
 
         transports["mailto"] = SmtpTransport(settings)
@@ -81,22 +81,22 @@ def complete(given: Mapping[str, Transport], settings: Settings) -> dict[str, Tr
         from pgoutbox.transports.webhook.transport import is_installed
 
         # With secrets in the settings, the application sends webhooks: report a missing extra.
-        if is_installed() or settings.webhook_secrets is not None:
+        if is_installed() or settings.webhook.secrets is not None:
             webhook = WebhookTransport(settings)
             transports = dict.fromkeys(webhook.schemes, webhook) | transports
-    if "redis" not in transports and settings.redis_url is not None:
+    if "redis" not in transports and settings.redis.url is not None:
         from pgoutbox.transports.brokers.redis_streams import RedisTransport
 
         transports["redis"] = RedisTransport(settings)
-    if "nats" not in transports and settings.nats_url is not None:
+    if "nats" not in transports and settings.nats.url is not None:
         from pgoutbox.transports.brokers.nats_jetstream import NatsTransport
 
         transports["nats"] = NatsTransport(settings)
-    if "rabbitmq" not in transports and settings.rabbitmq_url is not None:
+    if "rabbitmq" not in transports and settings.rabbitmq.url is not None:
         from pgoutbox.transports.brokers.rabbitmq import RabbitMQTransport
 
         transports["rabbitmq"] = RabbitMQTransport(settings)
-    if "kafka" not in transports and settings.kafka_servers is not None:
+    if "kafka" not in transports and settings.kafka.servers is not None:
         from pgoutbox.transports.brokers.kafka import KafkaTransport
 
         transports["kafka"] = KafkaTransport(settings)

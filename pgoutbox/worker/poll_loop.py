@@ -241,7 +241,7 @@ class PollLoop:
             case State.PAUSING:
                 return await self._sleep_until_due(_HIGH_RATE_PAUSE_SECONDS)
             case State.IDLE:
-                return await self._sleep_until_due(self._settings.sweep_seconds)
+                return await self._sleep_until_due(self._settings.poll_interval_seconds)
             case _:
                 return await self._poll(state)
 

@@ -89,7 +89,7 @@ class Worker:
         self._queues = QueueSchedule(queues, now=elapsed_clock())
         self.name = _name_for(self._settings)
         self.telemetry = Telemetry(_log)
-        self._redirect = Redirect.at_start(self._settings)
+        self._redirect = Redirect.at_start(self._settings.redirect)
         self._keyring = keyring_of(self._settings.encryption_keys)
         self._transports = transports if transports is not None else outbox.transports_for(self._settings)
         self._open_topics = list(self._topics)  # Topics whose outcomes the database does not refuse.

@@ -70,7 +70,7 @@ def test_a_wait_is_computed_only_from_the_clock_of_the_database() -> None:
 )
 def test_a_worker_is_ready_unless_there_is_a_reason(change: dict[str, object], reason: str | None) -> None:
     vitals = replace(WELL, **change)  # type: ignore[arg-type] # the names and types are those of the fields
-    assert reasons_not_ready(vitals, sweep_seconds=60) == ([] if reason is None else [reason])
+    assert reasons_not_ready(vitals, poll_interval_seconds=60) == ([] if reason is None else [reason])
 
 
 class Loop:

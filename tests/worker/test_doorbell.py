@@ -588,7 +588,7 @@ async def test_a_worker_does_not_rely_on_a_lock_that_is_released_while_it_asks(
 
 async def test_a_worker_that_only_polls_acquires_no_lock(dsn: str, db: psycopg.Connection) -> None:
     receiver = Receiver(dsn)
-    worker = WatchedWorker(receiver.outbox, settings=settings_for(dsn, listen=False, sweep_seconds=0.1))
+    worker = WatchedWorker(receiver.outbox, settings=settings_for(dsn, listen=False, poll_interval_seconds=0.1))
     async with running(worker):
         await worker.asleep.wait()
         held = db.execute(f"SELECT count(*) FROM {ADVISORY_LOCKS} WHERE l.classid = 1885826146")
@@ -637,7 +637,7 @@ async def test_a_full_worker_does_not_go_on_watch_when_the_watch_dies(
 ) -> None:
     """It has no post, so no other worker would be notified of a release."""
     go_on = asyncio.Event()
-    outbox = Outbox(settings_for(dsn, concurrency=1, probe_seconds=600))
+    outbox = Outbox(settings_for(dsn, concurrency=1, listener_heartbeat_seconds=600))
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:

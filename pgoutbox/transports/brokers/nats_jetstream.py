@@ -63,7 +63,7 @@ class NatsTransport:
     | the event is larger than the server or the stream accepts | permanent |
     | the stream refuses for another reason: full, sealed, no quorum | transient |
 
-    Raises `ConfigurationError` when the setting `nats_url` is missing or unusable, `MissingExtraError` without nats-py.
+    Raises `ConfigurationError` when the setting `nats.url` is missing or unusable, `MissingExtraError` without nats-py.
     """
 
     schemes = ("nats",)
@@ -73,11 +73,11 @@ class NatsTransport:
             import nats  # noqa: F401 - a worker without it must not start
         except ImportError:
             raise MissingExtraError("the NATS transport", "nats") from None
-        if settings.nats_url is None:
+        if settings.nats.url is None:
             raise ConfigurationError("no NATS server given: set PGOUTBOX_NATS_URL")
         self._settings = settings
         self._seconds = settings.broker_timeout_seconds
-        self._servers = _parse_servers(settings.nats_url.get_secret_value())
+        self._servers = _parse_servers(settings.nats.url.get_secret_value())
         first = self._servers[0]
         # nats-py takes both from the URL too, but without decoding them.
         self._user = unquote(first.username) if first.username is not None else None
@@ -87,7 +87,7 @@ class NatsTransport:
         self._tls_context = tls_context
         # One server with TLS is enough: all of them get the same password.
         has_tls = tls_context is not None or any(server.scheme == "tls" for server in self._servers)
-        ca_file = settings.nats_ca_file
+        ca_file = settings.nats.ca_file
         demand_tls_for("PGOUTBOX_NATS_CA_FILE", ca_file, "PGOUTBOX_NATS_URL", "tls:", has_tls=has_tls)
         if has_tls and tls_context is None:
             self._tls_context = verifying_context(variable="PGOUTBOX_NATS_CA_FILE", ca_file=ca_file)

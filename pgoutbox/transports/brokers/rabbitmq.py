@@ -59,7 +59,7 @@ class RabbitMQTransport:
     | does not confirm in time (also after an alarm of memory or disk), or disconnects | transient, "outcome unknown" |
     | refuses an event of a megabyte or more as too large | permanent |
 
-    Raises `ConfigurationError` when the setting `rabbitmq_url` is missing or unusable, `MissingExtraError` without
+    Raises `ConfigurationError` when the setting `rabbitmq.url` is missing or unusable, `MissingExtraError` without
     aiormq.
     """
 
@@ -70,13 +70,13 @@ class RabbitMQTransport:
             import aiormq  # noqa: F401 - a worker without it must not start
         except ImportError:
             raise MissingExtraError("the RabbitMQ transport", "rabbitmq") from None
-        if settings.rabbitmq_url is None:
+        if settings.rabbitmq.url is None:
             raise ConfigurationError("no RabbitMQ server given: set PGOUTBOX_RABBITMQ_URL")
         self._settings = settings
         self._seconds = settings.broker_timeout_seconds
-        self._url, self._secrets = _parse_url(settings.rabbitmq_url.get_secret_value(), self._seconds)
+        self._url, self._secrets = _parse_url(settings.rabbitmq.url.get_secret_value(), self._seconds)
         self._tls_context = tls_context
-        has_tls, ca_file = self._url.startswith("amqps:"), settings.rabbitmq_ca_file
+        has_tls, ca_file = self._url.startswith("amqps:"), settings.rabbitmq.ca_file
         demand_tls_for("PGOUTBOX_RABBITMQ_CA_FILE", ca_file, "PGOUTBOX_RABBITMQ_URL", "amqps:", has_tls=has_tls)
         if has_tls and tls_context is None:
             self._tls_context = verifying_context(variable="PGOUTBOX_RABBITMQ_CA_FILE", ca_file=ca_file)

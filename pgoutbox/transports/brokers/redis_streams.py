@@ -50,7 +50,7 @@ class RedisTransport:
     | answers that the key is not a stream (WRONGTYPE) | permanent: the destination is another kind of key |
     | refuses for another reason: memory, ACL, replica, loading, cluster | transient: the operator must fix it |
 
-    Raises `ConfigurationError` when the setting `redis_url` is missing or unusable, `MissingExtraError` without redis.
+    Raises `ConfigurationError` when the setting `redis.url` is missing or unusable, `MissingExtraError` without redis.
     """
 
     schemes = ("redis",)
@@ -62,9 +62,9 @@ class RedisTransport:
             from redis.backoff import NoBackoff
         except ImportError:
             raise MissingExtraError("the Redis transport", "redis") from None
-        if settings.redis_url is None:
+        if settings.redis.url is None:
             raise ConfigurationError("no Redis server given: set PGOUTBOX_REDIS_URL")
-        url = settings.redis_url.get_secret_value()
+        url = settings.redis.url.get_secret_value()
         self._settings = settings
         self._seconds = settings.broker_timeout_seconds
         try:
@@ -76,7 +76,7 @@ class RedisTransport:
             raise ConfigurationError(
                 "PGOUTBOX_REDIS_URL=(hidden): is not a URL such as redis://user:password@localhost:6379/0"
             ) from None
-        self._has_tls = _verify(self._pool, settings)
+        self._has_tls = _verify(self._pool, settings.redis.ca_file)
         password = urlsplit(url).password or ""
         given = (self._pool.connection_kwargs.get(name) for name in ("password", "ssl_password"))
         self._secrets = tuple(filter(None, {password, unquote(password), *given}))
@@ -165,11 +165,11 @@ class RedisTransport:
         return printable(str(error) or type(error).__name__, hide=self._secrets)
 
 
-def _verify(pool: ConnectionPool, settings: Settings) -> bool:
+def _verify(pool: ConnectionPool, ca_file: str | None) -> bool:
     """Make connections of `rediss:` verify the server, and return whether there is TLS. The URL alone does not."""
     given = pool.connection_kwargs
     has_tls = any(scheme.__name__ == "SSLConnection" for scheme in pool.connection_class.__mro__)
-    demand_tls_for("PGOUTBOX_REDIS_CA_FILE", settings.redis_ca_file, "PGOUTBOX_REDIS_URL", "rediss:", has_tls=has_tls)
+    demand_tls_for("PGOUTBOX_REDIS_CA_FILE", ca_file, "PGOUTBOX_REDIS_URL", "rediss:", has_tls=has_tls)
     if not has_tls:
         return False
     if given.get("ssl_cert_reqs", "required") != "required" or given.get("ssl_check_hostname", True) is not True:
@@ -178,7 +178,7 @@ def _verify(pool: ConnectionPool, settings: Settings) -> bool:
             "ssl_check_hostname; name the server's authority by PGOUTBOX_REDIS_CA_FILE instead"
         )
     given |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
-    if settings.redis_ca_file is not None:
-        verifying_context(variable="PGOUTBOX_REDIS_CA_FILE", ca_file=settings.redis_ca_file)
-        given["ssl_ca_certs"] = settings.redis_ca_file
+    if ca_file is not None:
+        verifying_context(variable="PGOUTBOX_REDIS_CA_FILE", ca_file=ca_file)
+        given["ssl_ca_certs"] = ca_file
     return True
