@@ -7,7 +7,6 @@ unconfigured transport is a `MissingTransport`, so that its messages wait like t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Final, NamedTuple, cast
 
@@ -25,7 +24,9 @@ class _Automatic(NamedTuple):
 
 
 def _has_webhooks() -> bool:
-    return find_spec("httpcore") is not None and find_spec("anyio") is not None
+    from pgoutbox.transports.webhook.transport import is_installed
+
+    return is_installed()
 
 
 _WEBHOOK: Final = "webhook:WebhookTransport"

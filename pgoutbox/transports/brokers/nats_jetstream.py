@@ -127,10 +127,13 @@ class NatsTransport(BrokerTransport[str]):
         async with asyncio.timeout(self._seconds):
             await connection.open(
                 servers=[server._replace(netloc=server.netloc.rpartition("@")[2]).geturl() for server in self._servers],
-                seconds=self._seconds,
-                tls_context=self._tls_context,
-                user=self._user,
+                connect_timeout=max(1, int(self._seconds)),
+                # Two missing answers end a connection to a lost server.
+                ping_interval=max(1, int(self._seconds)),
+                tls=self._tls_context,
+                user=self._user if self._password is not None else None,
                 password=self._password,
+                token=self._user if self._password is None else None,
             )
         return connection
 
@@ -173,33 +176,19 @@ class _Connection:
     def is_open(self) -> bool:
         return self.client.is_connected and not self._lost.done()
 
-    async def open(
-        self,
-        *,
-        servers: list[str],
-        seconds: float,
-        tls_context: ssl.SSLContext | None,
-        user: str | None,
-        password: str | None,
-    ) -> None:
+    async def open(self, *, tls: ssl.SSLContext | None, **options: Any) -> None:  # noqa: ANN401 - nats-py's
         """Connect to the first of the servers that answers."""
-        if tls_context is not None:
+        if tls is not None:
             self.client._transport = _encrypted_transport()
         try:
             await self.client.connect(
-                servers,
                 error_cb=self._note_error,
                 closed_cb=self._note_end,
                 allow_reconnect=False,
                 max_reconnect_attempts=1,
                 reconnect_time_wait=0,
-                connect_timeout=max(1, int(seconds)),
-                # Two missing answers end a connection to a lost server.
-                ping_interval=max(1, int(seconds)),
-                tls=tls_context,
-                user=user if password is not None else None,
-                password=password,
-                token=user if password is None else None,
+                tls=tls,
+                **options,
             )
         except BaseException as error:
             # nats-py does not close a refused or half-open connection.

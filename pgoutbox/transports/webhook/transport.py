@@ -19,10 +19,11 @@ from datetime import UTC
 from email.utils import parsedate_to_datetime
 from functools import cached_property
 from http import HTTPStatus
+from importlib.util import find_spec
 from logging import getLogger
 from typing import TYPE_CHECKING, Protocol, cast
 
-from pgoutbox.errors import require_extra
+from pgoutbox.errors import MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.tracing import current_context
@@ -52,6 +53,11 @@ _KNOWN_TO_ALL = frozenset({b"host", b"content-type", b"content-length", b"accept
 _TRANSIENT_STATUSES = frozenset({408, 425, 429})
 
 
+def is_installed() -> bool:
+    """Whether the extra `webhook` is installed. Imports none of its packages."""
+    return find_spec("httpcore") is not None and find_spec("anyio") is not None
+
+
 class WebhookTransport:
     """Sends `Webhook` to the URL that the message or the content names. One instance serves one event loop.
 
@@ -63,8 +69,8 @@ class WebhookTransport:
     """
 
     def __init__(self, settings: Settings, *, clock: Callable[[], float] = time.time) -> None:
-        for module in ("httpcore", "anyio"):
-            require_extra(module, "the webhook transport", "webhook")
+        if not is_installed():
+            raise MissingExtraError("the webhook transport", "webhook")
         self._settings = settings
         self._clock = clock
         self._rules = Rules.of(settings)
