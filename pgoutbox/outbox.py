@@ -420,7 +420,7 @@ class Outbox:
 
         `delay` (seconds or a timedelta) counts on PostgreSQL's clock; `available_at` and `expires_at` are datetimes
         with a time zone. A pydantic model is dumped as JSON; `serializer` is called with other values that are not
-        JSON. With `notify=False` the sweep finds the message; a transaction for `PREPARE TRANSACTION` needs it.
+        JSON. With `notify=False` the next poll finds the message; a transaction for `PREPARE TRANSACTION` needs it.
         `require_transaction=False` accepts autocommit.
 
         Raises `PayloadError` naming the field, usually before any SQL; `DedupeConflictError` if the message with the
@@ -692,7 +692,7 @@ class Outbox:
     @cached_property
     def _traces(self) -> bool:
         try:
-            return self.settings.otel_traces
+            return self.settings.otel.traces
         except ConfigurationError:
             return False  # An invalid setting raises its error at its first use.
 

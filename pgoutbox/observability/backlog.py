@@ -79,7 +79,7 @@ class Backlog:
             return self._last
 
     def _is_good(self, reading: Reading) -> bool:
-        return reading.age_seconds < max(self._settings.metrics_cache_seconds, _SHARE * reading.seconds)
+        return reading.age_seconds < max(self._settings.metrics.cache_seconds, _SHARE * reading.seconds)
 
     def _read_into(self, future: Future[Reading]) -> None:
         began_at = time.monotonic()
@@ -96,7 +96,7 @@ class Backlog:
             future.set_result(Reading(is_up=True, samples=samples, read_at=ended_at, seconds=ended_at - began_at))
 
     def _read(self) -> dict[Metric, list[Sample]]:
-        names = {"max_names": self._settings.metrics_max_names, "other": OTHER}
+        names = {"max_names": self._settings.metrics.max_label_values, "other": OTHER}
         with operator_connection.connect(self._settings, read_only=True) as connection:
 
             def look() -> dict[Metric, list[Sample]]:

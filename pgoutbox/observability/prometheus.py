@@ -49,7 +49,7 @@ class Exposition:
 
     def __init__(self, settings: Settings, *, worker: Watched | None = None, backlog: Backlog | None = None) -> None:
         self._worker = worker
-        if backlog is None and settings.metrics_backlog:
+        if backlog is None and settings.metrics.backlog:
             backlog = Backlog(settings)
         self._backlog = backlog
 

@@ -31,27 +31,27 @@ def _has_webhooks() -> bool:
 
 _WEBHOOK: Final = "webhook:WebhookTransport"
 _AUTOMATIC: Final[Mapping[str, _Automatic]] = {
-    "mailto": _Automatic("smtp:SmtpTransport", lambda s: s.smtp_host is not None, "set PGOUTBOX_SMTP_HOST"),
+    "mailto": _Automatic("smtp:SmtpTransport", lambda s: s.smtp.host is not None, "set PGOUTBOX_SMTP_HOST"),
     "apprise": _Automatic(
         "apprise:AppriseTransport", lambda s: s.apprise_urls is not None, "set PGOUTBOX_APPRISE_URLS"
     ),
     "https": _Automatic(_WEBHOOK, lambda _: _has_webhooks(), "pip install 'pgoutbox[webhook]'"),
     "http": _Automatic(
         _WEBHOOK,
-        lambda s: _has_webhooks() and s.webhook_allow_http,
+        lambda s: _has_webhooks() and s.webhook.allow_http,
         "use https, or set PGOUTBOX_WEBHOOK_ALLOW_HTTP",
     ),
     "redis": _Automatic(
-        "brokers.redis_streams:RedisTransport", lambda s: s.redis_url is not None, "set PGOUTBOX_REDIS_URL"
+        "brokers.redis_streams:RedisTransport", lambda s: s.redis.url is not None, "set PGOUTBOX_REDIS_URL"
     ),
     "nats": _Automatic(
-        "brokers.nats_jetstream:NatsTransport", lambda s: s.nats_url is not None, "set PGOUTBOX_NATS_URL"
+        "brokers.nats_jetstream:NatsTransport", lambda s: s.nats.url is not None, "set PGOUTBOX_NATS_URL"
     ),
     "rabbitmq": _Automatic(
-        "brokers.rabbitmq:RabbitMQTransport", lambda s: s.rabbitmq_url is not None, "set PGOUTBOX_RABBITMQ_URL"
+        "brokers.rabbitmq:RabbitMQTransport", lambda s: s.rabbitmq.url is not None, "set PGOUTBOX_RABBITMQ_URL"
     ),
     "kafka": _Automatic(
-        "brokers.kafka:KafkaTransport", lambda s: s.kafka_servers is not None, "set PGOUTBOX_KAFKA_SERVERS"
+        "brokers.kafka:KafkaTransport", lambda s: s.kafka.servers is not None, "set PGOUTBOX_KAFKA_SERVERS"
     ),
 }
 
@@ -80,7 +80,7 @@ def complete(given: Mapping[str, Transport], settings: Settings) -> dict[str, Tr
         if scheme == "http" or scheme in transports:
             continue  # The transport for https serves http too.
         # With secrets in the settings, the application sends webhooks: report a missing extra.
-        if is_configured(scheme, settings) or (scheme == "https" and settings.webhook_secrets is not None):
+        if is_configured(scheme, settings) or (scheme == "https" and settings.webhook.secrets is not None):
             transport = build(scheme, settings)
             transports = dict.fromkeys(transport.schemes, transport) | transports
     return transports

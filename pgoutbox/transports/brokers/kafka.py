@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from confluent_kafka import KafkaError, Producer
 
-    from pgoutbox.settings import Settings
+    from pgoutbox.settings import KafkaSettings, Settings
 
 __all__ = ["KafkaTransport"]
 
@@ -69,8 +69,8 @@ class KafkaTransport(BrokerTransport[str]):
     def __init__(self, settings: Settings, *, options: Mapping[str, str | int | bool] | None = None) -> None:
         require_extra("confluent_kafka", "the Kafka transport", "kafka")
         super().__init__(settings)
-        self._configuration = _configuration(settings) | dict(options or {})
-        password = settings.kafka_password
+        self._configuration = _configuration(settings.kafka, self._seconds) | dict(options or {})
+        password = settings.kafka.password
         self._secrets = (password.get_secret_value(),) if password is not None else ()
         self._link: _Link | None = None
 
@@ -220,18 +220,18 @@ def _set(reported: asyncio.Future[KafkaError | None], error: KafkaError | None) 
         reported.set_result(error)
 
 
-def _configuration(settings: Settings) -> dict[str, Any]:
-    if settings.kafka_servers is None:
+def _configuration(settings: KafkaSettings, timeout_seconds: float) -> dict[str, Any]:
+    if settings.servers is None:
         raise ConfigurationError("no Kafka brokers given: set PGOUTBOX_KAFKA_SERVERS")
-    servers = settings.kafka_servers.replace(" ", "")
+    servers = settings.servers.replace(" ", "")
     if not _SERVERS.fullmatch(servers):
         raise ConfigurationError(
-            f"PGOUTBOX_KAFKA_SERVERS={settings.kafka_servers!r}: must be host:port, or several separated by commas"
+            f"PGOUTBOX_KAFKA_SERVERS={settings.servers!r}: must be host:port, or several separated by commas"
         )
-    milliseconds = int(settings.broker_timeout_seconds * 1_000)
+    milliseconds = int(timeout_seconds * 1_000)
     configuration: dict[str, Any] = {
         "bootstrap.servers": servers,
-        "security.protocol": "SSL" if settings.kafka_security == "tls" else "PLAINTEXT",
+        "security.protocol": "SSL" if settings.security == "tls" else "PLAINTEXT",
         "enable.idempotence": True,
         "acks": "all",
         "enable.ssl.certificate.verification": True,
@@ -245,20 +245,20 @@ def _configuration(settings: Settings) -> dict[str, Any]:
         "partitioner": "murmur2_random",
     }
     # librdkafka makes contexts of its own; this one checks the file.
-    client_context("KAFKA", settings.kafka_ca_file, "SECURITY", "tls", has_tls=settings.kafka_security == "tls")
-    if settings.kafka_ca_file is not None:
-        configuration["ssl.ca.location"] = settings.kafka_ca_file
-    if settings.kafka_username is None:
+    client_context("KAFKA", settings.ca_file, "SECURITY", "tls", has_tls=settings.security == "tls")
+    if settings.ca_file is not None:
+        configuration["ssl.ca.location"] = settings.ca_file
+    if settings.username is None:
         return configuration
-    if settings.kafka_password is None:
+    if settings.password is None:
         raise ConfigurationError("PGOUTBOX_KAFKA_USERNAME is set, PGOUTBOX_KAFKA_PASSWORD is not")
-    if settings.kafka_security == "none" and settings.kafka_mechanism == "PLAIN":
+    if settings.security == "none" and settings.mechanism == "PLAIN":
         raise ConfigurationError(
             "PGOUTBOX_KAFKA_SECURITY=none would send PGOUTBOX_KAFKA_PASSWORD in plain text; use tls, or SCRAM"
         )
     return configuration | {
-        "security.protocol": "SASL_SSL" if settings.kafka_security == "tls" else "SASL_PLAINTEXT",
-        "sasl.mechanism": settings.kafka_mechanism,
-        "sasl.username": settings.kafka_username,
-        "sasl.password": settings.kafka_password.get_secret_value(),
+        "security.protocol": "SASL_SSL" if settings.security == "tls" else "SASL_PLAINTEXT",
+        "sasl.mechanism": settings.mechanism,
+        "sasl.username": settings.username,
+        "sasl.password": settings.password.get_secret_value(),
     }

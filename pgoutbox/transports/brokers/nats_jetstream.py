@@ -56,7 +56,7 @@ class NatsTransport(BrokerTransport[str]):
     | the event is larger than the server or the stream accepts | permanent |
     | the stream refuses for another reason: full, sealed, no quorum | transient |
 
-    Raises `ConfigurationError` when the setting `nats_url` is missing or unusable, `MissingExtraError` without nats-py.
+    Raises `ConfigurationError` when the setting `nats.url` is missing or unusable, `MissingExtraError` without nats-py.
     """
 
     schemes = ("nats",)
@@ -64,9 +64,9 @@ class NatsTransport(BrokerTransport[str]):
     def __init__(self, settings: Settings, *, tls_context: ssl.SSLContext | None = None) -> None:
         require_extra("nats", "the NATS transport", "nats")
         super().__init__(settings)
-        if settings.nats_url is None:
+        if settings.nats.url is None:
             raise ConfigurationError("no NATS server given: set PGOUTBOX_NATS_URL")
-        self._servers = _parse_servers(settings.nats_url.get_secret_value())
+        self._servers = _parse_servers(settings.nats.url.get_secret_value())
         first = self._servers[0]
         # nats-py takes both from the URL too, but without decoding them.
         self._user = unquote(first.username) if first.username is not None else None
@@ -76,7 +76,7 @@ class NatsTransport(BrokerTransport[str]):
         # One server with TLS is enough: all of them get the same password.
         has_tls = tls_context is not None or any(server.scheme == "tls" for server in self._servers)
         self._tls_context = client_context(
-            "NATS", settings.nats_ca_file, "URL", "tls:", has_tls=has_tls, given=tls_context
+            "NATS", settings.nats.ca_file, "URL", "tls:", has_tls=has_tls, given=tls_context
         )
         self._connection: SharedConnection[_Connection] = SharedConnection(self._connect, lambda link: link.is_open)
 

@@ -56,7 +56,7 @@ class RabbitMQTransport(BrokerTransport[_Address]):
     | does not confirm in time (also after an alarm of memory or disk), or disconnects | transient, "outcome unknown" |
     | refuses an event of a megabyte or more as too large | permanent |
 
-    Raises `ConfigurationError` when the setting `rabbitmq_url` is missing or unusable, `MissingExtraError` without
+    Raises `ConfigurationError` when the setting `rabbitmq.url` is missing or unusable, `MissingExtraError` without
     aiormq.
     """
 
@@ -65,12 +65,12 @@ class RabbitMQTransport(BrokerTransport[_Address]):
     def __init__(self, settings: Settings, *, tls_context: ssl.SSLContext | None = None) -> None:
         require_extra("aiormq", "the RabbitMQ transport", "rabbitmq")
         super().__init__(settings)
-        if settings.rabbitmq_url is None:
+        if settings.rabbitmq.url is None:
             raise ConfigurationError("no RabbitMQ server given: set PGOUTBOX_RABBITMQ_URL")
-        self._url, self._secrets = _parse_url(settings.rabbitmq_url.get_secret_value(), self._seconds)
+        self._url, self._secrets = _parse_url(settings.rabbitmq.url.get_secret_value(), self._seconds)
         self._tls_context = client_context(
             "RABBITMQ",
-            settings.rabbitmq_ca_file,
+            settings.rabbitmq.ca_file,
             "URL",
             "amqps:",
             has_tls=self._url.startswith("amqps:"),

@@ -43,7 +43,7 @@ class RedisTransport(BrokerTransport[str]):
     | answers that the key is not a stream (WRONGTYPE) | permanent: the destination is another kind of key |
     | refuses for another reason: memory, ACL, replica, loading, cluster | transient: the operator must fix it |
 
-    Raises `ConfigurationError` when the setting `redis_url` is missing or unusable, `MissingExtraError` without redis.
+    Raises `ConfigurationError` when the setting `redis.url` is missing or unusable, `MissingExtraError` without redis.
     """
 
     schemes = ("redis",)
@@ -55,9 +55,9 @@ class RedisTransport(BrokerTransport[str]):
         from redis.backoff import NoBackoff
 
         super().__init__(settings)
-        if settings.redis_url is None:
+        if settings.redis.url is None:
             raise ConfigurationError("no Redis server given: set PGOUTBOX_REDIS_URL")
-        url = settings.redis_url.get_secret_value()
+        url = settings.redis.url.get_secret_value()
         try:
             # Connecting is tried once; the retry policy repeats. The time limits are our own.
             self._pool: ConnectionPool = ConnectionPool.from_url(
@@ -67,7 +67,7 @@ class RedisTransport(BrokerTransport[str]):
             raise ConfigurationError(
                 "PGOUTBOX_REDIS_URL=(hidden): is not a URL such as redis://user:password@localhost:6379/0"
             ) from None
-        self._has_tls = _verify(self._pool, settings)
+        self._has_tls = _verify(self._pool, settings.redis.ca_file)
         password = urlsplit(url).password or ""
         given = (self._pool.connection_kwargs.get(name) for name in ("password", "ssl_password"))
         self._secrets = tuple(filter(None, {password, unquote(password), *given}))
@@ -142,12 +142,12 @@ class RedisTransport(BrokerTransport[str]):
         return Permanent(f"destination: {text}") if str(error).startswith("WRONGTYPE") else Transient(text)
 
 
-def _verify(pool: ConnectionPool, settings: Settings) -> bool:
+def _verify(pool: ConnectionPool, ca_file: str | None) -> bool:
     """Make connections of `rediss:` verify the server, and return whether there is TLS. The URL alone does not."""
     given = pool.connection_kwargs
     has_tls = any(scheme.__name__ == "SSLConnection" for scheme in pool.connection_class.__mro__)
     # The pool makes contexts of its own; this one checks the file.
-    client_context("REDIS", settings.redis_ca_file, "URL", "rediss:", has_tls=has_tls)
+    client_context("REDIS", ca_file, "URL", "rediss:", has_tls=has_tls)
     if not has_tls:
         return False
     if given.get("ssl_cert_reqs", "required") != "required" or given.get("ssl_check_hostname", True) is not True:
@@ -156,6 +156,6 @@ def _verify(pool: ConnectionPool, settings: Settings) -> bool:
             "ssl_check_hostname; name the server's authority by PGOUTBOX_REDIS_CA_FILE instead"
         )
     given |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
-    if settings.redis_ca_file is not None:
-        given["ssl_ca_certs"] = settings.redis_ca_file
+    if ca_file is not None:
+        given["ssl_ca_certs"] = ca_file
     return True

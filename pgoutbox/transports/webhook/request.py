@@ -21,7 +21,7 @@ from pgoutbox.transports.webhook.url_policy import Endpoint, UrlPolicy, parse_ne
 from pgoutbox.webhooks import Secret, key_of, sign
 
 if TYPE_CHECKING:
-    from pgoutbox.settings import Settings
+    from pgoutbox.settings import WebhookSettings
 
 MAX_BODY_BYTES = 20 * 1024 * 1024
 MAX_HEADER_COUNT = 64
@@ -51,7 +51,7 @@ class Webhook:
     if given. The default of `media_type` is `application/json`, and `application/octet-stream` for bytes.
 
     It is signed by Standard Webhooks: with `secrets`, the receiver's own, or with the secrets of the setting
-    `webhook_secrets` with the name `secret_name`, or without a name. Several secrets give several signatures, so that
+    `webhook.secrets` with the name `secret_name`, or without a name. Several secrets give several signatures, so that
     the receiver can rotate them. `signed=False` is for receivers with another scheme.
 
     >>> Webhook(body={"type": "order.paid", "data": {"id": 7}}).scheme
@@ -81,15 +81,15 @@ class Rules:
     keys: Mapping[str, tuple[bytes, ...]] = field(repr=False)
 
     @classmethod
-    def of(cls, settings: Settings) -> Rules:
+    def of(cls, settings: WebhookSettings) -> Rules:
         """Raises `ConfigurationError`, naming the variable and never a secret."""
-        networks = settings.webhook_allowed_networks
+        networks = settings.allowed_networks
         frontier = UrlPolicy(
-            ports=parse_ports("PGOUTBOX_WEBHOOK_PORTS", settings.webhook_ports),
-            allow_http=settings.webhook_allow_http,
+            ports=parse_ports("PGOUTBOX_WEBHOOK_PORTS", settings.ports),
+            allow_http=settings.allow_http,
             allowed_networks=() if networks is None else parse_networks("PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS", networks),
         )
-        secrets = settings.webhook_secrets
+        secrets = settings.secrets
         return cls(frontier, {} if secrets is None else _keys_by_name(secrets.get_secret_value()))
 
 
