@@ -13,16 +13,19 @@ import threading
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, Final
 
-from pgoutbox.errors import ConfigurationError, require_extra
+from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
 from pgoutbox.transports.brokers.broker import BrokerTransport
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
 from pgoutbox.transports.tls import client_context
 
+try:
+    from confluent_kafka import KafkaError, KafkaException, Producer
+except ImportError:
+    raise MissingExtraError("the Kafka transport", "kafka") from None
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from confluent_kafka import KafkaError, Producer
 
     from pgoutbox.settings import KafkaSettings, Settings
 
@@ -67,7 +70,6 @@ class KafkaTransport(BrokerTransport[str]):
     schemes = ("kafka",)
 
     def __init__(self, settings: Settings, *, options: Mapping[str, str | int | bool] | None = None) -> None:
-        require_extra("confluent_kafka", "the Kafka transport", "kafka")
         super().__init__(settings)
         self._configuration = _configuration(settings.kafka, self._seconds) | dict(options or {})
         password = settings.kafka.password
@@ -79,8 +81,6 @@ class KafkaTransport(BrokerTransport[str]):
         return await asyncio.to_thread(self._ask_for_brokers)
 
     def _ask_for_brokers(self) -> str | None:
-        from confluent_kafka import KafkaException, Producer
-
         said: list[str] = []
         configuration = {**self._configuration, "error_cb": lambda error: said.append(error.str())}
         try:
@@ -107,8 +107,6 @@ class KafkaTransport(BrokerTransport[str]):
         return topic
 
     async def _publish(self, target: str, event: RenderedEvent) -> Outcome:
-        from confluent_kafka import KafkaException
-
         headers = {**event.headers, "ce_id": event.id, "content-type": CONTENT_TYPE}
         try:
             if self._link is None:
@@ -137,16 +135,14 @@ class KafkaTransport(BrokerTransport[str]):
 
     def _refusal(self, error: KafkaError, *, is_local: bool = False, last_error: str | None = None) -> Outcome:
         """Return the outcome of an error. `is_local`: the producer refused it. `last_error`: of its connections."""
-        from confluent_kafka import KafkaError as Code
-
         code, said = error.code(), self._one_line(error.str())
-        if any(code == getattr(Code, name) for name in _UNKNOWN_OUTCOMES):
+        if any(code == getattr(KafkaError, name) for name in _UNKNOWN_OUTCOMES):
             why = f" ({self._one_line(last_error)})" if last_error else ""
             return Transient(f"outcome unknown: no acknowledgement: {said}{why}", outage=True, unknown=True)
         # A broker reports this for a whole batch, which may contain other records.
-        if code == Code.MSG_SIZE_TOO_LARGE and is_local:
+        if code == KafkaError.MSG_SIZE_TOO_LARGE and is_local:
             return Permanent(f"event.data: {said}")
-        if code in (Code.TOPIC_EXCEPTION, Code.INVALID_RECORD):
+        if code in (KafkaError.TOPIC_EXCEPTION, KafkaError.INVALID_RECORD):
             return Permanent(f"produce: {said}")
         return Transient(f"produce: {said}")
 
@@ -155,15 +151,13 @@ class _Link:
     """A producer, and the thread in which it reports the delivery of each record."""
 
     def __init__(self, configuration: Mapping[str, str | int | bool], topic: str) -> None:
-        from confluent_kafka import Producer
-
         self.reached = asyncio.Event()
         """Set permanently after a broker has answered a query about this topic."""
         self.last_error: str | None = None
         self._loop = asyncio.get_running_loop()
         self._is_closing = False
         self._topic = topic
-        self._producer: Producer = Producer({**configuration, "error_cb": self._note_error}, logger=_client_logger)
+        self._producer = Producer({**configuration, "error_cb": self._note_error}, logger=_client_logger)
         self._thread = threading.Thread(target=self._poll, name="pgoutbox kafka", daemon=True)
         self._thread.start()
 
@@ -200,8 +194,6 @@ class _Link:
         self._producer.poll(0)
 
     def _has_broker(self) -> bool:
-        from confluent_kafka import KafkaException
-
         try:
             self._producer.list_topics(self._topic, timeout=_ASK_SECONDS)
         except KafkaException:  # The callback reports errors of the connections.
@@ -209,9 +201,7 @@ class _Link:
         return True
 
     def _note_error(self, error: KafkaError) -> None:
-        from confluent_kafka import KafkaError as Code
-
-        if error.code() != Code._ALL_BROKERS_DOWN or self.last_error is None:  # It does not give the reason.
+        if error.code() != KafkaError._ALL_BROKERS_DOWN or self.last_error is None:  # It does not give the reason.
             self.last_error = error.str()
 
 

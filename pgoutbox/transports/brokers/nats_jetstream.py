@@ -13,18 +13,23 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import ParseResult, SplitResult, unquote, urlsplit
 
-from pgoutbox.errors import ConfigurationError, require_extra
+from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.text import one_line
 from pgoutbox.transports.brokers.broker import BrokerTransport, SharedConnection
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
 from pgoutbox.transports.tls import client_context
 
+try:
+    from nats.aio.client import Client
+    from nats.aio.transport import TcpTransport
+    from nats.errors import Error
+    from nats.js.errors import APIError, NoStreamResponseError
+except ImportError:
+    raise MissingExtraError("the NATS transport", "nats") from None
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from nats.aio.client import Client
-    from nats.aio.transport import Transport
 
     from pgoutbox.settings import Settings
 
@@ -62,7 +67,6 @@ class NatsTransport(BrokerTransport[str]):
     schemes = ("nats",)
 
     def __init__(self, settings: Settings, *, tls_context: ssl.SSLContext | None = None) -> None:
-        require_extra("nats", "the NATS transport", "nats")
         super().__init__(settings)
         if settings.nats.url is None:
             raise ConfigurationError("no NATS server given: set PGOUTBOX_NATS_URL")
@@ -84,7 +88,7 @@ class NatsTransport(BrokerTransport[str]):
         try:
             async with asyncio.timeout(self._seconds):
                 connection = await self._connection.get()
-        except (OSError, _NatsError()) as error:
+        except (OSError, Error) as error:
             text = f"connect: {self._error_text(error)}"
             return Unavailable(text) if _AUTHORIZATION.search(str(error)) else Transient(text, outage=True)
         return await self._publish_on(connection, target, event)
@@ -109,7 +113,7 @@ class NatsTransport(BrokerTransport[str]):
             async with asyncio.timeout(self._seconds):
                 connection = await self._connection.get()
                 await connection.client.flush(timeout=max(1, int(self._seconds)))
-        except (OSError, _NatsError()) as error:
+        except (OSError, Error) as error:
             return f"connect: {self._error_text(error)}"
         return None
 
@@ -138,9 +142,6 @@ class NatsTransport(BrokerTransport[str]):
         return connection
 
     async def _publish_on(self, connection: _Connection, subject: str, event: RenderedEvent) -> Outcome:
-        from nats.errors import Error
-        from nats.js.errors import APIError, NoStreamResponseError
-
         headers = {**event.headers, "Nats-Msg-Id": event.id, "Content-Type": CONTENT_TYPE}
         size, limit = _size(headers, event.content), connection.client.max_payload
         if size > limit:  # The server would end the connection, and with it other sends in progress.
@@ -165,9 +166,7 @@ class _Connection:
     """A client of nats-py that never reconnects by itself. Its end and its refusals wake waiting sends at once."""
 
     def __init__(self) -> None:
-        from nats.aio.client import Client
-
-        self.client: Client = Client()
+        self.client = Client()
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._error: Exception | None = None
@@ -179,7 +178,7 @@ class _Connection:
     async def open(self, *, tls: ssl.SSLContext | None, **options: Any) -> None:  # noqa: ANN401 - nats-py's
         """Connect to the first of the servers that answers."""
         if tls is not None:
-            self.client._transport = _encrypted_transport()
+            self.client._transport = _EncryptedTransport()  # type: ignore[no-untyped-call] # nats-py is typed in part
         try:
             await self.client.connect(
                 error_cb=self._note_error,
@@ -234,45 +233,35 @@ class _Connection:
             self._lost.set_result(None)
 
 
-def _encrypted_transport() -> Transport:
+class _EncryptedTransport(TcpTransport):
     """nats-py's transport without plain text: nats-py itself lets the server decide about TLS."""
-    from nats.aio.transport import TcpTransport
 
-    class EncryptedTransport(TcpTransport):
-        _is_encrypted = False
+    _is_encrypted = False
 
-        def __bool__(self) -> bool:
-            return True  # Otherwise nats-py uses another transport until this one is connected.
+    def __bool__(self) -> bool:
+        return True  # Otherwise nats-py uses another transport until this one is connected.
 
-        async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
-            self._is_encrypted = False
-            await super().connect(uri, buffer_size, connect_timeout)
+    async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
+        self._is_encrypted = False
+        await super().connect(uri, buffer_size, connect_timeout)
 
-        async def connect_tls(
-            self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
-        ) -> None:
-            await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
-            self._is_encrypted = True
+    async def connect_tls(
+        self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
+    ) -> None:
+        await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
+        self._is_encrypted = True
 
-        def write(self, payload: bytes) -> None:
-            self._refuse_plain_text()
-            super().write(payload)  # type: ignore[no-untyped-call] # nats-py is typed in part
+    def write(self, payload: bytes) -> None:
+        self._refuse_plain_text()
+        super().write(payload)  # type: ignore[no-untyped-call] # nats-py is typed in part
 
-        def writelines(self, payload: list[bytes]) -> None:
-            self._refuse_plain_text()
-            super().writelines(payload)  # type: ignore[no-untyped-call] # nats-py is typed in part
+    def writelines(self, payload: list[bytes]) -> None:
+        self._refuse_plain_text()
+        super().writelines(payload)  # type: ignore[no-untyped-call] # nats-py is typed in part
 
-        def _refuse_plain_text(self) -> None:
-            if not self._is_encrypted:
-                raise ConnectionRefusedError("the server does not offer TLS, and plain text is refused")
-
-    return EncryptedTransport()  # type: ignore[no-untyped-call] # nats-py is typed in part
-
-
-def _NatsError() -> type[Exception]:  # noqa: N802 - it stands where a class does
-    from nats.errors import Error
-
-    return Error
+    def _refuse_plain_text(self) -> None:
+        if not self._is_encrypted:
+            raise ConnectionRefusedError("the server does not offer TLS, and plain text is refused")
 
 
 def _parse_servers(urls: str) -> list[SplitResult]:

@@ -12,12 +12,19 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-from pgoutbox.errors import ConfigurationError, require_extra
+from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.text import one_line
 from pgoutbox.transports.brokers.broker import BrokerTransport, SharedConnection
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, check_name, parse_name
 from pgoutbox.transports.tls import client_context
+
+try:
+    import aiormq
+    from aiormq import exceptions as amqp
+    from pamqp.commands import Basic
+except ImportError:
+    raise MissingExtraError("the RabbitMQ transport", "rabbitmq") from None
 
 if TYPE_CHECKING:
     from aiormq.abc import AbstractChannel, AbstractConnection
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["RabbitMQTransport"]
 
 _PERSISTENT: Final = 2
+_REFUSED_CREDENTIALS: Final = (amqp.AuthenticationError, amqp.ConnectionNotAllowed, amqp.ProbableAuthenticationError)
 # An event larger than the server accepts ends its channel, and must not end other sends on it.
 _LARGE_BYTES: Final = 1_000_000
 
@@ -63,7 +71,6 @@ class RabbitMQTransport(BrokerTransport[_Address]):
     schemes = ("rabbitmq",)
 
     def __init__(self, settings: Settings, *, tls_context: ssl.SSLContext | None = None) -> None:
-        require_extra("aiormq", "the RabbitMQ transport", "rabbitmq")
         super().__init__(settings)
         if settings.rabbitmq.url is None:
             raise ConfigurationError("no RabbitMQ server given: set PGOUTBOX_RABBITMQ_URL")
@@ -98,7 +105,7 @@ class RabbitMQTransport(BrokerTransport[_Address]):
                 connection = await self._connection.get()
         except Exception as error:  # noqa: BLE001 - every error of connecting is transient
             text = f"connect: {self._error_text(error)}"
-            return Unavailable(text) if isinstance(error, _refused_credentials()) else Transient(text, outage=True)
+            return Unavailable(text) if isinstance(error, _REFUSED_CREDENTIALS) else Transient(text, outage=True)
         if len(event.content) < _LARGE_BYTES:
             return await self._publish_with_others(target, event)
         return await self._publish_alone(connection, target, event)
@@ -122,8 +129,6 @@ class RabbitMQTransport(BrokerTransport[_Address]):
                     await connection.close()
 
     async def _connect(self) -> AbstractConnection:
-        import aiormq
-
         async with asyncio.timeout(self._seconds):
             return await aiormq.connect(self._url, context=self._tls_context)
 
@@ -141,19 +146,17 @@ class RabbitMQTransport(BrokerTransport[_Address]):
         return await self._publish_on(channel, address, event)
 
     async def _publish_alone(self, connection: AbstractConnection, address: _Address, event: RenderedEvent) -> Outcome:
-        from aiormq.exceptions import AMQPError, ChannelPreconditionFailed
-
         try:
             channel = await self._open_channel(address.exchange, connection)
         except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
             return Transient(f"exchange {one_line(address.exchange)!r}: {self._error_text(error)}")
         try:
             return await self._publish_on(channel, address, event)
-        except ChannelPreconditionFailed as error:
+        except amqp.ChannelPreconditionFailed as error:
             return Permanent(f"event.data: {self._error_text(error)}")
         finally:
             # The outcome of the event is known here. (A closed channel raises RuntimeError.)
-            with suppress(AMQPError, OSError, RuntimeError):
+            with suppress(amqp.AMQPError, OSError, RuntimeError):
                 await channel.close()
 
     async def _open_channel(self, exchange: str, connection: AbstractConnection | None = None) -> AbstractChannel:
@@ -166,9 +169,6 @@ class RabbitMQTransport(BrokerTransport[_Address]):
 
     async def _publish_on(self, channel: AbstractChannel, address: _Address, event: RenderedEvent) -> Outcome:
         """Publish and wait for the confirmation. Raises only errors that a shared channel does not explain."""
-        from aiormq.exceptions import ChannelClosed, ChannelPreconditionFailed, DeliveryError, PublishError
-        from pamqp.commands import Basic
-
         properties = Basic.Properties(
             message_id=event.id,
             content_type=CONTENT_TYPE,
@@ -184,15 +184,15 @@ class RabbitMQTransport(BrokerTransport[_Address]):
                     properties=properties,
                     mandatory=True,
                 )
-        except PublishError:
+        except amqp.PublishError:
             return Transient(f"no queue for the routing key {one_line(address.routing_key)!r}")
-        except DeliveryError:
+        except amqp.DeliveryError:
             return Transient("publish: refused by a queue (nack)")
-        except ChannelPreconditionFailed:
+        except amqp.ChannelPreconditionFailed:
             if len(event.content) >= _LARGE_BYTES:
                 raise
             return Transient("outcome unknown: the channel was closed: PRECONDITION_FAILED", unknown=True)
-        except ChannelClosed as error:
+        except amqp.ChannelClosed as error:
             return Transient(f"publish: {self._error_text(error)}")
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -202,12 +202,6 @@ class RabbitMQTransport(BrokerTransport[_Address]):
         except Exception as error:  # noqa: BLE001 - after any error, the event may have been accepted
             return Transient(f"outcome unknown: no confirmation: {self._error_text(error)}", outage=True, unknown=True)
         return Sent()
-
-
-def _refused_credentials() -> tuple[type[Exception], ...]:
-    from aiormq.exceptions import AuthenticationError, ConnectionNotAllowed, ProbableAuthenticationError
-
-    return AuthenticationError, ConnectionNotAllowed, ProbableAuthenticationError
 
 
 def _is_open(connection: AbstractConnection | AbstractChannel) -> bool:

@@ -10,15 +10,21 @@ import asyncio
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from pgoutbox.errors import ConfigurationError, require_extra
+from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.transports.brokers.broker import BrokerTransport
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
 from pgoutbox.transports.tls import IS_IT_TLS, client_context
 
-if TYPE_CHECKING:
+try:
     from redis.asyncio import ConnectionPool
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+    from redis.exceptions import AuthenticationError, RedisError, ResponseError
+except ImportError:
+    raise MissingExtraError("the Redis transport", "redis") from None
 
+if TYPE_CHECKING:
     from pgoutbox.settings import Settings
 
 __all__ = ["RedisTransport"]
@@ -49,11 +55,6 @@ class RedisTransport(BrokerTransport[str]):
     schemes = ("redis",)
 
     def __init__(self, settings: Settings, *, connection_count: int = 10) -> None:
-        require_extra("redis.asyncio", "the Redis transport", "redis")
-        from redis.asyncio import ConnectionPool
-        from redis.asyncio.retry import Retry
-        from redis.backoff import NoBackoff
-
         super().__init__(settings)
         if settings.redis.url is None:
             raise ConfigurationError("no Redis server given: set PGOUTBOX_REDIS_URL")
@@ -82,8 +83,6 @@ class RedisTransport(BrokerTransport[str]):
 
     async def check(self) -> str | None:
         """Connect and sign in as for an event, and return the problem, or None."""
-        from redis.exceptions import RedisError
-
         try:
             async with asyncio.timeout(self._seconds):
                 connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis is typed in part
@@ -104,8 +103,6 @@ class RedisTransport(BrokerTransport[str]):
         await self._pool.disconnect()
 
     async def _append(self, stream: str, event: RenderedEvent) -> Outcome:
-        from redis.exceptions import AuthenticationError, RedisError, ResponseError
-
         fields: list[str | bytes] = ["id", event.id, "content-type", CONTENT_TYPE, "event", event.content]
         for name, value in event.headers.items():
             fields += [name, value]
