@@ -33,7 +33,6 @@ _TEST_PREFIX = f"{ENVIRONMENT_PREFIX}TEST_"
 SUPERVISOR_FD_VARIABLE = f"{ENVIRONMENT_PREFIX}SUPERVISOR_FD"
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
 _FERNET_KEY = re.compile(r"\s*[A-Za-z0-9_-]{43}=\s*")
-_CA_FILE: Final = "PEM file of certificate authorities to trust in addition to the system's."
 
 
 class _Group(BaseModel):
@@ -63,31 +62,26 @@ class _Group(BaseModel):
 class SmtpSettings(_Group):
     """E-mail over SMTP, with the `mailto:` transport."""
 
-    host: str | None = Field(default=None, description="SMTP server of the `mailto:` transport.")
-    port: int | None = Field(
-        default=None,
-        ge=1,
-        le=65_535,
-        description="Port of the SMTP server (default: 587 for starttls, 465 for tls, 25 for none).",
-    )
-    security: Literal["starttls", "tls", "none"] = Field(
-        default="starttls",
-        description="Encryption of the SMTP connection: required STARTTLS, implicit TLS, or none (for a local "
-        "server only).",
-    )
-    ca_file: str | None = Field(default=None, description=_CA_FILE)
-    username: str | None = Field(default=None, description="User name for SMTP AUTH.")
-    password: SecretStr | None = Field(default=None, description="Password for SMTP AUTH.")
-    sender: str | None = Field(default=None, description="Sender address of e-mails that do not set one.")
-    ehlo_name: str | None = Field(
-        default=None, description="Host name to send in EHLO (default: the machine's host name)."
-    )
-    timeout_seconds: float = Field(
-        default=30.0, ge=0.5, le=600, description="Timeout of each step of the SMTP dialogue, in seconds."
-    )
-    connections: int = Field(
-        default=10, ge=1, le=500, description="Maximum number of open SMTP connections in one process."
-    )
+    host: str | None = None
+    """SMTP server of the `mailto:` transport."""
+    port: int | None = Field(default=None, ge=1, le=65_535)
+    """Port of the SMTP server (default: 587 for starttls, 465 for tls, 25 for none)."""
+    security: Literal["starttls", "tls", "none"] = "starttls"
+    """Encryption of the SMTP connection: required STARTTLS, implicit TLS, or none (for a local server only)."""
+    ca_file: str | None = None
+    """PEM file of certificate authorities to trust in addition to the system's."""
+    username: str | None = None
+    """User name for SMTP AUTH."""
+    password: SecretStr | None = None
+    """Password for SMTP AUTH."""
+    sender: str | None = None
+    """Sender address of e-mails that do not set one."""
+    ehlo_name: str | None = None
+    """Host name to send in EHLO (default: the machine's host name)."""
+    timeout_seconds: float = Field(default=30.0, ge=0.5, le=600)
+    """Timeout of each step of the SMTP dialogue, in seconds."""
+    connections: int = Field(default=10, ge=1, le=500)
+    """Maximum number of open SMTP connections in one process."""
 
     @model_validator(mode="after")
     def _check_password(self) -> Self:
@@ -103,101 +97,57 @@ class SmtpSettings(_Group):
 class RedirectSettings(_Group):
     """The redirect of all e-mail of a test system."""
 
-    to: str | None = Field(
-        default=None,
-        description="For testing: the address, or `@domain`, that receives all e-mail. Other contents are held back.",
-    )
-    exempt: str | None = Field(
-        default=None, description="Addresses and `@domain`s that are exempt from the redirect, separated by commas."
-    )
-    blackout: str | None = Field(
-        default=None,
-        description="Date ranges in which the redirect is refused, separated by commas: "
-        "`2026-04-01/2026-09-30[Europe/Berlin]`.",
-    )
+    to: str | None = None
+    """For testing: the address, or `@domain`, that receives all e-mail. Other contents are held back."""
+    exempt: str | None = None
+    """Addresses and `@domain`s that are exempt from the redirect, separated by commas."""
+    blackout: str | None = None
+    """Date ranges in which the redirect is refused, separated by commas: `2026-04-01/2026-09-30[Europe/Berlin]`."""
 
 
 class WebhookSettings(_Group):
     """Webhooks, with the transports `https:` and `http:`."""
 
-    secrets: SecretStr | None = Field(
-        default=None,
-        description="Secrets that sign webhooks, separated by spaces: `whsec_` and base64, or `name=whsec_...`. "
-        "Each webhook is signed with all secrets of its name.",
-    )
-    timeout_seconds: float = Field(
-        default=30.0,
-        ge=0.5,
-        le=600,
-        description="Timeout of one webhook, from the DNS lookup to the answer, in seconds.",
-    )
-    connect_timeout_seconds: float = Field(
-        default=10.0,
-        ge=0.1,
-        le=120,
-        description="Timeout of the DNS lookup, the connection and the TLS handshake together, in seconds.",
-    )
-    connections: int = Field(
-        default=50, ge=1, le=5_000, description="Maximum number of concurrent webhooks in one process."
-    )
-    ports: str = Field(default="443,8443", description="Ports that webhooks may use, separated by commas.")
-    allow_http: bool = Field(default=False, description="Allow `http:` destinations, which are sent in plain text.")
-    allowed_networks: str | None = Field(
-        default=None,
-        description="Private networks that webhooks may reach, in CIDR notation, separated by commas.",
-    )
-    ca_file: str | None = Field(default=None, description=_CA_FILE)
-    retry_after_cap_seconds: float = Field(
-        default=86_400.0,
-        ge=0,
-        le=2_592_000,
-        description="Upper bound on `Retry-After`, in seconds. The cap of the retry policy applies too.",
-    )
-    error_body_chars: int = Field(
-        default=0,
-        ge=0,
-        le=500,
-        description="Maximum length of the response excerpt in an error, in characters. 0: no excerpt.",
-    )
-    trace_context: bool = Field(
-        default=False, description="Send `traceparent` with webhooks. It reveals the trace id to the receivers."
-    )
+    secrets: SecretStr | None = None
+    """Secrets that sign webhooks, separated by spaces: `whsec_` and base64, or `name=whsec_...`. Each webhook is signed
+    with all secrets of its name."""
+    timeout_seconds: float = Field(default=30.0, ge=0.5, le=600)
+    """Timeout of one webhook, from the DNS lookup to the answer, in seconds."""
+    connect_timeout_seconds: float = Field(default=10.0, ge=0.1, le=120)
+    """Timeout of the DNS lookup, the connection and the TLS handshake together, in seconds."""
+    connections: int = Field(default=50, ge=1, le=5_000)
+    """Maximum number of concurrent webhooks in one process."""
+    ports: str = "443,8443"
+    """Ports that webhooks may use, separated by commas."""
+    allow_http: bool = False
+    """Allow `http:` destinations, which are sent in plain text."""
+    allowed_networks: str | None = None
+    """Private networks that webhooks may reach, in CIDR notation, separated by commas."""
+    ca_file: str | None = None
+    """PEM file of certificate authorities to trust in addition to the system's."""
+    retry_after_cap_seconds: float = Field(default=86_400.0, ge=0, le=2_592_000)
+    """Upper bound on `Retry-After`, in seconds. The cap of the retry policy applies too."""
+    error_body_chars: int = Field(default=0, ge=0, le=500)
+    """Maximum length of the response excerpt in an error, in characters. 0: no excerpt."""
+    trace_context: bool = False
+    """Send `traceparent` with webhooks. It reveals the trace id to the receivers."""
 
 
 class BreakerSettings(_Group):
     """The circuit breakers, which stop sending to a transport or host that is down."""
 
-    enabled: bool = Field(default=True, description="Stop sending to a transport or host that is down.")
-    failures: int = Field(
-        default=5,
-        ge=1,
-        le=1_000,
-        description="Number of consecutive failures in one process that open a circuit breaker.",
-    )
-    error_rate: float = Field(
-        default=0.5,
-        gt=0,
-        le=1,
-        description="Share of failed sends that opens a circuit breaker, of at least 20 sends within 60 seconds.",
-    )
-    cooldown_seconds: float = Field(
-        default=30.0,
-        ge=0.1,
-        le=86_400,
-        description="Time that a circuit breaker stays open before one message is sent as a probe, in seconds.",
-    )
-    max_cooldown_seconds: float = Field(
-        default=600.0,
-        ge=0.1,
-        le=86_400,
-        description="Upper bound on that time, in seconds. Each failed probe doubles the time.",
-    )
-    probe_timeout_seconds: float = Field(
-        default=120.0,
-        ge=0.1,
-        le=86_400,
-        description="Time after which a probe without an outcome counts as lost, in seconds.",
-    )
+    enabled: bool = True
+    """Stop sending to a transport or host that is down."""
+    failures: int = Field(default=5, ge=1, le=1_000)
+    """Number of consecutive failures in one process that open a circuit breaker."""
+    error_rate: float = Field(default=0.5, gt=0, le=1)
+    """Share of failed sends that opens a circuit breaker, of at least 20 sends within 60 seconds."""
+    cooldown_seconds: float = Field(default=30.0, ge=0.1, le=86_400)
+    """Time that a circuit breaker stays open before one message is sent as a probe, in seconds."""
+    max_cooldown_seconds: float = Field(default=600.0, ge=0.1, le=86_400)
+    """Upper bound on that time, in seconds. Each failed probe doubles the time."""
+    probe_timeout_seconds: float = Field(default=120.0, ge=0.1, le=86_400)
+    """Time after which a probe without an outcome counts as lost, in seconds."""
 
     @model_validator(mode="after")
     def _check_cooldown(self) -> Self:
@@ -212,51 +162,45 @@ class BreakerSettings(_Group):
 class RedisSettings(_Group):
     """The `redis:` transport."""
 
-    url: SecretStr | None = Field(
-        default=None,
-        description="Server of the `redis:` transport: `redis://user:password@host:6379/0`, or `rediss:` for TLS.",
-    )
-    ca_file: str | None = Field(default=None, description=_CA_FILE)
+    url: SecretStr | None = None
+    """Server of the `redis:` transport: `redis://user:password@host:6379/0`, or `rediss:` for TLS."""
+    ca_file: str | None = None
+    """PEM file of certificate authorities to trust in addition to the system's."""
 
 
 class NatsSettings(_Group):
     """The `nats:` transport."""
 
-    url: SecretStr | None = Field(
-        default=None,
-        description="Servers of the `nats:` transport, separated by commas: `nats://user:password@host:4222`, or "
-        "`tls:` for TLS.",
-    )
-    ca_file: str | None = Field(default=None, description=_CA_FILE)
+    url: SecretStr | None = None
+    """Servers of the `nats:` transport, separated by commas: `nats://user:password@host:4222`, or `tls:` for TLS."""
+    ca_file: str | None = None
+    """PEM file of certificate authorities to trust in addition to the system's."""
 
 
 class RabbitMQSettings(_Group):
     """The `rabbitmq:` transport."""
 
-    url: SecretStr | None = Field(
-        default=None,
-        description="Server of the `rabbitmq:` transport: `amqps://user:password@host/vhost`, or `amqp:` without TLS.",
-    )
-    ca_file: str | None = Field(default=None, description=_CA_FILE)
+    url: SecretStr | None = None
+    """Server of the `rabbitmq:` transport: `amqps://user:password@host/vhost`, or `amqp:` without TLS."""
+    ca_file: str | None = None
+    """PEM file of certificate authorities to trust in addition to the system's."""
 
 
 class KafkaSettings(_Group):
     """The `kafka:` transport."""
 
-    servers: str | None = Field(
-        default=None, description="Bootstrap brokers of the `kafka:` transport, separated by commas: `host:port`."
-    )
-    security: Literal["tls", "none"] = Field(
-        default="tls", description="Encryption of the Kafka connection: TLS, or none (for a private network only)."
-    )
-    ca_file: str | None = Field(
-        default=None, description="PEM file of certificate authorities to trust instead of the system's."
-    )
-    mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = Field(
-        default="SCRAM-SHA-512", description="SASL mechanism, used with a user name."
-    )
-    username: str | None = Field(default=None, description="User name for SASL.")
-    password: SecretStr | None = Field(default=None, description="Password for SASL.")
+    servers: str | None = None
+    """Bootstrap brokers of the `kafka:` transport, separated by commas: `host:port`."""
+    security: Literal["tls", "none"] = "tls"
+    """Encryption of the Kafka connection: TLS, or none (for a private network only)."""
+    ca_file: str | None = None
+    """PEM file of certificate authorities to trust instead of the system's."""
+    mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "SCRAM-SHA-512"
+    """SASL mechanism, used with a user name."""
+    username: str | None = None
+    """User name for SASL."""
+    password: SecretStr | None = None
+    """Password for SASL."""
 
     @model_validator(mode="after")
     def _check_password(self) -> Self:
@@ -268,45 +212,26 @@ class KafkaSettings(_Group):
 class WebSettings(_Group):
     """The dashboard."""
 
-    viewer_tokens: SecretStr | None = Field(
-        default=None,
-        description="Access tokens of the dashboard's viewers, separated by commas: `token` or `name:token`. A "
-        "token may be replaced by its hash from `pgoutbox web hash-password`.",
-    )
-    operator_tokens: SecretStr | None = Field(
-        default=None,
-        description="Access tokens of the dashboard's operators, in the same format. Operators may also redrive, "
-        "cancel and pause.",
-    )
-    secret: SecretStr | None = Field(
-        default=None,
-        min_length=32,
-        max_length=1_000,
-        description="Key that signs dashboard sessions; the same in every process of the dashboard (default: a "
-        "random key, so that sessions end with the process).",
-    )
-    hosts: str | None = Field(
-        default=None,
-        description="Host names that the dashboard accepts, separated by commas (default: localhost if it listens "
-        "there, else every name).",
-    )
-    trusted_proxies: str | None = Field(
-        default=None,
-        description="Addresses or networks of trusted proxies, separated by commas. The dashboard uses their "
-        "`X-Forwarded-For` and `X-Forwarded-Proto` (default: none).",
-    )
-    session_idle_seconds: float = Field(
-        default=1_800.0, ge=60, le=604_800, description="Idle timeout of a dashboard session, in seconds."
-    )
-    session_max_seconds: float = Field(
-        default=43_200.0, ge=60, le=2_592_000, description="Maximum lifetime of a dashboard session, in seconds."
-    )
-    connections: int = Field(
-        default=200,
-        ge=2,
-        le=10_000,
-        description="Maximum number of concurrent connections to the dashboard. Each open live page uses one.",
-    )
+    viewer_tokens: SecretStr | None = None
+    """Access tokens of the dashboard's viewers, separated by commas: `token` or `name:token`. A token may be replaced
+    by its hash from `pgoutbox web hash-password`."""
+    operator_tokens: SecretStr | None = None
+    """Access tokens of the dashboard's operators, in the same format. Operators may also redrive, cancel and pause."""
+    secret: SecretStr | None = Field(default=None, min_length=32, max_length=1_000)
+    """Key that signs dashboard sessions; the same in every process of the dashboard (default: a random key, so that
+    sessions end with the process)."""
+    hosts: str | None = None
+    """Host names that the dashboard accepts, separated by commas (default: localhost if it listens there, else every
+    name)."""
+    trusted_proxies: str | None = None
+    """Addresses or networks of trusted proxies, separated by commas. The dashboard uses their `X-Forwarded-For` and
+    `X-Forwarded-Proto` (default: none)."""
+    session_idle_seconds: float = Field(default=1_800.0, ge=60, le=604_800)
+    """Idle timeout of a dashboard session, in seconds."""
+    session_max_seconds: float = Field(default=43_200.0, ge=60, le=2_592_000)
+    """Maximum lifetime of a dashboard session, in seconds."""
+    connections: int = Field(default=200, ge=2, le=10_000)
+    """Maximum number of concurrent connections to the dashboard. Each open live page uses one."""
 
     @field_validator("hosts")
     @classmethod
@@ -339,24 +264,14 @@ class WebSettings(_Group):
 class MetricsSettings(_Group):
     """The worker's metrics and health checks over HTTP."""
 
-    address: str | None = Field(
-        default=None,
-        description="Address of the worker's `/metrics`, `/livez` and `/readyz`, such as `127.0.0.1:9187`. Port 0: "
-        "any free port.",
-    )
-    max_label_values: int = Field(
-        default=100,
-        ge=1,
-        le=10_000,
-        description="Maximum number of topics, and of queues, with metrics of their own. The others count as `other`.",
-    )
-    backlog: bool = Field(default=True, description="Include counts of the messages in the database in `/metrics`.")
-    cache_seconds: float = Field(
-        default=5.0,
-        ge=0.1,
-        le=3_600,
-        description="How long backlog counts are cached, in seconds; longer if the query is slow.",
-    )
+    address: str | None = None
+    """Address of the worker's `/metrics`, `/livez` and `/readyz`, such as `127.0.0.1:9187`. Port 0: any free port."""
+    max_label_values: int = Field(default=100, ge=1, le=10_000)
+    """Maximum number of topics, and of queues, with metrics of their own. The others count as `other`."""
+    backlog: bool = True
+    """Include counts of the messages in the database in `/metrics`."""
+    cache_seconds: float = Field(default=5.0, ge=0.1, le=3_600)
+    """How long backlog counts are cached, in seconds; longer if the query is slow."""
 
     @field_validator("address")
     @classmethod
@@ -369,26 +284,21 @@ class MetricsSettings(_Group):
 class OtelSettings(_Group):
     """OpenTelemetry."""
 
-    traces: bool = Field(
-        default=True,
-        description="Record spans and propagate trace contexts with OpenTelemetry, if the application configures it.",
-    )
-    metrics: bool = Field(
-        default=True, description="Record metrics with OpenTelemetry, if the application configures it."
-    )
+    traces: bool = True
+    """Record spans and propagate trace contexts with OpenTelemetry, if the application configures it."""
+    metrics: bool = True
+    """Record metrics with OpenTelemetry, if the application configures it."""
 
 
 class LogSettings(_Group):
     """The log of the command line."""
 
-    file: str | None = Field(
-        default=None,
-        description="File to append the CLI's log to, instead of stderr. After log rotation the file is created again.",
-    )
-    format: Literal["text", "json"] = Field(default="text", description="Format of the CLI's log.")
-    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        default="INFO", description="Minimum level of the CLI's log."
-    )
+    file: str | None = None
+    """File to append the CLI's log to, instead of stderr. After log rotation the file is created again."""
+    format: Literal["text", "json"] = "text"
+    """Format of the CLI's log."""
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Minimum level of the CLI's log."""
 
 
 class Settings(_Group, BaseSettings):
@@ -402,131 +312,61 @@ class Settings(_Group, BaseSettings):
         env_prefix=ENVIRONMENT_PREFIX,
         env_nested_delimiter="_",
         env_nested_max_split=1,
-        frozen=True,
         extra="ignore",
-        env_ignore_empty=False,
-        hide_input_in_errors=True,
     )
 
-    dsn: SecretStr | None = Field(
-        default=None, description="Database to connect to: a libpq connection string or a URL."
-    )
-    listen_dsn: SecretStr | None = Field(
-        default=None, description="Direct connection for LISTEN. Set it if `dsn` goes through a transaction pooler."
-    )
-    app: str | None = Field(default=None, description="Outbox that the worker runs, as `module:attribute`.")
-    listen: bool = Field(
-        default=True, description="Wake up on NOTIFY. If off, the worker only polls every `poll_interval_seconds`."
-    )
-    lease_seconds: float = Field(
-        default=60.0,
-        ge=1,
-        le=86_400,
-        description="Duration of a lease, in seconds. A claim ends when its lease is not renewed in time.",
-    )
-    renew_seconds: float | None = Field(
-        default=None,
-        ge=0.1,
-        le=28_800,
-        description="Interval between two renewals of a lease, in seconds (default: a third of `lease_seconds`).",
-    )
-    poll_interval_seconds: float = Field(
-        default=60.0, ge=0.1, le=3_600, description="Maximum interval between two polls of an idle worker, in seconds."
-    )
-    listener_heartbeat_seconds: float = Field(
-        default=10.0,
-        ge=0.5,
-        le=600,
-        description="Interval between two heartbeats of the idle LISTEN connection, in seconds.",
-    )
-    listener_heartbeat_timeout_seconds: float = Field(
-        default=4.0,
-        ge=0.1,
-        le=60,
-        description="Time to wait for the answer to a heartbeat, in seconds. Without one, the worker reconnects.",
-    )
-    concurrency: int = Field(
-        default=50,
-        ge=1,
-        le=5_000,
-        description="Maximum number of concurrent attempts in one process. Each attempt of a sync handler uses a "
-        "thread.",
-    )
-    batch_size: int = Field(
-        default=500, ge=1, le=5_000, description="Maximum number of messages in one claim or finish statement."
-    )
-    handler_timeout_seconds: float | None = Field(
-        default=None,
-        gt=0,
-        le=86_400,
-        description="Timeout of one attempt, in seconds, unless the handler sets its own (default: no limit).",
-    )
-    shutdown_grace_seconds: float = Field(
-        default=30.0,
-        ge=0,
-        le=3_600,
-        description="Time that a stopping worker gives its handlers to finish, in seconds.",
-    )
-    connect_timeout_seconds: int = Field(
-        default=10, ge=1, le=300, description="Timeout for opening a database connection, in seconds."
-    )
-    statement_timeout_seconds: float = Field(
-        default=20.0,
-        ge=0.1,
-        le=3_600,
-        description="Timeout of each statement of the worker, in seconds. Handlers' statements are not affected.",
-    )
-    lock_timeout_seconds: float = Field(
-        default=1.0,
-        ge=0.01,
-        le=600,
-        description="Maximum time that a statement of the worker waits for a lock, in seconds.",
-    )
-    maintenance_interval_seconds: float = Field(
-        default=300.0,
-        ge=0,
-        le=86_400,
-        description="Interval between two rounds of maintenance in all workers together, in seconds. A round "
-        "creates partitions and applies the retention rules. 0: no maintenance.",
-    )
-    max_payload_bytes: int = Field(
-        default=1_000_000,
-        ge=1,
-        le=16_777_216,
-        description="Maximum size of an enqueued payload, in bytes of UTF-8 JSON.",
-    )
-    encryption_keys: SecretStr | None = Field(
-        default=None,
-        description="Fernet keys for encrypted topics, separated by commas. The first key encrypts; all keys decrypt.",
-    )
-    worker_name: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=200,
-        description="First part of the worker's name, as recorded in the column `worker` (default: the host name).",
-    )
-    apprise_urls: SecretStr | None = Field(
-        default=None, description="Targets of the `apprise:` transport: a JSON object of names and Apprise URLs."
-    )
-    alert_destination: str | None = Field(
-        default=None,
-        max_length=2048,
-        description="`mailto:` address that receives an e-mail when a circuit breaker opens or closes.",
-    )
-    redact: str | None = Field(
-        default=None,
-        description="Additional names of values to hide, separated by commas. `password`, `token` and similar names"
-        " are always hidden.",
-    )
-    event_source: str | None = Field(
-        default=None, description="`source` of events that do not set one: a URI of this application."
-    )
-    broker_timeout_seconds: float = Field(
-        default=10.0,
-        ge=0.5,
-        le=600,
-        description="Timeout for connecting to a broker, and for the acknowledgement of an event, in seconds.",
-    )
+    dsn: SecretStr | None = None
+    """Database to connect to: a libpq connection string or a URL."""
+    listen_dsn: SecretStr | None = None
+    """Direct connection for LISTEN. Set it if `dsn` goes through a transaction pooler."""
+    app: str | None = None
+    """Outbox that the worker runs, as `module:attribute`."""
+    listen: bool = True
+    """Wake up on NOTIFY. If off, the worker only polls every `poll_interval_seconds`."""
+    lease_seconds: float = Field(default=60.0, ge=1, le=86_400)
+    """Duration of a lease, in seconds. A claim ends when its lease is not renewed in time."""
+    renew_seconds: float | None = Field(default=None, ge=0.1, le=28_800)
+    """Interval between two renewals of a lease, in seconds (default: a third of `lease_seconds`)."""
+    poll_interval_seconds: float = Field(default=60.0, ge=0.1, le=3_600)
+    """Maximum interval between two polls of an idle worker, in seconds."""
+    listener_heartbeat_seconds: float = Field(default=10.0, ge=0.5, le=600)
+    """Interval between two heartbeats of the idle LISTEN connection, in seconds."""
+    listener_heartbeat_timeout_seconds: float = Field(default=4.0, ge=0.1, le=60)
+    """Time to wait for the answer to a heartbeat, in seconds. Without one, the worker reconnects."""
+    concurrency: int = Field(default=50, ge=1, le=5_000)
+    """Maximum number of concurrent attempts in one process. Each attempt of a sync handler uses a thread."""
+    batch_size: int = Field(default=500, ge=1, le=5_000)
+    """Maximum number of messages in one claim or finish statement."""
+    handler_timeout_seconds: float | None = Field(default=None, gt=0, le=86_400)
+    """Timeout of one attempt, in seconds, unless the handler sets its own (default: no limit)."""
+    shutdown_grace_seconds: float = Field(default=30.0, ge=0, le=3_600)
+    """Time that a stopping worker gives its handlers to finish, in seconds."""
+    connect_timeout_seconds: int = Field(default=10, ge=1, le=300)
+    """Timeout for opening a database connection, in seconds."""
+    statement_timeout_seconds: float = Field(default=20.0, ge=0.1, le=3_600)
+    """Timeout of each statement of the worker, in seconds. Handlers' statements are not affected."""
+    lock_timeout_seconds: float = Field(default=1.0, ge=0.01, le=600)
+    """Maximum time that a statement of the worker waits for a lock, in seconds."""
+    maintenance_interval_seconds: float = Field(default=300.0, ge=0, le=86_400)
+    """Interval between two rounds of maintenance in all workers together, in seconds. A round creates partitions and
+    applies the retention rules. 0: no maintenance."""
+    max_payload_bytes: int = Field(default=1_000_000, ge=1, le=16_777_216)
+    """Maximum size of an enqueued payload, in bytes of UTF-8 JSON."""
+    encryption_keys: SecretStr | None = None
+    """Fernet keys for encrypted topics, separated by commas. The first key encrypts; all keys decrypt."""
+    worker_name: str | None = Field(default=None, min_length=1, max_length=200)
+    """First part of the worker's name, as recorded in the column `worker` (default: the host name)."""
+    apprise_urls: SecretStr | None = None
+    """Targets of the `apprise:` transport: a JSON object of names and Apprise URLs."""
+    alert_destination: str | None = Field(default=None, max_length=2048)
+    """`mailto:` address that receives an e-mail when a circuit breaker opens or closes."""
+    redact: str | None = None
+    """Additional names of values to hide, separated by commas. `password`, `token` and similar names are always hidden.
+    """
+    event_source: str | None = None
+    """`source` of events that do not set one: a URI of this application."""
+    broker_timeout_seconds: float = Field(default=10.0, ge=0.5, le=600)
+    """Timeout for connecting to a broker, and for the acknowledgement of an event, in seconds."""
 
     smtp: SmtpSettings = SmtpSettings()
     redirect: RedirectSettings = RedirectSettings()

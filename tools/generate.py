@@ -16,6 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import FunctionType, ModuleType, NoneType
 from typing import Any, Final, Literal, NamedTuple, cast, get_args, get_origin
@@ -104,16 +105,31 @@ _TOGETHER: Final = """
 
 def settings_page() -> str:
     """Return the page of settings with their values, defaults and meanings."""
-    rows: dict[str, list[list[str]]] = {}
+    rows = defaultdict(list)
     for path, info in fields_of(Settings).items():
-        row = [_code(variable_of(path)), _accepted(info), _default(info), info.description or ""]
-        rows.setdefault(path.rpartition(".")[0], []).append(row)
+        group, _, name = path.rpartition(".")
+        meaning = meanings(group_of(group))[name]
+        rows[group].append([_code(variable_of(path)), _accepted(info), _default(info), meaning])
     blocks = []
     for group, lines in rows.items():
-        kind = Settings.model_fields[group].annotation if group else None
-        blocks += [f"## {group or 'General'}", *([inspect.getdoc(kind) or ""] if kind else [])]
+        blocks += [f"## {group}", _first_paragraph(group_of(group))] if group else ["## General"]
         blocks.append(_table(["variable", "values", "default", "meaning"], lines))
     return _page("Settings", _SETTINGS, *blocks, _TOGETHER)
+
+
+def group_of(name: str) -> type:
+    """Return the class of a group of settings, or of the general ones for an empty name."""
+    return cast("type", Settings.model_fields[name].annotation) if name else Settings
+
+
+def meanings(kind: type) -> dict[str, str]:
+    """Return the docstrings of the fields of a class, which follow the fields."""
+    body = cast("ast.ClassDef", ast.parse(inspect.getsource(kind)).body[0]).body
+    return {
+        ast.unparse(field.target): inspect.cleandoc(ast.literal_eval(text.value))
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
 
 
 def _accepted(info: FieldInfo) -> str:
