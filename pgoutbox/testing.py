@@ -18,8 +18,8 @@ import asyncio
 import itertools
 import json
 import os
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import psycopg
@@ -220,19 +220,8 @@ def _contains(actual: JsonValue, expected: object) -> bool:
 
 
 def _run_in_thread(work: Callable[[], Coroutine[object, object, None]]) -> None:
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            asyncio.run(work())
-        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name="pgoutbox-driver")
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(1, thread_name_prefix="pgoutbox-driver") as thread:
+        thread.submit(asyncio.run, work()).result()
 
 
 @pytest.fixture(scope="session")

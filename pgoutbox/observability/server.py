@@ -20,7 +20,7 @@ from pgoutbox.database.worker_connection import is_transient_error
 from pgoutbox.observability import systemd
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.health import LoopWatch, reasons_not_ready
-from pgoutbox.observability.measures import Measures, WorkerStatus
+from pgoutbox.observability.measures import Measures, Watched, WorkerStatus
 from pgoutbox.settings import Settings, parse_address
 
 if TYPE_CHECKING:
@@ -86,11 +86,10 @@ class TelemetryServer:
 
     def _start_server(self, host: str, port: int) -> None:
         from pgoutbox.observability.http_server import HttpServer
-        from pgoutbox.observability.prometheus import Exposition, Watched
+        from pgoutbox.observability.prometheus import Exposition
 
         if (measures := self._telemetry.measures) is not None:
-            watched = Watched(measures, self._worker.vitals, self._event_counts)
-            self._exposition = Exposition(self._settings, worker=watched)
+            self._exposition = Exposition(self._settings, worker=self._watched(measures))
         self._loop_watch = LoopWatch(asyncio.get_running_loop(), limit_seconds=_STALLED_SECONDS)
         server = HttpServer(host, port, self.answer)
         server.start()
@@ -105,7 +104,10 @@ class TelemetryServer:
 
         if (measures := self._telemetry.measures) is not None:
             backlog = Backlog(self._settings) if self._settings.metrics.backlog else None
-            self._exporter = Exporter(measures, self._worker.vitals, self._event_counts, backlog)
+            self._exporter = Exporter(self._watched(measures), backlog)
+
+    def _watched(self, measures: Measures) -> Watched:
+        return Watched(measures, self._worker.vitals, self._event_counts)
 
     def _event_counts(self) -> Mapping[str, int]:
         return {event.value: count for event, count in dict(self._telemetry.counts).items()}
