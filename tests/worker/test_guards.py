@@ -1019,7 +1019,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         "dedupe key of a message",
         a_key_that_has_a_message_is_not_pruned,
         no_guard_in_function(
-            "_prune_dedupe_by_rule",
+            "_delete_dedupe_keys",
             "        AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = p.message_id LIMIT 1) IS NULL\n",
         ),
     ),
