@@ -1,5 +1,5 @@
--- A claim locks the newer message that supersedes another by the rule `pending`. The newer message stays pending until the
--- claim commits, so an attempt for the key begins after this claim (docs/decisions/0021).
+-- A claim locks the newer message that supersedes another by the rule `pending`. The newer message stays pending until
+-- the claim commits, so an attempt for the key begins after this claim (docs/decisions/0021).
 CREATE FUNCTION pgoutbox._lock_if_due(p_id bigint)
 RETURNS boolean
 LANGUAGE plpgsql

@@ -51,5 +51,5 @@ END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._take_dedupe_key IS
-    'Give a dedupe key to a new message. Returns the message that has the key, null if the new one got it. Raises 23505 '
-    'if that message has another payload.';
+    'Give a dedupe key to a new message. Returns the message that has the key, null if the new one got it. Raises '
+    '23505 if that message has another payload.';

@@ -1,5 +1,5 @@
--- Each newer message of a coalesce key restarts its delay, up to max_delay after this time. The row is inserted first, so
--- that of two concurrent first messages of a key the second one has a row to wait for.
+-- Each newer message of a coalesce key restarts its delay, up to max_delay after this time. The row is inserted first,
+-- so that of two concurrent first messages of a key the second one has a row to wait for.
 CREATE FUNCTION pgoutbox._waiting_since(p_topic text, p_coalesce_key text, p_id bigint)
 RETURNS timestamptz
 LANGUAGE plpgsql
