@@ -312,7 +312,7 @@ class MaintenanceRun:
     def __init__(
         self,
         facts: MaintenanceFacts,
-        memory: PartitionCache,
+        cache: PartitionCache,
         *,
         batch_size: int = _PRUNE_BATCH,
         is_over: Callable[[], bool] = lambda: False,
@@ -322,7 +322,7 @@ class MaintenanceRun:
     ) -> None:
         self.errors: list[psycopg.Error | ConfigurationError] = []
         self._facts = facts
-        self._memory = memory
+        self._cache = cache
         self._limit = {"limit": batch_size}
         self._is_over = is_over
         self._pause = pause
@@ -331,7 +331,7 @@ class MaintenanceRun:
         self._retired: set[str] = set()
         self._deleted: Counter[State] = Counter()
         self._totals = PruneTotals({}, 0)
-        memory.refresh(facts.rules)
+        cache.refresh(facts.rules)
 
     @property
     def totals(self) -> PruneTotals:
@@ -366,7 +366,7 @@ class MaintenanceRun:
                 self.errors.append(error)
 
     def _plan(self) -> MaintenancePlan:
-        return plan_maintenance(self._facts, self._memory, self._retired)
+        return plan_maintenance(self._facts, self._cache, self._retired)
 
     # --- partitions ---------------------------------------------------------------------------------------------------
 
@@ -383,7 +383,7 @@ class MaintenanceRun:
             if self._is_over():
                 break
             ((kept_until,),) = fetch(connection, sql.KEPT_UNTIL, partition._asdict())
-            self._memory.kept_until[partition.name] = kept_until
+            self._cache.kept_until[partition.name] = kept_until
 
     def _retire(self, connection: psycopg.Connection[TupleRow]) -> None:
         for partition in self._plan().drop:
@@ -394,7 +394,7 @@ class MaintenanceRun:
                 break  # If one partition is locked, the others are too.
             if answer != "kept":
                 self._retired.add(partition.name)
-            self._memory.kept_until.pop(partition.name, None)  # `kept`: its retention has changed.
+            self._cache.kept_until.pop(partition.name, None)  # `kept`: its retention has changed.
 
     def _clear(self, connection: psycopg.Connection[TupleRow]) -> None:
         """Delete the attempts and keys of detached partitions page by page, then the partitions themselves."""
@@ -438,17 +438,17 @@ class MaintenanceRun:
             if partition and rule.keep is not None:
                 # Messages committed even later are deleted a day later, when the cache is refreshed.
                 ended = self._facts.asked_at - rule.keep
-                self._memory.done_until[partition, rule] = until if until <= ended else ended - _COMMIT_DELAY
+                self._cache.done_until[partition, rule] = until if until <= ended else ended - _COMMIT_DELAY
 
     # --- keys ---------------------------------------------------------------------------------------------------------
 
     def _keys_are_due(self) -> bool:
-        return bool(self._memory.passes) or time.monotonic() - self._memory.keys_at > _KEYS_EVERY_SECONDS
+        return bool(self._cache.passes) or time.monotonic() - self._cache.keys_at > _KEYS_EVERY_SECONDS
 
     def _forget_keys(self, connection: psycopg.Connection[TupleRow]) -> None:
         if not self._keys_are_due():
             return
-        passes = self._memory.passes
+        passes = self._cache.passes
         if not passes:
             if self._act is None:  # Only workers have the right to write these rows.
                 transact(connection, lambda: connection.execute(sql.FORGET_RENEWALS))
@@ -456,7 +456,7 @@ class MaintenanceRun:
                 if rule.state == DEDUPE_KEY and rule.keep is not None:
                     passes[KeyPass(sql.PRUNE_DEDUPE_BY_RULE, rule.topic)] = _FIRST_PAGE
             passes.update(dict.fromkeys(_PASSES, _FIRST_PAGE))
-            self._memory.keys_at = time.monotonic()
+            self._cache.keys_at = time.monotonic()
         forgotten = _take_passes(connection, passes, self._limit, self._is_over)
         self._totals = replace(
             self._totals,

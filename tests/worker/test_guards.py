@@ -785,7 +785,7 @@ def no_worker_in(name: str, *, times: int = 1) -> Mutation:
     return mutate
 
 
-OWN = " AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(held)s::bigint[]))"
+OWN = " AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(in_flight)s::bigint[]))"
 
 
 def no_part_in_claims(part: str, *, instead: str = "") -> Mutation:
@@ -999,12 +999,12 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "forgotten attempts: suspects",
         a_worker_repeats_an_attempt_in_its_name_that_it_does_not_run,
-        no_part_in_claims(" OR m.id <> ALL (%(held)s::bigint[])"),
+        no_part_in_claims(" OR m.id <> ALL (%(in_flight)s::bigint[])"),
     ),
     (
         "forgotten attempts: ending",
         a_worker_ends_an_attempt_in_its_name_that_it_does_not_run,
-        no_part_in_claims(" OR m.id <> ALL (%(held)s::bigint[])"),
+        no_part_in_claims(" OR m.id <> ALL (%(in_flight)s::bigint[])"),
     ),
     ("state in forget", a_message_that_is_pending_again_is_not_deleted, no_state_in_forget),
     ("rule in forget", a_removed_rule_has_no_effect_from_its_commit_on, no_check_of_the_rule_in_forget),
