@@ -469,9 +469,9 @@ class Store:
                 "key": key,
                 "trips": trips,
                 "error": error,
-                "cooldown_seconds": settings.breaker_cooldown_seconds,
-                "max_cooldown_seconds": settings.breaker_max_cooldown_seconds,
-                "forget_seconds": settings.breaker_max_cooldown_seconds,
+                "cooldown_seconds": settings.breaker.cooldown_seconds,
+                "max_cooldown_seconds": settings.breaker.max_cooldown_seconds,
+                "forget_seconds": settings.breaker.max_cooldown_seconds,
                 "worker": self.worker,
                 "alert_queue": alert_queue,
                 "alert_destination": settings.alert_destination,
@@ -483,7 +483,7 @@ class Store:
         """Ask for a probe: granted if the answer has a `probe_id`. None if the breaker is closed."""
         rows = await self.claims.fetch(
             sql.BREAKER_PROBE,
-            {"key": key, "probe_seconds": self._settings.breaker_probe_seconds, "worker": self.worker},
+            {"key": key, "probe_seconds": self._settings.breaker.probe_timeout_seconds, "worker": self.worker},
         )
         return BreakerRow._make(rows[0]) if rows else None
 
@@ -513,7 +513,7 @@ class Store:
                 "key": key,
                 "probe_id": probe_id,
                 "error": error,
-                "max_cooldown_seconds": self._settings.breaker_max_cooldown_seconds,
+                "max_cooldown_seconds": self._settings.breaker.max_cooldown_seconds,
             },
         )
         return BreakerRow._make(rows[0]) if rows else None

@@ -711,10 +711,10 @@ async def a_worker_that_claims_new_messages_wakes_for_a_scheduled_one(stage: Sta
             await worker.sleeping.wait()
         enqueue(stage.db, payload="scheduled", available_at=datetime.now(UTC) + timedelta(seconds=0.5))
         try:
-            async with asyncio.timeout(10):  # A sixth of the time until the sweep.
+            async with asyncio.timeout(10):  # A sixth of the time until the next poll.
                 await delivered.wait()
         except TimeoutError:
-            pytest.fail("the worker sleeps until the sweep")
+            pytest.fail("the worker sleeps until the next poll")
 
 
 def is_sent(db: psycopg.Connection, message_id: int) -> bool:
