@@ -25,7 +25,7 @@ from pgoutbox.observability.tracing import Tracing
 from pgoutbox.settings import Settings
 from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, breaker_key, scheme_of
-from pgoutbox.worker.circuit_breaker import CircuitBreakers
+from pgoutbox.worker.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.dispatcher import Dispatcher, Send, outcome_of_error, send_by
 from pgoutbox.worker.results import RELEASED, AlreadyFinished, Attempt, AttemptResult, Runner, Work
 from pgoutbox.worker.transactional import Transactions
@@ -60,7 +60,7 @@ class AttemptExecutor:
             self._run = partial(_run_traced, tracing, call_next=self._run)
             send = partial(_send_traced, tracing)
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pgoutbox-handler")
-        self.breakers = CircuitBreakers(store, transports, settings, telemetry, alert_queue=alert_queue, hand_over=send)
+        self.breakers = CircuitBreakers(store, transports, settings, telemetry, alert_queue=alert_queue, send=send)
         self._dispatcher = Dispatcher(
             transports,
             self._threads,
@@ -111,7 +111,7 @@ class AttemptExecutor:
         finally:
             for attempt in work:
                 if attempt not in refusals:
-                    self.breakers.let_go(attempt.message)
+                    self.breakers.release(attempt.message)
 
     async def _run_rest(
         self, work: Work, early: Mapping[Attempt, AttemptResult], run: Runner
@@ -188,4 +188,4 @@ async def _run_traced(tracing: Tracing, work: Work, call_next: Runner) -> Sequen
 async def _send_traced(tracing: Tracing, transport: Transport, message: Message[object], content: Content) -> Outcome:
     scheme = content.scheme if message.destination is None else scheme_of(message.destination)
     key = breaker_key(transport, message, content)
-    return await tracing.hand_over(scheme, key, lambda: transport.send(message, content))
+    return await tracing.send(scheme, key, lambda: transport.send(message, content))
