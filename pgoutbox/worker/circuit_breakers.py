@@ -10,11 +10,11 @@ import asyncio
 import math
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import Store
+from pgoutbox.database.store import BreakerRow, Store
 from pgoutbox.message import Message, Outcome, Postponed, ReasonCode, Sent, Transient, Unavailable
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.settings import Settings
@@ -33,14 +33,10 @@ _TIMED_OUT = "no answer within the time limit of the handler"
 _Call = Callable[[], Awaitable[Outcome]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Circuit:
+class _Circuit(NamedTuple):
     key: str
     breaker: CircuitBreaker
     room: Room
-
-    def is_forgettable(self, now: float) -> bool:
-        return not self.room.is_in_use and self.breaker.is_forgettable(now)
 
 
 class CircuitBreakers:
@@ -133,7 +129,7 @@ class CircuitBreakers:
         if message.attempt_count > 1 and isinstance(outcome, Sent):
             # The message may have waited for a worker that has this transport.
             scheme = content.scheme if message.destination is None else scheme_of(message.destination)
-            self._check_stale_row(missing_key(scheme), None)
+            self._shared.close_if_stale(missing_key(scheme), on_open=lambda _: None)
         return outcome
 
     async def _send_through(self, key: str, message: Message[object], call: _Call, *, is_part: bool = False) -> Outcome:
@@ -156,7 +152,8 @@ class CircuitBreakers:
                     return await self._send_and_record(circuit, message, call)
         finally:
             # Another circuit may have taken its place in the table during the send.
-            if self._circuits.get(key) is circuit and circuit.is_forgettable(self._clock()):
+            is_in_use = room.is_in_use or not circuit.breaker.is_forgettable(self._clock())
+            if not is_in_use and self._circuits.get(key) is circuit:
                 del self._circuits[key]
 
     def _add(self, key: str, *, is_part: bool) -> _Circuit:
@@ -184,7 +181,7 @@ class CircuitBreakers:
         if isinstance(outcome, Sent):
             breaker.record_success()
             if message.attempt_count > 1:
-                self._check_stale_row(circuit.key, circuit)
+                self._shared.close_if_stale(circuit.key, on_open=partial(self._open, circuit))
         elif counts and (failure := breaker.failure_of(outcome)) is not None:
             await self._record_failure(breaker, failure.error, trips=isinstance(failure, Unavailable))
             # A probe of another message may have closed it again.
@@ -198,16 +195,9 @@ class CircuitBreakers:
         """Count the failure at once, unless it trips the breaker. Return an awaitable that opens it if needed."""
         return self._shared.record_failure(breaker, error, trips=trips or breaker.record_failure(self._clock()))
 
-    def _check_stale_row(self, key: str, circuit: _Circuit | None) -> None:
-        """Close the row after a send succeeded, at most once a minute. If that fails, open the circuit."""
-        if self._shared.is_check_due(key):
-            self._shared.start(self._close_stale_row(key, circuit))
-
-    async def _close_stale_row(self, key: str, circuit: _Circuit | None) -> None:
-        row = await self._shared.close_if_stale(key)
-        if row is not None and circuit is not None:
-            # The circuit may have been forgotten since its send, and another one may have taken its place.
-            self._circuits.setdefault(key, circuit).breaker.open(row, self._clock())
+    def _open(self, circuit: _Circuit, row: BreakerRow) -> None:
+        # The circuit may have been forgotten since its send, and another one may have taken its place.
+        self._circuits.setdefault(circuit.key, circuit).breaker.open(row, self._clock())
 
     # --- probe --------------------------------------------------------------------------------------------------------
 
@@ -229,12 +219,13 @@ class CircuitBreakers:
         try:
             outcome = await circuit.room.use(call)
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError):
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            if is_cancelled:
                 breaker.pause(self._clock())
-            if isinstance(error, asyncio.CancelledError) and not self._is_stopping:
-                shared.start(shared.reopen(breaker, probe_id, _TIMED_OUT))
-            else:
-                shared.start(shared.release(key, probe_id))
+            has_timed_out = is_cancelled and not self._is_stopping
+            shared.start(
+                shared.reopen(breaker, probe_id, _TIMED_OUT) if has_timed_out else shared.release(key, probe_id)
+            )
             raise
         # The breaker may have changed by a refresh. The result of the probe is newer.
         if isinstance(outcome, Sent):

@@ -16,7 +16,7 @@ import psycopg
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.errors import LeaseLostError
-from pgoutbox.handlers import Context, Handler, SyncContext
+from pgoutbox.handlers import Handler, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, Transient, Unavailable
 from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, scheme_of
@@ -55,9 +55,7 @@ class Dispatcher:
         try:
             message = attempt.message if handler.payload_adapter is None else handler.parse(attempt.message)
             if handler.is_async:
-                result = await cast(
-                    "Awaitable[object]", handler.function(message, Context(attempt, attempt.connection))
-                )
+                result = await handler.function(message, attempt)
             else:
                 result = await self._run_in_thread(handler, message, attempt)
             if result is None:
@@ -97,9 +95,7 @@ class Dispatcher:
     ) -> Sequence[object]:
         try:
             if handler.is_async:
-                results = await cast(
-                    "Awaitable[object]", handler.function(messages, [Context(attempt) for attempt in attempts])
-                )
+                results = await handler.function(messages, attempts)
             else:
                 loop = asyncio.get_running_loop()
                 arguments = (messages, [SyncContext(attempt, loop) for attempt in attempts])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -94,6 +95,7 @@ class AttemptPool:
         self._waking = False
         self._stopping = False
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
         self.longest_wait_seconds = 0.0
 
     @property
@@ -203,7 +205,7 @@ class AttemptPool:
                     self._wake_one()
                 if now - put_at > self.longest_wait_seconds:
                     self.longest_wait_seconds = now - put_at
-                await self._attempt(slot, work)
+                await self._attempt(slot, work, now)
                 began_at, now = now, loop.time()
                 if self._measured is not None:
                     if not self._measured:
@@ -219,13 +221,15 @@ class AttemptPool:
                 self._idle.append(waiter)
                 await waiter
 
-    async def _attempt(self, slot: _Slot, work: Work) -> None:
+    async def _attempt(self, slot: _Slot, work: Work, now: float) -> None:
         timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
         slot.work = work
         slot.thread = None
         slot.has_returned = slot.has_overtime_again = False
         if timeout is not None:
-            self._set_deadline(slot, timeout)
+            slot.deadline = now + timeout
+            if slot.deadline < self._timer_at:
+                self._set_timer(slot.deadline)
         try:
             endings = await self._run(work)
         except asyncio.CancelledError:
@@ -283,13 +287,11 @@ class AttemptPool:
         if self.capacity == 0:
             self.give_back()
 
-    def _set_deadline(self, slot: _Slot, timeout: float) -> None:
-        loop = asyncio.get_running_loop()
-        slot.deadline = loop.time() + timeout
-        if self._timer is None or self._timer.cancelled() or slot.deadline < self._timer.when():
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = loop.call_at(slot.deadline, self._end_overdue)
+    def _set_timer(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = asyncio.get_running_loop().call_at(at, self._end_overdue)
 
     def _end_overdue(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -299,7 +301,9 @@ class AttemptPool:
                 slot.deadline = None if slot.is_abandoned else now + self._overtime_seconds
                 self._overrun(slot, was_away=was_away)
         deadlines = [slot.deadline for slot in self._slots if slot.deadline is not None]
-        self._timer = asyncio.get_running_loop().call_at(min(deadlines), self._end_overdue) if deadlines else None
+        self._timer_at = math.inf
+        if deadlines:
+            self._set_timer(min(deadlines))
 
     def _overrun(self, slot: _Slot, *, was_away: bool) -> None:
         """Handle a passed deadline: first of the attempt, then of its overtime.

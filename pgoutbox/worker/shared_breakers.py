@@ -99,26 +99,23 @@ class SharedBreakers:
         """Give a probe without a result back."""
         await self._ask(self._store.breaker_release(key, probe_id))
 
-    def is_check_due(self, key: str) -> bool:
-        """Whether `close_if_stale` was not due for this key within the last minute."""
+    def close_if_stale(self, key: str, *, on_open: Callable[[BreakerRow], None]) -> None:
+        """Close the row after a send succeeded, in case the worker that opened it is gone. At most once a minute.
+
+        `on_open` gets the row if it cannot be probed yet.
+        """
         now = self._clock()
         if now < self._checked_at.get(key, 0.0) + _STALE_CHECK_SECONDS:
-            return False
+            return
         if len(self._checked_at) >= _MAX_CHECKED_COUNT:
             self._checked_at.clear()
         self._checked_at[key] = now
-        return True
+        self.start(self._close_if_stale(key, on_open))
 
-    async def close_if_stale(self, key: str) -> BreakerRow | None:
-        """Close the row after a send succeeded, in case the worker that opened it is gone.
-
-        Return the row if it cannot be probed yet.
-        """
+    async def _close_if_stale(self, key: str, on_open: Callable[[BreakerRow], None]) -> None:
         row = await self._ask(self._store.breaker_probe(key))
-        if not isinstance(row, BreakerRow) or row.probe_id is None:
-            return row if isinstance(row, BreakerRow) else None
-        await self.close(key, row.probe_id)
-        return None
+        if isinstance(row, BreakerRow):
+            await self.close(key, row.probe_id) if row.probe_id is not None else on_open(row)
 
     async def refresh(self, breakers: Iterable[CircuitBreaker]) -> None:
         """Read the rows of paused breakers again, at most once a second. Concurrent callers share one query.
