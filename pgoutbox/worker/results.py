@@ -1,4 +1,4 @@
-"""Attempts and their endings: the types that the parts of a worker share."""
+"""Attempts and their results: types that the parts of a worker share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Attempt(Context):
     `attempt_count` is the fencing token. The message keeps the number that its handler got: see `take_over`.
     `used_count` is the number of attempts that used up budget, including this one: without snoozes, releases and
     attempts before a redrive. `overtaken` is the reason why the attempt has become pointless. `done` means that its
-    ending is known. An attempt that begins after `expiring_at` is too late.
+    result is known. An attempt that begins after `expiring_at` is too late.
     """
 
     __slots__ = (
@@ -107,8 +107,8 @@ AttemptResult = Outcome | Released | AlreadyFinished | Abandoned
 
 # The attempts of one unit of work: one message, or a batch of one handler.
 Work = Sequence[Attempt]
-# Runs all attempts of a unit of work, and returns their endings in its order.
-Runner = Callable[[Work], Awaitable[Sequence[AttemptResult]]]
+# Runs all attempts of a unit of work. Returns their results in the same order.
+RunWork = Callable[[Work], Awaitable[Sequence[AttemptResult]]]
 
 # Set by the slot that runs an attempt. Called with the future of the thread that a handler runs in.
 watch_thread: ContextVar[Callable[[Future[object]], None]] = ContextVar("watch_thread", default=lambda _: None)

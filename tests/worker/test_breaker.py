@@ -429,20 +429,20 @@ def worker_process(dsn: str, log: Path) -> Iterator[WorkerProcess]:
         process.end()
 
 
-async def test_a_killed_prober_does_not_block_probes_permanently(
+async def test_a_killed_probe_holder_does_not_block_probes_permanently(
     dsn: str, db: psycopg.Connection, tmp_path: Path
 ) -> None:
     """The host hangs until the process with its probe is dead; another process continues."""
     async with line_host(Mood.DROP) as host:
         ids = [enqueue(db, destination=host.destination) for _ in range(10)]
-        with worker_process(dsn, tmp_path) as prober:
+        with worker_process(dsn, tmp_path) as probing_worker:
             await until(lambda: is_open(db, host.key))
             await until(lambda: "sending" not in states_of(db, *ids))
             host.mood = Mood.HANG
             await until(lambda: host.hung_count)
             _, is_probed, _ = breaker_of(db, host.key) or (0, False, "")
             assert is_probed
-            await asyncio.to_thread(prober.end)
+            await asyncio.to_thread(probing_worker.end)
         host.mood = Mood.TAKE
         with worker_process(dsn, tmp_path):
             await until(all_sent(db, ids))
