@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -34,7 +34,6 @@ _Call = Callable[[], Awaitable[Outcome]]
 
 
 class _Circuit(NamedTuple):
-    key: str
     breaker: CircuitBreaker
     room: Room
 
@@ -75,8 +74,6 @@ class CircuitBreakers:
         """The number of breakers that are known to be open. Any thread may read it."""
         return sum(not circuit.breaker.is_closed for circuit in self._circuits.copy().values())
 
-    # --- before the handler -------------------------------------------------------------------------------------------
-
     async def refusal(self, message: Message[object]) -> Postponed | None:
         """Return a snooze if the breaker refuses this message now, before its handler renders it; else None.
 
@@ -114,8 +111,6 @@ class CircuitBreakers:
             # The refresh may have closed the breaker or changed its pause, and the pause may be over.
             admission = admit(self._clock())
         return admission
-
-    # --- send ---------------------------------------------------------------------------------------------------------
 
     async def send(self, transport: Transport, message: Message[object], content: Content) -> Outcome:
         """Call the transport, or snooze the message if a breaker is open. Such an attempt is not used up."""
@@ -162,10 +157,10 @@ class CircuitBreakers:
             for circuit in list(self._circuits.values()):
                 last_at = max(circuit.breaker.retry_at or 0.0, circuit.room.answered_at)
                 if last_at < long_ago and not circuit.room.is_in_use:
-                    del self._circuits[circuit.key]
+                    del self._circuits[circuit.breaker.key]
         limits = self._settings.breaker_failures, self._settings.breaker_error_rate
         room = Room(self._no_bulkhead if is_part else self._bulkhead)
-        circuit = self._circuits[key] = _Circuit(key, CircuitBreaker(key, *limits, is_part=is_part), room)
+        circuit = self._circuits[key] = _Circuit(CircuitBreaker(key, *limits, is_part=is_part), room)
         return circuit
 
     async def _send_and_record(self, circuit: _Circuit, message: Message[object], call: _Call) -> Outcome:
@@ -175,31 +170,23 @@ class CircuitBreakers:
             outcome = await circuit.room.use(call)
         except asyncio.CancelledError:
             if counts and not breaker.is_part and not self._is_stopping:
-                self._shared.start(self._record_failure(breaker, _TIMED_OUT))
+                self._shared.start(self._shared.record_failure(breaker, _TIMED_OUT))
             raise
         # Other sends may have opened the breaker during this one.
         if isinstance(outcome, Sent):
             breaker.record_success()
             if message.attempt_count > 1:
-                self._shared.close_if_stale(circuit.key, on_open=partial(self._open, circuit))
+                self._shared.close_if_stale(circuit.breaker.key, on_open=partial(self._open, circuit))
         elif counts and (failure := breaker.failure_of(outcome)) is not None:
-            await self._record_failure(breaker, failure.error, trips=isinstance(failure, Unavailable))
+            await self._shared.record_failure(breaker, failure.error, trips=isinstance(failure, Unavailable))
             # A probe of another message may have closed it again.
             if not breaker.is_closed:
                 return self._postpone(circuit, failure)
         return outcome
 
-    def _record_failure(
-        self, breaker: CircuitBreaker, error: str, *, trips: bool = False
-    ) -> Coroutine[object, object, None]:
-        """Count the failure at once, unless it trips the breaker. Return an awaitable that opens it if needed."""
-        return self._shared.record_failure(breaker, error, trips=trips or breaker.record_failure(self._clock()))
-
     def _open(self, circuit: _Circuit, row: BreakerRow) -> None:
         # The circuit may have been forgotten since its send, and another one may have taken its place.
-        self._circuits.setdefault(circuit.key, circuit).breaker.open(row, self._clock())
-
-    # --- probe --------------------------------------------------------------------------------------------------------
+        self._circuits.setdefault(circuit.breaker.key, circuit).breaker.open(row, self._clock())
 
     async def _ask_and_probe(self, circuit: _Circuit, message: Message[object], call: _Call) -> Outcome:
         """Send the message if the database grants it the probe, or if the breaker is closed there."""
@@ -215,30 +202,27 @@ class CircuitBreakers:
             breaker.release(message.id)
 
     async def _probe(self, circuit: _Circuit, probe_id: str, call: _Call) -> Outcome:
-        key, breaker, shared = circuit.key, circuit.breaker, self._shared
+        breaker, shared = circuit.breaker, self._shared
         try:
             outcome = await circuit.room.use(call)
         except BaseException as error:
-            is_cancelled = isinstance(error, asyncio.CancelledError)
-            if is_cancelled:
+            if isinstance(error, asyncio.CancelledError):
                 breaker.pause(self._clock())
-            has_timed_out = is_cancelled and not self._is_stopping
-            shared.start(
-                shared.reopen(breaker, probe_id, _TIMED_OUT) if has_timed_out else shared.release(key, probe_id)
-            )
+            if isinstance(error, asyncio.CancelledError) and not self._is_stopping:
+                shared.start(shared.reopen(breaker, probe_id, _TIMED_OUT))
+            else:
+                shared.start(shared.release(breaker.key, probe_id))
             raise
         # The breaker may have changed by a refresh. The result of the probe is newer.
         if isinstance(outcome, Sent):
             breaker.close()
-            shared.start(shared.close(key, probe_id))
+            shared.start(shared.close(breaker.key, probe_id))
         elif (failure := breaker.failure_of(outcome)) is not None:
             await shared.reopen(breaker, probe_id, failure.error)
             return self._postpone(circuit, failure)
         else:
-            shared.start(shared.release(key, probe_id))
+            shared.start(shared.release(breaker.key, probe_id))
         return outcome
-
-    # --- postponed messages -------------------------------------------------------------------------------------------
 
     def _postpone(self, circuit: _Circuit, failure: Transient | Unavailable | None = None) -> Postponed:
         """Postpone a message until the next probe and a little longer, so that not all messages come back at once.
@@ -249,9 +233,9 @@ class CircuitBreakers:
         at_least_seconds = 0.0 if failure is None else failure.retry_after or 0.0
         return Postponed(
             max(breaker.wait_seconds(self._clock()), at_least_seconds) + random.uniform(0, breaker.pause_seconds),
-            f"circuit breaker {circuit.key} is open: {breaker.error}",
+            f"circuit breaker {breaker.key} is open: {breaker.error}",
             code=ReasonCode.CIRCUIT_OPEN,
-            breaker_key=circuit.key,
+            breaker_key=breaker.key,
             unknown_error=failure.error if isinstance(failure, Transient) and failure.unknown else None,
         )
 
@@ -267,7 +251,7 @@ class CircuitBreakers:
 def _stalled(circuit: _Circuit) -> Postponed:
     return Postponed(
         _STALLED_PAUSE_SECONDS * random.uniform(1, 1.5),
-        f"{circuit.key} answers none of the {circuit.room.in_flight_count} sends in flight",
+        f"{circuit.breaker.key} answers none of the {circuit.room.in_flight_count} sends in flight",
         code=ReasonCode.STALLED,
-        breaker_key=circuit.key,
+        breaker_key=circuit.breaker.key,
     )

@@ -57,7 +57,8 @@ class Dispatcher:
             if handler.is_async:
                 result = await handler.function(message, attempt)
             else:
-                result = await self._run_in_thread(handler, message, attempt)
+                context = SyncContext(attempt, asyncio.get_running_loop())
+                result = await in_thread(self._threads, handler.function, message, context)
             if result is None:
                 return _SENT_ALONE
             return (await self.conclude(attempt, message, result),)
@@ -108,15 +109,6 @@ class Dispatcher:
             problem = f"the batch handler must return None or {len(messages)} outcomes, one per message, in their order"
             return [Permanent(problem)] * len(messages)
         return results
-
-    async def _run_in_thread(
-        self,
-        handler: Handler,
-        message: Message[object],
-        attempt: Attempt,
-    ) -> object:
-        thread_context = SyncContext(attempt, asyncio.get_running_loop())
-        return await in_thread(self._threads, handler.function, message, thread_context)
 
     async def _conclude_safely(self, attempt: Attempt, message: Message[object], result: object) -> Outcome:
         try:

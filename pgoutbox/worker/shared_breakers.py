@@ -45,8 +45,9 @@ class SharedBreakers:
         self._reading: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[object]] = set()
 
-    async def record_failure(self, breaker: CircuitBreaker, error: str, *, trips: bool) -> None:
-        """Open the breaker if it is open for other workers, or if this failure `trips` it."""
+    async def record_failure(self, breaker: CircuitBreaker, error: str, *, trips: bool = False) -> None:
+        """Count a failure, unless it `trips` the breaker. Open it if it trips, or if it is open for other workers."""
+        trips = trips or breaker.record_failure(self._clock())
         if not breaker.is_closed:
             return
         row = await self._ask(self._failed(breaker.key, error, trips=trips))

@@ -147,6 +147,7 @@ def test_the_rate_begins_again_after_a_minute() -> None:
     assert not breaker.is_forgettable(NOW)
     assert breaker.is_forgettable(NOW + 61)
     assert count(breaker, "fsf", NOW + 61) == "fsf"
+    assert not breaker.is_forgettable(NOW + 122), "failures in succession count at any interval"
 
 
 def test_closing_forgets_the_counts() -> None:
