@@ -89,7 +89,7 @@ class CircuitBreakers:
             return None
         match await self._admit(circuit, message):
             case Admission.WAIT:
-                return self._postpone(circuit)
+                return self._postpone(circuit.breaker)
             case Admission.PROBE:
                 self._probed_by[message.id] = circuit.breaker
             case Admission.SEND if circuit.room.is_stalled:
@@ -138,7 +138,7 @@ class CircuitBreakers:
                 # Other sends may have opened the breaker, or taken the room: ask again.
             match admission:
                 case Admission.WAIT:
-                    return self._postpone(circuit)
+                    return self._postpone(circuit.breaker)
                 case Admission.BYPASS:
                     return await room.use(call)
                 case Admission.PROBE:
@@ -170,18 +170,20 @@ class CircuitBreakers:
             outcome = await circuit.room.use(call)
         except asyncio.CancelledError:
             if counts and not breaker.is_part and not self._is_stopping:
-                self._shared.start(self._shared.record_failure(breaker, _TIMED_OUT))
+                trips = breaker.record_failure(self._clock())
+                self._shared.start(self._shared.record_failure(breaker, _TIMED_OUT, trips=trips))
             raise
         # Other sends may have opened the breaker during this one.
         if isinstance(outcome, Sent):
             breaker.record_success()
             if message.attempt_count > 1:
-                self._shared.close_if_stale(circuit.breaker.key, on_open=partial(self._open, circuit))
+                self._shared.close_if_stale(breaker.key, on_open=partial(self._open, circuit))
         elif counts and (failure := breaker.failure_of(outcome)) is not None:
-            await self._shared.record_failure(breaker, failure.error, trips=isinstance(failure, Unavailable))
+            trips = isinstance(failure, Unavailable) or breaker.record_failure(self._clock())
+            await self._shared.record_failure(breaker, failure.error, trips=trips)
             # A probe of another message may have closed it again.
             if not breaker.is_closed:
-                return self._postpone(circuit, failure)
+                return self._postpone(breaker, failure)
         return outcome
 
     def _open(self, circuit: _Circuit, row: BreakerRow) -> None:
@@ -195,9 +197,10 @@ class CircuitBreakers:
             probe_id = await self._shared.begin_probe(breaker)
             if probe_id is not None:
                 return await self._probe(circuit, probe_id, call)
+            # The answer has closed or paused the breaker.
             if breaker.is_closed:
                 return await self._send_and_record(circuit, message, call)
-            return self._postpone(circuit)
+            return self._postpone(breaker)
         finally:
             breaker.release(message.id)
 
@@ -219,17 +222,16 @@ class CircuitBreakers:
             shared.start(shared.close(breaker.key, probe_id))
         elif (failure := breaker.failure_of(outcome)) is not None:
             await shared.reopen(breaker, probe_id, failure.error)
-            return self._postpone(circuit, failure)
+            return self._postpone(breaker, failure)
         else:
             shared.start(shared.release(breaker.key, probe_id))
         return outcome
 
-    def _postpone(self, circuit: _Circuit, failure: Transient | Unavailable | None = None) -> Postponed:
+    def _postpone(self, breaker: CircuitBreaker, failure: Transient | Unavailable | None = None) -> Postponed:
         """Postpone a message until the next probe and a little longer, so that not all messages come back at once.
 
         If this message itself has a `failure`, postpone it at least until its `retry_after`.
         """
-        breaker = circuit.breaker
         at_least_seconds = 0.0 if failure is None else failure.retry_after or 0.0
         return Postponed(
             max(breaker.wait_seconds(self._clock()), at_least_seconds) + random.uniform(0, breaker.pause_seconds),

@@ -45,9 +45,8 @@ class SharedBreakers:
         self._reading: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[object]] = set()
 
-    async def record_failure(self, breaker: CircuitBreaker, error: str, *, trips: bool = False) -> None:
-        """Count a failure, unless it `trips` the breaker. Open it if it trips, or if it is open for other workers."""
-        trips = trips or breaker.record_failure(self._clock())
+    async def record_failure(self, breaker: CircuitBreaker, error: str, *, trips: bool) -> None:
+        """Open the breaker if this failure `trips` it, or if it is open for other workers."""
         if not breaker.is_closed:
             return
         row = await self._ask(self._failed(breaker.key, error, trips=trips))
@@ -61,14 +60,15 @@ class SharedBreakers:
     async def _failed(self, key: str, error: str, *, trips: bool) -> BreakerRow | None:
         row = await self._store.breaker_failed(key, trips=trips, error=clean_text(error), alert_queue=self._alert_queue)
         if row is not None and row.opened:
-            fields = {"breaker": key, "retry_seconds": row.retry_seconds}
-            self._telemetry.report(logging.WARNING, LogEvent.BREAKER_OPENED, "breaker opened", **fields)
+            self._telemetry.report(
+                logging.WARNING, LogEvent.BREAKER_OPENED, "breaker opened", breaker=key, retry_seconds=row.retry_seconds
+            )
         return row
 
     async def begin_probe(self, breaker: CircuitBreaker) -> str | None:
         """Return the id of a granted probe. Without one, the breaker is closed, or paused for another time."""
         row = await self._ask(self._store.breaker_probe(breaker.key))
-        # This message is the probe holder, so only a refresh may have changed the breaker. This row is newer.
+        # A refresh may have changed the breaker during the statement. This row is newer.
         if isinstance(row, Exception):
             breaker.pause(self._clock())
         elif row is None:
@@ -83,8 +83,9 @@ class SharedBreakers:
         """Close the row after a successful probe. If this fails, the probe counts as lost once its time is over."""
         open_seconds = await self._ask(self._store.breaker_close(key, probe_id, alert_queue=self._alert_queue))
         if isinstance(open_seconds, float):
-            fields = {"breaker": key, "open_seconds": open_seconds}
-            self._telemetry.report(logging.INFO, LogEvent.BREAKER_CLOSED, "breaker closed", **fields)
+            self._telemetry.report(
+                logging.INFO, LogEvent.BREAKER_CLOSED, "breaker closed", breaker=key, open_seconds=open_seconds
+            )
 
     async def reopen(self, breaker: CircuitBreaker, probe_id: str, error: str) -> None:
         """Extend the pause after a failed probe."""
@@ -93,8 +94,13 @@ class SharedBreakers:
         if isinstance(row, BreakerRow):
             # A refresh may have read an older row during this statement.
             breaker.open(row, self._clock())
-            fields = {"breaker": breaker.key, "retry_seconds": row.retry_seconds}
-            self._telemetry.report(logging.INFO, LogEvent.BREAKER_REOPENED, "breaker stays open", **fields)
+            self._telemetry.report(
+                logging.INFO,
+                LogEvent.BREAKER_REOPENED,
+                "breaker stays open",
+                breaker=breaker.key,
+                retry_seconds=row.retry_seconds,
+            )
 
     async def release(self, key: str, probe_id: str) -> None:
         """Give a probe without a result back."""
@@ -133,8 +139,10 @@ class SharedBreakers:
         await asyncio.shield(self._reading)
 
     async def _read(self, paused: Sequence[CircuitBreaker], asked_at: float) -> None:
-        rows = await self._ask(self._store.breakers([breaker.key for breaker in paused]))
-        self._reading = None
+        try:
+            rows = await self._ask(self._store.breakers([breaker.key for breaker in paused]))
+        finally:
+            self._reading = None
         if isinstance(rows, dict):
             for breaker in paused:
                 # A probe or a failure may have changed the breaker since the query: `refresh` checks it.

@@ -319,6 +319,16 @@ async def test_a_send_that_times_out_counts_unless_it_is_an_alert(
     assert is_open(db) is counts
 
 
+async def test_sends_that_time_out_count_together(member: Callable[..., Member], db: psycopg.Connection) -> None:
+    one = member(breaker_failures=2)
+    for number in range(2):
+        assert not is_open(db)
+        async with one.sending(number) as task:
+            task.cancel()
+    await one.breakers.close()
+    assert is_open(db)
+
+
 async def test_a_send_cancelled_by_the_stop_of_the_worker_does_not_count(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:
