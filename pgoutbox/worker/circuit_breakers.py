@@ -153,12 +153,12 @@ class CircuitBreakers:
 
     def _add(self, key: str, *, is_part: bool) -> _Circuit:
         if len(self._circuits) >= _MAX_CIRCUITS:
-            long_ago = self._clock() - self._settings.breaker_max_cooldown_seconds - WINDOW_SECONDS
+            long_ago = self._clock() - self._settings.breaker.max_cooldown_seconds - WINDOW_SECONDS
             for circuit in list(self._circuits.values()):
                 last_at = max(circuit.breaker.retry_at or 0.0, circuit.room.answered_at)
                 if last_at < long_ago and not circuit.room.is_in_use:
                     del self._circuits[circuit.breaker.key]
-        limits = self._settings.breaker_failures, self._settings.breaker_error_rate
+        limits = self._settings.breaker.failures, self._settings.breaker.error_rate
         room = Room(self._no_bulkhead if is_part else self._bulkhead)
         circuit = self._circuits[key] = _Circuit(CircuitBreaker(key, *limits, is_part=is_part), room)
         return circuit
