@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -19,6 +20,8 @@ from pgoutbox.message import Message, Outcome, Permanent
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.signatures import check_handler, is_async
 
+C = TypeVar("C")
+
 OnUnknown = Literal["retry", "hold"]
 
 _NOT_TRANSACTIONAL = "ctx.connection is only for transactional handlers: register this one with transactional=True"
@@ -29,7 +32,7 @@ class Handler:
     """A registered function and the options of its attempts."""
 
     topic: str
-    function: Callable[..., object]
+    function: Callable[..., Any]
     is_async: bool
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     timeout_seconds: float | None = None
@@ -128,42 +131,28 @@ class Middleware(Protocol):
         ...
 
 
-class Lease(Protocol):
-    """The lease of one attempt, as its context sees it."""
-
-    @property
-    def overtaken(self) -> str | None: ...
-
-    async def ensure_lease(self) -> None: ...
-
-
-class Context:
+class Context(ABC):
     """One attempt, as an async handler sees it."""
 
-    __slots__ = ("_connection", "_lease")
-
-    def __init__(self, lease: Lease, connection: psycopg.AsyncConnection[TupleRow] | None = None) -> None:
-        self._lease = lease
-        self._connection = connection
+    __slots__ = ()
 
     @property
+    @abstractmethod
     def connection(self) -> psycopg.AsyncConnection[TupleRow]:
         """The transaction of a transactional handler: write with it and do not commit.
 
         The handler's writes and the completion of the message commit together or not at all.
         """
-        if self._connection is None:
-            raise ConfigurationError(_NOT_TRANSACTIONAL)
-        return self._connection
 
     @property
+    @abstractmethod
     def should_stop(self) -> bool:
         """Whether the attempt has become pointless: cancelled, superseded, or owned by another worker.
 
         It becomes true within two seconds, unless the handler blocks the event loop. `ensure_lease` asks the database.
         """
-        return self._lease.overtaken is not None
 
+    @abstractmethod
     async def ensure_lease(self) -> None:
         """Ensure right before a side effect that this attempt still holds its message, or raise `LeaseLostError`.
 
@@ -171,36 +160,40 @@ class Context:
         claimed by another worker: then the side effect must not happen. Do not catch the error; the message is retried
         only if it has to be.
         """
-        await self._lease.ensure_lease()
 
 
 class SyncContext:
     """One attempt, as a handler in a thread sees it: `Context` without `await`."""
 
-    __slots__ = ("_connection", "_lease", "_loop")
+    __slots__ = ("_connection", "_context", "_loop")
 
     def __init__(
         self,
-        lease: Lease,
+        context: Context,
         loop: asyncio.AbstractEventLoop,
         connection: psycopg.Connection[TupleRow] | None = None,
     ) -> None:
-        self._lease = lease
+        self._context = context
         self._loop = loop
         self._connection = connection
 
     @property
     def connection(self) -> psycopg.Connection[TupleRow]:
         """The transaction of a transactional handler: write with it and do not commit."""
-        if self._connection is None:
-            raise ConfigurationError(_NOT_TRANSACTIONAL)
-        return self._connection
+        return lent(self._connection)
 
     @property
     def should_stop(self) -> bool:
         """Whether the attempt has become pointless: cancelled, superseded, or owned by another worker."""
-        return self._lease.overtaken is not None
+        return self._context.should_stop
 
     def ensure_lease(self) -> None:
         """Ensure right before a side effect that this attempt still holds its message, or raise `LeaseLostError`."""
-        asyncio.run_coroutine_threadsafe(self._lease.ensure_lease(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._context.ensure_lease(), self._loop).result()
+
+
+def lent(connection: C | None) -> C:
+    """Return the connection of a transactional handler, or raise `ConfigurationError` for other handlers."""
+    if connection is None:
+        raise ConfigurationError(_NOT_TRANSACTIONAL)
+    return connection

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, make_dataclass
 from datetime import datetime
-from typing import Final, Generic, cast
+from typing import Any, Final, Generic
 
 from pydantic import JsonValue
 from typing_extensions import TypeVar
@@ -115,9 +115,10 @@ _Writable: Final = make_dataclass(
 
 def new_message(*values: object) -> Message[object]:
     """Return a message from its fields, in their order. It equals `Message(...)` of these fields, and is frozen too."""
-    message = _Writable(*values)
+    message: Any = _Writable(*values)
     message.__class__ = Message
-    return cast("Message[object]", message)
+    made: Message[object] = message  # Not `cast`, which is a call.
+    return made
 
 
 @dataclass(frozen=True, slots=True)
