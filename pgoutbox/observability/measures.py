@@ -297,18 +297,18 @@ def samples_of_events(counts: Mapping[str, int]) -> dict[Metric, list[Sample]]:
     }
 
 
-def samples_of_vitals(vitals: WorkerStatus) -> dict[Metric, list[Sample]]:
+def samples_of_status(status: WorkerStatus) -> dict[Metric, list[Sample]]:
     """Return the gauges of a worker."""
     found: dict[Metric, float | None] = {
-        IN_FLIGHT: vitals.in_flight,
-        SLOTS: vitals.slots,
-        SLOTS_BUSY: vitals.busy,
-        SLOTS_ABANDONED: vitals.abandoned,
-        LISTENER_UP: None if vitals.is_listener_up is None else int(vitals.is_listener_up),
-        DATABASE_UP: int(vitals.is_database_up),
-        LAST_LOOK: vitals.looked_seconds_ago,
-        LAST_CLAIM: vitals.claimed_seconds_ago,
-        OUTCOMES_REFUSED: vitals.outcomes_refused,
-        BREAKERS_OPEN: vitals.breakers_open,
+        IN_FLIGHT: status.in_flight,
+        SLOTS: status.slots,
+        SLOTS_BUSY: status.busy,
+        SLOTS_ABANDONED: status.abandoned,
+        LISTENER_UP: None if status.is_listener_up is None else int(status.is_listener_up),
+        DATABASE_UP: int(status.is_database_up),
+        LAST_LOOK: status.looked_seconds_ago,
+        LAST_CLAIM: status.claimed_seconds_ago,
+        OUTCOMES_REFUSED: status.outcomes_refused,
+        BREAKERS_OPEN: status.breakers_open,
     }
     return {metric: [] if value is None else [Sample((), value)] for metric, value in found.items()}

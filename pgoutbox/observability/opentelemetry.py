@@ -22,7 +22,7 @@ from pgoutbox.observability.measures import (
     Sample,
     WorkerStatus,
     samples_of_events,
-    samples_of_vitals,
+    samples_of_status,
 )
 
 _ABOUT_READING: Final = frozenset({BACKLOG_UP, BACKLOG_AGE, BACKLOG_READ})
@@ -41,12 +41,12 @@ class Exporter:
     def __init__(
         self,
         measures: Measures,
-        vitals: Callable[[], WorkerStatus],
+        status: Callable[[], WorkerStatus],
         event_counts: Callable[[], Mapping[str, int]],
         backlog: Backlog | None,
     ) -> None:
         self._measures = measures
-        self._vitals = vitals
+        self._status = status
         self._event_counts = event_counts
         self._backlog = backlog
         self._is_open = True
@@ -87,7 +87,7 @@ class Exporter:
 
     def _samples(self, metric: Metric) -> Iterable[Sample]:
         if metric in OF_WORKERS:
-            known = samples_of_events(self._event_counts()) | samples_of_vitals(self._vitals())
+            known = samples_of_events(self._event_counts()) | samples_of_status(self._status())
             return known[metric] if metric in known else self._measures.samples(metric)
         if self._backlog is None:
             return []

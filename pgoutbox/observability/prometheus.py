@@ -25,7 +25,7 @@ from pgoutbox.observability.measures import (
     Sample,
     WorkerStatus,
     samples_of_events,
-    samples_of_vitals,
+    samples_of_status,
 )
 
 try:
@@ -54,7 +54,7 @@ class Watched(NamedTuple):
     """The observable state of a worker, from any thread."""
 
     measures: Measures
-    vitals: Callable[[], WorkerStatus]
+    status: Callable[[], WorkerStatus]
     event_counts: Callable[[], Mapping[str, int]]
 
 
@@ -76,11 +76,14 @@ class Exposition:
 
     async def answer(self, accept: str | None = None) -> Page:
         """Return the metrics in the format that the header `Accept` requests: OpenMetrics or Prometheus text."""
+        return await asyncio.to_thread(self.answer_blocking, accept)
+
+    def answer_blocking(self, accept: str | None = None) -> Page:
+        """Do the same as `answer`, without an event loop."""
         reading = None
         if self._backlog is not None:
             try:
-                asked = asyncio.wrap_future(self._backlog.ask())
-                reading = await asyncio.wait_for(asyncio.shield(asked), PATIENCE_SECONDS)
+                reading = self._backlog.ask().result(PATIENCE_SECONDS)
             except TimeoutError:
                 reading = NO_READING
         registry = CollectorRegistry(auto_describe=False)
@@ -108,7 +111,7 @@ class _Snapshot(Collector):
 
 
 def _of_worker(worker: Watched) -> Iterator[Family]:
-    known = samples_of_events(worker.event_counts()) | samples_of_vitals(worker.vitals())
+    known = samples_of_events(worker.event_counts()) | samples_of_status(worker.status())
     for metric in OF_WORKERS:
         if metric.kind is Kind.HISTOGRAM:
             yield _histogram(metric, worker.measures)
