@@ -122,7 +122,7 @@ class Access:
             viewer = dataclasses.replace(viewer, csrf_token="", origin=viewer.origin or origin, can_sign_out=False)
             return self._with_csrf_token(viewer) if token is None else viewer
         if token is not None:
-            person = self._person_by_token(request, token)
+            person = await self.check_secret(request, token)
             return Viewer(person.name, person.role, origin=origin)
         session = self.sessions.open(request.cookies.get(cookie_of(request)["key"], ""))
         if session is None:
@@ -134,40 +134,44 @@ class Access:
     def _with_csrf_token(self, viewer: Viewer) -> Viewer:
         return dataclasses.replace(viewer, csrf_token=self.sessions.csrf_token(viewer.role, viewer.name))
 
-    def _person_by_token(self, request: Request, token: str) -> Person:
+    async def check_secret(self, request: Request, secret: str, *, name: str | None = None) -> Person:
+        """Return the owner of a token, or with `name` also of a password.
+
+        Raises `HTTPException`: 401 if the secret is wrong, 429 above the rate limit.
+        """
         # A valid token is never rate-limited: others may share its address, and it is too long to be guessed.
-        person = self.credentials.by_token(token)
+        person = self.credentials.by_token(secret)
         if person is None:
-            self.check_limit(request, self.address_limit.take(address_of(request)))
-            self.report_refused(request)
-            raise HTTPException(401, "unknown token", {"WWW-Authenticate": 'Bearer error="invalid_token"'})
+            address = address_of(request)
+            attempts = [(self.address_limit, address)] + ([(self.common_limit, "all")] if name is not None else [])
+            for limiter, key in attempts:
+                if (wait_seconds := limiter.take(key)) > 0:
+                    self._report(request, LogEvent.WEB_SIGN_IN_BRAKED, "too many sign-in attempts")
+                    headers = {"Retry-After": str(int(wait_seconds) + 1)}
+                    raise HTTPException(429, "too many sign-in attempts: wait a moment, then try again", headers)
+            person = await self.credentials.identify(name, secret) if name is not None else None
+            if person is None:
+                # Do not log the typed name: it may be a password.
+                self._report(request, LogEvent.WEB_SIGN_IN_REFUSED, "sign-in failed")
+                headers = {"WWW-Authenticate": 'Bearer error="invalid_token"'}
+                raise HTTPException(401, "sign-in failed: check the token, or the name and the password", headers)
+            for limiter, key in attempts:
+                limiter.give_back(key)
         return person
 
-    def check_limit(self, request: Request, wait_seconds: float) -> None:
-        """Refuse a sign-in attempt above the limit."""
-        if wait_seconds > 0:
-            self._telemetry.report(
-                logging.WARNING, LogEvent.WEB_SIGN_IN_BRAKED, "too many sign-in attempts", address=address_of(request)
-            )
-            headers = {"Retry-After": str(int(wait_seconds) + 1)}
-            raise HTTPException(429, "too many sign-in attempts: wait a moment, then try again", headers)
+    def _report(self, request: Request, event: LogEvent, text: str) -> None:
+        self._telemetry.report(logging.WARNING, event, text, address=address_of(request))
 
-    def report_refused(self, request: Request) -> None:
-        """Log a failed attempt, without the typed name: it may be a password."""
+    def begin_session(self, request: Request, person: Person) -> str:
+        """End the session of this browser, and begin another. Return the text for its cookie."""
+        before = self.sessions.open(request.cookies.get(cookie_of(request)["key"], ""))
+        if before is not None:
+            self.sessions.end(before)
+        address = address_of(request)
         self._telemetry.report(
-            logging.WARNING, LogEvent.WEB_SIGN_IN_REFUSED, "sign-in failed", address=address_of(request)
+            logging.INFO, LogEvent.WEB_SIGNED_IN, "signed in", viewer=person.name, role=person.role, address=address
         )
-
-    def report_signed_in(self, request: Request, person: Person) -> None:
-        """Log a sign-in."""
-        self._telemetry.report(
-            logging.INFO,
-            LogEvent.WEB_SIGNED_IN,
-            "signed in",
-            viewer=person.name,
-            role=person.role,
-            address=address_of(request),
-        )
+        return self.sessions.seal(self.sessions.begin(person))
 
 
 class AccessMiddleware:

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from pgoutbox.dashboard.access import SESSION, address_of, check_origin, cookie_of, local_path
+from pgoutbox.dashboard.access import SESSION, check_origin, cookie_of, local_path
 from pgoutbox.dashboard.inputs import read_form
 from pgoutbox.dashboard.rendering import render
 from pgoutbox.dashboard.types import ROOT
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from pgoutbox.dashboard.access import Access
-    from pgoutbox.dashboard.credentials import Person
 
 
 async def show(request: Request) -> Response:
@@ -27,38 +26,17 @@ async def show(request: Request) -> Response:
 
 async def sign_in(request: Request) -> Response:
     """Begin a session, and end the previous one of this browser."""
-    access, cookie = _access_of(request), cookie_of(request)
+    access = _access_of(request)
     check_origin(request, required=True)
     form = await read_form(request)
     onward = form.get("next", "")
     try:
-        person = await _identify(request, form.get("name", "").strip(), form.get("secret", ""))
+        person = await access.check_secret(request, form.get("secret", ""), name=form.get("name", "").strip())
     except HTTPException as error:
         return _page(request, onward, error=error)
-    before = access.sessions.open(request.cookies.get(cookie["key"], ""))
-    if before is not None:
-        access.sessions.end(before)
-    access.report_signed_in(request, person)
     response = RedirectResponse(f"{request.scope[ROOT]}{local_path(onward)}", status_code=303)
-    response.set_cookie(value=access.sessions.seal(access.sessions.begin(person)), **cookie)
+    response.set_cookie(value=access.begin_session(request, person), **cookie_of(request))
     return response
-
-
-async def _identify(request: Request, name: str, secret: str) -> Person:
-    # A valid token is never rate-limited: it is too long to be guessed.
-    access = _access_of(request)
-    person = access.credentials.by_token(secret)
-    if person is None:
-        address = address_of(request)
-        access.check_limit(request, access.address_limit.take(address))
-        access.check_limit(request, access.common_limit.take("all"))
-        person = await access.credentials.identify(name, secret)
-        if person is None:
-            access.report_refused(request)
-            raise HTTPException(401, "Sign-in failed: check the token, or the name and the password")
-        access.address_limit.give_back(address)
-        access.common_limit.give_back("all")
-    return person
 
 
 async def sign_out(request: Request) -> Response:

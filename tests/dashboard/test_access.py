@@ -14,7 +14,7 @@ import pytest
 from pgoutbox.dashboard.access import LOOPBACK_NAMES, Access, Authenticate
 from pgoutbox.dashboard.credentials import RateLimiter
 from pgoutbox.dashboard.server import _RequestTimeoutProtocol
-from pgoutbox.dashboard.types import Viewer
+from pgoutbox.dashboard.types import VIEWER, Viewer
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import load_settings
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from starlette.requests import Request
+    from starlette.types import Receive, Scope, Send
 
     from pgoutbox.settings import Settings
 
@@ -753,6 +754,20 @@ def test_a_host_application_authenticates_users_and_forms_are_still_checked(
     script = client.post("/outbox/act", headers={"X-User": "ada", "Authorization": "Bearer the application's own"})
     assert script.status_code == 200, "browsers do not send this header by themselves"
     assert client.get("/outbox/login", headers=ada).status_code == 404
+
+
+def test_a_host_application_keeps_its_own_user(stack: ExitStack) -> None:
+    users: list[object] = []
+    pages = Pages().app(Access.delegated(by_header, load_settings()))
+
+    async def host(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["auth"] = scope["user"] = "the host's"
+        await pages(scope, receive, send)
+        users.append((scope["auth"], scope["user"], VIEWER in scope))
+
+    url = stack.enter_context(serving(host))
+    assert httpx.get(f"{url}/", headers={"X-User": "ada"}).json()["name"] == "ada"
+    assert users[-1] == ("the host's", "the host's", False)
 
 
 def test_without_a_sign_in_everybody_can_view_but_other_sites_cannot(stack: ExitStack) -> None:
