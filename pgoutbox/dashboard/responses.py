@@ -124,11 +124,11 @@ def refuse(request: Request, status: int, text: str, *, headers: Mapping[str, st
 
 async def _answer_http(request: Request, error: HTTPException) -> Response:
     text = _TEXTS.get(error.detail, error.detail)
-    return refuse(request, error.status_code, _sentence(text), headers=error.headers)
+    return refuse(request, error.status_code, sentence(text), headers=error.headers)
 
 
 async def _answer_error(status: int, request: Request, error: PgOutboxError) -> Response:
-    return refuse(request, status, _sentence(str(error)))
+    return refuse(request, status, sentence(str(error)))
 
 
 async def _answer_input(request: Request, error: InputError) -> Response:
@@ -137,7 +137,7 @@ async def _answer_input(request: Request, error: InputError) -> Response:
 
 async def _answer_unavailable(request: Request, error: UnavailableError) -> Response:
     _telemetry.report(logging.WARNING, LogEvent.WEB_UNAVAILABLE, "the dashboard's database is not available")
-    return refuse(request, 503, _sentence(str(error)), headers={"Retry-After": "5"})
+    return refuse(request, 503, sentence(str(error)), headers={"Retry-After": "5"})
 
 
 EXCEPTION_HANDLERS: Final[Mapping[Any, Any]] = {
@@ -150,7 +150,8 @@ EXCEPTION_HANDLERS: Final[Mapping[Any, Any]] = {
 }
 
 
-def _sentence(text: str) -> str:
+def sentence(text: str) -> str:
+    """Return the text of an error as a sentence."""
     return f"{text[:1].upper()}{text[1:]}."
 
 

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from pgoutbox.dashboard.access import SESSION, check_origin, cookie_of, local_path
 from pgoutbox.dashboard.inputs import read_form
 from pgoutbox.dashboard.rendering import render
+from pgoutbox.dashboard.responses import sentence
 from pgoutbox.dashboard.types import ROOT
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def _page(request: Request, onward: str, *, error: HTTPException | None = None) 
         # A browser does not send its session cookie if it follows a link from another site.
         "is_cross_site": request.headers.get("sec-fetch-site") == "cross-site",
         "asks_name": _access_of(request).credentials.has_passwords,
-        "error": None if error is None else f"{error.detail}.",
+        "error": None if error is None else sentence(error.detail),
     }
     status, headers = (200, None) if error is None else (error.status_code, error.headers)
     return render(request, "login.html", context, status=status, headers=headers)
