@@ -174,13 +174,13 @@ class Worker:
     @contextlib.asynccontextmanager
     async def _at_work(self, *, listen: bool, patient: bool = False, serves: bool = False) -> AsyncIterator[None]:
         async with (
-            TelemetryServer(self, self._settings, self.telemetry, serves=serves) as self.observer,
+            TelemetryServer(self, self._settings, self.telemetry, serves=serves) as self.telemetry_server,
             self._running(listen=listen, patient=patient),
-            self.observer.at_work(self._store.server_time),
+            self.telemetry_server.at_work(self._store.server_time),
         ):
             yield
 
-    def vitals(self) -> WorkerStatus:
+    def status(self) -> WorkerStatus:
         """The worker's health. It only reads attributes, so that any thread can call it."""
         claimed_at = None if self.telemetry.measures is None else self.telemetry.measures.claimed_at
         now = elapsed_clock()
