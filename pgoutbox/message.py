@@ -11,14 +11,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, make_dataclass
 from datetime import datetime
-from typing import Final, Generic, cast
+from typing import Any, Final, Generic, cast
 
 from pydantic import JsonValue
 from typing_extensions import TypeVar
 
 from pgoutbox.clock import Duration, seconds_of
 
-P = TypeVar("P", default=JsonValue)
+# Without a model: any JSON value. For a type checker, `dict[str, int]` does not match `dict[str, JsonValue]`.
+P = TypeVar("P", default=Any)
 
 
 class State(enum.StrEnum):
@@ -138,7 +139,7 @@ class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or ra
     ) -> None:
         super().__init__(error)
         self.error = error
-        self.retry_after = None if retry_after is None else seconds_of(retry_after)
+        self.retry_after: float | None = None if retry_after is None else seconds_of(retry_after)
         self.outage = outage
         self.unknown = unknown
 
@@ -155,7 +156,7 @@ class Unavailable(Exception):  # noqa: N818 - an outcome; it can be returned or 
     def __init__(self, error: str, retry_after: Duration | None = None, *, breaker: str | None = None) -> None:
         super().__init__(error)
         self.error = error
-        self.retry_after = None if retry_after is None else seconds_of(retry_after)
+        self.retry_after: float | None = None if retry_after is None else seconds_of(retry_after)
         self.breaker = breaker
 
 

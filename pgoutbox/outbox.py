@@ -56,7 +56,7 @@ from pgoutbox.topics import CoalesceRule, NewMessage, OnFailed, Topic
 from pgoutbox.transports import Content, Transport
 from pgoutbox.transports.registry import complete
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 Result: TypeAlias = Outcome | Content | None
 R = TypeVar("R")
@@ -765,7 +765,7 @@ def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
         raise
     except Exception as error:  # noqa: BLE001 - best effort: the caller continues after any error
         # Not the text, the traceback or the whole path: they contain keys and parts of payloads.
-        logger.error(  # noqa: TRY400
+        _logger.error(  # noqa: TRY400
             "a message could not be enqueued; the caller continues without it",
             extra={
                 "event": LogEvent.ENQUEUE_FAILED.value,

@@ -11,7 +11,7 @@ import ipaddress
 import math
 import re
 from collections.abc import Iterable
-from typing import Literal, Self, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -30,7 +30,7 @@ _FERNET_KEY = re.compile(r"\s*[A-Za-z0-9_-]{43}=\s*")
 class Settings(BaseSettings):
     """All settings of pgoutbox, with their defaults and bounds. Durations are in seconds."""
 
-    model_config = SettingsConfigDict(
+    model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
         env_prefix=ENVIRONMENT_PREFIX,
         frozen=True,
         extra="ignore",

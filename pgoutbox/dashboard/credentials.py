@@ -156,7 +156,7 @@ class Credentials:
         self._people = {person.name: person for person in people}
         self._tokens = [person for person in people if person.password is None]
         passwords = [person.password for person in people if person.password is not None]
-        self.has_passwords = bool(passwords)
+        self.has_passwords: bool = bool(passwords)
         # An unknown user takes as long to reject as a known one.
         self._decoy = passwords[0]._replace(key=bytes(32)) if passwords else None
         self._hashing = asyncio.Semaphore(_HASHES_AT_ONCE)

@@ -53,8 +53,6 @@ from pgoutbox.worker.reconnect import Reconnector
 from pgoutbox.worker.results import ABANDONED, Attempt
 from pgoutbox.worker.stall_watch import StallWatch
 
-__all__ = ["Mode", "QueueShare", "Worker"]
-
 _log = logging.getLogger("pgoutbox.worker")
 
 Mode = Literal["run", "once", "drain"]
@@ -82,6 +80,8 @@ class Worker:
     `await worker.drain()` also waits for retries. Several workers, on any machines, share the work through the rows.
     """
 
+    observer: TelemetryServer
+
     def __init__(
         self,
         outbox: Outbox,
@@ -100,8 +100,8 @@ class Worker:
         self._middlewares = outbox.middlewares
         self._hold_topics = sorted(t for t, h in self._handlers.items() if h.on_unknown == "hold")
         self._queues = QueueSchedule(queues, now=elapsed_clock())
-        self.name = _name_for(self._settings)
-        self.telemetry = Telemetry(_log)
+        self.name: str = _name_for(self._settings)
+        self.telemetry: Telemetry = Telemetry(_log)
         self._redirect = Redirect.at_start(self._settings)
         self._keyring = keyring_of(self._settings.encryption_keys)
         self._transports = transports if transports is not None else outbox.transports_for(self._settings)

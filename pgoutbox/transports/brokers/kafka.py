@@ -71,7 +71,7 @@ class KafkaTransport:
     Raises `ConfigurationError` when a setting is missing or unusable, `MissingExtraError` without confluent-kafka.
     """
 
-    schemes = ("kafka",)
+    schemes: tuple[str, ...] = ("kafka",)
 
     def __init__(self, settings: Settings, *, options: Mapping[str, str | int | bool] | None = None) -> None:
         try:

@@ -66,7 +66,7 @@ class NatsTransport:
     Raises `ConfigurationError` when the setting `nats_url` is missing or unusable, `MissingExtraError` without nats-py.
     """
 
-    schemes = ("nats",)
+    schemes: tuple[str, ...] = ("nats",)
 
     def __init__(self, settings: Settings, *, tls_context: ssl.SSLContext | None = None) -> None:
         try:

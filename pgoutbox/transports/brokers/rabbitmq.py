@@ -63,7 +63,7 @@ class RabbitMQTransport:
     aiormq.
     """
 
-    schemes = ("rabbitmq",)
+    schemes: tuple[str, ...] = ("rabbitmq",)
 
     def __init__(self, settings: Settings, *, tls_context: ssl.SSLContext | None = None) -> None:
         try:

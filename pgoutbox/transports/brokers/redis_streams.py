@@ -53,7 +53,7 @@ class RedisTransport:
     Raises `ConfigurationError` when the setting `redis_url` is missing or unusable, `MissingExtraError` without redis.
     """
 
-    schemes = ("redis",)
+    schemes: tuple[str, ...] = ("redis",)
 
     def __init__(self, settings: Settings, *, connection_count: int = 10) -> None:
         try:

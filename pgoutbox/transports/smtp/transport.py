@@ -62,7 +62,7 @@ class SmtpTransport:
     Raises `ConfigurationError` when a setting is missing or unusable, `MissingExtraError` without aiosmtplib.
     """
 
-    schemes = ("mailto",)
+    schemes: tuple[str, ...] = ("mailto",)
 
     def __init__(
         self, settings: Settings, *, tls_context: ssl.SSLContext | None = None, idle_seconds: float = 60.0
@@ -72,7 +72,7 @@ class SmtpTransport:
         except ImportError:
             raise MissingExtraError("the SMTP transport", "smtp") from None
         _check_settings(settings)
-        self.redirect_to = settings.redirect_to
+        self.redirect_to: str | None = settings.redirect_to
         self._settings = settings
         self._tls_context = tls_context
         has_tls = settings.smtp_security != "none"
