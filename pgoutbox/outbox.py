@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from datetime import datetime
-from functools import cached_property
+from datetime import datetime, timedelta
+from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, cast, overload
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, cast, overload
 
+from pydantic import BaseModel
 from typing_extensions import Unpack
 
 from pgoutbox.clock import Duration
@@ -54,13 +55,13 @@ from pgoutbox.settings import Settings, load_settings
 from pgoutbox.signatures import is_async
 from pgoutbox.topics import CoalesceRule, NewMessage, OnFailed, Topic
 from pgoutbox.transports import Content, Transport
-from pgoutbox.transports.registry import complete
 
 _logger = logging.getLogger(__name__)
 
 Result: TypeAlias = Outcome | Content | None
 R = TypeVar("R")
 M = TypeVar("M", bound=Middleware)
+F = TypeVar("F", bound="Callable[..., object]")
 ResultT = TypeVar("ResultT", bound=Result)
 ResultsT = TypeVar("ResultsT", bound="Sequence[Result] | None")
 
@@ -162,6 +163,11 @@ class Outbox:
         return MappingProxyType(self._topics)
 
     @property
+    def transports(self) -> Mapping[str, Transport]:
+        """The given transports by scheme. A worker adds those whose servers the settings name, and `https`."""
+        return MappingProxyType(self._transports)
+
+    @property
     def handlers(self) -> Mapping[str, Handler]:
         """The registered handlers by topic."""
         return MappingProxyType(self._handlers)
@@ -179,50 +185,6 @@ class Outbox:
             raise ConfigurationError(f"topic {topic.name!r} has a handler already: define the topic before it")
         self._topics[topic.name] = topic
         return topic
-
-    def topic(
-        self,
-        name: str,
-        *,
-        payload: type[P] | None = None,
-        queue: str | None = None,
-        destination: str | Callable[[P], str | None] | None = None,
-        coalesce_key: Callable[[P], str | None] | None = None,
-        dedupe_key: Callable[[P], str | None] | None = None,
-        retry: RetryPolicy | None = None,
-        delay: Duration | None = None,
-        expires_after: Duration | None = None,
-        ordering_key: Callable[[P], str | None] | None = None,
-        on_failed: OnFailed | None = None,
-        max_delay: Duration | None = None,
-        coalesce_rule: CoalesceRule | None = None,
-        encrypted: bool = False,
-        redact: tuple[str, ...] = (),
-    ) -> Topic[P]:
-        """Make a `Topic` of these arguments and `define` it.
-
-        >>> Outbox().topic("mail.welcome", queue="bulk").queue
-        'bulk'
-        """
-        return self.define(
-            Topic(
-                name,
-                payload=payload,
-                queue=queue,
-                destination=destination,
-                coalesce_key=coalesce_key,
-                dedupe_key=dedupe_key,
-                retry=retry,
-                delay=delay,
-                expires_after=expires_after,
-                ordering_key=ordering_key,
-                on_failed=on_failed,
-                max_delay=max_delay,
-                coalesce_rule=coalesce_rule,
-                encrypted=encrypted,
-                redact=redact,
-            )
-        )
 
     @property
     def middlewares(self) -> Sequence[Middleware]:
@@ -278,19 +240,8 @@ class Outbox:
             @outbox.handler(activation, retry=RetryPolicy.steps(60, 300, 900, 3600))
             async def activate(message: Message[Activation], ctx: Context) -> Email: ...
         """
-        _check_topic(topic, "handler")
-        return HandlerDecorator(
-            lambda function: self._register(
-                topic,
-                function,
-                retry=retry,
-                timeout=timeout,
-                on_unknown=on_unknown,
-                transactional=transactional,
-                permanent_errors=permanent,
-                max_batch=None,
-            )
-        )
+        make = partial(Handler, on_unknown=on_unknown, transactional=transactional, permanent=permanent)
+        return self._decorator("handler", topic, retry, timeout, make)
 
     def batch_handler(
         self,
@@ -311,65 +262,43 @@ class Outbox:
             @outbox.batch_handler("search.index", max_size=500)
             async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> None: ...
         """
-        _check_topic(topic, "batch_handler")
-        return BatchHandlerDecorator(
-            lambda function: self._register(
-                topic,
-                function,
-                retry=retry,
-                timeout=timeout,
-                on_unknown=on_unknown,
-                transactional=False,
-                permanent_errors=permanent,
-                max_batch=max_size,
-            )
-        )
+        make = partial(Handler, on_unknown=on_unknown, max_size=max_size, permanent=permanent)
+        return self._decorator("batch_handler", topic, retry, timeout, make)
 
-    def _register(
+    def _decorator(
         self,
-        topic: str | Topic[P],
-        function: Callable[..., object],
-        *,
+        name: str,
+        topic: str | Topic[Any],
         retry: RetryPolicy | None,
         timeout: Duration | None,
-        on_unknown: OnUnknown,
-        transactional: bool,
-        permanent_errors: Sequence[type[BaseException]],
-        max_batch: int | None,
-    ) -> None:
-        name = topic.name if isinstance(topic, Topic) else topic
-        if name in self._handlers:
-            raise ConfigurationError(f"topic {name!r} has a handler already")
-        if isinstance(topic, Topic):
-            definition: Topic[Any] = self.define(topic)
-        else:
-            definition = self._topics.get(topic) or Topic(topic)
-        if definition.retry is not None and retry is not None:
-            raise ConfigurationError(f"handler of topic {name!r}: retry: belongs to the definition of the topic")
-        self._handlers[name] = Handler.of(
-            name,
-            function,
-            retry=retry or definition.retry or RetryPolicy(),
-            timeout=timeout,
-            on_unknown=on_unknown,
-            max_batch=max_batch,
-            transactional=transactional,
-            permanent_errors=permanent_errors,
-            payload_model=definition.model,
-            redact=definition.redact,
-        )
+        make: Callable[..., Handler],
+    ) -> Callable[[F], F]:
+        if not isinstance(topic, (str, Topic)):
+            function_name = getattr(topic, "__qualname__", None) if callable(topic) else None
+            got = repr(topic) if function_name is None else f"the function {function_name}"
+            raise ConfigurationError(f'{name}: needs a topic, as in @outbox.{name}("mail.welcome"); got {got}')
+        timeout_seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
-    @property
-    def own_transports(self) -> Mapping[str, Transport]:
-        """The given transports, by scheme."""
-        return MappingProxyType(self._transports)
+        def register(function: F) -> F:
+            topic_name = topic.name if isinstance(topic, Topic) else topic
+            if topic_name in self._handlers:
+                raise ConfigurationError(f"topic {topic_name!r} has a handler already")
+            definition = self.define(topic) if isinstance(topic, Topic) else self._topics.get(topic) or Topic(topic)
+            if definition.retry is not None and retry is not None:
+                raise ConfigurationError(
+                    f"handler of topic {topic_name!r}: retry: belongs to the definition of the topic"
+                )
+            self._handlers[topic_name] = make(
+                topic_name,
+                function,
+                retry=retry or definition.retry or RetryPolicy(),
+                timeout_seconds=timeout_seconds,
+                payload=cast("type[BaseModel] | None", definition.payload),
+                redact=definition.redact,
+            )
+            return function
 
-    def transports_for(self, settings: Settings) -> dict[str, Transport]:
-        """Return all transports by scheme: the given ones, those whose servers the settings name, and `https`.
-
-        Webhooks need the extra `webhook`. `http` is served if the settings allow it.
-        """
-        return complete(self._transports, settings)
+        return register
 
     # --- enqueue ------------------------------------------------------------------------------------------------------
 
@@ -747,14 +676,6 @@ class Outbox:
         return topic
 
 
-def _check_topic(topic: object, decorator: str) -> None:
-    if isinstance(topic, (str, Topic)):
-        return
-    named = getattr(topic, "__qualname__", None) if callable(topic) else None
-    got = repr(topic) if named is None else f"the function {named}"
-    raise ConfigurationError(f'{decorator}: needs a topic, as in @outbox.{decorator}("mail.welcome"); got {got}')
-
-
 def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
     try:
         return (yield from steps)
@@ -778,13 +699,8 @@ def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
         return None
 
 
-class HandlerDecorator(Generic[P]):
+class HandlerDecorator(Protocol[P]):
     """The decorator that `Outbox.handler` returns."""
-
-    __slots__ = ("_register",)
-
-    def __init__(self, register: Callable[[Callable[..., object]], None]) -> None:
-        self._register = register
 
     @overload
     def __call__(
@@ -794,19 +710,10 @@ class HandlerDecorator(Generic[P]):
     def __call__(
         self, function: Callable[[Message[P], SyncContext], ResultT], /
     ) -> Callable[[Message[P], SyncContext], ResultT]: ...
-    def __call__(self, function: Callable[..., object], /) -> Callable[..., object]:
-        """Register the function and return it unchanged."""
-        self._register(function)
-        return function
 
 
-class BatchHandlerDecorator(Generic[P]):
+class BatchHandlerDecorator(Protocol[P]):
     """The decorator that `Outbox.batch_handler` returns."""
-
-    __slots__ = ("_register",)
-
-    def __init__(self, register: Callable[[Callable[..., object]], None]) -> None:
-        self._register = register
 
     @overload
     def __call__(
@@ -816,7 +723,3 @@ class BatchHandlerDecorator(Generic[P]):
     def __call__(
         self, function: Callable[[Sequence[Message[P]], Sequence[SyncContext]], ResultsT], /
     ) -> Callable[[Sequence[Message[P]], Sequence[SyncContext]], ResultsT]: ...
-    def __call__(self, function: Callable[..., object], /) -> Callable[..., object]:
-        """Register the function and return it unchanged."""
-        self._register(function)
-        return function

@@ -10,9 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from dataclasses import field as dataclass_field
 from datetime import datetime
 from operator import attrgetter
-from typing import Final, Generic, Literal, cast, get_args
-
-from pydantic import BaseModel
+from typing import Final, Generic, Literal, get_args
 
 from pgoutbox.clock import Duration
 from pgoutbox.errors import ConfigurationError, PayloadError
@@ -92,11 +90,6 @@ class Topic(Generic[P]):
             check_redact("redact", self.redact)
         except PayloadError as error:
             raise ConfigurationError(f"topic {self.name!r}: {error}") from None
-
-    @property
-    def model(self) -> type[BaseModel] | None:
-        """The payload model; None if the payload is any JSON value."""
-        return cast("type[BaseModel] | None", self.payload)
 
 
 # Not frozen: a frozen dataclass sets its 15 fields one call at a time, which takes five times as long.

@@ -27,7 +27,7 @@ _PLAIN_SCHEMES: Final = frozenset({"redis", "nats", "amqp"})
 
 def is_served(scheme: str, settings: Settings, outbox: Outbox | None) -> bool:
     """Return whether a worker with these settings has a transport for the scheme."""
-    if outbox is not None and scheme in outbox.own_transports:
+    if outbox is not None and scheme in outbox.transports:
         return True
     return {
         "mailto": settings.smtp_host is not None,
@@ -211,9 +211,9 @@ def _split(url: str) -> tuple[str, str]:
 
 def _own(scheme: str, outbox: Outbox | None) -> Callable[[Settings], Transport] | None:
     """Return a factory of the application's own transport for the scheme, or None."""
-    if outbox is None or scheme not in outbox.own_transports:
+    if outbox is None or scheme not in outbox.transports:
         return None
-    transport = outbox.own_transports[scheme]
+    transport = outbox.transports[scheme]
     return lambda _: transport
 
 

@@ -38,6 +38,7 @@ from pgoutbox.settings import Settings
 from pgoutbox.transports import Transport
 from pgoutbox.transports.readiness import lacks_of_mail
 from pgoutbox.transports.redirect import Redirect
+from pgoutbox.transports.registry import complete
 from pgoutbox.worker.alert import ALERT_TOPIC, alert_handler
 from pgoutbox.worker.claim_planner import QueueSchedule, QueueShare
 from pgoutbox.worker.claimer import Claimer
@@ -104,7 +105,7 @@ class Worker:
         self.telemetry: Telemetry = Telemetry(_log)
         self._redirect = Redirect.at_start(self._settings)
         self._keyring = keyring_of(self._settings.encryption_keys)
-        self._transports = transports if transports is not None else outbox.transports_for(self._settings)
+        self._transports = transports if transports is not None else complete(outbox.transports, self._settings)
         self._open_topics = list(self._topics)  # Topics whose outcomes the database does not refuse.
         self._held: dict[int, Attempt] = {}
         self._suspects: list[Attempt] = []

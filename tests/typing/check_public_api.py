@@ -53,11 +53,13 @@ class Other(BaseModel):
 
 
 outbox = Outbox()
-activation = outbox.topic(
-    "mail.activation",
-    payload=Activation,
-    destination=lambda p: f"mailto:{p.email}",
-    coalesce_key=lambda p: str(p.user_id),
+activation = outbox.define(
+    Topic(
+        "mail.activation",
+        payload=Activation,
+        destination=lambda p: f"mailto:{p.email}",
+        coalesce_key=lambda p: str(p.user_id),
+    )
 )
 assert_type(activation, Topic[Activation])
 plain = Topic("mail.plain")
