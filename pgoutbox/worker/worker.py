@@ -79,6 +79,9 @@ class Worker:
 
     `await worker.run()` works until `stop()`; `await worker.run_once()` delivers all due messages and returns;
     `await worker.drain()` also waits for retries. Several workers, on any machines, share the work through the rows.
+    Without `settings` and `transports` it takes those of the outbox.
+
+        asyncio.run(Worker(outbox, queues=[QueueShare("critical"), QueueShare("default")]).run_once())
     """
 
     observer: TelemetryServer

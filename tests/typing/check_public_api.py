@@ -5,7 +5,7 @@ Each `type: ignore` marks an error that both must report: they report a comment 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, assert_type
+from typing import TYPE_CHECKING, Any, Self, assert_type
 
 from pydantic import BaseModel
 
@@ -193,6 +193,49 @@ async def enqueue_on_async_connections(
     assert_type(await outbox.aenqueue_many(session, [NewMessage("a", 1)]), EnqueuedMany)
     assert_type(await outbox.acancel(session, topic="a", dedupe_key="k"), CancelResult)
     await outbox.aenqueue(sync_connection, "mail.plain", 1)  # type: ignore[call-overload]
+
+
+class DjangoStubs:
+    """The shape of Django's connection in `django-stubs`."""
+
+    in_atomic_block: bool
+    needs_rollback: bool
+
+    def get_autocommit(self) -> bool:
+        return False
+
+    def cursor(self) -> CursorStubs:
+        return CursorStubs()
+
+
+class CursorStubs:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None: ...
+
+
+class RecordStubs:
+    """A row in `asyncpg-stubs`: not a sequence."""
+
+
+class AsyncpgStubs:
+    """The shape of a pool's connection in `asyncpg-stubs`."""
+
+    def is_closed(self) -> bool:
+        return False
+
+    def is_in_transaction(self) -> bool:
+        return True
+
+    async def fetch(self, query: str, *args: object) -> list[RecordStubs]:
+        return []
+
+
+async def enqueue_on_drivers_with_type_stubs(django: DjangoStubs, asyncpg: AsyncpgStubs) -> None:
+    assert_type(outbox.enqueue(django, plain, 1), Enqueued)
+    assert_type(await outbox.aenqueue(asyncpg, plain, 1), Enqueued)
+    outbox.enqueue(asyncpg, plain, 1)  # type: ignore[call-overload]
 
 
 # --- workers and tests ------------------------------------------------------------------------------------------------
