@@ -1,7 +1,7 @@
 """The audit of acts: one row in `pgoutbox.audit` for each changed batch of an operator's act, in its transaction.
 
 The schema records acts itself, also those by SQL. This module gives it the actor and the details of the request. An
-act that changed nothing leaves no row. Deliveries and the workers' own upkeep are not acts; `attempt` records those.
+act that changed nothing leaves no row. Deliveries (`attempt` records them) and maintenance by workers are not acts.
 """
 
 from __future__ import annotations

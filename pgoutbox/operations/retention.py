@@ -122,15 +122,15 @@ def prune_by_retention(
 ) -> PruneTotals:
     """Delete the messages that no retention rule keeps, with their attempts. Without rules nothing is deleted.
 
-    This runs the same turn of upkeep as a worker, at once and to the end. It creates partitions ahead, and drops those
-    of which no rule keeps a message. Other messages are deleted in batches. Each batch is committed separately, and
-    follows the rule as it is then. This frees the dedupe keys of the messages, unless the rule keeps nothing: then the
-    rule for `dedupe_key` applies to them. Any number of sessions may run it at once. Keys and contents without a
+    This runs the same turn of maintenance as a worker, at once and to the end. It creates partitions ahead, and drops
+    those of which no rule keeps a message. Other messages are deleted in batches. Each batch is committed separately,
+    and follows the rule as it is then. This frees the dedupe keys of the messages, unless the rule keeps nothing: then
+    the rule for `dedupe_key` applies to them. Any number of sessions may run it at once. Keys and contents without a
     message are deleted last.
     """
     act = OperatorAction()
     turn = MaintenanceRun(
-        read_upkeep_facts(connection), PartitionCache(), batch_size=batch_size, progress=progress, act=act
+        read_maintenance_facts(connection), PartitionCache(), batch_size=batch_size, progress=progress, act=act
     )
     turn.take(connection)
     if turn.errors:
@@ -147,7 +147,7 @@ class Partition(NamedTuple):
 
 
 class MaintenanceFacts(NamedTuple):
-    """The facts at the start of a turn of upkeep: the database's time, its partitions and its rules."""
+    """The facts at the start of a turn of maintenance: the database's time, its partitions and its rules."""
 
     asked_at: datetime
     default_bytes: int
@@ -157,7 +157,7 @@ class MaintenanceFacts(NamedTuple):
 
     @classmethod
     def of_row(cls, row: TupleRow) -> MaintenanceFacts:
-        """Return the facts from the columns of `sql.UPKEEP_FACTS`."""
+        """Return the facts from the columns of `sql.MAINTENANCE_FACTS`."""
         asked_at, default_bytes, has_retired, names, lowers, uppers, topics, states, keeps = row
         keep_of = [None if seconds is None else timedelta(seconds=seconds) for seconds in keeps or ()]
         return cls(
@@ -178,9 +178,9 @@ class MaintenanceFacts(NamedTuple):
         return covered_until < today + _DAYS_AHEAD
 
 
-def read_upkeep_facts(connection: psycopg.Connection[TupleRow]) -> MaintenanceFacts:
+def read_maintenance_facts(connection: psycopg.Connection[TupleRow]) -> MaintenanceFacts:
     """Return the current facts."""
-    (row,) = fetch(connection, sql.UPKEEP_FACTS, {})
+    (row,) = fetch(connection, sql.MAINTENANCE_FACTS, {})
     return MaintenanceFacts.of_row(row)
 
 
@@ -217,7 +217,7 @@ class PartitionCache:
 
 
 class MaintenanceRun:
-    """One turn of upkeep, from the facts to the end, or until `is_over`, which is checked between transactions.
+    """One turn of maintenance, from the facts to the end, or until `is_over`, which is checked between transactions.
 
     If the database's clock is more than a day ahead of this machine's, the turn deletes nothing, because messages may
     seem older than they are. `errors` reports that, and statements that PostgreSQL refused; the other steps run anyway.

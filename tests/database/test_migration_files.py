@@ -59,5 +59,5 @@ def test_a_downgrade_drops_triggers_but_no_partitions_by_name() -> None:
     assert "DROP TABLE pgoutbox.message" in drops
     assert "DROP TABLE pgoutbox.message_live" not in drops
     assert drops.index("DROP TRIGGER queue_acts ON pgoutbox.queue") < drops.index(
-        "DROP FUNCTION pgoutbox.record_queue_act"
+        "DROP FUNCTION pgoutbox._record_queue_act"
     )

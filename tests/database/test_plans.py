@@ -52,7 +52,7 @@ FROM (
 """
 
 HEADS: LiteralString = """
-INSERT INTO pgoutbox.coalesce (newest_id, topic, coalesce_key)
+INSERT INTO pgoutbox.coalesce_head (newest_id, topic, coalesce_key)
 SELECT m.id, m.topic, m.coalesce_key FROM pgoutbox.message AS m WHERE m.coalesce_key IS NOT NULL
 """
 
@@ -154,7 +154,7 @@ def filled(server: Server, migrated: NoopExecutor, request: pytest.FixtureReques
         with connection:
             connection.execute("ALTER TABLE pgoutbox.message_live SET (autovacuum_enabled = off)")
             connection.execute("ALTER TABLE pgoutbox.message_done_default SET (autovacuum_enabled = off)")
-            connection.execute("ALTER TABLE pgoutbox.coalesce SET (autovacuum_enabled = off)")
+            connection.execute("ALTER TABLE pgoutbox.coalesce_head SET (autovacuum_enabled = off)")
             connection.execute(FILL, {"done": DONE_COUNT, "pending": PENDING_COUNT})
             connection.execute(HEADS)
             connection.execute("ALTER TABLE pgoutbox.renewal SET (autovacuum_enabled = off)")
@@ -245,7 +245,7 @@ def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(
     plan = plan_of(filled, statement, CLAIM_PARAMETERS)
     if index != "message_live_lease":
         assert {node.index for node in plan.reads("message_live", "s")} == {"message_live_in_flight"}
-    assert {node.index for node in plan.reads("coalesce", "head")} == {"coalesce_pkey"}
+    assert {node.index for node in plan.reads("coalesce_head", "head")} == {"coalesce_head_pkey"}
 
 
 @pytest.mark.parametrize(("statement", "index"), LANES)
@@ -335,4 +335,4 @@ def test_statements_for_live_messages_never_touch_finished_rows(
     filled: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
 ) -> None:
     plan = plan_of(filled, statement, parameters)
-    assert plan.relations() <= {"message_live", "large_payload", "coalesce", "queue", "renewal"}
+    assert plan.relations() <= {"message_live", "large_payload", "coalesce_head", "queue", "renewal"}

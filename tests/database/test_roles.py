@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, LiteralString
 
 import psycopg
@@ -59,7 +58,7 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "attempt": "INSERT",
         "breaker": "DELETE INSERT SELECT UPDATE",
         "breaker_view": "SELECT",
-        "coalesce": "SELECT",
+        "coalesce_head": "SELECT",
         "content": "SELECT",
         "large_payload": "SELECT",
         "message": "SELECT",
@@ -73,7 +72,7 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "retention": "SELECT",
         "retention_view": "SELECT",
         "retired": "SELECT",
-        "upkeep": "SELECT",
+        "maintenance_run": "SELECT",
     },
     OPERATOR: {
         "audit": "SELECT",
@@ -94,8 +93,8 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "message_failed SELECT": "id on_failed ordering_key queue",
         "message_live UPDATE": "lease_expires_at",
         "queue UPDATE": "tokens tokens_at",
-        "upkeep INSERT": "began_at due_at worker",
-        "upkeep UPDATE": "began_at due_at worker",
+        "maintenance_run INSERT": "began_at due_at worker",
+        "maintenance_run UPDATE": "began_at due_at worker",
     },
     OPERATOR: {
         "renewal SELECT": "lease_expires_at",
@@ -104,37 +103,37 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
 }
 
 ENQUEUE_FUNCTIONS: Final = {
-    "cancel", "cancel_by_key", "enqueue", "enqueue_fanout", "enqueue_many", "enqueue_receipt",
+    "cancel", "cancel_by_key", "enqueue", "enqueue_fanout", "enqueue_many", "_enqueue_receipt",
 }  # fmt: skip
 PRUNE_BY_RULES: Final = {
-    "prune_by_rule", "prune_coalesce", "prune_content", "prune_dedupe_by_rule", "prune_ordering",
+    "_prune_by_rule", "_prune_coalesce", "_prune_content", "_prune_dedupe_by_rule", "_prune_ordering",
 }  # fmt: skip
-UPKEEP_FUNCTIONS: Final = {"clear_retired", "kept_until", "make_partition", "partitions", "retire_partition"}
-LOOK_FUNCTIONS: Final = {"done_estimate", "redacted_json", "redacted_text", "schema_version", "tokens_of"}
+MAINTENANCE_FUNCTIONS: Final = {"_clear_retired", "_kept_until", "make_partition", "partitions", "_retire_partition"}
+LOOK_FUNCTIONS: Final = {"_done_estimate", "_redacted_json", "_redacted_text", "schema_version", "_tokens_of"}
 FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     PRODUCER: ENQUEUE_FUNCTIONS,
     WORKER: ENQUEUE_FUNCTIONS
     | PRUNE_BY_RULES
-    | UPKEEP_FUNCTIONS
+    | MAINTENANCE_FUNCTIONS
     | {
-        "forget_sent",
-        "in_flight_of",
-        "newer_pending",
-        "lock_newer_pending",
-        "is_limited",
-        "renewed_until",
-        "has_strict_due",
+        "_forget_sent",
+        "_in_flight_of",
+        "_newer_pending",
+        "_lock_newer_pending",
+        "_is_limited",
+        "_renewed_until",
+        "_has_strict_due",
         "next_permit_at",
-        "permits",
-        "redacted_text",
+        "_permits",
+        "_redacted_text",
         "schema_version",
-        "take_turn",
-        "tokens_of",
+        "_take_turn",
+        "_tokens_of",
     },
     OPERATOR: LOOK_FUNCTIONS
     | PRUNE_BY_RULES
-    | UPKEEP_FUNCTIONS
-    | {"cancel", "cancel_by_key", "cancel_each", "close_breaker", "prune", "prune_dedupe", "redrive", "resend"},
+    | MAINTENANCE_FUNCTIONS
+    | {"cancel", "cancel_by_key", "_cancel_each", "close_breaker", "prune", "_prune_dedupe", "redrive", "resend"},
     VIEWER: LOOK_FUNCTIONS,
 }
 
@@ -215,24 +214,6 @@ GRANTED_TO_PUBLIC: Final = """
     CROSS JOIN aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) AS acl
     WHERE p.pronamespace = 'pgoutbox'::regnamespace AND acl.grantee = 0
 """
-
-
-def test_no_role_may_execute_an_internal_function(rolled_back: psycopg.Connection) -> None:
-    folder = Path(migrate.version_location()).parent / "sql" / "functions"
-    executable: dict[str, bool] = dict(
-        rolled_back.execute(
-            """
-            SELECT p.proname, bool_or(has_function_privilege(role, p.oid, 'EXECUTE'))
-            FROM pg_proc AS p
-            CROSS JOIN unnest(%s::text[]) AS role
-            WHERE p.pronamespace = 'pgoutbox'::regnamespace
-            GROUP BY p.proname
-            """,
-            [[PRODUCER, WORKER, OPERATOR, VIEWER]],
-        ).fetchall()
-    )
-    assert {path.stem for path in folder.glob("*.sql") if not executable[path.stem]} == set()
-    assert {path.stem for path in folder.glob("internal/*.sql") if executable[path.stem]} == set()
 
 
 def test_public_has_no_privileges(rolled_back: psycopg.Connection) -> None:
@@ -369,7 +350,7 @@ UNSAFE_DEFINERS: Final = """
         AND p.prosecdef
         AND (
             NOT coalesce(p.proconfig @> ARRAY['search_path=pg_catalog, pg_temp'], false)
-            AND p.proname <> 'enqueue_receipt' -- tests/database/test_schema.py looks at every name in it.
+            AND p.proname <> '_enqueue_receipt' -- tests/database/test_schema.py looks at every name in it.
             OR o.rolsuper
             OR o.rolcanlogin
         )
@@ -403,10 +384,10 @@ def test_dynamic_sql_quotes_every_name(rolled_back: psycopg.Connection) -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 ENQUEUE_UNCHECKED: Final = (
-    "SELECT pgoutbox.write_message(1, 't', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, true)"
+    "SELECT pgoutbox._write_message(1, 't', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, true)"
 )
 ENQUEUE_CHECKED: Final = (
-    "SELECT pgoutbox.enqueue_checked"
+    "SELECT pgoutbox._enqueue_checked"
     "('t', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, true)"
 )
 WRITES: Final = (
@@ -421,8 +402,8 @@ WRITES: Final = (
     "DELETE FROM pgoutbox.attempt",
     "UPDATE pgoutbox.attempt SET error = NULL",
     "DELETE FROM pgoutbox.dedupe",
-    "DELETE FROM pgoutbox.coalesce",
-    "UPDATE pgoutbox.coalesce SET newest_id = 0",
+    "DELETE FROM pgoutbox.coalesce_head",
+    "UPDATE pgoutbox.coalesce_head SET newest_id = 0",
     "DELETE FROM pgoutbox.ordering",
     "DELETE FROM pgoutbox.content",
     "UPDATE pgoutbox.audit SET actor = 'somebody else'",
@@ -476,7 +457,7 @@ CONTROLS: Final = (
     "INSERT INTO pgoutbox.audit (act_id, actor, action) VALUES (gen_random_uuid(), 'a', 'pause')",
 )
 DELIVERS: Final = (
-    "SELECT pgoutbox.forget_sent(ARRAY[1::bigint], ARRAY[1], 'w')",
+    "SELECT pgoutbox._forget_sent(ARRAY[1::bigint], ARRAY[1], 'w')",
     "UPDATE pgoutbox.message SET state = 'sent'",
     "INSERT INTO pgoutbox.attempt VALUES (1, 1, 'retry', 'w', now(), now())",
     (
@@ -525,7 +506,7 @@ def test_a_worker_can_delete_only_messages_that_it_holds_and_a_rule_allows(
     kept, held = put(connection, State.SENDING), put(connection, State.SENDING, topic="other")
     connection.execute("INSERT INTO pgoutbox.retention VALUES ('0 s', 'other', 'sent')")
     connection.commit()
-    forget = "SELECT pgoutbox.forget_sent(%s, %s, 'w')"
+    forget = "SELECT pgoutbox._forget_sent(%s, %s, 'w')"
     with login(dsn, WORKER) as their_dsn, psycopg.connect(their_dsn, autocommit=True) as worker:
         assert worker.execute(forget, ([kept, held], [1, 2])).fetchall() == []
         assert worker.execute(forget.replace("'w'", "'another'"), ([kept, held], [1, 1])).fetchall() == []
@@ -917,25 +898,25 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (PRODUCER, "SELECT FROM pgoutbox.enqueue_fanout('mail', '{}', '{tel:1,tel:2}', content => '{}')"),
     (PRODUCER, "SELECT pgoutbox.cancel(1)"),
     (PRODUCER, "SELECT FROM pgoutbox.cancel_by_key('mail', coalesce_key => 'k', dedupe_key => 'd')"),
-    (WORKER, "SELECT pgoutbox.forget_sent('{1}', '{1}', 'w')"),
-    (WORKER, "SELECT pgoutbox.permits('limited', 5)"),
-    (WORKER, "SELECT pgoutbox.newer_pending('mail', 'k', 'default', 1)"),
-    (WORKER, "SELECT pgoutbox.lock_newer_pending('mail', 'k', 'default', 1)"),
-    (WORKER, "SELECT pgoutbox.has_strict_due('mail', 'k', 'default')"),
-    (WORKER, "SELECT pgoutbox.is_limited('default')"),
-    (WORKER, "SELECT pgoutbox.take_turn('default')"),
-    (WORKER, "SELECT pgoutbox.renewed_until(1, 1, 'w')"),
+    (WORKER, "SELECT pgoutbox._forget_sent('{1}', '{1}', 'w')"),
+    (WORKER, "SELECT pgoutbox._permits('limited', 5)"),
+    (WORKER, "SELECT pgoutbox._newer_pending('mail', 'k', 'default', 1)"),
+    (WORKER, "SELECT pgoutbox._lock_newer_pending('mail', 'k', 'default', 1)"),
+    (WORKER, "SELECT pgoutbox._has_strict_due('mail', 'k', 'default')"),
+    (WORKER, "SELECT pgoutbox._is_limited('default')"),
+    (WORKER, "SELECT pgoutbox._take_turn('default')"),
+    (WORKER, "SELECT pgoutbox._renewed_until(1, 1, 'w')"),
     (WORKER, "SELECT pg_sequence_last_value('pgoutbox.message_id_seq')"),
-    (WORKER, "SELECT pgoutbox.prune_by_rule('*', 'sent', '-infinity', 'infinity', 10)"),
-    (WORKER, "SELECT pgoutbox.prune_dedupe_by_rule('*', 10)"),
-    (WORKER, "SELECT pgoutbox.prune_coalesce(10)"),
-    (WORKER, "SELECT pgoutbox.prune_ordering(10)"),
-    (WORKER, "SELECT pgoutbox.prune_content(10)"),
+    (WORKER, "SELECT pgoutbox._prune_by_rule('*', 'sent', '-infinity', 'infinity', 10)"),
+    (WORKER, "SELECT pgoutbox._prune_dedupe_by_rule('*', 10)"),
+    (WORKER, "SELECT pgoutbox._prune_coalesce(10)"),
+    (WORKER, "SELECT pgoutbox._prune_ordering(10)"),
+    (WORKER, "SELECT pgoutbox._prune_content(10)"),
     (OPERATOR, "SELECT FROM pgoutbox.redrive('{1,2,3}')"),
     (OPERATOR, "SELECT FROM pgoutbox.resend(2)"),
     (OPERATOR, "SELECT pgoutbox.prune('{sent}', '1 day', NULL, 10)"),
-    (OPERATOR, "SELECT pgoutbox.prune_dedupe('1 day', NULL, 10)"),
-    (VIEWER, "SELECT FROM pgoutbox.done_estimate()"),
+    (OPERATOR, "SELECT pgoutbox._prune_dedupe('1 day', NULL, 10)"),
+    (VIEWER, "SELECT FROM pgoutbox._done_estimate()"),
     *((VIEWER, f"SELECT * FROM pgoutbox.{view}") for view in VIEWS),
 )
 
@@ -974,7 +955,7 @@ def test_the_hostile_objects_catch_a_function_without_a_pinned_path(trapped: psy
 
 @pytest.mark.parametrize("name", ["nextval", "pg_try_advisory_xact_lock_shared", "hashtext"])
 def test_the_hostile_objects_catch_each_unqualified_name_of_enqueue(trapped: psycopg.Connection, name: str) -> None:
-    row = trapped.execute("SELECT pg_get_functiondef('pgoutbox.enqueue_receipt'::regproc)").fetchone()
+    row = trapped.execute("SELECT pg_get_functiondef('pgoutbox._enqueue_receipt'::regproc)").fetchone()
     assert row is not None
     forgetful = row[0].replace(f"pg_catalog.{name}(", f"{name}(")
     assert forgetful != row[0]

@@ -236,9 +236,9 @@ def test_public_may_execute_no_function(rolled_back: psycopg.Connection) -> None
     assert [name for name, executable in functions if executable] == []
 
 
-# Only its owner may call the second function, and only enqueue_checked does, which has a pinned path. Every producer
+# Only its owner may call the second function, and only _enqueue_checked does, which has a pinned path. Every producer
 # calls the first one, so the following tests check each name in it.
-WRITES_WITHOUT_SETTINGS = ["enqueue_receipt", "write_message"]
+WRITES_WITHOUT_SETTINGS = ["_enqueue_receipt", "_write_message"]
 
 
 def test_functions_that_write_pin_their_search_path(rolled_back: psycopg.Connection) -> None:
@@ -321,7 +321,7 @@ def test_every_indexed_text_has_the_collation_c(rolled_back: psycopg.Connection)
     columns: dict[str, bool] = dict(rows)
     assert [column for column, is_c in columns.items() if not is_c] == []
     assert {
-        "coalesce.topic", "coalesce.coalesce_key", "dedupe.topic", "dedupe.dedupe_key", "ordering.queue",
+        "coalesce_head.topic", "coalesce_head.coalesce_key", "dedupe.topic", "dedupe.dedupe_key", "ordering.queue",
         "ordering.ordering_key", "message_live.topic", "message_live.coalesce_key", "message_live.queue",
         "message_live.ordering_key", "message_failed.queue", "message_failed.ordering_key", "queue.name",
         "retention.topic", "breaker.key",

@@ -213,7 +213,7 @@ SECRETS = [
 
 @pytest.mark.parametrize("text", SECRETS)
 def test_secrets_in_a_text_are_hidden(rolled_back: psycopg.Connection, text: str) -> None:
-    (shown,) = rolled_back.execute("SELECT pgoutbox.redacted_text(%s)", [text]).fetchone() or ("",)
+    (shown,) = rolled_back.execute("SELECT pgoutbox._redacted_text(%s)", [text]).fetchone() or ("",)
     assert "s3cret" not in shown
     assert REDACTED in shown
 
@@ -233,7 +233,7 @@ def test_secrets_in_a_text_are_hidden(rolled_back: psycopg.Connection, text: str
     ],
 )
 def test_a_text_without_secrets_is_not_changed(rolled_back: psycopg.Connection, text: str) -> None:
-    assert rolled_back.execute("SELECT pgoutbox.redacted_text(%s)", [text]).fetchone() == (text,)
+    assert rolled_back.execute("SELECT pgoutbox._redacted_text(%s)", [text]).fetchone() == (text,)
     assert redact_text(text) == text
 
 
@@ -248,7 +248,7 @@ def test_a_text_without_secrets_is_not_changed(rolled_back: psycopg.Connection, 
     ],
 )  # fmt: skip
 def test_the_names_in_json_are_shown(rolled_back: psycopg.Connection, value: object, shown: object) -> None:
-    assert rolled_back.execute("SELECT pgoutbox.redacted_json(%s)", [Jsonb(value)]).fetchone() == (shown,)
+    assert rolled_back.execute("SELECT pgoutbox._redacted_json(%s)", [Jsonb(value)]).fetchone() == (shown,)
 
 
 def test_every_possible_message_can_be_shown(rolled_back: psycopg.Connection) -> None:

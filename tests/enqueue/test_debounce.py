@@ -28,13 +28,13 @@ def debounce(connection: psycopg.Connection) -> int:
 
 
 def waiting_since(connection: psycopg.Connection) -> datetime | None:
-    ((since,),) = connection.execute("SELECT waiting_since FROM pgoutbox.coalesce").fetchall()
+    ((since,),) = connection.execute("SELECT waiting_since FROM pgoutbox.coalesce_head").fetchall()
     return since  # type: ignore[no-any-return] # that is the column's type
 
 
 def age(connection: psycopg.Connection) -> datetime | None:
     """Age the first message, as if it had been enqueued a minute earlier."""
-    connection.execute("UPDATE pgoutbox.coalesce SET waiting_since = waiting_since - interval '1 min'")
+    connection.execute("UPDATE pgoutbox.coalesce_head SET waiting_since = waiting_since - interval '1 min'")
     return waiting_since(connection)
 
 

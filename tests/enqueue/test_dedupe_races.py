@@ -72,7 +72,7 @@ def test_a_key_taken_between_the_query_and_the_lock_is_not_taken_twice(
     """The gate stops the second enqueue after it has found the key's message, and before it reads that message."""
     gate, winner, waiting = connect(autocommit=True), connect(), connect()
     put(db, State.CANCELLED, topic="mail", dedupe_key="k")
-    ((definition,),) = db.execute("SELECT pg_get_functiondef('pgoutbox.has_freed_key'::regproc)").fetchall()
+    ((definition,),) = db.execute("SELECT pg_get_functiondef('pgoutbox._has_freed_key'::regproc)").fetchall()
     stop = "IF current_setting('test.stops', true) = 'yes' THEN PERFORM pg_advisory_xact_lock_shared(4711); END IF;"
     stopped = definition.replace("BEGIN", f"BEGIN {stop}")
     assert stopped != definition

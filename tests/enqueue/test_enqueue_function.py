@@ -174,7 +174,7 @@ def test_both_functions_refuse_the_same_arguments_with_sqlstate_and_name(
 @pytest.mark.parametrize(
     ("table", "row"),
     [
-        ("coalesce", "(newest_id, topic, coalesce_key) VALUES (1, 'mail', '')"),
+        ("coalesce_head", "(newest_id, topic, coalesce_key) VALUES (1, 'mail', '')"),
         ("dedupe", "(message_id, topic, dedupe_key, payload_digest) VALUES (1, 'mail', '', '')"),
         ("ordering", "(last_id, queue, ordering_key) VALUES (1, 'default', '')"),
     ],
@@ -188,10 +188,10 @@ def test_no_key_table_accepts_an_empty_key(
 
 JUDGED: LiteralString = """
 SELECT
-    pgoutbox.is_plain(
+    pgoutbox._is_plain(
         a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL, NULL
     ),
-    pgoutbox.argument_error(
+    pgoutbox._argument_error(
         a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL, NULL
     )
 FROM (
@@ -222,8 +222,8 @@ def test_the_short_check_agrees_with_the_full_check(
 
 COALESCING: LiteralString = """
 SELECT
-    pgoutbox.is_plain('a', '1', 'a', NULL, a.key, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, a.rule),
-    pgoutbox.argument_error('a', '1', 'a', NULL, a.key, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, a.rule)
+    pgoutbox._is_plain('a', '1', 'a', NULL, a.key, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, a.rule),
+    pgoutbox._argument_error('a', '1', 'a', NULL, a.key, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, a.rule)
 FROM (VALUES (%(key)s::text, %(rule)s::text)) AS a(key, rule)
 """
 
@@ -241,7 +241,7 @@ def test_the_short_check_agrees_with_the_full_check_for_the_rule_pending(
 def test_the_short_check_is_inlined(rolled_back: psycopg.Connection) -> None:
     plan = rolled_back.execute(
         """
-        EXPLAIN (VERBOSE) SELECT pgoutbox.is_plain(
+        EXPLAIN (VERBOSE) SELECT pgoutbox._is_plain(
             m.topic, m.payload, m.queue, NULL, NULL, NULL, NULL, NULL, NULL, m.max_attempts, NULL, NULL, NULL, NULL
         )
         FROM pgoutbox.message_live AS m
@@ -261,7 +261,7 @@ def test_optional_arguments_are_left_to_the_full_check(
     assert not scalar(
         rolled_back,
         f"""
-        SELECT pgoutbox.is_plain(
+        SELECT pgoutbox._is_plain(
             topic => draft.topic, payload => draft.payload, queue => draft.queue, destination => draft.destination,
             coalesce_key => draft.coalesce_key, dedupe_key => draft.dedupe_key, available_at => draft.available_at,
             expires_at => draft.expires_at, headers => draft.headers, max_attempts => draft.max_attempts,
@@ -507,7 +507,7 @@ def test_a_bulk_returns_which_items_were_duplicates(rolled_back: psycopg.Connect
 
 
 def newest(connection: psycopg.Connection, key: str) -> object:
-    return scalar(connection, "SELECT newest_id FROM pgoutbox.coalesce WHERE coalesce_key = %s", key)
+    return scalar(connection, "SELECT newest_id FROM pgoutbox.coalesce_head WHERE coalesce_key = %s", key)
 
 
 def test_the_head_names_the_newest_message_of_its_key(rolled_back: psycopg.Connection) -> None:
@@ -521,7 +521,7 @@ def test_the_head_names_the_newest_message_of_its_key(rolled_back: psycopg.Conne
 def test_messages_without_a_key_do_not_coalesce(rolled_back: psycopg.Connection) -> None:
     for _ in range(2):
         rolled_back.execute(ENQUEUE, SOUND)
-    assert scalar(rolled_back, "SELECT count(*) FROM pgoutbox.coalesce") == 0
+    assert scalar(rolled_back, "SELECT count(*) FROM pgoutbox.coalesce_head") == 0
 
 
 def test_the_last_bulk_item_of_a_key_is_the_newest(rolled_back: psycopg.Connection) -> None:
@@ -601,7 +601,7 @@ CREATE FUNCTION evil.pg_try_advisory_xact_lock_shared(pg_catalog.int4, pg_catalo
     LANGUAGE sql AS 'SELECT evil.trap() IS NULL';
 CREATE TABLE evil.message_live (id pg_catalog.int8);
 CREATE TEMP TABLE message (id pg_catalog.int8);
-CREATE TEMP TABLE coalesce (id pg_catalog.int8);
+CREATE TEMP TABLE coalesce_head (id pg_catalog.int8);
 CREATE FUNCTION pg_temp.jsonb_typeof(pg_catalog.jsonb) RETURNS pg_catalog.text LANGUAGE sql AS
     'SELECT evil.trap()::text';
 """
@@ -643,7 +643,7 @@ def test_enqueue_is_inlined_into_its_call(rolled_back: psycopg.Connection, call:
     rolled_back.execute("PREPARE plain(text, jsonb) AS SELECT " + call)
     plan = rolled_back.execute("EXPLAIN (VERBOSE, COSTS off) EXECUTE plain('mail', '{}')").fetchall()
     output = "\n".join(line for (line,) in plan)
-    assert "pgoutbox.enqueue_receipt(" in output
+    assert "pgoutbox._enqueue_receipt(" in output
     assert "pgoutbox.enqueue(" not in output
 
 

@@ -164,7 +164,7 @@ def test_an_empty_audit_row_is_refused(rolled_back: psycopg.Connection, change: 
 
 def test_every_action_can_be_recorded(rolled_back: psycopg.Connection) -> None:
     for action in Action:
-        rolled_back.execute("SELECT pgoutbox.record_act(%s)", [action.value])
+        rolled_back.execute("SELECT pgoutbox._record_act(%s)", [action.value])
     assert {act.action for act in messages.list_acts(rolled_back)} == {action.value for action in Action}
 
 
@@ -178,7 +178,7 @@ def test_every_action_can_be_recorded(rolled_back: psycopg.Connection) -> None:
         ("SELECT pgoutbox.resend(%(sent)s)", ("resend", None, 1, "sent", {"copy": 5})),
         ("SELECT pgoutbox.cancel(%(pending)s)", ("cancel", None, 1, "pending", None)),
         ("SELECT pgoutbox.cancel_by_key('mail', 'k')", ("cancel", None, 1, "pending", None)),
-        ("SELECT pgoutbox.cancel_each(ARRAY[%(pending)s], '{pending}')", ("cancel", None, 1, "pending", None)),
+        ("SELECT pgoutbox._cancel_each(ARRAY[%(pending)s], '{pending}')", ("cancel", None, 1, "pending", None)),
         ("SELECT pgoutbox.prune('{sent}', '1 day', NULL, 10)", ("prune", None, 1, None, None)),
         ("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('mail', now())", ("pause", "mail", None, None, None)),
         ("UPDATE pgoutbox.queue SET paused_at = NULL WHERE name = 'bulk'", ("resume", "bulk", None, None, None)),

@@ -617,7 +617,9 @@ class TestPrune:
         put(rolled_back, State.SENT, topic="sms", coalesce_key="k", age=2 * DAY)
         put(rolled_back, coalesce_key="k")
         assert retention.prune(rolled_back, DAY).coalesce_keys == 1
-        assert rolled_back.execute("SELECT topic, coalesce_key FROM pgoutbox.coalesce").fetchall() == [("mail", "k")]
+        assert rolled_back.execute("SELECT topic, coalesce_key FROM pgoutbox.coalesce_head").fetchall() == [
+            ("mail", "k")
+        ]
 
     def test_an_ordering_key_is_deleted_with_its_last_message(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, queue="bulk", ordering_key="k", age=2 * DAY)
@@ -636,7 +638,7 @@ class TestPrune:
         assert rolled_back.execute(sql.PRUNE_CONTENT, parameters | {"after_key": page[1]}).rowcount == 1
         assert count(rolled_back, "content") == 0
 
-    @pytest.mark.parametrize(("name", "table"), [("coalesce_key", "coalesce"), ("ordering_key", "ordering")])
+    @pytest.mark.parametrize(("name", "table"), [("coalesce_key", "coalesce_head"), ("ordering_key", "ordering")])
     def test_a_key_in_use_by_a_producer_is_skipped(
         self, operator: psycopg.Connection, connect: Connect, name: str, table: str
     ) -> None:

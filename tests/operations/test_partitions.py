@@ -22,7 +22,7 @@ from pgoutbox.operations.retention import (
     MaintenanceRun,
     PartitionCache,
     prune_by_retention,
-    read_upkeep_facts,
+    read_maintenance_facts,
     set_retention,
 )
 from pgoutbox.settings import load_settings
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 SPAWN = multiprocessing.get_context("spawn")
 DAY = timedelta(days=1)
 MAKE = "SELECT pgoutbox.make_partition()"
-RETIRE = "SELECT pgoutbox.retire_partition(%s)"
+RETIRE = "SELECT pgoutbox._retire_partition(%s)"
 BY_TIME = ("sent", "skipped", "cancelled")
 
 
@@ -165,9 +165,9 @@ class TestAhead:
     ) -> None:
         drop_partitions(db)
         add_partition(db, -days, days=7)
-        assert read_upkeep_facts(db).lacks_partition
+        assert read_maintenance_facts(db).lacks_partition
         make_all(db)
-        assert not read_upkeep_facts(db).lacks_partition
+        assert not read_maintenance_facts(db).lacks_partition
         ((covered,),) = db.execute(
             """
             SELECT count(*)
@@ -184,7 +184,7 @@ class TestAhead:
         db.execute(f"ALTER TABLE pgoutbox.message_done DETACH PARTITION pgoutbox.{today}".encode())
         db.execute("INSERT INTO pgoutbox.retired (name) VALUES (%s)", [today])
         assert len(make_all(db)) == 6
-        db.execute("SELECT pgoutbox.clear_retired(10)")
+        db.execute("SELECT pgoutbox._clear_retired(10)")
         assert make_all(db) == [today]
 
     def test_a_default_partition_too_large_to_scan_raises_an_error(self, db: psycopg.Connection) -> None:
@@ -274,7 +274,7 @@ class TestRetire:
         name = add_partition(operator, 40)
         ids = [put(operator, state, age=40 * DAY) for state in (State.SENT, State.FAILED)]
         ids.append(put(operator, State.SENT, age=50 * DAY))
-        facts = read_upkeep_facts(operator)
+        facts = read_maintenance_facts(operator)
         turn = MaintenanceRun(facts._replace(asked_at=facts.asked_at + 3 * DAY), PartitionCache())
         turn.take(operator)
         assert sorted(row.id for row in rows_of(operator)) == ids
@@ -296,7 +296,7 @@ class TestRetire:
         assert (totals.total, totals.partitions_dropped) == (2, 0)
         assert [row.id for row in rows_of(operator)] == [kept]
         assert table_of(operator, kept) == name
-        mutate(operator, "retire_partition", "IF pgoutbox.kept_until(found_lower_at, found_upper_at) > now() THEN",
+        mutate(operator, "_retire_partition", "IF pgoutbox._kept_until(found_lower_at, found_upper_at) > now() THEN",
                "IF false THEN")  # fmt: skip
         operator.execute(RETIRE, [name])
         assert rows_of(operator) == []
@@ -324,9 +324,9 @@ class TestRetire:
         set_retention(db, "mail", "sent", 30 * DAY)
         name = add_partition(db, 40)
         message_id = put(db, topic="audit")
-        db.execute("ALTER FUNCTION pgoutbox.retire_partition SET lock_timeout = '10s'")
+        db.execute("ALTER FUNCTION pgoutbox._retire_partition SET lock_timeout = '10s'")
         if not guarded:
-            mutate(db, "retire_partition", "EXECUTE 'LOCK TABLE ONLY pgoutbox.' || quote_ident(partition_name) "
+            mutate(db, "_retire_partition", "EXECUTE 'LOCK TABLE ONLY pgoutbox.' || quote_ident(partition_name) "
                    "|| ' IN SHARE ROW EXCLUSIVE MODE';")  # fmt: skip
         late, retiring = connect(), connect(autocommit=True)
         late.execute(
@@ -377,7 +377,7 @@ class TestRetire:
         put(operator, State.SENT, age=40 * DAY)
         reader, writer = connect(), connect(autocommit=True)
         reader.execute("SELECT count(*) FROM pgoutbox.message_done")
-        turn = MaintenanceRun(read_upkeep_facts(operator), PartitionCache(), pause=lambda _: enqueue(writer))
+        turn = MaintenanceRun(read_maintenance_facts(operator), PartitionCache(), pause=lambda _: enqueue(writer))
         turn.take(operator)
         assert (turn.errors, turn.totals.partitions_dropped) == ([], 0)
         assert name in partitions_of(operator)
@@ -426,13 +426,13 @@ class TestRows:
         put(operator, State.SENT, age=9 * DAY)
         put(operator, State.SENT, topic="audit", age=9 * DAY)
         memory = PartitionCache()
-        facts = read_upkeep_facts(operator)
+        facts = read_maintenance_facts(operator)
         turn = MaintenanceRun(facts, memory)
         turn.take(operator)
         assert turn.totals.total == 1
         assert not MaintenanceRun(facts, memory).has_work
         set_retention(operator, "mail", "sent", 2 * DAY)
-        assert MaintenanceRun(read_upkeep_facts(operator), memory).has_work
+        assert MaintenanceRun(read_maintenance_facts(operator), memory).has_work
 
 
 class TestClear:
@@ -455,7 +455,7 @@ class TestClear:
     def test_attempts_and_keys_are_deleted_with_it_page_by_page(self, operator: psycopg.Connection) -> None:
         name = self.fill(operator)
         assert operator.execute(RETIRE, [name]).fetchall() == [("retired",)]
-        clear = "SELECT * FROM pgoutbox.clear_retired(3)"
+        clear = "SELECT * FROM pgoutbox._clear_retired(3)"
         answers = [operator.execute(clear).fetchall() for _ in range(4)]
         assert answers == [[(name, 3, False)], [(name, 3, False)], [(name, 1, True)], []]
         assert self.left(operator) == (1, ["k3", "young"])
@@ -466,7 +466,7 @@ class TestClear:
         name = add_partition(operator, 40)
         put(operator, State.SENT, age=40 * DAY)
         operator.execute(RETIRE, [name])
-        assert operator.execute("SELECT * FROM pgoutbox.clear_retired(1)").fetchall() == [(name, 0, True)]
+        assert operator.execute("SELECT * FROM pgoutbox._clear_retired(1)").fetchall() == [(name, 0, True)]
 
     @pytest.mark.parametrize("transactions", [2, 3, 4, 5])
     def test_a_prune_continues_after_a_kill_at_any_point(
@@ -492,7 +492,7 @@ def prune_and_die(dsn: str, transactions: int) -> None:
     """Prune in pages of two, and end like a SIGKILL when this many transactions have begun."""
     connection: psycopg.Connection[Any]
     with operator_connection.connect(load_settings(dsn=dsn)) as connection:
-        facts = read_upkeep_facts(connection)
+        facts = read_maintenance_facts(connection)
         count = 0
         execute = connection.execute
 
@@ -565,7 +565,7 @@ def test_maintenance_needs_no_ownership_of_the_tables(db: psycopg.Connection, ds
     with operator_connection.connect(load_settings(dsn=f"{dsn}&options=-c%20role%3D{role}")) as connection:
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
             connection.execute(b"DROP TABLE pgoutbox." + name.encode())
-        turn = MaintenanceRun(read_upkeep_facts(connection), PartitionCache())
+        turn = MaintenanceRun(read_maintenance_facts(connection), PartitionCache())
         turn.take(connection)
     totals = turn.totals
     assert turn.errors == []

@@ -21,7 +21,7 @@ from pgoutbox.errors import StateError
 from pgoutbox.message import State
 from pgoutbox.operations import messages, retention
 from pgoutbox.operations.messages import RedriveResult
-from pgoutbox.operations.retention import MaintenanceRun, PartitionCache, read_upkeep_facts
+from pgoutbox.operations.retention import MaintenanceRun, PartitionCache, read_maintenance_facts
 from tests.support import races
 from tests.support.messages import put
 from tests.support.outbox_actions import claim, enqueue, finish_sent, ids_in_flight, row_of, until_blocked
@@ -52,7 +52,7 @@ def page(
 
 
 def keys(db: psycopg.Connection, table: str) -> list[str]:
-    column = {"coalesce": "coalesce_key", "ordering": "ordering_key"}[table]
+    column = {"coalesce_head": "coalesce_key", "ordering": "ordering_key"}[table]
     query = composed.SQL("SELECT {} FROM {} ORDER BY 1").format(
         composed.Identifier(column), composed.Identifier("pgoutbox", table)
     )
@@ -93,7 +93,7 @@ def test_an_older_message_cannot_be_redriven_after_the_newest_one_is_deleted(
     db: psycopg.Connection, state: State, guard: str, *, is_guarded: bool
 ) -> None:
     if not is_guarded:
-        remove(db, "prune_coalesce", guard, guard.rstrip() + NEVER + "\n")
+        remove(db, "_prune_coalesce", guard, guard.rstrip() + NEVER + "\n")
     older = put(db, state, coalesce_key="k", age=9 * DAY)
     other, newest = (put(db, State.SENT, coalesce_key=key) for key in ("other", "k"))
     delete(db, other, newest)
@@ -108,7 +108,7 @@ def test_an_older_message_is_not_delivered_after_the_newest_one_is_deleted(
     db: psycopg.Connection, *, is_guarded: bool
 ) -> None:
     if not is_guarded:
-        remove(db, "prune_coalesce", OLDEST, OLDEST + NEVER)
+        remove(db, "_prune_coalesce", OLDEST, OLDEST + NEVER)
     older = enqueue(db, coalesce_key="k")
     newest, other = enqueue(db, coalesce_key="k"), enqueue(db, coalesce_key="other")
     delete(db, newest, other)
@@ -122,7 +122,7 @@ def test_an_older_message_is_not_delivered_after_the_newest_one_is_deleted(
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_heads_newer_than_the_live_messages_of_a_batch_stay(db: psycopg.Connection, *, is_guarded: bool) -> None:
     if not is_guarded:
-        remove(db, "prune_coalesce", HORIZON, "true OR " + HORIZON)
+        remove(db, "_prune_coalesce", HORIZON, "true OR " + HORIZON)
     for _ in range(10):
         enqueue(db)
     older = enqueue(db, coalesce_key="k")
@@ -130,9 +130,9 @@ def test_heads_newer_than_the_live_messages_of_a_batch_stay(db: psycopg.Connecti
     delete(db, newest, later)
     page(db, sql.PRUNE_COALESCE, limit=1)
     page(db, sql.PRUNE_COALESCE, limit=1, after=("greet", "k"))
-    assert keys(db, "coalesce") == (["k", "later"] if is_guarded else [])
+    assert keys(db, "coalesce_head") == (["k", "later"] if is_guarded else [])
     page(db, sql.PRUNE_COALESCE, limit=2)
-    assert keys(db, "coalesce") == (["k"] if is_guarded else [])
+    assert keys(db, "coalesce_head") == (["k"] if is_guarded else [])
     assert row_of(db, older).state == "pending"
 
 
@@ -142,11 +142,11 @@ def test_the_head_stays_while_its_newest_message_exists(
     db: psycopg.Connection, state: State, *, is_guarded: bool
 ) -> None:
     if not is_guarded:
-        remove(db, "prune_coalesce", NEWEST_EXISTS, NEWEST_EXISTS + NEVER)
+        remove(db, "_prune_coalesce", NEWEST_EXISTS, NEWEST_EXISTS + NEVER)
     add_partition(db, 40)
     newest = put(db, state, coalesce_key="k", age=40 * DAY)
     page(db, sql.PRUNE_COALESCE)
-    assert keys(db, "coalesce") == (["k"] if is_guarded else [])
+    assert keys(db, "coalesce_head") == (["k"] if is_guarded else [])
     if state is State.SENT and is_guarded:
         copy = messages.resend(db, newest)
         assert copy > newest
@@ -167,7 +167,7 @@ def test_an_older_message_cannot_be_resent_after_its_head_is_pruned(
     older, newest = (put(db, State.SENT, coalesce_key="k") for _ in range(2))
     delete(db, newest)
     page(db, sql.PRUNE_COALESCE)
-    assert keys(db, "coalesce") == []
+    assert keys(db, "coalesce_head") == []
     if is_guarded:
         with pytest.raises(StateError, match=f"message {older} is superseded by a newer message, which is deleted"):
             messages.resend(db, older)
@@ -189,8 +189,8 @@ def test_a_producer_with_an_early_id_is_ordered_after_earlier_commits(
 ) -> None:
     """It waits for the transaction with its dedupe key, between drawing its id and writing the row of its key."""
     if not is_guarded:
-        remove(db, "prune_ordering", LAST_EXISTS, LAST_EXISTS + NEVER)
-        remove(db, "prune_ordering", guard, broken)
+        remove(db, "_prune_ordering", LAST_EXISTS, LAST_EXISTS + NEVER)
+        remove(db, "_prune_ordering", guard, broken)
     rival, producer = connect(), connect(autocommit=True)
     put(rival, dedupe_key="d")
     with ThreadPoolExecutor(1) as threads:
@@ -249,7 +249,7 @@ def test_one_old_failed_message_does_not_keep_other_keys(db: psycopg.Connection)
     for number in range(5):
         delete(db, put(db, coalesce_key=f"k{number}"), put(db, ordering_key=f"k{number}"))
     assert retention.prune(db, 1000 * DAY).coalesce_keys == 5
-    assert (keys(db, "coalesce"), keys(db, "ordering")) == (["old"], ["old"])
+    assert (keys(db, "coalesce_head"), keys(db, "ordering")) == (["old"], ["old"])
 
 
 # --- races ------------------------------------------------------------------------------------------------------------
@@ -258,13 +258,13 @@ def test_one_old_failed_message_does_not_keep_other_keys(db: psycopg.Connection)
 _LIMIT = "LIMIT at_most\n"
 _GATE = "LIMIT at_most + length(pg_advisory_lock(4711)::text)\n"
 _KEYS = [
-    pytest.param("prune_coalesce", "coalesce_key", "coalesce", id="coalesce key"),
-    pytest.param("prune_ordering", "ordering_key", "ordering", id="ordering key"),
+    pytest.param("_prune_coalesce", "coalesce_key", "coalesce_head", id="coalesce key"),
+    pytest.param("_prune_ordering", "ordering_key", "ordering", id="ordering key"),
 ]
-_STATEMENTS: dict[str, LiteralString] = {"prune_coalesce": sql.PRUNE_COALESCE, "prune_ordering": sql.PRUNE_ORDERING}
+_STATEMENTS: dict[str, LiteralString] = {"_prune_coalesce": sql.PRUNE_COALESCE, "_prune_ordering": sql.PRUNE_ORDERING}
 _UNCHANGED = {
-    "prune_coalesce": "WHERE head.newest_id = e.newest_id\n        AND",
-    "prune_ordering": "WHERE tail.last_id = e.last_id\n        AND",
+    "_prune_coalesce": "WHERE head.newest_id = e.newest_id\n        AND",
+    "_prune_ordering": "WHERE tail.last_id = e.last_id\n        AND",
 }
 
 
@@ -284,7 +284,7 @@ async def test_a_key_whose_next_message_commits_during_a_prune_is_kept(
     await until_blocked(db, pruning)
     producer.commit()
     gate.execute("SELECT pg_advisory_unlock(4711)")
-    assert await pruning == ("greet" if table == "coalesce" else "default", "k", 1, 0 if is_guarded else 1)
+    assert await pruning == ("greet" if table == "coalesce_head" else "default", "k", 1, 0 if is_guarded else 1)
     assert keys(db, table) == (["k"] if is_guarded else [])
 
 
@@ -319,7 +319,7 @@ def test_a_producer_that_waits_for_the_deletion_of_its_key_recreates_it(
             pruner.rollback()
         message_id = enqueued.result()
     newest = {
-        "coalesce": "SELECT newest_id FROM pgoutbox.coalesce",
+        "coalesce_head": "SELECT newest_id FROM pgoutbox.coalesce_head",
         "ordering": "SELECT last_id FROM pgoutbox.ordering",
     }
     assert db.execute(newest[table].encode()).fetchall() == [(message_id,)]
@@ -427,7 +427,7 @@ class TestPlace:
     def test_the_next_round_continues_where_the_last_one_stopped(
         self, db: psycopg.Connection, memory: PartitionCache
     ) -> None:
-        facts = read_upkeep_facts(db)
+        facts = read_maintenance_facts(db)
         forgotten = []
         for _ in range(9):
             turn = MaintenanceRun(facts, memory, batch_size=1, is_over=self._after(db, 1))
@@ -438,19 +438,19 @@ class TestPlace:
                 break
         assert sum(forgotten) == 3
         assert max(forgotten) == 1
-        assert (keys(db, "coalesce"), keys(db, "ordering")) == ([], [])
+        assert (keys(db, "coalesce_head"), keys(db, "ordering")) == ([], [])
         assert not MaintenanceRun(facts, memory).has_work
 
     def test_a_lost_position_costs_another_pass(self, db: psycopg.Connection, memory: PartitionCache) -> None:
-        MaintenanceRun(read_upkeep_facts(db), memory, batch_size=1, is_over=self._after(db, 1)).take(db)
+        MaintenanceRun(read_maintenance_facts(db), memory, batch_size=1, is_over=self._after(db, 1)).take(db)
         assert memory.passes
-        MaintenanceRun(read_upkeep_facts(db), PartitionCache(), batch_size=1).take(db)
-        assert (keys(db, "coalesce"), keys(db, "ordering")) == ([], [])
+        MaintenanceRun(read_maintenance_facts(db), PartitionCache(), batch_size=1).take(db)
+        assert (keys(db, "coalesce_head"), keys(db, "ordering")) == ([], [])
 
     def _after(self, db: psycopg.Connection, count: int) -> Callable[[], bool]:
         """It is over when this many more keys are pruned."""
-        left = len(keys(db, "coalesce")) + len(keys(db, "ordering")) - count
-        return lambda: len(keys(db, "coalesce")) + len(keys(db, "ordering")) <= left
+        left = len(keys(db, "coalesce_head")) + len(keys(db, "ordering")) - count
+        return lambda: len(keys(db, "coalesce_head")) + len(keys(db, "ordering")) <= left
 
 
 def test_a_key_is_pruned_after_the_usual_lifetime_of_its_messages(db: psycopg.Connection) -> None:
@@ -459,4 +459,4 @@ def test_a_key_is_pruned_after_the_usual_lifetime_of_its_messages(db: psycopg.Co
     claim(db)
     finish_sent(db, (message_id, 1))
     assert retention.prune_by_retention(db).coalesce_keys == 1
-    assert keys(db, "coalesce") == []
+    assert keys(db, "coalesce_head") == []

@@ -372,7 +372,7 @@ class TestFinish:
         message_id = self.sending(operator)
         other, stale = connect(), connect()
         other.execute(f"UPDATE pgoutbox.message SET {change}")
-        forget = "SELECT pgoutbox.forget_sent(%s, %s, 'worker-1')"
+        forget = "SELECT pgoutbox._forget_sent(%s, %s, 'worker-1')"
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(lambda: stale.execute(forget, ([message_id], [1])).fetchall())
             races.until_blocked(operator, stale, waiting)
@@ -385,7 +385,9 @@ class TestFinish:
         set_retention(operator, "*", "sent", ZERO)
         message_id = self.sending(operator)
         operator.execute("UPDATE pgoutbox.message SET state = 'pending', lease_expires_at = NULL")
-        assert operator.execute("SELECT pgoutbox.forget_sent(%s, %s, 'worker-1')", ([message_id], [1])).fetchall() == []
+        assert (
+            operator.execute("SELECT pgoutbox._forget_sent(%s, %s, 'worker-1')", ([message_id], [1])).fetchall() == []
+        )
 
     def test_a_message_named_several_times_is_finished_once(self, operator: psycopg.Connection) -> None:
         set_retention(operator, "other", "sent", ZERO)

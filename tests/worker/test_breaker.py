@@ -626,6 +626,6 @@ async def test_a_failed_alert_does_not_count(dsn: str, db: psycopg.Connection) -
         async with running(Worker(outbox)):
             for count in range(1, 5):
                 make_due(db, alert)
-                db.execute("SELECT pgoutbox.ring('default')")
+                db.execute("SELECT pgoutbox._notify_workers('default')")
                 await until(partial(has_attempts, db, alert, count))
         assert not is_open(db, f"smtp:127.0.0.1:{server.port}")

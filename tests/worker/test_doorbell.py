@@ -508,7 +508,7 @@ async def test_a_ring_during_an_empty_poll_is_not_forgotten(
         await worker.asleep.wait()
         worker.asleep.clear()
         gate_is_open = True
-        db.execute(sql.RING, {"queues": ["default"]})
+        db.execute(sql.NOTIFY_WORKERS, {"queues": ["default"]})
         await first_of(receiver.heard, worker.asleep)
         assert receiver.heard.is_set()
 
@@ -520,7 +520,7 @@ async def test_continuous_rings_do_not_keep_a_worker_from_its_retries(dsn: str, 
 
     async def be_rung() -> None:
         message_id = enqueue(db)
-        db.execute(sql.RING, {"queues": ["default"]})
+        db.execute(sql.NOTIFY_WORKERS, {"queues": ["default"]})
         # A worker that prefetches may answer at once.
         await until(lambda: worker._ring_is_unanswered or state_of(db, message_id) == State.SENDING)
 

@@ -317,8 +317,8 @@ async def retiring_a_partition_skips_large_payloads_of_other_messages(stage: Sta
     keep_nothing(stage)
     for state in ("skipped", "cancelled"):
         keep_nothing(stage, state=state)
-    stage.db.execute("SELECT pgoutbox.retire_partition(%s)", [name])
-    assert stage.db.execute("SELECT * FROM pgoutbox.clear_retired(9)").fetchall() == [(name, 1, True)]
+    stage.db.execute("SELECT pgoutbox._retire_partition(%s)", [name])
+    assert stage.db.execute("SELECT * FROM pgoutbox._clear_retired(9)").fetchall() == [(name, 1, True)]
     assert large_payloads(stage.db) == [message_id]
 
 
@@ -328,8 +328,8 @@ async def retiring_a_partition_deletes_its_large_payloads(stage: Stage) -> None:
     stage.db.execute(PUT_FINAL, {"id": message_id, "state": "sent", "age": timedelta(days=40)})
     for state in ("sent", "skipped", "cancelled"):
         keep_nothing(stage, state=state)
-    stage.db.execute("SELECT pgoutbox.retire_partition(%s)", [name])
-    stage.db.execute("SELECT pgoutbox.clear_retired(9)")
+    stage.db.execute("SELECT pgoutbox._retire_partition(%s)", [name])
+    stage.db.execute("SELECT pgoutbox._clear_retired(9)")
     assert stage.db.execute("SELECT name FROM pgoutbox.retired").fetchall() == []
     assert large_payloads(stage.db) == []
 
@@ -410,7 +410,7 @@ async def a_bulk_that_waited_for_a_coalesce_key_is_the_newest(stage: Stage) -> N
     """The gate is the head row. The bulk waits there with its ids drawn, while the holder writes a greater id."""
     holder, bulk = stage.connect(), stage.connect(autocommit=True)
     enqueue(stage.db, coalesce_key="k")
-    holder.execute("SELECT FROM pgoutbox.coalesce AS head WHERE head.coalesce_key = 'k' FOR UPDATE")
+    holder.execute("SELECT FROM pgoutbox.coalesce_head AS head WHERE head.coalesce_key = 'k' FOR UPDATE")
     blocked = asyncio.create_task(asyncio.to_thread(enqueue_bulk, bulk, coalesce_keys=["k", "k"]))
     await until_blocked(stage.db, blocked)
     enqueue(holder, coalesce_key="k")
@@ -814,16 +814,16 @@ def no_fence_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 def no_state_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     stateless = without(sql.FINISH_SENT_AND_FORGET_IF_HELD, "m.state = 'sending' AND ")
     patch.setattr(sql, "FINISH_SENT_AND_FORGET_IF_HELD", without(stateless, "AND m.state = 'sending'\n"))
-    redefine(stage, "forget_sent", "AND m.state = 'sending'\n", "\n")
+    redefine(stage, "_forget_sent", "AND m.state = 'sending'\n", "\n")
 
 
 def no_check_of_the_rule_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    redefine(stage, "forget_sent", "WHERE EXISTS (", "WHERE true OR EXISTS (")
+    redefine(stage, "_forget_sent", "WHERE EXISTS (", "WHERE true OR EXISTS (")
 
 
 def no_restriction_to_forgotten_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     theirs = "USING forgotten AS f\n        WHERE l.message_id = f.id AND f.has_large_payload"
-    redefine(stage, "forget_sent", theirs, "USING asked AS a\n        WHERE l.message_id = a.id")
+    redefine(stage, "_forget_sent", theirs, "USING asked AS a\n        WHERE l.message_id = a.id")
 
 
 def redefine(stage: Stage, name: str, part: str, instead: str) -> None:
@@ -886,7 +886,7 @@ def newer_in(statement: str, *parts: tuple[str, str]) -> Mutation:
     return mutate
 
 
-STRICT_DUE = "(m.coalesces_pending IS NOT TRUE OR NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue))"
+STRICT_DUE = "(m.coalesces_pending IS NOT TRUE OR NOT pgoutbox._has_strict_due(m.topic, m.coalesce_key, m.queue))"
 NEWER_BY_RETRY = "now() + make_interval(secs => coalesce(o.delay_seconds, 0))"
 PENDING_SUCCESSORS = """UNION
 SELECT m.queue
@@ -896,23 +896,23 @@ WHERE m.coalesces_pending AND m.state = 'pending' AND m.available_at <= now() AN
 
 
 def no_lock_on_the_newer(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    redefine(stage, "lock_newer_pending", "FOR SHARE SKIP LOCKED", "")
-    redefine(stage, "lock_newer_pending", "CASE WHEN FOUND THEN newer_id ELSE 0 END", "newer_id")
+    redefine(stage, "_lock_newer_pending", "FOR SHARE SKIP LOCKED", "")
+    redefine(stage, "_lock_newer_pending", "CASE WHEN FOUND THEN newer_id ELSE 0 END", "newer_id")
 
 
 def no_newer_id_of_a_changed_head(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    redefine(stage, "enqueue_coalesced", "ELSE pgoutbox.next_id(head.newest_id)", "ELSE head.newest_id")
+    redefine(stage, "_enqueue_coalesced", "ELSE pgoutbox._next_id(head.newest_id)", "ELSE head.newest_id")
 
 
 def no_check_for_freed_keys(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    redefine(stage, "has_freed_keys", "pgoutbox.has_freed_key(d.message_id)", "false")
+    redefine(stage, "_has_freed_keys", "pgoutbox._has_freed_key(d.message_id)", "false")
 
 
 def ended_supersede(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     """Let messages in any state supersede, without locks."""
     state = "m.state OPERATOR(pg_catalog.=) 'pending'"
-    redefine(stage, "newer_pending", state, "true")
-    redefine(stage, "newer_pending", "pgoutbox.message_live", "pgoutbox.message")
+    redefine(stage, "_newer_pending", state, "true")
+    redefine(stage, "_newer_pending", "pgoutbox.message_live", "pgoutbox.message")
     no_lock_on_the_newer(stage, patch)
 
 
@@ -921,7 +921,7 @@ def no_rule_in_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_limit_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    limit = "LIMIT pgoutbox.permits(%(queue)s::text, %(total)s::bigint)\n"
+    limit = "LIMIT pgoutbox._permits(%(queue)s::text, %(total)s::bigint)\n"
     patch.setattr(sql, "CLAIM_LAPSED", without(sql.CLAIM_LAPSED, limit))
 
 
@@ -938,7 +938,7 @@ def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     """Make an enqueue only check whether the bell is armed, and release the lock before its row is visible."""
     lock = "NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue))"
     looks = f"EXISTS (SELECT FROM {ADVISORY_LOCKS} WHERE l.mode = 'ExclusiveLock')"
-    redefine(stage, "enqueue_receipt", lock, looks)
+    redefine(stage, "_enqueue_receipt", lock, looks)
 
 
 def no_claim_after_arming(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -1009,45 +1009,45 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ),
     ("state in forget", a_message_that_is_pending_again_is_not_deleted, no_state_in_forget),
     ("rule in forget", a_removed_rule_has_no_effect_from_its_commit_on, no_check_of_the_rule_in_forget),
-    ("own rule in forget", a_topics_own_rule_holds, no_guard_in_function("forget_sent", OWN_RULE_IN_FORGET)),
+    ("own rule in forget", a_topics_own_rule_holds, no_guard_in_function("_forget_sent", OWN_RULE_IN_FORGET)),
     (
         "dedupe key outlives zero",
         a_repeated_enqueue_of_a_deleted_message_is_recognised,
-        no_guard_in_function("delete_messages", " AND NOT keeps_dedupe_keys"),
+        no_guard_in_function("_delete_messages", " AND NOT keeps_dedupe_keys"),
     ),
     (
         "dedupe key of a message",
         a_key_that_has_a_message_is_not_pruned,
         no_guard_in_function(
-            "prune_dedupe_by_rule",
+            "_prune_dedupe_by_rule",
             "        AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = p.message_id LIMIT 1) IS NULL\n",
         ),
     ),
     (
         "own rule in prune",
         pruning_skips_messages_that_their_topic_keeps,
-        no_guard_in_function("prune_by_rule", OWN_RULE),
+        no_guard_in_function("_prune_by_rule", OWN_RULE),
     ),
     (
         "locked rows in prune",
         pruning_skips_a_message_that_is_being_redriven,
-        no_guard_in_function("prune_by_rule", " SKIP LOCKED"),
+        no_guard_in_function("_prune_by_rule", " SKIP LOCKED"),
     ),
     (
         "large payload of its message in prune",
         pruning_skips_the_large_payload_of_another_message,
-        no_guard_in_function("delete_messages", " AND g.has_large_payload"),
+        no_guard_in_function("_delete_messages", " AND g.has_large_payload"),
     ),
     (
         "large payload of its message in a retired partition",
         retiring_a_partition_skips_large_payloads_of_other_messages,
-        no_guard_in_function("clear_retired", " AND p.has_large_payload"),
+        no_guard_in_function("_clear_retired", " AND p.has_large_payload"),
     ),
     (
         "large payloads of a retired partition",
         retiring_a_partition_deletes_its_large_payloads,
         no_guard_in_function(
-            "clear_retired",
+            "_clear_retired",
             "\n        AND NOT EXISTS (SELECT FROM pgoutbox.large_payload AS l"
             " WHERE l.message_id BETWEEN first_id AND last_id)",
         ),
@@ -1060,7 +1060,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "age in prune",
         pruning_applies_the_current_rule,
-        no_guard_in_function("prune_by_rule", "        AND m.finished_at <= now() - r.keep\n"),
+        no_guard_in_function("_prune_by_rule", "        AND m.finished_at <= now() - r.keep\n"),
     ),
     ("one in flight: look", a_successor_waits_for_its_predecessor, no_part_in_claims(SIBLING)),
     ("one in flight: index", one_of_two_claims_with_concurrent_snapshots_is_refused, no_unique_index),
@@ -1097,7 +1097,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "rule pending: due",
         a_scheduled_message_supersedes_nothing,
-        no_guard_in_function("newer_pending", "AND m.available_at OPERATOR(pg_catalog.<=) due_by\n"),
+        no_guard_in_function("_newer_pending", "AND m.available_at OPERATOR(pg_catalog.<=) due_by\n"),
     ),
     (
         "rule pending: state",
@@ -1107,13 +1107,13 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "rule pending: queue",
         a_message_of_another_queue_supersedes_nothing,
-        no_guard_in_function("newer_pending", "AND m.queue OPERATOR(pg_catalog.=) p_queue\n"),
+        no_guard_in_function("_newer_pending", "AND m.queue OPERATOR(pg_catalog.=) p_queue\n"),
     ),
     (
         "rule pending: expiry",
         an_expired_message_supersedes_nothing,
         no_guard_in_function(
-            "newer_pending",
+            "_newer_pending",
             "AND (m.expires_at IS NULL OR m.expires_at OPERATOR(pg_catalog.>) pg_catalog.now())\n",
         ),
     ),

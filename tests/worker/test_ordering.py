@@ -264,10 +264,10 @@ async def test_each_newer_message_restarts_the_delay_up_to_the_limit(
     first = debounced(line.outbox, connect)
     assert 50 < due_in(db, first) <= 60
     # As if the first had been enqueued 40 seconds ago: 50 of the 90 are left.
-    db.execute("UPDATE pgoutbox.coalesce SET waiting_since = waiting_since - interval '40 s'")
+    db.execute("UPDATE pgoutbox.coalesce_head SET waiting_since = waiting_since - interval '40 s'")
     second = debounced(line.outbox, connect)
     assert 40 < due_in(db, second) <= 50
-    db.execute("UPDATE pgoutbox.coalesce SET waiting_since = waiting_since - interval '60 s'")
+    db.execute("UPDATE pgoutbox.coalesce_head SET waiting_since = waiting_since - interval '60 s'")
     third = debounced(line.outbox, connect)
     assert due_in(db, third) <= 0
     await drained(line.outbox)

@@ -62,7 +62,7 @@ def cancel_key(connection: psycopg.Connection) -> list[tuple[int, str]]:
 
 def test_enqueue_writes_no_head(rolled_back: psycopg.Connection) -> None:
     message_id = look_again(rolled_back)
-    assert rolled_back.execute("SELECT FROM pgoutbox.coalesce").fetchall() == []
+    assert rolled_back.execute("SELECT FROM pgoutbox.coalesce_head").fetchall() == []
     row = rolled_back.execute(
         "SELECT coalesce_key, coalesces_pending FROM pgoutbox.message WHERE id = %s", [message_id]
     )
@@ -72,7 +72,7 @@ def test_enqueue_writes_no_head(rolled_back: psycopg.Connection) -> None:
 @pytest.mark.parametrize("rule", [None, "newest"])
 def test_without_the_rule_the_newest_message_wins(rolled_back: psycopg.Connection, rule: str | None) -> None:
     message_id = enqueue(rolled_back, coalesce_key="k", coalesce_rule=rule)
-    assert rolled_back.execute("SELECT newest_id FROM pgoutbox.coalesce").fetchall() == [(message_id,)]
+    assert rolled_back.execute("SELECT newest_id FROM pgoutbox.coalesce_head").fetchall() == [(message_id,)]
     assert rolled_back.execute("SELECT coalesces_pending FROM pgoutbox.message").fetchall() == [(None,)]
 
 
@@ -96,7 +96,7 @@ def test_enqueue_adds_only_the_lock_of_the_bell(connect: Connect) -> None:
     """
     added = set(keyed.execute(locks).fetchall()) - set(plain.execute(locks).fetchall())
     assert not {mode for _, _, mode in added} & {"ExclusiveLock", "ShareLock"}
-    assert not {relation for _, relation, _ in added} & {"pgoutbox.coalesce", "pgoutbox.dedupe"}
+    assert not {relation for _, relation, _ in added} & {"pgoutbox.coalesce_head", "pgoutbox.dedupe"}
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_bulk_can_mix_both_rules(rolled_back: psycopg.Connection) -> None:
         "SELECT payload, coalesces_pending, dedupe_key FROM pgoutbox.message ORDER BY payload"
     ).fetchall()
     assert rows == [(0, True, None), (1, None, None), (2, True, "d"), (3, None, None)]
-    assert len(rolled_back.execute("SELECT FROM pgoutbox.coalesce").fetchall()) == 1
+    assert len(rolled_back.execute("SELECT FROM pgoutbox.coalesce_head").fetchall()) == 1
 
 
 def test_a_bulk_locks_dedupe_keys_in_one_order_with_any_coalesce_keys(rolled_back: psycopg.Connection) -> None:
@@ -175,7 +175,7 @@ def test_a_claim_of_strict_messages_calls_no_function_of_the_rule(rolled_back: p
     rolled_back.execute("SET LOCAL track_functions = 'pl'")
     strict = [enqueue(rolled_back, coalesce_key=key) for key in ("k", "l", "k")]
     assert ids_in_flight(claim(rolled_back)) == strict[1:]
-    called = "SELECT calls FROM pg_stat_xact_user_functions WHERE funcname = 'newer_pending'"
+    called = "SELECT calls FROM pg_stat_xact_user_functions WHERE funcname = '_newer_pending'"
     assert rolled_back.execute(called).fetchall() == []
     look_again(rolled_back, "m")
     assert len(claim(rolled_back)) == 1
@@ -259,7 +259,7 @@ def test_the_newer_message_of_a_hot_key_is_found_by_reading_one_row(
     if is_analyzed:
         rolled_back.execute("ANALYZE pgoutbox.message_live")
     before = rolled_back.execute(fetched).fetchone() or (0,)
-    newer = rolled_back.execute("SELECT pgoutbox.newer_pending('greet', 'k', 'default', %s)", [ids[0]]).fetchone()
+    newer = rolled_back.execute("SELECT pgoutbox._newer_pending('greet', 'k', 'default', %s)", [ids[0]]).fetchone()
     after = rolled_back.execute(fetched).fetchone() or (0,)
     assert newer == (ids[-1],)
     assert after[0] - before[0] == 1

@@ -89,7 +89,7 @@ class Outboxes(RuleBasedStateMachine):
         self.db = psycopg.connect(self.dsn, autocommit=True)
         self.producer = psycopg.connect(self.dsn)
         self.db.execute(
-            "TRUNCATE pgoutbox.message, pgoutbox.attempt, pgoutbox.coalesce, pgoutbox.dedupe, pgoutbox.queue"
+            "TRUNCATE pgoutbox.message, pgoutbox.attempt, pgoutbox.coalesce_head, pgoutbox.dedupe, pgoutbox.queue"
         )
         self.is_paused = False
         self.messages: dict[int, Model] = {}
