@@ -43,7 +43,7 @@ from pgoutbox.enqueue.generators import (
     transaction,
 )
 from pgoutbox.enqueue.payloads import Serializer
-from pgoutbox.enqueue.validation import Fanout, carrying, prepare, prepare_fanout
+from pgoutbox.enqueue.validation import Route, carrying, prepare, prepare_fanout
 from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
 from pgoutbox.handlers import Context, Handler, Middleware, OnUnknown, SyncContext
 from pgoutbox.message import Message, Outcome, P
@@ -500,7 +500,7 @@ class Outbox:
         adapter = sync_adapter(connection, function="enqueue_fanout", async_function="aenqueue_fanout")
         with self._producing(topic) as span:
             message = carrying(NewMessage(topic, payload, **options), span.context)
-            fanout = self._prepare_fanout(message, destinations, content, serializer)
+            fanout = prepare_fanout(message, self._route(topic, serializer), destinations, content)
             enqueued = run(adapter, insert_fanout(fanout, notify=notify, require_transaction=require_transaction))
             span.wrote(enqueued)
         return enqueued
@@ -525,7 +525,7 @@ class Outbox:
         adapter = async_adapter(connection, function="aenqueue_fanout", sync_function="enqueue_fanout")
         with self._producing(topic) as span:
             message = carrying(NewMessage(topic, payload, **options), span.context)
-            fanout = self._prepare_fanout(message, destinations, content, serializer)
+            fanout = prepare_fanout(message, self._route(topic, serializer), destinations, content)
             steps = insert_fanout(fanout, notify=notify, require_transaction=require_transaction)
             enqueued = await arun(adapter, steps)
             span.wrote(enqueued)
@@ -583,33 +583,10 @@ class Outbox:
         require_transaction: bool,
         best_effort: bool,
     ) -> Steps[Enqueued | None]:
-        topic, max_attempts = self._route(message.topic)
-        draft = prepare(
-            message,
-            topic,
-            max_attempts=max_attempts,
-            max_payload_bytes=self.settings.max_payload_bytes,
-            serializer=serializer,
-            keyring=self._keyring if topic.encrypted else None,
-        )
+        draft = prepare(message, self._route(message.topic, serializer))
         inside = yield from transaction(required=require_transaction)
         write = insert(draft, notify=notify)
         return (yield from (in_savepoint(write) if best_effort and inside else write))
-
-    def _prepare_fanout(
-        self, message: NewMessage[P], destinations: Iterable[str], content: object, serializer: Serializer | None
-    ) -> Fanout:
-        topic, max_attempts = self._route(message.topic)
-        return prepare_fanout(
-            message,
-            topic,
-            destinations,
-            content,
-            max_attempts=max_attempts,
-            max_payload_bytes=self.settings.max_payload_bytes,
-            serializer=serializer,
-            keyring=self._keyring if topic.encrypted else None,
-        )
 
     def _producing(self, topic: str | Topic[P] | None) -> Producing:
         """Open a span for enqueuing, if tracing is on."""
@@ -627,8 +604,7 @@ class Outbox:
     def _prepare_all(
         self, items: Iterable[NewMessage[Any]], serializer: Serializer | None, context: Mapping[str, str]
     ) -> list[tuple[object, ...]]:
-        max_payload_bytes = self.settings.max_payload_bytes
-        routes: dict[object, tuple[Topic[Any], int | None]] = {}
+        routes: dict[object, Route] = {}
         drafts: list[tuple[object, ...]] = []
         for index, item in enumerate(items):
             try:
@@ -636,16 +612,8 @@ class Outbox:
                     raise TypeError(f"items[{index}] must be a NewMessage, not {type(item).__name__}")
                 key = item.topic if type(item.topic) is str else id(item.topic)
                 if key not in routes:
-                    routes[key] = self._route(item.topic)
-                topic, max_attempts = routes[key]
-                draft = prepare(
-                    carrying(item, context) if context else item,
-                    topic,
-                    max_attempts=max_attempts,
-                    max_payload_bytes=max_payload_bytes,
-                    serializer=serializer,
-                    keyring=self._keyring if topic.encrypted else None,
-                )
+                    routes[key] = self._route(item.topic, serializer)
+                draft = prepare(carrying(item, context) if context else item, routes[key])
             except PayloadError as error:
                 raise PayloadError(f"items[{index}].{error.field}", error.reason) from error.__cause__
             drafts.append(tuple(draft))  # The garbage collector need not visit tuples of texts.
@@ -655,13 +623,14 @@ class Outbox:
     def _keyring(self) -> Keyring | None:
         return keyring_of(self.settings.encryption_keys)
 
-    def _route(self, topic: str | Topic[P]) -> tuple[Topic[P], int | None]:
-        """Return the topic's definition, and the maximum number of attempts if it is not the default."""
+    def _route(self, topic: str | Topic[P], serializer: Serializer | None) -> Route:
         definition = self._definition(topic)
         handler = self._handlers.get(definition.name)
         retry = definition.retry or (None if handler is None else handler.retry)
-        usual = retry is None or retry.max_attempts == DEFAULT_MAX_ATTEMPTS
-        return definition, None if usual else cast("RetryPolicy", retry).max_attempts
+        # The default of the database needs no argument.
+        max_attempts = None if retry is None or retry.max_attempts == DEFAULT_MAX_ATTEMPTS else retry.max_attempts
+        keyring = self._keyring if definition.encrypted else None
+        return Route(definition, max_attempts, self.settings.max_payload_bytes, serializer, keyring)
 
     def _definition(self, topic: str | Topic[P]) -> Topic[P]:
         """Return the topic's own definition, or the one registered under its name."""
