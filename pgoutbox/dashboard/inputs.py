@@ -15,6 +15,7 @@ from pgoutbox.message import State
 from pgoutbox.operations.audit import Action
 from pgoutbox.operations.messages import MessageFilter
 from pgoutbox.operations.queue_controls import Rate
+from pgoutbox.text import NAME
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -25,7 +26,6 @@ MAX_ID: Final = 2**63 - 1
 MAX_LIMIT: Final = 200
 _USUAL_LIMIT: Final = 50
 _MAX_TEXT: Final = 500
-_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _UNIT_SECONDS: Final[Mapping[str, int]] = {"minutes": 60, "hours": 3_600, "days": 86_400}
 PERIODS: Final[Mapping[str, int]] = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400}
 _MAX_PAUSE: Final = timedelta(days=3_650)
@@ -164,7 +164,7 @@ def message_id_of(request: Request) -> int:
 
 def is_queue_name(value: str) -> bool:
     """Return whether this is a valid queue name."""
-    return _NAME.fullmatch(value) is not None
+    return NAME.fullmatch(value) is not None
 
 
 def queue_of(request: Request) -> str:

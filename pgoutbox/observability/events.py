@@ -23,7 +23,7 @@ class LogEvent(enum.StrEnum):
     _value_: str
     meaning: str
 
-    def __new__(cls, name: str, meaning: str) -> Self:
+    def __new__(cls, name: str, meaning: str = "") -> Self:
         event = str.__new__(cls, name)
         event._value_ = name
         event.meaning = meaning
@@ -167,30 +167,14 @@ class LogEvent(enum.StrEnum):
     WEB_BULK_BROKEN = "web_bulk_broken", "A redrive or cancel of many messages ended early. The finished part is kept."
 
 
-_EVENT_OF_STATE = {
-    State.PENDING: LogEvent.RETRY,
-    State.SENT: LogEvent.SENT,
-    State.FAILED: LogEvent.FAILED,
-    State.SKIPPED: LogEvent.SKIPPED,
-    State.CANCELLED: LogEvent.CANCELLED,
-}
-
-
-_EVENT_OF_OUTCOME = {
-    AttemptOutcome.RETRY: LogEvent.RETRY,
-    AttemptOutcome.SNOOZED: LogEvent.SNOOZED,
-    AttemptOutcome.RELEASED: LogEvent.RELEASED,
-}
-
-
 def event_of_outcome(outcome: AttemptOutcome) -> LogEvent:
     """Return the event for an attempt after which its message is pending again."""
-    return _EVENT_OF_OUTCOME[outcome]
+    return LogEvent(outcome)
 
 
 def event_of_state(state: State) -> LogEvent:
     """Return the event for an attempt that ended in this state."""
-    return _EVENT_OF_STATE[state]
+    return LogEvent.RETRY if state is State.PENDING else LogEvent(state)
 
 
 class Telemetry:

@@ -679,7 +679,7 @@ async def test_a_listener_behind_a_pooler_leaves_no_listen_in_the_server_session
             ).fetchall()
             return pid, channels
 
-    outbox = Outbox(settings_for(pooled_dsn, sweep_seconds=0.1))
+    outbox = Outbox(settings_for(pooled_dsn, poll_interval_seconds=0.1))
     delivered = asyncio.Event()
 
     @outbox.handler("greet")
