@@ -18,7 +18,8 @@ from typing_extensions import TypeVar
 
 from pgoutbox.clock import Duration, seconds_of
 
-P = TypeVar("P", default=JsonValue)
+# Without a model: any JSON value. For a type checker, `dict[str, int]` does not match `dict[str, JsonValue]`.
+P = TypeVar("P", default=Any)
 
 
 class State(enum.StrEnum):
@@ -139,7 +140,7 @@ class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or ra
     ) -> None:
         super().__init__(error)
         self.error = error
-        self.retry_after = None if retry_after is None else seconds_of(retry_after)
+        self.retry_after: float | None = None if retry_after is None else seconds_of(retry_after)
         self.outage = outage
         self.unknown = unknown
 
@@ -156,7 +157,7 @@ class Unavailable(Exception):  # noqa: N818 - an outcome; it can be returned or 
     def __init__(self, error: str, retry_after: Duration | None = None, *, breaker: str | None = None) -> None:
         super().__init__(error)
         self.error = error
-        self.retry_after = None if retry_after is None else seconds_of(retry_after)
+        self.retry_after: float | None = None if retry_after is None else seconds_of(retry_after)
         self.breaker = breaker
 
 

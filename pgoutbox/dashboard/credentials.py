@@ -130,7 +130,7 @@ class Credentials:
         self._tokens = [person for person in people if person.password_hash is None]
         # An unknown user takes as long to reject as a known one.
         self._decoy = next((person for person in people if person.password_hash is not None), None)
-        self.has_passwords = self._decoy is not None
+        self.has_passwords: bool = self._decoy is not None
         self._hashing = asyncio.Semaphore(_HASHES_AT_ONCE)
 
     def by_name(self, name: str) -> Person | None:

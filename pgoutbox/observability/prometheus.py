@@ -20,8 +20,8 @@ try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.registry import Collector
-except ImportError as error:
-    raise MissingExtraError("serving metrics (PGOUTBOX_METRICS_ADDRESS)", "metrics") from error
+except ImportError as _error:
+    raise MissingExtraError("serving metrics (PGOUTBOX_METRICS_ADDRESS)", "metrics") from _error
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family

@@ -53,7 +53,7 @@ class Dispatcher:
         (attempt,) = attempts
         handler = attempt.handler
         try:
-            message = attempt.message if handler.payload_adapter is None else handler.parse(attempt.message)
+            message = attempt.message if handler.payload is None else handler.parse(attempt.message)
             if handler.is_async:
                 result = await handler.function(message, attempt)
             else:
@@ -199,7 +199,7 @@ def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
             return Transient(describe(error))  # The attempt was overtaken, so the handler's list does not apply.
         case _:
             text = describe(error)
-            outcome = Permanent(text) if isinstance(error, handler.permanent_errors) else Transient(text)
+            outcome = Permanent(text) if isinstance(error, tuple(handler.permanent)) else Transient(text)
             outcome.__cause__ = error  # For middleware that reports exceptions.
             return outcome
 

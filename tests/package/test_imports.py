@@ -42,7 +42,7 @@ def test_an_application_with_an_outbox_can_be_imported_without_any_setting() -> 
     program = """
 import pgoutbox
 outbox = pgoutbox.Outbox()
-@outbox.handler(outbox.topic("mail.welcome"))
+@outbox.handler(outbox.define(pgoutbox.Topic("mail.welcome")))
 async def welcome(message, context): ...
 """
     assert "pgoutbox.outbox" in loaded_by(program, PGOUTBOX_LEASE_SECONDS="nonsense")
