@@ -18,8 +18,8 @@ import asyncio
 import itertools
 import json
 import os
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import psycopg
@@ -34,8 +34,7 @@ from pgoutbox.message import Message, Outcome, Sent, State
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import RedirectSettings, load_settings
 from pgoutbox.transports import Content
-from pgoutbox.worker import Worker
-from pgoutbox.worker.worker import QueueShare
+from pgoutbox.worker import QueueShare, Worker
 
 _MISSING = object()
 
@@ -69,7 +68,7 @@ class Delivery:
 class _Capture:
     """A transport for every scheme that sends nothing."""
 
-    schemes = ("*",)
+    schemes: tuple[str, ...] = ("*",)
 
     def __init__(self, deliveries: list[Delivery]) -> None:
         self._deliveries = deliveries
@@ -220,19 +219,8 @@ def _contains(actual: JsonValue, expected: object) -> bool:
 
 
 def _run_in_thread(work: Callable[[], Coroutine[object, object, None]]) -> None:
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            asyncio.run(work())
-        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name="pgoutbox-driver")
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(1, thread_name_prefix="pgoutbox-driver") as thread:
+        thread.submit(asyncio.run, work()).result()
 
 
 @pytest.fixture(scope="session")

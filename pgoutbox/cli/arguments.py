@@ -22,6 +22,7 @@ from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.operations.queue_controls import Rate
 from pgoutbox.operations.retention import MAX_AGE
 from pgoutbox.outbox import Outbox
+from pgoutbox.text import NAME
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -143,7 +144,7 @@ def parse_final_state(text: str) -> State:
 
 def parse_queue(text: str) -> str:
     """Parse a queue name."""
-    if re.fullmatch(r"[a-z][a-z0-9_.-]{0,62}", text) is None:
+    if NAME.fullmatch(text) is None:
         raise typer.BadParameter(
             f"{text!r} is not a queue name: give 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter"
         )

@@ -14,7 +14,6 @@ from pgoutbox.doctor.findings import (
     duration,
     join_names,
     ok,
-    one_line,
     pluralize,
     problem,
     skipped,
@@ -24,6 +23,7 @@ from pgoutbox.doctor.transports import is_served
 from pgoutbox.encryption import SEALED, decrypted, keyring_of
 from pgoutbox.message import Transient
 from pgoutbox.redaction import redact_text
+from pgoutbox.text import one_line
 from pgoutbox.transports.registry import hint_for
 
 if TYPE_CHECKING:

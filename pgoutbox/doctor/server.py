@@ -18,13 +18,13 @@ from pgoutbox.doctor.findings import (
     error_text,
     join_names,
     ok,
-    one_line,
     pluralize,
     problem,
     skipped,
     warning,
 )
 from pgoutbox.errors import SchemaError
+from pgoutbox.text import one_line
 
 _POOLER_TRIALS = 3
 

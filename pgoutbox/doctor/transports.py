@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from pgoutbox.doctor.environment import LOOPBACK
-from pgoutbox.doctor.findings import Level, Note, Notes, ok, one_line, problem, skipped, warning
+from pgoutbox.doctor.findings import Level, Note, Notes, ok, problem, skipped, warning
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import variable_of
+from pgoutbox.text import one_line
 from pgoutbox.transports import ChecksItself
 from pgoutbox.transports.readiness import is_example, is_reserved
+from pgoutbox.transports.registry import build, is_configured
 
 if TYPE_CHECKING:
     from pgoutbox.outbox import Outbox
@@ -28,18 +31,7 @@ _PLAIN_SCHEMES: Final = frozenset({"redis", "nats", "amqp"})
 
 def is_served(scheme: str, settings: Settings, outbox: Outbox | None) -> bool:
     """Return whether a worker with these settings has a transport for the scheme."""
-    if outbox is not None and scheme in outbox.own_transports:
-        return True
-    return {
-        "mailto": settings.smtp.host is not None,
-        "apprise": settings.apprise_urls is not None,
-        "https": _has_webhooks(),
-        "http": _has_webhooks() and settings.webhook.allow_http,
-        "redis": settings.redis.url is not None,
-        "nats": settings.nats.url is not None,
-        "rabbitmq": settings.rabbitmq.url is not None,
-        "kafka": settings.kafka.servers is not None,
-    }.get(scheme, False)
+    return (outbox is not None and scheme in outbox.transports) or is_configured(scheme, settings)
 
 
 def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
@@ -59,7 +51,7 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
             "set it to starttls or tls",
         )
     yield from _try_transport(
-        own or _smtp,
+        own or partial(build, "mailto"),
         settings,
         in_order=f"{host or 'the server'} accepts e-mail: {_SECURITY[settings.smtp.security]}"
         + (", signed in" if settings.smtp.username else ""),
@@ -107,7 +99,7 @@ def _placeholder(variable: str, value: str, why: str) -> Note:
 
 def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     """Check the settings of webhooks, and where webhooks may be sent."""
-    if not _has_webhooks() and settings.webhook.secrets is None:
+    if not is_configured("https", settings) and settings.webhook.secrets is None:
         yield skipped("the extra webhook is not installed")
         return
     found = []
@@ -142,7 +134,7 @@ def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         return
     why, fix = "a worker with these settings does not start", "correct the setting; see docs/how-to/webhooks.md"
     in_order = "the webhook settings are valid"
-    for note in _try_transport(_webhook, settings, in_order=in_order, why=why, fix=fix, connects=False):
+    for note in _try_transport(partial(build, "https"), settings, in_order=in_order, why=why, fix=fix, connects=False):
         if note.level is not Level.OK or not found:
             yield note
 
@@ -153,7 +145,7 @@ def check_apprise(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         yield skipped("no notification service is set")
         return
     yield from _try_transport(
-        _apprise,
+        partial(build, "apprise"),
         settings,
         in_order="the notification URLs are valid",
         why="a worker with these settings does not start",
@@ -162,9 +154,7 @@ def check_apprise(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     )
 
 
-def _broker(
-    scheme: str, title: str, field: str, make: Callable[[Settings], Transport]
-) -> Callable[[Settings, Outbox | None], Notes]:
+def _broker(scheme: str, title: str, field: str) -> Callable[[Settings, Outbox | None], Notes]:
     def check(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         own = _own(scheme, outbox)
         if own is None and getattr(getattr(settings, scheme), field) is None:
@@ -178,7 +168,7 @@ def _broker(
                 "use TLS; see docs/how-to/events.md",
             )
         yield from _try_transport(
-            own or make,
+            own or partial(build, scheme),
             settings,
             in_order=f"{title} accepts the connection",
             why="no event is sent; messages wait and are retried",
@@ -211,9 +201,9 @@ def _split(url: str) -> tuple[str, str]:
 
 def _own(scheme: str, outbox: Outbox | None) -> Callable[[Settings], Transport] | None:
     """Return a factory of the application's own transport for the scheme, or None."""
-    if outbox is None or scheme not in outbox.own_transports:
+    if outbox is None or scheme not in outbox.transports:
         return None
-    transport = outbox.own_transports[scheme]
+    transport = outbox.transports[scheme]
     return lambda _: transport
 
 
@@ -259,60 +249,12 @@ async def _fault(make: Callable[[Settings], Transport], settings: Settings, *, c
         await transport.aclose()
 
 
-def _has_webhooks() -> bool:
-    from pgoutbox.transports.webhook.transport import is_installed
-
-    return is_installed()
-
-
-def _smtp(settings: Settings) -> Transport:
-    from pgoutbox.transports.smtp import SmtpTransport
-
-    return SmtpTransport(settings)
-
-
-def _webhook(settings: Settings) -> Transport:
-    from pgoutbox.transports.webhook import WebhookTransport
-
-    return WebhookTransport(settings)
-
-
-def _apprise(settings: Settings) -> Transport:
-    from pgoutbox.transports.apprise import AppriseTransport
-
-    return AppriseTransport(settings)
-
-
-def _redis(settings: Settings) -> Transport:
-    from pgoutbox.transports.brokers.redis_streams import RedisTransport
-
-    return RedisTransport(settings)
-
-
-def _nats(settings: Settings) -> Transport:
-    from pgoutbox.transports.brokers.nats_jetstream import NatsTransport
-
-    return NatsTransport(settings)
-
-
-def _rabbitmq(settings: Settings) -> Transport:
-    from pgoutbox.transports.brokers.rabbitmq import RabbitMQTransport
-
-    return RabbitMQTransport(settings)
-
-
-def _kafka(settings: Settings) -> Transport:
-    from pgoutbox.transports.brokers.kafka import KafkaTransport
-
-    return KafkaTransport(settings)
-
-
 CHECKS: Final[Mapping[str, Callable[[Settings, Outbox | None], Notes]]] = {
     "smtp": check_smtp,
     "webhooks": check_webhooks,
     "apprise": check_apprise,
-    "redis": _broker("redis", "Redis", "url", _redis),
-    "nats": _broker("nats", "NATS", "url", _nats),
-    "rabbitmq": _broker("rabbitmq", "RabbitMQ", "url", _rabbitmq),
-    "kafka": _broker("kafka", "Kafka", "servers", _kafka),
+    "redis": _broker("redis", "Redis", "url"),
+    "nats": _broker("nats", "NATS", "url"),
+    "rabbitmq": _broker("rabbitmq", "RabbitMQ", "url"),
+    "kafka": _broker("kafka", "Kafka", "servers"),
 }

@@ -10,7 +10,7 @@ import enum
 import operator
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast, overload
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar, cast, overload
 
 from pgoutbox.database import sql
 from pgoutbox.enqueue.adapters import AsyncAdapter, Call, ItemRefusedError, Rows, SyncAdapter
@@ -43,7 +43,7 @@ class EnqueuedMany(Sequence[Enqueued]):
     __slots__ = ("_duplicates", "ids")
 
     def __init__(self, ids: list[int], duplicates: Collection[int] = ()) -> None:
-        self.ids = ids
+        self.ids: list[int] = ids
         self._duplicates = frozenset(duplicates)
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ class EnqueuedMany(Sequence[Enqueued]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EnqueuedMany | list) and len(self) == len(other) and all(map(operator.eq, self, other))
 
-    __hash__ = None  # type: ignore[assignment] # as a list has none
+    __hash__: ClassVar[None]  # type: ignore[assignment] # as a list has none
 
     def __repr__(self) -> str:
         return f"EnqueuedMany({list(self)})"
@@ -209,17 +209,17 @@ def in_savepoint(steps: Steps[R]) -> Steps[R]:
     try:
         result = yield from steps
     except Exception as error:
-        with _told_of(error):
+        with _unprotected(error):
             yield _ROLL_BACK_TO_SAVEPOINT
             yield _RELEASE_SAVEPOINT
         raise
-    with _told_of():
+    with _unprotected():
         yield _RELEASE_SAVEPOINT
     return result
 
 
 @contextmanager
-def _told_of(first: Exception | None = None) -> Iterator[None]:
+def _unprotected(first: Exception | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:

@@ -73,21 +73,35 @@ class Fanout(NamedTuple):
     max_attempts: int | None
 
 
-_message_options = attrgetter(
-    "queue",
-    "destination",
-    "coalesce_key",
-    "dedupe_key",
-    "available_at",
-    "delay",
-    "expires_at",
-    "headers",
-    "max_attempts",
-    "ordering_key",
-    "on_failed",
-    "max_delay",
-    "coalesce_rule",
-)
+class Route(NamedTuple):
+    """What `prepare` needs besides the messages of one topic. `max_attempts` is the default limit."""
+
+    topic: Topic[Any]
+    max_attempts: int | None
+    max_payload_bytes: int
+    serializer: Serializer | None = None
+    keyring: Keyring | None = None
+
+
+# The options and their checks, in the order of the fields of `ValidatedMessage`.
+_CHECKS: Final[Mapping[str, Callable[[str, object], object]]] = {
+    "queue": check_name,
+    "destination": check_destination,
+    "coalesce_key": check_key,
+    "dedupe_key": check_key,
+    "available_at": check_available_at,
+    "delay": check_delay,
+    "expires_at": check_expires_at,
+    "expires_after": check_delay,
+    "headers": check_headers,
+    "max_attempts": check_max_attempts,
+    "ordering_key": check_key,
+    "on_failed": check_on_failed,
+    "max_delay": check_delay,
+    "coalesce_rule": check_coalesce_rule,
+}
+# Only a topic has `expires_after`.
+_message_options = attrgetter(*(field for field in _CHECKS if field != "expires_after"))
 _NO_MESSAGE_OPTIONS = (None,) * 13
 _NO_CHECKED_OPTIONS = (None,) * 9
 
@@ -109,21 +123,13 @@ def carrying(message: NewMessage[P], context: Mapping[str, str]) -> NewMessage[P
     return replace(message, headers={**headers, **context}) if context.keys().isdisjoint(headers) else message
 
 
-def prepare(
-    message: NewMessage[P],
-    topic: Topic[P],
-    *,
-    max_attempts: int | None,
-    max_payload_bytes: int,
-    serializer: Serializer | None,
-    keyring: Keyring | None = None,
-    is_fanout: bool = False,
-) -> ValidatedMessage:
-    """Check a message, and complete it from its topic's definition. `max_attempts` is the default limit.
+def prepare(message: NewMessage[P], route: Route, *, is_fanout: bool = False) -> ValidatedMessage:
+    """Check a message, and complete it from its topic's definition.
 
     Raises `PayloadError` with the path of the invalid value, and `ConfigurationError` for an encrypted topic without a
     keyring. Errors of the topic's functions and of the serializer pass through.
     """
+    topic, max_attempts, max_payload_bytes, serializer, keyring = route
     payload = message.payload if topic.payload is None else fit(topic.payload, message.payload)
     text = to_json(payload, max_bytes=max_payload_bytes, serializer=serializer)
     given = _message_options(message)
@@ -132,7 +138,8 @@ def prepare(
 
     options = _settled(topic, message, payload) if topic.has_options else (*given[:7], None, *given[7:])
     checked = [
-        None if value is None else rule.check(rule.field, value) for rule, value in zip(_RULES, options, strict=True)
+        None if value is None else check(field, value)
+        for (field, check), value in zip(_CHECKS.items(), options, strict=True)
     ]
     draft = ValidatedMessage._make((topic.name, text, *checked))
     if max_attempts is not None and draft.max_attempts is None:
@@ -162,32 +169,15 @@ def _check_sealed(field: str, sealed: str, max_bytes: int) -> None:
         )
 
 
-def prepare_fanout(
-    message: NewMessage[P],
-    topic: Topic[P],
-    destinations: Iterable[str],
-    content: object,
-    *,
-    max_attempts: int | None,
-    max_payload_bytes: int,
-    serializer: Serializer | None,
-    keyring: Keyring | None = None,
-) -> Fanout:
+def prepare_fanout(message: NewMessage[P], route: Route, destinations: Iterable[str], content: object) -> Fanout:
     """Check a fan-out: the common parts of its messages like `prepare`, and each destination.
 
     Its messages have no keys: a topic with keys or a destination of its own is refused.
     """
+    topic, _, max_payload_bytes, serializer, keyring = route
     if topic.destination is not None:
         raise _owned(topic, "destination")
-    draft = prepare(
-        message,
-        topic,
-        max_attempts=max_attempts,
-        max_payload_bytes=max_payload_bytes,
-        serializer=serializer,
-        keyring=keyring,
-        is_fanout=True,
-    )
+    draft = prepare(message, route, is_fanout=True)
     for field in ("coalesce_key", "dedupe_key", "ordering_key"):
         if getattr(draft, field) is not None:
             raise PayloadError(field, "the messages of a fan-out have no keys; use enqueue_many")
@@ -197,23 +187,16 @@ def prepare_fanout(
     if topic.encrypted and keyring is not None:
         shared = keyring.seal(shared, Identity("content", topic.name), dedupe_key=None)
         _check_sealed("content", shared, max_payload_bytes)
+    shared_fields: dict[str, Any] = {name: value for name, value in draft._asdict().items() if name in Fanout._fields}
     return Fanout(
-        topic=draft.topic,
-        payload=draft.payload,
+        **shared_fields,
         destinations=[check_destination(f"destinations[{i}]", d) for i, d in enumerate(destinations)],
         content=None if content is None else shared,
-        queue=draft.queue,
-        available_at=draft.available_at,
-        delay_seconds=draft.delay_seconds,
-        expires_at=draft.expires_at,
-        expires_after_seconds=draft.expires_after_seconds,
-        headers=draft.headers,
-        max_attempts=draft.max_attempts,
     )
 
 
 def _settled(topic: Topic[P], message: NewMessage[P], payload: P) -> Iterator[object]:
-    """Return the options in the order of `_RULES`. Options of the topic's definition must not be given again."""
+    """Return the options in the order of `_CHECKS`. Options of the topic's definition must not be given again."""
     for field, owner in (
         ("available_at", topic.delay),
         ("expires_at", topic.expires_after),
@@ -221,10 +204,10 @@ def _settled(topic: Topic[P], message: NewMessage[P], payload: P) -> Iterator[ob
     ):
         if owner is not None and getattr(message, field) is not None:
             raise _owned(topic, field)
-    for rule in _RULES:
-        owner, given = getattr(topic, rule.field, None), getattr(message, rule.field, None)
+    for field in _CHECKS:
+        owner, given = getattr(topic, field, None), getattr(message, field, None)
         if owner is not None and given is not None:
-            raise _owned(topic, rule.field)
+            raise _owned(topic, field)
         yield given if owner is None else owner(payload) if callable(owner) else owner
 
 
@@ -359,30 +342,4 @@ def _check_together(draft: ValidatedMessage) -> None:
 _LINES: Final = frozenset({"topic", "payload"})
 _NOT_TEXTS: Final = frozenset(
     {"available_at", "delay_seconds", "expires_at", "expires_after_seconds", "max_attempts", "max_delay_seconds"}
-)
-
-
-class _Rule(NamedTuple):
-    """An option and its check."""
-
-    field: str
-    check: Callable[[str, object], object]
-
-
-# In the order of the fields of `ValidatedMessage`.
-_RULES: Final = (
-    _Rule("queue", check_name),
-    _Rule("destination", check_destination),
-    _Rule("coalesce_key", check_key),
-    _Rule("dedupe_key", check_key),
-    _Rule("available_at", check_available_at),
-    _Rule("delay", check_delay),
-    _Rule("expires_at", check_expires_at),
-    _Rule("expires_after", check_delay),
-    _Rule("headers", check_headers),
-    _Rule("max_attempts", check_max_attempts),
-    _Rule("ordering_key", check_key),
-    _Rule("on_failed", check_on_failed),
-    _Rule("max_delay", check_delay),
-    _Rule("coalesce_rule", check_coalesce_rule),
 )

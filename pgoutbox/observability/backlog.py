@@ -17,7 +17,18 @@ import psycopg
 
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.errors import PgOutboxError
-from pgoutbox.observability.measures import BREAKERS, MESSAGES, OLDEST_DUE, OTHER, QUEUE_PAUSED, Metric, Sample
+from pgoutbox.observability.measures import (
+    BACKLOG_AGE,
+    BACKLOG_READ,
+    BACKLOG_UP,
+    BREAKERS,
+    MESSAGES,
+    OLDEST_DUE,
+    OTHER,
+    QUEUE_PAUSED,
+    Metric,
+    Sample,
+)
 from pgoutbox.settings import Settings
 
 PATIENCE_SECONDS: Final = 3.0
@@ -38,6 +49,12 @@ class Reading:
     def age_seconds(self) -> float:
         """The age of the reading, in seconds."""
         return time.monotonic() - self.read_at
+
+    def samples_of(self, metric: Metric) -> Sequence[Sample]:
+        """Return the values of a metric of the database, or of the reading itself."""
+        about_reading = {BACKLOG_AGE: self.age_seconds, BACKLOG_READ: self.seconds} if self.is_up else {}
+        about_reading[BACKLOG_UP] = int(self.is_up)
+        return [Sample((), about_reading[metric])] if metric in about_reading else self.samples.get(metric, ())
 
 
 NO_READING: Final = Reading(is_up=False)

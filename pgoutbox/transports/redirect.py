@@ -110,7 +110,7 @@ class Redirect:
         """Return the mailbox that gets the e-mail instead of this recipient, under the recipient's name."""
         if self.is_exempt(box):
             return box
-        name = _told_apart(box.address) if self.to_domain else self.target.username
+        name = _name_with_domain(box.address) if self.to_domain else self.target.username
         return Mailbox(box.field, Address(box.address.display_name, name, self.target.domain))
 
 
@@ -130,7 +130,7 @@ def _exemption(text: str) -> str:
     return (f"@{address.domain}" if text.startswith("@") else address.addr_spec).lower()
 
 
-def _told_apart(address: Address) -> str:
+def _name_with_domain(address: Address) -> str:
     """Return a mailbox name that shows the recipient: `ann=example.com`. A long name is cut and gets a digest."""
     name = f"{address.username}={address.domain}"
     if len(name.encode()) <= _MAX_LOCAL_BYTES:

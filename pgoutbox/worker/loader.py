@@ -85,12 +85,12 @@ class Loader:
                 suspects.append(attempt)
             if ending is not None:
                 endings.append((attempt, ending))
-            elif attempt.handler.max_batch is None:
+            elif attempt.handler.max_size is None:
                 works.append((attempt,))
             else:
                 batches.setdefault(row.topic, []).append(attempt)
         for attempts in batches.values():
-            size = attempts[0].handler.max_batch or 1
+            size = attempts[0].handler.max_size or 1
             works.extend(attempts[start : start + size] for start in range(0, len(attempts), size))
         self._telemetry.count(LogEvent.CLAIMED, len(rows) - len(ended))
         return LoadedBatch(works, endings, ended, suspects)

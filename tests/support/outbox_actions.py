@@ -111,7 +111,7 @@ def claim(
         "topics": list(topics),
         "hold_topics": list(hold_topics),
         "clock_limit": clock_limit,
-        "held": list(held),
+        "in_flight": list(held),
         "set_aside": [],
         "worker": worker,
         "lease_seconds": LEASE_SECONDS,

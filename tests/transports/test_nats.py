@@ -244,7 +244,7 @@ async def test_pending_sends_learn_at_once_that_the_server_is_gone(open_transpor
         ("orders..placed", "a part of the subject between dots is empty"),
         (".orders", "a part of the subject between dots is empty"),
         ("orders%20placed", "contains white space"),
-        ("orders%0D%0APUB%20x%200", "contains the character U+000D"),
+        ("orders%0D%0APUB%20x%200", "contains CR, LF or NUL"),
         ("$JS.API.STREAM.DELETE.ORDERS", "is one of NATS itself"),
         ("_INBOX.a.b", "is one of NATS itself"),
         ("//127.0.0.1:4222/orders", "names a server"),

@@ -254,7 +254,7 @@ async def test_pending_sends_learn_at_once_that_the_connection_is_gone(
     [
         ("//host/orders", "names a server"),
         ("/", "names neither an exchange nor a queue"),
-        ("orders/a%0Ab", "contains the character U+000A"),
+        ("orders/a%0Ab", "contains CR, LF or NUL"),
         ("orders/" + "x" * 256, "bytes are more than 255"),
     ],
 )

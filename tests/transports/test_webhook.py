@@ -287,7 +287,7 @@ async def test_an_excerpt_is_quoted_if_the_settings_request_it(open_transport: O
         transport = open_transport(server.port, webhook_error_body_chars=60)
         hook = Webhook(body=1, headers={"Authorization": f"Bearer {CANARY}"})
         error = error_of(await transport.send(outgoing(destination=server.url(scheme="http")), hook), Permanent)
-    assert error == "400 Bad Request: <b>no [31m such shop</b> (hidden) \ufffd" + "x" * 25
+    assert error == "400 Bad Request: <b>no [31m such shop</b> (hidden) \ufffd" + "x" * 24 + "…"
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

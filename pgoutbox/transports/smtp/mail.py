@@ -21,6 +21,7 @@ from urllib.parse import unquote
 from pgoutbox.message import Message, Permanent, Unavailable
 from pgoutbox.transports import scheme_of
 from pgoutbox.transports.addresses import Mailbox, header_text, parse_mailbox
+from pgoutbox.transports.checks import encode_text
 from pgoutbox.transports.redirect import Redirect
 
 if TYPE_CHECKING:
@@ -241,28 +242,16 @@ def _add_headers(mime: EmailMessage, headers: Mapping[str, str]) -> None:
 
 
 def _add_body(mime: EmailMessage, email: Email) -> None:
-    parts = [
-        (subtype, _body(f"email.{name}", body))
-        for name, subtype, body in (("text", "plain", email.text), ("html", "html", email.html))
-        if body is not None
-    ]
-    if not parts:
+    parts = [("text", "plain", email.text), ("html", "html", email.html)]
+    given = [(name, subtype, body) for name, subtype, body in parts if body is not None]
+    if not given:
         raise Permanent("email.text: neither text nor html is given")
-    for index, (subtype, body) in enumerate(parts):
+    for index, (name, subtype, body) in enumerate(given):
+        encode_text(f"email.{name}", body)  # It raises for a text that is not valid.
         add = mime.add_alternative if index else mime.set_content
         # A NUL is only legal in this encoding; for other texts the standard library chooses a readable one.
         add(body, subtype=subtype, cte="base64" if "\0" in body else None)
     _add_attachments(mime, email.attachments)
-
-
-def _body(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise Permanent(f"{name}: must be text, not {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise Permanent(f"{name}: contains the character U+{ord(value[error.start]):04X}") from None
-    return value
 
 
 def _add_attachments(mime: EmailMessage, attachments: Sequence[Attachment]) -> None:

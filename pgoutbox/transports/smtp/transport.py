@@ -12,16 +12,18 @@ import base64
 import re
 import ssl
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from logging import getLogger
 from typing import TYPE_CHECKING, Literal, cast
 
-from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.errors import ConfigurationError, require_extra
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent
+from pgoutbox.text import one_line
 from pgoutbox.transports.addresses import is_host_name, parse_mailbox
 from pgoutbox.transports.redirect import Redirect
 from pgoutbox.transports.smtp.mail import NO_SENDER, Attachment, Email, RenderedEmail, render
-from pgoutbox.transports.tls import demand_tls_for, verifying_context
+from pgoutbox.transports.tls import client_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,7 +37,6 @@ logger = getLogger("pgoutbox.transports.smtp")
 
 _DEFAULT_PORTS = {"starttls": 587, "tls": 465, "none": 25}
 _QUIT_SECONDS = 2.0
-_MAX_REPLY_LENGTH = 500
 _NAMED_REFUSAL_COUNT = 5
 _ENHANCED_CODE = re.compile(r"([245])\.(\d{1,3})\.(\d{1,3})\b")
 
@@ -62,28 +63,22 @@ class SmtpTransport:
     Raises `ConfigurationError` when a setting is missing or unusable, `MissingExtraError` without aiosmtplib.
     """
 
-    schemes = ("mailto",)
+    schemes: tuple[str, ...] = ("mailto",)
 
     def __init__(
         self, settings: Settings, *, tls_context: ssl.SSLContext | None = None, idle_seconds: float = 60.0
     ) -> None:
-        try:
-            import aiosmtplib  # noqa: F401 - a worker without it must not start
-        except ImportError:
-            raise MissingExtraError("the SMTP transport", "smtp") from None
+        require_extra("aiosmtplib", "the SMTP transport", "smtp")
         smtp = settings.smtp
         _check_settings(smtp)
         Redirect.of(settings.redirect)
-        self.redirect_to = settings.redirect.to
+        self.redirect_to: str | None = settings.redirect.to
         self._settings = settings
         self._smtp = smtp
-        self._tls_context = tls_context
         has_tls = smtp.security != "none"
-        demand_tls_for(
-            "PGOUTBOX_SMTP_CA_FILE", smtp.ca_file, "PGOUTBOX_SMTP_SECURITY", "starttls or tls", has_tls=has_tls
+        self._tls_context = client_context(
+            "SMTP", smtp.ca_file, "SECURITY", "starttls or tls", has_tls=has_tls, given=tls_context
         )
-        if has_tls and tls_context is None:
-            self._tls_context = verifying_context(variable="PGOUTBOX_SMTP_CA_FILE", ca_file=smtp.ca_file)
         self._idle_seconds = idle_seconds
         self._idle: list[_Connection] = []
         self._slots = asyncio.Semaphore(smtp.connections)
@@ -227,29 +222,19 @@ def _check_settings(settings: SmtpSettings) -> None:
             raise ConfigurationError(refusal.error) from None
 
 
+@dataclass(eq=False)
 class _Failure(Exception):  # noqa: N818 - it becomes an outcome
     """A step of the dialogue that the server refused, with its code, or that broke off, without a code.
 
     `fault` names the part to fix before the server accepts any e-mail, or any e-mail of this sender.
     """
 
-    def __init__(
-        self,
-        step: str,
-        code: int | None,
-        text: str,
-        *,
-        transient: bool,
-        unknown: bool = False,
-        fault: Fault | None = None,
-    ) -> None:
-        super().__init__(text)
-        self.unknown = unknown
-        self.fault = fault
-        self.step = step
-        self.code = code
-        self.text = text
-        self.transient = transient
+    step: str
+    code: int | None
+    text: str
+    transient: bool = True
+    unknown: bool = False
+    fault: Fault | None = None
 
     @property
     def ends_connection(self) -> bool:
@@ -366,7 +351,7 @@ class _Connection:
         if self._settings.security == "starttls":
             if not self._client.supports_extension("starttls"):
                 text = "STARTTLS: the server does not offer it, and plain text is refused"
-                raise _Failure("STARTTLS", None, text, transient=True, fault="server")
+                raise _Failure("STARTTLS", None, text, fault="server")
             with self._step("STARTTLS"):
                 await self._client.starttls()
             with self._step("EHLO"):
@@ -381,10 +366,10 @@ class _Connection:
             return
         if self._settings.security == "none":
             text = "AUTH: refused on a connection in plain text"
-            raise _Failure("AUTH", None, text, transient=True, fault="server")
+            raise _Failure("AUTH", None, text, fault="server")
         if not self._client.supported_auth_methods:
             text = "AUTH: the server offers no way to sign in that is known here"
-            raise _Failure("AUTH", None, text, transient=True, fault="server")
+            raise _Failure("AUTH", None, text, fault="server")
         secret = password.get_secret_value()
         with self._step("AUTH", hide=_spellings(username, secret)):
             await self._client.login(username, secret)
@@ -432,13 +417,10 @@ class _Connection:
         if refusals:
             named = "; ".join(refusal.text for refusal in refusals[:_NAMED_REFUSAL_COUNT])
             rest = len(refusals) - _NAMED_REFUSAL_COUNT
-            raise _Failure(
-                "RCPT",
-                refusals[0].code,
-                f"{named}; and {rest} more" if rest > 0 else named,
-                transient=any(refusal.transient for refusal in refusals),
-                fault=next((refusal.fault for refusal in refusals if refusal.fault is not None), None),
-            )
+            text = f"{named}; and {rest} more" if rest > 0 else named
+            transient = any(refusal.transient for refusal in refusals)
+            fault = next((refusal.fault for refusal in refusals if refusal.fault is not None), None)
+            raise _Failure("RCPT", refusals[0].code, text, transient, fault=fault)
 
     async def _data(self, mail: RenderedEmail) -> None:
         try:
@@ -448,7 +430,7 @@ class _Connection:
             if failure.code is not None:
                 raise
             text = f"outcome unknown: connection lost after {failure.text}"
-            raise _Failure("DATA", None, text, transient=True, unknown=True) from failure
+            raise _Failure("DATA", None, text, unknown=True) from failure
 
     async def _reset(self) -> None:
         with suppress(_Failure):
@@ -482,31 +464,19 @@ class _Connection:
         try:
             yield
         except aiosmtplib.SMTPResponseException as error:
-            reply = _printable(error.message, hide)
-            text = f"{where}: {error.code} {reply}".rstrip()
+            reply = one_line(error.message, hide=hide)
             code = error.code if 200 <= error.code <= 599 else None
-            raise _Failure(
-                step,
-                code,
-                text,
-                transient=is_transient(step, error.code, reply),
-                fault=fault_of(step, error.code, reply),
-            ) from error
+            transient, fault = is_transient(step, error.code, reply), fault_of(step, error.code, reply)
+            text = f"{where}: {error.code} {reply}".rstrip()
+            raise _Failure(step, code, text, transient, fault=fault) from error
         except aiosmtplib.SMTPReadTimeoutError as error:
             text = f"{where}: no answer within {self._settings.timeout_seconds:g} s"
-            raise _Failure(step, None, text, transient=True) from error
+            raise _Failure(step, None, text) from error
         except (aiosmtplib.SMTPException, OSError, UnicodeError) as error:
-            raise _Failure(step, None, f"{where}: {_printable(str(error), hide)}", transient=True) from error
+            raise _Failure(step, None, f"{where}: {one_line(str(error), hide=hide)}") from error
 
 
 def _spellings(username: str, password: str) -> tuple[str, ...]:
     """Return the password in every form on the wire, because a server might quote it."""
     plain = f"\0{username}\0{password}".encode()
     return base64.b64encode(plain).decode(), base64.b64encode(password.encode()).decode(), password
-
-
-def _printable(text: str, hide: Sequence[str] = ()) -> str:
-    for secret in hide:
-        text = text.replace(secret, "(hidden)")
-    shown = "".join(character if character.isprintable() else " " for character in text)
-    return " ".join(shown.split())[:_MAX_REPLY_LENGTH]

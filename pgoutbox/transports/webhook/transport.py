@@ -27,6 +27,7 @@ from pgoutbox.errors import MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.tracing import current_context
+from pgoutbox.text import one_line
 from pgoutbox.transports import breaker_key_of
 from pgoutbox.transports.tls import verifying_context
 from pgoutbox.transports.webhook.request import RenderedRequest, Rules, Webhook, render, secret_key
@@ -47,14 +48,13 @@ _REST_SECONDS = 2.0
 _IDLE_SECONDS = 30.0
 _MAX_RESOLVER_THREADS = 32
 _MAX_DIALLED_ADDRESSES = 4
-_MAX_ERROR_LENGTH = 300
 _MIN_HIDDEN_LENGTH = 6
 _KNOWN_TO_ALL = frozenset({b"host", b"content-type", b"content-length", b"accept-encoding", b"idempotency-key"})
 _TRANSIENT_STATUSES = frozenset({408, 425, 429})
 
 
 def is_installed() -> bool:
-    """Whether the extra `webhook` is installed."""
+    """Whether the extra `webhook` is installed. Imports none of its packages."""
     return find_spec("httpcore") is not None and find_spec("anyio") is not None
 
 
@@ -150,7 +150,7 @@ class WebhookTransport:
             return Permanent("the request is not valid HTTP")
         if not connection.may_have_sent:
             text = str(error) or f"no connection within {self._connect_seconds:g} s"
-            return Transient(f"connect: {_printable(text)[:_MAX_ERROR_LENGTH]}", outage=True)
+            return Transient(f"connect: {one_line(text)}", outage=True)
         # The texts of httpcore would quote the receiver's data.
         match error:
             case httpcore.RemoteProtocolError():
@@ -434,7 +434,7 @@ class _Answer:
             for word in value.decode().split() if name.lower() not in _KNOWN_TO_ALL else ():
                 if len(word) >= _MIN_HIDDEN_LENGTH:
                     text = text.replace(word, "(hidden)")
-        return _printable(text)[:length]
+        return one_line(text, length=length)
 
 
 def retry_after_seconds(value: str | None, date: str | None, *, now: float) -> float | None:
@@ -468,7 +468,3 @@ def _status_text(status: int) -> str:
         return f"{status} {HTTPStatus(status).phrase}"
     except ValueError:
         return str(status)
-
-
-def _printable(text: str) -> str:
-    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
