@@ -31,8 +31,7 @@ from pgoutbox.operations import breakers, messages, queue_controls, retention
 from pgoutbox.operations.messages import MessageFilter
 from pgoutbox.operations.queue_controls import Rate
 from pgoutbox.settings import load_settings
-from pgoutbox.worker import Worker
-from pgoutbox.worker.worker import QueueShare
+from pgoutbox.worker import QueueShare, Worker
 from tests.support import races
 from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.messages import ADD_ATTEMPT, put

@@ -15,8 +15,7 @@ from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import queue_controls
 from pgoutbox.operations.queue_controls import Rate
-from pgoutbox.worker import Worker
-from pgoutbox.worker.worker import QueueShare
+from pgoutbox.worker import QueueShare, Worker
 from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.outbox_actions import (
     WatchedWorker,
