@@ -618,7 +618,7 @@ def state_or_gone(connection: psycopg.Connection, message_id: int) -> str:
     return "gone" if row is None else str(row[0])
 
 
-async def test_a_worker_sleeps_is_rung_renews_and_releases(worker_dsn: str, connection: psycopg.Connection) -> None:
+async def test_a_worker_sleeps_is_notified_renews_and_releases(worker_dsn: str, connection: psycopg.Connection) -> None:
     connection.autocommit = True
     outbox = Outbox()
     begun, go_on = asyncio.Event(), asyncio.Event()

@@ -636,7 +636,7 @@ async def test_a_message_that_falls_due_during_the_due_time_query_is_delivered(
         delivered.set()
 
     async def ask_late(
-        self: Store, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float, floor_id: int | None
+        self: Store, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float, seen_id: int | None
     ) -> tuple[list[DueRow], datetime, Horizon]:
         if since_seconds < PATIENCE_SECONDS:  # The first query, before any claim, has no lower bound.
             questions.append(since_seconds)
@@ -648,7 +648,7 @@ async def test_a_message_that_falls_due_during_the_due_time_query_is_delivered(
             queues,
             since_seconds=since_seconds,
             others_since_seconds=others_since_seconds,
-            floor_id=floor_id,
+            seen_id=seen_id,
         )
 
     async def note_oversleeping(self: Claimer) -> float | None:

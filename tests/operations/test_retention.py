@@ -166,7 +166,7 @@ async def test_a_running_worker_learns_of_a_rule_with_few_queries(
         async def deliver() -> None:
             count = len(got)
             enqueue(db)
-            await until(lambda: len(got) > count and not worker._held)
+            await until(lambda: len(got) > count and not worker._in_flight)
 
         for _ in range(3):
             await deliver()

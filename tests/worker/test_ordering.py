@@ -204,7 +204,7 @@ async def test_a_new_key_does_not_wait_for_a_round_over_many_keys(
     worker = WatchedWorker(line.outbox)
     async with running(worker):
         await worker.sleeping.wait()
-        while worker._queues.arrivals.floor_id is None:  # Until then the worker does not know which messages are new.
+        while worker._queues.arrivals.seen_id is None:  # Until then the worker does not know which messages are new.
             known = enqueue(db)
             await until(lambda: state_of(db, known) == "sent")  # noqa: B023 - asked at once
             await worker.falls_asleep()
@@ -459,7 +459,7 @@ async def test_a_resumed_queue_is_claimed_immediately(dsn: str, db: psycopg.Conn
         await until(lambda: state_of(db, message_id) == "sent")
 
 
-async def test_a_ring_does_not_open_a_paused_queue(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_notification_does_not_open_a_paused_queue(dsn: str, db: psycopg.Connection) -> None:
     """The worker sleeps and listens when the queue is paused, and the next enqueue rings."""
     worker = WatchedWorker(Line(dsn).outbox)
     async with running(worker):

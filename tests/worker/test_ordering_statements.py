@@ -300,7 +300,7 @@ def test_a_paused_queue_is_not_claimed_in_this_lane(rolled_back: psycopg.Connect
     assert claim_ordered(rolled_back) == []
 
 
-def test_cancelling_the_first_message_rings_for_the_next(connect: Connect) -> None:
+def test_cancelling_the_first_message_notifies_for_the_next(connect: Connect) -> None:
     db, sleeper = connect(autocommit=True), connect(autocommit=True)
     first, _ = ordered(db, 2)
     sleeper.execute("LISTEN pgoutbox")

@@ -13,7 +13,7 @@ from pgoutbox.database.store import DueRow
 from pgoutbox.operations import queue_controls
 from pgoutbox.operations.queue_controls import Rate
 from tests.support import outbox_actions, races
-from tests.support.outbox_actions import ask_for_bells, enqueue, expire, finish_sent, ids_in_flight, lapse, state_of
+from tests.support.outbox_actions import ask_for_locks, enqueue, expire, finish_sent, ids_in_flight, lapse, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ def next_due(connection: psycopg.Connection) -> float | None:
 
 
 def answers_of_arm(connection: psycopg.Connection) -> Sequence[tuple[object, ...]]:
-    return ask_for_bells(connection, "default")
+    return ask_for_locks(connection, "default")
 
 
 def test_a_bucket_begins_full_and_is_emptied_by_claims(rolled_back: psycopg.Connection) -> None:
@@ -258,13 +258,13 @@ def test_a_pause_ends_by_itself(rolled_back: psycopg.Connection, attempt_count: 
     assert ids_in_flight(claim(rolled_back)) == ids
 
 
-def test_the_bell_of_a_queue_at_its_limit_is_not_armed(connect: Connect) -> None:
+def test_no_worker_has_the_wake_up_lock_of_a_queue_at_its_limit(connect: Connect) -> None:
     """Otherwise every enqueue behind the limit would ring for nothing."""
     db = connect(autocommit=True)
     enqueued(db, 1)
     limit(db, 60, burst=1)
     ((_, answer, seconds),) = answers_of_arm(db)
-    assert (answer, seconds) == ("armed", None)
+    assert (answer, seconds) == ("acquired", None)
     db.execute("SELECT pg_advisory_unlock_all()")
     claim(db)
     ((_, answer, seconds),) = answers_of_arm(db)

@@ -178,9 +178,15 @@ async def test_a_message_that_expires_while_it_waits_for_a_slot_is_not_handed_ov
         enqueue(db, "slow")
         brief = [enqueue(db, payload="brief", expires_at=expires_at) for _ in range(3)]
         lasting = enqueue(db, payload="lasting", expires_at=expires_at + timedelta(hours=1))
-    worker = Worker(outbox)
-    worker._prefetch = 10  # The state after a backlog was processed quickly.
-    await worker.drain()
+
+    class QuickWorker(Worker):
+        """It begins in the state after a backlog was processed quickly."""
+
+        def _assemble(self, *, listen: bool) -> None:
+            super()._assemble(listen=listen)
+            self._poll_loop.surplus = 10
+
+    await QuickWorker(outbox).drain()
     assert are_claimed
     assert seen == ["lasting"]
     assert {(row.state, row.skip_reason) for row in rows_of(db, *brief)} == {("skipped", "expired")}
@@ -211,7 +217,7 @@ async def test_a_lost_attempt_in_an_unserved_queue_does_not_block_the_newest_mes
 # --- rings ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_ring_in_a_limited_queue_keeps_the_order_of_due_times(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_notification_in_a_limited_queue_keeps_the_order_of_due_times(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn))
     seen: list[int] = []
 
@@ -350,7 +356,7 @@ async def test_a_worker_with_once_notifies_of_its_retries(dsn: str, db: psycopg.
         await until(lambda: state_of(db, message_id) == "sent")
 
 
-async def test_a_stopping_worker_releases_its_bell_for_the_remaining_workers(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_stopping_worker_releases_its_locks_for_the_remaining_workers(dsn: str, db: psycopg.Connection) -> None:
     # The remaining worker would recheck the bell by itself, but not before the test is over.
     leaver, stayer = (WatchedWorker(quick(dsn, listener_heartbeat_seconds=600)) for _ in range(2))
     async with AsyncExitStack() as leaving:
