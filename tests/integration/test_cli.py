@@ -22,12 +22,13 @@ from cryptography.fernet import Fernet
 from psycopg.conninfo import make_conninfo
 from pydantic import SecretStr
 
-from pgoutbox import migrate
+from pgoutbox import CancelResult, migrate
 from pgoutbox.cli.console import JsonFormatter, TextFormatter, mask, printable, secrets_in
 from pgoutbox.cli.main import explain, main
 from pgoutbox.encryption import Keyring, decrypted
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
+from pgoutbox.operations import RedriveResult, ResendResult
 from pgoutbox.settings import ENVIRONMENT_PREFIX
 from tests.integration.test_migrate import with_another_name
 from tests.support.foreground import in_foreground
@@ -128,8 +129,9 @@ def run_on_terminal(*arguments: str, dsn: str, keys: str = "", **environment: st
     return Done(process.wait(), shown.decode(), "")
 
 
-REDRIVEN = {"redriven": 1, "superseded": 0, "locked": 0, "changed": 0}
-CANCELLED = {"cancelled": 1, "requested": 0, "locked": 0, "changed": 0}
+REDRIVEN = dict.fromkeys(RedriveResult, 0) | {"redriven": 1}
+RESENT = dict.fromkeys(ResendResult, 0) | {"resent": 1}
+CANCELLED = dict.fromkeys(CancelResult, 0) | {"cancelled": 1}
 
 
 class TestAsProcess:
@@ -635,8 +637,8 @@ class TestDeciding:
         assert done.exit_code == 1
         assert done.out == f"message {failed}: pending again\n"
         assert done.err.splitlines() == [
-            f"error: message {sent}: is sent; only failed and cancelled messages can be redriven",
-            "error: message 999999: no such message",
+            f"error: message {sent} is sent; only failed and cancelled messages can be redriven",
+            "error: message 999999 does not exist",
         ]
         assert cli("redrive", failed, "--json").json == {
             "id": failed,
@@ -663,7 +665,7 @@ class TestDeciding:
         [
             (("redrive", "--topic", "sms"), State.FAILED, REDRIVEN),
             (("redrive", "--all-failed", "--topic", "sms"), State.FAILED, REDRIVEN),
-            (("resend", "--topic", "sms"), State.SENT, {"resent": 1, "superseded": 0, "changed": 0}),
+            (("resend", "--topic", "sms"), State.SENT, RESENT),
             (("cancel", "--topic", "sms"), State.PENDING, CANCELLED),
         ],
     )
@@ -699,7 +701,7 @@ class TestDeciding:
         file.write_text(f"# the night of the outage\n\n{failed}\n{sent} # sent after all\n")
         done = cli("redrive", "--file", file)
         assert (done.exit_code, done.out) == (1, f"message {failed}: pending again\n")
-        assert f"message {sent}: is sent" in done.err
+        assert f"message {sent} is sent" in done.err
 
     @pytest.mark.parametrize(
         ("content", "problem"), [(b"1\nabc\n", "line 2: 'abc' is not a message id"), (b"\xff", "not UTF-8 at byte 0")]
@@ -761,18 +763,19 @@ class TestDeciding:
     def test_resend_prints_the_new_id(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         sent = put(database, State.SENT)
         answer = cli("resend", sent, "--json").json
-        assert cli("show", answer["id"], "--json").json["resend_of"] == sent
-        assert cli("resend", answer["id"]).err == (
-            f"error: message {answer['id']} is pending; only sent messages can be resent\n"
-        )
+        copy_id = answer.pop("other_id")
+        assert answer == {"id": sent, "result": "resent"}
+        assert cli("show", copy_id, "--json").json["resend_of"] == sent
+        assert cli("resend", sent).out == f"{copy_id + 1}\n"
+        assert cli("resend", copy_id).err == f"error: message {copy_id} is pending; only sent messages can be resent\n"
 
     def test_cancel_prints_the_state_that_it_found(
         self, cli: Callable[..., Done], database: psycopg.Connection
     ) -> None:
         pending, sending, sent = put(database), put(database, State.SENDING), put(database, State.SENT)
         assert cli("cancel", pending) == Done(0, f"message {pending}: cancelled\n", "")
-        assert cli("cancel", pending) == Done(0, f"message {pending}: already cancelled\n", "")
-        assert cli("cancel", sending, "--json").json == {"id": sending, "result": "requested"}
+        assert cli("cancel", pending) == Done(0, f"message {pending} is already cancelled\n", "")
+        assert cli("cancel", sending, "--json").json == {"id": sending, "result": "requested", "other_id": None}
         assert cli("cancel", sent) == Done(1, "", f"error: message {sent} is already sent\n")
         assert cli("cancel", 999_999) == Done(1, "", "error: message 999999 does not exist\n")
 

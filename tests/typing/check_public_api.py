@@ -17,6 +17,7 @@ from pgoutbox import (
     EnqueuedMany,
     Message,
     NewMessage,
+    Operator,
     Outbox,
     Permanent,
     Sent,
@@ -26,6 +27,7 @@ from pgoutbox import (
     Transient,
     Webhook,
 )
+from pgoutbox.operations import Batch, MessageFilter, MessageResult, RedriveResult, ResendResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -166,3 +168,22 @@ async def enqueue_on_async_connections(
     assert_type(await outbox.aenqueue_many(session, [NewMessage("a", 1)]), EnqueuedMany)
     assert_type(await outbox.acancel(session, topic="a", dedupe_key="k"), CancelResult)
     await outbox.aenqueue(sync_connection, "mail.plain", 1)  # type: ignore[call-overload]
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+def operate(dsn: str, connection: psycopg.Connection) -> None:
+    with Operator(dsn, actor="ada") as operator:
+        assert_type(operator, Operator)
+        assert_type(operator.redrive(42), MessageResult[RedriveResult])
+        assert_type(operator.resend(42).result, ResendResult)
+        assert_type(operator.cancel(42).result, CancelResult)
+        assert_type(operator.redrive_all(MessageFilter(topic="mail"))["redriven"], int)
+        for batch in operator.bulk("cancel", [41, 42]):
+            assert_type(batch, Batch)
+            assert_type([answer.result for answer in batch.results], list[RedriveResult | ResendResult | CancelResult])
+        operator.bulk("delete", [42])  # type: ignore[arg-type]
+        operator.redrive("42")  # type: ignore[arg-type]
+    Operator(connection, actor="ada", origin="runbook").pause("mail")
+    Operator(dsn, "ada")  # type: ignore[call-arg]
