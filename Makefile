@@ -47,7 +47,7 @@ FAILOVERS ?= 3
 EXAMPLES ?= 300
 soak: $(STAMP) ## Shoot at producers, workers and PostgreSQL for MINUTES (SEED=n to choose the shots), then FAILOVERS, then EXAMPLES random histories
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) --failovers $(FAILOVERS) $(if $(SEED),--seed $(SEED))
-	PGOUTBOX_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/integration/test_state_machine.py
+	PGOUTBOX_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/worker/test_state_machine.py
 
 docs: $(STAMP) ## Bring the generated pages of docs/reference up to date
 	$(BIN)/python -m tools.generate

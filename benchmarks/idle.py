@@ -25,11 +25,11 @@ from benchmarks.server import Server
 from pgoutbox.database import sql
 
 _SETTLING_SECONDS = 5.0
-# The probe of the listener's connection does not belong to a queue. Neither does upkeep: one of all workers runs it
+# The probe of the listener's connection does not belong to a queue. Neither does maintenance: one worker runs it
 # every five minutes on its own connection.
-_APART = {"PROBE": "probe", "BEGIN_UPKEEP_IF_DUE": "upkeep"}
-_UPKEEP_APPLICATION = "pgoutbox upkeep"
-_UPKEEP = "upkeep, "
+_APART = {"PROBE": "probe", "BEGIN_MAINTENANCE_IF_DUE": "maintenance"}
+_MAINTENANCE_APPLICATION = "pgoutbox maintenance"
+_MAINTENANCE = "maintenance, "
 _LINE = re.compile(r"([^|]*)\|([^|]*)\|LOG:  (?:execute [^:]*|statement): (.*)")
 
 
@@ -118,7 +118,7 @@ def count_statements(log: Path, mark: int, database: str) -> Counter[str]:
             match = _LINE.match(line)
             if match is not None and match[2] == database:
                 current = [match[3]]
-                prefix = _UPKEEP if match[1] == _UPKEEP_APPLICATION else ""
+                prefix = _MAINTENANCE if match[1] == _MAINTENANCE_APPLICATION else ""
     return found
 
 
@@ -171,4 +171,4 @@ def _result(
 
 
 def _kind_of(name: str) -> str:
-    return "upkeep" if name.startswith(_UPKEEP) else _APART.get(name, "queue")
+    return "maintenance" if name.startswith(_MAINTENANCE) else _APART.get(name, "queue")

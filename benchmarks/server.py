@@ -123,7 +123,7 @@ def settle_all(connection: psycopg.Connection[tuple[object, ...]]) -> None:
 def empty_outbox(connection: psycopg.Connection[tuple[object, ...]]) -> None:
     """Remove every message, as in a new schema."""
     connection.execute(
-        "TRUNCATE pgoutbox.message, pgoutbox.large_payload, pgoutbox.attempt, pgoutbox.coalesce, pgoutbox.dedupe"
+        "TRUNCATE pgoutbox.message, pgoutbox.large_payload, pgoutbox.attempt, pgoutbox.coalesce_head, pgoutbox.dedupe"
     )
 
 

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import quote, urlencode
 
 import psycopg
@@ -19,9 +19,12 @@ import pytest
 from pytest_postgresql import factories
 from pytest_postgresql.janitor import DatabaseJanitor
 
-from pgoutbox import migrate
+from pgoutbox import Outbox, migrate
 from pgoutbox.embedded import embedded_server
 from pgoutbox.errors import ConfigurationError
+from tests.support.missing import server_missing
+from tests.support.outbox_actions import settings_for
+from tests.support.pooler import pooled
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -48,13 +51,6 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if SLOW_FOLDERS.intersection(item.path.relative_to(Path(__file__).parent).parts):
             item.add_marker(pytest.mark.slow)
-
-
-def server_missing(reason: str) -> NoReturn:
-    """Skip the test, or fail it in CI, where every server must exist."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(f"CI must not skip this: {reason}", pytrace=False)
-    pytest.skip(reason)
 
 
 class Connect(Protocol):
@@ -186,3 +182,22 @@ def rolled_back(shared_dsn: str) -> Iterator[psycopg.Connection]:
         connection.rollback()
     finally:
         connection.close()
+
+
+@pytest.fixture
+def pooled_dsn(dsn: str, server: Server) -> Iterator[str]:
+    """Return a DSN through pgbouncer, which runs every transaction in the same session."""
+    with pooled(dsn, server, mode="transaction", size=1) as pooled_dsn:
+        yield pooled_dsn
+
+
+@pytest.fixture
+def db(connect: Connect) -> psycopg.Connection:
+    """Open an autocommit connection to the test's database."""
+    return connect(autocommit=True)
+
+
+@pytest.fixture
+def outbox(dsn: str) -> Outbox:
+    """Build an outbox without handlers, with settings that let only events wake a worker."""
+    return Outbox(settings_for(dsn))

@@ -251,10 +251,6 @@ def _paragraphs(text: str | None) -> list[str]:
 # --- SQL functions ----------------------------------------------------------------------------------------------------
 
 _CAST: Final = re.compile(r"::[a-z ]+(?:\[\])?$")
-_PUBLIC_FUNCTIONS: Final = (
-    "enqueue", "enqueue_many", "enqueue_receipt", "cancel", "cancel_by_key", "redrive", "resend", "prune", "ring",
-    "schema_version", "set_up_roles",
-)  # fmt: skip
 
 _ARGUMENTS: Final = """
 SELECT
@@ -278,7 +274,8 @@ WHERE p.pronamespace = 'pgoutbox'::regnamespace
 _SQL: Final = """
 This page lists the SQL functions of pgoutbox. Any client can call them: another language, a trigger, psql. They run in
 the caller's transaction. The functions that write run with the privileges of the schema's owner. The
-[roles](../how-to/roles.md) define their callers.
+[roles](../how-to/roles.md) define their callers. Functions whose names begin with an underscore are private. They may
+change in any release.
 
 Name the arguments: `SELECT pgoutbox.enqueue('mail.welcome', '{"user_id": 7}', dedupe_key => 'welcome-7')`. With
 `notify => false` the workers' sweep finds the messages; null means true.
@@ -308,20 +305,15 @@ def sql_page(connection: psycopg.Connection) -> str:
             value = " DEFAULT " + _CAST.sub("", default) if default else ""
             arguments[name].append(f"{out}{argument} {_short_type(kind)}{value}")
     found = {name: (result, comment, source) for name, result, comment, source in connection.execute(_FUNCTIONS)}
-    internal = sorted(found.keys() - set(_PUBLIC_FUNCTIONS))
-    rules = re.findall(r"THEN\s+'([^']+)'", found["argument_error"][2])
+    public = sorted(name for name in found if not name.startswith("_"))
+    rules = re.findall(r"THEN\s+'([^']+)'", found["_argument_error"][2])
     return _page(
         "SQL functions",
         _SQL,
-        *(
-            f"## {name}\n\n{_function(name, arguments[name], found[name][0])}\n\n{found[name][1]}"
-            for name in _PUBLIC_FUNCTIONS
-        ),
+        *(f"## {name}\n\n{_function(name, arguments[name], found[name][0])}\n\n{found[name][1]}" for name in public),
         "## Errors",
         _ERRORS,
         _table(["argument", "rule"], [[_code(rule.split(": ")[0]), rule.split(": ", 1)[1]] for rule in rules]),
-        "## Internal\n\nThe functions above call these functions. They may change in any release.",
-        "\n".join(f"- `{name}`: {found[name][1]}" for name in internal),
     )
 
 
@@ -680,9 +672,9 @@ _MEANINGS: Final[Mapping[LogEvent, str]] = {
     LogEvent.MIDDLEWARE_FAILED: "A middleware raised or returned nonsense after its attempt. The outcome stands.",
     LogEvent.SMTP_CONNECTION_OPENED: "A connection to the SMTP server was opened.",
     LogEvent.SMTP_CONNECTION_REPLACED: "An idle SMTP connection had died and was replaced.",
-    LogEvent.UPKEEP_DONE: "A worker had its turn of upkeep and changed something.",
-    LogEvent.UPKEEP_FAILED: "A turn of upkeep failed. It is tried again, and deliveries continue.",
-    LogEvent.UPKEEP_BACK: "Upkeep works again.",
+    LogEvent.MAINTENANCE_DONE: "A worker had its turn of maintenance and changed something.",
+    LogEvent.MAINTENANCE_FAILED: "A turn of maintenance failed. It is tried again, and deliveries continue.",
+    LogEvent.MAINTENANCE_BACK: "Maintenance works again.",
     LogEvent.SCHEMA_KEPT: "The schema was not dropped because it contains objects that are not from the migrations.",
     LogEvent.WEBHOOK_ADDRESS_REFUSED: "A webhook's host has an address that is not public and not allowed.",
     LogEvent.WEB_STARTED: "The dashboard accepts connections.",

@@ -1,6 +1,6 @@
 """The first release: run the files of `migrations/sql`, and drop on the way down what they create.
 
-Each file has one object with its comments. No role may execute the functions in `functions/internal`; all grants are in
+Each file has one object with its comments. The name of a private function begins with an underscore. All grants are in
 `roles/set_up_roles.sql`. To add an object, add a file. After the release these files are frozen: a later revision adds
 a folder of its own for the objects that it adds or replaces.
 """
@@ -29,9 +29,7 @@ ORDER = (
     "schema.sql",
     "tables/message*.sql",  # First in the reference of the schema.
     "tables/*.sql",
-    "functions/internal/*.sql",
-    "functions/enqueue_receipt.sql",  # The body of `enqueue` needs it.
-    "functions/*.sql",
+    "functions/*.sql",  # The private ones first: public ones call them.
     "triggers/*.sql",
     "views/*.sql",
     "roles/*.sql",

@@ -52,7 +52,10 @@ _ROLES: Final = (
     (r"enqueue\w*", "pgoutbox_producer"),
     (r"\w+_view|done_estimate|redacted_\w+", "pgoutbox_viewer or pgoutbox_operator"),
     (r"redrive|resend|close_breaker|prune\w*|cancel\w*|queue|retention|audit", "pgoutbox_operator"),
-    (r"message\w*|attempt|upkeep|content|coalesce|permits|\w+_partition|clear_retired", "pgoutbox_worker"),
+    (
+        r"message\w*|attempt|maintenance_run|content|coalesce_head|permits|\w+_partition|clear_retired",
+        "pgoutbox_worker",
+    ),
     (r"pgoutbox|schema_version", "pgoutbox_worker, pgoutbox_operator or pgoutbox_viewer"),
 )
 
@@ -107,7 +110,7 @@ def explain(error: PgOutboxError | psycopg.Error) -> tuple[str, int]:
 
 def _grant(message: str) -> str:
     """Return the next step for a missing right. In most languages of the server, the object is the last word."""
-    object_name = message.rsplit(maxsplit=1)[-1].strip('"')
+    object_name = message.rsplit(maxsplit=1)[-1].strip('"').removeprefix("_")
     role = next((role for pattern, role in _ROLES if re.fullmatch(pattern, object_name)), None)
     if role is None:
         return "ask the owner to grant the right, or use another role in PGOUTBOX_DSN"

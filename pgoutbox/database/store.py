@@ -386,9 +386,9 @@ class Store:
         )
         return [queue for (queue,) in rows]
 
-    async def ring(self, queues: Sequence[str]) -> None:
+    async def notify_workers(self, queues: Sequence[str]) -> None:
         """Wake all sleeping workers of these queues."""
-        await self.claims.fetch(sql.RING, {"queues": queues})
+        await self.claims.fetch(sql.NOTIFY_WORKERS, {"queues": queues})
 
     async def count_owed(self, queues: Sequence[str], topics: Sequence[str]) -> int:
         """Return the number of messages for which a drain must still wait."""
@@ -522,10 +522,10 @@ class Store:
         """Let another session probe."""
         await self.claims.fetch(sql.BREAKER_RELEASE_IF_PROBING, {"key": key, "probe_id": probe_id})
 
-    async def begin_upkeep_if_due(self, *, interval_seconds: float) -> TupleRow | None:
-        """Return the facts of `sql.UPKEEP_FACTS` if this worker gets the turn. No other gets one in the interval."""
+    async def begin_maintenance_if_due(self, *, interval_seconds: float) -> TupleRow | None:
+        """Return the row of `sql.MAINTENANCE_FACTS` if this worker gets the turn. No other gets one in the interval."""
         rows = await self.claims.fetch(
-            sql.BEGIN_UPKEEP_IF_DUE, {"interval_seconds": interval_seconds, "worker": self.worker}
+            sql.BEGIN_MAINTENANCE_IF_DUE, {"interval_seconds": interval_seconds, "worker": self.worker}
         )
         return rows[0] if rows else None
 

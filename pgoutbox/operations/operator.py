@@ -481,15 +481,15 @@ class Operator:
     ) -> PruneTotals:
         """Delete the messages that no retention rule keeps, with their attempts. Without rules nothing is deleted.
 
-        This runs the same turn of upkeep as a worker, at once and to the end. It creates partitions ahead, and drops
-        those of which no rule keeps a message. Other messages are deleted in batches. Each batch is committed
+        This runs the same turn of maintenance as a worker, at once and to the end. It creates partitions ahead, and
+        drops those of which no rule keeps a message. Other messages are deleted in batches. Each batch is committed
         separately, and follows the rule as it is then. This frees the dedupe keys of the messages, unless the rule
         keeps nothing: then the rule for `dedupe_key` applies to them. Any number of sessions may run it at once. Keys
         and contents without a message are deleted last.
         """
         act = _Act({})
         turn = retention.MaintenanceRun(
-            retention.read_upkeep_facts(self._connection),
+            retention.read_maintenance_facts(self._connection),
             retention.PartitionCache(),
             batch_size=batch_size,
             progress=progress,

@@ -56,7 +56,7 @@ class Partition(NamedTuple):
 
 
 class MaintenanceFacts(NamedTuple):
-    """The facts at the start of a turn of upkeep: the database's time, its partitions and its rules."""
+    """The facts at the start of a turn of maintenance: the database's time, its partitions and its rules."""
 
     asked_at: datetime
     default_bytes: int
@@ -66,7 +66,7 @@ class MaintenanceFacts(NamedTuple):
 
     @classmethod
     def of_row(cls, row: TupleRow) -> MaintenanceFacts:
-        """Return the facts from the columns of `sql.UPKEEP_FACTS`."""
+        """Return the facts from the columns of `sql.MAINTENANCE_FACTS`."""
         asked_at, default_bytes, has_retired, names, lowers, uppers, topics, states, keeps = row
         keep_of = [None if seconds is None else timedelta(seconds=seconds) for seconds in keeps or ()]
         return cls(
@@ -87,9 +87,9 @@ class MaintenanceFacts(NamedTuple):
         return covered_until < today + _DAYS_AHEAD
 
 
-def read_upkeep_facts(connection: psycopg.Connection[TupleRow]) -> MaintenanceFacts:
+def read_maintenance_facts(connection: psycopg.Connection[TupleRow]) -> MaintenanceFacts:
     """Return the current facts."""
-    (row,) = fetch(connection, sql.UPKEEP_FACTS, {})
+    (row,) = fetch(connection, sql.MAINTENANCE_FACTS, {})
     return MaintenanceFacts.of_row(row)
 
 
@@ -126,7 +126,7 @@ class PartitionCache:
 
 
 class MaintenanceRun:
-    """One turn of upkeep, from the facts to the end, or until `is_over`, which is checked between transactions.
+    """One turn of maintenance, from the facts to the end, or until `is_over`, which is checked between transactions.
 
     If the database's clock is more than a day ahead of this machine's, the turn deletes nothing, because messages may
     seem older than they are. `errors` reports that, and statements that PostgreSQL refused; the other steps run anyway.

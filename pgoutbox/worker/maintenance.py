@@ -1,8 +1,8 @@
-"""Upkeep: one worker at a time creates partitions ahead and applies the retention rules.
+"""Maintenance: one worker at a time creates partitions ahead and applies the retention rules.
 
-A worker takes a turn by advancing the time of the next turn in `pgoutbox.upkeep`. No worker waits for a turn, and each
-step is independent, so a worker that dies in its turn blocks nothing. The turn runs in a thread with a connection of
-its own, so that it never delays claims. An error in a turn never ends the worker.
+A worker takes a turn by advancing the time of the next turn in `pgoutbox.maintenance_run`. No worker waits for a turn,
+and each step is independent, so a worker that dies in its turn blocks nothing. The turn runs in a thread with a
+connection of its own, so that it never delays claims. An error in a turn never ends the worker.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _JITTER: Final = 0.1
 
 
 class Maintenance:
-    """A context manager that takes turns of upkeep for this worker. It does nothing if the interval is 0."""
+    """A context manager that takes turns of maintenance for this worker. It does nothing if the interval is 0."""
 
     def __init__(self, settings: Settings, store: Store, telemetry: Telemetry) -> None:
         self._settings = settings
@@ -52,7 +52,7 @@ class Maintenance:
 
     async def __aenter__(self) -> Self:
         if self._interval_seconds:
-            self._task = asyncio.create_task(self._run(), name="pgoutbox-upkeep")
+            self._task = asyncio.create_task(self._run(), name="pgoutbox-maintenance")
         return self
 
     async def __aexit__(
@@ -82,7 +82,7 @@ class Maintenance:
         """Take a turn if none is recent. Return whether it was taken. Errors are reported, not raised."""
         try:
             # A little less than the interval, so that a worker that asks once per interval gets every turn.
-            row = await self._store.begin_upkeep_if_due(interval_seconds=self._interval_seconds * _EARLY)
+            row = await self._store.begin_maintenance_if_due(interval_seconds=self._interval_seconds * _EARLY)
         except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
             if not is_transient_error(error):  # The worker itself reports passing errors of its connection.
                 self._report_trouble(error)
@@ -107,7 +107,7 @@ class Maintenance:
         if turn.has_work:
             taking = self._taking = Future[Exception | None]()
             taking.set_running_or_notify_cancel()  # An abandoned turn continues until its next pause.
-            threading.Thread(target=self._work, args=(turn, taking), name="pgoutbox-upkeep", daemon=True).start()
+            threading.Thread(target=self._work, args=(turn, taking), name="pgoutbox-maintenance", daemon=True).start()
             if not await self._is_over_within(taking, 2 * _TURN_SECONDS):
                 await self._cancel_statement()
             error = await asyncio.wrap_future(taking)
@@ -117,13 +117,13 @@ class Maintenance:
             self._report_trouble(turn.errors[0])
         elif self._trouble is not None:
             self._trouble = None
-            self._telemetry.report(logging.INFO, LogEvent.UPKEEP_BACK, "upkeep works again")
+            self._telemetry.report(logging.INFO, LogEvent.MAINTENANCE_BACK, "maintenance works again")
         self._report(turn)
 
     def _work(self, turn: MaintenanceRun, taking: Future[Exception | None]) -> None:
         """Run the turn in the thread."""
         try:
-            with operator_connection.connect(self._settings, purpose="upkeep") as connection:
+            with operator_connection.connect(self._settings, purpose="maintenance") as connection:
                 self._connection = connection
                 turn.take(connection)
         except Exception as error:  # noqa: BLE001 - it is raised where the turn is awaited, if it still is
@@ -149,8 +149,8 @@ class Maintenance:
         if totals.total or totals.partitions_made or totals.partitions_dropped or totals.coalesce_keys:
             self._telemetry.report(
                 logging.INFO,
-                LogEvent.UPKEEP_DONE,
-                "upkeep done",
+                LogEvent.MAINTENANCE_DONE,
+                "maintenance done",
                 deleted_count=totals.total,
                 partitions_made=totals.partitions_made,
                 partitions_dropped=totals.partitions_dropped,
@@ -165,5 +165,9 @@ class Maintenance:
             self._trouble = reason
             hint = error.diag.message_primary if isinstance(error, psycopg.Error) else str(error)
             self._telemetry.report(
-                logging.WARNING, LogEvent.UPKEEP_FAILED, "upkeep failed, trying again", reason=reason, detail=hint
+                logging.WARNING,
+                LogEvent.MAINTENANCE_FAILED,
+                "maintenance failed, trying again",
+                reason=reason,
+                detail=hint,
             )

@@ -667,7 +667,7 @@ class Worker:
     async def _ring_all(self, queues: Collection[str]) -> None:
         self._rang_at = elapsed_clock()
         try:
-            await self._store.ring(sorted(queues))
+            await self._store.notify_workers(sorted(queues))
         except psycopg.errors.ProgramLimitExceeded:
             pass  # The notification queue is full. A ring is only a hint, and sleepers poll then.
         except (psycopg.Error, OSError) as error:

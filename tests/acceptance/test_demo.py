@@ -12,6 +12,7 @@ from pgoutbox.demo.ledger import Committed, Row, balance
 from pgoutbox.demo.mailbox import Receipt
 
 
+@pytest.mark.slow
 def test_the_demo_runs_and_its_ledger_balances() -> None:
     command = [sys.executable, "-m", "pgoutbox", "demo", "--people", "100", "--seed", "7", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -18,7 +18,7 @@ from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import OF_THE_DATABASE, OF_WORKERS, Kind
 from pgoutbox.settings import Settings, load_settings
-from tests.conftest import server_missing
+from tests.support.missing import server_missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

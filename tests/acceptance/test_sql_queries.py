@@ -66,7 +66,8 @@ VALUES
     (3, 1, 'lost', 'v', now() - interval '190 s', now() - interval '160 s', 'lease expired, outcome unknown'),
     (4, 1, 'retry', 'w', now() - interval '110 min', now() - interval '109 min', '451 busy 4'),
     (4, 2, 'failed', 'w', now() - interval '61 min', now() - interval '1 h', '550 no such mailbox 17');
-INSERT INTO pgoutbox.coalesce (newest_id, topic, coalesce_key) VALUES (10, 'mail.password_reset', 'ada@example.org');
+INSERT INTO pgoutbox.coalesce_head (newest_id, topic, coalesce_key)
+VALUES (10, 'mail.password_reset', 'ada@example.org');
 INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('bulk', now());
 INSERT INTO pgoutbox.breaker (key, opened_at, retry_at, cooldown_seconds, worker, last_error)
 VALUES ('smtp:mail', now() - interval '20 s', now() + interval '10 s', 30, 'w', 'refused, password=hunter2')

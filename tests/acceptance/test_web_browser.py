@@ -18,8 +18,8 @@ from playwright.sync_api import expect
 from pgoutbox.dashboard import create_app
 from pgoutbox.dashboard.access import Access
 from pgoutbox.message import State
-from tests.conftest import server_missing
 from tests.support.messages import put
+from tests.support.missing import server_missing
 from tests.support.waiting import wait_until
 from tests.support.web_server import OPERATOR_TOKEN, VIEWER_TOKEN, serving, web_settings
 from tools import screenshots
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from tests.conftest import Server
 
 pytestmark = pytest.mark.slow
-
-pytestmark = pytest.mark.xdist_group("browser")
 
 
 @pytest.fixture(scope="module")

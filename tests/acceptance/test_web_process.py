@@ -20,6 +20,8 @@ from tests.support.worker_process import environment_with
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.slow
+
 SECRET = CANARY * 3
 
 
@@ -74,7 +76,6 @@ def refusal(*arguments: str, **settings: str) -> str:
     return result.stderr
 
 
-@pytest.mark.slow
 def test_it_refuses_to_start_without_credentials_or_with_invalid_ones() -> None:
     assert "set PGOUTBOX_WEB_OPERATOR_TOKEN" in refusal()
     assert "entry 1 has no token of 20" in refusal(web_operator_token=CANARY)
@@ -91,7 +92,6 @@ def test_it_refuses_anonymous_access_with_credentials_or_an_unknown_role() -> No
     assert "viewer or operator" in refusal("--insecure", "--role", "root")
 
 
-@pytest.mark.slow
 def test_an_address_of_another_machine_is_named_in_the_error() -> None:
     assert "--host 192.0.2.1" in refusal("--host", "192.0.2.1", web_viewer_token=VIEWER_TOKEN)
     assert "--host nowhere.invalid" in refusal("--host", "nowhere.invalid", web_viewer_token=VIEWER_TOKEN)

@@ -24,9 +24,9 @@ from pgoutbox.message import Message, Snooze
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
-from tests.conftest import server_missing
 from tests.support.fleet import SUSPEND_VARIABLE
 from tests.support.judge import violations
+from tests.support.missing import server_missing
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,

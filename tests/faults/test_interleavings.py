@@ -31,7 +31,6 @@ from pgoutbox.operations import MessageFilter, Operator, RedriveResult
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.claimer import Claimer
-from tests.integration import test_regressions
 from tests.support.judge import violations
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
@@ -61,7 +60,6 @@ if TYPE_CHECKING:
     from pgoutbox.database.store import ClaimedRow, DueRow, Horizon
     from tests.conftest import Connect
 
-pooled_dsn = test_regressions.pooled_dsn
 
 # Use a million for a long run.
 ALREADY_SENT_COUNT = int(os.environ.get("PGOUTBOX_TEST_SENT_COUNT", "2000"))

@@ -26,7 +26,7 @@ from pgoutbox.handlers import Context
 from pgoutbox.message import Message
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
-from tests.conftest import server_missing
+from tests.support.missing import server_missing
 from tests.support.outbox_actions import (
     attempts_of,
     claim,

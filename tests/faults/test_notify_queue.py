@@ -19,7 +19,7 @@ from pgoutbox.message import Message, State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
-from tests.conftest import server_missing
+from tests.support.missing import server_missing
 from tests.support.outbox_actions import WatchedWorker, enqueue, reports, rows_of, running, settings_for
 from tests.support.servers import OwnServer, open_workshop
 from tests.support.waiting import until

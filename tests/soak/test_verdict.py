@@ -55,7 +55,7 @@ INSERT INTO soak_effect (message_id, attempt_count) VALUES (3, 1)
 """
 
 HEADS: LiteralString = """
-INSERT INTO pgoutbox.coalesce (topic, coalesce_key, newest_id) VALUES ('soak.async', 'key', 2);
+INSERT INTO pgoutbox.coalesce_head (topic, coalesce_key, newest_id) VALUES ('soak.async', 'key', 2);
 INSERT INTO pgoutbox.dedupe (topic, dedupe_key, message_id, payload_digest) VALUES ('soak.effect', 'once', 3, '')
 """
 
@@ -299,7 +299,7 @@ def test_a_pending_message_needs_the_head_of_its_key_unless_its_rule_is_pending(
 ) -> None:
     _, connection = run
     message_id = enqueue(connection, payload={KEY: "k50"}, coalesce_key="c", coalesce_rule=rule)
-    connection.execute("DELETE FROM pgoutbox.coalesce WHERE coalesce_key = 'c'")
+    connection.execute("DELETE FROM pgoutbox.coalesce_head WHERE coalesce_key = 'c'")
     rule_of_the_head = message_id, "a message that is owed is newer than the head of its key"
     assert (rule_of_the_head in violations(connection)) is is_violation
 
@@ -558,7 +558,7 @@ def test_overlapping_messages_of_a_key_are_detected(
     handlers.message(21, **key)
     handlers.message(22, **key)
     handlers.connection.execute(
-        "INSERT INTO pgoutbox.coalesce (topic, coalesce_key, newest_id) VALUES ('soak.sync', 'c', 22)"
+        "INSERT INTO pgoutbox.coalesce_head (topic, coalesce_key, newest_id) VALUES ('soak.sync', 'c', 22)"
     )
     handlers.ran(21, 1, "p", 100.0, 110.0)
     handlers.ran(22, 1, "p", began_at, 112.0)

@@ -27,7 +27,7 @@ import pytest
 import trustme
 
 from pgoutbox import CloudEvent, Context, Message, Outbox, RetryPolicy, Transient
-from tests.conftest import server_missing
+from tests.support.missing import server_missing
 from tests.support.outbox_actions import settings_for
 from tests.support.sends import error_of
 from tests.support.waiting import wait_until

@@ -36,3 +36,11 @@ def login(dsn: str, *roles: str, options: LiteralString = "") -> Iterator[str]:
             superuser.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = %s", [name])
             superuser.execute(composable.SQL("DROP OWNED BY {}").format(role))
             superuser.execute(composable.SQL("DROP ROLE {}").format(role))
+
+
+def with_another_name(connection: psycopg.Connection, role: str, name: str) -> None:
+    """Make `set_up_roles` use a role name that no other test uses and that does not exist."""
+    (definition,) = connection.execute(
+        "SELECT pg_get_functiondef('pgoutbox.set_up_roles()'::regprocedure)"
+    ).fetchone() or ("",)
+    connection.execute(definition.replace(role, name).encode())

@@ -23,7 +23,7 @@ from urllib.parse import quote
 import psycopg
 
 from pgoutbox import embedded, migrate
-from tests.conftest import server_missing
+from tests.support.missing import server_missing
 
 if TYPE_CHECKING:
     import pwd

@@ -6,10 +6,10 @@ SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
-    result constant text := pgoutbox.cancel_unrecorded(message_id, states);
+    result constant text := pgoutbox._cancel_unrecorded(message_id, states);
 BEGIN
-    IF result IN ('cancelled', 'requested') AND pgoutbox.is_act() THEN
-        PERFORM pgoutbox.record_act('cancel', message_ids => ARRAY[message_id]);
+    IF result IN ('cancelled', 'requested') AND pgoutbox._is_act() THEN
+        PERFORM pgoutbox._record_act('cancel', message_ids => ARRAY[message_id]);
     END IF;
     RETURN result;
 END

@@ -10,7 +10,7 @@ AS $function$
 SELECT target.id, pgoutbox.cancel(target.id)
 FROM (
     SELECT head.newest_id
-    FROM pgoutbox.coalesce AS head
+    FROM pgoutbox.coalesce_head AS head
     WHERE head.topic = cancel_by_key.topic AND head.coalesce_key = cancel_by_key.coalesce_key
     UNION ALL
     SELECT d.message_id

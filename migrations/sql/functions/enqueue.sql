@@ -18,7 +18,7 @@ CREATE FUNCTION pgoutbox.enqueue(
 )
 RETURNS bigint
 LANGUAGE sql
-RETURN pg_catalog.abs(pgoutbox.enqueue_receipt(
+RETURN pg_catalog.abs(pgoutbox._enqueue_receipt(
     topic, payload, queue, destination, coalesce_key, dedupe_key,
     available_at, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, coalesce_rule, notify
 ));

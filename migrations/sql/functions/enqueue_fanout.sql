@@ -24,12 +24,12 @@ DECLARE
     bad record;
 BEGIN
     IF destinations IS NULL OR array_position(destinations, NULL) IS NOT NULL THEN
-        PERFORM pgoutbox.raise_argument_error('destinations: must not be null, nor hold a null');
+        PERFORM pgoutbox._raise_argument_error('destinations: must not be null, nor hold a null');
     END IF;
     SELECT (i.ordinality - 1)::integer AS item_index, i.problem
     INTO bad
     FROM (
-        SELECT d.ordinality, pgoutbox.argument_error(
+        SELECT d.ordinality, pgoutbox._argument_error(
             enqueue_fanout.topic, enqueue_fanout.payload, enqueue_fanout.queue, d.destination, NULL, NULL,
             enqueue_fanout.available_at, enqueue_fanout.expires_at, enqueue_fanout.headers,
             enqueue_fanout.max_attempts, NULL, NULL, NULL, NULL
@@ -40,10 +40,10 @@ BEGIN
     ORDER BY i.ordinality
     LIMIT 1;
     IF FOUND THEN
-        PERFORM pgoutbox.raise_argument_error(bad.problem, bad.item_index);
+        PERFORM pgoutbox._raise_argument_error(bad.problem, bad.item_index);
     END IF;
     IF pg_column_size(content) > 65536 AND octet_length(content::text) > 16777216 THEN
-        PERFORM pgoutbox.raise_argument_error('content: must not have more than 16777216 bytes');
+        PERFORM pgoutbox._raise_argument_error('content: must not have more than 16777216 bytes');
     END IF;
     IF content IS NOT NULL AND cardinality(destinations) > 0 THEN
         INSERT INTO pgoutbox.content AS c (body) VALUES (content) RETURNING c.id INTO shared_id;
@@ -56,7 +56,7 @@ BEGIN
         INSERT INTO pgoutbox.large_payload (message_id, body)
         SELECT i.id, enqueue_fanout.payload
         FROM item AS i
-        WHERE pgoutbox.is_large(enqueue_fanout.payload)
+        WHERE pgoutbox._is_large(enqueue_fanout.payload)
     ), inserted AS (
         INSERT INTO pgoutbox.message_live (
             id, topic, payload, queue, destination, content_id, available_at, expires_at, headers,
@@ -64,7 +64,7 @@ BEGIN
         )
         SELECT
             i.id, enqueue_fanout.topic,
-            CASE WHEN NOT pgoutbox.is_large(enqueue_fanout.payload) THEN enqueue_fanout.payload END,
+            CASE WHEN NOT pgoutbox._is_large(enqueue_fanout.payload) THEN enqueue_fanout.payload END,
             enqueue_fanout.queue, i.destination, shared_id,
             greatest(enqueue_fanout.available_at, now()), enqueue_fanout.expires_at, enqueue_fanout.headers,
             enqueue_fanout.max_attempts, enqueue_fanout.max_attempts
@@ -73,7 +73,7 @@ BEGIN
     SELECT (i.ordinality - 1)::integer, i.id
     FROM item AS i;
     IF notify IS NOT FALSE AND cardinality(destinations) > 0 THEN
-        PERFORM pgoutbox.ring(enqueue_fanout.queue);
+        PERFORM pgoutbox._notify_workers(enqueue_fanout.queue);
     END IF;
 END
 $function$;

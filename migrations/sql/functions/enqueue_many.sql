@@ -28,10 +28,10 @@ DECLARE
     bad record;
 BEGIN
     IF topics IS NULL THEN
-        PERFORM pgoutbox.raise_argument_error('topics: must not be null');
+        PERFORM pgoutbox._raise_argument_error('topics: must not be null');
     END IF;
     IF cardinality(payloads) IS DISTINCT FROM cardinality(topics) THEN
-        PERFORM pgoutbox.raise_argument_error('payloads: must have as many elements as topics');
+        PERFORM pgoutbox._raise_argument_error('payloads: must have as many elements as topics');
     END IF;
     IF greatest(
         cardinality(queues), cardinality(destinations), cardinality(coalesce_keys), cardinality(dedupe_keys),
@@ -39,23 +39,23 @@ BEGIN
         cardinality(max_attempts), cardinality(ordering_keys), cardinality(on_failed), cardinality(max_delays),
         cardinality(coalesce_rules)
     ) > cardinality(topics) THEN
-        PERFORM pgoutbox.raise_argument_error('topics: no other array may have more elements');
+        PERFORM pgoutbox._raise_argument_error('topics: no other array may have more elements');
     END IF;
 
     SELECT i.item_index, i.problem
     INTO bad
     FROM (
         SELECT a.item_index, CASE
-            WHEN pgoutbox.is_plain(
+            WHEN pgoutbox._is_plain(
                 a.topic, a.payload, a.queue, a.destination, a.coalesce_key, a.dedupe_key, a.available_at,
                 a.expires_at, a.headers, a.max_attempts, a.ordering_key, a.on_failed, a.max_delay, a.coalesce_rule
             ) THEN NULL
-            ELSE pgoutbox.argument_error(
+            ELSE pgoutbox._argument_error(
                 a.topic, a.payload, a.queue, a.destination, a.coalesce_key, a.dedupe_key, a.available_at,
                 a.expires_at, a.headers, a.max_attempts, a.ordering_key, a.on_failed, a.max_delay, a.coalesce_rule
             )
         END AS problem
-        FROM pgoutbox.bulk_items(
+        FROM pgoutbox._bulk_items(
             topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
             headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules
         ) AS a
@@ -64,11 +64,11 @@ BEGIN
     ORDER BY i.item_index
     LIMIT 1;
     IF FOUND THEN
-        PERFORM pgoutbox.raise_argument_error(bad.problem, bad.item_index);
+        PERFORM pgoutbox._raise_argument_error(bad.problem, bad.item_index);
     END IF;
 
     IF num_nonnulls(coalesce_keys, dedupe_keys, ordering_keys) = 0
-        AND NOT EXISTS (SELECT FROM unnest(payloads) AS p(payload) WHERE pgoutbox.is_large(p.payload))
+        AND NOT EXISTS (SELECT FROM unnest(payloads) AS p(payload) WHERE pgoutbox._is_large(p.payload))
     THEN
         -- The ids are drawn in the order of the items.
         RETURN QUERY
@@ -79,7 +79,7 @@ BEGIN
             SELECT
                 a.topic, a.payload, a.queue, a.destination, greatest(a.available_at, now()), a.expires_at, a.headers,
                 a.max_attempts, a.max_attempts
-            FROM pgoutbox.bulk_items(
+            FROM pgoutbox._bulk_items(
                 topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
                 headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules
             ) AS a
@@ -91,7 +91,7 @@ BEGIN
         RETURN QUERY
         WITH item AS MATERIALIZED (
             SELECT a.*, nextval('pgoutbox.message_id_seq') AS id
-            FROM pgoutbox.bulk_items(
+            FROM pgoutbox._bulk_items(
                 topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
                 headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules
             ) AS a
@@ -101,14 +101,14 @@ BEGIN
             INSERT INTO pgoutbox.large_payload (message_id, body)
             SELECT i.id, i.payload
             FROM item AS i
-            WHERE pgoutbox.is_large(i.payload)
+            WHERE pgoutbox._is_large(i.payload)
         ), inserted AS (
             INSERT INTO pgoutbox.message_live (
                 id, topic, payload, queue, destination, available_at, expires_at, headers, max_attempts,
                 attempt_budget, coalesce_key, coalesces_pending
             )
             SELECT
-                i.id, i.topic, CASE WHEN NOT pgoutbox.is_large(i.payload) THEN i.payload END, i.queue, i.destination,
+                i.id, i.topic, CASE WHEN NOT pgoutbox._is_large(i.payload) THEN i.payload END, i.queue, i.destination,
                 greatest(i.available_at, now()), i.expires_at,
                 i.headers, i.max_attempts, i.max_attempts, i.coalesce_key, nullif(i.coalesce_key IS NOT NULL, false)
             FROM item AS i
@@ -117,14 +117,14 @@ BEGIN
         FROM item AS i;
         RETURN QUERY
         SELECT k.item_index, k.id, k.duplicate
-        FROM pgoutbox.enqueue_keyed(
+        FROM pgoutbox._enqueue_keyed(
             topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
             headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules
         ) AS k;
     END IF;
 
     IF notify IS NOT FALSE AND cardinality(topics) > 0 THEN
-        PERFORM pgoutbox.ring(r.queue)
+        PERFORM pgoutbox._notify_workers(r.queue)
         FROM (
             SELECT DISTINCT coalesce(q.queue, 'default') AS queue
             FROM unnest(topics, queues) AS q(topic, queue)

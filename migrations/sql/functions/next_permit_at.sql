@@ -16,12 +16,12 @@ BEGIN
     IF limits.paused_at IS NOT NULL AND (limits.resume_at > clock_timestamp()) IS NOT FALSE THEN
         RETURN coalesce(limits.resume_at, 'infinity');
     END IF;
-    tokens_now := pgoutbox.tokens_of(limits);
+    tokens_now := pgoutbox._tokens_of(limits);
     IF tokens_now < 1 THEN
         RETURN clock_timestamp() + make_interval(secs => (1 - tokens_now) * limits.rate_seconds / limits.rate_count);
     END IF;
     IF limits.max_in_flight IS NOT NULL
-        AND pgoutbox.in_flight_of(p_queue, limits.max_in_flight) >= limits.max_in_flight
+        AND pgoutbox._in_flight_of(p_queue, limits.max_in_flight) >= limits.max_in_flight
     THEN
         RETURN clock_timestamp() + interval '1 s';
     END IF;

@@ -20,7 +20,7 @@ WITH old AS MATERIALIZED (
 )
 SELECT deleted.state
 FROM batch AS b
-CROSS JOIN pgoutbox.delete_messages(b.ids, b.states, b.finished_ats, false) AS deleted(state)
+CROSS JOIN pgoutbox._delete_messages(b.ids, b.states, b.finished_ats, false) AS deleted(state)
 $function$;
 
 COMMENT ON FUNCTION pgoutbox.prune IS

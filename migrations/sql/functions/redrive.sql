@@ -23,7 +23,7 @@ BEGIN
         SELECT m.id, m.state, m.topic, m.dedupe_key, head.newest_id
         FROM asked AS a
         JOIN pgoutbox.message AS m ON m.id = a.id
-        LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+        LEFT JOIN pgoutbox.coalesce_head AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
         WHERE m.state IN ('failed', 'cancelled')
             AND m.state = ANY (redrive.states)
             AND m.attempt_count = coalesce(a.attempt_count, m.attempt_count)
@@ -39,7 +39,7 @@ BEGIN
     ), rekeyed AS (
         -- The message that took over the key may be deleted, and its key too.
         INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
-        SELECT l.id, l.topic, l.dedupe_key, (pgoutbox.payload_digests(pgoutbox.payload_of(m)))[1]
+        SELECT l.id, l.topic, l.dedupe_key, (pgoutbox._payload_digests(pgoutbox.payload_of(m)))[1]
         FROM locked AS l
         JOIN pgoutbox.message AS m ON m.id = l.id AND m.state = l.state
         WHERE l.dedupe_key IS NOT NULL
@@ -68,10 +68,10 @@ BEGIN
             )
         RETURNING m.id, m.queue
     ), rung AS MATERIALIZED (
-        SELECT pgoutbox.ring(q.queue)
+        SELECT pgoutbox._notify_workers(q.queue)
         FROM (SELECT DISTINCT r.queue FROM redriven AS r) AS q
     ), recorded AS MATERIALIZED (
-        SELECT pgoutbox.record_act('redrive', message_ids => array_agg(r.id ORDER BY r.id))
+        SELECT pgoutbox._record_act('redrive', message_ids => array_agg(r.id ORDER BY r.id))
         FROM redriven AS r
         HAVING count(*) > 0
     )
@@ -84,7 +84,7 @@ BEGIN
         CASE WHEN d.message_id <> a.id THEN d.message_id END
     FROM asked AS a
     LEFT JOIN pgoutbox.message AS m ON m.id = a.id
-    LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    LEFT JOIN pgoutbox.coalesce_head AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
     LEFT JOIN pgoutbox.dedupe AS d ON d.topic = m.topic AND d.dedupe_key = m.dedupe_key
     LEFT JOIN redriven AS r ON r.id = a.id
     ORDER BY a.id;

@@ -21,7 +21,7 @@ BEGIN
     ), head AS MATERIALIZED (
         SELECT c.newest_id
         FROM pgoutbox.message AS m
-        JOIN pgoutbox.coalesce AS c ON c.topic = m.topic AND c.coalesce_key = m.coalesce_key
+        JOIN pgoutbox.coalesce_head AS c ON c.topic = m.topic AND c.coalesce_key = m.coalesce_key
         WHERE m.id = resend.message_id
         FOR UPDATE OF c
     )
@@ -60,7 +60,7 @@ BEGIN
         content_id = shared_id
     WHERE m.id = resend.id AND m.state = 'pending' AND m.resend_of IS NULL;
     IF resend.id IS NOT NULL THEN
-        PERFORM pgoutbox.record_act(
+        PERFORM pgoutbox._record_act(
             'resend', message_ids => ARRAY[resend.message_id], details => jsonb_build_object('copy', resend.id)
         );
     END IF;

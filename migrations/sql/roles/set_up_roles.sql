@@ -10,7 +10,7 @@ DECLARE
     wanted text;
 BEGIN
     LOCK TABLE pgoutbox.retired IN SHARE ROW EXCLUSIVE MODE; -- Of two concurrent grants one would fail.
-    PERFORM pgoutbox.hand_over();
+    PERFORM pgoutbox._hand_over();
     FOREACH wanted IN ARRAY ARRAY['pgoutbox_producer', 'pgoutbox_worker', 'pgoutbox_operator', 'pgoutbox_viewer'] LOOP
         IF to_regrole(wanted) IS NULL THEN
             BEGIN
@@ -32,7 +32,7 @@ BEGIN
     IF to_regrole('pgoutbox_producer') IS NOT NULL THEN
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_producer;
         GRANT EXECUTE ON FUNCTION
-            pgoutbox.enqueue, pgoutbox.enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout,
+            pgoutbox.enqueue, pgoutbox._enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout,
             pgoutbox.cancel, pgoutbox.cancel_by_key
         TO pgoutbox_producer;
     END IF;
@@ -40,28 +40,28 @@ BEGIN
     IF to_regrole('pgoutbox_worker') IS NOT NULL THEN
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_worker;
         GRANT EXECUTE ON FUNCTION
-            pgoutbox.enqueue, pgoutbox.enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout,
+            pgoutbox.enqueue, pgoutbox._enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout,
             pgoutbox.cancel, pgoutbox.cancel_by_key,
-            pgoutbox.schema_version, pgoutbox.permits, pgoutbox.next_permit_at, pgoutbox.tokens_of,
-            pgoutbox.in_flight_of, pgoutbox.newer_pending, pgoutbox.lock_newer_pending,
-            pgoutbox.has_strict_due, pgoutbox.renewed_until, pgoutbox.is_limited, pgoutbox.take_turn,
-            pgoutbox.forget_sent, pgoutbox.redacted_text,
-            pgoutbox.prune_by_rule, pgoutbox.prune_dedupe_by_rule, pgoutbox.prune_coalesce, pgoutbox.prune_ordering,
-            pgoutbox.prune_content,
-            pgoutbox.partitions, pgoutbox.kept_until, pgoutbox.make_partition, pgoutbox.retire_partition,
-            pgoutbox.clear_retired
+            pgoutbox.schema_version, pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of,
+            pgoutbox._in_flight_of, pgoutbox._newer_pending, pgoutbox._lock_newer_pending,
+            pgoutbox._has_strict_due, pgoutbox._renewed_until, pgoutbox._is_limited, pgoutbox._take_turn,
+            pgoutbox._forget_sent, pgoutbox._redacted_text,
+            pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule, pgoutbox._prune_coalesce, pgoutbox._prune_ordering,
+            pgoutbox._prune_content,
+            pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._retire_partition,
+            pgoutbox._clear_retired
         TO pgoutbox_worker;
         GRANT SELECT ON
-            pgoutbox.message, pgoutbox.message_live, pgoutbox.large_payload, pgoutbox.coalesce, pgoutbox.content,
+            pgoutbox.message, pgoutbox.message_live, pgoutbox.large_payload, pgoutbox.coalesce_head, pgoutbox.content,
             pgoutbox.queue, pgoutbox.breaker, pgoutbox.retention
         TO pgoutbox_worker;
         GRANT SELECT ON SEQUENCE pgoutbox.message_id_seq TO pgoutbox_worker;
         GRANT SELECT (id, queue, ordering_key, on_failed) ON pgoutbox.message_failed TO pgoutbox_worker;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.queue_view, pgoutbox.breaker_view, pgoutbox.retention_view,
-            pgoutbox.pulse_view, pgoutbox.upkeep, pgoutbox.retired
+            pgoutbox.pulse_view, pgoutbox.maintenance_run, pgoutbox.retired
         TO pgoutbox_worker;
-        GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, worker) ON pgoutbox.upkeep
+        GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, worker) ON pgoutbox.maintenance_run
         TO pgoutbox_worker;
         GRANT UPDATE (
             state, attempt_count, max_attempts, available_at, claimed_at, worker, lease_expires_at, finished_at,
@@ -81,8 +81,8 @@ BEGIN
             pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view
         TO pgoutbox_viewer;
         GRANT EXECUTE ON FUNCTION
-            pgoutbox.schema_version, pgoutbox.redacted_text, pgoutbox.redacted_json, pgoutbox.tokens_of,
-            pgoutbox.done_estimate
+            pgoutbox.schema_version, pgoutbox._redacted_text, pgoutbox._redacted_json, pgoutbox._tokens_of,
+            pgoutbox._done_estimate
         TO pgoutbox_viewer;
     END IF;
 
@@ -93,13 +93,13 @@ BEGIN
             pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view
         TO pgoutbox_operator;
         GRANT EXECUTE ON FUNCTION
-            pgoutbox.schema_version, pgoutbox.redacted_text, pgoutbox.redacted_json, pgoutbox.tokens_of,
-            pgoutbox.done_estimate, pgoutbox.cancel, pgoutbox.cancel_each, pgoutbox.cancel_by_key,
+            pgoutbox.schema_version, pgoutbox._redacted_text, pgoutbox._redacted_json, pgoutbox._tokens_of,
+            pgoutbox._done_estimate, pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key,
             pgoutbox.redrive, pgoutbox.resend, pgoutbox.close_breaker,
-            pgoutbox.prune, pgoutbox.prune_dedupe, pgoutbox.prune_by_rule, pgoutbox.prune_dedupe_by_rule,
-            pgoutbox.prune_coalesce, pgoutbox.prune_ordering, pgoutbox.prune_content,
-            pgoutbox.partitions, pgoutbox.kept_until, pgoutbox.make_partition, pgoutbox.retire_partition,
-            pgoutbox.clear_retired
+            pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,
+            pgoutbox._prune_coalesce, pgoutbox._prune_ordering, pgoutbox._prune_content,
+            pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._retire_partition,
+            pgoutbox._clear_retired
         TO pgoutbox_operator;
         GRANT SELECT ON pgoutbox.retired TO pgoutbox_operator;
         GRANT SELECT (lease_expires_at), DELETE ON pgoutbox.renewal TO pgoutbox_operator;

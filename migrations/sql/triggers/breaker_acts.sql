@@ -1,21 +1,21 @@
 -- Workers also close breakers, when a probe succeeds.
-CREATE FUNCTION pgoutbox.record_breaker_act()
+CREATE FUNCTION pgoutbox._record_breaker_act()
 RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
 BEGIN
-    IF pgoutbox.is_act() THEN
-        PERFORM pgoutbox.record_act('breaker', details => jsonb_build_object('key', OLD.key));
+    IF pgoutbox._is_act() THEN
+        PERFORM pgoutbox._record_act('breaker', details => jsonb_build_object('key', OLD.key));
     END IF;
     RETURN NULL;
 END
 $function$;
 
-COMMENT ON FUNCTION pgoutbox.record_breaker_act IS 'Record in the audit that an operator closed a breaker.';
+COMMENT ON FUNCTION pgoutbox._record_breaker_act IS 'Record in the audit that an operator closed a breaker.';
 
 CREATE TRIGGER breaker_acts
 AFTER DELETE ON pgoutbox.breaker
 FOR EACH ROW
-EXECUTE FUNCTION pgoutbox.record_breaker_act();
+EXECUTE FUNCTION pgoutbox._record_breaker_act();

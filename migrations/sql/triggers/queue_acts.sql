@@ -1,4 +1,4 @@
-CREATE FUNCTION pgoutbox.record_queue_act()
+CREATE FUNCTION pgoutbox._record_queue_act()
 RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -6,7 +6,7 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 BEGIN
     IF (NEW.paused_at, NEW.resume_at) IS DISTINCT FROM (OLD.paused_at, OLD.resume_at) THEN
-        PERFORM pgoutbox.record_act(
+        PERFORM pgoutbox._record_act(
             CASE WHEN NEW.paused_at IS NULL THEN 'resume' ELSE 'pause' END,
             queue => NEW.name,
             details => CASE WHEN NEW.resume_at IS NOT NULL THEN jsonb_build_object('resume_at', NEW.resume_at) END
@@ -15,7 +15,7 @@ BEGIN
     IF (NEW.rate_count, NEW.rate_seconds, NEW.burst, NEW.max_in_flight)
         IS DISTINCT FROM (OLD.rate_count, OLD.rate_seconds, OLD.burst, OLD.max_in_flight)
     THEN
-        PERFORM pgoutbox.record_act(
+        PERFORM pgoutbox._record_act(
             'limit',
             queue => NEW.name,
             details => jsonb_build_object(
@@ -29,10 +29,10 @@ BEGIN
 END
 $function$;
 
-COMMENT ON FUNCTION pgoutbox.record_queue_act IS 'Record a pause, its end, or new limits of a queue in the audit.';
+COMMENT ON FUNCTION pgoutbox._record_queue_act IS 'Record a pause, its end, or new limits of a queue in the audit.';
 
 -- Claims write only tokens, which does not fire this trigger.
 CREATE TRIGGER queue_acts
 AFTER INSERT OR UPDATE OF paused_at, resume_at, rate_count, rate_seconds, burst, max_in_flight ON pgoutbox.queue
 FOR EACH ROW
-EXECUTE FUNCTION pgoutbox.record_queue_act();
+EXECUTE FUNCTION pgoutbox._record_queue_act();

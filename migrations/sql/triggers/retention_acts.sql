@@ -1,4 +1,4 @@
-CREATE FUNCTION pgoutbox.record_retention_act()
+CREATE FUNCTION pgoutbox._record_retention_act()
 RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -7,7 +7,7 @@ AS $function$
 DECLARE
     rule constant pgoutbox.retention := CASE WHEN TG_OP = 'DELETE' THEN OLD ELSE NEW END;
 BEGIN
-    PERFORM pgoutbox.record_act(
+    PERFORM pgoutbox._record_act(
         'retention',
         details => jsonb_build_object(
             'topic', rule.topic,
@@ -23,9 +23,9 @@ BEGIN
 END
 $function$;
 
-COMMENT ON FUNCTION pgoutbox.record_retention_act IS 'Record a change of a retention rule in the audit.';
+COMMENT ON FUNCTION pgoutbox._record_retention_act IS 'Record a change of a retention rule in the audit.';
 
 CREATE TRIGGER retention_acts
 AFTER INSERT OR UPDATE OR DELETE ON pgoutbox.retention
 FOR EACH ROW
-EXECUTE FUNCTION pgoutbox.record_retention_act();
+EXECUTE FUNCTION pgoutbox._record_retention_act();

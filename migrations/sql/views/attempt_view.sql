@@ -6,7 +6,7 @@ SELECT
     a.worker,
     a.started_at,
     a.ended_at,
-    pgoutbox.redacted_text(a.error) AS error,
+    pgoutbox._redacted_text(a.error) AS error,
     a.reason_code,
     a.breaker_key
 FROM pgoutbox.attempt AS a;

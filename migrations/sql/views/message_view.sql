@@ -5,7 +5,7 @@ SELECT
     m.id,
     m.topic,
     m.queue,
-    pgoutbox.redacted_text(m.destination) AS destination,
+    pgoutbox._redacted_text(m.destination) AS destination,
     m.state,
     m.attempt_count,
     m.max_attempts,
@@ -26,10 +26,10 @@ SELECT
     m.superseded_by,
     m.resend_of,
     m.content_id,
-    pgoutbox.redacted_text(m.skip_reason) AS skip_reason,
-    pgoutbox.redacted_text(m.last_error) AS last_error,
-    pgoutbox.redacted_json(m.headers) AS headers,
-    pgoutbox.redacted_json(
+    pgoutbox._redacted_text(m.skip_reason) AS skip_reason,
+    pgoutbox._redacted_text(m.last_error) AS last_error,
+    pgoutbox._redacted_json(m.headers) AS headers,
+    pgoutbox._redacted_json(
         coalesce(m.payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id))
     ) AS payload
 FROM pgoutbox.message AS m;

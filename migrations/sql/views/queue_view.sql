@@ -8,7 +8,7 @@ SELECT
     q.rate_count,
     q.rate_seconds,
     q.burst,
-    pgoutbox.tokens_of(q) AS tokens,
+    pgoutbox._tokens_of(q) AS tokens,
     q.max_in_flight,
     (
         SELECT count(*)

@@ -9,7 +9,7 @@ SELECT
     m.id,
     m.topic,
     m.queue,
-    pgoutbox.redacted_text(m.destination) AS destination,
+    pgoutbox._redacted_text(m.destination) AS destination,
     m.attempt_count,
     m.created_at,
     m.available_at,
@@ -32,7 +32,7 @@ SELECT
     END AS until
 FROM pgoutbox.message_live AS m
 LEFT JOIN control ON control.name = m.queue
-LEFT JOIN pgoutbox.coalesce AS head
+LEFT JOIN pgoutbox.coalesce_head AS head
     ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
         AND m.coalesces_pending IS NOT TRUE
 LEFT JOIN LATERAL (

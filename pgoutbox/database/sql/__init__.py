@@ -6,7 +6,7 @@ built at run time.
 
 Rules for every statement: all names are qualified; time is the database's `now()`; a write of a message names the
 expected state and attempt; locked rows are skipped, because a wait fails with 40001 if the row moves to another
-partition. Locks are taken in the order breaker, coalesce, message, queue.
+partition. Locks are taken in the order breaker, coalesce_head, message, queue.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 -- Due messages of a queue without an ordering key that may begin now, or that end because they are superseded. The
 -- including statement adds the conditions of its lane, an order, a limit and row locks.
 -- A coalesce key has one of two rules. `newest` (coalesces_pending is null): a producer locks the row of the key in
--- pgoutbox.coalesce, which names the newest message; older messages are superseded. `pending` (coalesces_pending is
+-- pgoutbox.coalesce_head, which names the newest message; older messages are superseded. `pending` (coalesces_pending is
 -- true): a producer locks nothing; of the due messages that a claim finds, the newest one supersedes the others.
 SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.attempt_count, m.expires_at,
     head.newest_id
 -- The partition message_live holds only pending and sending messages. Finished messages never slow down a claim.
 FROM pgoutbox.message_live AS m
 -- The head of a key of the rule `newest`. coalesces_pending is never false, and null without a key.
-LEFT JOIN pgoutbox.coalesce AS head
+LEFT JOIN pgoutbox.coalesce_head AS head
     ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
 -- The message of the same key in flight. With LIMIT, PostgreSQL looks it up by its key; otherwise it may read all
 -- attempts in flight.
@@ -25,10 +25,10 @@ WHERE m.queue = %(queue)s::text AND m.ordering_key IS NULL AND m.available_at <=
         -- A superseded message ends here, even while another message of its key is in flight.
         OR head.newest_id > m.id
         OR (m.coalesces_pending IS TRUE
-            AND pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id) IS NOT NULL)
+            AND pgoutbox._newer_pending(m.topic, m.coalesce_key, m.queue, m.id) IS NOT NULL)
         -- Two messages of a key are never in flight: this one waits for its sibling. A message of the rule `pending`
-        -- also waits for a due one of the rule `newest` (has_strict_due). If both began in this claim, the unique index
+        -- also waits for a due one of the rule `newest` (_has_strict_due). If both began in this claim, the unique index
         -- message_live_in_flight would refuse the whole claim, and the worker would have to repeat it.
         OR (sibling.id IS NULL
-            AND (m.coalesces_pending IS NOT TRUE OR NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue)))
+            AND (m.coalesces_pending IS NOT TRUE OR NOT pgoutbox._has_strict_due(m.topic, m.coalesce_key, m.queue)))
     )

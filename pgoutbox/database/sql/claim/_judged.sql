@@ -8,10 +8,10 @@ CROSS JOIN LATERAL (
         WHEN d.newest_id > d.id THEN d.newest_id
         -- The newer message is locked: no session can cancel or claim it before this claim commits. So an attempt of
         -- the key begins after every commit of a producer. A newer message of this same claim also begins in it.
-        WHEN d.coalesces_pending THEN pgoutbox.lock_newer_pending(d.topic, d.coalesce_key, %(queue)s::text, d.id)
+        WHEN d.coalesces_pending THEN pgoutbox._lock_newer_pending(d.topic, d.coalesce_key, %(queue)s::text, d.id)
     END
 ) AS newer(id)
--- lock_newer_pending returns null without a newer message, and 0 if another session has locked the newer one. Then
+-- _lock_newer_pending returns null without a newer message, and 0 if another session has locked the newer one. Then
 -- this message can neither begin nor end now, and is left to a later claim.
 WHERE newer.id IS DISTINCT FROM 0
 -- The UPDATE enters the coalesce keys into the unique index message_live_in_flight in this order. Without one order

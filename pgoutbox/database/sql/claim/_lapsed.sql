@@ -4,14 +4,14 @@ SELECT m.ctid AS place, m.id, m.attempt_count, m.worker, m.claimed_at, newer.id 
     coalesce(ending.state, 'sending') AS state
 FROM pgoutbox.message_live AS m
 -- coalesces_pending is true for the rule `pending`, otherwise null.
-LEFT JOIN pgoutbox.coalesce AS head
+LEFT JOIN pgoutbox.coalesce_head AS head
     ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
 CROSS JOIN LATERAL (
     SELECT CASE
         WHEN head.newest_id > m.id THEN head.newest_id
         -- The newer message may be in any queue that this worker serves.
         WHEN m.coalesces_pending THEN (
-            SELECT max(pgoutbox.newer_pending(m.topic, m.coalesce_key, served.name, m.id))
+            SELECT max(pgoutbox._newer_pending(m.topic, m.coalesce_key, served.name, m.id))
             FROM unnest(%(queues)s::text[]) AS served(name)
         )
     END
@@ -30,7 +30,7 @@ WHERE m.state = 'sending'
     -- workers need time to renew their leases.
     AND now() <= coalesce(%(clock_limit)s::timestamptz, 'infinity')
     -- A lease is also renewed in the table renewal, while another transaction has locked the message's row.
-    AND greatest(m.lease_expires_at, pgoutbox.renewed_until(m.id, m.attempt_count, m.worker)) <= now()
+    AND greatest(m.lease_expires_at, pgoutbox._renewed_until(m.id, m.attempt_count, m.worker)) <= now()
     AND m.topic = ANY (%(topics)s::text[])
     AND m.id <> ALL (%(set_aside)s::bigint[])
     -- held: the attempts that this worker still holds. After a suspension or an outage it renews their leases instead.

@@ -7,7 +7,7 @@ WITH due AS MATERIALIZED (
         AND m.attempt_count = 0
         AND m.id > %(floor_id)s::bigint
         -- Queues that are paused or have limits are left to the claims by permits.
-        AND NOT pgoutbox.is_limited(%(queue)s::text)
+        AND NOT pgoutbox._is_limited(%(queue)s::text)
     ORDER BY m.id
     LIMIT %(total)s::bigint
     -- Another claim may have locked a row. It is skipped, because a wait would fail with 40001 when the row moves to

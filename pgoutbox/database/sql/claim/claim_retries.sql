@@ -9,7 +9,7 @@ WITH due AS MATERIALIZED (
         -- to wait or were committed late are not lost: the worker often claims from the beginning of the lane.
         AND (m.available_at, m.id) > (coalesce(%(floor_at)s::timestamptz, '-infinity'), %(floor_id)s::bigint)
         -- Queues that are paused or have limits are left to the claims by permits.
-        AND NOT pgoutbox.is_limited(%(queue)s::text)
+        AND NOT pgoutbox._is_limited(%(queue)s::text)
     ORDER BY m.available_at, m.id
     LIMIT %(total)s::bigint
     -- Another claim may have locked a row. It is skipped, because a wait would fail with 40001 when the row moves to

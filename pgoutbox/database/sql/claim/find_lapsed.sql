@@ -9,7 +9,7 @@ WITH judged AS MATERIALIZED (
         AND (%(total)s::bigint = 1 OR m.max_attempts - m.attempt_count > m.attempt_budget / 2)
     ORDER BY m.lease_expires_at, m.id
     -- permits() locks the row of a limited queue until the commit, so that its claims run one after the other.
-    LIMIT pgoutbox.permits(%(queue)s::text, %(total)s::bigint)
+    LIMIT pgoutbox._permits(%(queue)s::text, %(total)s::bigint)
     -- Another claim may have locked a row. It is skipped, because a wait would fail with 40001 when the row moves to
     -- another partition.
     FOR UPDATE OF m SKIP LOCKED

@@ -3,6 +3,6 @@
 -- flight, so no newer message can begin after this query.
 SELECT m.id
 FROM pgoutbox.message_live AS m
-JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+JOIN pgoutbox.coalesce_head AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
 -- The rule `pending` promises only that an attempt begins after each commit; an older message may follow a newer one.
 WHERE m.id = ANY (%(ids)s::bigint[]) AND m.coalesces_pending IS NOT TRUE AND head.newest_id > m.id

@@ -2,10 +2,10 @@
 SELECT needed.name
 FROM unnest(
     ARRAY[
-        'attempt', 'attempt_view', 'audit', 'breaker', 'breaker_view', 'coalesce', 'content', 'dedupe',
-        'large_payload', 'message', 'message_done', 'message_done_default', 'message_failed', 'message_id_seq',
-        'message_live', 'message_view', 'ordering', 'pulse_view', 'queue', 'queue_view', 'renewal', 'retention',
-        'retention_view', 'retired', 'upkeep', 'waiting_view'
+        'attempt', 'attempt_view', 'audit', 'breaker', 'breaker_view', 'coalesce_head', 'content', 'dedupe',
+        'large_payload', 'maintenance_run', 'message', 'message_done', 'message_done_default', 'message_failed',
+        'message_id_seq', 'message_live', 'message_view', 'ordering', 'pulse_view', 'queue', 'queue_view', 'renewal',
+        'retention', 'retention_view', 'retired', 'waiting_view'
     ]
 ) AS needed(name)
 WHERE NOT EXISTS (

@@ -1,5 +1,5 @@
 -- The privileges of the role, and those of PUBLIC. `enqueue` writes with its owner's privileges, or through
--- `enqueue_receipt` with that owner's, or else with the role's own.
+-- `_enqueue_receipt` with that owner's, or else with the role's own.
 WITH schema AS (
     SELECT n.oid, has_schema_privilege(n.oid, 'USAGE') AS may_use
     FROM pg_catalog.pg_namespace AS n
@@ -24,7 +24,7 @@ SELECT
                     OR (SELECT has_table_privilege(t.oid, 'INSERT') FROM relation AS t WHERE t.relname = 'message_live')
                 )
             FROM function AS f
-            WHERE f.proname IN ('enqueue', 'enqueue_receipt')
+            WHERE f.proname IN ('enqueue', '_enqueue_receipt')
         ),
         false
     ) AS may_enqueue,

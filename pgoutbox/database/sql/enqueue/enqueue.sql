@@ -3,7 +3,7 @@
 -- Statements on the caller's connection do not trust its search_path: types and operators are qualified too.
 SELECT pg_catalog.abs(r.receipt) AS id, r.receipt OPERATOR(pg_catalog.<) 0 AS duplicate
 FROM (
-    SELECT pgoutbox.enqueue_receipt(
+    SELECT pgoutbox._enqueue_receipt(
         topic => draft.topic,
         payload => draft.payload,
         queue => draft.queue,

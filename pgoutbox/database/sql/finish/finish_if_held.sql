@@ -23,14 +23,14 @@ WITH held AS MATERIALIZED (
     ) AS o(id, attempt_count, outcome, reason, reason_code, breaker_key, delay_seconds)
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     -- Rule `newest`. coalesces_pending is true for the rule `pending`, otherwise null.
-    LEFT JOIN pgoutbox.coalesce AS head
+    LEFT JOIN pgoutbox.coalesce_head AS head
         ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
     CROSS JOIN LATERAL (
         SELECT CASE
             WHEN head.newest_id > m.id THEN head.newest_id
             -- By the rule `pending` a message that is due no later supersedes this one. It cannot begin before this
             -- attempt has ended.
-            WHEN m.coalesces_pending THEN pgoutbox.newer_pending(
+            WHEN m.coalesces_pending THEN pgoutbox._newer_pending(
                 m.topic, m.coalesce_key, m.queue, m.id, now() + make_interval(secs => coalesce(o.delay_seconds, 0))
             )
         END AS id

@@ -7,7 +7,7 @@ WITH done AS (
 )
 SELECT m.queue
 FROM done AS d
-JOIN pgoutbox.coalesce AS head ON head.topic = d.topic AND head.coalesce_key = d.coalesce_key
+JOIN pgoutbox.coalesce_head AS head ON head.topic = d.topic AND head.coalesce_key = d.coalesce_key
 JOIN pgoutbox.message_live AS m ON m.id = head.newest_id
 WHERE head.newest_id <> d.id AND m.state = 'pending' AND m.available_at <= now()
 -- By the rule `pending` an older message may wait too.

@@ -25,7 +25,7 @@ WITH asked(id, attempt_count) AS (
     JOIN pgoutbox.message_live AS m ON m.id = a.id
     WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count AND m.worker = %(worker)s::text
         AND m.id <> ALL (ARRAY(SELECT l.id FROM locked AS l))
-        AND greatest(m.lease_expires_at, pgoutbox.renewed_until(m.id, m.attempt_count, m.worker)) > now()
+        AND greatest(m.lease_expires_at, pgoutbox._renewed_until(m.id, m.attempt_count, m.worker)) > now()
     ON CONFLICT ON CONSTRAINT renewal_pkey DO UPDATE
     SET attempt_count = excluded.attempt_count,
         worker = excluded.worker,
@@ -39,7 +39,7 @@ SELECT
     r.id IS NOT NULL OR b.message_id IS NOT NULL OR m.lease_expires_at > now() AS in_lease
 FROM asked AS a
 JOIN pgoutbox.message_live AS m ON m.id = a.id
-LEFT JOIN pgoutbox.coalesce AS head
+LEFT JOIN pgoutbox.coalesce_head AS head
     ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
 LEFT JOIN renewed AS r ON r.id = m.id
 LEFT JOIN beside AS b ON b.message_id = m.id

@@ -12,7 +12,7 @@ WITH limited AS (
         burst = excluded.burst,
         tokens = CASE
             WHEN excluded.rate_count IS NOT NULL
-                THEN least(excluded.tokens, coalesce(pgoutbox.tokens_of(q), excluded.tokens))
+                THEN least(excluded.tokens, coalesce(pgoutbox._tokens_of(q), excluded.tokens))
         END,
         tokens_at = CASE WHEN excluded.rate_count IS NOT NULL THEN clock_timestamp() END
     RETURNING q.name

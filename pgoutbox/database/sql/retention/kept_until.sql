@@ -3,7 +3,7 @@
 SELECT
     greatest(
         least(
-            pgoutbox.kept_until(%(lower_at)s::timestamptz, %(upper_at)s::timestamptz), timestamptz '9000-01-01 00:00Z'
+            pgoutbox._kept_until(%(lower_at)s::timestamptz, %(upper_at)s::timestamptz), timestamptz '9000-01-01 00:00Z'
         ),
         timestamptz '2000-01-01 00:00Z'
     ) AS kept_until

@@ -1,6 +1,6 @@
 -- Delete dedupe keys older than an age, for an operator, one page at a time; the answer is that of prune_coalesce.sql.
 SELECT p.last_topic, p.last_key, p.key_count, p.forgotten_count
-FROM pgoutbox.prune_dedupe(
+FROM pgoutbox._prune_dedupe(
     older_than => make_interval(secs => %(older_than_seconds)s::float8),
     only_topic => %(topic)s::text,
     at_most => %(limit)s::bigint,

@@ -1,0 +1,23 @@
+-- The audit gets one row for all messages of the call.
+CREATE FUNCTION pgoutbox._cancel_each(message_ids bigint[], states text[])
+RETURNS TABLE (id bigint, result text)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+#variable_conflict use_column
+DECLARE
+    stopped bigint[] := '{}';
+BEGIN
+    FOR id IN SELECT DISTINCT asked.id FROM unnest(message_ids) AS asked(id) ORDER BY asked.id LOOP
+        result := pgoutbox._cancel_unrecorded(id, states);
+        IF result IN ('cancelled', 'requested') THEN
+            stopped := stopped || id;
+        END IF;
+        RETURN NEXT;
+    END LOOP;
+    PERFORM pgoutbox._record_act('cancel', message_ids => stopped);
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._cancel_each IS 'Cancel messages like cancel, and record it as one act of an operator.';

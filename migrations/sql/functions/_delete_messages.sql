@@ -1,0 +1,48 @@
+-- The caller has locked the messages. A deleted message no longer halts its ordering key, so the workers of its queue
+-- are woken.
+CREATE FUNCTION pgoutbox._delete_messages(
+    ids bigint[], states text[], finished_ats timestamptz[], keeps_dedupe_keys boolean
+)
+RETURNS SETOF text
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $function$
+BEGIN
+    RETURN QUERY
+    WITH gone AS (
+        DELETE FROM pgoutbox.message AS m
+        USING unnest(ids, states, finished_ats) AS o(id, state, finished_at)
+        WHERE m.id = o.id
+            AND m.finished_at = o.finished_at -- The time selects the partition.
+            AND m.state = o.state
+            AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
+        RETURNING m.id, m.state, m.topic, m.queue, m.on_failed, m.dedupe_key, m.payload IS NULL AS has_large_payload
+    ), history AS (
+        DELETE FROM pgoutbox.attempt AS a
+        USING gone AS g
+        WHERE a.message_id = g.id
+    ), large AS (
+        -- After a sequence was set back, another message may have the same id. Only one without a payload has a row.
+        DELETE FROM pgoutbox.large_payload AS l
+        USING gone AS g
+        WHERE l.message_id = g.id AND g.has_large_payload
+    ), keys AS (
+        DELETE FROM pgoutbox.dedupe AS d
+        USING gone AS g
+        WHERE d.topic = g.topic AND d.dedupe_key = g.dedupe_key AND d.message_id = g.id AND NOT keeps_dedupe_keys
+    ), rung AS MATERIALIZED (
+        SELECT pgoutbox._notify_workers(q.queue)
+        FROM (SELECT DISTINCT g.queue FROM gone AS g WHERE g.state = 'failed' AND g.on_failed = 'halt') AS q
+    ), recorded AS MATERIALIZED (
+        SELECT pgoutbox._record_act('prune', message_count => count(*)::integer)
+        FROM gone AS g
+        HAVING count(*) > 0 AND pgoutbox._is_act()
+    )
+    SELECT g.state
+    FROM gone AS g
+    WHERE (SELECT count(*) FROM rung) >= 0 AND (SELECT count(*) FROM recorded) >= 0;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._delete_messages IS
+    'Delete final messages with attempts, large payloads and, unless it keeps them, dedupe keys. Returns their states.';

@@ -1,0 +1,76 @@
+-- Items whose only key is a coalesce key of the rule `newest`. The ids are drawn first. If another transaction has
+-- written a greater id into the head meanwhile, a new id is drawn while the head is locked. So the order of the newest
+-- ids of a key is the order of commits. Earlier items of the same key are superseded at once. The planner does not know
+-- how long the arrays are, and would join them row by row.
+CREATE FUNCTION pgoutbox._enqueue_coalesced(
+    topics text[],
+    payloads jsonb[],
+    queues text[],
+    destinations text[],
+    coalesce_keys text[],
+    available_ats timestamptz[],
+    delays double precision[],
+    expires_ats timestamptz[],
+    headers jsonb[],
+    max_attempts integer[],
+    coalesce_rules text[]
+)
+RETURNS TABLE (item_index integer, id bigint)
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+SET enable_nestloop = off
+AS $function$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+    WITH item AS MATERIALIZED (
+        SELECT s.*, nextval('pgoutbox.message_id_seq') AS drawn_id
+        FROM (
+            SELECT a.*, lead(a.item_index) OVER (
+                PARTITION BY a.topic COLLATE "C", a.coalesce_key COLLATE "C" ORDER BY a.item_index
+            ) IS NULL AS is_newest
+            FROM pgoutbox._bulk_items(
+                topics, payloads, queues, destinations, coalesce_keys, NULL, available_ats, delays, expires_ats,
+                headers, max_attempts, NULL, NULL, NULL, coalesce_rules
+            ) AS a
+            WHERE a.coalesce_key IS NOT NULL AND a.coalesce_rule IS DISTINCT FROM 'pending'
+            ORDER BY a.topic COLLATE "C", a.coalesce_key COLLATE "C", a.item_index
+        ) AS s
+    ), head AS (
+        INSERT INTO pgoutbox.coalesce_head AS head (newest_id, topic, coalesce_key)
+        SELECT i.drawn_id, i.topic, i.coalesce_key
+        FROM item AS i
+        WHERE i.is_newest
+        ON CONFLICT ON CONSTRAINT coalesce_head_pkey DO UPDATE
+        SET newest_id = CASE
+            WHEN excluded.newest_id > head.newest_id THEN excluded.newest_id
+            ELSE pgoutbox._next_id(head.newest_id)
+        END
+        RETURNING head.newest_id, head.topic, head.coalesce_key
+    ), numbered AS MATERIALIZED (
+        SELECT i.*, CASE WHEN i.is_newest THEN h.newest_id ELSE i.drawn_id END AS id
+        FROM item AS i
+        JOIN head AS h ON h.topic = i.topic AND h.coalesce_key = i.coalesce_key
+    ), large AS (
+        INSERT INTO pgoutbox.large_payload (message_id, body)
+        SELECT n.id, n.payload
+        FROM numbered AS n
+        WHERE pgoutbox._is_large(n.payload)
+    ), inserted AS (
+        INSERT INTO pgoutbox.message_live (
+            id, topic, payload, queue, destination, coalesce_key, available_at, expires_at, headers, max_attempts,
+            attempt_budget
+        )
+        SELECT
+            n.id, n.topic, CASE WHEN NOT pgoutbox._is_large(n.payload) THEN n.payload END, n.queue, n.destination,
+            n.coalesce_key, greatest(n.available_at, now()),
+            n.expires_at, n.headers, n.max_attempts, n.max_attempts
+        FROM numbered AS n
+    )
+    SELECT n.item_index, n.id
+    FROM numbered AS n;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._enqueue_coalesced IS
+    'Enqueue the items of enqueue_many that have only a coalesce key of the rule newest.';

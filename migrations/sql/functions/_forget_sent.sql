@@ -1,0 +1,57 @@
+-- A worker has no privilege to delete. This function deletes a sent message only if its attempt is in flight and a rule
+-- deletes sent messages.
+CREATE FUNCTION pgoutbox._forget_sent(ids bigint[], attempt_counts integer[], worker text)
+RETURNS SETOF bigint
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+BEGIN
+    RETURN QUERY
+    WITH asked AS MATERIALIZED (
+        SELECT m.id, m.attempt_count, m.topic
+        FROM unnest(ids, attempt_counts) AS o(id, attempt_count)
+        JOIN pgoutbox.message_live AS m ON m.id = o.id
+        WHERE m.attempt_count = o.attempt_count AND m.worker = _forget_sent.worker
+    ), forgetful AS MATERIALIZED (
+        SELECT t.topic
+        FROM (SELECT DISTINCT a.topic FROM asked AS a) AS t
+        WHERE EXISTS (
+                SELECT
+                FROM pgoutbox.retention AS r
+                WHERE r.topic IN (t.topic, '*')
+                    AND r.state = 'sent'
+                    AND r.keep = interval '0'
+                    AND (
+                        r.topic = t.topic
+                        OR NOT EXISTS (
+                            SELECT FROM pgoutbox.retention AS own WHERE own.topic = t.topic AND own.state = 'sent'
+                        )
+                    )
+            )
+    ), forgotten AS (
+        DELETE FROM pgoutbox.message_live AS m
+        USING asked AS a
+        WHERE m.id = a.id
+            AND m.state = 'sending'
+            AND m.attempt_count = a.attempt_count
+            AND m.worker = _forget_sent.worker
+            AND a.topic = ANY (ARRAY(SELECT f.topic FROM forgetful AS f))
+        RETURNING m.id, m.payload IS NULL AS has_large_payload
+    ), history AS (
+        DELETE FROM pgoutbox.attempt AS a
+        USING forgotten AS f
+        WHERE a.message_id = f.id
+    ), large AS (
+        DELETE FROM pgoutbox.large_payload AS l
+        USING forgotten AS f
+        WHERE l.message_id = f.id AND f.has_large_payload
+    )
+    SELECT f.id
+    FROM forgotten AS f;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._forget_sent IS
+    'Delete messages as they are sent, if a retention rule deletes them at once and the attempt is in flight. Returns '
+    'the ids of the deleted messages.';

@@ -1,0 +1,19 @@
+-- Triggers and functions ask this about changes that applications and workers also make. A login that can also enqueue
+-- or deliver counts as an application or a worker, and so does the owner: their changes are acts only if the
+-- transaction has an act id.
+CREATE FUNCTION pgoutbox._is_act()
+RETURNS boolean
+LANGUAGE sql
+STABLE
+SET search_path = pg_catalog, pg_temp
+AS $function$
+SELECT (current_setting('pgoutbox.act_id', true) <> '') IS TRUE
+    OR (
+        pg_has_role(session_user, to_regrole('pgoutbox_operator'), 'USAGE') IS TRUE
+        AND pg_has_role(session_user, to_regrole('pgoutbox_producer'), 'USAGE') IS NOT TRUE
+        AND pg_has_role(session_user, to_regrole('pgoutbox_worker'), 'USAGE') IS NOT TRUE
+    )
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._is_act IS
+    'Whether this session or transaction belongs to an operator, not to an application or a worker.';

@@ -1,0 +1,1044 @@
+"""Tests the command line as operators and scripts see it: answers, streams, exit codes, and secrets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import psycopg
+import pytest
+from cryptography.fernet import Fernet
+from psycopg.conninfo import make_conninfo
+from pydantic import SecretStr
+
+from pgoutbox import CancelResult, migrate
+from pgoutbox.cli.console import JsonFormatter, TextFormatter, mask, printable, secrets_in
+from pgoutbox.cli.main import explain
+from pgoutbox.encryption import Keyring, decrypted
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import State
+from pgoutbox.operations import RedriveResult, ResendResult
+from tests.support.command_line import Done, run_on_terminal, run_process
+from tests.support.foreground import in_foreground
+from tests.support.messages import ADD_ATTEMPT, put
+from tests.support.outbox_actions import state_of
+from tests.support.roles import login, with_another_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.conftest import Connect
+
+CANARY = "c4n4ry-s3cret"
+UNREACHABLE = f"postgresql://app:{CANARY}@127.0.0.1:1/app"
+
+
+@pytest.fixture
+def database(connect: Connect) -> psycopg.Connection:
+    """Open an autocommit connection to the database of `cli`."""
+    return connect(autocommit=True)
+
+
+REDRIVEN = dict.fromkeys(RedriveResult, 0) | {"redriven": 1}
+RESENT = dict.fromkeys(ResendResult, 0) | {"resent": 1}
+CANCELLED = dict.fromkeys(CancelResult, 0) | {"cancelled": 1}
+
+
+class TestAsProcess:
+    @pytest.mark.slow
+    def test_stdout_has_data_and_nothing_else(self, dsn: str) -> None:
+        enqueued = run_process("enqueue", "mail", "-", dsn=dsn, stdin=b'{"to": "ada"}')
+        assert (enqueued.exit_code, enqueued.err) == (0, "")
+        listed = run_process("list", dsn=dsn)
+        header, row = (line.split("\t") for line in listed.out.splitlines())
+        assert dict(zip(header, row, strict=True)) | {"created": "", "available": ""} == {
+            "id": enqueued.out.strip(),
+            "state": "pending",
+            "topic": "mail",
+            "queue": "default",
+            "destination": "",
+            "attempts": "0/11",
+            "created": "",
+            "available": "",
+            "reason": "",
+        }
+
+    def test_a_refusal_is_one_line_on_stderr_and_exit_code_1(self, dsn: str) -> None:
+        assert run_process("show", "999999", dsn=dsn) == Done(1, "", "error: no such message: 999999\n")
+
+    def test_a_missing_dsn_names_the_variable_with_exit_code_2(self) -> None:
+        done = run_process("stats")
+        assert (done.exit_code, done.out) == (2, "")
+        assert done.err.startswith("error: no database given: set PGOUTBOX_DSN")
+
+    def test_a_missing_extra_is_reported_with_its_install_command(self) -> None:
+        program = (
+            "import sys; sys.modules['typer'] = None; from pgoutbox.cli.main import main; sys.exit(main(['version']))"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == ("error: the command line needs an optional dependency: pip install 'pgoutbox[cli]'\n")
+
+    def test_an_argument_that_is_not_text_is_refused(self, dsn: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "pgoutbox", "list", "--topic", b"\xff"],
+            env={**os.environ, "PGOUTBOX_DSN": dsn},
+            capture_output=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (2, b"error: an argument is not valid UTF-8\n")
+
+    def test_a_closed_pipe_causes_no_traceback(self, dsn: str) -> None:
+        environment = {**os.environ, "PGOUTBOX_DSN": dsn}
+        command = f"{sys.executable} -m pgoutbox migrate --sql | true"
+        done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, check=True)
+        assert done.stderr == b""
+
+
+class TestOnTerminal:
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("environment", "colourful"), [({}, True), ({"NO_COLOR": "1"}, False)])
+    def test_colours_need_a_terminal_that_allows_them(
+        self, dsn: str, database: psycopg.Connection, environment: dict[str, str], colourful: bool
+    ) -> None:
+        message_id = put(database, State.FAILED)
+        shown = run_on_terminal("list", dsn=dsn, **environment)
+        assert (str(message_id) in shown.out, "\x1b[31mfailed" in shown.out) == (True, colourful)
+        refused = run_on_terminal("show", "999999", dsn=dsn, **environment)
+        assert ("\x1b[31merror: no such message: 999999\x1b[0m" in refused.out) == colourful
+
+    @pytest.mark.parametrize(("answer", "exit_code", "state"), [("n", 1, State.FAILED), ("y", 0, State.PENDING)])
+    def test_destructive_commands_ask_for_confirmation(
+        self, dsn: str, database: psycopg.Connection, answer: str, exit_code: int, state: State
+    ) -> None:
+        put(database, State.FAILED)
+        done = run_on_terminal("redrive", "--all-failed", dsn=dsn, keys=f"{answer}\n")
+        assert (done.exit_code, "Redrive 1 failed message? [y/N]" in done.out) == (exit_code, True)
+        assert database.execute("SELECT state FROM pgoutbox.message").fetchall() == [(state,)]
+
+
+class TestUsage:
+    @pytest.mark.parametrize("text", ["abc", "0", "1e9", "1.0", "９", "9223372036854775808", "99999999999999999999"])
+    @pytest.mark.parametrize("command", ["show", "redrive", "resend", "cancel"])
+    def test_an_invalid_id_is_refused(self, cli_anywhere: Callable[..., Done], command: str, text: str) -> None:
+        done = cli_anywhere(command, text)
+        assert done.exit_code == 2
+        assert f"{text!r} is not a message id: give a whole number from 1 to 9223372036854775807" in done.err
+
+    @pytest.mark.parametrize("command", ["show", "redrive", "resend", "cancel"])
+    def test_a_negative_id_is_refused(self, cli_anywhere: Callable[..., Done], command: str) -> None:
+        assert cli_anywhere(command, "-1").exit_code == 2
+        assert cli_anywhere(command, "--", "-1").exit_code == 2
+
+    @pytest.mark.parametrize("text", ["-1d", "0", "0d", "1000000d", "36501d", "abc", "30", "d", "1e3d", "", "NaNd"])
+    def test_an_invalid_age_is_refused(self, cli_anywhere: Callable[..., Done], text: str) -> None:
+        done = cli_anywhere("prune", "--older-than", text)
+        assert done.exit_code == 2
+        assert f"{text!r} is not a duration" in done.err
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ("redrive",),
+            ("redrive", "1", "--all-failed"),
+            ("redrive", "1", "--topic", "mail"),
+            ("cancel",),
+            ("cancel", "1", "--topic", "mail"),
+            ("redrive", "--topic", "mail", "--state", "sent"),
+            ("resend",),
+            ("resend", "1", "--topic", "mail"),
+            ("cancel", "--topic", "mail", "--state", "failed"),
+            ("cancel", "--coalesce-key", "k"),
+            ("list", "--since", "yesterday"),
+            ("list", "--until", "2026-11-21T10:00"),
+            ("tail", "--outcome", "done"),
+            ("top", "--every", "0"),
+            ("audit", "--action", "drop"),
+            ("cancel", "--topic", "mail", "--coalesce-key", "k", "--dedupe-key", "d"),
+            ("prune", "--topic", "mail"),
+            ("prune", "--older-than", "1d", "--state", "pending"),
+            ("list", "--state", "done"),
+            ("list", "--limit", "0"),
+            ("list", "--limit", "1000000000"),
+            ("enqueue", "mail", "1", "--payload-file", "f"),
+            ("enqueue", "mail", "--header", "x"),
+            ("enqueue", "mail", "--header", "x=1", "--header", "x=2"),
+            ("enqueue", "mail", "--delay", "-5m"),
+            ("pause", "No Queue"),
+            ("worker", "--once", "--drain"),
+            ("worker", "--once", "--processes", "2"),
+            ("worker", "--processes", "0"),
+        ],
+    )
+    def test_contradictory_arguments_are_refused(
+        self,
+        cli_anywhere: Callable[..., Done],
+        monkeypatch: pytest.MonkeyPatch,
+        arguments: tuple[str, ...],
+    ) -> None:
+        monkeypatch.setenv("PGOUTBOX_DSN", UNREACHABLE)
+        done = cli_anywhere(*arguments)
+        assert (done.exit_code, done.out) == (2, "")
+
+    def test_an_invalid_setting_is_named(self, cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PGOUTBOX_LEASE_SECONDS", "abc")
+        done = cli("list")
+        assert done.exit_code == 2
+        assert done.err.startswith("error: PGOUTBOX_LEASE_SECONDS='abc': ")
+
+    def test_a_misspelt_variable_is_reported_with_the_closest_one(
+        self, cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PGOUTBOX_CONCURENCY", "5")
+        done = cli("list")
+        assert done.exit_code == 0
+        assert done.err == ("warning: unknown setting PGOUTBOX_CONCURENCY; did you mean PGOUTBOX_CONCURRENCY?\n")
+
+    def test_a_command_has_help(self, cli_anywhere: Callable[..., Done]) -> None:
+        done = cli_anywhere("--help")
+        assert done.exit_code == 0
+        for command in ("migrate", "worker", "enqueue", "list", "redrive", "prune", "pause", "demo"):
+            assert f"\n  {command} " in done.out
+
+    def test_the_help_of_dsn_warns_of_passwords(self, cli_anywhere: Callable[..., Done]) -> None:
+        assert "prefer PGOUTBOX_DSN" in " ".join(cli_anywhere("list", "--help").out.split())
+
+    def test_version_is_machine_readable(self, cli_anywhere: Callable[..., Done]) -> None:
+        assert {"pgoutbox", "python", "psycopg", "libpq"} == set(cli_anywhere("version", "--json").json)
+
+
+class TestMigrate:
+    @pytest.fixture(autouse=True)
+    def _on_an_empty_database(self, empty_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PGOUTBOX_DSN", empty_dsn)
+
+    def test_migrate_goes_up_and_down(self, cli_anywhere: Callable[..., Done]) -> None:
+        head = migrate.head()
+        assert cli_anywhere("migrate", "current").out == f"not migrated (newest: {head})\n"
+        assert cli_anywhere("migrate").out == f"schema pgoutbox: base -> {head}\n"
+        assert cli_anywhere("migrate").out == f"schema pgoutbox: up to date at {head}\n"
+        assert cli_anywhere("migrate", "current", "--json").json == {"revision": head, "head": head}
+        assert cli_anywhere("migrate", "downgrade", "base", "--yes", "--json").json == {
+            "before": head,
+            "revision": None,
+        }
+
+    def test_downgrade_asks_for_confirmation(self, cli_anywhere: Callable[..., Done], empty_dsn: str) -> None:
+        cli_anywhere("migrate")
+        done = cli_anywhere("migrate", "downgrade", "base")
+        assert (done.exit_code, "--yes" in done.err) == (2, True)
+        assert migrate.current(empty_dsn) == migrate.head()
+
+    def test_grants_are_repeatable_and_name_missing_parts(
+        self, cli_anywhere: Callable[..., Done], empty_dsn: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert cli_anywhere("migrate", "grants") == Done(
+            1, "", "error: this database has no schema pgoutbox; run: pgoutbox migrate\n"
+        )
+        cli_anywhere("migrate")
+        done = cli_anywhere("migrate", "grants")
+        assert done == Done(0, "roles of pgoutbox: all exist and have their rights\n", "")
+        assert cli_anywhere("migrate", "grants", "--json").json == {"missing": [], "sql": ""}
+        with login(empty_dsn, "pgoutbox_owner") as theirs, psycopg.connect(empty_dsn, autocommit=True) as superuser:
+            with_another_name(superuser, "pgoutbox_viewer", "pgoutbox_unheard_of")
+            monkeypatch.setenv("PGOUTBOX_DSN", make_conninfo(theirs, options="-c role=pgoutbox_owner"))
+            done = cli_anywhere("migrate", "grants")
+            assert (done.exit_code, done.out) == (1, "CREATE ROLE pgoutbox_unheard_of NOLOGIN;\n")
+
+    def test_the_migration_script_needs_no_database(
+        self, cli_anywhere: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("PGOUTBOX_DSN")
+        assert cli_anywhere("migrate", "--sql").out == migrate.upgrade_sql()
+
+    @pytest.mark.parametrize("place", ["before", "after"])
+    def test_dsn_may_precede_or_follow_the_subcommand(
+        self, cli_anywhere: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, empty_dsn: str, place: str
+    ) -> None:
+        monkeypatch.delenv("PGOUTBOX_DSN")
+        given = ("--dsn", empty_dsn)
+        arguments = (*given, "current") if place == "before" else ("current", *given)
+        assert cli_anywhere("migrate", *arguments).exit_code == 0
+
+    def test_commands_on_a_database_without_the_schema_name_migrate(self, cli_anywhere: Callable[..., Done]) -> None:
+        done = cli_anywhere("list")
+        assert done.exit_code == 1
+        assert "run: pgoutbox migrate" in done.err
+
+    @pytest.mark.slow
+    def test_ctrl_c_during_a_migration_leaves_nothing_behind(self, empty_dsn: str, connect: Connect) -> None:
+        with psycopg.connect(empty_dsn) as gate:
+            gate.execute("CREATE SCHEMA pgoutbox")
+            process = subprocess.Popen(
+                in_foreground("-m", "pgoutbox", "migrate"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            assert process.stderr is not None
+            assert process.stderr.readline() == "another migration is running; waiting\n"
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (130, "")
+        assert err == "error: interrupted; nothing was changed; run `pgoutbox migrate` again\n"
+        assert migrate.current(empty_dsn) is None
+        assert run_process("migrate").exit_code == 0
+
+
+class TestEnqueue:
+    def test_every_option_of_enqueue_is_stored(self, cli: Callable[..., Done]) -> None:
+        done = cli(
+            "enqueue", "mail", '{"to": "ada"}', "--queue", "bulk", "--destination", "mailto:ada@example.org",
+            "--coalesce-key", "c", "--dedupe-key", "d", "--delay", "90s", "--header", "trace=1=2", "--json",
+        )  # fmt: skip
+        assert done.json["duplicate"] is False
+        shown = cli("show", done.json["id"], "--json").json
+        assert (shown["topic"], shown["queue"], shown["payload"]) == ("mail", "bulk", {"to": "ada"})
+        assert (shown["destination"], shown["headers"]) == ("mailto:ada@example.org", {"trace": "1=2"})
+        assert (shown["coalesce_key"], shown["dedupe_key"]) == ("c", "d")
+        created, available = (datetime.fromisoformat(shown[key]) for key in ("created_at", "available_at"))
+        assert available - created == timedelta(seconds=90)
+        assert created.utcoffset() == timedelta()
+
+    def test_a_missing_payload_means_null(self, cli: Callable[..., Done]) -> None:
+        message_id = cli("enqueue", "mail").out.strip()
+        assert cli("show", message_id, "--json").json["payload"] is None
+
+    def test_a_repeated_enqueue_names_the_existing_message(self, cli: Callable[..., Done]) -> None:
+        first = cli("enqueue", "mail", "1", "--dedupe-key", "d")
+        second = cli("enqueue", "mail", "1", "--dedupe-key", "d")
+        assert (second.exit_code, second.out) == (0, first.out)
+        assert "already exists" in second.err
+
+    def test_another_payload_under_the_same_key_is_refused(self, cli: Callable[..., Done]) -> None:
+        cli("enqueue", "mail", "1", "--dedupe-key", "d")
+        done = cli("enqueue", "mail", '"c4n4ry"', "--dedupe-key", "d")
+        assert (done.exit_code, done.out) == (1, "")
+        assert "another payload" in done.err
+        assert "c4n4ry" not in done.err
+
+    @pytest.mark.parametrize(
+        ("arguments", "field"),
+        [
+            (("Mail", "1"), "topic: "),
+            (("mail", "1", "--queue", "a b"), "queue: "),
+            (("mail", "1", "--destination", "ada"), "destination: "),
+            (("mail", "1", "--coalesce-key", "k" * 513), "coalesce_key: "),
+            (("mail", "1", "--delay", "4000d"), "delay: "),
+            (("mail", r'{"a": "\u0000"}'), "payload"),
+            (("mail", r'{"a": "\ud800"}'), "payload"),
+            (("mail", "{"), "payload: not JSON at line 1, column 2: "),
+            (("mail", "NaN"), "payload: not JSON: NaN"),
+            (("mail", "[" * 100_000), "payload: nested too deeply"),
+            (("mail", ""), "payload: not JSON at line 1, column 1: "),
+        ],
+    )
+    def test_a_refused_argument_is_named(
+        self, cli: Callable[..., Done], database: psycopg.Connection, arguments: tuple[str, ...], field: str
+    ) -> None:
+        done = cli("enqueue", *arguments)
+        assert (done.exit_code, done.out) == (2, "")
+        assert done.err.startswith("error: ")
+        assert field in done.err
+        assert done.err.count("\n") == 1
+        assert database.execute("SELECT count(*) FROM pgoutbox.message").fetchone() == (0,)
+
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [
+            (b'{\n  "to": ,\n}', "not JSON at line 2, column 9: "),
+            (b'\xef\xbb\xbf{"to": 1}', "starts with a byte order mark"),
+            (b'{"to": "\xff"}', "not UTF-8 at byte 8"),
+            (b'"' + b"x" * 100 + b'"', "larger than PGOUTBOX_MAX_PAYLOAD_BYTES=100"),
+            (b"", "not JSON at line 1, column 1: "),
+        ],
+    )
+    def test_each_error_in_a_payload_file_has_its_own_message(
+        self,
+        cli: Callable[..., Done],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        content: bytes,
+        reason: str,
+    ) -> None:
+        monkeypatch.setenv("PGOUTBOX_MAX_PAYLOAD_BYTES", "100")
+        file = tmp_path / "payload.json"
+        file.write_bytes(content)
+        done = cli("enqueue", "mail", "--payload-file", file)
+        assert done.exit_code == 2
+        assert done.err.startswith(f"error: {file}: {reason}")
+
+    def test_an_unreadable_file_is_named(self, cli: Callable[..., Done], tmp_path: Path) -> None:
+        missing = tmp_path / "missing.json"
+        assert cli("enqueue", "mail", "--payload-file", missing).err == f"error: {missing}: no such file\n"
+        assert cli("enqueue", "mail", "--payload-file", tmp_path).err == f"error: {tmp_path}: is a directory\n"
+
+    def test_an_endless_file_is_not_read_to_its_end(self, cli: Callable[..., Done]) -> None:
+        assert "larger than" in cli("enqueue", "mail", "--payload-file", "/dev/zero").err
+
+    def test_a_file_is_enqueued(self, cli: Callable[..., Done], tmp_path: Path) -> None:
+        (tmp_path / "payload.json").write_text('{"to": "ada"}')
+        message_id = cli("enqueue", "mail", "--payload-file", tmp_path / "payload.json").out.strip()
+        assert cli("show", message_id, "--json").json["payload"] == {"to": "ada"}
+
+
+class TestLooking:
+    def test_list_prints_one_document_per_line(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        ids = [put(database, state) for state in State]
+        documents = [json.loads(line) for line in cli("list", "--json").out.splitlines()]
+        assert [document["id"] for document in documents] == ids[::-1]
+        assert [document["state"] for document in documents] == [state.value for state in State][::-1]
+
+    def test_list_filters(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        failed = put(database, State.FAILED, topic="sms", queue="bulk", destination="tel:1")
+        put(database)
+        for option, value in (
+            ("--state", "failed"),
+            ("--topic", "sms"),
+            ("--queue", "bulk"),
+            ("--destination", "tel:1"),
+        ):
+            assert json.loads(cli("list", "--json", option, value).out)["id"] == failed
+
+    def test_a_bare_address_finds_the_messages_to_it(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        wanted = put(database, destination="mailto:ada@example.org")
+        put(database, destination="mailto:grace@example.org")
+        assert json.loads(cli("list", "--json", "--destination", "ada@example.org").out)["id"] == wanted
+
+    def test_a_full_page_names_the_next_one(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        first, second = put(database), put(database)
+        done = cli("list", "--limit", 1)
+        assert f"--before {second}" in done.err
+        assert json.loads(cli("list", "--limit", 1, "--before", second, "--json").out)["id"] == first
+
+    def test_show_lists_the_attempts(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        message_id = put(database, State.FAILED)
+        database.execute(ADD_ATTEMPT, (message_id, 1))
+        (attempt,) = cli("show", message_id, "--json").json["attempts"]
+        assert (attempt["outcome"], attempt["error"]) == ("retry", "busy")
+        assert "\tretry\t" in cli("show", message_id).out
+
+    def test_a_key_cannot_forge_a_line_of_show(
+        self, dsn: str, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        message_id = put(database, State.FAILED, coalesce_key="k\nstate\tsent")
+        assert "\ncoalesce_key\tk\\nstate\\tsent\n" in cli("show", message_id).out
+        on_terminal = run_on_terminal("show", str(message_id), dsn=dsn).out
+        assert [line.split()[:2] for line in on_terminal.splitlines() if line.startswith("state")] == [
+            ["state", "failed"]
+        ]
+
+    def test_show_is_truncated_and_names_the_option_for_all(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        message_id = put(database, State.FAILED)
+        database.execute("UPDATE pgoutbox.message SET payload = to_jsonb(repeat('x', 1000000))")
+        for attempt_count in range(1, 103):
+            database.execute(ADD_ATTEMPT, (message_id, attempt_count))
+        done = cli("show", message_id)
+        assert len(done.out) < 100_000
+        assert done.err == (
+            "payload: the first 65,536 characters of 1,000,002 bytes; --whole shows all\n"
+            "2 older attempts are not shown; --whole shows all\n"
+        )
+        whole = cli("show", message_id, "--whole")
+        assert ("x" * 1_000_000 in whole.out, whole.out.count("\tretry\t"), whole.err) == (True, 102, "")
+        shown = cli("show", message_id, "--json").json
+        assert (shown["payload"], len(shown["attempts"])) == ("x" * 1_000_000, 102)
+
+    @pytest.mark.parametrize("payload", ['{"x": 1e131071}', "[" * 3000 + "]" * 3000])
+    def test_show_handles_json_that_python_cannot_parse(
+        self, cli: Callable[..., Done], database: psycopg.Connection, payload: str
+    ) -> None:
+        message_id = put(database)
+        database.execute("UPDATE pgoutbox.message SET payload = %s::jsonb, headers = %s::jsonb", [payload, payload])
+        for done in (cli("show", message_id), cli("show", message_id, "--whole")):
+            assert (done.exit_code, "[" * 100 in done.out or "0" * 1000 in done.out) == (0, True)
+        shown = cli("show", message_id, "--json").json
+        assert len(shown["payload"]) == shown["payload_bytes"] == shown["headers_bytes"] == len(shown["headers"])
+
+    def test_show_hides_likely_secrets(self, cli: Callable[..., Done]) -> None:
+        message_id = cli("enqueue", "mail", json.dumps({"reset_token": CANARY})).out.strip()
+        assert CANARY not in cli("show", message_id).out
+        assert CANARY not in cli("show", message_id, "--json").out
+        assert cli("show", message_id, "--reveal").exit_code == 2
+
+    def test_enqueue_can_encrypt(
+        self, cli: Callable[..., Done], database: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert "set PGOUTBOX_ENCRYPTION_KEYS" in cli("enqueue", "mail", f'"{CANARY}"', "--encrypt").err
+        key = Fernet.generate_key().decode()
+        monkeypatch.setenv("PGOUTBOX_ENCRYPTION_KEYS", key)
+        message_id = cli("enqueue", "mail", f'"{CANARY}"', "--encrypt").out.strip()
+        (stored,) = database.execute("SELECT payload::text FROM pgoutbox.message").fetchone() or ("",)
+        assert CANARY not in stored
+        assert decrypted(json.loads(stored), Keyring(SecretStr(key)))[1] == f'"{CANARY}"'
+        assert cli("show", message_id, "--json").json["payload"] == "(encrypted)"
+
+    def test_stats_counts_messages_and_names_paused_queues(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        put(database)
+        put(database, State.FAILED)
+        cli("pause", "default")
+        stats = cli("stats", "--json").json
+        (topic,) = stats["topics"]
+        assert (topic["queue"], topic["topic"], topic["due"], topic["failed"]) == ("default", "mail", 1, 1)
+        assert [paused["queue"] for paused in stats["paused"]] == ["default"]
+        assert "queue default is paused since" in cli("stats").err
+
+    def test_stats_names_open_breakers(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        """Messages held back by a breaker never fail, so nothing else would draw attention to them."""
+        put(database)
+        database.execute(
+            "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
+            " VALUES ('mial:no-transport', now(), 30, 'w', 'this worker has no transport: password=hunter2')"
+        )
+        (breaker,) = cli("stats", "--json").json["breakers"]
+        assert breaker["key"] == "mial:no-transport"
+        error = cli("stats").err
+        assert re.search(r"circuit breaker mial:no-transport is open for \d+ s: this worker has no transport", error)
+        assert "hunter2" not in error + str(breaker)
+
+    def test_breakers_are_listed_and_closed(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        assert cli("breaker", "list").out == "all circuit breakers are closed\n"
+        database.execute(
+            "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
+            " VALUES ('smtp:mail', now() + interval '1 h', 30, 'w', 'refused: password=hunter2')"
+        )
+        listed = cli("breaker", "list").out
+        assert "smtp:mail" in listed
+        assert "hunter2" not in listed
+        assert cli("breaker", "list", "--json").json["key"] == "smtp:mail"
+        assert cli("breaker", "close", "smtp:mail").out == "breaker smtp:mail: closed; 0 postponed messages are due\n"
+        again = cli("breaker", "close", "smtp:mail")
+        assert (again.exit_code, again.out) == (1, "")
+        assert "no open breaker has the name smtp:mail" in again.err
+
+    @pytest.mark.parametrize("command", [("list",), ("stats",), ("redrive", "--all-failed"), ("resume",)])
+    def test_an_unknown_queue_is_reported_with_the_known_ones(
+        self, cli: Callable[..., Done], database: psycopg.Connection, command: tuple[str, ...]
+    ) -> None:
+        put(database, queue="bulk")
+        put(database)
+        option = () if command == ("resume",) else ("--queue",)
+        done = cli(*command, *option, "blk")
+        assert done == Done(2, "", "error: no queue 'blk'; known queues: bulk, default\n")
+
+    def test_a_known_queue_without_a_match_is_not_an_error(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        put(database, queue="bulk")
+        assert cli("list", "--queue", "bulk", "--state", "failed").exit_code == 0
+        assert cli("redrive", "--all-failed", "--queue", "bulk").exit_code == 0
+
+    def test_text_of_a_message_cannot_control_the_terminal(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        message_id = put(database, State.FAILED, coalesce_key="\x1b[2J\u202e")
+        database.execute("UPDATE pgoutbox.message SET last_error = E'a\\x1b]0;x\\x07\\tb'")
+        for done in (cli("list"), cli("show", message_id), cli("show", message_id, "--json")):
+            assert not {"\x1b", "\x07", "\u202e"} & set(done.out)
+
+
+class TestDeciding:
+    def test_redrive_answers_for_each_id(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        failed, sent = put(database, State.FAILED), put(database, State.SENT)
+        done = cli("redrive", failed, sent, 999_999)
+        assert done.exit_code == 1
+        assert done.out == f"message {failed}: pending again\n"
+        assert done.err.splitlines() == [
+            f"error: message {sent} is sent; only failed and cancelled messages can be redriven",
+            "error: message 999999 does not exist",
+        ]
+        assert cli("redrive", failed, "--json").json == {
+            "id": failed,
+            "result": "wrong_state",
+            "other_id": None,
+        }
+
+    def test_an_act_is_recorded_with_the_command_line_user(
+        self, cli: Callable[..., Done], database: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("LOGNAME", "ada")
+        message_id = put(database, State.FAILED)
+        cli("redrive", str(message_id))
+        acts = database.execute("SELECT actor, action, message_ids, origin ~ '^cli .' FROM pgoutbox.audit").fetchall()
+        assert acts == [("ada", "redrive", [message_id], True)]
+
+    def test_redrive_names_the_newer_message(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        older = put(database, State.FAILED, coalesce_key="k")
+        newer = put(database, coalesce_key="k")
+        assert f"superseded by message {newer}" in cli("redrive", older).err
+
+    @pytest.mark.parametrize(
+        ("command", "state", "done"),
+        [
+            (("redrive", "--topic", "sms"), State.FAILED, REDRIVEN),
+            (("redrive", "--all-failed", "--topic", "sms"), State.FAILED, REDRIVEN),
+            (("resend", "--topic", "sms"), State.SENT, RESENT),
+            (("cancel", "--topic", "sms"), State.PENDING, CANCELLED),
+        ],
+    )
+    def test_an_act_by_filter_needs_a_confirmation(
+        self,
+        cli: Callable[..., Done],
+        database: psycopg.Connection,
+        command: tuple[str, ...],
+        state: State,
+        done: dict[str, int],
+    ) -> None:
+        chosen, other = put(database, state, topic="sms", queue="bulk"), put(database, state)
+        refused = cli(*command)
+        assert (refused.exit_code, refused.err.endswith(" message; pass --yes to do it\n")) == (2, True)
+        assert f"this would {command[0]} 1 {state} " in refused.err
+        shown = cli(*command, "--dry-run", "--json").json
+        assert shown == {"would": command[0], "count": 1, "is_all": True, "newest": [chosen]}
+        assert {state_of(database, chosen), state_of(database, other)} == {state}
+        assert cli(*command, "--yes", "--json").json == done
+        assert state_of(database, other) == state
+
+    def test_the_messages_of_a_filter_are_shown(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        message_id = put(database, State.FAILED, topic="sms", destination="tel:1")
+        shown = cli("redrive", "--topic", "sms", "--dry-run")
+        assert shown.out.startswith("would redrive 1 messages; the newest:\n")
+        assert f"\n{message_id}\tfailed\tsms\t" in shown.out
+
+    def test_ids_can_come_from_a_file(
+        self, cli: Callable[..., Done], database: psycopg.Connection, tmp_path: Path
+    ) -> None:
+        failed, sent = put(database, State.FAILED), put(database, State.SENT)
+        file = tmp_path / "ids"
+        file.write_text(f"# the night of the outage\n\n{failed}\n{sent} # sent after all\n")
+        done = cli("redrive", "--file", file)
+        assert (done.exit_code, done.out) == (1, f"message {failed}: pending again\n")
+        assert f"message {sent} is sent" in done.err
+
+    @pytest.mark.parametrize(
+        ("content", "problem"), [(b"1\nabc\n", "line 2: 'abc' is not a message id"), (b"\xff", "not UTF-8 at byte 0")]
+    )
+    def test_a_file_without_ids_is_refused_with_an_explanation(
+        self, cli: Callable[..., Done], tmp_path: Path, content: bytes, problem: str
+    ) -> None:
+        file = tmp_path / "ids"
+        file.write_bytes(content)
+        done = cli("cancel", "--file", file)
+        assert (done.exit_code, problem in " ".join(done.err.split())) == (2, True)
+
+    def test_a_missing_file_is_named(self, cli: Callable[..., Done], tmp_path: Path) -> None:
+        done = cli("resend", "--file", tmp_path / "ids")
+        assert (done.exit_code, "no such file" in done.err) == (2, True)
+
+    @pytest.mark.parametrize(
+        ("command", "state", "told"),
+        [
+            ("redrive", State.FAILED, "would be pending again"),
+            ("resend", State.SENT, "would be resent"),
+            ("cancel", State.PENDING, "would be cancelled"),
+        ],
+    )
+    def test_a_dry_run_changes_nothing(
+        self, cli: Callable[..., Done], database: psycopg.Connection, command: str, state: State, told: str
+    ) -> None:
+        message_id = put(database, state)
+        assert cli(command, message_id, "--dry-run").out == f"message {message_id}: {told}\n"
+        assert state_of(database, message_id) == state
+        assert database.execute("SELECT FROM pgoutbox.audit").fetchall() == []
+        assert len(database.execute("SELECT FROM pgoutbox.message").fetchall()) == 1
+
+    def test_a_dry_run_refuses_whatever_the_act_would_refuse(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        old = put(database, State.FAILED, coalesce_key="k")
+        newer = put(database, coalesce_key="k")
+        done = cli("redrive", old, "--dry-run")
+        assert (done.exit_code, f"superseded by message {newer}" in done.err) == (1, True)
+
+    def test_secrets_in_an_acts_filter_are_hidden(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        put(database, State.FAILED, coalesce_key=f"token={CANARY}")
+        cli("redrive", "--key", f"token={CANARY}", "--yes")
+        for arguments in (("audit",), ("audit", "--json")):
+            shown = cli(*arguments)
+            assert (shown.exit_code, "redrive" in shown.out, CANARY in shown.out) == (0, True, False)
+
+    def test_acts_are_listed(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        message_id, other = put(database, State.FAILED), put(database)
+        cli("redrive", message_id)
+        cli("cancel", other)
+        assert [act["action"] for act in cli("audit", "--json").lines] == ["cancel", "redrive"]
+        (act,) = cli("audit", "--message", message_id, "--json").lines
+        assert (act["action"], act["first_ids"]) == ("redrive", [message_id])
+        assert "\tredrive\t" in cli("audit", "--action", "redrive").out
+        assert "--before" in cli("audit", "--limit", "1").err
+
+    def test_resend_prints_the_new_id(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        sent = put(database, State.SENT)
+        answer = cli("resend", sent, "--json").json
+        copy_id = answer.pop("other_id")
+        assert answer == {"id": sent, "result": "resent"}
+        assert cli("show", copy_id, "--json").json["resend_of"] == sent
+        assert cli("resend", sent).out == f"{copy_id + 1}\n"
+        assert cli("resend", copy_id).err == f"error: message {copy_id} is pending; only sent messages can be resent\n"
+
+    def test_cancel_prints_the_state_that_it_found(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        pending, sending, sent = put(database), put(database, State.SENDING), put(database, State.SENT)
+        assert cli("cancel", pending) == Done(0, f"message {pending}: cancelled\n", "")
+        assert cli("cancel", pending) == Done(0, f"message {pending} is already cancelled\n", "")
+        assert cli("cancel", sending, "--json").json == {"id": sending, "result": "requested", "other_id": None}
+        assert cli("cancel", sent) == Done(1, "", f"error: message {sent} is already sent\n")
+        assert cli("cancel", 999_999) == Done(1, "", "error: message 999999 does not exist\n")
+
+    def test_cancel_accepts_a_key(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        message_id = put(database, coalesce_key="k")
+        assert cli("cancel", "--topic", "mail", "--coalesce-key", "k").out == f"message {message_id}: cancelled\n"
+        done = cli("cancel", "--topic", "mail", "--dedupe-key", "k")
+        assert done == Done(1, "", "error: no message of topic 'mail' has this key\n")
+
+    def test_pruning_everything_needs_a_confirmation_or_a_filter(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        old = timedelta(days=40)
+        for state in (State.SENT, State.CANCELLED, State.FAILED):
+            put(database, state, age=old)
+        refused = cli("prune", "--older-than", "30d")
+        assert (refused.exit_code, "--yes" in refused.err) == (2, True)
+        assert cli("prune", "--older-than", "30d", "--state", "sent").out == "1 message deleted\n"
+        assert cli("prune", "--older-than", "30d", "--yes", "--json").json["deleted"] == {
+            "cancelled": 1,
+            "sent": 0,
+            "skipped": 0,
+        }
+        assert cli("prune", "--older-than", "30d", "--state", "failed", "--topic", "sms").out == "0 messages deleted\n"
+        assert cli("prune", "--older-than", "30d", "--state", "failed").out == "1 message deleted\n"
+
+    def test_pause_and_resume(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        put(database)
+        paused = cli("pause", "default", "--json").json
+        assert datetime.fromisoformat(paused["paused_at"]).utcoffset() == timedelta()
+        assert cli("resume", "default").out == "queue default: resumed\n"
+        assert cli("resume", "default", "--json").json == {"queue": "default", "resumed": False}
+
+    def test_a_pause_can_have_an_end(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        put(database)
+        paused = cli("pause", "default", "--for", "30m", "--json").json
+        start, end = (datetime.fromisoformat(paused[name]) for name in ("paused_at", "resume_at"))
+        assert end - start == timedelta(minutes=30)
+        assert " until " in cli("stats").err
+
+    def test_limits_are_set_shown_changed_and_removed(self, cli: Callable[..., Done]) -> None:
+        assert cli("queues", "--json").json == []
+        (limited,) = cli("limit", "mail", "--rate", "60/hour", "--in-flight", "10", "--json").json
+        assert (limited["rate_count"], limited["rate_seconds"], limited["burst"]) == (60, 3600, 5)
+        assert (limited["tokens"], limited["max_in_flight"], limited["in_flight"]) == (5, 10, 0)
+        (limited,) = cli("limit", "mail", "--rate", "3/15m", "--json").json
+        assert (limited["rate_count"], limited["rate_seconds"], limited["burst"]) == (3, 900, 3)
+        assert limited["max_in_flight"] == 10
+        assert "mail" in cli("queues").out
+        assert cli("limit", "mail", "--rate", "none", "--in-flight", "none").out == "queue mail: no limits\n"
+
+    @pytest.mark.parametrize(
+        ("arguments", "problem"),
+        [
+            ((), "give --rate, --in-flight or both"),
+            (("--burst", "3"), "give --rate, --in-flight or both"),
+            (("--rate", "none", "--burst", "3"), "--burst"),
+            (("--rate", "fast"), "is not a rate"),
+            (("--rate", "0/s"), "is not a rate"),
+            (("--rate", "9999999/s"), "is not a rate"),
+            (("--rate", "1/31d"), "longer than 30 days"),
+            (("--in-flight", "0"), "is not a limit"),
+            (("--in-flight", "many"), "is not a limit"),
+        ],
+    )
+    def test_an_invalid_limit_is_refused(
+        self, cli: Callable[..., Done], arguments: tuple[str, ...], problem: str
+    ) -> None:
+        done = cli("limit", "mail", *arguments)
+        assert done.exit_code == 2
+        assert problem in done.err
+        assert cli("queues", "--json").json == []
+
+    def test_pausing_a_queue_without_messages_warns(self, cli: Callable[..., Done]) -> None:
+        done = cli("pause", "later")
+        assert done.exit_code == 0
+        assert done.err == "warning: queue 'later' has no messages yet; known queues: none\n"
+
+
+GREETER = """
+import pathlib
+import pgoutbox
+
+outbox = pgoutbox.Outbox()
+nothing = 5
+
+@outbox.handler("greet")
+async def greet(message: pgoutbox.Message, ctx: pgoutbox.Context) -> None:
+    print("hello", message.payload, flush=True)
+"""
+
+
+class TestWorker:
+    @pytest.fixture(autouse=True)
+    def _in_a_directory_of_its_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("mode", ["--once", "--drain"])
+    def test_a_drain_delivers_due_messages_and_exits(self, dsn: str, tmp_path: Path, mode: str) -> None:
+        (tmp_path / "greeter.py").write_text(GREETER)
+        run_process("enqueue", "greet", '"ada"', dsn=dsn)
+        done = run_process("worker", "--app", "greeter:outbox", mode, dsn=dsn, PGOUTBOX_LOG_FORMAT="json")
+        assert (done.exit_code, done.out) == (0, "hello ada\n")
+        events = [json.loads(line) for line in done.err.splitlines()]
+        assert {"worker_started", "worker_stopped"} <= {event.get("event") for event in events}
+        assert "ada" not in done.err
+        assert json.loads(run_process("list", "--json", dsn=dsn).out)["state"] == "sent"
+
+    def test_sigterm_ends_the_worker_with_exit_code_0(self, dsn: str, tmp_path: Path) -> None:
+        (tmp_path / "greeter.py").write_text(GREETER)
+        run_process("enqueue", "greet", '"ada"', dsn=dsn)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pgoutbox", "worker"],
+            env={**os.environ, "PGOUTBOX_DSN": dsn, "PGOUTBOX_APP": "greeter:outbox"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "hello ada\n"
+        process.terminate()
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+
+    def test_supervised_processes_have_no_dsn_in_their_arguments(self, dsn: str, tmp_path: Path) -> None:
+        (tmp_path / "greeter.py").write_text(GREETER + "\nimport sys\nprint(sys.argv, flush=True)\n")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pgoutbox", "worker", "--app", "greeter:outbox", "--processes", "2", "--dsn", dsn,
+             "--queue", "default", "--concurrency", "3", "--no-listen", "--name", "w"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        assert process.stderr is not None
+        started = 0
+        while started < 2:
+            line = process.stderr.readline()
+            assert line, "the supervisor ended before its workers had started"
+            started += "worker_started" in line
+        process.terminate()
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 0
+        _, *children = out.splitlines()
+        assert len(children) == 2
+        for arguments in children:
+            assert "'--queue', 'default'" in arguments
+            assert "'--no-listen', '--name', 'w'" in arguments
+            assert "postgresql:" not in arguments
+
+    def test_an_empty_queue_logs_a_warning(self, dsn: str, tmp_path: Path) -> None:
+        (tmp_path / "greeter.py").write_text(GREETER)
+        run_process("enqueue", "greet", "1", dsn=dsn)
+        done = run_process("worker", "--app", "greeter:outbox", "--once", "--queue", "defautl", dsn=dsn)
+        assert done.exit_code == 0
+        assert "warning: queue 'defautl' has no messages yet; known queues: default\n" in done.err
+
+    def test_a_missing_app_names_the_variable(self, cli: Callable[..., Done]) -> None:
+        assert cli("worker").err == "error: no outbox given: set PGOUTBOX_APP, or pass --app module:attribute\n"
+
+    @pytest.mark.parametrize(
+        ("where", "reason"),
+        [
+            ("no_colon", "app 'no_colon': must be module:attribute"),
+            ("missing_module:outbox", "no module 'missing_module'; looked in "),
+            ("missing_package.part:outbox", "no module 'missing_package'; looked in "),
+            ("app_plain:absent", "app 'app_plain:absent': app_plain has no attribute 'absent'"),
+            ("app_plain:number", "app 'app_plain:number': is a int, not an Outbox"),
+            ("app_importing:outbox", "module 'app_importing' failed on import: ModuleNotFoundError: "),
+            ("app_failing:outbox", "module 'app_failing' failed on import: KeyError: 'SHOP'"),
+            ("app_misspelt:outbox", "module 'app_misspelt' failed on import: SyntaxError: "),
+        ],
+    )
+    def test_an_app_that_cannot_be_loaded_is_explained(
+        self, cli: Callable[..., Done], tmp_path: Path, where: str, reason: str
+    ) -> None:
+        (tmp_path / "app_plain.py").write_text("number = 5\n")
+        (tmp_path / "app_importing.py").write_text("import absent_dependency\n")
+        (tmp_path / "app_failing.py").write_text("import os\nos.environ['SHOP']\n")
+        (tmp_path / "app_misspelt.py").write_text("def\n")
+        done = cli("worker", "--app", where)
+        assert (done.exit_code, done.out) == (2, "")
+        assert done.err.startswith(f"error: {reason}")
+        assert done.err.count("\n") == 1
+
+    @pytest.mark.parametrize("queues", [("a:0",), ("A",), ("a", "a"), ("a:1", "b")])
+    def test_invalid_queues_are_refused(self, cli: Callable[..., Done], queues: tuple[str, ...]) -> None:
+        options = [text for queue in queues for text in ("--queue", queue)]
+        assert cli("worker", "--app", "x:y", *options).exit_code == 2
+
+
+class TestSecrets:
+    @pytest.mark.parametrize(
+        "dsn",
+        [
+            UNREACHABLE,
+            f"host=127.0.0.1 port=1 user=app password={CANARY}",
+            f"host=127.0.0.1 port=1 user=app password='{CANARY} x'",
+            f"postgresql://app:{CANARY}@a@127.0.0.1:1/app",
+            f"postgresql://app:p@{CANARY}@127.0.0.1:1/app",
+            f"postgresql://app:p/{CANARY}@127.0.0.1:1/app",
+            f"postgresql://app:p?{CANARY}=1@127.0.0.1:1/app",
+            f"postgresql://app@127.0.0.1:1/app?password={CANARY}",
+            f"postgresql:/app:{CANARY}@127.0.0.1:1/app",
+            f"app:{CANARY}@127.0.0.1:1/app",
+            f"postgresql://app:{CANARY}@127.0.0.1:port/app",
+            f"postgresql://app:{CANARY}@127.0.0.1:1/app?nonsense=1",
+        ],
+    )
+    @pytest.mark.parametrize("command", [("list",), ("enqueue", "mail", "1"), ("migrate",)])
+    def test_a_password_is_in_no_output(
+        self,
+        cli_anywhere: Callable[..., Done],
+        monkeypatch: pytest.MonkeyPatch,
+        command: tuple[str, ...],
+        dsn: str,
+    ) -> None:
+        given = cli_anywhere(*command, "--dsn", dsn)
+        monkeypatch.setenv("PGOUTBOX_DSN", dsn)
+        read = cli_anywhere(*command)
+        for done in (given, read):
+            assert done.exit_code in (1, 2)
+            assert done.err.startswith("error: ")
+            assert done.err.count("\n") == 1
+            assert CANARY not in done.out + done.err
+
+    def test_a_password_is_in_no_output_with_a_reachable_server(
+        self, cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, dsn: str, database: psycopg.Connection
+    ) -> None:
+        monkeypatch.setenv("PGOUTBOX_DSN", f"{dsn}&password={CANARY}")
+        failed = put(database, State.FAILED)
+        for arguments in (("list",), ("stats",), ("show", failed), ("redrive", 999), ("migrate", "current")):
+            done = cli(*arguments)
+            assert CANARY not in done.out + done.err
+        seen = database.execute("SELECT count(*) FROM pg_stat_activity WHERE application_name ~ %s", (CANARY,))
+        assert seen.fetchone() == (0,)
+
+    def test_a_password_is_not_in_the_arguments_of_the_processes(self, cli_anywhere: Callable[..., Done]) -> None:
+        for command in ("worker", "list", "migrate"):
+            assert CANARY not in cli_anywhere(command, "--help").out
+
+    def test_the_detail_of_a_database_error_is_not_printed(self, rolled_back: psycopg.Connection) -> None:
+        rolled_back.execute("CREATE TEMPORARY TABLE t (email text PRIMARY KEY)")
+        rolled_back.execute("INSERT INTO t VALUES (%s)", (CANARY,))
+        with pytest.raises(psycopg.errors.UniqueViolation) as caught:
+            rolled_back.execute("INSERT INTO t VALUES (%s)", (CANARY,))
+        assert CANARY in str(caught.value)
+        text, exit_code = explain(caught.value)
+        assert exit_code == 1
+        assert text == 'PostgreSQL: duplicate key value violates unique constraint "t_pkey" [23505]'
+
+    def test_a_missing_privilege_is_reported_with_the_next_step(
+        self, cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, dsn: str
+    ) -> None:
+        monkeypatch.setenv("PGOUTBOX_DSN", f"{dsn}&options={quote('-c role=pg_read_all_stats')}")
+        done = cli("list")
+        assert done.exit_code == 1
+        assert "[42501]; the user in PGOUTBOX_DSN needs the role pgoutbox_worker, pgoutbox_operator or" in done.err
+        assert done.err.endswith("have the schema's owner run: pgoutbox migrate grants\n")
+
+    @pytest.mark.parametrize(
+        ("role", "arguments", "needed"),
+        [
+            ("pgoutbox_viewer", ("redrive", "1"), "pgoutbox_operator"),
+            ("pgoutbox_viewer", ("enqueue", "mail", "1"), "pgoutbox_producer"),
+            ("pgoutbox_operator", ("enqueue", "mail", "1"), "pgoutbox_producer"),
+            ("pgoutbox_viewer", ("pause", "default"), "pgoutbox_operator"),
+            ("pgoutbox_producer", ("list",), "pgoutbox_worker, pgoutbox_operator or pgoutbox_viewer"),
+        ],
+    )
+    def test_a_missing_privilege_names_the_role_that_has_it(
+        self,
+        cli: Callable[..., Done],
+        monkeypatch: pytest.MonkeyPatch,
+        dsn: str,
+        role: str,
+        arguments: tuple[str, ...],
+        needed: str,
+    ) -> None:
+        monkeypatch.setenv("PGOUTBOX_DSN", f"{dsn}&options={quote(f'-c role={role}')}")
+        assert f"needs the role {needed}: GRANT it." in cli(*arguments).err
+
+    def test_a_missing_relation_is_named_and_distinguished_from_a_missing_schema(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        database.execute("ALTER VIEW pgoutbox.message_view RENAME TO elsewhere")
+        done = cli("list")
+        assert done.exit_code == 1
+        assert "pgoutbox.message_view does not exist: if the schema is missing or too old, run: pgoutbox" in done.err
+        assert "if only a part of it is missing, restore that part from a backup" in done.err
+
+    def test_a_sqlalchemy_url_is_refused_with_the_part_to_remove(
+        self, cli_anywhere: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PGOUTBOX_DSN", "postgresql+psycopg://app:c4n4ry@localhost/app")
+        for command in (("list",), ("migrate",)):
+            done = cli_anywhere(*command)
+            assert done.err == "error: PGOUTBOX_DSN: is a SQLAlchemy URL; remove +psycopg before ://\n"
+
+    def test_short_passwords_are_not_masked(self) -> None:
+        assert mask("a host", secrets_in(["postgresql://u:a@h/d"])) == "a host"
+
+    def test_the_encoded_and_the_plain_password_are_masked(self) -> None:
+        secrets = secrets_in(["postgresql://u:s3%20cret@h/d"])
+        assert mask("s3 cret, s3%20cret", secrets) == "***, ***"
+
+
+class TestLog:
+    @staticmethod
+    def record(text: str = "message %s", *arguments: object, **extra: object) -> logging.LogRecord:
+        record = logging.makeLogRecord(
+            {"name": "pgoutbox.worker", "levelno": 30, "levelname": "WARNING", "msg": text, "args": arguments} | extra
+        )
+        record.created = 0.5
+        return record
+
+    def test_json_has_every_field_and_utc(self) -> None:
+        line = JsonFormatter().format(self.record("lease lost", event="lease_lost", message_id=7, seconds=0.5))
+        assert json.loads(line) == {
+            "time": "1970-01-01T00:00:00.500+00:00",
+            "level": "WARNING",
+            "logger": "pgoutbox.worker",
+            "message": "lease lost",
+            "event": "lease_lost",
+            "message_id": 7,
+            "seconds": 0.5,
+        }
+
+    def test_text_logs_have_one_line_per_record(self) -> None:
+        line = TextFormatter().format(self.record("a %s", "b\n\x1b[2J", reason="two words\nand\x1b a line"))
+        assert line == (
+            r"1970-01-01T00:00:00.500+00:00 WARNING pgoutbox.worker: a b\n\x1b[2J "
+            r'reason="two words\nand\u001b a line"'
+        )
+
+    @pytest.mark.parametrize("formatter", [TextFormatter, JsonFormatter])
+    def test_secrets_are_masked_in_tracebacks_too(self, formatter: type[TextFormatter | JsonFormatter]) -> None:
+        record = self.record("failed", error=CANARY)
+        error = ConfigurationError(CANARY)
+        record.exc_info = (type(error), error, None)
+        text = formatter(secrets_in([UNREACHABLE])).format(record)
+        assert CANARY not in text
+        assert "ConfigurationError: ***" in text
+
+    def test_printable_keeps_letters_of_all_languages(self) -> None:
+        assert printable("Grüße, 世界 🙂") == "Grüße, 世界 🙂"

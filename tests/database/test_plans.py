@@ -1,0 +1,338 @@
+"""Tests that the hot statements use their indexes under any statistics: no sequential scan, no sort of the backlog.
+
+A plan is read from EXPLAIN. GENERIC_PLAN is newer than PostgreSQL 15, so the statements are prepared, and the
+worker's own session settings (`sql.PREPARE_SESSION`) force the generic plan, before and after ANALYZE.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, LiteralString
+
+import psycopg
+import pytest
+from pydantic import BaseModel, Field
+
+from pgoutbox.database import sql
+from pgoutbox.database.worker_connection import timeouts
+from pgoutbox.settings import load_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_postgresql.executors import NoopExecutor
+
+    from tests.conftest import Server
+
+DONE_COUNT = 20_000
+PENDING_COUNT = 2_000
+
+FILL: LiteralString = """
+INSERT INTO pgoutbox.message (
+    id, topic, queue, payload, state, coalesce_key, attempt_count, claimed_at, worker, lease_expires_at, finished_at
+)
+SELECT
+    i,
+    'greet',
+    CASE WHEN i %% 2 = 0 THEN 'default' ELSE 'bulk' END,
+    '{}',
+    s.state,
+    CASE WHEN i %% 3 = 0 THEN 'k' || i END,
+    CASE WHEN s.state = 'pending' AND i %% 4 < 2 THEN 0 ELSE 1 END,
+    now(),
+    'w',
+    CASE WHEN s.state = 'sending' THEN now() END,
+    CASE WHEN s.state = 'sent' THEN now() END
+FROM (
+    SELECT i, CASE WHEN i <= %(done)s THEN 'sent' WHEN i %% 10 = 0 THEN 'sending' ELSE 'pending' END AS state
+    FROM generate_series(1, %(done)s + %(pending)s) AS i
+) AS s
+"""
+
+HEADS: LiteralString = """
+INSERT INTO pgoutbox.coalesce_head (newest_id, topic, coalesce_key)
+SELECT m.id, m.topic, m.coalesce_key FROM pgoutbox.message AS m WHERE m.coalesce_key IS NOT NULL
+"""
+
+RENEWALS: LiteralString = """
+INSERT INTO pgoutbox.renewal (message_id, lease_expires_at, attempt_count, worker)
+SELECT i, now(), 1, 'w' FROM generate_series(1, 2000) AS i
+"""
+
+CLAIM_PARAMETERS: Mapping[str, object] = {
+    "queue": "default",
+    "topics": ["greet", "bill"],
+    "hold_topics": [],
+    "total": 200,
+    "floor_at": None,
+    "floor_id": 0,
+    "clock_limit": None,
+    "held": "{}",
+    "set_aside": [],
+    "queues": ["default"],
+    "worker": "w",
+    "lease_seconds": 60.0,
+}
+
+ELSEWHERE_PARAMETERS: Mapping[str, object] = {
+    "queue": "",
+    "queues": ["default"],
+    "topics": ["greet"],
+    "hold_topics": [],
+    "total": 100,
+    "clock_limit": None,
+    "held": "{}",
+    "set_aside": [],
+    "worker": "w",
+    "lease_seconds": 60,
+}
+HELD_PARAMETERS: Mapping[str, object] = {
+    "worker": "w",
+    "ids": list(range(DONE_COUNT, DONE_COUNT + 200)),
+    "attempt_counts": [1] * 200,
+    "attempt_count": 1,
+    "lease_seconds": 60.0,
+}
+FINISH_PARAMETERS: Mapping[str, object] = {
+    **HELD_PARAMETERS,
+    "outcomes": ["retry"] * 200,
+    "reasons": ["why"] * 200,
+    "reason_codes": [None] * 200,
+    "breaker_keys": [None] * 200,
+    "delays": [1.0] * 200,
+}
+SUCCESSOR_PARAMETERS: Mapping[str, object] = {"ids": [1], "topics": ["greet"], "coalesce_keys": ["k3"]}
+
+
+class Node(BaseModel):
+    """One node of a plan, as EXPLAIN (FORMAT JSON) writes it."""
+
+    type: str = Field(alias="Node Type")
+    relation: str | None = Field(None, alias="Relation Name")
+    alias: str | None = Field(None, alias="Alias")
+    index: str | None = Field(None, alias="Index Name")
+    condition: str = Field("", alias="Index Cond")
+    children: list[Node] = Field([], alias="Plans")
+
+    def walk(self) -> Iterator[Node]:
+        """Yield this node and all nodes below it."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All nodes of one plan."""
+
+    nodes: tuple[Node, ...]
+
+    def types(self) -> set[str]:
+        """Return the kinds of its nodes."""
+        return {node.type for node in self.nodes}
+
+    def relations(self) -> set[str]:
+        """Return the tables that it reads."""
+        return {node.relation for node in self.nodes if node.relation is not None and "Scan" in node.type}
+
+    def reads(self, relation: str, alias: str = "") -> list[Node]:
+        """Return the scans of a table under the aliases that begin with `alias`."""
+        return [
+            node
+            for node in self.nodes
+            if node.relation == relation and (node.alias or "").startswith(alias) and "Scan" in node.type
+        ]
+
+
+@pytest.fixture(scope="module", params=["analyzed", "never analyzed"])
+def filled(server: Server, migrated: NoopExecutor, request: pytest.FixtureRequest) -> Iterator[psycopg.Connection]:
+    """Open a worker's session on a database with many finished rows and a backlog."""
+    with server.database(template=migrated.template_dbname) as database:
+        connection = psycopg.connect(server.dsn_for(database.dbname), autocommit=True)
+        with connection:
+            connection.execute("ALTER TABLE pgoutbox.message_live SET (autovacuum_enabled = off)")
+            connection.execute("ALTER TABLE pgoutbox.message_done_default SET (autovacuum_enabled = off)")
+            connection.execute("ALTER TABLE pgoutbox.coalesce_head SET (autovacuum_enabled = off)")
+            connection.execute(FILL, {"done": DONE_COUNT, "pending": PENDING_COUNT})
+            connection.execute(HEADS)
+            connection.execute("ALTER TABLE pgoutbox.renewal SET (autovacuum_enabled = off)")
+            connection.execute(RENEWALS)
+            if request.param == "analyzed":
+                connection.execute("ANALYZE")
+            connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()))
+            yield connection
+        connection.close()
+
+
+@pytest.fixture(scope="module")
+def empty(server: Server, migrated: NoopExecutor) -> Iterator[psycopg.Connection]:
+    """Open a worker's session on a database whose statistics say that there are no messages."""
+    with server.database(template=migrated.template_dbname) as database:
+        connection = psycopg.connect(server.dsn_for(database.dbname), autocommit=True)
+        with connection:
+            connection.execute("VACUUM (ANALYZE) pgoutbox.message_live")
+            connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()))
+            yield connection
+        connection.close()
+
+
+def plan_of(connection: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]) -> Plan:
+    """Return the generic plan of a statement, as the worker's prepared statement runs it."""
+    names: list[str] = []
+
+    def numbered(match: re.Match[str]) -> str:
+        if match[1] not in names:
+            names.append(match[1])
+        return f"${names.index(match[1]) + 1}"
+
+    text = re.sub(r"%\((\w+)\)s", numbered, statement)
+    connection.execute(f"PREPARE hot AS {text}".encode())
+    try:
+        literals = b", ".join(psycopg.sql.Literal(parameters[name]).as_bytes(connection) for name in names)
+        ((plans,),) = connection.execute(b"EXPLAIN (FORMAT JSON) EXECUTE hot (" + literals + b")").fetchall()
+    finally:
+        connection.execute("DEALLOCATE hot")
+    return Plan(tuple(Node.model_validate(plans[0]["Plan"]).walk()))
+
+
+LANES = [
+    pytest.param(sql.CLAIM_FRESH, "message_live_fresh", id="fresh"),
+    pytest.param(sql.CLAIM_FRESH_BY_PERMITS, "message_live_fresh", id="fresh by permits"),
+    pytest.param(sql.CLAIM_NEW, "message_live_pkey", id="new"),
+    pytest.param(sql.CLAIM_RETRIES, "message_live_retry", id="retries"),
+    pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, "message_live_retry", id="retries by permits"),
+    pytest.param(sql.CLAIM_LAPSED, "message_live_lease", id="lapsed"),
+    pytest.param(sql.END_LAPSED, "message_live_lease", id="end lapsed"),
+]
+
+
+@pytest.mark.parametrize(("statement", "index"), LANES)
+def test_a_claim_reads_only_its_lane_from_its_own_index(
+    filled: psycopg.Connection, statement: LiteralString, index: str
+) -> None:
+    plan = plan_of(filled, statement, CLAIM_PARAMETERS)
+    lane, updated = plan.reads("message_live", "m")
+    assert (lane.index, updated.type) == (index, "Tid Scan")
+    # A dollar sign shows that this is the generic plan, as the worker runs it.
+    assert re.search(r"id > \$\d" if index == "message_live_pkey" else r"queue = \$\d", lane.condition)
+    assert "<= now()" in lane.condition or index == "message_live_pkey"
+    if index in ("message_live_fresh", "message_live_retry"):
+        assert re.search(r"> ROW\(COALESCE\(\$\d", lane.condition), "the floor is not an index condition"
+
+
+@pytest.mark.parametrize(
+    ("statement", "parameters"),
+    [
+        *(pytest.param(lane.values[0], CLAIM_PARAMETERS, id=f"claim {lane.id}") for lane in LANES),
+        pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
+        pytest.param(sql.OVERTAKEN, HELD_PARAMETERS, id="overtaken"),
+    ],
+)
+def test_a_plan_for_an_empty_table_reads_no_whole_index_later(
+    empty: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
+) -> None:
+    plan = plan_of(empty, statement, parameters)
+    assert {"Index Scan", "Index Only Scan", "Tid Scan"} >= {node.type for node in plan.reads("message_live")}
+    assert all(node.condition or node.type == "Tid Scan" for node in plan.reads("message_live"))
+
+
+@pytest.mark.parametrize(("statement", "index"), LANES)
+def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(
+    filled: psycopg.Connection, statement: LiteralString, index: str
+) -> None:
+    plan = plan_of(filled, statement, CLAIM_PARAMETERS)
+    if index != "message_live_lease":
+        assert {node.index for node in plan.reads("message_live", "s")} == {"message_live_in_flight"}
+    assert {node.index for node in plan.reads("coalesce_head", "head")} == {"coalesce_head_pkey"}
+
+
+@pytest.mark.parametrize(("statement", "index"), LANES)
+def test_a_claim_sorts_only_its_locked_batch(filled: psycopg.Connection, statement: LiteralString, index: str) -> None:
+    plan = plan_of(filled, statement, CLAIM_PARAMETERS)
+    sorts = [node for node in plan.nodes if node.type in {"Sort", "Incremental Sort"}]
+    assert len(sorts) == (index != "message_live_lease")
+    for node in sorts:
+        assert all(below.relation is None for below in node.walk()), "more than the locked batch is sorted"
+
+
+def test_the_next_due_time_is_read_from_the_head_of_each_lane(filled: psycopg.Connection) -> None:
+    plan = plan_of(
+        filled,
+        sql.NEXT_DUE,
+        {"queues": ["default", "bulk"], "since_seconds": 0, "others_since_seconds": 0, "floor_id": 1000},
+    )
+    assert {node.index for node in plan.reads("message_live")} == {
+        "message_live_fresh",
+        "message_live_lease",
+        "message_live_ordered",
+        "message_live_ordered_due",
+        "message_live_retry",
+    }
+    assert not plan.types() & {"Sort", "Incremental Sort"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "parameters"),
+    [
+        pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
+        pytest.param(sql.FINISH_SENT_AND_FORGET_IF_HELD, HELD_PARAMETERS, id="finish sent and forget"),
+        pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
+        pytest.param(sql.RENEW_IF_HELD, HELD_PARAMETERS, id="renew"),
+        pytest.param(sql.WATCH_IF_HELD, HELD_PARAMETERS, id="watch"),
+    ],
+)
+def test_attempts_in_flight_are_found_by_primary_key(
+    filled: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
+) -> None:
+    plan = plan_of(filled, statement, parameters)
+    assert {node.index for node in plan.reads("message_live")} == {"message_live_pkey"}
+    assert not plan.types() & {"Sort", "Incremental Sort"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "parameters"),
+    [
+        pytest.param(sql.CLAIM_FRESH, CLAIM_PARAMETERS, id="claim fresh"),
+        pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, CLAIM_PARAMETERS, id="claim retries by permits"),
+        pytest.param(sql.CLAIM_LAPSED, CLAIM_PARAMETERS, id="claim lapsed"),
+        pytest.param(sql.END_LAPSED, CLAIM_PARAMETERS, id="end lapsed"),
+        pytest.param(sql.END_SUPERSEDED_ELSEWHERE, ELSEWHERE_PARAMETERS, id="end superseded elsewhere"),
+        pytest.param(
+            sql.NEXT_DUE,
+            {"queues": ["default"], "since_seconds": 0, "others_since_seconds": 0, "floor_id": 1000},
+            id="next due",
+        ),
+        pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
+        pytest.param(sql.FINISH_SENT_AND_FORGET_IF_HELD, HELD_PARAMETERS, id="finish sent and forget"),
+        pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
+        pytest.param(sql.STANDING, HELD_PARAMETERS, id="standing"),
+        pytest.param(sql.QUEUES_OF_SUCCESSORS, SUCCESSOR_PARAMETERS, id="queues of successors"),
+        pytest.param(sql.RENEW_IF_HELD, HELD_PARAMETERS, id="renew"),
+        pytest.param(sql.WATCH_IF_HELD, HELD_PARAMETERS, id="watch"),
+    ],
+)
+def test_no_hot_statement_reads_a_whole_table(
+    filled: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
+) -> None:
+    plan = plan_of(filled, statement, parameters)
+    assert not plan.types() & {"Seq Scan", "Bitmap Heap Scan"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "parameters"),
+    [
+        pytest.param(sql.CLAIM_FRESH, CLAIM_PARAMETERS, id="claim fresh"),
+        pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, CLAIM_PARAMETERS, id="claim retries by permits"),
+        pytest.param(sql.CLAIM_LAPSED, CLAIM_PARAMETERS, id="claim lapsed"),
+        pytest.param(sql.END_LAPSED, CLAIM_PARAMETERS, id="end lapsed"),
+        pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
+        pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
+    ],
+)
+def test_statements_for_live_messages_never_touch_finished_rows(
+    filled: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
+) -> None:
+    plan = plan_of(filled, statement, parameters)
+    assert plan.relations() <= {"message_live", "large_payload", "coalesce_head", "queue", "renewal"}

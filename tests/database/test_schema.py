@@ -1,0 +1,362 @@
+"""Tests the guarantees of the schema itself for any writer: valid rows, known outcomes, comments, no privileges for
+PUBLIC."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, LiteralString
+
+import psycopg
+import pytest
+
+from pgoutbox.database.store import FinishRequest
+from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
+from tests.support.outbox_actions import cancel, claim, enqueue, finish, finish_sent, lapse, redrive, state_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SOUND_ROWS: dict[str, LiteralString] = {
+    "pending": "INSERT INTO pgoutbox.message (id, topic, payload) VALUES (-1, 't', '1')",
+    "sending": """
+        INSERT INTO pgoutbox.message (id, topic, payload, state, attempt_count, lease_expires_at, claimed_at, worker)
+        VALUES (-1, 't', '1', 'sending', 1, now(), now(), 'w')
+    """,
+    "sent": """
+        INSERT INTO pgoutbox.message (id, topic, payload, state, attempt_count, claimed_at, worker, finished_at)
+        VALUES (-1, 't', '1', 'sent', 1, now(), 'w', now())
+    """,
+    "failed": """
+        INSERT INTO pgoutbox.message (id, topic, payload, state, attempt_count, finished_at)
+        VALUES (-1, 't', '1', 'failed', 1, now())
+    """,
+    "skipped": """
+        INSERT INTO pgoutbox.message (id, topic, payload, state, skip_reason, finished_at)
+        VALUES (-1, 't', '1', 'skipped', 'superseded by 7', now())
+    """,
+    "cancelled": """
+        INSERT INTO pgoutbox.message (id, topic, payload, state, finished_at)
+        VALUES (-1, 't', '1', 'cancelled', now())
+    """,
+}
+
+UNSOUND_CHANGES: list[tuple[str, LiteralString, str]] = [
+    ("pending", "lease_expires_at = now()", "message_live_sound"),
+    ("pending", "finished_at = now()", "message_live_sound"),
+    ("pending", "available_at = 'infinity'", "message_live_sound"),
+    ("pending", "available_at = '-infinity'", "message_live_sound"),
+    ("sending", "lease_expires_at = NULL", "message_live_sound"),
+    ("sending", "claimed_at = NULL", "message_live_sound"),
+    ("sending", "worker = NULL", "message_live_sound"),
+    ("sending", "attempt_count = 0", "message_live_sound"),
+    ("sending", "finished_at = now()", "message_live_sound"),
+    ("sent", "lease_expires_at = now()", "message_done_sound"),
+    ("sent", "attempt_count = 0", "message_done_sound"),
+    ("sent", "worker = NULL", "message_done_sound"),
+    ("sent", "claimed_at = NULL", "message_done_sound"),
+    ("sent", "skip_reason = 'why'", "message_done_sound"),
+    ("sent", "superseded_by = 7", "message_done_sound"),
+    ("failed", "finished_at = NULL", "message_failed_sound"),
+    ("failed", "lease_expires_at = now()", "message_failed_sound"),
+    ("failed", "attempt_count = 0", "message_failed_sound"),
+    ("failed", "skip_reason = 'why'", "message_failed_sound"),
+    ("skipped", "skip_reason = NULL", "message_done_sound"),
+    ("skipped", "superseded_by = id", "message_done_sound"),
+    ("skipped", "superseded_by = id - 1", "message_done_sound"),
+    ("cancelled", "skip_reason = 'why'", "message_done_sound"),
+    ("cancelled", "superseded_by = 7", "message_done_sound"),
+    ("cancelled", "lease_expires_at = now()", "message_done_sound"),
+]
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_a_valid_row_of_every_state_is_accepted(rolled_back: psycopg.Connection, state: State) -> None:
+    rolled_back.execute(SOUND_ROWS[state])
+    assert state_of(rolled_back, -1) == state
+
+
+@pytest.mark.parametrize(("state", "change", "constraint"), UNSOUND_CHANGES)
+def test_an_invalid_row_is_refused(
+    rolled_back: psycopg.Connection, state: str, change: LiteralString, constraint: str
+) -> None:
+    rolled_back.execute(SOUND_ROWS[state])
+    with pytest.raises(psycopg.errors.CheckViolation) as caught:
+        rolled_back.execute(f"UPDATE pgoutbox.message SET {change} WHERE id = -1")
+    assert caught.value.diag.constraint_name == constraint
+
+
+@pytest.mark.parametrize("state", [State.SENT, State.SKIPPED, State.CANCELLED])
+def test_a_final_row_has_the_time_of_its_end(rolled_back: psycopg.Connection, state: State) -> None:
+    rolled_back.execute(SOUND_ROWS[state])
+    with pytest.raises(psycopg.errors.NotNullViolation):
+        rolled_back.execute("UPDATE pgoutbox.message SET finished_at = NULL WHERE id = -1")
+
+
+def test_a_row_with_an_unknown_state_is_refused(rolled_back: psycopg.Connection) -> None:
+    with pytest.raises(psycopg.errors.CheckViolation, match="no partition"):
+        rolled_back.execute("INSERT INTO pgoutbox.message (id, topic, payload, state) VALUES (-1, 't', '1', 'lost')")
+
+
+def test_two_messages_of_one_key_cannot_be_in_flight(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute(SOUND_ROWS["sending"])
+    rolled_back.execute("UPDATE pgoutbox.message SET coalesce_key = 'k' WHERE id = -1")
+    with pytest.raises(psycopg.errors.UniqueViolation) as caught:
+        rolled_back.execute(
+            """
+            INSERT INTO pgoutbox.message
+                (id, topic, payload, state, attempt_count, lease_expires_at, claimed_at, worker, coalesce_key)
+            VALUES (-2, 't', '1', 'sending', 1, now(), now(), 'w', 'k')
+            """
+        )
+    assert caught.value.diag.constraint_name == "message_live_in_flight"
+
+
+def test_the_partitions_cover_the_states_of_the_state_machine(rolled_back: psycopg.Connection) -> None:
+    bounds: dict[str, str] = dict(
+        rolled_back.execute(
+            """
+            SELECT c.relname::text, pg_get_expr(c.relpartbound, c.oid)
+            FROM pg_inherits AS i
+            JOIN pg_class AS c ON c.oid = i.inhrelid
+            WHERE i.inhparent = 'pgoutbox.message'::regclass
+            """
+        ).fetchall()
+    )
+    held = {name: set(re.findall(r"'(\w+)'", bound)) for name, bound in bounds.items()}
+    assert held == {
+        "message_live": set(State) - FINAL_STATES,
+        "message_failed": {State.FAILED},
+        "message_done": FINAL_STATES - {State.FAILED},
+    }
+
+
+def test_every_state_has_its_transitions_and_those_without_one_are_final() -> None:
+    assert set(TRANSITIONS) == set(State)
+    assert {state for state, targets in TRANSITIONS.items() if not targets} <= FINAL_STATES
+    assert TRANSITIONS[State.SENT] == frozenset()
+
+
+def _observed_transitions(connection: psycopg.Connection) -> set[tuple[str, str]]:
+    """Return every change of state that the statements make of messages in each situation."""
+    seen: set[tuple[str, str]] = set()
+
+    def observe(message_id: int, act: Callable[[], object]) -> None:
+        before = state_of(connection, message_id)
+        act()
+        seen.add((before, state_of(connection, message_id)))
+
+    def fresh(**options: str) -> int:
+        return enqueue(connection, coalesce_key=options.get("coalesce_key"))
+
+    def held() -> int:
+        message_id = fresh()
+        observe(message_id, lambda: claim(connection))
+        return message_id
+
+    for outcome in (AttemptOutcome.RETRY, AttemptOutcome.FAILED, AttemptOutcome.SKIPPED):
+        message_id = held()
+        observe(message_id, lambda: finish(connection, FinishRequest(message_id, 1, outcome, "why", 3600.0)))  # noqa: B023 - runs at once
+    observe(message_id := held(), lambda: finish_sent(connection, (message_id, 1)))
+
+    message_id = held()
+    lapse(connection, message_id)
+    observe(message_id, lambda: claim(connection))
+
+    message_id = held()
+    cancel(connection, message_id)
+    observe(message_id, lambda: finish(connection, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "why")))
+    observe(message_id, lambda: redrive(connection, message_id))
+    observe(message_id, lambda: cancel(connection, message_id))
+
+    message_id = held()
+    finish(connection, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "why"))
+    observe(message_id, lambda: redrive(connection, message_id))
+
+    message_id = fresh(coalesce_key="k")
+    fresh(coalesce_key="k")
+    observe(message_id, lambda: claim(connection))
+    return seen
+
+
+def test_the_statements_make_exactly_the_transitions_of_the_state_machine(rolled_back: psycopg.Connection) -> None:
+    allowed = {(state.value, target.value) for state, targets in TRANSITIONS.items() for target in targets}
+    assert _observed_transitions(rolled_back) == allowed
+
+
+def test_an_attempt_ends_in_exactly_the_known_outcomes(rolled_back: psycopg.Connection) -> None:
+    (definition,) = rolled_back.execute(
+        "SELECT pg_get_constraintdef(oid) FROM pg_constraint WHERE conname = 'attempt_outcome_known'"
+    ).fetchone() or ("",)
+    assert set(re.findall(r"'(\w+)'", definition)) == set(AttemptOutcome) - {AttemptOutcome.SENT}
+
+
+def test_an_unknown_outcome_of_an_attempt_is_refused(rolled_back: psycopg.Connection) -> None:
+    with pytest.raises(psycopg.errors.CheckViolation) as caught:
+        rolled_back.execute("INSERT INTO pgoutbox.attempt VALUES (1, 1, 'sent', 'w', now(), now())")
+    assert caught.value.diag.constraint_name == "attempt_outcome_known"
+
+
+def test_every_table_column_and_function_has_a_comment(rolled_back: psycopg.Connection) -> None:
+    bare = rolled_back.execute(
+        """
+        SELECT c.oid::regclass::text
+        FROM pg_class AS c
+        WHERE c.relnamespace = 'pgoutbox'::regnamespace
+            AND c.relkind IN ('r', 'p')
+            AND c.relname <> 'alembic_version'
+            AND c.relname !~ '^message_done_([0-9]{8}|default)$'
+            AND obj_description(c.oid, 'pg_class') IS NULL
+        UNION ALL
+        SELECT format('%s.%s', c.oid::regclass, a.attname)
+        FROM pg_class AS c
+        JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+        WHERE c.relnamespace = 'pgoutbox'::regnamespace
+            AND c.relkind IN ('r', 'p')
+            AND NOT c.relispartition
+            AND c.relname <> 'alembic_version'
+            AND col_description(c.oid, a.attnum) IS NULL
+        UNION ALL
+        SELECT p.oid::regprocedure::text
+        FROM pg_proc AS p
+        WHERE p.pronamespace = 'pgoutbox'::regnamespace AND obj_description(p.oid, 'pg_proc') IS NULL
+        """
+    ).fetchall()
+    assert bare == []
+
+
+def test_public_may_execute_no_function(rolled_back: psycopg.Connection) -> None:
+    functions = rolled_back.execute(
+        """
+        SELECT p.oid::regprocedure::text, p.proacl IS NULL OR has_function_privilege('pg_monitor', p.oid, 'EXECUTE')
+        FROM pg_proc AS p
+        WHERE p.pronamespace = 'pgoutbox'::regnamespace
+        """
+    ).fetchall()
+    assert len(functions) >= 8
+    assert [name for name, executable in functions if executable] == []
+
+
+# Only its owner may call the second function, and only _enqueue_checked does, which has a pinned path. Every producer
+# calls the first one, so the following tests check each name in it.
+WRITES_WITHOUT_SETTINGS = ["_enqueue_receipt", "_write_message"]
+
+
+def test_functions_that_write_pin_their_search_path(rolled_back: psycopg.Connection) -> None:
+    unpinned = rolled_back.execute(
+        """
+        SELECT p.proname::text
+        FROM pg_proc AS p
+        WHERE p.pronamespace = 'pgoutbox'::regnamespace
+            AND p.prosrc ~* '(insert into|update pgoutbox)'
+            AND NOT coalesce(p.proconfig @> ARRAY['search_path=pg_catalog, pg_temp'], false)
+        ORDER BY 1
+        """
+    ).fetchall()
+    assert [name for (name,) in unpinned] == WRITES_WITHOUT_SETTINGS
+
+
+@pytest.mark.parametrize("name", WRITES_WITHOUT_SETTINGS)
+def test_functions_without_a_pinned_path_have_only_qualified_names(rolled_back: psycopg.Connection, name: str) -> None:
+    row = rolled_back.execute("SELECT prosrc FROM pg_proc WHERE oid = %s::regproc", [f"pgoutbox.{name}"]).fetchone()
+    assert row is not None
+    assert open_names(row[0]) == []
+
+
+def open_names(body: str) -> list[str]:
+    """Return the operators, and the functions, tables and types without a schema, in a body of PL/pgSQL."""
+    body = re.sub(r"'[^']*'|--[^\n]*", "''", body).replace(":=", " ")
+    body = re.sub(r"OPERATOR\(pg_catalog\.[^)]+\)", " ", body)
+    operators = re.findall(r"[-+*/<>=~!@#%^&|`?:]+", body)
+    # The grammar's own names are not resolved: no schema can define another greatest or bigint.
+    known = {"greatest", "bigint", "boolean", "integer"}
+    functions = set(re.findall(r"(?<![.\w])(\w+)\(", body)) - known
+    tables = re.findall(r"\b(?:FROM|JOIN|INTO|UPDATE)\s+(?!pgoutbox\.)(\w+)", body)
+    types = set(re.findall(r"^    \w+ (\w+);$", body.partition("BEGIN")[0], re.MULTILINE)) - known
+    return [*operators, *sorted(functions), *tables, *sorted(types)]
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("BEGIN a := abs(1); END", "abs"),
+        ("BEGIN a := pg_catalog.abs(1 + 2); END", "+"),
+        ("BEGIN INSERT INTO message_live (id) VALUES (1); END", "message_live"),
+        ("DECLARE\n    a text;\nBEGIN RETURN a; END", "text"),
+    ],
+)
+def test_the_name_check_finds_each_kind_of_name(body: str, found: str) -> None:
+    assert open_names(body) == [found]
+
+
+def test_live_messages_have_no_more_indexes_than_claims_need(rolled_back: psycopg.Connection) -> None:
+    indexes = rolled_back.execute(
+        "SELECT indexname::text FROM pg_indexes WHERE schemaname = 'pgoutbox' AND tablename = 'message_live' ORDER BY 1"
+    ).fetchall()
+    assert [name for (name,) in indexes] == [
+        "message_live_content_id_idx",
+        "message_live_fresh",
+        "message_live_in_flight",
+        "message_live_lease",
+        "message_live_newer",
+        "message_live_ordered",
+        "message_live_ordered_due",
+        "message_live_ordered_in_flight",
+        "message_live_pkey",
+        "message_live_retry",
+    ]
+
+
+def test_every_indexed_text_has_the_collation_c(rolled_back: psycopg.Connection) -> None:
+    """The order of any other collation changes with the server's libraries, and indexes then hold keys twice."""
+    rows = rolled_back.execute(
+        """
+        SELECT format('%s.%s', c.relname, a.attname), a.attcollation = '"C"'::regcollation
+        FROM pg_index AS i
+        JOIN pg_class AS c ON c.oid = i.indrelid
+        CROSS JOIN unnest(i.indkey::smallint[]) AS key(number)
+        JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum = key.number
+        WHERE c.relnamespace = 'pgoutbox'::regnamespace AND a.attcollation <> 0 AND c.relname <> 'alembic_version'
+        """
+    ).fetchall()
+    columns: dict[str, bool] = dict(rows)
+    assert [column for column, is_c in columns.items() if not is_c] == []
+    assert {
+        "coalesce_head.topic", "coalesce_head.coalesce_key", "dedupe.topic", "dedupe.dedupe_key", "ordering.queue",
+        "ordering.ordering_key", "message_live.topic", "message_live.coalesce_key", "message_live.queue",
+        "message_live.ordering_key", "message_failed.queue", "message_failed.ordering_key", "queue.name",
+        "retention.topic", "breaker.key",
+    } <= columns.keys()  # fmt: skip
+    kept: dict[str, bool] = dict(
+        rolled_back.execute(
+            """
+            SELECT a.attname, bool_and(a.attcollation = '"C"'::regcollation)
+            FROM pg_attribute AS a
+            JOIN pg_class AS c ON c.oid = a.attrelid
+            WHERE c.relnamespace = 'pgoutbox'::regnamespace AND c.relkind IN ('r', 'p')
+                AND a.attname IN ('coalesce_key', 'dedupe_key', 'ordering_key', 'topic', 'queue')
+                AND c.relname <> 'audit'
+            GROUP BY a.attname
+            """
+        ).fetchall()
+    )
+    assert kept == dict.fromkeys(["coalesce_key", "dedupe_key", "ordering_key", "topic", "queue"], True)
+
+
+@pytest.mark.parametrize(
+    ("reason_code", "breaker_key", "constraint"),
+    [
+        ("other", None, "attempt_reason_code_known"),
+        ("circuit_open", None, "attempt_breaker_key_sound"),
+        ("unavailable", "smtp", "attempt_breaker_key_sound"),
+        (None, "smtp", "attempt_breaker_key_sound"),
+    ],
+)
+def test_a_breaker_key_belongs_to_the_reason_codes_of_breakers(
+    rolled_back: psycopg.Connection, reason_code: str | None, breaker_key: str | None, constraint: str
+) -> None:
+    with pytest.raises(psycopg.errors.CheckViolation) as caught:
+        rolled_back.execute(
+            "INSERT INTO pgoutbox.attempt VALUES (1, 1, 'snoozed', 'w', now(), now(), 'no', %s, %s)",
+            (reason_code, breaker_key),
+        )
+    assert caught.value.diag.constraint_name == constraint

@@ -1,0 +1,256 @@
+"""Tests the views for people: the same values as the tables, without secrets, and the reason why a message waits."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+from psycopg.types.json import Jsonb
+
+from pgoutbox.message import State
+from pgoutbox.redaction import REDACTED, REDACTED_NAMES, redact_text
+from tests.support.messages import put
+from tests.support.outbox_actions import claim, claim_ordered, enqueue, ids_in_flight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+
+    Expected = tuple[str, int | None, int | None]
+
+SNOOZED = """
+    INSERT INTO pgoutbox.attempt
+        (message_id, attempt_count, outcome, worker, started_at, ended_at, error, reason_code, breaker_key)
+    VALUES (%s, 1, 'snoozed', 'w', now(), now(), %s, %s, %s)
+"""
+WAITS_FOR_RETRY = (
+    "UPDATE pgoutbox.message_live SET attempt_count = 1, available_at = now() + interval '1 h' WHERE id = %s"
+)
+
+
+def reason_of(connection: psycopg.Connection, message_id: int) -> tuple[object, ...] | None:
+    return connection.execute(
+        "SELECT reason, waits_for, round(extract(epoch FROM until - now())) FROM pgoutbox.waiting_view WHERE id = %s",
+        [message_id],
+    ).fetchone()
+
+
+def a_queue_is_paused(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES ('q', now(), now() + interval '60 s')")
+    return enqueue(db, queue="q"), ("paused", None, 60)
+
+
+def a_pause_is_over(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES ('q', now(), now() - interval '60 s')")
+    return enqueue(db, queue="q"), ("due", None, None)
+
+
+def it_is_for_later(db: psycopg.Connection) -> tuple[int, Expected]:
+    message_id = enqueue(db)
+    db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h' WHERE id = %s", [message_id])
+    return message_id, ("scheduled", None, 3600)
+
+
+def it_is_retried(db: psycopg.Connection) -> tuple[int, Expected]:
+    message_id = enqueue(db)
+    db.execute(WAITS_FOR_RETRY, [message_id])
+    return message_id, ("retry", None, 3600)
+
+
+def a_handler_snoozed_it(db: psycopg.Connection) -> tuple[int, Expected]:
+    message_id = enqueue(db)
+    db.execute(WAITS_FOR_RETRY, [message_id])
+    db.execute(SNOOZED, (message_id, "circuit breaker smtp is open: no", None, None))
+    return message_id, ("retry", None, 3600)
+
+
+def a_breaker_held_it_back(db: psycopg.Connection) -> tuple[int, Expected]:
+    message_id = enqueue(db)
+    db.execute(WAITS_FOR_RETRY, [message_id])
+    db.execute(SNOOZED, (message_id, "connection refused", "circuit_open", "smtp:mail.example.org:587"))
+    return message_id, ("breaker", None, 3600)
+
+
+def its_destination_is_stalled(db: psycopg.Connection) -> tuple[int, Expected]:
+    message_id = enqueue(db)
+    db.execute(WAITS_FOR_RETRY, [message_id])
+    db.execute(SNOOZED, (message_id, "no answer", "stalled", "smtp:mail.example.org:587"))
+    return message_id, ("breaker", None, 3600)
+
+
+def its_transport_is_unavailable(db: psycopg.Connection) -> tuple[int, Expected]:
+    message_id = enqueue(db)
+    db.execute(WAITS_FOR_RETRY, [message_id])
+    db.execute(SNOOZED, (message_id, "no password", "unavailable", None))
+    return message_id, ("unavailable", None, 3600)
+
+
+def a_newer_one_exists(db: psycopg.Connection) -> tuple[int, Expected]:
+    message_id = enqueue(db, coalesce_key="k")
+    return message_id, ("superseded", enqueue(db, coalesce_key="k"), None)
+
+
+def its_key_is_halted(db: psycopg.Connection) -> tuple[int, Expected]:
+    failed = enqueue(db, ordering_key="o", on_failed="halt")
+    db.execute(
+        "UPDATE pgoutbox.message SET state = 'failed', attempt_count = 1, finished_at = now() WHERE id = %s", [failed]
+    )
+    return enqueue(db, ordering_key="o"), ("halted", failed, None)
+
+
+def it_is_not_its_turn(db: psycopg.Connection) -> tuple[int, Expected]:
+    first = enqueue(db, ordering_key="o")
+    return enqueue(db, ordering_key="o"), ("in order", first, None)
+
+
+def an_older_one_is_being_sent(db: psycopg.Connection) -> tuple[int, Expected]:
+    older = enqueue(db, coalesce_key="k")
+    assert ids_in_flight(claim(db)) == [older]
+    return enqueue(db, coalesce_key="k"), ("in flight", older, None)
+
+
+def the_rate_is_used_up(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute(
+        "INSERT INTO pgoutbox.queue (name, rate_count, rate_seconds, burst, tokens, tokens_at)"
+        " VALUES ('q', 1, 100, 1, 0.5, clock_timestamp() + interval '1 s')"
+    )
+    return enqueue(db, queue="q"), ("rate", None, 50)
+
+
+def the_queue_is_full(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('q', 1)")
+    put(db, State.SENDING, queue="q")
+    return enqueue(db, queue="q"), ("max_in_flight", None, None)
+
+
+def nothing_is_in_its_way(db: psycopg.Connection) -> tuple[int, Expected]:
+    return enqueue(db), ("due", None, None)
+
+
+SITUATIONS = (
+    a_queue_is_paused, a_pause_is_over, it_is_for_later, it_is_retried, a_handler_snoozed_it, a_breaker_held_it_back,
+    its_destination_is_stalled, its_transport_is_unavailable,
+    a_newer_one_exists, its_key_is_halted, it_is_not_its_turn, an_older_one_is_being_sent, the_rate_is_used_up,
+    the_queue_is_full, nothing_is_in_its_way,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.__name__)
+def test_the_view_gives_the_reason_and_a_claim_takes_due_messages(
+    rolled_back: psycopg.Connection, situation: Callable[[psycopg.Connection], tuple[int, Expected]]
+) -> None:
+    message_id, expected = situation(rolled_back)
+    assert reason_of(rolled_back, message_id) == expected
+    reason = expected[0]
+    (queue,) = rolled_back.execute("SELECT queue FROM pgoutbox.message WHERE id = %s", [message_id]).fetchone() or ("",)
+    taken = ids_in_flight(claim(rolled_back, queue=queue, by_permits=True))
+    if reason in ("in order", "halted"):
+        taken += ids_in_flight(claim_ordered(rolled_back))
+    assert (message_id in taken) == (reason == "due")
+
+
+def test_messages_that_do_not_wait_are_not_shown(rolled_back: psycopg.Connection) -> None:
+    for state in set(State) - {State.PENDING}:
+        put(rolled_back, state)
+    assert rolled_back.execute("SELECT count(*) FROM pgoutbox.waiting_view").fetchone() == (0,)
+
+
+def test_the_view_has_every_column_of_a_message(rolled_back: psycopg.Connection) -> None:
+    columns = """
+        SELECT array_agg(attname ORDER BY attname) FROM pg_attribute
+        WHERE attrelid = %s::regclass AND attnum > 0 AND NOT attisdropped
+    """
+    (shown,) = rolled_back.execute(columns, ["pgoutbox.message_view"]).fetchone() or ([],)
+    (stored,) = rolled_back.execute(columns, ["pgoutbox.message"]).fetchone() or ([],)
+    assert shown == stored
+
+
+def test_values_without_secrets_are_shown_unchanged(rolled_back: psycopg.Connection) -> None:
+    put(rolled_back, State.FAILED, destination="mailto:ada@example.org", coalesce_key="k", age=timedelta(hours=1))
+    columns = "id, topic, queue, destination, state, attempt_count, finished_at, worker, coalesce_key, last_error"
+    seen, stored = (
+        rolled_back.execute(f"SELECT {columns} FROM pgoutbox.{name}".encode()).fetchall()
+        for name in ("message_view", "message")
+    )
+    assert seen == stored
+
+
+# --- redaction --------------------------------------------------------------------------------------------------------
+
+SECRETS = [
+    *(f"{name}=s3cret" for name in REDACTED_NAMES),
+    *(f"{name.replace('_', '-').upper()} = 's3cret and more'" for name in REDACTED_NAMES),
+    *(f'{{"user_{name}": "s3cret", "a": 1}}' for name in REDACTED_NAMES),
+    *(f"{{'{name}s': ['s3cret', 's3cret']}}" for name in REDACTED_NAMES),
+    "https://ada:s3cret@example.org/path",
+    "postgresql://s3cret@db/app and smtp://:s3cret@mail",
+    "GET https://example.org/?page=1&access_token=s3cret&x=s3cret failed",
+    "Authorization: Bearer s3cret12345",
+    "header was Bearer s3cret12345, Basic s3cret12345=",
+    "Set-Cookie: sid=s3cret",
+    "1 validation error\n  Input should be a number [type=x, input_value='s3cret', input_type=str]",
+    "DETAIL: Key (token)=(s3cret) already exists.",
+    "line one\npassword=line\ntwo s3cret",
+    'nested \\"password\\": \\"s3cret\\"',
+    "smtp_pass=s3cret",
+    "{'pass': 's3cret'}",
+    "Pwd=s3cret",
+    "passwd s3cret",
+    "https://example.org/maps?key=s3cret",
+    "https://example.org/a?X-Amz-Signature=s3cret",
+    "https://example.org/a?sv=1&sig=s3cret",
+    "https://example.org/a?jwt=s3cret",
+    "eyJhbGciOiJub25lIn0.s3cret.s3cret is expired",
+    "key AIzaSyA-s3cret-1234567890",
+    "-----BEGIN RSA PRIVATE KEY-----\ns3cret\n-----END RSA PRIVATE KEY-----",
+    "amqp://user:pa/s3cret@h",
+    "redis://:p#s3cret@h",
+    "amqp://user:pa s3cret@h",
+]
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_secrets_in_a_text_are_hidden(rolled_back: psycopg.Connection, text: str) -> None:
+    (shown,) = rolled_back.execute("SELECT pgoutbox._redacted_text(%s)", [text]).fetchone() or ("",)
+    assert "s3cret" not in shown
+    assert REDACTED in shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "550 5.1.1 no such mailbox",
+        "mailto:ada@example.org",
+        "connection refused: 10.0.0.7:25",
+        "tel:1",
+        "timed out after 3 s",
+        "https://example.org:8443/users/ada@example.org",
+        "cannot reach nats://example.org:4222, asked ada@example.org",
+        'password authentication failed for user "ada"',
+        "3 passengers=3, compass=4, design=5",
+    ],
+)
+def test_a_text_without_secrets_is_not_changed(rolled_back: psycopg.Connection, text: str) -> None:
+    assert rolled_back.execute("SELECT pgoutbox._redacted_text(%s)", [text]).fetchone() == (text,)
+    assert redact_text(text) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ({"to": "ada", "n": 1, "list": [1, {"b": None}], "none": {}, "empty": []},
+         {"to": REDACTED, "n": REDACTED, "list": [REDACTED, {"b": REDACTED}], "none": {}, "empty": []}),
+        ("text", REDACTED),
+        (None, REDACTED),
+        ({"ada@example.org": 1, "x" * 41: 2}, {REDACTED: REDACTED}),
+    ],
+)  # fmt: skip
+def test_the_names_in_json_are_shown(rolled_back: psycopg.Connection, value: object, shown: object) -> None:
+    assert rolled_back.execute("SELECT pgoutbox._redacted_json(%s)", [Jsonb(value)]).fetchone() == (shown,)
+
+
+def test_every_possible_message_can_be_shown(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute("SELECT pgoutbox.enqueue('deep', (repeat('[', 5000) || repeat(']', 5000))::jsonb)")
+    rolled_back.execute("SELECT payload FROM pgoutbox.message_view")

@@ -1,0 +1,1024 @@
+"""Tests the doctor on databases that each have one problem, and on a database without problems."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, LiteralString, cast
+
+import psycopg
+import pytest
+import typer
+from cryptography.fernet import Fernet
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from pydantic import SecretStr
+
+from pgoutbox import Outbox, migrate
+from pgoutbox.cli.commands import app
+from pgoutbox.database.sql import MISSING_RELATIONS
+from pgoutbox.doctor import Finding, Level, Limits, examine
+from pgoutbox.encryption import Identity, Keyring
+from pgoutbox.message import Message, State
+from pgoutbox.settings import Settings, load_settings
+from tests.support.messages import put
+from tests.support.outbox_actions import WatchedWorker, claim, enqueue, lapse, running
+from tests.support.partitions import add_partition
+from tests.support.proxy import proxy_to
+from tests.support.servers import OwnServer, Workshop, open_workshop
+from tests.support.smtp_server import accepting_server
+from tests.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pgoutbox.handlers import Context
+    from tests.conftest import Connect, Server
+
+
+ROOT: Final = Path(__file__).parents[2]
+CANARY: Final = "c4n4ry-s3cret"
+HOUR_AGO: Final = "UPDATE pgoutbox.message SET available_at = now() - interval '1 hour'"
+
+
+def settings_of(dsn: str, **overrides: object) -> Settings:
+    given: dict[str, object] = {"dsn": dsn, "connect_timeout_seconds": 5}
+    return load_settings(**given | overrides)
+
+
+def found(
+    settings: Settings | str,
+    check: str,
+    *,
+    outbox: Outbox | None = None,
+    limits: Limits | None = None,
+    environment: dict[str, str] | None = None,
+    ahead_seconds: float = 0.0,
+) -> list[Finding]:
+    """Return the findings of one check."""
+    if isinstance(settings, str):
+        settings = settings_of(settings)
+    findings = examine(
+        settings,
+        outbox,
+        environment=environment,
+        limits=limits,
+        clock=lambda: time.time() + ahead_seconds,
+    )
+    return [finding for finding in findings if finding.check == check]
+
+
+def expect(findings: list[Finding], level: Level, *words: str) -> Finding:
+    """Return the one finding of this level with these words; it must have a reason and a fix."""
+    matching = [finding for finding in findings if finding.level is level]
+    assert len(matching) == 1, findings
+    (finding,) = matching
+    for word in words:
+        assert word in f"{finding.what}\n{finding.why}\n{finding.fix}"
+    if level in (Level.WARNING, Level.PROBLEM):
+        assert finding.why
+        assert finding.fix
+    return finding
+
+
+def levels(findings: list[Finding]) -> list[str]:
+    return [finding.level.value for finding in findings]
+
+
+@pytest.fixture(scope="module")
+def workshop() -> Iterator[Workshop]:
+    with open_workshop(os.environ) as workshop:
+        yield workshop
+
+
+@pytest.fixture(scope="module")
+def own(workshop: Workshop) -> Iterator[OwnServer]:
+    """Run a durable server whose slots, prepared transactions and roles only these tests use."""
+    with workshop.server() as server:
+        server.start(max_prepared_transactions="5", wal_level="replica")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def reckless(workshop: Workshop) -> Iterator[OwnServer]:
+    """Run a server with settings that risk data loss and bloat."""
+    with workshop.server() as server:
+        server.start(fsync="off", full_page_writes="off", autovacuum="off")
+        yield server
+
+
+@pytest.fixture
+def role(server: Server, dsn: str) -> Iterator[tuple[str, str]]:
+    """Create a role without any privilege, and return its DSN."""
+    database = conninfo_to_dict(dsn)["dbname"]
+    name = f"doctor_{database}"
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
+        try:
+            yield name, make_conninfo(dsn, user=name)
+        finally:
+            connection.execute(sql.SQL("DROP OWNED BY {} CASCADE").format(sql.Identifier(name)))
+            connection.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(name)))
+
+
+@pytest.fixture
+def handled() -> Outbox:
+    """Build an application that handles `greet`."""
+    outbox = Outbox()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    return outbox
+
+
+@pytest.fixture
+def posing(dsn: str) -> Iterator[psycopg.Connection]:
+    """Open a connection that looks like a worker's, but claims nothing."""
+    with psycopg.connect(dsn, application_name="pgoutbox claim w1") as connection:
+        yield connection
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_misspelt_variable_is_named_with_the_intended_setting(dsn: str) -> None:
+    findings = found(dsn, "settings", environment={"PGOUTBOX_SMTP_HSOT": "x", "PGOUTBOX_TEST_DSN": "x", "PATH": "x"})
+    expect(findings, Level.WARNING, "PGOUTBOX_SMTP_HSOT", "did you mean PGOUTBOX_SMTP_HOST?")
+
+
+def test_a_redirect_is_a_warning_and_a_forbidden_redirect_is_a_problem(dsn: str) -> None:
+    redirect = settings_of(dsn, redirect_to="tester@club.org", redirect_except="@club.org")
+    expect(found(redirect, "settings"), Level.WARNING, "tester@club.org", "your users get no e-mail", "unset")
+    forbidden = settings_of(dsn, redirect_to="tester@club.org", redirect_forbidden="2020-01-01/2199-01-01")
+    expect(found(forbidden, "settings"), Level.PROBLEM, "PGOUTBOX_REDIRECT_FORBIDDEN", "does not start")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"log_level": "DEBUG"}, "PGOUTBOX_LOG_LEVEL=DEBUG"),
+        ({"webhook_excerpt_length": 80}, "PGOUTBOX_WEBHOOK_EXCERPT_LENGTH=80"),
+        ({"breaker": False}, "PGOUTBOX_BREAKER=false"),
+    ],
+)
+def test_settings_for_testing_are_warnings(dsn: str, given: dict[str, object], words: str) -> None:
+    expect(found(settings_of(dsn, **given), "settings"), Level.WARNING, words)
+
+
+@pytest.mark.parametrize(
+    ("dsn", "level"),
+    [
+        ("host=db.invalid", Level.WARNING),
+        ("host=db.invalid sslmode=require", Level.WARNING),
+        ("host=localhost,db.invalid", Level.WARNING),
+        ("postgresql://app@db.invalid/app?sslmode=verify-ca", Level.WARNING),
+        ("host=db.invalid sslmode=verify-full", Level.OK),
+        ("host=127.0.0.1 port=1", Level.OK),
+        ("host=/nowhere", Level.OK),
+    ],
+)
+def test_a_dsn_to_another_machine_has_to_verify_the_server(dsn: str, level: Level) -> None:
+    finding = expect(found(dsn, "tls"), level)
+    assert level is Level.OK or "sslmode=verify-full" in str(finding.fix)
+
+
+def test_the_listener_dsn_has_to_verify_the_server_too(dsn: str) -> None:
+    settings = settings_of(dsn, listen_dsn="host=db.invalid sslmode=prefer")
+    expect(found(settings, "tls"), Level.WARNING, "PGOUTBOX_LISTEN_DSN", "sslmode=prefer")
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dsn", "words"),
+    [
+        (f"postgresql://app:{CANARY}@127.0.0.1:1/app", "port 1 failed"),
+        (f"postgresql://app:p@{CANARY}#x@127.0.0.1:1/app", ""),
+        (f"host=127.0.0.1 password={CANARY} nonsense", "is not a connection string"),
+    ],
+)
+def test_an_unreachable_database_is_a_problem_and_transports_are_still_checked(dsn: str, words: str) -> None:
+    findings = list(examine(load_settings(dsn=dsn, connect_timeout_seconds=1)))
+    expect([finding for finding in findings if finding.check == "database"], Level.PROBLEM, "PGOUTBOX_DSN", words)
+    assert {"smtp", "webhooks", "kafka"} <= {finding.check for finding in findings}
+
+
+def test_a_database_with_another_encoding_is_a_problem(server: Server) -> None:
+    with server.database() as janitor:
+        dsn = server.dsn_for("postgres")
+        name = sql.Identifier(f"{janitor.dbname}_ascii")
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute(
+                sql.SQL("CREATE DATABASE {} ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0").format(name)
+            )
+            try:
+                expect(found(server.dsn_for(f"{janitor.dbname}_ascii"), "server"), Level.PROBLEM, "SQL_ASCII", "UTF8")
+            finally:
+                connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(name))
+
+
+def test_a_read_only_session_is_a_problem(dsn: str, db: psycopg.Connection) -> None:
+    database = sql.Identifier(str(conninfo_to_dict(dsn)["dbname"]))
+    db.execute(sql.SQL("ALTER DATABASE {} SET default_transaction_read_only = on").format(database))
+    expect(found(dsn, "server"), Level.PROBLEM, "read-only", "default_transaction_read_only")
+
+
+def test_a_standby_is_a_problem_and_its_slot_and_feedback_are_found_on_the_primary(
+    own: OwnServer, workshop: Workshop
+) -> None:
+    limits = Limits(transactions=0)
+    reporting = {
+        "hot_standby_feedback": "on",
+        "wal_receiver_status_interval": "1",
+        "max_prepared_transactions": "5",
+    }
+    with own.connect() as db, workshop.standby_of(own, "reports") as standby:
+        standby.start(**reporting)
+        expect(found(standby.dsn, "server"), Level.PROBLEM, "leads to a standby", "target_session_attrs=read-write")
+        feedback = "SELECT FROM pg_stat_replication WHERE backend_xmin IS NOT NULL"
+        wait_until(lambda: db.execute(feedback).fetchall(), lambda: "the standby tells what it reads")
+        expect(
+            found(own.dsn, "transactions", limits=limits),
+            Level.WARNING,
+            "standby reports",
+            "hot_standby_feedback=off",
+        )
+        standby.stop()
+        db.execute("SELECT pg_create_physical_replication_slot('for_reports')")
+        try:
+            standby.start(**reporting, primary_slot_name="for_reports")
+            held = "SELECT FROM pg_replication_slots WHERE xmin IS NOT NULL"
+            wait_until(lambda: db.execute(held).fetchall(), lambda: "the slot holds what the standby reads")
+            standby.stop("immediate")
+            expect(
+                found(own.dsn, "transactions", limits=limits),
+                Level.WARNING,
+                "replication slot for_reports",
+                "pg_drop_replication_slot('for_reports')",
+            )
+        finally:
+            standby.stop("immediate")
+            unused = "SELECT FROM pg_replication_slots WHERE NOT active"
+            wait_until(lambda: db.execute(unused).fetchall(), lambda: "the slot is free")
+            db.execute("SELECT pg_drop_replication_slot('for_reports')")
+
+
+def test_a_transaction_pooler_for_the_listener_is_a_problem(pooled_dsn: str) -> None:
+    expect(found(pooled_dsn, "pooler"), Level.PROBLEM, "transaction pooler", "PGOUTBOX_LISTEN_DSN")
+    assert levels(found(pooled_dsn, "listener")) == ["skipped"]
+
+
+def test_a_pooler_is_accepted_if_the_listener_bypasses_it_or_is_off(dsn: str, pooled_dsn: str) -> None:
+    around = settings_of(pooled_dsn, listen_dsn=dsn)
+    expect(found(around, "pooler"), Level.OK, "its own connection")
+    expect(found(around, "listener"), Level.OK, "arrived after")
+    without = settings_of(pooled_dsn, listen=False)
+    expect(found(without, "pooler"), Level.OK, "PGOUTBOX_LISTEN=false")
+    assert levels(found(without, "listener")) == ["skipped"]
+    through = settings_of(dsn, listen_dsn=pooled_dsn)
+    expect(found(through, "listener"), Level.PROBLEM, "PGOUTBOX_LISTEN_DSN leads through a pooler")
+
+
+def test_a_listener_on_another_database_is_a_problem(dsn: str, empty_dsn: str) -> None:
+    settings = settings_of(dsn, listen_dsn=empty_dsn)
+    findings = found(settings, "listener", limits=Limits(round_trip_seconds=0.2))
+    expect(findings, Level.PROBLEM, "did not arrive", "the same database")
+
+
+def test_a_listener_that_cannot_connect_is_a_problem(dsn: str) -> None:
+    settings = settings_of(dsn, listen_dsn=f"postgresql://app:{CANARY}@127.0.0.1:1/app", connect_timeout_seconds=1)
+    finding = expect(found(settings, "listener"), Level.PROBLEM, "PGOUTBOX_LISTEN_DSN", "waits for the next sweep")
+    assert CANARY not in str(finding)
+
+
+def test_an_unresponsive_server_is_abandoned(dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pgoutbox.doctor.context.STATEMENT_SECONDS", 0)
+    monkeypatch.setattr("pgoutbox.doctor.context.ANSWER_SECONDS", 0.3)
+    with proxy_to(dsn, tmp_path) as proxy:
+        findings = examine(settings_of(proxy.dsn))
+        while next(findings).check != "database":
+            pass
+        with proxy.stalled():
+            expect([next(findings)], Level.PROBLEM, "the check failed: no answer within 0.3 s")
+            assert {finding.check for finding in findings} >= {"slots", "schema", "smtp"}
+
+
+@pytest.mark.parametrize(("ahead", "word"), [(60.0, "behind"), (-60.0, "ahead of")])
+def test_clock_differences_are_a_warning(dsn: str, ahead: float, word: str) -> None:
+    expect(found(dsn, "clock", ahead_seconds=ahead), Level.WARNING, "60 s", word, "NTP")
+
+
+def test_a_server_that_does_not_flush_to_disk_is_a_problem(reckless: OwnServer) -> None:
+    findings = found(reckless.dsn, "durability")
+    assert [(finding.level, finding.what) for finding in findings] == [
+        (Level.PROBLEM, "fsync=off"),
+        (Level.PROBLEM, "full_page_writes=off"),
+    ]
+
+
+def test_asynchronous_commits_are_a_warning_for_any_role(own: OwnServer) -> None:
+    with own.connect() as db:
+        db.execute("CREATE ROLE hasty_app LOGIN")
+        db.execute("ALTER ROLE hasty_app SET synchronous_commit = off")
+        try:
+            expect(found(own.dsn, "durability"), Level.WARNING, "synchronous_commit=off for role hasty_app")
+        finally:
+            db.execute("DROP ROLE hasty_app")
+        assert levels(found(own.dsn, "durability")) == ["ok"]
+        hasty = make_conninfo(own.dsn, options="-c synchronous_commit=off")
+        expect(found(hasty, "durability"), Level.WARNING, "this session")
+
+
+def test_an_unlogged_table_is_a_problem(own: OwnServer) -> None:
+    with own.connect() as db:
+        db.execute("ALTER TABLE pgoutbox.message_live SET UNLOGGED")
+        try:
+            finding = expect(found(own.dsn, "durability"), Level.PROBLEM, "UNLOGGED tables: message_live")
+        finally:
+            db.execute(str(finding.fix).encode())
+    assert levels(found(own.dsn, "durability")) == ["ok"]
+
+
+def test_a_session_that_stays_in_its_transaction_is_named(dsn: str) -> None:
+    with psycopg.connect(dsn, application_name="month-end report") as reader:
+        reader.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        reader.execute("SELECT count(*) FROM pgoutbox.message")
+        pid = reader.info.backend_pid
+        findings = [
+            finding
+            for finding in found(dsn, "transactions", limits=Limits(transaction_seconds=0))
+            if f"session {pid} " in finding.what
+        ]
+        user = reader.info.user
+    expect(
+        findings,
+        Level.WARNING,
+        f"user {user}",
+        "application month-end report",
+        "idle in transaction",
+        f"pg_terminate_backend({pid})",
+    )
+
+
+def test_a_forgotten_prepared_transaction_is_named_with_a_working_fix(own: OwnServer) -> None:
+    limits = Limits(transaction_seconds=0)
+    with own.connect() as db:
+        db.execute("BEGIN")
+        enqueue(db)
+        db.execute("PREPARE TRANSACTION 'order 7''s payment'")
+        finding = expect(
+            found(own.dsn, "transactions", limits=limits), Level.WARNING, "prepared transaction order 7's payment"
+        )
+        db.execute(str(finding.fix).partition(" or ")[2].encode())
+    assert levels(found(own.dsn, "transactions", limits=limits)) == ["ok"]
+
+
+def test_a_role_that_cannot_see_other_sessions_reports_that_limit(role: tuple[str, str]) -> None:
+    name, role_dsn = role
+    expect(found(role_dsn, "transactions"), Level.SKIPPED, f"GRANT pg_read_all_stats TO {name}")
+
+
+def test_an_unused_replication_slot_is_named(own: OwnServer) -> None:
+    with own.connect() as db:
+        db.execute("SELECT pg_create_physical_replication_slot('forgotten', true)")
+        try:
+            expect(
+                found(own.dsn, "slots", limits=Limits(retained_bytes=0)),
+                Level.WARNING,
+                "replication slot forgotten (unused, reserved) holds back",
+                "pg_drop_replication_slot('forgotten')",
+            )
+            assert levels(found(own.dsn, "slots")) == ["ok"]
+        finally:
+            db.execute("SELECT pg_drop_replication_slot('forgotten')")
+
+
+def test_notifications_retained_by_a_listener_are_found(own: OwnServer) -> None:
+    with own.connect() as sleeper, own.connect() as db:
+        sleeper.execute("LISTEN anything")
+        sleeper.execute("BEGIN")
+        sleeper.execute("SELECT 1")
+        for number in range(20):
+            db.execute("SELECT pg_notify('anything', %s)", (f"{number} {'x' * 7_000}",))
+        findings = found(own.dsn, "notify", limits=Limits(notify_warning=1e-9))
+        expect(findings, Level.WARNING, "notification queue", "in a transaction for long")
+        findings = found(own.dsn, "notify", limits=Limits(notify_warning=1e-9, notify_problem=1e-9))
+        expect(findings, Level.PROBLEM, "fails at its COMMIT")
+
+
+def test_disabled_autovacuum_is_found_for_the_server_and_for_a_table(reckless: OwnServer) -> None:
+    expect(found(reckless.dsn, "vacuum"), Level.PROBLEM, "autovacuum is off", "set autovacuum=on")
+    with reckless.connect() as db:
+        db.execute("ALTER TABLE pgoutbox.message_live SET (autovacuum_enabled = off)")
+        finding = expect(found(reckless.dsn, "vacuum"), Level.WARNING, "autovacuum is off for message_live")
+        db.execute(str(finding.fix).encode())
+    assert levels(found(reckless.dsn, "vacuum")) == ["problem"]
+
+
+def test_a_majority_of_dead_rows_is_found(reckless: OwnServer) -> None:
+    with reckless.connect() as db:
+        for _ in range(20):
+            enqueue(db)
+        db.execute("DELETE FROM pgoutbox.message")
+        db.execute("SELECT pg_stat_force_next_flush()")
+        findings = found(reckless.dsn, "vacuum", limits=Limits(dead_rows=10))
+    expect(findings, Level.WARNING, "message_live has 20 dead rows and 0 live ones", "never run on it")
+
+
+# --- the schema -------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_schema_is_a_problem_and_skips_the_schema_checks(empty_dsn: str) -> None:
+    findings = list(examine(settings_of(empty_dsn)))
+    expect([finding for finding in findings if finding.check == "schema"], Level.PROBLEM, "pgoutbox migrate")
+    assert levels([finding for finding in findings if finding.check in ("rights", "due", "failed")]) == ["skipped"] * 3
+
+
+def test_an_outdated_schema_is_a_problem(dsn: str, db: psycopg.Connection) -> None:
+    db.execute("CREATE OR REPLACE FUNCTION pgoutbox.schema_version() RETURNS integer LANGUAGE sql AS 'SELECT 0'")
+    expect(found(dsn, "schema"), Level.PROBLEM, "has version 0", "pgoutbox migrate")
+
+
+def test_a_missing_relation_is_a_problem(dsn: str, db: psycopg.Connection) -> None:
+    db.execute("ALTER TABLE pgoutbox.audit RENAME TO elsewhere")
+    expect(found(dsn, "schema"), Level.PROBLEM, "pgoutbox.audit: missing", "restore it from a backup")
+
+
+def test_every_relation_of_the_schema_is_checked(dsn: str, db: psycopg.Connection) -> None:
+    relations = db.execute(
+        """
+        SELECT relname::text FROM pg_class
+        WHERE relnamespace = 'pgoutbox'::regnamespace AND (relkind IN ('r', 'p', 'v') OR relname = 'message_id_seq')
+            AND relname <> 'alembic_version' AND relname !~ '[0-9]{8}$'
+        """
+    ).fetchall()
+    assert db.execute(MISSING_RELATIONS).fetchall() == []
+    db.execute("ALTER SCHEMA pgoutbox RENAME TO elsewhere")
+    assert sorted(db.execute(MISSING_RELATIONS).fetchall()) == sorted(relations)
+
+
+def test_a_role_without_privileges_is_a_problem_with_the_grants_it_needs(
+    db: psycopg.Connection, role: tuple[str, str]
+) -> None:
+    name, role_dsn = role
+    expect(found(role_dsn, "schema"), Level.PROBLEM, "may not use the schema", f"GRANT pgoutbox_worker TO {name}")
+    db.execute(sql.SQL("GRANT USAGE ON SCHEMA pgoutbox TO {}").format(sql.Identifier(name)))
+    expect(found(role_dsn, "rights"), Level.PROBLEM, "may neither enqueue nor deliver nor operate")
+    assert levels(found(role_dsn, "due")) == ["skipped"]
+
+
+def test_the_privileges_of_a_role_are_reported(db: psycopg.Connection, role: tuple[str, str]) -> None:
+    name, role_dsn = role
+    who = sql.Identifier(name)
+    db.execute(sql.SQL("GRANT USAGE ON SCHEMA pgoutbox TO {}").format(who))
+    db.execute(sql.SQL("GRANT SELECT ON ALL TABLES IN SCHEMA pgoutbox TO {}").format(who))
+    expect(found(role_dsn, "rights"), Level.OK, f"{name} may look")
+    db.execute(sql.SQL("GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA pgoutbox TO {}").format(who))
+    db.execute(sql.SQL("GRANT INSERT ON pgoutbox.message_live TO {}").format(who))
+    expect(found(role_dsn, "rights"), Level.OK, "may look, enqueue")
+    db.execute(sql.SQL("GRANT INSERT, UPDATE ON ALL TABLES IN SCHEMA pgoutbox TO {}").format(who))
+    assert found(role_dsn, "rights")[0].what == f"{name} may look, enqueue, work, operate"
+
+
+@pytest.mark.parametrize(
+    ("part", "may"),
+    [
+        ("producer", "enqueue"),
+        ("worker", "look, enqueue, work"),
+        ("operator", "look, operate"),
+        ("viewer", "look"),
+    ],
+)
+def test_each_pgoutbox_role_has_the_privileges_of_its_part(
+    db: psycopg.Connection, role: tuple[str, str], part: str, may: str
+) -> None:
+    name, role_dsn = role
+    db.execute(sql.SQL("GRANT {} TO {}").format(sql.Identifier(f"pgoutbox_{part}"), sql.Identifier(name)))
+    expect(found(role_dsn, "rights"), Level.OK, f"{name} may {may}; it has the rights of pgoutbox_{part}")
+
+
+def test_the_worker_role_can_run_every_backlog_check(
+    db: psycopg.Connection, role: tuple[str, str], handled: Outbox
+) -> None:
+    name, role_dsn = role
+    db.execute(sql.SQL("GRANT pgoutbox_worker, pg_read_all_stats TO {}").format(sql.Identifier(name)))
+    findings = [
+        finding for finding in examine(settings_of(role_dsn), handled) if finding.check not in ("durability", "workers")
+    ]
+    assert {finding.level for finding in findings} == {Level.OK, Level.SKIPPED}
+    skipped = {finding.check for finding in findings if finding.level is Level.SKIPPED}
+    assert skipped <= {"partitions", "smtp", "apprise", "redis", "nats", "rabbitmq", "kafka"}
+
+
+OWED: Final = {"retention", "handlers", "leases", "encryption", "due", "breakers", "failed", "destinations"}
+
+
+@pytest.fixture
+def troubled(db: psycopg.Connection) -> Outbox:
+    """Create a finding for every backlog check, and the application that the messages are for."""
+    outbox = Outbox()
+    outbox.topic("mail")
+    for queue, control in (("full", "max_in_flight = 1"), ("paused", "paused_at = now()")):
+        enqueue(db, queue=queue, destination="kafka:orders")
+        db.execute(f"INSERT INTO pgoutbox.queue (name) VALUES ('{queue}')".encode())
+        db.execute(f"UPDATE pgoutbox.queue SET {control} WHERE name = '{queue}'".encode())
+    put(db, State.SENDING, queue="full")
+    for _ in range(20):
+        put(db, State.SENT)
+        put(db, State.FAILED)
+    db.execute(HOUR_AGO)
+    db.execute("UPDATE pgoutbox.message SET claimed_at = finished_at - interval '10 minutes' WHERE state = 'sent'")
+    db.execute("UPDATE pgoutbox.message SET last_error = %s WHERE state = 'failed'", [f"550 token={CANARY}"])
+    put(db, State.SENT, age=timedelta(days=9))
+    sealed = Keyring(SecretStr(Fernet.generate_key().decode())).seal(
+        "{}", Identity("payload", "mail.secret"), dedupe_key=None
+    )
+    enqueue(db, "mail.secret", json.loads(sealed))
+    db.execute("INSERT INTO pgoutbox.retention VALUES ('1 day', '*', 'sent')")
+    db.execute(
+        "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error) "
+        "VALUES ('smtp mail.club.org', now(), 30, 'w', %s)",
+        [f"refused: password={CANARY}"],
+    )
+    return outbox
+
+
+def told(findings: list[Finding]) -> list[Finding]:
+    """Return the backlog findings without the numbers that grow from one run to the next."""
+    return [
+        dataclasses.replace(finding, what=re.sub(r"\d+(\.\d+)?", "#", finding.what))
+        for finding in findings
+        if finding.check in OWED | {"vacuum", "partitions", "workers", "transactions"}
+    ]
+
+
+@pytest.mark.parametrize("part", ["worker", "operator", "viewer"])
+def test_a_viewer_gets_the_same_findings_as_the_owner(
+    dsn: str, role: tuple[str, str], db: psycopg.Connection, troubled: Outbox, part: str
+) -> None:
+    name, role_dsn = role
+    grant = sql.SQL("GRANT {}, pg_read_all_stats TO {}")
+    db.execute(grant.format(sql.Identifier(f"pgoutbox_{part}"), sql.Identifier(name)))
+    owners, theirs = (list(examine(settings_of(one), troubled)) for one in (dsn, role_dsn))
+    assert told(theirs) == told(owners)
+    assert {finding.check for finding in theirs if finding.level in (Level.WARNING, Level.PROBLEM)} >= OWED
+    assert CANARY not in str(theirs)
+
+
+@pytest.mark.parametrize(
+    ("part", "skipped"),
+    [
+        ("worker", {"transactions"}),
+        ("operator", {"transactions"}),
+        ("viewer", {"transactions"}),
+        ("producer", {"transactions", "schema", "sequence", "workers", *OWED}),
+    ],
+)
+def test_checks_without_privileges_are_skipped_with_the_missing_grant(
+    role: tuple[str, str], db: psycopg.Connection, troubled: Outbox, part: str, skipped: set[str]
+) -> None:
+    name, role_dsn = role
+    db.execute(sql.SQL("GRANT {} TO {}").format(sql.Identifier(f"pgoutbox_{part}"), sql.Identifier(name)))
+    findings = [
+        finding
+        for finding in examine(settings_of(role_dsn, encryption_keys=Fernet.generate_key().decode()), troubled)
+        if finding.level is Level.SKIPPED
+        and finding.check not in ("smtp", "apprise", "redis", "nats", "rabbitmq", "kafka")
+    ]
+    assert {finding.check for finding in findings} == skipped | ({"encryption"} if part != "worker" else set())
+    assert all("GRANT " in str(finding.fix) for finding in findings)
+
+
+def test_a_role_without_access_to_payloads_reports_that_keys_were_not_checked(
+    db: psycopg.Connection, role: tuple[str, str]
+) -> None:
+    name, role_dsn = role
+    db.execute(sql.SQL("GRANT pgoutbox_viewer TO {}").format(sql.Identifier(name)))
+    grant = f"GRANT SELECT ON pgoutbox.message, pgoutbox.large_payload TO {name}"
+    key = Fernet.generate_key().decode()
+    settings = settings_of(role_dsn, encryption_keys=key)
+    expect(found(settings, "encryption"), Level.OK, "no encrypted payload is pending")
+    enqueue(
+        db,
+        "mail.secret",
+        json.loads(Keyring(SecretStr(key)).seal("{}", Identity("payload", "mail.secret"), dedupe_key=None)),
+    )
+    expect(found(settings, "encryption"), Level.SKIPPED, "mail.secret", grant)
+    expect(found(role_dsn, "encryption"), Level.PROBLEM, "decrypts 1 payload of mail.secret")
+    db.execute(grant.encode())
+    expect(found(settings, "encryption"), Level.OK, "the keys decrypt")
+
+
+def test_a_superuser_is_a_warning(dsn: str) -> None:
+    expect(found(dsn, "rights"), Level.WARNING, "is a superuser")
+
+
+@pytest.mark.parametrize(
+    ("grant", "what"),
+    [
+        ("GRANT CREATE ON SCHEMA pgoutbox TO PUBLIC", "CREATE in the schema"),
+        ("GRANT EXECUTE ON FUNCTION pgoutbox.cancel TO PUBLIC", "function cancel"),
+        ("GRANT SELECT ON pgoutbox.message TO PUBLIC", "table message"),
+        ("GRANT SELECT (topic) ON pgoutbox.message TO PUBLIC", "table message"),
+        ("GRANT DELETE ON pgoutbox.audit TO PUBLIC", "table audit"),
+    ],
+)
+def test_privileges_of_public_are_a_problem_with_a_working_fix(
+    dsn: str, db: psycopg.Connection, grant: str, what: str
+) -> None:
+    assert levels(found(dsn, "rights")) == ["warning"]
+    db.execute(grant.encode())
+    finding = expect(found(dsn, "rights"), Level.PROBLEM, f"PUBLIC has rights: {what}")
+    db.execute(str(finding.fix).encode())
+    assert levels(found(dsn, "rights")) == ["warning"]
+
+
+# --- owed messages ----------------------------------------------------------------------------------------------------
+
+DROP_DATED: Final = """
+DO $$
+DECLARE
+    dated regclass;
+BEGIN
+    FOR dated IN
+        SELECT i.inhrelid::regclass
+        FROM pg_inherits AS i
+        JOIN pg_class AS c ON c.oid = i.inhrelid
+        WHERE i.inhparent = 'pgoutbox.message_done'::regclass AND pg_get_expr(c.relpartbound, c.oid) <> 'DEFAULT'
+    LOOP
+        EXECUTE 'DROP TABLE ' || dated;
+    END LOOP;
+END
+$$
+"""
+ADD_DATED: Final = """
+DO $$
+BEGIN
+    EXECUTE format(
+        'CREATE TABLE pgoutbox.message_done_20200101 PARTITION OF pgoutbox.message_done FOR VALUES FROM (%L) TO (%L)',
+        now() - interval '100 days',
+        now() + interval '{days} days 1 hour'
+    );
+END
+$$
+"""
+
+
+@pytest.mark.parametrize(
+    ("days", "level", "words"),
+    [
+        (-50, Level.WARNING, "ended 50 days ago"),
+        (0, Level.WARNING, "the partitions of message_done end in 60 min"),
+        (9, Level.OK, "for 9 days"),
+    ],
+)
+def test_partitions_that_end_soon_are_a_warning(
+    dsn: str, db: psycopg.Connection, days: int, level: Level, words: str
+) -> None:
+    db.execute(DROP_DATED)
+    assert levels(found(dsn, "partitions")) == ["skipped"]
+    db.execute(ADD_DATED.replace("{days}", str(days)).encode())
+    expect(found(dsn, "partitions"), level, words)
+
+
+def test_a_sequence_behind_the_messages_is_a_problem_with_a_working_fix(dsn: str, db: psycopg.Connection) -> None:
+    newest = [enqueue(db) for _ in range(3)][-1]
+    expect(found(dsn, "sequence"), Level.OK, f"the last id is {newest}")
+    db.execute("SELECT setval('pgoutbox.message_id_seq', 1)")
+    finding = expect(found(dsn, "sequence"), Level.PROBLEM, f"is at 1, but message {newest} exists")
+    db.execute(statement_of(finding))
+    assert levels(found(dsn, "sequence")) == ["ok"]
+    assert enqueue(db) == newest + 1
+
+
+@pytest.mark.parametrize(
+    ("lock", "why"),
+    [
+        ("pg_advisory_lock_shared", "so they poll"),
+        ("pg_advisory_lock", "every enqueue in that queue sends a notification"),
+    ],
+)
+def test_a_foreign_session_that_holds_a_bell_is_named(
+    dsn: str, connect: Connect, lock: LiteralString, why: str
+) -> None:
+    assert levels(found(dsn, "notify")) == ["ok"]
+    stranger = connect(autocommit=True)
+    stranger.execute("SET application_name = 'stranger'")
+    stranger.execute(sql.SQL("SELECT {}(1885826146, hashtext('default'))").format(sql.SQL(lock)))
+    pid = stranger.info.backend_pid
+    expect(
+        found(dsn, "notify"),
+        Level.WARNING,
+        f"holds the bell of a queue: process {pid}, user {stranger.info.user}, application stranger",
+        f"pg_terminate_backend({pid})",
+        why,
+    )
+
+
+def test_a_producer_with_a_shared_bell_lock_is_not_reported(dsn: str, connect: Connect) -> None:
+    enqueue(connect())
+    assert levels(found(dsn, "notify")) == ["ok"]
+
+
+def test_a_sequence_with_a_cache_is_a_problem_with_a_working_fix(dsn: str, db: psycopg.Connection) -> None:
+    db.execute("ALTER SEQUENCE pgoutbox.message_id_seq CACHE 100")
+    finding = expect(found(dsn, "sequence"), Level.PROBLEM, "has CACHE 100")
+    db.execute(statement_of(finding))
+    assert levels(found(dsn, "sequence")) == ["ok"]
+
+
+def statement_of(finding: Finding) -> bytes:
+    """Return the SQL of the finding's fix."""
+    statement = re.search(r"(SELECT|ALTER) [^;]*;", str(finding.fix))
+    assert statement is not None
+    return statement[0].encode()
+
+
+def test_partitions_of_a_wrong_clock_do_not_hide_the_missing_one_of_today(dsn: str, db: psycopg.Connection) -> None:
+    db.execute(DROP_DATED)
+    add_partition(db, -40, days=7)
+    expect(found(dsn, "partitions"), Level.WARNING, "no partition for today, but later ones")
+
+
+def test_a_retention_rule_that_is_not_applied_is_a_warning(dsn: str, db: psycopg.Connection) -> None:
+    put(db, State.SENT, age=timedelta(days=9))
+    put(db, State.SENT, topic="kept", age=timedelta(days=9))
+    db.execute("INSERT INTO pgoutbox.retention VALUES ('5 days', '*', 'sent'), ('90 days', 'kept', 'sent')")
+    expect(found(dsn, "retention"), Level.WARNING, "sent messages of *", "4 days ago")
+    db.execute("UPDATE pgoutbox.retention SET keep = '10 days' WHERE topic = '*'")
+    expect(found(dsn, "retention"), Level.OK, "2 retention rules")
+
+
+def test_many_messages_without_a_retention_rule_are_a_warning(dsn: str, db: psycopg.Connection) -> None:
+    put(db, State.SENT)
+    db.execute("ANALYZE pgoutbox.message_done")
+    findings = found(dsn, "retention", limits=Limits(done_without_rules=1))
+    expect(findings, Level.WARNING, "no retention rule deletes them", "pgoutbox retention set")
+    assert levels(found(dsn, "retention")) == ["ok"]
+
+
+def test_missing_workers_are_a_warning(dsn: str) -> None:
+    expect(found(dsn, "workers"), Level.WARNING, "no worker is connected", "pgoutbox worker")
+    with psycopg.connect(dsn, application_name="pgoutbox claim w1"):
+        expect(found(dsn, "workers"), Level.OK, "1 worker connected")
+
+
+def test_a_role_that_cannot_see_other_roles_does_not_report_missing_workers(
+    db: psycopg.Connection, role: tuple[str, str]
+) -> None:
+    name, role_dsn = role
+    db.execute(sql.SQL("GRANT USAGE ON SCHEMA pgoutbox TO {}").format(sql.Identifier(name)))
+    db.execute(sql.SQL("GRANT EXECUTE ON FUNCTION pgoutbox.schema_version TO {}").format(sql.Identifier(name)))
+    expect(found(role_dsn, "workers"), Level.SKIPPED, "GRANT pg_read_all_stats")
+
+
+def test_topics_without_a_handler_are_named(dsn: str, db: psycopg.Connection, handled: Outbox) -> None:
+    assert levels(found(dsn, "handlers")) == ["skipped"]
+    assert levels(found(dsn, "handlers", outbox=handled)) == ["ok"]
+    handled.topic("later.perhaps")
+    enqueue(db, "mail.lost")
+    enqueue(db, "mail.lost")
+    findings = found(dsn, "handlers", outbox=handled)
+    expect(findings, Level.PROBLEM, "topic mail.lost has no handler and 2 pending messages")
+    expect(findings, Level.WARNING, "topics without a handler: later.perhaps")
+
+
+def test_attempts_longer_than_their_lease_are_a_warning(dsn: str, db: psycopg.Connection) -> None:
+    for _ in range(20):
+        put(db, State.SENT)
+    assert levels(found(dsn, "leases")) == ["ok"]
+    db.execute("UPDATE pgoutbox.message SET claimed_at = finished_at - interval '10 minutes'")
+    expect(found(dsn, "leases"), Level.WARNING, "attempts of mail take 10 min", "PGOUTBOX_LEASE_SECONDS above 600")
+
+
+def test_messages_long_in_flight_are_a_warning(dsn: str, db: psycopg.Connection) -> None:
+    message_id = enqueue(db)
+    claim(db)
+    assert levels(found(dsn, "leases")) == ["ok"]
+    db.execute("UPDATE pgoutbox.message_live SET claimed_at = now() - interval '20 minutes'")
+    says = f"topic greet has had 1 message in flight for up to 20 min, the oldest is message {message_id}"
+    expect(found(dsn, "leases"), Level.WARNING, says, "search the worker's log for finish_refused")
+    lapse(db, message_id)
+    assert levels(found(dsn, "leases")) == ["ok"]
+
+
+def test_a_growing_number_of_failures_is_a_warning_without_secrets(dsn: str, db: psycopg.Connection) -> None:
+    for _ in range(9):
+        put(db, State.FAILED)
+    expect(found(dsn, "failed"), Level.OK, "9 failed messages, no more than usual")
+    put(db, State.FAILED)
+    db.execute("UPDATE pgoutbox.message SET last_error = %s", (f"refused: password={CANARY}",))
+    finding = expect(
+        found(dsn, "failed"), Level.WARNING, "10 messages of mail failed", "redrive --all-failed --topic mail"
+    )
+    assert CANARY not in str(finding)
+    for _ in range(6):
+        put(db, State.FAILED, age=timedelta(hours=30))
+    assert levels(found(dsn, "failed")) == ["ok"]
+
+
+def test_an_open_breaker_is_named_with_its_error_but_no_secret(dsn: str, db: psycopg.Connection) -> None:
+    db.execute(
+        """
+        INSERT INTO pgoutbox.breaker (key, opened_at, retry_at, cooldown_seconds, worker, last_error)
+        VALUES ('smtp:mx.club.org:587', now() - interval '3 hours', now(), 60, 'w', %s)
+        """,
+        (f"AUTH: 535 token={CANARY}",),
+    )
+    finding = expect(found(dsn, "breakers"), Level.WARNING, "smtp:mx.club.org:587", "open for 3 h", "AUTH: 535")
+    assert CANARY not in str(finding)
+
+
+class TestDue:
+    """Tests due messages that no worker claims, and the reported reason."""
+
+    def test_a_missing_worker_is_named(self, dsn: str, db: psycopg.Connection) -> None:
+        enqueue(db)
+        assert levels(found(dsn, "due")) == ["ok"]
+        db.execute(HOUR_AGO)
+        expect(found(dsn, "due"), Level.PROBLEM, "queue default: 1 message due, the oldest for 60 min", "no worker")
+
+    def test_a_pause_is_named(self, dsn: str, db: psycopg.Connection) -> None:
+        enqueue(db)
+        db.execute(HOUR_AGO)
+        db.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
+        expect(found(dsn, "due"), Level.WARNING, "it is paused", "pgoutbox resume default")
+
+    def test_an_ended_pause_is_not_a_reason(self, dsn: str, db: psycopg.Connection) -> None:
+        enqueue(db)
+        db.execute(HOUR_AGO)
+        db.execute(
+            "INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES ('default', now(), now() - interval '1 s')"
+        )
+        expect(found(dsn, "due"), Level.PROBLEM, "no worker")
+
+    def test_a_used_up_rate_is_named(self, dsn: str, db: psycopg.Connection) -> None:
+        enqueue(db)
+        db.execute(HOUR_AGO)
+        db.execute(
+            "INSERT INTO pgoutbox.queue (name, rate_count, rate_seconds, burst, tokens, tokens_at) "
+            "VALUES ('default', 1, 86400, 1, 0, now())"
+        )
+        expect(found(dsn, "due"), Level.WARNING, "its rate limit of 1 in 86400 s is used up", "--rate none")
+
+    def test_a_reached_in_flight_limit_is_named(self, dsn: str, db: psycopg.Connection) -> None:
+        enqueue(db, "mail")
+        db.execute(HOUR_AGO)
+        put(db, State.SENDING)
+        db.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('default', 1)")
+        expect(found(dsn, "due"), Level.WARNING, "its limit of 1 in flight is reached", "--in-flight none")
+
+    def test_a_failed_message_that_halts_its_key_is_named(self, dsn: str, db: psycopg.Connection) -> None:
+        first = put(db, State.FAILED, ordering_key="order-7")
+        db.execute("UPDATE pgoutbox.message SET on_failed = 'halt' WHERE id = %s", (first,))
+        enqueue(db, "mail", ordering_key="order-7")
+        db.execute(HOUR_AGO + " WHERE state = 'pending'")
+        expect(found(dsn, "due"), Level.WARNING, "1 wait behind a failed message of their ordering key", "redrive")
+
+    def test_an_earlier_message_of_the_key_is_named(self, dsn: str, db: psycopg.Connection) -> None:
+        enqueue(db, "mail", ordering_key="order-7")
+        second = enqueue(db, "mail", ordering_key="order-7")
+        db.execute((HOUR_AGO + " WHERE id = %s").encode(), (second,))
+        expect(found(dsn, "due"), Level.WARNING, "all wait for an earlier message")
+
+    def test_a_missing_handler_is_named(
+        self, dsn: str, db: psycopg.Connection, handled: Outbox, posing: psycopg.Connection
+    ) -> None:
+        enqueue(db, "mail.lost")
+        db.execute(HOUR_AGO)
+        expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "no handler for mail.lost")
+
+    def test_halted_messages_do_not_hide_a_missing_handler_of_the_others(
+        self, dsn: str, db: psycopg.Connection, handled: Outbox, posing: psycopg.Connection
+    ) -> None:
+        first = put(db, State.FAILED, ordering_key="order-7")
+        db.execute("UPDATE pgoutbox.message SET on_failed = 'halt' WHERE id = %s", (first,))
+        for _ in range(2):
+            enqueue(db, "mail", ordering_key="order-7")
+        enqueue(db, "mail.lost")
+        db.execute(HOUR_AGO + " WHERE state = 'pending'")
+        expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "2 of them halted", "no handler for mail.lost")
+
+    def test_a_worker_of_other_queues_is_named(
+        self, dsn: str, db: psycopg.Connection, handled: Outbox, posing: psycopg.Connection
+    ) -> None:
+        enqueue(db, queue="bulk")
+        db.execute(HOUR_AGO)
+        expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "does not claim them", "--queue bulk")
+
+    def test_overloaded_workers_are_named(self, dsn: str, db: psycopg.Connection, posing: psycopg.Connection) -> None:
+        enqueue(db)
+        db.execute(HOUR_AGO)
+        put(db, State.SENDING)
+        expect(found(dsn, "due"), Level.WARNING, "do not keep up", "PGOUTBOX_CONCURRENCY")
+
+
+def test_encrypted_topics_without_keys_and_unreadable_payloads_are_problems(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox()
+    outbox.topic("mail.secret", encrypted=True)
+    expect(found(dsn, "encryption", outbox=outbox), Level.PROBLEM, "encrypted topics without keys: mail.secret")
+    mine, lost = (Fernet.generate_key().decode() for _ in range(2))
+    settings = settings_of(dsn, encryption_keys=mine)
+    assert levels(found(settings, "encryption", outbox=outbox)) == ["ok"]
+    for key, level in ((mine, "ok"), (lost, "problem")):
+        payload = Keyring(SecretStr(key)).seal('{"a": 1}', Identity("payload", "mail.secret"), dedupe_key=None)
+        enqueue(db, "mail.secret", json.loads(payload))
+        assert levels(found(settings, "encryption", outbox=outbox)) == [level]
+    finding = expect(found(settings, "encryption"), Level.PROBLEM, "decrypts 1 payload of mail.secret")
+    assert mine not in str(finding)
+
+
+def test_destinations_without_a_transport_and_webhooks_without_secrets_are_warnings(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    enqueue(db, destination="kafka:orders")
+    expect(found(dsn, "destinations"), Level.WARNING, "1 message for kafka destinations")
+    db.execute("DELETE FROM pgoutbox.message")
+    enqueue(db, destination="https://hooks.club.org/x")
+    expect(found(dsn, "destinations"), Level.WARNING, "PGOUTBOX_WEBHOOK_SECRETS is not set", "forged")
+    signed = settings_of(dsn, webhook_secrets="whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
+    assert levels(found(signed, "destinations")) == ["ok"]
+
+
+# --- everything -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_healthy_installation_has_no_findings_to_fix(own: OwnServer, handled: Outbox) -> None:
+    """A database of an ordinary role, a running worker, and a mail server that accepts e-mail."""
+    with own.connect() as db:
+        db.execute("CREATE ROLE club LOGIN IN ROLE pg_read_all_stats")
+        db.execute("CREATE DATABASE club OWNER club")
+    dsn = make_conninfo(own.dsn_for("club"), user="club")
+    await asyncio.to_thread(migrate.upgrade, dsn)
+    async with accepting_server() as inbox:
+        settings = settings_of(
+            dsn, smtp_host="127.0.0.1", smtp_port=inbox.port, smtp_security="none", smtp_from="Club <club@club.org>"
+        )
+        worker = WatchedWorker(handled, settings=settings)
+        async with running(worker):
+            await worker.asleep.wait()
+            findings = await asyncio.to_thread(lambda: list(examine(settings, handled, environment=os.environ)))
+    assert [finding for finding in findings if finding.level not in (Level.OK, Level.SKIPPED)] == []
+    assert all(finding.what and finding.why is None for finding in findings)
+    assert len(findings) == len({finding.check for finding in findings})
+    in_order = {finding.check for finding in findings if finding.level is Level.OK}
+    assert in_order >= {"listener", "rights", "transactions", "workers", "handlers", "due", "smtp", "webhooks"}
+    assert (inbox.received, inbox.connection_count) == ([], 1)
+
+
+def test_every_check_is_documented(dsn: str) -> None:
+    page = (ROOT / "docs" / "how-to" / "doctor.md").read_text()
+    rows = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == {
+        finding.check for finding in examine(settings_of(dsn))
+    }
+
+
+def test_the_commands_in_the_fixes_exist() -> None:
+    commands = cast("Any", typer.main.get_command(app)).commands
+    named = [
+        (name, set(re.findall(r"--[a-z-]+", rest)))
+        for module in (ROOT / "pgoutbox" / "doctor").glob("*.py")
+        for name, rest in re.findall(r"pgoutbox ([a-z]+)([^\"`;,]*)", module.read_text())
+        if name not in ("doctor", "claim", "import")
+    ]
+    assert len(named) > 8
+    for name, options in named:
+        assert options <= {option for parameter in commands[name].params for option in parameter.opts}
+
+
+def test_the_doctor_changes_nothing(dsn: str, db: psycopg.Connection) -> None:
+    put(db, State.FAILED)
+    enqueue(db, destination="kafka:orders")
+    tables = "SELECT sum(n_tup_ins + n_tup_upd + n_tup_del) FROM pg_stat_user_tables"
+    snapshot = "SELECT m::text FROM pgoutbox.message AS m ORDER BY id"
+    db.execute("SELECT pg_stat_force_next_flush()")
+    before = db.execute(tables).fetchall(), db.execute(snapshot).fetchall()
+    with contextlib.closing(psycopg.connect(dsn, autocommit=True)) as listener:
+        listener.execute("LISTEN pgoutbox")
+        assert list(examine(settings_of(dsn)))
+        assert list(listener.notifies(timeout=0)) == []
+    assert (db.execute(tables).fetchall(), db.execute(snapshot).fetchall()) == before
+
+
+def test_a_check_that_fails_does_not_prevent_the_others(dsn: str, db: psycopg.Connection) -> None:
+    db.execute("ALTER VIEW pgoutbox.breaker_view RENAME COLUMN opened_at TO since")
+    findings = list(examine(settings_of(dsn)))
+    broken = [finding for finding in findings if finding.check == "breakers"]
+    expect(broken, Level.PROBLEM, "the check failed", "[42703]")
+    assert [finding.check for finding in findings].index("failed") > findings.index(broken[0])
+
+
+def test_a_check_that_waits_for_a_lock_is_abandoned(dsn: str, connect: Connect) -> None:
+    blocker = connect()
+    blocker.execute("LOCK TABLE pgoutbox.breaker")
+    expect(found(dsn, "breakers"), Level.PROBLEM, "the check failed", "[55P03]")

@@ -1,0 +1,383 @@
+"""Tests the doctor's transport checks with real servers that refuse, and its command: streams, exit codes, secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import ssl
+from typing import TYPE_CHECKING, Final
+
+import pytest
+import trustme
+from cryptography.fernet import Fernet
+
+from pgoutbox import Outbox
+from pgoutbox.doctor import Finding, Level, examine
+from pgoutbox.message import Message, Sent
+from pgoutbox.settings import load_settings
+from pgoutbox.transports.smtp import SmtpTransport
+from tests.support.brokers import HOST, kafka_server, nats_server, rabbitmq_server, redis_server
+from tests.support.command_line import run_on_terminal, run_process
+from tests.support.smtp_server import accepting_server, mail_settings, scripted_server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pgoutbox.message import Outcome
+    from pgoutbox.transports import Content
+    from tests.support.command_line import Done
+
+
+CANARY: Final = "c4n4ry-s3cret"
+NOWHERE: Final = "192.0.2.1"
+APP: Final = """
+from pgoutbox import Context, Message, Outbox
+
+outbox = Outbox()
+
+
+@outbox.handler("greet")
+async def greet(message: Message, ctx: Context) -> None: ...
+"""
+
+
+def found(check: str, outbox: Outbox | None = None, /, **given: object) -> list[Finding]:
+    """Run one check without a database."""
+    dsn = "host=127.0.0.1 port=1"
+    settings = load_settings(**({"dsn": dsn, "connect_timeout_seconds": 1, "broker_timeout_seconds": 2} | given))
+    return [finding for finding in examine(settings, outbox) if finding.check == check]
+
+
+async def afound(check: str, outbox: Outbox | None = None, /, **given: object) -> list[Finding]:
+    """Run one check while the test's own servers answer on its event loop."""
+    return await asyncio.to_thread(lambda: found(check, outbox, **given))
+
+
+def expect(findings: list[Finding], level: Level, *words: str) -> Finding:
+    matching = [finding for finding in findings if finding.level is level]
+    assert len(matching) == 1, findings
+    (finding,) = matching
+    for word in words:
+        assert word in f"{finding.what}\n{finding.why}\n{finding.fix}"
+    assert CANARY not in str(finding)
+    return finding
+
+
+# --- e-mail -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sender",
+    ["club@example.org", "Club <no-reply@mail.example.com>", "a@b.EXAMPLE"],
+)
+async def test_an_unedited_example_sender_is_a_problem(sender: str) -> None:
+    async with accepting_server() as inbox:
+        findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_from": sender})
+    expect(findings, Level.PROBLEM, f"PGOUTBOX_SMTP_FROM={sender} is still the placeholder", "not yours")
+    expect(findings, Level.OK, "accepts e-mail")
+
+
+@pytest.mark.parametrize("sender", ["root@localhost", "Shop <a@shop.test>", "a@club.invalid"])
+async def test_a_sender_of_a_test_system_is_a_warning_that_says_so(sender: str) -> None:
+    async with accepting_server() as inbox:
+        findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_from": sender})
+    warned = expect(findings, Level.WARNING, f"PGOUTBOX_SMTP_FROM={sender} is reserved for tests")
+    assert "placeholder" not in warned.what
+    expect(findings, Level.OK, "accepts e-mail")
+
+
+async def test_a_refused_sender_is_a_problem() -> None:
+    async with scripted_server({"MAIL": "553 5.1.8 unknown"}) as server:
+        given = mail_settings(server.port) | {"smtp_from": "Club <a@club.org>"}
+        expect(await afound("smtp", **given), Level.PROBLEM, "MAIL: 553 5.1.8 unknown", "_FROM")
+    assert "MAIL FROM:<a@club.org>" in server.commands
+    assert "RCPT" not in server.verbs
+
+
+async def test_an_example_server_and_an_example_alert_address_are_problems() -> None:
+    findings = await afound("smtp", smtp_host="smtp.example.com", smtp_from="a@club.org", smtp_timeout_seconds=1)
+    assert findings[0].level is Level.PROBLEM
+    assert "PGOUTBOX_SMTP_HOST=smtp.example.com is still the placeholder" in findings[0].what
+    async with accepting_server() as inbox:
+        given = mail_settings(inbox.port) | {"smtp_from": "a@club.org", "alert_destination": "mailto:ops@example.org"}
+        expect(await afound("smtp", **given), Level.PROBLEM, "PGOUTBOX_ALERT_DESTINATION=mailto:ops@example.org")
+
+
+async def test_an_accepting_mail_server_is_in_order_and_gets_no_mail() -> None:
+    async with accepting_server() as inbox:
+        findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_from": "Club <club@example-club.org>"})
+        assert [finding.level for finding in findings] == [Level.OK]
+        assert (inbox.connection_count, inbox.received) == (1, [])
+
+
+async def test_a_missing_sender_is_a_warning() -> None:
+    async with accepting_server() as inbox:
+        findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_from": None})
+    expect(findings, Level.WARNING, "PGOUTBOX_SMTP_FROM is not set")
+
+
+def test_plain_text_to_another_machine_is_a_problem() -> None:
+    given = {"smtp_host": NOWHERE, "smtp_security": "none", "smtp_from": "a@club.org", "smtp_timeout_seconds": 0.5}
+    findings = found("smtp", **given)
+    assert [finding.level for finding in findings] == [Level.PROBLEM, Level.PROBLEM]
+    assert f"PGOUTBOX_SMTP_SECURITY=none to {NOWHERE}" in findings[0].what
+    assert "connect" in findings[1].what
+
+
+async def test_a_server_without_encryption_is_a_problem() -> None:
+    async with accepting_server() as inbox:
+        given = mail_settings(inbox.port) | {"smtp_from": "a@club.org", "smtp_security": "starttls"}
+        expect(await afound("smtp", **given), Level.PROBLEM, "STARTTLS: the server does not offer it")
+
+
+async def test_an_unknown_authority_and_a_refused_password_are_problems() -> None:
+    authority = trustme.CA()
+    theirs, ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("localhost", HOST).configure_cert(theirs)
+    authority.configure_trust(ours)
+    async with accepting_server(starttls=theirs, password=b"right") as inbox:
+        given = mail_settings(inbox.port) | {
+            "smtp_from": "a@club.org",
+            "smtp_security": "starttls",
+            "smtp_username": "club",
+            "smtp_password": CANARY,
+        }
+        expect(await afound("smtp", **given), Level.PROBLEM, "certificate")
+        assert inbox.logins == []
+        own = Outbox(transports=[SmtpTransport(load_settings(**given), tls_context=ours)])
+        expect(await afound("smtp", own, **given), Level.PROBLEM, "AUTH: 535", "PGOUTBOX_SMTP_HOST")
+        right = given | {"smtp_password": "right"}
+        own = Outbox(transports=[SmtpTransport(load_settings(**right), tls_context=ours)])
+        expect(await afound("smtp", own, **right), Level.OK, "STARTTLS, signed in")
+        assert inbox.received == []
+
+
+def test_settings_that_stop_a_worker_at_its_start_are_a_problem() -> None:
+    given = {"smtp_host": "mx.club.org", "smtp_from": "no address", "smtp_timeout_seconds": 0.5}
+    expect(found("smtp", **given), Level.PROBLEM, "PGOUTBOX_SMTP_FROM", "does not start")
+
+
+def test_no_mail_server_means_no_check() -> None:
+    for check in ("smtp", "apprise", "redis", "nats", "rabbitmq", "kafka"):
+        assert [finding.level for finding in found(check)] == [Level.SKIPPED]
+
+
+def test_a_custom_transport_without_a_check_is_skipped() -> None:
+    class Printer:
+        schemes = ("redis",)
+
+        async def send(self, message: Message[object], content: Content) -> Outcome:
+            return Sent()
+
+        async def aclose(self) -> None: ...
+
+    expect(found("redis", Outbox(transports=[Printer()])), Level.SKIPPED, "a method `check`")
+
+
+# --- webhooks and notifications ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "level", "words"),
+    [
+        ({"webhook_secrets": f"whsec_{CANARY}!"}, Level.PROBLEM, "PGOUTBOX_WEBHOOK_SECRETS"),
+        ({"webhook_ports": "x", "webhook_secrets": "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"}, Level.PROBLEM, "PORTS"),
+        ({"webhook_ca_file": "/nowhere"}, Level.PROBLEM, "PGOUTBOX_WEBHOOK_CA_FILE"),
+        ({"webhook_allowed_networks": "10.0.0.0/33"}, Level.PROBLEM, "PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS"),
+        ({"webhook_connections": 9}, Level.WARNING, "PGOUTBOX_WEBHOOK_SECRETS is not set"),
+        ({}, Level.OK, "are valid"),
+    ],
+)
+def test_errors_in_webhook_settings_are_reported(given: dict[str, object], level: Level, words: str) -> None:
+    expect(found("webhooks", **given), level, words)
+
+
+def test_unrestricted_webhooks_are_a_warning() -> None:
+    secrets = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+    given = {"webhook_allow_http": True, "webhook_allowed_networks": "10.0.0.0/8", "webhook_secrets": secrets}
+    findings = found("webhooks", **given)
+    assert [finding.level for finding in findings] == [Level.WARNING, Level.WARNING]
+    assert "PGOUTBOX_WEBHOOK_ALLOW_HTTP" in findings[0].what
+    assert "10.0.0.0/8" in findings[1].what
+
+
+def test_unreadable_notification_urls_are_a_problem() -> None:
+    expect(found("apprise", apprise_urls=f'{{"ops": "nosuch://{CANARY}"}}'), Level.PROBLEM, "PGOUTBOX_APPRISE_URLS")
+    expect(found("apprise", apprise_urls='{"ops": "json://localhost/"}'), Level.OK, "are valid")
+
+
+# --- brokers ----------------------------------------------------------------------------------------------------------
+
+
+def test_problems_of_redis_are_reported() -> None:
+    with redis_server("--requirepass", "right") as broker:
+        given = {"redis_url": f"redis://:right@{HOST}:{broker.port}"}
+        expect(found("redis", **given), Level.OK, "Redis accepts the connection")
+        given = {"redis_url": f"redis://:{CANARY}@{HOST}:{broker.port}"}
+        expect(found("redis", **given), Level.PROBLEM, "connect:", "PGOUTBOX_REDIS_URL")
+        with broker.frozen():
+            expect(found("redis", **given), Level.PROBLEM, "no answer within 2 s")
+    expect(found("redis", **given), Level.PROBLEM, "connect:")
+    expect(found("redis", redis_url=f"nonsense://{CANARY}"), Level.PROBLEM, "(hidden)", "does not start")
+
+
+def test_problems_of_nats_are_reported() -> None:
+    with nats_server("authorization { user: app, password: right }") as broker:
+        expect(
+            found("nats", nats_url=f"nats://app:right@{HOST}:{broker.port}"), Level.OK, "NATS accepts the connection"
+        )
+        given = {"nats_url": f"nats://app:{CANARY}@{HOST}:{broker.port}"}
+        expect(found("nats", **given), Level.PROBLEM, "connect:", "uthorization", "PGOUTBOX_NATS_URL")
+    expect(found("nats", **given), Level.PROBLEM, "connect:")
+
+
+@pytest.mark.slow
+def test_problems_of_rabbitmq_are_reported() -> None:
+    with rabbitmq_server() as broker:
+        given = {"rabbitmq_url": f"amqp://app:secret@{HOST}:{broker.plain_port}", "broker_timeout_seconds": 20}
+        expect(found("rabbitmq", **given), Level.OK, "RabbitMQ accepts the connection")
+        given |= {"rabbitmq_url": f"amqp://app:{CANARY}@{HOST}:{broker.plain_port}"}
+        expect(found("rabbitmq", **given), Level.PROBLEM, "connect:", "ACCESS_REFUSED", "PGOUTBOX_RABBITMQ_URL")
+    expect(found("rabbitmq", **given), Level.PROBLEM, "connect:")
+
+
+def test_problems_of_kafka_are_reported() -> None:
+    with kafka_server() as broker:
+        given = {"kafka_servers": f"{HOST}:{broker.port}", "kafka_security": "none"}
+        expect(found("kafka", **given), Level.OK, "Kafka accepts the connection")
+    expect(found("kafka", **given), Level.PROBLEM, "connect: no broker within 2 s", "PGOUTBOX_KAFKA_SERVERS")
+
+
+@pytest.mark.parametrize(
+    ("check", "given"),
+    [
+        ("redis", {"redis_url": f"redis://:{CANARY}@{NOWHERE}"}),
+        ("nats", {"nats_url": f"nats://app:{CANARY}@{NOWHERE}"}),
+        ("rabbitmq", {"rabbitmq_url": f"amqp://app:{CANARY}@{NOWHERE}"}),
+        ("kafka", {"kafka_servers": f"{NOWHERE}:9092", "kafka_security": "none"}),
+    ],
+)
+def test_plain_text_to_a_broker_on_another_machine_is_a_warning(check: str, given: dict[str, object]) -> None:
+    findings = found(check, **given | {"broker_timeout_seconds": 0.5})
+    expect(findings, Level.WARNING, f"plain text to {NOWHERE}")
+    expect(findings, Level.PROBLEM, "connect:")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_line_for_each_finding_and_fails_only_for_a_problem(
+    cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = cli("doctor")
+    rows = [line.split("\t") for line in done.out.splitlines()]
+    reckless = [row for row in rows if row[0] == "problem"]
+    assert {row[0] for row in rows} <= {"ok", "skipped", "warning", "problem"}
+    assert {len(row) for row in rows} == {5}
+    assert done.exit_code == (1 if reckless else 0)
+    assert {row[1] for row in reckless} <= {"durability"}  # The tests' server may be configured for speed.
+    monkeypatch.setenv("PGOUTBOX_DSN", "host=127.0.0.1 port=1")
+    assert cli("doctor").exit_code == 1
+
+
+def test_with_json_each_finding_is_a_separate_document(cli: Callable[..., Done]) -> None:
+    done = cli("doctor", "--json")
+    assert done.err == ""
+    for line in done.lines:
+        assert list(line) == ["check", "level", "what", "why", "fix"]
+        assert (line["level"] in ("warning", "problem")) == (line["why"] is not None)
+    assert len(done.lines) > 25
+
+
+def test_with_strict_a_warning_also_fails(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pgoutbox import doctor as examination
+    from pgoutbox.cli.main import main
+
+    monkeypatch.setenv("PGOUTBOX_DSN", dsn)
+    for level, plain, strict in (("ok", 0, 0), ("skipped", 0, 0), ("warning", 0, 1), ("problem", 1, 1)):
+        findings = [Finding("x", Level(level), "what", "why", "fix")]
+        monkeypatch.setattr(examination, "examine", lambda *_, findings=findings, **__: iter(findings))
+        assert (main(["doctor"]), main(["doctor", "--strict"])) == (plain, strict)
+
+
+def test_wrong_usage_has_its_own_exit_code(cli_anywhere: Callable[..., Done], dsn: str) -> None:
+    assert (cli_anywhere("doctor").exit_code, "PGOUTBOX_DSN" in cli_anywhere("doctor").err) == (2, True)
+    assert cli_anywhere("doctor", "--nonsense").exit_code == 2
+    assert cli_anywhere("doctor", "--dsn", dsn, "--app", "nosuch:outbox").exit_code == 2
+
+
+def test_the_application_is_checked_too(cli: Callable[..., Done], tmp_path_factory: pytest.TempPathFactory) -> None:
+    place = tmp_path_factory.mktemp("app")
+    (place / "doctored_app.py").write_text(APP)
+    before = os.getcwd()  # noqa: PTH109 - as a shell would
+    os.chdir(place)
+    try:
+        done = cli("doctor", "--app", "doctored_app:outbox", "--json")
+    finally:
+        os.chdir(before)
+    assert [line["what"] for line in done.lines if line["check"] == "handlers"] == [
+        "1 topic with a handler, and no message without one"
+    ]
+
+
+@pytest.mark.slow
+def test_on_a_terminal_reason_and_fix_are_below_the_finding(dsn: str) -> None:
+    done = run_on_terminal("doctor", dsn=dsn, PGOUTBOX_SMTP_HSOT="x")
+    lines = done.out.replace("\r", "").splitlines()
+    place = next(number for number, line in enumerate(lines) if "PGOUTBOX_SMTP_HSOT" in line)
+    assert lines[place].startswith("\x1b[33mwarning ")
+    assert [line.split(":")[0].strip() for line in lines[place + 1 : place + 3]] == ["why", "fix"]
+    assert lines[-1].endswith(" ok")
+    assert "\x1b" not in run_on_terminal("doctor", dsn=dsn, NO_COLOR="1").out
+
+
+SECRETS: Final = {
+    "PGOUTBOX_DSN": f"postgresql://app:{CANARY}@127.0.0.1:1/app",
+    "PGOUTBOX_LISTEN_DSN": f"postgresql://app:{CANARY}@127.0.0.1:1/app",
+    "PGOUTBOX_SMTP_HOST": "127.0.0.1",
+    "PGOUTBOX_SMTP_PORT": "1",
+    "PGOUTBOX_SMTP_USERNAME": "club",
+    "PGOUTBOX_SMTP_PASSWORD": CANARY,
+    "PGOUTBOX_REDIS_URL": f"redis://:{CANARY}@127.0.0.1:1/0",
+    "PGOUTBOX_NATS_URL": f"nats://app:{CANARY}@127.0.0.1:1",
+    "PGOUTBOX_RABBITMQ_URL": f"amqp://app:{CANARY}@127.0.0.1:1",
+    "PGOUTBOX_KAFKA_SERVERS": "127.0.0.1:1",
+    "PGOUTBOX_KAFKA_USERNAME": "app",
+    "PGOUTBOX_KAFKA_PASSWORD": CANARY,
+    "PGOUTBOX_WEBHOOK_SECRETS": f"whsec_{CANARY}",
+    "PGOUTBOX_APPRISE_URLS": f'{{"ops": "nosuch://{CANARY}"}}',
+    "PGOUTBOX_BROKER_TIMEOUT_SECONDS": "1",
+    "PGPASSWORD": CANARY,
+}
+BROKEN: Final = {
+    "PGOUTBOX_DSN": f"host=127.0.0.1 password={CANARY} nonsense",
+    "PGOUTBOX_LISTEN_DSN": f"postgresql://app:a@{CANARY}:x@127.0.0.1:1/app",
+    "PGOUTBOX_REDIS_URL": f"redis://:{CANARY}@[127.0.0.1/0",
+    "PGOUTBOX_NATS_URL": f"nats://app:{CANARY}@:x",
+    "PGOUTBOX_RABBITMQ_URL": f"amqp://app:{CANARY}@127.0.0.1:x",
+    "PGOUTBOX_ENCRYPTION_KEYS": Fernet.generate_key().decode(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [{}, BROKEN], ids=["refused", "misspelt"])
+def test_no_secret_is_ever_printed(extra: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in (SECRETS | extra).items():
+        monkeypatch.setenv(variable, value)
+    for arguments in (("doctor",), ("doctor", "--json")):
+        done = run_process(*arguments)
+        assert done.exit_code == 1, done.err
+        assert CANARY not in done.out + done.err
+        assert BROKEN["PGOUTBOX_ENCRYPTION_KEYS"] not in done.out + done.err
+        assert "Traceback" not in done.err
+        assert sum("problem" in line for line in done.out.splitlines()) >= 6
+
+
+def test_no_secret_is_printed_with_a_reachable_database(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in SECRETS.items():
+        monkeypatch.setenv(variable, value)
+    done = run_process("doctor", "--json", dsn=dsn)
+    listener = [json.loads(line) for line in done.out.splitlines() if '"listener"' in line]
+    assert [finding["level"] for finding in listener] == ["problem"]
+    assert CANARY not in done.out + done.err

@@ -1,0 +1,819 @@
+"""Tests the SQL functions enqueue and enqueue_many, as a trigger, psql or another language calls them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, LiteralString, NamedTuple
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from psycopg import errors
+from psycopg.rows import namedtuple_row
+
+from pgoutbox import CancelResult, Enqueued, NewMessage, Outbox, migrate
+from pgoutbox.database import sql
+from pgoutbox.embedded import embedded_server
+from pgoutbox.enqueue.adapters import sqlstate_of
+from pgoutbox.errors import SchemaError
+from pgoutbox.message import State
+from tests.support.messages import put
+from tests.support.outbox_actions import WatchedWorker, ask_for_bells, enqueue, running, settings_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from pgoutbox import Context, Message
+    from tests.conftest import Connect
+
+ENQUEUE: LiteralString = """
+SELECT pgoutbox.enqueue(
+    topic => %(topic)s::text,
+    payload => %(payload)s::jsonb,
+    queue => %(queue)s::text,
+    destination => %(destination)s::text,
+    coalesce_key => %(coalesce_key)s::text,
+    dedupe_key => %(dedupe_key)s::text,
+    available_at => %(available_at)s::text::timestamptz,
+    expires_at => %(expires_at)s::text::timestamptz,
+    headers => %(headers)s::jsonb,
+    max_attempts => %(max_attempts)s::integer,
+    ordering_key => %(ordering_key)s::text
+)
+"""
+
+# A valid item first, so that the index in the answer is not 0.
+ENQUEUE_MANY: LiteralString = """
+SELECT *
+FROM pgoutbox.enqueue_many(
+    topics => ARRAY['sound', %(topic)s::text],
+    payloads => ARRAY['1', %(payload)s::jsonb],
+    queues => ARRAY[NULL, %(queue)s::text],
+    destinations => ARRAY[NULL, %(destination)s::text],
+    coalesce_keys => ARRAY[NULL, %(coalesce_key)s::text],
+    dedupe_keys => ARRAY[NULL, %(dedupe_key)s::text],
+    available_ats => ARRAY[NULL, %(available_at)s::text::timestamptz],
+    expires_ats => ARRAY[NULL, %(expires_at)s::text::timestamptz],
+    headers => ARRAY[NULL, %(headers)s::jsonb],
+    max_attempts => ARRAY[NULL, %(max_attempts)s::integer],
+    ordering_keys => ARRAY[NULL, %(ordering_key)s::text]
+)
+"""
+
+SOUND: Mapping[str, object] = {
+    "topic": "mail",
+    "payload": "{}",
+    "queue": "default",
+    "destination": None,
+    "coalesce_key": None,
+    "dedupe_key": None,
+    "available_at": None,
+    "expires_at": None,
+    "headers": None,
+    "max_attempts": 11,
+    "ordering_key": None,
+}
+
+BAD_NAMES = (
+    "", " ", "a\n", "\na", "'; drop", 'a"', "$$", "a\\", "a" * 64, "é", "a\U0001f600", "a\u202eb", "_a", "9a", "A",
+    "a b",
+)  # fmt: skip
+BAD_HEADERS: tuple[object, ...] = (
+    None, [], "a", 1, {"a": 1}, {"a": None}, {"a": {"b": "c"}}, {"": "a"}, {"a\n": "b"}, {"a": "b\r\nBcc: c"},
+    {"a": "\x7f"}, {f"h{n}": "" for n in range(65)}, {"a": "x" * 65_536},
+)  # fmt: skip
+BAD_ARGUMENTS: list[tuple[str, object, str]] = [
+    ("topic", None, "22004"),
+    ("payload", None, "22004"),
+    *(("topic", name, "22023") for name in BAD_NAMES),
+    *(("queue", name, "22023") for name in BAD_NAMES),
+    ("payload", json.dumps("x" * 2**24), "22023"),
+    *((key, text, "22023") for key in ("coalesce_key", "dedupe_key", "ordering_key") for text in ("", "é" * 257)),
+    *(
+        ("destination", uri, "22023")
+        for uri in ("", "a@b", ":x", "mailto:", "1x:y", "mailto:a\n", "m:a\r\nBcc: b", "m:\x7f", "m:" + "x" * 2047)
+    ),
+    ("destination", "MailTo:a@b,c@d", "22023"),
+    ("available_at", "infinity", "22023"),
+    ("available_at", "-infinity", "22023"),
+    ("available_at", "9999-12-31 23:59:59+00", "22023"),
+    ("expires_at", "infinity", "22023"),
+    ("expires_at", "-infinity", "22023"),
+    ("expires_at", "9999-12-31 23:59:59+00", "22023"),
+    ("expires_at", "2000-01-01 00:00:00+00", "22023"),
+    *(("headers", json.dumps(headers), "22023") for headers in BAD_HEADERS),
+    *(("max_attempts", count, "22023") for count in (0, -1, 10_001)),
+]  # fmt: skip
+
+
+class Found(NamedTuple):
+    """The row that enqueue wrote, without constant columns."""
+
+    topic: str
+    queue: str
+    destination: str | None
+    coalesce_key: str | None
+    dedupe_key: str | None
+    payload: object
+    headers: object
+    state: str
+    attempt_count: int
+    max_attempts: int
+    due_in: timedelta
+    expires_in: timedelta | None
+
+
+def found(connection: psycopg.Connection, message_id: int) -> Found:
+    row = connection.execute(
+        """
+        SELECT
+            topic, queue, destination, coalesce_key, dedupe_key, payload, headers, state, attempt_count, max_attempts,
+            available_at - created_at, expires_at - created_at
+        FROM pgoutbox.message
+        WHERE id = %s
+        """,
+        (message_id,),
+    ).fetchone()
+    assert row is not None
+    return Found._make(row)
+
+
+def scalar(connection: psycopg.Connection, statement: LiteralString, *parameters: object) -> object:
+    row = connection.execute(statement, parameters).fetchone()
+    assert row is not None
+    return row[0]
+
+
+def count(connection: psycopg.Connection) -> object:
+    return scalar(connection, "SELECT count(*) FROM pgoutbox.message")
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("argument", "value", "sqlstate"), BAD_ARGUMENTS)
+def test_both_functions_refuse_the_same_arguments_with_sqlstate_and_name(
+    rolled_back: psycopg.Connection, argument: str, value: object, sqlstate: str
+) -> None:
+    arguments = {**SOUND, argument: value}
+    for statement, text in ((ENQUEUE, f"pgoutbox.enqueue: {argument}: "), (ENQUEUE_MANY, f"items[1].{argument}: ")):
+        with pytest.raises(psycopg.Error) as caught, rolled_back.transaction():
+            rolled_back.execute(statement, arguments)
+        diag = caught.value.diag
+        assert (diag.sqlstate, diag.schema_name, diag.column_name) == (sqlstate, "pgoutbox", argument)
+        assert text in (diag.message_primary or "")
+    assert count(rolled_back) == 0
+
+
+@pytest.mark.parametrize(
+    ("table", "row"),
+    [
+        ("coalesce_head", "(newest_id, topic, coalesce_key) VALUES (1, 'mail', '')"),
+        ("dedupe", "(message_id, topic, dedupe_key, payload_digest) VALUES (1, 'mail', '', '')"),
+        ("ordering", "(last_id, queue, ordering_key) VALUES (1, 'default', '')"),
+    ],
+)
+def test_no_key_table_accepts_an_empty_key(
+    rolled_back: psycopg.Connection, table: LiteralString, row: LiteralString
+) -> None:
+    with pytest.raises(errors.CheckViolation, match=f"{table}_sound"):
+        rolled_back.execute(f"INSERT INTO pgoutbox.{table} {row}")
+
+
+JUDGED: LiteralString = """
+SELECT
+    pgoutbox._is_plain(
+        a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL, NULL
+    ),
+    pgoutbox._argument_error(
+        a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL, NULL
+    )
+FROM (
+    VALUES (%(topic)s::text, %(payload)s::text::jsonb, %(queue)s::text, %(max_attempts)s::integer)
+) AS a(topic, payload, queue, max_attempts)
+"""
+NAMES = st.sampled_from((None, "a" * 63, "a" * 64)) | st.text("aZ9_.- \né", max_size=4)
+ANY: Mapping[str, st.SearchStrategy[object]] = {
+    "topic": NAMES,
+    "payload": st.sampled_from((None, "null", "{}", json.dumps("x" * 900))),
+    "queue": NAMES,
+    "max_attempts": st.sampled_from((None, 0, 1, 10_000, 10_001)),
+}
+# Each condition alone, so that nothing else can refuse the message; and all at once.
+ANY_ONE = st.one_of(*(st.fixed_dictionaries({argument: values}) for argument, values in ANY.items()))
+
+
+@given(ANY_ONE | st.fixed_dictionaries({**ANY}))
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_short_check_agrees_with_the_full_check(
+    rolled_back: psycopg.Connection, arguments: Mapping[str, object]
+) -> None:
+    row = rolled_back.execute(JUDGED, {**SOUND, **arguments}).fetchone()
+    assert row is not None
+    is_plain, problem = row
+    assert bool(is_plain) == (problem is None)
+
+
+COALESCING: LiteralString = """
+SELECT
+    pgoutbox._is_plain('a', '1', 'a', NULL, a.key, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, a.rule),
+    pgoutbox._argument_error('a', '1', 'a', NULL, a.key, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, a.rule)
+FROM (VALUES (%(key)s::text, %(rule)s::text)) AS a(key, rule)
+"""
+
+
+@pytest.mark.parametrize("rule", [None, "pending", "newest", "another"])
+@pytest.mark.parametrize("key", [None, "", "k", "é" * 256, "é" * 257], ids=["none", "empty", "one", "512", "514"])
+def test_the_short_check_agrees_with_the_full_check_for_the_rule_pending(
+    rolled_back: psycopg.Connection, key: str | None, rule: str | None
+) -> None:
+    ((is_plain, problem),) = rolled_back.execute(COALESCING, {"key": key, "rule": rule}).fetchall()
+    may_be_plain = rule == "pending" or (key is None and rule is None)
+    assert bool(is_plain) == (may_be_plain and problem is None)
+
+
+def test_the_short_check_is_inlined(rolled_back: psycopg.Connection) -> None:
+    plan = rolled_back.execute(
+        """
+        EXPLAIN (VERBOSE) SELECT pgoutbox._is_plain(
+            m.topic, m.payload, m.queue, NULL, NULL, NULL, NULL, NULL, NULL, m.max_attempts, NULL, NULL, NULL, NULL
+        )
+        FROM pgoutbox.message_live AS m
+        """
+    ).fetchall()
+    assert not [line for (line,) in plan if "is_plain" in line or "is_large" in line]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["destination", "coalesce_key", "dedupe_key", "available_at", "expires_at", "headers", "ordering_key", "on_failed"],
+)
+def test_optional_arguments_are_left_to_the_full_check(
+    rolled_back: psycopg.Connection, argument: LiteralString
+) -> None:
+    value = {"available_at": "now()", "expires_at": "now()", "headers": "'{}'"}.get(argument, "'a'")
+    assert not scalar(
+        rolled_back,
+        f"""
+        SELECT pgoutbox._is_plain(
+            topic => draft.topic, payload => draft.payload, queue => draft.queue, destination => draft.destination,
+            coalesce_key => draft.coalesce_key, dedupe_key => draft.dedupe_key, available_at => draft.available_at,
+            expires_at => draft.expires_at, headers => draft.headers, max_attempts => draft.max_attempts,
+            ordering_key => draft.ordering_key, on_failed => draft.on_failed, max_delay => NULL,
+            coalesce_rule => NULL
+        )
+        FROM jsonb_populate_record(
+            NULL::pgoutbox.message,
+            jsonb_build_object('topic', 'a', 'payload', 1, 'queue', 'a', 'max_attempts', 1, '{argument}', {value})
+        ) AS draft
+    """,
+    )
+
+
+@pytest.mark.parametrize("argument", ["queue", "max_attempts"])
+def test_null_is_refused_by_enqueue_and_means_the_default_in_an_array(
+    rolled_back: psycopg.Connection, argument: str
+) -> None:
+    arguments = {**SOUND, argument: None}
+    with pytest.raises(errors.NullValueNotAllowed) as caught, rolled_back.transaction():
+        rolled_back.execute(ENQUEUE, arguments)
+    assert caught.value.diag.column_name == argument
+    (_, (_, message_id, _)) = rolled_back.execute(ENQUEUE_MANY, arguments).fetchall()
+    assert found(rolled_back, message_id)[:2] == ("mail", "default")
+    assert found(rolled_back, message_id).max_attempts == 11
+
+
+@pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY])
+@pytest.mark.parametrize("payload", ["{", "", "{'a': 1}", '{"a": NaN}', '"\\u0000"', '"\\ud800"'])
+def test_malformed_json_raises_the_servers_own_error(
+    rolled_back: psycopg.Connection, statement: LiteralString, payload: str
+) -> None:
+    with pytest.raises(psycopg.DataError) as caught:
+        rolled_back.execute(statement, {**SOUND, "payload": payload})
+    assert caught.value.sqlstate in ("22P02", "22P05")
+    assert caught.value.diag.schema_name is None
+
+
+@pytest.mark.parametrize(
+    ("call", "column", "sqlstate"),
+    [
+        ("topics => NULL, payloads => ARRAY['1'::jsonb]", "topics", "22004"),
+        ("topics => ARRAY['a'], payloads => NULL", "payloads", "22023"),
+        ("topics => ARRAY['a', 'b'], payloads => ARRAY['1'::jsonb]", "payloads", "22023"),
+        ("topics => ARRAY['a'], payloads => ARRAY['1', '2'::jsonb]", "payloads", "22023"),
+        ("topics => ARRAY['a'], payloads => ARRAY['1'::jsonb], queues => ARRAY['a', 'b']", "topics", "22023"),
+        ("topics => ARRAY['a'], payloads => ARRAY['1'::jsonb], delays => ARRAY[1, 2]", "topics", "22023"),
+    ],
+)
+def test_arrays_of_inconsistent_lengths_are_refused(
+    rolled_back: psycopg.Connection, call: LiteralString, column: str, sqlstate: str
+) -> None:
+    with pytest.raises(psycopg.DataError) as caught:
+        rolled_back.execute(f"SELECT * FROM pgoutbox.enqueue_many({call})")
+    assert (caught.value.diag.column_name, caught.value.sqlstate) == (column, sqlstate)
+
+
+def test_the_first_of_several_invalid_items_is_named(rolled_back: psycopg.Connection) -> None:
+    with pytest.raises(errors.InvalidParameterValue, match=r"items\[1\]\.topic"):
+        rolled_back.execute("SELECT * FROM pgoutbox.enqueue_many(ARRAY['a', 'B', 'C'], ARRAY['1', '2', '3'::jsonb])")
+
+
+def test_no_items_return_no_rows(rolled_back: psycopg.Connection) -> None:
+    assert (
+        rolled_back.execute("SELECT * FROM pgoutbox.enqueue_many(ARRAY[]::text[], ARRAY[]::jsonb[])").fetchall() == []
+    )
+
+
+def test_a_large_payload_is_accepted_up_to_its_limit(rolled_back: psycopg.Connection) -> None:
+    for statement in (ENQUEUE, ENQUEUE_MANY):
+        rolled_back.execute(statement, {**SOUND, "payload": json.dumps("x" * (2**24 - 2))})
+    sizes = rolled_back.execute(
+        "SELECT octet_length(pgoutbox.payload_of(m)::text) FROM pgoutbox.message AS m WHERE topic = 'mail'"
+    )
+    assert sizes.fetchall() == [(2**24,), (2**24,)]
+
+
+def test_a_compressed_payload_is_measured_by_its_text(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute("CREATE TEMP TABLE source AS SELECT to_jsonb(repeat('x', 17000000)) AS payload")
+    assert scalar(rolled_back, "SELECT pg_column_size(payload) < 1000000 FROM source")
+    with pytest.raises(errors.InvalidParameterValue, match="payload: must not have more than 16777216 bytes"):
+        rolled_back.execute("SELECT pgoutbox.enqueue('mail', payload) FROM source")
+
+
+def test_the_content_of_a_fan_out_has_the_size_limit_of_a_payload(rolled_back: psycopg.Connection) -> None:
+    with pytest.raises(errors.InvalidParameterValue, match="content: must not have more than 16777216 bytes"):
+        rolled_back.execute(
+            "SELECT pgoutbox.enqueue_fanout('mail', '1', ARRAY['tel:1'], content => to_jsonb(repeat('x', 17000000)))"
+        )
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_two_arguments_are_enough(rolled_back: psycopg.Connection) -> None:
+    message_id = scalar(rolled_back, "SELECT pgoutbox.enqueue('mail', '{\"a\": [1]}')")
+    assert isinstance(message_id, int)
+    assert found(rolled_back, message_id) == Found(
+        "mail", "default", None, None, None, {"a": [1]}, None, "pending", 0, 11, timedelta(0), None
+    )
+
+
+@pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY])
+@pytest.mark.parametrize(
+    "keys", [{}, {"coalesce_key": "c"}, {"dedupe_key": " "}, {"coalesce_key": " ", "dedupe_key": "d"}]
+)
+def test_every_argument_reaches_its_column(
+    rolled_back: psycopg.Connection, statement: LiteralString, keys: dict[str, str]
+) -> None:
+    now = scalar(rolled_back, "SELECT now()")
+    arguments = {
+        **SOUND,
+        **keys,
+        "payload": '"x"',
+        "queue": "bulk",
+        "destination": "mailto:a@example.org",
+        "available_at": str(scalar(rolled_back, "SELECT (now() + interval '1 hour')::text")),
+        "expires_at": str(scalar(rolled_back, "SELECT (now() + interval '1 day')::text")),
+        "headers": '{"trace": "1"}',
+        "max_attempts": 3,
+    }
+    rows = rolled_back.execute(statement, arguments).fetchall()
+    message_id = rows[-1][0] if statement is ENQUEUE else rows[-1][1]
+    assert found(rolled_back, message_id) == Found(
+        "mail", "bulk", "mailto:a@example.org", keys.get("coalesce_key"), keys.get("dedupe_key"), "x", {"trace": "1"},
+        "pending", 0, 3, timedelta(hours=1), timedelta(days=1),
+    )  # fmt: skip
+    assert scalar(rolled_back, "SELECT created_at FROM pgoutbox.message WHERE id = %s", message_id) == now
+
+
+def test_an_available_at_in_the_past_means_now(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute(ENQUEUE, {**SOUND, "available_at": "0044-03-15 12:00:00+00 BC"})
+    rolled_back.execute(ENQUEUE_MANY, {**SOUND, "available_at": "1970-01-01 00:00:00+00"})
+    assert scalar(rolled_back, "SELECT bool_and(available_at = now()) FROM pgoutbox.message") is True
+
+
+def test_unkeyed_messages_of_a_bulk_have_ids_in_the_order_of_the_items(rolled_back: psycopg.Connection) -> None:
+    rows = rolled_back.execute(
+        "SELECT * FROM pgoutbox.enqueue_many(array_fill('a'::text, ARRAY[50]), array_fill('1'::jsonb, ARRAY[50]))"
+    ).fetchall()
+    assert [row[1] for row in sorted(rows)] == sorted(row[1] for row in rows)
+    assert [row[0] for row in sorted(rows)] == list(range(50))
+
+
+# --- dedupe key -------------------------------------------------------------------------------------------------------
+
+
+def test_a_taken_dedupe_key_returns_the_existing_message(rolled_back: psycopg.Connection) -> None:
+    arguments = {**SOUND, "dedupe_key": "k", "payload": '{"a": 1, "b": 2}'}
+    first = rolled_back.execute(ENQUEUE, arguments).fetchone()
+    assert rolled_back.execute(ENQUEUE, {**arguments, "payload": '{"b":2,  "a":1e0}'}).fetchone() == first
+    assert count(rolled_back) == 1
+
+
+def test_a_dedupe_key_is_free_in_another_topic(rolled_back: psycopg.Connection) -> None:
+    for topic in ("a", "b"):
+        rolled_back.execute(ENQUEUE, {**SOUND, "topic": topic, "dedupe_key": "k"})
+    assert count(rolled_back) == 2
+
+
+@pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY])
+def test_a_dedupe_key_with_another_payload_is_a_conflict(
+    rolled_back: psycopg.Connection, statement: LiteralString
+) -> None:
+    rolled_back.execute(ENQUEUE, {**SOUND, "dedupe_key": "k"})
+    with pytest.raises(errors.UniqueViolation) as caught:
+        rolled_back.execute(statement, {**SOUND, "dedupe_key": "k", "payload": "1"})
+    diag = caught.value.diag
+    assert (diag.schema_name, diag.constraint_name, diag.column_name) == ("pgoutbox", "dedupe_payload", "dedupe_key")
+
+
+@pytest.mark.parametrize("state", [State.PENDING, State.SENDING, State.SENT, State.FAILED])
+def test_an_owed_sent_or_failed_message_keeps_its_dedupe_key(rolled_back: psycopg.Connection, state: State) -> None:
+    first = put(rolled_back, state, dedupe_key="k")
+    assert put(rolled_back, dedupe_key="k") == first
+
+
+@pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY])
+@pytest.mark.parametrize("state", [State.CANCELLED, State.SKIPPED])
+def test_a_cancelled_or_skipped_message_passes_its_dedupe_key_on(
+    rolled_back: psycopg.Connection, state: State, statement: LiteralString
+) -> None:
+    first = put(rolled_back, state, dedupe_key="k", age=timedelta(days=1))
+    arguments = {**SOUND, "dedupe_key": "k", "payload": '"another"'}
+    *_, second = rolled_back.execute(statement, arguments).fetchall()
+    *_, repeated = rolled_back.execute(statement, arguments).fetchall()
+    second_id = second[0] if statement is ENQUEUE else second[1]
+    assert second_id > first
+    assert second[1:] == (() if statement is ENQUEUE else (second_id, False))
+    assert repeated == (second_id,) if statement is ENQUEUE else (1, second_id, True)
+    keys = rolled_back.execute("SELECT message_id, created_at = now() FROM pgoutbox.dedupe")
+    assert keys.fetchall() == [(second_id, True)]
+
+
+def test_a_passed_on_key_names_the_message_with_the_id_of_its_other_key(
+    rolled_back: psycopg.Connection,
+) -> None:
+    put(rolled_back, State.CANCELLED, dedupe_key="k", coalesce_key="c")
+    second = put(rolled_back, dedupe_key="k", coalesce_key="c")
+    assert scalar(rolled_back, "SELECT message_id FROM pgoutbox.dedupe") == second == newest(rolled_back, "c")
+
+
+def test_a_superseded_message_keeps_its_dedupe_key(
+    rolled_back: psycopg.Connection,
+) -> None:
+    older = put(rolled_back, coalesce_key="c", dedupe_key="k")
+    newer = put(rolled_back, coalesce_key="c")
+    rolled_back.execute(
+        "UPDATE pgoutbox.message SET state = 'skipped', skip_reason = 'superseded', superseded_by = %s,"
+        " finished_at = now() WHERE id = %s",
+        [newer, older],
+    )
+    assert put(rolled_back, coalesce_key="c", dedupe_key="k") == older
+
+
+def test_a_dedupe_key_pruned_during_the_conflict_is_taken_again(rolled_back: psycopg.Connection) -> None:
+    """A trigger deletes the row between the conflicting INSERT and the query for it, as another session may."""
+    arguments = {**SOUND, "dedupe_key": "k"}
+    first = rolled_back.execute(ENQUEUE, arguments).fetchone()
+    rolled_back.execute(
+        "CREATE FUNCTION public.prune_it() RETURNS trigger LANGUAGE plpgsql AS"
+        f" 'BEGIN DELETE FROM pgoutbox.dedupe WHERE message_id = {(first or (0,))[0]}; RETURN NULL; END'".encode()
+    )
+    rolled_back.execute(
+        "CREATE TRIGGER prune_it AFTER INSERT ON pgoutbox.dedupe FOR EACH STATEMENT EXECUTE FUNCTION public.prune_it()"
+    )
+    second = rolled_back.execute(ENQUEUE, {**arguments, "payload": '"another"'}).fetchone()
+    assert second != first
+    assert rolled_back.execute("SELECT message_id FROM pgoutbox.dedupe").fetchall() == [second]
+
+
+def test_a_bulk_returns_which_items_were_duplicates(rolled_back: psycopg.Connection) -> None:
+    rows = rolled_back.execute(
+        "SELECT * FROM pgoutbox.enqueue_many(ARRAY['a', 'a', 'a'], ARRAY['1', '1', '1'::jsonb], dedupe_keys => %s)",
+        (["x", "y", "x"],),
+    ).fetchall()
+    (first, second, third) = sorted(rows)
+    assert [row[2] for row in (first, second, third)] == [False, False, True]
+    assert third[1] == first[1] != second[1]
+
+
+# --- coalesce key -----------------------------------------------------------------------------------------------------
+
+
+def newest(connection: psycopg.Connection, key: str) -> object:
+    return scalar(connection, "SELECT newest_id FROM pgoutbox.coalesce_head WHERE coalesce_key = %s", key)
+
+
+def test_the_head_names_the_newest_message_of_its_key(rolled_back: psycopg.Connection) -> None:
+    ids = [enqueue(rolled_back, coalesce_key="k") for _ in range(3)]
+    other = enqueue(rolled_back, coalesce_key="K")
+    assert ids == sorted(ids)
+    assert newest(rolled_back, "k") == ids[-1]
+    assert newest(rolled_back, "K") == other
+
+
+def test_messages_without_a_key_do_not_coalesce(rolled_back: psycopg.Connection) -> None:
+    for _ in range(2):
+        rolled_back.execute(ENQUEUE, SOUND)
+    assert scalar(rolled_back, "SELECT count(*) FROM pgoutbox.coalesce_head") == 0
+
+
+def test_the_last_bulk_item_of_a_key_is_the_newest(rolled_back: psycopg.Connection) -> None:
+    rows = rolled_back.execute(
+        "SELECT * FROM pgoutbox.enqueue_many(ARRAY['a', 'a', 'a'], ARRAY['1', '2', '3'::jsonb], coalesce_keys => %s)",
+        (["k", None, "k"],),
+    ).fetchall()
+    by_item = {row[0]: row[1] for row in rows}
+    assert by_item[0] < by_item[2] == newest(rolled_back, "k")
+
+
+def test_a_message_with_both_keys_has_one_id(rolled_back: psycopg.Connection) -> None:
+    arguments = {**SOUND, "coalesce_key": "c", "dedupe_key": "d"}
+    first = rolled_back.execute(ENQUEUE, arguments).fetchone()
+    assert first is not None
+    assert rolled_back.execute(ENQUEUE, arguments).fetchone() == first
+    assert newest(rolled_back, "c") == first[0] == scalar(rolled_back, "SELECT message_id FROM pgoutbox.dedupe")
+
+
+# --- privileges and sessions ------------------------------------------------------------------------------------------
+
+
+def test_a_role_without_the_execute_privilege_is_refused(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute("CREATE ROLE pgoutbox_test_nobody; GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_test_nobody")
+    rolled_back.execute("SET ROLE pgoutbox_test_nobody")
+    for statement in (ENQUEUE, ENQUEUE_MANY):
+        with pytest.raises(errors.InsufficientPrivilege), rolled_back.transaction():
+            rolled_back.execute(statement, SOUND)
+
+
+def test_a_read_only_transaction_is_refused_by_the_server(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute("SET TRANSACTION READ ONLY")
+    for statement in (ENQUEUE, ENQUEUE_MANY):
+        with pytest.raises(errors.ReadOnlySqlTransaction), rolled_back.transaction():
+            rolled_back.execute(statement, SOUND)
+
+
+HOSTILE: LiteralString = """
+CREATE SCHEMA evil;
+CREATE DOMAIN evil.text AS pg_catalog.text CHECK (false);
+CREATE DOMAIN evil.jsonb AS pg_catalog.jsonb CHECK (false);
+CREATE DOMAIN evil.timestamptz AS pg_catalog.timestamptz CHECK (false);
+CREATE DOMAIN evil.float8 AS pg_catalog.float8 CHECK (false);
+CREATE DOMAIN evil.int4 AS pg_catalog.int4 CHECK (false);
+CREATE DOMAIN evil.int8 AS pg_catalog.int8 CHECK (false);
+CREATE DOMAIN evil.bool AS pg_catalog.bool CHECK (false);
+CREATE FUNCTION evil.trap() RETURNS pg_catalog.timestamptz LANGUAGE plpgsql AS
+    $$BEGIN RAISE EXCEPTION 'trapped'; END$$;
+CREATE FUNCTION evil.now() RETURNS pg_catalog.timestamptz LANGUAGE sql AS 'SELECT evil.trap()';
+CREATE FUNCTION evil.jsonb_typeof(pg_catalog.jsonb) RETURNS pg_catalog.text LANGUAGE sql AS 'SELECT evil.trap()::text';
+CREATE FUNCTION evil.string_to_array(pg_catalog.text, pg_catalog.text) RETURNS pg_catalog.text[] LANGUAGE sql AS
+    'SELECT ARRAY[evil.trap()::text]';
+CREATE FUNCTION evil.chr(pg_catalog.int4) RETURNS pg_catalog.text LANGUAGE sql AS 'SELECT evil.trap()::text';
+CREATE FUNCTION evil.make_interval(secs pg_catalog.float8) RETURNS interval LANGUAGE sql AS
+    'SELECT evil.trap() - evil.trap()';
+CREATE FUNCTION evil.nextval(pg_catalog.text) RETURNS pg_catalog.int8 LANGUAGE sql AS
+    'SELECT extract(epoch FROM evil.trap())::pg_catalog.int8';
+CREATE FUNCTION evil.later(pg_catalog.timestamptz, interval) RETURNS pg_catalog.timestamptz LANGUAGE sql AS
+    'SELECT evil.trap()';
+CREATE OPERATOR evil.+ (LEFTARG = pg_catalog.timestamptz, RIGHTARG = interval, FUNCTION = evil.later);
+CREATE FUNCTION evil.same(pg_catalog.text, pg_catalog.text) RETURNS pg_catalog.bool LANGUAGE sql AS
+    'SELECT evil.trap() IS NULL';
+CREATE OPERATOR evil.= (LEFTARG = pg_catalog.text, RIGHTARG = pg_catalog.text, FUNCTION = evil.same);
+CREATE OPERATOR evil.!~ (LEFTARG = pg_catalog.text, RIGHTARG = pg_catalog.text, FUNCTION = evil.same);
+CREATE OPERATOR evil.~ (LEFTARG = pg_catalog.text, RIGHTARG = pg_catalog.text, FUNCTION = evil.same);
+CREATE FUNCTION evil.at_most(pg_catalog.int4, pg_catalog.int4) RETURNS pg_catalog.bool LANGUAGE sql AS
+    'SELECT evil.trap() IS NULL';
+CREATE OPERATOR evil.<= (LEFTARG = pg_catalog.int4, RIGHTARG = pg_catalog.int4, FUNCTION = evil.at_most);
+CREATE OPERATOR evil.= (LEFTARG = pg_catalog.int4, RIGHTARG = pg_catalog.int4, FUNCTION = evil.at_most);
+CREATE FUNCTION evil.abs(pg_catalog.int8) RETURNS pg_catalog.int8 LANGUAGE sql AS
+    'SELECT extract(epoch FROM evil.trap())::pg_catalog.int8';
+CREATE FUNCTION evil.length(pg_catalog.text) RETURNS pg_catalog.int4 LANGUAGE sql AS
+    'SELECT evil.abs(1)::pg_catalog.int4';
+CREATE FUNCTION evil.hashtext(pg_catalog.text) RETURNS pg_catalog.int4 LANGUAGE sql AS
+    'SELECT evil.abs(1)::pg_catalog.int4';
+CREATE FUNCTION evil.pg_try_advisory_xact_lock_shared(pg_catalog.int4, pg_catalog.int4) RETURNS pg_catalog.bool
+    LANGUAGE sql AS 'SELECT evil.trap() IS NULL';
+CREATE TABLE evil.message_live (id pg_catalog.int8);
+CREATE TEMP TABLE message (id pg_catalog.int8);
+CREATE TEMP TABLE coalesce_head (id pg_catalog.int8);
+CREATE FUNCTION pg_temp.jsonb_typeof(pg_catalog.jsonb) RETURNS pg_catalog.text LANGUAGE sql AS
+    'SELECT evil.trap()::text';
+"""
+
+
+@pytest.mark.parametrize("search_path", ["", "evil, pg_temp, pg_catalog", "pg_temp, evil, pg_catalog"])
+def test_the_callers_search_path_has_no_effect(rolled_back: psycopg.Connection, search_path: str) -> None:
+    rolled_back.execute(HOSTILE)
+    rolled_back.execute("SELECT set_config('search_path', %s, true)", (search_path,))
+    keyed = {
+        "coalesce_key": ("c", CancelResult.CANCELLED),
+        "dedupe_key": ("d", CancelResult.ALREADY_CANCELLED),
+    }
+    call = "SELECT pgoutbox.enqueue('mail', '{}', coalesce_key => 'c', headers => '{\"a\": \"b\"}')"
+    first = scalar(rolled_back, call)
+    assert isinstance(first, int)
+    plain = scalar(rolled_back, "SELECT pgoutbox.enqueue('mail', '{}')")
+
+    outbox = Outbox()
+    also_plain = outbox.enqueue(rolled_back, "mail", {})
+    one = outbox.enqueue(rolled_back, "mail", {}, delay=1, headers={"a": "b"}, coalesce_key="c", dedupe_key="d")
+    again, other = outbox.enqueue_many(
+        rolled_back, [NewMessage("mail", {}, coalesce_key="c", dedupe_key="d"), NewMessage("mail", 1, delay=1)]
+    )
+    assert again == Enqueued(one.id, True)
+    for name, (key, result) in keyed.items():
+        target: dict[str, str] = {name: key}
+        assert outbox.cancel(rolled_back, topic="mail", **target) is result  # type: ignore[arg-type] # keys by name
+    rolled_back.execute("SET LOCAL search_path = pg_catalog")
+    ids = [first, plain, also_plain.id, one.id, other.id]
+    assert scalar(rolled_back, "SELECT count(*) FROM pgoutbox.message WHERE id = ANY (%s)", ids) == len(ids)
+
+
+@pytest.mark.parametrize(
+    "call", ["pgoutbox.enqueue($1, $2)", "pgoutbox.enqueue($1, $2, queue => 'bulk', notify => false)"]
+)
+def test_enqueue_is_inlined_into_its_call(rolled_back: psycopg.Connection, call: LiteralString) -> None:
+    rolled_back.execute("SET LOCAL plan_cache_mode = force_generic_plan")
+    rolled_back.execute("PREPARE plain(text, jsonb) AS SELECT " + call)
+    plan = rolled_back.execute("EXPLAIN (VERBOSE, COSTS off) EXECUTE plain('mail', '{}')").fetchall()
+    output = "\n".join(line for (line,) in plan)
+    assert "pgoutbox._enqueue_receipt(" in output
+    assert "pgoutbox.enqueue(" not in output
+
+
+def test_the_hostile_schema_catches_an_unpinned_path(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute(HOSTILE)
+    rolled_back.execute("SET LOCAL search_path = evil, pg_catalog")
+    for statement in ("SELECT 'a'::text", "SELECT now()", "SELECT 'a'::pg_catalog.text = 'a'::pg_catalog.text"):
+        with pytest.raises(psycopg.Error), rolled_back.transaction():
+            rolled_back.execute(statement)
+
+
+def test_a_trigger_enqueues_in_the_business_transaction(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute(
+        """
+        CREATE TEMP TABLE account (id bigint);
+        CREATE FUNCTION pg_temp.announce() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            PERFORM pgoutbox.enqueue('account.opened', jsonb_build_object('id', NEW.id), dedupe_key => NEW.id::text);
+            RETURN NULL;
+        END
+        $$;
+        CREATE TRIGGER announce AFTER INSERT ON account FOR EACH ROW EXECUTE FUNCTION pg_temp.announce();
+        INSERT INTO account SELECT generate_series(1, 3);
+        """
+    )
+    with rolled_back.cursor(row_factory=namedtuple_row) as cursor:
+        rows = cursor.execute("SELECT topic, payload, dedupe_key FROM pgoutbox.message ORDER BY id").fetchall()
+    assert rows == [("account.opened", {"id": n}, str(n)) for n in (1, 2, 3)]
+
+
+# --- the bell ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sleeper(connect: Connect) -> psycopg.Connection:
+    """Open a session that listens, and has armed the bells of two queues."""
+    session = connect(autocommit=True)
+    session.execute(sql.LISTEN)
+    ask_for_bells(session, "default", "bulk")
+    return session
+
+
+def rings(sleeper: psycopg.Connection) -> list[str]:
+    """Return the rings so far: notifications from before this session's last answer have arrived."""
+    sleeper.execute("SELECT")
+    return sorted(notification.payload for notification in sleeper.notifies(timeout=0))
+
+
+def test_a_committed_enqueue_rings_once_per_transaction_and_queue(
+    sleeper: psycopg.Connection, connection: psycopg.Connection
+) -> None:
+    for _ in range(3):
+        connection.execute(ENQUEUE, SOUND)
+    connection.execute(ENQUEUE_MANY, {**SOUND, "queue": "bulk", "coalesce_key": "k"})
+    assert rings(sleeper) == []
+    connection.commit()
+    assert rings(sleeper) == ["bulk", "default"]
+
+
+def test_a_rolled_back_enqueue_or_one_without_notify_does_not_ring(
+    sleeper: psycopg.Connection, connection: psycopg.Connection
+) -> None:
+    connection.execute(ENQUEUE, SOUND)
+    connection.rollback()
+    connection.execute("SELECT pgoutbox.enqueue('mail', '1', notify => false)")
+    connection.execute("SELECT pgoutbox.enqueue_many(ARRAY['mail'], ARRAY['1'::jsonb], notify => false)")
+    connection.commit()
+    assert rings(sleeper) == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "pgoutbox.enqueue('mail', '1', notify => NULL)",
+        "pgoutbox.enqueue('mail', '1', coalesce_key => 'k', notify => NULL)",
+        "pgoutbox.enqueue_many(ARRAY['mail'], ARRAY['1'::jsonb], notify => NULL)",
+        "pgoutbox.enqueue_fanout('mail', '1', ARRAY['tel:1'], notify => NULL)",
+    ],
+)
+def test_notify_of_null_means_true(
+    sleeper: psycopg.Connection, connection: psycopg.Connection, call: LiteralString
+) -> None:
+    connection.execute(f"SELECT {call}")
+    connection.commit()
+    assert rings(sleeper) == ["default"]
+
+
+# --- the sequence of ids ----------------------------------------------------------------------------------------------
+
+SEQUENCE_IS_BEHIND = (
+    r"sequence pgoutbox\.message_id_seq is behind the messages: it gave \d+, .* run: (.*); and reconnect"
+)
+
+
+def set_back(first: psycopg.Connection, second: psycopg.Connection) -> None:
+    """Set the sequence back, as after a restore of the data without the sequence."""
+    first.execute("SELECT setval('pgoutbox.message_id_seq', 1000)")
+    enqueue_keyed(second)
+    first.execute("SELECT setval('pgoutbox.message_id_seq', 7)")
+
+
+def hand_out_in_stocks(first: psycopg.Connection, second: psycopg.Connection) -> None:
+    """Give each session its own cached ids; the second session has the greater ones."""
+    first.execute("ALTER SEQUENCE pgoutbox.message_id_seq CACHE 100")
+    enqueue(first)
+    enqueue_keyed(second)
+
+
+def enqueue_keyed(connection: psycopg.Connection) -> None:
+    enqueue(connection, coalesce_key="k")
+    enqueue(connection, ordering_key="k")
+
+
+@pytest.mark.parametrize("damage", [set_back, hand_out_in_stocks])
+@pytest.mark.parametrize("key", ["coalesce_key", "ordering_key"])
+def test_an_id_below_the_greatest_of_its_key_is_refused_with_the_command_to_fix_it(
+    connect: Connect, key: str, damage: Callable[[psycopg.Connection, psycopg.Connection], None]
+) -> None:
+    first, second = connect(autocommit=True), connect(autocommit=True)
+    damage(first, second)
+    keyed: dict[str, Any] = {key: "k"}
+    with pytest.raises(SchemaError, match=SEQUENCE_IS_BEHIND) as caught:
+        Outbox().enqueue(first, "greet", 1, require_transaction=False, **keyed)
+    assert sqlstate_of(caught.value) == "55000"
+    ((before,),) = second.execute("SELECT max(id) FROM pgoutbox.message").fetchall()
+    fix = re.search(SEQUENCE_IS_BEHIND, str(caught.value))
+    assert fix is not None
+    second.execute(fix[1].encode())
+    assert Outbox().enqueue(connect(autocommit=True), "greet", 1, require_transaction=False, **keyed).id > before
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """Create a directory that the server's account can enter; `tmp_path` is not one when root runs the tests."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
+
+
+@pytest.fixture
+def preparing_dsn(open_directory: Path) -> Iterator[str]:
+    """Return the DSN of a migrated database on a server that allows prepared transactions."""
+    data = open_directory / "data"
+    with embedded_server(data, durable=False) as server, psycopg.connect(server.dsn, autocommit=True) as connection:
+        migrate.upgrade(server.dsn)
+        connection.execute("ALTER SYSTEM SET max_prepared_transactions = 2")
+    with embedded_server(data, durable=False) as server:
+        yield server.dsn
+
+
+@pytest.mark.slow
+async def test_a_prepared_transaction_must_not_ring_and_the_sweep_finds_its_message(preparing_dsn: str) -> None:
+    outbox = Outbox(settings_for(preparing_dsn, sweep_seconds=0.1))
+    seen: asyncio.Queue[object] = asyncio.Queue()
+
+    @outbox.handler("mail")
+    async def send(message: Message, ctx: Context) -> None:
+        seen.put_nowait(message.payload)
+
+    worker = WatchedWorker(outbox)
+    with psycopg.connect(preparing_dsn, autocommit=True) as producer:
+        async with running(worker):
+            await worker.sleeping.wait()
+            producer.execute("BEGIN")
+            outbox.enqueue(producer, "mail", "rings")
+            with pytest.raises(errors.FeatureNotSupported, match="NOTIFY"):
+                producer.execute("PREPARE TRANSACTION 'rings'")
+            producer.execute("BEGIN")
+            outbox.enqueue(producer, "mail", "silent", notify=False)
+            producer.execute("PREPARE TRANSACTION 'silent'")
+            producer.execute("COMMIT PREPARED 'silent'")
+            assert await seen.get() == "silent"
+        assert scalar(producer, "SELECT string_agg(state, ' ') FROM pgoutbox.message") == "sent"

@@ -1,0 +1,71 @@
+"""pgbouncer in front of a test's database."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote, urlencode
+
+import psycopg
+
+from tests.support.missing import server_missing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Server
+
+
+@contextlib.contextmanager
+def pooled(dsn: str, server: Server, *, mode: str, size: int) -> Iterator[str]:
+    """Run pgbouncer with this many sessions, and return the DSN of the test's database through it."""
+    program = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if program is None:
+        server_missing("no pgbouncer")
+    command = [program]
+    with tempfile.TemporaryDirectory(prefix="pgoutbox-pgbouncer-") as name:
+        directory = Path(name)
+        if os.getuid() == 0:
+            # It refuses to run as root. The embedded server's socket is open only to root and to `nobody`.
+            command += ["-u", "nobody"]
+            os.chown(directory, pwd.getpwnam("nobody").pw_uid, -1)
+        password = f" password={server.password}" if server.password else ""
+        (directory / "users.txt").write_text(f'"{server.user}" ""\n')
+        (directory / "pgbouncer.ini").write_text(
+            f"""
+[databases]
+* = host={server.host} port={server.port} user={server.user}{password}
+[pgbouncer]
+listen_addr =
+unix_socket_dir = {directory}
+listen_port = 6432
+auth_type = any
+auth_file = {directory}/users.txt
+pool_mode = {mode}
+default_pool_size = {size}
+log_connections = 0
+log_disconnections = 0
+log_stats = 0
+"""
+        )
+        command.append(str(directory / "pgbouncer.ini"))
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as bouncer:
+            try:
+                lines = []
+                for line in bouncer.stderr or ():
+                    lines.append(line)
+                    if "process up" in line:
+                        break
+                else:
+                    server_missing(f"pgbouncer does not run: {''.join(lines)}")
+                place = urlencode({"host": name, "port": 6432})
+                database = psycopg.conninfo.conninfo_to_dict(dsn)["dbname"]
+                yield f"postgresql://{quote(server.user, safe='')}@/{database}?{place}"
+            finally:
+                bouncer.terminate()

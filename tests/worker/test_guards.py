@@ -1,0 +1,1177 @@
+"""Mutation tests: every guard has a scenario that holds with it and fails without it.
+
+A scenario runs twice: on the unchanged package, where it must hold, and with its guard removed from the statement,
+the schema or the worker, where it must fail. A mutation that no longer finds its text fails too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Awaitable, Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+import pgoutbox.worker.worker
+from pgoutbox import Outbox
+from pgoutbox.database import sql
+from pgoutbox.database.store import FinishRequest
+from pgoutbox.database.worker_connection import WorkerConnection
+from pgoutbox.handlers import Context
+from pgoutbox.message import AttemptOutcome, Message, State
+from pgoutbox.observability.events import Telemetry
+from pgoutbox.worker.doorbell import Bell, Doorbell
+from tests.support.messages import LARGE, PUT_FINAL, put
+from tests.support.outbox_actions import (
+    WatchedWorker,
+    claim,
+    enqueue,
+    expire,
+    finish,
+    finish_sent,
+    finish_sent_and_forget,
+    first_of,
+    ids_in_flight,
+    lapse,
+    redrive,
+    renew,
+    row_of,
+    rows_of,
+    running,
+    settings_for,
+    state_of,
+    until_blocked,
+    watch,
+)
+from tests.support.partitions import add_partition
+from tests.support.races import ADVISORY_LOCKS
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tests.conftest import Connect
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The resources of a scenario."""
+
+    dsn: str
+    connect: Connect
+    db: psycopg.Connection
+
+
+Scenario = Callable[[Stage], Awaitable[None]]
+Mutation = Callable[[Stage, pytest.MonkeyPatch], None]
+
+
+@pytest.fixture
+def stage(dsn: str, connect: Connect) -> Stage:
+    """Use the test's own database."""
+    return Stage(dsn, connect, connect(autocommit=True))
+
+
+# --- the fence --------------------------------------------------------------------------------------------------------
+
+
+def attempted_again(stage: Stage) -> int:
+    """Create a message in its second attempt, by the worker that made the first one."""
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RELEASED))
+    assert ids_in_flight(claim(stage.db)) == [message_id]
+    return message_id
+
+
+def claimed_on_both_timelines(stage: Stage) -> int:
+    """Create a message in its first attempt by worker-1. The server has lost the commit of another worker's first
+    attempt."""
+    message_id = enqueue(stage.db)
+    lost = stage.connect()
+    assert ids_in_flight(claim(lost, worker="stale")) == [message_id]
+    lost.rollback()
+    assert ids_in_flight(claim(stage.db)) == [message_id]
+    return message_id
+
+
+async def a_stale_attempt_cannot_write_sent(stage: Stage) -> None:
+    message_id = attempted_again(stage)
+    finish_sent(stage.db, (message_id, 1))
+    assert row_of(stage.db, message_id).state == "sending"
+
+
+async def a_stale_attempt_cannot_write_another_end(stage: Stage) -> None:
+    message_id = attempted_again(stage)
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "stale"))
+    assert row_of(stage.db, message_id).state == "sending"
+
+
+async def a_stale_attempt_cannot_renew(stage: Stage) -> None:
+    message_id = attempted_again(stage)
+    assert renew(stage.db, (message_id, 1)) == {}
+
+
+async def a_stale_attempt_cannot_watch(stage: Stage) -> None:
+    message_id = attempted_again(stage)
+    assert watch(stage.db, (message_id, 1)) == {}
+
+
+async def a_worker_of_a_lost_timeline_cannot_write_sent(stage: Stage) -> None:
+    message_id = claimed_on_both_timelines(stage)
+    finish_sent(stage.db, (message_id, 1), worker="stale")
+    assert row_of(stage.db, message_id).state == "sending"
+
+
+async def a_worker_of_a_lost_timeline_cannot_write_another_end(stage: Stage) -> None:
+    message_id = claimed_on_both_timelines(stage)
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "stale"), worker="stale")
+    assert row_of(stage.db, message_id).state == "sending"
+
+
+async def a_worker_of_a_lost_timeline_cannot_renew(stage: Stage) -> None:
+    message_id = claimed_on_both_timelines(stage)
+    assert renew(stage.db, (message_id, 1), worker="stale") == {}
+
+
+async def a_worker_of_a_lost_timeline_cannot_watch(stage: Stage) -> None:
+    message_id = claimed_on_both_timelines(stage)
+    assert watch(stage.db, (message_id, 1), worker="stale") == {}
+
+
+async def a_worker_of_a_lost_timeline_learns_that_its_attempt_is_lost(stage: Stage) -> None:
+    message_id = claimed_on_both_timelines(stage)
+    parameters = {"ids": [message_id], "attempt_counts": [1], "worker": "stale"}
+    assert stage.db.execute(sql.STANDING, parameters).fetchall() == []
+
+
+async def a_worker_of_a_lost_timeline_cannot_delete(stage: Stage) -> None:
+    keep_nothing(stage)
+    message_id = claimed_on_both_timelines(stage)
+    finish_sent_and_forget(stage.db, (message_id, 1), worker="stale")
+    assert [row.state for row in rows_of(stage.db, message_id)] == ["sending"]
+
+
+async def a_worker_does_not_repeat_a_lapsed_attempt_that_it_still_runs(stage: Stage) -> None:
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    lapse(stage.db, message_id)
+    assert claim(stage.db, held=[message_id]) == []
+
+
+async def a_worker_does_not_end_a_lapsed_attempt_that_it_still_runs(stage: Stage) -> None:
+    message_id = enqueue(stage.db, max_attempts=1)
+    claim(stage.db)
+    lapse(stage.db, message_id)
+    assert claim(stage.db, held=[message_id]) == []
+
+
+async def a_worker_repeats_an_attempt_in_its_name_that_it_does_not_run(stage: Stage) -> None:
+    held, forgotten = enqueue(stage.db), enqueue(stage.db)
+    claim(stage.db)
+    lapse(stage.db, held)
+    lapse(stage.db, forgotten)
+    assert ids_in_flight(claim(stage.db, held=[held])) == [forgotten]
+
+
+async def a_worker_ends_an_attempt_in_its_name_that_it_does_not_run(stage: Stage) -> None:
+    held, forgotten = enqueue(stage.db, max_attempts=1), enqueue(stage.db, max_attempts=1)
+    claim(stage.db)
+    lapse(stage.db, held)
+    lapse(stage.db, forgotten)
+    claim(stage.db, held=[held])
+    assert [row.state for row in rows_of(stage.db, held, forgotten)] == ["sending", "failed"]
+
+
+async def an_attempt_from_before_a_redrive_cannot_write(stage: Stage) -> None:
+    message_id = enqueue(stage.db, max_attempts=1)
+    claim(stage.db)
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "first"))
+    assert redrive(stage.db, message_id)
+    claim(stage.db)
+    finish_sent(stage.db, (message_id, 1))
+    assert state_of(stage.db, message_id) == "sending"
+
+
+async def a_released_attempt_cannot_write(stage: Stage) -> None:
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RELEASED))
+    claim(stage.db)
+    finish_sent(stage.db, (message_id, 1))
+    assert state_of(stage.db, message_id) == "sending"
+
+
+# --- retention --------------------------------------------------------------------------------------------------------
+
+
+def keep_nothing(stage: Stage, topic: str = "*", state: str = "sent") -> None:
+    stage.db.execute("INSERT INTO pgoutbox.retention (topic, state, keep) VALUES (%s, %s, '0')", [topic, state])
+
+
+async def a_stale_attempt_cannot_delete(stage: Stage) -> None:
+    keep_nothing(stage)
+    message_id = attempted_again(stage)
+    finish_sent_and_forget(stage.db, (message_id, 1))
+    assert [row.state for row in rows_of(stage.db, message_id)] == ["sending"]
+
+
+async def a_message_that_is_pending_again_is_not_deleted(stage: Stage) -> None:
+    keep_nothing(stage)
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy"))
+    finish_sent_and_forget(stage.db, (message_id, 1))
+    assert rows_of(stage.db, message_id)
+
+
+async def a_removed_rule_has_no_effect_from_its_commit_on(stage: Stage) -> None:
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    assert finish_sent_and_forget(stage.db, (message_id, 1)) == {message_id}
+    assert rows_of(stage.db, message_id)
+
+
+async def a_topics_own_rule_holds(stage: Stage) -> None:
+    keep_nothing(stage)
+    stage.db.execute("INSERT INTO pgoutbox.retention (topic, state) VALUES ('greet', 'sent')")
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    finish_sent_and_forget(stage.db, (message_id, 1))
+    assert rows_of(stage.db, message_id)
+
+
+async def a_repeated_enqueue_of_a_deleted_message_is_recognised(stage: Stage) -> None:
+    message_id = put(stage.db, State.SENT, dedupe_key="k", age=timedelta(days=1))
+    keep_nothing(stage)
+    prune_by_rules(stage.db)
+    assert rows_of(stage.db) == []
+    assert put(stage.db, dedupe_key="k") == message_id
+
+
+async def a_key_that_has_a_message_is_not_pruned(stage: Stage) -> None:
+    message_id = put(stage.db, dedupe_key="k")
+    keep_nothing(stage, state="dedupe_key")
+    prune_by_rules(stage.db)
+    assert put(stage.db, dedupe_key="k") == message_id
+
+
+async def pruning_skips_messages_that_their_topic_keeps(stage: Stage) -> None:
+    message_id = put(stage.db, State.SENT, age=timedelta(days=1))
+    keep_nothing(stage)
+    stage.db.execute("INSERT INTO pgoutbox.retention (topic, state) VALUES ('mail', 'sent')")
+    prune_by_rules(stage.db)
+    assert rows_of(stage.db, message_id)
+
+
+async def pruning_skips_a_message_that_is_being_redriven(stage: Stage) -> None:
+    message_id = put(stage.db, State.FAILED, age=timedelta(days=1))
+    keep_nothing(stage, state="failed")
+    operator = stage.connect()
+    assert redrive(operator, message_id)
+    stage.db.execute("SET lock_timeout = '100ms'")
+    with contextlib.suppress(psycopg.errors.LockNotAvailable):
+        prune_by_rules(stage.db)
+        operator.commit()
+        assert state_of(stage.db, message_id) == "pending"
+        return
+    pytest.fail("it waits for the redrive")
+
+
+async def pruning_applies_the_current_rule(stage: Stage) -> None:
+    message_id = put(stage.db, State.SENT, age=timedelta(days=1))
+    parameters = {"topic": "mail", "state": "sent", "limit": 9, "since": "-infinity", "until": "infinity"}
+    keep_nothing(stage, topic="mail")
+    stage.db.execute("UPDATE pgoutbox.retention SET keep = '2 days'")
+    stage.db.execute(sql.PRUNE_BY_RULE, parameters)
+    assert rows_of(stage.db, message_id)
+
+
+def large_message_of_an_old_id(stage: Stage) -> int:
+    """Create a pending message with a large payload, and a sent message with the same id, as after a reset sequence."""
+    message_id = put(stage.db, State.SENT, age=timedelta(days=40))
+    stage.db.execute("SELECT setval('pgoutbox.message_id_seq', %s, false)", [message_id])
+    assert enqueue(stage.db, "mail", LARGE) == message_id
+    return message_id
+
+
+async def pruning_skips_the_large_payload_of_another_message(stage: Stage) -> None:
+    message_id = large_message_of_an_old_id(stage)
+    keep_nothing(stage)
+    prune_by_rules(stage.db)
+    assert [row.state for row in rows_of(stage.db)] == ["pending"]
+    assert large_payloads(stage.db) == [message_id]
+
+
+async def retiring_a_partition_skips_large_payloads_of_other_messages(stage: Stage) -> None:
+    name = add_partition(stage.db, 40)
+    message_id = large_message_of_an_old_id(stage)
+    keep_nothing(stage)
+    for state in ("skipped", "cancelled"):
+        keep_nothing(stage, state=state)
+    stage.db.execute("SELECT pgoutbox._retire_partition(%s)", [name])
+    assert stage.db.execute("SELECT * FROM pgoutbox._clear_retired(9)").fetchall() == [(name, 1, True)]
+    assert large_payloads(stage.db) == [message_id]
+
+
+async def retiring_a_partition_deletes_its_large_payloads(stage: Stage) -> None:
+    name = add_partition(stage.db, 40)
+    message_id = enqueue(stage.db, "mail", LARGE)
+    stage.db.execute(PUT_FINAL, {"id": message_id, "state": "sent", "age": timedelta(days=40)})
+    for state in ("sent", "skipped", "cancelled"):
+        keep_nothing(stage, state=state)
+    stage.db.execute("SELECT pgoutbox._retire_partition(%s)", [name])
+    stage.db.execute("SELECT pgoutbox._clear_retired(9)")
+    assert stage.db.execute("SELECT name FROM pgoutbox.retired").fetchall() == []
+    assert large_payloads(stage.db) == []
+
+
+async def a_sent_message_keeps_its_large_payload(stage: Stage) -> None:
+    """One finish covers two messages, and a rule keeps one of them."""
+    keep_nothing(stage, topic="greet")
+    kept, forgotten = enqueue(stage.db, "mail", LARGE), enqueue(stage.db, "greet", LARGE)
+    claim(stage.db, topics=["greet", "mail"])
+    finish_sent_and_forget(stage.db, (kept, 1), (forgotten, 1))
+    assert large_payloads(stage.db) == [kept]
+
+
+def large_payloads(db: psycopg.Connection) -> list[int]:
+    return [row[0] for row in db.execute("SELECT message_id FROM pgoutbox.large_payload ORDER BY 1").fetchall()]
+
+
+def prune_by_rules(db: psycopg.Connection) -> None:
+    for topic, state in db.execute("SELECT topic, state FROM pgoutbox.retention WHERE keep IS NOT NULL").fetchall():
+        statement = sql.PRUNE_DEDUPE_BY_RULE if state == "dedupe_key" else sql.PRUNE_BY_RULE
+        parameters = {"topic": topic, "state": state, "limit": 9, "since": "-infinity", "until": "infinity"}
+        db.execute(statement, parameters | {"after_scope": "", "after_key": ""})
+
+
+# --- one in flight, newest wins ---------------------------------------------------------------------------------------
+
+
+async def a_successor_waits_for_its_predecessor(stage: Stage) -> None:
+    enqueue(stage.db, coalesce_key="k")
+    claim(stage.db)
+    enqueue(stage.db, coalesce_key="k")
+    assert claim(stage.db) == []
+
+
+async def one_of_two_claims_with_concurrent_snapshots_is_refused(stage: Stage) -> None:
+    """The gate is an open transaction: neither claim sees the other's, and both have chosen when the first commits."""
+    first, second = stage.connect(), stage.connect(autocommit=True)
+    older = enqueue(stage.db, coalesce_key="k")
+    assert ids_in_flight(claim(first)) == [older]
+    enqueue(stage.db, coalesce_key="k")
+    blocked: asyncio.Task[object] = asyncio.create_task(asyncio.to_thread(claim, second))
+    await until_blocked(stage.db, blocked)
+    first.commit()
+    with pytest.raises(psycopg.errors.UniqueViolation) as caught:
+        await blocked
+    assert caught.value.diag.constraint_name == "message_live_in_flight"
+
+
+async def an_older_message_is_not_delivered_after_a_newer_one(stage: Stage) -> None:
+    older = enqueue(stage.db, coalesce_key="k")
+    newer = enqueue(stage.db, coalesce_key="k")
+    assert ids_in_flight(claim(stage.db)) == [newer]
+    assert state_of(stage.db, older) == "skipped"
+
+
+async def a_lapsed_attempt_is_not_repeated_after_a_newer_message(stage: Stage) -> None:
+    older = enqueue(stage.db, coalesce_key="k")
+    claim(stage.db, worker="dead")
+    lapse(stage.db, older)
+    newer = enqueue(stage.db, coalesce_key="k")
+    assert ids_in_flight(claim(stage.db)) == [newer]
+    assert state_of(stage.db, older) == "skipped"
+
+
+def enqueue_bulk(connection: psycopg.Connection, **keys: list[str]) -> list[int]:
+    """Enqueue a message for each key in one bulk, and return the ids in their order."""
+    ((name, values),) = keys.items()
+    rows = connection.execute(
+        "SELECT m.id FROM pgoutbox.enqueue_many("
+        f" array_fill('greet'::text, ARRAY[%s]), array_fill('1'::jsonb, ARRAY[%s]), {name} => %s::text[])"
+        " AS m ORDER BY m.item_index".encode(),
+        [len(values), len(values), values],
+    ).fetchall()
+    return [message_id for (message_id,) in rows]
+
+
+async def a_bulk_that_waited_for_a_coalesce_key_is_the_newest(stage: Stage) -> None:
+    """The gate is the head row. The bulk waits there with its ids drawn, while the holder writes a greater id."""
+    holder, bulk = stage.connect(), stage.connect(autocommit=True)
+    enqueue(stage.db, coalesce_key="k")
+    holder.execute("SELECT FROM pgoutbox.coalesce_head AS head WHERE head.coalesce_key = 'k' FOR UPDATE")
+    blocked = asyncio.create_task(asyncio.to_thread(enqueue_bulk, bulk, coalesce_keys=["k", "k"]))
+    await until_blocked(stage.db, blocked)
+    enqueue(holder, coalesce_key="k")
+    holder.commit()
+    _, newest_id = await blocked
+    assert ids_in_flight(claim(stage.db)) == [newest_id]
+
+
+async def two_bulks_lock_dedupe_keys_in_one_order_even_if_one_is_freed(stage: Stage) -> None:
+    """The gate holds the key a, like a redrive. A bulk that waits there must not have locked the key b yet."""
+    gate, bulk, other = stage.connect(), stage.connect(autocommit=True), stage.connect(autocommit=True)
+    freed_id = enqueue(stage.db, dedupe_key="a")
+    stage.db.execute("SELECT pgoutbox.cancel(%s)", [freed_id])
+    gate.execute("SELECT FROM pgoutbox.dedupe AS d WHERE d.dedupe_key = 'a' FOR UPDATE")
+    blocked = asyncio.create_task(asyncio.to_thread(enqueue_bulk, bulk, dedupe_keys=["b", "a"]))
+    await until_blocked(stage.db, blocked)
+    other.execute("SET lock_timeout = '50ms'")
+    try:
+        enqueue_bulk(other, dedupe_keys=["b"])
+    except psycopg.errors.LockNotAvailable:
+        pytest.fail("the bulk has taken the key b")
+    finally:
+        gate.rollback()
+        await blocked
+
+
+async def two_claims_insert_their_keys_in_one_order(stage: Stage) -> None:
+    """The gate holds the key b. A claim that waits there already holds the key a, though b was due first."""
+    gate, other = stage.connect(), stage.connect(autocommit=True)
+    enqueue(stage.db, coalesce_key="b")
+    claim(gate)
+    # Without an order the claim takes them by due time.
+    enqueue(stage.db, coalesce_key="b")
+    enqueue(stage.db, coalesce_key="a")
+    blocked: asyncio.Task[object] = asyncio.create_task(asyncio.to_thread(claim, stage.connect(autocommit=True)))
+    await until_blocked(stage.db, blocked)
+    enqueue(stage.db, coalesce_key="a")
+    other.execute("SET lock_timeout = '50ms'")
+    with pytest.raises(psycopg.errors.LockNotAvailable):
+        other.execute(
+            """
+            UPDATE pgoutbox.message_live
+            SET state = 'sending', claimed_at = now(), lease_expires_at = now(), worker = 'w', attempt_count = 1
+            WHERE id = (SELECT max(id) FROM pgoutbox.message_live WHERE coalesce_key = 'a')
+            """
+        )
+    gate.rollback()
+    await blocked
+
+
+async def an_older_attempt_is_not_retried_after_a_newer_message(stage: Stage) -> None:
+    older = enqueue(stage.db, coalesce_key="k")
+    claim(stage.db)
+    enqueue(stage.db, coalesce_key="k")
+    finish(stage.db, FinishRequest(older, 1, AttemptOutcome.RETRY, "busy"))
+    assert state_of(stage.db, older) == "skipped"
+
+
+# --- the rule `pending` -----------------------------------------------------------------------------------------------
+
+
+def look_again(connection: psycopg.Connection, *, queue: str = "default", available_at: datetime | None = None) -> int:
+    """Enqueue a message of the rule `pending`."""
+    return enqueue(connection, coalesce_key="k", coalesce_rule="pending", queue=queue, available_at=available_at)
+
+
+async def an_attempt_begins_after_every_commit(stage: Stage) -> None:
+    """An older id commits late, while a claim skips the next one in favour of a third that another claim would
+    deliver."""
+    late, skipping = stage.connect(), stage.connect()
+    oldest = look_again(late)
+    look_again(stage.db)
+    newest = look_again(stage.db)
+    claim(skipping, total=1, fresh_only=True)
+    for row in claim(stage.db, fresh_only=True):
+        finish_sent(stage.db, (row.id, row.attempt_count))
+    late.commit()
+    begun = ids_in_flight(claim(stage.db, fresh_only=True))
+    skipping.commit()
+    begun += ids_in_flight(claim(stage.db, fresh_only=True))
+    assert begun in ([oldest], [newest])
+
+
+async def an_attempt_of_any_lane_begins_after_every_commit(stage: Stage) -> None:
+    """Run the same scenario with the claim from all lanes."""
+    late, skipping = stage.connect(), stage.connect()
+    oldest = look_again(late)
+    look_again(stage.db)
+    newest = look_again(stage.db)
+    claim(skipping, total=1)
+    for row in claim(stage.db):
+        finish_sent(stage.db, (row.id, row.attempt_count))
+    late.commit()
+    begun = ids_in_flight(claim(stage.db))
+    skipping.commit()
+    begun += ids_in_flight(claim(stage.db))
+    assert begun in ([oldest], [newest])
+
+
+async def a_scheduled_message_supersedes_nothing(stage: Stage) -> None:
+    due = look_again(stage.db)
+    look_again(stage.db, available_at=datetime.now(UTC) + timedelta(hours=1))
+    assert ids_in_flight(claim(stage.db)) == [due]
+
+
+async def a_message_that_has_ended_supersedes_nothing(stage: Stage) -> None:
+    late = stage.connect()
+    older = look_again(late)
+    newer = look_again(stage.db)
+    assert ids_in_flight(claim(stage.db)) == [newer]
+    finish(stage.db, FinishRequest(newer, 1, AttemptOutcome.FAILED, "no"))
+    late.commit()
+    assert ids_in_flight(claim(stage.db)) == [older]
+
+
+async def a_message_of_another_queue_supersedes_nothing(stage: Stage) -> None:
+    older = look_again(stage.db)
+    look_again(stage.db, queue="bulk")
+    assert ids_in_flight(claim(stage.db)) == [older]
+
+
+async def an_expired_message_supersedes_nothing(stage: Stage) -> None:
+    older = look_again(stage.db)
+    expire(stage.db, look_again(stage.db))
+    assert ids_in_flight(claim(stage.db)) == [older]
+
+
+async def a_message_waits_for_a_strict_one_of_its_key(stage: Stage) -> None:
+    strict = enqueue(stage.db, coalesce_key="k")
+    look_again(stage.db)
+    assert ids_in_flight(claim(stage.db, fresh_only=True)) == [strict]
+
+
+async def a_retry_ends_if_a_newer_message_is_pending(stage: Stage) -> None:
+    older = look_again(stage.db)
+    claim(stage.db)
+    look_again(stage.db)
+    finish(stage.db, FinishRequest(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
+    assert state_of(stage.db, older) == "skipped"
+
+
+async def a_retry_does_not_wait_for_a_message_that_is_due_later(stage: Stage) -> None:
+    older = look_again(stage.db)
+    claim(stage.db)
+    look_again(stage.db, available_at=datetime.now(UTC) + timedelta(hours=1))
+    finish(stage.db, FinishRequest(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
+    assert state_of(stage.db, older) == "pending"
+
+
+async def a_message_that_waits_for_an_attempt_is_found_when_it_ends(stage: Stage) -> None:
+    """The older of two ids commits while the newer one is in flight: no head names it."""
+    late = stage.connect()
+    look_again(late)
+    newer = look_again(stage.db)
+    claim(stage.db)
+    late.commit()
+    assert claim(stage.db) == []
+    finish_sent(stage.db, (newer, 1))
+    done = {"ids": [newer], "topics": ["greet"], "coalesce_keys": ["k"]}
+    assert stage.db.execute(sql.QUEUES_OF_SUCCESSORS, done).fetchall() == [("default",)]
+
+
+async def a_strict_message_that_waits_for_a_newer_attempt_is_found_when_it_ends(stage: Stage) -> None:
+    late = stage.connect()
+    enqueue(late, coalesce_key="k")
+    newer = look_again(stage.db)
+    claim(stage.db)
+    late.commit()
+    assert claim(stage.db) == []
+    finish_sent(stage.db, (newer, 1))
+    done = {"ids": [newer], "topics": ["greet"], "coalesce_keys": ["k"]}
+    assert stage.db.execute(sql.QUEUES_OF_SUCCESSORS, done).fetchall() == [("default",)]
+
+
+# --- suspects ---------------------------------------------------------------------------------------------------------
+
+
+def lost_together(stage: Stage, count: int, *, max_attempts: int = 11) -> list[int]:
+    """Create messages whose process has ended, and one of which may have crashed it."""
+    ids = [enqueue(stage.db, max_attempts=max_attempts) for _ in range(count)]
+    assert ids_in_flight(claim(stage.db, worker="dead")) == ids
+    for message_id in ids:
+        lapse(stage.db, message_id)
+    return ids
+
+
+async def suspects_are_claimed_one_by_one(stage: Stage) -> None:
+    ids = lost_together(stage, 3)
+    assert ids_in_flight(claim(stage.db, suspect_limit=1)) == ids[:1]
+
+
+async def a_suspect_on_its_last_attempt_is_claimed_alone(stage: Stage) -> None:
+    lost_together(stage, 3, max_attempts=2)
+    assert ids_in_flight(claim(stage.db, suspect_limit=3)) == []
+
+
+async def a_worker_claims_no_second_suspect_while_one_is_in_flight(stage: Stage) -> None:
+    lost_together(stage, 2)
+    outbox = Outbox(settings_for(stage.dsn))
+    opened = asyncio.Event()
+    in_flight: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        in_flight.append(message.id)
+        await opened.wait()
+
+    worker = WatchedWorker(outbox)
+    async with running(worker):
+        await worker.asleep.wait()
+        opened.set()
+        assert len(in_flight) == 1
+
+
+# --- the doorbell -----------------------------------------------------------------------------------------------------
+
+
+async def arming_does_not_miss_an_open_enqueue(stage: Stage) -> None:
+    producer = stage.connect()
+    enqueue(producer)
+    rings: list[tuple[str | None, bool]] = []
+    doorbell = Doorbell(
+        settings_for(stage.dsn),
+        ["greet"],
+        on_ring=lambda queue, *, is_new=False: rings.append((queue, is_new)),
+        on_check=lambda: None,
+        telemetry=Telemetry(pgoutbox.worker.worker._log),
+    )
+    await doorbell.start()
+    try:
+        armed = await doorbell.arm(["default"])
+        producer.commit()
+        await doorbell._probe()  # Its answer arrives after every ring in transit.
+    finally:
+        await doorbell.stop()
+    assert armed is Bell.PRODUCERS or rings == [("default", True)]
+
+
+async def a_commit_between_the_claim_and_arming_is_not_missed(stage: Stage) -> None:
+    outbox = Outbox(settings_for(stage.dsn))
+    delivered = asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        delivered.set()
+
+    worker = WatchedWorker(outbox)
+    with enqueued_before_arming(stage.db):
+        async with running(worker):
+            await first_of(delivered, worker.asleep)
+            assert delivered.is_set()
+
+
+async def claims_of_new_messages_do_not_miss_a_late_commit(stage: Stage) -> None:
+    """Its id is smaller than those of messages that the worker has delivered since."""
+    outbox = Outbox(settings_for(stage.dsn))
+    delivered = asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        if message.id == late:
+            delivered.set()
+
+    writer = stage.connect()
+    worker = WatchedWorker(outbox)
+    async with running(worker):
+        await worker.sleeping.wait()
+        late = enqueue(writer)
+        for _ in range(5):
+            worker.sleeping.clear()
+            message_id = enqueue(stage.db)
+            await until(partial(is_sent, stage.db, message_id))
+            await worker.sleeping.wait()
+        worker.sleeping.clear()
+        writer.commit()
+        await first_of(delivered, worker.sleeping)
+        assert delivered.is_set()
+
+
+async def a_worker_that_claims_new_messages_wakes_for_a_scheduled_one(stage: Stage) -> None:
+    outbox = Outbox(settings_for(stage.dsn))
+    delivered = asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        if message.payload == "scheduled":
+            delivered.set()
+
+    worker = WatchedWorker(outbox)
+    async with running(worker):
+        await worker.sleeping.wait()
+        # The worker knows which messages are new once the transactions of other tests, which were open before, have
+        # ended.
+        while worker._queues.arrivals.floor_id is None:
+            worker.sleeping.clear()
+            message_id = enqueue(stage.db)
+            await until(partial(is_sent, stage.db, message_id))
+            await worker.sleeping.wait()
+        enqueue(stage.db, payload="scheduled", available_at=datetime.now(UTC) + timedelta(seconds=0.5))
+        try:
+            async with asyncio.timeout(10):  # A sixth of the time until the sweep.
+                await delivered.wait()
+        except TimeoutError:
+            pytest.fail("the worker sleeps until the sweep")
+
+
+def is_sent(db: psycopg.Connection, message_id: int) -> bool:
+    return state_of(db, message_id) == "sent"
+
+
+@contextmanager
+def enqueued_before_arming(db: psycopg.Connection) -> Iterator[None]:
+    """Commit a message after the worker's claim found nothing, and before the worker arms the bell."""
+    arm = Doorbell.arm
+    gate_is_open = True
+
+    async def enqueue_and_arm(self: Doorbell, queues: Sequence[str]) -> Bell:
+        nonlocal gate_is_open
+        if gate_is_open:
+            gate_is_open = False
+            enqueue(db)
+        return await arm(self, queues)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Doorbell, "arm", enqueue_and_arm)
+        yield
+
+
+# --- the session ------------------------------------------------------------------------------------------------------
+
+
+async def concurrent_claims_succeed_under_a_strict_default_isolation(stage: Stage) -> None:
+    stage.db.execute(
+        psycopg.sql.SQL("ALTER DATABASE {} SET default_transaction_isolation = 'serializable'").format(
+            psycopg.sql.Identifier(stage.db.info.dbname)
+        )
+    )
+    link = WorkerConnection(stage.dsn, settings_for(stage.dsn), purpose="test")
+    try:
+        ((isolation,),) = await link.fetch("SELECT current_setting('transaction_isolation')", {})
+    finally:
+        await link.close()
+    assert isolation == "read committed"
+
+
+# --- mutations --------------------------------------------------------------------------------------------------------
+
+
+def without(text: str, *parts: str, times: int = 1) -> str:
+    """Return `text` without each part; every part must occur this many times."""
+    for part in parts:
+        assert text.count(part) == times, f"{part!r} occurs {text.count(part)} times"
+        text = text.replace(part, "")
+    return text
+
+
+def no_fence_in(name: str, *conditions: str) -> Mutation:
+    """Return the statement of this name without its conditions on the attempt count."""
+
+    def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(sql, name, without(getattr(sql, name), *conditions))
+
+    return mutate
+
+
+def no_worker_in(name: str, *, times: int = 1) -> Mutation:
+    """Return the statement of this name without its condition on the worker."""
+
+    def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(sql, name, without(getattr(sql, name), "AND m.worker = %(worker)s::text", times=times))
+
+    return mutate
+
+
+OWN = " AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(held)s::bigint[]))"
+
+
+def no_part_in_claims(part: str, *, instead: str = "") -> Mutation:
+    """Return the claims of all lanes without a part that they share."""
+
+    def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+        names = [name for name in dir(sql) if part in getattr(sql, name)]
+        assert names
+        for name in names:
+            patch.setattr(sql, name, getattr(sql, name).replace(part, instead))
+
+    return mutate
+
+
+NO_FENCE_IN_SENT = no_fence_in("FINISH_SENT_IF_HELD", "AND m.attempt_count = %(attempt_count)s::integer")
+NO_FENCE_IN_FINISH = no_fence_in(
+    "FINISH_IF_HELD", "AND m.attempt_count = o.attempt_count", "AND m.attempt_count = h.attempt_count"
+)
+
+
+def no_fence_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    fenced = without(sql.FINISH_SENT_AND_FORGET_IF_HELD, "AND m.attempt_count = o.attempt_count")
+    patch.setattr(sql, "FINISH_SENT_AND_FORGET_IF_HELD", without(fenced, "AND m.attempt_count = h.attempt_count"))
+
+
+def no_state_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    stateless = without(sql.FINISH_SENT_AND_FORGET_IF_HELD, "m.state = 'sending' AND ")
+    patch.setattr(sql, "FINISH_SENT_AND_FORGET_IF_HELD", without(stateless, "AND m.state = 'sending'\n"))
+    redefine(stage, "_forget_sent", "AND m.state = 'sending'\n", "\n")
+
+
+def no_check_of_the_rule_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    redefine(stage, "_forget_sent", "WHERE EXISTS (", "WHERE true OR EXISTS (")
+
+
+def no_restriction_to_forgotten_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    theirs = "USING forgotten AS f\n        WHERE l.message_id = f.id AND f.has_large_payload"
+    redefine(stage, "_forget_sent", theirs, "USING asked AS a\n        WHERE l.message_id = a.id")
+
+
+def redefine(stage: Stage, name: str, part: str, instead: str) -> None:
+    """Replace one part of a function of the schema."""
+    (definition,) = stage.db.execute(
+        "SELECT pg_get_functiondef(oid) FROM pg_proc WHERE pronamespace = 'pgoutbox'::regnamespace AND proname = %s",
+        [name],
+    ).fetchone() or ("",)
+    assert definition.count(part) == 1
+    stage.db.execute(definition.replace(part, instead).encode())
+
+
+OWN_RULE_IN_FORGET = """
+                    AND (
+                        r.topic = t.topic
+                        OR NOT EXISTS (
+                            SELECT FROM pgoutbox.retention AS own WHERE own.topic = t.topic AND own.state = 'sent'
+                        )
+                    )"""
+
+OWN_RULE = """
+                AND NOT EXISTS (
+                    SELECT FROM pgoutbox.retention AS own WHERE own.topic = m.topic AND own.state = r.state
+                )"""
+
+
+def no_guard_in_function(name: str, part: str) -> Mutation:
+    """Return the function of this name without this part."""
+
+    def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+        redefine(stage, name, part, "")
+
+    return mutate
+
+
+KEYS_IN_ORDER = "ORDER BY d.coalesce_key, CASE WHEN d.coalesce_key IS NOT NULL THEN d.topic END"
+
+SIBLING = """sibling.id IS NULL
+                AND """
+
+
+def no_unique_index(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    stage.db.execute("DROP INDEX pgoutbox.message_live_in_flight")
+
+
+def no_supersession_in_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "FINISH_IF_HELD", without(sql.FINISH_IF_HELD, "WHEN newer.id IS NOT NULL THEN 'skipped'\n"))
+
+
+def newer_in(statement: str, *parts: tuple[str, str]) -> Mutation:
+    """Return the statement of this name with these parts replaced."""
+
+    def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+        text = getattr(sql, statement)
+        for part, instead in parts:
+            assert part in text
+            text = text.replace(part, instead)
+        patch.setattr(sql, statement, text)
+
+    return mutate
+
+
+STRICT_DUE = "(m.coalesces_pending IS NOT TRUE OR NOT pgoutbox._has_strict_due(m.topic, m.coalesce_key, m.queue))"
+NEWER_BY_RETRY = "now() + make_interval(secs => coalesce(o.delay_seconds, 0))"
+PENDING_SUCCESSORS = """UNION
+SELECT m.queue
+FROM done AS d
+JOIN pgoutbox.message_live AS m ON m.topic = d.topic AND m.coalesce_key = d.coalesce_key
+WHERE m.coalesces_pending AND m.state = 'pending' AND m.available_at <= now() AND m.id <> d.id"""
+
+
+def no_lock_on_the_newer(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    redefine(stage, "_lock_newer_pending", "FOR SHARE SKIP LOCKED", "")
+    redefine(stage, "_lock_newer_pending", "CASE WHEN FOUND THEN newer_id ELSE 0 END", "newer_id")
+
+
+def no_newer_id_of_a_changed_head(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    redefine(stage, "_enqueue_coalesced", "ELSE pgoutbox._next_id(head.newest_id)", "ELSE head.newest_id")
+
+
+def no_check_for_freed_keys(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    redefine(stage, "_has_freed_keys", "pgoutbox._has_freed_key(d.message_id)", "false")
+
+
+def ended_supersede(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    """Let messages in any state supersede, without locks."""
+    state = "m.state OPERATOR(pg_catalog.=) 'pending'"
+    redefine(stage, "_newer_pending", state, "true")
+    redefine(stage, "_newer_pending", "pgoutbox.message_live", "pgoutbox.message")
+    no_lock_on_the_newer(stage, patch)
+
+
+def no_rule_in_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "FINISH_IF_HELD", sql.FINISH_IF_HELD.replace("WHEN m.coalesces_pending THEN", "WHEN false THEN"))
+
+
+def no_limit_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    limit = "LIMIT pgoutbox._permits(%(queue)s::text, %(total)s::bigint)\n"
+    patch.setattr(sql, "CLAIM_LAPSED", without(sql.CLAIM_LAPSED, limit))
+
+
+def no_check_of_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    budget = "AND (%(total)s::bigint = 1 OR m.max_attempts - m.attempt_count > m.attempt_budget / 2)"
+    patch.setattr(sql, "CLAIM_LAPSED", without(sql.CLAIM_LAPSED, budget))
+
+
+def no_memory_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pgoutbox.worker.worker.Worker, "_watch_suspects", lambda self, suspects: None)
+
+
+def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    """Make an enqueue only check whether the bell is armed, and release the lock before its row is visible."""
+    lock = "NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue))"
+    looks = f"EXISTS (SELECT FROM {ADVISORY_LOCKS} WHERE l.mode = 'ExclusiveLock')"
+    redefine(stage, "_enqueue_receipt", lock, looks)
+
+
+def no_claim_after_arming(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    source = textwrap.dedent(inspect.getsource(pgoutbox.worker.worker.Worker._arm_and_look))
+    guard = "if bell in (Bell.DOWN, Bell.STILL_ARMED):"
+    assert source.count(guard) == 1
+    scope = dict(vars(pgoutbox.worker.worker))
+    exec(source.replace(guard, "if True:"), scope)
+    patch.setattr(pgoutbox.worker.worker.Worker, "_arm_and_look", scope["_arm_and_look"])
+
+
+def no_check_of_scheduled_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "NEXT_DUE", without(sql.NEXT_DUE, " OR m.available_at > now()"))
+
+
+def no_check_of_open_writers(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "NEXT_DUE", sql.NEXT_DUE.replace("asked.xmin,\n", "1 << 62,\n"))
+
+
+def no_pinned_isolation(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    pin = "    set_config('default_transaction_isolation', 'read committed', false),\n"
+    patch.setattr(sql, "PREPARE_SESSION", without(sql.PREPARE_SESSION, pin))
+
+
+GUARDED: list[tuple[str, Scenario, Mutation]] = [
+    ("fence in finish sent", a_stale_attempt_cannot_write_sent, NO_FENCE_IN_SENT),
+    ("fence after redrive", an_attempt_from_before_a_redrive_cannot_write, NO_FENCE_IN_SENT),
+    ("fence after release", a_released_attempt_cannot_write, NO_FENCE_IN_SENT),
+    ("fence in finish", a_stale_attempt_cannot_write_another_end, NO_FENCE_IN_FINISH),
+    (
+        "fence in renew",
+        a_stale_attempt_cannot_renew,
+        lambda stage, patch: patch.setattr(
+            sql, "RENEW_IF_HELD", without(sql.RENEW_IF_HELD, "AND m.attempt_count = a.attempt_count", times=3)
+        ),
+    ),
+    (
+        "fence in watch",
+        a_stale_attempt_cannot_watch,
+        no_fence_in("WATCH_IF_HELD", "AND m.attempt_count = a.attempt_count"),
+    ),
+    ("fence in forget", a_stale_attempt_cannot_delete, no_fence_in_forget),
+    ("worker in finish sent", a_worker_of_a_lost_timeline_cannot_write_sent, no_worker_in("FINISH_SENT_IF_HELD")),
+    ("worker in finish", a_worker_of_a_lost_timeline_cannot_write_another_end, no_worker_in("FINISH_IF_HELD")),
+    ("worker in renew", a_worker_of_a_lost_timeline_cannot_renew, no_worker_in("RENEW_IF_HELD", times=3)),
+    ("worker in watch", a_worker_of_a_lost_timeline_cannot_watch, no_worker_in("WATCH_IF_HELD")),
+    (
+        "worker in standing",
+        a_worker_of_a_lost_timeline_learns_that_its_attempt_is_lost,
+        no_worker_in("STANDING"),
+    ),
+    (
+        "worker in forget",
+        a_worker_of_a_lost_timeline_cannot_delete,
+        no_worker_in("FINISH_SENT_AND_FORGET_IF_HELD"),
+    ),
+    ("own attempts: suspects", a_worker_does_not_repeat_a_lapsed_attempt_that_it_still_runs, no_part_in_claims(OWN)),
+    ("own attempts: ending", a_worker_does_not_end_a_lapsed_attempt_that_it_still_runs, no_part_in_claims(OWN)),
+    (
+        "forgotten attempts: suspects",
+        a_worker_repeats_an_attempt_in_its_name_that_it_does_not_run,
+        no_part_in_claims(" OR m.id <> ALL (%(held)s::bigint[])"),
+    ),
+    (
+        "forgotten attempts: ending",
+        a_worker_ends_an_attempt_in_its_name_that_it_does_not_run,
+        no_part_in_claims(" OR m.id <> ALL (%(held)s::bigint[])"),
+    ),
+    ("state in forget", a_message_that_is_pending_again_is_not_deleted, no_state_in_forget),
+    ("rule in forget", a_removed_rule_has_no_effect_from_its_commit_on, no_check_of_the_rule_in_forget),
+    ("own rule in forget", a_topics_own_rule_holds, no_guard_in_function("_forget_sent", OWN_RULE_IN_FORGET)),
+    (
+        "dedupe key outlives zero",
+        a_repeated_enqueue_of_a_deleted_message_is_recognised,
+        no_guard_in_function("_delete_messages", " AND NOT keeps_dedupe_keys"),
+    ),
+    (
+        "dedupe key of a message",
+        a_key_that_has_a_message_is_not_pruned,
+        no_guard_in_function(
+            "_prune_dedupe_by_rule",
+            "        AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = p.message_id LIMIT 1) IS NULL\n",
+        ),
+    ),
+    (
+        "own rule in prune",
+        pruning_skips_messages_that_their_topic_keeps,
+        no_guard_in_function("_prune_by_rule", OWN_RULE),
+    ),
+    (
+        "locked rows in prune",
+        pruning_skips_a_message_that_is_being_redriven,
+        no_guard_in_function("_prune_by_rule", " SKIP LOCKED"),
+    ),
+    (
+        "large payload of its message in prune",
+        pruning_skips_the_large_payload_of_another_message,
+        no_guard_in_function("_delete_messages", " AND g.has_large_payload"),
+    ),
+    (
+        "large payload of its message in a retired partition",
+        retiring_a_partition_skips_large_payloads_of_other_messages,
+        no_guard_in_function("_clear_retired", " AND p.has_large_payload"),
+    ),
+    (
+        "large payloads of a retired partition",
+        retiring_a_partition_deletes_its_large_payloads,
+        no_guard_in_function(
+            "_clear_retired",
+            "\n        AND NOT EXISTS (SELECT FROM pgoutbox.large_payload AS l"
+            " WHERE l.message_id BETWEEN first_id AND last_id)",
+        ),
+    ),
+    (
+        "large payload of a message deleted as it is sent",
+        a_sent_message_keeps_its_large_payload,
+        no_restriction_to_forgotten_messages,
+    ),
+    (
+        "age in prune",
+        pruning_applies_the_current_rule,
+        no_guard_in_function("_prune_by_rule", "        AND m.finished_at <= now() - r.keep\n"),
+    ),
+    ("one in flight: look", a_successor_waits_for_its_predecessor, no_part_in_claims(SIBLING)),
+    ("one in flight: index", one_of_two_claims_with_concurrent_snapshots_is_refused, no_unique_index),
+    (
+        "supersession in claim",
+        an_older_message_is_not_delivered_after_a_newer_one,
+        no_part_in_claims(
+            "WHEN newer.id IS NOT NULL OR d.expires_at <= now() THEN 'skipped'", instead="WHEN false THEN ''"
+        ),
+    ),
+    (
+        "supersession of a lapsed attempt",
+        a_lapsed_attempt_is_not_repeated_after_a_newer_message,
+        no_part_in_claims("WHEN newer.id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'\n"),
+    ),
+    ("order of keys", two_claims_insert_their_keys_in_one_order, no_part_in_claims(KEYS_IN_ORDER)),
+    (
+        "bulk: newer id of a changed head",
+        a_bulk_that_waited_for_a_coalesce_key_is_the_newest,
+        no_newer_id_of_a_changed_head,
+    ),
+    (
+        "bulk: look for freed keys",
+        two_bulks_lock_dedupe_keys_in_one_order_even_if_one_is_freed,
+        no_check_for_freed_keys,
+    ),
+    ("supersession in finish", an_older_attempt_is_not_retried_after_a_newer_message, no_supersession_in_finish),
+    ("rule pending: lock on the newer message", an_attempt_begins_after_every_commit, no_lock_on_the_newer),
+    (
+        "rule pending: lock on the newer message, all lanes",
+        an_attempt_of_any_lane_begins_after_every_commit,
+        no_lock_on_the_newer,
+    ),
+    (
+        "rule pending: due",
+        a_scheduled_message_supersedes_nothing,
+        no_guard_in_function("_newer_pending", "AND m.available_at OPERATOR(pg_catalog.<=) due_by\n"),
+    ),
+    (
+        "rule pending: state",
+        a_message_that_has_ended_supersedes_nothing,
+        ended_supersede,
+    ),
+    (
+        "rule pending: queue",
+        a_message_of_another_queue_supersedes_nothing,
+        no_guard_in_function("_newer_pending", "AND m.queue OPERATOR(pg_catalog.=) p_queue\n"),
+    ),
+    (
+        "rule pending: expiry",
+        an_expired_message_supersedes_nothing,
+        no_guard_in_function(
+            "_newer_pending",
+            "AND (m.expires_at IS NULL OR m.expires_at OPERATOR(pg_catalog.>) pg_catalog.now())\n",
+        ),
+    ),
+    (
+        "rule pending: strict message",
+        a_message_waits_for_a_strict_one_of_its_key,
+        no_part_in_claims(STRICT_DUE, instead="true"),
+    ),
+    ("rule pending: retry", a_retry_ends_if_a_newer_message_is_pending, no_rule_in_finish),
+    (
+        "rule pending: retry that comes first",
+        a_retry_does_not_wait_for_a_message_that_is_due_later,
+        newer_in("FINISH_IF_HELD", (NEWER_BY_RETRY, "'infinity'")),
+    ),
+    (
+        "rule pending: successors",
+        a_message_that_waits_for_an_attempt_is_found_when_it_ends,
+        newer_in("QUEUES_OF_SUCCESSORS", (PENDING_SUCCESSORS, "")),
+    ),
+    (
+        "rule pending: strict successors",
+        a_strict_message_that_waits_for_a_newer_attempt_is_found_when_it_ends,
+        newer_in("QUEUES_OF_SUCCESSORS", ("head.newest_id <> d.id", "head.newest_id > d.id")),
+    ),
+    ("suspects: limit", suspects_are_claimed_one_by_one, no_limit_of_suspects),
+    (
+        "suspects: last attempt",
+        a_suspect_on_its_last_attempt_is_claimed_alone,
+        no_check_of_the_budget_of_a_suspect,
+    ),
+    ("suspects: memory", a_worker_claims_no_second_suspect_while_one_is_in_flight, no_memory_of_suspects),
+    ("shared doorbell lock", arming_does_not_miss_an_open_enqueue, no_shared_lock),
+    ("claim after arming", a_commit_between_the_claim_and_arming_is_not_missed, no_claim_after_arming),
+    (
+        "transactions still open",
+        claims_of_new_messages_do_not_miss_a_late_commit,
+        no_check_of_open_writers,
+    ),
+    (
+        "scheduled messages beyond the floor",
+        a_worker_that_claims_new_messages_wakes_for_a_scheduled_one,
+        no_check_of_scheduled_messages,
+    ),
+    ("read committed", concurrent_claims_succeed_under_a_strict_default_isolation, no_pinned_isolation),
+]
+
+
+@pytest.mark.parametrize("scenario", [pytest.param(scenario, id=name) for name, scenario, _ in GUARDED])
+async def test_a_scenario_holds_with_its_guard(stage: Stage, scenario: Scenario) -> None:
+    await scenario(stage)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "mutate"), [pytest.param(scenario, mutate, id=name) for name, scenario, mutate in GUARDED]
+)
+async def test_a_scenario_fails_without_its_guard(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, scenario: Scenario, mutate: Mutation
+) -> None:
+    mutate(stage, monkeypatch)
+    with pytest.raises((AssertionError, psycopg.errors.UniqueViolation, pytest.fail.Exception)):
+        await scenario(stage)

@@ -1,0 +1,484 @@
+"""Tests ordering keys, fan-out and limits through workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from pgoutbox import NewMessage, Outbox, PayloadError, Topic
+from pgoutbox.database.store import ClaimedRow, Store
+from pgoutbox.message import Message, Permanent, State, Transient
+from pgoutbox.operations import Operator, Rate
+from pgoutbox.retry import RetryPolicy
+from pgoutbox.worker import Worker
+from tests.support.outbox_actions import (
+    PATIENCE_SECONDS,
+    WatchedWorker,
+    attempts_of,
+    claim_ordered,
+    drained,
+    enqueue,
+    rows_of,
+    running,
+    settings_for,
+    state_of,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pgoutbox.handlers import Context
+    from tests.conftest import Connect
+
+
+class Line:
+    """An outbox that records its messages by ordering key; some attempts fail first."""
+
+    def __init__(self, dsn: str, *, fails: frozenset[int] = frozenset(), ends: frozenset[int] = frozenset()) -> None:
+        self.outbox = Outbox(settings_for(dsn, concurrency=20))
+        self.seen: dict[str | None, list[int]] = defaultdict(list)
+        self.in_flight: set[str | None] = set()
+        self.overlaps = 0
+
+        @self.outbox.handler("greet", retry=RetryPolicy.steps(0, 0, 0, jitter=0))
+        async def greet(message: Message, ctx: Context) -> None:
+            key = message.ordering_key
+            self.overlaps += key is not None and key in self.in_flight
+            self.in_flight.add(key)
+            await asyncio.sleep(0)  # Another attempt could begin here if it were allowed.
+            self.in_flight.discard(key)
+            if message.id in ends:
+                raise Permanent("planned")
+            if message.id in fails and message.attempt_count < 3:
+                raise Transient("planned")
+            self.seen[key].append(message.id)
+
+
+async def test_two_workers_deliver_each_key_in_order_despite_failed_attempts(dsn: str, db: psycopg.Connection) -> None:
+    ids: dict[str, list[int]] = defaultdict(list)
+    for number in range(60):
+        key = f"key-{number % 6}"
+        ids[key].append(enqueue(db, ordering_key=key))
+    fails = frozenset(ids["key-0"][::2] + ids["key-3"][1::3])
+    lines = [Line(dsn, fails=fails), Line(dsn, fails=fails)]
+    await drained(*(line.outbox for line in lines))
+    assert {row.state for row in rows_of(db)} == {"sent"}
+    assert [line.overlaps for line in lines] == [0, 0]
+    rows = db.execute("SELECT ordering_key, id FROM pgoutbox.message ORDER BY finished_at, claimed_at").fetchall()
+    for key, expected in ids.items():
+        assert [message_id for k, message_id in rows if k == key] == expected
+
+
+async def test_a_sleeping_worker_continues_a_key_as_soon_as_its_first_message_ends(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    """No sweep and no bell wakes it: the end of the previous message does."""
+    line = Line(dsn)
+    async with running(WatchedWorker(line.outbox)) as _:
+        ids = [enqueue(db, ordering_key="k") for _ in range(30)]
+        await until(lambda: line.seen["k"] == ids)
+
+
+async def test_a_sleeping_worker_learns_of_the_first_ordering_key_ever(dsn: str, db: psycopg.Connection) -> None:
+    line = Line(dsn)
+    worker = WatchedWorker(line.outbox)
+    async with running(worker):
+        await worker.asleep.wait()
+        await until(lambda: not worker._queues["default"].has_ordered)
+        message_id = enqueue(db, ordering_key="k")
+        await until(lambda: state_of(db, message_id) == "sent")
+
+
+async def test_a_saturated_worker_serves_both_ordered_and_other_messages(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=1))
+    order: list[str | None] = []
+    gate = asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        await gate.wait()
+        order.append(message.ordering_key)
+
+    for _ in range(20):
+        enqueue(db)
+        enqueue(db, ordering_key="k")
+    gate.set()
+    await drained(outbox)
+    assert order.count(None) == order.count("k") == 20
+    # The number depends on how long the outcome of each takes to be written, because the next message of the key waits
+    # for it.
+    assert {None, "k"} == set(order[:20])
+
+
+@pytest.mark.parametrize("on_failed", ["continue", "halt"])
+async def test_the_topic_decides_whether_a_failure_halts_its_key(
+    dsn: str, db: psycopg.Connection, on_failed: str
+) -> None:
+    first, *rest = (enqueue(db, ordering_key="k", on_failed=on_failed) for _ in range(3))
+    line = Line(dsn, ends=frozenset({first}))
+    await drained(line.outbox)
+    assert state_of(db, first) == "failed"
+    expected = "sent" if on_failed == "continue" else "pending"
+    assert {row.state for row in rows_of(db, *rest)} == {expected}
+    if on_failed == "halt":
+        mended = Line(dsn)
+        assert Operator(db).redrive(first).is_done
+        await drained(mended.outbox)
+        assert mended.seen["k"] == [first, *rest]
+
+
+@pytest.mark.parametrize("way", ["by age", "by rule"])
+async def test_a_halted_key_continues_when_its_failed_message_is_pruned(
+    dsn: str, db: psycopg.Connection, way: str
+) -> None:
+    first = enqueue(db, ordering_key="k", on_failed="halt")
+    line = Line(dsn, ends=frozenset({first}))
+    await drained(line.outbox)
+    second = enqueue(db, ordering_key="k", on_failed="halt")
+    db.execute("UPDATE pgoutbox.message_failed SET finished_at = finished_at - interval '2 days'")
+    worker = WatchedWorker(line.outbox)
+    async with running(worker):
+        await worker.asleep.wait()
+        assert state_of(db, second) == "pending"
+        if way == "by age":
+            await asyncio.to_thread(Operator(db).prune, timedelta(days=1), states=[State.FAILED])
+        else:
+            Operator(db).set_retention("greet", "failed", timedelta(days=1))
+            await asyncio.to_thread(Operator(db).prune_by_retention)
+        await until(lambda: state_of(db, second) == "sent")
+    assert line.seen["k"] == [second]
+
+
+async def test_more_keys_than_one_poll_covers_are_all_served(dsn: str, db: psycopg.Connection) -> None:
+    ids = [enqueue(db, ordering_key=f"key-{number:03}") for number in range(130)]
+    line = Line(dsn)
+    await drained(line.outbox)
+    assert {row.state for row in rows_of(db, *ids)} == {"sent"}
+
+
+async def test_a_worker_falls_asleep_beside_more_waiting_keys_than_one_poll_covers(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    scheduled_at = datetime.now(UTC) + timedelta(hours=1)
+    for number in range(250):
+        enqueue(db, ordering_key=f"key-{number:03}", available_at=scheduled_at)
+    line = Line(dsn)
+    worker = WatchedWorker(line.outbox)
+    async with running(worker):
+        await worker.sleeping.wait()
+        due = enqueue(db, ordering_key="key-100-a")
+        await until(lambda: state_of(db, due) == "sent")
+        await worker.falls_asleep()
+
+
+async def test_a_new_key_does_not_wait_for_a_round_over_many_keys(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduled_at = datetime.now(UTC) + timedelta(hours=1)
+    for number in range(250):
+        enqueue(db, ordering_key=f"key-{number:03}", available_at=scheduled_at)
+    line = Line(dsn)
+    page_count, counts_at_claims = 0, list[int]()
+    find_ordered, claim_once = Store.find_ordered, Store.claim_ordered
+
+    async def find(
+        store: Store, queue: str, *, topics: Sequence[str], after_key: str, key_limit: int
+    ) -> tuple[Sequence[int], str]:
+        nonlocal page_count
+        page_count += 1
+        return await find_ordered(store, queue, topics=topics, after_key=after_key, key_limit=min(key_limit, 10))
+
+    async def claim_and_note(store: Store, queue: str, message_ids: Sequence[int]) -> list[ClaimedRow]:
+        counts_at_claims.append(page_count)
+        return await claim_once(store, queue, message_ids)
+
+    monkeypatch.setattr(Store, "find_ordered", find)
+    monkeypatch.setattr(Store, "claim_ordered", claim_and_note)
+    worker = WatchedWorker(line.outbox)
+    async with running(worker):
+        await worker.sleeping.wait()
+        while worker._queues.arrivals.floor_id is None:  # Until then the worker does not know which messages are new.
+            known = enqueue(db)
+            await until(lambda: state_of(db, known) == "sent")  # noqa: B023 - asked at once
+            await worker.falls_asleep()
+        for key in ("z", "a", "key-100-a"):
+            page_count = 0
+            counts_at_claims.clear()
+            due = enqueue(db, ordering_key=key)
+            await until(lambda: state_of(db, due) == "sent")  # noqa: B023 - asked at once
+            assert counts_at_claims[0] == 1
+            await worker.falls_asleep()
+
+
+async def test_a_round_ends_although_the_key_where_it_began_is_gone(dsn: str, db: psycopg.Connection) -> None:
+    enqueue(db, ordering_key="a")
+    assert len(claim_ordered(db, worker="another")) == 1
+    enqueue(db, ordering_key="a")
+    line = Line(dsn)
+    worker = Worker(line.outbox)
+    worker._queues["default"].after_key = "b"
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await worker.run_once()
+    assert line.seen == {}
+
+
+async def test_only_the_topic_can_set_its_ordering_key(dsn: str, connect: Connect) -> None:
+    line = Line(dsn)
+    topic: Topic[Any] = Topic("greet", ordering_key=lambda p: str(p["account"]), on_failed="halt")
+    with connect() as connection:
+        for number in range(4):
+            line.outbox.enqueue(connection, topic, {"account": number % 2})
+        line.outbox.enqueue_many(connection, [NewMessage(topic, {"account": number % 2}) for number in range(4)])
+    await drained(line.outbox)
+    assert {key: len(ids) for key, ids in line.seen.items()} == {"0": 4, "1": 4}
+    assert all(ids == sorted(ids) for ids in line.seen.values())
+
+
+# --- debounce ---------------------------------------------------------------------------------------------------------
+
+
+def due_in(db: psycopg.Connection, message_id: int) -> float:
+    (seconds,) = db.execute(
+        "SELECT extract(epoch FROM available_at - clock_timestamp())::float8 FROM pgoutbox.message WHERE id = %s",
+        [message_id],
+    ).fetchone() or (0.0,)
+    return float(seconds)
+
+
+def debounced(outbox: Outbox, connect: Connect) -> int:
+    with connect() as connection:
+        return outbox.enqueue(connection, "greet", 1, coalesce_key="k", delay=60, max_delay=timedelta(seconds=90)).id
+
+
+async def test_each_newer_message_restarts_the_delay_up_to_the_limit(
+    dsn: str, connect: Connect, db: psycopg.Connection
+) -> None:
+    line = Line(dsn)
+    first = debounced(line.outbox, connect)
+    assert 50 < due_in(db, first) <= 60
+    # As if the first had been enqueued 40 seconds ago: 50 of the 90 are left.
+    db.execute("UPDATE pgoutbox.coalesce_head SET waiting_since = waiting_since - interval '40 s'")
+    second = debounced(line.outbox, connect)
+    assert 40 < due_in(db, second) <= 50
+    db.execute("UPDATE pgoutbox.coalesce_head SET waiting_since = waiting_since - interval '60 s'")
+    third = debounced(line.outbox, connect)
+    assert due_in(db, third) <= 0
+    await drained(line.outbox)
+    assert line.seen[None] == [third]
+    # A message after a delivery begins its own limit.
+    fourth = debounced(line.outbox, connect)
+    assert 50 < due_in(db, fourth) <= 60
+
+
+def test_a_debounce_limit_without_a_key_is_refused(dsn: str, connect: Connect) -> None:
+    with connect() as connection, pytest.raises(PayloadError, match="max_delay: only together with coalesce_key"):
+        Line(dsn).outbox.enqueue(connection, "greet", 1, delay=60, max_delay=90)
+
+
+# --- fan-out ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_fan_out_stores_its_content_once_and_delivers_it_to_each(
+    dsn: str, connect: Connect, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    content = {"html": "x" * 10_000}
+    destinations = [f"mailto:{number}@example.org" for number in range(50)]
+    got: dict[str | None, object] = {}
+    keys: set[str] = set()
+
+    @outbox.handler("newsletter", retry=RetryPolicy.steps(0, jitter=0))
+    async def newsletter(message: Message, ctx: Context) -> None:
+        if message.destination == destinations[7] and message.attempt_count == 1:
+            raise Transient("planned")
+        got[message.destination] = message.content
+        keys.add(message.idempotency_key)
+
+    with connect() as connection:
+        enqueued = outbox.enqueue_fanout(connection, "newsletter", {"issue": 12}, destinations, content=content)
+    rows = rows_of(db, *(message.id for message in enqueued))
+    assert db.execute("SELECT count(*), min(octet_length(body::text)) FROM pgoutbox.content").fetchone() == (1, 10_012)
+    await drained(outbox)
+    assert got == dict.fromkeys(destinations, content)
+    assert len(keys) == len(rows) == 50
+    assert attempts_of(db, enqueued[7].id) == [(1, "retry", "planned")]
+
+
+async def test_more_contents_than_a_worker_caches_are_delivered(
+    dsn: str, connect: Connect, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn, batch_size=30))
+    got: dict[int, object] = {}
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        got[message.id] = message.content
+
+    expected: dict[int, object] = {}
+    with connect() as connection:
+        for number in range(40):
+            for message in outbox.enqueue_fanout(connection, "greet", 1, ["a:1", "a:2", "a:3"], content=number):
+                expected[message.id] = number
+    # Each claim has the first destination of some fan-outs, and the second of others.
+    db.execute("UPDATE pgoutbox.message_live SET available_at = now() - make_interval(secs => id * 7 % 11)")
+    await drained(outbox)
+    assert got == expected
+
+
+@pytest.mark.parametrize("error", [psycopg.OperationalError("gone"), psycopg.errors.LockNotAvailable()])
+async def test_a_temporarily_unreadable_content_uses_up_no_attempt(
+    dsn: str, connect: Connect, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, error: psycopg.Error
+) -> None:
+    line = Line(dsn)
+    with connect() as connection:
+        (message,) = line.outbox.enqueue_fanout(connection, "greet", 1, ["a:1"], content="shared")
+    read = Store.contents
+    trials = 0
+
+    async def fail_once(self: Store, content_ids: Sequence[int]) -> dict[int, str]:
+        nonlocal trials
+        trials += 1
+        if trials == 1:
+            raise error
+        return await read(self, content_ids)
+
+    monkeypatch.setattr(Store, "contents", fail_once)
+    await drained(line.outbox)
+    (row,) = rows_of(db, message.id)
+    assert (row.state, row.max_attempts - row.attempt_count) == ("sent", 10)
+
+
+async def test_the_content_is_deleted_with_the_last_of_its_messages(
+    dsn: str, connect: Connect, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    with connect() as connection:
+        first, second = outbox.enqueue_fanout(connection, "greet", 1, ["a:1", "a:2"], content="shared")
+
+    def prune_after_a_day() -> int | None:
+        db.execute("UPDATE pgoutbox.message SET finished_at = now() - interval '2 days' WHERE finished_at IS NOT NULL")
+        Operator(db).prune(timedelta(days=1))
+        row = db.execute("SELECT count(*) FROM pgoutbox.content").fetchone()
+        return None if row is None else int(row[0])
+
+    with connect() as connection:
+        outbox.cancel(connection, first.id)
+    assert prune_after_a_day() == 1
+    with connect() as connection:
+        outbox.cancel(connection, second.id)
+    assert prune_after_a_day() == 0
+
+
+async def test_a_message_with_a_deleted_content_fails_with_the_reason(
+    dsn: str, connect: Connect, db: psycopg.Connection
+) -> None:
+    line = Line(dsn)
+    with connect() as connection:
+        (message,) = line.outbox.enqueue_fanout(connection, "greet", 1, ["a:1"], content="shared")
+    db.execute("DELETE FROM pgoutbox.content")
+    await drained(line.outbox)
+    (row,) = rows_of(db, message.id)
+    assert row.state == "failed"
+    assert "content" in (row.last_error or "")
+
+
+def test_an_error_in_a_fan_out_names_the_destination_and_stores_nothing(dsn: str, connect: Connect) -> None:
+    outbox = Outbox(settings_for(dsn))
+    with connect() as connection:
+        with pytest.raises(PayloadError, match=r"destinations\[1\]"):
+            outbox.enqueue_fanout(connection, "greet", 1, ["a:1", "not a URI"], content="shared")
+        assert outbox.enqueue_fanout(connection, "greet", 1, [], content="shared") == []
+        with pytest.raises(PayloadError, match="have no keys"):
+            outbox.enqueue_fanout(connection, outbox.topic("keyed", dedupe_key=str), 1, ["a:1"])
+        assert connection.execute("SELECT count(*) FROM pgoutbox.content").fetchone() == (0,)
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+async def test_workers_together_begin_no_more_attempts_than_the_bucket_holds(dsn: str, db: psycopg.Connection) -> None:
+    ids = [enqueue(db) for _ in range(20)]
+    Operator(db).limit_rate("default", Rate(1, 3600), burst=1)
+    db.execute("UPDATE pgoutbox.queue SET burst = 7, tokens = 7")
+    lines = [Line(dsn), Line(dsn)]
+    workers = [WatchedWorker(line.outbox) for line in lines]
+    async with running(workers[0]), running(workers[1]):
+        for worker in workers:
+            await worker.asleep.wait()
+        assert sum(len(line.seen[None]) for line in lines) == 7
+        # More tokens, and all workers are notified.
+        Operator(db).limit_rate("default", None)
+        await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
+
+
+async def test_a_worker_sleeps_exactly_until_the_next_token(dsn: str, db: psycopg.Connection) -> None:
+    ids = [enqueue(db) for _ in range(12)]
+    Operator(db).limit_rate("default", Rate(100, 1), burst=1)
+    line = Line(dsn)
+    async with running(WatchedWorker(line.outbox)):
+        await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
+
+
+async def test_the_end_of_an_attempt_starts_the_next_one_under_an_in_flight_limit(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    ids = [enqueue(db) for _ in range(40)]
+    Operator(db).limit_in_flight("default", 2)
+    outbox = Outbox(settings_for(dsn))
+    in_flight = most = 0
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        nonlocal in_flight, most
+        in_flight += 1
+        most = max(most, in_flight)
+        await asyncio.sleep(0)  # Another attempt could begin here if it were allowed.
+        in_flight -= 1
+
+    async with running(WatchedWorker(outbox)):
+        await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
+    assert most <= 2
+
+
+async def test_a_resumed_queue_is_claimed_immediately(dsn: str, db: psycopg.Connection) -> None:
+    Operator(db).pause("default")
+    message_id = enqueue(db)
+    line = Line(dsn)
+    worker = WatchedWorker(line.outbox)
+    async with running(worker):
+        await worker.asleep.wait()
+        assert state_of(db, message_id) == "pending"
+        Operator(db).resume("default")
+        await until(lambda: state_of(db, message_id) == "sent")
+
+
+async def test_a_ring_does_not_open_a_paused_queue(dsn: str, db: psycopg.Connection) -> None:
+    """The worker sleeps and listens when the queue is paused, and the next enqueue rings."""
+    worker = WatchedWorker(Line(dsn).outbox)
+    async with running(worker):
+        await worker.asleep.wait()
+        Operator(db).pause("default")
+        worker.asleep.clear()
+        message_id = enqueue(db)
+        await worker.asleep.wait()
+        assert state_of(db, message_id) == "pending"
+
+
+async def test_a_drain_ignores_due_messages_in_a_paused_queue(dsn: str, db: psycopg.Connection) -> None:
+    message_id = enqueue(db)
+    Operator(db).pause("default")
+    await drained(Line(dsn).outbox)
+    assert state_of(db, message_id) == "pending"
+
+
+async def test_a_pause_that_ends_by_itself_wakes_the_worker(dsn: str, db: psycopg.Connection) -> None:
+    Operator(db).pause("default", duration=timedelta(milliseconds=300))
+    message_id = enqueue(db)
+    async with running(WatchedWorker(Line(dsn).outbox)):
+        await until(lambda: state_of(db, message_id) == "sent")

@@ -1,0 +1,566 @@
+"""Tests interleavings and errors, found in a review, that once lost a wake-up, an order, a worker or a session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, cast
+
+import psycopg
+import pytest
+
+import pgoutbox.worker.worker
+from pgoutbox import Outbox
+from pgoutbox.database.store import Store
+from pgoutbox.handlers import Context, SyncContext
+from pgoutbox.message import Message, Outcome, Permanent, Sent, State, Transient
+from pgoutbox.observability.events import LogEvent
+from pgoutbox.retry import RetryPolicy
+from pgoutbox.worker import Worker
+from pgoutbox.worker.claimer import Claimer
+from tests.support import races
+from tests.support.outbox_actions import (
+    PATIENCE_SECONDS,
+    claim,
+    enqueue,
+    finish_sent,
+    ids_in_flight,
+    row_of,
+    rows_of,
+    running,
+    settings_for,
+    state_of,
+    until_blocked,
+)
+from tests.support.pooler import pooled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pgoutbox.database.store import ClaimedRow
+    from pgoutbox.transports import Content
+    from tests.conftest import Connect, Server
+
+MUCH_LATER = RetryPolicy.steps(3600, jitter=0)
+
+
+class SleepingWorker(Worker):
+    """A worker that signals when it knows how long to sleep. Later changes reach it only by notifications."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        super().__init__(outbox)
+        self.sleeping = asyncio.Event()
+
+    async def _sleep(self, seconds: float) -> bool:
+        if not self._wake.is_set():
+            self.sleeping.set()
+        return await super()._sleep(seconds)
+
+
+class Receiver:
+    """Records deliveries; `has_all` is set at the expected number."""
+
+    def __init__(self, outbox: Outbox, *, count: int = 1) -> None:
+        self.delivered: list[int] = []
+        self.has_all = asyncio.Event()
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            self.delivered.append(message.id)
+            if len(self.delivered) == count:
+                self.has_all.set()
+
+
+# --- wake-ups ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_retry_after_a_short_delay_does_not_wait_for_the_sweep(outbox: Outbox, db: psycopg.Connection) -> None:
+    """When the attempt ends, the worker sleeps and expects nothing for the duration of the lease."""
+    delivered = asyncio.Event()
+
+    @outbox.handler("greet", retry=RetryPolicy.steps(0.01, jitter=0))
+    async def greet(message: Message, ctx: Context) -> None:
+        if message.attempt_count == 1:
+            await worker.sleeping.wait()
+            raise Transient("busy")
+        delivered.set()
+
+    message_id = enqueue(db)
+    worker = SleepingWorker(outbox)
+    async with running(worker):
+        await delivered.wait()
+    assert (state_of(db, message_id), row_of(db, message_id).attempt_count) == ("sent", 2)
+
+
+async def test_without_a_listener_a_backlog_is_processed_without_waiting_for_a_sweep(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn, listen=False, concurrency=4))
+    ids = [enqueue(db) for _ in range(100)]
+    receiver = Receiver(outbox, count=len(ids))
+    async with running(Worker(outbox)):
+        await receiver.has_all.wait()
+    assert receiver.delivered == ids
+
+
+async def test_a_message_due_between_the_last_claim_and_the_due_time_query_is_delivered(
+    outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten seconds pass between the two, and the message falls due in the middle."""
+    ask = Claimer.next_due_seconds
+
+    async def ask_late(self: Claimer) -> float | None:
+        if not receiver.has_all.is_set():
+            db.execute("UPDATE pgoutbox.message_live SET available_at = now() - interval '5 s'")
+            worker._queues.looked_at -= 10
+        return await ask(self)
+
+    monkeypatch.setattr(Claimer, "next_due_seconds", ask_late)
+    receiver = Receiver(outbox)
+    message_id = enqueue(db)
+    db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h'")
+    async with running(worker := Worker(outbox)):
+        await receiver.has_all.wait()
+    assert receiver.delivered == [message_id]
+
+
+async def test_a_message_released_by_a_stopping_worker_wakes_another_worker(dsn: str, db: psycopg.Connection) -> None:
+    stopping_outbox, outbox = Outbox(settings_for(dsn, shutdown_grace_seconds=0)), Outbox(settings_for(dsn))
+    started = asyncio.Event()
+
+    @stopping_outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    receiver = Receiver(outbox)
+    message_id = enqueue(db)
+    sleeper = SleepingWorker(outbox)
+    async with contextlib.AsyncExitStack() as stack:
+        async with running(Worker(stopping_outbox)):
+            await started.wait()
+            await stack.enter_async_context(running(sleeper))
+            await sleeper.sleeping.wait()
+        await receiver.has_all.wait()
+    assert receiver.delivered == [message_id]
+
+
+async def test_a_drain_that_waits_for_another_workers_message_does_not_spin(
+    outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pgoutbox.worker.worker, "_FOREIGN_WORK_SECONDS", 0.01)
+    claim_once, claim_count, naps = Store.claim, 0, list[bool]()
+
+    async def count_claim(self: Store, queue: str, **options: object) -> object:
+        nonlocal claim_count
+        claim_count += not options["retries"]
+        return await claim_once(self, queue, **options)  # type: ignore[arg-type] # passed on as they came
+
+    class NappingWorker(Worker):
+        async def _sleep(self, seconds: float) -> bool:
+            was_woken = await super()._sleep(seconds)
+            naps.append(was_woken)
+            if len(naps) == 10:
+                finish_sent(db, (foreign, 1), worker="another")
+            return was_woken
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        if message.payload == "first":
+            enqueue(db, payload="second", coalesce_key="k")
+
+    foreign = enqueue(db)
+    assert ids_in_flight(claim(db, worker="another")) == [foreign]
+    enqueue(db, payload="first", coalesce_key="k")
+    monkeypatch.setattr(Store, "claim", count_claim)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await NappingWorker(outbox).drain()
+    assert [row.state for row in rows_of(db)] == ["sent"] * 3
+    assert len(naps) == 10
+    assert naps.count(True) <= 2
+    assert claim_count <= 2 * len(naps)
+
+
+# --- outcomes ---------------------------------------------------------------------------------------------------------
+
+
+class BouncedError(Permanent):
+    """An outcome that does not call its base."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+class UnprintableError(Exception):
+    """An exception whose text cannot be read."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def _asked_to_wait(retry_after: object) -> Transient:
+    outcome = Transient("busy")
+    outcome.retry_after = cast("float", retry_after)
+    return outcome
+
+
+UNREADABLE: dict[str, tuple[Callable[[], Outcome], str, str]] = {
+    "text for seconds": (
+        lambda: Transient("busy", retry_after=cast("float", "soon")),
+        "pending",
+        "ValueError: could not convert string to float: 'soon'",
+    ),
+    "more seconds than a float holds": (
+        lambda: Transient("busy", retry_after=10**400),
+        "pending",
+        "OverflowError: int too large to convert to float",
+    ),
+    "text set afterwards": (lambda: _asked_to_wait("soon"), "failed", "the outcome cannot be read: TypeError: "),
+    "too much set afterwards": (
+        lambda: _asked_to_wait(10**400),
+        "failed",
+        "the outcome cannot be read: OverflowError: ",
+    ),
+    "a base that was not called": (lambda: BouncedError(550), "failed", "the outcome cannot be read: "),
+    "an error that cannot be printed": (
+        lambda: Permanent(cast("str", UnprintableError())),
+        "failed",
+        "the outcome cannot be read: RuntimeError: no text",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+async def test_an_unreadable_outcome_ends_only_its_own_message(
+    outbox: Outbox, db: psycopg.Connection, name: str
+) -> None:
+    make, state, error = UNREADABLE[name]
+
+    @outbox.handler("greet", retry=MUCH_LATER)
+    async def greet(message: Message, ctx: Context) -> Outcome:
+        return make() if message.payload == "bad" else Sent()
+
+    before, bad, after = enqueue(db), enqueue(db, payload="bad"), enqueue(db)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await Worker(outbox).run_once()
+    assert [row.state for row in rows_of(db, before, bad, after)] == ["sent", state, "sent"]
+    assert (row_of(db, bad).last_error or "").startswith(error)
+
+
+HOLDS = "outcome unknown"
+
+
+async def test_a_timed_out_attempt_is_held_if_the_handler_requests_it(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.handler("greet", on_unknown="hold", timeout=0.05)
+    async def greet(message: Message, ctx: Context) -> None:
+        await asyncio.Event().wait()
+
+    message_id = enqueue(db)
+    await Worker(outbox).run_once()
+    row = row_of(db, message_id)
+    assert (row.state, row.attempt_count) == ("failed", 1)
+    assert HOLDS in (row.last_error or "")
+
+
+async def test_an_attempt_stopped_with_its_worker_is_held_if_the_handler_requests_it(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn, shutdown_grace_seconds=0))
+    started = asyncio.Event()
+
+    @outbox.handler("greet", on_unknown="hold")
+    async def greet(message: Message, ctx: Context) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    message_id = enqueue(db)
+    async with running(Worker(outbox)):
+        await started.wait()
+    row = row_of(db, message_id)
+    assert (row.state, row.attempt_count) == ("failed", 1)
+    assert HOLDS in (row.last_error or "")
+
+
+class Letter:
+    """An example content."""
+
+    scheme = "letter"
+
+
+class StuckTransport:
+    """A transport that sends immediately, but hangs at the first attempt of one message."""
+
+    schemes = ("letter",)
+
+    def __init__(self, stuck_id: int) -> None:
+        self.sent: list[int] = []
+        self.is_stuck = asyncio.Event()
+        self._stuck_id = stuck_id
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        """Send, or wait without end."""
+        if message.id == self._stuck_id and not self.is_stuck.is_set():
+            self.is_stuck.set()
+            await asyncio.Event().wait()
+        self.sent.append(message.id)
+        return Sent()
+
+    async def aclose(self) -> None:
+        """Do nothing: this transport keeps nothing open."""
+
+
+async def test_sent_messages_of_a_timed_out_batch_stay_sent_and_the_rest_is_retried(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    # The event loop does not run before the transport hangs, so the timeout cannot come earlier.
+    @outbox.batch_handler("index", timeout=0.05, retry=MUCH_LATER)
+    async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> Sequence[Outcome]:
+        return cast("Sequence[Outcome]", [Letter() for _ in messages])
+
+    ids = [enqueue(db, topic="index") for _ in range(4)]
+    transport = StuckTransport(ids[2])
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await Worker(outbox, transports={"letter": transport}).run_once()
+    assert transport.sent == [ids[0], ids[1], ids[3]]
+    rows = [(row.state, row.attempt_count) for row in rows_of(db, *ids)]
+    assert rows == [("sent", 1), ("sent", 1), ("pending", 1), ("sent", 2)]
+    assert HOLDS in (row_of(db, ids[2]).last_error or "")
+
+
+async def test_sent_messages_of_a_stopped_batch_stay_sent_and_the_rest_is_pending(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn, shutdown_grace_seconds=0))
+
+    @outbox.batch_handler("index", retry=MUCH_LATER)
+    async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> Sequence[Outcome]:
+        return cast("Sequence[Outcome]", [Letter() for _ in messages])
+
+    ids = [enqueue(db, topic="index") for _ in range(4)]
+    transport = StuckTransport(ids[2])
+    async with running(Worker(outbox, transports={"letter": transport})):
+        await transport.is_stuck.wait()
+    assert transport.sent == ids[:2]
+    assert [row.state for row in rows_of(db, *ids)] == ["sent", "sent", "pending", "pending"]
+
+
+# --- coalescing -------------------------------------------------------------------------------------------------------
+
+
+class Overtaking:
+    """A claim that has chosen an older message, and waits in the index of messages in flight because of another key,
+    while a newer message is enqueued, claimed, delivered and finished."""
+
+    def __init__(self, connect: Connect) -> None:
+        self._db, self._gate = connect(autocommit=True), connect()
+        enqueue(self._db, coalesce_key="a")
+        (in_the_way,) = claim(self._gate)
+        assert in_the_way.coalesce_key == "a"
+        self.other = enqueue(self._db, coalesce_key="a")
+        self.older = enqueue(self._db, coalesce_key="m")
+        self.newer = 0
+
+    async def happen(self, claiming: asyncio.Task[list[ClaimedRow]] | asyncio.Task[None]) -> None:
+        """Overtake the task's claim, and let it continue."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await until_blocked(self._db, cast("asyncio.Task[object]", claiming))
+        self.newer = enqueue(self._db, coalesce_key="m")
+        assert ids_in_flight(claim(self._db, worker="another")) == [self.newer]
+        assert finish_sent(self._db, (self.newer, 1), worker="another") == {self.newer}
+        self._gate.rollback()
+
+
+async def test_a_claim_reports_an_older_message_that_a_newer_one_has_overtaken(dsn: str, connect: Connect) -> None:
+    overtaking = Overtaking(connect)
+    store = Store(settings_for(dsn, lock_timeout_seconds=PATIENCE_SECONDS), worker="slow")
+    claiming = asyncio.create_task(
+        store.claim(
+            "default",
+            topics=["greet"],
+            total=10,
+            floor=None,
+        )
+    )
+    try:
+        await overtaking.happen(claiming)
+        rows = {row.id: row for row in await store.mark_superseded(await claiming)}
+    finally:
+        await store.close()
+    assert (rows[overtaking.other].state, rows[overtaking.other].superseded) == ("sending", False)
+    assert (rows[overtaking.older].state, rows[overtaking.older].superseded) == ("sending", True)
+
+
+async def test_an_older_message_that_a_newer_one_has_overtaken_is_skipped(dsn: str, connect: Connect) -> None:
+    overtaking = Overtaking(connect)
+    outbox = Outbox(settings_for(dsn, lock_timeout_seconds=PATIENCE_SECONDS))
+    receiver = Receiver(outbox)
+    run = asyncio.create_task(Worker(outbox).run_once())
+    await overtaking.happen(run)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await run
+    assert receiver.delivered == [overtaking.other]
+    row = row_of(connect(), overtaking.older)
+    assert (row.state, row.superseded_by) == ("skipped", overtaking.newer)
+
+
+def test_two_claims_with_the_same_keys_in_opposite_order_do_not_deadlock(
+    db: psycopg.Connection, connect: Connect
+) -> None:
+    """Both have chosen the same three keys, and wait at the middle one, or before the first, until it becomes free."""
+    gate, there, back = connect(), connect(autocommit=True), connect(autocommit=True)
+    enqueue(db, queue="gate", coalesce_key="b")
+    for queue, keys in (("there", "abc"), ("back", "cba")):
+        for key in keys:
+            enqueue(db, queue=queue, coalesce_key=key)
+    # As if each claim had begun before the other's messages were enqueued: nothing is superseded.
+    db.execute("UPDATE pgoutbox.coalesce_head SET newest_id = 0")
+    assert len(claim(gate, queue="gate")) == 1
+    with ThreadPoolExecutor(2) as threads:
+        claims = []
+        for connection, queue in ((there, "there"), (back, "back")):
+            claims.append(threads.submit(claim, connection, queue=queue))
+            races.until_blocked(db, connection, claims[-1])
+        gate.rollback()
+        first, second = claims
+        assert [row.coalesce_key for row in first.result()] == ["a", "b", "c"]
+        with pytest.raises(psycopg.errors.UniqueViolation) as caught:
+            second.result()
+    assert caught.value.diag.constraint_name == "message_live_in_flight"
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+LOOK_AT_SESSION = "SELECT current_setting('statement_timeout'), current_setting('search_path')"
+CHANGE_SESSION = "SET statement_timeout = '54321ms'; SET search_path = nowhere"
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_session_settings_of_a_transactional_handler_do_not_reach_the_next_one(
+    dsn: str, db: psycopg.Connection, kind: str
+) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=1))
+    seen: list[tuple[int, bool, object]] = []
+
+    if kind == "async":
+
+        @outbox.handler("greet", transactional=True, retry=MUCH_LATER)
+        async def greet(message: Message, ctx: Context) -> None:
+            connection = ctx.connection
+            looked = await (await connection.execute(LOOK_AT_SESSION)).fetchone()
+            seen.append((connection.info.backend_pid, connection.autocommit, looked))
+            if message.payload == "autocommit":
+                await connection.rollback()
+                await connection.set_autocommit(True)
+            await connection.execute(CHANGE_SESSION)
+
+    else:
+
+        @outbox.handler("greet", transactional=True, retry=MUCH_LATER)
+        def greet_in_thread(message: Message, ctx: SyncContext) -> None:
+            connection = ctx.connection
+            looked = connection.execute(LOOK_AT_SESSION).fetchone()
+            seen.append((connection.info.backend_pid, connection.autocommit, looked))
+            if message.payload == "autocommit":
+                connection.rollback()
+                connection.autocommit = True
+            connection.execute(CHANGE_SESSION)
+
+    ids = [enqueue(db, payload=payload) for payload in ("autocommit", "transaction", "transaction")]
+    await Worker(outbox).run_once()
+    assert [row.state for row in rows_of(db, *ids)] == ["pending", "sent", "sent"]
+    (pid, _, _), *_ = seen
+    assert seen == [(pid, False, db.execute(LOOK_AT_SESSION).fetchone())] * 3
+
+
+HOSTILE: dict[str, str] = {
+    "no attempts": "INSERT INTO pgoutbox.message_live (topic, payload, max_attempts) VALUES ('greet', '1', 0)",
+    "no attempts left": "INSERT INTO pgoutbox.message_live (topic, payload, attempt_budget) VALUES ('greet', '1', 0)",
+    "created before our era": (
+        "INSERT INTO pgoutbox.message_live (topic, payload, created_at) VALUES ('greet', '1', '4000-01-01 BC')"
+    ),
+    "created never": "INSERT INTO pgoutbox.message_live (topic, payload, created_at) VALUES ('greet', '1', 'infinity')",
+    "due before our era": (
+        "INSERT INTO pgoutbox.message_live (topic, payload, available_at) VALUES ('greet', '1', '4000-01-01 BC')"
+    ),
+    "due never": "INSERT INTO pgoutbox.message_live (topic, payload, available_at) VALUES ('greet', '1', 'infinity')",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_row_that_no_worker_can_read_is_refused_even_for_manual_writes(
+    rolled_back: psycopg.Connection, name: str
+) -> None:
+    with pytest.raises(psycopg.errors.CheckViolation) as caught:
+        rolled_back.execute(HOSTILE[name].encode())
+    assert caught.value.diag.constraint_name == "message_live_sound"
+
+
+BELLS: Final = """
+    SELECT l.pid
+    FROM pg_locks AS l
+    JOIN pg_database AS d ON d.oid = l.database AND d.datname = current_database()
+    WHERE l.locktype = 'advisory' AND l.classid = 1885826146 AND l.mode = 'ExclusiveLock'
+"""
+
+
+def session_of_pool(pooled_dsn: str) -> tuple[int, list[tuple[str, str]], list[tuple[str]]]:
+    """Return the pool's session: its process number, its settings and its prepared statements."""
+    with psycopg.connect(pooled_dsn, prepare_threshold=None, application_name="pgoutbox test") as connection:
+        ((pid,),) = connection.execute("SELECT pg_backend_pid()").fetchall()
+        settings = connection.execute(
+            "SELECT name, setting FROM pg_settings WHERE source = 'session' ORDER BY name"
+        ).fetchall()
+        return pid, settings, connection.execute("SELECT name FROM pg_prepared_statements").fetchall()
+
+
+async def test_a_listener_behind_a_pooler_logs_a_warning_and_leaves_no_session_settings(
+    pooled_dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(pooled_dsn, sweep_seconds=0.1))
+    receiver, worker = Receiver(outbox), SleepingWorker(outbox)
+    before = session_of_pool(pooled_dsn)
+    async with running(worker):
+        await worker.sleeping.wait()
+        message_id = enqueue(db)
+        await receiver.has_all.wait()
+        # A bell in a session of the pool would outlive a killed worker.
+        assert db.execute(BELLS).fetchall() == []
+    assert session_of_pool(pooled_dsn) == before
+    assert state_of(db, message_id) == State.SENT
+    assert worker.telemetry.counts[LogEvent.LISTENER_POOLED] == 1
+
+
+async def test_behind_a_session_pooler_a_worker_listens_and_prepares_no_statements(
+    dsn: str, server: Server, db: psycopg.Connection
+) -> None:
+    with pooled(dsn, server, mode="session", size=10) as pooled_dsn:
+        outbox = Outbox(settings_for(pooled_dsn))
+        receiver, worker = Receiver(outbox), SleepingWorker(outbox)
+        async with running(worker):
+            await worker.sleeping.wait()
+            assert worker._bell is not None
+            assert worker._bell.is_armed
+            for _ in range(6):  # By default, the driver prepares a statement after five executions.
+                await worker._bell._probe()
+            prepared = await worker._bell._ask("SELECT name FROM pg_prepared_statements", {})
+            assert prepared == []
+            message_id = enqueue(db)
+            await receiver.has_all.wait()
+    assert state_of(db, message_id) == State.SENT
+
+
+async def test_a_separate_listener_wakes_a_worker_behind_a_pooler_at_a_commit(
+    dsn: str, pooled_dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGOUTBOX_LISTEN_DSN", dsn)
+    outbox = Outbox(settings_for(pooled_dsn))
+    receiver, worker = Receiver(outbox), SleepingWorker(outbox)
+    before = session_of_pool(pooled_dsn)
+    async with running(worker):
+        await worker.sleeping.wait()
+        message_id = enqueue(db)
+        await receiver.has_all.wait()
+    assert session_of_pool(pooled_dsn) == before
+    assert state_of(db, message_id) == State.SENT
+    assert worker.telemetry.counts[LogEvent.LISTENER_POOLED] == 0

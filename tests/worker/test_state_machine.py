@@ -1,0 +1,377 @@
+"""Tests random histories of a few messages on a real database against a small model, after every step.
+
+PGOUTBOX_TEST_EXAMPLES sets the number of histories; by default they take a few seconds.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from pgoutbox.database.store import FinishRequest
+from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
+from pgoutbox.operations import Operator
+from tests.support.outbox_actions import (
+    cancel,
+    claim,
+    enqueue,
+    expire,
+    finish,
+    finish_sent,
+    lapse,
+    make_due,
+    redrive,
+    rows_of,
+)
+
+if TYPE_CHECKING:
+    from tests.support.outbox_actions import Row
+
+pytestmark = pytest.mark.slow
+
+MAX_ATTEMPTS = 3
+WORKERS = ("worker-1", "worker-2")
+KEYS = (None, "a", "b")
+FINISHES = sorted(set(AttemptOutcome) - {AttemptOutcome.SENT, AttemptOutcome.CANCELLED, AttemptOutcome.LOST})
+
+
+@dataclass(slots=True)
+class Model:
+    """The expected state of one message."""
+
+    id: int
+    key: str | None
+    state: State = State.PENDING
+    attempt_count: int = 0
+    worker: str = ""
+    max_attempts: int = MAX_ATTEMPTS
+    cancel_requested: bool = False
+    expired: bool = False
+    lapsed: bool = False
+    due: bool = True
+    superseded_by: int | None = None
+    history: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """The attempt that a worker believes to hold."""
+
+    message_id: int
+    attempt_count: int
+    worker: str
+
+
+class Outboxes(RuleBasedStateMachine):
+    """Producers, two workers and an operator, whose actions hypothesis chooses."""
+
+    dsn: str
+    attempts: Bundle[Attempt] = Bundle("attempts")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.db = psycopg.connect(self.dsn, autocommit=True)
+        self.producer = psycopg.connect(self.dsn)
+        self.db.execute(
+            "TRUNCATE pgoutbox.message, pgoutbox.attempt, pgoutbox.coalesce_head, pgoutbox.dedupe, pgoutbox.queue"
+        )
+        self.is_paused = False
+        self.messages: dict[int, Model] = {}
+        self.newest: dict[str, int] = {}
+        self.uncommitted: list[Model] = []
+        self.seen: dict[int, Row] = {}
+        self.delivered: list[Model] = []
+
+    def teardown(self) -> None:
+        """Close both connections."""
+        self.producer.close()
+        self.db.close()
+
+    # --- producers ----------------------------------------------------------------------------------------------------
+
+    @rule(key=st.sampled_from(KEYS))
+    def enqueue(self, key: str | None) -> None:
+        """Enqueue in a separate transaction."""
+        if key is not None and any(message.key == key for message in self.uncommitted):
+            return  # It would wait for the producer that holds the head row of the key.
+        message_id = enqueue(self.db, coalesce_key=key, max_attempts=MAX_ATTEMPTS)
+        self._commit(Model(message_id, key))
+
+    @rule(key=st.sampled_from(KEYS))
+    def enqueue_in_open_transaction(self, key: str | None) -> None:
+        """Enqueue without committing."""
+        message_id = enqueue(self.producer, coalesce_key=key, max_attempts=MAX_ATTEMPTS)
+        self.uncommitted.append(Model(message_id, key))
+
+    @precondition(lambda self: self.uncommitted)
+    @rule(commits=st.booleans())
+    def end_transaction(self, commits: bool) -> None:
+        """Commit or roll back the open transaction with its enqueues."""
+        if commits:
+            self.producer.commit()
+            for message in self.uncommitted:
+                self._commit(message)
+        else:
+            self.producer.rollback()
+        self.uncommitted.clear()
+
+    def _commit(self, message: Model) -> None:
+        self.messages[message.id] = message
+        if message.key is not None:
+            self.newest[message.key] = message.id
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    @rule(
+        target=attempts,
+        worker=st.sampled_from(WORKERS),
+        total=st.integers(1, 3),
+        suspect_limit=st.integers(0, 1),
+        fresh_only=st.booleans(),
+    )
+    def claim(self, worker: str, total: int, suspect_limit: int, fresh_only: bool) -> MultipleResults[Attempt]:
+        """Claim as one worker."""
+        rows = claim(self.db, worker=worker, total=total, suspect_limit=suspect_limit, fresh_only=fresh_only)
+        expected = [message for message in self._claimable(worker) if not fresh_only or message.attempt_count == 0]
+        suspects = {message.id for message in expected if self._is_suspect(message)}
+        assert {row.id for row in rows} <= {message.id for message in expected}
+        assert len(suspects & {row.id for row in rows}) <= suspect_limit
+        assert len(rows) == min(total, len(expected) - len(suspects) + min(suspect_limit, len(suspects)))
+        for row in rows:
+            self._judge(self.messages[row.id], worker)
+        return multiple(*(Attempt(row.id, row.attempt_count, worker) for row in rows if row.state == State.SENDING))
+
+    def _claimable(self, worker: str) -> list[Model]:
+        found: list[Model] = []
+        if self.is_paused:
+            return found
+        for message in self.messages.values():
+            waiting = message.state is State.PENDING and message.due
+            if not waiting and not (message.state is State.SENDING and message.lapsed and message.worker != worker):
+                continue
+            in_flight = any(
+                other.state is State.SENDING and other.key == message.key and other.id != message.id
+                for other in self.messages.values()
+            )
+            if message.key is None or not in_flight or self._is_superseded(message):
+                found.append(message)
+        return found
+
+    def _is_suspect(self, message: Model) -> bool:
+        """Return whether its attempt was lost and it is to be retried."""
+        ends = message.cancel_requested or message.expired or self._is_superseded(message)
+        return message.state is State.SENDING and not ends and message.attempt_count < message.max_attempts
+
+    def _judge(self, message: Model, worker: str) -> None:
+        if message.state is State.SENDING:
+            message.history.append("lost")
+        if message.cancel_requested:
+            self._end(message, State.CANCELLED)
+        elif self._is_superseded(message):
+            self._end(message, State.SKIPPED)
+            message.superseded_by = self.newest[message.key or ""]
+        elif message.expired:
+            self._end(message, State.SKIPPED)
+        elif message.attempt_count >= message.max_attempts:
+            self._end(message, State.FAILED)
+        else:
+            message.state = State.SENDING
+            message.worker = worker
+            message.attempt_count += 1
+            message.lapsed = False
+
+    def _is_superseded(self, message: Model) -> bool:
+        return message.key is not None and self.newest[message.key] > message.id
+
+    @staticmethod
+    def _end(message: Model, state: State) -> None:
+        message.state = state
+        message.lapsed = False
+
+    def _held(self, attempt: Attempt) -> Model | None:
+        message = self.messages[attempt.message_id]
+        fence = (message.attempt_count, message.worker)
+        holds = message.state is State.SENDING and fence == (attempt.attempt_count, attempt.worker)
+        return message if holds else None
+
+    @rule(attempt=attempts)
+    def finish_sent(self, attempt: Attempt) -> None:
+        """Finish a hand-over as a worker, which may be stale."""
+        message = self._held(attempt)
+        written = finish_sent(self.db, (attempt.message_id, attempt.attempt_count), worker=attempt.worker)
+        assert written == (set() if message is None else {message.id})
+        if message is not None:
+            self._end(message, State.SENT)
+            self.delivered.append(message)
+
+    @rule(attempt=attempts, outcome=st.sampled_from(FINISHES))
+    def finish(self, attempt: Attempt, outcome: AttemptOutcome) -> None:
+        """A worker, which may be stale, reports another outcome."""
+        message = self._held(attempt)
+        verdict = FinishRequest(attempt.message_id, attempt.attempt_count, outcome, "why", 3600.0)
+        written = finish(self.db, verdict, worker=attempt.worker)
+        if message is None:
+            assert written == {}
+            return
+        if outcome in {"failed", "skipped"}:
+            state = State(outcome)
+        elif message.cancel_requested:
+            state = State.CANCELLED
+        elif self._is_superseded(message):
+            state = State.SKIPPED
+            message.superseded_by = self.newest[message.key or ""]
+        elif outcome == "retry" and message.attempt_count >= message.max_attempts:
+            state = State.FAILED
+        else:
+            state = State.PENDING
+        if outcome in {"snoozed", "released"}:
+            message.max_attempts += 1
+        message.due = outcome == "released" or state is not State.PENDING
+        message.history.append(outcome if state is State.PENDING else state)
+        self._end(message, state)
+        assert written == {message.id: state}
+
+    @rule(attempt=attempts)
+    def crash(self, attempt: Attempt) -> None:
+        """Let the worker of an attempt die and its lease expire."""
+        message = self._held(attempt)
+        if message is not None:
+            lapse(self.db, message.id)
+            message.lapsed = True
+
+    # --- time and operators -------------------------------------------------------------------------------------------
+
+    def _one(self, choice: int) -> Model:
+        return list(self.messages.values())[choice % len(self.messages)]
+
+    @precondition(lambda self: self.messages)
+    @rule(choice=st.integers(0, 99))
+    def fall_due(self, choice: int) -> None:
+        """Let time pass for one message."""
+        message = self._one(choice)
+        if message.state is State.PENDING:
+            make_due(self.db, message.id)
+            message.due = True
+
+    @precondition(lambda self: self.messages)
+    @rule(choice=st.integers(0, 99))
+    def expire(self, choice: int) -> None:
+        """Let one message expire."""
+        message = self._one(choice)
+        if message.state not in FINAL_STATES:
+            expire(self.db, message.id)
+            message.expired = True
+
+    @precondition(lambda self: self.messages)
+    @rule(choice=st.integers(0, 99))
+    def cancel(self, choice: int) -> None:
+        """Cancel one message as the application."""
+        message = self._one(choice)
+        answer = cancel(self.db, message.id)
+        if message.state is State.PENDING:
+            assert answer == "cancelled"
+            self._end(message, State.CANCELLED)
+        elif message.state is State.SENDING:
+            assert answer == "requested"
+            message.cancel_requested = True
+        else:
+            assert answer == ("already_cancelled" if message.state is State.CANCELLED else message.state)
+
+    @precondition(lambda self: self.messages)
+    @rule(choice=st.integers(0, 99))
+    def redrive(self, choice: int) -> None:
+        """Redrive one message as an operator."""
+        message = self._one(choice)
+        can_be = message.state in {State.FAILED, State.CANCELLED} and not self._is_superseded(message)
+        assert redrive(self.db, message.id) == can_be
+        if can_be:
+            message.state = State.PENDING
+            message.due = True
+            message.cancel_requested = False
+            message.max_attempts = message.attempt_count + MAX_ATTEMPTS
+
+    @rule()
+    def pause_or_resume(self) -> None:
+        """Pause or resume the queue as an operator."""
+        if self.is_paused:
+            assert Operator(self.db).resume("default")
+        else:
+            Operator(self.db).pause("default")
+        self.is_paused = not self.is_paused
+
+    # --- invariants ---------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def the_table_is_as_the_model_says(self) -> None:
+        """Compare: nothing is missing, nothing rolled back exists, and every row matches the model."""
+        rows = rows_of(self.db)
+        assert [row.id for row in rows] == sorted(self.messages)
+        for row in rows:
+            message = self.messages[row.id]
+            assert (row.state, row.attempt_count, row.max_attempts, row.superseded_by) == (
+                message.state,
+                message.attempt_count,
+                message.max_attempts,
+                message.superseded_by,
+            )
+        history = self.db.execute("SELECT message_id, outcome FROM pgoutbox.attempt ORDER BY 1, attempt_count")
+        assert history.fetchall() == [
+            (message_id, outcome)
+            for message_id in sorted(self.messages)
+            for outcome in self.messages[message_id].history
+        ]
+
+    @invariant()
+    def attempts_only_ever_count_up_and_states_change_by_the_rules(self) -> None:
+        """Compare with the rows before the last step, independent of the model."""
+        for row in rows_of(self.db):
+            before = self.seen.get(row.id, replace(row, state=State.PENDING, attempt_count=0))
+            assert row.attempt_count >= before.attempt_count
+            assert row.state == before.state or State(row.state) in TRANSITIONS[State(before.state)]
+            self.seen[row.id] = row
+
+    @invariant()
+    def two_messages_of_one_key_are_never_in_flight(self) -> None:
+        """Query the table for broken rules."""
+        twice = self.db.execute(
+            "SELECT coalesce_key FROM pgoutbox.message_live WHERE state = 'sending' AND coalesce_key IS NOT NULL "
+            "GROUP BY topic, coalesce_key HAVING count(*) > 1"
+        )
+        assert twice.fetchall() == []
+
+    @invariant()
+    def an_older_message_is_never_delivered_after_a_newer_one(self) -> None:
+        """Check that hand-overs of each key come in the order of ids, each once."""
+        for key in KEYS[1:]:
+            order = [message.id for message in self.delivered if message.key == key]
+            assert order == sorted(set(order))
+
+
+def test_random_histories_agree_with_the_model(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outboxes, "dsn", dsn, raising=False)
+    run_state_machine_as_test(
+        Outboxes,
+        settings=settings(
+            max_examples=int(os.environ.get("PGOUTBOX_TEST_EXAMPLES", "80")),
+            stateful_step_count=30,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
