@@ -22,6 +22,7 @@ from pgoutbox.errors import PayloadError
 from pgoutbox.redaction import check_redacted_name
 from pgoutbox.text import check_storable, member, shown
 
+MAX_ID: Final = 2**63 - 1
 MAX_KEY_BYTES: Final = 512
 MAX_DESTINATION_BYTES: Final = 2_048
 MAX_HEADER_COUNT: Final = 64
@@ -35,7 +36,8 @@ NO_SECRETS: Final = (
 
 V = TypeVar("V")
 
-_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
+# Names of topics and queues.
+NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _DESTINATION = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[^\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -48,7 +50,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 def check_name(field: str, value: object) -> str:
     """Return the name of a topic or a queue, if the SQL function accepts it."""
-    if not isinstance(value, str) or _NAME.fullmatch(value) is None:
+    if not isinstance(value, str) or NAME.fullmatch(value) is None:
         raise PayloadError(
             field,
             f"must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter, not {shown(value)}",

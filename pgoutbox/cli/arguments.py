@@ -25,12 +25,12 @@ from pgoutbox.errors import ConfigurationError, PayloadError, PgOutboxError
 from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.operations import MessageFilter, Rate
 from pgoutbox.operations.retention import MAX_AGE
+from pgoutbox.options import MAX_ID, NAME
 from pgoutbox.outbox import Outbox
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-MAX_ID: Final = 2**63 - 1
 MAX_RATE_COUNT: Final = 1_000_000
 MAX_RATE_SECONDS: Final = 2_592_000
 _UNIT_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
@@ -147,7 +147,7 @@ def parse_final_state(text: str) -> State:
 
 def parse_queue(text: str) -> str:
     """Parse a queue name."""
-    if re.fullmatch(r"[a-z][a-z0-9_.-]{0,62}", text) is None:
+    if NAME.fullmatch(text) is None:
         raise typer.BadParameter(
             f"{text!r} is not a queue name: give 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter"
         )

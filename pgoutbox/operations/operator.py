@@ -30,6 +30,8 @@ from pgoutbox.errors import ConfigurationError, MessageNotFoundError, PayloadErr
 from pgoutbox.message import State
 from pgoutbox.operations import retention
 from pgoutbox.operations.records import (
+    OWED,
+    REDRIVABLE,
     Action,
     AnyResult,
     AuditRow,
@@ -42,6 +44,7 @@ from pgoutbox.operations.records import (
     MessageResult,
     OpenBreaker,
     Pause,
+    Progress,
     PruneTotals,
     QueueControls,
     Rate,
@@ -59,8 +62,6 @@ BATCH_SIZE: Final = 500
 # A bulk act searches so many rows at a time, and fewer if it has to normalise the error of each.
 _SEARCHED_ROWS: Final = 20_000
 _SEARCHED_GROUP_ROWS: Final = 3_000
-_OWED: Final = (State.PENDING, State.SENDING)
-_REDRIVABLE: Final = (State.FAILED, State.CANCELLED)
 _USUAL_BURST: Final = 5
 _SHOWN_ATTEMPTS: Final = 100
 _SHOWN_CHARACTERS: Final = 65_536
@@ -207,7 +208,7 @@ class Operator:
 
     # --- messages: acts -----------------------------------------------------------------------------------------------
 
-    def redrive(self, message_id: int, *, states: Collection[State] = _REDRIVABLE) -> MessageResult[RedriveResult]:
+    def redrive(self, message_id: int, *, states: Collection[State] = REDRIVABLE) -> MessageResult[RedriveResult]:
         """Make a failed or cancelled message pending again, with its original budget of attempts.
 
         It is left alone if it is in none of `states`, or superseded by a newer message of its key. So is a cancelled
@@ -225,7 +226,7 @@ class Operator:
 
     def cancel(self, message_id: int) -> MessageResult[CancelResult]:
         """Cancel a message, as the SQL function `pgoutbox.cancel` does."""
-        (result,) = self._cancel([message_id], _OWED, _Act({}))
+        (result,) = self._cancel([message_id], OWED, _Act({}))
         return result
 
     def cancel_by_key(
@@ -280,7 +281,7 @@ class Operator:
             found = self._search(which, batch_size)
         else:
             act = _Act({})
-            states = _REDRIVABLE if action == "redrive" else _OWED
+            states = REDRIVABLE if action == "redrive" else OWED
             found = ((dict.fromkeys(ids), ids[-1], which[-1]) for ids in _slices(which, batch_size) if ids)
         left = _ALL if limit is None else limit
         for counts, reached_id, through_id in found:
@@ -459,7 +460,7 @@ class Operator:
         states: Collection[State] = retention.PRUNED_BY_DEFAULT,
         topic: str | None = None,
         batch_size: int = retention.PRUNE_BATCH,
-        progress: operator_connection.Progress | None = None,
+        progress: Progress | None = None,
     ) -> PruneTotals:
         """Delete messages that have been in one of these final states for longer than `older_than`.
 
@@ -477,7 +478,7 @@ class Operator:
         return retention.prune(self._connection, parameters, self._as(act), progress)
 
     def prune_by_retention(
-        self, *, batch_size: int = retention.PRUNE_BATCH, progress: operator_connection.Progress | None = None
+        self, *, batch_size: int = retention.PRUNE_BATCH, progress: Progress | None = None
     ) -> PruneTotals:
         """Delete the messages that no retention rule keeps, with their attempts. Without rules nothing is deleted.
 

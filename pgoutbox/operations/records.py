@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast
@@ -18,9 +18,10 @@ from pgoutbox.message import State
 from pgoutbox.redaction import redact, redact_text
 
 _ENCRYPTED: Final = "(encrypted)"
-_OWED: Final = (State.PENDING, State.SENDING)
+REDRIVABLE: Final = (State.FAILED, State.CANCELLED)
+OWED: Final = (State.PENDING, State.SENDING)
 _PARTITIONS: Final = (
-    frozenset(_OWED),
+    frozenset(OWED),
     frozenset({State.FAILED}),
     frozenset({State.SENT, State.SKIPPED, State.CANCELLED}),
 )
@@ -40,13 +41,15 @@ class Action(enum.StrEnum):
     BREAKER = "breaker"
 
 
+# Called after each committed batch of a prune, with the number of messages deleted so far.
+Progress: TypeAlias = Callable[[int], object]
 BulkAction: TypeAlias = Literal["redrive", "resend", "cancel"]
 
 # For each bulk action: the states that it can change, the states without a filter by state, and its participle.
 _BULK_STATES: Final[Mapping[BulkAction, tuple[tuple[State, ...], tuple[State, ...], str]]] = {
-    "redrive": ((State.FAILED, State.CANCELLED), (State.FAILED,), "redriven"),
+    "redrive": (REDRIVABLE, (State.FAILED,), "redriven"),
     "resend": ((State.SENT,), (State.SENT,), "resent"),
-    "cancel": (_OWED, _OWED, "cancelled"),
+    "cancel": (OWED, OWED, "cancelled"),
 }
 
 

@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Final, LiteralString, NamedTuple, cast
 
@@ -21,10 +21,10 @@ from psycopg.errors import LockNotAvailable
 from psycopg.rows import TupleRow
 
 from pgoutbox.database import sql
-from pgoutbox.database.operator_connection import Progress, fetch
+from pgoutbox.database.operator_connection import fetch
 from pgoutbox.errors import ConfigurationError, StateError
 from pgoutbox.message import FINAL_STATES, State
-from pgoutbox.operations.records import PruneTotals, RetentionRule
+from pgoutbox.operations.records import Progress, PruneTotals, RetentionRule
 
 PRUNED_BY_DEFAULT: Final = (State.SENT, State.SKIPPED, State.CANCELLED)
 MAX_AGE: Final = timedelta(days=36_500)
@@ -34,6 +34,7 @@ RETAINED: Final = (*(state.value for state in State if state in FINAL_STATES), D
 PRUNE_BATCH: Final = 5_000
 _BY_TIME: Final = frozenset(state.value for state in PRUNED_BY_DEFAULT)
 _DAYS_AHEAD: Final = timedelta(days=7)
+# A drop may delete messages late by this share of their retention time, and by this time after the partition's end.
 _LATE_BY: Final = 0.25
 _GRACE: Final = timedelta(hours=1)
 _LOCK_TRIALS: Final = 5
@@ -155,13 +156,13 @@ class MaintenanceRun:
         self._write = write or self._fetch
         self._gone: set[str] = set()
         self._deleted: Counter[State] = Counter()
-        self._totals = PruneTotals({}, 0)
+        self._counts = Counter(coalesce_keys=0)
         memory.refresh(facts.rules)
 
     @property
     def totals(self) -> PruneTotals:
         """The work done so far."""
-        return replace(self._totals, messages=dict(self._deleted))
+        return PruneTotals(dict(self._deleted), **self._counts)
 
     @property
     def has_work(self) -> bool:
@@ -201,10 +202,9 @@ class MaintenanceRun:
 
     def _make(self) -> None:
         while self._facts.lacks_partition and not self._is_over():
-            answer = self._patiently(lambda: self._fetch(sql.MAKE_PARTITION)[0][0])
-            if answer is None:
+            if self._patiently(self._fetch, sql.MAKE_PARTITION) is None:
                 break
-            self._totals = replace(self._totals, partitions_made=self._totals.partitions_made + 1)
+            self._counts["partitions_made"] += 1
 
     def _look(self) -> None:
         for partition in list(self._unknown()):
@@ -233,7 +233,7 @@ class MaintenanceRun:
         for partition in list(self._droppable()):
             if self._is_over():
                 break
-            answer = self._patiently(functools.partial(self._retire_one, partition.name))
+            answer = self._patiently(self._write, sql.RETIRE_PARTITION, name=partition.name)
             if answer is None or answer == "busy":
                 break  # If one partition is locked, the others are too.
             if answer != "kept":
@@ -244,14 +244,10 @@ class MaintenanceRun:
         """Delete the attempts and keys of detached partitions page by page, then the partitions themselves."""
         while not self._is_over() and (rows := self._fetch(sql.CLEAR_RETIRED, self._limit)):
             ((_, _, is_dropped),) = rows
-            self._totals = replace(self._totals, partitions_dropped=self._totals.partitions_dropped + is_dropped)
+            self._counts["partitions_dropped"] += is_dropped
 
-    def _retire_one(self, name: str) -> str:
-        ((answer,),) = self._write(sql.RETIRE_PARTITION, {"name": name})
-        return str(answer)
-
-    def _patiently(self, work: Callable[[], str | None]) -> str | None:
-        """Return the result of `work`; None if every try met a lock of another transaction.
+    def _patiently(self, run: Run, statement: LiteralString, **parameters: object) -> str | None:
+        """Return the answer of the statement; None if every try met a lock of another transaction.
 
         Each try waits only briefly for the lock, because others queue behind it. They proceed between two tries.
         """
@@ -261,7 +257,8 @@ class MaintenanceRun:
             if self._is_over():
                 break
             with contextlib.suppress(LockNotAvailable):
-                return work()
+                ((answer,),) = run(statement, parameters)
+                return cast("str | None", answer)
         return None
 
     def _past(self) -> Iterator[Partition]:
@@ -284,21 +281,18 @@ class MaintenanceRun:
                     yield rule, partition._replace(lower_at=self._done_until(rule, partition))
 
     def _must_delete(self, rule: RetentionRule, partition: Partition) -> bool:
-        if rule.keep is None:
+        """Whether the rule deletes single messages of the partition, because a drop would be too late."""
+        if rule.keep is None or self._done_until(rule, partition) >= partition.upper_at:
             return False
         now = self._facts.asked_at
         kept_until = self._memory.kept_until.get(partition.name)
-        width = partition.upper_at - partition.lower_at
-        if self._done_until(rule, partition) >= partition.upper_at:
-            return False
-        if (
+        will_be_dropped = (
             kept_until is not None
-            and width <= rule.keep * _LATE_BY
+            and partition.upper_at - partition.lower_at <= rule.keep * _LATE_BY
             and partition.upper_at + rule.keep >= kept_until
             and now < kept_until + _GRACE
-        ):
-            return False
-        return partition.lower_at + rule.keep <= now
+        )
+        return partition.lower_at + rule.keep <= now and not will_be_dropped
 
     def _done_until(self, rule: RetentionRule, partition: Partition) -> datetime:
         return max(partition.lower_at, self._memory.done_until.get((partition.name, rule), partition.lower_at))
@@ -346,11 +340,8 @@ class MaintenanceRun:
             passes.update(dict.fromkeys(_PASSES, _FIRST_PAGE))
             self._memory.keys_at = time.monotonic()
         forgotten = _take_passes(self._fetch, passes, self._limit, self._is_over)
-        self._totals = replace(
-            self._totals,
-            coalesce_keys=forgotten[sql.PRUNE_COALESCE],
-            dedupe_keys=forgotten[sql.PRUNE_DEDUPE_BY_RULE],
-        )
+        self._counts["coalesce_keys"] = forgotten[sql.PRUNE_COALESCE]
+        self._counts["dedupe_keys"] = forgotten[sql.PRUNE_DEDUPE_BY_RULE]
 
     def _fetch(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> list[TupleRow]:
         return fetch(self._connection, statement, parameters or {})
