@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -24,9 +23,10 @@ from pgoutbox.cli.arguments import (
 from pgoutbox.cli.console import pluralize, print_json, print_line, print_note, print_table, progress
 from pgoutbox.cli.program import app, confirm, interruptible, open_operator, read_settings
 from pgoutbox.message import FINAL_STATES, State
-from pgoutbox.operations import PruneTotals, RetentionRule
+from pgoutbox.operations import RetentionRule
 from pgoutbox.operations.retention import PRUNED_BY_DEFAULT
-from pgoutbox.settings import Settings
+
+_COUNTED: Final = ("coalesce_keys", "dedupe_keys", "partitions_dropped")
 
 retention_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(retention_app, name="retention")
@@ -60,45 +60,33 @@ def prune(
     Also deletes their attempts, payloads and dedupe keys, and commits each batch. Without --older-than, it applies the
     rules of `pgoutbox retention`.
     """
-    if older_than is None:
-        if states or topic:
-            raise typer.BadParameter("--state and --topic need --older-than")
-        _prune_by_retention(read_settings(dsn), as_json=as_json)
-        return
-    chosen = frozenset(states) if states else PRUNED_BY_DEFAULT
+    if older_than is None and (states or topic):
+        raise typer.BadParameter("--state and --topic need --older-than")
     settings = read_settings(dsn)
-    days = older_than / timedelta(days=1)
-    action = f"delete every message that has been {' or '.join(sorted(chosen))} for {days:g} days"
-    confirm(action, yes=yes or bool(states or topic))
+    chosen = frozenset(states or PRUNED_BY_DEFAULT)
+    if older_than is not None:
+        age = f"{older_than / timedelta(days=1):g} days"
+        action = f"delete every message that has been {' or '.join(sorted(chosen))} for {age}"
+        confirm(action, yes=yes or bool(states or topic))
     with open_operator(settings) as operator, interruptible("the deletions so far are committed"):
-        total = None
-        if sys.stderr.isatty():
-            total = sum(operator.count_prunable(older_than, states=chosen, topic=topic).values())
-        with progress("deleting", total) as report:
-            totals = operator.prune(older_than, states=chosen, topic=topic, progress=report)
+        if older_than is None:
+            chosen = FINAL_STATES
+            if not operator.retention_rules():
+                print_note("no retention rules, so no message is deleted; add a rule with: pgoutbox retention set")
+            with progress("deleting") as report:
+                totals = operator.prune_by_retention(progress=report)
+        else:
+            total = None
+            if sys.stderr.isatty():
+                total = sum(operator.count_prunable(older_than, states=chosen, topic=topic).values())
+            with progress("deleting", total) as report:
+                totals = operator.prune(older_than, states=chosen, topic=topic, progress=report)
     if as_json:
-        _print_pruned(totals, chosen)
-    else:
-        print_line(f"{pluralize(totals.total, 'message')} deleted")
-
-
-def _prune_by_retention(settings: Settings, *, as_json: bool) -> None:
-    with open_operator(settings) as operator, interruptible("the deletions so far are committed"):
-        if not operator.retention_rules():
-            print_note("no retention rules, so no message is deleted; add a rule with: pgoutbox retention set")
-        with progress("deleting") as report:
-            totals = operator.prune_by_retention(progress=report)
-    if as_json:
-        _print_pruned(totals, FINAL_STATES, partitions_dropped=totals.partitions_dropped)
+        deleted = {state.value: totals.messages.get(state, 0) for state in sorted(chosen)}
+        print_json({"deleted": deleted} | {name: getattr(totals, name) for name in _COUNTED})
         return
     dropped = f", and {pluralize(totals.partitions_dropped, 'whole partition')}" if totals.partitions_dropped else ""
     print_line(f"{pluralize(totals.total, 'message')} deleted{dropped}")
-
-
-def _print_pruned(totals: PruneTotals, states: Collection[State], **further: int) -> None:
-    deleted = {state.value: totals.messages.get(state, 0) for state in sorted(states)}
-    keys = {"coalesce_keys": totals.coalesce_keys, "dedupe_keys": totals.dedupe_keys}
-    print_json({"deleted": deleted} | keys | further)
 
 
 @retention_app.callback(invoke_without_command=True)

@@ -114,10 +114,15 @@ class Operator:
         self._actor = {"actor": actor, "origin": origin}
         if isinstance(database, psycopg.Connection):
             self._connection = database
-        else:
-            settings = load_settings(dsn=database) if isinstance(database, str) else database
-            opened = operator_connection.connect(settings, read_only=read_only)
-            self._connection = self._resources.enter_context(opened)
+            return
+        settings = load_settings(dsn=database) if isinstance(database, str) else database
+        if not isinstance(settings, Settings):
+            kind = type(database).__name__
+            raise ConfigurationError(
+                f"database: give a connection string, Settings or a psycopg.Connection, not {kind}"
+            )
+        opened = operator_connection.connect(settings, read_only=read_only)
+        self._connection = self._resources.enter_context(opened)
 
     def close(self) -> None:
         """Close the connection that the operator has opened. Idempotent."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+import sqlalchemy
 
 from pgoutbox import Operator, SchemaError, State, StateError
 from pgoutbox.database import sql
@@ -120,6 +121,11 @@ def test_a_missing_connection_string_names_the_setting(monkeypatch: pytest.Monke
     monkeypatch.delenv("PGOUTBOX_DSN", raising=False)
     with pytest.raises(ConfigurationError, match="PGOUTBOX_DSN"):
         Operator(load_settings())
+
+
+def test_another_kind_of_connection_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"psycopg\.Connection, not Engine"):
+        Operator(sqlalchemy.create_engine("postgresql+psycopg://"))  # type: ignore[arg-type]
 
 
 def test_a_database_without_the_schema_names_the_command(empty_dsn: str) -> None:
