@@ -606,6 +606,17 @@ class TestDeciding:
         assert cli(*command, "--yes", "--json").json == done
         assert state_of(database, other) == state
 
+    def test_an_act_by_filter_counts_the_messages_that_it_left_alone(
+        self, cli: Callable[..., Done], database: psycopg.Connection, connect: Connect
+    ) -> None:
+        put(database, State.FAILED)
+        put(database, State.FAILED, coalesce_key="k")
+        put(database, coalesce_key="k")
+        assert cli("redrive", "--all-failed", "--yes") == Done(0, "1 redriven; left alone: 1 superseded\n", "")
+        locked, other = put(database, State.FAILED, topic="sms"), connect()
+        other.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", [locked])
+        assert cli("redrive", "--topic", "sms", "--yes") == Done(1, "0 redriven; left alone: 1 locked\n", "")
+
     def test_the_messages_of_a_filter_are_shown(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         message_id = put(database, State.FAILED, topic="sms", destination="tel:1")
         shown = cli("redrive", "--topic", "sms", "--dry-run")
