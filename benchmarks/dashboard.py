@@ -123,7 +123,7 @@ def _pages(count: int) -> list[str]:
 
 
 async def _time_pages(dsn: str, count: int) -> dict[str, list[float]]:
-    app = create_app(load_settings(dsn=dsn, web_operator_token=f"ada:{_TOKEN}"))
+    app = create_app(load_settings(dsn=dsn, web={"operator_tokens": f"ada:{_TOKEN}"}))
     times: dict[str, list[float]] = {}
     headers = {"Authorization": f"Bearer {_TOKEN}", "Accept": "text/html"}
     transport = httpx.ASGITransport(app=app)

@@ -25,9 +25,9 @@ from benchmarks.server import Server
 from pgoutbox.database import sql
 
 _SETTLING_SECONDS = 5.0
-# The probe of the listener's connection does not belong to a queue. Neither does maintenance: one worker runs it
+# The listener's heartbeat does not belong to a queue. Neither does maintenance: one worker runs it
 # every five minutes on its own connection.
-_APART = {"PROBE": "probe", "BEGIN_MAINTENANCE_IF_DUE": "maintenance"}
+_APART = {"PROBE": "heartbeat", "BEGIN_MAINTENANCE_IF_DUE": "maintenance"}
 _MAINTENANCE_APPLICATION = "pgoutbox maintenance"
 _MAINTENANCE = "maintenance, "
 _LINE = re.compile(r"([^|]*)\|([^|]*)\|LOG:  (?:execute [^:]*|statement): (.*)")
@@ -165,7 +165,7 @@ def _result(
             result.verdicts.append(Verdict("memory of the worker", end.resident_mib, 80, "at most", "MiB"))
     result.tables.append(Table("processes", ("worker", "CPU %", "resident MiB"), processes))
     of_queue = sum(count for name, count in counts["pgoutbox"].items() if _kind_of(name) == "queue")
-    what = "statements per minute and queue, probes apart"
+    what = "statements per minute and queue, heartbeats apart"
     result.verdicts.append(Verdict(what, 60 * of_queue / seconds, 2.0, "at most", "/min"))
     return result
 

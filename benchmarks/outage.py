@@ -67,10 +67,12 @@ async def play(dsn: str, load: Load, *, breaker: bool, concurrency: int) -> None
     """Run and print one timeline."""
     settings = load_settings(
         dsn=dsn,
-        breaker=breaker,
         concurrency=concurrency,
-        breaker_cooldown_seconds=_COOLDOWN_SECONDS,
-        breaker_max_cooldown_seconds=2 * _COOLDOWN_SECONDS,
+        breaker={
+            "enabled": breaker,
+            "cooldown_seconds": _COOLDOWN_SECONDS,
+            "max_cooldown_seconds": 2 * _COOLDOWN_SECONDS,
+        },
     )
     outbox = Outbox(settings, transports=[LineTransport(timeout_seconds=_TIMEOUT_SECONDS)])
 

@@ -14,7 +14,7 @@ from typing import Final, Literal, NamedTuple, cast
 
 from pydantic import JsonValue, SecretStr
 
-from pgoutbox.errors import MissingExtraError
+from pgoutbox.errors import require_extra
 from pgoutbox.message import Permanent, Transient
 
 SEALED: Final = "pgoutbox.encrypted"
@@ -42,10 +42,9 @@ class Keyring:
     """
 
     def __init__(self, keys: SecretStr) -> None:
-        try:
-            from cryptography.fernet import Fernet, MultiFernet
-        except ImportError:
-            raise MissingExtraError("an encrypted payload", "crypto") from None
+        require_extra("cryptography.fernet", "an encrypted payload", "crypto")
+        from cryptography.fernet import Fernet, MultiFernet
+
         texts = [text.strip() for text in keys.get_secret_value().split(",")]
         self._fernet = MultiFernet([Fernet(text) for text in texts])
         self._digest_keys = [hmac.digest(base64.urlsafe_b64decode(text), _DIGEST_PURPOSE, "sha256") for text in texts]

@@ -17,6 +17,8 @@ Database errors on the caller's own connection pass through unchanged, unless th
 pgoutbox raised them.
 """
 
+from importlib import import_module
+
 
 class PgOutboxError(Exception):
     """The base class of all errors of pgoutbox."""
@@ -32,6 +34,14 @@ class MissingExtraError(ConfigurationError):
     def __init__(self, feature: str, extra: str) -> None:
         super().__init__(f"{feature} needs an optional dependency: pip install 'pgoutbox[{extra}]'")
         self.extra = extra
+
+
+def require_extra(module: str, feature: str, extra: str) -> None:
+    """Import an optional dependency. Raise `MissingExtraError` if it is not installed."""
+    try:
+        import_module(module)
+    except ImportError:
+        raise MissingExtraError(feature, extra) from None
 
 
 class SchemaError(PgOutboxError):

@@ -20,7 +20,7 @@ from typing_extensions import TypeVar, is_typeddict
 
 from pgoutbox.errors import PayloadError
 from pgoutbox.redaction import check_redacted_name
-from pgoutbox.text import check_storable, member, shown
+from pgoutbox.text import NAME, check_storable, member, preview
 
 MAX_ID: Final = 2**63 - 1
 MAX_KEY_BYTES: Final = 512
@@ -36,8 +36,6 @@ NO_SECRETS: Final = (
 
 V = TypeVar("V")
 
-# Names of topics and queues.
-NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _DESTINATION = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[^\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -53,7 +51,7 @@ def check_name(field: str, value: object) -> str:
     if not isinstance(value, str) or NAME.fullmatch(value) is None:
         raise PayloadError(
             field,
-            f"must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter, not {shown(value)}",
+            f"must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter, not {preview(value)}",
         )
     return value
 
@@ -80,7 +78,7 @@ def check_destination(field: str, value: object) -> str:
     check_storable(field, value)
     if _DESTINATION.fullmatch(value) is None:
         raise PayloadError(
-            field, f"must be a URI such as mailto:a@example.org, without control characters, not {shown(value)}"
+            field, f"must be a URI such as mailto:a@example.org, without control characters, not {preview(value)}"
         )
     if "," in value and value[:7].lower() == "mailto:":
         raise PayloadError(
@@ -113,14 +111,14 @@ def check_headers(field: str, value: object) -> str:
 def check_whole(field: str, value: object, *, most: int) -> int:
     """Return a whole number from 1 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise PayloadError(field, f"must be a whole number from 1 to {most}, not {shown(value)}")
+        raise PayloadError(field, f"must be a whole number from 1 to {most}, not {preview(value)}")
     return value
 
 
 def check_redact(field: str, value: object) -> None:
     """Check the names of the values that a topic hides."""
     if not isinstance(value, tuple):
-        raise PayloadError(field, f"must be a tuple of names, not {shown(value)}")
+        raise PayloadError(field, f"must be a tuple of names, not {preview(value)}")
     try:
         for name in value:
             check_redacted_name(name)
@@ -143,7 +141,7 @@ def check_delay(field: str, value: object) -> float:
     else:
         seconds = math.nan
     if not 0 <= seconds <= limit:
-        raise PayloadError(field, f"must be from 0 to {limit:.0f} seconds, or such a timedelta, not {shown(value)}")
+        raise PayloadError(field, f"must be from 0 to {limit:.0f} seconds, or such a timedelta, not {preview(value)}")
     return seconds
 
 
@@ -183,7 +181,7 @@ def if_given(check: Callable[[str, object], V], field: str, value: object) -> V 
 def check_model(field: str, model: object) -> None:
     """Refuse a class that is not a pydantic model, and a model with a field for a secret."""
     if not (isinstance(model, type) and issubclass(model, BaseModel)):
-        raise PayloadError(field, f"must be a pydantic model, not {shown(model)}")
+        raise PayloadError(field, f"must be a pydantic model, not {preview(model)}")
     secret = secret_in_model(model)
     if secret is not None:
         raise PayloadError(f"{field}{secret}", NO_SECRETS)

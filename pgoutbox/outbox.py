@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime
 from functools import cached_property
 from types import MappingProxyType
@@ -47,7 +48,7 @@ from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
 from pgoutbox.handlers import Context, Handler, Middleware, OnUnknown, SyncContext
 from pgoutbox.message import Message, Outcome, P
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.observability.tracing import Producing, producing
+from pgoutbox.observability.tracing import UNTRACED, Producing, producing
 from pgoutbox.options import check_name
 from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
 from pgoutbox.settings import Settings, load_settings
@@ -419,7 +420,7 @@ class Outbox:
 
         `delay` (seconds or a timedelta) counts on PostgreSQL's clock; `available_at` and `expires_at` are datetimes
         with a time zone. A pydantic model is dumped as JSON; `serializer` is called with other values that are not
-        JSON. With `notify=False` the sweep finds the message; a transaction for `PREPARE TRANSACTION` needs it.
+        JSON. With `notify=False` the next poll finds the message; a transaction for `PREPARE TRANSACTION` needs it.
         `require_transaction=False` accepts autocommit.
 
         Raises `PayloadError` naming the field, usually before any SQL; `DedupeConflictError` if the message with the
@@ -682,16 +683,16 @@ class Outbox:
             keyring=self._keyring if topic.encrypted else None,
         )
 
-    def _producing(self, topic: str | Topic[P] | None) -> Producing:
+    def _producing(self, topic: str | Topic[P] | None) -> AbstractContextManager[Producing]:
         """Open a span for enqueuing, if tracing is on."""
         if not self._traces:
-            return Producing()
+            return UNTRACED
         return producing(topic.name if isinstance(topic, Topic) else topic)
 
     @cached_property
     def _traces(self) -> bool:
         try:
-            return self.settings.otel_traces
+            return self.settings.otel.traces
         except ConfigurationError:
             return False  # An invalid setting raises its error at its first use.
 

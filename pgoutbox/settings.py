@@ -1,20 +1,28 @@
 """All settings, read once from the environment (prefix `PGOUTBOX_`) and checked before any connection is opened.
 
-A wrong value raises `ConfigurationError` with the variable's name, its value and the accepted values. Secrets are
-never shown.
+`Settings` has the general settings, and one field for each group: `settings.smtp.host` is `PGOUTBOX_SMTP_HOST`. A wrong
+value raises `ConfigurationError` with the variable's name, its value and the accepted values. Secrets are never shown.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import ipaddress
 import math
 import re
-from collections.abc import Iterable
-from typing import Literal, Self, get_args
+from collections.abc import Iterable, Mapping
+from typing import Final, Literal, Self, get_args
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NestedSecretsSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.redaction import REDACTED_NAMES, check_redacted_name
@@ -27,346 +35,19 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-
 _FERNET_KEY = re.compile(r"\s*[A-Za-z0-9_-]{43}=\s*")
 
 
-class Settings(BaseSettings):
-    """All settings of pgoutbox, with their defaults and bounds. Durations are in seconds."""
+class _Group(BaseModel):
+    """Settings that refuse unknown names, empty text and infinite numbers."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENVIRONMENT_PREFIX,
-        frozen=True,
-        extra="ignore",
-        env_ignore_empty=False,
-        hide_input_in_errors=True,
-    )
-
-    dsn: SecretStr | None = Field(None, description="Database to connect to: a libpq connection string or a URL.")
-    listen_dsn: SecretStr | None = Field(
-        None, description="Direct connection for LISTEN. Set it if `dsn` goes through a transaction pooler."
-    )
-    app: str | None = Field(None, description="Outbox that the worker runs, as `module:attribute`.")
-
-    listen: bool = Field(True, description="Wake up on NOTIFY. If off, the worker only polls every `sweep_seconds`.")
-    lease_seconds: float = Field(
-        60.0,
-        ge=1,
-        le=86_400,
-        description="Duration of a lease, in seconds. A claim ends when its lease is not renewed in time.",
-    )
-    renew_seconds: float | None = Field(
-        None,
-        ge=0.1,
-        le=28_800,
-        description="Interval between two renewals of a lease, in seconds (default: a third of `lease_seconds`).",
-    )
-    sweep_seconds: float = Field(
-        60.0, ge=0.1, le=3_600, description="Maximum interval between two polls of an idle worker, in seconds."
-    )
-    probe_seconds: float = Field(
-        10.0, ge=0.5, le=600, description="Interval between two checks of the idle LISTEN connection, in seconds."
-    )
-    probe_timeout_seconds: float = Field(
-        4.0,
-        ge=0.1,
-        le=60,
-        description="Time to wait for the answer to such a check, in seconds. Without one, the worker reconnects.",
-    )
-    concurrency: int = Field(
-        50,
-        ge=1,
-        le=5_000,
-        description="Maximum number of concurrent attempts in one process. Each attempt of a sync handler uses a "
-        "thread.",
-    )
-    batch_size: int = Field(
-        500, ge=1, le=5_000, description="Maximum number of messages in one claim or finish statement."
-    )
-    handler_timeout_seconds: float | None = Field(
-        None,
-        gt=0,
-        le=86_400,
-        description="Timeout of one attempt, in seconds, unless the handler sets its own (default: no limit).",
-    )
-    shutdown_grace_seconds: float = Field(
-        30.0, ge=0, le=3_600, description="Time that a stopping worker gives its handlers to finish, in seconds."
-    )
-    connect_timeout_seconds: int = Field(
-        10, ge=1, le=300, description="Timeout for opening a database connection, in seconds."
-    )
-    statement_timeout_seconds: float = Field(
-        20.0,
-        ge=0.1,
-        le=3_600,
-        description="Timeout of each statement of the worker, in seconds. Handlers' statements are not affected.",
-    )
-    lock_timeout_seconds: float = Field(
-        1.0, ge=0.01, le=600, description="Maximum time that a statement of the worker waits for a lock, in seconds."
-    )
-    maintenance_interval_seconds: float = Field(
-        300.0,
-        ge=0,
-        le=86_400,
-        description="Interval between two rounds of maintenance in all workers together, in seconds. A round "
-        "creates partitions and applies the retention rules. 0: no maintenance.",
-    )
-    max_payload_bytes: int = Field(
-        1_000_000, ge=1, le=16_777_216, description="Maximum size of an enqueued payload, in bytes of UTF-8 JSON."
-    )
-    encryption_keys: SecretStr | None = Field(
-        None,
-        description="Fernet keys for encrypted topics, separated by commas. The first key encrypts; all keys decrypt.",
-    )
-    worker_name: str | None = Field(
-        None,
-        min_length=1,
-        max_length=200,
-        description="First part of the worker's name, as recorded in the column `worker` (default: the host name).",
-    )
-
-    smtp_host: str | None = Field(None, description="SMTP server of the `mailto:` transport.")
-    smtp_port: int | None = Field(
-        None,
-        ge=1,
-        le=65_535,
-        description="Port of the SMTP server (default: 587 for starttls, 465 for tls, 25 for none).",
-    )
-    smtp_security: Literal["starttls", "tls", "none"] = Field(
-        "starttls",
-        description="Encryption of the SMTP connection: required STARTTLS, implicit TLS, or none (for a local "
-        "server only).",
-    )
-    smtp_ca_file: str | None = Field(
-        None, description="PEM file of certificate authorities to trust in addition to the system's."
-    )
-    smtp_username: str | None = Field(None, description="User name for SMTP AUTH.")
-    smtp_password: SecretStr | None = Field(None, description="Password for SMTP AUTH.")
-    smtp_from: str | None = Field(None, description="Sender address of e-mails that do not set one.")
-    smtp_hostname: str | None = Field(None, description="Host name to send in EHLO (default: the machine's host name).")
-    smtp_timeout_seconds: float = Field(
-        30.0, ge=0.5, le=600, description="Timeout of each step of the SMTP dialogue, in seconds."
-    )
-    smtp_connections: int = Field(
-        10, ge=1, le=500, description="Maximum number of open SMTP connections in one process."
-    )
-
-    redirect_to: str | None = Field(
-        None,
-        description="For testing: the address, or `@domain`, that receives all e-mail. Other contents are held back.",
-    )
-    redirect_except: str | None = Field(
-        None, description="Addresses and `@domain`s that are exempt from the redirect, separated by commas."
-    )
-    redirect_forbidden: str | None = Field(
-        None,
-        description="Date ranges in which the redirect is refused, separated by commas: "
-        "`2026-04-01/2026-09-30[Europe/Berlin]`.",
-    )
-    apprise_urls: SecretStr | None = Field(
-        None, description="Targets of the `apprise:` transport: a JSON object of names and Apprise URLs."
-    )
-
-    webhook_secrets: SecretStr | None = Field(
-        None,
-        description="Secrets that sign webhooks, separated by spaces: `whsec_` and base64, or `name=whsec_...`. "
-        "Each webhook is signed with all secrets of its name.",
-    )
-    webhook_timeout_seconds: float = Field(
-        30.0, ge=0.5, le=600, description="Timeout of one webhook, from the DNS lookup to the answer, in seconds."
-    )
-    webhook_connect_timeout_seconds: float = Field(
-        10.0,
-        ge=0.1,
-        le=120,
-        description="Timeout of the DNS lookup, the connection and the TLS handshake together, in seconds.",
-    )
-    webhook_connections: int = Field(
-        50, ge=1, le=5_000, description="Maximum number of concurrent webhooks in one process."
-    )
-    webhook_ports: str = Field("443,8443", description="Ports that webhooks may use, separated by commas.")
-    webhook_allow_http: bool = Field(False, description="Allow `http:` destinations, which are sent in plain text.")
-    webhook_allowed_networks: str | None = Field(
-        None,
-        description="Private networks that webhooks may reach, in CIDR notation, separated by commas.",
-    )
-    webhook_ca_file: str | None = Field(
-        None, description="PEM file of certificate authorities to trust in addition to the system's."
-    )
-    webhook_retry_after_cap_seconds: float = Field(
-        86_400.0,
-        ge=0,
-        le=2_592_000,
-        description="Upper bound on `Retry-After`, in seconds. The cap of the retry policy applies too.",
-    )
-    webhook_excerpt_length: int = Field(
-        0, ge=0, le=500, description="Maximum length of the response excerpt in an error, in characters. 0: no excerpt."
-    )
-
-    breaker: bool = Field(True, description="Stop sending to a transport or host that is down.")
-    breaker_failures: int = Field(
-        5, ge=1, le=1_000, description="Number of consecutive failures in one process that open a circuit breaker."
-    )
-    breaker_error_rate: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="Share of failed sends that opens a circuit breaker, of at least 20 sends within 60 seconds.",
-    )
-    breaker_cooldown_seconds: float = Field(
-        30.0,
-        ge=0.1,
-        le=86_400,
-        description="Time that a circuit breaker stays open before one message is sent as a probe, in seconds.",
-    )
-    breaker_max_cooldown_seconds: float = Field(
-        600.0,
-        ge=0.1,
-        le=86_400,
-        description="Upper bound on that time, in seconds. Each failed probe doubles the time.",
-    )
-    breaker_probe_seconds: float = Field(
-        120.0, ge=0.1, le=86_400, description="Time after which a probe without an outcome counts as lost, in seconds."
-    )
-    alert_destination: str | None = Field(
-        None,
-        max_length=2048,
-        description="`mailto:` address that receives an e-mail when a circuit breaker opens or closes.",
-    )
-
-    redact: str | None = Field(
-        None,
-        description="Additional names of values to hide, separated by commas. `password`, `token` and similar names"
-        " are always hidden.",
-    )
-    event_source: str | None = Field(
-        None, description="`source` of events that do not set one: a URI of this application."
-    )
-    broker_timeout_seconds: float = Field(
-        10.0,
-        ge=0.5,
-        le=600,
-        description="Timeout for connecting to a broker, and for the acknowledgement of an event, in seconds.",
-    )
-    redis_url: SecretStr | None = Field(
-        None, description="Server of the `redis:` transport: `redis://user:password@host:6379/0`, or `rediss:` for TLS."
-    )
-    redis_ca_file: str | None = Field(
-        None, description="PEM file of certificate authorities to trust in addition to the system's."
-    )
-    nats_url: SecretStr | None = Field(
-        None,
-        description="Servers of the `nats:` transport, separated by commas: `nats://user:password@host:4222`, or "
-        "`tls:` for TLS.",
-    )
-    nats_ca_file: str | None = Field(
-        None, description="PEM file of certificate authorities to trust in addition to the system's."
-    )
-    rabbitmq_url: SecretStr | None = Field(
-        None,
-        description="Server of the `rabbitmq:` transport: `amqps://user:password@host/vhost`, or `amqp:` without TLS.",
-    )
-    rabbitmq_ca_file: str | None = Field(
-        None, description="PEM file of certificate authorities to trust in addition to the system's."
-    )
-    kafka_servers: str | None = Field(
-        None, description="Bootstrap brokers of the `kafka:` transport, separated by commas: `host:port`."
-    )
-    kafka_security: Literal["tls", "none"] = Field(
-        "tls", description="Encryption of the Kafka connection: TLS, or none (for a private network only)."
-    )
-    kafka_ca_file: str | None = Field(
-        None, description="PEM file of certificate authorities to trust instead of the system's."
-    )
-    kafka_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = Field(
-        "SCRAM-SHA-512", description="SASL mechanism, used if `kafka_username` is set."
-    )
-    kafka_username: str | None = Field(None, description="User name for SASL.")
-    kafka_password: SecretStr | None = Field(None, description="Password for SASL.")
-
-    web_viewer_token: SecretStr | None = Field(
-        None,
-        description="Access tokens of the dashboard's viewers, separated by commas: `token` or `name:token`. A "
-        "token may be replaced by its hash from `pgoutbox web hash-password`.",
-    )
-    web_operator_token: SecretStr | None = Field(
-        None,
-        description="Access tokens of the dashboard's operators, in the same format. Operators may also redrive, "
-        "cancel and pause.",
-    )
-    web_secret: SecretStr | None = Field(
-        None,
-        min_length=32,
-        max_length=1_000,
-        description="Key that signs dashboard sessions; the same in every process of the dashboard (default: a "
-        "random key, so that sessions end with the process).",
-    )
-    web_hosts: str | None = Field(
-        None,
-        description="Host names that the dashboard accepts, separated by commas (default: localhost if it listens "
-        "there, else every name).",
-    )
-    web_trusted_proxies: str | None = Field(
-        None,
-        description="Addresses or networks of trusted proxies, separated by commas. The dashboard uses their "
-        "`X-Forwarded-For` and `X-Forwarded-Proto` (default: none).",
-    )
-    web_idle_seconds: float = Field(
-        1_800.0, ge=60, le=604_800, description="Idle timeout of a dashboard session, in seconds."
-    )
-    web_session_seconds: float = Field(
-        43_200.0, ge=60, le=2_592_000, description="Maximum lifetime of a dashboard session, in seconds."
-    )
-    web_connections: int = Field(
-        200,
-        ge=2,
-        le=10_000,
-        description="Maximum number of concurrent connections to the dashboard. Each open live page uses one.",
-    )
-
-    metrics_address: str | None = Field(
-        None,
-        description="Address of the worker's `/metrics`, `/livez` and `/readyz`, such as `127.0.0.1:9187`. Port 0: "
-        "any free port.",
-    )
-    metrics_max_names: int = Field(
-        100,
-        ge=1,
-        le=10_000,
-        description="Maximum number of topics, and of queues, with metrics of their own. The others count as `other`.",
-    )
-    metrics_backlog: bool = Field(True, description="Include counts of the messages in the database in `/metrics`.")
-    metrics_cache_seconds: float = Field(
-        5.0,
-        ge=0.1,
-        le=3_600,
-        description="How long backlog counts are cached, in seconds; longer if the query is slow.",
-    )
-    otel_traces: bool = Field(
-        True,
-        description="Record spans and propagate trace contexts with OpenTelemetry, if the application configures it.",
-    )
-    otel_metrics: bool = Field(True, description="Record metrics with OpenTelemetry, if the application configures it.")
-    webhook_trace_context: bool = Field(
-        False, description="Send `traceparent` with webhooks. It reveals the trace id to the receivers."
-    )
-
-    log_file: str | None = Field(
-        None,
-        description="File to append the CLI's log to, instead of stderr. After log rotation the file is created again.",
-    )
-    log_format: Literal["text", "json"] = Field("text", description="Format of the CLI's log.")
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        "INFO", description="Minimum level of the CLI's log."
-    )
+    model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
 
     def __init__(self, **values: object) -> None:
-        """Read the environment. `values`, by field name, take precedence.
-
-        Raises `ConfigurationError` for an unknown name, and pydantic's `ValidationError` for a wrong value.
-        """
-        unknown = [name for name in values if not name.startswith("_") and name not in type(self).model_fields]
+        kind = type(self)
+        unknown = [name for name in values if not name.startswith("_") and name not in kind.model_fields]
         if unknown:
             raise ConfigurationError(
-                "\n".join(f"unknown setting {n!r}; did you mean {_nearest(n)!r}?" for n in unknown)
+                "\n".join(f"unknown setting {name!r}; did you mean {_nearest(name, kind)!r}?" for name in unknown)
             )
-        super().__init__(**values)  # type: ignore[arg-type] # pydantic checks the values
+        super().__init__(**values)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -377,19 +58,359 @@ class Settings(BaseSettings):
             raise ValueError("must be a finite number")
         return value
 
+
+class SmtpSettings(_Group):
+    """E-mail over SMTP, with the `mailto:` transport."""
+
+    host: str | None = None
+    """SMTP server of the `mailto:` transport."""
+    port: int | None = Field(default=None, ge=1, le=65_535)
+    """Port of the SMTP server (default: 587 for starttls, 465 for tls, 25 for none)."""
+    security: Literal["starttls", "tls", "none"] = "starttls"
+    """Encryption of the SMTP connection: required STARTTLS, implicit TLS, or none (for a local server only)."""
+    ca_file: str | None = None
+    """PEM file of certificate authorities to trust in addition to the system's."""
+    username: str | None = None
+    """User name for SMTP AUTH."""
+    password: SecretStr | None = None
+    """Password for SMTP AUTH."""
+    sender: str | None = None
+    """Sender address of e-mails that do not set one."""
+    ehlo_name: str | None = None
+    """Host name to send in EHLO (default: the machine's host name)."""
+    timeout_seconds: float = Field(default=30.0, ge=0.5, le=600)
+    """Timeout of each step of the SMTP dialogue, in seconds."""
+    connections: int = Field(default=10, ge=1, le=500)
+    """Maximum number of open SMTP connections in one process."""
+
+    @model_validator(mode="after")
+    def _check_password(self) -> Self:
+        if self.password is not None and self.username is None:
+            raise ValueError("PGOUTBOX_SMTP_PASSWORD is set, PGOUTBOX_SMTP_USERNAME is not")
+        if self.password is not None and self.security == "none":
+            raise ValueError(
+                "PGOUTBOX_SMTP_SECURITY=none would send PGOUTBOX_SMTP_PASSWORD in plain text; use starttls or tls"
+            )
+        return self
+
+
+class RedirectSettings(_Group):
+    """The redirect of all e-mail of a test system."""
+
+    to: str | None = None
+    """For testing: the address, or `@domain`, that receives all e-mail. Other contents are held back."""
+    exempt: str | None = None
+    """Addresses and `@domain`s that are exempt from the redirect, separated by commas."""
+    blackout: str | None = None
+    """Date ranges in which the redirect is refused, separated by commas: `2026-04-01/2026-09-30[Europe/Berlin]`."""
+
+
+class WebhookSettings(_Group):
+    """Webhooks, with the transports `https:` and `http:`."""
+
+    secrets: SecretStr | None = None
+    """Secrets that sign webhooks, separated by spaces: `whsec_` and base64, or `name=whsec_...`. Each webhook is signed
+    with all secrets of its name."""
+    timeout_seconds: float = Field(default=30.0, ge=0.5, le=600)
+    """Timeout of one webhook, from the DNS lookup to the answer, in seconds."""
+    connect_timeout_seconds: float = Field(default=10.0, ge=0.1, le=120)
+    """Timeout of the DNS lookup, the connection and the TLS handshake together, in seconds."""
+    connections: int = Field(default=50, ge=1, le=5_000)
+    """Maximum number of concurrent webhooks in one process."""
+    ports: str = "443,8443"
+    """Ports that webhooks may use, separated by commas."""
+    allow_http: bool = False
+    """Allow `http:` destinations, which are sent in plain text."""
+    allowed_networks: str | None = None
+    """Private networks that webhooks may reach, in CIDR notation, separated by commas."""
+    ca_file: str | None = None
+    """PEM file of certificate authorities to trust in addition to the system's."""
+    retry_after_cap_seconds: float = Field(default=86_400.0, ge=0, le=2_592_000)
+    """Upper bound on `Retry-After`, in seconds. The cap of the retry policy applies too."""
+    error_body_chars: int = Field(default=0, ge=0, le=500)
+    """Maximum length of the response excerpt in an error, in characters. 0: no excerpt."""
+    trace_context: bool = False
+    """Send `traceparent` with webhooks. It reveals the trace id to the receivers."""
+
+
+class BreakerSettings(_Group):
+    """The circuit breakers, which stop sending to a transport or host that is down."""
+
+    enabled: bool = True
+    """Stop sending to a transport or host that is down."""
+    failures: int = Field(default=5, ge=1, le=1_000)
+    """Number of consecutive failures in one process that open a circuit breaker."""
+    error_rate: float = Field(default=0.5, gt=0, le=1)
+    """Share of failed sends that opens a circuit breaker, of at least 20 sends within 60 seconds."""
+    cooldown_seconds: float = Field(default=30.0, ge=0.1, le=86_400)
+    """Time that a circuit breaker stays open before one message is sent as a probe, in seconds."""
+    max_cooldown_seconds: float = Field(default=600.0, ge=0.1, le=86_400)
+    """Upper bound on that time, in seconds. Each failed probe doubles the time."""
+    probe_timeout_seconds: float = Field(default=120.0, ge=0.1, le=86_400)
+    """Time after which a probe without an outcome counts as lost, in seconds."""
+
+    @model_validator(mode="after")
+    def _check_cooldown(self) -> Self:
+        if self.cooldown_seconds > self.max_cooldown_seconds:
+            raise ValueError(
+                f"PGOUTBOX_BREAKER_COOLDOWN_SECONDS={self.cooldown_seconds:g} must not exceed "
+                f"PGOUTBOX_BREAKER_MAX_COOLDOWN_SECONDS={self.max_cooldown_seconds:g}"
+            )
+        return self
+
+
+class RedisSettings(_Group):
+    """The `redis:` transport."""
+
+    url: SecretStr | None = None
+    """Server of the `redis:` transport: `redis://user:password@host:6379/0`, or `rediss:` for TLS."""
+    ca_file: str | None = None
+    """PEM file of certificate authorities to trust in addition to the system's."""
+
+
+class NatsSettings(_Group):
+    """The `nats:` transport."""
+
+    url: SecretStr | None = None
+    """Servers of the `nats:` transport, separated by commas: `nats://user:password@host:4222`, or `tls:` for TLS."""
+    ca_file: str | None = None
+    """PEM file of certificate authorities to trust in addition to the system's."""
+
+
+class RabbitMQSettings(_Group):
+    """The `rabbitmq:` transport."""
+
+    url: SecretStr | None = None
+    """Server of the `rabbitmq:` transport: `amqps://user:password@host/vhost`, or `amqp:` without TLS."""
+    ca_file: str | None = None
+    """PEM file of certificate authorities to trust in addition to the system's."""
+
+
+class KafkaSettings(_Group):
+    """The `kafka:` transport."""
+
+    servers: str | None = None
+    """Bootstrap brokers of the `kafka:` transport, separated by commas: `host:port`."""
+    security: Literal["tls", "none"] = "tls"
+    """Encryption of the Kafka connection: TLS, or none (for a private network only)."""
+    ca_file: str | None = None
+    """PEM file of certificate authorities to trust instead of the system's."""
+    mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "SCRAM-SHA-512"
+    """SASL mechanism, used with a user name."""
+    username: str | None = None
+    """User name for SASL."""
+    password: SecretStr | None = None
+    """Password for SASL."""
+
+    @model_validator(mode="after")
+    def _check_password(self) -> Self:
+        if self.password is not None and self.username is None:
+            raise ValueError("PGOUTBOX_KAFKA_PASSWORD is set, PGOUTBOX_KAFKA_USERNAME is not")
+        return self
+
+
+class WebSettings(_Group):
+    """The dashboard."""
+
+    viewer_tokens: SecretStr | None = None
+    """Access tokens of the dashboard's viewers, separated by commas: `token` or `name:token`. A token may be replaced
+    by its hash from `pgoutbox web hash-password`."""
+    operator_tokens: SecretStr | None = None
+    """Access tokens of the dashboard's operators, in the same format. Operators may also redrive, cancel and pause."""
+    secret: SecretStr | None = Field(default=None, min_length=32, max_length=1_000)
+    """Key that signs dashboard sessions; the same in every process of the dashboard (default: a random key, so that
+    sessions end with the process)."""
+    hosts: str | None = None
+    """Host names that the dashboard accepts, separated by commas (default: localhost if it listens there, else every
+    name)."""
+    trusted_proxies: str | None = None
+    """Addresses or networks of trusted proxies, separated by commas. The dashboard uses their `X-Forwarded-For` and
+    `X-Forwarded-Proto` (default: none)."""
+    session_idle_seconds: float = Field(default=1_800.0, ge=60, le=604_800)
+    """Idle timeout of a dashboard session, in seconds."""
+    session_max_seconds: float = Field(default=43_200.0, ge=60, le=2_592_000)
+    """Maximum lifetime of a dashboard session, in seconds."""
+    connections: int = Field(default=200, ge=2, le=10_000)
+    """Maximum number of concurrent connections to the dashboard. Each open live page uses one."""
+
+    @field_validator("hosts")
+    @classmethod
+    def _check_hosts(cls, hosts: str | None) -> str | None:
+        for name in hosts.split(",") if hosts is not None else ():
+            if _HOST_NAME.fullmatch(name.strip()) is None:
+                raise ValueError("give names without port or scheme, such as outbox.example.org,[::1]")
+        return hosts
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _check_proxies(cls, proxies: str | None) -> str | None:
+        for place in proxies.split(",") if proxies is not None else ():
+            try:
+                ipaddress.ip_network(place.strip())
+            except ValueError:
+                raise ValueError("give addresses or networks, such as 10.0.0.7,10.1.0.0/16") from None
+        return proxies
+
+    @model_validator(mode="after")
+    def _check_session(self) -> Self:
+        if self.session_idle_seconds > self.session_max_seconds:
+            raise ValueError(
+                f"PGOUTBOX_WEB_SESSION_IDLE_SECONDS={self.session_idle_seconds:g} must not exceed "
+                f"PGOUTBOX_WEB_SESSION_MAX_SECONDS={self.session_max_seconds:g}"
+            )
+        return self
+
+
+class MetricsSettings(_Group):
+    """The worker's metrics and health checks over HTTP."""
+
+    address: str | None = None
+    """Address of the worker's `/metrics`, `/livez` and `/readyz`, such as `127.0.0.1:9187`. Port 0: any free port."""
+    max_label_values: int = Field(default=100, ge=1, le=10_000)
+    """Maximum number of topics, and of queues, with metrics of their own. The others count as `other`."""
+    backlog: bool = True
+    """Include counts of the messages in the database in `/metrics`."""
+    cache_seconds: float = Field(default=5.0, ge=0.1, le=3_600)
+    """How long backlog counts are cached, in seconds; longer if the query is slow."""
+
+    @field_validator("address")
+    @classmethod
+    def _check_address(cls, address: str | None) -> str | None:
+        if address is not None:
+            parse_address(address)
+        return address
+
+
+class OtelSettings(_Group):
+    """OpenTelemetry."""
+
+    traces: bool = True
+    """Record spans and propagate trace contexts with OpenTelemetry, if the application configures it."""
+    metrics: bool = True
+    """Record metrics with OpenTelemetry, if the application configures it."""
+
+
+class LogSettings(_Group):
+    """The log of the command line."""
+
+    file: str | None = None
+    """File to append the CLI's log to, instead of stderr. After log rotation the file is created again."""
+    format: Literal["text", "json"] = "text"
+    """Format of the CLI's log."""
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Minimum level of the CLI's log."""
+
+
+class Settings(_Group, BaseSettings):
+    """All settings of pgoutbox, with their defaults and bounds. Durations are in seconds.
+
+    A group may be given as a dict, such as `Settings(smtp={"host": "mx.example.org"})`, or as an instance, such as
+    `Settings(smtp=SmtpSettings(host="mx.example.org"))`. With an instance, the group ignores the environment.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENVIRONMENT_PREFIX,
+        env_nested_delimiter="_",
+        env_nested_max_split=1,
+        extra="ignore",
+    )
+
+    dsn: SecretStr | None = None
+    """Database to connect to: a libpq connection string or a URL."""
+    listen_dsn: SecretStr | None = None
+    """Direct connection for LISTEN. Set it if `dsn` goes through a transaction pooler."""
+    app: str | None = None
+    """Outbox that the worker runs, as `module:attribute`."""
+    listen: bool = True
+    """Wake up on NOTIFY. If off, the worker only polls every `poll_interval_seconds`."""
+    lease_seconds: float = Field(default=60.0, ge=1, le=86_400)
+    """Duration of a lease, in seconds. A claim ends when its lease is not renewed in time."""
+    renew_seconds: float | None = Field(default=None, ge=0.1, le=28_800)
+    """Interval between two renewals of a lease, in seconds (default: a third of `lease_seconds`)."""
+    poll_interval_seconds: float = Field(default=60.0, ge=0.1, le=3_600)
+    """Maximum interval between two polls of an idle worker, in seconds."""
+    listener_heartbeat_seconds: float = Field(default=10.0, ge=0.5, le=600)
+    """Interval between two heartbeats of the idle LISTEN connection, in seconds."""
+    listener_heartbeat_timeout_seconds: float = Field(default=4.0, ge=0.1, le=60)
+    """Time to wait for the answer to a heartbeat, in seconds. Without one, the worker reconnects."""
+    concurrency: int = Field(default=50, ge=1, le=5_000)
+    """Maximum number of concurrent attempts in one process. Each attempt of a sync handler uses a thread."""
+    batch_size: int = Field(default=500, ge=1, le=5_000)
+    """Maximum number of messages in one claim or finish statement."""
+    handler_timeout_seconds: float | None = Field(default=None, gt=0, le=86_400)
+    """Timeout of one attempt, in seconds, unless the handler sets its own (default: no limit)."""
+    shutdown_grace_seconds: float = Field(default=30.0, ge=0, le=3_600)
+    """Time that a stopping worker gives its handlers to finish, in seconds."""
+    connect_timeout_seconds: int = Field(default=10, ge=1, le=300)
+    """Timeout for opening a database connection, in seconds."""
+    statement_timeout_seconds: float = Field(default=20.0, ge=0.1, le=3_600)
+    """Timeout of each statement of the worker, in seconds. Handlers' statements are not affected."""
+    lock_timeout_seconds: float = Field(default=1.0, ge=0.01, le=600)
+    """Maximum time that a statement of the worker waits for a lock, in seconds."""
+    maintenance_interval_seconds: float = Field(default=300.0, ge=0, le=86_400)
+    """Interval between two rounds of maintenance in all workers together, in seconds. A round creates partitions and
+    applies the retention rules. 0: no maintenance."""
+    max_payload_bytes: int = Field(default=1_000_000, ge=1, le=16_777_216)
+    """Maximum size of an enqueued payload, in bytes of UTF-8 JSON."""
+    encryption_keys: SecretStr | None = None
+    """Fernet keys for encrypted topics, separated by commas. The first key encrypts; all keys decrypt."""
+    worker_name: str | None = Field(default=None, min_length=1, max_length=200)
+    """First part of the worker's name, as recorded in the column `worker` (default: the host name)."""
+    apprise_urls: SecretStr | None = None
+    """Targets of the `apprise:` transport: a JSON object of names and Apprise URLs."""
+    alert_destination: str | None = Field(default=None, max_length=2048)
+    """`mailto:` address that receives an e-mail when a circuit breaker opens or closes."""
+    redact: str | None = None
+    """Additional names of values to hide, separated by commas. `password`, `token` and similar names are always hidden.
+    """
+    event_source: str | None = None
+    """`source` of events that do not set one: a URI of this application."""
+    broker_timeout_seconds: float = Field(default=10.0, ge=0.5, le=600)
+    """Timeout for connecting to a broker, and for the acknowledgement of an event, in seconds."""
+
+    smtp: SmtpSettings = SmtpSettings()
+    redirect: RedirectSettings = RedirectSettings()
+    webhook: WebhookSettings = WebhookSettings()
+    breaker: BreakerSettings = BreakerSettings()
+    redis: RedisSettings = RedisSettings()
+    nats: NatsSettings = NatsSettings()
+    rabbitmq: RabbitMQSettings = RabbitMQSettings()
+    kafka: KafkaSettings = KafkaSettings()
+    web: WebSettings = WebSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    otel: OtelSettings = OtelSettings()
+    log: LogSettings = LogSettings()
+
+    def __init__(self, **values: object) -> None:
+        """Read the environment. `values`, by field name, take precedence.
+
+        Raises `ConfigurationError` for an unknown name, and pydantic's `ValidationError` for a wrong value.
+        """
+        super().__init__(**values)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Ignore unknown variables, also in groups: they cause a warning, not an error."""
+        known = {variable_of(path).lower() for path in fields_of(settings_cls)}
+        sources = (env_settings, dotenv_settings, NestedSecretsSettingsSource(file_secret_settings))
+        for source in sources:
+            if isinstance(source, EnvSettingsSource):
+                source.env_vars = {name: text for name, text in source.env_vars.items() if name in known}
+        return init_settings, *sources
+
     @field_validator("redact")
     @classmethod
     def _check_redact(cls, names: str | None) -> str | None:
         for name in names.split(",") if names is not None else ():
             check_redacted_name(name)
         return names
-
-    @field_validator("metrics_address")
-    @classmethod
-    def _check_metrics_address(cls, address: str | None) -> str | None:
-        if address is not None:
-            parse_address(address)
-        return address
 
     @field_validator("encryption_keys")
     @classmethod
@@ -402,24 +423,6 @@ class Settings(BaseSettings):
                 )
         return keys
 
-    @field_validator("web_hosts")
-    @classmethod
-    def _check_hosts(cls, hosts: str | None) -> str | None:
-        for name in hosts.split(",") if hosts is not None else ():
-            if _HOST_NAME.fullmatch(name.strip()) is None:
-                raise ValueError("give names without port or scheme, such as outbox.example.org,[::1]")
-        return hosts
-
-    @field_validator("web_trusted_proxies")
-    @classmethod
-    def _check_proxies(cls, proxies: str | None) -> str | None:
-        for place in proxies.split(",") if proxies is not None else ():
-            try:
-                ipaddress.ip_network(place.strip())
-            except ValueError:
-                raise ValueError("give addresses or networks, such as 10.0.0.7,10.1.0.0/16") from None
-        return proxies
-
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.lease_seconds < 3 * self.renew_interval_seconds:
@@ -427,37 +430,19 @@ class Settings(BaseSettings):
                 f"PGOUTBOX_LEASE_SECONDS={self.lease_seconds:g} must be at least three times "
                 f"PGOUTBOX_RENEW_SECONDS={self.renew_interval_seconds:g}, so that a renewal may fail twice"
             )
-        if self.probe_timeout_seconds > self.probe_seconds:
+        if self.listener_heartbeat_timeout_seconds > self.listener_heartbeat_seconds:
             raise ValueError(
-                f"PGOUTBOX_PROBE_TIMEOUT_SECONDS={self.probe_timeout_seconds:g} must not exceed "
-                f"PGOUTBOX_PROBE_SECONDS={self.probe_seconds:g}"
+                f"PGOUTBOX_LISTENER_HEARTBEAT_TIMEOUT_SECONDS={self.listener_heartbeat_timeout_seconds:g} must not "
+                f"exceed PGOUTBOX_LISTENER_HEARTBEAT_SECONDS={self.listener_heartbeat_seconds:g}"
             )
         if 0 < self.maintenance_interval_seconds < 1:
             raise ValueError(
                 f"PGOUTBOX_MAINTENANCE_INTERVAL_SECONDS={self.maintenance_interval_seconds:g} must be at least 1, or 0"
             )
-        if self.breaker_cooldown_seconds > self.breaker_max_cooldown_seconds:
-            raise ValueError(
-                f"PGOUTBOX_BREAKER_COOLDOWN_SECONDS={self.breaker_cooldown_seconds:g} must not exceed "
-                f"PGOUTBOX_BREAKER_MAX_COOLDOWN_SECONDS={self.breaker_max_cooldown_seconds:g}"
-            )
-        if self.web_idle_seconds > self.web_session_seconds:
-            raise ValueError(
-                f"PGOUTBOX_WEB_IDLE_SECONDS={self.web_idle_seconds:g} must not exceed "
-                f"PGOUTBOX_WEB_SESSION_SECONDS={self.web_session_seconds:g}"
-            )
         if self.alert_destination is not None and not re.fullmatch(
             r"mailto:[^\s,\x00-\x1f\x7f]+", self.alert_destination
         ):
             raise ValueError("PGOUTBOX_ALERT_DESTINATION must be one address such as mailto:ops@example.org")
-        if self.smtp_password is not None and self.smtp_username is None:
-            raise ValueError("PGOUTBOX_SMTP_PASSWORD is set, PGOUTBOX_SMTP_USERNAME is not")
-        if self.smtp_password is not None and self.smtp_security == "none":
-            raise ValueError(
-                "PGOUTBOX_SMTP_SECURITY=none would send PGOUTBOX_SMTP_PASSWORD in plain text; use starttls or tls"
-            )
-        if self.kafka_password is not None and self.kafka_username is None:
-            raise ValueError("PGOUTBOX_KAFKA_PASSWORD is set, PGOUTBOX_KAFKA_USERNAME is not")
         return self
 
     @property
@@ -512,46 +497,56 @@ def load_settings(**overrides: object) -> Settings:
 
     Raises `ConfigurationError` with one line for each wrong variable.
     """
-    given = {name: value for name, value in overrides.items() if value is not None}
     try:
-        return Settings(**given)
+        return Settings(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
-        raise ConfigurationError(_explain(error, given)) from None
+        raise ConfigurationError(_explain(error)) from None
+
+
+@functools.cache
+def fields_of(kind: type[BaseModel]) -> Mapping[str, FieldInfo]:
+    """Return the fields of the settings by path. The path of a field in a group is like `smtp.host`."""
+    fields: dict[str, FieldInfo] = {}
+    for name, field in kind.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, _Group):
+            fields |= {f"{name}.{path}": inner for path, inner in fields_of(field.annotation).items()}
+        else:
+            fields[name] = field
+    return fields
+
+
+def variable_of(path: str) -> str:
+    """Return the environment variable of a field, given its path: `PGOUTBOX_SMTP_HOST` for `smtp.host`."""
+    return f"{ENVIRONMENT_PREFIX}{path.replace('.', '_').upper()}"
+
+
+VARIABLES: Final = frozenset(variable_of(path) for path in fields_of(Settings))
 
 
 def unknown_variables(environment: Iterable[str]) -> list[tuple[str, str]]:
     """Return prefixed variables that are not settings, each with the most similar setting."""
-    known = {f"{ENVIRONMENT_PREFIX}{field.upper()}" for field in Settings.model_fields}
     return [
-        (variable, f"{ENVIRONMENT_PREFIX}{_nearest(variable[len(ENVIRONMENT_PREFIX) :]).upper()}")
+        (variable, variable_of(_nearest(variable[len(ENVIRONMENT_PREFIX) :], Settings)))
         for variable in sorted(environment)
         if variable.upper().startswith(ENVIRONMENT_PREFIX)
         and not variable.startswith(_TEST_PREFIX)
         and variable != SUPERVISOR_FD_VARIABLE
-        and variable.upper() not in known
+        and variable.upper() not in VARIABLES
     ]
 
 
-def _nearest(name: str) -> str:
-    return difflib.get_close_matches(name.lower(), Settings.model_fields, n=1, cutoff=0.0)[0]
+def _nearest(name: str, kind: type[BaseModel]) -> str:
+    return difflib.get_close_matches(name.lower(), fields_of(kind), n=1, cutoff=0.0)[0]
 
 
-def _explain(error: ValidationError, given: dict[str, object]) -> str:
-    import os
-
+def _explain(error: ValidationError) -> str:
     lines = []
     for problem in error.errors(include_url=False, include_context=False):
-        if not problem["loc"]:
-            lines.append(problem["msg"].removeprefix("Value error, "))
-            continue
-        field = str(problem["loc"][0])
-        variable = f"{ENVIRONMENT_PREFIX}{field.upper()}"
-        value = given.get(field, os.environ.get(variable))
-        shown = "(hidden)" if _is_secret(field) else repr(value)
         reason = problem["msg"].removeprefix("Value error, ")
-        lines.append(f"{variable}={shown}: {reason[:1].lower()}{reason[1:]}")
+        field = fields_of(Settings).get(path := ".".join(map(str, problem["loc"])))
+        if field is None:  # The rule applies to several settings, and names them.
+            lines.append(reason)
+            continue
+        shown = "(hidden)" if SecretStr in get_args(field.annotation) else repr(problem["input"])
+        lines.append(f"{variable_of(path)}={shown}: {reason[:1].lower()}{reason[1:]}")
     return "\n".join(lines)
-
-
-def _is_secret(field: str) -> bool:
-    return field in Settings.model_fields and SecretStr in get_args(Settings.model_fields[field].annotation)

@@ -18,8 +18,8 @@ import asyncio
 import itertools
 import json
 import os
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import psycopg
@@ -32,7 +32,7 @@ from pgoutbox.database import connections
 from pgoutbox.encryption import decrypted, is_sealed, keyring_of
 from pgoutbox.message import Message, Outcome, Sent, State
 from pgoutbox.outbox import Outbox
-from pgoutbox.settings import load_settings
+from pgoutbox.settings import RedirectSettings, load_settings
 from pgoutbox.transports import Content
 from pgoutbox.worker import Worker
 from pgoutbox.worker.worker import QueueShare
@@ -110,7 +110,7 @@ class OutboxDriver:
         self._dsn = dsn
         keys = outbox.settings.encryption_keys
         settings = load_settings(dsn=dsn, shutdown_grace_seconds=5, encryption_keys=keys)
-        self._settings = settings.model_copy(update={"redirect_to": None})  # Nothing is sent anyway.
+        self._settings = settings.model_copy(update={"redirect": RedirectSettings()})  # Nothing is sent anyway.
         self._keyring = keyring_of(keys)
         self.deliveries: list[Delivery] = []
         self._capture = _Capture(self.deliveries)
@@ -220,19 +220,8 @@ def _contains(actual: JsonValue, expected: object) -> bool:
 
 
 def _run_in_thread(work: Callable[[], Coroutine[object, object, None]]) -> None:
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            asyncio.run(work())
-        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name="pgoutbox-driver")
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(1, thread_name_prefix="pgoutbox-driver") as thread:
+        thread.submit(asyncio.run, work()).result()
 
 
 @pytest.fixture(scope="session")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Final
 
 from pgoutbox.errors import PayloadError
 
 MAX_TEXT_LENGTH: Final = 4_000
+NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
+"""The names of topics, queues and entries of settings."""
+
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,62}")
-_SHOWN_LENGTH = 80
+_PREVIEW_LENGTH = 80
 
 
 def describe(error: BaseException) -> str:
@@ -30,6 +34,15 @@ def clean_text(text: str) -> str:
     return cut.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode("utf-8")[:MAX_TEXT_LENGTH]
 
 
+def one_line(text: str, *, hide: Iterable[str] = (), length: int = 500) -> str:
+    """Return text of another program on one line, printable, cut to `length`, without the secrets in `hide`."""
+    for secret in hide:
+        text = text.replace(secret, "(hidden)")
+    printable = "".join(character if character.isprintable() else " " for character in text)
+    line = " ".join(printable.split())
+    return line if len(line) <= length else f"{line[: length - 1]}…"
+
+
 def check_storable(path: str, text: str) -> None:
     """Refuse text that PostgreSQL cannot store."""
     found = _UNSTORABLE.search(text)
@@ -42,13 +55,13 @@ def member(path: str, key: object) -> str:
     """Return the path of a member of the value at this path: `payload.user`, or `payload["first name"]`."""
     if isinstance(key, str) and _PLAIN_KEY.fullmatch(key):
         return f"{path}.{key}"
-    return f"{path}[{shown(key)}]"
+    return f"{path}[{preview(key)}]"
 
 
-def shown(value: object) -> str:
+def preview(value: object) -> str:
     """Return a value for the text of an error, shortened if it is long."""
     try:
         text = json.dumps(value) if isinstance(value, str) else repr(value)
     except ValueError:  # Python refuses to write very long integers.
         text = type(value).__name__
-    return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}..."
+    return text if len(text) <= _PREVIEW_LENGTH else f"{text[:_PREVIEW_LENGTH]}..."

@@ -20,7 +20,7 @@ from pgoutbox.errors import ConfigurationError, PayloadError
 from pgoutbox.message import P
 from pgoutbox.options import check_delay, check_destination, check_model, check_name, check_redact, if_given
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.text import shown
+from pgoutbox.text import preview
 
 OnFailed = Literal["continue", "halt"]
 CoalesceRule = Literal["newest", "pending"]
@@ -150,12 +150,12 @@ _NO_TOPIC_OPTIONS = (None,) * 11
 def check_on_failed(field: str, value: object) -> str:
     """Return the rule for the messages behind a failed one."""
     if value not in get_args(OnFailed):
-        raise PayloadError(field, f"must be continue or halt, not {shown(value)}")
+        raise PayloadError(field, f"must be continue or halt, not {preview(value)}")
     return str(value)
 
 
 def check_coalesce_rule(field: str, value: object) -> str:
     """Return the rule for messages with one coalesce key."""
     if value not in get_args(CoalesceRule):
-        raise PayloadError(field, f"must be newest or pending, not {shown(value)}")
+        raise PayloadError(field, f"must be newest or pending, not {preview(value)}")
     return str(value)

@@ -205,7 +205,7 @@ def main() -> None:
         migrate.upgrade(database.dsn)
         with psycopg.connect(database.dsn) as connection:
             fill(connection)
-        with _serving(load_settings(dsn=database.dsn, web_operator_token=f"ada:{token}")) as url:
+        with _serving(load_settings(dsn=database.dsn, web={"operator_tokens": f"ada:{token}"})) as url:
             page = browser.new_page(base_url=url, java_script_enabled=False, reduced_motion="reduce")
             page.goto("/login")
             _shoot(page, SIGN_IN)

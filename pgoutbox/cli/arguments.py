@@ -25,8 +25,9 @@ from pgoutbox.errors import ConfigurationError, PayloadError, PgOutboxError
 from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.operations import MessageFilter, Rate
 from pgoutbox.operations.retention import MAX_AGE
-from pgoutbox.options import MAX_ID, NAME
+from pgoutbox.options import MAX_ID
 from pgoutbox.outbox import Outbox
+from pgoutbox.text import NAME
 
 if TYPE_CHECKING:
     from pydantic import JsonValue

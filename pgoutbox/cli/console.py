@@ -221,15 +221,15 @@ def mask(text: str, secrets: Iterable[str]) -> str:
 
 def secrets_of(settings: Settings) -> frozenset[str]:
     """Return every secret of the settings, in each form in which an error could quote it."""
-    urls = (settings.dsn, settings.listen_dsn, settings.redis_url, settings.nats_url, settings.rabbitmq_url)
+    urls = (settings.dsn, settings.listen_dsn, settings.redis.url, settings.nats.url, settings.rabbitmq.url)
     dsns = [secret.get_secret_value() for secret in urls if secret is not None]
-    given = (settings.smtp_password, settings.kafka_password)
+    given = (settings.smtp.password, settings.kafka.password)
     passwords = [secret.get_secret_value() for secret in given if secret is not None]
     if settings.encryption_keys is not None:
         passwords += settings.encryption_keys.get_secret_value().split(",")
-    if settings.webhook_secrets is not None:
-        passwords += [part.rpartition("=whsec_")[2] for part in settings.webhook_secrets.get_secret_value().split()]
-    web = (settings.web_viewer_token, settings.web_operator_token, settings.web_secret)
+    if settings.webhook.secrets is not None:
+        passwords += [part.rpartition("=whsec_")[2] for part in settings.webhook.secrets.get_secret_value().split()]
+    web = (settings.web.viewer_tokens, settings.web.operator_tokens, settings.web.secret)
     passwords += [part for secret in web if secret is not None for part in tokens_in(secret.get_secret_value())]
     return secrets_in(dsns, passwords)
 
@@ -237,13 +237,13 @@ def secrets_of(settings: Settings) -> frozenset[str]:
 def configure_logging(settings: Settings) -> None:
     """Configure the log of the process: target, format and level from the settings."""
     secrets = secrets_of(settings)
-    formatter = JsonFormatter(secrets) if settings.log_format == "json" else TextFormatter(secrets)
+    formatter = JsonFormatter(secrets) if settings.log.format == "json" else TextFormatter(secrets)
     handler: logging.Handler = logging.StreamHandler(sys.stderr)
-    if settings.log_file is not None:
-        handler = log_file = _LogFile(settings.log_file)
+    if settings.log.file is not None:
+        handler = log_file = _LogFile(settings.log.file)
         log_file.check()
     handler.setFormatter(formatter)
-    logging.basicConfig(level=settings.log_level, handlers=[handler], force=True)
+    logging.basicConfig(level=settings.log.level, handlers=[handler], force=True)
 
 
 class _LogFile(WatchedFileHandler):

@@ -15,6 +15,7 @@ import psycopg
 from pgoutbox.cli.console import DONE, FAILED, MISUSED, mask, print_error, secrets_in, tokens_in
 from pgoutbox.database.server import missing_object
 from pgoutbox.errors import ConfigurationError, MissingExtraError, PayloadError, PgOutboxError
+from pgoutbox.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,7 @@ _DSN_VARIABLES: Final = (
     "PGOUTBOX_RABBITMQ_URL",
 )
 _PASSWORD_VARIABLES: Final = ("PGOUTBOX_SMTP_PASSWORD", "PGOUTBOX_KAFKA_PASSWORD", "PGPASSWORD")
-_TOKEN_VARIABLES: Final = ("PGOUTBOX_WEB_VIEWER_TOKEN", "PGOUTBOX_WEB_OPERATOR_TOKEN", "PGOUTBOX_WEB_SECRET")
+_TOKEN_VARIABLES: Final = ("PGOUTBOX_WEB_VIEWER_TOKENS", "PGOUTBOX_WEB_OPERATOR_TOKENS", "PGOUTBOX_WEB_SECRET")
 
 _BAD_DSN: Final = (
     "PGOUTBOX_DSN is not a connection string; give one such as postgresql://app@localhost/app, "
@@ -100,11 +101,11 @@ def explain(error: PgOutboxError | psycopg.Error) -> tuple[str, int]:
     if error.sqlstate is None and isinstance(error, psycopg.ProgrammingError):
         return _BAD_DSN, MISUSED
     if error.diag.message_primary is None:
-        return f"{_one_line(str(error))}; check PGOUTBOX_DSN and that the server is running", FAILED
+        return f"{one_line(str(error))}; check PGOUTBOX_DSN and that the server is running", FAILED
     if error.sqlstate in _MISSING and (lacking := missing_object(error.diag.message_primary)):
         return str(lacking), FAILED
     step = _grant(error.diag.message_primary) if error.sqlstate == "42501" else _NEXT_STEPS.get(error.sqlstate or "")
-    text = f"PostgreSQL: {_one_line(error.diag.message_primary)} [{error.sqlstate}]"
+    text = f"PostgreSQL: {one_line(error.diag.message_primary)} [{error.sqlstate}]"
     return (f"{text}; {step}" if step else text), FAILED
 
 
@@ -118,10 +119,6 @@ def _grant(message: str) -> str:
         f"the user in PGOUTBOX_DSN needs the role {role}: GRANT it. If the user has it, have the schema's owner run: "
         "pgoutbox migrate grants"
     )
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:1_000]
 
 
 def _secrets(arguments: Sequence[str]) -> frozenset[str]:

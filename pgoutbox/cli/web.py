@@ -39,7 +39,7 @@ def web(
 ) -> None:
     """Serve the dashboard, until SIGTERM or SIGINT.
 
-    People sign in with the credentials in PGOUTBOX_WEB_VIEWER_TOKEN and PGOUTBOX_WEB_OPERATOR_TOKEN. With --app, it
+    People sign in with the credentials in PGOUTBOX_WEB_VIEWER_TOKENS and PGOUTBOX_WEB_OPERATOR_TOKENS. With --app, it
     also hides the names that the application's topics redact.
     """
     if context.invoked_subcommand is not None:
@@ -72,18 +72,18 @@ def _access_for(settings: Settings, host: str, *, insecure: bool, role: str) -> 
     from pgoutbox.dashboard.access import LOOPBACK_NAMES, Access
 
     is_local = _is_loopback(host)
-    hosts = LOOPBACK_NAMES if is_local and settings.web_hosts is None else ()
+    hosts = LOOPBACK_NAMES if is_local and settings.web.hosts is None else ()
     if insecure:
         if not is_local:
             raise ConfigurationError(
-                f"--insecure: {host} is not a loopback address; use 127.0.0.1, or set PGOUTBOX_WEB_OPERATOR_TOKEN"
+                f"--insecure: {host} is not a loopback address; use 127.0.0.1, or set PGOUTBOX_WEB_OPERATOR_TOKENS"
             )
-        if settings.web_viewer_token is not None or settings.web_operator_token is not None:
-            raise ConfigurationError("--insecure: PGOUTBOX_WEB_..._TOKEN is set; unset it, or omit --insecure")
+        if settings.web.viewer_tokens is not None or settings.web.operator_tokens is not None:
+            raise ConfigurationError("--insecure: PGOUTBOX_WEB_..._TOKENS is set; unset it, or omit --insecure")
         print_warning(f"no sign-in: everybody on this machine has the role {role}")
         return Access.open_to_all(_parse_role(role), settings, hosts=hosts)
     access = Access.from_settings(settings, hosts=hosts)
-    if settings.web_secret is None:
+    if settings.web.secret is None:
         print_note("PGOUTBOX_WEB_SECRET is not set: sessions end when this process ends")
     return access
 
@@ -106,7 +106,7 @@ def _is_loopback(host: str) -> bool:
 
 @web_app.command("hash-password")
 def hash_password() -> None:
-    """Print the hash of a password, for PGOUTBOX_WEB_VIEWER_TOKEN or PGOUTBOX_WEB_OPERATOR_TOKEN.
+    """Print the hash of a password, for PGOUTBOX_WEB_VIEWER_TOKENS or PGOUTBOX_WEB_OPERATOR_TOKENS.
 
     Asks for the password on a terminal; otherwise reads one line from stdin.
     """

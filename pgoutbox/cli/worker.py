@@ -86,19 +86,19 @@ def _supervise(settings: Settings, queues: Sequence[str], processes: int, *, dsn
 
 def _environments(settings: Settings, processes: int) -> Callable[[int], dict[str, str]]:
     """Return the environment of each process: its own metrics port; only the first process counts the backlog."""
-    if settings.metrics_address is None:
+    if settings.metrics.address is None:
         return lambda _: {}
-    host, first_port = parse_address(settings.metrics_address)
+    host, first_port = parse_address(settings.metrics.address)
     if first_port + processes - 1 > _MAX_PORT:
         raise ConfigurationError(
-            f"PGOUTBOX_METRICS_ADDRESS={settings.metrics_address}: "
+            f"PGOUTBOX_METRICS_ADDRESS={settings.metrics.address}: "
             f"--processes {processes} needs that many ports, the last would be above {_MAX_PORT}"
         )
 
     def environment(number: int) -> dict[str, str]:
         port = first_port + number if first_port else 0
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        counts = settings.metrics_backlog and number == 0
+        counts = settings.metrics.backlog and number == 0
         return {"PGOUTBOX_METRICS_ADDRESS": address, "PGOUTBOX_METRICS_BACKLOG": str(counts).lower()}
 
     return environment

@@ -90,19 +90,19 @@ class Access:
         everybody: Role | None = None,
         hosts: Collection[str] = (),
     ) -> None:
-        given = settings.web_secret
+        given = settings.web.secret
         self.secret: Final = given.get_secret_value().encode() if given is not None else secrets.token_bytes(32)
         self.credentials: Final = Credentials(tuple(people))
         self.sessions: Final = Sessions(
             self.credentials,
             secret=self.secret,
-            idle_seconds=settings.web_idle_seconds,
-            max_seconds=settings.web_session_seconds,
+            idle_seconds=settings.web.session_idle_seconds,
+            max_seconds=settings.web.session_max_seconds,
         )
         self.authenticate: Final = authenticate
         self.everybody: Final = everybody
         self.has_sign_in: Final = bool(people)
-        named = [name.strip().lower() for name in (settings.web_hosts or "").split(",") if name.strip()]
+        named = [name.strip().lower() for name in (settings.web.hosts or "").split(",") if name.strip()]
         self.hosts: Final = frozenset(hosts) | frozenset(named)
         # Wrong tries per address: five at once, then one per 12 s. For all addresses together: one per second.
         self.address_limit: Final = RateLimiter(burst=5, interval_seconds=12)
@@ -113,15 +113,15 @@ class Access:
 
     @classmethod
     def from_settings(cls, settings: Settings, *, hosts: Collection[str] = ()) -> Self:
-        """Accept the tokens and passwords of `web_viewer_token` and `web_operator_token`.
+        """Accept the tokens and passwords of `web.viewer_tokens` and `web.operator_tokens`.
 
-        Answers only the host names in `web_hosts` and `hosts`; if both are empty, every name. Raises
+        Answers only the host names in `web.hosts` and `hosts`; if both are empty, every name. Raises
         `ConfigurationError` if there are no credentials.
         """
         people = people_of(settings)
         if not people:
             raise ConfigurationError(
-                "the dashboard has no credentials: set PGOUTBOX_WEB_OPERATOR_TOKEN or PGOUTBOX_WEB_VIEWER_TOKEN, for "
+                "the dashboard has no credentials: set PGOUTBOX_WEB_OPERATOR_TOKENS or PGOUTBOX_WEB_VIEWER_TOKENS, for "
                 "example to the output of: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
         return cls(settings, people=people, hosts=hosts)
@@ -130,7 +130,7 @@ class Access:
     def delegated(cls, authenticate: Authenticate, settings: Settings) -> Self:
         """Use the host application's sign-in: `authenticate(request)`, sync or async, returns the viewer.
 
-        Return `Viewer(name, role)`, or None to answer with 401. With several processes, set `web_secret`, so that each
+        Return `Viewer(name, role)`, or None to answer with 401. With several processes, set `web.secret`, so that each
         accepts the forms of the others.
         """
         return cls(settings, authenticate=authenticate)

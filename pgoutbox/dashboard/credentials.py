@@ -114,8 +114,8 @@ def people_of(settings: Settings) -> tuple[Person, ...]:
     """Return the people in the settings. Raises `ConfigurationError` with the variable, and never with a secret."""
     people: list[Person] = []
     for variable, given, role in (
-        ("PGOUTBOX_WEB_VIEWER_TOKEN", settings.web_viewer_token, "viewer"),
-        ("PGOUTBOX_WEB_OPERATOR_TOKEN", settings.web_operator_token, "operator"),
+        ("PGOUTBOX_WEB_VIEWER_TOKENS", settings.web.viewer_tokens, "viewer"),
+        ("PGOUTBOX_WEB_OPERATOR_TOKENS", settings.web.operator_tokens, "operator"),
     ):
         entries = given.get_secret_value().split(",") if given is not None else []
         for number, entry in enumerate(entries, start=1):
@@ -126,7 +126,7 @@ def people_of(settings: Settings) -> tuple[Person, ...]:
     for what, values in (("name", [p.name for p in people]), ("token", [p.proof for p in people])):
         if len(set(values)) < len(values):
             raise ConfigurationError(
-                f"PGOUTBOX_WEB_VIEWER_TOKEN, PGOUTBOX_WEB_OPERATOR_TOKEN: two entries have the same {what}; "
+                f"PGOUTBOX_WEB_VIEWER_TOKENS, PGOUTBOX_WEB_OPERATOR_TOKENS: two entries have the same {what}; "
                 "give each person one, such as ada:TOKEN,grace:TOKEN"
             )
     return tuple(people)

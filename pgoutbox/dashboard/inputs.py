@@ -13,7 +13,8 @@ from starlette.datastructures import ImmutableMultiDict
 from pgoutbox.errors import MessageNotFoundError, PgOutboxError
 from pgoutbox.message import State
 from pgoutbox.operations import Action, MessageFilter, Rate
-from pgoutbox.options import MAX_ID, NAME
+from pgoutbox.options import MAX_ID
+from pgoutbox.text import NAME
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -101,8 +101,8 @@ class Server(uvicorn.Server):
     ) -> None:
         self._listener = _listen(host, port)
         self._when_started = started
-        proxies = [part.strip() for part in (settings.web_trusted_proxies or "").split(",") if part.strip()]
-        protocol = type("Protocol", (_RequestTimeoutProtocol,), {"most_connections": settings.web_connections})
+        proxies = [part.strip() for part in (settings.web.trusted_proxies or "").split(",") if part.strip()]
+        protocol = type("Protocol", (_RequestTimeoutProtocol,), {"most_connections": settings.web.connections})
         super().__init__(
             uvicorn.Config(
                 app,

@@ -106,14 +106,14 @@ class DueRow(NamedTuple):
 class LapsedOptions(TypedDict):
     """Which lapsed attempts to end or to take over.
 
-    No lease counts as lapsed while the server's clock is beyond `clock_limit`. Attempts of this worker in `held` are
-    passed over: the worker renews their leases.
+    No lease counts as lapsed while the server's clock is beyond `clock_limit`. Attempts of this worker in `in_flight`
+    are passed over: the worker renews their leases.
     """
 
     topics: Sequence[str]
     hold_topics: Sequence[str]
     total: int
-    held: Collection[int]
+    in_flight: Collection[int]
     clock_limit: datetime | None
     set_aside: Sequence[int]
 
@@ -270,7 +270,7 @@ class Store:
             "topics": topics,
             "hold_topics": [],
             "total": total,
-            "held": "{}",
+            "in_flight": "{}",
             "clock_limit": clock_limit,
             "set_aside": "{}",
             "worker": self.worker,
@@ -469,9 +469,9 @@ class Store:
                 "key": key,
                 "trips": trips,
                 "error": error,
-                "cooldown_seconds": settings.breaker_cooldown_seconds,
-                "max_cooldown_seconds": settings.breaker_max_cooldown_seconds,
-                "forget_seconds": settings.breaker_max_cooldown_seconds,
+                "cooldown_seconds": settings.breaker.cooldown_seconds,
+                "max_cooldown_seconds": settings.breaker.max_cooldown_seconds,
+                "forget_seconds": settings.breaker.max_cooldown_seconds,
                 "worker": self.worker,
                 "alert_queue": alert_queue,
                 "alert_destination": settings.alert_destination,
@@ -483,7 +483,7 @@ class Store:
         """Ask for a probe: granted if the answer has a `probe_id`. None if the breaker is closed."""
         rows = await self.claims.fetch(
             sql.BREAKER_PROBE,
-            {"key": key, "probe_seconds": self._settings.breaker_probe_seconds, "worker": self.worker},
+            {"key": key, "probe_seconds": self._settings.breaker.probe_timeout_seconds, "worker": self.worker},
         )
         return BreakerRow._make(rows[0]) if rows else None
 
@@ -513,7 +513,7 @@ class Store:
                 "key": key,
                 "probe_id": probe_id,
                 "error": error,
-                "max_cooldown_seconds": self._settings.breaker_max_cooldown_seconds,
+                "max_cooldown_seconds": self._settings.breaker.max_cooldown_seconds,
             },
         )
         return BreakerRow._make(rows[0]) if rows else None
@@ -630,7 +630,7 @@ def _array_of(numbers: Iterable[int]) -> str:
 
 
 def _lapsed_parameters(queue: str, options: LapsedOptions) -> dict[str, object]:
-    arrays = {"held": _array_of(options["held"]), "set_aside": _array_of(options["set_aside"])}
+    arrays = {"in_flight": _array_of(options["in_flight"]), "set_aside": _array_of(options["set_aside"])}
     return {**options, **arrays, "queue": queue, "queues": [queue]}
 
 

@@ -192,14 +192,14 @@ def _workers(connection: psycopg.Connection, dsn: str, port: int) -> Iterator[li
         "PGOUTBOX_SMTP_HOST": "127.0.0.1",
         "PGOUTBOX_SMTP_PORT": str(port),
         "PGOUTBOX_SMTP_SECURITY": "none",
-        "PGOUTBOX_SMTP_FROM": "Club <club@example.org>",
+        "PGOUTBOX_SMTP_SENDER": "Club <club@example.org>",
         "PGOUTBOX_LOG_LEVEL": "ERROR",
     }
     command = [sys.executable, "-m", "pgoutbox", "worker", "--app", "pgoutbox.demo.service:outbox"]
     processes = [
         subprocess.Popen(
             command,
-            env=environment | {"PGOUTBOX_SMTP_HOSTNAME": _host_name(number)},
+            env=environment | {"PGOUTBOX_SMTP_EHLO_NAME": _host_name(number)},
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )

@@ -14,7 +14,6 @@ from pgoutbox.doctor.findings import (
     duration,
     join_names,
     ok,
-    one_line,
     pluralize,
     problem,
     skipped,
@@ -24,6 +23,7 @@ from pgoutbox.doctor.transports import is_served
 from pgoutbox.encryption import SEALED, decrypted, keyring_of
 from pgoutbox.message import Transient
 from pgoutbox.redaction import redact_text
+from pgoutbox.text import one_line
 from pgoutbox.transports.registry import hint_for
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def check_due(context: DoctorContext) -> Iterator[Note]:
     """Find queues with late messages, and the cause."""
     seconds = context.limits.late_seconds
     if not context.settings.listen:
-        seconds = max(seconds, 2 * context.settings.sweep_seconds)
+        seconds = max(seconds, 2 * context.settings.poll_interval_seconds)
     late = context.ask(sql.DUE_FOR_LONG, {"seconds": seconds})
     if not late:
         yield ok(f"no message has been due for more than {duration(seconds)}")
@@ -325,7 +325,7 @@ def check_destinations(context: DoctorContext) -> Iterator[Note]:
             f"{hint_for(scheme).removeprefix('; ') or 'check the spelling of the scheme, or add its transport'}, "
             "on the machines of the workers",
         )
-    if waiting.keys() & {"https", "http"} and settings.webhook_secrets is None:
+    if waiting.keys() & {"https", "http"} and settings.webhook.secrets is None:
         yield warning(
             "webhooks are pending, and PGOUTBOX_WEBHOOK_SECRETS is not set",
             "unless handlers use their own secrets, receivers cannot tell your webhooks from forged ones",

@@ -39,35 +39,35 @@ def _misspelt(environment: Mapping[str, str]) -> Iterator[Note]:
 
 def _redirected(settings: Settings) -> Iterator[Note]:
     try:
-        redirect = Redirect.at_start(settings)
+        redirect = Redirect.at_start(settings.redirect)
     except ConfigurationError as error:
         yield problem(str(error), "a worker with these settings does not start", "correct or unset the setting")
         return
     if redirect is not None:
-        exceptions = f", except for {settings.redirect_except}" if settings.redirect_except else ""
+        exceptions = f", except for {settings.redirect.exempt}" if settings.redirect.exempt else ""
         yield warning(
-            f"PGOUTBOX_REDIRECT_TO={settings.redirect_to}: all e-mail goes there{exceptions}",
+            f"PGOUTBOX_REDIRECT_TO={settings.redirect.to}: all e-mail goes there{exceptions}",
             "your users get no e-mail, and notifications, webhooks and events are held back",
             "unset PGOUTBOX_REDIRECT_TO, unless this is a test system",
         )
 
 
 def _for_testing(settings: Settings) -> Iterator[Note]:
-    if settings.log_level == "DEBUG":
+    if settings.log.level == "DEBUG":
         yield warning(
             "PGOUTBOX_LOG_LEVEL=DEBUG",
             "every connection and claim is logged: this is slow and fills the log",
             "use INFO",
         )
-    if settings.webhook_excerpt_length:
+    if settings.webhook.error_body_chars:
         yield warning(
-            f"PGOUTBOX_WEBHOOK_EXCERPT_LENGTH={settings.webhook_excerpt_length}",
+            f"PGOUTBOX_WEBHOOK_ERROR_BODY_CHARS={settings.webhook.error_body_chars}",
             "errors quote the answers of receivers: a person who can choose a webhook URL can read from your network",
             "unset it when you have finished debugging the receiver",
         )
-    if not settings.breaker:
+    if not settings.breaker.enabled:
         yield warning(
-            "PGOUTBOX_BREAKER=false",
+            "PGOUTBOX_BREAKER_ENABLED=false",
             "while a server is down, every message to it uses up its attempts",
             "unset it: an open circuit breaker then holds back messages to a server that is down",
         )

@@ -10,6 +10,8 @@ from typing import Final, NamedTuple
 import psycopg
 from psycopg.errors import InsufficientPrivilege, QueryCanceled
 
+from pgoutbox.text import one_line
+
 MAX_QUOTE_LENGTH: Final = 200
 
 
@@ -95,12 +97,6 @@ def error_text(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return one_line(str(error)) or "no answer in time"
     return one_line(str(error)) or type(error).__name__
-
-
-def one_line(text: str, *, length: int = 500) -> str:
-    """Return the text on one line, cut to `length` characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
 def duration(seconds: float) -> str:

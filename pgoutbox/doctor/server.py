@@ -18,13 +18,13 @@ from pgoutbox.doctor.findings import (
     error_text,
     join_names,
     ok,
-    one_line,
     pluralize,
     problem,
     skipped,
     warning,
 )
 from pgoutbox.errors import SchemaError
+from pgoutbox.text import one_line
 
 _POOLER_TRIALS = 3
 
@@ -216,7 +216,7 @@ def check_listener(context: DoctorContext) -> Iterator[Note]:
     except (psycopg.Error, OSError) as error:
         yield problem(
             f"{name}: the listener cannot connect or listen: {error_text(error)}",
-            "every message waits for the next sweep",
+            "every message waits for the next poll",
             f"check {name}: host, port, user and password",
         )
 
@@ -242,7 +242,7 @@ def _round_trip(context: DoctorContext, listener: psycopg.Connection[DictRow], n
                 return
     yield problem(
         f"a notification did not arrive within {context.limits.round_trip_seconds:g} s",
-        "every message waits for the next sweep",
+        "every message waits for the next poll",
         "check that PGOUTBOX_DSN and PGOUTBOX_LISTEN_DSN lead to the same database of the same server",
     )
 

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from pgoutbox.doctor.environment import LOOPBACK
-from pgoutbox.doctor.findings import Level, Note, Notes, ok, one_line, problem, skipped, warning
+from pgoutbox.doctor.findings import Level, Note, Notes, ok, problem, skipped, warning
 from pgoutbox.errors import ConfigurationError
+from pgoutbox.settings import variable_of
+from pgoutbox.text import one_line
 from pgoutbox.transports import ChecksItself
 from pgoutbox.transports.readiness import is_example, is_reserved
+from pgoutbox.transports.registry import build, is_configured
 
 if TYPE_CHECKING:
     from pgoutbox.outbox import Outbox
@@ -27,43 +31,32 @@ _PLAIN_SCHEMES: Final = frozenset({"redis", "nats", "amqp"})
 
 def is_served(scheme: str, settings: Settings, outbox: Outbox | None) -> bool:
     """Return whether a worker with these settings has a transport for the scheme."""
-    if outbox is not None and scheme in outbox.own_transports:
-        return True
-    return {
-        "mailto": settings.smtp_host is not None,
-        "apprise": settings.apprise_urls is not None,
-        "https": _has_webhooks(),
-        "http": _has_webhooks() and settings.webhook_allow_http,
-        "redis": settings.redis_url is not None,
-        "nats": settings.nats_url is not None,
-        "rabbitmq": settings.rabbitmq_url is not None,
-        "kafka": settings.kafka_servers is not None,
-    }.get(scheme, False)
+    return (outbox is not None and scheme in outbox.own_transports) or is_configured(scheme, settings)
 
 
 def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     """Check the sender, the encryption and the sign-in of e-mail."""
     own = _own("mailto", outbox)
-    if settings.smtp_host is None and own is None:
+    if settings.smtp.host is None and own is None:
         yield skipped("no SMTP server is set")
         return
     yield from _sender(settings)
-    host = settings.smtp_host or ""
+    host = settings.smtp.host or ""
     if is_example(host) and host.lower() not in LOOPBACK:
         yield _placeholder("PGOUTBOX_SMTP_HOST", host, "this server does not exist, so no e-mail is sent")
-    if settings.smtp_host is not None and settings.smtp_security == "none" and host.lower() not in LOOPBACK:
+    if settings.smtp.host is not None and settings.smtp.security == "none" and host.lower() not in LOOPBACK:
         yield problem(
             f"PGOUTBOX_SMTP_SECURITY=none to {host}",
             "everybody on the network can read the e-mails, sign-in links included",
             "set it to starttls or tls",
         )
     yield from _try_transport(
-        own or _smtp,
+        own or partial(build, "mailto"),
         settings,
-        in_order=f"{host or 'the server'} accepts e-mail: {_SECURITY[settings.smtp_security]}"
-        + (", signed in" if settings.smtp_username else ""),
+        in_order=f"{host or 'the server'} accepts e-mail: {_SECURITY[settings.smtp.security]}"
+        + (", signed in" if settings.smtp.username else ""),
         why="no e-mail is sent; messages wait and are retried",
-        fix="check PGOUTBOX_SMTP_HOST, _PORT, _SECURITY, _USERNAME, _PASSWORD and _FROM; see docs/how-to/email.md",
+        fix="check PGOUTBOX_SMTP_HOST, _PORT, _SECURITY, _USERNAME, _PASSWORD and _SENDER; see docs/how-to/email.md",
     )
 
 
@@ -71,22 +64,22 @@ _SECURITY: Final = {"starttls": "STARTTLS", "tls": "TLS", "none": "plain text"}
 
 
 def _sender(settings: Settings) -> Iterator[Note]:
-    if settings.smtp_from is None:
+    if settings.smtp.sender is None:
         yield warning(
-            "PGOUTBOX_SMTP_FROM is not set",
+            "PGOUTBOX_SMTP_SENDER is not set",
             "e-mails without a sender of their own wait until it is set",
             "set it to your own address",
         )
-    elif is_reserved(settings.smtp_from):
+    elif is_reserved(settings.smtp.sender):
         yield warning(
-            f"the domain of PGOUTBOX_SMTP_FROM={settings.smtp_from} is reserved for tests (RFC 6761)",
+            f"the domain of PGOUTBOX_SMTP_SENDER={settings.smtp.sender} is reserved for tests (RFC 6761)",
             "mail servers outside a test system refuse it, and you get neither replies nor bounces",
             "set it to your own address before this system sends to real receivers",
         )
-    elif is_example(settings.smtp_from):
+    elif is_example(settings.smtp.sender):
         yield _placeholder(
-            "PGOUTBOX_SMTP_FROM",
-            settings.smtp_from,
+            "PGOUTBOX_SMTP_SENDER",
+            settings.smtp.sender,
             "every e-mail claims to come from a domain that is not yours: servers refuse it or treat it as spam, and "
             "you get neither replies nor bounces",
         )
@@ -106,11 +99,11 @@ def _placeholder(variable: str, value: str, why: str) -> Note:
 
 def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     """Check the settings of webhooks, and where webhooks may be sent."""
-    if not _has_webhooks() and settings.webhook_secrets is None:
+    if not is_configured("https", settings) and settings.webhook.secrets is None:
         yield skipped("the extra webhook is not installed")
         return
     found = []
-    if settings.webhook_allow_http:
+    if settings.webhook.allow_http:
         found.append(
             warning(
                 "PGOUTBOX_WEBHOOK_ALLOW_HTTP=true",
@@ -118,16 +111,15 @@ def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
                 "unset it, and let the receivers use https",
             )
         )
-    if settings.webhook_allowed_networks is not None:
+    if settings.webhook.allowed_networks is not None:
         found.append(
             warning(
-                f"PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS={settings.webhook_allowed_networks}",
+                f"PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS={settings.webhook.allowed_networks}",
                 "a person who can choose a webhook URL can send requests into these networks",
                 "allow only the networks of your receivers",
             )
         )
-    is_used = any(name.startswith("webhook_") for name in settings.model_fields_set)
-    if is_used and settings.webhook_secrets is None:
+    if settings.webhook.model_fields_set and settings.webhook.secrets is None:
         found.append(
             warning(
                 "PGOUTBOX_WEBHOOK_SECRETS is not set, but other webhook settings are",
@@ -142,7 +134,7 @@ def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         return
     why, fix = "a worker with these settings does not start", "correct the setting; see docs/how-to/webhooks.md"
     in_order = "the webhook settings are valid"
-    for note in _try_transport(_webhook, settings, in_order=in_order, why=why, fix=fix, connects=False):
+    for note in _try_transport(partial(build, "https"), settings, in_order=in_order, why=why, fix=fix, connects=False):
         if note.level is not Level.OK or not found:
             yield note
 
@@ -153,7 +145,7 @@ def check_apprise(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         yield skipped("no notification service is set")
         return
     yield from _try_transport(
-        _apprise,
+        partial(build, "apprise"),
         settings,
         in_order="the notification URLs are valid",
         why="a worker with these settings does not start",
@@ -162,23 +154,21 @@ def check_apprise(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     )
 
 
-def _broker(
-    scheme: str, title: str, variable: str, make: Callable[[Settings], Transport]
-) -> Callable[[Settings, Outbox | None], Notes]:
+def _broker(scheme: str, title: str, field: str) -> Callable[[Settings, Outbox | None], Notes]:
     def check(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         own = _own(scheme, outbox)
-        if own is None and getattr(settings, variable) is None:
+        if own is None and getattr(getattr(settings, scheme), field) is None:
             yield skipped(f"no {title} is set")
             return
-        name = f"PGOUTBOX_{variable.upper()}"
-        if own is None and (host := _plain_host(settings, variable)) is not None:
+        name = variable_of(f"{scheme}.{field}")
+        if own is None and (host := _plain_host(settings, scheme)) is not None:
             yield warning(
                 f"{name}: plain text to {host}",
                 "an attacker on the network can read and change the events, and read the password",
                 "use TLS; see docs/how-to/events.md",
             )
         yield from _try_transport(
-            own or make,
+            own or partial(build, scheme),
             settings,
             in_order=f"{title} accepts the connection",
             why="no event is sent; messages wait and are retried",
@@ -188,16 +178,16 @@ def _broker(
     return check
 
 
-def _plain_host(settings: Settings, variable: str) -> str | None:
+def _plain_host(settings: Settings, scheme: str) -> str | None:
     """Return the first remote host that is contacted without TLS."""
-    if variable == "kafka_servers":
-        servers = settings.kafka_servers or ""
+    if scheme == "kafka":
+        servers = settings.kafka.servers or ""
         hosts = [server.strip().rpartition(":")[0] for server in servers.split(",")]
-        is_plain = settings.kafka_security == "none"
+        is_plain = settings.kafka.security == "none"
     else:
-        urls = [_split(url) for url in getattr(settings, variable).get_secret_value().split(",")]
-        hosts = [host for scheme, host in urls if scheme in _PLAIN_SCHEMES]
-        is_plain = all(scheme in _PLAIN_SCHEMES for scheme, _ in urls)
+        urls = [_split(url) for url in getattr(settings, scheme).url.get_secret_value().split(",")]
+        hosts = [host for its_scheme, host in urls if its_scheme in _PLAIN_SCHEMES]
+        is_plain = all(its_scheme in _PLAIN_SCHEMES for its_scheme, _ in urls)
     return next((host for host in hosts if host and host.lower() not in LOOPBACK), None) if is_plain else None
 
 
@@ -259,60 +249,12 @@ async def _fault(make: Callable[[Settings], Transport], settings: Settings, *, c
         await transport.aclose()
 
 
-def _has_webhooks() -> bool:
-    from pgoutbox.transports.webhook.transport import is_installed
-
-    return is_installed()
-
-
-def _smtp(settings: Settings) -> Transport:
-    from pgoutbox.transports.smtp import SmtpTransport
-
-    return SmtpTransport(settings)
-
-
-def _webhook(settings: Settings) -> Transport:
-    from pgoutbox.transports.webhook import WebhookTransport
-
-    return WebhookTransport(settings)
-
-
-def _apprise(settings: Settings) -> Transport:
-    from pgoutbox.transports.apprise import AppriseTransport
-
-    return AppriseTransport(settings)
-
-
-def _redis(settings: Settings) -> Transport:
-    from pgoutbox.transports.brokers.redis_streams import RedisTransport
-
-    return RedisTransport(settings)
-
-
-def _nats(settings: Settings) -> Transport:
-    from pgoutbox.transports.brokers.nats_jetstream import NatsTransport
-
-    return NatsTransport(settings)
-
-
-def _rabbitmq(settings: Settings) -> Transport:
-    from pgoutbox.transports.brokers.rabbitmq import RabbitMQTransport
-
-    return RabbitMQTransport(settings)
-
-
-def _kafka(settings: Settings) -> Transport:
-    from pgoutbox.transports.brokers.kafka import KafkaTransport
-
-    return KafkaTransport(settings)
-
-
 CHECKS: Final[Mapping[str, Callable[[Settings, Outbox | None], Notes]]] = {
     "smtp": check_smtp,
     "webhooks": check_webhooks,
     "apprise": check_apprise,
-    "redis": _broker("redis", "Redis", "redis_url", _redis),
-    "nats": _broker("nats", "NATS", "nats_url", _nats),
-    "rabbitmq": _broker("rabbitmq", "RabbitMQ", "rabbitmq_url", _rabbitmq),
-    "kafka": _broker("kafka", "Kafka", "kafka_servers", _kafka),
+    "redis": _broker("redis", "Redis", "url"),
+    "nats": _broker("nats", "NATS", "url"),
+    "rabbitmq": _broker("rabbitmq", "RabbitMQ", "url"),
+    "kafka": _broker("kafka", "Kafka", "servers"),
 }

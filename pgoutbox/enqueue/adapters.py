@@ -31,6 +31,7 @@ from pgoutbox.errors import (
 
 if TYPE_CHECKING:
     import sqlalchemy
+    from psycopg.errors import Diagnostic
     from sqlalchemy import orm
     from sqlalchemy.ext import asyncio as sqlalchemy_async
 
@@ -57,7 +58,7 @@ class SyncAdapter(Protocol):
 
     def settle(self) -> None:
         """Wait for the caller's earlier statements in a pipeline: pgoutbox must not handle their errors."""
-        ...
+        return  # Only psycopg has pipelines.
 
     def in_transaction(self) -> bool:
         """Whether the next statement runs in a transaction. Raise `TransactionError` if it cannot run at all."""
@@ -71,7 +72,8 @@ class SyncAdapter(Protocol):
 class AsyncAdapter(Protocol):
     """An async connection of the caller, with the same methods as `SyncAdapter`."""
 
-    async def settle(self) -> None: ...
+    async def settle(self) -> None:
+        return
 
     async def in_transaction(self) -> bool: ...
 
@@ -210,22 +212,11 @@ class _AsyncPsycopg:
 # --- SQLAlchemy -------------------------------------------------------------------------------------------------------
 
 
-class _SQLAlchemy:
-    def __init__(self, connection: sqlalchemy.Connection) -> None:
-        self._open: Callable[[], sqlalchemy.Connection] = lambda: connection
+class _SQLAlchemy(SyncAdapter):
+    """The adapter of what `open_connection` returns: a session opens its connection when it is needed."""
 
-    @classmethod
-    def of_session(cls, session: orm.Session) -> _SQLAlchemy:
-        adapter = cls.__new__(cls)
-        adapter._open = session.connection
-        return adapter
-
-    @classmethod
-    def of_registry(cls, registry: orm.scoped_session[orm.Session]) -> _SQLAlchemy:
-        return cls.of_session(registry())
-
-    def settle(self) -> None:
-        """SQLAlchemy has no pipelines."""
+    def __init__(self, open_connection: Callable[[], sqlalchemy.Connection]) -> None:
+        self._open = open_connection
 
     def in_transaction(self) -> bool:
         with translated_errors():
@@ -248,28 +239,24 @@ class _SQLAlchemy:
             return cast("Rows", result.fetchall()) if call.has_rows else []
 
 
-class _AsyncSQLAlchemy:
+def _of_connection(connection: sqlalchemy.Connection) -> _SQLAlchemy:
+    return _SQLAlchemy(lambda: connection)
+
+
+def _of_session(session: orm.Session) -> _SQLAlchemy:
+    return _SQLAlchemy(session.connection)
+
+
+class _AsyncSQLAlchemy(AsyncAdapter):
     """Runs the sync adapter through SQLAlchemy's `run_sync`."""
 
-    def __init__(self, connection: sqlalchemy_async.AsyncConnection) -> None:
+    def __init__(
+        self,
+        connection: sqlalchemy_async.AsyncConnection | sqlalchemy_async.AsyncSession,
+        adapter: Callable[..., _SQLAlchemy],
+    ) -> None:
         self._run_sync: Callable[..., Awaitable[object]] = connection.run_sync
-        self._adapter: Callable[..., _SQLAlchemy] = _SQLAlchemy
-
-    @classmethod
-    def of_session(cls, session: sqlalchemy_async.AsyncSession) -> _AsyncSQLAlchemy:
-        adapter = cls.__new__(cls)
-        adapter._run_sync = session.run_sync
-        adapter._adapter = _SQLAlchemy.of_session
-        return adapter
-
-    @classmethod
-    def of_registry(
-        cls, registry: sqlalchemy_async.async_scoped_session[sqlalchemy_async.AsyncSession]
-    ) -> _AsyncSQLAlchemy:
-        return cls.of_session(registry())
-
-    async def settle(self) -> None:
-        """SQLAlchemy has no pipelines."""
+        self._adapter = adapter
 
     async def in_transaction(self) -> bool:
         return cast("bool", await self._run_sync(lambda inner: self._adapter(inner).in_transaction()))
@@ -281,12 +268,9 @@ class _AsyncSQLAlchemy:
 # --- asyncpg ----------------------------------------------------------------------------------------------------------
 
 
-class _Asyncpg:
+class _Asyncpg(AsyncAdapter):
     def __init__(self, connection: AsyncpgConnection) -> None:
         self._connection = connection
-
-    async def settle(self) -> None:
-        """asyncpg has no pipelines."""
 
     async def in_transaction(self) -> bool:
         try:
@@ -308,12 +292,9 @@ class _Asyncpg:
 # --- Django -----------------------------------------------------------------------------------------------------------
 
 
-class _Django:
+class _Django(SyncAdapter):
     def __init__(self, connection: DjangoConnection) -> None:
         self._connection = connection
-
-    def settle(self) -> None:
-        """Django has no pipelines."""
 
     def in_transaction(self) -> bool:
         driver = self._connection.Database.__name__
@@ -331,17 +312,17 @@ class _Django:
 
 _SYNC_ADAPTERS: Mapping[str, Callable[..., SyncAdapter]] = {
     "psycopg.Connection": _Psycopg,
-    "sqlalchemy.engine.base.Connection": _SQLAlchemy,
-    "sqlalchemy.orm.session.Session": _SQLAlchemy.of_session,
-    "sqlalchemy.orm.scoping.scoped_session": _SQLAlchemy.of_registry,
+    "sqlalchemy.engine.base.Connection": _of_connection,
+    "sqlalchemy.orm.session.Session": _of_session,
+    "sqlalchemy.orm.scoping.scoped_session": lambda registry: _of_session(registry()),
     "django.db.backends.base.base.BaseDatabaseWrapper": _Django,
     "django.utils.connection.ConnectionProxy": _Django,
 }
 _ASYNC_ADAPTERS: Mapping[str, Callable[..., AsyncAdapter]] = {
     "psycopg.AsyncConnection": _AsyncPsycopg,
-    "sqlalchemy.ext.asyncio.engine.AsyncConnection": _AsyncSQLAlchemy,
-    "sqlalchemy.ext.asyncio.session.AsyncSession": _AsyncSQLAlchemy.of_session,
-    "sqlalchemy.ext.asyncio.scoping.async_scoped_session": _AsyncSQLAlchemy.of_registry,
+    "sqlalchemy.ext.asyncio.engine.AsyncConnection": lambda connection: _AsyncSQLAlchemy(connection, _of_connection),
+    "sqlalchemy.ext.asyncio.session.AsyncSession": lambda session: _AsyncSQLAlchemy(session, _of_session),
+    "sqlalchemy.ext.asyncio.scoping.async_scoped_session": lambda registry: _AsyncSQLAlchemy(registry(), _of_session),
     "asyncpg.connection.Connection": _Asyncpg,
     "asyncpg.pool.PoolConnectionProxy": _Asyncpg,
 }
@@ -358,7 +339,6 @@ class Answer(NamedTuple):
     schema: str | None
     column: str | None
     constraint: str | None
-    context: str | None
 
 
 class ClosedError(TransactionError):
@@ -420,35 +400,15 @@ def _answer_of(error: Exception) -> Answer | None:
     wrapped = getattr(error, "orig", None)
     for candidate in (error, wrapped, getattr(wrapped, "__cause__", None), error.__cause__):
         if isinstance(candidate, psycopg.Error) and candidate.sqlstate is not None:
-            diag = candidate.diag
-            return Answer(
-                sqlstate=candidate.sqlstate,
-                message=diag.message_primary or "",
-                schema=diag.schema_name,
-                column=diag.column_name,
-                constraint=diag.constraint_name,
-                context=diag.context,
-            )
-        if "asyncpg.exceptions._base.PostgresError" in _type_names(candidate):
-            refusal = cast("_AsyncpgError", candidate)
-            return Answer(
-                sqlstate=refusal.sqlstate,
-                message=refusal.message,
-                schema=refusal.schema_name,
-                column=refusal.column_name,
-                constraint=refusal.constraint_name,
-                context=refusal.context,
-            )
+            source, message = candidate.diag, candidate.diag.message_primary or ""
+        elif "asyncpg.exceptions._base.PostgresError" in _type_names(candidate):
+            source = cast("Diagnostic", candidate)  # It has the same attributes.
+            message = getattr(candidate, "message", "")
+        else:
+            continue
+        sqlstate = source.sqlstate or ""
+        return Answer(sqlstate, message, source.schema_name, source.column_name, source.constraint_name)
     return None
-
-
-class _AsyncpgError(Protocol):
-    sqlstate: str
-    message: str
-    schema_name: str | None
-    column_name: str | None
-    constraint_name: str | None
-    context: str | None
 
 
 def _refused(column: str, message: str) -> PayloadError:

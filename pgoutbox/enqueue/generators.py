@@ -208,17 +208,17 @@ def in_savepoint(steps: Steps[R]) -> Steps[R]:
     try:
         result = yield from steps
     except Exception as error:
-        with _told_of(error):
+        with _unprotected(error):
             yield _ROLL_BACK_TO_SAVEPOINT
             yield _RELEASE_SAVEPOINT
         raise
-    with _told_of():
+    with _unprotected():
         yield _RELEASE_SAVEPOINT
     return result
 
 
 @contextmanager
-def _told_of(first: Exception | None = None) -> Iterator[None]:
+def _unprotected(first: Exception | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:

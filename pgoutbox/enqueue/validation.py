@@ -73,21 +73,25 @@ class Fanout(NamedTuple):
     max_attempts: int | None
 
 
-_message_options = attrgetter(
-    "queue",
-    "destination",
-    "coalesce_key",
-    "dedupe_key",
-    "available_at",
-    "delay",
-    "expires_at",
-    "headers",
-    "max_attempts",
-    "ordering_key",
-    "on_failed",
-    "max_delay",
-    "coalesce_rule",
-)
+# The options and their checks, in the order of the fields of `ValidatedMessage`.
+_CHECKS: Final[Mapping[str, Callable[[str, object], object]]] = {
+    "queue": check_name,
+    "destination": check_destination,
+    "coalesce_key": check_key,
+    "dedupe_key": check_key,
+    "available_at": check_available_at,
+    "delay": check_delay,
+    "expires_at": check_expires_at,
+    "expires_after": check_delay,
+    "headers": check_headers,
+    "max_attempts": check_max_attempts,
+    "ordering_key": check_key,
+    "on_failed": check_on_failed,
+    "max_delay": check_delay,
+    "coalesce_rule": check_coalesce_rule,
+}
+# Only a topic has `expires_after`.
+_message_options = attrgetter(*(field for field in _CHECKS if field != "expires_after"))
 _NO_MESSAGE_OPTIONS = (None,) * 13
 _NO_CHECKED_OPTIONS = (None,) * 9
 
@@ -132,7 +136,8 @@ def prepare(
 
     options = _settled(topic, message, payload) if topic.has_options else (*given[:7], None, *given[7:])
     checked = [
-        None if value is None else rule.check(rule.field, value) for rule, value in zip(_RULES, options, strict=True)
+        None if value is None else check(field, value)
+        for (field, check), value in zip(_CHECKS.items(), options, strict=True)
     ]
     draft = ValidatedMessage._make((topic.name, text, *checked))
     if max_attempts is not None and draft.max_attempts is None:
@@ -197,23 +202,16 @@ def prepare_fanout(
     if topic.encrypted and keyring is not None:
         shared = keyring.seal(shared, Identity("content", topic.name), dedupe_key=None)
         _check_sealed("content", shared, max_payload_bytes)
+    shared_fields: dict[str, Any] = {name: value for name, value in draft._asdict().items() if name in Fanout._fields}
     return Fanout(
-        topic=draft.topic,
-        payload=draft.payload,
+        **shared_fields,
         destinations=[check_destination(f"destinations[{i}]", d) for i, d in enumerate(destinations)],
         content=None if content is None else shared,
-        queue=draft.queue,
-        available_at=draft.available_at,
-        delay_seconds=draft.delay_seconds,
-        expires_at=draft.expires_at,
-        expires_after_seconds=draft.expires_after_seconds,
-        headers=draft.headers,
-        max_attempts=draft.max_attempts,
     )
 
 
 def _settled(topic: Topic[P], message: NewMessage[P], payload: P) -> Iterator[object]:
-    """Return the options in the order of `_RULES`. Options of the topic's definition must not be given again."""
+    """Return the options in the order of `_CHECKS`. Options of the topic's definition must not be given again."""
     for field, owner in (
         ("available_at", topic.delay),
         ("expires_at", topic.expires_after),
@@ -221,10 +219,10 @@ def _settled(topic: Topic[P], message: NewMessage[P], payload: P) -> Iterator[ob
     ):
         if owner is not None and getattr(message, field) is not None:
             raise _owned(topic, field)
-    for rule in _RULES:
-        owner, given = getattr(topic, rule.field, None), getattr(message, rule.field, None)
+    for field in _CHECKS:
+        owner, given = getattr(topic, field, None), getattr(message, field, None)
         if owner is not None and given is not None:
-            raise _owned(topic, rule.field)
+            raise _owned(topic, field)
         yield given if owner is None else owner(payload) if callable(owner) else owner
 
 
@@ -359,30 +357,4 @@ def _check_together(draft: ValidatedMessage) -> None:
 _LINES: Final = frozenset({"topic", "payload"})
 _NOT_TEXTS: Final = frozenset(
     {"available_at", "delay_seconds", "expires_at", "expires_after_seconds", "max_attempts", "max_delay_seconds"}
-)
-
-
-class _Rule(NamedTuple):
-    """An option and its check."""
-
-    field: str
-    check: Callable[[str, object], object]
-
-
-# In the order of the fields of `ValidatedMessage`.
-_RULES: Final = (
-    _Rule("queue", check_name),
-    _Rule("destination", check_destination),
-    _Rule("coalesce_key", check_key),
-    _Rule("dedupe_key", check_key),
-    _Rule("available_at", check_available_at),
-    _Rule("delay", check_delay),
-    _Rule("expires_at", check_expires_at),
-    _Rule("expires_after", check_delay),
-    _Rule("headers", check_headers),
-    _Rule("max_attempts", check_max_attempts),
-    _Rule("ordering_key", check_key),
-    _Rule("on_failed", check_on_failed),
-    _Rule("max_delay", check_delay),
-    _Rule("coalesce_rule", check_coalesce_rule),
 )

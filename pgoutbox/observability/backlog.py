@@ -17,7 +17,18 @@ import psycopg
 
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.errors import PgOutboxError
-from pgoutbox.observability.measures import BREAKERS, MESSAGES, OLDEST_DUE, OTHER, QUEUE_PAUSED, Metric, Sample
+from pgoutbox.observability.measures import (
+    BACKLOG_AGE,
+    BACKLOG_READ,
+    BACKLOG_UP,
+    BREAKERS,
+    MESSAGES,
+    OLDEST_DUE,
+    OTHER,
+    QUEUE_PAUSED,
+    Metric,
+    Sample,
+)
 from pgoutbox.settings import Settings
 
 PATIENCE_SECONDS: Final = 3.0
@@ -38,6 +49,12 @@ class Reading:
     def age_seconds(self) -> float:
         """The age of the reading, in seconds."""
         return time.monotonic() - self.read_at
+
+    def samples_of(self, metric: Metric) -> Sequence[Sample]:
+        """Return the values of a metric of the database, or of the reading itself."""
+        about_reading = {BACKLOG_AGE: self.age_seconds, BACKLOG_READ: self.seconds} if self.is_up else {}
+        about_reading[BACKLOG_UP] = int(self.is_up)
+        return [Sample((), about_reading[metric])] if metric in about_reading else self.samples.get(metric, ())
 
 
 NO_READING: Final = Reading(is_up=False)
@@ -62,7 +79,7 @@ class Backlog:
             return self._last
 
     def _is_good(self, reading: Reading) -> bool:
-        return reading.age_seconds < max(self._settings.metrics_cache_seconds, _SHARE * reading.seconds)
+        return reading.age_seconds < max(self._settings.metrics.cache_seconds, _SHARE * reading.seconds)
 
     def _read_into(self, future: Future[Reading]) -> None:
         began_at = time.monotonic()
@@ -79,7 +96,7 @@ class Backlog:
             future.set_result(Reading(is_up=True, samples=samples, read_at=ended_at, seconds=ended_at - began_at))
 
     def _read(self) -> dict[Metric, list[Sample]]:
-        names = {"max_names": self._settings.metrics_max_names, "other": OTHER}
+        names = {"max_names": self._settings.metrics.max_label_values, "other": OTHER}
         with operator_connection.connect(self._settings, read_only=True) as connection:
 
             def look() -> dict[Metric, list[Sample]]:

@@ -80,30 +80,14 @@ class LogEvent(enum.StrEnum):
     WEB_BULK_BROKEN = "web_bulk_broken"
 
 
-_EVENT_OF_STATE = {
-    State.PENDING: LogEvent.RETRY,
-    State.SENT: LogEvent.SENT,
-    State.FAILED: LogEvent.FAILED,
-    State.SKIPPED: LogEvent.SKIPPED,
-    State.CANCELLED: LogEvent.CANCELLED,
-}
-
-
-_EVENT_OF_OUTCOME = {
-    AttemptOutcome.RETRY: LogEvent.RETRY,
-    AttemptOutcome.SNOOZED: LogEvent.SNOOZED,
-    AttemptOutcome.RELEASED: LogEvent.RELEASED,
-}
-
-
 def event_of_outcome(outcome: AttemptOutcome) -> LogEvent:
     """Return the event for an attempt after which its message is pending again."""
-    return _EVENT_OF_OUTCOME[outcome]
+    return LogEvent(outcome)
 
 
 def event_of_state(state: State) -> LogEvent:
     """Return the event for an attempt that ended in this state."""
-    return _EVENT_OF_STATE[state]
+    return LogEvent.RETRY if state is State.PENDING else LogEvent(state)
 
 
 class Telemetry:

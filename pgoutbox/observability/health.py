@@ -20,7 +20,7 @@ _STALE_SLACK_SECONDS: Final = 30.0
 _ANSWER_SECONDS: Final = 0.5
 
 
-def reasons_not_ready(vitals: WorkerStatus, *, sweep_seconds: float) -> list[str]:
+def reasons_not_ready(vitals: WorkerStatus, *, poll_interval_seconds: float) -> list[str]:
     """Return the reasons why a worker is not ready, for operators; none if it is."""
     if vitals.is_stopping:
         return ["the worker is stopping"]
@@ -34,9 +34,9 @@ def reasons_not_ready(vitals: WorkerStatus, *, sweep_seconds: float) -> list[str
     if vitals.topics_halted:
         reasons.append(f"the database refuses the outcomes of {vitals.topics_halted} topic(s)")
     # A worker without a free slot does not poll, and need not.
-    limit = _STALE_FACTOR * sweep_seconds + _STALE_SLACK_SECONDS
+    limit = _STALE_FACTOR * poll_interval_seconds + _STALE_SLACK_SECONDS
     if vitals.looked_seconds_ago > limit and vitals.busy < vitals.slots:
-        reasons.append(f"the last sweep was {vitals.looked_seconds_ago:.0f} s ago")
+        reasons.append(f"the last poll was {vitals.looked_seconds_ago:.0f} s ago")
     return reasons
 
 

@@ -285,30 +285,32 @@ class Measures:
         return self._seconds[metric.name].copy()
 
 
-def samples_of_events(counts: Mapping[str, int]) -> dict[Metric, list[Sample]]:
-    """Return the counters that are derived from reported events."""
-    return {
-        EVENTS: [Sample((event,), count) for event, count in counts.items()],
-        LEASES_LOST: [Sample((), counts.get("lease_lost", 0))],
-        ABANDONED: [Sample((), counts.get("attempt_abandoned", 0))],
-        RECONNECTS: [
-            Sample((connection,), counts.get(f"{connection}_back", 0)) for connection in ("database", "listener")
-        ],
-    }
+class Watched(NamedTuple):
+    """The observable state of a worker, from any thread."""
 
+    measures: Measures
+    vitals: Callable[[], WorkerStatus]
+    event_counts: Callable[[], Mapping[str, int]]
 
-def samples_of_vitals(vitals: WorkerStatus) -> dict[Metric, list[Sample]]:
-    """Return the gauges of a worker."""
-    found: dict[Metric, float | None] = {
-        IN_FLIGHT: vitals.in_flight,
-        SLOTS: vitals.slots,
-        SLOTS_BUSY: vitals.busy,
-        SLOTS_ABANDONED: vitals.abandoned,
-        LISTENER_UP: None if vitals.is_listener_up is None else int(vitals.is_listener_up),
-        DATABASE_UP: int(vitals.is_database_up),
-        LAST_LOOK: vitals.looked_seconds_ago,
-        LAST_CLAIM: vitals.claimed_seconds_ago,
-        OUTCOMES_REFUSED: vitals.outcomes_refused,
-        BREAKERS_OPEN: vitals.breakers_open,
-    }
-    return {metric: [] if value is None else [Sample((), value)] for metric, value in found.items()}
+    def reader(self) -> Callable[[Metric], Iterable[Sample]]:
+        """Return a function that returns the values of a counter or gauge. All values have the same time."""
+        vitals, counts = self.vitals(), self.event_counts()
+        gauges: dict[Metric, float | None] = {
+            IN_FLIGHT: vitals.in_flight,
+            SLOTS: vitals.slots,
+            SLOTS_BUSY: vitals.busy,
+            SLOTS_ABANDONED: vitals.abandoned,
+            LISTENER_UP: vitals.is_listener_up,
+            DATABASE_UP: vitals.is_database_up,
+            LAST_LOOK: vitals.looked_seconds_ago,
+            LAST_CLAIM: vitals.claimed_seconds_ago,
+            OUTCOMES_REFUSED: vitals.outcomes_refused,
+            BREAKERS_OPEN: vitals.breakers_open,
+        }
+        known = {metric: [] if value is None else [Sample((), float(value))] for metric, value in gauges.items()} | {
+            EVENTS: [Sample((event,), count) for event, count in counts.items()],
+            LEASES_LOST: [Sample((), counts.get("lease_lost", 0))],
+            ABANDONED: [Sample((), counts.get("attempt_abandoned", 0))],
+            RECONNECTS: [Sample((place,), counts.get(f"{place}_back", 0)) for place in ("database", "listener")],
+        }
+        return lambda metric: known[metric] if metric in known else self.measures.samples(metric)

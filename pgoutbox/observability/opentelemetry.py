@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import TimeoutError as NotYetError
-from typing import Final
 
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from pgoutbox.observability.backlog import PATIENCE_SECONDS, Backlog
-from pgoutbox.observability.measures import (
-    BACKLOG_AGE,
-    BACKLOG_READ,
-    BACKLOG_UP,
-    OF_THE_DATABASE,
-    OF_WORKERS,
-    Kind,
-    Measures,
-    Metric,
-    Sample,
-    WorkerStatus,
-    samples_of_events,
-    samples_of_vitals,
-)
-
-_ABOUT_READING: Final = frozenset({BACKLOG_UP, BACKLOG_AGE, BACKLOG_READ})
+from pgoutbox.observability.backlog import NO_READING, PATIENCE_SECONDS, Backlog
+from pgoutbox.observability.measures import OF_THE_DATABASE, OF_WORKERS, Kind, Metric, Sample, Watched
 
 
 def is_set_up() -> bool:
@@ -38,16 +22,8 @@ def is_set_up() -> bool:
 class Exporter:
     """Exports the counts of a worker to the application's meter provider, until `stop`."""
 
-    def __init__(
-        self,
-        measures: Measures,
-        vitals: Callable[[], WorkerStatus],
-        event_counts: Callable[[], Mapping[str, int]],
-        backlog: Backlog | None,
-    ) -> None:
-        self._measures = measures
-        self._vitals = vitals
-        self._event_counts = event_counts
+    def __init__(self, worker: Watched, backlog: Backlog | None) -> None:
+        self._worker = worker
         self._backlog = backlog
         self._is_open = True
         meter = metrics.get_meter("pgoutbox")
@@ -67,12 +43,12 @@ class Exporter:
         def record(name: str, topic: str, seconds: float) -> None:
             histograms[name].record(seconds, {"topic": topic})
 
-        measures.on_seconds = record
+        worker.measures.on_seconds = record
 
     def stop(self) -> None:
         """Stop exporting. An instrument cannot be removed."""
         self._is_open = False
-        self._measures.on_seconds = None
+        self._worker.measures.on_seconds = None
 
     def _callback(self, metric: Metric) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_: CallbackOptions) -> Iterable[Observation]:
@@ -86,18 +62,10 @@ class Exporter:
         return observe
 
     def _samples(self, metric: Metric) -> Iterable[Sample]:
-        if metric in OF_WORKERS:
-            known = samples_of_events(self._event_counts()) | samples_of_vitals(self._vitals())
-            return known[metric] if metric in known else self._measures.samples(metric)
-        if self._backlog is None:
-            return []
+        if self._backlog is None or metric in OF_WORKERS:
+            return self._worker.reader()(metric)
         try:
             reading = self._backlog.ask().result(PATIENCE_SECONDS)
         except NotYetError:
-            return [Sample((), 0)] if metric is BACKLOG_UP else []
-        if metric is BACKLOG_UP:
-            return [Sample((), int(reading.is_up))]
-        if metric in _ABOUT_READING:
-            value = reading.age_seconds if metric is BACKLOG_AGE else reading.seconds
-            return [Sample((), value)] if reading.is_up else []
-        return reading.samples.get(metric, [])
+            reading = NO_READING
+        return reading.samples_of(metric)

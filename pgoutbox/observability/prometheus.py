@@ -6,27 +6,14 @@ It depends on no web framework: an HTTP server calls `Exposition.answer` and sen
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from pgoutbox.errors import MissingExtraError
 from pgoutbox.observability.backlog import NO_READING, PATIENCE_SECONDS, Backlog, Reading
-from pgoutbox.observability.measures import (
-    BACKLOG_AGE,
-    BACKLOG_READ,
-    BACKLOG_UP,
-    OF_THE_DATABASE,
-    OF_WORKERS,
-    Kind,
-    Measures,
-    Metric,
-    Sample,
-    WorkerStatus,
-    samples_of_events,
-    samples_of_vitals,
-)
+from pgoutbox.observability.measures import OF_THE_DATABASE, OF_WORKERS, Kind, Measures, Metric, Sample, Watched
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry
@@ -50,14 +37,6 @@ class Page(NamedTuple):
     body: bytes
 
 
-class Watched(NamedTuple):
-    """The observable state of a worker, from any thread."""
-
-    measures: Measures
-    vitals: Callable[[], WorkerStatus]
-    event_counts: Callable[[], Mapping[str, int]]
-
-
 class Exposition:
     """The answers to scrapes: the gauges of the database and, with `worker`, the metrics of that worker.
 
@@ -70,7 +49,7 @@ class Exposition:
 
     def __init__(self, settings: Settings, *, worker: Watched | None = None, backlog: Backlog | None = None) -> None:
         self._worker = worker
-        if backlog is None and settings.metrics_backlog:
+        if backlog is None and settings.metrics.backlog:
             backlog = Backlog(settings)
         self._backlog = backlog
 
@@ -93,10 +72,16 @@ class Exposition:
         build.add_metric([version("pgoutbox")], 1)
         yield build
         if self._worker is not None:
-            yield from _of_worker(self._worker)
+            samples_of = self._worker.reader()
+            for metric in OF_WORKERS:
+                if metric.kind is Kind.HISTOGRAM:
+                    yield _histogram(metric, self._worker.measures)
+                else:
+                    yield _family(metric, samples_of(metric))
             yield from REGISTRY.collect()
         if reading is not None:
-            yield from _of_database(reading)
+            for metric in OF_THE_DATABASE:
+                yield _family(metric, reading.samples_of(metric))
 
 
 class _Snapshot(Collector):
@@ -105,25 +90,6 @@ class _Snapshot(Collector):
 
     def collect(self) -> Iterable[Family]:
         return self._families
-
-
-def _of_worker(worker: Watched) -> Iterator[Family]:
-    known = samples_of_events(worker.event_counts()) | samples_of_vitals(worker.vitals())
-    for metric in OF_WORKERS:
-        if metric.kind is Kind.HISTOGRAM:
-            yield _histogram(metric, worker.measures)
-        else:
-            yield _family(metric, known[metric] if metric in known else worker.measures.samples(metric))
-
-
-def _of_database(reading: Reading) -> Iterator[Family]:
-    own = {
-        BACKLOG_UP: [Sample((), int(reading.is_up))],
-        BACKLOG_AGE: [Sample((), reading.age_seconds)] if reading.is_up else [],
-        BACKLOG_READ: [Sample((), reading.seconds)] if reading.is_up else [],
-    }
-    for metric in OF_THE_DATABASE:
-        yield _family(metric, own[metric] if metric in own else reading.samples.get(metric, ()))
 
 
 def _family(metric: Metric, samples: Iterable[Sample]) -> Family:

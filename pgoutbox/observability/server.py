@@ -20,7 +20,7 @@ from pgoutbox.database.worker_connection import is_transient_error
 from pgoutbox.observability import systemd
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.health import LoopWatch, reasons_not_ready
-from pgoutbox.observability.measures import Measures, WorkerStatus
+from pgoutbox.observability.measures import Measures, Watched, WorkerStatus
 from pgoutbox.settings import Settings, parse_address
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Observed(Protocol):
 
 
 class TelemetryServer:
-    """Observes one worker within `async with`. With `serves` it listens on `metrics_address` and notifies systemd.
+    """Observes one worker within `async with`. With `serves` it listens on `metrics.address` and notifies systemd.
 
     Raises `ConfigurationError` if the address is not available, and `MissingExtraError` without the needed extra.
     """
@@ -66,10 +66,10 @@ class TelemetryServer:
         return None if self._server is None else self._server.port
 
     async def __aenter__(self) -> Self:
-        address = self._settings.metrics_address if self._serves else None
-        exports = self._settings.otel_metrics and _is_otel_set_up()
+        address = self._settings.metrics.address if self._serves else None
+        exports = self._settings.otel.metrics and _is_otel_set_up()
         if address is not None or exports:
-            self._telemetry.measures = Measures(max_names=self._settings.metrics_max_names)
+            self._telemetry.measures = Measures(max_names=self._settings.metrics.max_label_values)
         if address is not None:
             self._start_server(*parse_address(address))
         if exports:
@@ -86,11 +86,10 @@ class TelemetryServer:
 
     def _start_server(self, host: str, port: int) -> None:
         from pgoutbox.observability.http_server import HttpServer
-        from pgoutbox.observability.prometheus import Exposition, Watched
+        from pgoutbox.observability.prometheus import Exposition
 
         if (measures := self._telemetry.measures) is not None:
-            watched = Watched(measures, self._worker.vitals, self._event_counts)
-            self._exposition = Exposition(self._settings, worker=watched)
+            self._exposition = Exposition(self._settings, worker=self._watched(measures))
         self._loop_watch = LoopWatch(asyncio.get_running_loop(), limit_seconds=_STALLED_SECONDS)
         server = HttpServer(host, port, self.answer)
         server.start()
@@ -104,8 +103,11 @@ class TelemetryServer:
         from pgoutbox.observability.opentelemetry import Exporter
 
         if (measures := self._telemetry.measures) is not None:
-            backlog = Backlog(self._settings) if self._settings.metrics_backlog else None
-            self._exporter = Exporter(measures, self._worker.vitals, self._event_counts, backlog)
+            backlog = Backlog(self._settings) if self._settings.metrics.backlog else None
+            self._exporter = Exporter(self._watched(measures), backlog)
+
+    def _watched(self, measures: Measures) -> Watched:
+        return Watched(measures, self._worker.vitals, self._event_counts)
 
     def _event_counts(self) -> Mapping[str, int]:
         return {event.value: count for event, count in dict(self._telemetry.counts).items()}
@@ -124,7 +126,10 @@ class TelemetryServer:
                 reason = await self._loop_watch.reason_not_alive()
                 reasons = [] if reason is None else [reason]
                 return _verdict(
-                    reasons + reasons_not_ready(self._worker.vitals(), sweep_seconds=self._settings.sweep_seconds)
+                    reasons
+                    + reasons_not_ready(
+                        self._worker.vitals(), poll_interval_seconds=self._settings.poll_interval_seconds
+                    )
                 )
             case _:
                 return None

@@ -8,8 +8,8 @@ a key, a payload or the text of an error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from pgoutbox.message import Permanent, Transient, Unavailable
@@ -39,68 +39,63 @@ def _is_loaded() -> bool:
 
 
 class Producing:
-    """The enqueuing of messages without a trace: `context` is empty and nothing is recorded."""
+    """The enqueuing of messages. Without a span, `context` is empty and nothing is recorded."""
 
-    context: Mapping[str, str] = _NO_CONTEXT
-
-    def __enter__(self) -> Producing:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """End the span, if there is one."""
+    def __init__(self, span: Span | None = None, context: Mapping[str, str] = _NO_CONTEXT) -> None:
+        self._span = span
+        self.context = context
 
     def wrote(self, enqueued: Sequence[tuple[int, bool]]) -> None:
         """Record the written messages, each as an id and whether it existed before."""
-
-
-_UNTRACED: Final = Producing()
-
-
-def producing(topic: object) -> Producing:
-    """Open a span of the caller's trace for enqueuing messages of a topic (None: of several), current within `with`.
-
-    Without a current span in the calling context nothing is traced, and nothing is imported.
-    """
-    if not _is_loaded():
-        return _UNTRACED
-    from opentelemetry import trace
-
-    if not trace.get_current_span().get_span_context().is_valid:
-        return _UNTRACED
-    # A topic that is not a text is refused later.
-    return _TracedProducing(topic[:_NAME_LENGTH] if isinstance(topic, str) else None)
-
-
-class _TracedProducing(Producing):
-    def __init__(self, topic: str | None) -> None:
-        from opentelemetry import trace
-
-        attributes = _attributes("send", topic)
-        self._span = trace.get_tracer(SYSTEM).start_span(
-            _span_name("send", topic), kind=trace.SpanKind.PRODUCER, attributes=attributes
-        )
-        self._current = trace.use_span(
-            self._span, end_on_exit=True, record_exception=False, set_status_on_exception=False
-        )
-
-    def __enter__(self) -> Producing:
-        self._current.__enter__()
-        self.context = current_context()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            _mark_failed(self._span, kind.__name__)
-        self._current.__exit__(kind, error, trace)
-
-    def wrote(self, enqueued: Sequence[tuple[int, bool]]) -> None:
+        if self._span is None:
+            return
         if len(enqueued) == 1:
             ((message_id, _),) = enqueued
             self._span.set_attribute("messaging.message.id", str(message_id))
         else:
             self._span.set_attribute("messaging.batch.message_count", len(enqueued))
+
+
+UNTRACED: Final = nullcontext(Producing())
+
+
+def producing(topic: object) -> AbstractContextManager[Producing]:
+    """Open a span of the caller's trace for enqueuing messages of a topic (None: of several), current within `with`.
+
+    Without a current span in the calling context nothing is traced, and nothing is imported.
+    """
+    if not _is_loaded():
+        return UNTRACED
+    from opentelemetry import trace
+
+    if not trace.get_current_span().get_span_context().is_valid:
+        return UNTRACED
+    # A topic that is not a text is refused later.
+    return _producing(topic[:_NAME_LENGTH] if isinstance(topic, str) else None)
+
+
+@contextmanager
+def _producing(topic: str | None) -> Iterator[Producing]:
+    from opentelemetry import trace
+
+    span = trace.get_tracer(SYSTEM).start_span(
+        _span_name("send", topic), kind=trace.SpanKind.PRODUCER, attributes=_attributes("send", topic)
+    )
+    with _current(span):
+        yield Producing(span, current_context())
+
+
+@contextmanager
+def _current(span: Span) -> Iterator[None]:
+    """Make the span current, and end it. An error marks it as failed, without its text."""
+    from opentelemetry import trace
+
+    with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+        try:
+            yield
+        except BaseException as error:
+            _mark_failed(span, type(error).__name__)
+            raise
 
 
 def current_context() -> Mapping[str, str]:
@@ -142,17 +137,11 @@ class Tracing:
         self, messages: Sequence[Message[object]], run: Callable[[], Awaitable[Sequence[E]]]
     ) -> Sequence[E]:
         """Run an attempt in a span. A message continues its trace; a batch is linked to the traces of its messages."""
-        from opentelemetry import trace
-
         span = self._start_attempt(messages)
-        with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
-            try:
-                endings = await run()
-            except BaseException as error:
-                _mark_failed(span, type(error).__name__)
-                raise
+        with _current(span):
+            endings = await run()
             if len(endings) == 1:
-                _tell_outcome(span, endings[0])
+                _record_outcome(span, endings[0])
             elif any(isinstance(ending, (Transient, Unavailable, Permanent)) for ending in endings):
                 _mark_failed(span, "partial")
             return endings
@@ -201,13 +190,9 @@ class Tracing:
         if colon and port.isdecimal():
             attributes |= {"server.address": host, "server.port": int(port)}
         span = self._tracer.start_span(f"hand over {protocol}", kind=trace.SpanKind.CLIENT, attributes=attributes)
-        with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
-            try:
-                outcome = await send()
-            except BaseException as error:
-                _mark_failed(span, type(error).__name__)
-                raise
-            _tell_outcome(span, outcome)
+        with _current(span):
+            outcome = await send()
+            _record_outcome(span, outcome)
             return outcome
 
 
@@ -226,7 +211,7 @@ def _attributes(operation: str, topic: str | None) -> dict[str, AttributeValue]:
     return attributes
 
 
-def _tell_outcome(span: Span, ending: object) -> None:
+def _record_outcome(span: Span, ending: object) -> None:
     name = type(ending).__name__
     outcome = _OUTCOMES.get(name, name.lower())
     span.set_attribute("messaging.pgoutbox.outcome", outcome)

@@ -32,11 +32,13 @@ DEDUPE_KEY: Final = "dedupe_key"
 RETAINED: Final = (*(state.value for state in State if state in FINAL_STATES), DEDUPE_KEY)
 
 PRUNE_BATCH: Final = 5_000
-_BY_TIME: Final = frozenset(state.value for state in PRUNED_BY_DEFAULT)
+_PARTITIONED_BY_TIME: Final = frozenset(state.value for state in PRUNED_BY_DEFAULT)
 _DAYS_AHEAD: Final = timedelta(days=7)
-# A drop may delete messages late by this share of their retention time, and by this time after the partition's end.
-_LATE_BY: Final = 0.25
-_GRACE: Final = timedelta(hours=1)
+# A partition is dropped as a whole, and not emptied before, if that keeps a message at most this much longer than its
+# rule, as a fraction of the rule's time.
+_MOST_DROP_DELAY: Final = 0.25
+_DROP_GRACE: Final = timedelta(hours=1)  # A partition that is still not dropped this long after its end is emptied.
+_COMMIT_DELAY: Final = timedelta(hours=1)  # A message that was finished this long ago is committed by now.
 _LOCK_TRIALS: Final = 5
 _LOCK_PAUSE_SECONDS: Final = 1.0
 _KEYS_EVERY_SECONDS: Final = 3_600.0
@@ -126,8 +128,90 @@ class PartitionCache:
             self.began_at = time.monotonic()
 
 
+class Deletion(NamedTuple):
+    """Messages to delete row by row: those of a rule that ended from `since` until before `until`.
+
+    `partition` is the name of the partition with this time; an empty name stands for all tables outside of them.
+    """
+
+    rule: RetentionRule
+    since: datetime
+    until: datetime
+    partition: str = ""
+
+
+class MaintenancePlan(NamedTuple):
+    """The work on messages and partitions, as far as it is known without a query.
+
+    The retention end of the partitions in `check` is unknown: the plan is made again when it has been read.
+    """
+
+    check: list[Partition]
+    drop: list[Partition]
+    delete: list[Deletion]
+
+
+def plan_maintenance(
+    facts: MaintenanceFacts, cache: PartitionCache, retired: Collection[str] = frozenset()
+) -> MaintenancePlan:
+    """Return the work that is due at the time of the facts. `retired` partitions were detached since then."""
+    now = facts.asked_at
+    partitions = [partition for partition in facts.partitions if partition.name not in retired]
+    past = [partition for partition in partitions if partition.upper_at <= now]
+    keeps = [rule.keep for rule in facts.rules if rule.keep is not None and rule.state in _PARTITIONED_BY_TIME]
+    return MaintenancePlan(
+        check=[p for p in past if p.name not in cache.kept_until and any(p.lower_at + keep <= now for keep in keeps)],
+        drop=[p for p in past if p.name in cache.kept_until and cache.kept_until[p.name] <= now],
+        delete=list(_deletions(facts, cache, partitions)),
+    )
+
+
+def _deletions(facts: MaintenanceFacts, cache: PartitionCache, partitions: Sequence[Partition]) -> Iterator[Deletion]:
+    for rule in facts.rules:
+        if rule.state == State.FAILED and rule.keep is not None:
+            yield Deletion(rule, _BEGINNING, _END)
+    for rule in facts.rules:
+        if rule.state not in _PARTITIONED_BY_TIME or rule.keep is None:
+            continue
+        if facts.default_bytes:
+            yield from (Deletion(rule, since, until) for since, until in _gaps(facts))
+        for partition in partitions:
+            since = max(partition.lower_at, cache.done_until.get((partition.name, rule), partition.lower_at))
+            if (
+                since < partition.upper_at
+                and partition.lower_at + rule.keep <= facts.asked_at
+                and not _is_dropped_soon(partition, rule.keep, cache.kept_until.get(partition.name), facts.asked_at)
+            ):
+                yield Deletion(rule, since, partition.upper_at, partition.name)
+
+
+def _is_dropped_soon(partition: Partition, keep: timedelta, kept_until: datetime | None, now: datetime) -> bool:
+    """Whether the drop of the partition replaces the deletion of its rows by a rule, without much delay."""
+    return (
+        kept_until is not None
+        and partition.upper_at - partition.lower_at <= keep * _MOST_DROP_DELAY
+        and kept_until <= partition.upper_at + keep
+        and now < kept_until + _DROP_GRACE
+    )
+
+
+def _gaps(facts: MaintenanceFacts) -> Iterator[tuple[datetime, datetime]]:
+    """Return the ranges of time without a partition. Their messages are in the default partition."""
+    after = _BEGINNING
+    for partition in facts.partitions:
+        if partition.lower_at > after:
+            yield after, partition.lower_at
+        after = partition.upper_at
+    if after <= facts.asked_at:
+        yield after, _END
+
+
+_BEGINNING: Final = datetime(1, 1, 1, tzinfo=UTC)
+_END: Final = datetime(9999, 1, 1, tzinfo=UTC)
+
+
 class MaintenanceRun:
-    """One turn of maintenance, from the facts to the end, or until `is_over`, which is checked between transactions.
+    """One turn of maintenance: it executes the plan to its end, or until `is_over`, checked between transactions.
 
     If the database's clock is more than a day ahead of this machine's, the turn deletes nothing, because messages may
     seem older than they are. `errors` reports that, and statements that PostgreSQL refused; the other steps run anyway.
@@ -137,7 +221,7 @@ class MaintenanceRun:
     def __init__(
         self,
         facts: MaintenanceFacts,
-        memory: PartitionCache,
+        cache: PartitionCache,
         *,
         batch_size: int = PRUNE_BATCH,
         is_over: Callable[[], bool] = lambda: False,
@@ -147,17 +231,17 @@ class MaintenanceRun:
     ) -> None:
         self.errors: list[psycopg.Error | ConfigurationError] = []
         self._facts = facts
-        self._memory = memory
+        self._cache = cache
         self._limit = {"limit": batch_size}
         self._is_over = is_over
         self._pause = pause
         self._progress = progress
         self._is_workers = write is None
         self._write = write or self._fetch
-        self._gone: set[str] = set()
+        self._retired: set[str] = set()
         self._deleted: Counter[State] = Counter()
         self._counts = Counter(coalesce_keys=0)
-        memory.refresh(facts.rules)
+        cache.refresh(facts.rules)
 
     @property
     def totals(self) -> PruneTotals:
@@ -167,18 +251,12 @@ class MaintenanceRun:
     @property
     def has_work(self) -> bool:
         """Whether there may be work, as far as is known without a query."""
-        steps = (self._unknown(), self._droppable(), self._passes())
-        return (
-            self._facts.lacks_partition
-            or self._facts.has_retired
-            or self._keys_are_due()
-            or any(True for step in steps for _ in step)
-        )
+        return self._facts.lacks_partition or self._facts.has_retired or self._keys_are_due() or any(self._plan())
 
     def take(self, connection: psycopg.Connection[TupleRow]) -> None:
         """Run the turn. It raises only errors that ended the connection."""
         self._connection = connection
-        steps = [self._make, self._look, self._retire, self._clear, self._delete, self._forget_keys]
+        steps = [self._make, self._check, self._retire, self._clear, self._delete, self._forget_keys]
         days_ahead = (self._facts.asked_at - datetime.now(UTC)) / timedelta(days=1)
         if days_ahead > _CLOCK_TOLERANCE_DAYS:
             steps = steps[:1]
@@ -198,6 +276,9 @@ class MaintenanceRun:
                     raise
                 self.errors.append(error)
 
+    def _plan(self) -> MaintenancePlan:
+        return plan_maintenance(self._facts, self._cache, self._retired)
+
     # --- partitions ---------------------------------------------------------------------------------------------------
 
     def _make(self) -> None:
@@ -206,39 +287,24 @@ class MaintenanceRun:
                 break
             self._counts["partitions_made"] += 1
 
-    def _look(self) -> None:
-        for partition in list(self._unknown()):
+    def _check(self) -> None:
+        """Read until when the rules keep the messages of each partition."""
+        for partition in self._plan().check:
             if self._is_over():
                 break
             ((kept_until,),) = self._fetch(sql.KEPT_UNTIL, partition._asdict())
-            self._memory.kept_until[partition.name] = kept_until
-
-    def _unknown(self) -> Iterator[Partition]:
-        """Return the partitions that may contain expired messages and have not been checked yet."""
-        for partition in self._past():
-            may_go = any(
-                rule.keep is not None and partition.lower_at + rule.keep <= self._facts.asked_at
-                for rule in self._rules_by_time()
-            )
-            if may_go and partition.name not in self._memory.kept_until:
-                yield partition
-
-    def _droppable(self) -> Iterator[Partition]:
-        for partition in self._past():
-            kept_until = self._memory.kept_until.get(partition.name)
-            if kept_until is not None and kept_until <= self._facts.asked_at:
-                yield partition
+            self._cache.kept_until[partition.name] = kept_until
 
     def _retire(self) -> None:
-        for partition in list(self._droppable()):
+        for partition in self._plan().drop:
             if self._is_over():
                 break
             answer = self._patiently(self._write, sql.RETIRE_PARTITION, name=partition.name)
             if answer is None or answer == "busy":
                 break  # If one partition is locked, the others are too.
             if answer != "kept":
-                self._gone.add(partition.name)
-            self._memory.kept_until.pop(partition.name, None)  # `kept`: its retention has changed.
+                self._retired.add(partition.name)
+            self._cache.kept_until.pop(partition.name, None)  # `kept`: its retention has changed.
 
     def _clear(self) -> None:
         """Delete the attempts and keys of detached partitions page by page, then the partitions themselves."""
@@ -261,76 +327,29 @@ class MaintenanceRun:
                 return cast("str | None", answer)
         return None
 
-    def _past(self) -> Iterator[Partition]:
-        return (p for p in self._facts.partitions if p.upper_at <= self._facts.asked_at and p.name not in self._gone)
-
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _rules_by_time(self) -> Iterator[RetentionRule]:
-        return (rule for rule in self._facts.rules if rule.keep is not None and rule.state in _BY_TIME)
-
-    def _passes(self) -> Iterator[tuple[RetentionRule, Partition]]:
-        """Return the rules that delete single messages, and where: not in partitions that will be dropped."""
-        for rule in self._facts.rules:
-            if rule.state == State.FAILED and rule.keep is not None:
-                yield rule, _EVERYWHERE
-        for rule in self._rules_by_time():
-            yield from ((rule, place) for place in self._gaps() if self._facts.default_bytes)
-            for partition in self._facts.partitions:
-                if partition.name not in self._gone and self._must_delete(rule, partition):
-                    yield rule, partition._replace(lower_at=self._done_until(rule, partition))
-
-    def _must_delete(self, rule: RetentionRule, partition: Partition) -> bool:
-        """Whether the rule deletes single messages of the partition, because a drop would be too late."""
-        if rule.keep is None or self._done_until(rule, partition) >= partition.upper_at:
-            return False
-        now = self._facts.asked_at
-        kept_until = self._memory.kept_until.get(partition.name)
-        will_be_dropped = (
-            kept_until is not None
-            and partition.upper_at - partition.lower_at <= rule.keep * _LATE_BY
-            and partition.upper_at + rule.keep >= kept_until
-            and now < kept_until + _GRACE
-        )
-        return partition.lower_at + rule.keep <= now and not will_be_dropped
-
-    def _done_until(self, rule: RetentionRule, partition: Partition) -> datetime:
-        return max(partition.lower_at, self._memory.done_until.get((partition.name, rule), partition.lower_at))
-
-    def _gaps(self) -> Iterator[Partition]:
-        """Return the ranges of time without a partition."""
-        after = _EVERYWHERE.lower_at
-        for partition in self._facts.partitions:
-            if partition.lower_at > after:
-                yield Partition("", after, partition.lower_at)
-            after = partition.upper_at
-        if after <= self._facts.asked_at:
-            yield Partition("", after, _EVERYWHERE.upper_at)
-
     def _delete(self) -> None:
-        for rule, place in list(self._passes()):
-            parameters = {
-                "topic": rule.topic, "state": rule.state, "since": place.lower_at, "until": place.upper_at,
-            } | self._limit  # fmt: skip
+        for rule, since, until, partition in self._plan().delete:
+            parameters = {"topic": rule.topic, "state": rule.state, "since": since, "until": until} | self._limit
             if not _delete_batches(
                 self._write, sql.PRUNE_BY_RULE, parameters, self._deleted, self._progress, self._is_over
             ):
                 break
-            if place.name and rule.keep is not None:
-                # Rows committed late are picked up a day later.
-                is_past = place.upper_at + rule.keep <= self._facts.asked_at
-                done_until = place.upper_at if is_past else self._facts.asked_at - rule.keep - _GRACE
-                self._memory.done_until[place.name, rule] = done_until
+            if partition and rule.keep is not None:
+                # Messages committed even later are deleted a day later, when the cache is refreshed.
+                ended = self._facts.asked_at - rule.keep
+                self._cache.done_until[partition, rule] = until if until <= ended else ended - _COMMIT_DELAY
 
     # --- keys ---------------------------------------------------------------------------------------------------------
 
     def _keys_are_due(self) -> bool:
-        return bool(self._memory.passes) or time.monotonic() - self._memory.keys_at > _KEYS_EVERY_SECONDS
+        return bool(self._cache.passes) or time.monotonic() - self._cache.keys_at > _KEYS_EVERY_SECONDS
 
     def _forget_keys(self) -> None:
         if not self._keys_are_due():
             return
-        passes = self._memory.passes
+        passes = self._cache.passes
         if not passes:
             if self._is_workers:  # Only workers have the right to write these rows.
                 self._fetch(sql.FORGET_RENEWALS)
@@ -338,16 +357,13 @@ class MaintenanceRun:
                 if rule.state == DEDUPE_KEY and rule.keep is not None:
                     passes[KeyPass(sql.PRUNE_DEDUPE_BY_RULE, rule.topic)] = _FIRST_PAGE
             passes.update(dict.fromkeys(_PASSES, _FIRST_PAGE))
-            self._memory.keys_at = time.monotonic()
+            self._cache.keys_at = time.monotonic()
         forgotten = _take_passes(self._fetch, passes, self._limit, self._is_over)
         self._counts["coalesce_keys"] = forgotten[sql.PRUNE_COALESCE]
         self._counts["dedupe_keys"] = forgotten[sql.PRUNE_DEDUPE_BY_RULE]
 
     def _fetch(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> list[TupleRow]:
         return fetch(self._connection, statement, parameters or {})
-
-
-_EVERYWHERE: Final = Partition("", datetime(1, 1, 1, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC))
 
 
 def prune(

@@ -12,6 +12,7 @@ from email.headerregistry import Address
 from typing import NamedTuple
 
 from pgoutbox.message import Permanent
+from pgoutbox.transports.checks import refuse_characters, require_text
 
 # All characters that some parser treats as the end of a line or of a text. A tab is only white space.
 _UNSAFE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -84,22 +85,14 @@ def _ascii_domain(name: str, domain: str) -> str:
 
 def _checked(name: str, value: object) -> str:
     """Return the text itself, after a check of the text and of its decoded form."""
-    if not isinstance(value, str):
-        raise Permanent(f"{name}: must be text, not {type(value).__name__}")
-    _refuse_unsafe(name, value)
-    _refuse_unsafe(name, _decoded(name, value))
-    return value
+    text = refuse_characters(name, require_text(name, value), _UNSAFE)
+    refuse_characters(name, _decoded(name, text), _UNSAFE)
+    return text
 
 
 def header_text(name: str, value: object) -> str:
     """Return the text to show, with decoded RFC 2047 encoded words, which `email.utils.formataddr` produces."""
     return _decoded(name, _checked(name, value))
-
-
-def _refuse_unsafe(name: str, text: str) -> None:
-    if found := _UNSAFE.search(text):
-        what = "CR, LF or NUL" if found[0] in "\r\n\0" else f"the character U+{ord(found[0]):04X}"
-        raise Permanent(f"{name}: contains {what}")
 
 
 def _decoded(name: str, value: str) -> str:

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 from urllib.parse import unquote
 
-from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.errors import ConfigurationError, require_extra
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.text import NAME, one_line
 from pgoutbox.transports.addresses import header_text
+from pgoutbox.transports.checks import encode_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,9 +30,7 @@ if TYPE_CHECKING:
     from pgoutbox.transports import Content
 
 _VARIABLE = "PGOUTBOX_APPRISE_URLS"
-_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _MIN_SECRET_LENGTH = 3
-_MAX_REASON_LENGTH = 500
 # The status of the service, as the plugins of Apprise log it.
 _REFUSED_CREDENTIALS = re.compile(r"\berror=40[13]\b")
 
@@ -77,10 +77,7 @@ class AppriseTransport:
     schemes = ("apprise",)
 
     def __init__(self, settings: Settings) -> None:
-        try:
-            import apprise  # noqa: F401 - a worker without it must not start
-        except ImportError:
-            raise MissingExtraError("the notification transport", "apprise") from None
+        require_extra("apprise", "the notification transport", "apprise")
         urls = _urls(settings)
         self._hearing = _Hearing()
         try:
@@ -99,7 +96,7 @@ class AppriseTransport:
         if not isinstance(content, Notification):
             return Permanent(f"content: the notification transport sends a Notification, not {type(content).__name__}")
         name = (message.destination or "").partition(":")[2]
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             return Permanent(f"destination: must be apprise:NAME, with a NAME of {_VARIABLE}")
         try:
             _check(content)
@@ -114,7 +111,7 @@ class AppriseTransport:
     def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - a name is enough
         """Return a key for each name of the setting: each is a service with its own credentials."""
         name = (message.destination or "").partition(":")[2]
-        return f"apprise:{name}" if _NAME.fullmatch(name) else "apprise"
+        return f"apprise:{name}" if NAME.fullmatch(name) else "apprise"
 
     async def aclose(self) -> None:
         """Release the threads. A waiting thread ends when its service answers or its time limit ends."""
@@ -134,7 +131,7 @@ def _urls(settings: Settings) -> dict[str, str]:
     if not isinstance(urls, dict):
         raise ConfigurationError(f'{_VARIABLE}: must be a JSON object of names and URLs: {{"ops": "..."}}')
     for name, url in urls.items():
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise ConfigurationError(f"{_VARIABLE}: {name!r}: give names of a-z, 0-9, underscore, dot and hyphen")
         if not isinstance(url, str):
             raise ConfigurationError(f"{_VARIABLE}: {name!r}: must be one URL, as text")
@@ -144,14 +141,9 @@ def _urls(settings: Settings) -> dict[str, str]:
 def _check(notification: Notification) -> None:
     """Raise `Permanent`, naming the field. Some services send the title in a header."""
     header_text("notification.title", notification.title)
-    if not isinstance(notification.body, str):
-        raise Permanent(f"notification.body: must be text, not {type(notification.body).__name__}")
+    encode_text("notification.body", notification.body)  # It raises for a text that is not valid.
     if not notification.body.strip():
         raise Permanent("notification.body: is empty")
-    try:
-        notification.body.encode()
-    except UnicodeEncodeError:
-        raise Permanent("notification.body: contains a lone surrogate") from None
     for name, value, accepted in (("kind", notification.kind, Kind), ("format", notification.format, Format)):
         if value not in get_args(accepted):
             raise Permanent(f"notification.{name}: {value!r}: must be one of {', '.join(get_args(accepted))}")
@@ -196,11 +188,7 @@ class _Service:
         return Unavailable(text) if any(map(_REFUSED_CREDENTIALS.search, reasons)) else Transient(text)
 
     def _explain(self, reasons: list[str], otherwise: str) -> str:
-        text = " ".join(reasons)
-        for secret in self._secrets:
-            text = text.replace(secret, "(hidden)")
-        shown = "".join(character if character.isprintable() else " " for character in text)
-        return " ".join(shown.split())[:_MAX_REASON_LENGTH] or otherwise
+        return one_line(" ".join(reasons), hide=self._secrets) or otherwise
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from pgoutbox.settings import Settings
+from pgoutbox.settings import Settings, SmtpSettings
 from pgoutbox.transports.smtp.mail import Email
 
 # The names for documentation (RFC 2606): they have no owner.
@@ -45,23 +45,23 @@ def lacks_of_mail(
     `schemes` are the schemes with a transport, `functions` the handlers by their topics: a handler whose return
     annotation names `Email` needs a mail server.
     """
-    if settings.smtp_host is not None:
-        yield from _lacks_of_server(settings)
+    if settings.smtp.host is not None:
+        yield from _lacks_of_server(settings.smtp)
     elif "mailto" not in schemes:
         topics = tuple(sorted(topic for topic, function in functions.items() if _returns_email(function)))
-        if topics or settings.smtp_from is not None or settings.smtp_username is not None:
+        if topics or settings.smtp.sender is not None or settings.smtp.username is not None:
             yield Lack("PGOUTBOX_SMTP_HOST", "is not set", topics)
     if settings.alert_destination is not None and is_example(settings.alert_destination):
         yield Lack("PGOUTBOX_ALERT_DESTINATION", "is an example of the documentation")
 
 
-def _lacks_of_server(settings: Settings) -> Iterator[Lack]:
-    if is_example(settings.smtp_host or ""):
+def _lacks_of_server(settings: SmtpSettings) -> Iterator[Lack]:
+    if is_example(settings.host or ""):
         yield Lack("PGOUTBOX_SMTP_HOST", "is an example of the documentation")
-    if settings.smtp_from is None:
-        yield Lack("PGOUTBOX_SMTP_FROM", "is not set")
-    elif is_example(settings.smtp_from):
-        yield Lack("PGOUTBOX_SMTP_FROM", "is an example of the documentation")
+    if settings.sender is None:
+        yield Lack("PGOUTBOX_SMTP_SENDER", "is not set")
+    elif is_example(settings.sender):
+        yield Lack("PGOUTBOX_SMTP_SENDER", "is an example of the documentation")
 
 
 def _returns_email(function: Callable[..., object]) -> bool:

@@ -1,6 +1,6 @@
 """The redirect for testing: all e-mail goes to one address or one domain, except for recipients on a list.
 
-Pure. It never redirects a real user's e-mail unnoticed: on the forbidden days, a worker does not start with a redirect,
+Pure. It never redirects a real user's e-mail unnoticed: during a blackout, a worker does not start with a redirect,
 and a running worker hands nothing over. Contents that cannot be redirected are held back.
 """
 
@@ -19,18 +19,18 @@ from pgoutbox.message import Permanent, Unavailable
 from pgoutbox.transports.addresses import Mailbox, parse_mailbox
 
 if TYPE_CHECKING:
-    from pgoutbox.settings import Settings
+    from pgoutbox.settings import RedirectSettings
 
 _TO = "PGOUTBOX_REDIRECT_TO"
-_EXCEPT = "PGOUTBOX_REDIRECT_EXCEPT"
-_FORBIDDEN = "PGOUTBOX_REDIRECT_FORBIDDEN"
+_EXEMPT = "PGOUTBOX_REDIRECT_EXEMPT"
+_BLACKOUT = "PGOUTBOX_REDIRECT_BLACKOUT"
 _MAX_LOCAL_BYTES = 64
 _WINDOW = re.compile(r"(\d{4}-\d\d-\d\d)/(\d{4}-\d\d-\d\d)(?:\[([A-Za-z0-9_+/-]+)\])?")
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Days on which nothing may be redirected, the first and the last included."""
+    """A blackout: days on which nothing may be redirected, the first and the last included."""
 
     first: date
     last: date
@@ -43,18 +43,18 @@ class Window:
         matched = _WINDOW.fullmatch(text)
         if matched is None:
             raise ConfigurationError(
-                f"{_FORBIDDEN}: {text!r}: give FIRST/LAST, two dates, for example 2026-04-01/2026-09-30 or "
+                f"{_BLACKOUT}: {text!r}: give FIRST/LAST, two dates, for example 2026-04-01/2026-09-30 or "
                 "2026-04-01/2026-09-30[Europe/Berlin]"
             )
         first, last, zone = matched.groups()
         try:
             window = cls(date.fromisoformat(first), date.fromisoformat(last), ZoneInfo(zone) if zone else UTC, text)
         except (ValueError, OSError) as error:
-            raise ConfigurationError(f"{_FORBIDDEN}: {text!r}: {error}") from None
+            raise ConfigurationError(f"{_BLACKOUT}: {text!r}: {error}") from None
         except KeyError:
-            raise ConfigurationError(f"{_FORBIDDEN}: {text!r}: no time zone {zone!r} on this machine") from None
+            raise ConfigurationError(f"{_BLACKOUT}: {text!r}: no time zone {zone!r} on this machine") from None
         if window.last < window.first:
-            raise ConfigurationError(f"{_FORBIDDEN}: {text!r}: ends before it begins")
+            raise ConfigurationError(f"{_BLACKOUT}: {text!r}: ends before it begins")
         return window
 
     def __contains__(self, moment: datetime) -> bool:
@@ -63,7 +63,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """The target of redirected e-mail, the exempt recipients, and the forbidden days."""
+    """The target of redirected e-mail, the exempt recipients, and the blackouts."""
 
     target: Address
     to_domain: bool
@@ -71,31 +71,31 @@ class Redirect:
     windows: tuple[Window, ...]
 
     @classmethod
-    def of(cls, settings: Settings) -> Self | None:
+    def of(cls, settings: RedirectSettings) -> Self | None:
         """Return the redirect of the settings, or None. Invalid settings raise `ConfigurationError` in both cases."""
-        windows = tuple(Window.parse(text) for text in _items(settings.redirect_forbidden))
-        exempt = frozenset(_exemption(text) for text in _items(settings.redirect_except))
-        if settings.redirect_to is None:
+        windows = tuple(Window.parse(text) for text in _items(settings.blackout))
+        exempt = frozenset(_exemption(text) for text in _items(settings.exempt))
+        if settings.to is None:
             return None
-        to_domain = settings.redirect_to.startswith("@")
+        to_domain = settings.to.startswith("@")
         # The longest name for a redirected address must fit before the domain.
-        full = "x" * _MAX_LOCAL_BYTES + settings.redirect_to if to_domain else settings.redirect_to
+        full = "x" * _MAX_LOCAL_BYTES + settings.to if to_domain else settings.to
         return cls(_address(_TO, full), to_domain, exempt, windows)
 
     @classmethod
-    def at_start(cls, settings: Settings) -> Self | None:
-        """Return the redirect like `of`, and also raise `ConfigurationError` while a redirect is forbidden."""
+    def at_start(cls, settings: RedirectSettings) -> Self | None:
+        """Return the redirect like `of`, and also raise `ConfigurationError` during a blackout."""
         redirect = cls.of(settings)
         if redirect is not None and (window := redirect._window()) is not None:
             raise ConfigurationError(
-                f"{_TO} is set, and {_FORBIDDEN} forbids to redirect within {window.text}: unset {_TO}"
+                f"{_TO} is set, and {_BLACKOUT} forbids to redirect within {window.text}: unset {_TO}"
             )
         return redirect
 
     def require_allowed(self) -> None:
-        """Raise `Unavailable` while a redirect is forbidden: neither users nor testers get e-mail."""
+        """Raise `Unavailable` during a blackout: neither users nor testers get e-mail."""
         if (window := self._window()) is not None:
-            raise Unavailable(f"refuses to redirect within {window.text} ({_FORBIDDEN}): unset {_TO} and restart")
+            raise Unavailable(f"refuses to redirect within {window.text} ({_BLACKOUT}): unset {_TO} and restart")
 
     def _window(self) -> Window | None:
         now = datetime.now(UTC)
@@ -110,7 +110,7 @@ class Redirect:
         """Return the mailbox that gets the e-mail instead of this recipient, under the recipient's name."""
         if self.is_exempt(box):
             return box
-        name = _told_apart(box.address) if self.to_domain else self.target.username
+        name = _name_with_domain(box.address) if self.to_domain else self.target.username
         return Mailbox(box.field, Address(box.address.display_name, name, self.target.domain))
 
 
@@ -126,11 +126,11 @@ def _address(name: str, text: str) -> Address:
 
 
 def _exemption(text: str) -> str:
-    address = _address(_EXCEPT, f"x{text}" if text.startswith("@") else text)
+    address = _address(_EXEMPT, f"x{text}" if text.startswith("@") else text)
     return (f"@{address.domain}" if text.startswith("@") else address.addr_spec).lower()
 
 
-def _told_apart(address: Address) -> str:
+def _name_with_domain(address: Address) -> str:
     """Return a mailbox name that shows the recipient: `ann=example.com`. A long name is cut and gets a digest."""
     name = f"{address.username}={address.domain}"
     if len(name.encode()) <= _MAX_LOCAL_BYTES:

@@ -6,28 +6,89 @@ unconfigured transport is a `MissingTransport`, so that its messages wait like t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping
+from pkgutil import resolve_name
+from typing import Final, NamedTuple, cast
 
 from pgoutbox.message import Message, Outcome, Unavailable
 from pgoutbox.settings import Settings
 from pgoutbox.transports import Content, Transport
 
-_HINTS: Final = {
-    "mailto": "; set PGOUTBOX_SMTP_HOST",
-    "apprise": "; set PGOUTBOX_APPRISE_URLS",
-    "https": "; pip install 'pgoutbox[webhook]'",
-    "http": "; use https, or set PGOUTBOX_WEBHOOK_ALLOW_HTTP",
-    "redis": "; set PGOUTBOX_REDIS_URL",
-    "nats": "; set PGOUTBOX_NATS_URL",
-    "rabbitmq": "; set PGOUTBOX_RABBITMQ_URL",
-    "kafka": "; set PGOUTBOX_KAFKA_SERVERS",
+
+class _Automatic(NamedTuple):
+    """A transport that the settings configure: its class, whether they do, and the way to it."""
+
+    place: str
+    is_configured: Callable[[Settings], bool]
+    hint: str
+
+
+def _has_webhooks() -> bool:
+    from pgoutbox.transports.webhook.transport import is_installed
+
+    return is_installed()
+
+
+_WEBHOOK: Final = "webhook:WebhookTransport"
+_AUTOMATIC: Final[Mapping[str, _Automatic]] = {
+    "mailto": _Automatic("smtp:SmtpTransport", lambda s: s.smtp.host is not None, "set PGOUTBOX_SMTP_HOST"),
+    "apprise": _Automatic(
+        "apprise:AppriseTransport", lambda s: s.apprise_urls is not None, "set PGOUTBOX_APPRISE_URLS"
+    ),
+    "https": _Automatic(_WEBHOOK, lambda _: _has_webhooks(), "pip install 'pgoutbox[webhook]'"),
+    "http": _Automatic(
+        _WEBHOOK,
+        lambda s: _has_webhooks() and s.webhook.allow_http,
+        "use https, or set PGOUTBOX_WEBHOOK_ALLOW_HTTP",
+    ),
+    "redis": _Automatic(
+        "brokers.redis_streams:RedisTransport", lambda s: s.redis.url is not None, "set PGOUTBOX_REDIS_URL"
+    ),
+    "nats": _Automatic(
+        "brokers.nats_jetstream:NatsTransport", lambda s: s.nats.url is not None, "set PGOUTBOX_NATS_URL"
+    ),
+    "rabbitmq": _Automatic(
+        "brokers.rabbitmq:RabbitMQTransport", lambda s: s.rabbitmq.url is not None, "set PGOUTBOX_RABBITMQ_URL"
+    ),
+    "kafka": _Automatic(
+        "brokers.kafka:KafkaTransport", lambda s: s.kafka.servers is not None, "set PGOUTBOX_KAFKA_SERVERS"
+    ),
 }
+
+
+def is_configured(scheme: str, settings: Settings) -> bool:
+    """Whether a worker with these settings has a transport of its own for the scheme."""
+    return scheme in _AUTOMATIC and _AUTOMATIC[scheme].is_configured(settings)
+
+
+def build(scheme: str, settings: Settings) -> Transport:
+    """Return the automatic transport of a scheme.
+
+    Raises `MissingExtraError` if its extra is not installed, and `ConfigurationError` if a setting is unusable.
+    """
+    kind = resolve_name(f"pgoutbox.transports.{_AUTOMATIC[scheme].place}")
+    return cast("Transport", kind(settings))
+
+
+def complete(given: Mapping[str, Transport], settings: Settings) -> dict[str, Transport]:
+    """Return the transports by scheme: the given ones, and for other schemes the ones that the settings configure.
+
+    Raises the errors of `build`.
+    """
+    transports = dict(given)
+    for scheme in _AUTOMATIC:
+        if scheme == "http" or scheme in transports:
+            continue  # The transport for https serves http too.
+        # With secrets in the settings, the application sends webhooks: report a missing extra.
+        if is_configured(scheme, settings) or (scheme == "https" and settings.webhook.secrets is not None):
+            transport = build(scheme, settings)
+            transports = dict.fromkeys(transport.schemes, transport) | transports
+    return transports
 
 
 def hint_for(scheme: str) -> str:
     """Return how to configure the transport of a scheme, as the end of a sentence about a missing one."""
-    return _HINTS.get(scheme, "")
+    return f"; {_AUTOMATIC[scheme].hint}" if scheme in _AUTOMATIC else ""
 
 
 class MissingTransport:
@@ -60,44 +121,3 @@ class MissingTransport:
 def missing_key(scheme: str) -> str:
     """Return the key of the breaker that workers without a transport for this scheme open."""
     return f"{scheme}:no-transport"
-
-
-def complete(given: Mapping[str, Transport], settings: Settings) -> dict[str, Transport]:
-    """Return the transports by scheme: the given ones, and for other schemes the ones that the settings configure.
-
-    Raises `MissingExtraError` if the extra of a configured transport is not installed.
-    """
-    transports = dict(given)
-    if "mailto" not in transports and settings.smtp_host is not None:
-        from pgoutbox.transports.smtp import SmtpTransport
-
-        transports["mailto"] = SmtpTransport(settings)
-    if "apprise" not in transports and settings.apprise_urls is not None:
-        from pgoutbox.transports.apprise import AppriseTransport
-
-        transports["apprise"] = AppriseTransport(settings)
-    if "https" not in transports:
-        from pgoutbox.transports.webhook import WebhookTransport
-        from pgoutbox.transports.webhook.transport import is_installed
-
-        # With secrets in the settings, the application sends webhooks: report a missing extra.
-        if is_installed() or settings.webhook_secrets is not None:
-            webhook = WebhookTransport(settings)
-            transports = dict.fromkeys(webhook.schemes, webhook) | transports
-    if "redis" not in transports and settings.redis_url is not None:
-        from pgoutbox.transports.brokers.redis_streams import RedisTransport
-
-        transports["redis"] = RedisTransport(settings)
-    if "nats" not in transports and settings.nats_url is not None:
-        from pgoutbox.transports.brokers.nats_jetstream import NatsTransport
-
-        transports["nats"] = NatsTransport(settings)
-    if "rabbitmq" not in transports and settings.rabbitmq_url is not None:
-        from pgoutbox.transports.brokers.rabbitmq import RabbitMQTransport
-
-        transports["rabbitmq"] = RabbitMQTransport(settings)
-    if "kafka" not in transports and settings.kafka_servers is not None:
-        from pgoutbox.transports.brokers.kafka import KafkaTransport
-
-        transports["kafka"] = KafkaTransport(settings)
-    return transports

@@ -25,10 +25,19 @@ def verifying_context(*, variable: str | None = None, ca_file: str | None = None
     return context
 
 
-def demand_tls_for(variable: str, ca_file: str | None, other: str, with_tls: str, *, has_tls: bool) -> None:
-    """Refuse a CA file for a connection in plain text: the setting implies an encrypted one."""
+def client_context(
+    server: str, ca_file: str | None, setting: str, with_tls: str, *, has_tls: bool, given: ssl.SSLContext | None = None
+) -> ssl.SSLContext | None:
+    """Return the `given` context, or else a verifying one if the connection has TLS.
+
+    `setting` of the `server` decides on TLS. A CA file implies TLS, so it is refused for plain text.
+    """
+    variable = f"PGOUTBOX_{server}_CA_FILE"
     if ca_file is not None and not has_tls:
-        raise ConfigurationError(f"{variable} is set, but {other} asks for plain text; use {with_tls}")
+        raise ConfigurationError(
+            f"{variable} is set, but PGOUTBOX_{server}_{setting} asks for plain text; use {with_tls}"
+        )
+    return given or (verifying_context(variable=variable, ca_file=ca_file) if has_tls else None)
 
 
 def describe_refusal(error: BaseException) -> str | None:

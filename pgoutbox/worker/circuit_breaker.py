@@ -90,8 +90,8 @@ class _Circuit:
         self.failure_count += 1
         self.window_failed_count += 1
         count = self.window_sent_count + self.window_failed_count
-        return self.failure_count >= settings.breaker_failures or (
-            count >= _WINDOW_MIN_COUNT and self.window_failed_count >= settings.breaker_error_rate * count
+        return self.failure_count >= settings.breaker.failures or (
+            count >= _WINDOW_MIN_COUNT and self.window_failed_count >= settings.breaker.error_rate * count
         )
 
     def open(self, row: BreakerRow) -> None:
@@ -278,7 +278,7 @@ class CircuitBreakers:
 
     def _add(self, key: str, *, is_part: bool) -> _Circuit:
         if len(self._circuits) >= _MANY:
-            long_ago = elapsed_clock() - self._settings.breaker_max_cooldown_seconds - _WINDOW_SECONDS
+            long_ago = elapsed_clock() - self._settings.breaker.max_cooldown_seconds - _WINDOW_SECONDS
             for circuit in list(self._circuits.values()):
                 if (
                     not (circuit.under_way_count or circuit.waiting_count)

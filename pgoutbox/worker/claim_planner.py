@@ -21,6 +21,7 @@ from typing import Final
 
 from pgoutbox.database.store import ClaimedRow, DueRow, Floor
 from pgoutbox.errors import ConfigurationError
+from pgoutbox.text import NAME
 from pgoutbox.worker.arrivals import Arrivals
 from pgoutbox.worker.crash_suspects import CrashSuspects
 
@@ -59,7 +60,7 @@ def parse_queues(values: Sequence[str]) -> tuple[QueueShare, ...]:
     """
     shares = []
     for value in values:
-        match = re.fullmatch(r"([a-z][a-z0-9_.-]{0,62})(?::([1-9][0-9]{0,3}))?", value)
+        match = re.fullmatch(rf"({NAME.pattern})(?::([1-9][0-9]{{0,3}}))?", value)
         if match is None:
             raise ConfigurationError(
                 f"queue {value!r}: give NAME or NAME:WEIGHT, the name of a-z, 0-9, underscore, dot and hyphen, "

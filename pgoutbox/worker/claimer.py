@@ -331,7 +331,7 @@ class Claimer:
             "topics": self._topics,
             "hold_topics": self._hold_topics,
             "total": total,
-            "held": self._held,
+            "in_flight": self._held,
             "clock_limit": self._clock.limit(now),
             "set_aside": self._set_aside.ids(now),
         }

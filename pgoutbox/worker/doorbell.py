@@ -254,7 +254,7 @@ class Doorbell:
             try:
                 with (
                     self._reading_suspended(connection),
-                    deadline(connection, self._settings.probe_timeout_seconds),
+                    deadline(connection, self._settings.listener_heartbeat_timeout_seconds),
                 ):
                     cursor = await connection.execute(statement, parameters)
                     return await cursor.fetchall() if cursor.description is not None else []
@@ -370,14 +370,14 @@ class Doorbell:
         if connection is not None:
             with contextlib.suppress(psycopg.Error, OSError):
                 if self._is_pooled and not connection.closed:
-                    with deadline(connection, self._settings.probe_timeout_seconds):
+                    with deadline(connection, self._settings.listener_heartbeat_timeout_seconds):
                         await connection.execute(sql.UNLISTEN, prepare=False)  # The session stays in the pool.
                 await connection.close()
 
     async def _keep_alive(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.probe_seconds):
+                async with asyncio.timeout(self._settings.listener_heartbeat_seconds):
                     await self._lost.wait()
             if not self._lost.is_set():
                 await self._probe()

@@ -56,7 +56,7 @@ class AttemptExecutor:
         self._run: Runner = self._run_handler
         for one in reversed(middleware):
             self._run = partial(_run_through, one, telemetry, call_next=self._run)
-        if settings.otel_traces and (tracing := Tracing.at_start()) is not None:
+        if settings.otel.traces and (tracing := Tracing.at_start()) is not None:
             self._run = partial(_run_traced, tracing, call_next=self._run)
             send = partial(_send_traced, tracing)
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pgoutbox-handler")
@@ -65,8 +65,8 @@ class AttemptExecutor:
             transports,
             self._threads,
             lease_seconds=settings.lease_seconds,
-            redirect_to=settings.redirect_to,
-            send=self.breakers.send if settings.breaker else send,
+            redirect_to=settings.redirect.to,
+            send=self.breakers.send if settings.breaker.enabled else send,
         )
         self._transactions = Transactions(settings, store, self._dispatcher, self._threads)
 

@@ -43,7 +43,7 @@ class Maintenance:
         self._store = store
         self._telemetry = telemetry
         self._interval_seconds = settings.maintenance_interval_seconds
-        self._memory = PartitionCache()
+        self._cache = PartitionCache()
         self._trouble: str | None = None
         self._stopping = threading.Event()
         self._connection: psycopg.Connection[TupleRow] | None = None
@@ -99,7 +99,7 @@ class Maintenance:
         deadline = time.monotonic() + min(_TURN_SECONDS, self._interval_seconds)
         turn = MaintenanceRun(
             facts,
-            self._memory,
+            self._cache,
             batch_size=_BATCH,
             is_over=lambda: self._stopping.is_set() or time.monotonic() > deadline,
             pause=self._stopping.wait,

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
-from typing import Final, LiteralString
+from typing import Any, Final, LiteralString
 
 import psycopg
 import psycopg_pool
@@ -75,12 +75,8 @@ class Transactions:
             attempt.connection = connection
             with self._lent(connection, attempt):
                 (outcome,) = await self._dispatcher.run((attempt,))
-            if not isinstance(outcome, Sent):
-                raise _NotSentError(outcome)
-            _check_usable(connection)
+            _require_sent(outcome, connection, attempt)
             message = attempt.message
-            if attempt.done:
-                raise _lost(message)
             forgets = await self._store.forgets_sent((message.topic,))
             if not await complete_within(
                 connection, message.id, attempt.attempt_count, worker=self._store.worker, forgets=forgets
@@ -102,11 +98,7 @@ class Transactions:
                     result = handler.function(message, SyncContext(attempt, loop, connection))
                 sending = asyncio.run_coroutine_threadsafe(self._dispatcher.conclude(attempt, message, result), loop)
                 outcome = sending.result()
-                if not isinstance(outcome, Sent):
-                    raise _NotSentError(outcome)
-                _check_usable(connection)
-                if attempt.done:
-                    raise _lost(message)
+                _require_sent(outcome, connection, attempt)
                 if not complete_within_sync(
                     connection, message.id, attempt.attempt_count, worker=self._store.worker, forgets=forgets
                 ):
@@ -141,20 +133,12 @@ class Transactions:
                 await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
 
             self._pool = psycopg_pool.AsyncConnectionPool(
-                conninfo_for(
-                    self._settings.require_dsn(),
-                    purpose="handler",
-                    connect_timeout_seconds=self._settings.connect_timeout_seconds,
-                ),
                 connection_class=AsyncConnection[TupleRow],
-                kwargs=_connection_options(self._settings),
                 configure=configure,
                 reset=reset,
                 check=psycopg_pool.AsyncConnectionPool.check_connection,
-                min_size=0,
-                max_size=self._settings.concurrency,
-                timeout=self._settings.connect_timeout_seconds,
                 open=False,
+                **_pool_options(self._settings),
             )
             await self._pool.open()
         return self._pool
@@ -172,20 +156,12 @@ class Transactions:
                 connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
 
             self._sync_pool = psycopg_pool.ConnectionPool(
-                conninfo_for(
-                    self._settings.require_dsn(),
-                    purpose="handler",
-                    connect_timeout_seconds=self._settings.connect_timeout_seconds,
-                ),
                 connection_class=Connection[TupleRow],
-                kwargs=_connection_options(self._settings),
                 configure=configure,
                 reset=reset,
                 check=psycopg_pool.ConnectionPool.check_connection,
-                min_size=0,
-                max_size=self._settings.concurrency,
-                timeout=self._settings.connect_timeout_seconds,
                 open=True,
+                **_pool_options(self._settings),
             )
         return self._sync_pool
 
@@ -204,15 +180,29 @@ async def _make_sure(attempt: Attempt) -> None:
         raise _NotSentError(Snooze(0)) from error  # The handler has not begun, so no attempt is used up.
 
 
-def _connection_options(settings: Settings) -> dict[str, object]:
-    return {"prepare_threshold": None} if settings.pooled else {}
+def _pool_options(settings: Settings) -> dict[str, Any]:
+    seconds = settings.connect_timeout_seconds
+    return {
+        "conninfo": conninfo_for(settings.require_dsn(), purpose="handler", connect_timeout_seconds=seconds),
+        "kwargs": {"prepare_threshold": None} if settings.pooled else {},
+        "min_size": 0,
+        "max_size": settings.concurrency,
+        "timeout": seconds,
+    }
 
 
-def _check_usable(connection: psycopg.AsyncConnection[TupleRow] | psycopg.Connection[TupleRow]) -> None:
+def _require_sent(
+    outcome: Outcome, connection: psycopg.AsyncConnection[TupleRow] | psycopg.Connection[TupleRow], attempt: Attempt
+) -> None:
+    """Raise unless the attempt's message may be completed on its handler's connection."""
+    if not isinstance(outcome, Sent):
+        raise _NotSentError(outcome)
     if connection.autocommit:
         raise _NotSentError(Transient("the handler switched its connection to autocommit"))
     if connection.info.transaction_status == psycopg.pq.TransactionStatus.INERROR:
         raise _NotSentError(Transient("the handler returned with its transaction aborted; nothing was committed"))
+    if attempt.done:
+        raise _lost(attempt.message)
 
 
 def _lost(message: Message[object]) -> LeaseLostError:

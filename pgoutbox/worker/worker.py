@@ -102,7 +102,7 @@ class Worker:
         self._queues = QueueSchedule(queues, now=elapsed_clock())
         self.name = _name_for(self._settings)
         self.telemetry = Telemetry(_log)
-        self._redirect = Redirect.at_start(self._settings)
+        self._redirect = Redirect.at_start(self._settings.redirect)
         self._keyring = keyring_of(self._settings.encryption_keys)
         self._transports = transports if transports is not None else outbox.transports_for(self._settings)
         self._open_topics = list(self._topics)  # Topics whose outcomes the database does not refuse.
@@ -596,7 +596,7 @@ class Worker:
             await self._bell.lower()
             await self._sleep_long(_POLL_SECONDS)
         elif await self._arm_and_look():
-            await self._sleep_long(self._settings.sweep_seconds)
+            await self._sleep_long(self._settings.poll_interval_seconds)
 
     async def _arm_and_look(self) -> bool:
         """Arm the bell and poll once more. Return False if there is work before this worker may sleep."""

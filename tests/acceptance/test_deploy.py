@@ -17,7 +17,7 @@ import yaml
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import OF_THE_DATABASE, OF_WORKERS, Kind
-from pgoutbox.settings import Settings, load_settings
+from pgoutbox.settings import VARIABLES, Settings, load_settings
 from tests.support.missing import server_missing
 
 if TYPE_CHECKING:
@@ -254,13 +254,12 @@ def test_the_settings_in_the_manifests_are_valid(monkeypatch: pytest.MonkeyPatch
     values: dict[str, str] = {}
     for source in sources_of(worker):
         values |= found[source].get("data", {}) | found[source].get("stringData", {})
-    known = {f"PGOUTBOX_{name.upper()}" for name in Settings.model_fields}
-    assert values.keys() <= known
+    assert values.keys() <= VARIABLES
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     settings = load_settings()
     port = next(port["containerPort"] for port in worker["ports"] if port["name"] == "metrics")
-    assert settings.metrics_address == f"0.0.0.0:{port}"
+    assert settings.metrics.address == f"0.0.0.0:{port}"
     spec = found["Deployment", "pgoutbox-worker"]["spec"]["template"]["spec"]
     assert spec["terminationGracePeriodSeconds"] >= settings.shutdown_grace_seconds + CLOSING_SECONDS
 
@@ -324,4 +323,4 @@ def test_the_unit_allows_the_worker_its_stop_time_and_uses_its_watchdog() -> Non
     assert int(options["TimeoutStopSec"].rstrip("s")) >= GRACE_SECONDS + CLOSING_SECONDS
     assert options["RestartPreventExitStatus"] == "2"
     environment = dict(value.split("=", 1) for name, _, value in lines if name == "Environment")
-    assert environment.keys() <= {f"PGOUTBOX_{name.upper()}" for name in Settings.model_fields}
+    assert environment.keys() <= VARIABLES

@@ -91,7 +91,7 @@ def shell(dsn: str, inbox: Inbox, tmp_path: Path) -> Shell:
         "PGOUTBOX_SMTP_HOST": "127.0.0.1",
         "PGOUTBOX_SMTP_PORT": str(inbox.port),
         "PGOUTBOX_SMTP_SECURITY": "none",
-        "PGOUTBOX_SMTP_FROM": "office@club.test",
+        "PGOUTBOX_SMTP_SENDER": "office@club.test",
         "SEARCH_INDEX": str(tmp_path / "index.jsonl"),
     }
     return Shell(environment)

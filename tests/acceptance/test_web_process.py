@@ -77,9 +77,9 @@ def refusal(*arguments: str, **settings: str) -> str:
 
 
 def test_it_refuses_to_start_without_credentials_or_with_invalid_ones() -> None:
-    assert "set PGOUTBOX_WEB_OPERATOR_TOKEN" in refusal()
-    assert "entry 1 has no token of 20" in refusal(web_operator_token=CANARY)
-    assert "PGOUTBOX_WEB_SECRET" in refusal(web_operator_token=OPERATOR_TOKEN, web_secret=CANARY)
+    assert "set PGOUTBOX_WEB_OPERATOR_TOKENS" in refusal()
+    assert "entry 1 has no token of 20" in refusal(web_operator_tokens=CANARY)
+    assert "PGOUTBOX_WEB_SECRET" in refusal(web_operator_tokens=OPERATOR_TOKEN, web_secret=CANARY)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
@@ -88,13 +88,13 @@ def test_it_refuses_anonymous_access_off_loopback(host: str) -> None:
 
 
 def test_it_refuses_anonymous_access_with_credentials_or_an_unknown_role() -> None:
-    assert "omit --insecure" in refusal("--insecure", web_viewer_token=VIEWER_TOKEN)
+    assert "omit --insecure" in refusal("--insecure", web_viewer_tokens=VIEWER_TOKEN)
     assert "viewer or operator" in refusal("--insecure", "--role", "root")
 
 
 def test_an_address_of_another_machine_is_named_in_the_error() -> None:
-    assert "--host 192.0.2.1" in refusal("--host", "192.0.2.1", web_viewer_token=VIEWER_TOKEN)
-    assert "--host nowhere.invalid" in refusal("--host", "nowhere.invalid", web_viewer_token=VIEWER_TOKEN)
+    assert "--host 192.0.2.1" in refusal("--host", "192.0.2.1", web_viewer_tokens=VIEWER_TOKEN)
+    assert "--host nowhere.invalid" in refusal("--host", "nowhere.invalid", web_viewer_tokens=VIEWER_TOKEN)
 
 
 def test_a_missing_extra_is_reported_with_its_install_command() -> None:
@@ -112,7 +112,7 @@ def test_a_missing_extra_is_reported_with_its_install_command() -> None:
 
 
 def test_it_serves_prints_its_url_and_never_shows_a_secret(dsn: str, tmp_path: Path, started: list[WebProcess]) -> None:
-    tokens = {"web_operator_token": f"ada:{OPERATOR_TOKEN}", "web_viewer_token": VIEWER_TOKEN, "web_secret": SECRET}
+    tokens = {"web_operator_tokens": f"ada:{OPERATOR_TOKEN}", "web_viewer_tokens": VIEWER_TOKEN, "web_secret": SECRET}
     process = WebProcess(tmp_path, dsn=dsn, log_level="DEBUG", **tokens)
     started.append(process)
     url = process.url()

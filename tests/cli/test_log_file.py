@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgoutbox.cli.console import configure_logging
-from pgoutbox.settings import load_settings
+from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ def test_the_log_is_appended_to_the_file_and_stderr_stays_silent(
 ) -> None:
     path = tmp_path / "worker.log"
     path.write_text('{"message": "before"}\n')
-    configure_logging(load_settings(log_file=str(path), log_format="json"))
+    configure_logging(settings_with(log_file=str(path), log_format="json"))
     log("hello", event="greeted", message_id=7)
     before, hello = records_of(path)
     assert before == {"message": "before"}
@@ -51,7 +51,7 @@ def test_the_log_is_appended_to_the_file_and_stderr_stays_silent(
 
 def test_a_moved_file_is_created_again(tmp_path: Path) -> None:
     path, moved = tmp_path / "worker.log", tmp_path / "worker.log.1"
-    configure_logging(load_settings(log_file=str(path), log_format="json"))
+    configure_logging(settings_with(log_file=str(path), log_format="json"))
     log("first")
     path.rename(moved)
     log("second")
@@ -63,7 +63,7 @@ def test_an_unavailable_file_logs_a_warning_and_the_log_goes_to_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "missing" / "worker.log"
-    configure_logging(load_settings(log_file=str(path)))
+    configure_logging(settings_with(log_file=str(path)))
     warning = f"warning: PGOUTBOX_LOG_FILE={path}: No such file or directory; the log goes to stderr\n"
     assert capsys.readouterr().err == warning
     log("hello")
@@ -76,7 +76,7 @@ def test_a_file_that_is_available_again_is_used_again(tmp_path: Path, capsys: py
     directory = tmp_path / "logs"
     directory.mkdir()
     path = directory / "worker.log"
-    configure_logging(load_settings(log_file=str(path), log_format="json"))
+    configure_logging(settings_with(log_file=str(path), log_format="json"))
     log("first")
     directory.rename(tmp_path / "away")
     log("meanwhile")
@@ -88,7 +88,7 @@ def test_a_file_that_is_available_again_is_used_again(tmp_path: Path, capsys: py
 
 
 def test_a_full_disk_loses_no_records_and_ends_no_worker(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging(load_settings(log_file="/dev/full"))
+    configure_logging(settings_with(log_file="/dev/full"))
     log("hello")
     warning, line = capsys.readouterr().err.splitlines()
     assert "No space left on device" in warning
@@ -98,7 +98,7 @@ def test_a_full_disk_loses_no_records_and_ends_no_worker(capsys: pytest.CaptureF
 def test_a_record_that_cannot_be_formatted_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)
     path = tmp_path / "worker.log"
-    configure_logging(load_settings(log_file=str(path)))
+    configure_logging(settings_with(log_file=str(path)))
     logging.getLogger("pgoutbox.test").info("%d", "no number")
     log("hello \ud800")
     assert path.read_text().count("\n") == 1
@@ -112,7 +112,7 @@ class RefusedError(Exception):
 def test_a_traceback_omits_the_detail_that_quotes_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], log_format: str
 ) -> None:
-    configure_logging(load_settings(log_format=log_format))
+    configure_logging(settings_with(log_format=log_format))
     text = (
         'duplicate key value violates unique constraint "member_pkey"\n'
         "DETAIL:  Key (email)=(canary@example.org) already exists.\nand canary on a second line\n"

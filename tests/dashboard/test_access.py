@@ -201,7 +201,7 @@ def test_an_operator_can_act_by_form_by_header_and_by_script(site: Site) -> None
 
 
 def test_a_password_signs_its_user_in(stack: ExitStack) -> None:
-    settings = web_settings(web_viewer_token=f"vera:{PASSWORD_HASH}")
+    settings = web_settings(web_viewer_tokens=f"vera:{PASSWORD_HASH}")
     site = open_site(stack, Access.from_settings(settings))
     client = site.client()
     assert 'name="name"' in client.get("/login").text
@@ -756,7 +756,7 @@ def test_without_a_sign_in_everybody_can_view_but_other_sites_cannot(stack: Exit
 
 
 def test_without_any_credentials_there_is_no_access() -> None:
-    with pytest.raises(ConfigurationError, match="PGOUTBOX_WEB_OPERATOR_TOKEN"):
+    with pytest.raises(ConfigurationError, match="PGOUTBOX_WEB_OPERATOR_TOKENS"):
         Access.from_settings(load_settings())
 
 

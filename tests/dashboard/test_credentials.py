@@ -19,7 +19,7 @@ from pgoutbox.dashboard.credentials import (
     people_of,
 )
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.settings import load_settings
+from tests.support.settings import settings_with
 
 CANARY = "c4n4ry-s3cret"
 TOKEN = f"{CANARY}-{CANARY}"
@@ -38,7 +38,7 @@ class Clock:
 
 
 def people(*, viewer: str | None = None, operator: str | None = None) -> tuple[Person, ...]:
-    return people_of(load_settings(web_viewer_token=viewer, web_operator_token=operator))
+    return people_of(settings_with(web_viewer_tokens=viewer, web_operator_tokens=operator))
 
 
 # --- people -----------------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def test_an_invalid_credential_is_refused_by_variable_and_entry_and_never_shown(
     with pytest.raises(ConfigurationError) as caught:
         people(operator=text)
     message = str(caught.value)
-    assert "PGOUTBOX_WEB_OPERATOR_TOKEN" in message
+    assert "PGOUTBOX_WEB_OPERATOR_TOKENS" in message
     assert reason in message
     assert CANARY not in message
     assert "$" not in message

@@ -83,8 +83,8 @@ def most_read(plan: dict[str, Any]) -> int:
 @pytest.mark.parametrize(
     ("name", "parameters", "bound"),
     [
-        ("LIVE_QUEUES", {"queue": None, "queues": 10, "cap": CAP}, 3 * CAP),
-        ("LIVE_QUEUES", {"queue": "default", "queues": 10, "cap": CAP}, 3 * CAP),
+        ("LIVE_QUEUES", {"queue": None, "queues": 10, "cap": CAP}, 8 * CAP),
+        ("LIVE_QUEUES", {"queue": "default", "queues": 10, "cap": CAP}, 8 * CAP),
         ("LEASE_HOLDERS", {"cap": CAP}, CAP),
         ("COUNT_DONE", {"cap": CAP}, CAP),
         ("FAILED_LATELY", {"cap": CAP}, CAP),

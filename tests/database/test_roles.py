@@ -118,10 +118,10 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "_forget_sent",
         "_in_flight_of",
         "_newer_pending",
-        "_lock_newer_pending",
+        "_lock_if_due",
         "_is_limited",
         "_renewed_until",
-        "_has_strict_due",
+        "_newest_is_due",
         "next_permit_at",
         "_permits",
         "_redacted_text",
@@ -382,9 +382,6 @@ def test_dynamic_sql_quotes_every_name(rolled_back: psycopg.Connection) -> None:
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
-ENQUEUE_UNCHECKED: Final = (
-    "SELECT pgoutbox._write_message(1, 't', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, true)"
-)
 ENQUEUE_CHECKED: Final = (
     "SELECT pgoutbox._enqueue_checked"
     "('t', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, true)"
@@ -426,7 +423,6 @@ WRITES: Final = (
         "EXECUTE FUNCTION pg_catalog.suppress_redundant_updates_trigger()"
     ),
     "SELECT pgoutbox.set_up_roles()",
-    ENQUEUE_UNCHECKED,
     ENQUEUE_CHECKED,
     "SET ROLE pgoutbox_owner",
     "SET SESSION AUTHORIZATION pgoutbox_owner",
@@ -900,8 +896,8 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (WORKER, "SELECT pgoutbox._forget_sent('{1}', '{1}', 'w')"),
     (WORKER, "SELECT pgoutbox._permits('limited', 5)"),
     (WORKER, "SELECT pgoutbox._newer_pending('mail', 'k', 'default', 1)"),
-    (WORKER, "SELECT pgoutbox._lock_newer_pending('mail', 'k', 'default', 1)"),
-    (WORKER, "SELECT pgoutbox._has_strict_due('mail', 'k', 'default')"),
+    (WORKER, "SELECT pgoutbox._lock_if_due(1)"),
+    (WORKER, "SELECT pgoutbox._newest_is_due('mail', 'k', 'default')"),
     (WORKER, "SELECT pgoutbox._is_limited('default')"),
     (WORKER, "SELECT pgoutbox._take_turn('default')"),
     (WORKER, "SELECT pgoutbox._renewed_until(1, 1, 'w')"),

@@ -236,9 +236,8 @@ def test_public_may_execute_no_function(rolled_back: psycopg.Connection) -> None
     assert [name for name, executable in functions if executable] == []
 
 
-# Only its owner may call the second function, and only _enqueue_checked does, which has a pinned path. Every producer
-# calls the first one, so the following tests check each name in it.
-WRITES_WITHOUT_SETTINGS = ["_enqueue_receipt", "_write_message"]
+# Every producer calls it, so the following test checks each name in it.
+WRITES_WITHOUT_SETTINGS = ["_enqueue_receipt"]
 
 
 def test_functions_that_write_pin_their_search_path(rolled_back: psycopg.Connection) -> None:

@@ -33,6 +33,7 @@ from tests.support.outbox_actions import WatchedWorker, claim, enqueue, lapse, r
 from tests.support.partitions import add_partition
 from tests.support.proxy import proxy_to
 from tests.support.servers import OwnServer, Workshop, open_workshop
+from tests.support.settings import settings_with
 from tests.support.smtp_server import accepting_server
 from tests.support.waiting import wait_until
 
@@ -50,7 +51,7 @@ HOUR_AGO: Final = "UPDATE pgoutbox.message SET available_at = now() - interval '
 
 def settings_of(dsn: str, **overrides: object) -> Settings:
     given: dict[str, object] = {"dsn": dsn, "connect_timeout_seconds": 5}
-    return load_settings(**given | overrides)
+    return settings_with(**given | overrides)
 
 
 def found(
@@ -155,18 +156,18 @@ def test_a_misspelt_variable_is_named_with_the_intended_setting(dsn: str) -> Non
 
 
 def test_a_redirect_is_a_warning_and_a_forbidden_redirect_is_a_problem(dsn: str) -> None:
-    redirect = settings_of(dsn, redirect_to="tester@club.org", redirect_except="@club.org")
+    redirect = settings_of(dsn, redirect_to="tester@club.org", redirect_exempt="@club.org")
     expect(found(redirect, "settings"), Level.WARNING, "tester@club.org", "your users get no e-mail", "unset")
-    forbidden = settings_of(dsn, redirect_to="tester@club.org", redirect_forbidden="2020-01-01/2199-01-01")
-    expect(found(forbidden, "settings"), Level.PROBLEM, "PGOUTBOX_REDIRECT_FORBIDDEN", "does not start")
+    forbidden = settings_of(dsn, redirect_to="tester@club.org", redirect_blackout="2020-01-01/2199-01-01")
+    expect(found(forbidden, "settings"), Level.PROBLEM, "PGOUTBOX_REDIRECT_BLACKOUT", "does not start")
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"log_level": "DEBUG"}, "PGOUTBOX_LOG_LEVEL=DEBUG"),
-        ({"webhook_excerpt_length": 80}, "PGOUTBOX_WEBHOOK_EXCERPT_LENGTH=80"),
-        ({"breaker": False}, "PGOUTBOX_BREAKER=false"),
+        ({"webhook_error_body_chars": 80}, "PGOUTBOX_WEBHOOK_ERROR_BODY_CHARS=80"),
+        ({"breaker_enabled": False}, "PGOUTBOX_BREAKER_ENABLED=false"),
     ],
 )
 def test_settings_for_testing_are_warnings(dsn: str, given: dict[str, object], words: str) -> None:
@@ -296,7 +297,7 @@ def test_a_listener_on_another_database_is_a_problem(dsn: str, empty_dsn: str) -
 
 def test_a_listener_that_cannot_connect_is_a_problem(dsn: str) -> None:
     settings = settings_of(dsn, listen_dsn=f"postgresql://app:{CANARY}@127.0.0.1:1/app", connect_timeout_seconds=1)
-    finding = expect(found(settings, "listener"), Level.PROBLEM, "PGOUTBOX_LISTEN_DSN", "waits for the next sweep")
+    finding = expect(found(settings, "listener"), Level.PROBLEM, "PGOUTBOX_LISTEN_DSN", "waits for the next poll")
     assert CANARY not in str(finding)
 
 
@@ -961,7 +962,7 @@ async def test_a_healthy_installation_has_no_findings_to_fix(own: OwnServer, han
     await asyncio.to_thread(migrate.upgrade, dsn)
     async with accepting_server() as inbox:
         settings = settings_of(
-            dsn, smtp_host="127.0.0.1", smtp_port=inbox.port, smtp_security="none", smtp_from="Club <club@club.org>"
+            dsn, smtp_host="127.0.0.1", smtp_port=inbox.port, smtp_security="none", smtp_sender="Club <club@club.org>"
         )
         worker = WatchedWorker(handled, settings=settings)
         async with running(worker):

@@ -15,10 +15,10 @@ from cryptography.fernet import Fernet
 from pgoutbox import Outbox
 from pgoutbox.doctor import Finding, Level, examine
 from pgoutbox.message import Message, Sent
-from pgoutbox.settings import load_settings
 from pgoutbox.transports.smtp import SmtpTransport
 from tests.support.brokers import HOST, kafka_server, nats_server, rabbitmq_server, redis_server
 from tests.support.command_line import run_on_terminal, run_process
+from tests.support.settings import settings_with
 from tests.support.smtp_server import accepting_server, mail_settings, scripted_server
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ async def greet(message: Message, ctx: Context) -> None: ...
 def found(check: str, outbox: Outbox | None = None, /, **given: object) -> list[Finding]:
     """Run one check without a database."""
     dsn = "host=127.0.0.1 port=1"
-    settings = load_settings(**({"dsn": dsn, "connect_timeout_seconds": 1, "broker_timeout_seconds": 2} | given))
+    settings = settings_with(**({"dsn": dsn, "connect_timeout_seconds": 1, "broker_timeout_seconds": 2} | given))
     return [finding for finding in examine(settings, outbox) if finding.check == check]
 
 
@@ -73,52 +73,52 @@ def expect(findings: list[Finding], level: Level, *words: str) -> Finding:
 )
 async def test_an_unedited_example_sender_is_a_problem(sender: str) -> None:
     async with accepting_server() as inbox:
-        findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_from": sender})
-    expect(findings, Level.PROBLEM, f"PGOUTBOX_SMTP_FROM={sender} is still the placeholder", "not yours")
+        findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_sender": sender})
+    expect(findings, Level.PROBLEM, f"PGOUTBOX_SMTP_SENDER={sender} is still the placeholder", "not yours")
     expect(findings, Level.OK, "accepts e-mail")
 
 
 @pytest.mark.parametrize("sender", ["root@localhost", "Shop <a@shop.test>", "a@club.invalid"])
 async def test_a_sender_of_a_test_system_is_a_warning_that_says_so(sender: str) -> None:
     async with accepting_server() as inbox:
-        findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_from": sender})
-    warned = expect(findings, Level.WARNING, f"PGOUTBOX_SMTP_FROM={sender} is reserved for tests")
+        findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_sender": sender})
+    warned = expect(findings, Level.WARNING, f"PGOUTBOX_SMTP_SENDER={sender} is reserved for tests")
     assert "placeholder" not in warned.what
     expect(findings, Level.OK, "accepts e-mail")
 
 
 async def test_a_refused_sender_is_a_problem() -> None:
     async with scripted_server({"MAIL": "553 5.1.8 unknown"}) as server:
-        given = mail_settings(server.port) | {"smtp_from": "Club <a@club.org>"}
-        expect(await afound("smtp", **given), Level.PROBLEM, "MAIL: 553 5.1.8 unknown", "_FROM")
+        given = mail_settings(server.port) | {"smtp_sender": "Club <a@club.org>"}
+        expect(await afound("smtp", **given), Level.PROBLEM, "MAIL: 553 5.1.8 unknown", "_SENDER")
     assert "MAIL FROM:<a@club.org>" in server.commands
     assert "RCPT" not in server.verbs
 
 
 async def test_an_example_server_and_an_example_alert_address_are_problems() -> None:
-    findings = await afound("smtp", smtp_host="smtp.example.com", smtp_from="a@club.org", smtp_timeout_seconds=1)
+    findings = await afound("smtp", smtp_host="smtp.example.com", smtp_sender="a@club.org", smtp_timeout_seconds=1)
     assert findings[0].level is Level.PROBLEM
     assert "PGOUTBOX_SMTP_HOST=smtp.example.com is still the placeholder" in findings[0].what
     async with accepting_server() as inbox:
-        given = mail_settings(inbox.port) | {"smtp_from": "a@club.org", "alert_destination": "mailto:ops@example.org"}
+        given = mail_settings(inbox.port) | {"smtp_sender": "a@club.org", "alert_destination": "mailto:ops@example.org"}
         expect(await afound("smtp", **given), Level.PROBLEM, "PGOUTBOX_ALERT_DESTINATION=mailto:ops@example.org")
 
 
 async def test_an_accepting_mail_server_is_in_order_and_gets_no_mail() -> None:
     async with accepting_server() as inbox:
-        findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_from": "Club <club@example-club.org>"})
+        findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_sender": "Club <club@example-club.org>"})
         assert [finding.level for finding in findings] == [Level.OK]
         assert (inbox.connection_count, inbox.received) == (1, [])
 
 
 async def test_a_missing_sender_is_a_warning() -> None:
     async with accepting_server() as inbox:
-        findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_from": None})
-    expect(findings, Level.WARNING, "PGOUTBOX_SMTP_FROM is not set")
+        findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_sender": None})
+    expect(findings, Level.WARNING, "PGOUTBOX_SMTP_SENDER is not set")
 
 
 def test_plain_text_to_another_machine_is_a_problem() -> None:
-    given = {"smtp_host": NOWHERE, "smtp_security": "none", "smtp_from": "a@club.org", "smtp_timeout_seconds": 0.5}
+    given = {"smtp_host": NOWHERE, "smtp_security": "none", "smtp_sender": "a@club.org", "smtp_timeout_seconds": 0.5}
     findings = found("smtp", **given)
     assert [finding.level for finding in findings] == [Level.PROBLEM, Level.PROBLEM]
     assert f"PGOUTBOX_SMTP_SECURITY=none to {NOWHERE}" in findings[0].what
@@ -127,7 +127,7 @@ def test_plain_text_to_another_machine_is_a_problem() -> None:
 
 async def test_a_server_without_encryption_is_a_problem() -> None:
     async with accepting_server() as inbox:
-        given = mail_settings(inbox.port) | {"smtp_from": "a@club.org", "smtp_security": "starttls"}
+        given = mail_settings(inbox.port) | {"smtp_sender": "a@club.org", "smtp_security": "starttls"}
         expect(await afound("smtp", **given), Level.PROBLEM, "STARTTLS: the server does not offer it")
 
 
@@ -138,24 +138,24 @@ async def test_an_unknown_authority_and_a_refused_password_are_problems() -> Non
     authority.configure_trust(ours)
     async with accepting_server(starttls=theirs, password=b"right") as inbox:
         given = mail_settings(inbox.port) | {
-            "smtp_from": "a@club.org",
+            "smtp_sender": "a@club.org",
             "smtp_security": "starttls",
             "smtp_username": "club",
             "smtp_password": CANARY,
         }
         expect(await afound("smtp", **given), Level.PROBLEM, "certificate")
         assert inbox.logins == []
-        own = Outbox(transports=[SmtpTransport(load_settings(**given), tls_context=ours)])
+        own = Outbox(transports=[SmtpTransport(settings_with(**given), tls_context=ours)])
         expect(await afound("smtp", own, **given), Level.PROBLEM, "AUTH: 535", "PGOUTBOX_SMTP_HOST")
         right = given | {"smtp_password": "right"}
-        own = Outbox(transports=[SmtpTransport(load_settings(**right), tls_context=ours)])
+        own = Outbox(transports=[SmtpTransport(settings_with(**right), tls_context=ours)])
         expect(await afound("smtp", own, **right), Level.OK, "STARTTLS, signed in")
         assert inbox.received == []
 
 
 def test_settings_that_stop_a_worker_at_its_start_are_a_problem() -> None:
-    given = {"smtp_host": "mx.club.org", "smtp_from": "no address", "smtp_timeout_seconds": 0.5}
-    expect(found("smtp", **given), Level.PROBLEM, "PGOUTBOX_SMTP_FROM", "does not start")
+    given = {"smtp_host": "mx.club.org", "smtp_sender": "no address", "smtp_timeout_seconds": 0.5}
+    expect(found("smtp", **given), Level.PROBLEM, "PGOUTBOX_SMTP_SENDER", "does not start")
 
 
 def test_no_mail_server_means_no_check() -> None:

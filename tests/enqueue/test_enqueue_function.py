@@ -795,8 +795,8 @@ def preparing_dsn(open_directory: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-async def test_a_prepared_transaction_must_not_ring_and_the_sweep_finds_its_message(preparing_dsn: str) -> None:
-    outbox = Outbox(settings_for(preparing_dsn, sweep_seconds=0.1))
+async def test_a_prepared_transaction_must_not_ring_and_the_next_poll_finds_its_message(preparing_dsn: str) -> None:
+    outbox = Outbox(settings_for(preparing_dsn, poll_interval_seconds=0.1))
     seen: asyncio.Queue[object] = asyncio.Queue()
 
     @outbox.handler("mail")

@@ -291,7 +291,7 @@ async def test_a_forward_step_of_the_server_clock_causes_no_second_hand_over(wor
     may_end = asyncio.Event()
 
     def outbox(dsn: str) -> Outbox:
-        made = Outbox(settings_for(dsn, lease_seconds=6, sweep_seconds=0.2))
+        made = Outbox(settings_for(dsn, lease_seconds=6, poll_interval_seconds=0.2))
 
         @made.handler("greet")
         async def greet(message: Message, ctx: Context) -> None:

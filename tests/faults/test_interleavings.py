@@ -130,6 +130,12 @@ def build(db: psycopg.Connection, number: int, state: str) -> Scene:
     return scene
 
 
+def resend_if_sent(session: psycopg.Connection, scene: Scene) -> int | None:
+    """Resend as an operator. Return the copy."""
+    answer = Operator(session).resend(scene.message_id)
+    return answer.other_id if answer.is_done else None
+
+
 OPERATIONS: dict[str, Callable[[psycopg.Connection, Scene], object]] = {
     "enqueue": lambda s, scene: scene.enqueue(s),
     "enqueue coalesced": lambda s, scene: scene.enqueue(s, coalesce_key="k"),
@@ -142,7 +148,7 @@ OPERATIONS: dict[str, Callable[[psycopg.Connection, Scene], object]] = {
     ),
     "renew": lambda s, scene: renew(s, (scene.message_id, 1), worker=scene.worker),
     "redrive": lambda s, scene: Operator(s).redrive(scene.message_id),
-    "resend": lambda s, scene: Operator(s).resend(scene.message_id),
+    "resend": resend_if_sent,
     "prune": lambda s, scene: Operator(s).prune(OLD, states=sorted(FINAL_STATES), topic=scene.name),
 }
 ENQUEUES = ("enqueue", "enqueue coalesced", "enqueue deduped", "resend")
@@ -669,7 +675,7 @@ async def test_a_listener_behind_a_pooler_leaves_no_listen_in_the_server_session
             ).fetchall()
             return pid, channels
 
-    outbox = Outbox(settings_for(pooled_dsn, sweep_seconds=0.1))
+    outbox = Outbox(settings_for(pooled_dsn, poll_interval_seconds=0.1))
     delivered = asyncio.Event()
 
     @outbox.handler("greet")

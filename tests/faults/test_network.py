@@ -45,9 +45,9 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-# The sweep is an hour away. A message found without a ring is found because the worker knows that its listener is gone.
+# The next poll is an hour away. A message found without a ring shows that the worker knows that its listener is gone.
 # Statements that are not stalled must get their answer in time on a slow machine too.
-QUICK = {"probe_seconds": 2, "probe_timeout_seconds": 2, "connect_timeout_seconds": 5}
+QUICK = {"listener_heartbeat_seconds": 2, "listener_heartbeat_timeout_seconds": 2, "connect_timeout_seconds": 5}
 SHORT_OF_TIME = {"statement_timeout_seconds": 1, "connect_timeout_seconds": 2}
 
 
@@ -114,7 +114,7 @@ async def test_a_listener_behind_a_stalled_middlebox_is_replaced_after_the_probe
                 late = enqueue(db)
                 await until(lambda: receiver.delivered == [unheard, late])
             await heard.wait_for(LogEvent.LISTENER_BACK)
-            # The driver would ask the server to cancel the probe, and wait for the answer on the same dead network.
+            # The driver would ask the server to cancel the heartbeat, and wait for the answer on the same dead network.
             assert proxy.cancel_request_count == 0
             await until(lambda: proxy.open_count("pgoutbox listen") == 1)
             await fall_asleep(worker)
@@ -126,10 +126,10 @@ async def test_a_listener_behind_a_stalled_middlebox_is_replaced_after_the_probe
 async def test_keepalives_alone_never_detect_a_stalled_middlebox(
     dsn: str, db: psycopg.Connection, port: socket.socket
 ) -> None:
-    """While the doorbell's probe finds its listener dead, the kernel reports another such connection as alive."""
+    """While the doorbell's heartbeat finds its listener dead, the kernel reports another such connection as alive."""
     keepalives = "keepalives_idle=1 keepalives_interval=1 keepalives_count=1 tcp_user_timeout=1000"
     with proxy_to(dsn, port) as proxy, reports() as heard:
-        receiver = Receiver(proxy.dsn, probe_seconds=3, probe_timeout_seconds=3)
+        receiver = Receiver(proxy.dsn, listener_heartbeat_seconds=3, listener_heartbeat_timeout_seconds=3)
         worker = Sleeper(receiver.outbox)
         async with running(worker):
             await worker.asleep.wait()

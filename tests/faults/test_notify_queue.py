@@ -27,7 +27,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-QUICK = {"probe_seconds": 0.5, "probe_timeout_seconds": 0.5}
+QUICK = {"listener_heartbeat_seconds": 0.5, "listener_heartbeat_timeout_seconds": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ async def test_an_enqueue_commits_if_the_notification_queue_fills_before_a_worke
     small_server: OwnServer, db: psycopg.Connection, culprit: Culprit
 ) -> None:
     delivered: list[int] = []
-    worker = WatchedWorker(outbox_on(small_server, delivered, probe_seconds=600))
+    worker = WatchedWorker(outbox_on(small_server, delivered, listener_heartbeat_seconds=600))
     async with running(worker):
         await worker.sleeping.wait()
         culprit.fill(1.0)

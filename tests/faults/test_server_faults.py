@@ -680,7 +680,7 @@ class HeldWorker:
     """A worker whose handler waits for its outcome."""
 
     def __init__(self, dsn: str, *, concurrency: int = 1, on_unknown: OnUnknown = "retry") -> None:
-        outbox = Outbox(settings_for(dsn, concurrency=concurrency, sweep_seconds=1))
+        outbox = Outbox(settings_for(dsn, concurrency=concurrency, poll_interval_seconds=1))
         self.begun = asyncio.Event()
         self.begun_count = 0
         self.ends_with: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()

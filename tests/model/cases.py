@@ -332,7 +332,7 @@ TWICE_GUARDED = [
     ),
 ]
 
-# Cases in which only the sweep helps.
+# Cases in which only the periodic poll helps.
 LIMITS = [
     Case(replace(CUT_OFF, breaks=0, deaths=1), (), MISSED_0, 13),
     Case(replace(ROLLING, sends=((1,),), breaks=1), (), MISSED_1, 16),
@@ -376,7 +376,7 @@ TABLES = [
             "| --- | --- | --- | --- |",
         ],
     ),
-    (LIMITS, ["| without the sweep | result | in steps |", "| --- | --- | --- |"]),
+    (LIMITS, ["| without the periodic poll | result | in steps |", "| --- | --- | --- |"]),
 ]
 
 

@@ -1,8 +1,8 @@
 """The model of the doorbell: enqueue, arm, claim, sleep, ring, disarm, poll; with listeners that break, and workers
 that die or hang.
 
-There is no sweep and nothing falls due, so a missed wake-up is lost. Uninterrupted code of the event loop is one
-step. A statement is two steps: its effect on locks and its commit. A message is one bit of a mask.
+There is no periodic poll and nothing falls due, so a missed wake-up is lost. Uninterrupted code of the event loop is
+one step. A statement is two steps: its effect on locks and its commit. A message is one bit of a mask.
 """
 
 from __future__ import annotations

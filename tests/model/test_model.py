@@ -41,7 +41,7 @@ def test_a_promise_with_two_guards_holds_until_both_are_gone(case: Case) -> None
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases.LIMITS])
-def test_a_wake_up_is_missed_if_only_the_sweep_can_help(case: Case) -> None:
+def test_a_wake_up_is_missed_if_only_the_periodic_poll_can_help(case: Case) -> None:
     check(case, case.fault, case.length)
 
 

@@ -63,14 +63,14 @@ def test_a_wait_is_computed_only_from_the_clock_of_the_database() -> None:
         ({"looked_seconds_ago": 151.0, "busy": 4}, None),
         ({"is_listener_up": False}, "the listener is not connected"),
         ({"is_database_up": False}, "the database does not answer"),
-        ({"looked_seconds_ago": 151.0}, "the last sweep was 151 s ago"),
+        ({"looked_seconds_ago": 151.0}, "the last poll was 151 s ago"),
         ({"is_started": False}, "the worker has not started: it has not reached the database yet"),
         ({"is_stopping": True, "is_started": False}, "the worker is stopping"),
     ],
 )
 def test_a_worker_is_ready_unless_there_is_a_reason(change: dict[str, object], reason: str | None) -> None:
     vitals = replace(WELL, **change)  # type: ignore[arg-type] # the names and types are those of the fields
-    assert reasons_not_ready(vitals, sweep_seconds=60) == ([] if reason is None else [reason])
+    assert reasons_not_ready(vitals, poll_interval_seconds=60) == ([] if reason is None else [reason])
 
 
 class Loop:

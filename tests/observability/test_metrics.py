@@ -252,7 +252,7 @@ def test_topics_and_queues_beyond_the_limit_are_counted_as_other(dsn: str, db: p
     for number in range(5):
         for _ in range(number + 1):
             enqueue(db, f"topic{number}", queue=f"queue{number}")
-    backlog = Backlog(settings_for(dsn, metrics_max_names=2))
+    backlog = Backlog(settings_for(dsn, metrics_max_label_values=2))
     reading = backlog.ask().result()
     due = {(s.labels[0], s.labels[1]): s.value for s in reading.samples[MESSAGES] if s.labels[2] == "due"}
     assert due == {("topic3", "queue3"): 4, ("topic4", "queue4"): 5, ("other", "other"): 6}

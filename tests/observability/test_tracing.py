@@ -83,7 +83,7 @@ async def test_one_trace_covers_the_request_the_transaction_and_the_smtp_server(
 ) -> None:
     async with accepting_server() as inbox:
         settings = settings_for(
-            dsn, smtp_host=HOST, smtp_port=inbox.port, smtp_security="none", smtp_from="club@example.org"
+            dsn, smtp_host=HOST, smtp_port=inbox.port, smtp_security="none", smtp_sender="club@example.org"
         )
         outbox = Outbox(settings)
 

@@ -23,6 +23,7 @@ from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.transports.webhook import WebhookTransport
 from pgoutbox.webhooks import make_secret
+from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -226,7 +227,7 @@ def test_two_transports_of_one_scheme_are_refused() -> None:
 
 
 def test_mailto_is_served_by_smtp_if_the_settings_name_a_server(outbox: Outbox) -> None:
-    settings: Settings = load_settings(smtp_host="mx.test")
+    settings: Settings = settings_with(smtp_host="mx.test")
     assert "mailto" not in outbox.transports_for(load_settings())
     assert isinstance(outbox.transports_for(settings)["mailto"], SmtpTransport)
     own = Nowhere("mailto")
@@ -235,12 +236,12 @@ def test_mailto_is_served_by_smtp_if_the_settings_name_a_server(outbox: Outbox) 
 
 def test_https_is_served_by_webhooks_and_http_if_the_settings_allow_it(outbox: Outbox) -> None:
     assert outbox.transports_for(load_settings()).keys() == {"https"}
-    served = outbox.transports_for(load_settings(webhook_allow_http=True))
+    served = outbox.transports_for(settings_with(webhook_allow_http=True))
     assert served.keys() == {"https", "http"}
     assert served["https"] is served["http"]
     assert isinstance(served["https"], WebhookTransport)
     own = Nowhere("https")
-    assert Outbox(transports=[own]).transports_for(load_settings(webhook_allow_http=True)) == {"https": own}
+    assert Outbox(transports=[own]).transports_for(settings_with(webhook_allow_http=True)) == {"https": own}
 
 
 def test_a_missing_webhook_extra_is_reported_only_if_secrets_are_set(
@@ -249,4 +250,4 @@ def test_a_missing_webhook_extra_is_reported_only_if_secrets_are_set(
     monkeypatch.setattr("pgoutbox.transports.webhook.transport.find_spec", lambda name: None)
     assert outbox.transports_for(load_settings()) == {}
     with pytest.raises(MissingExtraError, match=r"pip install 'pgoutbox\[webhook\]'"):
-        outbox.transports_for(load_settings(webhook_secrets=make_secret()))
+        outbox.transports_for(settings_with(webhook_secrets=make_secret()))

@@ -3,12 +3,26 @@ secret."""
 
 from __future__ import annotations
 
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr, ValidationError
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.settings import Settings, load_settings, unknown_variables
+from pgoutbox.settings import (
+    VARIABLES,
+    Settings,
+    SmtpSettings,
+    WebSettings,
+    fields_of,
+    load_settings,
+    unknown_variables,
+    variable_of,
+)
+from tests.support.settings import settings_with
+from tools.generate import group_of, meanings
 
 CANARY = "c4n4ry-s3cret"
 SECRET_VARIABLES = (
@@ -22,8 +36,8 @@ SECRET_VARIABLES = (
     "PGOUTBOX_NATS_URL",
     "PGOUTBOX_RABBITMQ_URL",
     "PGOUTBOX_KAFKA_PASSWORD",
-    "PGOUTBOX_WEB_VIEWER_TOKEN",
-    "PGOUTBOX_WEB_OPERATOR_TOKEN",
+    "PGOUTBOX_WEB_VIEWER_TOKENS",
+    "PGOUTBOX_WEB_OPERATOR_TOKENS",
     "PGOUTBOX_WEB_SECRET",
 )
 FERNET_KEY = "c4n4ry-s3cret_c4n4ry-s3cret_c4n4ry-s3cret_A="
@@ -31,23 +45,61 @@ FERNET_KEY = "c4n4ry-s3cret_c4n4ry-s3cret_c4n4ry-s3cret_A="
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for field in Settings.model_fields:
-        monkeypatch.delenv(f"PGOUTBOX_{field.upper()}", raising=False)
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
 
 
 def refusal(**overrides: object) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        load_settings(**overrides)
+        settings_with(**overrides)
     return str(caught.value)
 
 
 def test_every_setting_has_a_default_within_its_bounds() -> None:
-    defaults = {name: field.default for name, field in Settings.model_fields.items()}
-    assert load_settings().model_dump() == defaults
+    settings = load_settings()
+    assert {path: attrgetter(path)(settings) for path in fields_of(Settings)} == {
+        path: field.default for path, field in fields_of(Settings).items()
+    }
 
 
 def test_every_setting_is_described() -> None:
-    assert [name for name, field in Settings.model_fields.items() if not field.description] == []
+    for path in fields_of(Settings):
+        group, _, name = path.rpartition(".")
+        assert name in meanings(group_of(group))
+
+
+def test_every_setting_is_read_from_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in fields_of(Settings):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable_of(path), " ")
+            assert refusal().partition("=")[0] == variable_of(path)
+
+
+def test_a_group_of_arguments_takes_precedence_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGOUTBOX_SMTP_HOST", "environment.test")
+    monkeypatch.setenv("PGOUTBOX_SMTP_TIMEOUT_SECONDS", "7")
+    assert (load_settings().smtp.host, load_settings().smtp.timeout_seconds) == ("environment.test", 7)
+    merged = load_settings(smtp={"host": "mx.test"}).smtp
+    assert (merged.host, merged.timeout_seconds) == ("mx.test", 7)
+    replaced = load_settings(smtp=SmtpSettings(host="mx.test")).smtp
+    assert (replaced.host, replaced.timeout_seconds) == ("mx.test", 30)
+
+
+def test_an_env_file_and_a_directory_of_secrets_set_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGOUTBOX_SMTP_PORT", "2525")
+    env_file = tmp_path / "app.env"
+    env_file.write_text(
+        "PGOUTBOX_SMTP_HOST=mx.test\nPGOUTBOX_SMTP_HOTS=x\nPGOUTBOX_SMTP_PORT=25\nPGOUTBOX_POLL_INTERVAL_SECONDS=5\n"
+    )
+    secrets = tmp_path / "secrets"
+    secrets.mkdir()
+    for name, text in {"dsn": "host=a", "web_secret": CANARY * 3, "web_secrets": "x"}.items():
+        (secrets / f"pgoutbox_{name}").write_text(f"{text}\n")
+    settings = Settings(_env_file=env_file, _secrets_dir=secrets)
+    assert (settings.smtp.host, settings.smtp.port, settings.poll_interval_seconds) == ("mx.test", 2525, 5)
+    assert settings.require_dsn() == "host=a"
+    assert settings.web.secret is not None
+    assert settings.web.secret.get_secret_value() == CANARY * 3
 
 
 def test_overrides_take_precedence_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +135,7 @@ def test_an_invalid_value_names_variable_value_and_accepted_values(
 @pytest.mark.parametrize(
     ("field", "text"),
     [
-        ("sweep_seconds", "0"),
+        ("poll_interval_seconds", "0"),
         ("batch_size", "0"),
         ("batch_size", "1000000"),
         ("concurrency", "0"),
@@ -94,15 +146,15 @@ def test_an_invalid_value_names_variable_value_and_accepted_values(
         ("webhook_timeout_seconds", "0"),
         ("webhook_connections", "0"),
         ("webhook_retry_after_cap_seconds", "2592001"),
-        ("webhook_excerpt_length", "501"),
+        ("webhook_error_body_chars", "501"),
         ("log_level", "loud"),
         ("web_hosts", "https://outbox.example.org"),
         ("web_hosts", "outbox.example.org:443"),
         ("web_hosts", "a,,b"),
         ("web_trusted_proxies", "proxy.example.org"),
         ("web_trusted_proxies", "10.0.0.1/8"),
-        ("web_idle_seconds", "59"),
-        ("web_session_seconds", "2592001"),
+        ("web_session_idle_seconds", "59"),
+        ("web_session_max_seconds", "2592001"),
         ("web_connections", "1"),
         ("worker_name", "x" * 201),
     ],
@@ -127,12 +179,16 @@ def test_each_invalid_variable_has_its_line(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ({"lease_seconds": 10.0, "renew_seconds": 4.0}, ("PGOUTBOX_LEASE_SECONDS=10", "PGOUTBOX_RENEW_SECONDS=4")),
         (
-            {"probe_seconds": 1.0, "probe_timeout_seconds": 2.0},
-            ("PGOUTBOX_PROBE_TIMEOUT_SECONDS=2", "PGOUTBOX_PROBE_SECONDS=1"),
+            {"listener_heartbeat_seconds": 1.0, "listener_heartbeat_timeout_seconds": 2.0},
+            ("PGOUTBOX_LISTENER_HEARTBEAT_TIMEOUT_SECONDS=2", "PGOUTBOX_LISTENER_HEARTBEAT_SECONDS=1"),
         ),
         (
-            {"web_idle_seconds": 7200.0, "web_session_seconds": 3600.0},
-            ("PGOUTBOX_WEB_IDLE_SECONDS=7200", "PGOUTBOX_WEB_SESSION_SECONDS=3600"),
+            {"web_session_idle_seconds": 7200.0, "web_session_max_seconds": 3600.0},
+            ("PGOUTBOX_WEB_SESSION_IDLE_SECONDS=7200", "PGOUTBOX_WEB_SESSION_MAX_SECONDS=3600"),
+        ),
+        (
+            {"breaker_cooldown_seconds": 20.0, "breaker_max_cooldown_seconds": 10.0},
+            ("PGOUTBOX_BREAKER_COOLDOWN_SECONDS=20", "PGOUTBOX_BREAKER_MAX_COOLDOWN_SECONDS=10"),
         ),
         ({"kafka_password": CANARY}, ("PGOUTBOX_KAFKA_PASSWORD", "PGOUTBOX_KAFKA_USERNAME")),
         ({"smtp_password": CANARY}, ("PGOUTBOX_SMTP_PASSWORD", "PGOUTBOX_SMTP_USERNAME")),
@@ -179,6 +235,12 @@ def test_a_secret_never_shows(monkeypatch: pytest.MonkeyPatch, variable: str) ->
         assert CANARY not in text
 
 
+def test_the_error_of_a_group_does_not_show_its_values() -> None:
+    with pytest.raises(ValidationError) as failure:
+        SmtpSettings(password=SecretStr(CANARY), host=CANARY)
+    assert CANARY not in str(failure.value)
+
+
 @pytest.mark.parametrize("variable", SECRET_VARIABLES)
 def test_the_refusal_of_a_secret_names_only_the_variable(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "")
@@ -188,6 +250,8 @@ def test_the_refusal_of_a_secret_names_only_the_variable(monkeypatch: pytest.Mon
 def test_settings_are_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load_settings().concurrency = 5
+    with pytest.raises(ValueError, match="frozen"):
+        load_settings().smtp.port = 5
 
 
 @pytest.mark.parametrize("keys", ["short", f"{FERNET_KEY},", f"{FERNET_KEY},{CANARY}", FERNET_KEY.replace("_", "/")])
@@ -204,8 +268,11 @@ def test_an_unknown_setting_is_refused_with_the_closest_one() -> None:
     assert str(failure.value) == (
         "unknown setting 'lease_second'; did you mean 'lease_seconds'?\nunknown setting 'Dsn'; did you mean 'dsn'?"
     )
-    with pytest.raises(ConfigurationError, match="unknown setting 'smtp_hosts'; did you mean 'smtp_host'"):
+    with pytest.raises(ConfigurationError, match=r"unknown setting 'smtp_hosts'; did you mean 'smtp\.host'"):
         load_settings(smtp_hosts="mx.test")
+    for given in ({"hots": "mx.test"}, {"host": "mx.test", "hots": "mx.test"}):
+        with pytest.raises(ConfigurationError, match=r"^unknown setting 'hots'; did you mean 'host'"):
+            load_settings(smtp=given)
 
 
 def test_a_positional_dsn_is_refused() -> None:
@@ -218,3 +285,20 @@ def test_an_unknown_variable_does_not_prevent_reading_the_settings(monkeypatch: 
     monkeypatch.setenv("PGOUTBOX_LEASE_SECOND", "3")
     assert Settings().lease_seconds == 60
     assert unknown_variables(["PGOUTBOX_LEASE_SECOND"]) == [("PGOUTBOX_LEASE_SECOND", "PGOUTBOX_LEASE_SECONDS")]
+
+
+@pytest.mark.parametrize(
+    ("variable", "nearest"),
+    [
+        ("PGOUTBOX_SMTP_HOTS", "PGOUTBOX_SMTP_HOST"),
+        ("PGOUTBOX_BREAKER", "PGOUTBOX_BREAKER_ENABLED"),
+        ("PGOUTBOX_WEB_SERVICE_PORT", "PGOUTBOX_WEB_SECRET"),
+    ],
+)
+def test_an_unknown_variable_of_a_group_does_not_prevent_reading_the_group(
+    monkeypatch: pytest.MonkeyPatch, variable: str, nearest: str
+) -> None:
+    monkeypatch.setenv(variable, "")
+    monkeypatch.setenv("PGOUTBOX_SMTP_HOST", "mx.test")
+    assert (Settings().smtp.host, Settings().web) == ("mx.test", WebSettings())
+    assert unknown_variables([variable, "PGOUTBOX_SMTP_HOST"]) == [(variable, nearest)]

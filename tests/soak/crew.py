@@ -31,7 +31,7 @@ WORKERS: Final[dict[str, tuple[list[str], dict[str, str]]]] = {
     "plain": (QUEUES, {}),
     "narrow": (QUEUES, {"PGOUTBOX_CONCURRENCY": "3", "PGOUTBOX_BATCH_SIZE": "7"}),
     "supervised": ([*QUEUES, "--processes", "2"], {}),
-    "polling": (QUEUES, {"PGOUTBOX_LISTEN": "false", "PGOUTBOX_SWEEP_SECONDS": "0.5"}),
+    "polling": (QUEUES, {"PGOUTBOX_LISTEN": "false", "PGOUTBOX_POLL_INTERVAL_SECONDS": "0.5"}),
     LONELY_WORKER: ([f"--queue={LONELY_QUEUE}"], {}),
     "swift": ([f"--queue={SWIFT_QUEUE}"], {}),
 }
@@ -89,16 +89,16 @@ class Crew:
         self._port = free_port()
         self._environment = environment_with(
             lease_seconds=str(LEASE_SECONDS),
-            sweep_seconds="5",
+            poll_interval_seconds="5",
             maintenance_interval_seconds="1",
-            probe_seconds="2",
-            probe_timeout_seconds="1",
+            listener_heartbeat_seconds="2",
+            listener_heartbeat_timeout_seconds="1",
             shutdown_grace_seconds="1",
             statement_timeout_seconds="5",
             breaker_failures="3",
             breaker_cooldown_seconds="1",
             breaker_max_cooldown_seconds=str(MAX_COOLDOWN_SECONDS),
-            breaker_probe_seconds="5",
+            breaker_probe_timeout_seconds="5",
         ) | {LEDGER_VARIABLE: str(directory / "ledger"), PORT_VARIABLE: str(self._port)}
 
     def worker(self, name: str, dsn: str) -> Process:

@@ -31,7 +31,7 @@ UNDO_SECONDS: Final = 30.0
 NOTIFY_WARNING: Final = 0.8
 NOTIFY_NO_RINGS: Final = 0.9
 NOTIFY_NOTICED_SECONDS: Final = 4.0
-"""How long a notification queue stays nearly full before it is full, so that workers probe in the meantime."""
+"""How long a notification queue stays nearly full before it is full, so that workers check their listeners."""
 # Topics whose handlers run long enough to be hit by a fault.
 _IN_FLIGHT: Final = """
 SELECT m.id, m.attempt_count FROM pgoutbox.message AS m

@@ -41,7 +41,7 @@ def start_worker(dsn: str, ledger: Path, log: Path, settings: Mapping[str, str])
     return WorkerProcess(
         "tests.support.load_app:outbox",
         log=log,
-        settings={"dsn": dsn, "sweep_seconds": "2", **settings},
+        settings={"dsn": dsn, "poll_interval_seconds": "2", **settings},
         environment={LEDGER_VARIABLE: str(ledger)},
     )
 

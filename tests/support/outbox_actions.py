@@ -18,9 +18,10 @@ from psycopg.types.json import Jsonb
 from pgoutbox.database import sql
 from pgoutbox.database.store import NO_FLOOR, ClaimedRow, FinishRequest, Floor, HeldRow
 from pgoutbox.message import Message, Permanent, State, Transient
-from pgoutbox.settings import Settings, load_settings
+from pgoutbox.settings import Settings
 from pgoutbox.worker import Worker
 from pgoutbox.worker.doorbell import post_keys
+from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -109,7 +110,7 @@ def claim(
         "topics": list(topics),
         "hold_topics": list(hold_topics),
         "clock_limit": clock_limit,
-        "held": list(held),
+        "in_flight": list(held),
         "set_aside": [],
         "worker": worker,
         "lease_seconds": LEASE_SECONDS,
@@ -325,16 +326,16 @@ PATIENCE_SECONDS = 30.0
 
 
 def settings_for(dsn: str, **overrides: object) -> Settings:
-    """Return settings of a worker that wakes only for a ring, an outcome or a due time: the sweep is an hour away."""
+    """Return settings of a worker that polls once an hour: only a ring, an outcome or a due time wakes it earlier."""
     values: dict[str, object] = {
         "dsn": dsn,
-        "sweep_seconds": 3600,
+        "poll_interval_seconds": 3600,
         "maintenance_interval_seconds": 0,
         "concurrency": 4,
         "batch_size": 50,
         "shutdown_grace_seconds": 5,
     }
-    return load_settings(**values | overrides)
+    return settings_with(**values | overrides)
 
 
 class WatchedWorker(Worker):

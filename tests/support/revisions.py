@@ -24,7 +24,7 @@ from sqlalchemy import DDL
 revision = "pgoutbox_next"
 down_revision = "pgoutbox_0001"
 
-FILE = Path(__file__).parents[1] / "sql" / "functions" / "enqueue_receipt.sql"
+FILE = Path(__file__).parents[1] / "sql" / "functions" / "_enqueue_receipt.sql"
 ENQUEUE = FILE.read_text().partition("COMMENT ON")[0].replace("CREATE FUNCTION", "CREATE OR REPLACE FUNCTION")
 
 

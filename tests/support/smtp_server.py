@@ -30,8 +30,8 @@ def mail_settings(port: int) -> dict[str, object]:
         "smtp_host": HOST,
         "smtp_port": port,
         "smtp_security": "none",
-        "smtp_from": "club@example.org",
-        "smtp_hostname": "app.example.org",
+        "smtp_sender": "club@example.org",
+        "smtp_ehlo_name": "app.example.org",
         "smtp_timeout_seconds": 5,
     }
 

@@ -21,8 +21,8 @@ from pgoutbox.dashboard import dashboard, database
 from pgoutbox.dashboard.access import FORM, Access, operators_only, protect
 from pgoutbox.dashboard.server import Server
 from pgoutbox.dashboard.types import ROOT, VIEWER
-from pgoutbox.settings import load_settings
 from tests.support import outbox_actions
+from tests.support.settings import settings_with
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ PAGE: Final = "what the pages tell"
 
 def web_settings(**given: object) -> Settings:
     """Return settings with the operator ada and the viewer vera."""
-    tokens = {"web_operator_token": f"ada:{OPERATOR_TOKEN}", "web_viewer_token": f"vera:{VIEWER_TOKEN}"}
-    return load_settings(**(tokens | given))
+    tokens = {"web_operator_tokens": f"ada:{OPERATOR_TOKEN}", "web_viewer_tokens": f"vera:{VIEWER_TOKEN}"}
+    return settings_with(**(tokens | given))
 
 
 def _located(app: ASGIApp) -> ASGIApp:

@@ -236,7 +236,7 @@ WRONG_FORMAT = Notification("a", "b", format="rtf")  # type: ignore[arg-type] # 
     [
         (Notification("a\r\nb", "Hi"), "notification.title: contains CR, LF or NUL"),
         (Notification("a", " "), "notification.body: is empty"),
-        (Notification("a", "\ud800"), "notification.body: contains a lone surrogate"),
+        (Notification("a", "\ud800"), "notification.body: contains the character U+D800"),
         (Notification("a", b"x"), "notification.body: must be text, not bytes"),  # type: ignore[arg-type] # the mistake
         (WRONG_KIND, "notification.kind: 'bad': must be one of info, success, warning, failure"),
         (WRONG_FORMAT, "notification.format: 'rtf': must be one of text, markdown, html"),

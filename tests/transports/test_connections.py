@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pgoutbox.transports.brokers.connections import SharedConnection
+from pgoutbox.transports.brokers.broker import SharedConnection
 
 
 @dataclass

@@ -21,12 +21,13 @@ from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports import Content
 from pgoutbox.transports.smtp.mail import MAX_ATTACHMENT_BYTES, MAX_RECIPIENT_COUNT, Attachment, Email, render
 from tests.support.sends import outgoing
+from tests.support.settings import settings_with
 from tests.support.smtp_server import parsed
 
 if TYPE_CHECKING:
     from email.message import EmailMessage
 
-SETTINGS = load_settings(smtp_host="mx.test", smtp_from="Club <club@example.org>")
+SETTINGS = settings_with(smtp_host="mx.test", smtp_sender="Club <club@example.org>")
 
 SPECIALS = st.sampled_from('a ü"\\<>@,;:=?_.\t')
 SAFE_TEXT = st.text(
@@ -67,7 +68,7 @@ def test_an_email_can_be_made_without_aiosmtplib() -> None:
         "from pgoutbox.settings import load_settings\n"
         "from pgoutbox.transports.smtp import Email, SmtpTransport\n"
         "Email(to='ann@example.com', subject='Hello', text='Hi')\n"
-        "try: SmtpTransport(load_settings(smtp_host='mx.test'))\n"
+        "try: SmtpTransport(load_settings(smtp={'host': 'mx.test'}))\n"
         "except MissingExtraError as error: print(error)\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -120,7 +121,7 @@ def test_the_message_id_is_the_idempotency_key_and_the_same_at_every_attempt() -
 def test_the_message_id_is_the_same_from_replicas_with_different_host_names() -> None:
     email = Email(to="ann@example.com", subject="Hello", text="Hi")
     ids = {
-        rendered(email, settings=load_settings(smtp_from="club@example.org", smtp_hostname=name))["Message-ID"]
+        rendered(email, settings=settings_with(smtp_sender="club@example.org", smtp_ehlo_name=name))["Message-ID"]
         for name in ("replica1.example.net", "replica2.example.net")
     }
     assert len(ids) == 1
@@ -177,7 +178,7 @@ def test_to_takes_precedence_over_the_destination() -> None:
 
 
 def test_a_missing_sender_costs_no_attempt() -> None:
-    with pytest.raises(Unavailable, match="PGOUTBOX_SMTP_FROM is not set"):
+    with pytest.raises(Unavailable, match="PGOUTBOX_SMTP_SENDER is not set"):
         render(Email(to="ann@example.com", subject="Hello", text="Hi"), outgoing(), load_settings())
 
 

@@ -16,7 +16,6 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Sent, Transient
-from pgoutbox.settings import load_settings
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.kafka import KafkaTransport
 from pgoutbox.worker import Worker
@@ -34,6 +33,7 @@ from tests.support.brokers import (
 )
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, state_of
 from tests.support.sends import closing, error_of, outgoing
+from tests.support.settings import settings_with
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ async def open_transport() -> AsyncIterator[Open]:
             "event_source": "https://club.example.org",
             "broker_timeout_seconds": 10,
         }
-        return KafkaTransport(load_settings(**(given | overrides)))
+        return KafkaTransport(settings_with(**(given | overrides)))
 
     async with closing(make) as make_one:
         yield make_one
@@ -275,4 +275,4 @@ async def test_a_worker_delivers_when_the_server_is_back(broker: Broker, dsn: st
 )
 def test_an_unusable_setting_is_refused_by_name_at_the_start(given: dict[str, object], error: str) -> None:
     with pytest.raises(ConfigurationError, match=error):
-        KafkaTransport(load_settings(**given))
+        KafkaTransport(settings_with(**given))

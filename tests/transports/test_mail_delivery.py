@@ -181,7 +181,7 @@ async def test_a_redirected_email_reaches_only_the_testers(dsn: str, db: psycopg
 async def test_a_worker_with_a_redirect_does_not_start_within_forbidden_days(dsn: str, db: psycopg.Connection) -> None:
     message_id = enqueue(db, destination=DESTINATION)
     async with accepting_server() as inbox:
-        outbox = outbox_for(dsn, inbox.port, HELLO, redirect_to="@test.example.org", redirect_forbidden=AROUND_TODAY)
+        outbox = outbox_for(dsn, inbox.port, HELLO, redirect_to="@test.example.org", redirect_blackout=AROUND_TODAY)
         with pytest.raises(ConfigurationError, match=f"forbids to redirect within {AROUND_TODAY}"):
             Worker(outbox)
     assert (row_of(db, message_id).state, inbox.received) == ("pending", [])
@@ -192,7 +192,7 @@ async def test_a_running_worker_hands_nothing_over_on_forbidden_days(
 ) -> None:
     message_id = enqueue(db, destination=DESTINATION)
     async with scripted_server() as server:
-        outbox = outbox_for(dsn, server.port, HELLO, redirect_to="@test.example.org", redirect_forbidden=AROUND_TODAY)
+        outbox = outbox_for(dsn, server.port, HELLO, redirect_to="@test.example.org", redirect_blackout=AROUND_TODAY)
         # As if it had started before those days.
         monkeypatch.setattr("pgoutbox.worker.worker.Redirect.at_start", lambda settings: None)
         await Worker(outbox).run_once()

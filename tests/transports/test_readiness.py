@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgoutbox import Context, Email, Message, Skip
-from pgoutbox.settings import load_settings
 from pgoutbox.transports.readiness import Lack, is_example, is_reserved, lacks_of_mail
 from pgoutbox.worker.alert import render_alert
+from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
     from pgoutbox.transports import Content
 
-COMPLETE: dict[str, object] = {"smtp_host": "mail.club.org", "smtp_from": "Club <a@club.org>"}
+COMPLETE: dict[str, object] = {"smtp_host": "mail.club.org", "smtp_sender": "Club <a@club.org>"}
 
 
 async def plain(message: Message, ctx: Context) -> Email:
@@ -51,7 +51,7 @@ async def unresolvable(message: Message, ctx: Context) -> Content | None:
 def lacks(
     settings: Mapping[str, object], functions: Mapping[str, Any] | None = None, schemes: Sequence[str] = ()
 ) -> list[Lack]:
-    return list(lacks_of_mail(load_settings(**settings), schemes, functions or {}))
+    return list(lacks_of_mail(settings_with(**settings), schemes, functions or {}))
 
 
 def test_topics_whose_handlers_return_an_email_need_a_mail_server() -> None:
@@ -66,7 +66,7 @@ def test_topics_whose_handlers_return_an_email_need_a_mail_server() -> None:
     assert lacks({}, {"e.nothing": nothing}) == []
 
 
-@pytest.mark.parametrize("settings", [{"smtp_from": "a@club.org"}, {"smtp_username": "club", "smtp_password": "x"}])
+@pytest.mark.parametrize("settings", [{"smtp_sender": "a@club.org"}, {"smtp_username": "club", "smtp_password": "x"}])
 def test_email_settings_without_a_server_are_a_problem(settings: dict[str, object]) -> None:
     assert lacks(settings) == [Lack("PGOUTBOX_SMTP_HOST", "is not set")]
 
@@ -74,8 +74,8 @@ def test_email_settings_without_a_server_are_a_problem(settings: dict[str, objec
 @pytest.mark.parametrize(
     ("overrides", "lack"),
     [
-        ({"smtp_from": None}, Lack("PGOUTBOX_SMTP_FROM", "is not set")),
-        ({"smtp_from": "Club <you@example.org>"}, Lack("PGOUTBOX_SMTP_FROM", "is an example of the documentation")),
+        ({"smtp_sender": None}, Lack("PGOUTBOX_SMTP_SENDER", "is not set")),
+        ({"smtp_sender": "Club <you@example.org>"}, Lack("PGOUTBOX_SMTP_SENDER", "is an example of the documentation")),
         ({"smtp_host": "smtp.example.com"}, Lack("PGOUTBOX_SMTP_HOST", "is an example of the documentation")),
         (
             {"alert_destination": "mailto:ops@example.org"},

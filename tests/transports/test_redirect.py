@@ -8,10 +8,11 @@ import pytest
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Unavailable
-from pgoutbox.settings import Settings, load_settings
+from pgoutbox.settings import Settings
 from pgoutbox.transports.redirect import Redirect, Window
 from pgoutbox.transports.smtp.mail import Email, RenderedEmail, render
 from tests.support.sends import outgoing
+from tests.support.settings import settings_with
 from tests.support.smtp_server import parsed
 
 TODAY = datetime.now(UTC).date()
@@ -21,7 +22,7 @@ EMAIL = Email(to="Ann Lee <ann@example.com>", cc="bob@example.com", bcc="eve@exa
 
 
 def settings_for(to: str | None, **overrides: object) -> Settings:
-    return load_settings(smtp_from="club@example.org", redirect_to=to, **overrides)
+    return settings_with(smtp_sender="club@example.org", redirect_to=to, **overrides)
 
 
 def redirected(email: Email, to: str | None, **overrides: object) -> RenderedEmail:
@@ -80,7 +81,7 @@ def test_many_original_recipients_create_no_long_line() -> None:
 @pytest.mark.parametrize("exempt", ["ann@example.com, x@y.test", "Ann@Example.com", "@example.com"])
 def test_recipients_on_the_allowlist_get_their_email(exempt: str) -> None:
     email = Email(to=["Ann Lee <ann@example.com>", "eve@example.net"], subject="Hello", text="Hi")
-    mail = redirected(email, "tester@example.org", redirect_except=exempt)
+    mail = redirected(email, "tester@example.org", redirect_exempt=exempt)
     assert mail.recipients == ("ann@example.com", "tester@example.org")
     assert shown(mail, "To") == [("Ann Lee", "ann@example.com"), ("", "tester@example.org")]
     assert parsed(mail.content)["X-Pgoutbox-Original-To"] == "eve@example.net"
@@ -89,17 +90,17 @@ def test_recipients_on_the_allowlist_get_their_email(exempt: str) -> None:
 @pytest.mark.parametrize("exempt", ["@ample.com", "@sub.example.com", "lee@example.com", "ann@example.com.test"])
 def test_no_other_recipient_gets_email(exempt: str) -> None:
     email = Email(to="ann@example.com", subject="Hello", text="Hi")
-    assert redirected(email, "tester@example.org", redirect_except=exempt).recipients == ("tester@example.org",)
+    assert redirected(email, "tester@example.org", redirect_exempt=exempt).recipients == ("tester@example.org",)
 
 
 def test_a_bcc_recipient_is_not_revealed_to_the_allowlist() -> None:
-    mail = redirected(EMAIL, "tester@example.org", redirect_except="ann@example.com")
+    mail = redirected(EMAIL, "tester@example.org", redirect_exempt="ann@example.com")
     assert parsed(mail.content)["X-Pgoutbox-Original-To"] == "bob@example.com"
     assert b"eve@" not in mail.content
 
 
 def test_an_email_only_to_the_allowlist_is_unchanged() -> None:
-    mail = redirected(EMAIL, "tester@example.org", redirect_except="@example.com,@example.net")
+    mail = redirected(EMAIL, "tester@example.org", redirect_exempt="@example.com,@example.net")
     assert mail.recipients == ("ann@example.com", "bob@example.com", "eve@example.net")
     assert "X-Pgoutbox-Original-To" not in parsed(mail.content)
 
@@ -117,22 +118,22 @@ def test_a_handler_cannot_set_the_redirect_header() -> None:
 
 
 def test_without_a_redirect_the_allowlist_and_the_days_have_no_effect() -> None:
-    mail = redirected(EMAIL, None, redirect_except="ann@example.com", redirect_forbidden=AROUND_TODAY)
+    mail = redirected(EMAIL, None, redirect_exempt="ann@example.com", redirect_blackout=AROUND_TODAY)
     assert mail.recipients == ("ann@example.com", "bob@example.com", "eve@example.net")
 
 
 def test_on_forbidden_days_nobody_gets_email_even_on_the_allowlist() -> None:
-    overrides = {"redirect_except": "@example.com,@example.net", "redirect_forbidden": f"{LONG_AGO},{AROUND_TODAY}"}
+    overrides = {"redirect_exempt": "@example.com,@example.net", "redirect_blackout": f"{LONG_AGO},{AROUND_TODAY}"}
     with pytest.raises(Unavailable) as caught:
         redirected(EMAIL, "tester@example.org", **overrides)
     assert caught.value.error == (
-        f"refuses to redirect within {AROUND_TODAY} (PGOUTBOX_REDIRECT_FORBIDDEN): "
+        f"refuses to redirect within {AROUND_TODAY} (PGOUTBOX_REDIRECT_BLACKOUT): "
         "unset PGOUTBOX_REDIRECT_TO and restart"
     )
 
 
 def test_on_other_days_email_is_redirected() -> None:
-    assert redirected(EMAIL, "tester@example.org", redirect_forbidden=LONG_AGO).recipients == ("tester@example.org",)
+    assert redirected(EMAIL, "tester@example.org", redirect_blackout=LONG_AGO).recipients == ("tester@example.org",)
 
 
 @pytest.mark.parametrize(
@@ -159,27 +160,27 @@ def test_the_first_and_the_last_day_are_forbidden_in_their_time_zone(window: str
         ({"redirect_to": "@"}, "PGOUTBOX_REDIRECT_TO: the part after @ is not a domain"),
         ({"redirect_to": "@example.org,x@example.org"}, "PGOUTBOX_REDIRECT_TO: has more than one @"),
         ({"redirect_to": "@" + "a." * 95 + "org"}, "PGOUTBOX_REDIRECT_TO: is too long for an address"),
-        ({"redirect_except": "example.org"}, "PGOUTBOX_REDIRECT_EXCEPT: has no @; give an address, or @ and a domain"),
-        ({"redirect_except": "@example.org,"}, "PGOUTBOX_REDIRECT_EXCEPT: is empty"),
-        ({"redirect_forbidden": "2026-04-01"}, "PGOUTBOX_REDIRECT_FORBIDDEN: '2026-04-01': give FIRST/LAST"),
-        ({"redirect_forbidden": "2026-04-01/2026-09-31"}, "PGOUTBOX_REDIRECT_FORBIDDEN: '2026-04-01/2026-09-31': day"),
-        ({"redirect_forbidden": "2026-09-30/2026-04-01"}, "PGOUTBOX_REDIRECT_FORBIDDEN: .* ends before it begins"),
-        ({"redirect_forbidden": f"{LONG_AGO},"}, "PGOUTBOX_REDIRECT_FORBIDDEN: '': give FIRST/LAST"),
-        ({"redirect_forbidden": f"{LONG_AGO}[Mars/Base]"}, "PGOUTBOX_REDIRECT_FORBIDDEN: .* no time zone 'Mars/Base'"),
-        ({"redirect_forbidden": f"{LONG_AGO}[../etc]"}, "PGOUTBOX_REDIRECT_FORBIDDEN: .*etc"),
+        ({"redirect_exempt": "example.org"}, "PGOUTBOX_REDIRECT_EXEMPT: has no @; give an address, or @ and a domain"),
+        ({"redirect_exempt": "@example.org,"}, "PGOUTBOX_REDIRECT_EXEMPT: is empty"),
+        ({"redirect_blackout": "2026-04-01"}, "PGOUTBOX_REDIRECT_BLACKOUT: '2026-04-01': give FIRST/LAST"),
+        ({"redirect_blackout": "2026-04-01/2026-09-31"}, "PGOUTBOX_REDIRECT_BLACKOUT: '2026-04-01/2026-09-31': day"),
+        ({"redirect_blackout": "2026-09-30/2026-04-01"}, "PGOUTBOX_REDIRECT_BLACKOUT: .* ends before it begins"),
+        ({"redirect_blackout": f"{LONG_AGO},"}, "PGOUTBOX_REDIRECT_BLACKOUT: '': give FIRST/LAST"),
+        ({"redirect_blackout": f"{LONG_AGO}[Mars/Base]"}, "PGOUTBOX_REDIRECT_BLACKOUT: .* no time zone 'Mars/Base'"),
+        ({"redirect_blackout": f"{LONG_AGO}[../etc]"}, "PGOUTBOX_REDIRECT_BLACKOUT: .*etc"),
     ],
 )
 def test_an_invalid_setting_is_refused_by_name(overrides: dict[str, object], error: str) -> None:
     with pytest.raises(ConfigurationError, match=error):
-        Redirect.of(load_settings(**overrides))
+        Redirect.of(settings_with(**overrides).redirect)
 
 
 def test_a_redirect_does_not_start_on_forbidden_days() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        Redirect.at_start(settings_for("tester@example.org", redirect_forbidden=AROUND_TODAY))
+        Redirect.at_start(settings_for("tester@example.org", redirect_blackout=AROUND_TODAY).redirect)
     assert str(caught.value) == (
-        f"PGOUTBOX_REDIRECT_TO is set, and PGOUTBOX_REDIRECT_FORBIDDEN forbids to redirect within {AROUND_TODAY}: "
+        f"PGOUTBOX_REDIRECT_TO is set, and PGOUTBOX_REDIRECT_BLACKOUT forbids to redirect within {AROUND_TODAY}: "
         "unset PGOUTBOX_REDIRECT_TO"
     )
-    assert Redirect.at_start(settings_for(None, redirect_forbidden=AROUND_TODAY)) is None
-    assert Redirect.at_start(settings_for("tester@example.org", redirect_forbidden=LONG_AGO)) is not None
+    assert Redirect.at_start(settings_for(None, redirect_blackout=AROUND_TODAY).redirect) is None
+    assert Redirect.at_start(settings_for("tester@example.org", redirect_blackout=LONG_AGO).redirect) is not None

@@ -12,7 +12,6 @@ import redis
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Sent, Transient, Unavailable
-from pgoutbox.settings import load_settings
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.redis_streams import RedisTransport
 from pgoutbox.worker import Worker
@@ -30,6 +29,7 @@ from tests.support.brokers import (
 )
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, rows_of, state_of
 from tests.support.sends import closing, error_of, outgoing
+from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -76,7 +76,7 @@ async def open_transport() -> AsyncIterator[Open]:
             "event_source": "https://club.example.org",
             "broker_timeout_seconds": 5,
         }
-        return RedisTransport(load_settings(**(given | overrides)), connection_count=connection_count)
+        return RedisTransport(settings_with(**(given | overrides)), connection_count=connection_count)
 
     async with closing(make) as make_one:
         yield make_one
@@ -254,7 +254,7 @@ async def test_a_server_with_a_wrong_certificate_gets_nothing(
 @pytest.mark.parametrize("query", ["ssl_cert_reqs=none", "ssl_cert_reqs=optional", "ssl_check_hostname=false"])
 def test_a_url_cannot_turn_the_verification_off(query: str) -> None:
     with pytest.raises(ConfigurationError, match=r"PGOUTBOX_REDIS_URL=\(hidden\): turns the verification"):
-        RedisTransport(load_settings(redis_url=f"rediss://:{CANARY}@host?{query}"))
+        RedisTransport(settings_with(redis_url=f"rediss://:{CANARY}@host?{query}"))
 
 
 async def test_operator_errors_cost_messages_no_attempts(
@@ -314,4 +314,4 @@ async def test_a_worker_delivers_when_the_server_is_back(dsn: str, db: psycopg.C
 )
 def test_an_unusable_setting_is_refused_by_name_at_the_start(url: str | None, error: str) -> None:
     with pytest.raises(ConfigurationError, match=error):
-        RedisTransport(load_settings(redis_url=url))
+        RedisTransport(settings_with(redis_url=url))

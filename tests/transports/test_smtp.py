@@ -15,13 +15,14 @@ import trustme
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Sent, Transient, Unavailable
-from pgoutbox.settings import Settings, load_settings
+from pgoutbox.settings import Settings
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.transports.smtp.mail import Attachment, Email
 from pgoutbox.transports.smtp.transport import Fault, fault_of, is_transient
 from pgoutbox.transports.tls import verifying_context
 from tests.support.dialogues import HOST
 from tests.support.sends import closing, error_of, outgoing
+from tests.support.settings import settings_with
 from tests.support.smtp_server import Misbehaviour, accepting_server, mail_settings, parsed, scripted_server
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ async def open_transport() -> AsyncIterator[Open]:
 
 
 def settings_for(port: int, **overrides: object) -> Settings:
-    return load_settings(**(mail_settings(port) | overrides))
+    return settings_with(**(mail_settings(port) | overrides))
 
 
 async def test_an_email_arrives_with_its_envelope_and_content(open_transport: Open) -> None:
@@ -487,8 +488,8 @@ async def test_an_answer_injected_before_tls_is_ignored(
 async def test_a_password_is_never_sent_in_plain_text_under_any_settings(open_transport: Open) -> None:
     encrypted = settings_for(25, smtp_security="starttls", smtp_username="app", smtp_password=CANARY)
     async with scripted_server(extensions=["AUTH PLAIN LOGIN"]) as server:
-        forced = encrypted.model_copy(update={"smtp_security": "none", "smtp_port": server.port})
-        transport = SmtpTransport(forced)
+        forced = encrypted.smtp.model_copy(update={"security": "none", "port": server.port})
+        transport = SmtpTransport(encrypted.model_copy(update={"smtp": forced}))
         error = error_of(await transport.send(outgoing(), EMAIL), Unavailable)
         await transport.aclose()
         await server.was_left.wait()
@@ -529,8 +530,8 @@ async def test_the_log_contains_no_address_and_no_text(open_transport: Open, cap
     [
         ({"smtp_host": None}, "set PGOUTBOX_SMTP_HOST"),
         ({"smtp_host": "mx.test\r\n"}, "PGOUTBOX_SMTP_HOST='mx.test.r.n': is not a host name or an IP address"),
-        ({"smtp_hostname": "app test"}, "PGOUTBOX_SMTP_HOSTNAME='app test': is not a host name"),
-        ({"smtp_from": "club\n@x.test"}, "PGOUTBOX_SMTP_FROM: contains CR, LF or NUL"),
+        ({"smtp_ehlo_name": "app test"}, "PGOUTBOX_SMTP_EHLO_NAME='app test': is not a host name"),
+        ({"smtp_sender": "club\n@x.test"}, "PGOUTBOX_SMTP_SENDER: contains CR, LF or NUL"),
         ({"smtp_username": "app"}, "PGOUTBOX_SMTP_USERNAME is set, PGOUTBOX_SMTP_PASSWORD is not"),
     ],
 )

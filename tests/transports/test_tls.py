@@ -9,13 +9,13 @@ import pytest
 import trustme
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.settings import load_settings
 from pgoutbox.transports.brokers.kafka import KafkaTransport
 from pgoutbox.transports.brokers.nats_jetstream import NatsTransport
 from pgoutbox.transports.brokers.rabbitmq import RabbitMQTransport
 from pgoutbox.transports.brokers.redis_streams import RedisTransport
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.transports.tls import describe_refusal, verifying_context
+from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,12 +54,12 @@ async def test_an_unusable_ca_file_is_refused_by_name_at_the_start(
     transport: Callable[..., object], given: dict[str, object], tmp_path: Path, ca_file: str
 ) -> None:
     setting = setting_of(given)
-    transport(load_settings(**given, **{setting: ca_file}))
+    transport(settings_with(**given, **{setting: ca_file}))
     empty = tmp_path / "empty.pem"
     empty.write_text("no certificate")
     for path in (empty, tmp_path / "missing.pem"):
         with pytest.raises(ConfigurationError, match=f"PGOUTBOX_{setting.upper()}='{path}': "):
-            transport(load_settings(**given, **{setting: str(path)}))
+            transport(settings_with(**given, **{setting: str(path)}))
 
 
 @pytest.mark.parametrize(("transport", "given"), PLAIN.items())
@@ -67,9 +67,9 @@ async def test_a_ca_file_with_plain_text_is_refused_at_the_start(
     transport: Callable[..., object], given: dict[str, object], ca_file: str
 ) -> None:
     setting = setting_of(given)
-    transport(load_settings(**given))
+    transport(settings_with(**given))
     with pytest.raises(ConfigurationError, match=f"PGOUTBOX_{setting.upper()} is set, but .* asks for plain text"):
-        transport(load_settings(**given, **{setting: ca_file}))
+        transport(settings_with(**given, **{setting: ca_file}))
 
 
 def test_the_context_verifies_and_requires_tls_1_2(ca_file: str) -> None:

@@ -18,7 +18,7 @@ import trustme
 from pgoutbox import Outbox, RetryPolicy, Webhook
 from pgoutbox.message import Permanent, Sent, Transient
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.settings import Settings, load_settings
+from pgoutbox.settings import Settings
 from pgoutbox.transports.webhook import WebhookTransport
 from pgoutbox.transports.webhook.transport import MAX_ANSWER_BYTES
 from pgoutbox.webhooks import verify
@@ -26,6 +26,7 @@ from pgoutbox.worker import Worker
 from tests.support.dialogues import HOST
 from tests.support.outbox_actions import PATIENCE_SECONDS, Row, attempts_of, enqueue, make_due, row_of
 from tests.support.sends import closing, error_of, outgoing
+from tests.support.settings import settings_with
 from tests.support.waiting import until
 from tests.support.webhook_server import Misbehaviour, answer, webhook_server
 
@@ -81,7 +82,7 @@ def settings_for(port: int, **overrides: object) -> Settings:
         "webhook_allow_http": True,
         "webhook_timeout_seconds": 10,
     }
-    return load_settings(**(given | overrides))
+    return settings_with(**(given | overrides))
 
 
 @pytest.fixture
@@ -283,10 +284,10 @@ async def test_retry_after_is_used_within_its_limit(
 async def test_an_excerpt_is_quoted_if_the_settings_request_it(open_transport: Open) -> None:
     body = f"<b>no\x1b[31m\r\n such \u202eshop</b> {CANARY} \xff".encode("latin-1", "ignore") + b"x" * 1_000
     async with webhook_server(answer(400, body)) as server:
-        transport = open_transport(server.port, webhook_excerpt_length=60)
+        transport = open_transport(server.port, webhook_error_body_chars=60)
         hook = Webhook(body=1, headers={"Authorization": f"Bearer {CANARY}"})
         error = error_of(await transport.send(outgoing(destination=server.url(scheme="http")), hook), Permanent)
-    assert error == "400 Bad Request: <b>no [31m such shop</b> (hidden) \ufffd" + "x" * 25
+    assert error == "400 Bad Request: <b>no [31m such shop</b> (hidden) \ufffd" + "x" * 24 + "…"
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

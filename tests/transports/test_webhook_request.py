@@ -12,13 +12,14 @@ from pydantic import SecretStr
 from pgoutbox import Webhook
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Unavailable
-from pgoutbox.settings import Settings, load_settings
+from pgoutbox.settings import Settings
 from pgoutbox.transports.webhook import WebhookTransport
 from pgoutbox.transports.webhook.request import MAX_BODY_BYTES, RenderedRequest, Rules, render, secret_key
 from pgoutbox.transports.webhook.transport import retry_after_seconds
 from pgoutbox.transports.webhook.url_policy import UrlPolicy, parse_networks
 from pgoutbox.webhooks import key_of, sign
 from tests.support.sends import outgoing
+from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,11 +30,11 @@ URL = "https://hooks.example.org/in"
 
 
 def settings_for(**overrides: object) -> Settings:
-    return load_settings(**({"webhook_secrets": f"{FIRST} shop={SHOP}"} | overrides))
+    return settings_with(**({"webhook_secrets": f"{FIRST} shop={SHOP}"} | overrides))
 
 
 def rendered(webhook: Webhook, destination: str | None = URL, **overrides: object) -> RenderedRequest:
-    return render(webhook, outgoing(destination=destination), Rules.of(settings_for(**overrides)))
+    return render(webhook, outgoing(destination=destination), Rules.of(settings_for(**overrides).webhook))
 
 
 def refusal(webhook: Webhook, destination: str | None = URL, **overrides: object) -> str:

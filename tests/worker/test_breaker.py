@@ -237,7 +237,7 @@ async def test_successes_reset_the_count_of_failures(dsn: str, db: psycopg.Conne
 
 
 async def test_without_breakers_every_message_is_attempted(dsn: str, db: psycopg.Connection) -> None:
-    app = App(dsn, retry=AT_ONCE, breaker=False)
+    app = App(dsn, retry=AT_ONCE, breaker_enabled=False)
     async with line_host(Mood.DROP) as host, running(app.worker()):
         message_id = enqueue(db, destination=host.destination, max_attempts=8)
         await until(lambda: row_of(db, message_id).state == "failed")
@@ -327,7 +327,7 @@ def knows_as_open(worker: Worker, key: str) -> bool:
 @pytest.mark.slow
 async def test_the_whole_fleet_sends_one_message_as_a_probe(dsn: str, db: psycopg.Connection) -> None:
     """The host hangs: during the probe, every worker snoozes the messages that fall due."""
-    app = App(dsn, **BRIEF, breaker_probe_seconds=HOUR)
+    app = App(dsn, **BRIEF, breaker_probe_timeout_seconds=HOUR)
     async with line_host(Mood.DROP) as host:
         workers = [app.worker() for _ in range(3)]
         async with running(workers[0]), running(workers[1]), running(workers[2]):
@@ -347,7 +347,7 @@ async def test_the_whole_fleet_sends_one_message_as_a_probe(dsn: str, db: psycop
 
 
 async def test_a_process_renders_nothing_else_during_its_probe(dsn: str, db: psycopg.Connection) -> None:
-    app = App(dsn, **BRIEF, breaker_probe_seconds=HOUR)
+    app = App(dsn, **BRIEF, breaker_probe_timeout_seconds=HOUR)
     async with line_host(Mood.DROP) as host, running(app.worker()):
         ids = [enqueue(db, destination=host.destination) for _ in range(6)]
         await until(lambda: is_open(db, host.key))
@@ -412,7 +412,7 @@ async def test_a_handler_that_sends_nothing_does_not_block_probes(dsn: str, db: 
 PROCESS_SETTINGS = {
     "breaker_cooldown_seconds": "0.2",
     "breaker_max_cooldown_seconds": "0.5",
-    "breaker_probe_seconds": "1",
+    "breaker_probe_timeout_seconds": "1",
     "shutdown_grace_seconds": "0",
 }
 
@@ -509,8 +509,8 @@ def mail_app(dsn: str, port: int, *, retry: RetryPolicy = SOON, **settings: obje
             smtp_host="127.0.0.1",
             smtp_port=port,
             smtp_security="none",
-            smtp_from="club@example.org",
-            smtp_hostname="app.example.org",
+            smtp_sender="club@example.org",
+            smtp_ehlo_name="app.example.org",
             **settings,
         )
     )

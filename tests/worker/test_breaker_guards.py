@@ -107,7 +107,7 @@ class Member:
             "breaker_failures": 1,
             "breaker_cooldown_seconds": COOLDOWN_SECONDS,
             "breaker_max_cooldown_seconds": 8 * COOLDOWN_SECONDS,
-            "breaker_probe_seconds": 60.0,
+            "breaker_probe_timeout_seconds": 60.0,
         }
         self.settings = settings_for(dsn, **values | settings)
         self.store = Store(self.settings, worker=name)

@@ -115,7 +115,7 @@ def test_every_claim_returns_the_columns_of_the_row_in_their_order(
         "floor_id": 0,
         "ids": [1],
         "clock_limit": None,
-        "held": [],
+        "in_flight": [],
         "set_aside": [],
         "worker": "w",
         "lease_seconds": 1,

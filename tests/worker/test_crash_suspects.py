@@ -86,7 +86,7 @@ async def test_a_suspect_in_flight_delays_only_other_suspects(dsn: str, db: psyc
         assert gate.waiting == [first]
         assert gate.billed == [fresh, fresh]
         assert row_of(db, second).attempt_count == 1
-        # No sweep wakes this worker: the end of the first message does.
+        # No periodic poll wakes this worker: the end of the first message does.
         gate.opened.set()
         await until(lambda: state_of(db, second) == "sent")
 

@@ -72,7 +72,7 @@ class Bellman:
         self.rang.set()
 
     async def rings_so_far(self) -> list[str | None]:
-        """Return the rings so far. The answer to a probe arrives after every ring in transit."""
+        """Return the rings so far. The answer to a heartbeat arrives after every ring in transit."""
         await self.bell._probe()
         return self.rings
 
@@ -301,7 +301,7 @@ def test_trying_a_bell_that_producers_hold_leaves_no_share_of_the_lock(connect: 
 
 
 @pytest.mark.slow
-async def test_the_next_probe_detects_a_bell_that_ended_with_its_session(
+async def test_the_next_heartbeat_detects_a_bell_that_ended_with_its_session(
     bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:
     second, first = await started(bellmen), await started(bellmen)
@@ -313,7 +313,7 @@ async def test_the_next_probe_detects_a_bell_that_ended_with_its_session(
     # Like after a SIGKILL: the session ends without releasing its bell.
     assert first.bell._task is not None
     first.bell._task.cancel()
-    # Not on the event loop: the other listener's probes must be answered in the meantime.
+    # Not on the event loop: the other listener's heartbeats must be answered in the meantime.
     await asyncio.to_thread(db.execute, "SELECT pg_terminate_backend(%s, 10000)", (pid,))
     enqueue(db)
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -582,7 +582,7 @@ async def test_a_bell_released_while_a_sleeper_asks_for_it_is_not_trusted(
 
 async def test_a_worker_that_only_polls_arms_no_bell(dsn: str, db: psycopg.Connection) -> None:
     receiver = Receiver(dsn)
-    worker = WatchedWorker(receiver.outbox, settings=settings_for(dsn, listen=False, sweep_seconds=0.1))
+    worker = WatchedWorker(receiver.outbox, settings=settings_for(dsn, listen=False, poll_interval_seconds=0.1))
     async with running(worker):
         await worker.asleep.wait()
         held = db.execute(f"SELECT count(*) FROM {ADVISORY_LOCKS} WHERE l.classid = 1885826146")
@@ -631,7 +631,7 @@ async def test_a_full_worker_does_not_go_on_watch_when_the_watch_dies(
 ) -> None:
     """It has no post, so no other worker would be notified of a release."""
     go_on = asyncio.Event()
-    outbox = Outbox(settings_for(dsn, concurrency=1, probe_seconds=600))
+    outbox = Outbox(settings_for(dsn, concurrency=1, listener_heartbeat_seconds=600))
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:

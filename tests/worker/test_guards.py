@@ -711,10 +711,10 @@ async def a_worker_that_claims_new_messages_wakes_for_a_scheduled_one(stage: Sta
             await worker.sleeping.wait()
         enqueue(stage.db, payload="scheduled", available_at=datetime.now(UTC) + timedelta(seconds=0.5))
         try:
-            async with asyncio.timeout(10):  # A sixth of the time until the sweep.
+            async with asyncio.timeout(10):  # A sixth of the time until the next poll.
                 await delivered.wait()
         except TimeoutError:
-            pytest.fail("the worker sleeps until the sweep")
+            pytest.fail("the worker sleeps until the next poll")
 
 
 def is_sent(db: psycopg.Connection, message_id: int) -> bool:
@@ -785,7 +785,7 @@ def no_worker_in(name: str, *, times: int = 1) -> Mutation:
     return mutate
 
 
-OWN = " AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(held)s::bigint[]))"
+OWN = " AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(in_flight)s::bigint[]))"
 
 
 def no_part_in_claims(part: str, *, instead: str = "") -> Mutation:
@@ -861,8 +861,7 @@ def no_guard_in_function(name: str, part: str) -> Mutation:
 
 KEYS_IN_ORDER = "ORDER BY d.coalesce_key, CASE WHEN d.coalesce_key IS NOT NULL THEN d.topic END"
 
-SIBLING = """sibling.id IS NULL
-                AND """
+SIBLING = "WHEN sibling.id IS NOT NULL THEN false"
 
 
 def no_unique_index(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -886,7 +885,7 @@ def newer_in(statement: str, *parts: tuple[str, str]) -> Mutation:
     return mutate
 
 
-STRICT_DUE = "(m.coalesces_pending IS NOT TRUE OR NOT pgoutbox._has_strict_due(m.topic, m.coalesce_key, m.queue))"
+NEWEST_DUE = "NOT pgoutbox._newest_is_due(m.topic, m.coalesce_key, m.queue)"
 NEWER_BY_RETRY = "now() + make_interval(secs => coalesce(o.delay_seconds, 0))"
 PENDING_SUCCESSORS = """UNION
 SELECT m.queue
@@ -896,8 +895,8 @@ WHERE m.coalesces_pending AND m.state = 'pending' AND m.available_at <= now() AN
 
 
 def no_lock_on_the_newer(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    redefine(stage, "_lock_newer_pending", "FOR SHARE SKIP LOCKED", "")
-    redefine(stage, "_lock_newer_pending", "CASE WHEN FOUND THEN newer_id ELSE 0 END", "newer_id")
+    redefine(stage, "_lock_if_due", "FOR SHARE SKIP LOCKED", "")
+    redefine(stage, "_lock_if_due", "RETURN FOUND", "RETURN true")
 
 
 def no_newer_id_of_a_changed_head(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -1000,12 +999,12 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "forgotten attempts: suspects",
         a_worker_repeats_an_attempt_in_its_name_that_it_does_not_run,
-        no_part_in_claims(" OR m.id <> ALL (%(held)s::bigint[])"),
+        no_part_in_claims(" OR m.id <> ALL (%(in_flight)s::bigint[])"),
     ),
     (
         "forgotten attempts: ending",
         a_worker_ends_an_attempt_in_its_name_that_it_does_not_run,
-        no_part_in_claims(" OR m.id <> ALL (%(held)s::bigint[])"),
+        no_part_in_claims(" OR m.id <> ALL (%(in_flight)s::bigint[])"),
     ),
     ("state in forget", a_message_that_is_pending_again_is_not_deleted, no_state_in_forget),
     ("rule in forget", a_removed_rule_has_no_effect_from_its_commit_on, no_check_of_the_rule_in_forget),
@@ -1019,7 +1018,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         "dedupe key of a message",
         a_key_that_has_a_message_is_not_pruned,
         no_guard_in_function(
-            "_prune_dedupe_by_rule",
+            "_delete_dedupe_keys",
             "        AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = p.message_id LIMIT 1) IS NULL\n",
         ),
     ),
@@ -1120,7 +1119,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "rule pending: strict message",
         a_message_waits_for_a_strict_one_of_its_key,
-        no_part_in_claims(STRICT_DUE, instead="true"),
+        no_part_in_claims(NEWEST_DUE, instead="true"),
     ),
     ("rule pending: retry", a_retry_ends_if_a_newer_message_is_pending, no_rule_in_finish),
     (

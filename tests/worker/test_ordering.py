@@ -78,7 +78,7 @@ async def test_two_workers_deliver_each_key_in_order_despite_failed_attempts(dsn
 async def test_a_sleeping_worker_continues_a_key_as_soon_as_its_first_message_ends(
     dsn: str, db: psycopg.Connection
 ) -> None:
-    """No sweep and no bell wakes it: the end of the previous message does."""
+    """No periodic poll and no bell wakes it: the end of the previous message does."""
     line = Line(dsn)
     async with running(WatchedWorker(line.outbox)) as _:
         ids = [enqueue(db, ordering_key="k") for _ in range(30)]

@@ -75,7 +75,9 @@ class Receiver:
 # --- wake-ups ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_retry_after_a_short_delay_does_not_wait_for_the_sweep(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_a_retry_after_a_short_delay_does_not_wait_for_the_next_poll(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
     """When the attempt ends, the worker sleeps and expects nothing for the duration of the lease."""
     delivered = asyncio.Event()
 
@@ -93,7 +95,7 @@ async def test_a_retry_after_a_short_delay_does_not_wait_for_the_sweep(outbox: O
     assert (state_of(db, message_id), row_of(db, message_id).attempt_count) == ("sent", 2)
 
 
-async def test_without_a_listener_a_backlog_is_processed_without_waiting_for_a_sweep(
+async def test_without_a_listener_a_backlog_is_processed_without_waiting_for_a_poll(
     dsn: str, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(dsn, listen=False, concurrency=4))
@@ -517,7 +519,7 @@ def session_of_pool(pooled_dsn: str) -> tuple[int, list[tuple[str, str]], list[t
 async def test_a_listener_behind_a_pooler_logs_a_warning_and_leaves_no_session_settings(
     pooled_dsn: str, db: psycopg.Connection
 ) -> None:
-    outbox = Outbox(settings_for(pooled_dsn, sweep_seconds=0.1))
+    outbox = Outbox(settings_for(pooled_dsn, poll_interval_seconds=0.1))
     receiver, worker = Receiver(outbox), SleepingWorker(outbox)
     before = session_of_pool(pooled_dsn)
     async with running(worker):

@@ -316,7 +316,7 @@ def test_a_lost_attempt_in_an_unserved_queue_blocks_no_newer_message(rolled_back
     assert ids_in_flight(claim(rolled_back)) == []
     parameters = {
         "queue": "", "queues": ["bulk", "default"], "topics": ["greet"], "hold_topics": [], "total": 100,
-        "clock_limit": None, "worker": "w", "lease_seconds": 60, "held": [], "set_aside": [],
+        "clock_limit": None, "worker": "w", "lease_seconds": 60, "in_flight": [], "set_aside": [],
     }  # fmt: skip
     rolled_back.execute(sql.END_SUPERSEDED_ELSEWHERE, parameters)
     assert row_of(rolled_back, older).superseded_by == newer

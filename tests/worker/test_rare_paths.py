@@ -352,7 +352,7 @@ async def test_a_worker_with_once_notifies_of_its_retries(dsn: str, db: psycopg.
 
 async def test_a_stopping_worker_releases_its_bell_for_the_remaining_workers(dsn: str, db: psycopg.Connection) -> None:
     # The remaining worker would recheck the bell by itself, but not before the test is over.
-    leaver, stayer = (WatchedWorker(quick(dsn, probe_seconds=600)) for _ in range(2))
+    leaver, stayer = (WatchedWorker(quick(dsn, listener_heartbeat_seconds=600)) for _ in range(2))
     async with AsyncExitStack() as leaving:
         await leaving.enter_async_context(running(leaver))
         await leaver.falls_asleep()

@@ -131,7 +131,7 @@ async def test_a_message_whose_claim_was_refused_is_delivered_when_it_is_allowed
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pgoutbox.worker.set_aside._SECONDS", 0.2)
-    outbox = Outbox(settings_for(dsn, sweep_seconds=0.2))
+    outbox = Outbox(settings_for(dsn, poll_interval_seconds=0.2))
     handed_over = greeting(outbox)
     refused = enqueue(db)
     refuse_claims(db, {refused}, REFUSALS["a trigger"])

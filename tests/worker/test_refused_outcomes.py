@@ -99,7 +99,7 @@ async def test_a_topic_with_refused_outcomes_halts_until_one_is_written_and_othe
     worker = Worker(outbox)
     async with running(worker):
         await until(lambda: worker.vitals().topics_halted == 1)
-        assert reasons_not_ready(worker.vitals(), sweep_seconds=3600) == [
+        assert reasons_not_ready(worker.vitals(), poll_interval_seconds=3600) == [
             "the database refuses the outcomes of 1 topic(s)"
         ]
         # Messages that waited in the process have been released; the others were never claimed.
@@ -110,7 +110,7 @@ async def test_a_topic_with_refused_outcomes_halts_until_one_is_written_and_othe
         assert [row.state for row in rows_of(db, *ids)].count("sending") == len(handed_over) - len(others)
         allow(db, "sent")
         await until(lambda: {row.state for row in rows_of(db)} == {"sent"})
-        await until(lambda: reasons_not_ready(worker.vitals(), sweep_seconds=3600) == [])
+        await until(lambda: reasons_not_ready(worker.vitals(), poll_interval_seconds=3600) == [])
     assert handed_over == dict.fromkeys([*ids, *others], 1)
     assert worker.telemetry.counts[LogEvent.TOPIC_HALTED] == worker.telemetry.counts[LogEvent.TOPIC_RESUMED] == 1
 

@@ -122,7 +122,7 @@ async def test_a_hundred_messages_survive_a_refusal_at_mail_and_are_sent_after_t
         ids = [enqueue(db, destination=ANN) for _ in range(100)]
         async with running(Worker(outbox_for(dsn, settings))):
             await until(lambda: are_held(db, ids))
-            key = f"smtp:{HOST}:{server.port}" + (" sender PGOUTBOX_SMTP_FROM" if answer in OF_SENDER else "")
+            key = f"smtp:{HOST}:{server.port}" + (" sender PGOUTBOX_SMTP_SENDER" if answer in OF_SENDER else "")
             assert open_breakers(db) == [key]
             assert opening_alerts(db) == [key]
             assert attempts_left(db, ids) == {BUDGET}
@@ -167,7 +167,7 @@ async def test_a_sender_refused_after_mail_is_recognised_by_its_code(
         ids = [enqueue(db, destination=ANN) for _ in range(5)]
         outbox = outbox_for(dsn, mail_settings(server.port) | LONG)
         await Worker(outbox).run_once()
-    assert open_breakers(db) == [f"smtp:{HOST}:{server.port} sender PGOUTBOX_SMTP_FROM"]
+    assert open_breakers(db) == [f"smtp:{HOST}:{server.port} sender PGOUTBOX_SMTP_SENDER"]
     assert attempts_left(db, ids) == {BUDGET}
 
 
@@ -239,7 +239,7 @@ async def test_cron_runs_hold_messages_back_at_the_first_failure_and_pause_longe
 async def test_without_breakers_messages_wait_longer_each_time_and_none_fails(dsn: str, db: psycopg.Connection) -> None:
     retry = RetryPolicy(base=10, cap=HOUR, jitter=0)
     async with scripted_server({"MAIL": "553 5.1.8 unknown"}) as server:
-        outbox = outbox_for(dsn, mail_settings(server.port) | {"breaker": False}, retry=retry)
+        outbox = outbox_for(dsn, mail_settings(server.port) | {"breaker_enabled": False}, retry=retry)
         message_id = enqueue(db, destination=ANN, max_attempts=2)
         for delay in (10, 20, 40, 80):
             await Worker(outbox).run_once()
@@ -290,10 +290,10 @@ async def test_messages_without_a_sender_wait_for_the_setting(dsn: str, db: psyc
     own = enqueue(db, payload="own", destination=ANN)
     async with accepting_server() as inbox:
         settings = mail_settings(inbox.port)
-        lacking = settings | LONG | {"smtp_from": None, "alert_destination": ALERT}
+        lacking = settings | LONG | {"smtp_sender": None, "alert_destination": ALERT}
         await held_by(db, ids, outbox_for(dsn, lacking, sender="own@example.org"))
-        assert open_breakers(db) == [f"smtp:{HOST}:{inbox.port} sender PGOUTBOX_SMTP_FROM"]
-        assert "PGOUTBOX_SMTP_FROM is not set" in error_of(db, ids[0])
+        assert open_breakers(db) == [f"smtp:{HOST}:{inbox.port} sender PGOUTBOX_SMTP_SENDER"]
+        assert "PGOUTBOX_SMTP_SENDER is not set" in error_of(db, ids[0])
         assert row_of(db, own).state == "sent"
         await delivered_by(db, ids, outbox_for(dsn, settings))
 
@@ -418,10 +418,10 @@ async def test_a_breaker_key_unknown_before_the_send_opens_nothing(dsn: str, db:
     ("settings", "setting", "reason", "topics"),
     [
         ({}, "PGOUTBOX_SMTP_HOST", "is not set", ("greet",)),
-        ({"smtp_host": "mail.club.org"}, "PGOUTBOX_SMTP_FROM", "is not set", ()),
+        ({"smtp_host": "mail.club.org"}, "PGOUTBOX_SMTP_SENDER", "is not set", ()),
         (
-            {"smtp_host": "mail.club.org", "smtp_from": "you@example.org"},
-            "PGOUTBOX_SMTP_FROM",
+            {"smtp_host": "mail.club.org", "smtp_sender": "you@example.org"},
+            "PGOUTBOX_SMTP_SENDER",
             "is an example of the documentation",
             (),
         ),
@@ -446,5 +446,5 @@ async def test_a_worker_warns_at_its_start_of_incomplete_email_settings(
 async def test_a_worker_with_complete_email_settings_logs_no_warning(
     dsn: str, db: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await Worker(outbox_for(dsn, {"smtp_host": "mail.club.org", "smtp_from": "a@club.org"})).run_once()
+    await Worker(outbox_for(dsn, {"smtp_host": "mail.club.org", "smtp_sender": "a@club.org"})).run_once()
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []

@@ -1,4 +1,4 @@
--- One page, as in prune_dedupe_by_rule.
+-- One page, as in _delete_dedupe_keys.
 --
 -- The head of a coalesce key is unneeded if no message of the key can become pending again or supersede another one:
 --

@@ -1,4 +1,4 @@
--- One page, as in prune_dedupe_by_rule.
+-- One page, as in _delete_dedupe_keys.
 --
 -- A content is deleted after its last message.
 CREATE FUNCTION pgoutbox._prune_content(at_most bigint, after_id bigint DEFAULT 0)

@@ -1,4 +1,4 @@
--- One page, as in prune_dedupe_by_rule.
+-- One page, as in _delete_dedupe_keys.
 --
 -- The row of an ordering key makes an enqueue draw its id after the ids of the earlier messages. It is unneeded if none
 -- of these is live, failed or cancelled: no message waits for a sent or skipped one. The row also stays while its last

@@ -7,7 +7,6 @@ field, values that a broker would refuse, or would not read as a name.
 from __future__ import annotations
 
 import base64
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from urllib.parse import unquote
 from pydantic import BaseModel, JsonValue
 
 from pgoutbox.message import Message, Permanent, Unavailable
+from pgoutbox.transports.checks import encode_json, refuse_characters, require_text
 
 if TYPE_CHECKING:
     from pgoutbox.settings import Settings
@@ -107,10 +107,7 @@ def render(event: Content, message: Message[object], settings: Settings) -> Rend
     for name, value in event.extensions.items():
         envelope[name] = _extension(name, value)
     _add_data(envelope, event)
-    try:
-        content = json.dumps(envelope, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise Permanent(f"event.data: is not a JSON value: {error}") from None
+    content = encode_json("event.data", envelope)
     return RenderedEvent(message.idempotency_key, event.key, _headers(event.headers), content)
 
 
@@ -133,21 +130,12 @@ def parse_name(message: Message[object]) -> str:
     return check_name("destination", name)
 
 
-def check_name(field_name: str, name: str) -> str:
-    """Return the name itself. Raises `Permanent` for a name with control characters or a name that is too long."""
-    if found := _UNSAFE.search(name):
-        raise Permanent(f"{field_name}: contains the character U+{ord(found[0]):04X}")
-    if len(name.encode()) > MAX_NAME_BYTES:
-        raise Permanent(f"{field_name}: {len(name.encode())} bytes are more than {MAX_NAME_BYTES}")
-    return name
-
-
-def printable(text: str, *, hide: tuple[str, ...] = ()) -> str:
-    """Return a broker's or client's text for `last_error`: on one line, cut, without the secrets in `hide`."""
-    for secret in hide:
-        text = text.replace(secret, "(hidden)")
-    shown = "".join(character if character.isprintable() else " " for character in text)
-    return " ".join(shown.split())[:500]
+def check_name(field_name: str, name: object, *, max_bytes: int = MAX_NAME_BYTES) -> str:
+    """Return the text itself. Raises `Permanent` for control characters, or if it is too long."""
+    text = refuse_characters(field_name, require_text(field_name, name), _UNSAFE)
+    if (size := len(text.encode())) > max_bytes:
+        raise Permanent(f"{field_name}: {size} bytes are more than {max_bytes}")
+    return text
 
 
 def _source(event: CloudEvent, settings: Settings) -> str:
@@ -159,9 +147,7 @@ def _source(event: CloudEvent, settings: Settings) -> str:
 
 
 def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise Permanent(f"{name}: must be text, not {type(value).__name__}")
-    if not value:
+    if value == "":
         raise Permanent(f"{name}: is empty")
     return check_name(name, value)
 
@@ -189,13 +175,7 @@ def _headers(headers: Mapping[Any, Any]) -> dict[str, str]:
             raise Permanent(f"{where}: is not the name of a header")
         if name.lower() in _RESERVED_HEADERS or name.lower().startswith(_RESERVED_PREFIXES):
             raise Permanent(f"{where}: is reserved for pgoutbox and the brokers")
-        if not isinstance(value, str):
-            raise Permanent(f"{where}: must be text, not {type(value).__name__}")
-        if found := _UNSAFE.search(value):
-            raise Permanent(f"{where}: contains the character U+{ord(found[0]):04X}")
-        if len(value.encode()) > MAX_HEADER_BYTES:
-            raise Permanent(f"{where}: {len(value.encode())} bytes are more than {MAX_HEADER_BYTES}")
-        checked[name] = value
+        checked[name] = check_name(where, value, max_bytes=MAX_HEADER_BYTES)
     return checked
 
 

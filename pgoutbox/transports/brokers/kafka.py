@@ -14,24 +14,20 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any, Final
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
-from pgoutbox.transports.brokers.events import (
-    CONTENT_TYPE,
-    RenderedEvent,
-    parse_name,
-    part_key,
-    printable,
-    render,
-)
-from pgoutbox.transports.tls import demand_tls_for, verifying_context
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
+from pgoutbox.transports.brokers.broker import BrokerTransport
+from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
+from pgoutbox.transports.tls import client_context
+
+try:
+    from confluent_kafka import KafkaError, KafkaException, Producer
+except ImportError:
+    raise MissingExtraError("the Kafka transport", "kafka") from None
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from confluent_kafka import KafkaError, Producer
-
-    from pgoutbox.settings import Settings
-    from pgoutbox.transports import Content
+    from pgoutbox.settings import KafkaSettings, Settings
 
 __all__ = ["KafkaTransport"]
 
@@ -49,7 +45,7 @@ _UNKNOWN_OUTCOMES: Final = (
 )  # fmt: skip
 
 
-class KafkaTransport:
+class KafkaTransport(BrokerTransport[str]):
     """Produces a `CloudEvent` to the topic that the destination names, `kafka:orders`.
 
     One instance serves one event loop.
@@ -74,37 +70,17 @@ class KafkaTransport:
     schemes = ("kafka",)
 
     def __init__(self, settings: Settings, *, options: Mapping[str, str | int | bool] | None = None) -> None:
-        try:
-            import confluent_kafka  # noqa: F401 - a worker without it must not start
-        except ImportError:
-            raise MissingExtraError("the Kafka transport", "kafka") from None
-        self._settings = settings
-        self._seconds = settings.broker_timeout_seconds
-        self._configuration = _configuration(settings) | dict(options or {})
-        password = settings.kafka_password
+        super().__init__(settings)
+        self._configuration = _configuration(settings.kafka, self._seconds) | dict(options or {})
+        password = settings.kafka.password
         self._secrets = (password.get_secret_value(),) if password is not None else ()
         self._link: _Link | None = None
-
-    async def send(self, message: Message[object], content: Content) -> Outcome:
-        """Produce the event once. `Sent` means that all in-sync replicas have it."""
-        try:
-            event = render(content, message, self._settings)
-            topic = _topic(message)
-        except (Permanent, Unavailable) as refusal:
-            return refusal
-        return await self._produce(topic, event)
-
-    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """Return the key of the breaker for events without their own source."""
-        return part_key(content)
 
     async def check(self) -> str | None:
         """Connect and sign in as for an event, and return the problem, or None."""
         return await asyncio.to_thread(self._ask_for_brokers)
 
     def _ask_for_brokers(self) -> str | None:
-        from confluent_kafka import KafkaException, Producer
-
         said: list[str] = []
         configuration = {**self._configuration, "error_cb": lambda error: said.append(error.str())}
         try:
@@ -114,7 +90,7 @@ class KafkaTransport:
             finally:
                 producer.poll(0)  # Only this call reports errors of the connections.
         except KafkaException as error:
-            why = printable(": ".join([error.args[0].str(), *said[:1]]), hide=self._secrets)
+            why = self._one_line(": ".join([error.args[0].str(), *said[:1]]))
             return f"connect: no broker within {self._seconds:g} s: {why}"
         return None
 
@@ -124,13 +100,17 @@ class KafkaTransport:
         if link is not None:
             await asyncio.to_thread(link.close)
 
-    async def _produce(self, topic: str, event: RenderedEvent) -> Outcome:
-        from confluent_kafka import KafkaException
+    def _target(self, message: Message[object], event: RenderedEvent) -> str:  # noqa: ARG002 - the message has it
+        topic = parse_name(message)
+        if not _TOPIC.fullmatch(topic) or topic in {".", ".."}:
+            raise Permanent("destination: a topic's name is 1 to 249 letters, digits, dots, underscores and hyphens")
+        return topic
 
+    async def _publish(self, target: str, event: RenderedEvent) -> Outcome:
         headers = {**event.headers, "ce_id": event.id, "content-type": CONTENT_TYPE}
         try:
             if self._link is None:
-                self._link = _Link(self._configuration, topic)
+                self._link = _Link(self._configuration, target)
             link = self._link
             try:
                 # A queued record may have been sent, so the producer gets no record before it has seen a broker.
@@ -138,9 +118,9 @@ class KafkaTransport:
                     await link.reached.wait()
             except TimeoutError:
                 said = link.last_error or "no answer"
-                text = f"connect: no broker within {self._seconds:g} s: {printable(said, hide=self._secrets)}"
+                text = f"connect: no broker within {self._seconds:g} s: {self._one_line(said)}"
                 return Transient(text, outage=True)
-            reported = link.produce(topic, event, headers)
+            reported = link.produce(target, event, headers)
         except BufferError:
             return Transient("produce: the producer's queue is full")
         except KafkaException as refused:
@@ -155,16 +135,14 @@ class KafkaTransport:
 
     def _refusal(self, error: KafkaError, *, is_local: bool = False, last_error: str | None = None) -> Outcome:
         """Return the outcome of an error. `is_local`: the producer refused it. `last_error`: of its connections."""
-        from confluent_kafka import KafkaError as Code
-
-        code, said = error.code(), printable(error.str(), hide=self._secrets)
-        if any(code == getattr(Code, name) for name in _UNKNOWN_OUTCOMES):
-            why = f" ({printable(last_error, hide=self._secrets)})" if last_error else ""
+        code, said = error.code(), self._one_line(error.str())
+        if any(code == getattr(KafkaError, name) for name in _UNKNOWN_OUTCOMES):
+            why = f" ({self._one_line(last_error)})" if last_error else ""
             return Transient(f"outcome unknown: no acknowledgement: {said}{why}", outage=True, unknown=True)
         # A broker reports this for a whole batch, which may contain other records.
-        if code == Code.MSG_SIZE_TOO_LARGE and is_local:
+        if code == KafkaError.MSG_SIZE_TOO_LARGE and is_local:
             return Permanent(f"event.data: {said}")
-        if code in (Code.TOPIC_EXCEPTION, Code.INVALID_RECORD):
+        if code in (KafkaError.TOPIC_EXCEPTION, KafkaError.INVALID_RECORD):
             return Permanent(f"produce: {said}")
         return Transient(f"produce: {said}")
 
@@ -173,15 +151,13 @@ class _Link:
     """A producer, and the thread in which it reports the delivery of each record."""
 
     def __init__(self, configuration: Mapping[str, str | int | bool], topic: str) -> None:
-        from confluent_kafka import Producer
-
         self.reached = asyncio.Event()
         """Set permanently after a broker has answered a query about this topic."""
         self.last_error: str | None = None
         self._loop = asyncio.get_running_loop()
         self._is_closing = False
         self._topic = topic
-        self._producer: Producer = Producer({**configuration, "error_cb": self._note_error}, logger=_client_logger)
+        self._producer = Producer({**configuration, "error_cb": self._note_error}, logger=_client_logger)
         self._thread = threading.Thread(target=self._poll, name="pgoutbox kafka", daemon=True)
         self._thread.start()
 
@@ -218,8 +194,6 @@ class _Link:
         self._producer.poll(0)
 
     def _has_broker(self) -> bool:
-        from confluent_kafka import KafkaException
-
         try:
             self._producer.list_topics(self._topic, timeout=_ASK_SECONDS)
         except KafkaException:  # The callback reports errors of the connections.
@@ -227,9 +201,7 @@ class _Link:
         return True
 
     def _note_error(self, error: KafkaError) -> None:
-        from confluent_kafka import KafkaError as Code
-
-        if error.code() != Code._ALL_BROKERS_DOWN or self.last_error is None:  # It does not give the reason.
+        if error.code() != KafkaError._ALL_BROKERS_DOWN or self.last_error is None:  # It does not give the reason.
             self.last_error = error.str()
 
 
@@ -238,18 +210,18 @@ def _set(reported: asyncio.Future[KafkaError | None], error: KafkaError | None) 
         reported.set_result(error)
 
 
-def _configuration(settings: Settings) -> dict[str, Any]:
-    if settings.kafka_servers is None:
+def _configuration(settings: KafkaSettings, timeout_seconds: float) -> dict[str, Any]:
+    if settings.servers is None:
         raise ConfigurationError("no Kafka brokers given: set PGOUTBOX_KAFKA_SERVERS")
-    servers = settings.kafka_servers.replace(" ", "")
+    servers = settings.servers.replace(" ", "")
     if not _SERVERS.fullmatch(servers):
         raise ConfigurationError(
-            f"PGOUTBOX_KAFKA_SERVERS={settings.kafka_servers!r}: must be host:port, or several separated by commas"
+            f"PGOUTBOX_KAFKA_SERVERS={settings.servers!r}: must be host:port, or several separated by commas"
         )
-    milliseconds = int(settings.broker_timeout_seconds * 1_000)
+    milliseconds = int(timeout_seconds * 1_000)
     configuration: dict[str, Any] = {
         "bootstrap.servers": servers,
-        "security.protocol": "SSL" if settings.kafka_security == "tls" else "PLAINTEXT",
+        "security.protocol": "SSL" if settings.security == "tls" else "PLAINTEXT",
         "enable.idempotence": True,
         "acks": "all",
         "enable.ssl.certificate.verification": True,
@@ -262,29 +234,21 @@ def _configuration(settings: Settings) -> dict[str, Any]:
         # The default of the Java clients, so that all producers of a topic agree on the partition of a key.
         "partitioner": "murmur2_random",
     }
-    has_tls, ca_file = settings.kafka_security == "tls", settings.kafka_ca_file
-    demand_tls_for("PGOUTBOX_KAFKA_CA_FILE", ca_file, "PGOUTBOX_KAFKA_SECURITY", "tls", has_tls=has_tls)
-    if ca_file is not None:
-        verifying_context(variable="PGOUTBOX_KAFKA_CA_FILE", ca_file=ca_file)  # Only to check that the file is usable.
-        configuration["ssl.ca.location"] = ca_file
-    if settings.kafka_username is None:
+    # librdkafka makes contexts of its own; this one checks the file.
+    client_context("KAFKA", settings.ca_file, "SECURITY", "tls", has_tls=settings.security == "tls")
+    if settings.ca_file is not None:
+        configuration["ssl.ca.location"] = settings.ca_file
+    if settings.username is None:
         return configuration
-    if settings.kafka_password is None:
+    if settings.password is None:
         raise ConfigurationError("PGOUTBOX_KAFKA_USERNAME is set, PGOUTBOX_KAFKA_PASSWORD is not")
-    if settings.kafka_security == "none" and settings.kafka_mechanism == "PLAIN":
+    if settings.security == "none" and settings.mechanism == "PLAIN":
         raise ConfigurationError(
             "PGOUTBOX_KAFKA_SECURITY=none would send PGOUTBOX_KAFKA_PASSWORD in plain text; use tls, or SCRAM"
         )
     return configuration | {
-        "security.protocol": "SASL_SSL" if settings.kafka_security == "tls" else "SASL_PLAINTEXT",
-        "sasl.mechanism": settings.kafka_mechanism,
-        "sasl.username": settings.kafka_username,
-        "sasl.password": settings.kafka_password.get_secret_value(),
+        "security.protocol": "SASL_SSL" if settings.security == "tls" else "SASL_PLAINTEXT",
+        "sasl.mechanism": settings.mechanism,
+        "sasl.username": settings.username,
+        "sasl.password": settings.password.get_secret_value(),
     }
-
-
-def _topic(message: Message[object]) -> str:
-    topic = parse_name(message)
-    if not _TOPIC.fullmatch(topic) or topic in {".", ".."}:
-        raise Permanent("destination: a topic's name is 1 to 249 letters, digits, dots, underscores and hyphens")
-    return topic

@@ -15,25 +15,23 @@ from urllib.parse import ParseResult, SplitResult, unquote, urlsplit
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
-from pgoutbox.transports.brokers.connections import SharedConnection
-from pgoutbox.transports.brokers.events import (
-    CONTENT_TYPE,
-    RenderedEvent,
-    parse_name,
-    part_key,
-    printable,
-    render,
-)
-from pgoutbox.transports.tls import demand_tls_for, describe_refusal, verifying_context
+from pgoutbox.text import one_line
+from pgoutbox.transports.brokers.broker import BrokerTransport, SharedConnection
+from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
+from pgoutbox.transports.tls import client_context
+
+try:
+    from nats.aio.client import Client
+    from nats.aio.transport import TcpTransport
+    from nats.errors import Error
+    from nats.js.errors import APIError, NoStreamResponseError
+except ImportError:
+    raise MissingExtraError("the NATS transport", "nats") from None
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nats.aio.client import Client
-    from nats.aio.transport import Transport
-
     from pgoutbox.settings import Settings
-    from pgoutbox.transports import Content
 
 __all__ = ["NatsTransport"]
 
@@ -45,7 +43,7 @@ _AUTHORIZATION: Final = re.compile(r"authori[sz]ation|authentication", re.IGNORE
 _REFUSED_SUBJECT: Final = re.compile(r'publish to "([^"]*)"', re.IGNORECASE)
 
 
-class NatsTransport:
+class NatsTransport(BrokerTransport[str]):
     """Publishes a `CloudEvent` to the subject that the destination names, `nats:orders.placed`. One instance serves one
     event loop.
 
@@ -63,54 +61,51 @@ class NatsTransport:
     | the event is larger than the server or the stream accepts | permanent |
     | the stream refuses for another reason: full, sealed, no quorum | transient |
 
-    Raises `ConfigurationError` when the setting `nats_url` is missing or unusable, `MissingExtraError` without nats-py.
+    Raises `ConfigurationError` when the setting `nats.url` is missing or unusable, `MissingExtraError` without nats-py.
     """
 
     schemes = ("nats",)
 
     def __init__(self, settings: Settings, *, tls_context: ssl.SSLContext | None = None) -> None:
-        try:
-            import nats  # noqa: F401 - a worker without it must not start
-        except ImportError:
-            raise MissingExtraError("the NATS transport", "nats") from None
-        if settings.nats_url is None:
+        super().__init__(settings)
+        if settings.nats.url is None:
             raise ConfigurationError("no NATS server given: set PGOUTBOX_NATS_URL")
-        self._settings = settings
-        self._seconds = settings.broker_timeout_seconds
-        self._servers = _parse_servers(settings.nats_url.get_secret_value())
+        self._servers = _parse_servers(settings.nats.url.get_secret_value())
         first = self._servers[0]
         # nats-py takes both from the URL too, but without decoding them.
         self._user = unquote(first.username) if first.username is not None else None
         self._password = unquote(first.password) if first.password is not None else None
         token = self._user if self._password is None else None
         self._secrets = tuple(filter(None, (self._password, first.password, token)))
-        self._tls_context = tls_context
         # One server with TLS is enough: all of them get the same password.
         has_tls = tls_context is not None or any(server.scheme == "tls" for server in self._servers)
-        ca_file = settings.nats_ca_file
-        demand_tls_for("PGOUTBOX_NATS_CA_FILE", ca_file, "PGOUTBOX_NATS_URL", "tls:", has_tls=has_tls)
-        if has_tls and tls_context is None:
-            self._tls_context = verifying_context(variable="PGOUTBOX_NATS_CA_FILE", ca_file=ca_file)
+        self._tls_context = client_context(
+            "NATS", settings.nats.ca_file, "URL", "tls:", has_tls=has_tls, given=tls_context
+        )
         self._connection: SharedConnection[_Connection] = SharedConnection(self._connect, lambda link: link.is_open)
 
-    async def send(self, message: Message[object], content: Content) -> Outcome:
-        """Publish the event once. `Sent` means that a stream has it, from this attempt or an earlier one."""
-        try:
-            event = render(content, message, self._settings)
-            subject = _subject(message)
-        except (Permanent, Unavailable) as refusal:
-            return refusal
+    async def _publish(self, target: str, event: RenderedEvent) -> Outcome:
         try:
             async with asyncio.timeout(self._seconds):
                 connection = await self._connection.get()
-        except (OSError, _NatsError()) as error:
-            text = f"connect: {self._said(error)}"
+        except (OSError, Error) as error:
+            text = f"connect: {self._error_text(error)}"
             return Unavailable(text) if _AUTHORIZATION.search(str(error)) else Transient(text, outage=True)
-        return await self._publish(connection, subject, event)
+        return await self._publish_on(connection, target, event)
 
-    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """Return the key of the breaker for events without their own source."""
-        return part_key(content)
+    def _target(self, message: Message[object], event: RenderedEvent) -> str:  # noqa: ARG002 - the message has it
+        """Return the subject to publish to: no wildcard, and none of NATS's system subjects."""
+        subject = parse_name(message)
+        tokens = subject.split(".")
+        if "" in tokens:
+            raise Permanent("destination: a part of the subject between dots is empty")
+        if re.search(r"\s", subject):
+            raise Permanent("destination: the subject contains white space")
+        if "*" in tokens or ">" in tokens:
+            raise Permanent("destination: the subject has a wildcard; an event goes to one subject")
+        if subject.startswith(("$", "_INBOX.")):
+            raise Permanent("destination: the subject is one of NATS itself")
+        return subject
 
     async def check(self) -> str | None:
         """Connect and sign in as for an event, and return the problem, or None."""
@@ -118,8 +113,8 @@ class NatsTransport:
             async with asyncio.timeout(self._seconds):
                 connection = await self._connection.get()
                 await connection.client.flush(timeout=max(1, int(self._seconds)))
-        except (OSError, _NatsError()) as error:
-            return f"connect: {self._said(error)}"
+        except (OSError, Error) as error:
+            return f"connect: {self._error_text(error)}"
         return None
 
     async def aclose(self) -> None:
@@ -136,17 +131,17 @@ class NatsTransport:
         async with asyncio.timeout(self._seconds):
             await connection.open(
                 servers=[server._replace(netloc=server.netloc.rpartition("@")[2]).geturl() for server in self._servers],
-                seconds=self._seconds,
-                tls_context=self._tls_context,
-                user=self._user,
+                connect_timeout=max(1, int(self._seconds)),
+                # Two missing answers end a connection to a lost server.
+                ping_interval=max(1, int(self._seconds)),
+                tls=self._tls_context,
+                user=self._user if self._password is not None else None,
                 password=self._password,
+                token=self._user if self._password is None else None,
             )
         return connection
 
-    async def _publish(self, connection: _Connection, subject: str, event: RenderedEvent) -> Outcome:
-        from nats.errors import Error
-        from nats.js.errors import APIError, NoStreamResponseError
-
+    async def _publish_on(self, connection: _Connection, subject: str, event: RenderedEvent) -> Outcome:
         headers = {**event.headers, "Nats-Msg-Id": event.id, "Content-Type": CONTENT_TYPE}
         size, limit = _size(headers, event.content), connection.client.max_payload
         if size > limit:  # The server would end the connection, and with it other sends in progress.
@@ -154,31 +149,24 @@ class NatsTransport:
         try:
             await connection.publish(subject, event.content, headers, self._seconds)
         except NoStreamResponseError:
-            return Transient(f"no stream has the subject {printable(subject)!r}")
+            return Transient(f"no stream has the subject {one_line(subject)!r}")
         except APIError as error:
-            text = f"publish: {printable(error.description or '')} ({error.err_code})"
+            text = f"publish: {one_line(error.description or '')} ({error.err_code})"
             return Permanent(f"event.data: {text}") if error.err_code in _MESSAGE_ERRORS else Transient(text)
         except PermissionError as error:
-            return Transient(f"publish: {self._said(error)}")
+            return Transient(f"publish: {self._error_text(error)}")
         except (Error, OSError, ValueError) as error:
-            return Transient(f"outcome unknown: no acknowledgement: {self._said(error)}", outage=True, unknown=True)
+            return Transient(
+                f"outcome unknown: no acknowledgement: {self._error_text(error)}", outage=True, unknown=True
+            )
         return Sent()
-
-    def _said(self, error: BaseException) -> str:
-        if isinstance(error, TimeoutError):
-            return f"no answer within {self._seconds:g} s"
-        if refusal := describe_refusal(error):
-            return refusal
-        return printable(str(error) or type(error).__name__, hide=self._secrets)
 
 
 class _Connection:
     """A client of nats-py that never reconnects by itself. Its end and its refusals wake waiting sends at once."""
 
     def __init__(self) -> None:
-        from nats.aio.client import Client
-
-        self.client: Client = Client()
+        self.client = Client()
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._error: Exception | None = None
@@ -187,33 +175,19 @@ class _Connection:
     def is_open(self) -> bool:
         return self.client.is_connected and not self._lost.done()
 
-    async def open(
-        self,
-        *,
-        servers: list[str],
-        seconds: float,
-        tls_context: ssl.SSLContext | None,
-        user: str | None,
-        password: str | None,
-    ) -> None:
+    async def open(self, *, tls: ssl.SSLContext | None, **options: Any) -> None:  # noqa: ANN401 - nats-py's
         """Connect to the first of the servers that answers."""
-        if tls_context is not None:
-            self.client._transport = _encrypted_transport()
+        if tls is not None:
+            self.client._transport = _EncryptedTransport()  # type: ignore[no-untyped-call] # nats-py is typed in part
         try:
             await self.client.connect(
-                servers,
                 error_cb=self._note_error,
                 closed_cb=self._note_end,
                 allow_reconnect=False,
                 max_reconnect_attempts=1,
                 reconnect_time_wait=0,
-                connect_timeout=max(1, int(seconds)),
-                # Two missing answers end a connection to a lost server.
-                ping_interval=max(1, int(seconds)),
-                tls=tls_context,
-                user=user if password is not None else None,
-                password=password,
-                token=user if password is None else None,
+                tls=tls,
+                **options,
             )
         except BaseException as error:
             # nats-py does not close a refused or half-open connection.
@@ -259,45 +233,35 @@ class _Connection:
             self._lost.set_result(None)
 
 
-def _encrypted_transport() -> Transport:
+class _EncryptedTransport(TcpTransport):
     """nats-py's transport without plain text: nats-py itself lets the server decide about TLS."""
-    from nats.aio.transport import TcpTransport
 
-    class EncryptedTransport(TcpTransport):
-        _is_encrypted = False
+    _is_encrypted = False
 
-        def __bool__(self) -> bool:
-            return True  # Otherwise nats-py uses another transport until this one is connected.
+    def __bool__(self) -> bool:
+        return True  # Otherwise nats-py uses another transport until this one is connected.
 
-        async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
-            self._is_encrypted = False
-            await super().connect(uri, buffer_size, connect_timeout)
+    async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
+        self._is_encrypted = False
+        await super().connect(uri, buffer_size, connect_timeout)
 
-        async def connect_tls(
-            self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
-        ) -> None:
-            await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
-            self._is_encrypted = True
+    async def connect_tls(
+        self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
+    ) -> None:
+        await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
+        self._is_encrypted = True
 
-        def write(self, payload: bytes) -> None:
-            self._refuse_plain_text()
-            super().write(payload)  # type: ignore[no-untyped-call] # nats-py is typed in part
+    def write(self, payload: bytes) -> None:
+        self._refuse_plain_text()
+        super().write(payload)  # type: ignore[no-untyped-call] # nats-py is typed in part
 
-        def writelines(self, payload: list[bytes]) -> None:
-            self._refuse_plain_text()
-            super().writelines(payload)  # type: ignore[no-untyped-call] # nats-py is typed in part
+    def writelines(self, payload: list[bytes]) -> None:
+        self._refuse_plain_text()
+        super().writelines(payload)  # type: ignore[no-untyped-call] # nats-py is typed in part
 
-        def _refuse_plain_text(self) -> None:
-            if not self._is_encrypted:
-                raise ConnectionRefusedError("the server does not offer TLS, and plain text is refused")
-
-    return EncryptedTransport()  # type: ignore[no-untyped-call] # nats-py is typed in part
-
-
-def _NatsError() -> type[Exception]:  # noqa: N802 - it stands where a class does
-    from nats.errors import Error
-
-    return Error
+    def _refuse_plain_text(self) -> None:
+        if not self._is_encrypted:
+            raise ConnectionRefusedError("the server does not offer TLS, and plain text is refused")
 
 
 def _parse_servers(urls: str) -> list[SplitResult]:
@@ -312,21 +276,6 @@ def _parse_servers(urls: str) -> list[SplitResult]:
     return [
         server if server.port is not None else server._replace(netloc=f"{server.netloc}:4222") for server in servers
     ]
-
-
-def _subject(message: Message[object]) -> str:
-    """Return the subject to publish to: no wildcard, and none of NATS's system subjects."""
-    subject = parse_name(message)
-    tokens = subject.split(".")
-    if "" in tokens:
-        raise Permanent("destination: a part of the subject between dots is empty")
-    if re.search(r"\s", subject):
-        raise Permanent("destination: the subject contains white space")
-    if "*" in tokens or ">" in tokens:
-        raise Permanent("destination: the subject has a wildcard; an event goes to one subject")
-    if subject.startswith(("$", "_INBOX.")):
-        raise Permanent("destination: the subject is one of NATS itself")
-    return subject
 
 
 def _size(headers: Mapping[str, str], content: bytes) -> int:

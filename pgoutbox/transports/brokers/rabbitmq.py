@@ -14,32 +14,37 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
-from pgoutbox.transports.brokers.connections import SharedConnection
-from pgoutbox.transports.brokers.events import (
-    CONTENT_TYPE,
-    RenderedEvent,
-    check_name,
-    parse_name,
-    part_key,
-    printable,
-    render,
-)
-from pgoutbox.transports.tls import demand_tls_for, describe_refusal, verifying_context
+from pgoutbox.text import one_line
+from pgoutbox.transports.brokers.broker import BrokerTransport, SharedConnection
+from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, check_name, parse_name
+from pgoutbox.transports.tls import client_context
+
+try:
+    import aiormq
+    from aiormq import exceptions as amqp
+    from pamqp.commands import Basic
+except ImportError:
+    raise MissingExtraError("the RabbitMQ transport", "rabbitmq") from None
 
 if TYPE_CHECKING:
     from aiormq.abc import AbstractChannel, AbstractConnection
 
     from pgoutbox.settings import Settings
-    from pgoutbox.transports import Content
 
 __all__ = ["RabbitMQTransport"]
 
 _PERSISTENT: Final = 2
+_REFUSED_CREDENTIALS: Final = (amqp.AuthenticationError, amqp.ConnectionNotAllowed, amqp.ProbableAuthenticationError)
 # An event larger than the server accepts ends its channel, and must not end other sends on it.
 _LARGE_BYTES: Final = 1_000_000
 
 
-class RabbitMQTransport:
+class _Address(NamedTuple):
+    exchange: str
+    routing_key: str
+
+
+class RabbitMQTransport(BrokerTransport[_Address]):
     """Publishes a `CloudEvent` to the exchange and with the routing key that the destination names,
     `rabbitmq:orders/order.placed`. One instance serves one event loop.
 
@@ -59,52 +64,51 @@ class RabbitMQTransport:
     | does not confirm in time (also after an alarm of memory or disk), or disconnects | transient, "outcome unknown" |
     | refuses an event of a megabyte or more as too large | permanent |
 
-    Raises `ConfigurationError` when the setting `rabbitmq_url` is missing or unusable, `MissingExtraError` without
+    Raises `ConfigurationError` when the setting `rabbitmq.url` is missing or unusable, `MissingExtraError` without
     aiormq.
     """
 
     schemes = ("rabbitmq",)
 
     def __init__(self, settings: Settings, *, tls_context: ssl.SSLContext | None = None) -> None:
-        try:
-            import aiormq  # noqa: F401 - a worker without it must not start
-        except ImportError:
-            raise MissingExtraError("the RabbitMQ transport", "rabbitmq") from None
-        if settings.rabbitmq_url is None:
+        super().__init__(settings)
+        if settings.rabbitmq.url is None:
             raise ConfigurationError("no RabbitMQ server given: set PGOUTBOX_RABBITMQ_URL")
-        self._settings = settings
-        self._seconds = settings.broker_timeout_seconds
-        self._url, self._secrets = _parse_url(settings.rabbitmq_url.get_secret_value(), self._seconds)
-        self._tls_context = tls_context
-        has_tls, ca_file = self._url.startswith("amqps:"), settings.rabbitmq_ca_file
-        demand_tls_for("PGOUTBOX_RABBITMQ_CA_FILE", ca_file, "PGOUTBOX_RABBITMQ_URL", "amqps:", has_tls=has_tls)
-        if has_tls and tls_context is None:
-            self._tls_context = verifying_context(variable="PGOUTBOX_RABBITMQ_CA_FILE", ca_file=ca_file)
+        self._url, self._secrets = _parse_url(settings.rabbitmq.url.get_secret_value(), self._seconds)
+        self._tls_context = client_context(
+            "RABBITMQ",
+            settings.rabbitmq.ca_file,
+            "URL",
+            "amqps:",
+            has_tls=self._url.startswith("amqps:"),
+            given=tls_context,
+        )
         self._connection: SharedConnection[AbstractConnection] = SharedConnection(self._connect, _is_open)
         self._channels: dict[str, SharedConnection[AbstractChannel]] = {}
 
-    async def send(self, message: Message[object], content: Content) -> Outcome:
-        """Publish the event once. `Sent` means that RabbitMQ has confirmed it."""
-        try:
-            event = render(content, message, self._settings)
-            address = _address(message, event)
-        except (Permanent, Unavailable) as refusal:
-            return refusal
+    def _target(self, message: Message[object], event: RenderedEvent) -> _Address:
+        parse_name(message)
+        rest = (message.destination or "").partition(":")[2]
+        quoted_exchange, slash, quoted_key = rest.partition("/")
+        exchange = check_name("destination", unquote(quoted_exchange))
+        if quoted_key:
+            return _Address(exchange, check_name("destination", unquote(quoted_key)))
+        if slash and not exchange:
+            raise Permanent("destination: names neither an exchange nor a queue")
+        return _Address(exchange, "" if event.key is None else event.key)
+
+    async def _publish(self, target: _Address, event: RenderedEvent) -> Outcome:
         # Here and below only Exception is broad enough: when a connection ends without a reason, aiormq raises a bare
         # Exception, and errors of its codec have no common class.
         try:
             async with asyncio.timeout(self._seconds):
                 connection = await self._connection.get()
         except Exception as error:  # noqa: BLE001 - every error of connecting is transient
-            text = f"connect: {self._said(error)}"
-            return Unavailable(text) if isinstance(error, _refused_credentials()) else Transient(text, outage=True)
+            text = f"connect: {self._error_text(error)}"
+            return Unavailable(text) if isinstance(error, _REFUSED_CREDENTIALS) else Transient(text, outage=True)
         if len(event.content) < _LARGE_BYTES:
-            return await self._publish_with_others(address, event)
-        return await self._publish_alone(connection, address, event)
-
-    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """Return the key of the breaker for events without their own source."""
-        return part_key(content)
+            return await self._publish_with_others(target, event)
+        return await self._publish_alone(connection, target, event)
 
     async def check(self) -> str | None:
         """Connect, sign in and open a channel as for an event, and return the problem, or None."""
@@ -112,7 +116,7 @@ class RabbitMQTransport:
             async with asyncio.timeout(self._seconds):
                 await self._open_channel("")
         except Exception as error:  # noqa: BLE001 - as when a connection is made for an event
-            return f"connect: {self._said(error)}"
+            return f"connect: {self._error_text(error)}"
         return None
 
     async def aclose(self) -> None:
@@ -125,8 +129,6 @@ class RabbitMQTransport:
                     await connection.close()
 
     async def _connect(self) -> AbstractConnection:
-        import aiormq
-
         async with asyncio.timeout(self._seconds):
             return await aiormq.connect(self._url, context=self._tls_context)
 
@@ -140,23 +142,21 @@ class RabbitMQTransport:
         except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
             if self._channels.get(address.exchange) is channels:  # Channels of unknown names must not accumulate.
                 del self._channels[address.exchange]
-            return Transient(f"exchange {printable(address.exchange)!r}: {self._said(error)}")
-        return await self._publish(channel, address, event)
+            return Transient(f"exchange {one_line(address.exchange)!r}: {self._error_text(error)}")
+        return await self._publish_on(channel, address, event)
 
     async def _publish_alone(self, connection: AbstractConnection, address: _Address, event: RenderedEvent) -> Outcome:
-        from aiormq.exceptions import AMQPError, ChannelPreconditionFailed
-
         try:
             channel = await self._open_channel(address.exchange, connection)
         except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
-            return Transient(f"exchange {printable(address.exchange)!r}: {self._said(error)}")
+            return Transient(f"exchange {one_line(address.exchange)!r}: {self._error_text(error)}")
         try:
-            return await self._publish(channel, address, event)
-        except ChannelPreconditionFailed as error:
-            return Permanent(f"event.data: {self._said(error)}")
+            return await self._publish_on(channel, address, event)
+        except amqp.ChannelPreconditionFailed as error:
+            return Permanent(f"event.data: {self._error_text(error)}")
         finally:
             # The outcome of the event is known here. (A closed channel raises RuntimeError.)
-            with suppress(AMQPError, OSError, RuntimeError):
+            with suppress(amqp.AMQPError, OSError, RuntimeError):
                 await channel.close()
 
     async def _open_channel(self, exchange: str, connection: AbstractConnection | None = None) -> AbstractChannel:
@@ -167,11 +167,8 @@ class RabbitMQTransport:
                 await channel.exchange_declare(exchange, passive=True)
             return channel
 
-    async def _publish(self, channel: AbstractChannel, address: _Address, event: RenderedEvent) -> Outcome:
+    async def _publish_on(self, channel: AbstractChannel, address: _Address, event: RenderedEvent) -> Outcome:
         """Publish and wait for the confirmation. Raises only errors that a shared channel does not explain."""
-        from aiormq.exceptions import ChannelClosed, ChannelPreconditionFailed, DeliveryError, PublishError
-        from pamqp.commands import Basic
-
         properties = Basic.Properties(
             message_id=event.id,
             content_type=CONTENT_TYPE,
@@ -187,42 +184,24 @@ class RabbitMQTransport:
                     properties=properties,
                     mandatory=True,
                 )
-        except PublishError:
-            return Transient(f"no queue for the routing key {printable(address.routing_key)!r}")
-        except DeliveryError:
+        except amqp.PublishError:
+            return Transient(f"no queue for the routing key {one_line(address.routing_key)!r}")
+        except amqp.DeliveryError:
             return Transient("publish: refused by a queue (nack)")
-        except ChannelPreconditionFailed:
+        except amqp.ChannelPreconditionFailed:
             if len(event.content) >= _LARGE_BYTES:
                 raise
             return Transient("outcome unknown: the channel was closed: PRECONDITION_FAILED", unknown=True)
-        except ChannelClosed as error:
-            return Transient(f"publish: {self._said(error)}")
+        except amqp.ChannelClosed as error:
+            return Transient(f"publish: {self._error_text(error)}")
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             return Transient("outcome unknown: connection lost before the confirmation", outage=True, unknown=True)
         except Exception as error:  # noqa: BLE001 - after any error, the event may have been accepted
-            return Transient(f"outcome unknown: no confirmation: {self._said(error)}", outage=True, unknown=True)
+            return Transient(f"outcome unknown: no confirmation: {self._error_text(error)}", outage=True, unknown=True)
         return Sent()
-
-    def _said(self, error: BaseException) -> str:
-        if isinstance(error, TimeoutError):
-            return f"no answer within {self._seconds:g} s"
-        if refusal := describe_refusal(error):
-            return refusal
-        return printable(str(error) or type(error).__name__, hide=self._secrets)
-
-
-def _refused_credentials() -> tuple[type[Exception], ...]:
-    from aiormq.exceptions import AuthenticationError, ConnectionNotAllowed, ProbableAuthenticationError
-
-    return AuthenticationError, ConnectionNotAllowed, ProbableAuthenticationError
-
-
-class _Address(NamedTuple):
-    exchange: str
-    routing_key: str
 
 
 def _is_open(connection: AbstractConnection | AbstractChannel) -> bool:
@@ -244,15 +223,3 @@ def _parse_url(text: str, seconds: float) -> tuple[str, tuple[str, ...]]:
     query = {"heartbeat": str(max(2, int(seconds)))} | dict(parse_qsl(url.query))
     password = url.password or ""
     return url._replace(query=urlencode(query)).geturl(), tuple(filter(None, {password, unquote(password)}))
-
-
-def _address(message: Message[object], event: RenderedEvent) -> _Address:
-    parse_name(message)
-    rest = (message.destination or "").partition(":")[2]
-    quoted_exchange, slash, quoted_key = rest.partition("/")
-    exchange = check_name("destination", unquote(quoted_exchange))
-    if quoted_key:
-        return _Address(exchange, check_name("destination", unquote(quoted_key)))
-    if slash and not exchange:
-        raise Permanent("destination: names neither an exchange nor a queue")
-    return _Address(exchange, "" if event.key is None else event.key)

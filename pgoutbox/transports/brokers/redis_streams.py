@@ -12,26 +12,25 @@ from urllib.parse import unquote, urlsplit
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
-from pgoutbox.transports.brokers.events import (
-    CONTENT_TYPE,
-    RenderedEvent,
-    parse_name,
-    part_key,
-    printable,
-    render,
-)
-from pgoutbox.transports.tls import IS_IT_TLS, demand_tls_for, describe_refusal, verifying_context
+from pgoutbox.transports.brokers.broker import BrokerTransport
+from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
+from pgoutbox.transports.tls import IS_IT_TLS, client_context
+
+try:
+    from redis.asyncio import ConnectionPool
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+    from redis.exceptions import AuthenticationError, RedisError, ResponseError
+except ImportError:
+    raise MissingExtraError("the Redis transport", "redis") from None
 
 if TYPE_CHECKING:
-    from redis.asyncio import ConnectionPool
-
     from pgoutbox.settings import Settings
-    from pgoutbox.transports import Content
 
 __all__ = ["RedisTransport"]
 
 
-class RedisTransport:
+class RedisTransport(BrokerTransport[str]):
     """Appends a `CloudEvent` to the stream that the destination names, `redis:orders`.
 
     One instance serves one event loop.
@@ -50,23 +49,16 @@ class RedisTransport:
     | answers that the key is not a stream (WRONGTYPE) | permanent: the destination is another kind of key |
     | refuses for another reason: memory, ACL, replica, loading, cluster | transient: the operator must fix it |
 
-    Raises `ConfigurationError` when the setting `redis_url` is missing or unusable, `MissingExtraError` without redis.
+    Raises `ConfigurationError` when the setting `redis.url` is missing or unusable, `MissingExtraError` without redis.
     """
 
     schemes = ("redis",)
 
     def __init__(self, settings: Settings, *, connection_count: int = 10) -> None:
-        try:
-            from redis.asyncio import ConnectionPool
-            from redis.asyncio.retry import Retry
-            from redis.backoff import NoBackoff
-        except ImportError:
-            raise MissingExtraError("the Redis transport", "redis") from None
-        if settings.redis_url is None:
+        super().__init__(settings)
+        if settings.redis.url is None:
             raise ConfigurationError("no Redis server given: set PGOUTBOX_REDIS_URL")
-        url = settings.redis_url.get_secret_value()
-        self._settings = settings
-        self._seconds = settings.broker_timeout_seconds
+        url = settings.redis.url.get_secret_value()
         try:
             # Connecting is tried once; the retry policy repeats. The time limits are our own.
             self._pool: ConnectionPool = ConnectionPool.from_url(
@@ -76,41 +68,32 @@ class RedisTransport:
             raise ConfigurationError(
                 "PGOUTBOX_REDIS_URL=(hidden): is not a URL such as redis://user:password@localhost:6379/0"
             ) from None
-        self._has_tls = _verify(self._pool, settings)
+        self._has_tls = _verify(self._pool, settings.redis.ca_file)
         password = urlsplit(url).password or ""
         given = (self._pool.connection_kwargs.get(name) for name in ("password", "ssl_password"))
         self._secrets = tuple(filter(None, {password, unquote(password), *given}))
         self._slots = asyncio.Semaphore(connection_count)
 
-    async def send(self, message: Message[object], content: Content) -> Outcome:
-        """Append the event once. `Sent` means that Redis has answered with the id of the entry."""
-        try:
-            event = render(content, message, self._settings)
-            stream = parse_name(message)
-        except (Permanent, Unavailable) as refusal:
-            return refusal
-        async with self._slots:
-            return await self._append(stream, event)
+    def _target(self, message: Message[object], event: RenderedEvent) -> str:  # noqa: ARG002 - the message has it
+        return parse_name(message)
 
-    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """Return the key of the breaker for events without their own source."""
-        return part_key(content)
+    async def _publish(self, target: str, event: RenderedEvent) -> Outcome:
+        async with self._slots:
+            return await self._append(target, event)
 
     async def check(self) -> str | None:
         """Connect and sign in as for an event, and return the problem, or None."""
-        from redis.exceptions import RedisError
-
         try:
             async with asyncio.timeout(self._seconds):
                 connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis is typed in part
         except (RedisError, OSError) as error:
-            return f"connect: {self._said(error)}"
+            return f"connect: {self._error_text(error)}"
         try:
             async with asyncio.timeout(self._seconds):
                 await connection.send_command("PING")
                 await connection.read_response(disconnect_on_error=True)
         except (RedisError, OSError) as error:
-            return f"PING: {self._said(error)}"
+            return f"PING: {self._error_text(error)}"
         finally:
             await self._pool.release(connection)
         return None
@@ -120,8 +103,6 @@ class RedisTransport:
         await self._pool.disconnect()
 
     async def _append(self, stream: str, event: RenderedEvent) -> Outcome:
-        from redis.exceptions import AuthenticationError, RedisError, ResponseError
-
         fields: list[str | bytes] = ["id", event.id, "content-type", CONTENT_TYPE, "event", event.content]
         for name, value in event.headers.items():
             fields += [name, value]
@@ -129,9 +110,9 @@ class RedisTransport:
             async with asyncio.timeout(self._seconds):
                 connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis is typed in part
         except AuthenticationError as error:
-            return Unavailable(f"connect: {self._said(error)}")
+            return Unavailable(f"connect: {self._error_text(error)}")
         except (RedisError, OSError) as error:
-            text = f"connect: {self._said(error)}"
+            text = f"connect: {self._error_text(error)}"
             if self._has_tls and isinstance(error, TimeoutError):
                 text += f"; {IS_IT_TLS}"  # A Redis without TLS reads it as an incomplete command, and waits.
             return Transient(text, outage=True)
@@ -142,34 +123,28 @@ class RedisTransport:
                 # next command.
                 await connection.read_response(disconnect_on_error=True)
         except AuthenticationError as error:  # Redis demands a password, and none is set.
-            return Unavailable(f"XADD: {self._said(error)}")
+            return Unavailable(f"XADD: {self._error_text(error)}")
         except ResponseError as error:
             return self._refusal(error)
         except (RedisError, OSError) as error:
             return Transient(
-                f"outcome unknown: connection lost after XADD: {self._said(error)}", outage=True, unknown=True
+                f"outcome unknown: connection lost after XADD: {self._error_text(error)}", outage=True, unknown=True
             )
         finally:
             await self._pool.release(connection)
         return Sent()
 
     def _refusal(self, error: Exception) -> Outcome:
-        text = f"XADD: {self._said(error)}"
+        text = f"XADD: {self._error_text(error)}"
         return Permanent(f"destination: {text}") if str(error).startswith("WRONGTYPE") else Transient(text)
 
-    def _said(self, error: Exception) -> str:
-        if isinstance(error, TimeoutError):
-            return f"no answer within {self._seconds:g} s"
-        if refusal := describe_refusal(error):
-            return refusal
-        return printable(str(error) or type(error).__name__, hide=self._secrets)
 
-
-def _verify(pool: ConnectionPool, settings: Settings) -> bool:
+def _verify(pool: ConnectionPool, ca_file: str | None) -> bool:
     """Make connections of `rediss:` verify the server, and return whether there is TLS. The URL alone does not."""
     given = pool.connection_kwargs
     has_tls = any(scheme.__name__ == "SSLConnection" for scheme in pool.connection_class.__mro__)
-    demand_tls_for("PGOUTBOX_REDIS_CA_FILE", settings.redis_ca_file, "PGOUTBOX_REDIS_URL", "rediss:", has_tls=has_tls)
+    # The pool makes contexts of its own; this one checks the file.
+    client_context("REDIS", ca_file, "URL", "rediss:", has_tls=has_tls)
     if not has_tls:
         return False
     if given.get("ssl_cert_reqs", "required") != "required" or given.get("ssl_check_hostname", True) is not True:
@@ -178,7 +153,6 @@ def _verify(pool: ConnectionPool, settings: Settings) -> bool:
             "ssl_check_hostname; name the server's authority by PGOUTBOX_REDIS_CA_FILE instead"
         )
     given |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
-    if settings.redis_ca_file is not None:
-        verifying_context(variable="PGOUTBOX_REDIS_CA_FILE", ca_file=settings.redis_ca_file)
-        given["ssl_ca_certs"] = settings.redis_ca_file
+    if ca_file is not None:
+        given["ssl_ca_certs"] = ca_file
     return True

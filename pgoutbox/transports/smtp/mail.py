@@ -21,15 +21,16 @@ from urllib.parse import unquote
 from pgoutbox.message import Message, Permanent, Unavailable
 from pgoutbox.transports import scheme_of
 from pgoutbox.transports.addresses import Mailbox, header_text, parse_mailbox
+from pgoutbox.transports.checks import encode_text
 from pgoutbox.transports.redirect import Redirect
 
 if TYPE_CHECKING:
-    from pgoutbox.settings import Settings
+    from pgoutbox.settings import RedirectSettings, Settings, SmtpSettings
     from pgoutbox.transports.smtp.templates import Templates
 
 MAX_RECIPIENT_COUNT = 1_000
 MAX_ATTACHMENT_BYTES = 25 * 1024 * 1024
-NO_SENDER = "email.sender: none is given, and PGOUTBOX_SMTP_FROM is not set"
+NO_SENDER = "email.sender: none is given, and PGOUTBOX_SMTP_SENDER is not set"
 
 # RFC 5322 allows 998 characters in a line. A longer word cannot be folded, only encoded.
 _MAX_WORD_LENGTH = 900
@@ -63,7 +64,7 @@ class Email:
 
     An address is one mailbox, `ann@example.com` or `Ann Lee <ann@example.com>`; several are a sequence, never one text
     with commas. The default of `to` is the message's `mailto:` destination, one address; the default of `sender` is the
-    setting `smtp_from`. `bcc` is only in the envelope. With both `text` and `html` the reader's program chooses.
+    setting `smtp.sender`. `bcc` is only in the envelope. With both `text` and `html` the reader's program chooses.
     `headers` adds headers that pgoutbox does not set itself, for example `List-Unsubscribe`.
 
     If the server refuses one recipient, no recipient gets the e-mail.
@@ -136,13 +137,13 @@ def render(email: Email, message: Message[object], settings: Settings) -> Render
     """Return the envelope and the bytes that would be sent for this message; connects to nothing.
 
     Raises `Permanent`, naming the field, for an invalid e-mail. A missing sender is `Unavailable`, because the setting
-    `smtp_from` adds it. A redirect on a forbidden day is also `Unavailable`.
+    `smtp.sender` adds it. A redirect during a blackout is also `Unavailable`.
     """
-    sender = _sender(email, settings)
+    sender = _sender(email, settings.smtp)
     to, cc, bcc = _recipients(email, message)
     originals: list[str] = []
-    if settings.redirect_to is not None:
-        to, cc, bcc, originals = _redirected(settings, to, cc, bcc)
+    if settings.redirect.to is not None:
+        to, cc, bcc, originals = _redirected(settings.redirect, to, cc, bcc)
     reply_to = _mailboxes("email.reply_to", email.reply_to)
     shown = [sender, *to, *cc, *reply_to]
     recipients = [*to, *cc, *bcc]
@@ -169,12 +170,12 @@ def render(email: Email, message: Message[object], settings: Settings) -> Render
     )
 
 
-def _sender(email: Email, settings: Settings) -> Mailbox:
+def _sender(email: Email, settings: SmtpSettings) -> Mailbox:
     if email.sender is not None:
         return parse_mailbox("email.sender", email.sender)
-    if settings.smtp_from is None:
+    if settings.sender is None:
         raise Unavailable(NO_SENDER)
-    return parse_mailbox("PGOUTBOX_SMTP_FROM", settings.smtp_from)
+    return parse_mailbox("PGOUTBOX_SMTP_SENDER", settings.sender)
 
 
 def _recipients(email: Email, message: Message[object]) -> tuple[list[Mailbox], list[Mailbox], list[Mailbox]]:
@@ -190,7 +191,7 @@ def _recipients(email: Email, message: Message[object]) -> tuple[list[Mailbox], 
 
 
 def _redirected(
-    settings: Settings, to: list[Mailbox], cc: list[Mailbox], bcc: list[Mailbox]
+    settings: RedirectSettings, to: list[Mailbox], cc: list[Mailbox], bcc: list[Mailbox]
 ) -> tuple[list[Mailbox], list[Mailbox], list[Mailbox], list[str]]:
     """Return the recipients under the redirect, and the addresses of the replaced recipients."""
     redirect = Redirect.of(settings)
@@ -241,28 +242,16 @@ def _add_headers(mime: EmailMessage, headers: Mapping[str, str]) -> None:
 
 
 def _add_body(mime: EmailMessage, email: Email) -> None:
-    parts = [
-        (subtype, _body(f"email.{name}", body))
-        for name, subtype, body in (("text", "plain", email.text), ("html", "html", email.html))
-        if body is not None
-    ]
-    if not parts:
+    parts = [("text", "plain", email.text), ("html", "html", email.html)]
+    given = [(name, subtype, body) for name, subtype, body in parts if body is not None]
+    if not given:
         raise Permanent("email.text: neither text nor html is given")
-    for index, (subtype, body) in enumerate(parts):
+    for index, (name, subtype, body) in enumerate(given):
+        encode_text(f"email.{name}", body)  # It raises for a text that is not valid.
         add = mime.add_alternative if index else mime.set_content
         # A NUL is only legal in this encoding; for other texts the standard library chooses a readable one.
         add(body, subtype=subtype, cte="base64" if "\0" in body else None)
     _add_attachments(mime, email.attachments)
-
-
-def _body(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise Permanent(f"{name}: must be text, not {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise Permanent(f"{name}: contains the character U+{ord(value[error.start]):04X}") from None
-    return value
 
 
 def _add_attachments(mime: EmailMessage, attachments: Sequence[Attachment]) -> None:

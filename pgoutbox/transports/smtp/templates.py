@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.errors import ConfigurationError, require_extra
 from pgoutbox.message import Permanent, Transient
 
 if TYPE_CHECKING:
@@ -43,10 +43,9 @@ class Templates:
     """
 
     def __init__(self, directory: str | PathLike[str] = "templates", *, package: str | None = None) -> None:
-        try:
-            import jinja2
-        except ImportError:
-            raise MissingExtraError("e-mail from templates", "templates") from None
+        require_extra("jinja2", "e-mail from templates", "templates")
+        import jinja2
+
         loader: jinja2.BaseLoader
         if package is None:
             if not Path(directory).is_dir():

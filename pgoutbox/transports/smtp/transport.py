@@ -12,21 +12,23 @@ import base64
 import re
 import ssl
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from logging import getLogger
 from typing import TYPE_CHECKING, Literal, cast
 
-from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.errors import ConfigurationError, require_extra
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent
+from pgoutbox.text import one_line
 from pgoutbox.transports.addresses import is_host_name, parse_mailbox
 from pgoutbox.transports.redirect import Redirect
 from pgoutbox.transports.smtp.mail import NO_SENDER, Attachment, Email, RenderedEmail, render
-from pgoutbox.transports.tls import demand_tls_for, verifying_context
+from pgoutbox.transports.tls import client_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pgoutbox.settings import Settings
+    from pgoutbox.settings import Settings, SmtpSettings
     from pgoutbox.transports import Content
 
 __all__ = ["Attachment", "Email", "SmtpTransport"]
@@ -35,7 +37,6 @@ logger = getLogger("pgoutbox.transports.smtp")
 
 _DEFAULT_PORTS = {"starttls": 587, "tls": 465, "none": 25}
 _QUIT_SECONDS = 2.0
-_MAX_REPLY_LENGTH = 500
 _NAMED_REFUSAL_COUNT = 5
 _ENHANCED_CODE = re.compile(r"([245])\.(\d{1,3})\.(\d{1,3})\b")
 
@@ -54,10 +55,10 @@ Fault = Literal["server", "sender"]
 class SmtpTransport:
     """Sends `Email` through the SMTP server of the settings. One instance serves one event loop.
 
-    At most `smtp_connections` connections are open at once. They are reused, unless they were idle for longer than
+    At most `smtp.connections` connections are open at once. They are reused, unless they were idle for longer than
     `idle_seconds`. A connection that is dead before the server accepts MAIL is replaced; after that nothing is
     repeated. With `starttls` and `tls` nothing is sent in plain text, in particular no password: the certificate and
-    its host name are verified against the CAs of the system and of `smtp_ca_file`, or by `tls_context`.
+    its host name are verified against the CAs of the system and of `smtp.ca_file`, or by `tls_context`.
 
     Raises `ConfigurationError` when a setting is missing or unusable, `MissingExtraError` without aiosmtplib.
     """
@@ -67,25 +68,22 @@ class SmtpTransport:
     def __init__(
         self, settings: Settings, *, tls_context: ssl.SSLContext | None = None, idle_seconds: float = 60.0
     ) -> None:
-        try:
-            import aiosmtplib  # noqa: F401 - a worker without it must not start
-        except ImportError:
-            raise MissingExtraError("the SMTP transport", "smtp") from None
-        _check_settings(settings)
-        self.redirect_to = settings.redirect_to
+        require_extra("aiosmtplib", "the SMTP transport", "smtp")
+        smtp = settings.smtp
+        _check_settings(smtp)
+        Redirect.of(settings.redirect)
+        self.redirect_to = settings.redirect.to
         self._settings = settings
-        self._tls_context = tls_context
-        has_tls = settings.smtp_security != "none"
-        demand_tls_for(
-            "PGOUTBOX_SMTP_CA_FILE", settings.smtp_ca_file, "PGOUTBOX_SMTP_SECURITY", "starttls or tls", has_tls=has_tls
+        self._smtp = smtp
+        has_tls = smtp.security != "none"
+        self._tls_context = client_context(
+            "SMTP", smtp.ca_file, "SECURITY", "starttls or tls", has_tls=has_tls, given=tls_context
         )
-        if has_tls and tls_context is None:
-            self._tls_context = verifying_context(variable="PGOUTBOX_SMTP_CA_FILE", ca_file=settings.smtp_ca_file)
         self._idle_seconds = idle_seconds
         self._idle: list[_Connection] = []
-        self._slots = asyncio.Semaphore(settings.smtp_connections)
-        self._ehlo_name = settings.smtp_hostname
-        self._breaker_key = f"smtp:{settings.smtp_host}:{_port_of(settings)}"
+        self._slots = asyncio.Semaphore(smtp.connections)
+        self._ehlo_name = smtp.ehlo_name
+        self._breaker_key = f"smtp:{smtp.host}:{_port_of(smtp)}"
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
         """Hand the e-mail over to the server, for all of its recipients or for none.
@@ -98,7 +96,7 @@ class SmtpTransport:
         if not isinstance(content, Email):
             return Permanent(f"content: the SMTP transport sends an Email, not {type(content).__name__}")
         sender_key = self.part_key(message, content)
-        if content.sender is None and self._settings.smtp_from is None:
+        if content.sender is None and self._smtp.sender is None:
             return Unavailable(NO_SENDER, breaker=sender_key)
         try:
             if content.attachments:
@@ -122,8 +120,8 @@ class SmtpTransport:
         """Return the key of the sender at this server: the sender of the settings, or the e-mail's own."""
         if not isinstance(content, Email):
             return None
-        if content.sender in (None, self._settings.smtp_from):
-            return f"{self._breaker_key} sender PGOUTBOX_SMTP_FROM"
+        if content.sender in (None, self._smtp.sender):
+            return f"{self._breaker_key} sender PGOUTBOX_SMTP_SENDER"
         return f"{self._breaker_key} sender {_address_in(content.sender)}"
 
     async def check(self) -> str | None:
@@ -136,8 +134,8 @@ class SmtpTransport:
         except _Failure as failure:
             return failure.text
         try:
-            if self._settings.smtp_from is not None:
-                sender = parse_mailbox("PGOUTBOX_SMTP_FROM", self._settings.smtp_from).address.addr_spec
+            if self._smtp.sender is not None:
+                sender = parse_mailbox("PGOUTBOX_SMTP_SENDER", self._smtp.sender).address.addr_spec
                 if sender.isascii():  # Other senders need SMTPUTF8, which only an e-mail requests.
                     await connection.offer(sender)
         except _Failure as failure:
@@ -187,7 +185,7 @@ class SmtpTransport:
         return None
 
     async def _open(self) -> _Connection:
-        connection = _Connection(self._settings, self._tls_context, self._ehlo_name)
+        connection = _Connection(self._smtp, self._tls_context, self._ehlo_name)
         try:
             await connection.open()
         except BaseException:
@@ -199,8 +197,8 @@ class SmtpTransport:
         return connection
 
 
-def _port_of(settings: Settings) -> int:
-    return settings.smtp_port or _DEFAULT_PORTS[settings.smtp_security]
+def _port_of(settings: SmtpSettings) -> int:
+    return settings.port or _DEFAULT_PORTS[settings.security]
 
 
 def _address_in(sender: object) -> str:
@@ -208,46 +206,35 @@ def _address_in(sender: object) -> str:
     return str(sender).rpartition("<")[2].rstrip("> ").lower()
 
 
-def _check_settings(settings: Settings) -> None:
-    if settings.smtp_host is None:
+def _check_settings(settings: SmtpSettings) -> None:
+    if settings.host is None:
         raise ConfigurationError("no SMTP server given: set PGOUTBOX_SMTP_HOST")
-    if not settings.smtp_host.isprintable() or " " in settings.smtp_host:
-        raise ConfigurationError(f"PGOUTBOX_SMTP_HOST={settings.smtp_host!r}: is not a host name or an IP address")
-    if settings.smtp_username is not None and settings.smtp_password is None:
+    if not settings.host.isprintable() or " " in settings.host:
+        raise ConfigurationError(f"PGOUTBOX_SMTP_HOST={settings.host!r}: is not a host name or an IP address")
+    if settings.username is not None and settings.password is None:
         raise ConfigurationError("PGOUTBOX_SMTP_USERNAME is set, PGOUTBOX_SMTP_PASSWORD is not")
-    if settings.smtp_hostname is not None and not is_host_name(settings.smtp_hostname):
-        raise ConfigurationError(f"PGOUTBOX_SMTP_HOSTNAME={settings.smtp_hostname!r}: is not a host name")
-    if settings.smtp_from is not None:
+    if settings.ehlo_name is not None and not is_host_name(settings.ehlo_name):
+        raise ConfigurationError(f"PGOUTBOX_SMTP_EHLO_NAME={settings.ehlo_name!r}: is not a host name")
+    if settings.sender is not None:
         try:
-            parse_mailbox("PGOUTBOX_SMTP_FROM", settings.smtp_from)
+            parse_mailbox("PGOUTBOX_SMTP_SENDER", settings.sender)
         except Permanent as refusal:
             raise ConfigurationError(refusal.error) from None
-    Redirect.of(settings)
 
 
+@dataclass(eq=False)
 class _Failure(Exception):  # noqa: N818 - it becomes an outcome
     """A step of the dialogue that the server refused, with its code, or that broke off, without a code.
 
     `fault` names the part to fix before the server accepts any e-mail, or any e-mail of this sender.
     """
 
-    def __init__(
-        self,
-        step: str,
-        code: int | None,
-        text: str,
-        *,
-        transient: bool,
-        unknown: bool = False,
-        fault: Fault | None = None,
-    ) -> None:
-        super().__init__(text)
-        self.unknown = unknown
-        self.fault = fault
-        self.step = step
-        self.code = code
-        self.text = text
-        self.transient = transient
+    step: str
+    code: int | None
+    text: str
+    transient: bool = True
+    unknown: bool = False
+    fault: Fault | None = None
 
     @property
     def ends_connection(self) -> bool:
@@ -328,16 +315,16 @@ def is_transient(step: str, code: int, text: str) -> bool:
 class _Connection:
     """One connection to the server. `is_ready`: the next command may be MAIL."""
 
-    def __init__(self, settings: Settings, tls_context: ssl.SSLContext | None, ehlo_name: str | None) -> None:
+    def __init__(self, settings: SmtpSettings, tls_context: ssl.SSLContext | None, ehlo_name: str | None) -> None:
         import aiosmtplib
 
         self._settings = settings
         self._client = aiosmtplib.SMTP(
-            hostname=settings.smtp_host,
+            hostname=settings.host,
             port=_port_of(settings),
             local_hostname=ehlo_name,
-            timeout=settings.smtp_timeout_seconds,
-            use_tls=settings.smtp_security == "tls",
+            timeout=settings.timeout_seconds,
+            use_tls=settings.security == "tls",
             # The code below demands STARTTLS; the client's own option would use it only if offered.
             start_tls=False,
             tls_context=tls_context,
@@ -361,10 +348,10 @@ class _Connection:
             await self._client.connect()
         with self._step("EHLO"):
             await self._client.ehlo()
-        if self._settings.smtp_security == "starttls":
+        if self._settings.security == "starttls":
             if not self._client.supports_extension("starttls"):
                 text = "STARTTLS: the server does not offer it, and plain text is refused"
-                raise _Failure("STARTTLS", None, text, transient=True, fault="server")
+                raise _Failure("STARTTLS", None, text, fault="server")
             with self._step("STARTTLS"):
                 await self._client.starttls()
             with self._step("EHLO"):
@@ -374,15 +361,15 @@ class _Connection:
         self.is_ready = True
 
     async def _authenticate(self) -> None:
-        username, password = self._settings.smtp_username, self._settings.smtp_password
+        username, password = self._settings.username, self._settings.password
         if username is None or password is None:
             return
-        if self._settings.smtp_security == "none":
+        if self._settings.security == "none":
             text = "AUTH: refused on a connection in plain text"
-            raise _Failure("AUTH", None, text, transient=True, fault="server")
+            raise _Failure("AUTH", None, text, fault="server")
         if not self._client.supported_auth_methods:
             text = "AUTH: the server offers no way to sign in that is known here"
-            raise _Failure("AUTH", None, text, transient=True, fault="server")
+            raise _Failure("AUTH", None, text, fault="server")
         secret = password.get_secret_value()
         with self._step("AUTH", hide=_spellings(username, secret)):
             await self._client.login(username, secret)
@@ -430,13 +417,10 @@ class _Connection:
         if refusals:
             named = "; ".join(refusal.text for refusal in refusals[:_NAMED_REFUSAL_COUNT])
             rest = len(refusals) - _NAMED_REFUSAL_COUNT
-            raise _Failure(
-                "RCPT",
-                refusals[0].code,
-                f"{named}; and {rest} more" if rest > 0 else named,
-                transient=any(refusal.transient for refusal in refusals),
-                fault=next((refusal.fault for refusal in refusals if refusal.fault is not None), None),
-            )
+            text = f"{named}; and {rest} more" if rest > 0 else named
+            transient = any(refusal.transient for refusal in refusals)
+            fault = next((refusal.fault for refusal in refusals if refusal.fault is not None), None)
+            raise _Failure("RCPT", refusals[0].code, text, transient, fault=fault)
 
     async def _data(self, mail: RenderedEmail) -> None:
         try:
@@ -446,7 +430,7 @@ class _Connection:
             if failure.code is not None:
                 raise
             text = f"outcome unknown: connection lost after {failure.text}"
-            raise _Failure("DATA", None, text, transient=True, unknown=True) from failure
+            raise _Failure("DATA", None, text, unknown=True) from failure
 
     async def _reset(self) -> None:
         with suppress(_Failure):
@@ -480,31 +464,19 @@ class _Connection:
         try:
             yield
         except aiosmtplib.SMTPResponseException as error:
-            reply = _printable(error.message, hide)
-            text = f"{where}: {error.code} {reply}".rstrip()
+            reply = one_line(error.message, hide=hide)
             code = error.code if 200 <= error.code <= 599 else None
-            raise _Failure(
-                step,
-                code,
-                text,
-                transient=is_transient(step, error.code, reply),
-                fault=fault_of(step, error.code, reply),
-            ) from error
+            transient, fault = is_transient(step, error.code, reply), fault_of(step, error.code, reply)
+            text = f"{where}: {error.code} {reply}".rstrip()
+            raise _Failure(step, code, text, transient, fault=fault) from error
         except aiosmtplib.SMTPReadTimeoutError as error:
-            text = f"{where}: no answer within {self._settings.smtp_timeout_seconds:g} s"
-            raise _Failure(step, None, text, transient=True) from error
+            text = f"{where}: no answer within {self._settings.timeout_seconds:g} s"
+            raise _Failure(step, None, text) from error
         except (aiosmtplib.SMTPException, OSError, UnicodeError) as error:
-            raise _Failure(step, None, f"{where}: {_printable(str(error), hide)}", transient=True) from error
+            raise _Failure(step, None, f"{where}: {one_line(str(error), hide=hide)}") from error
 
 
 def _spellings(username: str, password: str) -> tuple[str, ...]:
     """Return the password in every form on the wire, because a server might quote it."""
     plain = f"\0{username}\0{password}".encode()
     return base64.b64encode(plain).decode(), base64.b64encode(password.encode()).decode(), password
-
-
-def _printable(text: str, hide: Sequence[str] = ()) -> str:
-    for secret in hide:
-        text = text.replace(secret, "(hidden)")
-    shown = "".join(character if character.isprintable() else " " for character in text)
-    return " ".join(shown.split())[:_MAX_REPLY_LENGTH]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,12 +14,14 @@ from pydantic import JsonValue
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Message, Permanent, Unavailable
+from pgoutbox.text import NAME
 from pgoutbox.transports import scheme_of
+from pgoutbox.transports.checks import encode_json, refuse_characters, require_text
 from pgoutbox.transports.webhook.url_policy import Endpoint, UrlPolicy, parse_networks, parse_ports
 from pgoutbox.webhooks import Secret, key_of, sign
 
 if TYPE_CHECKING:
-    from pgoutbox.settings import Settings
+    from pgoutbox.settings import WebhookSettings
 
 MAX_BODY_BYTES = 20 * 1024 * 1024
 MAX_HEADER_COUNT = 64
@@ -29,7 +30,6 @@ MAX_HEADER_BYTES = 8 * 1024
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
 _UNSAFE = re.compile("[^\t -~]")
 _MEDIA_TYPE = re.compile(r"[A-Za-z0-9!#$&^_.+-]+/[A-Za-z0-9!#$&^_.+-]+(?:[ \t]*;[ \t]*[\t -~]+)?")
-_SECRET_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _SECRETS: Final = "PGOUTBOX_WEBHOOK_SECRETS"
 
 _RESERVED_HEADERS = frozenset(
@@ -51,7 +51,7 @@ class Webhook:
     if given. The default of `media_type` is `application/json`, and `application/octet-stream` for bytes.
 
     It is signed by Standard Webhooks: with `secrets`, the receiver's own, or with the secrets of the setting
-    `webhook_secrets` with the name `secret_name`, or without a name. Several secrets give several signatures, so that
+    `webhook.secrets` with the name `secret_name`, or without a name. Several secrets give several signatures, so that
     the receiver can rotate them. `signed=False` is for receivers with another scheme.
 
     >>> Webhook(body={"type": "order.paid", "data": {"id": 7}}).scheme
@@ -81,15 +81,15 @@ class Rules:
     keys: Mapping[str, tuple[bytes, ...]] = field(repr=False)
 
     @classmethod
-    def of(cls, settings: Settings) -> Rules:
+    def of(cls, settings: WebhookSettings) -> Rules:
         """Raises `ConfigurationError`, naming the variable and never a secret."""
-        networks = settings.webhook_allowed_networks
+        networks = settings.allowed_networks
         frontier = UrlPolicy(
-            ports=parse_ports("PGOUTBOX_WEBHOOK_PORTS", settings.webhook_ports),
-            allow_http=settings.webhook_allow_http,
+            ports=parse_ports("PGOUTBOX_WEBHOOK_PORTS", settings.ports),
+            allow_http=settings.allow_http,
             allowed_networks=() if networks is None else parse_networks("PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS", networks),
         )
-        secrets = settings.webhook_secrets
+        secrets = settings.secrets
         return cls(frontier, {} if secrets is None else _keys_by_name(secrets.get_secret_value()))
 
 
@@ -99,8 +99,8 @@ def _keys_by_name(text: str) -> Mapping[str, tuple[bytes, ...]]:
     for number, entry in enumerate(text.split(), start=1):
         name, equals, secret = entry.partition("=whsec_")
         name, secret = (name, f"whsec_{secret}") if equals else ("", entry)
-        if equals and not _SECRET_NAME.fullmatch(name):
-            raise ConfigurationError(f"{_SECRETS}: entry {number}: the name before = must match {_SECRET_NAME.pattern}")
+        if equals and not NAME.fullmatch(name):
+            raise ConfigurationError(f"{_SECRETS}: entry {number}: the name before = must match {NAME.pattern}")
         try:
             found[name] = (*found.get(name, ()), key_of(secret))
         except ValueError as error:
@@ -170,15 +170,7 @@ def render(webhook: Webhook, message: Message[object], rules: Rules) -> Rendered
 
 
 def _body(value: object) -> bytes:
-    if isinstance(value, bytes):
-        body = value
-    else:
-        try:
-            body = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-        except UnicodeEncodeError as error:
-            raise Permanent(f"webhook.body: contains the character U+{ord(error.object[error.start]):04X}") from None
-        except (TypeError, ValueError, RecursionError) as error:
-            raise Permanent(f"webhook.body: is not JSON: {error}") from None
+    body = value if isinstance(value, bytes) else encode_json("webhook.body", value)
     if len(body) > MAX_BODY_BYTES:
         raise Permanent(f"webhook.body: {len(body)} bytes are more than {MAX_BODY_BYTES}")
     return body
@@ -214,16 +206,13 @@ def _own_headers(headers: Mapping[str, str]) -> Headers:
 
 
 def _checked(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise Permanent(f"{name}: must be text, not {type(value).__name__}")
-    if len(value) > MAX_HEADER_BYTES:
-        raise Permanent(f"{name}: has {len(value)} characters, the limit is {MAX_HEADER_BYTES}")
-    if found := _UNSAFE.search(value):
-        what = "CR, LF or NUL" if found[0] in "\r\n\0" else f"the character U+{ord(found[0]):04X}"
-        raise Permanent(f"{name}: contains {what}")
-    if value != value.strip(" \t"):
+    text = require_text(name, value)
+    if len(text) > MAX_HEADER_BYTES:
+        raise Permanent(f"{name}: has {len(text)} characters, the limit is {MAX_HEADER_BYTES}")
+    refuse_characters(name, text, _UNSAFE)
+    if text != text.strip(" \t"):
         raise Permanent(f"{name}: begins or ends with white space")
-    return value
+    return text
 
 
 def _keys(webhook: Webhook, rules: Rules) -> Sequence[bytes]:

@@ -27,6 +27,7 @@ from pgoutbox.errors import MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.tracing import current_context
+from pgoutbox.text import one_line
 from pgoutbox.transports import breaker_key_of
 from pgoutbox.transports.tls import verifying_context
 from pgoutbox.transports.webhook.request import RenderedRequest, Rules, Webhook, render, secret_key
@@ -47,22 +48,21 @@ _REST_SECONDS = 2.0
 _IDLE_SECONDS = 30.0
 _MAX_RESOLVER_THREADS = 32
 _MAX_DIALLED_ADDRESSES = 4
-_MAX_ERROR_LENGTH = 300
 _MIN_HIDDEN_LENGTH = 6
 _KNOWN_TO_ALL = frozenset({b"host", b"content-type", b"content-length", b"accept-encoding", b"idempotency-key"})
 _TRANSIENT_STATUSES = frozenset({408, 425, 429})
 
 
 def is_installed() -> bool:
-    """Whether the extra `webhook` is installed."""
+    """Whether the extra `webhook` is installed. Imports none of its packages."""
     return find_spec("httpcore") is not None and find_spec("anyio") is not None
 
 
 class WebhookTransport:
     """Sends `Webhook` to the URL that the message or the content names. One instance serves one event loop.
 
-    At most `webhook_connections` requests run at once; connections are reused while they are fresh. One deadline covers
-    the whole exchange. TLS 1.2 or newer is verified against the CAs of the system and `webhook_ca_file`. `clock`, in
+    At most `webhook.connections` requests run at once; connections are reused while they are fresh. One deadline covers
+    the whole exchange. TLS 1.2 or newer is verified against the CAs of the system and `webhook.ca_file`. `clock`, in
     seconds since 1970, gives the time of signatures.
 
     Raises `ConfigurationError` when a setting is unusable, `MissingExtraError` without httpcore.
@@ -71,18 +71,18 @@ class WebhookTransport:
     def __init__(self, settings: Settings, *, clock: Callable[[], float] = time.time) -> None:
         if not is_installed():
             raise MissingExtraError("the webhook transport", "webhook")
-        self._settings = settings
+        self._settings = settings.webhook
         self._clock = clock
-        self._rules = Rules.of(settings)
-        if settings.webhook_ca_file is not None:
+        self._rules = Rules.of(self._settings)
+        if self._settings.ca_file is not None:
             _ = self._tls_context
-        self._slots = asyncio.Semaphore(settings.webhook_connections)
+        self._slots = asyncio.Semaphore(self._settings.connections)
         self._idle: list[_Connection] = []
 
     @property
     def schemes(self) -> tuple[str, ...]:
         """`https`, and `http` if the settings allow it."""
-        return ("https", "http") if self._settings.webhook_allow_http else ("https",)
+        return ("https", "http") if self._settings.allow_http else ("https",)
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
         """Send the request once and classify the answer.
@@ -97,7 +97,7 @@ class WebhookTransport:
             request = render(content, message, self._rules)
         except (Permanent, Unavailable) as refusal:
             return refusal
-        if self._settings.webhook_trace_context:
+        if self._settings.trace_context:
             request = request.with_headers(current_context())
         async with self._slots:
             return await self._exchange(request)
@@ -122,7 +122,7 @@ class WebhookTransport:
         connection = await self._take_idle(request.endpoint) or self._new_connection(request.endpoint)
         answer = _Answer()
         try:
-            async with asyncio.timeout(self._settings.webhook_timeout_seconds):
+            async with asyncio.timeout(self._settings.timeout_seconds):
                 try:
                     await connection.ask(request, answer, clock=self._clock)
                 except _DeadConnectionError:
@@ -150,13 +150,13 @@ class WebhookTransport:
             return Permanent("the request is not valid HTTP")
         if not connection.may_have_sent:
             text = str(error) or f"no connection within {self._connect_seconds:g} s"
-            return Transient(f"connect: {_printable(text)[:_MAX_ERROR_LENGTH]}", outage=True)
+            return Transient(f"connect: {one_line(text)}", outage=True)
         # The texts of httpcore would quote the receiver's data.
         match error:
             case httpcore.RemoteProtocolError():
                 text = "the connection was closed without an answer, or the answer is not HTTP"
             case httpcore.TimeoutException() | TimeoutError():
-                text = f"no answer within {self._settings.webhook_timeout_seconds:g} s"
+                text = f"no answer within {self._settings.timeout_seconds:g} s"
             case _:
                 text = "the connection was lost"
         return Transient(f"outcome unknown: {text}", outage=True, unknown=True)
@@ -168,7 +168,7 @@ class WebhookTransport:
         error = _status_text(status)
         if 300 <= status <= 399:
             return Permanent(f"{error}: redirects are not followed; change the destination")
-        if excerpt := answer.excerpt(self._settings.webhook_excerpt_length, hide=request):
+        if excerpt := answer.excerpt(self._settings.error_body_chars, hide=request):
             error = f"{error}: {excerpt}"
         if status in _TRANSIENT_STATUSES or 500 <= status <= 599:
             return Transient(error, retry_after=self._retry_after(answer), outage=status >= 500)
@@ -176,7 +176,7 @@ class WebhookTransport:
 
     def _retry_after(self, answer: _Answer) -> float | None:
         asked = retry_after_seconds(answer.header(b"retry-after"), answer.header(b"date"), now=self._clock())
-        return None if asked is None else min(asked, self._settings.webhook_retry_after_cap_seconds)
+        return None if asked is None else min(asked, self._settings.retry_after_cap_seconds)
 
     async def _take_idle(self, endpoint: Endpoint) -> _Connection | None:
         """Return the most recently used connection to this host and port, and close dead ones.
@@ -204,7 +204,7 @@ class WebhookTransport:
 
     @property
     def _connect_seconds(self) -> float:
-        return min(self._settings.webhook_connect_timeout_seconds, self._settings.webhook_timeout_seconds)
+        return min(self._settings.connect_timeout_seconds, self._settings.timeout_seconds)
 
     async def _keep_or_close(self, connection: _Connection) -> None:
         """Keep the connection if its exchange is complete on both sides, also after a cancellation. Else close it."""
@@ -212,19 +212,19 @@ class WebhookTransport:
             await connection.close()
             return
         self._idle.append(connection)
-        if len(self._idle) > self._settings.webhook_connections:
+        if len(self._idle) > self._settings.connections:
             await self._idle.pop(0).close()
 
     @cached_property
     def _tls_context(self) -> ssl.SSLContext:
-        context = verifying_context(variable="PGOUTBOX_WEBHOOK_CA_FILE", ca_file=self._settings.webhook_ca_file)
+        context = verifying_context(variable="PGOUTBOX_WEBHOOK_CA_FILE", ca_file=self._settings.ca_file)
         context.set_alpn_protocols(["http/1.1"])
         return context
 
     @cached_property
     def _resolver(self) -> ThreadPoolExecutor:
         # Separate threads: a slow name server of a receiver must not delay other look-ups of this process.
-        count = min(self._settings.webhook_connections, _MAX_RESOLVER_THREADS)
+        count = min(self._settings.connections, _MAX_RESOLVER_THREADS)
         return ThreadPoolExecutor(count, thread_name_prefix="pgoutbox-resolver")
 
 
@@ -434,7 +434,7 @@ class _Answer:
             for word in value.decode().split() if name.lower() not in _KNOWN_TO_ALL else ():
                 if len(word) >= _MIN_HIDDEN_LENGTH:
                     text = text.replace(word, "(hidden)")
-        return _printable(text)[:length]
+        return one_line(text, length=length)
 
 
 def retry_after_seconds(value: str | None, date: str | None, *, now: float) -> float | None:
@@ -468,7 +468,3 @@ def _status_text(status: int) -> str:
         return f"{status} {HTTPStatus(status).phrase}"
     except ValueError:
         return str(status)
-
-
-def _printable(text: str) -> str:
-    return " ".join("".join(character if character.isprintable() else " " for character in text).split())

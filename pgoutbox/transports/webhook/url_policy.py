@@ -21,6 +21,7 @@ from ipaddress import (
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent
+from pgoutbox.transports.checks import require_text
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
@@ -76,8 +77,7 @@ class UrlPolicy:
 
     def endpoint(self, field: str, url: object) -> Endpoint:
         """Return the parts of a URL. Raises `Permanent`, naming the field but not the URL: it may contain a secret."""
-        if not isinstance(url, str):
-            raise Permanent(f"{field}: must be text, not {type(url).__name__}")
+        url = require_text(field, url)
         if len(url) > MAX_URL_LENGTH:
             raise Permanent(f"{field}: has {len(url)} characters, the limit is {MAX_URL_LENGTH}")
         if found := _UNFIT.search(url):

@@ -14,3 +14,5 @@ FROM judged AS j
 -- entries, because statistics may describe an empty table. A row that moved since this statement began is left to the
 -- next claim.
 WHERE m.ctid = j.place AND m.id = j.id AND m.state = 'pending' AND m.attempt_count = j.attempt_count
+RETURNING
+    \ir _returned.sql

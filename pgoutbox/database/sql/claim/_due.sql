@@ -1,8 +1,8 @@
 -- Due messages of a queue without an ordering key that may begin now, or that end because they are superseded. The
 -- including statement adds the conditions of its lane, an order, a limit and row locks.
 -- A coalesce key has one of two rules. `newest` (coalesces_pending is null): a producer locks the row of the key in
--- pgoutbox.coalesce_head, which names the newest message; older messages are superseded. `pending` (coalesces_pending is
--- true): a producer locks nothing; of the due messages that a claim finds, the newest one supersedes the others.
+-- pgoutbox.coalesce_head, which names the newest message; older messages are superseded. `pending` (coalesces_pending
+-- is true): a producer locks nothing; of the due messages that a claim finds, the newest one supersedes the others.
 SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.attempt_count, m.expires_at,
     head.newest_id
 -- The partition message_live holds only pending and sending messages. Finished messages never slow down a claim.
@@ -20,15 +20,17 @@ LEFT JOIN LATERAL (
 WHERE m.queue = %(queue)s::text AND m.ordering_key IS NULL AND m.available_at <= now()
     -- set_aside: messages whose claim the database refused in the last minute, for example by a trigger.
     AND m.topic = ANY (%(topics)s::text[]) AND m.id <> ALL (%(set_aside)s::bigint[])
-    AND (
-        m.coalesce_key IS NULL
-        -- A superseded message ends here, even while another message of its key is in flight.
-        OR head.newest_id > m.id
-        OR (m.coalesces_pending IS TRUE
-            AND pgoutbox._newer_pending(m.topic, m.coalesce_key, m.queue, m.id) IS NOT NULL)
-        -- Two messages of a key are never in flight: this one waits for its sibling. A message of the rule `pending`
-        -- also waits for a due one of the rule `newest` (_has_strict_due). If both began in this claim, the unique index
-        -- message_live_in_flight would refuse the whole claim, and the worker would have to repeat it.
-        OR (sibling.id IS NULL
-            AND (m.coalesces_pending IS NOT TRUE OR NOT pgoutbox._has_strict_due(m.topic, m.coalesce_key, m.queue)))
-    )
+    -- Whether the message may begin or end now; the first true condition decides.
+    AND CASE
+        WHEN m.coalesce_key IS NULL THEN true
+        -- A superseded message ends, even while another message of its key is in flight.
+        WHEN head.newest_id > m.id THEN true
+        WHEN m.coalesces_pending IS TRUE AND pgoutbox._newer_pending(m.topic, m.coalesce_key, m.queue, m.id) IS NOT NULL
+            THEN true
+        -- Two messages of a key are never in flight: this one waits for its sibling.
+        WHEN sibling.id IS NOT NULL THEN false
+        -- A message of the rule `pending` also waits for a due one of the rule `newest`. If this claim began both, the
+        -- unique index message_live_in_flight would refuse the whole claim, and the worker would have to repeat it.
+        WHEN m.coalesces_pending THEN NOT pgoutbox._newest_is_due(m.topic, m.coalesce_key, m.queue)
+        ELSE true
+    END

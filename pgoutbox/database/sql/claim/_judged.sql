@@ -6,14 +6,15 @@ FROM due AS d
 CROSS JOIN LATERAL (
     SELECT CASE
         WHEN d.newest_id > d.id THEN d.newest_id
-        -- The newer message is locked: no session can cancel or claim it before this claim commits. So an attempt of
-        -- the key begins after every commit of a producer. A newer message of this same claim also begins in it.
-        WHEN d.coalesces_pending THEN pgoutbox._lock_newer_pending(d.topic, d.coalesce_key, %(queue)s::text, d.id)
+        WHEN d.coalesces_pending THEN pgoutbox._newer_pending(d.topic, d.coalesce_key, %(queue)s::text, d.id)
     END
+    -- OFFSET 0 keeps PostgreSQL from computing the expression once for each use.
+    OFFSET 0
 ) AS newer(id)
--- _lock_newer_pending returns null without a newer message, and 0 if another session has locked the newer one. Then
--- this message can neither begin nor end now, and is left to a later claim.
-WHERE newer.id IS DISTINCT FROM 0
+-- By the rule `pending`, the newer message is locked: no session can cancel or claim it before this claim commits. So
+-- an attempt of the key begins after every commit of a producer. If another session has the lock or has changed the
+-- newer message, this message can neither begin nor end now. It is left to a later claim.
+WHERE d.coalesces_pending IS NOT TRUE OR newer.id IS NULL OR pgoutbox._lock_if_due(newer.id)
 -- The UPDATE enters the coalesce keys into the unique index message_live_in_flight in this order. Without one order
 -- for all claims, two claims could deadlock. Messages without a key enter nothing: the CASE spares comparing topics.
 ORDER BY d.coalesce_key, CASE WHEN d.coalesce_key IS NOT NULL THEN d.topic END

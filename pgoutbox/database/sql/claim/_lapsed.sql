@@ -33,6 +33,6 @@ WHERE m.state = 'sending'
     AND greatest(m.lease_expires_at, pgoutbox._renewed_until(m.id, m.attempt_count, m.worker)) <= now()
     AND m.topic = ANY (%(topics)s::text[])
     AND m.id <> ALL (%(set_aside)s::bigint[])
-    -- held: the attempts that this worker still holds. After a suspension or an outage it renews their leases instead.
+    -- in_flight: the attempts of this worker. After a suspension or an outage it renews their leases instead.
     -- Other attempts in its name are lost, for example by a failover.
-    AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(held)s::bigint[]))
+    AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(in_flight)s::bigint[]))

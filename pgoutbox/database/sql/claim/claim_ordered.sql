@@ -24,16 +24,10 @@ WITH due AS MATERIALIZED (
             WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
         )
     ORDER BY m.available_at, m.id
-    -- permits() locks the row of a limited queue until the commit, so that its claims run one after the other.
-    LIMIT pgoutbox._permits(%(queue)s::text, %(total)s::bigint)
-    -- Another claim may have locked a row. It is skipped, because a wait would fail with 40001 when the row moves to
-    -- another partition.
-    FOR UPDATE OF m SKIP LOCKED
+    \ir _locked_by_permits.sql
 ), judged AS MATERIALIZED (
     \ir _judged.sql
 ), spent AS (
     \ir _spent.sql
 )
 \ir _begin.sql
-RETURNING
-    \ir _returned.sql

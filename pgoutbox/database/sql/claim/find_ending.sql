@@ -4,10 +4,7 @@ WITH judged AS MATERIALIZED (
         AND m.queue = %(queue)s::text
         AND ending.state IS NOT NULL
     ORDER BY m.lease_expires_at, m.id
-    LIMIT %(total)s::bigint
-    -- Another claim may have locked a row. It is skipped, because a wait would fail with 40001 when the row moves to
-    -- another partition.
-    FOR UPDATE OF m SKIP LOCKED
+    \ir _locked.sql
 )
 SELECT j.id
 FROM judged AS j

@@ -2,19 +2,9 @@
 -- refused a claim of one message because of its row, to learn which message it was.
 WITH due AS MATERIALIZED (
     \ir _due.sql
-        -- This lane has the index message_live_fresh, so that a backlog of retries never delays fresh messages.
-        -- A message that was never attempted is always pending.
-        AND m.attempt_count = 0
-        -- The floor is the last row of the previous claim of this lane, null and 0 for none. The scan starts after it
-        -- and does not step over the dead index entries of claimed messages again. Earlier rows that were locked, had
-        -- to wait or were committed late are not lost: the worker often claims from the beginning of the lane.
-        AND (m.available_at, m.id) > (coalesce(%(floor_at)s::timestamptz, '-infinity'), %(floor_id)s::bigint)
+        \ir _fresh.sql
     ORDER BY m.available_at, m.id
-    -- permits() locks the row of a limited queue until the commit, so that its claims run one after the other.
-    LIMIT pgoutbox._permits(%(queue)s::text, %(total)s::bigint)
-    -- Another claim may have locked a row. It is skipped, because a wait would fail with 40001 when the row moves to
-    -- another partition.
-    FOR UPDATE OF m SKIP LOCKED
+    \ir _locked_by_permits.sql
 )
 SELECT d.id
 FROM due AS d

@@ -7,10 +7,7 @@ WITH due AS MATERIALIZED (
         -- Queues that are paused or have limits are left to the claims by permits.
         AND NOT pgoutbox._is_limited(%(queue)s::text)
     ORDER BY m.id
-    LIMIT %(total)s::bigint
-    -- Another claim may have locked a row. It is skipped, because a wait would fail with 40001 when the row moves to
-    -- another partition.
-    FOR UPDATE OF m SKIP LOCKED
+    \ir _locked.sql
 )
 SELECT d.id
 FROM due AS d

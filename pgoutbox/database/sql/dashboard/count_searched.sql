@@ -6,10 +6,6 @@ SELECT count(*) FILTER (
 ), count(*)
 FROM (
     SELECT near.*
-    FROM pgoutbox.message_view AS near
-    WHERE (%(partition_states)s::text[] IS NULL OR near.state = ANY (%(partition_states)s::text[]))
-        AND (%(before_id)s::bigint IS NULL OR near.id < %(before_id)s::bigint)
-        AND (%(not_below_id)s::bigint IS NULL OR near.id >= %(not_below_id)s::bigint)
-    ORDER BY near.id DESC
+    \ir _before.sql
     LIMIT %(rows)s::bigint
 ) AS m

@@ -1,6 +1,6 @@
 -- A message of the rule `pending` waits for this one: if one claim began two messages of a key, the unique index would
 -- refuse it.
-CREATE FUNCTION pgoutbox._has_strict_due(p_topic text, p_coalesce_key text, p_queue text)
+CREATE FUNCTION pgoutbox._newest_is_due(p_topic text, p_coalesce_key text, p_queue text)
 RETURNS boolean
 LANGUAGE plpgsql
 STABLE
@@ -19,5 +19,5 @@ BEGIN
 END
 $function$;
 
-COMMENT ON FUNCTION pgoutbox._has_strict_due IS
+COMMENT ON FUNCTION pgoutbox._newest_is_due IS
     'Whether the newest message of a coalesce key by the rule newest is due in this queue.';

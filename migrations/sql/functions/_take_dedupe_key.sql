@@ -1,0 +1,55 @@
+-- Give a dedupe key to a new message, unless another message has it. The result is the id of that message, otherwise
+-- null.
+CREATE FUNCTION pgoutbox._take_dedupe_key(p_topic text, p_dedupe_key text, p_payload jsonb, p_id bigint)
+RETURNS bigint
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DECLARE
+    digests constant bytea[] := pgoutbox._payload_digests(p_payload);
+    known_id bigint;
+    known_digest bytea;
+BEGIN
+    LOOP
+        -- This waits for a transaction that is inserting the same key, and inserts the row if that one rolls back.
+        INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
+        VALUES (p_id, p_topic, p_dedupe_key, digests[1])
+        ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING;
+        IF FOUND THEN
+            RETURN NULL;
+        END IF;
+        SELECT d.message_id, d.payload_digest
+        INTO known_id, known_digest
+        FROM pgoutbox.dedupe AS d
+        WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
+        CONTINUE WHEN NOT FOUND;
+        IF pgoutbox._has_freed_key(known_id) THEN
+            -- Concurrent callers get this lock one after the other, and the first one changes message_id. A redrive of
+            -- the cancelled message holds it until its commit, so look at the message again.
+            PERFORM FROM pgoutbox.dedupe AS d
+            WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key AND d.message_id = known_id
+            FOR UPDATE;
+            CONTINUE WHEN NOT FOUND;
+            CONTINUE WHEN NOT pgoutbox._has_freed_key(known_id);
+            UPDATE pgoutbox.dedupe AS d
+            SET message_id = p_id, payload_digest = digests[1], created_at = now()
+            WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
+            RETURN NULL;
+        ELSIF known_digest = ANY (digests) THEN
+            RETURN known_id;
+        END IF;
+        RAISE EXCEPTION USING
+            ERRCODE = 'unique_violation',
+            SCHEMA = 'pgoutbox',
+            TABLE = 'dedupe',
+            CONSTRAINT = 'dedupe_payload',
+            COLUMN = 'dedupe_key',
+            MESSAGE = 'pgoutbox.enqueue: dedupe_key: message ' || known_id || ' of topic ' || p_topic
+                || ' has this key and another payload';
+    END LOOP;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._take_dedupe_key IS
+    'Give a dedupe key to a new message. Returns the message that has the key, null if the new one got it. Raises '
+    '23505 if that message has another payload.';

@@ -1,0 +1,13 @@
+-- Whether the first message of an ordering key may be claimed.
+first.available_at <= now()
+AND first.topic = ANY (%(topics)s::text[])
+-- No other message of the key is in flight.
+AND NOT EXISTS (
+    SELECT FROM pgoutbox.message_live AS sibling
+    WHERE sibling.queue = %(queue)s::text AND sibling.ordering_key = v.ordering_key AND sibling.state = 'sending'
+)
+-- No failed message before it halts the key.
+AND NOT EXISTS (
+    SELECT FROM pgoutbox.message_failed AS f
+    WHERE f.queue = %(queue)s::text AND f.ordering_key = v.ordering_key AND f.on_failed = 'halt' AND f.id < first.id
+)

@@ -1,0 +1,115 @@
+"""The common part of the brokers' transports, and the connection that all sends of a transport share."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from pgoutbox.message import Message, Outcome, Permanent, Unavailable
+from pgoutbox.text import one_line
+from pgoutbox.transports.brokers.events import RenderedEvent, part_key, render
+from pgoutbox.transports.tls import describe_refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from pgoutbox.settings import Settings
+    from pgoutbox.transports import Content
+
+C = TypeVar("C")
+T = TypeVar("T")
+
+
+class BrokerTransport(ABC, Generic[T]):
+    """A transport that hands each event to a broker once; only the retry policy repeats.
+
+    `T` is the parsed destination. `_secrets` are never part of an error's text.
+    """
+
+    _secrets: tuple[str, ...] = ()
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._seconds = settings.broker_timeout_seconds
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        """Hand the event over once. `Sent` means that the broker has acknowledged it."""
+        try:
+            event = render(content, message, self._settings)
+            target = self._target(message, event)
+        except (Permanent, Unavailable) as refusal:
+            return refusal
+        return await self._publish(target, event)
+
+    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
+        """Return the key of the breaker for events without their own source."""
+        return part_key(content)
+
+    @abstractmethod
+    async def check(self) -> str | None:
+        """Connect and sign in as for an event, and return the problem, or None."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Close every connection."""
+
+    @abstractmethod
+    def _target(self, message: Message[object], event: RenderedEvent) -> T:
+        """Return the parsed destination. Raises `Permanent` for an invalid one."""
+
+    @abstractmethod
+    async def _publish(self, target: T, event: RenderedEvent) -> Outcome: ...
+
+    def _error_text(self, error: BaseException) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self._seconds:g} s"
+        return describe_refusal(error) or self._one_line(str(error) or type(error).__name__)
+
+    def _one_line(self, text: str) -> str:
+        return one_line(text, hide=self._secrets)
+
+
+class SharedConnection(Generic[C]):
+    """A connection that is opened when it is needed, and replaced when the next send finds it closed.
+
+    Concurrent sends share one attempt to open it, so that an unavailable broker costs each of them one time limit, and
+    not one after another. It never reconnects by itself: data that a client has buffered for a lost connection must not
+    be sent after the send was reported as failed.
+    """
+
+    def __init__(self, connect: Callable[[], Awaitable[C]], is_open: Callable[[C], bool]) -> None:
+        self._connect = connect
+        self._is_open = is_open
+        self._opening: asyncio.Future[C] | None = None
+
+    async def get(self) -> C:
+        """Return the open connection. Raises the error of opening it."""
+        if self._opening is None or self._has_ended(self._opening):
+            self._opening = asyncio.ensure_future(self._connect())
+            self._opening.add_done_callback(_note_error)
+        # A cancelled caller leaves the attempt to the others.
+        return await asyncio.shield(self._opening)
+
+    async def take(self) -> C | None:
+        """Return the connection, if one is open, to be closed by the caller."""
+        opening, self._opening = self._opening, None
+        if opening is None:
+            return None
+        if not opening.done():
+            opening.cancel()
+            await asyncio.wait([opening])
+        if opening.cancelled() or opening.exception() is not None:
+            return None
+        return opening.result()
+
+    def _has_ended(self, opening: asyncio.Future[C]) -> bool:
+        if not opening.done():
+            return False
+        return opening.cancelled() or opening.exception() is not None or not self._is_open(opening.result())
+
+
+def _note_error(opening: asyncio.Future[C]) -> None:
+    """Retrieve the error: if all waiting callers were cancelled, nothing else does."""
+    if not opening.cancelled():
+        opening.exception()
