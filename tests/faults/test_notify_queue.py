@@ -17,7 +17,7 @@ from pgoutbox.database import operator_connection
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message, State
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.operations import queue_controls
+from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
 from tests.support.missing import server_missing
 from tests.support.outbox_actions import WatchedWorker, enqueue, reports, rows_of, running, settings_for
@@ -139,8 +139,8 @@ async def test_an_enqueue_commits_if_the_notification_queue_fills_before_a_worke
             row[0] for row in db.execute("SELECT pgoutbox.enqueue('greet', to_jsonb(n)) FROM generate_series(1, 3) n")
         ]
         with operator_connection.connect(settings_for(small_server.dsn)) as connection:
-            queue_controls.limit_in_flight(connection, "default", 100)
-            queue_controls.limit_in_flight(connection, "default", None)
+            Operator(connection).limit_in_flight("default", 100)
+            Operator(connection).limit_in_flight("default", None)
         worker._signals.wake.set()
         await until(lambda: sorted(delivered) == ids)
 

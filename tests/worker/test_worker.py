@@ -30,8 +30,7 @@ from pgoutbox.errors import ConfigurationError, LeaseLostError
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, State, Transient
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.operations import queue_controls
-from pgoutbox.operations.queue_controls import Rate
+from pgoutbox.operations import Operator, Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.claim_planner import parse_queues
@@ -341,7 +340,7 @@ async def test_messages_that_wait_for_slow_handlers_go_to_an_idle_worker(dsn: st
 async def test_a_worker_keeps_its_messages_if_no_other_worker_can_take_them(dsn: str, db: psycopg.Connection) -> None:
     store = Store(settings_for(dsn), worker="busy")
     unheard = Store(settings_for(dsn, listen=False), worker="busy")
-    queue_controls.limit_rate(db, "limited", Rate(10, 60))
+    Operator(db).limit_rate("limited", Rate(10, 60))
     queues = ["default", "limited"]
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(store.close)
