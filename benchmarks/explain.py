@@ -39,19 +39,19 @@ def run(server: Server, options: Options) -> Result:
         with psycopg.connect(dsn, autocommit=True) as connection:
             connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()), prepare=False)
             result.texts.append(("sql.CLAIM_FRESH, rolled back", _plan_of_claim(connection)))
-            from_beginning = _time_claims(connection, options.claims, with_floor=False)
-            with_floor = _time_claims(connection, options.claims, with_floor=True)
+            from_beginning = _time_claims(connection, options.claims, with_position=False)
+            with_position = _time_claims(connection, options.claims, with_position=True)
     result.tables.append(
         Table(
             f"milliseconds of a committed claim of {_BATCH_SIZE}, round trip and decoding included",
             ("claims", "median", "p90", "max"),
             [
                 (f"{len(times)} {what}", median(times), percentile(times, 90), max(times))
-                for what, times in (("from the beginning", from_beginning), ("from the floor", with_floor))
+                for what, times in (("from the beginning", from_beginning), ("from the last position", with_position))
             ],
         )
     )
-    result.samples = {"from the beginning, ms": from_beginning, "from the floor, ms": with_floor}
+    result.samples = {"from the beginning, ms": from_beginning, "from the last position, ms": with_position}
     return result
 
 
@@ -78,16 +78,18 @@ def _plan_of_claim(connection: psycopg.Connection[tuple[object, ...]]) -> str:
     return "\n".join(str(line) for (line,) in rows)
 
 
-def _time_claims(connection: psycopg.Connection[tuple[object, ...]], count: int, *, with_floor: bool) -> list[float]:
+def _time_claims(connection: psycopg.Connection[tuple[object, ...]], count: int, *, with_position: bool) -> list[float]:
     cursor = connection.cursor(binary=True)
     times = []
-    floor: tuple[Any, Any] = BEGINNING
+    position: tuple[Any, Any] = BEGINNING
     for _ in range(count + 1):
         began_at = time.perf_counter()
-        cursor.execute(sql.CLAIM_FRESH, {**CLAIM_PARAMETERS, "floor_at": floor[0], "floor_id": floor[1]}, prepare=True)
+        cursor.execute(
+            sql.CLAIM_FRESH, {**CLAIM_PARAMETERS, "after_due_at": position[0], "after_id": position[1]}, prepare=True
+        )
         rows = cursor.fetchall()
         times.append(1e3 * (time.perf_counter() - began_at))
-        if with_floor and rows:
+        if with_position and rows:
             last = max(rows, key=lambda row: (row[_AVAILABLE_AT], row[0]))
-            floor = (last[_AVAILABLE_AT], last[0])
+            position = (last[_AVAILABLE_AT], last[0])
     return times[1:]

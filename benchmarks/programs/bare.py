@@ -37,8 +37,8 @@ def main(batch_size: int) -> int:
                 {
                     **CLAIM_PARAMETERS,
                     "total": batch_size,
-                    "floor_at": position[0],
-                    "floor_id": position[1],
+                    "after_due_at": position[0],
+                    "after_id": position[1],
                 },
                 prepare=True,
             )

@@ -226,8 +226,8 @@ class Store:
             "queue": queue,
             "topics": topics,
             "total": total,
-            "floor_at": due_at,
-            "floor_id": message_id,
+            "after_due_at": due_at,
+            "after_id": message_id,
             "set_aside": _array_of(set_aside),
         }
         turn: Step | None = (sql.TAKE_TURN, {"queue": queue}) if in_turn else None
@@ -242,7 +242,7 @@ class Store:
             "queue": queue,
             "topics": topics,
             "total": total,
-            "floor_id": seen_id,
+            "seen_id": seen_id,
             "set_aside": _array_of(set_aside),
         }
         rows = await self._claim(sql.CLAIM_NEW, sql.FIND_NEW, parameters)
@@ -312,7 +312,7 @@ class Store:
     ) -> Sequence[int]:
         """Return the claimable messages of the ordering keys of `key_limit` messages beyond `seen_id`."""
         rows = await self.claims.fetch(
-            sql.FIND_NEW_ORDERED, {"queue": queue, "topics": topics, "floor_id": seen_id, "key_limit": key_limit}
+            sql.FIND_NEW_ORDERED, {"queue": queue, "topics": topics, "seen_id": seen_id, "key_limit": key_limit}
         )
         return [message_id for (message_id,) in rows]
 
@@ -373,7 +373,7 @@ class Store:
             "queues": queues,
             "since_seconds": since_seconds,
             "others_since_seconds": others_since_seconds,
-            "floor_id": _MAX_ID if seen_id is None else seen_id,
+            "seen_id": _MAX_ID if seen_id is None else seen_id,
         }
         rows = await self.claims.fetch(sql.NEXT_DUE, parameters)
         return [DueRow(*row[:5]) for row in rows], rows[0][5], Horizon(*rows[0][6:])

@@ -66,8 +66,8 @@ CLAIM_PARAMETERS: Mapping[str, object] = {
     "topics": ["greet", "bill"],
     "hold_topics": [],
     "total": 200,
-    "floor_at": None,
-    "floor_id": 0,
+    "after_due_at": None,
+    "after_id": 0,
     "clock_limit": None,
     "in_flight": "{}",
     "set_aside": [],
@@ -219,7 +219,7 @@ def test_a_claim_reads_only_its_lane_from_its_own_index(
     assert re.search(r"id > \$\d" if index == "message_live_pkey" else r"queue = \$\d", lane.condition)
     assert "<= now()" in lane.condition or index == "message_live_pkey"
     if index in ("message_live_fresh", "message_live_retry"):
-        assert re.search(r"> ROW\(COALESCE\(\$\d", lane.condition), "the floor is not an index condition"
+        assert re.search(r"> ROW\(COALESCE\(\$\d", lane.condition), "the position is not an index condition"
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_the_next_due_time_is_read_from_the_head_of_each_lane(filled: psycopg.Co
     plan = plan_of(
         filled,
         sql.NEXT_DUE,
-        {"queues": ["default", "bulk"], "since_seconds": 0, "others_since_seconds": 0, "floor_id": 1000},
+        {"queues": ["default", "bulk"], "since_seconds": 0, "others_since_seconds": 0, "seen_id": 1000},
     )
     assert {node.index for node in plan.reads("message_live")} == {
         "message_live_fresh",
@@ -301,7 +301,7 @@ def test_attempts_in_flight_are_found_by_primary_key(
         pytest.param(sql.END_SUPERSEDED_ELSEWHERE, ELSEWHERE_PARAMETERS, id="end superseded elsewhere"),
         pytest.param(
             sql.NEXT_DUE,
-            {"queues": ["default"], "since_seconds": 0, "others_since_seconds": 0, "floor_id": 1000},
+            {"queues": ["default"], "since_seconds": 0, "others_since_seconds": 0, "seen_id": 1000},
             id="next due",
         ),
         pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),

@@ -91,8 +91,8 @@ def claim(
     hold_topics: Sequence[str] = (),
     total: int = 100,
     fresh_limit: int | None = None,
-    fresh_floor: Position | None = None,
-    retry_floor: Position | None = None,
+    fresh_position: Position | None = None,
+    retry_position: Position | None = None,
     suspect_limit: int = 1,
     clock_limit: datetime | None = None,
     fresh_only: bool = False,
@@ -118,14 +118,16 @@ def claim(
     }
     rows: list[ClaimedRow] = []
 
-    def run(statement: LiteralString, limit: int, floor: Position | None = None, *, was_lapsed: bool = False) -> None:
+    def run(
+        statement: LiteralString, limit: int, position: Position | None = None, *, was_lapsed: bool = False
+    ) -> None:
         if limit <= 0:
             return
-        floor_at, floor_id = floor or BEGINNING
+        due_at, message_id = position or BEGINNING
         while True:
             try:
                 answer = connection.execute(
-                    statement, {**parameters, "total": limit, "floor_at": floor_at, "floor_id": floor_id}
+                    statement, {**parameters, "total": limit, "after_due_at": due_at, "after_id": message_id}
                 )
                 break
             except again_on:
@@ -136,9 +138,9 @@ def claim(
         run(sql.END_LAPSED, total, was_lapsed=True)
         run(sql.CLAIM_LAPSED, min(suspect_limit, total - len(rows)), was_lapsed=True)
     fresh = total - len(rows) if fresh_limit is None else min(fresh_limit, total - len(rows))
-    run(sql.CLAIM_FRESH_BY_PERMITS if by_permits else sql.CLAIM_FRESH, fresh, fresh_floor)
+    run(sql.CLAIM_FRESH_BY_PERMITS if by_permits else sql.CLAIM_FRESH, fresh, fresh_position)
     if not fresh_only:
-        run(sql.CLAIM_RETRIES_BY_PERMITS if by_permits else sql.CLAIM_RETRIES, total - len(rows), retry_floor)
+        run(sql.CLAIM_RETRIES_BY_PERMITS if by_permits else sql.CLAIM_RETRIES, total - len(rows), retry_position)
     return sorted(judged(connection, rows), key=lambda row: row.id)
 
 
@@ -159,10 +161,10 @@ def find_ordered(
 
 
 def find_new_ordered(
-    connection: psycopg.Connection, floor_id: int, *, topics: Sequence[str] = ("greet",), key_limit: int = 100
+    connection: psycopg.Connection, seen_id: int, *, topics: Sequence[str] = ("greet",), key_limit: int = 100
 ) -> list[int]:
-    """Return the claimable messages of the keys of messages beyond `floor_id`."""
-    parameters = {"queue": "default", "topics": list(topics), "floor_id": floor_id, "key_limit": key_limit}
+    """Return the claimable messages of the keys of messages beyond `seen_id`."""
+    parameters = {"queue": "default", "topics": list(topics), "seen_id": seen_id, "key_limit": key_limit}
     return sorted(row[0] for row in connection.execute(sql.FIND_NEW_ORDERED, parameters).fetchall())
 
 

@@ -64,12 +64,12 @@ def lost(connection: psycopg.Connection, **arguments: Unpack[Options]) -> int:
     return message_id
 
 
-def claim_new(connection: psycopg.Connection, *, floor_id: int, total: int = 100) -> list[int]:
+def claim_new(connection: psycopg.Connection, *, seen_id: int, total: int = 100) -> list[int]:
     parameters = {
         "queue": "default",
         "topics": ["greet"],
         "total": total,
-        "floor_id": floor_id,
+        "seen_id": seen_id,
         "set_aside": [],
         "worker": "w",
         "lease_seconds": LEASE_SECONDS,
@@ -111,8 +111,8 @@ def test_every_claim_returns_the_columns_of_the_row_in_their_order(
         "topics": ["greet"],
         "hold_topics": [],
         "total": 1,
-        "floor_at": None,
-        "floor_id": 0,
+        "after_due_at": None,
+        "after_id": 0,
         "ids": [1],
         "clock_limit": None,
         "in_flight": [],
@@ -205,24 +205,24 @@ def test_the_fresh_limit_keeps_room_for_retries(rolled_back: psycopg.Connection)
     assert ids_in_flight(claim(rolled_back, total=1, fresh_limit=0)) == [retry]
 
 
-def test_a_floor_skips_messages_that_were_due_before_it(rolled_back: psycopg.Connection) -> None:
+def test_a_position_skips_messages_that_were_due_before_it(rolled_back: psycopg.Connection) -> None:
     ((now,),) = rolled_back.execute("SELECT now()").fetchall()
-    below, at_floor, behind_floor = (enqueue(rolled_back) for _ in range(3))
+    below, at_position, after_position = (enqueue(rolled_back) for _ in range(3))
     due_earlier(rolled_back, below, 5)
-    below_again, at_floor_again, behind_floor_again = (retried(rolled_back) for _ in range(3))
-    due_earlier(rolled_back, at_floor_again, 0)
-    due_earlier(rolled_back, behind_floor_again, 0)
-    floors = claim(rolled_back, fresh_floor=(now, at_floor), retry_floor=(now, at_floor_again))
-    assert ids_in_flight(floors) == [behind_floor, behind_floor_again]
-    assert ids_in_flight(claim(rolled_back)) == [below, at_floor, below_again, at_floor_again]
+    below_again, at_position_again, after_position_again = (retried(rolled_back) for _ in range(3))
+    due_earlier(rolled_back, at_position_again, 0)
+    due_earlier(rolled_back, after_position_again, 0)
+    rows = claim(rolled_back, fresh_position=(now, at_position), retry_position=(now, at_position_again))
+    assert ids_in_flight(rows) == [after_position, after_position_again]
+    assert ids_in_flight(claim(rolled_back)) == [below, at_position, below_again, at_position_again]
 
 
-def test_the_floor_of_one_lane_does_not_affect_the_other(rolled_back: psycopg.Connection) -> None:
+def test_the_position_of_one_lane_does_not_affect_the_other(rolled_back: psycopg.Connection) -> None:
     ((now,),) = rolled_back.execute("SELECT now()").fetchall()
     fresh, retry = enqueue(rolled_back), retried(rolled_back)
     due_earlier(rolled_back, fresh, 5)
-    assert ids_in_flight(claim(rolled_back, retry_floor=(now, retry))) == [fresh]
-    assert ids_in_flight(claim(rolled_back, fresh_floor=(now, retry))) == [retry]
+    assert ids_in_flight(claim(rolled_back, retry_position=(now, retry))) == [fresh]
+    assert ids_in_flight(claim(rolled_back, fresh_position=(now, retry))) == [retry]
 
 
 def test_a_superseded_message_ends_skipped_and_names_its_successor(rolled_back: psycopg.Connection) -> None:
@@ -492,12 +492,12 @@ def test_rows_locked_by_another_session_are_skipped(connect: Connect) -> None:
     assert ids_in_flight(claim(ours)) == locked
 
 
-def due_of(connection: psycopg.Connection, *, since_seconds: float, floor_id: int | None = None) -> float | None:
+def due_of(connection: psycopg.Connection, *, since_seconds: float, seen_id: int | None = None) -> float | None:
     parameters = {
         "queues": ["default", "bulk"],
         "since_seconds": since_seconds,
         "others_since_seconds": since_seconds,
-        "floor_id": 2**63 - 1 if floor_id is None else floor_id,
+        "seen_id": 2**63 - 1 if seen_id is None else seen_id,
     }
     rows = connection.execute(sql.NEXT_DUE, parameters).fetchall()
     return min((float(seconds) for row in rows for seconds in row[3:5] if seconds is not None), default=None)
@@ -533,15 +533,15 @@ def test_new_due_messages_are_excluded_because_every_claim_takes_them(
     old, new = enqueue(rolled_back), enqueue(rolled_back)
     due_earlier(rolled_back, old, 3)
     due_earlier(rolled_back, new, 4)
-    assert due_of(rolled_back, since_seconds=5, floor_id=old) == -3.0
+    assert due_of(rolled_back, since_seconds=5, seen_id=old) == -3.0
     rolled_back.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('default', 1)")
-    assert due_of(rolled_back, since_seconds=5, floor_id=old) == -4.0
+    assert due_of(rolled_back, since_seconds=5, seen_id=old) == -4.0
 
 
 def test_a_scheduled_new_message_is_the_next_due_time(rolled_back: psycopg.Connection) -> None:
     old, scheduled = enqueue(rolled_back), enqueue(rolled_back)
     due_earlier(rolled_back, scheduled, -60)
-    assert due_of(rolled_back, since_seconds=0, floor_id=old) == 60
+    assert due_of(rolled_back, since_seconds=0, seen_id=old) == 60
 
 
 def test_a_claim_of_new_messages_takes_fresh_ones_beyond_an_id(rolled_back: psycopg.Connection) -> None:
@@ -549,9 +549,9 @@ def test_a_claim_of_new_messages_takes_fresh_ones_beyond_an_id(rolled_back: psyc
     scheduled = enqueue(rolled_back)
     due_earlier(rolled_back, scheduled, -60)
     due_earlier(rolled_back, second, 60)
-    assert claim_new(rolled_back, floor_id=old, total=1) == [first]
-    assert claim_new(rolled_back, floor_id=old) == [second]
-    assert claim_new(rolled_back, floor_id=0) == [old]
+    assert claim_new(rolled_back, seen_id=old, total=1) == [first]
+    assert claim_new(rolled_back, seen_id=old) == [second]
+    assert claim_new(rolled_back, seen_id=0) == [old]
     assert state_of(rolled_back, retry) == "pending"
 
 

@@ -3,7 +3,7 @@ WITH due AS MATERIALIZED (
     \ir _due.sql
         -- A message that was never attempted is always pending.
         AND m.attempt_count = 0
-        AND m.id > %(floor_id)s::bigint
+        AND m.id > %(seen_id)s::bigint
         -- Queues that are paused or have limits are left to the claims by permits.
         AND NOT pgoutbox._is_limited(%(queue)s::text)
     ORDER BY m.id

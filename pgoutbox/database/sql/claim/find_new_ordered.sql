@@ -1,9 +1,9 @@
--- The claimable messages of the ordering keys of up to `key_limit` messages beyond `floor_id`, so that new messages do
+-- The claimable messages of the ordering keys of up to `key_limit` messages beyond `seen_id`, so that new messages do
 -- not wait until a round over many keys reaches theirs. find_ordered.sql finds all other messages.
 WITH new AS MATERIALIZED (
     SELECT m.ordering_key
     FROM pgoutbox.message_live AS m
-    WHERE m.queue = %(queue)s::text AND m.ordering_key IS NOT NULL AND m.id > %(floor_id)s::bigint
+    WHERE m.queue = %(queue)s::text AND m.ordering_key IS NOT NULL AND m.id > %(seen_id)s::bigint
     ORDER BY m.id
     LIMIT %(key_limit)s::integer
 )

@@ -44,8 +44,8 @@ CROSS JOIN LATERAL (
                 FROM pgoutbox.message_live AS m
                 WHERE m.queue = asked.name AND m.attempt_count = 0 AND m.ordering_key IS NULL
                     AND m.available_at > asked.since
-                    -- Due messages beyond floor_id do not count either: claim_new.sql claims them.
-                    AND (m.id <= %(floor_id)s::bigint OR m.available_at > now() OR asked.permit_at IS NOT NULL)
+                    -- Due messages beyond seen_id do not count either: claim_new.sql claims them.
+                    AND (m.id <= %(seen_id)s::bigint OR m.available_at > now() OR asked.permit_at IS NOT NULL)
             ),
             (
                 -- This includes messages behind others of their key: at worst one poll finds nothing.
