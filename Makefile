@@ -36,6 +36,7 @@ check: $(STAMP) ## Check format, lint, types, layers and plain English
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.plain_english
 

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psycopg
 
@@ -26,7 +27,7 @@ outbox = Outbox()
 
 
 @outbox.batch_handler("search.document", max_size=50)
-def index_documents(messages: Sequence[Message], contexts: Sequence[SyncContext]) -> list[Outcome]:
+def index_documents(messages: Sequence[Message[dict[str, Any]]], contexts: Sequence[SyncContext]) -> list[Outcome]:
     """Append the documents of the batch in one write. Idempotent, because the last line of a document counts."""
     lines: list[str] = []
     outcomes: list[Outcome] = []
@@ -34,7 +35,7 @@ def index_documents(messages: Sequence[Message], contexts: Sequence[SyncContext]
         document = message.payload
         if ctx.should_stop:
             outcomes.append(Skip("a newer version of the document is on its way"))
-        elif isinstance(document, dict) and document.get("text"):
+        elif document.get("text"):
             lines.append(json.dumps(document) + "\n")
             outcomes.append(Sent())
         else:

@@ -71,7 +71,7 @@ async def request() -> None:
 
 def tree(spans: Sequence[ReadableSpan], parent_id: int | None = None, depth: int = 0) -> list[str]:
     """Return one line for each span, indented below its parent."""
-    lines = []
+    lines: list[str] = []
     for span in sorted(spans, key=lambda span: span.start_time or 0):
         if (span.parent.span_id if span.parent else None) == parent_id:
             attributes = span.attributes or {}

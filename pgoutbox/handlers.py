@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from typing import Any, Literal, Protocol, cast
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, Literal, Protocol, TypeVar
 
 import psycopg
 from psycopg.rows import TupleRow
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
-from pgoutbox.clock import Duration
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Message, Outcome, Permanent
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.signatures import check_handler, is_async
+
+C = TypeVar("C")
 
 OnUnknown = Literal["retry", "hold"]
 
@@ -26,71 +27,49 @@ _NOT_TRANSACTIONAL = "ctx.connection is only for transactional handlers: registe
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """A registered function and the options of its attempts."""
+    """A registered function and the options of its attempts: see `Outbox.handler`.
+
+    A mistake raises `ConfigurationError`, at start-up and not at the first attempt.
+    """
 
     topic: str
-    function: Callable[..., object]
-    is_async: bool
+    function: Callable[..., Any]
+    _: KW_ONLY
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     timeout_seconds: float | None = None
     on_unknown: OnUnknown = "retry"
-    max_batch: int | None = None
+    max_size: int | None = None
     transactional: bool = False
-    permanent_errors: tuple[type[BaseException], ...] = ()
-    payload_adapter: TypeAdapter[object] | None = None
+    permanent: Sequence[type[BaseException]] = ()
+    payload: type[BaseModel] | None = None
     redact: tuple[str, ...] = ()
+    is_async: bool = field(init=False)
 
-    @classmethod
-    def of(
-        cls,
-        topic: str,
-        function: Callable[..., object],
-        *,
-        retry: RetryPolicy,
-        timeout: Duration | None,
-        on_unknown: OnUnknown,
-        max_batch: int | None,
-        transactional: bool,
-        permanent_errors: Sequence[type[BaseException]],
-        payload_model: type[BaseModel] | None,
-        redact: tuple[str, ...] = (),
-    ) -> Handler:
-        """Check a registration, so that a mistake is a `ConfigurationError` at start-up and not a failed attempt."""
-        place = f"handler {getattr(function, '__qualname__', repr(function))} of topic {topic!r}"
-        check_handler(
-            function, place=place, contexts=(Context, SyncContext), is_batch=max_batch is not None, model=payload_model
-        )
-        if not _is_policy(retry):
-            raise ConfigurationError(f"{place}: retry={retry!r}: must be a RetryPolicy")
-        timeout_seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if timeout_seconds is not None and not _is_between(timeout_seconds, 1e-9, sys.float_info.max):
+    def __post_init__(self) -> None:
+        place = f"handler {getattr(self.function, '__qualname__', repr(self.function))} of topic {self.topic!r}"
+        is_batch = self.max_size is not None
+        contexts = (Context, SyncContext)
+        check_handler(self.function, place=place, contexts=contexts, is_batch=is_batch, model=self.payload)
+        if not _is_policy(self.retry):
+            raise ConfigurationError(f"{place}: retry={self.retry!r}: must be a RetryPolicy")
+        timeout = self.timeout_seconds
+        if timeout is not None and not _is_between(timeout, 1e-9, sys.float_info.max):
             raise ConfigurationError(f"{place}: timeout={timeout!r}: must be positive, in seconds or as a timedelta")
-        if on_unknown not in ("retry", "hold"):
-            raise ConfigurationError(f"{place}: on_unknown={on_unknown!r}: must be 'retry' or 'hold'")
-        if max_batch is not None and not _is_between(max_batch, 1, 5_000):
-            raise ConfigurationError(f"{place}: max_size={max_batch!r}: must be 1 to 5000")
-        if not _are_exceptions(permanent_errors):
-            raise ConfigurationError(f"{place}: permanent={permanent_errors!r}: must be a list of exception classes")
-        return cls(
-            topic=topic,
-            function=function,
-            is_async=is_async(function),
-            retry=retry,
-            timeout_seconds=timeout_seconds,
-            on_unknown=on_unknown,
-            max_batch=max_batch,
-            transactional=transactional,
-            permanent_errors=tuple(permanent_errors),
-            payload_adapter=None if payload_model is None else cast("TypeAdapter[object]", TypeAdapter(payload_model)),
-            redact=redact,
-        )
+        if self.on_unknown not in ("retry", "hold"):
+            raise ConfigurationError(f"{place}: on_unknown={self.on_unknown!r}: must be 'retry' or 'hold'")
+        if is_batch and not _is_between(self.max_size, 1, 5_000):
+            raise ConfigurationError(f"{place}: max_size={self.max_size!r}: must be 1 to 5000")
+        if not _are_exceptions(self.permanent):
+            raise ConfigurationError(f"{place}: permanent={self.permanent!r}: must be a list of exception classes")
+        object.__setattr__(self, "permanent", tuple(self.permanent))
+        object.__setattr__(self, "is_async", is_async(self.function))
 
     def parse(self, message: Message[object]) -> Message[object]:
         """Return the message with its payload as an instance of the topic's model."""
-        if self.payload_adapter is None:
+        if self.payload is None:
             return message
         try:
-            payload = self.payload_adapter.validate_python(message.payload)
+            payload = self.payload.model_validate(message.payload)
         except ValidationError as error:
             places = ", ".join(
                 ".".join(("payload", *map(str, e["loc"]))) + f": {e['msg']}"
@@ -128,42 +107,28 @@ class Middleware(Protocol):
         ...
 
 
-class Lease(Protocol):
-    """The lease of one attempt, as its context sees it."""
-
-    @property
-    def overtaken(self) -> str | None: ...
-
-    async def ensure_lease(self) -> None: ...
-
-
-class Context:
+class Context(ABC):
     """One attempt, as an async handler sees it."""
 
-    __slots__ = ("_connection", "_lease")
-
-    def __init__(self, lease: Lease, connection: psycopg.AsyncConnection[TupleRow] | None = None) -> None:
-        self._lease = lease
-        self._connection = connection
+    __slots__ = ()
 
     @property
+    @abstractmethod
     def connection(self) -> psycopg.AsyncConnection[TupleRow]:
         """The transaction of a transactional handler: write with it and do not commit.
 
         The handler's writes and the completion of the message commit together or not at all.
         """
-        if self._connection is None:
-            raise ConfigurationError(_NOT_TRANSACTIONAL)
-        return self._connection
 
     @property
+    @abstractmethod
     def should_stop(self) -> bool:
         """Whether the attempt has become pointless: cancelled, superseded, or owned by another worker.
 
         It becomes true within two seconds, unless the handler blocks the event loop. `ensure_lease` asks the database.
         """
-        return self._lease.overtaken is not None
 
+    @abstractmethod
     async def ensure_lease(self) -> None:
         """Ensure right before a side effect that this attempt still holds its message, or raise `LeaseLostError`.
 
@@ -171,36 +136,40 @@ class Context:
         claimed by another worker: then the side effect must not happen. Do not catch the error; the message is retried
         only if it has to be.
         """
-        await self._lease.ensure_lease()
 
 
 class SyncContext:
     """One attempt, as a handler in a thread sees it: `Context` without `await`."""
 
-    __slots__ = ("_connection", "_lease", "_loop")
+    __slots__ = ("_connection", "_context", "_loop")
 
     def __init__(
         self,
-        lease: Lease,
+        context: Context,
         loop: asyncio.AbstractEventLoop,
         connection: psycopg.Connection[TupleRow] | None = None,
     ) -> None:
-        self._lease = lease
+        self._context = context
         self._loop = loop
         self._connection = connection
 
     @property
     def connection(self) -> psycopg.Connection[TupleRow]:
         """The transaction of a transactional handler: write with it and do not commit."""
-        if self._connection is None:
-            raise ConfigurationError(_NOT_TRANSACTIONAL)
-        return self._connection
+        return lent(self._connection)
 
     @property
     def should_stop(self) -> bool:
         """Whether the attempt has become pointless: cancelled, superseded, or owned by another worker."""
-        return self._lease.overtaken is not None
+        return self._context.should_stop
 
     def ensure_lease(self) -> None:
         """Ensure right before a side effect that this attempt still holds its message, or raise `LeaseLostError`."""
-        asyncio.run_coroutine_threadsafe(self._lease.ensure_lease(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._context.ensure_lease(), self._loop).result()
+
+
+def lent(connection: C | None) -> C:
+    """Return the connection of a transactional handler, or raise `ConfigurationError` for other handlers."""
+    if connection is None:
+        raise ConfigurationError(_NOT_TRANSACTIONAL)
+    return connection

@@ -11,14 +11,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, make_dataclass
 from datetime import datetime
-from typing import Final, Generic, cast
+from typing import Any, Final, Generic
 
 from pydantic import JsonValue
 from typing_extensions import TypeVar
 
 from pgoutbox.clock import Duration, seconds_of
 
-P = TypeVar("P", default=JsonValue)
+# Without a model: any JSON value. For a type checker, `dict[str, int]` does not match `dict[str, JsonValue]`.
+P = TypeVar("P", default=Any)
 
 
 class State(enum.StrEnum):
@@ -115,9 +116,10 @@ _Writable: Final = make_dataclass(
 
 def new_message(*values: object) -> Message[object]:
     """Return a message from its fields, in their order. It equals `Message(...)` of these fields, and is frozen too."""
-    message = _Writable(*values)
+    message: Any = _Writable(*values)
     message.__class__ = Message
-    return cast("Message[object]", message)
+    made: Message[object] = message  # Not `cast`, which is a call.
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or ra
     ) -> None:
         super().__init__(error)
         self.error = error
-        self.retry_after = None if retry_after is None else seconds_of(retry_after)
+        self.retry_after: float | None = None if retry_after is None else seconds_of(retry_after)
         self.outage = outage
         self.unknown = unknown
 
@@ -155,7 +157,7 @@ class Unavailable(Exception):  # noqa: N818 - an outcome; it can be returned or 
     def __init__(self, error: str, retry_after: Duration | None = None, *, breaker: str | None = None) -> None:
         super().__init__(error)
         self.error = error
-        self.retry_after = None if retry_after is None else seconds_of(retry_after)
+        self.retry_after: float | None = None if retry_after is None else seconds_of(retry_after)
         self.breaker = breaker
 
 

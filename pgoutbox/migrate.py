@@ -29,7 +29,7 @@ from pgoutbox.errors import ConfigurationError, MissingExtraError, SchemaError
 from pgoutbox.observability.events import LogEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator
 
     from alembic.config import Config
     from sqlalchemy import Connection, TextClause
@@ -175,7 +175,7 @@ def version_location() -> str:
     return str((_MIGRATIONS / "versions").resolve())
 
 
-def include_name(name: str | None, type_: str, parent_names: Mapping[str, str | None]) -> bool:  # noqa: ARG001
+def include_name(name: str | None, type_: str, parent_names: object) -> bool:  # noqa: ARG001
     """Keep the host's autogenerate away from the schema `pgoutbox`.
 
     Only a host with `include_schemas=True` needs it, in its `env.py`. Without this option, Alembic only reads the

@@ -9,11 +9,12 @@ import logging
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import datetime
-from functools import cached_property
+from datetime import datetime, timedelta
+from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, cast, overload
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, cast, overload
 
+from pydantic import BaseModel
 from typing_extensions import Unpack
 
 from pgoutbox.clock import Duration
@@ -43,7 +44,7 @@ from pgoutbox.enqueue.generators import (
     transaction,
 )
 from pgoutbox.enqueue.payloads import Serializer
-from pgoutbox.enqueue.validation import Fanout, carrying, prepare, prepare_fanout
+from pgoutbox.enqueue.validation import Route, carrying, prepare, prepare_fanout
 from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
 from pgoutbox.handlers import Context, Handler, Middleware, OnUnknown, SyncContext
 from pgoutbox.message import Message, Outcome, P
@@ -55,13 +56,13 @@ from pgoutbox.settings import Settings, load_settings
 from pgoutbox.signatures import is_async
 from pgoutbox.topics import CoalesceRule, NewMessage, OnFailed, Topic
 from pgoutbox.transports import Content, Transport
-from pgoutbox.transports.registry import complete
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 Result: TypeAlias = Outcome | Content | None
 R = TypeVar("R")
 M = TypeVar("M", bound=Middleware)
+F = TypeVar("F", bound="Callable[..., object]")
 ResultT = TypeVar("ResultT", bound=Result)
 ResultsT = TypeVar("ResultsT", bound="Sequence[Result] | None")
 
@@ -163,6 +164,11 @@ class Outbox:
         return MappingProxyType(self._topics)
 
     @property
+    def transports(self) -> Mapping[str, Transport]:
+        """The given transports by scheme. A worker adds those whose servers the settings name, and `https`."""
+        return MappingProxyType(self._transports)
+
+    @property
     def handlers(self) -> Mapping[str, Handler]:
         """The registered handlers by topic."""
         return MappingProxyType(self._handlers)
@@ -180,50 +186,6 @@ class Outbox:
             raise ConfigurationError(f"topic {topic.name!r} has a handler already: define the topic before it")
         self._topics[topic.name] = topic
         return topic
-
-    def topic(
-        self,
-        name: str,
-        *,
-        payload: type[P] | None = None,
-        queue: str | None = None,
-        destination: str | Callable[[P], str | None] | None = None,
-        coalesce_key: Callable[[P], str | None] | None = None,
-        dedupe_key: Callable[[P], str | None] | None = None,
-        retry: RetryPolicy | None = None,
-        delay: Duration | None = None,
-        expires_after: Duration | None = None,
-        ordering_key: Callable[[P], str | None] | None = None,
-        on_failed: OnFailed | None = None,
-        max_delay: Duration | None = None,
-        coalesce_rule: CoalesceRule | None = None,
-        encrypted: bool = False,
-        redact: tuple[str, ...] = (),
-    ) -> Topic[P]:
-        """Make a `Topic` of these arguments and `define` it.
-
-        >>> Outbox().topic("mail.welcome", queue="bulk").queue
-        'bulk'
-        """
-        return self.define(
-            Topic(
-                name,
-                payload=payload,
-                queue=queue,
-                destination=destination,
-                coalesce_key=coalesce_key,
-                dedupe_key=dedupe_key,
-                retry=retry,
-                delay=delay,
-                expires_after=expires_after,
-                ordering_key=ordering_key,
-                on_failed=on_failed,
-                max_delay=max_delay,
-                coalesce_rule=coalesce_rule,
-                encrypted=encrypted,
-                redact=redact,
-            )
-        )
 
     @property
     def middlewares(self) -> Sequence[Middleware]:
@@ -279,19 +241,8 @@ class Outbox:
             @outbox.handler(activation, retry=RetryPolicy.steps(60, 300, 900, 3600))
             async def activate(message: Message[Activation], ctx: Context) -> Email: ...
         """
-        _check_topic(topic, "handler")
-        return HandlerDecorator(
-            lambda function: self._register(
-                topic,
-                function,
-                retry=retry,
-                timeout=timeout,
-                on_unknown=on_unknown,
-                transactional=transactional,
-                permanent_errors=permanent,
-                max_batch=None,
-            )
-        )
+        make = partial(Handler, on_unknown=on_unknown, transactional=transactional, permanent=permanent)
+        return self._decorator("handler", topic, retry, timeout, make)
 
     def batch_handler(
         self,
@@ -312,65 +263,43 @@ class Outbox:
             @outbox.batch_handler("search.index", max_size=500)
             async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> None: ...
         """
-        _check_topic(topic, "batch_handler")
-        return BatchHandlerDecorator(
-            lambda function: self._register(
-                topic,
-                function,
-                retry=retry,
-                timeout=timeout,
-                on_unknown=on_unknown,
-                transactional=False,
-                permanent_errors=permanent,
-                max_batch=max_size,
-            )
-        )
+        make = partial(Handler, on_unknown=on_unknown, max_size=max_size, permanent=permanent)
+        return self._decorator("batch_handler", topic, retry, timeout, make)
 
-    def _register(
+    def _decorator(
         self,
-        topic: str | Topic[P],
-        function: Callable[..., object],
-        *,
+        name: str,
+        topic: str | Topic[Any],
         retry: RetryPolicy | None,
         timeout: Duration | None,
-        on_unknown: OnUnknown,
-        transactional: bool,
-        permanent_errors: Sequence[type[BaseException]],
-        max_batch: int | None,
-    ) -> None:
-        name = topic.name if isinstance(topic, Topic) else topic
-        if name in self._handlers:
-            raise ConfigurationError(f"topic {name!r} has a handler already")
-        if isinstance(topic, Topic):
-            definition: Topic[Any] = self.define(topic)
-        else:
-            definition = self._topics.get(topic) or Topic(topic)
-        if definition.retry is not None and retry is not None:
-            raise ConfigurationError(f"handler of topic {name!r}: retry: belongs to the definition of the topic")
-        self._handlers[name] = Handler.of(
-            name,
-            function,
-            retry=retry or definition.retry or RetryPolicy(),
-            timeout=timeout,
-            on_unknown=on_unknown,
-            max_batch=max_batch,
-            transactional=transactional,
-            permanent_errors=permanent_errors,
-            payload_model=definition.model,
-            redact=definition.redact,
-        )
+        make: Callable[..., Handler],
+    ) -> Callable[[F], F]:
+        if not isinstance(topic, (str, Topic)):
+            function_name = getattr(topic, "__qualname__", None) if callable(topic) else None
+            got = repr(topic) if function_name is None else f"the function {function_name}"
+            raise ConfigurationError(f'{name}: needs a topic, as in @outbox.{name}("mail.welcome"); got {got}')
+        timeout_seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
-    @property
-    def own_transports(self) -> Mapping[str, Transport]:
-        """The given transports, by scheme."""
-        return MappingProxyType(self._transports)
+        def register(function: F) -> F:
+            topic_name = topic.name if isinstance(topic, Topic) else topic
+            if topic_name in self._handlers:
+                raise ConfigurationError(f"topic {topic_name!r} has a handler already")
+            definition = self.define(topic) if isinstance(topic, Topic) else self._topics.get(topic) or Topic(topic)
+            if definition.retry is not None and retry is not None:
+                raise ConfigurationError(
+                    f"handler of topic {topic_name!r}: retry: belongs to the definition of the topic"
+                )
+            self._handlers[topic_name] = make(
+                topic_name,
+                function,
+                retry=retry or definition.retry or RetryPolicy(),
+                timeout_seconds=timeout_seconds,
+                payload=cast("type[BaseModel] | None", definition.payload),
+                redact=definition.redact,
+            )
+            return function
 
-    def transports_for(self, settings: Settings) -> dict[str, Transport]:
-        """Return all transports by scheme: the given ones, those whose servers the settings name, and `https`.
-
-        Webhooks need the extra `webhook`. `http` is served if the settings allow it.
-        """
-        return complete(self._transports, settings)
+        return register
 
     # --- enqueue ------------------------------------------------------------------------------------------------------
 
@@ -572,7 +501,7 @@ class Outbox:
         adapter = sync_adapter(connection, function="enqueue_fanout", async_function="aenqueue_fanout")
         with self._producing(topic) as span:
             message = carrying(NewMessage(topic, payload, **options), span.context)
-            fanout = self._prepare_fanout(message, destinations, content, serializer)
+            fanout = prepare_fanout(message, self._route(topic, serializer), destinations, content)
             enqueued = run(adapter, insert_fanout(fanout, notify=notify, require_transaction=require_transaction))
             span.wrote(enqueued)
         return enqueued
@@ -597,7 +526,7 @@ class Outbox:
         adapter = async_adapter(connection, function="aenqueue_fanout", sync_function="enqueue_fanout")
         with self._producing(topic) as span:
             message = carrying(NewMessage(topic, payload, **options), span.context)
-            fanout = self._prepare_fanout(message, destinations, content, serializer)
+            fanout = prepare_fanout(message, self._route(topic, serializer), destinations, content)
             steps = insert_fanout(fanout, notify=notify, require_transaction=require_transaction)
             enqueued = await arun(adapter, steps)
             span.wrote(enqueued)
@@ -655,33 +584,10 @@ class Outbox:
         require_transaction: bool,
         best_effort: bool,
     ) -> Steps[Enqueued | None]:
-        topic, max_attempts = self._route(message.topic)
-        draft = prepare(
-            message,
-            topic,
-            max_attempts=max_attempts,
-            max_payload_bytes=self.settings.max_payload_bytes,
-            serializer=serializer,
-            keyring=self._keyring if topic.encrypted else None,
-        )
+        draft = prepare(message, self._route(message.topic, serializer))
         inside = yield from transaction(required=require_transaction)
         write = insert(draft, notify=notify)
         return (yield from (in_savepoint(write) if best_effort and inside else write))
-
-    def _prepare_fanout(
-        self, message: NewMessage[P], destinations: Iterable[str], content: object, serializer: Serializer | None
-    ) -> Fanout:
-        topic, max_attempts = self._route(message.topic)
-        return prepare_fanout(
-            message,
-            topic,
-            destinations,
-            content,
-            max_attempts=max_attempts,
-            max_payload_bytes=self.settings.max_payload_bytes,
-            serializer=serializer,
-            keyring=self._keyring if topic.encrypted else None,
-        )
 
     def _producing(self, topic: str | Topic[P] | None) -> AbstractContextManager[Producing]:
         """Open a span for enqueuing, if tracing is on."""
@@ -699,8 +605,7 @@ class Outbox:
     def _prepare_all(
         self, items: Iterable[NewMessage[Any]], serializer: Serializer | None, context: Mapping[str, str]
     ) -> list[tuple[object, ...]]:
-        max_payload_bytes = self.settings.max_payload_bytes
-        routes: dict[object, tuple[Topic[Any], int | None]] = {}
+        routes: dict[object, Route] = {}
         drafts: list[tuple[object, ...]] = []
         for index, item in enumerate(items):
             try:
@@ -708,16 +613,8 @@ class Outbox:
                     raise TypeError(f"items[{index}] must be a NewMessage, not {type(item).__name__}")
                 key = item.topic if type(item.topic) is str else id(item.topic)
                 if key not in routes:
-                    routes[key] = self._route(item.topic)
-                topic, max_attempts = routes[key]
-                draft = prepare(
-                    carrying(item, context) if context else item,
-                    topic,
-                    max_attempts=max_attempts,
-                    max_payload_bytes=max_payload_bytes,
-                    serializer=serializer,
-                    keyring=self._keyring if topic.encrypted else None,
-                )
+                    routes[key] = self._route(item.topic, serializer)
+                draft = prepare(carrying(item, context) if context else item, routes[key])
             except PayloadError as error:
                 raise PayloadError(f"items[{index}].{error.field}", error.reason) from error.__cause__
             drafts.append(tuple(draft))  # The garbage collector need not visit tuples of texts.
@@ -727,13 +624,14 @@ class Outbox:
     def _keyring(self) -> Keyring | None:
         return keyring_of(self.settings.encryption_keys)
 
-    def _route(self, topic: str | Topic[P]) -> tuple[Topic[P], int | None]:
-        """Return the topic's definition, and the maximum number of attempts if it is not the default."""
+    def _route(self, topic: str | Topic[P], serializer: Serializer | None) -> Route:
         definition = self._definition(topic)
         handler = self._handlers.get(definition.name)
         retry = definition.retry or (None if handler is None else handler.retry)
-        usual = retry is None or retry.max_attempts == DEFAULT_MAX_ATTEMPTS
-        return definition, None if usual else cast("RetryPolicy", retry).max_attempts
+        # The default of the database needs no argument.
+        max_attempts = None if retry is None or retry.max_attempts == DEFAULT_MAX_ATTEMPTS else retry.max_attempts
+        keyring = self._keyring if definition.encrypted else None
+        return Route(definition, max_attempts, self.settings.max_payload_bytes, serializer, keyring)
 
     def _definition(self, topic: str | Topic[P]) -> Topic[P]:
         """Return the topic's own definition, or the one registered under its name."""
@@ -748,14 +646,6 @@ class Outbox:
         return topic
 
 
-def _check_topic(topic: object, decorator: str) -> None:
-    if isinstance(topic, (str, Topic)):
-        return
-    named = getattr(topic, "__qualname__", None) if callable(topic) else None
-    got = repr(topic) if named is None else f"the function {named}"
-    raise ConfigurationError(f'{decorator}: needs a topic, as in @outbox.{decorator}("mail.welcome"); got {got}')
-
-
 def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
     try:
         return (yield from steps)
@@ -766,7 +656,7 @@ def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
         raise
     except Exception as error:  # noqa: BLE001 - best effort: the caller continues after any error
         # Not the text, the traceback or the whole path: they contain keys and parts of payloads.
-        logger.error(  # noqa: TRY400
+        _logger.error(  # noqa: TRY400
             "a message could not be enqueued; the caller continues without it",
             extra={
                 "event": LogEvent.ENQUEUE_FAILED.value,
@@ -779,13 +669,8 @@ def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
         return None
 
 
-class HandlerDecorator(Generic[P]):
+class HandlerDecorator(Protocol[P]):
     """The decorator that `Outbox.handler` returns."""
-
-    __slots__ = ("_register",)
-
-    def __init__(self, register: Callable[[Callable[..., object]], None]) -> None:
-        self._register = register
 
     @overload
     def __call__(
@@ -795,19 +680,10 @@ class HandlerDecorator(Generic[P]):
     def __call__(
         self, function: Callable[[Message[P], SyncContext], ResultT], /
     ) -> Callable[[Message[P], SyncContext], ResultT]: ...
-    def __call__(self, function: Callable[..., object], /) -> Callable[..., object]:
-        """Register the function and return it unchanged."""
-        self._register(function)
-        return function
 
 
-class BatchHandlerDecorator(Generic[P]):
+class BatchHandlerDecorator(Protocol[P]):
     """The decorator that `Outbox.batch_handler` returns."""
-
-    __slots__ = ("_register",)
-
-    def __init__(self, register: Callable[[Callable[..., object]], None]) -> None:
-        self._register = register
 
     @overload
     def __call__(
@@ -817,7 +693,3 @@ class BatchHandlerDecorator(Generic[P]):
     def __call__(
         self, function: Callable[[Sequence[Message[P]], Sequence[SyncContext]], ResultsT], /
     ) -> Callable[[Sequence[Message[P]], Sequence[SyncContext]], ResultsT]: ...
-    def __call__(self, function: Callable[..., object], /) -> Callable[..., object]:
-        """Register the function and return it unchanged."""
-        self._register(function)
-        return function

@@ -12,7 +12,7 @@ import ipaddress
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Final, Literal, Self, get_args
+from typing import ClassVar, Final, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -38,7 +38,7 @@ _FERNET_KEY = re.compile(r"\s*[A-Za-z0-9_-]{43}=\s*")
 class _Group(BaseModel):
     """Settings that refuse unknown names, empty text and infinite numbers."""
 
-    model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, hide_input_in_errors=True)
 
     def __init__(self, **values: object) -> None:
         kind = type(self)
@@ -308,7 +308,7 @@ class Settings(_Group, BaseSettings):
     `Settings(smtp=SmtpSettings(host="mx.example.org"))`. With an instance, the group ignores the environment.
     """
 
-    model_config = SettingsConfigDict(
+    model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
         env_prefix=ENVIRONMENT_PREFIX,
         env_nested_delimiter="_",
         env_nested_max_split=1,

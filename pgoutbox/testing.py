@@ -34,8 +34,7 @@ from pgoutbox.message import Message, Outcome, Sent, State
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import RedirectSettings, load_settings
 from pgoutbox.transports import Content
-from pgoutbox.worker import Worker
-from pgoutbox.worker.worker import QueueShare
+from pgoutbox.worker import QueueShare, Worker
 
 _MISSING = object()
 
@@ -69,7 +68,7 @@ class Delivery:
 class _Capture:
     """A transport for every scheme that sends nothing."""
 
-    schemes = ("*",)
+    schemes: tuple[str, ...] = ("*",)
 
     def __init__(self, deliveries: list[Delivery]) -> None:
         self._deliveries = deliveries

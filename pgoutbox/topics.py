@@ -10,10 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from dataclasses import field as dataclass_field
 from datetime import datetime
 from operator import attrgetter
-from typing import Any, Final, Generic, Literal, cast, get_args
-
-from pydantic import BaseModel
-from typing_extensions import TypeVar
+from typing import Final, Generic, Literal, get_args
 
 from pgoutbox.clock import Duration
 from pgoutbox.errors import ConfigurationError, PayloadError
@@ -24,15 +21,13 @@ from pgoutbox.text import preview
 
 OnFailed = Literal["continue", "halt"]
 CoalesceRule = Literal["newest", "pending"]
-# Any JSON value, without a model. For a type checker, `dict[str, int]` does not match `dict[str, JsonValue]`.
-T = TypeVar("T", default=Any)
 
 NO_DEBOUNCE: Final = 'not together with coalesce_rule="pending": its messages keep their own delay'
 NOT_BOTH: Final = "give ordering_key or coalesce_key, not both: newer messages replace older ones, or follow them"
 
 
 @dataclass(frozen=True, slots=True)
-class Topic(Generic[T]):
+class Topic(Generic[P]):
     """The definition of a topic: its payload model, its queue, its keys and its policy.
 
     An option that is given here belongs to the topic: a call site that passes it too is refused, so that call sites
@@ -58,15 +53,15 @@ class Topic(Generic[T]):
 
     name: str
     _: KW_ONLY
-    payload: type[T] | None = None
+    payload: type[P] | None = None
     queue: str | None = None
-    destination: str | Callable[[T], str | None] | None = None
-    coalesce_key: Callable[[T], str | None] | None = None
-    dedupe_key: Callable[[T], str | None] | None = None
+    destination: str | Callable[[P], str | None] | None = None
+    coalesce_key: Callable[[P], str | None] | None = None
+    dedupe_key: Callable[[P], str | None] | None = None
     retry: RetryPolicy | None = None
     delay: Duration | None = None
     expires_after: Duration | None = None
-    ordering_key: Callable[[T], str | None] | None = None
+    ordering_key: Callable[[P], str | None] | None = None
     on_failed: OnFailed | None = None
     max_delay: Duration | None = None
     coalesce_rule: CoalesceRule | None = None
@@ -95,11 +90,6 @@ class Topic(Generic[T]):
             check_redact("redact", self.redact)
         except PayloadError as error:
             raise ConfigurationError(f"topic {self.name!r}: {error}") from None
-
-    @property
-    def model(self) -> type[BaseModel] | None:
-        """The payload model; None if the payload is any JSON value."""
-        return cast("type[BaseModel] | None", self.payload)
 
 
 # Not frozen: a frozen dataclass sets its 15 fields one call at a time, which takes five times as long.

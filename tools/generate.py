@@ -14,7 +14,7 @@ import inspect
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -456,6 +456,7 @@ _MODULE_TITLES: Final = {
 
 # Public names that need an extra, or that few applications need; import them from these modules.
 _FURTHER_NAMES: Final = {
+    "pgoutbox.worker": ("QueueShare",),
     "pgoutbox.testing": ("OutboxDriver", "Row", "Delivery"),
     "pgoutbox.migrate": (
         "upgrade", "grants", "create_roles_sql", "downgrade", "current", "head", "upgrade_sql", "version_location",
@@ -639,70 +640,6 @@ The loggers are called `pgoutbox.<module>`. `pgoutbox worker` writes to stderr o
 `pgoutbox_events_total` counts each event by its name.
 """
 
-_MEANINGS: Final[Mapping[LogEvent, str]] = {
-    LogEvent.METRICS_SERVED: "`/metrics`, `/livez` and `/readyz` are served at this address.",
-    LogEvent.WORKER_STARTED: "The worker is connected and starts to claim.",
-    LogEvent.WORKER_STOPPING: "The worker got a signal: it claims no more messages and waits for its handlers.",
-    LogEvent.WORKER_STOPPED: "The worker has stopped, with no message in flight.",
-    LogEvent.CLAIMED: "Attempts begun.",
-    LogEvent.SENT: "Attempts that ended sent.",
-    LogEvent.RETRY: "An attempt failed and its message is pending again.",
-    LogEvent.FAILED: "A message failed permanently and waits for an operator.",
-    LogEvent.SKIPPED: "A message ended skipped: by its handler, superseded or expired. Debug level without an attempt.",
-    LogEvent.CANCELLED: "A message was cancelled while an attempt was in flight, and ended cancelled.",
-    LogEvent.SNOOZED: "An attempt ended with a snooze, and its message is pending again.",
-    LogEvent.RELEASED: "A message was released without an attempt.",
-    LogEvent.CLAIM_LOST: "The answer to a claim was lost. Its messages, which no handler has seen, were released.",
-    LogEvent.CLAIM_REFUSED: "PostgreSQL refused the claim of a message. The worker tries again once a minute.",
-    LogEvent.LEASE_EXPIRED: "The lease of another attempt ended, its outcome is unknown, and the next attempt begins.",
-    LogEvent.LEASE_LOST: "An attempt ended after its message had another owner. Its outcome was not written.",
-    LogEvent.ATTEMPT_OVERTAKEN: "A message in flight was cancelled, superseded or lost. Its handler is notified.",
-    LogEvent.ATTEMPT_OVERDUE: "A sync handler runs past its timeout. It keeps its message for one lease at most.",
-    LogEvent.ATTEMPT_ABANDONED: "An attempt ended but its handler still runs and keeps its slot until it ends.",
-    LogEvent.FINISH_REFUSED: "PostgreSQL refused to write an outcome. The worker keeps the message and tries again.",
-    LogEvent.TOPIC_HALTED: "PostgreSQL refuses the outcomes of a topic; the worker claims no more of its messages.",
-    LogEvent.TOPIC_RESUMED: "A refused outcome of the topic was written; the worker claims its messages again.",
-    LogEvent.OUTCOME_UNWRITTEN: "The worker stopped with a refused outcome. The lease ends and the message is retried.",
-    LogEvent.DATABASE_LOST: "The database does not answer; the worker tries again with growing pauses.",
-    LogEvent.DATABASE_BACK: "The database answers again.",
-    LogEvent.SERVER_CLOCK_STEPPED: "The server's clock was set forward. For one lease, lapsed leases are left alone.",
-    LogEvent.LISTENER_LOST: "The listener's connection is lost. The worker polls once a second until it is back.",
-    LogEvent.LISTENER_POOLED: "The listener connects through a pooler. `polls`: whether the pooler shares sessions.",
-    LogEvent.LISTENER_BACK: "The listener is connected again.",
-    LogEvent.NOTIFY_QUEUE_FILLING: (
-        "The server's notification queue is at least a tenth full, because a listening session of any database stays "
-        "in a transaction. When it is half full, workers poll."
-    ),
-    LogEvent.NOTIFY_QUEUE_DRAINED: "The notification queue has drained, and enqueues ring again.",
-    LogEvent.LOOP_BLOCKED: "A handler has blocked the event loop for two seconds, and with it its whole process.",
-    LogEvent.LEASE_KEEPER_FAILED: "Leases could not be renewed; the keeper tries again.",
-    LogEvent.PROCESS_STARTED: "The supervisor started a worker process.",
-    LogEvent.BREAKER_OPENED: "The breaker of a transport or host opened: its messages wait, and use up no attempts.",
-    LogEvent.BREAKER_REOPENED: "A probe has failed; the pause doubles.",
-    LogEvent.BREAKER_CLOSED: "A probe has succeeded, and all messages are sent again.",
-    LogEvent.BREAKER_UNKNOWN: "The query for the state of a breaker failed. The next failure repeats it.",
-    LogEvent.PROCESS_DIED: "A worker process died; another one is started after a pause.",
-    LogEvent.REDIRECTING: "`PGOUTBOX_REDIRECT_TO` is set: all e-mail goes there, and other contents are held back.",
-    LogEvent.MAIL_NOT_READY: "At start, this setting is missing or an example, so e-mail waits or is refused.",
-    LogEvent.ENQUEUE_FAILED: "`best_effort=True` caught an error. The transaction continues without the message.",
-    LogEvent.MIDDLEWARE_FAILED: "A middleware raised or returned nonsense after its attempt. The outcome stands.",
-    LogEvent.SMTP_CONNECTION_OPENED: "A connection to the SMTP server was opened.",
-    LogEvent.SMTP_CONNECTION_REPLACED: "An idle SMTP connection had died and was replaced.",
-    LogEvent.MAINTENANCE_DONE: "A worker had its turn of maintenance and changed something.",
-    LogEvent.MAINTENANCE_FAILED: "A turn of maintenance failed. It is tried again, and deliveries continue.",
-    LogEvent.MAINTENANCE_BACK: "Maintenance works again.",
-    LogEvent.SCHEMA_KEPT: "The schema was not dropped because it contains objects that are not from the migrations.",
-    LogEvent.WEBHOOK_ADDRESS_REFUSED: "A webhook's host has an address that is not public and not allowed.",
-    LogEvent.WEB_STARTED: "The dashboard accepts connections.",
-    LogEvent.WEB_SIGNED_IN: "A person has signed in to the dashboard.",
-    LogEvent.WEB_SIGN_IN_REFUSED: "A sign-in with a wrong token, name or password was refused.",
-    LogEvent.WEB_SIGN_IN_BRAKED: "Too many failed sign-ins from this address, or from all together; refused unchecked.",
-    LogEvent.WEB_PAGE_FAILED: "A page of the dashboard failed because of a bug; `error_place` is its location.",
-    LogEvent.WEB_UNAVAILABLE: "The database did not answer the dashboard, and the page said so.",
-    LogEvent.WEB_READER_LOST: "The listener of the live pages lost the database, and tries again.",
-    LogEvent.WEB_BULK_BROKEN: "A redrive or cancel of many messages ended early. The finished part is kept.",
-}
-
 
 @dataclass(slots=True)
 class _Report:
@@ -724,7 +661,7 @@ def events_page() -> str:
             [
                 _code(event.value),
                 ", ".join(sorted(report.levels)).lower() or "counted only",
-                _MEANINGS[event],
+                event.meaning,
                 ", ".join(map(_code, report.fields)),
             ]
         )

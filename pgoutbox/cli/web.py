@@ -110,7 +110,10 @@ def hash_password() -> None:
 
     Asks for the password on a terminal; otherwise reads one line from stdin.
     """
-    from pgoutbox.dashboard import credentials
+    try:
+        from pgoutbox.dashboard import credentials
+    except ImportError as error:
+        raise MissingExtraError("the hash of a password", "web") from error
 
     if sys.stdin.isatty():
         password = getpass.getpass("Password: ")

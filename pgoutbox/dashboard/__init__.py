@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
+_REQUIRED = {"anyio", "argon2", "itsdangerous", "jinja2", "markupsafe", "python_multipart", "starlette"}
+
 
 def create_app(
     source: Outbox | Settings, *, settings: Settings | None = None, access: Access | None = None
@@ -36,7 +38,7 @@ def create_app(
     try:
         from pgoutbox.dashboard.app import build_app
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in {"anyio", "jinja2", "markupsafe", "starlette"}:
+        if error.name is None or error.name.partition(".")[0] not in _REQUIRED:
             raise
         raise MissingExtraError("the dashboard", "web") from None
     return build_app(source, settings=settings, access=access)

@@ -1,47 +1,35 @@
-"""The dashboard application: routes, access checks and error pages."""
+"""The dashboard application: its routes, behind the checks of access."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
+import python_multipart  # noqa: F401 - Starlette needs it at the first form
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Mount
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import PlainTextResponse
+from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from pgoutbox.dashboard import acts, pages
-from pgoutbox.dashboard.access import Access, protect
+from pgoutbox.dashboard import acts, pages, sign_in
+from pgoutbox.dashboard.access import Access, AccessMiddleware
 from pgoutbox.dashboard.dashboard import Dashboard
-from pgoutbox.dashboard.database import RefusedError, UnavailableError
-from pgoutbox.dashboard.inputs import InputError
-from pgoutbox.dashboard.rendering import render
-from pgoutbox.dashboard.types import ROOT
-from pgoutbox.errors import MessageNotFoundError, StateError
-from pgoutbox.observability.events import LogEvent
+from pgoutbox.dashboard.responses import EXCEPTION_HANDLERS, ResponseMiddleware
 from pgoutbox.outbox import Outbox
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Sequence
 
     from starlette.requests import Request
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.responses import Response
+    from starlette.routing import BaseRoute
+    from starlette.types import Lifespan
 
     from pgoutbox.settings import Settings
 
-logger = logging.getLogger(__name__)
-
-_HEADINGS: Final[Mapping[int, str]] = {
-    403: "Not allowed",
-    404: "Not found",
-    405: "Not allowed",
-    409: "Conflict",
-    422: "Invalid input",
-    503: "Unavailable",
-}
+MAX_BODY_BYTES: Final = 65_536
 
 
 def build_app(source: Outbox | Settings, *, settings: Settings | None, access: Access | None) -> Starlette:
@@ -51,28 +39,44 @@ def build_app(source: Outbox | Settings, *, settings: Settings | None, access: A
         settings = source.settings if isinstance(source, Outbox) else source
     settings.require_dsn()
     dashboard = Dashboard(settings, outbox)
-    app = Starlette(
-        routes=[
-            *pages.ROUTES,
-            *acts.ROUTES,
-            Mount("/static", StaticFiles(packages=[("pgoutbox.dashboard", "static")]), name="static"),
-        ],
-        middleware=[
-            Middleware(_Located),
-            Middleware(protect, access if access is not None else Access.from_settings(settings)),
-        ],
-        exception_handlers={
-            HTTPException: _answer_http,
-            InputError: _answer_input,
-            MessageNotFoundError: _answer_not_found,
-            StateError: _answer_state,
-            RefusedError: _answer_refused,
-            UnavailableError: _answer_unavailable,
-        },
+    app = protect(
+        [*pages.ROUTES, *acts.ROUTES],
+        access if access is not None else Access.from_settings(settings),
+        public=[Mount("/static", StaticFiles(packages=[("pgoutbox.dashboard", "static")]), name="static")],
         lifespan=_lifespan,
     )
     app.state.dashboard = dashboard
     return app
+
+
+def protect(
+    routes: Sequence[BaseRoute],
+    access: Access,
+    *,
+    public: Sequence[BaseRoute],
+    lifespan: Lifespan[Starlette] | None = None,
+) -> Starlette:
+    """Build an application of these routes for the viewers that `access` admits, and of `public` routes for everybody.
+
+    The health check has no access control. Every other request needs a known host name and a body of limited size.
+    """
+    private = Mount("", routes=[*routes, *sign_in.PRIVATE_ROUTES], middleware=[Middleware(AccessMiddleware, access)])
+    if access.has_sign_in:
+        public = [*public, *sign_in.PUBLIC_ROUTES]
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=sorted(access.hosts) or ["*"], www_redirect=False)
+    site = Mount("", routes=[*public, private], middleware=[hosts], max_body_size=MAX_BODY_BYTES)
+    app = Starlette(
+        routes=[Route("/healthz", _check_health), site],
+        middleware=[Middleware(ResponseMiddleware)],
+        exception_handlers=EXCEPTION_HANDLERS,
+        lifespan=lifespan,
+    )
+    app.state.access = access
+    return app
+
+
+async def _check_health(request: Request) -> Response:  # noqa: ARG001 - the signature is Starlette's
+    return PlainTextResponse("ok\n")
 
 
 @contextlib.asynccontextmanager
@@ -81,53 +85,3 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
     finally:
         app.state.dashboard.close()
-
-
-class _Located:
-    """Stores the mount prefix of the dashboard in the scope, before its routes extend `root_path`."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[ROOT] = scope.get("root_path", "").rstrip("/")
-        await self._app(scope, receive, send)
-
-
-async def _answer_http(request: Request, error: Exception) -> Response:
-    known = cast("HTTPException", error)
-    text = "page not found" if known.status_code == 404 else known.detail
-    return refuse(request, known.status_code, _sentence(text), headers=known.headers)
-
-
-async def _answer_input(request: Request, error: Exception) -> Response:
-    return refuse(request, 422, str(error))
-
-
-async def _answer_not_found(request: Request, error: Exception) -> Response:
-    return refuse(request, 404, _sentence(str(error)))
-
-
-async def _answer_state(request: Request, error: Exception) -> Response:
-    return refuse(request, 409, _sentence(str(error)))
-
-
-async def _answer_refused(request: Request, error: Exception) -> Response:
-    return refuse(request, 403, _sentence(str(error)))
-
-
-async def _answer_unavailable(request: Request, error: Exception) -> Response:
-    logger.warning("the dashboard's database is not available", extra={"event": LogEvent.WEB_UNAVAILABLE.value})
-    return refuse(request, 503, _sentence(str(error)), headers={"Retry-After": "5"})
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
-
-
-def refuse(request: Request, status: int, text: str, *, headers: Mapping[str, str] | None = None) -> Response:
-    """Return an error response: a page for a browser, a line of text for other clients."""
-    if "text/html" not in request.headers.get("accept", ""):
-        return PlainTextResponse(f"{text}\n", status_code=status, headers=headers)
-    context = {"status": status, "heading": _HEADINGS.get(status, "Refused"), "text": text}
-    return render(request, "refusal.html", context, status=status, headers=headers)

@@ -1,25 +1,25 @@
 """Credentials: tokens and hashed passwords from the settings, sessions in signed cookies, and a sign-in rate limit.
 
-Stores no secret in clear: only the digest of a token and the scrypt hash of a password. All checks take the same time
+Stores no secret in clear: only the digest of a token and the Argon2 hash of a password. All checks take the same time
 for right and wrong names and secrets.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import hashlib
 import hmac
 import ipaddress
-import json
 import re
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, Self, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+import argon2
+import itsdangerous
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import Settings
@@ -32,9 +32,12 @@ MAX_SECRET_LENGTH: Final = 1_000
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}")
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")
-_HASH_MARK: Final = "scrypt$"
-_MAX_HASH_BYTES: Final = 256 * 1024 * 1024
-_MAX_HASH_WORK: Final = 2**22
+_HASH_MARK: Final = "$argon2"
+# In KiB, and in KiB times passes; the minimum is the least that OWASP recommends.
+_MAX_MEMORY: Final = 256 * 1024
+_MIN_WORK: Final = 7 * 1024 * 5
+_MAX_WORK: Final = 1024 * 1024
+_HASHER: Final = argon2.PasswordHasher()
 _HASHES_AT_ONCE: Final = 2
 
 
@@ -48,66 +51,34 @@ class Person:
     name: str
     role: Role
     proof: bytes = field(repr=False)
-    password: PasswordHash | None = field(default=None, repr=False)
-
-
-class PasswordHash(NamedTuple):
-    """Scrypt's parameters (RFC 7914), salt and key."""
-
-    n: int
-    r: int
-    p: int
-    salt: bytes
-    key: bytes
-
-    @classmethod
-    def of(cls, password: str) -> Self:
-        """Hash a new password with its own salt. Takes 16 MiB and about 0.2 s."""
-        salt = secrets.token_bytes(16)
-        made = cls(n=2**14, r=8, p=5, salt=salt, key=b"")
-        return made._replace(key=made.derive(password))
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Parse the result of `str`. Raises `ValueError` if invalid, too weak or too expensive."""
-        match = re.fullmatch(r"scrypt\$([0-9]{1,8})\$([0-9]{1,3})\$([0-9]{1,3})\$([\w-]+={0,2})\$([\w-]+={0,2})", text)
-        if match is None:
-            raise ValueError("is not a valid password hash; make one with: pgoutbox web hash-password")
-        n, r, p = (int(number) for number in match.groups()[:3])
-        try:
-            salt, key = (base64.b64decode(part, altchars=b"-_", validate=True) for part in match.groups()[3:])
-        except binascii.Error:
-            raise ValueError("is not a valid password hash; make one with: pgoutbox web hash-password") from None
-        costly = 128 * n * r > _MAX_HASH_BYTES or n * r * p > _MAX_HASH_WORK
-        if n < 2**14 or n & (n - 1) or not r or not p or costly:
-            raise ValueError(
-                "is a password hash with too weak or too expensive parameters; "
-                "make one with: pgoutbox web hash-password"
-            )
-        if len(salt) < 16 or len(key) != 32:
-            raise ValueError("is not a valid password hash; make one with: pgoutbox web hash-password")
-        return cls(n, r, p, salt, key)
-
-    def __str__(self) -> str:
-        salt, key = (base64.urlsafe_b64encode(part).decode() for part in (self.salt, self.key))
-        return f"{_HASH_MARK}{self.n}${self.r}${self.p}${salt}${key}"
-
-    def derive(self, password: str) -> bytes:
-        """Derive the key of this password."""
-        given = password.encode(errors="surrogatepass")
-        limit = 128 * self.r * (self.n + self.p + 2)
-        return hashlib.scrypt(given, salt=self.salt, n=self.n, r=self.r, p=self.p, maxmem=limit, dklen=32)
-
-    def matches(self, password: str) -> bool:
-        """Return whether this is the password."""
-        return hmac.compare_digest(self.derive(password), self.key)
+    password_hash: str | None = field(default=None, repr=False)
 
 
 def hash_password(password: str) -> str:
-    """Hash a password for the settings. Raises `ConfigurationError` if it is too short or too long."""
+    """Hash a password for the settings with Argon2id. Raises `ConfigurationError` if it is too short or too long."""
     if not MIN_PASSWORD_LENGTH <= len(password) <= MAX_SECRET_LENGTH:
         raise ConfigurationError(f"password: give {MIN_PASSWORD_LENGTH} to {MAX_SECRET_LENGTH} characters")
-    return str(PasswordHash.of(password))
+    return _HASHER.hash(password)
+
+
+def _check_hash(text: str) -> None:
+    advice = "make one with: pgoutbox web hash-password"
+    try:
+        found = argon2.extract_parameters(text)
+    except argon2.exceptions.InvalidHashError:
+        raise ValueError(f"is not a valid password hash; {advice}") from None
+    if found.type is not argon2.Type.ID or found.salt_len < 16 or found.hash_len < 32:
+        raise ValueError(f"is not a valid password hash; {advice}")
+    work = found.memory_cost * found.time_cost
+    if not (found.memory_cost <= _MAX_MEMORY and _MIN_WORK <= work <= _MAX_WORK and 1 <= found.parallelism <= 16):
+        raise ValueError(f"is a password hash with too weak or too expensive parameters; {advice}")
+
+
+def _matches(hashed: str, password: str) -> bool:
+    try:
+        return _HASHER.verify(hashed, password.encode(errors="surrogatepass"))
+    except (argon2.exceptions.VerificationError, argon2.exceptions.InvalidHashError):
+        return False
 
 
 def people_of(settings: Settings) -> tuple[Person, ...]:
@@ -117,7 +88,8 @@ def people_of(settings: Settings) -> tuple[Person, ...]:
         ("PGOUTBOX_WEB_VIEWER_TOKENS", settings.web.viewer_tokens, "viewer"),
         ("PGOUTBOX_WEB_OPERATOR_TOKENS", settings.web.operator_tokens, "operator"),
     ):
-        entries = given.get_secret_value().split(",") if given is not None else []
+        # The parameters of a hash are separated by commas too: m=65536,t=3,p=4.
+        entries = re.split(",(?![tp]=)", given.get_secret_value()) if given is not None else []
         for number, entry in enumerate(entries, start=1):
             try:
                 people.append(_parse_person(entry.strip(), "viewer" if role == "viewer" else "operator"))
@@ -140,7 +112,8 @@ def _parse_person(entry: str, role: Role) -> Person:
     if secret.startswith(_HASH_MARK):
         if not colon:
             raise ValueError("is a password hash without a name: give name:hash")
-        return Person(name, role, proof, PasswordHash.parse(secret))
+        _check_hash(secret)
+        return Person(name, role, proof, secret)
     if _TOKEN.fullmatch(secret) is None or not MIN_TOKEN_LENGTH <= len(secret) <= MAX_SECRET_LENGTH:
         raise ValueError(
             f"has no token of {MIN_TOKEN_LENGTH} to {MAX_SECRET_LENGTH} characters (A-Z, a-z, 0-9 and ._~+/-); make "
@@ -154,11 +127,10 @@ class Credentials:
 
     def __init__(self, people: Sequence[Person]) -> None:
         self._people = {person.name: person for person in people}
-        self._tokens = [person for person in people if person.password is None]
-        passwords = [person.password for person in people if person.password is not None]
-        self.has_passwords = bool(passwords)
+        self._tokens = [person for person in people if person.password_hash is None]
         # An unknown user takes as long to reject as a known one.
-        self._decoy = passwords[0]._replace(key=bytes(32)) if passwords else None
+        self._decoy = next((person for person in people if person.password_hash is not None), None)
+        self.has_passwords: bool = self._decoy is not None
         self._hashing = asyncio.Semaphore(_HASHES_AT_ONCE)
 
     def by_name(self, name: str) -> Person | None:
@@ -182,15 +154,16 @@ class Credentials:
         if self._decoy is None:
             return found
         person = self._people.get(name)
-        password = person.password if person is not None else None
+        if person is not None and person.password_hash is None:
+            person = None
+        hashed = (person or self._decoy).password_hash or ""
         async with self._hashing:
-            right = await asyncio.to_thread((password or self._decoy).matches, secret)
-        return found or (person if right and password is not None else None)
+            is_right = await asyncio.to_thread(_matches, hashed, secret)
+        return found or (person if is_right else None)
 
 
 # --- sessions ---------------------------------------------------------------------------------------------------------
 
-_MAX_COOKIE_LENGTH: Final = 1_000
 _MAX_ENDED: Final = 10_000
 
 
@@ -210,64 +183,47 @@ class Sessions:
     removed or has another token or password. Only sign-outs are stored, and only in this process.
     """
 
-    def __init__(
-        self,
-        credentials: Credentials,
-        *,
-        secret: bytes,
-        idle_seconds: float,
-        max_seconds: float,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, credentials: Credentials, *, secret: str, idle_seconds: float, max_seconds: float) -> None:
         self._credentials = credentials
-        self._secret = secret
+        self._signer = itsdangerous.Signer(secret, salt="pgoutbox.form", digest_method=hashlib.sha256)
+        self._serializer = itsdangerous.URLSafeTimedSerializer(
+            secret, salt="pgoutbox.session", signer_kwargs={"digest_method": hashlib.sha256}
+        )
         self._idle_seconds = idle_seconds
         self._max_seconds = max_seconds
-        self._clock = clock
         self._ended: dict[str, float] = {}
         self._not_before = 0.0
 
     def begin(self, person: Person) -> Session:
         """Begin a session with a new id."""
-        at = self._clock()
-        return Session(secrets.token_urlsafe(18), person, at, at)
+        return Session(secrets.token_urlsafe(18), person, time.time(), time.time())
 
     def seal(self, session: Session) -> str:
-        """Return the text for the cookie."""
-        fields = [session.id, session.person.name, session.begun_at, session.seen_at]
-        body = base64.urlsafe_b64encode(json.dumps(fields).encode()).decode()
-        return f"{body}.{self._sign(session.person, 'session', body)}"
+        """Return the text for the cookie. Its signature contains the time of use."""
+        fields = [session.id, session.person.name, session.begun_at, self._proof_of(session.person)]
+        return self._serializer.dumps(fields)
 
     def open(self, text: str) -> Session | None:
         """Return the session of a cookie, or None if it is invalid or has ended."""
-        body, _, signature = text.partition(".")
-        if len(text) > _MAX_COOKIE_LENGTH or not text.isascii():
-            return None
         try:
-            session_id, name, begun_at, seen_at = json.loads(base64.urlsafe_b64decode(body))
-            person = self._credentials.by_name(name)
-        except (ValueError, TypeError, RecursionError):
+            fields, seen_at = self._serializer.loads(text, max_age=int(self._idle_seconds), return_timestamp=True)
+        except itsdangerous.BadData:
             return None
-        if person is None or not hmac.compare_digest(self._sign(person, "session", body), signature):
+        session_id, name, begun_at, proof = fields
+        person = self._credentials.by_name(name)
+        if person is None or not secrets.compare_digest(self._proof_of(person), proof):
             return None
-        now = self._clock()
-        if (
-            now >= begun_at + self._max_seconds
-            or now >= seen_at + self._idle_seconds
-            or begun_at <= self._not_before
-            or session_id in self._ended
-        ):
+        if time.time() >= begun_at + self._max_seconds or begun_at <= self._not_before or session_id in self._ended:
             return None
-        return Session(session_id, person, begun_at, seen_at)
+        return Session(session_id, person, begun_at, seen_at.timestamp())
 
-    def extend(self, session: Session) -> Session | None:
-        """Return the session with a new time of use; None if the cookie is recent enough."""
-        now = self._clock()
-        return session._replace(seen_at=now) if now >= session.seen_at + self._idle_seconds / 20 else None
+    def needs_new_cookie(self, session: Session) -> bool:
+        """Return whether the cookie needs a new time of use."""
+        return time.time() >= session.seen_at + self._idle_seconds / 20 and session.id not in self._ended
 
     def end(self, session: Session) -> None:
         """Sign out. Copies of the cookie become invalid too."""
-        now = self._clock()
+        now = time.time()
         if len(self._ended) >= _MAX_ENDED:
             self._ended = {ended: until for ended, until in self._ended.items() if until > now}
         if len(self._ended) >= _MAX_ENDED:
@@ -276,18 +232,15 @@ class Sessions:
             self._ended.clear()
         self._ended[session.id] = session.begun_at + self._max_seconds
 
-    def csrf_token(self, session: Session) -> str:
-        """Return the CSRF token for the forms of this session."""
-        return self._sign(session.person, "csrf", session.id)
+    def csrf_token(self, *subject: str) -> str:
+        """Return the CSRF token for the forms of this session or viewer. No part may contain a NUL."""
+        return self._sign("csrf", *subject)
 
-    def _sign(self, person: Person, purpose: str, text: str) -> str:
-        return sign(self._secret + person.proof, purpose, person.role, text)
+    def _proof_of(self, person: Person) -> str:
+        return self._sign("proof", person.role, person.proof.hex())
 
-
-def sign(key: bytes, *parts: str) -> str:
-    """Return the HMAC-SHA256 of the parts as text. No part may contain a NUL."""
-    digest = hmac.digest(key, "\0".join(parts).encode(errors="surrogatepass"), "sha256")
-    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
+    def _sign(self, *parts: str) -> str:
+        return self._signer.get_signature("\0".join(parts)).decode()
 
 
 # --- rate limit -------------------------------------------------------------------------------------------------------

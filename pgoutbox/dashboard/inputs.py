@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
-from urllib.parse import parse_qsl
 
 from starlette.datastructures import ImmutableMultiDict
+from starlette.exceptions import HTTPException
 
 from pgoutbox.errors import MessageNotFoundError, PgOutboxError
 from pgoutbox.message import State
@@ -25,6 +25,8 @@ MAX_LIMIT: Final = 200
 BULK_ACTIONS: Final[tuple[BulkAction, ...]] = ("redrive", "cancel")
 _USUAL_LIMIT: Final = 50
 _MAX_TEXT: Final = 500
+_MAX_FIELDS: Final = 100
+_FORM: Final = "pgoutbox.form"
 _UNIT_SECONDS: Final[Mapping[str, int]] = {"minutes": 60, "hours": 3_600, "days": 86_400}
 PERIODS: Final[Mapping[str, int]] = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400}
 _MAX_PAUSE: Final = timedelta(days=3_650)
@@ -41,12 +43,16 @@ class InputError(PgOutboxError, ValueError):
 
 
 async def read_form(request: Request) -> Given:
-    """Read the fields of a form. `protect` has already limited the body."""
-    try:
-        fields = parse_qsl((await request.body()).decode(), keep_blank_values=True, errors="strict", max_num_fields=100)
-    except ValueError:
-        raise InputError("form", "not valid UTF-8") from None
-    return ImmutableMultiDict(fields)
+    """Return the fields of a form. They are read once, because the access check needs them too."""
+    if _FORM not in request.scope:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+        if has_body and kind != "application/x-www-form-urlencoded":
+            raise HTTPException(415, "unsupported content type: send application/x-www-form-urlencoded")
+        fields = await request.form(max_fields=_MAX_FIELDS)
+        request.scope[_FORM] = Given([(name, str(value)) for name, value in fields.multi_items()])
+    form: Given = request.scope[_FORM]
+    return form
 
 
 def text_of(given: Given, name: str) -> str | None:

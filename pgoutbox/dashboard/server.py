@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pgoutbox.dashboard.access import SECURITY_HEADERS
+from pgoutbox.dashboard.responses import SECURITY_HEADERS
 from pgoutbox.observability.events import LogEvent, Telemetry
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from starlette.types import ASGIApp
 
     from pgoutbox.settings import Settings
@@ -133,33 +133,16 @@ class Server(uvicorn.Server):
             Telemetry(_logger).report(logging.INFO, LogEvent.WEB_STARTED, "the dashboard is served", url=url)
             self._when_started(url)
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals like uvicorn, but do not raise the signal again after a clean shutdown."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature is uvicorn's
+        """Shut down like uvicorn, but do not raise the signal again afterwards."""
+        self.force_exit |= self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.set_inheritable(True)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    is_dual = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
+    return socket.create_server(address, family=family, dualstack_ipv6=is_dual)
 
 
 def _url(listener: socket.socket) -> str:

@@ -31,7 +31,7 @@ _PLAIN_SCHEMES: Final = frozenset({"redis", "nats", "amqp"})
 
 def is_served(scheme: str, settings: Settings, outbox: Outbox | None) -> bool:
     """Return whether a worker with these settings has a transport for the scheme."""
-    return (outbox is not None and scheme in outbox.own_transports) or is_configured(scheme, settings)
+    return (outbox is not None and scheme in outbox.transports) or is_configured(scheme, settings)
 
 
 def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
@@ -201,9 +201,9 @@ def _split(url: str) -> tuple[str, str]:
 
 def _own(scheme: str, outbox: Outbox | None) -> Callable[[Settings], Transport] | None:
     """Return a factory of the application's own transport for the scheme, or None."""
-    if outbox is None or scheme not in outbox.own_transports:
+    if outbox is None or scheme not in outbox.transports:
         return None
-    transport = outbox.own_transports[scheme]
+    transport = outbox.transports[scheme]
     return lambda _: transport
 
 

@@ -12,8 +12,7 @@ import itertools
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import ModuleType
-from typing import TYPE_CHECKING, LiteralString, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, LiteralString, NamedTuple, Protocol, TypeAlias, cast
 
 import psycopg
 from psycopg.pq import PipelineStatus, TransactionStatus
@@ -80,48 +79,40 @@ class AsyncAdapter(Protocol):
     async def fetch(self, call: Call) -> Rows: ...
 
 
-class DjangoCursor(Protocol):
-    """The used part of a Django cursor."""
-
-    @property
-    def description(self) -> object: ...
-
-    def execute(self, sql: str, params: Sequence[object], /) -> object: ...
-
-    def fetchall(self) -> Rows: ...
-
-
 class DjangoConnection(Protocol):
-    """The attributes by which Django's `connection` is recognised."""
+    """The part of Django's `connection` that its type stubs declare; they leave the results of queries open."""
 
     in_atomic_block: bool
     needs_rollback: bool
 
-    @property
-    def Database(self) -> ModuleType: ...  # noqa: N802 - Django's name
-
     def get_autocommit(self) -> bool: ...
 
-    def cursor(self) -> AbstractContextManager[DjangoCursor]: ...
+    def cursor(self) -> AbstractContextManager[Any]: ...
 
 
 class AsyncpgConnection(Protocol):
-    """The attributes by which asyncpg's `Connection`, or one of its pool, is recognised."""
+    """The used part of asyncpg's `Connection`, or of one of its pool. In its type stubs a row is not a `Sequence`."""
 
     def is_closed(self) -> bool: ...
 
     def is_in_transaction(self) -> bool: ...
 
-    def fetch(self, query: str, /, *args: object) -> Awaitable[Rows]: ...
+    def fetch(self, query: str, /, *args: object) -> Awaitable[Sequence[Any]]: ...
 
 
 SyncConnection: TypeAlias = (
-    "psycopg.Connection[object] | sqlalchemy.Connection | orm.Session | orm.scoped_session[orm.Session]"
-    " | DjangoConnection"
+    psycopg.Connection[object]
+    | DjangoConnection
+    | "sqlalchemy.Connection"
+    | "orm.Session"
+    | "orm.scoped_session[orm.Session]"
 )
 AsyncConnection: TypeAlias = (
-    "psycopg.AsyncConnection[object] | sqlalchemy_async.AsyncConnection | sqlalchemy_async.AsyncSession"
-    " | sqlalchemy_async.async_scoped_session[sqlalchemy_async.AsyncSession] | AsyncpgConnection"
+    psycopg.AsyncConnection[object]
+    | AsyncpgConnection
+    | "sqlalchemy_async.AsyncConnection"
+    | "sqlalchemy_async.AsyncSession"
+    | "sqlalchemy_async.async_scoped_session[sqlalchemy_async.AsyncSession]"
 )
 
 _SYNC_TYPES = "psycopg.Connection, SQLAlchemy's Connection or Session, or Django's connection"
@@ -297,7 +288,7 @@ class _Django(SyncAdapter):
         self._connection = connection
 
     def in_transaction(self) -> bool:
-        driver = self._connection.Database.__name__
+        driver = cast("Any", self._connection).Database.__name__
         if driver != "psycopg":
             raise TypeError(f"Django's connection works on {driver}: pgoutbox takes PostgreSQL with psycopg 3")
         if self._connection.needs_rollback:

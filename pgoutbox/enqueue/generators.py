@@ -10,7 +10,7 @@ import enum
 import operator
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast, overload
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar, cast, overload
 
 from pgoutbox.database import sql
 from pgoutbox.enqueue.adapters import AsyncAdapter, Call, ItemRefusedError, Rows, SyncAdapter
@@ -42,7 +42,7 @@ class EnqueuedMany(Sequence[Enqueued]):
     __slots__ = ("_duplicates", "ids")
 
     def __init__(self, ids: list[int], duplicates: Collection[int] = ()) -> None:
-        self.ids = ids
+        self.ids: list[int] = ids
         self._duplicates = frozenset(duplicates)
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class EnqueuedMany(Sequence[Enqueued]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EnqueuedMany | list) and len(self) == len(other) and all(map(operator.eq, self, other))
 
-    __hash__ = None  # type: ignore[assignment] # as a list has none
+    __hash__: ClassVar[None]  # type: ignore[assignment] # as a list has none
 
     def __repr__(self) -> str:
         return f"EnqueuedMany({list(self)})"

@@ -73,6 +73,16 @@ class Fanout(NamedTuple):
     max_attempts: int | None
 
 
+class Route(NamedTuple):
+    """What `prepare` needs besides the messages of one topic. `max_attempts` is the default limit."""
+
+    topic: Topic[Any]
+    max_attempts: int | None
+    max_payload_bytes: int
+    serializer: Serializer | None = None
+    keyring: Keyring | None = None
+
+
 # The options and their checks, in the order of the fields of `ValidatedMessage`.
 _CHECKS: Final[Mapping[str, Callable[[str, object], object]]] = {
     "queue": check_name,
@@ -113,21 +123,13 @@ def carrying(message: NewMessage[P], context: Mapping[str, str]) -> NewMessage[P
     return replace(message, headers={**headers, **context}) if context.keys().isdisjoint(headers) else message
 
 
-def prepare(
-    message: NewMessage[P],
-    topic: Topic[P],
-    *,
-    max_attempts: int | None,
-    max_payload_bytes: int,
-    serializer: Serializer | None,
-    keyring: Keyring | None = None,
-    is_fanout: bool = False,
-) -> ValidatedMessage:
-    """Check a message, and complete it from its topic's definition. `max_attempts` is the default limit.
+def prepare(message: NewMessage[P], route: Route, *, is_fanout: bool = False) -> ValidatedMessage:
+    """Check a message, and complete it from its topic's definition.
 
     Raises `PayloadError` with the path of the invalid value, and `ConfigurationError` for an encrypted topic without a
     keyring. Errors of the topic's functions and of the serializer pass through.
     """
+    topic, max_attempts, max_payload_bytes, serializer, keyring = route
     payload = message.payload if topic.payload is None else fit(topic.payload, message.payload)
     text = to_json(payload, max_bytes=max_payload_bytes, serializer=serializer)
     given = _message_options(message)
@@ -167,32 +169,15 @@ def _check_sealed(field: str, sealed: str, max_bytes: int) -> None:
         )
 
 
-def prepare_fanout(
-    message: NewMessage[P],
-    topic: Topic[P],
-    destinations: Iterable[str],
-    content: object,
-    *,
-    max_attempts: int | None,
-    max_payload_bytes: int,
-    serializer: Serializer | None,
-    keyring: Keyring | None = None,
-) -> Fanout:
+def prepare_fanout(message: NewMessage[P], route: Route, destinations: Iterable[str], content: object) -> Fanout:
     """Check a fan-out: the common parts of its messages like `prepare`, and each destination.
 
     Its messages have no keys: a topic with keys or a destination of its own is refused.
     """
+    topic, _, max_payload_bytes, serializer, keyring = route
     if topic.destination is not None:
         raise _owned(topic, "destination")
-    draft = prepare(
-        message,
-        topic,
-        max_attempts=max_attempts,
-        max_payload_bytes=max_payload_bytes,
-        serializer=serializer,
-        keyring=keyring,
-        is_fanout=True,
-    )
+    draft = prepare(message, route, is_fanout=True)
     for field in ("coalesce_key", "dedupe_key", "ordering_key"):
         if getattr(draft, field) is not None:
             raise PayloadError(field, "the messages of a fan-out have no keys; use enqueue_many")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from pgoutbox.message import AttemptOutcome, State
 
@@ -18,66 +18,153 @@ if TYPE_CHECKING:
 
 
 class LogEvent(enum.StrEnum):
-    """The events that are logged or counted."""
+    """The events that are logged or counted, each with its meaning."""
 
-    METRICS_SERVED = "metrics_served"
-    WORKER_STARTED = "worker_started"
-    WORKER_STOPPING = "worker_stopping"
-    WORKER_STOPPED = "worker_stopped"
-    CLAIMED = "claimed"
-    SENT = "sent"
-    RETRY = "retry"
-    FAILED = "failed"
-    SKIPPED = "skipped"
-    CANCELLED = "cancelled"
-    SNOOZED = "snoozed"
-    RELEASED = "released"
-    CLAIM_LOST = "claim_lost"
-    CLAIM_REFUSED = "claim_refused"
-    LEASE_EXPIRED = "lease_expired"
-    LEASE_LOST = "lease_lost"
-    ATTEMPT_OVERTAKEN = "attempt_overtaken"
-    ATTEMPT_OVERDUE = "attempt_overdue"
-    ATTEMPT_ABANDONED = "attempt_abandoned"
-    FINISH_REFUSED = "finish_refused"
-    TOPIC_HALTED = "topic_halted"
-    TOPIC_RESUMED = "topic_resumed"
-    OUTCOME_UNWRITTEN = "outcome_unwritten"
-    DATABASE_LOST = "database_lost"
-    DATABASE_BACK = "database_back"
-    SERVER_CLOCK_STEPPED = "server_clock_stepped"
-    LISTENER_LOST = "listener_lost"
-    LISTENER_POOLED = "listener_pooled"
-    LISTENER_BACK = "listener_back"
-    NOTIFY_QUEUE_FILLING = "notify_queue_filling"
-    NOTIFY_QUEUE_DRAINED = "notify_queue_drained"
-    LOOP_BLOCKED = "loop_blocked"
-    LEASE_KEEPER_FAILED = "lease_keeper_failed"
-    PROCESS_STARTED = "process_started"
-    PROCESS_DIED = "process_died"
-    MIDDLEWARE_FAILED = "middleware_failed"
-    ENQUEUE_FAILED = "enqueue_failed"
-    REDIRECTING = "redirecting"
-    MAIL_NOT_READY = "mail_not_ready"
-    SMTP_CONNECTION_OPENED = "smtp_connection_opened"
-    SMTP_CONNECTION_REPLACED = "smtp_connection_replaced"
-    WEBHOOK_ADDRESS_REFUSED = "webhook_address_refused"
-    BREAKER_OPENED = "breaker_opened"
-    BREAKER_REOPENED = "breaker_reopened"
-    BREAKER_CLOSED = "breaker_closed"
-    BREAKER_UNKNOWN = "breaker_unknown"
-    MAINTENANCE_DONE = "maintenance_done"
-    MAINTENANCE_FAILED = "maintenance_failed"
-    MAINTENANCE_BACK = "maintenance_back"
-    SCHEMA_KEPT = "schema_kept"
-    WEB_STARTED = "web_started"
-    WEB_SIGNED_IN = "web_signed_in"
-    WEB_SIGN_IN_REFUSED = "web_sign_in_refused"
-    WEB_SIGN_IN_BRAKED = "web_sign_in_braked"
-    WEB_PAGE_FAILED = "web_page_failed"
-    WEB_UNAVAILABLE = "web_unavailable"
-    WEB_READER_LOST = "web_reader_lost"
-    WEB_BULK_BROKEN = "web_bulk_broken"
+    _value_: str
+    meaning: str
+
+    def __new__(cls, name: str, meaning: str = "") -> Self:
+        event = str.__new__(cls, name)
+        event._value_ = name
+        event.meaning = meaning
+        return event
+
+    METRICS_SERVED = "metrics_served", "`/metrics`, `/livez` and `/readyz` are served at this address."
+    WORKER_STARTED = "worker_started", "The worker is connected and starts to claim."
+    WORKER_STOPPING = (
+        "worker_stopping",
+        "The worker begins to stop: it claims no more messages and waits for its handlers.",
+    )
+    WORKER_STOPPED = "worker_stopped", "The worker has stopped."
+    CLAIMED = "claimed", "Attempts begun."
+    SENT = "sent", "Attempts that ended sent."
+    RETRY = "retry", "An attempt failed and its message is pending again."
+    FAILED = "failed", "A message failed permanently and waits for an operator."
+    SKIPPED = (
+        "skipped",
+        "A message ended skipped: by its handler, superseded or expired. Debug level without an attempt.",
+    )
+    CANCELLED = "cancelled", "A message was cancelled while an attempt was in flight, and ended cancelled."
+    SNOOZED = "snoozed", "An attempt ended with a snooze, and its message is pending again."
+    RELEASED = (
+        "released",
+        "An attempt was given up, for example at shutdown. It does not count; its message is pending again.",
+    )
+    CLAIM_LOST = "claim_lost", "The answer to a claim was lost. Its messages, which no handler has seen, were released."
+    CLAIM_REFUSED = (
+        "claim_refused",
+        "PostgreSQL refused to claim or to end a message. The worker tries again once a minute.",
+    )
+    LEASE_EXPIRED = (
+        "lease_expired",
+        "The lease of an attempt ended without an outcome. The message is retried, or ends in `state`.",
+    )
+    LEASE_LOST = "lease_lost", "An attempt ended after its message had another owner. Its outcome was not written."
+    ATTEMPT_OVERTAKEN = (
+        "attempt_overtaken",
+        "A message in flight was cancelled, superseded or lost. Its handler is notified.",
+    )
+    ATTEMPT_OVERDUE = (
+        "attempt_overdue",
+        "A sync handler runs past its timeout. It keeps its message for one lease at most.",
+    )
+    ATTEMPT_ABANDONED = (
+        "attempt_abandoned",
+        "A handler still runs after the end of its attempt or of its worker. It keeps its slot.",
+    )
+    FINISH_REFUSED = (
+        "finish_refused",
+        "PostgreSQL refused to write an outcome. The worker keeps the message and tries again.",
+    )
+    TOPIC_HALTED = (
+        "topic_halted",
+        "PostgreSQL refuses the outcomes of a topic; the worker claims no more of its messages.",
+    )
+    TOPIC_RESUMED = "topic_resumed", "A refused outcome of the topic was written; the worker claims its messages again."
+    OUTCOME_UNWRITTEN = (
+        "outcome_unwritten",
+        "The worker stopped with a refused outcome. The lease ends and the message is retried.",
+    )
+    DATABASE_LOST = "database_lost", "The database does not answer; the worker tries again with growing pauses."
+    DATABASE_BACK = "database_back", "The database answers again."
+    SERVER_CLOCK_STEPPED = (
+        "server_clock_stepped",
+        "The server's clock was set forward. For one lease, lapsed leases are left alone.",
+    )
+    LISTENER_LOST = (
+        "listener_lost",
+        "The listener's connection is lost. The worker polls once a second until it is back.",
+    )
+    LISTENER_POOLED = (
+        "listener_pooled",
+        "The listener connects through a pooler. `polls`: whether the pooler shares sessions.",
+    )
+    LISTENER_BACK = "listener_back", "The listener is connected again."
+    NOTIFY_QUEUE_FILLING = (
+        "notify_queue_filling",
+        "The server's notification queue is a tenth full: a session listens in a long transaction. See `usage`.",
+    )
+    NOTIFY_QUEUE_DRAINED = "notify_queue_drained", "The notification queue is nearly empty again."
+    LOOP_BLOCKED = (
+        "loop_blocked",
+        "A handler has blocked the event loop for two seconds, and with it its whole process.",
+    )
+    LEASE_KEEPER_FAILED = "lease_keeper_failed", "Leases could not be renewed; the keeper tries again."
+    PROCESS_STARTED = "process_started", "The supervisor started a worker process."
+    PROCESS_DIED = "process_died", "A worker process died; another one is started after a pause."
+    MIDDLEWARE_FAILED = (
+        "middleware_failed",
+        "A middleware raised or returned nonsense after its attempt. The outcome stands.",
+    )
+    ENQUEUE_FAILED = (
+        "enqueue_failed",
+        "`best_effort=True` caught an error. The transaction continues without the message.",
+    )
+    REDIRECTING = (
+        "redirecting",
+        "`PGOUTBOX_REDIRECT_TO` is set: all e-mail goes there, and other contents are held back.",
+    )
+    MAIL_NOT_READY = "mail_not_ready", "At start, this setting is missing or an example, so e-mail waits or is refused."
+    SMTP_CONNECTION_OPENED = "smtp_connection_opened", "A connection to the SMTP server was opened."
+    SMTP_CONNECTION_REPLACED = "smtp_connection_replaced", "An idle SMTP connection had died and was replaced."
+    WEBHOOK_ADDRESS_REFUSED = (
+        "webhook_address_refused",
+        "A webhook's host has an address that is not public and not allowed.",
+    )
+    BREAKER_OPENED = (
+        "breaker_opened",
+        "The breaker of a transport or host opened: its messages wait, and use up no attempts.",
+    )
+    BREAKER_REOPENED = "breaker_reopened", "A probe has failed; the pause doubles."
+    BREAKER_CLOSED = "breaker_closed", "A probe has succeeded. The messages that waited for the breaker are sent now."
+    BREAKER_UNKNOWN = (
+        "breaker_unknown",
+        "The shared state of a breaker could not be read or written. A later send asks again.",
+    )
+    MAINTENANCE_DONE = "maintenance_done", "A worker had its turn of maintenance and changed something."
+    MAINTENANCE_FAILED = (
+        "maintenance_failed",
+        "A turn of maintenance failed. It is tried again, and deliveries continue.",
+    )
+    MAINTENANCE_BACK = "maintenance_back", "Maintenance works again."
+    SCHEMA_KEPT = (
+        "schema_kept",
+        "The schema was not dropped: it has objects that are not from the migrations, or another owner.",
+    )
+    WEB_STARTED = "web_started", "The dashboard accepts connections."
+    WEB_SIGNED_IN = "web_signed_in", "A person has signed in to the dashboard."
+    WEB_SIGN_IN_REFUSED = "web_sign_in_refused", "A sign-in with a wrong token, name or password was refused."
+    WEB_SIGN_IN_BRAKED = (
+        "web_sign_in_braked",
+        "Too many failed sign-ins from this address, or from all together; refused unchecked.",
+    )
+    WEB_PAGE_FAILED = (
+        "web_page_failed",
+        "A page of the dashboard failed because of a bug; `error_place` is its location.",
+    )
+    WEB_UNAVAILABLE = "web_unavailable", "The database did not answer the dashboard, and the page said so."
+    WEB_READER_LOST = "web_reader_lost", "The listener of the live pages lost the database, and tries again."
+    WEB_BULK_BROKEN = "web_bulk_broken", "A redrive or cancel of many messages ended early. The finished part is kept."
 
 
 def event_of_outcome(outcome: AttemptOutcome) -> LogEvent:

@@ -20,23 +20,23 @@ _STALE_SLACK_SECONDS: Final = 30.0
 _ANSWER_SECONDS: Final = 0.5
 
 
-def reasons_not_ready(vitals: WorkerStatus, *, poll_interval_seconds: float) -> list[str]:
+def reasons_not_ready(status: WorkerStatus, *, poll_interval_seconds: float) -> list[str]:
     """Return the reasons why a worker is not ready, for operators; none if it is."""
-    if vitals.is_stopping:
+    if status.is_stopping:
         return ["the worker is stopping"]
-    if not vitals.is_started:
+    if not status.is_started:
         return ["the worker has not started: it has not reached the database yet"]
     reasons = []
-    if not vitals.is_database_up:
+    if not status.is_database_up:
         reasons.append("the database does not answer")
-    if vitals.is_listener_up is False:
+    if status.is_listener_up is False:
         reasons.append("the listener is not connected")
-    if vitals.topics_halted:
-        reasons.append(f"the database refuses the outcomes of {vitals.topics_halted} topic(s)")
+    if status.topics_halted:
+        reasons.append(f"the database refuses the outcomes of {status.topics_halted} topic(s)")
     # A worker without a free slot does not poll, and need not.
     limit = _STALE_FACTOR * poll_interval_seconds + _STALE_SLACK_SECONDS
-    if vitals.looked_seconds_ago > limit and vitals.busy < vitals.slots:
-        reasons.append(f"the last poll was {vitals.looked_seconds_ago:.0f} s ago")
+    if status.looked_seconds_ago > limit and status.busy < status.slots:
+        reasons.append(f"the last poll was {status.looked_seconds_ago:.0f} s ago")
     return reasons
 
 
@@ -55,7 +55,7 @@ class LoopWatch:
         self._turn = threading.Lock()
         self._ping: _Ping | None = None
 
-    async def reason_not_alive(self) -> str | None:
+    def reason_not_alive(self) -> str | None:
         """Return a reason if the loop is blocked, that is, if a check waits for longer than the limit; else None."""
         with self._turn:
             if self._ping is None:
@@ -65,7 +65,7 @@ class LoopWatch:
                 except RuntimeError:
                     return "the event loop is closed"
             ping = self._ping
-        if not await asyncio.to_thread(ping.answered.wait, _ANSWER_SECONDS):
+        if not ping.answered.wait(_ANSWER_SECONDS):
             waited = time.monotonic() - ping.asked_at
             if waited > self._limit_seconds:
                 return f"the event loop has been blocked for {waited:.0f} s"

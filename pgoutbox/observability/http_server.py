@@ -1,169 +1,159 @@
-"""A small HTTP server in a thread, for probes and scrapes: it answers while the application's event loop is blocked.
+"""A small HTTP server in threads, for probes and scrapes: it answers while the application's event loop is blocked.
 
 It accepts only GET and HEAD without bodies, and one request for each connection. The number of connections is limited,
-and each exchange has one deadline. At the limit, the connection that has waited longest for its request is closed, so
-that slow clients never keep a probe out. HTTP is parsed by h11. Needs the extra `metrics`.
+and each has a deadline. At the limit, the connection that has waited longest for its request is closed, so that slow
+clients never keep a probe out. Needs the extra `metrics`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import io
 import socket
 import threading
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from typing import Final
 
-from pgoutbox.errors import ConfigurationError, MissingExtraError
-
-try:
-    import h11
-except ImportError as error:
-    raise MissingExtraError("serving metrics (PGOUTBOX_METRICS_ADDRESS)", "metrics") from error
-
-if TYPE_CHECKING:
-    from pgoutbox.observability.prometheus import Page
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.observability.prometheus import Page
 
 _MAX_CONNECTIONS: Final = 32
 _DEADLINE_SECONDS: Final = 10.0
 _MAX_HEAD_BYTES: Final = 16_384
-_CHUNK_BYTES: Final = 65_536
 _TEXT: Final = "text/plain; charset=utf-8"
 
-Answer = Callable[[str, str | None], Awaitable["Page | None"]]
-"""Called with the path and the header `Accept`. None means that the page does not exist."""
+Answer = Callable[[str, str | None], Page | None]
+"""Called with the path and the header `Accept`, in any thread. None means that the page does not exist."""
 
 
-class HttpServer:
-    """Serves what `answer` returns, on the event loop of a thread of its own, from `start` to `stop`."""
+class HttpServer(ThreadingTCPServer):
+    """Serves what `answer` returns, in threads of its own, from `start` to `stop`.
+
+    Raises `ConfigurationError` if the address is not available.
+    """
+
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 64
 
     def __init__(self, host: str, port: int, answer: Answer) -> None:
-        self._host = host
-        self._wanted_port = port
-        self._answer = answer
-        self._sockets: list[socket.socket] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopped = asyncio.Event()
-        self._open_count = 0
-        # Connections whose request has not arrived, oldest first.
-        self._waiting: dict[asyncio.StreamWriter, None] = {}
-        self._thread = threading.Thread(target=self._run, name="pgoutbox-http", daemon=True)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.answer = answer
+        self._lock = threading.Lock()
+        # The deadlines of the open connections, and the connections whose request has not arrived, oldest first.
+        self._deadlines: dict[socket.socket, float] = {}
+        self._waiting: dict[socket.socket, None] = {}
+        self._thread = threading.Thread(target=self.serve_forever, name="pgoutbox-http", daemon=True)
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise ConfigurationError(
+                f"PGOUTBOX_METRICS_ADDRESS: cannot listen on {host} port {port}: {error.strerror or error}"
+            ) from None
 
     @property
     def port(self) -> int:
         """The port on which the server listens."""
-        return int(self._sockets[0].getsockname()[1])
+        return int(self.server_address[1])
 
     def start(self) -> None:
-        """Listen, then start the thread. Raise `ConfigurationError` if the address is not available."""
-        try:
-            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            self._sockets = [socket.create_server((self._host, self._wanted_port), family=family, backlog=64)]
-        except OSError as error:
-            raise ConfigurationError(
-                f"PGOUTBOX_METRICS_ADDRESS: cannot listen on {self._host} port {self._wanted_port}: "
-                f"{error.strerror or error}"
-            ) from None
+        """Start the thread."""
         self._thread.start()
 
-    async def stop(self) -> None:
-        """Close every connection and end the thread."""
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # The server has ended by itself.
-                self._loop.call_soon_threadsafe(self._stopped.set)
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
-        for listening in self._sockets:
-            listening.close()
+    def stop(self) -> None:
+        """End the thread and close every connection."""
+        self.shutdown()
+        self.server_close()
+        with self._lock:
+            for connection in list(self._deadlines):
+                self._abort(connection)
 
-    def _run(self) -> None:
-        with asyncio.Runner() as runner:
-            self._loop = runner.get_loop()
-            runner.run(self._serve())
+    def mark_arrived(self, connection: socket.socket) -> None:
+        """Keep this connection until its deadline, because its request has arrived."""
+        with self._lock:
+            self._waiting.pop(connection, None)
 
-    async def _serve(self) -> None:
-        servers = [
-            await asyncio.start_server(self._converse, sock=listening, limit=_MAX_HEAD_BYTES)
-            for listening in self._sockets
-        ]
-        try:
-            await self._stopped.wait()
-        finally:
-            for server in servers:
-                server.close()
-
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._open_count >= _MAX_CONNECTIONS and not self._make_room():
-            writer.transport.abort()
-            return
-        self._open_count += 1
-        self._waiting[writer] = None
-        try:
-            async with asyncio.timeout(_DEADLINE_SECONDS):
-                await self._exchange(reader, writer)
-                writer.close()
-                await writer.wait_closed()
-        except (TimeoutError, OSError, h11.ProtocolError):
-            pass
-        finally:
-            self._open_count -= 1
-            self._waiting.pop(writer, None)
-            writer.transport.abort()
-
-    def _make_room(self) -> bool:
-        oldest = next(iter(self._waiting), None)
-        if oldest is None:
-            return False
-        del self._waiting[oldest]
-        oldest.transport.abort()
+    def verify_request(self, request: socket.socket, client_address: object) -> bool:  # type: ignore[override] # noqa: ARG002
+        """Register a connection; return False if there is no room for it."""
+        with self._lock:
+            if len(self._deadlines) >= _MAX_CONNECTIONS:
+                if not self._waiting:
+                    return False
+                self._abort(next(iter(self._waiting)))
+            self._deadlines[request] = time.monotonic() + _DEADLINE_SECONDS
+            self._waiting[request] = None
         return True
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
-        further: list[tuple[bytes, bytes]] = []
-        try:
-            request = await _read_request(connection, reader)
-        except h11.RemoteProtocolError as error:
-            status, content_type, body, has_body = error.error_status_hint, _TEXT, b"not a request\n", True
-        else:
-            if request is None:
-                return
-            self._waiting.pop(writer, None)
-            has_body = request.method != b"HEAD"
-            if request.method in (b"GET", b"HEAD"):
-                status, content_type, body = await self._page(request)
-            else:
-                status, content_type, body = 405, _TEXT, b"GET or HEAD only\n"
-                further.append((b"Allow", b"GET, HEAD"))
-        head = h11.Response(
-            status_code=status,
-            headers=[
-                (b"Content-Type", content_type.encode()),
-                (b"Content-Length", str(len(body)).encode()),
-                (b"Cache-Control", b"no-store"),
-                (b"X-Content-Type-Options", b"nosniff"),
-                (b"Connection", b"close"),
-                *further,
-            ],
-        )
-        writer.write(connection.send(head) or b"")
-        if has_body:
-            writer.write(connection.send(h11.Data(data=body)) or b"")
-        await writer.drain()
+    def service_actions(self) -> None:
+        """Close connections at their deadline. Called several times a second."""
+        now = time.monotonic()
+        with self._lock:
+            for connection in [connection for connection, ends_at in self._deadlines.items() if ends_at <= now]:
+                self._abort(connection)
 
-    async def _page(self, request: h11.Request) -> tuple[int, str, bytes]:
-        path = request.target.partition(b"?")[0].decode("ascii", "replace")
-        accept = next((value.decode("latin-1") for name, value in request.headers if name == b"accept"), None)
-        page = await self._answer(path, accept)
-        return (404, _TEXT, b"no such page\n") if page is None else page
+    def shutdown_request(self, request: socket.socket) -> None:  # type: ignore[override]
+        """Close a connection after its response."""
+        with self._lock:
+            self._forget(request)
+        super().shutdown_request(request)
+
+    def _abort(self, connection: socket.socket) -> None:
+        self._forget(connection)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)  # Its thread wakes up and closes it.
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._deadlines.pop(connection, None)
+        self._waiting.pop(connection, None)
 
 
-async def _read_request(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
-    while True:
-        event = connection.next_event()
-        if event is h11.NEED_DATA:
-            connection.receive_data(await reader.read(_CHUNK_BYTES))
-        elif isinstance(event, h11.Request):
-            return event
-        else:
-            return None  # The client has disconnected.
+class _Handler(BaseHTTPRequestHandler):
+    server: HttpServer
+    protocol_version = default_request_version = "HTTP/1.1"
+
+    def handle(self) -> None:
+        """Answer one request."""
+        with contextlib.suppress(OSError):  # The client may disconnect.
+            self.rfile = io.BytesIO(self._read_head())
+            self.server.mark_arrived(self.connection)
+            self.handle_one_request()
+
+    def _read_head(self) -> bytes:
+        """Return the head of the request; nothing if it is too long or the client has disconnected."""
+        head = b""
+        while len(head) < _MAX_HEAD_BYTES and (data := bytes(self.connection.recv(_MAX_HEAD_BYTES))):
+            head += data
+            if b"\r\n\r\n" in head or b"\n\n" in head:
+                return head
+        return b""
+
+    def do_GET(self) -> None:
+        page = self.server.answer(self.path.partition("?")[0], self.headers.get("accept"))
+        self._respond(page or Page(404, _TEXT, b"no such page\n"))
+
+    do_HEAD = do_GET  # noqa: N815 - the name is http.server's
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002
+        """Refuse a request. The standard library would send its version and repeat the request."""
+        status = HTTPStatus(405 if code == HTTPStatus.NOT_IMPLEMENTED else code)
+        self._respond(Page(status, _TEXT, f"{status.phrase}\n".encode()))
+
+    def _respond(self, page: Page) -> None:
+        self.send_response_only(page.status)
+        self.send_header("Content-Type", page.content_type)
+        self.send_header("Content-Length", str(len(page.body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Connection", "close")
+        if page.status == HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET, HEAD")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(page.body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is http.server's
+        """Do not log requests."""

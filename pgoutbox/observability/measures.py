@@ -289,23 +289,23 @@ class Watched(NamedTuple):
     """The observable state of a worker, from any thread."""
 
     measures: Measures
-    vitals: Callable[[], WorkerStatus]
+    status: Callable[[], WorkerStatus]
     event_counts: Callable[[], Mapping[str, int]]
 
     def reader(self) -> Callable[[Metric], Iterable[Sample]]:
         """Return a function that returns the values of a counter or gauge. All values have the same time."""
-        vitals, counts = self.vitals(), self.event_counts()
+        status, counts = self.status(), self.event_counts()
         gauges: dict[Metric, float | None] = {
-            IN_FLIGHT: vitals.in_flight,
-            SLOTS: vitals.slots,
-            SLOTS_BUSY: vitals.busy,
-            SLOTS_ABANDONED: vitals.abandoned,
-            LISTENER_UP: vitals.is_listener_up,
-            DATABASE_UP: vitals.is_database_up,
-            LAST_LOOK: vitals.looked_seconds_ago,
-            LAST_CLAIM: vitals.claimed_seconds_ago,
-            OUTCOMES_REFUSED: vitals.outcomes_refused,
-            BREAKERS_OPEN: vitals.breakers_open,
+            IN_FLIGHT: status.in_flight,
+            SLOTS: status.slots,
+            SLOTS_BUSY: status.busy,
+            SLOTS_ABANDONED: status.abandoned,
+            LISTENER_UP: status.is_listener_up,
+            DATABASE_UP: status.is_database_up,
+            LAST_LOOK: status.looked_seconds_ago,
+            LAST_CLAIM: status.claimed_seconds_ago,
+            OUTCOMES_REFUSED: status.outcomes_refused,
+            BREAKERS_OPEN: status.breakers_open,
         }
         known = {metric: [] if value is None else [Sample((), float(value))] for metric, value in gauges.items()} | {
             EVENTS: [Sample((event,), count) for event, count in counts.items()],

@@ -20,8 +20,8 @@ try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.registry import Collector
-except ImportError as error:
-    raise MissingExtraError("serving metrics (PGOUTBOX_METRICS_ADDRESS)", "metrics") from error
+except ImportError as _error:
+    raise MissingExtraError("serving metrics (PGOUTBOX_METRICS_ADDRESS)", "metrics") from _error
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
@@ -55,11 +55,14 @@ class Exposition:
 
     async def answer(self, accept: str | None = None) -> Page:
         """Return the metrics in the format that the header `Accept` requests: OpenMetrics or Prometheus text."""
+        return await asyncio.to_thread(self.answer_blocking, accept)
+
+    def answer_blocking(self, accept: str | None = None) -> Page:
+        """Do the same as `answer`, without an event loop."""
         reading = None
         if self._backlog is not None:
             try:
-                asked = asyncio.wrap_future(self._backlog.ask())
-                reading = await asyncio.wait_for(asyncio.shield(asked), PATIENCE_SECONDS)
+                reading = self._backlog.ask().result(PATIENCE_SECONDS)
             except TimeoutError:
                 reading = NO_READING
         registry = CollectorRegistry(auto_describe=False)

@@ -35,10 +35,10 @@ _MAX_ROUND_TRIP_SECONDS: Final = 0.05
 _ServerTime = Callable[[], Awaitable[datetime]]
 
 
-class Observed(Protocol):
+class ObservedWorker(Protocol):
     """The observable part of a worker."""
 
-    def vitals(self) -> WorkerStatus:
+    def status(self) -> WorkerStatus:
         """Return the current state of the worker. Any thread may call it."""
         ...
 
@@ -49,7 +49,7 @@ class TelemetryServer:
     Raises `ConfigurationError` if the address is not available, and `MissingExtraError` without the needed extra.
     """
 
-    def __init__(self, worker: Observed, settings: Settings, telemetry: Telemetry, *, serves: bool) -> None:
+    def __init__(self, worker: ObservedWorker, settings: Settings, telemetry: Telemetry, *, serves: bool) -> None:
         self._worker = worker
         self._settings = settings
         self._telemetry = telemetry
@@ -82,7 +82,7 @@ class TelemetryServer:
         if self._exporter is not None:
             self._exporter.stop()
         if self._server is not None:
-            await self._server.stop()
+            await asyncio.to_thread(self._server.stop)
 
     def _start_server(self, host: str, port: int) -> None:
         from pgoutbox.observability.http_server import HttpServer
@@ -107,28 +107,28 @@ class TelemetryServer:
             self._exporter = Exporter(self._watched(measures), backlog)
 
     def _watched(self, measures: Measures) -> Watched:
-        return Watched(measures, self._worker.vitals, self._event_counts)
+        return Watched(measures, self._worker.status, self._event_counts)
 
     def _event_counts(self) -> Mapping[str, int]:
         return {event.value: count for event, count in dict(self._telemetry.counts).items()}
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
-    async def answer(self, path: str, accept: str | None) -> Page | None:
-        """Return the page of a path. Called on the server's thread."""
+    def answer(self, path: str, accept: str | None) -> Page | None:
+        """Return the page of a path. Called on a thread of the server."""
         match path:
             case "/metrics" if self._exposition is not None:
-                return await self._exposition.answer(accept)
+                return self._exposition.answer_blocking(accept)
             case "/livez" if self._loop_watch is not None:
-                reason = await self._loop_watch.reason_not_alive()
+                reason = self._loop_watch.reason_not_alive()
                 return _verdict([] if reason is None else [reason])
             case "/readyz" if self._loop_watch is not None:
-                reason = await self._loop_watch.reason_not_alive()
+                reason = self._loop_watch.reason_not_alive()
                 reasons = [] if reason is None else [reason]
                 return _verdict(
                     reasons
                     + reasons_not_ready(
-                        self._worker.vitals(), poll_interval_seconds=self._settings.poll_interval_seconds
+                        self._worker.status(), poll_interval_seconds=self._settings.poll_interval_seconds
                     )
                 )
             case _:

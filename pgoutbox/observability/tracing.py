@@ -180,7 +180,7 @@ class Tracing:
         carrier = {name: text for name in _FIELDS if isinstance(text := message.headers.get(name), str)}
         return self._propagator.extract(carrier, context=TraceContext())
 
-    async def hand_over(self, scheme: str, breaker_key: str | None, send: Callable[[], Awaitable[Outcome]]) -> Outcome:
+    async def send(self, scheme: str, breaker_key: str | None, send: Callable[[], Awaitable[Outcome]]) -> Outcome:
         """Send by a transport, in a span that names the server if the breaker's key contains it."""
         from opentelemetry import trace
 

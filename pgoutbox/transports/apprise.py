@@ -74,7 +74,7 @@ class AppriseTransport:
     Apprise.
     """
 
-    schemes = ("apprise",)
+    schemes: tuple[str, ...] = ("apprise",)
 
     def __init__(self, settings: Settings) -> None:
         require_extra("apprise", "the notification transport", "apprise")

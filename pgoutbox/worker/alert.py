@@ -7,7 +7,6 @@ from typing import Final, cast
 
 from pgoutbox.handlers import Context, Handler
 from pgoutbox.message import Message
-from pgoutbox.retry import RetryPolicy
 from pgoutbox.transports.smtp.mail import Email
 
 ALERT_TOPIC: Final = "pgoutbox.alert"
@@ -36,14 +35,4 @@ async def render_alert(message: Message[object], _: Context) -> Email:
 
 def alert_handler() -> Handler:
     """Return the default handler of `pgoutbox.alert`, for applications without one."""
-    return Handler.of(
-        ALERT_TOPIC,
-        render_alert,
-        retry=RetryPolicy(),
-        timeout=None,
-        on_unknown="retry",
-        max_batch=None,
-        transactional=False,
-        permanent_errors=(),
-        payload_model=None,
-    )
+    return Handler(ALERT_TOPIC, render_alert)

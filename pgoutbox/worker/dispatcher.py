@@ -16,7 +16,7 @@ import psycopg
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.errors import LeaseLostError
-from pgoutbox.handlers import Context, Handler, SyncContext
+from pgoutbox.handlers import Handler, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, Transient, Unavailable
 from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, scheme_of
@@ -53,13 +53,12 @@ class Dispatcher:
         (attempt,) = attempts
         handler = attempt.handler
         try:
-            message = attempt.message if handler.payload_adapter is None else handler.parse(attempt.message)
+            message = attempt.message if handler.payload is None else handler.parse(attempt.message)
             if handler.is_async:
-                result = await cast(
-                    "Awaitable[object]", handler.function(message, Context(attempt, attempt.connection))
-                )
+                result = await handler.function(message, attempt)
             else:
-                result = await self._run_in_thread(handler, message, attempt)
+                context = SyncContext(attempt, asyncio.get_running_loop())
+                result = await in_thread(self._threads, handler.function, message, context)
             if result is None:
                 return _SENT_ALONE
             return (await self.conclude(attempt, message, result),)
@@ -97,9 +96,7 @@ class Dispatcher:
     ) -> Sequence[object]:
         try:
             if handler.is_async:
-                results = await cast(
-                    "Awaitable[object]", handler.function(messages, [Context(attempt) for attempt in attempts])
-                )
+                results = await handler.function(messages, attempts)
             else:
                 loop = asyncio.get_running_loop()
                 arguments = (messages, [SyncContext(attempt, loop) for attempt in attempts])
@@ -112,15 +109,6 @@ class Dispatcher:
             problem = f"the batch handler must return None or {len(messages)} outcomes, one per message, in their order"
             return [Permanent(problem)] * len(messages)
         return results
-
-    async def _run_in_thread(
-        self,
-        handler: Handler,
-        message: Message[object],
-        attempt: Attempt,
-    ) -> object:
-        thread_context = SyncContext(attempt, asyncio.get_running_loop())
-        return await in_thread(self._threads, handler.function, message, thread_context)
 
     async def _conclude_safely(self, attempt: Attempt, message: Message[object], result: object) -> Outcome:
         try:
@@ -211,7 +199,7 @@ def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
             return Transient(describe(error))  # The attempt was overtaken, so the handler's list does not apply.
         case _:
             text = describe(error)
-            outcome = Permanent(text) if isinstance(error, handler.permanent_errors) else Transient(text)
+            outcome = Permanent(text) if isinstance(error, tuple(handler.permanent)) else Transient(text)
             outcome.__cause__ = error  # For middleware that reports exceptions.
             return outcome
 

@@ -1,4 +1,4 @@
-"""The executor: runs an attempt from the slot to its ending, with all resources of handlers and transports.
+"""The executor: runs an attempt from the slot to its result, with all resources of handlers and transports.
 
 It checks the lease first if it may have run out unnoticed, and then the circuit breaker, if there is one. Then it runs
 the handler: for one message, for a batch, or in a transaction.
@@ -25,9 +25,9 @@ from pgoutbox.observability.tracing import Tracing
 from pgoutbox.settings import Settings
 from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, breaker_key, scheme_of
-from pgoutbox.worker.circuit_breaker import CircuitBreakers
+from pgoutbox.worker.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.dispatcher import Dispatcher, Send, outcome_of_error, send_by
-from pgoutbox.worker.results import RELEASED, AlreadyFinished, Attempt, AttemptResult, Runner, Work
+from pgoutbox.worker.results import RELEASED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
 from pgoutbox.worker.transactional import Transactions
 
 
@@ -35,7 +35,7 @@ class AttemptExecutor:
     """Runs the attempts of one worker, and closes their resources, including the transports.
 
     `middleware` wraps each call of a handler, the first one outermost. A breaker that opens enqueues its alert in
-    `alert_queue`. `collect` takes the endings of attempts that end before the others of their batch.
+    `alert_queue`. `collect` takes the results of attempts that end before the others of their batch.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class AttemptExecutor:
         self._collect = collect
         self._stale_seconds = settings.lease_seconds / 2
         send: Send = send_by
-        self._run: Runner = self._run_handler
+        self._run: RunWork = self._run_handler
         for one in reversed(middleware):
             self._run = partial(_run_through, one, telemetry, call_next=self._run)
         if settings.otel.traces and (tracing := Tracing.at_start()) is not None:
             self._run = partial(_run_traced, tracing, call_next=self._run)
             send = partial(_send_traced, tracing)
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pgoutbox-handler")
-        self.breakers = CircuitBreakers(store, transports, settings, telemetry, alert_queue=alert_queue, hand_over=send)
+        self.breakers = CircuitBreakers(store, transports, settings, telemetry, alert_queue=alert_queue, send=send)
         self._dispatcher = Dispatcher(
             transports,
             self._threads,
@@ -71,7 +71,7 @@ class AttemptExecutor:
         self._transactions = Transactions(settings, store, self._dispatcher, self._threads)
 
     def run(self, work: Work) -> Awaitable[Sequence[AttemptResult]]:
-        """Run one attempt for each message of the work. Return their endings, in the same order."""
+        """Run one attempt for each message of the work. Return their results, in the same order."""
         now = elapsed_clock()
         lapsing_at = now - self._stale_seconds
         for attempt in work:
@@ -111,22 +111,22 @@ class AttemptExecutor:
         finally:
             for attempt in work:
                 if attempt not in refusals:
-                    self.breakers.let_go(attempt.message)
+                    self.breakers.release(attempt.message)
 
     async def _run_rest(
-        self, work: Work, early: Mapping[Attempt, AttemptResult], run: Runner
+        self, work: Work, early: Mapping[Attempt, AttemptResult], run: RunWork
     ) -> Sequence[AttemptResult]:
-        """Run the attempts without an early ending. The early endings do not wait for the others of the batch."""
-        for attempt, ending in early.items():
+        """Run the attempts without an early result. The early results do not wait for the others of the batch."""
+        for attempt, result in early.items():
             attempt.done = True
-            self._collect(attempt, ending)
+            self._collect(attempt, result)
         rest = [attempt for attempt in work if attempt not in early]
-        endings = iter(await run(rest) if rest else ())
-        return [early[attempt] if attempt in early else next(endings) for attempt in work]
+        results = iter(await run(rest) if rest else ())
+        return [early[attempt] if attempt in early else next(results) for attempt in work]
 
     def _run_handler(self, work: Work) -> Awaitable[Sequence[AttemptResult]]:
         handler = work[0].handler
-        if handler.max_batch is not None:
+        if handler.max_size is not None:
             return self._dispatcher.run_batch(work)
         if handler.transactional:
             return self._transactions.run(work)
@@ -134,17 +134,17 @@ class AttemptExecutor:
 
 
 async def _run_through(
-    middleware: Middleware, telemetry: Telemetry, work: Work, call_next: Runner
+    middleware: Middleware, telemetry: Telemetry, work: Work, call_next: RunWork
 ) -> Sequence[AttemptResult]:
     """Run the application's middleware around the attempts."""
-    endings: Sequence[AttemptResult] | None = None
+    results: Sequence[AttemptResult] | None = None
 
     async def run() -> Sequence[Outcome]:
-        nonlocal endings
-        if endings is not None:
+        nonlocal results
+        if results is not None:
             raise RuntimeError("call_next was called twice; a message must not be sent twice")
-        endings = await call_next(work)
-        return [Sent() if isinstance(ending, AlreadyFinished) else cast("Outcome", ending) for ending in endings]
+        results = await call_next(work)
+        return [Sent() if isinstance(result, AlreadyFinished) else cast("Outcome", result) for result in results]
 
     try:
         outcomes = await middleware([attempt.message for attempt in work], run)
@@ -152,15 +152,15 @@ async def _run_through(
     except asyncio.CancelledError:
         raise
     except Exception as error:  # noqa: BLE001 - it must not cost the outcome of an attempt
-        if endings is None:
+        if results is None:
             return [outcome_of_error(attempt.handler, error) for attempt in work]
         problem = describe(error)
         outcomes = ()
     if problem is None:
-        if endings is None:
+        if results is None:
             return outcomes
-        return [e if isinstance(e, AlreadyFinished) else o for e, o in zip(endings, outcomes, strict=True)]
-    if endings is None:
+        return [e if isinstance(e, AlreadyFinished) else o for e, o in zip(results, outcomes, strict=True)]
+    if results is None:
         return [Transient(f"middleware: {problem}")] * len(work)
     # The messages may have been sent, so their outcomes stand.
     telemetry.report(
@@ -170,7 +170,7 @@ async def _run_through(
         topic=work[0].message.topic,
         reason=problem,
     )
-    return endings
+    return results
 
 
 def _problem_with(outcomes: object, count: int) -> str | None:
@@ -181,11 +181,11 @@ def _problem_with(outcomes: object, count: int) -> str | None:
     return None if wrong is None else f"must return outcomes, not {type(wrong).__name__}"
 
 
-async def _run_traced(tracing: Tracing, work: Work, call_next: Runner) -> Sequence[AttemptResult]:
+async def _run_traced(tracing: Tracing, work: Work, call_next: RunWork) -> Sequence[AttemptResult]:
     return await tracing.attempt([attempt.message for attempt in work], lambda: call_next(work))
 
 
 async def _send_traced(tracing: Tracing, transport: Transport, message: Message[object], content: Content) -> Outcome:
     scheme = content.scheme if message.destination is None else scheme_of(message.destination)
     key = breaker_key(transport, message, content)
-    return await tracing.hand_over(scheme, key, lambda: transport.send(message, content))
+    return await tracing.send(scheme, key, lambda: transport.send(message, content))

@@ -94,14 +94,14 @@ class Loader:
                 attempt.done = True
                 endings.append((attempt, ending))
                 continue
-            if attempt.handler.max_batch is None:
+            if attempt.handler.max_size is None:
                 works.append((attempt,))
             else:
                 batches.setdefault(row.topic, []).append(attempt)
             if row.was_lapsed:
                 self._report_lost(row)
         for attempts in batches.values():
-            size = attempts[0].handler.max_batch or 1
+            size = attempts[0].handler.max_size or 1
             works.extend(attempts[start : start + size] for start in range(0, len(attempts), size))
         self._telemetry.count(LogEvent.CLAIMED, len(rows) - len(ended))
         return LoadedBatch(works, endings, ended, suspects)

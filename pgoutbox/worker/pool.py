@@ -1,7 +1,7 @@
 """The attempt pool: runs a limited number of attempts at a time.
 
 A slot of the pool is a task that runs one attempt after the other: a handler that returns at once costs no task, no
-timer and no turn of the event loop. Each attempt has one ending, which goes to `on_outcome`.
+timer and no turn of the event loop. Each attempt has one result, which goes to `on_outcome`.
 
 A handler that cannot be stopped (in a thread, or ignoring its cancellation) keeps its message after its timeout: while
 it may still succeed, no other attempt begins, and its real outcome counts. After `overtime_seconds` more the attempt
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -21,7 +22,7 @@ from pgoutbox.message import Transient
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.measures import Attempted
 from pgoutbox.text import describe
-from pgoutbox.worker.results import ABANDONED, RELEASED, STOPPED, Attempt, AttemptResult, Runner, Work, watch_thread
+from pgoutbox.worker.results import ABANDONED, RELEASED, STOPPED, Attempt, AttemptResult, RunWork, Work, watch_thread
 
 # How long attempts that end at once may follow each other before they yield to the event loop.
 _TURN_SECONDS = 0.005
@@ -51,9 +52,9 @@ class _Slot:
         self.timed_out = False  # It was cancelled because of its timeout.
         self.has_returned = False  # Its thread had ended when a deadline passed.
         self.has_overtime_again = False  # The process was suspended during its overtime.
-        self.is_abandoned = False  # It has its ending, but its handler still runs.
+        self.is_abandoned = False  # It has its result, but its handler still runs.
         self.thread: Future[object] | None = None
-        self.work: Work = ()  # Its messages, until they have an ending.
+        self.work: Work = ()  # Its messages, until they have an result.
 
     @property
     def runs_in_thread(self) -> bool:
@@ -68,7 +69,7 @@ class AttemptPool:
 
     def __init__(
         self,
-        run: Runner,
+        run: RunWork,
         *,
         concurrency: int,
         default_timeout_seconds: float | None,
@@ -94,6 +95,7 @@ class AttemptPool:
         self._waking = False
         self._stopping = False
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
         self.longest_wait_seconds = 0.0
 
     @property
@@ -203,7 +205,7 @@ class AttemptPool:
                     self._wake_one()
                 if now - put_at > self.longest_wait_seconds:
                     self.longest_wait_seconds = now - put_at
-                await self._attempt(slot, work)
+                await self._attempt(slot, work, now)
                 began_at, now = now, loop.time()
                 if self._measured is not None:
                     if not self._measured:
@@ -219,15 +221,17 @@ class AttemptPool:
                 self._idle.append(waiter)
                 await waiter
 
-    async def _attempt(self, slot: _Slot, work: Work) -> None:
+    async def _attempt(self, slot: _Slot, work: Work, now: float) -> None:
         timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
         slot.work = work
         slot.thread = None
         slot.has_returned = slot.has_overtime_again = False
         if timeout is not None:
-            self._set_deadline(slot, timeout)
+            slot.deadline = now + timeout
+            if slot.deadline < self._timer_at:
+                self._set_timer(slot.deadline)
         try:
-            endings = await self._run(work)
+            results = await self._run(work)
         except asyncio.CancelledError:
             if slot.timed_out:
                 self._end_running(slot, self._timed_out(work))
@@ -239,22 +243,22 @@ class AttemptPool:
         else:
             if slot.work:
                 self._running_count -= len(work)
-                for attempt, ending in zip(work, endings, strict=True):
-                    self._end(attempt, ending)
+                for attempt, result in zip(work, results, strict=True):
+                    self._end(attempt, result)
         slot.deadline = None
         if slot.is_overdue:
             await self._outlive(slot, work)
 
-    def _end_running(self, slot: _Slot, ending: AttemptResult) -> None:
+    def _end_running(self, slot: _Slot, result: AttemptResult) -> None:
         work, slot.work = slot.work, ()
         self._running_count -= len(work)
         for attempt in work:
-            self._end(attempt, ending)
+            self._end(attempt, result)
 
-    def _end(self, attempt: Attempt, ending: AttemptResult) -> None:
+    def _end(self, attempt: Attempt, result: AttemptResult) -> None:
         if not attempt.done:
             attempt.done = True
-            self._on_outcome(attempt, ending)
+            self._on_outcome(attempt, result)
 
     def _timed_out(self, work: Work) -> AttemptResult:
         timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
@@ -283,13 +287,11 @@ class AttemptPool:
         if self.capacity == 0:
             self.give_back()
 
-    def _set_deadline(self, slot: _Slot, timeout: float) -> None:
-        loop = asyncio.get_running_loop()
-        slot.deadline = loop.time() + timeout
-        if self._timer is None or self._timer.cancelled() or slot.deadline < self._timer.when():
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = loop.call_at(slot.deadline, self._end_overdue)
+    def _set_timer(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = asyncio.get_running_loop().call_at(at, self._end_overdue)
 
     def _end_overdue(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -299,7 +301,9 @@ class AttemptPool:
                 slot.deadline = None if slot.is_abandoned else now + self._overtime_seconds
                 self._overrun(slot, was_away=was_away)
         deadlines = [slot.deadline for slot in self._slots if slot.deadline is not None]
-        self._timer = asyncio.get_running_loop().call_at(min(deadlines), self._end_overdue) if deadlines else None
+        self._timer_at = math.inf
+        if deadlines:
+            self._set_timer(min(deadlines))
 
     def _overrun(self, slot: _Slot, *, was_away: bool) -> None:
         """Handle a passed deadline: first of the attempt, then of its overtime.

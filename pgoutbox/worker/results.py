@@ -1,4 +1,4 @@
-"""Attempts and their endings: the types that the parts of a worker share."""
+"""Attempts and their results: types that the parts of a worker share."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Final
 import psycopg
 from psycopg.rows import TupleRow
 
-from pgoutbox.handlers import Handler
+from pgoutbox.handlers import Context, Handler, lent
 from pgoutbox.message import Message, Outcome
 
 
-class Attempt:
-    """One attempt, from its claim to its finish. Times are on `elapsed_clock`.
+class Attempt(Context):
+    """One attempt, from its claim to its finish. Its handler sees it as a `Context`. Times are on `elapsed_clock`.
 
     `attempt_count` is the fencing token. The message keeps the number that its handler got: see `take_over`.
     `used_count` is the number of attempts that used up budget, including this one: without snoozes, releases and
     attempts before a redrive. `overtaken` is the reason why the attempt has become pointless. `done` means that its
-    ending is known. An attempt that begins after `expiring_at` is too late.
+    result is known. An attempt that begins after `expiring_at` is too late.
     """
 
     __slots__ = (
+        "_connection",
         "_ensure",
         "attempt_count",
-        "connection",
         "done",
         "expiring_at",
         "handler",
@@ -54,18 +54,29 @@ class Attempt:
         self.overtaken: str | None = None
         self.done = False
         self.expiring_at = math.inf
-        self.connection: psycopg.AsyncConnection[TupleRow] | None = None
+        self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self._ensure = ensure
+
+    @property
+    def connection(self) -> psycopg.AsyncConnection[TupleRow]:
+        return lent(self._connection)
+
+    @connection.setter
+    def connection(self, connection: psycopg.AsyncConnection[TupleRow]) -> None:
+        self._connection = connection
+
+    @property
+    def should_stop(self) -> bool:
+        return self.overtaken is not None
+
+    async def ensure_lease(self) -> None:
+        await self._ensure(self)
 
     def take_over(self, attempt_count: int, leased_at: float) -> None:
         """Continue under another claim by the same worker, after the server has lost the first one."""
         self.attempt_count = attempt_count
         self.leased_at = leased_at
         self.overtaken = None
-
-    async def ensure_lease(self) -> None:
-        """Check or renew the lease, or raise `LeaseLostError`: see `ensure_lease` of the handler's context."""
-        await self._ensure(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +107,8 @@ AttemptResult = Outcome | Released | AlreadyFinished | Abandoned
 
 # The attempts of one unit of work: one message, or a batch of one handler.
 Work = Sequence[Attempt]
-# Runs all attempts of a unit of work, and returns their endings in its order.
-Runner = Callable[[Work], Awaitable[Sequence[AttemptResult]]]
+# Runs all attempts of a unit of work. Returns their results in the same order.
+RunWork = Callable[[Work], Awaitable[Sequence[AttemptResult]]]
 
 # Set by the slot that runs an attempt. Called with the future of the thread that a handler runs in.
 watch_thread: ContextVar[Callable[[Future[object]], None]] = ContextVar("watch_thread", default=lambda _: None)

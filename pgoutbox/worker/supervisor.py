@@ -20,7 +20,8 @@ from pgoutbox.observability import systemd
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings
-from pgoutbox.worker.worker import QueueShare, Worker
+from pgoutbox.worker.claim_planner import QueueShare
+from pgoutbox.worker.worker import Worker
 
 _log = logging.getLogger("pgoutbox.worker.supervisor")
 

@@ -38,6 +38,7 @@ from pgoutbox.settings import Settings
 from pgoutbox.transports import Transport
 from pgoutbox.transports.readiness import lacks_of_mail
 from pgoutbox.transports.redirect import Redirect
+from pgoutbox.transports.registry import complete
 from pgoutbox.worker.alert import ALERT_TOPIC, alert_handler
 from pgoutbox.worker.claim_planner import QueueSchedule, QueueShare
 from pgoutbox.worker.claimer import Claimer
@@ -52,8 +53,6 @@ from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.reconnect import Reconnector
 from pgoutbox.worker.results import ABANDONED, Attempt
 from pgoutbox.worker.stall_watch import StallWatch
-
-__all__ = ["Mode", "QueueShare", "Worker"]
 
 _log = logging.getLogger("pgoutbox.worker")
 
@@ -80,7 +79,12 @@ class Worker:
 
     `await worker.run()` works until `stop()`; `await worker.run_once()` delivers all due messages and returns;
     `await worker.drain()` also waits for retries. Several workers, on any machines, share the work through the rows.
+    Without `settings` and `transports` it takes those of the outbox.
+
+        asyncio.run(Worker(outbox, queues=[QueueShare("critical"), QueueShare("default")]).run_once())
     """
+
+    observer: TelemetryServer
 
     def __init__(
         self,
@@ -100,11 +104,11 @@ class Worker:
         self._middlewares = outbox.middlewares
         self._hold_topics = sorted(t for t, h in self._handlers.items() if h.on_unknown == "hold")
         self._queues = QueueSchedule(queues, now=elapsed_clock())
-        self.name = _name_for(self._settings)
-        self.telemetry = Telemetry(_log)
+        self.name: str = _name_for(self._settings)
+        self.telemetry: Telemetry = Telemetry(_log)
         self._redirect = Redirect.at_start(self._settings.redirect)
         self._keyring = keyring_of(self._settings.encryption_keys)
-        self._transports = transports if transports is not None else outbox.transports_for(self._settings)
+        self._transports = transports if transports is not None else complete(outbox.transports, self._settings)
         self._open_topics = list(self._topics)  # Topics whose outcomes the database does not refuse.
         self._held: dict[int, Attempt] = {}
         self._suspects: list[Attempt] = []
@@ -174,13 +178,13 @@ class Worker:
     @contextlib.asynccontextmanager
     async def _at_work(self, *, listen: bool, patient: bool = False, serves: bool = False) -> AsyncIterator[None]:
         async with (
-            TelemetryServer(self, self._settings, self.telemetry, serves=serves) as self.observer,
+            TelemetryServer(self, self._settings, self.telemetry, serves=serves) as self.telemetry_server,
             self._running(listen=listen, patient=patient),
-            self.observer.at_work(self._store.server_time),
+            self.telemetry_server.at_work(self._store.server_time),
         ):
             yield
 
-    def vitals(self) -> WorkerStatus:
+    def status(self) -> WorkerStatus:
         """The worker's health. It only reads attributes, so that any thread can call it."""
         claimed_at = None if self.telemetry.measures is None else self.telemetry.measures.claimed_at
         now = elapsed_clock()

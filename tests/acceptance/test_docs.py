@@ -26,7 +26,7 @@ from alembic import command
 from alembic.config import Config
 
 import pgoutbox
-from pgoutbox import Outbox
+from pgoutbox import Outbox, Topic
 from pgoutbox.database import sql
 from pgoutbox.message import TRANSITIONS, AttemptOutcome, State
 from pgoutbox.outbox import EnqueueOptions
@@ -34,6 +34,7 @@ from pgoutbox.settings import ENVIRONMENT_PREFIX, VARIABLES, Settings
 from pgoutbox.testing import OutboxDriver
 from tests.support.messages import ADD_ATTEMPT, put
 from tests.support.outbox_actions import claim, enqueue, finish_sent
+from tests.support.pages import DOCS, GENERATED, PAGES, ROOT, WRITTEN, Block, all_blocks, blocks_of, prose_of, title
 from tests.support.sends import outgoing
 from tests.support.waiting import wait_until
 from tools import generate
@@ -44,62 +45,6 @@ if TYPE_CHECKING:
     from pytest_postgresql.executors import NoopExecutor
 
     from tests.conftest import Server
-
-ROOT: Final = Path(__file__).parents[2]
-DOCS: Final = ROOT / "docs"
-GENERATED: Final = frozenset(DOCS.glob("reference/*.md"))
-PAGES: Final = sorted([*ROOT.glob("*.md"), ROOT / "examples/README.md", *DOCS.rglob("*.md")])
-WRITTEN: Final = [page for page in PAGES if page not in GENERATED]
-
-# A snippet uses this package, and nothing else in this repository needs it.
-NOT_INSTALLED: Final = frozenset({"fastapi"})
-
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-DIRECTIVE = re.compile(r"<!-- ([^\n]*) -->\n\Z")
-
-
-def title(page: Path) -> str:
-    return str(page.relative_to(ROOT))
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A fenced block of a page."""
-
-    page: Path
-    line: int
-    language: str
-    text: str
-    directive: str
-
-    @property
-    def place(self) -> str:
-        return f"{title(self.page)}:{self.line}"
-
-    @property
-    def file_name(self) -> str | None:
-        """Return the file name in its first line, under which the reader saves it."""
-        named = re.match(r"# (\w+\.py)\n", self.text)
-        return None if named is None else named[1]
-
-
-def blocks_of(page: Path, *languages: str) -> list[Block]:
-    text = page.read_text()
-    found = []
-    for fence in FENCE.finditer(text):
-        directive = DIRECTIVE.search(text[: fence.start()])
-        line = text.count("\n", 0, fence.start()) + 1
-        found.append(Block(page, line, fence[1], fence[2], "" if directive is None else directive[1]))
-    return [block for block in found if not languages or block.language in languages]
-
-
-def all_blocks(*languages: str) -> list[Block]:
-    return [block for page in WRITTEN for block in blocks_of(page, *languages)]
-
-
-def prose_of(page: Path) -> str:
-    return FENCE.sub("", page.read_text())
-
 
 # --- pages ------------------------------------------------------------------------------------------------------------
 
@@ -258,11 +203,7 @@ def saved_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
 def test_python_blocks_run(block: Block, saved_files: Path) -> None:
     """Definitions are enough here: imports resolve, topics are valid, and handlers have a valid signature."""
-    if (
-        block.directive == "not run"
-        or block.file_name == "database.py"
-        or not NOT_INSTALLED.isdisjoint(imported_modules(block))
-    ):
+    if block.directive == "not run" or block.file_name == "database.py":
         compile(block.text, block.place, "exec")
         return
     namespace: dict[str, object] = {"__name__": "snippet"}
@@ -274,13 +215,6 @@ def test_python_blocks_run(block: Block, saved_files: Path) -> None:
     for name in set(sys.modules) - before:
         if (saved_files / f"{name}.py").exists():
             del sys.modules[name]
-
-
-def imported_modules(block: Block) -> set[str]:
-    tree = ast.parse(block.text)
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
-    return {name.partition(".")[0] for name in names}
 
 
 OUTBOXES: Final = {"outbox": Outbox, "driver": OutboxDriver}
@@ -321,6 +255,13 @@ def arguments_of(function: Callable[..., object]) -> set[str]:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         names |= EnqueueOptions.__annotations__.keys() | pgoutbox.outbox.MessageOptions.__annotations__.keys()
     return names
+
+
+def test_the_page_on_topics_explains_each_parameter() -> None:
+    section = (DOCS / "how-to/topics.md").read_text().partition("| field |")[2].partition("\n## ")[0]
+    first_cells = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+    told = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(told) == sorted(inspect.signature(Topic).parameters)
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

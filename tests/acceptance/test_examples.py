@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import psycopg
 import pytest
 import redis
@@ -20,9 +23,10 @@ from psycopg import sql as composable
 from examples.password_reset import hash_of
 from pgoutbox.settings import ENVIRONMENT_PREFIX
 from pgoutbox.webhooks import verify
-from tests.support.brokers import HOST, redis_server
+from tests.support.brokers import HOST, accepts, free_port, redis_server
 from tests.support.outbox_actions import make_due, row_of
 from tests.support.smtp_server import Inbox, Misbehaviour, accepting_server, parsed, scripted_server
+from tests.support.waiting import until
 from tests.support.webhook_server import webhook_server
 
 if TYPE_CHECKING:
@@ -233,12 +237,47 @@ async def test_each_document_of_a_batch_has_its_own_outcome(shell: Shell, dsn: s
     assert states(dsn) == {"sent": 99, "failed": 1}
 
 
-async def test_the_example_test_passes(shell: Shell, server: Server) -> None:
+async def test_a_script_delivers_its_messages(shell: Shell, dsn: str) -> None:
+    assert await shell.example("points") == ["ada 120", "bob 5"]
+    assert states(dsn) == {"sent": 2}
+
+
+@asynccontextmanager
+async def web_application(shell: Shell, port: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run the web application until it has answered SIGTERM."""
+    command = ("-m", "uvicorn", "--port", str(port), "examples.web_app:app")
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, cwd=ROOT, env=shell.environment)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await asyncio.wait_for(process.wait(), 60)
+
+
+async def test_a_web_application_delivers_with_a_worker_in_its_lifespan(shell: Shell, inbox: Inbox, dsn: str) -> None:
+    port = free_port()
+    async with web_application(shell, port) as process, httpx.AsyncClient(timeout=60) as client:
+        await until(lambda: accepts(port))
+        answer = await client.post(f"http://{HOST}:{port}/members", json={"email": "ada@example.org"})
+        assert answer.status_code == 201
+        await until(lambda: inbox.received)
+    assert process.returncode == -signal.SIGTERM  # uvicorn raises the signal again after its shutdown.
+    assert [recipient for recipient, _ in mails(inbox)] == ["ada@example.org"]
+    assert states(dsn) == {"sent": 1}
+
+
+async def test_a_web_application_ends_if_its_worker_fails(shell: Shell, empty_dsn: str) -> None:
+    shell.environment["PGOUTBOX_DSN"] = empty_dsn
+    async with web_application(shell, free_port()) as process:
+        assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(("name", "count"), [("test_sign_up", 4), ("test_points", 2)])
+async def test_the_example_tests_pass(shell: Shell, server: Server, name: str, count: int) -> None:
     shell.environment["PGOUTBOX_TEST_DSN"] = server.dsn_for(server.maintenance_dbname)
-    said = await shell.run(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "examples/test_sign_up.py"
-    )
-    assert "4 passed" in said
+    said = await shell.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", f"examples/{name}.py")
+    assert f"{count} passed" in said
 
 
 def test_every_example_is_listed_and_tested() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import hmac
 import json
+import time
 
+import argon2
+import itsdangerous
 import pytest
 
 from pgoutbox.dashboard import credentials as module
 from pgoutbox.dashboard.credentials import (
     Credentials,
-    PasswordHash,
     Person,
     RateLimiter,
     Sessions,
@@ -24,7 +26,7 @@ from tests.support.settings import settings_with
 CANARY = "c4n4ry-s3cret"
 TOKEN = f"{CANARY}-{CANARY}"
 PASSWORD = "correct horse battery"
-HASH = "scrypt$16384$8$5$Z5AIgLz28VI_hNkBbdFmMA==$dibtJfgskugpwXsOEGk4_ma6xqGmw3kuxdF4cuy1VDs="
+HASH = "$argon2id$v=19$m=19456,t=2,p=1$WFONIh87GnehH6UQIG/JIQ$FKoBRIeR9wy6rx2xjwHB/z4tOc9ZqIVRc8PGXaxp9WI"
 
 
 class Clock:
@@ -75,12 +77,15 @@ def test_several_people_have_one_token_each() -> None:
         ("x" * 1_001, "entry 1 has no token"),
         (HASH, "without a name"),
         (f"ada:{HASH[:-3]}", "is not a valid password hash"),
-        (f"ada:{HASH.replace('$16384$', '$1024$')}", "too weak or too expensive"),
-        (f"ada:{HASH.replace('$16384$', '$16385$')}", "too weak or too expensive"),
-        (f"ada:{HASH.replace('$16384$', '$8388608$')}", "too weak or too expensive"),
-        (f"ada:{HASH.replace('$5$', '$999$')}", "too weak or too expensive"),
-        (f"ada:{HASH.replace('$5$', '$0$')}", "too weak or too expensive"),
-        ("ada:scrypt$16384$8$5$c2hvcnQ=$c2hvcnQ=", "is not a valid password hash"),
+        (f"ada:{HASH.replace('m=19456', 'm=1024')}", "too weak or too expensive"),
+        (f"ada:{HASH.replace('m=19456', 'm=8388608')}", "too weak or too expensive"),
+        (f"ada:{HASH.replace('t=2', 't=1')}", "too weak or too expensive"),
+        (f"ada:{HASH.replace('t=2', 't=999')}", "too weak or too expensive"),
+        (f"ada:{HASH.replace('p=1', 'p=0')}", "too weak or too expensive"),
+        (f"ada:{HASH.replace('p=1', 'p=99')}", "too weak or too expensive"),
+        (f"ada:{HASH.replace('m=19456,', '')}", "is not a valid password hash"),
+        (f"ada:{HASH.replace('argon2id', 'argon2i')}", "is not a valid password hash"),
+        ("ada:$argon2id$v=19$m=19456,t=2,p=1$c2hvcnQ$c2hvcnQ", "is not a valid password hash"),
         (f"ada:{TOKEN},ada:x{TOKEN}", "the same name"),
         (f"ada:{TOKEN},grace:{TOKEN}", "the same token"),
     ],
@@ -99,22 +104,30 @@ def test_no_repr_shows_a_secret_and_no_token_is_kept_in_clear() -> None:
     everybody = people(viewer=f"vera:{HASH}", operator=f"ada:{TOKEN}")
     shown = repr(everybody) + repr(vars(Credentials(everybody)))
     assert TOKEN not in shown
-    assert "scrypt" not in shown
+    assert "argon2" not in shown
     assert all(TOKEN.encode() not in person.proof for person in everybody)
 
 
 # --- passwords --------------------------------------------------------------------------------------------------------
 
 
-def test_a_parsed_hash_matches_only_its_password() -> None:
-    parsed = PasswordHash.parse(HASH)
-    assert str(parsed) == HASH
-    assert parsed.matches(PASSWORD)
-    assert not parsed.matches(f"{PASSWORD} ")
+async def test_a_hash_matches_only_its_password() -> None:
+    made = hash_password(PASSWORD)
+    known = Credentials(people(viewer=f"vera:{made}, eve:{HASH}", operator=f"ada:{TOKEN}"))
+    for name in ("vera", "eve"):
+        person = await known.identify(name, PASSWORD)
+        assert person is not None
+        assert person.name == name
+        assert await known.identify(name, f"{PASSWORD} ") is None
+
+
+async def test_a_damaged_hash_matches_no_password() -> None:
+    known = Credentials(people(viewer=f"vera:{HASH[:-4]}****"))
+    assert await known.identify("vera", PASSWORD) is None
 
 
 def test_the_same_password_has_another_hash_each_time() -> None:
-    assert hash_password(PASSWORD) != HASH
+    assert hash_password(PASSWORD) != hash_password(PASSWORD)
 
 
 @pytest.mark.parametrize("password", ["", "x" * 11, "x" * 1_001])
@@ -141,13 +154,13 @@ async def test_a_surrogate_or_an_endless_secret_is_just_wrong() -> None:
 async def test_every_sign_in_computes_one_hash_for_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Credentials(people(viewer=f"vera:{HASH}", operator=f"ada:{TOKEN}"))
     hashed: list[str] = []
-    derive = PasswordHash.derive
+    verify = argon2.PasswordHasher.verify
 
-    def counted(self: PasswordHash, password: str) -> bytes:
-        hashed.append(password)
-        return derive(self, password)
+    def counted(self: argon2.PasswordHasher, known_hash: str, password: bytes) -> bool:
+        hashed.append(password.decode())
+        return verify(self, known_hash, password)
 
-    monkeypatch.setattr(PasswordHash, "derive", counted)
+    monkeypatch.setattr(argon2.PasswordHasher, "verify", counted)
     for name, secret in [("vera", PASSWORD), ("vera", "wrong"), ("nobody", "wrong"), ("", TOKEN)]:
         hashed.clear()
         await known.identify(name, secret)
@@ -173,13 +186,16 @@ def test_a_token_is_compared_with_every_token_in_constant_time(monkeypatch: pyte
 # --- sessions ---------------------------------------------------------------------------------------------------------
 
 
-def sessions_of(known: Credentials, clock: Clock, *, secret: bytes = b"k" * 32) -> Sessions:
-    return Sessions(known, secret=secret, idle_seconds=600, max_seconds=3_600, clock=clock)
+def sessions_of(known: Credentials, *, secret: str = "k" * 32) -> Sessions:
+    return Sessions(known, secret=secret, idle_seconds=600, max_seconds=3_600)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return the clock of the sessions."""
+    clock = Clock()
+    monkeypatch.setattr(time, "time", clock)
+    return clock
 
 
 @pytest.fixture
@@ -194,56 +210,55 @@ def ada(known: Credentials) -> Person:
 
 
 def test_a_session_ends_after_its_idle_timeout(known: Credentials, clock: Clock) -> None:
-    sessions = sessions_of(known, clock)
+    sessions = sessions_of(known)
     session = sessions.begin(ada(known))
     cookie = sessions.seal(session)
-    clock.at += 599
+    clock.at += 600
     assert sessions.open(cookie) == session
     clock.at += 1
     assert sessions.open(cookie) is None
 
 
 def test_use_extends_a_session_up_to_its_maximum_lifetime(known: Credentials, clock: Clock) -> None:
-    sessions = sessions_of(known, clock)
-    session = sessions.begin(ada(known))
+    sessions = sessions_of(known)
+    cookie = sessions.seal(sessions.begin(ada(known)))
     for _ in range(7):
         clock.at += 500
-        opened = sessions.open(sessions.seal(session))
+        opened = sessions.open(cookie)
         assert opened is not None
-        extended = sessions.extend(opened)
-        assert extended is not None
-        session = extended
+        assert sessions.needs_new_cookie(opened)
+        cookie = sessions.seal(opened)
     clock.at += 100
-    assert sessions.open(sessions.seal(session)) is None
+    assert sessions.open(cookie) is None
 
 
 def test_a_cookie_is_not_renewed_at_every_page(known: Credentials, clock: Clock) -> None:
-    sessions = sessions_of(known, clock)
+    sessions = sessions_of(known)
     session = sessions.begin(ada(known))
     clock.at += 29
-    assert sessions.extend(session) is None
+    assert not sessions.needs_new_cookie(session)
     clock.at += 1
-    assert sessions.extend(session) is not None
+    assert sessions.needs_new_cookie(session)
 
 
 def test_after_a_sign_out_no_copy_of_the_cookie_is_valid(known: Credentials, clock: Clock) -> None:
-    sessions = sessions_of(known, clock)
+    sessions = sessions_of(known)
     session = sessions.begin(ada(known))
-    other = sessions.begin(ada(known))
+    cookie, other = sessions.seal(session), sessions.seal(sessions.begin(ada(known)))
     clock.at += 60
-    extended = sessions.extend(session)
-    assert extended is not None
+    extended = sessions.seal(session)
     sessions.end(session)
-    assert sessions.open(sessions.seal(session)) is None
-    assert sessions.open(sessions.seal(extended)) is None
-    assert sessions.open(sessions.seal(other)) == other
+    assert sessions.open(cookie) is None
+    assert sessions.open(extended) is None
+    assert not sessions.needs_new_cookie(session)
+    assert sessions.open(other) is not None
 
 
 def test_memory_of_sign_outs_is_limited_and_never_revives_a_session(
     known: Credentials, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_MAX_ENDED", 10)
-    sessions = sessions_of(known, clock)
+    sessions = sessions_of(known)
     cookies = []
     for _ in range(25):
         session = sessions.begin(ada(known))
@@ -257,32 +272,36 @@ def test_memory_of_sign_outs_is_limited_and_never_revives_a_session(
 
 
 def test_a_session_ends_when_its_token_or_its_role_changes(known: Credentials, clock: Clock) -> None:
-    before = sessions_of(known, clock)
+    before = sessions_of(known)
     cookie = before.seal(before.begin(ada(known)))
     for others in (people(operator=f"ada:x{TOKEN}"), people(viewer=f"ada:{TOKEN}"), people(operator=f"eve:{TOKEN}")):
-        assert sessions_of(Credentials(others), clock).open(cookie) is None
-    assert sessions_of(Credentials(people(operator=f"ada:{TOKEN}")), clock).open(cookie) is not None
-    assert sessions_of(known, clock, secret=b"x" * 32).open(cookie) is None
+        assert sessions_of(Credentials(others)).open(cookie) is None
+    assert sessions_of(Credentials(people(operator=f"ada:{TOKEN}"))).open(cookie) is not None
+    assert sessions_of(known, secret="x" * 32).open(cookie) is None
 
 
 def test_a_forged_cookie_is_invalid(known: Credentials, clock: Clock) -> None:
-    sessions = sessions_of(known, clock)
+    sessions = sessions_of(known)
     session = sessions.begin(ada(known))
-    body, _, signature = sessions.seal(session).partition(".")
-    longer = base64.urlsafe_b64encode(json.dumps(["x", "ada", clock.at, clock.at + 1e9]).encode()).decode()
+    cookie = sessions.seal(session)
+    body, at, signature = cookie.split(".")
+    longer = base64.urlsafe_b64encode(json.dumps([session.id, "ada", clock.at + 1e9, "x"]).encode()).decode()
+    clock.at += 10
+    _, later, _ = sessions.seal(session).split(".")
     forged = [
-        "", ".", "a.b", f"{body}.", f"{body}.{signature[:-1]}!", f"{longer}.{signature}", f"{body}.{signature}.x",
-        f"{'A' * 2_000}.{signature}", "é.é", f"{base64.b64encode(b'[' * 700).decode()}.x",
-        f"{base64.b64encode(b'[1,[2],3,4]').decode()}.x", f"{base64.b64encode(b'null').decode()}.x",
+        "", ".", "..", "a.b", "a.b.c", f"{body}.{at}.", f"{body}.{at}.{signature[:-1]}!", f"{longer}.{at}.{signature}",
+        f"{body}.{later}.{signature}", f"{body}.{signature}", f"{cookie}.x", f"{'A' * 2_000}.{at}.{signature}", "é.é.é",
+        f".{body}.{at}.{signature}", itsdangerous.URLSafeTimedSerializer("k" * 32).dumps([session.id, "ada", 1e9, "x"]),
     ]  # fmt: skip
+    assert sessions.open(cookie) is not None
     assert [sessions.open(cookie) for cookie in forged] == [None] * len(forged)
 
 
 def test_each_session_has_its_own_form_token(known: Credentials, clock: Clock) -> None:
-    sessions = sessions_of(known, clock)
+    sessions = sessions_of(known)
     first, second = sessions.begin(ada(known)), sessions.begin(ada(known))
-    assert sessions.csrf_token(first) != sessions.csrf_token(second)
-    assert sessions.csrf_token(first) not in sessions.seal(first)
+    assert sessions.csrf_token(first.id) != sessions.csrf_token(second.id)
+    assert sessions.csrf_token(first.id) not in sessions.seal(first)
 
 
 # --- rate limit -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from psycopg.types.json import Jsonb
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from pgoutbox import Outbox
+from pgoutbox import Outbox, Topic
 from pgoutbox.dashboard import bulk, create_app, database, history, live, reads, rendering
 from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter, Operator, Rate
@@ -475,7 +475,7 @@ def test_secrets_are_hidden_as_on_the_command_line(
     dsn: str, open_site: Callable[..., Site], db: psycopg.Connection
 ) -> None:
     outbox = Outbox(load_settings(dsn=dsn))
-    outbox.topic("mail", redact=("iban",))
+    outbox.define(Topic("mail", redact=("iban",)))
     site = open_site(dsn, outbox, redact="badge")
     message_id = put(db, State.FAILED, destination=f"https://a:{CANARY}@example.org/?token={CANARY}")
     db.execute(
@@ -500,7 +500,7 @@ def test_secrets_are_hidden_as_on_the_command_line(
 
 def test_an_encrypted_payload_is_labelled(dsn: str, open_site: Callable[..., Site], db: psycopg.Connection) -> None:
     outbox = Outbox(load_settings(dsn=dsn, encryption_keys=Fernet.generate_key().decode()))
-    outbox.topic("sealed", encrypted=True)
+    outbox.define(Topic("sealed", encrypted=True))
     with db.transaction():
         message_id = outbox.enqueue(db, "sealed", {"code": CANARY}).id
     page = get(open_site(dsn, outbox).ada, f"/messages/{message_id}")

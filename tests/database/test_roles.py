@@ -29,8 +29,7 @@ from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.message import State
 from pgoutbox.operations import ClosedBreaker, MessageFilter, Operator, Rate
 from pgoutbox.settings import load_settings
-from pgoutbox.worker import Worker
-from pgoutbox.worker.worker import QueueShare
+from pgoutbox.worker import QueueShare, Worker
 from tests.support import races
 from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.messages import ADD_ATTEMPT, put

@@ -21,7 +21,7 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pydantic import SecretStr
 
-from pgoutbox import Outbox, migrate
+from pgoutbox import Outbox, Topic, migrate
 from pgoutbox.cli.commands import app
 from pgoutbox.database.sql import MISSING_RELATIONS
 from pgoutbox.doctor import Finding, Level, Limits, examine
@@ -527,7 +527,7 @@ OWED: Final = {"retention", "handlers", "leases", "encryption", "due", "breakers
 def troubled(db: psycopg.Connection) -> Outbox:
     """Create a finding for every backlog check, and the application that the messages are for."""
     outbox = Outbox()
-    outbox.topic("mail")
+    outbox.define(Topic("mail"))
     for queue, control in (("full", "max_in_flight = 1"), ("paused", "paused_at = now()")):
         enqueue(db, queue=queue, destination="kafka:orders")
         db.execute(f"INSERT INTO pgoutbox.queue (name) VALUES ('{queue}')".encode())
@@ -785,7 +785,7 @@ def test_a_role_that_cannot_see_other_roles_does_not_report_missing_workers(
 def test_topics_without_a_handler_are_named(dsn: str, db: psycopg.Connection, handled: Outbox) -> None:
     assert levels(found(dsn, "handlers")) == ["skipped"]
     assert levels(found(dsn, "handlers", outbox=handled)) == ["ok"]
-    handled.topic("later.perhaps")
+    handled.define(Topic("later.perhaps"))
     enqueue(db, "mail.lost")
     enqueue(db, "mail.lost")
     findings = found(dsn, "handlers", outbox=handled)
@@ -925,7 +925,7 @@ class TestDue:
 
 def test_encrypted_topics_without_keys_and_unreadable_payloads_are_problems(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox()
-    outbox.topic("mail.secret", encrypted=True)
+    outbox.define(Topic("mail.secret", encrypted=True))
     expect(found(dsn, "encryption", outbox=outbox), Level.PROBLEM, "encrypted topics without keys: mail.secret")
     mine, lost = (Fernet.generate_key().decode() for _ in range(2))
     settings = settings_of(dsn, encryption_keys=mine)

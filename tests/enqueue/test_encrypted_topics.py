@@ -11,7 +11,7 @@ from cryptography.fernet import Fernet
 from pydantic import BaseModel, SecretStr
 from typing_extensions import Unpack
 
-from pgoutbox import Outbox, PayloadError
+from pgoutbox import Outbox, PayloadError, Topic
 from pgoutbox.database import operator_connection
 from pgoutbox.encryption import SEALED, Identity, Keyring
 from pgoutbox.enqueue.generators import Enqueued
@@ -46,7 +46,7 @@ class Reset(BaseModel):
 def outbox_with(dsn: str, *keys: str) -> Outbox:
     """Build an outbox whose topic `reset` is encrypted."""
     outbox = Outbox(settings_for(dsn, encryption_keys=",".join(keys) or None))
-    outbox.topic("reset", payload=Reset, encrypted=True)
+    outbox.define(Topic("reset", payload=Reset, encrypted=True))
     return outbox
 
 

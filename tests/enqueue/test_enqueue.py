@@ -155,7 +155,7 @@ def test_max_attempts_comes_from_the_call_the_topic_the_handler_or_the_default(
     @outbox.handler("handled", retry=RetryPolicy(max_attempts=3))
     async def handle(message: Message, context: Context) -> None: ...
 
-    topic = outbox.topic("defined", retry=RetryPolicy(max_attempts=5))
+    topic = outbox.define(Topic("defined", retry=RetryPolicy(max_attempts=5)))
     messages: list[NewMessage[Any]] = [
         NewMessage("handled", 1), NewMessage(topic, 1), NewMessage("defined", 1), NewMessage("other", 1),
         NewMessage("handled", 1, max_attempts=9),
@@ -176,7 +176,7 @@ def test_a_serializer_handles_values_that_are_not_json(outbox: Outbox, rolled_ba
 
 def test_a_strict_outbox_refuses_unknown_topics(rolled_back: psycopg.Connection) -> None:
     strict = Outbox(strict=True)
-    strict.topic("defined")
+    strict.define(Topic("defined"))
 
     @strict.handler("handled")
     def handle(message: Message, context: object) -> None: ...
@@ -191,7 +191,7 @@ def test_a_strict_outbox_refuses_unknown_topics(rolled_back: psycopg.Connection)
 def test_a_call_with_another_definition_of_the_topic_is_refused(
     outbox: Outbox, rolled_back: psycopg.Connection
 ) -> None:
-    outbox.topic("mail", queue="bulk")
+    outbox.define(Topic("mail", queue="bulk"))
     assert outbox.enqueue(rolled_back, Topic("mail", queue="bulk"), 1).id
     with pytest.raises(ConfigurationError, match="topic 'mail' has another definition"):
         outbox.enqueue(rolled_back, Topic("mail"), 1)

@@ -12,7 +12,7 @@ from pydantic import JsonValue, SecretStr
 from typing_extensions import Unpack
 
 from pgoutbox.encryption import SEALED, Identity, Keyring, is_sealed, unseal
-from pgoutbox.enqueue.validation import ValidatedMessage, prepare
+from pgoutbox.enqueue.validation import Route, ValidatedMessage, prepare
 from pgoutbox.errors import ConfigurationError, MissingExtraError, PayloadError
 from pgoutbox.message import Permanent, Transient
 from pgoutbox.outbox import MessageOptions
@@ -37,11 +37,7 @@ def draft_of(
 ) -> ValidatedMessage:
     return prepare(
         NewMessage("mail", payload, **options),
-        Topic("mail", encrypted=encrypted),
-        max_attempts=None,
-        max_payload_bytes=max_payload_bytes,
-        serializer=None,
-        keyring=keys,
+        Route(Topic("mail", encrypted=encrypted), None, max_payload_bytes, keyring=keys),
     )
 
 

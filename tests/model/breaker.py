@@ -23,7 +23,7 @@ class Guard(enum.Enum):
     FENCE_IN_RELEASE = "the probe's id in BREAKER_RELEASE_IF_PROBING"
     ASKED_AFTER_FAILURE = "a worker asks the row after every failure, not only after the one that trips"
     ASKED_TWICE = "a worker that trips and is not answered asks once more"
-    LEFTOVER = "a message that had to wait and was sent asks whether the row is still there"
+    STALE_ROW = "a message that had to wait and was sent asks whether the row is still there"
     CLOSED_ELSEWHERE = "a worker that finds no row to probe for forgets that it was open"
     SNOOZED = "an attempt that ends while its worker knows of the row is not used up"
 
@@ -126,7 +126,7 @@ class Breaker:
                 saw = state.row is not None
                 yield "asks after its failure", _with(state, index, worker._replace(at=f"{worker.at}, saw", saw=saw))
             case "asks, saw" | "asks again, saw":
-                yield from self._learn(state, index, worker)
+                yield from self._record(state, index, worker)
             case "asks to probe" | "looks":
                 yield from self._ask_to_probe(state, index, worker)
             case _:
@@ -142,7 +142,7 @@ class Breaker:
             case "open":
                 yield "has waited long enough", _with(state, index, worker._replace(knows="half open"))
                 if state.row is None:
-                    yield "hears the news that it is closed", _with(state, index, Worker())
+                    yield "refreshes and finds it closed", _with(state, index, Worker())
             case _:
                 yield "wants to probe", _with(state, index, worker._replace(at="asks to probe"))
 
@@ -158,10 +158,10 @@ class Breaker:
                     yield label, _with(state, index, now)
             return
         yield "sends it", _with(state, index, idle)
-        if Guard.LEFTOVER not in self.without:
+        if Guard.STALE_ROW not in self.without:
             yield "sends one that had to wait", _with(state, index, idle._replace(at="looks"))
 
-    def _learn(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+    def _record(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         """BREAKER_FAILED: its insert sees the current row, and its answer the row of its snapshot."""
         idle = Worker(knows="open")
         row = state.row

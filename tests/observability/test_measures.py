@@ -69,8 +69,8 @@ def test_a_wait_is_computed_only_from_the_clock_of_the_database() -> None:
     ],
 )
 def test_a_worker_is_ready_unless_there_is_a_reason(change: dict[str, object], reason: str | None) -> None:
-    vitals = replace(WELL, **change)  # type: ignore[arg-type] # the names and types are those of the fields
-    assert reasons_not_ready(vitals, poll_interval_seconds=60) == ([] if reason is None else [reason])
+    status = replace(WELL, **change)  # type: ignore[arg-type] # the names and types are those of the fields
+    assert reasons_not_ready(status, poll_interval_seconds=60) == ([] if reason is None else [reason])
 
 
 class Loop:
@@ -90,21 +90,21 @@ class Loop:
         self.loop.close()
 
 
-async def test_a_blocked_event_loop_is_not_alive_until_it_runs_again() -> None:
+def test_a_blocked_event_loop_is_not_alive_until_it_runs_again() -> None:
     watched = Loop()
     may_go_on = threading.Event()
     try:
         watch = LoopWatch(watched.loop, limit_seconds=0.7)
-        assert await watch.reason_not_alive() is None
+        assert watch.reason_not_alive() is None
         watched.call(may_go_on.wait)
-        assert await watch.reason_not_alive() is None, "not blocked for long enough yet"
+        assert watch.reason_not_alive() is None, "not blocked for long enough yet"
         began_at = time.monotonic()
-        while (reason := await watch.reason_not_alive()) is None:
+        while (reason := watch.reason_not_alive()) is None:
             assert time.monotonic() < began_at + 30
         assert reason.startswith("the event loop has been blocked for ")
         may_go_on.set()
-        assert await watch.reason_not_alive() is None
+        assert watch.reason_not_alive() is None
     finally:
         may_go_on.set()
         watched.end()
-    assert await watch.reason_not_alive() == "the event loop is closed"
+    assert watch.reason_not_alive() == "the event loop is closed"

@@ -59,7 +59,7 @@ def outbox(dsn: str) -> Outbox:
 
 
 def port_of(worker: Worker) -> int:
-    port = worker.observer.port
+    port = worker.telemetry_server.port
     assert port is not None
     return port
 
@@ -104,7 +104,7 @@ async def test_attempts_are_counted_by_topic_queue_and_outcome(outbox: Outbox, d
     worker = WatchedWorker(outbox)
     async with running(worker):
         await until(lambda: hasattr(worker, "asleep") and worker.asleep.is_set())
-        await until(lambda: worker.vitals().in_flight == 0)
+        await until(lambda: worker.status().in_flight == 0)
         await until(lambda: waits_of(worker, "greet") == 7 and waits_of(worker, "index") == 2)
         families = await scrape(worker)
     counted = {
@@ -167,7 +167,7 @@ async def test_a_handler_that_outlives_its_attempt_is_counted_as_abandoned(dsn: 
             assert value(families, "pgoutbox_slots") == 3
         finally:
             may_end.set()
-        await until(lambda: worker.vitals().abandoned == 0)
+        await until(lambda: worker.status().abandoned == 0)
         families = await scrape(worker)
     assert value(families, "pgoutbox_abandoned_total") == 1
     assert value(families, "pgoutbox_slots") == 4
@@ -303,7 +303,7 @@ async def test_a_locked_table_costs_only_the_gauges(outbox: Outbox, db: psycopg.
         await asyncio.to_thread(blocker.execute, "LOCK TABLE pgoutbox.message IN ACCESS EXCLUSIVE MODE")
         families = await scrape(worker)
         blocker.rollback()
-        await until(lambda: worker.vitals().is_database_up)
+        await until(lambda: worker.status().is_database_up)
     assert value(families, "pgoutbox_backlog_up") == 0
     assert families["pgoutbox_messages"].samples == []
     assert value(families, "pgoutbox_slots") == 4
@@ -328,7 +328,7 @@ async def test_an_address_in_use_ends_the_worker_with_an_error_that_names_it(out
 
     first = Worker(outbox)
     async with running(first):
-        await until(lambda: first.vitals().is_started)
+        await until(lambda: first.status().is_started)
         taken = f"127.0.0.1:{port_of(first)}"
         second = Worker(outbox, settings=settings_for(dsn, metrics_address=taken))
         with pytest.raises(ConfigurationError, match=r"PGOUTBOX_METRICS_ADDRESS: cannot listen on 127\.0\.0\.1"):
@@ -344,8 +344,8 @@ async def test_a_worker_without_an_address_measures_nothing(dsn: str) -> None:
 
     worker = Worker(outbox)
     async with running(worker):
-        await until(lambda: worker.vitals().is_started)
-        assert worker.observer.port is None
+        await until(lambda: worker.status().is_started)
+        assert worker.telemetry_server.port is None
         assert worker.telemetry.measures is None
 
 
@@ -358,7 +358,7 @@ async def test_a_working_worker_is_alive_and_ready(outbox: Outbox, db: psycopg.C
 
     worker = Worker(outbox)
     async with running(worker):
-        await until(lambda: worker.vitals().is_started)
+        await until(lambda: worker.status().is_started)
         answers = [await ask(port_of(worker), path) for path in ("/livez", "/readyz")]
     assert [(a.status, a.body) for a in answers] == [(200, "ok\n"), (200, "ok\n")]
 
@@ -373,7 +373,7 @@ async def test_a_worker_without_its_listener_is_alive_but_not_ready(
     name = psycopg.conninfo.conninfo_to_dict(dsn)["dbname"]
     with psycopg.connect(dsn, dbname="postgres", autocommit=True) as admin, reports() as log:
         async with running(worker):
-            await until(lambda: worker.vitals().is_started)
+            await until(lambda: worker.status().is_started)
             admin.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS false'.encode())
             admin.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
@@ -441,7 +441,7 @@ async def served(outbox: Outbox) -> AsyncIterator[int]:
 
     worker = Worker(outbox)
     async with running(worker):
-        await until(lambda: worker.vitals().is_started)
+        await until(lambda: worker.status().is_started)
         yield port_of(worker)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from cryptography.fernet import Fernet
 
-from pgoutbox import Outbox
+from pgoutbox import Outbox, Topic
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Permanent, Skip
 from pgoutbox.outbox import MessageOptions
@@ -42,8 +42,8 @@ APP = """
 from pgoutbox import Outbox
 
 outbox = Outbox()
-outbox.topic("reset", redact=("user.email",))
-outbox.topic("sealed", encrypted=True)
+outbox.define(Topic("reset", redact=("user.email",)))
+outbox.define(Topic("sealed", encrypted=True))
 """
 KEY = Fernet.generate_key().decode()
 
@@ -117,7 +117,7 @@ async def test_no_output_contains_the_canary(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     outbox = Outbox(settings_for(dsn, redact="iban"))
-    outbox.topic("reset", redact=("user.email",))
+    outbox.define(Topic("reset", redact=("user.email",)))
     register(outbox, kind)
     with db.transaction():
         message_id = outbox.enqueue(db, "reset", PAYLOAD, **OPTIONS).id
@@ -159,7 +159,7 @@ def test_an_encrypted_payload_is_shown_as_encrypted(
     dsn: str, db: psycopg.Connection, directory: Path, options: list[str]
 ) -> None:
     outbox = Outbox(settings_for(dsn, encryption_keys=KEY))
-    outbox.topic("sealed", encrypted=True)
+    outbox.define(Topic("sealed", encrypted=True))
     with db.transaction():
         message_id = outbox.enqueue(db, "sealed", CANARY).id
     (token,) = db.execute("SELECT payload #>> '{pgoutbox.encrypted,token}' FROM pgoutbox.message").fetchone() or ("",)

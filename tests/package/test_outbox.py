@@ -20,6 +20,7 @@ from pgoutbox import (
     Topic,
 )
 from pgoutbox.settings import Settings, load_settings
+from pgoutbox.transports.registry import complete
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.transports.webhook import WebhookTransport
 from pgoutbox.webhooks import make_secret
@@ -86,9 +87,9 @@ def test_a_handler_is_registered_and_returned_unchanged(outbox: Outbox) -> None:
     assert handler.is_async
     assert (handler.retry, handler.timeout_seconds, handler.on_unknown) == (retry, 5, "hold")
     assert handler.transactional
-    assert handler.permanent_errors == (ValueError,)
-    assert handler.max_batch is None
-    assert handler.payload_adapter is None
+    assert handler.permanent == (ValueError,)
+    assert handler.max_size is None
+    assert handler.payload is None
 
 
 def test_a_sync_handler_is_recognised(outbox: Outbox) -> None:
@@ -104,7 +105,7 @@ def test_a_batch_handler_is_registered_with_its_size(outbox: Outbox) -> None:
     async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> None: ...
 
     assert outbox.handlers["search.index"].function is index
-    assert outbox.handlers["search.index"].max_batch == 500
+    assert outbox.handlers["search.index"].max_size == 500
     assert outbox.handlers["search.index"].retry.max_attempts == 2
 
 
@@ -116,16 +117,15 @@ def test_a_handler_of_a_defined_topic_has_its_model_and_policy(outbox: Outbox) -
 
     handler = outbox.handlers["order"]
     assert handler.retry.max_attempts == 3
-    assert handler.payload_adapter is not None
-    assert handler.payload_adapter.validate_python({"number": 7}) == Order(number=7)
+    assert handler.payload is Order
     assert outbox.topics["order"] is topic
 
 
 def test_a_handler_can_name_its_defined_topic_by_text(outbox: Outbox) -> None:
-    outbox.topic("order", payload=Order, retry=RetryPolicy(max_attempts=3))
+    outbox.define(Topic("order", payload=Order, retry=RetryPolicy(max_attempts=3)))
     outbox.handler("order")(handle)
     assert outbox.handlers["order"].retry.max_attempts == 3
-    assert outbox.handlers["order"].payload_adapter is not None
+    assert outbox.handlers["order"].payload is Order
 
 
 def test_a_second_handler_of_a_topic_is_refused(outbox: Outbox) -> None:
@@ -138,7 +138,7 @@ def test_a_second_handler_of_a_topic_is_refused(outbox: Outbox) -> None:
 
 
 def test_a_handler_must_not_have_a_policy_if_the_topic_has_one(outbox: Outbox) -> None:
-    topic = outbox.topic("mail", retry=RetryPolicy())
+    topic = outbox.define(Topic("mail", retry=RetryPolicy()))
     with pytest.raises(ConfigurationError, match="handler of topic 'mail': retry: belongs to the definition"):
         outbox.handler(topic, retry=RetryPolicy())(handle)
     assert outbox.handlers == {}
@@ -203,51 +203,51 @@ def test_an_outbox_refuses_arguments_of_another_type(
 
 
 def test_a_topic_is_defined_once_and_before_its_handler(outbox: Outbox) -> None:
-    topic = outbox.topic("order", payload=Order)
+    topic = outbox.define(Topic("order", payload=Order))
     assert outbox.define(topic) is topic
     with pytest.raises(ConfigurationError, match="topic 'order' is already defined"):
-        outbox.topic("order", payload=Order)
+        outbox.define(Topic("order", payload=Order))
     outbox.handler("mail")(handle)
     with pytest.raises(ConfigurationError, match="topic 'mail' has a handler already: define the topic before it"):
-        outbox.topic("mail", queue="bulk")
+        outbox.define(Topic("mail", queue="bulk"))
     assert list(outbox.topics) == ["order"]
 
 
 def test_the_registries_are_read_only(outbox: Outbox) -> None:
-    for registry in (outbox.topics, outbox.handlers):
+    for registry in (outbox.topics, outbox.handlers, outbox.transports):
         with pytest.raises(TypeError):
             registry["mail"] = None  # type: ignore[index]
 
 
 def test_two_transports_of_one_scheme_are_refused() -> None:
     both = Nowhere("sms", "tel")
-    assert Outbox(transports=[both]).transports_for(load_settings()).items() >= {"sms": both, "tel": both}.items()
+    assert complete(Outbox(transports=[both]).transports, load_settings()).items() >= {"sms": both, "tel": both}.items()
     with pytest.raises(ConfigurationError, match="transports: two serve the scheme 'tel'"):
         Outbox(transports=[both, Nowhere("tel")])
 
 
 def test_mailto_is_served_by_smtp_if_the_settings_name_a_server(outbox: Outbox) -> None:
     settings: Settings = settings_with(smtp_host="mx.test")
-    assert "mailto" not in outbox.transports_for(load_settings())
-    assert isinstance(outbox.transports_for(settings)["mailto"], SmtpTransport)
+    assert "mailto" not in complete(outbox.transports, load_settings())
+    assert isinstance(complete(outbox.transports, settings)["mailto"], SmtpTransport)
     own = Nowhere("mailto")
-    assert Outbox(transports=[own]).transports_for(settings)["mailto"] is own
+    assert complete(Outbox(transports=[own]).transports, settings)["mailto"] is own
 
 
 def test_https_is_served_by_webhooks_and_http_if_the_settings_allow_it(outbox: Outbox) -> None:
-    assert outbox.transports_for(load_settings()).keys() == {"https"}
-    served = outbox.transports_for(settings_with(webhook_allow_http=True))
+    assert complete(outbox.transports, load_settings()).keys() == {"https"}
+    served = complete(outbox.transports, settings_with(webhook_allow_http=True))
     assert served.keys() == {"https", "http"}
     assert served["https"] is served["http"]
     assert isinstance(served["https"], WebhookTransport)
     own = Nowhere("https")
-    assert Outbox(transports=[own]).transports_for(settings_with(webhook_allow_http=True)) == {"https": own}
+    assert complete(Outbox(transports=[own]).transports, settings_with(webhook_allow_http=True)) == {"https": own}
 
 
 def test_a_missing_webhook_extra_is_reported_only_if_secrets_are_set(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pgoutbox.transports.webhook.transport.find_spec", lambda name: None)
-    assert outbox.transports_for(load_settings()) == {}
+    assert complete(outbox.transports, load_settings()) == {}
     with pytest.raises(MissingExtraError, match=r"pip install 'pgoutbox\[webhook\]'"):
-        outbox.transports_for(settings_with(webhook_secrets=make_secret()))
+        complete(outbox.transports, settings_with(webhook_secrets=make_secret()))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from pgoutbox.enqueue.validation import ValidatedMessage, prepare
+from pgoutbox.enqueue.validation import Route, ValidatedMessage, prepare
 from pgoutbox.errors import PayloadError
 from pgoutbox.topics import NewMessage, Topic
 
@@ -44,10 +44,7 @@ def draft_of(topic: str | Topic[Any] = "mail", payload: object = None, /, **opti
     known: dict[str, Any] = options
     return prepare(
         NewMessage(topic, payload, **known),
-        topic if isinstance(topic, Topic) else Topic(topic),
-        max_attempts=DEFAULT,
-        max_payload_bytes=LIMIT,
-        serializer=None,
+        Route(topic if isinstance(topic, Topic) else Topic(topic), max_attempts=DEFAULT, max_payload_bytes=LIMIT),
     )
 
 

@@ -13,14 +13,15 @@ from urllib.parse import urlsplit
 
 import pytest
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Mount, Route
 
 from pgoutbox.dashboard import dashboard, database
-from pgoutbox.dashboard.access import FORM, Access, operators_only, protect
+from pgoutbox.dashboard.access import Access, operators_only
+from pgoutbox.dashboard.app import protect
+from pgoutbox.dashboard.inputs import read_form
 from pgoutbox.dashboard.server import Server
-from pgoutbox.dashboard.types import ROOT, VIEWER
+from pgoutbox.dashboard.types import VIEWER
 from tests.support import outbox_actions
 from tests.support.settings import settings_with
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
     from starlette.responses import Response
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp
 
     from pgoutbox.settings import Settings
 
@@ -44,14 +45,6 @@ def web_settings(**given: object) -> Settings:
     """Return settings with the operator ada and the viewer vera."""
     tokens = {"web_operator_tokens": f"ada:{OPERATOR_TOKEN}", "web_viewer_tokens": f"vera:{VIEWER_TOKEN}"}
     return settings_with(**(tokens | given))
-
-
-def _located(app: ASGIApp) -> ASGIApp:
-    async def with_root(scope: Scope, receive: Receive, send: Send) -> None:
-        scope[ROOT] = scope.get("root_path", "")
-        await app(scope, receive, send)
-
-    return with_root
 
 
 @dataclass
@@ -68,17 +61,17 @@ class Pages:
 
         @operators_only
         async def act(request: Request) -> Response:
-            self.forms.append(dict(request.scope[FORM]))
-            return PlainTextResponse((await request.body()).decode())
+            form = await read_form(request)
+            self.forms.append(dict(form))
+            return PlainTextResponse("&".join(f"{name}={value}" for name, value in form.items()))
 
         routes += [
             Route("/act", act, methods=["POST"]),
             Route("/broken", self._broken),
             Route("/cut", self._cut),
             Route("/live", self._live, name="live"),
-            Route("/static/{path:path}", self._static, name="static"),
         ]
-        pages = Starlette(routes=routes, middleware=[Middleware(_located), Middleware(protect, access)])
+        pages = protect(routes, access, public=[Route("/static/{path:path}", self._static, name="static")])
         return Starlette(routes=[Mount(root, pages)]) if root else pages
 
     async def _page(self, request: Request) -> Response:

@@ -1,15 +1,16 @@
-"""Types of the public API: read by mypy, never run.
+"""Types of the public API: read by mypy and pyright, never run.
 
-Each `type: ignore` marks an error that mypy must report: `warn_unused_ignores` turns a missing one into an error.
+Each `type: ignore` marks an error that both must report: they report a comment without an error.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, assert_type
+from typing import TYPE_CHECKING, Any, Self, assert_type
 
-from pydantic import BaseModel, JsonValue
+from pydantic import BaseModel
 
 from pgoutbox import (
+    CallNext,
     CancelResult,
     Context,
     Email,
@@ -26,8 +27,10 @@ from pgoutbox import (
     Topic,
     Transient,
     Webhook,
+    Worker,
 )
 from pgoutbox.operations import Batch, MessageFilter, MessageResult, RedriveResult, ResendResult
+from pgoutbox.worker import QueueShare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
     from psycopg.rows import DictRow
     from sqlalchemy import orm
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+
+    from pgoutbox.message import Outcome
+    from pgoutbox.testing import OutboxDriver, Row
 
 
 class Activation(BaseModel):
@@ -49,11 +55,13 @@ class Other(BaseModel):
 
 
 outbox = Outbox()
-activation = outbox.topic(
-    "mail.activation",
-    payload=Activation,
-    destination=lambda p: f"mailto:{p.email}",
-    coalesce_key=lambda p: str(p.user_id),
+activation = outbox.define(
+    Topic(
+        "mail.activation",
+        payload=Activation,
+        destination=lambda p: f"mailto:{p.email}",
+        coalesce_key=lambda p: str(p.user_id),
+    )
 )
 assert_type(activation, Topic[Activation])
 plain = Topic("mail.plain")
@@ -85,7 +93,7 @@ Webhook(body={"at": object()})  # type: ignore[dict-item]
 
 @outbox.handler("mail.plain")
 async def send_plain(message: Message, ctx: Context) -> None:
-    assert_type(message.payload, JsonValue)
+    assert_type(message.payload, Any)
 
 
 @outbox.handler("mail.sync")
@@ -103,10 +111,29 @@ async def activate_many(messages: Sequence[Message[Activation]], ctxs: Sequence[
 def index(messages: Sequence[Message], ctxs: Sequence[SyncContext]) -> None: ...
 
 
-async def call_handlers(message: Message[Activation], raw: Message, ctx: Context, sync_ctx: SyncContext) -> None:
+@outbox.handler("mail.table")
+async def send_table(message: Message[dict[str, int]], ctx: Context) -> None:
+    assert_type(message.payload["user_id"], int)
+
+
+@outbox.middleware
+async def count_failures(messages: Sequence[Message], call_next: CallNext) -> Sequence[Outcome]:
+    outcomes = await call_next()
+    assert_type(outcomes, Sequence[Outcome])
+    return outcomes
+
+
+@outbox.middleware  # type: ignore[type-var]
+async def without_messages(call_next: CallNext) -> Sequence[Outcome]:
+    return await call_next()
+
+
+async def call_handlers(
+    message: Message[Activation], raw: Message, other: Message[Other], ctx: Context, sync_ctx: SyncContext
+) -> None:
     assert_type(await activate(message, ctx), Email | Skip | None)
     assert_type(send_sync(raw, sync_ctx), Sent | Transient)
-    await activate(raw, ctx)  # type: ignore[arg-type]
+    await activate(other, ctx)  # type: ignore[arg-type]
 
 
 @outbox.handler(activation)  # type: ignore[arg-type]
@@ -168,6 +195,65 @@ async def enqueue_on_async_connections(
     assert_type(await outbox.aenqueue_many(session, [NewMessage("a", 1)]), EnqueuedMany)
     assert_type(await outbox.acancel(session, topic="a", dedupe_key="k"), CancelResult)
     await outbox.aenqueue(sync_connection, "mail.plain", 1)  # type: ignore[call-overload]
+
+
+class DjangoStubs:
+    """The shape of Django's connection in `django-stubs`."""
+
+    in_atomic_block: bool
+    needs_rollback: bool
+
+    def get_autocommit(self) -> bool:
+        return False
+
+    def cursor(self) -> CursorStubs:
+        return CursorStubs()
+
+
+class CursorStubs:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None: ...
+
+
+class RecordStubs:
+    """A row in `asyncpg-stubs`: not a sequence."""
+
+
+class AsyncpgStubs:
+    """The shape of a pool's connection in `asyncpg-stubs`."""
+
+    def is_closed(self) -> bool:
+        return False
+
+    def is_in_transaction(self) -> bool:
+        return True
+
+    async def fetch(self, query: str, *args: object) -> list[RecordStubs]:
+        return []
+
+
+async def enqueue_on_drivers_with_type_stubs(django: DjangoStubs, asyncpg: AsyncpgStubs) -> None:
+    assert_type(outbox.enqueue(django, plain, 1), Enqueued)
+    assert_type(await outbox.aenqueue(asyncpg, plain, 1), Enqueued)
+    outbox.enqueue(asyncpg, plain, 1)  # type: ignore[call-overload]
+
+
+# --- workers and tests ------------------------------------------------------------------------------------------------
+
+
+async def run_workers() -> None:
+    worker = Worker(outbox, queues=[QueueShare("critical", 3), QueueShare("default")])
+    assert_type(await worker.run_once(), None)
+    worker.stop()
+    Worker("shop:outbox")  # type: ignore[arg-type]
+
+
+def test_with_the_plugin(driver: OutboxDriver) -> None:
+    driver.answer_with(lambda delivery: Transient("451 busy") if delivery.message.attempt_count == 1 else Sent())
+    assert_type(driver.assert_enqueued("mail.activation", count=1), list[Row])
+    driver.answer_with(lambda delivery: None)  # type: ignore[arg-type, return-value]
 
 
 # --- operators --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Transient
 from pgoutbox.database.store import BreakerRow, Store
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.transports.smtp import SmtpTransport
-from pgoutbox.worker import Worker, circuit_breaker
+from pgoutbox.worker import Worker, shared_breakers
 from tests.support.line_server import Line, LineHost, LineTransport, Mood, line_host
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, reports, row_of, rows_of, running, settings_for
 from tests.support.smtp_server import accepting_server, scripted_server
@@ -106,7 +106,7 @@ async def test_a_worker_notices_at_the_next_message_that_an_operator_closed_the_
         await until(lambda: all(row.due_in_seconds > HOUR / 2 for row in rows_of(db, *held)))
         host.mood = Mood.TAKE
         db.execute("DELETE FROM pgoutbox.breaker")
-        monkeypatch.setattr(worker._attempts.breakers, "_asked_for_news_at", -HOUR)  # As if a second had passed.
+        monkeypatch.setattr(worker._attempts.breakers._shared, "_refreshed_at", -HOUR)  # As if a second had passed.
         await until(all_sent(db, [enqueue(db, destination=host.destination)]))
         assert {row.state for row in rows_of(db, *held)} == {"pending"}
 
@@ -135,7 +135,7 @@ async def test_held_back_messages_query_the_shared_breaker_only_occasionally(
         return await ask(self, keys)
 
     monkeypatch.setattr(Store, "breakers", note)
-    monkeypatch.setattr(circuit_breaker, "_NEWS_SECONDS", HOUR)
+    monkeypatch.setattr(shared_breakers, "_REFRESH_SECONDS", HOUR)
     app = App(dsn, breaker_failures=1, **LONG)
     async with line_host(Mood.DROP) as host, running(app.worker()):
         first = enqueue(db, destination=host.destination)
@@ -290,7 +290,7 @@ async def test_a_row_deleted_by_an_operator_closes_the_breaker_for_all_workers(
 
 
 async def test_a_row_reset_by_an_operator_is_probed_immediately(dsn: str, db: psycopg.Connection) -> None:
-    """The prober is a worker that does not know the old time."""
+    """The probe holder is a worker that does not know the old time."""
     app = App(dsn, **LONG)
     async with line_host() as host:
         waiting = await open_breaker(db, app, host)
@@ -321,7 +321,7 @@ async def test_the_breaker_closes_by_itself_and_everything_is_delivered_once(dsn
 
 def knows_as_open(worker: Worker, key: str) -> bool:
     circuit = worker._attempts.breakers._circuits.get(key)
-    return circuit is not None and circuit.retry_at is not None
+    return circuit is not None and not circuit.breaker.is_closed
 
 
 @pytest.mark.slow
@@ -429,20 +429,20 @@ def worker_process(dsn: str, log: Path) -> Iterator[WorkerProcess]:
         process.end()
 
 
-async def test_a_killed_prober_does_not_block_probes_permanently(
+async def test_a_killed_probe_holder_does_not_block_probes_permanently(
     dsn: str, db: psycopg.Connection, tmp_path: Path
 ) -> None:
     """The host hangs until the process with its probe is dead; another process continues."""
     async with line_host(Mood.DROP) as host:
         ids = [enqueue(db, destination=host.destination) for _ in range(10)]
-        with worker_process(dsn, tmp_path) as prober:
+        with worker_process(dsn, tmp_path) as probing_worker:
             await until(lambda: is_open(db, host.key))
             await until(lambda: "sending" not in states_of(db, *ids))
             host.mood = Mood.HANG
             await until(lambda: host.hung_count)
             _, is_probed, _ = breaker_of(db, host.key) or (0, False, "")
             assert is_probed
-            await asyncio.to_thread(prober.end)
+            await asyncio.to_thread(probing_worker.end)
         host.mood = Mood.TAKE
         with worker_process(dsn, tmp_path):
             await until(all_sent(db, ids))

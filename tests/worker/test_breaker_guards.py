@@ -17,9 +17,9 @@ from pgoutbox import Message, Permanent, Transient, Unavailable
 from pgoutbox.database.store import Store
 from pgoutbox.message import Outcome, Postponed, Sent, Snooze
 from pgoutbox.observability.events import LogEvent, Telemetry
-from pgoutbox.worker import circuit_breaker
+from pgoutbox.worker import bulkhead, circuit_breakers, shared_breakers
 from pgoutbox.worker.alert import ALERT_TOPIC
-from pgoutbox.worker.circuit_breaker import CircuitBreakers
+from pgoutbox.worker.circuit_breakers import CircuitBreakers
 from tests.support.line_server import Line
 from tests.support.outbox_actions import PATIENCE_SECONDS, settings_for
 from tests.support.waiting import until
@@ -102,7 +102,7 @@ class Destinations:
 class Member:
     """The breakers of one worker of a fleet."""
 
-    def __init__(self, dsn: str, name: str, **settings: object) -> None:
+    def __init__(self, dsn: str, name: str, clock: Clock, **settings: object) -> None:
         values = {
             "breaker_failures": 1,
             "breaker_cooldown_seconds": COOLDOWN_SECONDS,
@@ -113,7 +113,7 @@ class Member:
         self.store = Store(self.settings, worker=name)
         self.telemetry = Telemetry(logging.getLogger("pgoutbox.worker"))
         self.at = Destinations()
-        self.breakers = CircuitBreakers(self.store, {"line": self.at}, self.settings, self.telemetry)
+        self.breakers = CircuitBreakers(self.store, {"line": self.at}, self.settings, self.telemetry, clock=clock)
 
     async def send(self, message_id: int, key: str = KEY, *, topic: str = "greet", attempt_count: int = 1) -> Outcome:
         sent = message(message_id, key, topic=topic, attempt_count=attempt_count)
@@ -143,10 +143,8 @@ def message(message_id: int, key: str | None = KEY, *, topic: str = "greet", att
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(circuit_breaker, "elapsed_clock", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
@@ -155,7 +153,7 @@ async def member(dsn: str, clock: Clock) -> AsyncIterator[Callable[..., Member]]
     members: list[Member] = []
 
     def make(name: str = "a", **settings: object) -> Member:
-        members.append(Member(dsn, name, **settings))
+        members.append(Member(dsn, name, clock, **settings))
         return members[-1]
 
     yield make
@@ -319,6 +317,16 @@ async def test_a_send_that_times_out_counts_unless_it_is_an_alert(
         task.cancel()
     await one.breakers.close()
     assert is_open(db) is counts
+
+
+async def test_sends_that_time_out_count_together(member: Callable[..., Member], db: psycopg.Connection) -> None:
+    one = member(breaker_failures=2)
+    for number in range(2):
+        assert not is_open(db)
+        async with one.sending(number) as task:
+            task.cancel()
+    await one.breakers.close()
+    assert is_open(db)
 
 
 async def test_a_send_cancelled_by_the_stop_of_the_worker_does_not_count(
@@ -492,7 +500,7 @@ async def test_a_worker_with_the_transport_is_not_held_back_by_workers_without_i
     open_elsewhere(db, "line:no-transport")
     for number in (1, 2):
         assert await one.send(number, attempt_count=2) is SENT
-        await until(lambda: not one.breakers._tasks)
+        await until(lambda: not one.breakers._shared._tasks)
     assert not one.breakers.watches_any
     assert await one.refusal(3) is None
 
@@ -548,10 +556,10 @@ async def test_delayed_messages_check_once_a_minute_for_an_abandoned_open_breake
     await one.send(1, attempt_count=2)
     await one.breakers.close()
     assert asked == ["breaker_probe"] * 4  # It queries its own key, and the key of workers without its transport.
-    monkeypatch.setattr(circuit_breaker, "_MANY", 3)
+    monkeypatch.setattr(shared_breakers, "_MAX_CHECKED_COUNT", 3)
     for number in range(10):
         await one.send(1, f"line://{number}", attempt_count=2)
-    assert len(one.breakers._looked_at) <= 3
+    assert len(one.breakers._shared._checked_at) <= 3
 
 
 async def test_a_breaker_opened_elsewhere_is_known_after_that_check(
@@ -762,7 +770,7 @@ async def test_without_an_answer_of_the_database_this_process_does_not_probe(
     assert asked.count("breaker_probe") == 1
 
 
-async def test_a_prober_that_sent_nothing_does_not_end_another_workers_probe(
+async def test_a_probe_holder_that_sent_nothing_does_not_end_another_workers_probe(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock
 ) -> None:
     one = member()
@@ -773,9 +781,9 @@ async def test_a_prober_that_sent_nothing_does_not_end_another_workers_probe(
     one.at[KEY].answer = Permanent("no such address")
     assert await one.send(2) is one.at[KEY].answer  # Its probe is over, but its attempt is not.
     assert await one.refusal(4) is None
-    one.breakers.let_go(message(2))
+    one.breakers.release(message(2))
     assert await one.refusal(5) is not None
-    one.breakers.let_go(message(4))
+    one.breakers.release(message(4))
     assert await one.refusal(5) is None
 
 
@@ -797,7 +805,7 @@ async def test_an_alert_neither_probes_nor_waits_for_a_probe_nor_changes_a_break
     assert await one.refusal(5, topic=ALERT_TOPIC) is None
     assert await one.refusal(6) is None, "an alert must not be a probe"
     assert await one.send(5, topic=ALERT_TOPIC) is SENT
-    one.breakers.let_go(message(6))
+    one.breakers.release(message(6))
     one.at[KEY].answer = DEAD
     assert await one.send(7, topic=ALERT_TOPIC) is DEAD
     await one.breakers.close()
@@ -816,10 +824,10 @@ async def test_only_topics_that_render_for_the_destination_are_held_back(
     assert await one.refusal(2, "tel:1") is None
 
 
-# --- news -------------------------------------------------------------------------------------------------------------
+# --- refresh ---------------------------------------------------------------------------------------------------------
 
 
-async def test_news_of_one_destination_opens_no_other(
+async def test_a_refresh_closes_only_the_breakers_without_a_row(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock
 ) -> None:
     one = member()
@@ -892,6 +900,7 @@ async def test_knowledge_gained_during_a_query_is_newer_than_its_answer(
         if is_open_again:
             one.at[KEY].end(3, DEAD)
             await until(lambda: is_open(db) and one.breakers.open_count)
+        one.at[KEY].answer = SENT
         gate.opened.set()
         outcome = await asking
         if is_open_again:
@@ -900,8 +909,8 @@ async def test_knowledge_gained_during_a_query_is_newer_than_its_answer(
             assert one.at[KEY].received == [1, 3]
         else:
             assert one.breakers.open_count == 0
-            one.at[KEY].answer = SENT
-            assert await one.send(4) is SENT
+            assert outcome is SENT
+            assert one.at[KEY].received == [1, 3, 2]
             one.at[KEY].end(3)
 
 
@@ -911,11 +920,11 @@ async def test_knowledge_gained_during_a_query_is_newer_than_its_answer(
 async def test_messages_that_wait_for_room_continue_with_the_first_answer(
     member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(circuit_breaker, "_STALL_SECONDS", HOUR)
+    monkeypatch.setattr(bulkhead, "_STALL_SECONDS", HOUR)
     one = member(concurrency=1)
     async with asyncio.timeout(PATIENCE_SECONDS), one.sending(1), asyncio.TaskGroup() as group:
         waiting = group.create_task(one.send(2))
-        await until(lambda: one.breakers._circuits[KEY].waiting_count)
+        await until(lambda: one.breakers._circuits[KEY].room.waiting_count)
         assert one.at[KEY].received == [1]
         one.at[KEY].end(1)
         assert await waiting is SENT
@@ -931,7 +940,7 @@ async def test_the_silence_of_a_destination_begins_with_its_last_answer_or_first
     clock.now += HOUR
     async with one.sending(1), one.sending(2), one.sending(3), asyncio.TaskGroup() as group:
         waiting = group.create_task(one.send(4))
-        await until(lambda: waiting.done() or one.breakers._circuits[KEY].waiting_count)
+        await until(lambda: waiting.done() or one.breakers._circuits[KEY].room.waiting_count)
         assert not waiting.done(), "the silence has just begun"
         clock.now += 0.9
         one.at[KEY].end(1)
@@ -939,7 +948,7 @@ async def test_the_silence_of_a_destination_begins_with_its_last_answer_or_first
         async with one.sending(5):
             clock.now += 0.9
             waiting = group.create_task(one.send(6))
-            await until(lambda: waiting.done() or one.breakers._circuits[KEY].waiting_count)
+            await until(lambda: waiting.done() or one.breakers._circuits[KEY].room.waiting_count)
             assert not waiting.done(), "it has answered recently"
             assert await one.refusal(7) is None
             clock.now += 0.2
@@ -980,7 +989,7 @@ async def test_a_destination_in_use_by_others_is_not_forgotten(
     async with asyncio.TaskGroup() as group, one.sending(1):
         one.at[KEY].silent.add(2)
         second = group.create_task(one.send(2))
-        await until(lambda: 2 in one.at[KEY].received or one.breakers._circuits[KEY].waiting_count)
+        await until(lambda: 2 in one.at[KEY].received or one.breakers._circuits[KEY].room.waiting_count)
         one.at[KEY].end(1)
         await until(lambda: 2 in one.at[KEY].received)
         one.at[KEY].end(2, DEAD)
@@ -992,14 +1001,14 @@ async def test_a_destination_in_use_by_others_is_not_forgotten(
 async def test_of_too_many_destinations_the_least_recently_used_are_forgotten(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(circuit_breaker, "_MANY", 4)
+    monkeypatch.setattr(circuit_breakers, "_MAX_CIRCUITS", 4)
     one = member()
     keys = [f"line://{number}" for number in range(3)]
     for key in keys[:2]:
         await opened(one, db, key)
     async with one.sending(1, "line://busy"):
         db.execute("UPDATE pgoutbox.breaker SET retry_at = now() + interval '1 day' WHERE key = 'line://1'")
-        one.breakers._asked_for_news_at = float("-inf")
+        one.breakers._shared._refreshed_at = float("-inf")
         await one.send(1, "line://1")  # It learns the longer pause.
         clock.now += 12 * HOUR
         await opened(one, db, keys[2])
@@ -1011,7 +1020,7 @@ async def test_of_too_many_destinations_the_least_recently_used_are_forgotten(
 async def test_a_destination_forgotten_during_its_query_causes_no_error(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(circuit_breaker, "_MANY", 1)
+    monkeypatch.setattr(circuit_breakers, "_MAX_CIRCUITS", 1)
     one = member()
     await opened(one, db)
     db.execute("DELETE FROM pgoutbox.breaker")
@@ -1031,7 +1040,7 @@ async def test_a_destination_forgotten_during_its_query_causes_no_error(
 async def test_the_stop_waits_for_running_writes_only(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(circuit_breaker, "_CLOSE_SECONDS", HOUR)
+    monkeypatch.setattr(shared_breakers, "_CLOSE_SECONDS", HOUR)
     one = member()
     await opened(one, db)
     let_probe(db, clock)
@@ -1049,7 +1058,7 @@ async def test_the_stop_waits_for_an_unresponsive_database_only_up_to_its_limit(
     connect: Connect,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(circuit_breaker, "_CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(shared_breakers, "_CLOSE_SECONDS", 0.05)
     one, other = member(), connect()
     await opened(one, db)
     let_probe(db, clock)
@@ -1058,5 +1067,5 @@ async def test_the_stop_waits_for_an_unresponsive_database_only_up_to_its_limit(
         one.at[KEY].end(2)
     async with asyncio.timeout(PATIENCE_SECONDS):
         await one.breakers.close()
-    assert one.breakers._tasks
-    assert all(task.cancelling() for task in one.breakers._tasks)
+    assert one.breakers._shared._tasks
+    assert all(task.cancelling() for task in one.breakers._shared._tasks)

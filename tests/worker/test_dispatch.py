@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from pydantic import BaseModel
 
+from pgoutbox import Outbox
 from pgoutbox.clock import Duration, elapsed_clock
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.handlers import Context, Handler, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Transient, Unavailable
-from pgoutbox.retry import MAX_DELAY_SECONDS, RetryPolicy, bounded_delay
+from pgoutbox.retry import MAX_DELAY_SECONDS, bounded_delay
 from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
 from pgoutbox.worker.dispatcher import Dispatcher
 from pgoutbox.worker.results import Attempt, watch_thread
@@ -59,20 +60,18 @@ def handler_of(
     *,
     model: type[BaseModel] | None = None,
     permanent: tuple[type[BaseException], ...] = (),
-    timeout: Duration | None = None,
+    timeout: float | None = None,
     on_unknown: OnUnknown = "retry",
-    max_batch: int | None = None,
+    max_size: int | None = None,
 ) -> Handler:
-    return Handler.of(
+    return Handler(
         "greet",
         function,
-        retry=RetryPolicy(),
-        timeout=timeout,
+        timeout_seconds=timeout,
         on_unknown=on_unknown,
-        max_batch=max_batch,
-        transactional=False,
-        permanent_errors=permanent,
-        payload_model=model,
+        max_size=max_size,
+        permanent=permanent,
+        payload=model,
     )
 
 
@@ -116,7 +115,7 @@ def test_a_handler_that_does_not_take_two_arguments_is_refused_by_name() -> None
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), timedelta(seconds=-1)])
 def test_a_timeout_must_be_positive(timeout: Duration) -> None:
     with pytest.raises(ConfigurationError, match="timeout="):
-        handler_of(lambda message, ctx: None, timeout=timeout)
+        Outbox().handler("greet", timeout=timeout)(lambda message, ctx: None)
 
 
 def test_an_unknown_value_of_on_unknown_is_refused() -> None:
@@ -127,7 +126,7 @@ def test_an_unknown_value_of_on_unknown_is_refused() -> None:
 @pytest.mark.parametrize("size", [0, 5001])
 def test_a_batch_size_out_of_bounds_is_refused(size: int) -> None:
     with pytest.raises(ConfigurationError, match=f"max_size={size}: must be 1 to 5000"):
-        handler_of(lambda message, ctx: None, max_batch=size)
+        handler_of(lambda message, ctx: None, max_size=size)
 
 
 def test_a_callable_object_with_an_async_call_is_async() -> None:
@@ -166,7 +165,7 @@ async def test_in_a_batch_only_the_message_with_the_invalid_payload_fails(dispat
     async def greet(messages: list[Message[Greeting]], contexts: list[Context]) -> list[Outcome]:
         return [Skip(message.payload.name) for message in messages]
 
-    handler = handler_of(greet, model=Greeting, max_batch=10)
+    handler = handler_of(greet, model=Greeting, max_size=10)
     messages = [message_of({"name": "Ann"}), message_of({}, message_id=2), message_of({"name": "Bo"}, message_id=3)]
     attempts = [Attempt(message, handler, elapsed_clock(), hold) for message in messages]
     first, second, third = await dispatcher.run_batch(attempts)

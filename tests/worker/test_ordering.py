@@ -395,7 +395,7 @@ def test_an_error_in_a_fan_out_names_the_destination_and_stores_nothing(dsn: str
             outbox.enqueue_fanout(connection, "greet", 1, ["a:1", "not a URI"], content="shared")
         assert outbox.enqueue_fanout(connection, "greet", 1, [], content="shared") == []
         with pytest.raises(PayloadError, match="have no keys"):
-            outbox.enqueue_fanout(connection, outbox.topic("keyed", dedupe_key=str), 1, ["a:1"])
+            outbox.enqueue_fanout(connection, outbox.define(Topic("keyed", dedupe_key=str)), 1, ["a:1"])
         assert connection.execute("SELECT count(*) FROM pgoutbox.content").fetchone() == (0,)
 
 

@@ -40,7 +40,7 @@ def look_again(outbox: Outbox, connection: psycopg.Connection) -> int:
 
 
 def test_every_way_to_enqueue_takes_the_rule(outbox: Outbox, connect: Connect) -> None:
-    topic = outbox.topic("search.refresh", coalesce_key=str, coalesce_rule="pending")
+    topic = outbox.define(Topic("search.refresh", coalesce_key=str, coalesce_rule="pending"))
     with connect() as connection:
         outbox.enqueue(connection, "greet", 1, coalesce_key="k", coalesce_rule="pending")
         outbox.enqueue_many(
@@ -101,7 +101,7 @@ def test_a_topic_with_a_mistake_is_refused(options: dict[str, Any], message: str
 
 
 def test_a_call_for_a_topic_with_the_rule_must_not_pass_the_rule(outbox: Outbox, connect: Connect) -> None:
-    topic = outbox.topic("search.refresh", coalesce_key=str, coalesce_rule="pending")
+    topic = outbox.define(Topic("search.refresh", coalesce_key=str, coalesce_rule="pending"))
     with connect() as connection, pytest.raises(PayloadError, match="coalesce_rule: belongs to the definition"):
         outbox.enqueue(connection, topic, 1, coalesce_rule="newest")
 

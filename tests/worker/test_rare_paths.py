@@ -14,8 +14,7 @@ from pgoutbox import Context, Message, Outbox, RetryPolicy, Sent, Transient
 from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import Operator, Rate
-from pgoutbox.worker import Worker
-from pgoutbox.worker.worker import QueueShare
+from pgoutbox.worker import QueueShare, Worker
 from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.outbox_actions import (
     WatchedWorker,

@@ -78,12 +78,12 @@ async def test_a_refused_outcome_is_written_later_without_a_second_hand_over(dsn
     worker = Worker(outbox)
     async with running(worker):
         await until(lambda: [row.state for row in rows_of(db)].count("sent") == 9)
-        await until(lambda: worker.vitals().outcomes_refused == 3)
+        await until(lambda: worker.status().outcomes_refused == 3)
         assert {row.state for row in rows_of(db, *refused)} == {"sending"}
         assert worker.telemetry.counts[LogEvent.FINISH_REFUSED] == 3
         allow(db, "sent")
         await until(lambda: {row.state for row in rows_of(db)} == {"sent"})
-        await until(lambda: worker.vitals().outcomes_refused == 0)
+        await until(lambda: worker.status().outcomes_refused == 0)
     assert handed_over == dict.fromkeys(ids, 1)
     assert worker.telemetry.counts[LogEvent.OUTCOME_UNWRITTEN] == 0
 
@@ -98,8 +98,8 @@ async def test_a_topic_with_refused_outcomes_halts_until_one_is_written_and_othe
         ids = [enqueue(db) for _ in range(100)]
     worker = Worker(outbox)
     async with running(worker):
-        await until(lambda: worker.vitals().topics_halted == 1)
-        assert reasons_not_ready(worker.vitals(), poll_interval_seconds=3600) == [
+        await until(lambda: worker.status().topics_halted == 1)
+        assert reasons_not_ready(worker.status(), poll_interval_seconds=3600) == [
             "the database refuses the outcomes of 1 topic(s)"
         ]
         # Messages that waited in the process have been released; the others were never claimed.
@@ -110,7 +110,7 @@ async def test_a_topic_with_refused_outcomes_halts_until_one_is_written_and_othe
         assert [row.state for row in rows_of(db, *ids)].count("sending") == len(handed_over) - len(others)
         allow(db, "sent")
         await until(lambda: {row.state for row in rows_of(db)} == {"sent"})
-        await until(lambda: reasons_not_ready(worker.vitals(), poll_interval_seconds=3600) == [])
+        await until(lambda: reasons_not_ready(worker.status(), poll_interval_seconds=3600) == [])
     assert handed_over == dict.fromkeys([*ids, *others], 1)
     assert worker.telemetry.counts[LogEvent.TOPIC_HALTED] == worker.telemetry.counts[LogEvent.TOPIC_RESUMED] == 1
 
@@ -123,7 +123,7 @@ async def test_another_worker_does_not_get_a_message_whose_outcome_is_refused(ds
     (leased_until,) = db.execute("SELECT now() + interval '2 s'").fetchone() or (None,)
     worker = Worker(outbox)
     async with running(worker):
-        await until(lambda: worker.vitals().outcomes_refused == 1)
+        await until(lambda: worker.status().outcomes_refused == 1)
         # The first lease is over, and the message cannot be claimed.
         renewed = "SELECT lease_expires_at > %s AND now() > %s FROM pgoutbox.message_live WHERE id = %s"
         await until(lambda: db.execute(renewed, [leased_until, leased_until, message_id]).fetchone() == (True,))
@@ -223,7 +223,7 @@ async def test_a_retry_with_a_refused_error_is_kept_too(dsn: str, db: psycopg.Co
     message_id = enqueue(db)
     worker = Worker(outbox)
     async with running(worker):
-        await until(lambda: worker.vitals().outcomes_refused == 1)
+        await until(lambda: worker.status().outcomes_refused == 1)
         assert (state_of(db, message_id), handed_over) == ("sending", {message_id: 1})
     row = row_of(db, message_id)
     assert (row.state, row.last_error) == ("pending", "the database refused to write its outcome (23514)")

@@ -64,7 +64,7 @@ async def test_a_worker_notifies_when_it_is_ready_alive_and_stopping(
     worker = Worker(outbox)
     async with running(worker):
         await until(lambda: init.has_heard("READY"))
-        assert worker.vitals().is_started
+        assert worker.status().is_started
         await until(lambda: sum("WATCHDOG" in heard for heard in init.listen()) >= 3)
         assert not init.has_heard("STOPPING")
     assert init.has_heard("STOPPING")

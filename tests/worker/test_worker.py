@@ -587,9 +587,9 @@ async def test_an_attempt_ends_even_if_its_handler_ignores_its_cancellation(dsn:
         async with running(worker):
             await heard.wait_for(LogEvent.RETRY)
             assert attempts_of(db, message_id) == [(1, "retry", "timed out after 0.05 s, outcome unknown")]
-            assert worker.vitals().abandoned == 1
+            assert worker.status().abandoned == 1
             may_end.set()
-            await until(lambda: worker.vitals().abandoned == 0)
+            await until(lambda: worker.status().abandoned == 0)
     assert state_of(db, message_id) == State.PENDING
 
 

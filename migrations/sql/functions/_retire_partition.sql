@@ -15,7 +15,7 @@ DECLARE
     found_upper_at timestamptz;
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
-        RAISE EXCEPTION 'pgoutbox: the isolation level of this transaction does not allow it to retire a partition' USING
+        RAISE EXCEPTION 'pgoutbox: the isolation level of the transaction does not allow to retire a partition' USING
             ERRCODE = 'invalid_transaction_state',
             HINT = 'Use READ COMMITTED.';
     END IF;

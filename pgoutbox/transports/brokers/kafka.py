@@ -67,7 +67,7 @@ class KafkaTransport(BrokerTransport[str]):
     Raises `ConfigurationError` when a setting is missing or unusable, `MissingExtraError` without confluent-kafka.
     """
 
-    schemes = ("kafka",)
+    schemes: tuple[str, ...] = ("kafka",)
 
     def __init__(self, settings: Settings, *, options: Mapping[str, str | int | bool] | None = None) -> None:
         super().__init__(settings)

@@ -64,7 +64,7 @@ class NatsTransport(BrokerTransport[str]):
     Raises `ConfigurationError` when the setting `nats.url` is missing or unusable, `MissingExtraError` without nats-py.
     """
 
-    schemes = ("nats",)
+    schemes: tuple[str, ...] = ("nats",)
 
     def __init__(self, settings: Settings, *, tls_context: ssl.SSLContext | None = None) -> None:
         super().__init__(settings)

@@ -68,7 +68,7 @@ class RabbitMQTransport(BrokerTransport[_Address]):
     aiormq.
     """
 
-    schemes = ("rabbitmq",)
+    schemes: tuple[str, ...] = ("rabbitmq",)
 
     def __init__(self, settings: Settings, *, tls_context: ssl.SSLContext | None = None) -> None:
         super().__init__(settings)

@@ -52,7 +52,7 @@ class RedisTransport(BrokerTransport[str]):
     Raises `ConfigurationError` when the setting `redis.url` is missing or unusable, `MissingExtraError` without redis.
     """
 
-    schemes = ("redis",)
+    schemes: tuple[str, ...] = ("redis",)
 
     def __init__(self, settings: Settings, *, connection_count: int = 10) -> None:
         super().__init__(settings)

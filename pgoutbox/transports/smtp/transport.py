@@ -63,7 +63,7 @@ class SmtpTransport:
     Raises `ConfigurationError` when a setting is missing or unusable, `MissingExtraError` without aiosmtplib.
     """
 
-    schemes = ("mailto",)
+    schemes: tuple[str, ...] = ("mailto",)
 
     def __init__(
         self, settings: Settings, *, tls_context: ssl.SSLContext | None = None, idle_seconds: float = 60.0
@@ -72,7 +72,7 @@ class SmtpTransport:
         smtp = settings.smtp
         _check_settings(smtp)
         Redirect.of(settings.redirect)
-        self.redirect_to = settings.redirect.to
+        self.redirect_to: str | None = settings.redirect.to
         self._settings = settings
         self._smtp = smtp
         has_tls = smtp.security != "none"

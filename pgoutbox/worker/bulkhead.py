@@ -1,0 +1,75 @@
+"""The bulkhead: it limits the slots of each destination, so that a stalled one does not occupy all until its timeout.
+
+Each destination gets up to three times as many slots as are free of sends. A single one gets three quarters, and one
+slot is always left for others. A destination that uses its share and answers nothing for a second is stalled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+_SHARE = 3
+_STALL_SECONDS = 1.0
+
+T = TypeVar("T")
+
+
+class Bulkhead:
+    """The slots of one worker."""
+
+    def __init__(self, concurrency: float, clock: Callable[[], float]) -> None:
+        self.free_count = concurrency
+        self.clock = clock
+
+
+class Room:
+    """The sends to one destination. `answered_at` is the time of its last answer, or of the first send after a rest."""
+
+    __slots__ = ("_answered", "_bulkhead", "answered_at", "in_flight_count", "waiting_count")
+
+    def __init__(self, bulkhead: Bulkhead) -> None:
+        self._bulkhead = bulkhead
+        self._answered = asyncio.Event()
+        self.answered_at = 0.0
+        self.in_flight_count = 0
+        self.waiting_count = 0
+
+    @property
+    def is_in_use(self) -> bool:
+        return bool(self.in_flight_count or self.waiting_count)
+
+    @property
+    def is_full(self) -> bool:
+        return self.in_flight_count >= _SHARE * self._bulkhead.free_count
+
+    @property
+    def is_stalled(self) -> bool:
+        return self.is_full and self._bulkhead.clock() >= self.answered_at + _STALL_SECONDS
+
+    async def wait(self) -> None:
+        """Wait for the next answer of this destination, or until it is stalled."""
+        self._answered.clear()
+        self.waiting_count += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.answered_at + _STALL_SECONDS - self._bulkhead.clock()):
+                    await self._answered.wait()
+        finally:
+            self.waiting_count -= 1
+
+    async def use(self, send: Callable[[], Awaitable[T]]) -> T:
+        """Send in one slot."""
+        if not self.in_flight_count:
+            self.answered_at = self._bulkhead.clock()
+        self.in_flight_count += 1
+        self._bulkhead.free_count -= 1
+        try:
+            return await send()
+        finally:
+            self.in_flight_count -= 1
+            self._bulkhead.free_count += 1
+            self.answered_at = self._bulkhead.clock()
+            self._answered.set()

@@ -1,0 +1,259 @@
+"""The circuit breakers of one worker: stop sending to a transport or host that is down, and probe it with one message.
+
+Each send passes the breaker of its transport or host, and of its part if it has one, such as a sender. The bulkhead
+limits the slots of a destination. Breakers that are open are shared with all workers, through the database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.database.store import BreakerRow, Store
+from pgoutbox.message import Message, Outcome, Postponed, ReasonCode, Sent, Transient, Unavailable
+from pgoutbox.observability.events import Telemetry
+from pgoutbox.settings import Settings
+from pgoutbox.transports import Content, Transport, breaker_key, part_key, scheme_of
+from pgoutbox.transports.registry import MissingTransport, missing_key
+from pgoutbox.worker.alert import ALERT_TOPIC
+from pgoutbox.worker.bulkhead import Bulkhead, Room
+from pgoutbox.worker.circuit_breaker import WINDOW_SECONDS, Admission, CircuitBreaker
+from pgoutbox.worker.dispatcher import Send, send_by
+from pgoutbox.worker.shared_breakers import SharedBreakers
+
+_STALLED_PAUSE_SECONDS = 5.0
+_MAX_CIRCUITS = 1_000
+_TIMED_OUT = "no answer within the time limit of the handler"
+
+_Call = Callable[[], Awaitable[Outcome]]
+
+
+class _Circuit(NamedTuple):
+    breaker: CircuitBreaker
+    room: Room
+
+
+class CircuitBreakers:
+    """The circuit breakers of one worker. `send` calls the transport, after all checks."""
+
+    def __init__(
+        self,
+        store: Store,
+        transports: Mapping[str, Transport],
+        settings: Settings,
+        telemetry: Telemetry,
+        *,
+        alert_queue: str | None = None,
+        send: Send = send_by,
+        clock: Callable[[], float] = elapsed_clock,
+    ) -> None:
+        self._transports = transports
+        self._settings = settings
+        self._send_by = send
+        self._clock = clock
+        self._shared = SharedBreakers(store, telemetry, alert_queue=alert_queue, clock=clock)
+        self._bulkhead = Bulkhead(settings.concurrency, clock)
+        self._no_bulkhead = Bulkhead(math.inf, clock)  # The send of a part has its slot in its transport's bulkhead.
+        self._circuits: dict[str, _Circuit] = {}
+        self._probed_by: dict[int, CircuitBreaker] = {}
+        self._rendering_topics: set[str] = set()
+        self._is_stopping = False
+
+    @property
+    def watches_any(self) -> bool:
+        """Whether any circuit may refuse a message."""
+        return bool(self._circuits)
+
+    @property
+    def open_count(self) -> int:
+        """The number of breakers that are known to be open. Any thread may read it."""
+        return sum(not circuit.breaker.is_closed for circuit in self._circuits.copy().values())
+
+    async def refusal(self, message: Message[object]) -> Postponed | None:
+        """Return a snooze if the breaker refuses this message now, before its handler renders it; else None.
+
+        It refuses only messages of topics whose handler is known to send by a transport. When a probe is due, one
+        message passes; the caller reports the end of its attempt with `release`.
+        """
+        if message.destination is None or message.topic not in self._rendering_topics:
+            return None
+        scheme = scheme_of(message.destination)
+        key = breaker_key(self._transports.get(scheme) or MissingTransport(scheme), message, None)
+        circuit = None if key is None else self._circuits.get(key)
+        if circuit is None:
+            return None
+        match await self._admit(circuit, message):
+            case Admission.WAIT:
+                return self._postpone(circuit.breaker)
+            case Admission.PROBE:
+                self._probed_by[message.id] = circuit.breaker
+            case Admission.SEND if circuit.room.is_stalled:
+                return _stalled(circuit)
+        return None
+
+    def release(self, message: Message[object]) -> None:
+        """Report the end of the attempt of a message that was not refused, whether or not it was sent."""
+        breaker = self._probed_by.pop(message.id, None)
+        if breaker is not None:
+            breaker.release(message.id)
+
+    async def _admit(self, circuit: _Circuit, message: Message[object]) -> Admission:
+        # An alert may announce this very breaker: it neither counts nor probes.
+        admit = partial(circuit.breaker.admit, message.id, may_probe=message.topic != ALERT_TOPIC)
+        admission = admit(self._clock())
+        if admission is Admission.WAIT:
+            await self._shared.refresh(circuit.breaker for circuit in self._circuits.values())
+            # The refresh may have closed the breaker or changed its pause, and the pause may be over.
+            admission = admit(self._clock())
+        return admission
+
+    async def send(self, transport: Transport, message: Message[object], content: Content) -> Outcome:
+        """Call the transport, or snooze the message if a breaker is open. Such an attempt is not used up."""
+        self._rendering_topics.add(message.topic)
+        call: _Call = partial(self._send_by, transport, message, content)
+        part = part_key(transport, message, content)
+        if part is not None:
+            call = partial(self._send_through, part, message, call, is_part=True)
+        key = breaker_key(transport, message, content)
+        outcome = await (call() if key is None else self._send_through(key, message, call))
+        if message.attempt_count > 1 and isinstance(outcome, Sent):
+            # The message may have waited for a worker that has this transport.
+            scheme = content.scheme if message.destination is None else scheme_of(message.destination)
+            self._shared.close_if_stale(missing_key(scheme), on_open=lambda _: None)
+        return outcome
+
+    async def _send_through(self, key: str, message: Message[object], call: _Call, *, is_part: bool = False) -> Outcome:
+        circuit = self._circuits.get(key) or self._add(key, is_part=is_part)
+        room = circuit.room
+        try:
+            while (admission := await self._admit(circuit, message)) is Admission.SEND and room.is_full:
+                if room.is_stalled:
+                    return _stalled(circuit)
+                await room.wait()
+                # Other sends may have opened the breaker, or taken the room: ask again.
+            match admission:
+                case Admission.WAIT:
+                    return self._postpone(circuit.breaker)
+                case Admission.BYPASS:
+                    return await room.use(call)
+                case Admission.PROBE:
+                    return await self._ask_and_probe(circuit, message, call)
+                case Admission.SEND:
+                    return await self._send_and_record(circuit, message, call)
+        finally:
+            # Another circuit may have taken its place in the table during the send.
+            is_in_use = room.is_in_use or not circuit.breaker.is_forgettable(self._clock())
+            if not is_in_use and self._circuits.get(key) is circuit:
+                del self._circuits[key]
+
+    def _add(self, key: str, *, is_part: bool) -> _Circuit:
+        if len(self._circuits) >= _MAX_CIRCUITS:
+            long_ago = self._clock() - self._settings.breaker.max_cooldown_seconds - WINDOW_SECONDS
+            for circuit in list(self._circuits.values()):
+                last_at = max(circuit.breaker.retry_at or 0.0, circuit.room.answered_at)
+                if last_at < long_ago and not circuit.room.is_in_use:
+                    del self._circuits[circuit.breaker.key]
+        limits = self._settings.breaker.failures, self._settings.breaker.error_rate
+        room = Room(self._no_bulkhead if is_part else self._bulkhead)
+        circuit = self._circuits[key] = _Circuit(CircuitBreaker(key, *limits, is_part=is_part), room)
+        return circuit
+
+    async def _send_and_record(self, circuit: _Circuit, message: Message[object], call: _Call) -> Outcome:
+        breaker = circuit.breaker
+        counts = message.topic != ALERT_TOPIC
+        try:
+            outcome = await circuit.room.use(call)
+        except asyncio.CancelledError:
+            if counts and not breaker.is_part and not self._is_stopping:
+                trips = breaker.record_failure(self._clock())
+                self._shared.start(self._shared.record_failure(breaker, _TIMED_OUT, trips=trips))
+            raise
+        # Other sends may have opened the breaker during this one.
+        if isinstance(outcome, Sent):
+            breaker.record_success()
+            if message.attempt_count > 1:
+                self._shared.close_if_stale(breaker.key, on_open=partial(self._open, circuit))
+        elif counts and (failure := breaker.failure_of(outcome)) is not None:
+            trips = isinstance(failure, Unavailable) or breaker.record_failure(self._clock())
+            await self._shared.record_failure(breaker, failure.error, trips=trips)
+            # A probe of another message may have closed it again.
+            if not breaker.is_closed:
+                return self._postpone(breaker, failure)
+        return outcome
+
+    def _open(self, circuit: _Circuit, row: BreakerRow) -> None:
+        # The circuit may have been forgotten since its send, and another one may have taken its place.
+        self._circuits.setdefault(circuit.breaker.key, circuit).breaker.open(row, self._clock())
+
+    async def _ask_and_probe(self, circuit: _Circuit, message: Message[object], call: _Call) -> Outcome:
+        """Send the message if the database grants it the probe, or if the breaker is closed there."""
+        breaker = circuit.breaker
+        try:
+            probe_id = await self._shared.begin_probe(breaker)
+            if probe_id is not None:
+                return await self._probe(circuit, probe_id, call)
+            # The answer has closed or paused the breaker.
+            if breaker.is_closed:
+                return await self._send_and_record(circuit, message, call)
+            return self._postpone(breaker)
+        finally:
+            breaker.release(message.id)
+
+    async def _probe(self, circuit: _Circuit, probe_id: str, call: _Call) -> Outcome:
+        breaker, shared = circuit.breaker, self._shared
+        try:
+            outcome = await circuit.room.use(call)
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                breaker.pause(self._clock())
+            if isinstance(error, asyncio.CancelledError) and not self._is_stopping:
+                shared.start(shared.reopen(breaker, probe_id, _TIMED_OUT))
+            else:
+                shared.start(shared.release(breaker.key, probe_id))
+            raise
+        # The breaker may have changed by a refresh. The result of the probe is newer.
+        if isinstance(outcome, Sent):
+            breaker.close()
+            shared.start(shared.close(breaker.key, probe_id))
+        elif (failure := breaker.failure_of(outcome)) is not None:
+            await shared.reopen(breaker, probe_id, failure.error)
+            return self._postpone(breaker, failure)
+        else:
+            shared.start(shared.release(breaker.key, probe_id))
+        return outcome
+
+    def _postpone(self, breaker: CircuitBreaker, failure: Transient | Unavailable | None = None) -> Postponed:
+        """Postpone a message until the next probe and a little longer, so that not all messages come back at once.
+
+        If this message itself has a `failure`, postpone it at least until its `retry_after`.
+        """
+        at_least_seconds = 0.0 if failure is None else failure.retry_after or 0.0
+        return Postponed(
+            max(breaker.wait_seconds(self._clock()), at_least_seconds) + random.uniform(0, breaker.pause_seconds),
+            f"circuit breaker {breaker.key} is open: {breaker.error}",
+            code=ReasonCode.CIRCUIT_OPEN,
+            breaker_key=breaker.key,
+            unknown_error=failure.error if isinstance(failure, Transient) and failure.unknown else None,
+        )
+
+    def stop(self) -> None:
+        """Attribute all cancellations from now on to the end of the worker."""
+        self._is_stopping = True
+
+    async def close(self) -> None:
+        """Wait briefly until the results of the last probes are written."""
+        await self._shared.aclose()
+
+
+def _stalled(circuit: _Circuit) -> Postponed:
+    return Postponed(
+        _STALLED_PAUSE_SECONDS * random.uniform(1, 1.5),
+        f"{circuit.breaker.key} answers none of the {circuit.room.in_flight_count} sends in flight",
+        code=ReasonCode.STALLED,
+        breaker_key=circuit.breaker.key,
+    )

@@ -1,0 +1,178 @@
+"""The breakers that all workers share: an open breaker is a row of `pgoutbox.breaker`. Times come from the database.
+
+The row is read after a failure, before a probe when a pause is over, at most once a second while messages are held
+back, and at most once a minute when a message arrives that had to wait. It is not read for a send that succeeds at
+once, nor while there is nothing to send. The SQL statement decides whether a probe may close or reopen the breaker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import TypeVar
+
+import psycopg
+
+from pgoutbox.database.store import BreakerRow, Store
+from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.text import clean_text
+from pgoutbox.worker.circuit_breaker import CircuitBreaker
+
+_REFRESH_SECONDS = 1.0
+_STALE_CHECK_SECONDS = 60.0
+_MAX_CHECKED_COUNT = 1_000
+_CLOSE_SECONDS = 5.0
+
+T = TypeVar("T")
+
+
+class SharedBreakers:
+    """Reads and writes the rows, and applies the answers to the breakers of this process.
+
+    With `alert_queue`, the statement that opens or closes a breaker also enqueues an announcement there.
+    """
+
+    def __init__(
+        self, store: Store, telemetry: Telemetry, *, alert_queue: str | None, clock: Callable[[], float]
+    ) -> None:
+        self._store = store
+        self._telemetry = telemetry
+        self._alert_queue = alert_queue
+        self._clock = clock
+        self._checked_at: dict[str, float] = {}
+        self._refreshed_at = float("-inf")
+        self._reading: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    async def record_failure(self, breaker: CircuitBreaker, error: str, *, trips: bool) -> None:
+        """Open the breaker if this failure `trips` it, or if it is open for other workers."""
+        if not breaker.is_closed:
+            return
+        row = await self._ask(self._failed(breaker.key, error, trips=trips))
+        if row is None and trips:
+            # Another worker opened it during the statement, which could not see that row.
+            row = await self._ask(self._failed(breaker.key, error, trips=trips))
+        if isinstance(row, BreakerRow):
+            # Another send may have opened it too. The newest row is right.
+            breaker.open(row, self._clock())
+
+    async def _failed(self, key: str, error: str, *, trips: bool) -> BreakerRow | None:
+        row = await self._store.breaker_failed(key, trips=trips, error=clean_text(error), alert_queue=self._alert_queue)
+        if row is not None and row.opened:
+            self._telemetry.report(
+                logging.WARNING, LogEvent.BREAKER_OPENED, "breaker opened", breaker=key, retry_seconds=row.retry_seconds
+            )
+        return row
+
+    async def begin_probe(self, breaker: CircuitBreaker) -> str | None:
+        """Return the id of a granted probe. Without one, the breaker is closed, or paused for another time."""
+        row = await self._ask(self._store.breaker_probe(breaker.key))
+        # A refresh may have changed the breaker during the statement. This row is newer.
+        if isinstance(row, Exception):
+            breaker.pause(self._clock())
+        elif row is None:
+            breaker.close()  # Another worker's probe has succeeded, or an operator closed it.
+        elif row.probe_id is None:
+            breaker.open(row, self._clock())
+        else:
+            return row.probe_id
+        return None
+
+    async def close(self, key: str, probe_id: str) -> None:
+        """Close the row after a successful probe. If this fails, the probe counts as lost once its time is over."""
+        open_seconds = await self._ask(self._store.breaker_close(key, probe_id, alert_queue=self._alert_queue))
+        if isinstance(open_seconds, float):
+            self._telemetry.report(
+                logging.INFO, LogEvent.BREAKER_CLOSED, "breaker closed", breaker=key, open_seconds=open_seconds
+            )
+
+    async def reopen(self, breaker: CircuitBreaker, probe_id: str, error: str) -> None:
+        """Extend the pause after a failed probe."""
+        breaker.pause(self._clock())
+        row = await self._ask(self._store.breaker_reopen(breaker.key, probe_id, error=clean_text(error)))
+        if isinstance(row, BreakerRow):
+            # A refresh may have read an older row during this statement.
+            breaker.open(row, self._clock())
+            self._telemetry.report(
+                logging.INFO,
+                LogEvent.BREAKER_REOPENED,
+                "breaker stays open",
+                breaker=breaker.key,
+                retry_seconds=row.retry_seconds,
+            )
+
+    async def release(self, key: str, probe_id: str) -> None:
+        """Give a probe without a result back."""
+        await self._ask(self._store.breaker_release(key, probe_id))
+
+    def close_if_stale(self, key: str, *, on_open: Callable[[BreakerRow], None]) -> None:
+        """Close the row after a send succeeded, in case the worker that opened it is gone. At most once a minute.
+
+        `on_open` gets the row if it cannot be probed yet.
+        """
+        now = self._clock()
+        if now < self._checked_at.get(key, 0.0) + _STALE_CHECK_SECONDS:
+            return
+        if len(self._checked_at) >= _MAX_CHECKED_COUNT:
+            self._checked_at.clear()
+        self._checked_at[key] = now
+        self.start(self._close_if_stale(key, on_open))
+
+    async def _close_if_stale(self, key: str, on_open: Callable[[BreakerRow], None]) -> None:
+        row = await self._ask(self._store.breaker_probe(key))
+        if isinstance(row, BreakerRow):
+            await self.close(key, row.probe_id) if row.probe_id is not None else on_open(row)
+
+    async def refresh(self, breakers: Iterable[CircuitBreaker]) -> None:
+        """Read the rows of paused breakers again, at most once a second. Concurrent callers share one query.
+
+        Another worker's probe may have succeeded, or an operator has closed a breaker.
+        """
+        if self._reading is None:
+            now = self._clock()
+            paused = [breaker for breaker in breakers if breaker.is_paused(now)]
+            if not paused or now - self._refreshed_at < _REFRESH_SECONDS:
+                return
+            self._refreshed_at = now
+            self._reading = self.start(self._read(paused, now))
+        await asyncio.shield(self._reading)
+
+    async def _read(self, paused: Sequence[CircuitBreaker], asked_at: float) -> None:
+        try:
+            rows = await self._ask(self._store.breakers([breaker.key for breaker in paused]))
+        finally:
+            self._reading = None
+        if isinstance(rows, dict):
+            for breaker in paused:
+                # A probe or a failure may have changed the breaker since the query: `refresh` checks it.
+                breaker.refresh(rows.get(breaker.key), asked_at=asked_at, now=self._clock())
+
+    async def _ask(self, question: Coroutine[object, object, T]) -> T | Exception:
+        """Return the database's answer, or the error if it did not answer.
+
+        The cancellation of a send does not break the connection of this query.
+        """
+        try:
+            return await asyncio.shield(self.start(question))
+        except (psycopg.Error, OSError) as error:
+            reason = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".rstrip()
+            text = "the shared circuit breaker could not be read"
+            self._telemetry.report(logging.WARNING, LogEvent.BREAKER_UNKNOWN, text, reason=reason)
+            return error
+
+    def start(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
+        """Run this in the background, until `aclose` at the latest."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def aclose(self) -> None:
+        """Wait briefly until the results of the last probes are written. A lost result costs another probe."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _CLOSE_SECONDS
+        while self._tasks and (remaining := deadline - loop.time()) > 0:
+            await asyncio.wait(self._tasks, timeout=remaining)
+        for task in list(self._tasks):
+            task.cancel()

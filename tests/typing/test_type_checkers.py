@@ -1,0 +1,86 @@
+"""Tests that mypy and pyright, both in strict mode, accept the documented programs and know all public types."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+import pgoutbox
+from tests.support.pages import DOCS, ROOT, blocks_of
+
+pytestmark = pytest.mark.slow
+
+PAGES: Final = (ROOT / "README.md", DOCS / "tutorial.md", *sorted((DOCS / "how-to").glob("*.md")))
+# Django and asyncpg ship no types. tests/typing/check_public_api.py has the shapes of their type stubs.
+UNTYPED: Final = re.compile(r"^(?:import|from) (?:asyncpg|django)\b", re.MULTILINE)
+# The second block of the README continues the first one, with a model of the reader's.
+README_PREFIX: Final = "from shop import outbox\n\n\nclass Order:\n    id: int\n    email: str\n\n\n"
+
+
+def run(*command: str, directory: Path) -> str:
+    """Return the output of a checker, which sees the package of this checkout."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MYPYPATH": str(ROOT), "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=directory,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with the Python blocks of the pages, each in a file of its own."""
+    directory = tmp_path_factory.mktemp("programs")
+    for page in PAGES:
+        for block in blocks_of(page, "python"):
+            if UNTYPED.search(block.text) is not None:
+                continue
+            name = block.file_name or f"{page.stem.replace('-', '_')}_line_{block.line}.py"
+            continues = page.name == "README.md" and block.file_name is None
+            (directory / name).write_text(README_PREFIX * continues + block.text)
+    (directory / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict", "pythonVersion": "3.11"}')
+    assert len(list(directory.glob("*.py"))) > 40
+    return directory
+
+
+def test_mypy_accepts_the_documented_programs(programs: Path) -> None:
+    output = run("mypy", "--config-file=", "--strict", "--python-version=3.11", ".", directory=programs)
+    assert output.startswith("Success"), output
+
+
+def test_pyright_accepts_the_documented_programs(programs: Path) -> None:
+    output = run("pyright", "--pythonpath", sys.executable, directory=programs)
+    assert output.startswith("0 errors"), output
+
+
+def test_pyright_accepts_the_public_api_and_the_examples() -> None:
+    output = run("pyright", "--pythonpath", sys.executable, directory=ROOT)
+    assert output.startswith("0 errors"), output
+
+
+def test_every_public_name_has_a_complete_type(tmp_path: Path) -> None:
+    command = ["--verifytypes", "pgoutbox", "--ignoreexternal", "--outputjson", "--pythonpath", sys.executable]
+    report = json.loads(run("pyright", *command, directory=tmp_path))["typeCompleteness"]
+    modules: list[str] = sorted((module["name"] for module in report["modules"]), key=len, reverse=True)
+    public = {"pgoutbox", *pgoutbox.PUBLIC_MODULES}
+
+    def module_of(symbol: dict[str, Any]) -> str:
+        return next(m for m in modules if f"{symbol['name']}.".startswith(f"{m}."))
+
+    symbols = [symbol for symbol in report["symbols"] if module_of(symbol) in public]
+    assert len(symbols) > 500
+    incomplete = {s["name"]: s["diagnostics"] for s in symbols if s["isTypeAmbiguous"] or not s["isTypeKnown"]}
+    assert incomplete == {}

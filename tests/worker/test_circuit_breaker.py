@@ -1,0 +1,169 @@
+"""Tests the state machine of one circuit breaker, as a table of its transitions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pgoutbox.database.store import BreakerRow
+from pgoutbox.message import Permanent, Sent, Transient, Unavailable
+from pgoutbox.worker.circuit_breaker import Admission, CircuitBreaker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pgoutbox.message import Outcome
+
+NOW = 1_000.0
+SEND, PROBE, BYPASS, WAIT = Admission.SEND, Admission.PROBE, Admission.BYPASS, Admission.WAIT
+SOON, LATER = BreakerRow(10.0, 50.0, "down", False, None), BreakerRow(100.0, 50.0, "still down", False, None)
+PROBED_ELSEWHERE = BreakerRow(-1.0, 50.0, "down", False, None)
+
+
+def breaker_in(state: str, *, is_part: bool = False) -> CircuitBreaker:
+    """Return a breaker in this state at `NOW`. In the state `probing`, message 1 is the probe holder."""
+    breaker = CircuitBreaker("key", failure_limit=3, error_rate=0.5, is_part=is_part)
+    if state != "closed":
+        breaker.open(SOON, NOW if state == "open" else NOW - 10)
+    if state == "probing":
+        assert breaker.admit(1, NOW) is PROBE
+    return breaker
+
+
+def state_of(breaker: CircuitBreaker, now: float = NOW) -> str:
+    if breaker.is_closed:
+        return "closed"
+    if breaker.is_paused(now):
+        return "open"
+    return "half-open" if breaker.probe_holder is None else "probing"
+
+
+@pytest.mark.parametrize(
+    ("state", "first", "other", "alert"),
+    [
+        ("closed", SEND, SEND, SEND),
+        ("open", WAIT, WAIT, WAIT),
+        ("half-open", PROBE, WAIT, BYPASS),
+        ("probing", PROBE, WAIT, BYPASS),
+    ],
+)
+def test_a_state_admits(state: str, first: Admission, other: Admission, alert: Admission) -> None:
+    breaker = breaker_in(state)
+    assert breaker.admit(3, NOW, may_probe=False) is alert
+    assert breaker.admit(1, NOW) is first
+    assert breaker.admit(2, NOW) is other
+    assert breaker.admit(1, NOW) is first, "the probe holder may ask again"
+
+
+EVENTS: dict[str, Callable[[CircuitBreaker], object]] = {
+    "open": lambda breaker: breaker.open(LATER, NOW),
+    "open, probed elsewhere": lambda breaker: breaker.open(PROBED_ELSEWHERE, NOW),
+    "pause": lambda breaker: breaker.pause(NOW),
+    "close": lambda breaker: breaker.close(),
+    "failure": lambda breaker: breaker.record_failure(NOW),
+    "success": lambda breaker: breaker.record_success(),
+    "admit": lambda breaker: breaker.admit(1, NOW),
+    "admit an alert": lambda breaker: breaker.admit(1, NOW, may_probe=False),
+    "release the holder": lambda breaker: breaker.release(1),
+    "release another": lambda breaker: breaker.release(2),
+    "refresh with a row": lambda breaker: breaker.refresh(LATER, asked_at=NOW, now=NOW),
+    "refresh without a row": lambda breaker: breaker.refresh(None, asked_at=NOW, now=NOW),
+    "refresh from before the change": lambda breaker: breaker.refresh(None, asked_at=NOW - 11, now=NOW),
+}
+STATES = ("closed", "open", "half-open", "probing")
+TRANSITIONS = {
+    "open": ("open", "open", "open", "open"),
+    "open, probed elsewhere": ("open", "open", "open", "open"),
+    "pause": ("open", "open", "open", "open"),
+    "close": ("closed", "closed", "closed", "closed"),
+    "failure": ("closed", "open", "half-open", "probing"),
+    "success": ("closed", "open", "half-open", "probing"),
+    "admit": ("closed", "open", "probing", "probing"),
+    "admit an alert": ("closed", "open", "half-open", "probing"),
+    "release the holder": ("closed", "open", "half-open", "half-open"),
+    "release another": ("closed", "open", "half-open", "probing"),
+    "refresh with a row": ("closed", "open", "open", "open"),
+    "refresh without a row": ("closed", "closed", "closed", "closed"),
+    "refresh from before the change": ("closed", "open", "half-open", "probing"),
+}
+
+
+@pytest.mark.parametrize(
+    ("event", "state", "after"),
+    [(event, state, after) for event, row in TRANSITIONS.items() for state, after in zip(STATES, row, strict=True)],
+)
+def test_an_event_leads_from_a_state_to_a_state(event: str, state: str, after: str) -> None:
+    breaker = breaker_in(state)
+    assert state_of(breaker) == state
+    EVENTS[event](breaker)
+    assert state_of(breaker) == after
+
+
+def test_the_pause_ends_at_the_retry_time() -> None:
+    breaker = breaker_in("open")
+    assert (state_of(breaker, NOW + 9.9), state_of(breaker, NOW + 10)) == ("open", "half-open")
+    assert (breaker.wait_seconds(NOW + 4), breaker.wait_seconds(NOW + 10)) == (6, 5)
+
+
+@pytest.mark.parametrize(("cooldown_seconds", "pause_seconds"), [(0.001, 0.05), (20.0, 2.0), (3_600.0, 10.0)])
+def test_the_pause_beside_another_workers_probe_is_a_tenth_within_bounds(
+    cooldown_seconds: float, pause_seconds: float
+) -> None:
+    breaker = breaker_in("closed")
+    breaker.open(BreakerRow(0.0, cooldown_seconds, "down", False, None), NOW)
+    assert breaker.retry_at == NOW + pause_seconds
+
+
+def count(breaker: CircuitBreaker, sends: str, now: float = NOW) -> str:
+    """Record these sends, `f` for a failure and `s` for a success. Return the failures that reach a limit as `F`."""
+    answers = ""
+    for send in sends:
+        if send == "s":
+            breaker.record_success()
+            answers += send
+        else:
+            answers += "F" if breaker.record_failure(now) else "f"
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("sends", "answers"),
+    [
+        ("fff", "ffF"),
+        ("ffsff", "ffsff"),
+        ("fs" * 9 + "ssf", "fs" * 9 + "ssf"),  # 10 of 21 are less than a half.
+        ("fs" * 9 + "ff", "fs" * 9 + "fF"),  # 11 of 20.
+        ("fs" * 8 + "ff", "fs" * 8 + "ff"),  # 18 sends are too few for a rate.
+    ],
+)
+def test_failures_in_succession_or_their_rate_reach_the_limit(sends: str, answers: str) -> None:
+    assert count(breaker_in("closed"), sends) == answers
+
+
+def test_the_rate_begins_again_after_a_minute() -> None:
+    breaker = breaker_in("closed")
+    count(breaker, "fs" * 9)
+    assert not breaker.is_forgettable(NOW)
+    assert breaker.is_forgettable(NOW + 61)
+    assert count(breaker, "fsf", NOW + 61) == "fsf"
+    assert not breaker.is_forgettable(NOW + 122), "failures in succession count at any interval"
+
+
+def test_closing_forgets_the_counts() -> None:
+    breaker = breaker_in("closed")
+    assert [breaker.record_failure(NOW) for _ in range(3)] == [False, False, True]
+    breaker.close()
+    assert breaker.is_forgettable(NOW)
+    assert not breaker.record_failure(NOW)
+
+
+OUTAGE, MINE, ALL = Transient("down", outage=True), Unavailable("x", breaker="key"), Unavailable("x")
+OTHERS: list[Outcome] = [Unavailable("x", breaker="other"), Transient("full"), Permanent("no"), Sent()]
+
+
+@pytest.mark.parametrize(("is_part", "failures"), [(False, [OUTAGE, MINE, ALL]), (True, [MINE])])
+def test_an_outcome_is_a_failure_of_the_breaker_that_it_concerns(is_part: bool, failures: list[Outcome]) -> None:
+    breaker = breaker_in("closed", is_part=is_part)
+    outcomes: list[Outcome] = [OUTAGE, MINE, ALL, *OTHERS]
+    assert [outcome for outcome in outcomes if breaker.failure_of(outcome)] == failures
