@@ -18,10 +18,10 @@ from benchmarks.report import Result, Table, Verdict, median, percentile
 from benchmarks.server import Server
 from pgoutbox.dashboard import create_app
 from pgoutbox.dashboard.database import STATEMENT_SECONDS
-from pgoutbox.dashboard.reads import CAP, GROUP_ROWS, QUEUE_CAP, SEARCH_ROWS, Search
+from pgoutbox.dashboard.reads import CAP, GROUP_ROWS, QUEUE_CAP, SEARCH_ROWS
 from pgoutbox.database import sql
 from pgoutbox.message import State
-from pgoutbox.operations.messages import MessageFilter
+from pgoutbox.operations import MessageFilter
 from pgoutbox.settings import load_settings
 
 _TOKEN = "benchmark-" * 4
@@ -148,8 +148,8 @@ async def _time_pages(dsn: str, count: int) -> dict[str, list[float]]:
 
 
 def _looks(count: int) -> dict[str, dict[str, object]]:
-    nowhere = Search(MessageFilter(topic="no.such"))
-    failed = Search(MessageFilter(states=(State.FAILED,)), "0" * 32)
+    nowhere = MessageFilter(topic="no.such")
+    failed = MessageFilter(states=(State.FAILED,), error_group="0" * 32)
     search = {"before_id": None, "not_below_id": None, "limit": 51}
     return {
         "COUNT_OPEN": {"cap": CAP + 1},

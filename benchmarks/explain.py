@@ -13,7 +13,7 @@ from benchmarks.options import CLAIM_PARAMETERS, TOPIC, Options
 from benchmarks.report import Result, Table, median, percentile
 from benchmarks.server import Server, load_pending, load_sent, settle
 from pgoutbox.database import sql
-from pgoutbox.database.store import NO_FLOOR, ClaimedRow
+from pgoutbox.database.store import BEGINNING, ClaimedRow
 from pgoutbox.database.worker_connection import timeouts
 from pgoutbox.settings import load_settings
 
@@ -81,7 +81,7 @@ def _plan_of_claim(connection: psycopg.Connection[tuple[object, ...]]) -> str:
 def _time_claims(connection: psycopg.Connection[tuple[object, ...]], count: int, *, with_floor: bool) -> list[float]:
     cursor = connection.cursor(binary=True)
     times = []
-    floor: tuple[Any, Any] = NO_FLOOR
+    floor: tuple[Any, Any] = BEGINNING
     for _ in range(count + 1):
         began_at = time.perf_counter()
         cursor.execute(sql.CLAIM_FRESH, {**CLAIM_PARAMETERS, "floor_at": floor[0], "floor_id": floor[1]}, prepare=True)

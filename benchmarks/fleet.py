@@ -18,8 +18,7 @@ from benchmarks.options import TOPIC, Options
 from benchmarks.processes import Child, child, wait_until
 from benchmarks.report import Result, Table, Verdict
 from benchmarks.server import Server
-from pgoutbox.operations import queue_controls, retention
-from pgoutbox.operations.queue_controls import Rate
+from pgoutbox.operations import Operator, Rate
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
 
@@ -34,7 +33,7 @@ def run_limits(server: Server, options: Options) -> Result:
     """Run four processes with a limit of 20 a second and a burst of 5; the receiver counts."""
     with _fleet(server, _LIMIT_PROCESSES, fail_percent=0) as fleet:
         with psycopg.connect(fleet.dsn, autocommit=True) as connection:
-            queue_controls.limit_rate(connection, "default", Rate(_RATE, 1), burst=_BURST)
+            Operator(connection).limit_rate("default", Rate(_RATE, 1), burst=_BURST)
             connection.execute(
                 "SELECT count(*) FROM generate_series(1, %s) AS n, LATERAL pgoutbox.enqueue(%s, to_jsonb(n))",
                 (options.limited_messages, TOPIC),
@@ -128,7 +127,7 @@ def run_fanout(server: Server, options: Options) -> Result:
         connection.autocommit = True
         wait_until(lambda: _is_empty(connection), what="the last message to be sent")
         connection.execute("UPDATE pgoutbox.message SET finished_at = finished_at - interval '2 days'")
-        retention.prune(connection, timedelta(days=1))
+        Operator(connection).prune(timedelta(days=1))
         left = connection.execute("SELECT count(*) FROM pgoutbox.content").fetchone()
     size = len(str(content["html"]))
     result = Result("fanout", {"destinations": len(destinations), "content_bytes": size})

@@ -18,7 +18,7 @@ from benchmarks.processes import child
 from benchmarks.report import Result, Table, Verdict, median
 from benchmarks.server import Server, settle_all
 from pgoutbox.database import operator_connection
-from pgoutbox.operations import retention
+from pgoutbox.operations import Operator
 from pgoutbox.settings import load_settings
 
 _RATE = 500
@@ -115,8 +115,8 @@ def _measure(server: Server, options: Options, variant: str) -> _Measured:
             {"topic": TOPIC, "count": options.retention_messages, "keeps_one": variant == _ROWS},
         )
         for state in ("sent", "skipped", "cancelled"):
-            retention.set_retention(connection, "*", state, timedelta(days=30))
-        retention.set_retention(connection, "audit", "sent", None if variant == _ROWS else timedelta(days=30))
+            Operator(connection).set_retention("*", state, timedelta(days=30))
+        Operator(connection).set_retention("audit", "sent", None if variant == _ROWS else timedelta(days=30))
         settle_all(connection)
         with child("steady", "finish", dsn=dsn) as finisher, child("steady", "enqueue", dsn=dsn) as producer:
             for started in (producer, finisher):
@@ -143,5 +143,5 @@ def _let_go(dsn: str, variant: str) -> float:
             timer.start()
             stack.callback(timer.join)
         with operator_connection.connect(load_settings(dsn=dsn)) as connection:
-            retention.prune_by_retention(connection)
+            Operator(connection).prune_by_retention()
     return time.monotonic() - began_at

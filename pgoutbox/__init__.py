@@ -34,13 +34,13 @@ from pgoutbox.transports.smtp.templates import Templates
 from pgoutbox.transports.webhook.request import Webhook
 
 if TYPE_CHECKING:
+    from pgoutbox.operations import Operator
     from pgoutbox.worker import Worker
 
 # Public modules, besides this one. Most applications need none of them.
 PUBLIC_MODULES = (
     "pgoutbox.dashboard",
     "pgoutbox.dashboard.access",
-    "pgoutbox.database.operator_connection",
     "pgoutbox.doctor",
     "pgoutbox.embedded",
     "pgoutbox.errors",
@@ -48,9 +48,7 @@ PUBLIC_MODULES = (
     "pgoutbox.message",
     "pgoutbox.migrate",
     "pgoutbox.observability.prometheus",
-    "pgoutbox.operations.messages",
-    "pgoutbox.operations.queue_controls",
-    "pgoutbox.operations.retention",
+    "pgoutbox.operations",
     "pgoutbox.outbox",
     "pgoutbox.retry",
     "pgoutbox.settings",
@@ -90,6 +88,7 @@ __all__ = [
     "MissingExtraError",
     "NewMessage",
     "Notification",
+    "Operator",
     "Outbox",
     "PayloadError",
     "Permanent",
@@ -116,7 +115,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # A process that only enqueues does not load the worker.
+    # A process that only enqueues loads neither of them.
+    if name == "Operator":
+        from pgoutbox.operations import Operator
+
+        return Operator
     if name == "Worker":
         from pgoutbox.worker import Worker
 

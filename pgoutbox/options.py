@@ -22,6 +22,7 @@ from pgoutbox.errors import PayloadError
 from pgoutbox.redaction import check_redacted_name
 from pgoutbox.text import NAME, check_storable, member, preview
 
+MAX_ID: Final = 2**63 - 1
 MAX_KEY_BYTES: Final = 512
 MAX_DESTINATION_BYTES: Final = 2_048
 MAX_HEADER_COUNT: Final = 64

@@ -440,6 +440,7 @@ def schema_page(connection: psycopg.Connection) -> str:
 _MODULE_TITLES: Final = {
     "pgoutbox.outbox": "Register and enqueue",
     "pgoutbox.enqueue.generators": "Results",
+    "pgoutbox.operations.operator": "Operators",
     "pgoutbox.topics": "Messages to enqueue",
     "pgoutbox.retry": "Retry policy",
     "pgoutbox.message": "Messages, states and outcomes",
@@ -461,6 +462,11 @@ _FURTHER_NAMES: Final = {
         "upgrade", "grants", "create_roles_sql", "downgrade", "current", "head", "upgrade_sql", "version_location",
         "include_name",
     ),
+    "pgoutbox.operations": (
+        "MessageFilter", "MessageResult", "RedriveResult", "ResendResult", "Batch", "Rate", "Pause", "ClosedBreaker",
+        "PruneTotals", "ListedMessage", "ShownMessage", "ShownAttempt", "JsonText", "TopicCounts", "QueueControls",
+        "OpenBreaker", "RetentionRule", "AuditRow", "Action",
+    ),
     "pgoutbox.embedded": ("embedded_server", "EmbeddedServer"),
     "pgoutbox.transports": ("Transport", "Content"),
     "pgoutbox.transports.smtp": ("SmtpTransport",),
@@ -475,7 +481,7 @@ _FURTHER_NAMES: Final = {
 }  # fmt: skip
 
 # pgoutbox creates these; applications do not.
-_NOT_CONSTRUCTED: Final = frozenset({"Context", "SyncContext"})
+_NOT_CONSTRUCTED: Final = frozenset({"Context", "SyncContext", "JsonText"})
 
 
 def api_page() -> str:
@@ -597,6 +603,10 @@ def _unpacked(annotation: object) -> Iterator[str]:
 def _default_text(value: object) -> str:
     if type(value).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":
         return "{}"
+    if isinstance(value, enum.Enum):
+        return str(value)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_default_text, value))})"
     return "..." if type(value) is object else repr(value)
 
 

@@ -15,7 +15,7 @@ import psycopg
 from benchmarks.options import CLAIM_PARAMETERS
 from benchmarks.programs.lifeline import Meter, hold_lifeline
 from pgoutbox.database import sql
-from pgoutbox.database.store import NO_FLOOR, ClaimedRow
+from pgoutbox.database.store import BEGINNING, ClaimedRow
 from pgoutbox.database.worker_connection import timeouts
 from pgoutbox.settings import load_settings
 
@@ -29,7 +29,7 @@ def main(batch_size: int) -> int:
     with psycopg.connect(os.environ["PGOUTBOX_DSN"], autocommit=True) as connection:
         connection.execute(sql.PREPARE_SESSION, timeouts(settings), prepare=False)
         cursor = connection.cursor(binary=True)
-        floor: tuple[datetime | None, int] = NO_FLOOR
+        position: tuple[datetime | None, int] = BEGINNING
         while True:
             meter.begin()
             cursor.execute(
@@ -37,15 +37,15 @@ def main(batch_size: int) -> int:
                 {
                     **CLAIM_PARAMETERS,
                     "total": batch_size,
-                    "floor_at": floor[0],
-                    "floor_id": floor[1],
+                    "floor_at": position[0],
+                    "floor_id": position[1],
                 },
                 prepare=True,
             )
             rows = cursor.fetchall()
-            if not rows and floor == NO_FLOOR:
+            if not rows and position == BEGINNING:
                 break
-            floor = max((row[AVAILABLE_AT], row[0]) for row in rows) if len(rows) == batch_size else NO_FLOOR
+            position = max((row[AVAILABLE_AT], row[0]) for row in rows) if len(rows) == batch_size else BEGINNING
             if rows:
                 parameters = {
                     "ids": [row[0] for row in rows],

@@ -7,34 +7,13 @@ command in a transaction that is rolled back.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
-from datetime import datetime
-from pathlib import Path
-from typing import Annotated, Final, TypeVar
+from collections import Counter
+from collections.abc import Iterable
+from typing import Annotated, Final
 
-import psycopg
 import typer
-from psycopg.rows import TupleRow
 
-from pgoutbox.cli.arguments import (
-    App,
-    DryRun,
-    Dsn,
-    IdFile,
-    Ids,
-    InQueue,
-    InTopic,
-    Json,
-    Since,
-    ToDestination,
-    Until,
-    WithKey,
-    WithText,
-    Yes,
-    parse_id,
-    read_ids,
-)
+from pgoutbox.cli.arguments import BulkOptions, Dsn, Json, expanded, parse_id, read_ids
 from pgoutbox.cli.console import (
     FAILED,
     pluralize,
@@ -49,226 +28,93 @@ from pgoutbox.cli.program import (
     app,
     confirm,
     interruptible,
+    open_operator,
     print_messages,
     read_settings,
     redacted_names_of,
     require_known_queue,
 )
-from pgoutbox.database import operator_connection
 from pgoutbox.enqueue.generators import CancelResult
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
-from pgoutbox.operations import messages
-from pgoutbox.operations.audit import Action
-from pgoutbox.operations.messages import MessageFilter
+from pgoutbox.operations import Action, MessageFilter, MessageResult, Operator, RedriveResult, ResendResult
+from pgoutbox.operations.records import AnyResult, BulkAction
 from pgoutbox.settings import Settings
-
-_T = TypeVar("_T")
-_Totals = messages.RedriveTotals | messages.ResendTotals | messages.CancelTotals
-_Connection = psycopg.Connection[TupleRow]
 
 _MAX_COUNT: Final = 100_000
 _PREVIEW_ROWS: Final = 10
-_BATCH: Final = 500
-_SELECTION_HINT: Final = "give message ids, --file, or a filter such as --topic"
+_COMMITTED: Final = "the changes so far are committed; run the command again for the rest"
+_RESULTS: Final = {"redrive": RedriveResult, "resend": ResendResult, "cancel": CancelResult}
+_DONE: Final = {
+    RedriveResult.REDRIVEN: "pending again",
+    ResendResult.RESENT: "resent",
+    CancelResult.CANCELLED: "cancelled",
+    CancelResult.REQUESTED: "asked to stop; its handler is notified, and it is not retried",
+}
 
 
 @app.command()
+@expanded
 def redrive(
-    message_ids: Ids = None,
+    options: BulkOptions,
     *,
-    file: IdFile = None,
     all_failed: Annotated[
         bool, typer.Option("--all-failed", help="Select all failed messages that match the filter.")
     ] = False,
     states: Annotated[
         list[State] | None, typer.Option("--state", help="failed or cancelled (default: failed). Repeatable.")
     ] = None,
-    topic: InTopic = None,
-    queue: InQueue = None,
-    destination: ToDestination = None,
-    key: WithKey = None,
-    text: WithText = None,
-    since: Since = None,
-    until: Until = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    where: App = None,
-    dsn: Dsn = None,
-    as_json: Json = False,
 ) -> None:
     """Make failed and cancelled messages pending again.
 
     Each message gets its initial number of attempts. Superseded messages are left alone.
     """
-    which = _filter(states or (), topic, queue, destination, key, text, since, until)
-    chosen = _choose(message_ids, file, which, everything=all_failed)
-    settings = read_settings(dsn, app=where)
-    if isinstance(chosen, MessageFilter):
-        chosen = _with_states(chosen, [State.FAILED], {State.FAILED, State.CANCELLED}, "redriven")
-        act = _Bulk("redrive", settings, chosen, dry_run=dry_run, yes=yes, as_json=as_json)
-        totals = act.run(messages.redrive_matching)
-        if totals is not None:
-            text_of = (
-                f"{totals.redriven} redriven, {totals.superseded} left alone (superseded), "
-                f"{totals.changed} in another state by now"
-            )
-            act.print_result(totals, text_of, totals.locked)
-        return
-    refused = 0
-    for answer in _each(settings, chosen, messages.redrive, dry_run=dry_run):
-        is_redriven = answer.result is messages.RedriveResult.REDRIVEN
-        refused += not is_redriven
-        if as_json:
-            print_json({"id": answer.id, "result": answer.result, "other_id": answer.other_id})
-        elif is_redriven:
-            print_line(f"message {answer.id}: {'would be ' if dry_run else ''}pending again")
-        else:
-            print_error(f"message {answer.id}: {answer.explanation}")
-    if refused:
-        raise typer.Exit(FAILED)
+    _run("redrive", options, options.filter(states), everything=all_failed)
 
 
 @app.command()
-def resend(
-    message_ids: Ids = None,
-    *,
-    file: IdFile = None,
-    topic: InTopic = None,
-    queue: InQueue = None,
-    destination: ToDestination = None,
-    key: WithKey = None,
-    text: WithText = None,
-    since: Since = None,
-    until: Until = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    where: App = None,
-    dsn: Dsn = None,
-    as_json: Json = False,
-) -> None:
+@expanded
+def resend(options: BulkOptions) -> None:
     """Enqueue copies of sent messages and print their ids.
 
     Superseded messages are left alone.
     """
-    which = _filter((), topic, queue, destination, key, text, since, until)
-    chosen = _choose(message_ids, file, which, everything=False)
-    settings = read_settings(dsn, app=where)
-    if isinstance(chosen, MessageFilter):
-        chosen = _with_states(chosen, [State.SENT], {State.SENT}, "resent")
-        act = _Bulk("resend", settings, chosen, dry_run=dry_run, yes=yes, as_json=as_json)
-        totals = act.run(messages.resend_matching)
-        if totals is not None:
-            text_of = (
-                f"{totals.resent} resent, {totals.superseded} left alone (superseded), "
-                f"{totals.changed} in another state by now"
-            )
-            act.print_result(totals, text_of, 0)
-        return
-    refused = 0
-    for answer in _each(settings, chosen, _resend_each, dry_run=dry_run):
-        if isinstance(answer, str):
-            refused += 1
-            print_error(answer)
-        elif as_json:
-            print_json({"id": None if dry_run else answer[1], "resend_of": answer[0]})
-        else:
-            print_line(f"message {answer[0]}: would be resent" if dry_run else str(answer[1]))
-    if refused:
-        raise typer.Exit(FAILED)
-
-
-def _resend_each(connection: _Connection, message_ids: Sequence[int]) -> list[tuple[int, int] | str]:
-    answers: list[tuple[int, int] | str] = []
-    for message_id in message_ids:
-        try:
-            answers.append((message_id, messages.resend(connection, message_id)))
-        except (StateError, MessageNotFoundError) as error:
-            answers.append(str(error))
-    return answers
+    _run("resend", options, options.filter(), everything=False)
 
 
 @app.command()
+@expanded
 def cancel(
-    message_ids: Ids = None,
+    options: BulkOptions,
     *,
-    file: IdFile = None,
     every: Annotated[
         bool, typer.Option("--all", help="Select all pending and in-flight messages that match the filter.")
     ] = False,
     states: Annotated[
         list[State] | None, typer.Option("--state", help="pending or sending (default: both). Repeatable.")
     ] = None,
-    topic: InTopic = None,
-    queue: InQueue = None,
-    destination: ToDestination = None,
-    key: WithKey = None,
     coalesce_key: Annotated[
         str | None, typer.Option(help="With --topic: only the newest message with this key.")
     ] = None,
     dedupe_key: Annotated[str | None, typer.Option(help="With --topic: only the message with this key.")] = None,
-    text: WithText = None,
-    since: Since = None,
-    until: Until = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    where: App = None,
-    dsn: Dsn = None,
-    as_json: Json = False,
 ) -> None:
     """Cancel messages.
 
     Asks the handler of an in-flight message to stop. The message is not retried.
     """
-    which = _filter(states or (), topic, queue, destination, key, text, since, until)
-    settings = None
-    if coalesce_key is not None or dedupe_key is not None:
-        if None not in (coalesce_key, dedupe_key) or message_ids or file or every or list(which.given()) != ["topic"]:
-            raise typer.BadParameter("give message ids, or --topic with --coalesce-key or --dedupe-key")
-        settings = read_settings(dsn, app=where)
-        with operator_connection.connect(settings) as connection, _rolled_back(connection, when=dry_run):
-            met = messages.cancel_by_key(connection, str(topic), coalesce_key=coalesce_key, dedupe_key=dedupe_key)
-        if not met:
-            raise MessageNotFoundError(f"no message of topic {topic!r} has this key")
-        _print_cancelled(met, dry_run=dry_run, as_json=as_json)
+    which = options.filter(states)
+    if coalesce_key is None and dedupe_key is None:
+        _run("cancel", options, which, everything=every)
         return
-    chosen = _choose(message_ids, file, which, everything=every)
-    settings = read_settings(dsn, app=where)
-    if isinstance(chosen, MessageFilter):
-        owed = [State.PENDING, State.SENDING]
-        chosen = _with_states(chosen, owed, frozenset(owed), "cancelled")
-        act = _Bulk("cancel", settings, chosen, dry_run=dry_run, yes=yes, as_json=as_json)
-        totals = act.run(messages.cancel_matching)
-        if totals is not None:
-            text_of = (
-                f"{totals.cancelled} cancelled, {totals.requested} in flight asked to stop, "
-                f"{totals.changed} in another state by now"
-            )
-            act.print_result(totals, text_of, totals.locked)
-        return
-    _print_cancelled(_each(settings, chosen, messages.cancel_each, dry_run=dry_run), dry_run=dry_run, as_json=as_json)
-
-
-def _print_cancelled(answers: Sequence[messages.Cancelled], *, dry_run: bool, as_json: bool) -> None:
-    refused = 0
-    for met in answers:
-        if as_json:
-            print_json(met._asdict())
-        match met.result:
-            case CancelResult.CANCELLED:
-                text = f"message {met.id}: {'would be ' if dry_run else ''}cancelled"
-            case CancelResult.REQUESTED:
-                text = f"message {met.id}: in flight; its handler is notified, and it is not retried"
-            case CancelResult.ALREADY_CANCELLED:
-                text = f"message {met.id}: already cancelled"
-            case _:
-                refused += 1
-                print_error(f"message {met.id} {messages.explain_cancel(met.result)}")
-                continue
-        if not as_json:
-            print_line(text)
-    if refused:
-        raise typer.Exit(FAILED)
+    is_by_id = options.message_ids or options.file
+    if None not in (coalesce_key, dedupe_key) or is_by_id or every or list(which.given()) != ["topic"]:
+        raise typer.BadParameter("give message ids, or --topic with --coalesce-key or --dedupe-key")
+    topic = str(which.topic)
+    with open_operator(read_settings(options.dsn, app=options.where)) as operator, _trying(operator, options):
+        results = operator.cancel_by_key(topic, coalesce_key=coalesce_key, dedupe_key=dedupe_key)
+    if not results:
+        raise MessageNotFoundError(f"no message of topic {topic!r} has this key")
+    _print_results(results, options)
 
 
 @app.command()
@@ -288,11 +134,9 @@ def audit(
 ) -> None:
     """List acts of operators, newest first. With --json one document per line."""
     settings = read_settings(dsn)
-    with operator_connection.connect(settings, read_only=True) as connection:
-        found = messages.list_acts(
-            connection, message_id=message, actor=actor, action=action, before_id=before, limit=limit
-        )
-    acts = [messages.redact_act(act, settings.redacted_names) for act in found]
+    with open_operator(settings, read_only=True) as operator:
+        found = operator.list_acts(message_id=message, actor=actor, action=action, before_id=before, limit=limit)
+    acts = [act.redacted(settings.redacted_names) for act in found]
     if as_json:
         for act in acts:
             print_json(act._asdict() | {"act_id": str(act.act_id)})
@@ -318,139 +162,98 @@ def audit(
         print_note(f"there may be more rows: --before {acts[-1].id}")
 
 
-# --- selection of messages --------------------------------------------------------------------------------------------
+# --- one or many messages ---------------------------------------------------------------------------------------------
 
 
-def _filter(
-    states: Sequence[State],
-    topic: str | None,
-    queue: str | None,
-    destination: str | None,
-    key: str | None,
-    text: str | None,
-    since: datetime | None,
-    until: datetime | None,
-) -> MessageFilter:
-    return MessageFilter(
-        states=states,
-        topic=topic,
-        queue=queue,
-        destination=destination,
-        key=key,
-        text=text,
-        created_from=since,
-        created_before=until,
-    )
-
-
-def _choose(
-    message_ids: Sequence[int] | None, file: Path | None, which: MessageFilter, *, everything: bool
-) -> list[int] | MessageFilter:
+def _run(action: BulkAction, options: BulkOptions, which: MessageFilter, *, everything: bool) -> None:
     by_filter = everything or bool(which.given())
-    if [bool(message_ids), file is not None, by_filter].count(True) != 1:
-        raise typer.BadParameter(f"{_SELECTION_HINT}, and only one of them")
-    if file is not None:
-        return read_ids(file)
-    return which if by_filter else list(message_ids or ())
-
-
-def _with_states(
-    which: MessageFilter, usual: Sequence[State], allowed: frozenset[State] | set[State], done: str
-) -> MessageFilter:
-    states = list(which.states) or list(usual)
-    if wrong := sorted(set(states) - allowed):
-        raise typer.BadParameter(f"--state {wrong[0]}: only {' and '.join(sorted(allowed))} messages can be {done}")
-    return replace(which, states=states)
-
-
-# --- many messages ----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _rolled_back(connection: _Connection, *, when: bool) -> Iterator[None]:
-    if not when:
-        yield
+    if [bool(options.message_ids), options.file is not None, by_filter].count(True) != 1:
+        raise typer.BadParameter("give message ids, --file, or a filter such as --topic, and only one of them")
+    if by_filter:
+        _run_by_filter(action, options, which)
         return
-    with connection.transaction(force_rollback=True):
-        yield
+    ids = list(options.message_ids or ()) if options.file is None else read_ids(options.file)
+    settings = read_settings(options.dsn, app=options.where)
+    with open_operator(settings) as operator, interruptible(_COMMITTED), _trying(operator, options):
+        results = [result for batch in operator.bulk(action, ids) for result in batch.results]
+    _print_results(results, options)
 
 
-def _each(
-    settings: Settings,
-    message_ids: Sequence[int],
-    act: Callable[[_Connection, Sequence[int]], Sequence[_T]],
-    *,
-    dry_run: bool,
-) -> list[_T]:
-    answers: list[_T] = []
-    with (
-        operator_connection.connect(settings) as connection,
-        interruptible("the changes so far are committed; run the command again for the rest"),
-        _rolled_back(connection, when=dry_run),
-    ):
-        for start in range(0, len(message_ids), _BATCH):
-            answers += act(connection, message_ids[start : start + _BATCH])
-    return answers
+def _trying(operator: Operator, options: BulkOptions) -> contextlib.AbstractContextManager[object]:
+    return operator.dry_run() if options.dry_run else contextlib.nullcontext()
 
 
-class _Bulk:
-    """One command on all messages that match a filter: count, preview or confirm, run, and print the result."""
-
-    def __init__(
-        self, verb: str, settings: Settings, which: MessageFilter, *, dry_run: bool, yes: bool, as_json: bool
-    ) -> None:
-        self._verb = verb
-        self._settings = settings
-        self._which = which
-        self._dry_run = dry_run
-        self._yes = yes
-        self._as_json = as_json
-
-    def run(self, act: Callable[..., _T]) -> _T | None:
-        """Run the command and return its totals; with --dry-run, print a preview and return None."""
-        with operator_connection.connect(self._settings) as connection:
-            count = messages.count_matching(connection, self._which, limit=_MAX_COUNT)
-            if count == 0:
-                require_known_queue(connection, self._which.queue)
-            if self._dry_run:
-                self._print_preview(connection, count)
-                return None
-            if count:
-                states = " and ".join(sorted(state.value for state in self._which.states))
-                several = f"{_MAX_COUNT:,} or more {states} messages"
-                what = several if count == _MAX_COUNT else pluralize(count, f"{states} message")
-                confirm(f"{self._verb} {what}", yes=self._yes)
-            total = count if count < _MAX_COUNT else None
-            with (
-                interruptible("the changes so far are committed; run the command again for the rest"),
-                progress(self._verb, total) as report,
-            ):
-                return act(connection, self._which, progress=report)
-
-    def print_result(
-        self,
-        totals: _Totals,
-        text: str,
-        locked: int,
-    ) -> None:
-        """Print the totals, and exit with 1 if messages were locked."""
-        if self._as_json:
-            print_json(asdict(totals))
+def _print_results(results: Iterable[MessageResult[AnyResult]], options: BulkOptions) -> None:
+    """Print the result of each message, and exit with 1 if one was left alone."""
+    refused = 0
+    for result in results:
+        is_refused = not result.is_done and result.result != CancelResult.ALREADY_CANCELLED
+        refused += is_refused
+        other_id = None if options.dry_run and result.is_done else result.other_id
+        if options.as_json:
+            print_json({"id": result.id, "result": result.result, "other_id": other_id})
+        elif is_refused:
+            print_error(f"message {result.id} {result.explanation}")
+        elif result.result is ResendResult.RESENT and not options.dry_run:
+            print_line(str(other_id))
+        elif result.is_done:
+            print_line(f"message {result.id}: {'would be ' if options.dry_run else ''}{_DONE[result.result]}")
         else:
-            print_line(f"{text}, {locked} locked" if self._verb != "resend" else text)
-        if locked:
-            raise typer.Exit(FAILED)
+            print_line(f"message {result.id} {result.explanation}")
+    if refused:
+        raise typer.Exit(FAILED)
 
-    def _print_preview(self, connection: _Connection, count: int) -> None:
-        names_of = redacted_names_of(self._settings)
-        first = [
-            messages.redact_listed(message, names_of(message.topic))
-            for message in messages.list_messages(connection, self._which, limit=_PREVIEW_ROWS)
-        ]
-        if self._as_json:
-            print_json(
-                {"would": self._verb, "count": count, "is_all": count < _MAX_COUNT, "newest": [m.id for m in first]}
-            )
+
+def _run_by_filter(action: BulkAction, options: BulkOptions, which: MessageFilter) -> None:
+    """Count, preview or confirm, act, and print the totals. Exit with 1 if messages were locked."""
+    try:
+        which = which.limited_to(action)
+    except StateError as error:
+        raise typer.BadParameter(f"--state: {error}") from None
+    settings = read_settings(options.dsn, app=options.where)
+    done: Counter[str] = Counter()
+    left: Counter[str] = Counter()
+    with open_operator(settings) as operator:
+        count = operator.count_matching(which, limit=_MAX_COUNT)
+        if count == 0:
+            require_known_queue(operator, which.queue)
+        if options.dry_run:
+            _print_preview(operator, settings, action, which, count, as_json=options.as_json)
             return
-        print_line(f"would {self._verb} {count}{' or more' if count == _MAX_COUNT else ''} messages; the newest:")
-        print_messages(first)
+        if count:
+            states = " and ".join(which.states)
+            several = f"{_MAX_COUNT:,} or more {states} messages"
+            what = several if count == _MAX_COUNT else pluralize(count, f"{states} message")
+            confirm(f"{action} {what}", yes=options.yes)
+        total = count if count < _MAX_COUNT else None
+        with interruptible(_COMMITTED), progress(action, total) as report:
+            for batch in operator.bulk(action, which):
+                for result in batch.results:
+                    (done if result.is_done else left)[result.result] += 1
+                report(done.total() + left.total())
+    if options.as_json:
+        print_json({result: (done + left)[result] for result in _RESULTS[action]})
+    else:
+        usual, *_ = _RESULTS[action]
+        left_alone = f"; left alone: {_words(left)}" if left else ""
+        print_line((_words(done) or f"0 {usual}") + left_alone)
+    if left[CancelResult.LOCKED]:
+        raise typer.Exit(FAILED)
+
+
+def _words(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {result.replace('_', ' ')}" for result, count in sorted(counts.items()))
+
+
+def _print_preview(
+    operator: Operator, settings: Settings, action: BulkAction, which: MessageFilter, count: int, *, as_json: bool
+) -> None:
+    names_of = redacted_names_of(settings)
+    first = [
+        message.redacted(names_of(message.topic)) for message in operator.list_messages(which, limit=_PREVIEW_ROWS)
+    ]
+    if as_json:
+        print_json({"would": action, "count": count, "is_all": count < _MAX_COUNT, "newest": [m.id for m in first]})
+        return
+    print_line(f"would {action} {count}{' or more' if count == _MAX_COUNT else ''} messages; the newest:")
+    print_messages(first)

@@ -5,12 +5,16 @@ An invalid argument raises a usage or configuration error that says which values
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import json
 import math
 import re
 import sys
 import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn
@@ -19,15 +23,15 @@ import typer
 
 from pgoutbox.errors import ConfigurationError, PayloadError, PgOutboxError
 from pgoutbox.message import FINAL_STATES, State
-from pgoutbox.operations.queue_controls import Rate
+from pgoutbox.operations import MessageFilter, Rate
 from pgoutbox.operations.retention import MAX_AGE
+from pgoutbox.options import MAX_ID
 from pgoutbox.outbox import Outbox
 from pgoutbox.text import NAME
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-MAX_ID: Final = 2**63 - 1
 MAX_RATE_COUNT: Final = 1_000_000
 MAX_RATE_SECONDS: Final = 2_592_000
 _UNIT_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
@@ -211,6 +215,60 @@ IdFile = Annotated[
     Path | None,
     typer.Option("--file", metavar="FILE", help="Read the ids from this file, one per line; - means stdin."),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilterOptions:
+    """The options of every command that selects messages."""
+
+    topic: InTopic = None
+    queue: InQueue = None
+    destination: ToDestination = None
+    key: WithKey = None
+    text: WithText = None
+    since: Since = None
+    until: Until = None
+    where: App = None
+    dsn: Dsn = None
+    as_json: Json = False
+
+    def filter(self, states: Sequence[State] | None = None) -> MessageFilter:
+        """Return the filter for messages in these states."""
+        return MessageFilter(
+            states=states or (),
+            topic=self.topic,
+            queue=self.queue,
+            destination=self.destination,
+            key=self.key,
+            text=self.text,
+            created_from=self.since,
+            created_before=self.until,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BulkOptions(FilterOptions):
+    """The arguments and options of every command that changes messages."""
+
+    message_ids: Ids = None
+    file: IdFile = None
+    dry_run: DryRun = False
+    yes: Yes = False
+
+
+def expanded(command: Callable[..., None]) -> Callable[..., None]:
+    """Declare each field of the parameter `options`, a dataclass, as an option of the command."""
+    parameters = inspect.signature(command, eval_str=True).parameters
+    shared = parameters["options"].annotation
+
+    @functools.wraps(command)
+    def call(**given: object) -> None:
+        command(shared(**{field.name: given.pop(field.name) for field in fields(shared)}), **given)
+
+    own = [parameter for parameter in parameters.values() if parameter.name != "options"]
+    every = [*own, *inspect.signature(shared, eval_str=True).parameters.values()]
+    call.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+    return call
 
 
 def read_payload(argument: str | None, file: Path | None, *, limit: int) -> JsonValue:

@@ -8,9 +8,7 @@ import typer
 
 from pgoutbox.cli.arguments import Dsn, Json
 from pgoutbox.cli.console import FAILED, print_error, print_json, print_line, print_table
-from pgoutbox.cli.program import app, interruptible, read_settings
-from pgoutbox.database import operator_connection
-from pgoutbox.operations import breakers
+from pgoutbox.cli.program import app, interruptible, open_operator, read_settings
 
 breaker_app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="List and close circuit breakers.")
 app.add_typer(breaker_app, name="breaker")
@@ -20,8 +18,8 @@ app.add_typer(breaker_app, name="breaker")
 def list_breakers(*, dsn: Dsn = None, as_json: Json = False) -> None:
     """List the open circuit breakers, oldest first, at most 20."""
     settings = read_settings(dsn)
-    with operator_connection.connect(settings, read_only=True) as connection:
-        found = breakers.list_open_breakers(connection, names=settings.redacted_names)
+    with open_operator(settings, read_only=True) as operator:
+        found = [breaker.redacted(settings.redacted_names) for breaker in operator.list_open_breakers()]
     if as_json:
         for breaker in found:
             print_json(breaker._asdict())
@@ -44,10 +42,10 @@ def close(
     The breaker opens again if the next sends fail.
     """
     with (
-        operator_connection.connect(read_settings(dsn)) as connection,
+        open_operator(read_settings(dsn)) as operator,
         interruptible("the breaker may be closed; run it again to send the rest"),
     ):
-        closed = breakers.close_breaker(connection, key)
+        closed = operator.close_breaker(key)
     if as_json:
         print_json({"breaker": key, **closed._asdict()})
     elif closed.was_open or closed.message_count:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -22,11 +21,12 @@ from pgoutbox.cli.arguments import (
     parse_keep,
 )
 from pgoutbox.cli.console import pluralize, print_json, print_line, print_note, print_table, progress
-from pgoutbox.cli.program import app, confirm, interruptible, read_settings
-from pgoutbox.database import operator_connection
+from pgoutbox.cli.program import app, confirm, interruptible, open_operator, read_settings
 from pgoutbox.message import FINAL_STATES, State
-from pgoutbox.operations import retention as maintenance
-from pgoutbox.settings import Settings
+from pgoutbox.operations import RetentionRule
+from pgoutbox.operations.retention import PRUNED_BY_DEFAULT
+
+_COUNTED: Final = ("coalesce_keys", "dedupe_keys", "partitions_dropped")
 
 retention_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(retention_app, name="retention")
@@ -60,45 +60,33 @@ def prune(
     Also deletes their attempts, payloads and dedupe keys, and commits each batch. Without --older-than, it applies the
     rules of `pgoutbox retention`.
     """
-    if older_than is None:
-        if states or topic:
-            raise typer.BadParameter("--state and --topic need --older-than")
-        _prune_by_retention(read_settings(dsn), as_json=as_json)
-        return
-    chosen = frozenset(states) if states else maintenance.PRUNED_BY_DEFAULT
+    if older_than is None and (states or topic):
+        raise typer.BadParameter("--state and --topic need --older-than")
     settings = read_settings(dsn)
-    days = older_than / timedelta(days=1)
-    action = f"delete every message that has been {' or '.join(sorted(chosen))} for {days:g} days"
-    confirm(action, yes=yes or bool(states or topic))
-    with operator_connection.connect(settings) as connection, interruptible("the deletions so far are committed"):
-        total = None
-        if sys.stderr.isatty():
-            total = sum(maintenance.count_prunable(connection, older_than, states=chosen, topic=topic).values())
-        with progress("deleting", total) as report:
-            totals = maintenance.prune(connection, older_than, states=chosen, topic=topic, progress=report)
+    chosen = frozenset(states or PRUNED_BY_DEFAULT)
+    if older_than is not None:
+        age = f"{older_than / timedelta(days=1):g} days"
+        action = f"delete every message that has been {' or '.join(sorted(chosen))} for {age}"
+        confirm(action, yes=yes or bool(states or topic))
+    with open_operator(settings) as operator, interruptible("the deletions so far are committed"):
+        if older_than is None:
+            chosen = FINAL_STATES
+            if not operator.retention_rules():
+                print_note("no retention rules, so no message is deleted; add a rule with: pgoutbox retention set")
+            with progress("deleting") as report:
+                totals = operator.prune_by_retention(progress=report)
+        else:
+            total = None
+            if sys.stderr.isatty():
+                total = sum(operator.count_prunable(older_than, states=chosen, topic=topic).values())
+            with progress("deleting", total) as report:
+                totals = operator.prune(older_than, states=chosen, topic=topic, progress=report)
     if as_json:
-        _print_pruned(totals, chosen)
-    else:
-        print_line(f"{pluralize(totals.total, 'message')} deleted")
-
-
-def _prune_by_retention(settings: Settings, *, as_json: bool) -> None:
-    with operator_connection.connect(settings) as connection, interruptible("the deletions so far are committed"):
-        if not maintenance.retention_rules(connection):
-            print_note("no retention rules, so no message is deleted; add a rule with: pgoutbox retention set")
-        with progress("deleting") as report:
-            totals = maintenance.prune_by_retention(connection, progress=report)
-    if as_json:
-        _print_pruned(totals, FINAL_STATES, partitions_dropped=totals.partitions_dropped)
+        deleted = {state.value: totals.messages.get(state, 0) for state in sorted(chosen)}
+        print_json({"deleted": deleted} | {name: getattr(totals, name) for name in _COUNTED})
         return
     dropped = f", and {pluralize(totals.partitions_dropped, 'whole partition')}" if totals.partitions_dropped else ""
     print_line(f"{pluralize(totals.total, 'message')} deleted{dropped}")
-
-
-def _print_pruned(totals: maintenance.PruneTotals, states: Collection[State], **further: int) -> None:
-    deleted = {state.value: totals.messages.get(state, 0) for state in sorted(states)}
-    keys = {"coalesce_keys": totals.coalesce_keys, "dedupe_keys": totals.dedupe_keys}
-    print_json({"deleted": deleted} | keys | further)
 
 
 @retention_app.callback(invoke_without_command=True)
@@ -111,13 +99,13 @@ def retention(context: typer.Context, *, dsn: Dsn = None, as_json: Json = False)
     context.obj = dsn
     if context.invoked_subcommand is not None:
         return
-    with operator_connection.connect(read_settings(dsn), read_only=True) as connection:
-        rules = maintenance.retention_rules(connection)
+    with open_operator(read_settings(dsn), read_only=True) as operator:
+        rules = operator.retention_rules()
     if as_json:
         for rule in rules:
             print_json(_rule_as_json(rule))
         return
-    print_table(maintenance.RetentionRule._fields, [(rule.topic, rule.state, format_keep(rule.keep)) for rule in rules])
+    print_table(RetentionRule._fields, [(rule.topic, rule.state, format_keep(rule.keep)) for rule in rules])
 
 
 @retention_app.command("set")
@@ -135,9 +123,9 @@ def set_retention(
     Workers and `pgoutbox prune` delete messages after this time. With 0 for sent, workers delete each message when
     it is sent; this takes effect within a minute.
     """
-    rule = maintenance.RetentionRule(topic, state, parse_keep(keep))
-    with operator_connection.connect(read_settings(dsn or context.obj)) as connection:
-        maintenance.set_retention(connection, *rule)
+    rule = RetentionRule(topic, state, parse_keep(keep))
+    with open_operator(read_settings(dsn or context.obj)) as operator:
+        operator.set_retention(*rule)
     if as_json:
         print_json(_rule_as_json(rule))
     else:
@@ -149,14 +137,14 @@ def unset_retention(
     context: typer.Context, topic: RuleTopic, state: RuleState, *, dsn: Dsn = None, as_json: Json = False
 ) -> None:
     """Remove a retention rule."""
-    with operator_connection.connect(read_settings(dsn or context.obj)) as connection:
-        unset = maintenance.unset_retention(connection, topic, state)
+    with open_operator(read_settings(dsn or context.obj)) as operator:
+        unset = operator.unset_retention(topic, state)
     if as_json:
         print_json({"topic": topic, "state": state, "unset": unset})
     else:
         print_line(f"topic {topic}, {state}: {'rule removed' if unset else 'there was no rule'}")
 
 
-def _rule_as_json(rule: maintenance.RetentionRule) -> dict[str, object]:
+def _rule_as_json(rule: RetentionRule) -> dict[str, object]:
     seconds = None if rule.keep is None else rule.keep.total_seconds()
     return {"topic": rule.topic, "state": rule.state, "keep_seconds": seconds}

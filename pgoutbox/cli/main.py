@@ -5,10 +5,8 @@ The module `commands` needs the extra `cli`. This module does not, so that it ca
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
-import socket
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -21,8 +19,6 @@ from pgoutbox.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from pgoutbox.operations.audit import Actor
 
 _DSN_VARIABLES: Final = (
     "PGOUTBOX_DSN",
@@ -89,20 +85,8 @@ def _run(arguments: list[str]) -> None:
     except ImportError as error:
         raise MissingExtraError("the command line", "cli") from error
     from pgoutbox.cli.commands import app
-    from pgoutbox.operations.audit import as_actor
 
-    with as_actor(_actor()):
-        app(args=arguments, prog_name="pgoutbox")
-
-
-def _actor() -> Actor:
-    from pgoutbox.operations.audit import Actor
-
-    try:
-        name = getpass.getuser()
-    except (KeyError, OSError):
-        name = f"uid {os.getuid()}"
-    return Actor(name[:200], f"cli {socket.gethostname()}"[:200])
+    app(args=arguments, prog_name="pgoutbox")
 
 
 def explain(error: PgOutboxError | psycopg.Error) -> tuple[str, int]:

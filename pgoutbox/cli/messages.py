@@ -6,23 +6,19 @@ import json
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from pgoutbox.cli.arguments import (
     App,
     Dsn,
+    FilterOptions,
     InQueue,
     InStates,
-    InTopic,
     Json,
     MessageId,
-    Since,
-    ToDestination,
-    Until,
-    WithKey,
-    WithText,
+    expanded,
     parse_duration,
     parse_header,
     parse_id,
@@ -32,20 +28,17 @@ from pgoutbox.cli.console import print_fields, print_json, print_line, print_not
 from pgoutbox.cli.program import (
     app,
     describe_pause,
+    open_operator,
     print_messages,
     read_settings,
     redacted_names_of,
     require_known_queue,
 )
 from pgoutbox.database import operator_connection
-from pgoutbox.operations import breakers, queue_controls
-from pgoutbox.operations import messages as operations
+from pgoutbox.operations import JsonText, TopicCounts
 from pgoutbox.options import check_name
 from pgoutbox.outbox import Outbox
 from pgoutbox.topics import CoalesceRule, Topic
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command()
@@ -124,46 +117,28 @@ def enqueue(
 
 
 @app.command("list")
+@expanded
 def list_messages(
+    options: FilterOptions,
     *,
     states: InStates = None,
-    topic: InTopic = None,
-    queue: InQueue = None,
-    destination: ToDestination = None,
-    key: WithKey = None,
-    text: WithText = None,
-    since: Since = None,
-    until: Until = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of rows.")] = 50,
     before: Annotated[
         int | None, typer.Option(parser=parse_id, metavar="ID", help="Only messages older than this one.")
     ] = None,
-    where: App = None,
-    dsn: Dsn = None,
-    as_json: Json = False,
 ) -> None:
     """List messages, newest first. With --json one JSON document per line.
 
     Hides the same values as `pgoutbox show`.
     """
-    which = operations.MessageFilter(
-        states=states or (),
-        topic=topic,
-        queue=queue,
-        destination=destination,
-        key=key,
-        text=text,
-        created_from=since,
-        created_before=until,
-    )
-    settings = read_settings(dsn, app=where)
+    settings = read_settings(options.dsn, app=options.where)
     names_of = redacted_names_of(settings)
-    with operator_connection.connect(settings, read_only=True) as connection:
-        messages = operations.list_messages(connection, which, before_id=before, limit=limit)
+    with open_operator(settings, read_only=True) as operator:
+        messages = operator.list_messages(options.filter(states), before_id=before, limit=limit)
         if not messages:
-            require_known_queue(connection, queue)
-    messages = [operations.redact_listed(message, names_of(message.topic)) for message in messages]
-    if as_json:
+            require_known_queue(operator, options.queue)
+    messages = [message.redacted(names_of(message.topic)) for message in messages]
+    if options.as_json:
         for message in messages:
             print_json(message._asdict())
         return
@@ -193,17 +168,17 @@ def show(
     """
     settings = read_settings(dsn, app=where)
     names_of = redacted_names_of(settings)
-    with operator_connection.connect(settings, read_only=True) as connection:
-        message, attempts = operations.show_message(connection, message_id, whole=whole or as_json)
+    with open_operator(settings, read_only=True) as operator:
+        message, attempts = operator.show_message(message_id, whole=whole or as_json)
     names = names_of(message.topic)
-    fields = operations.redact_message(message, names)._asdict()
-    attempts = [operations.redact_attempt(attempt, names) for attempt in attempts]
+    fields = message.redacted(names)._asdict()
+    attempts = [attempt.redacted(names) for attempt in attempts]
     if as_json:
         print_json(fields | {"attempts": [attempt._asdict() for attempt in attempts]})
         return
     for name in ("headers", "payload"):
         value, size = fields[name], fields.pop(f"{name}_bytes")
-        if isinstance(value, operations.JsonText):
+        if isinstance(value, JsonText):
             if len(value) < size:
                 print_note(f"{name}: the first {len(value):,} characters of {size:,} bytes; --whole shows all")
         elif name == "payload" or value is not None:
@@ -224,12 +199,12 @@ def show(
 def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> None:
     """Count messages by topic; list paused queues and open circuit breakers."""
     settings = read_settings(dsn)
-    with operator_connection.connect(settings, read_only=True) as connection:
-        open_breakers = breakers.list_open_breakers(connection, names=settings.redacted_names)
-        counts = operations.count_messages(connection, queue=queue)
-        paused = [q for q in queue_controls.list_queues(connection) if q.paused_at and queue in (None, q.queue)]
+    with open_operator(settings, read_only=True) as operator:
+        open_breakers = [breaker.redacted(settings.redacted_names) for breaker in operator.list_open_breakers()]
+        counts = operator.count_messages(queue=queue)
+        paused = [q for q in operator.list_queues() if q.paused_at and queue in (None, q.queue)]
         if not counts:
-            require_known_queue(connection, queue)
+            require_known_queue(operator, queue)
     if as_json:
         print_json(
             {
@@ -239,7 +214,7 @@ def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> N
             }
         )
         return
-    print_table(operations.TopicCounts._fields, counts)
+    print_table(TopicCounts._fields, counts)
     for controls in paused:
         print_warning(f"queue {controls.queue} is {describe_pause(controls.paused_at, controls.resume_at)}")
     for breaker in open_breakers:

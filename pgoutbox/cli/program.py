@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-import psycopg
 import typer
 import typer.core
 
 from pgoutbox.cli.arguments import load_outbox
 from pgoutbox.cli.console import FAILED, INTERRUPTED, MISUSED, print_error, print_note, print_table, print_warning
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.operations import messages as operations
-from pgoutbox.operations import queue_controls
+from pgoutbox.operations import ListedMessage, Operator
 from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings, load_settings, unknown_variables
-
-if TYPE_CHECKING:
-    from psycopg.rows import TupleRow
-
 
 _ORDER: Final = (
     *("demo", "migrate", "worker", "enqueue", "list", "show", "stats", "top", "tail", "workers"),
@@ -52,6 +48,15 @@ app = typer.Typer(
 def read_settings(dsn: str | None, **overrides: object) -> Settings:
     warn_of_unknown_variables(os.environ)
     return load_settings(dsn=dsn, **overrides)
+
+
+def open_operator(settings: Settings, *, read_only: bool = False) -> Operator:
+    """Connect as the user of this machine. The audit also records the host."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        name = f"uid {os.getuid()}"
+    return Operator(settings, actor=name[:200], origin=f"cli {socket.gethostname()}"[:200], read_only=read_only)
 
 
 def warn_of_unknown_variables(environment: Mapping[str, str]) -> None:
@@ -91,13 +96,13 @@ def interruptible(consequence: str) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def require_known_queue(connection: psycopg.Connection[TupleRow], queue: str | None) -> None:
-    if queue is not None and queue_controls.unknown_queues(connection, [queue]):
-        raise ConfigurationError(f"no queue {queue!r}; {describe_known_queues(connection)}")
+def require_known_queue(operator: Operator, queue: str | None) -> None:
+    if queue is not None and operator.unknown_queues([queue]):
+        raise ConfigurationError(f"no queue {queue!r}; {describe_known_queues(operator)}")
 
 
-def describe_known_queues(connection: psycopg.Connection[TupleRow]) -> str:
-    known = queue_controls.known_queues(connection)
+def describe_known_queues(operator: Operator) -> str:
+    known = operator.known_queues()
     return f"known queues: {', '.join(known) or 'none'}"
 
 
@@ -110,7 +115,7 @@ def describe_pause(paused_at: datetime | None, resume_at: datetime | None) -> st
     return "not paused" if paused_at is None else f"paused since {paused_at.isoformat(timespec='seconds')}{until}"
 
 
-def print_messages(messages: Sequence[operations.ListedMessage]) -> None:
+def print_messages(messages: Sequence[ListedMessage]) -> None:
     """Print a table of messages whose sensitive values are already hidden."""
     print_table(
         ("id", "state", "topic", "queue", "destination", "attempts", "created", "available", "reason"),

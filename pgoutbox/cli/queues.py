@@ -10,9 +10,15 @@ import typer
 
 from pgoutbox.cli.arguments import MAX_RATE_COUNT, Dsn, Json, parse_count, parse_duration, parse_queue, parse_rate
 from pgoutbox.cli.console import print_json, print_line, print_table, print_warning
-from pgoutbox.cli.program import app, describe_known_queues, describe_pause, read_settings, require_known_queue
-from pgoutbox.database import operator_connection
-from pgoutbox.operations import queue_controls
+from pgoutbox.cli.program import (
+    app,
+    describe_known_queues,
+    describe_pause,
+    open_operator,
+    read_settings,
+    require_known_queue,
+)
+from pgoutbox.operations import QueueControls
 
 
 @app.command()
@@ -35,10 +41,10 @@ def pause(
 
     Messages in flight continue, and enqueuing is not affected.
     """
-    with operator_connection.connect(read_settings(dsn)) as connection:
-        if queue_controls.unknown_queues(connection, [queue]):
-            print_warning(f"queue {queue!r} has no messages yet; {describe_known_queues(connection)}")
-        paused_at, resume_at = queue_controls.pause_queue(connection, queue, duration=duration)
+    with open_operator(read_settings(dsn)) as operator:
+        if operator.unknown_queues([queue]):
+            print_warning(f"queue {queue!r} has no messages yet; {describe_known_queues(operator)}")
+        paused_at, resume_at = operator.pause(queue, duration=duration)
     if as_json:
         print_json({"queue": queue, "paused_at": paused_at, "resume_at": resume_at})
     else:
@@ -53,10 +59,10 @@ def resume(
     as_json: Json = False,
 ) -> None:
     """Resume the claims of a paused queue."""
-    with operator_connection.connect(read_settings(dsn)) as connection:
-        resumed = queue_controls.resume_queue(connection, queue)
+    with open_operator(read_settings(dsn)) as operator:
+        resumed = operator.resume(queue)
         if not resumed:
-            require_known_queue(connection, queue)
+            require_known_queue(operator, queue)
     if as_json:
         print_json({"queue": queue, "resumed": resumed})
     else:
@@ -90,12 +96,12 @@ def limit(
     if burst is not None and new_rate is None:
         raise typer.BadParameter("--burst: only together with a --rate")
     max_in_flight = None if in_flight is None else parse_count(in_flight)
-    with operator_connection.connect(read_settings(dsn)) as connection:
+    with open_operator(read_settings(dsn)) as operator:
         if rate is not None:
-            queue_controls.limit_rate(connection, queue, new_rate, burst=burst)
+            operator.limit_rate(queue, new_rate, burst=burst)
         if in_flight is not None:
-            queue_controls.limit_in_flight(connection, queue, max_in_flight)
-        found = [q for q in queue_controls.list_queues(connection) if q.queue == queue]
+            operator.limit_in_flight(queue, max_in_flight)
+        found = [q for q in operator.list_queues() if q.queue == queue]
     _print_queues(found, as_json=as_json)
     if not found and not as_json:
         print_line(f"queue {queue}: no limits")
@@ -104,13 +110,13 @@ def limit(
 @app.command()
 def queues(*, dsn: Dsn = None, as_json: Json = False) -> None:
     """List the queues that are paused or limited."""
-    with operator_connection.connect(read_settings(dsn), read_only=True) as connection:
-        found = queue_controls.list_queues(connection)
+    with open_operator(read_settings(dsn), read_only=True) as operator:
+        found = operator.list_queues()
     _print_queues(found, as_json=as_json)
 
 
-def _print_queues(found: Sequence[queue_controls.QueueControls], *, as_json: bool) -> None:
+def _print_queues(found: Sequence[QueueControls], *, as_json: bool) -> None:
     if as_json:
         print_json([q._asdict() for q in found])
     elif found:
-        print_table(queue_controls.QueueControls._fields, found)
+        print_table(QueueControls._fields, found)

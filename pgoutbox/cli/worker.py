@@ -12,10 +12,8 @@ import typer
 
 from pgoutbox.cli.arguments import App, Dsn, load_outbox
 from pgoutbox.cli.console import configure_logging, print_warning
-from pgoutbox.cli.program import app, describe_known_queues, read_settings
-from pgoutbox.database import operator_connection
+from pgoutbox.cli.program import app, describe_known_queues, open_operator, read_settings
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.operations import queue_controls
 from pgoutbox.settings import Settings, parse_address
 
 _MAX_PORT: Final = 65_535
@@ -110,6 +108,6 @@ def _warn_of_unknown_queues(settings: Settings, queues: list[str]) -> None:
     # A new queue has no messages, so this is only a warning. If the server is down, the worker waits for it later.
     if not queues:
         return
-    with contextlib.suppress(psycopg.Error), operator_connection.connect(settings, read_only=True) as connection:
-        for queue in queue_controls.unknown_queues(connection, queues):
-            print_warning(f"queue {queue!r} has no messages yet; {describe_known_queues(connection)}")
+    with contextlib.suppress(psycopg.Error), open_operator(settings, read_only=True) as operator:
+        for queue in operator.unknown_queues(queues):
+            print_warning(f"queue {queue!r} has no messages yet; {describe_known_queues(operator)}")

@@ -14,13 +14,10 @@ from pgoutbox.dashboard import inputs
 from pgoutbox.dashboard.access import operators_only
 from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
 from pgoutbox.dashboard.pages import show_message
-from pgoutbox.dashboard.reads import Search
 from pgoutbox.dashboard.rendering import link, query
-from pgoutbox.enqueue.generators import CancelResult
-from pgoutbox.errors import MessageNotFoundError, StateError
+from pgoutbox.errors import MessageNotFoundError
 from pgoutbox.message import State
-from pgoutbox.operations import messages, queue_controls
-from pgoutbox.operations.messages import RedriveResult
+from pgoutbox.operations import RedriveResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +25,8 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from pgoutbox.dashboard.types import Connection
+    from pgoutbox.operations import MessageResult, Operator
+    from pgoutbox.operations.records import AnyResult
 
     _T = TypeVar("_T")
 
@@ -38,38 +36,21 @@ async def redrive(request: Request) -> Response:
     """Make one message pending again, if its state is still the one that the page showed."""
     message_id = inputs.message_id_of(request)
     states = inputs.filter_of(await inputs.read_form(request)).states or (State.FAILED, State.CANCELLED)
-    (answer,) = await _act(request, lambda connection: messages.redrive(connection, [message_id], states=states))
-    if answer.result is RedriveResult.MISSING:
-        raise MessageNotFoundError(f"no such message: {message_id}")
-    if answer.result is not RedriveResult.REDRIVEN:
-        return await show_message(request, message_id, refusal=f"Message {message_id} {answer.explanation}.")
-    return _to_message(request, message_id, done="redriven")
+    return await _answer(request, await _act(request, lambda operator: operator.redrive(message_id, states=states)))
 
 
 @operators_only
 async def resend(request: Request) -> Response:
     """Enqueue a copy of one message, and show the copy."""
     message_id = inputs.message_id_of(request)
-    try:
-        copy_id = await _act(request, lambda connection: messages.resend(connection, message_id))
-    except StateError as error:
-        return await show_message(request, message_id, refusal=f"Not resent: {error}.")
-    return _to_message(request, copy_id, done="resent")
+    return await _answer(request, await _act(request, lambda operator: operator.resend(message_id)))
 
 
 @operators_only
 async def cancel(request: Request) -> Response:
     """Cancel one message."""
     message_id = inputs.message_id_of(request)
-    met = await _act(request, lambda connection: messages.cancel(connection, message_id))
-    match met.result:
-        case CancelResult.MISSING:
-            raise MessageNotFoundError(f"no such message: {message_id}")
-        case CancelResult.CANCELLED | CancelResult.REQUESTED:
-            return _to_message(request, message_id, done=met.result)
-        case _:
-            refusal = f"Message {message_id} {messages.explain_cancel(met.result)}."
-            return await show_message(request, message_id, refusal=refusal)
+    return await _answer(request, await _act(request, lambda operator: operator.cancel(message_id)))
 
 
 @operators_only
@@ -77,7 +58,7 @@ async def pause(request: Request) -> Response:
     """Pause a queue, for some time or without end."""
     queue = inputs.queue_of(request)
     duration = inputs.duration_of(await inputs.read_form(request))
-    await _act(request, lambda connection: queue_controls.pause_queue(connection, queue, duration=duration))
+    await _act(request, lambda operator: operator.pause(queue, duration=duration))
     return _to_queues(request, queue, done="paused")
 
 
@@ -85,7 +66,7 @@ async def pause(request: Request) -> Response:
 async def resume(request: Request) -> Response:
     """Resume a queue."""
     queue = inputs.queue_of(request)
-    was_paused = await _act(request, lambda connection: queue_controls.resume_queue(connection, queue))
+    was_paused = await _act(request, lambda operator: operator.resume(queue))
     return _to_queues(request, queue, done="resumed" if was_paused else "not-paused")
 
 
@@ -94,7 +75,7 @@ async def limit_rate(request: Request) -> Response:
     """Limit how many attempts of a queue may begin in a period."""
     queue = inputs.queue_of(request)
     rate, burst = inputs.rate_of(await inputs.read_form(request))
-    await _act(request, lambda connection: queue_controls.limit_rate(connection, queue, rate, burst=burst))
+    await _act(request, lambda operator: operator.limit_rate(queue, rate, burst=burst))
     return _to_queues(request, queue, done="limited")
 
 
@@ -103,7 +84,7 @@ async def limit_in_flight(request: Request) -> Response:
     """Limit how many attempts of a queue may be in flight."""
     queue = inputs.queue_of(request)
     most = inputs.number_of(await inputs.read_form(request), "in_flight", at_most=1_000_000)
-    await _act(request, lambda connection: queue_controls.limit_in_flight(connection, queue, most))
+    await _act(request, lambda operator: operator.limit_in_flight(queue, most))
     return _to_queues(request, queue, done="limited")
 
 
@@ -111,8 +92,7 @@ async def limit_in_flight(request: Request) -> Response:
 async def start_bulk(request: Request) -> Response:
     """Start the bulk action of the preview."""
     form = await inputs.read_form(request)
-    what = Search(inputs.filter_of(form), inputs.group_of(form))
-    bulk = dashboard_of(request).bulks.start(inputs.bulk_action_of(form), what, viewer_of(request))
+    bulk = dashboard_of(request).bulks.start(inputs.bulk_action_of(form), inputs.filter_of(form), viewer_of(request))
     return RedirectResponse(link(request, "bulk", bulk_id=bulk.id), status_code=303)
 
 
@@ -126,13 +106,18 @@ async def stop_bulk(request: Request) -> Response:
     return RedirectResponse(link(request, "bulk", bulk_id=bulk.id), status_code=303)
 
 
-async def _act(request: Request, do: Callable[[Connection], _T]) -> _T:
+async def _act(request: Request, do: Callable[[Operator], _T]) -> _T:
     return await dashboard_of(request).database.act(viewer_of(request), do)
 
 
-def _to_message(request: Request, message_id: int, *, done: str) -> Response:
-    path = link(request, "message", message_id=message_id)
-    return RedirectResponse(path + query(done=done), status_code=303)
+async def _answer(request: Request, answer: MessageResult[AnyResult]) -> Response:
+    """Show the message, or the copy of a resent message, with the notice; or the message with the refusal."""
+    if answer.result == RedriveResult.MISSING:
+        raise MessageNotFoundError(f"no such message: {answer.id}")
+    if not answer.is_done:
+        return await show_message(request, answer.id, refusal=f"Message {answer.id} {answer.explanation}.")
+    path = link(request, "message", message_id=answer.other_id or answer.id)
+    return RedirectResponse(path + query(done=answer.result), status_code=303)
 
 
 def _to_queues(request: Request, queue: str, *, done: str) -> Response:

@@ -10,27 +10,21 @@ import logging
 import secrets
 import threading
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import islice
 from typing import TYPE_CHECKING, Final, Literal
 
 import psycopg
 
 from pgoutbox.dashboard.database import RefusedError
-from pgoutbox.dashboard.reads import GROUP_ROWS, Search, newest_id, search_ahead
-from pgoutbox.dashboard.types import BulkAction
 from pgoutbox.errors import PgOutboxError, StateError
-from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.operations import messages
-from pgoutbox.operations.audit import Actor, OperatorAction, as_actor
+from pgoutbox.operations import MessageFilter, Operator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from pgoutbox.dashboard.database import Database
-    from pgoutbox.dashboard.types import Connection, Viewer
+    from pgoutbox.dashboard.types import Viewer
+    from pgoutbox.operations.records import BulkAction
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +33,6 @@ MAX_MESSAGES: Final = 1_000_000
 _AT_ONCE: Final = 2
 _REMEMBERED: Final = 20
 _BATCH: Final = 500
-_ROWS: Final = 20_000
-_OWED: Final = frozenset({State.PENDING, State.SENDING})
-_REDRIVABLE: Final = frozenset({State.FAILED, State.CANCELLED})
 
 
 @dataclass(slots=True)
@@ -50,7 +41,7 @@ class Bulk:
 
     id: str
     action: BulkAction
-    what: Search
+    which: MessageFilter
     viewer: Viewer
     began_at: datetime
     status: Literal["running", "done", "stopped", "capped", "broken"] = "running"
@@ -66,21 +57,6 @@ class Bulk:
         return self.status == "running"
 
 
-def bulk_search(action: BulkAction, what: Search) -> Search:
-    """Limit the search to the states that the action allows; `StateError` if the filter selects others."""
-    allowed, usual = (_REDRIVABLE, {State.FAILED}) if action == "redrive" else (_OWED, _OWED)
-    states = frozenset(what.which.states or usual)
-    if not states <= allowed:
-        raise StateError(
-            f"only {' and '.join(sorted(allowed))} messages can be {_PARTICIPLES[action]}, "
-            f"not {', '.join(sorted(states - allowed))}"
-        )
-    return replace(what, which=replace(what.which, states=tuple(sorted(states))))
-
-
-_PARTICIPLES: Final = {"redrive": "redriven", "cancel": "cancelled"}
-
-
 class Bulks:
     """The bulk actions of this process: at most two run, and the last twenty are kept."""
 
@@ -90,9 +66,9 @@ class Bulks:
         self._bulks: dict[str, Bulk] = {}
         self._lock = threading.Lock()
 
-    def start(self, action: BulkAction, what: Search, viewer: Viewer) -> Bulk:
-        """Start a bulk action; `StateError` if too many are running."""
-        bulk = Bulk(secrets.token_hex(8), action, bulk_search(action, what), viewer, datetime.now(UTC))
+    def start(self, action: BulkAction, which: MessageFilter, viewer: Viewer) -> Bulk:
+        """Start a bulk action; `StateError` if too many are running, or the action cannot change these states."""
+        bulk = Bulk(secrets.token_hex(8), action, which.limited_to(action), viewer, datetime.now(UTC))
         with self._lock:
             if sum(known.is_running for known in self._bulks.values()) >= _AT_ONCE:
                 raise StateError(f"{_AT_ONCE} bulk actions are running; wait until one ends, or stop one")
@@ -119,10 +95,10 @@ class Bulks:
             bulk.stop.set()
 
     def _run(self, bulk: Bulk) -> None:
-        actor = Actor(bulk.viewer.name, bulk.viewer.origin or None)
         try:
-            with self._database.connection() as connection, as_actor(actor):
-                bulk.status = self._work(connection, bulk)
+            with self._database.connection() as connection:
+                operator = Operator(connection, actor=bulk.viewer.name, origin=bulk.viewer.origin or None)
+                bulk.status = self._work(operator, bulk)
         except (psycopg.Error, PgOutboxError) as error:
             # The driver's text can quote parameters.
             bulk.error = _error_text(error)
@@ -132,54 +108,16 @@ class Bulks:
                 extra={"event": LogEvent.WEB_BULK_BROKEN, "action": bulk.action, "error": type(error).__name__},
             )
 
-    def _work(self, connection: Connection, bulk: Bulk) -> Literal["done", "stopped", "capped"]:
-        act = OperatorAction(**bulk.what.which.given(), error_group=bulk.what.group)
-        bulk.through_id = newest_id(connection)
-        left = self._most
-        for found in _batches(connection, bulk):
+    def _work(self, operator: Operator, bulk: Bulk) -> Literal["done", "stopped", "capped"]:
+        for batch in operator.bulk(bulk.action, bulk.which, batch_size=_BATCH, limit=self._most):
+            bulk.results.update(result.result for result in batch.results)
+            bulk.reached_id, bulk.through_id = batch.reached_id, batch.through_id
             if bulk.stop.is_set():
                 return "stopped"
-            if left <= 0:
-                return "capped"
-            chosen = found[:left]
-            left -= len(chosen)
-            if chosen:
-                bulk.results.update(_do(connection, bulk, chosen, act))
-                bulk.reached_id = chosen[-1][0]
-        return "done"
+        return "capped" if bulk.results.total() >= self._most else "done"
 
 
 def _error_text(error: Exception) -> str:
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
         return str(RefusedError("do this", "pgoutbox_operator"))
     return str(error) if isinstance(error, PgOutboxError) else "the database reported an error"
-
-
-def _batches(connection: Connection, bulk: Bulk) -> Iterator[Sequence[tuple[int, int]]]:
-    """Yield batches of matching ids with their attempt counts.
-
-    Yields an empty batch after rows without a match, so that the bulk action can be stopped.
-    """
-    rows = _ROWS if bulk.what.group is None else GROUP_ROWS
-    after_id: int | None = 0
-    while after_id is not None:
-        found, last_id = search_ahead(
-            connection, bulk.what, after_id=after_id, through_id=bulk.through_id or 0, rows=rows
-        )
-        remaining = iter(found)
-        while batch := list(islice(remaining, _BATCH)):
-            yield batch
-        bulk.reached_id = last_id or bulk.reached_id
-        after_id = last_id
-        if not found:
-            yield []
-
-
-def _do(connection: Connection, bulk: Bulk, chosen: Sequence[tuple[int, int]], act: OperatorAction) -> Iterator[str]:
-    states = bulk.what.which.states
-    ids, attempt_counts = [message_id for message_id, _ in chosen], [count for _, count in chosen]
-    if bulk.action == "cancel":
-        yield from (met.result for met in messages.cancel_each(connection, ids, states=states, act=act))
-        return
-    for answer in messages.redrive(connection, ids, states=states, attempt_counts=attempt_counts, act=act):
-        yield answer.result

@@ -20,7 +20,7 @@ from pgoutbox.dashboard.types import Connection
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.database.connections import break_socket
 from pgoutbox.errors import ConfigurationError, PgOutboxError, SchemaError
-from pgoutbox.operations.audit import Actor, as_actor
+from pgoutbox.operations import Operator
 
 if TYPE_CHECKING:
     from pgoutbox.dashboard.types import Viewer
@@ -64,11 +64,10 @@ class Database:
         except psycopg.errors.InsufficientPrivilege:
             raise RefusedError("read the data of this page", "pgoutbox_viewer", "pgoutbox_operator") from None
 
-    async def act(self, viewer: Viewer, do: Callable[[Connection], _T]) -> _T:
+    async def act(self, viewer: Viewer, do: Callable[[Operator], _T]) -> _T:
         """Run `do`, and record this viewer in the audit."""
-        actor = Actor(viewer.name, viewer.origin or None)
         try:
-            return await self._answer(functools.partial(self._act, actor, do), advice=_CHECK_FIRST)
+            return await self._answer(functools.partial(self._act, viewer, do), advice=_CHECK_FIRST)
         except psycopg.errors.InsufficientPrivilege:
             raise RefusedError("do this", "pgoutbox_operator") from None
 
@@ -122,15 +121,14 @@ class Database:
             self._keep(kept)
             return answer
 
-    def _act(self, actor: Actor, do: Callable[[Connection], _T], deadline: _Deadline) -> _T:
+    def _act(self, viewer: Viewer, do: Callable[[Operator], _T], deadline: _Deadline) -> _T:
         with (
             self.connection(deadline.watching) as connection,
             deadline.watching(connection),
             operator_connection.limiting(STATEMENT_SECONDS),
-            as_actor(actor),
         ):
             try:
-                return do(connection)
+                return do(Operator(connection, actor=viewer.name, origin=viewer.origin or None))
             except (psycopg.OperationalError, psycopg.InterfaceError):
                 if connection.broken or connection.closed:  # Perhaps with the answer to the commit.
                     raise UnavailableError(f"the connection to the database was lost; {_CHECK_FIRST}") from None

@@ -12,18 +12,17 @@ from starlette.exceptions import HTTPException
 
 from pgoutbox.errors import MessageNotFoundError, PgOutboxError
 from pgoutbox.message import State
-from pgoutbox.operations.audit import Action
-from pgoutbox.operations.messages import MessageFilter
-from pgoutbox.operations.queue_controls import Rate
+from pgoutbox.operations import Action, MessageFilter, Rate
+from pgoutbox.options import MAX_ID
 from pgoutbox.text import NAME
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from pgoutbox.dashboard.types import BulkAction
+    from pgoutbox.operations.records import BulkAction
 
-MAX_ID: Final = 2**63 - 1
 MAX_LIMIT: Final = 200
+BULK_ACTIONS: Final[tuple[BulkAction, ...]] = ("redrive", "cancel")
 _USUAL_LIMIT: Final = 50
 _MAX_TEXT: Final = 500
 _MAX_FIELDS: Final = 100
@@ -114,6 +113,9 @@ def filter_of(given: Given) -> MessageFilter:
             raise InputError("state", f"unknown; give one of {', '.join(State)}")
         if value:
             states.append(State(value))
+    group = given.get("group", "").strip()
+    if group and re.fullmatch(r"[0-9a-f]{32}", group) is None:
+        raise InputError("group", "unknown")
     return MessageFilter(
         states=tuple(dict.fromkeys(states)),
         topic=text_of(given, "topic"),
@@ -123,20 +125,14 @@ def filter_of(given: Given) -> MessageFilter:
         text=text_of(given, "text"),
         created_from=time_of(given, "created_from"),
         created_before=time_of(given, "created_before"),
+        error_group=group or None,
     )
 
 
-def group_of(given: Given) -> str | None:
-    """Return the id of a group of failures."""
-    value = given.get("group", "").strip()
-    if value and re.fullmatch(r"[0-9a-f]{32}", value) is None:
-        raise InputError("group", "unknown")
-    return value or None
-
-
-def asked_for(which: MessageFilter, group: str | None = None) -> dict[str, object]:
+def asked_for(which: MessageFilter) -> dict[str, object]:
     """Return the query parameters of this filter."""
     parameters = which.given()
+    group = parameters.pop("error_group", None)
     return {"state": parameters.pop("states", None), **parameters, "group": group}
 
 
@@ -152,12 +148,10 @@ def action_of(given: Given) -> Action | None:
 
 def bulk_action_of(given: Given) -> BulkAction:
     """Return the kind of a bulk action."""
-    value = given.get("do", "")
-    if value == "redrive":
-        return "redrive"
-    if value == "cancel":
-        return "cancel"
-    raise InputError("do", "give redrive or cancel")
+    for action in BULK_ACTIONS:
+        if given.get("do") == action:
+            return action
+    raise InputError("do", f"give {' or '.join(BULK_ACTIONS)}")
 
 
 def message_id_of(request: Request) -> int:

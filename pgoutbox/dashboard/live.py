@@ -153,10 +153,10 @@ async def _wait_for_poll(connection: psycopg.AsyncConnection[TupleRow], *, liste
     if not listens:
         await asyncio.sleep(_POLL_SECONDS)
         return
-    rings = 0
+    notification_count = 0
     async for _ in connection.notifies(timeout=_POLL_SECONDS, stop_after=1):
-        rings += 1
-    if rings:
+        notification_count += 1
+    if notification_count:
         await asyncio.sleep(_POLL_SECONDS / 5)
         async for _ in connection.notifies(timeout=0):
             pass

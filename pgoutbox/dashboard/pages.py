@@ -10,17 +10,15 @@ from starlette.routing import Route
 
 from pgoutbox.dashboard import charts, inputs, reads
 from pgoutbox.dashboard.access import is_live, operators_only
-from pgoutbox.dashboard.bulk import MAX_MESSAGES, bulk_search
+from pgoutbox.dashboard.bulk import MAX_MESSAGES
 from pgoutbox.dashboard.dashboard import Dashboard, dashboard_of, viewer_of
 from pgoutbox.dashboard.database import RefusedError
 from pgoutbox.dashboard.history import MINUTES, percentiles
 from pgoutbox.dashboard.live import EventStream
-from pgoutbox.dashboard.reads import Search
 from pgoutbox.dashboard.rendering import link, render_page
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
-from pgoutbox.operations import messages as operations
-from pgoutbox.operations.audit import Action
+from pgoutbox.operations import Action, AuditRow, ListedMessage, MessageFilter, Operator
 from pgoutbox.redaction import redact_text
 
 if TYPE_CHECKING:
@@ -28,7 +26,8 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from pgoutbox.dashboard.types import BulkAction, Connection
+    from pgoutbox.dashboard.types import Connection
+    from pgoutbox.operations.records import BulkAction
 
 # The notices after an action.
 _DONE: Final[Mapping[str, str]] = {
@@ -80,14 +79,14 @@ async def messages(request: Request) -> Response:
     message_id = inputs.number_of(given, "id")
     if message_id is not None:
         return RedirectResponse(link(request, "message", message_id=message_id), status_code=303)
-    what = Search(inputs.filter_of(given), inputs.group_of(given))
+    which = inputs.filter_of(given)
     limit, before_id = inputs.limit_of(given), inputs.before_of(given)
     dashboard = dashboard_of(request)
     # A live refresh searches only the newest rows, because it runs often.
     seconds = 0.0 if is_live(request) else reads.SEARCH_SECONDS
 
     def load(connection: Connection) -> tuple[datetime, reads.Found]:
-        found = reads.search(connection, what, before_id=before_id, limit=limit, seconds=seconds)
+        found = reads.search(connection, which, before_id=before_id, limit=limit, seconds=seconds)
         return reads.now(connection), found
 
     now, found = await dashboard.database.read(load)
@@ -98,28 +97,27 @@ async def messages(request: Request) -> Response:
             "page": "messages",
             "now": now,
             "states": list(State),
-            "which": what.which,
-            "group": what.group,
-            "asked": inputs.asked_for(what.which, what.group),
+            "which": which,
+            "asked": inputs.asked_for(which),
             "limit": limit,
             "before_id": before_id,
             "found": found,
             "messages": _redacted(dashboard, found.messages),
-            "bulk_actions": [action for action in ("redrive", "cancel") if _is_for(action, what)],
+            "bulk_actions": [action for action in inputs.BULK_ACTIONS if _is_for(action, which)],
         },
     )
 
 
-def _is_for(action: BulkAction, what: Search) -> bool:
+def _is_for(action: BulkAction, which: MessageFilter) -> bool:
     try:
-        bulk_search(action, what)
+        which.limited_to(action)
     except StateError:
         return False
     return True
 
 
-def _redacted(dashboard: Dashboard, found: Sequence[operations.ListedMessage]) -> list[operations.ListedMessage]:
-    return [operations.redact_listed(message, dashboard.names_of(message.topic)) for message in found]
+def _redacted(dashboard: Dashboard, found: Sequence[ListedMessage]) -> list[ListedMessage]:
+    return [message.redacted(dashboard.names_of(message.topic)) for message in found]
 
 
 async def message(request: Request) -> Response:
@@ -132,17 +130,18 @@ async def show_message(request: Request, message_id: int, *, refusal: str | None
     dashboard = dashboard_of(request)
 
     def load(connection: Connection) -> dict[str, object]:
-        details, attempts = operations.show_message(connection, message_id)
+        operator = Operator(connection)
+        details, attempts = operator.show_message(message_id)
         names = dashboard.names_of(details.topic)
         acts = reads.acts_on(connection, message_id)
         supersedes = reads.superseded_by(connection, message_id) if details.coalesce_key is not None else []
         return {
             "now": reads.now(connection),
-            "message": operations.redact_message(details, names),
-            "attempts": [operations.redact_attempt(attempt, names) for attempt in attempts],
+            "message": details.redacted(names),
+            "attempts": [attempt.redacted(names) for attempt in attempts],
             "acts": None if acts is None else _redacted_acts(dashboard, acts),
             "supersedes": supersedes,
-            "has_values": operations.reads_payloads(connection),
+            "has_values": operator.reads_payloads(),
         }
 
     known = await dashboard.database.read(load)
@@ -202,10 +201,11 @@ async def audit(request: Request) -> Response:
     actor, action = inputs.text_of(given, "actor"), inputs.action_of(given)
     dashboard = dashboard_of(request)
 
-    def load(connection: Connection) -> list[operations.AuditRow]:
-        if not operations.reads_audit(connection):
+    def load(connection: Connection) -> list[AuditRow]:
+        operator = Operator(connection)
+        if not operator.reads_audit():
             raise RefusedError("read the audit", "pgoutbox_operator")
-        return operations.list_acts(connection, actor=actor, action=action, before_id=before_id, limit=limit + 1)
+        return operator.list_acts(actor=actor, action=action, before_id=before_id, limit=limit + 1)
 
     now, found = await dashboard.database.read(lambda connection: (reads.now(connection), load(connection)))
     acts = found[:limit]
@@ -227,9 +227,9 @@ async def audit(request: Request) -> Response:
     )
 
 
-def _redacted_acts(dashboard: Dashboard, found: Sequence[operations.AuditRow]) -> list[operations.AuditRow]:
+def _redacted_acts(dashboard: Dashboard, found: Sequence[AuditRow]) -> list[AuditRow]:
     names = dashboard.names_of(None)
-    return [operations.redact_act(act, names) for act in found]
+    return [act.redacted(names) for act in found]
 
 
 @operators_only
@@ -237,12 +237,12 @@ async def bulk_preview(request: Request) -> Response:
     """Preview a bulk action: the number of messages, and the newest ones."""
     given = request.query_params
     action = inputs.bulk_action_of(given)
-    what = bulk_search(action, Search(inputs.filter_of(given), inputs.group_of(given)))
+    which = inputs.filter_of(given).limited_to(action)
     dashboard = dashboard_of(request)
 
     def load(connection: Connection) -> dict[str, object]:
-        count, is_all = reads.count_near(connection, what)
-        found = reads.search(connection, what, limit=min(count, _PREVIEW)).messages if count else []
+        count, is_all = reads.count_near(connection, which)
+        found = reads.search(connection, which, limit=min(count, _PREVIEW)).messages if count else []
         first = _redacted(dashboard, found)
         return {"now": reads.now(connection), "count": count, "is_all": is_all, "messages": first}
 
@@ -253,9 +253,9 @@ async def bulk_preview(request: Request) -> Response:
         {
             "page": "messages",
             "action": action,
-            "asked": inputs.asked_for(what.which, what.group),
+            "asked": inputs.asked_for(which),
             "most": MAX_MESSAGES,
-            "rows": what.rows,
+            "rows": reads.rows_of(which),
             "running": [bulk for bulk in dashboard.bulks.latest() if bulk.is_running],
             **known,
         },
@@ -272,7 +272,7 @@ async def bulk(request: Request) -> Response:
         "page": "messages",
         "bulk": found,
         "results": sorted(found.results.items()),
-        "asked": inputs.asked_for(found.what.which, found.what.group),
+        "asked": inputs.asked_for(found.which),
         "may_stop": is_own and found.is_running,
         "most": MAX_MESSAGES,
     }

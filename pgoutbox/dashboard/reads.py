@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 from pgoutbox.database import sql
 from pgoutbox.message import State
-from pgoutbox.operations.messages import AuditRow, ListedMessage, MessageFilter, list_acts, reads_audit
+from pgoutbox.operations import AuditRow, ListedMessage, MessageFilter, Operator
 from pgoutbox.redaction import redact_text
 
 if TYPE_CHECKING:
@@ -26,11 +26,6 @@ _QUEUES: Final = 100
 _GROUPS: Final = 100
 _SUPERSEDED: Final = 20
 
-_PARTITIONS: Final = (
-    frozenset({State.PENDING, State.SENDING}),
-    frozenset({State.FAILED}),
-    frozenset({State.SENT, State.SKIPPED, State.CANCELLED}),
-)
 # Ids are drawn in the order of enqueue, but a message is dated by the start of its transaction.
 _LONGEST_TRANSACTION: Final = timedelta(days=1)
 
@@ -102,31 +97,6 @@ class FailedGroup(NamedTuple):
     first_at: datetime
     last_at: datetime
     newest_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
-    """A search: a filter, and optionally a group of failures."""
-
-    which: MessageFilter
-    group: str | None = None
-
-    @property
-    def rows(self) -> int:
-        """The number of rows that one page searches."""
-        return SEARCH_ROWS if self.group is None else GROUP_ROWS
-
-    @property
-    def partition_states(self) -> list[str] | None:
-        """The states of the partitions that can contain matches; None means all."""
-        states = {State.FAILED} if self.group is not None else set(self.which.states)
-        if not states:
-            return None
-        return sorted(state for partition in _PARTITIONS if partition & states for state in partition)
-
-    def parameters(self) -> dict[str, object]:
-        """Return the parameters of the search statements."""
-        return {**self.which.parameters(), "error_group": self.group, "partition_states": self.partition_states}
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,15 +174,16 @@ def is_used(connection: Connection, queue: QueueRow) -> bool:
     misspelt."""
     owes = queue.due or queue.scheduled or queue.sending or queue.lapsed
     has_controls = queue.paused_at or queue.rate_count or queue.max_in_flight
-    return bool(owes or has_controls or search(connection, Search(MessageFilter(queue=queue.queue)), limit=1).messages)
+    return bool(owes or has_controls or search(connection, MessageFilter(queue=queue.queue), limit=1).messages)
 
 
 def acts_on(connection: Connection, message_id: int) -> list[AuditRow] | None:
     """Return the acts on one message, newest first; None if the dashboard's role cannot read the audit."""
-    if not reads_audit(connection):
+    operator = Operator(connection)
+    if not operator.reads_audit():
         return None
     connection.execute(sql.ALLOW_BITMAPS)
-    return list_acts(connection, message_id=message_id)
+    return operator.list_acts(message_id=message_id)
 
 
 def newest_id(connection: Connection) -> int:
@@ -222,55 +193,51 @@ def newest_id(connection: Connection) -> int:
 
 
 def search(
-    connection: Connection, what: Search, *, before_id: int | None = None, limit: int, seconds: float = 0.0
+    connection: Connection, which: MessageFilter, *, before_id: int | None = None, limit: int, seconds: float = 0.0
 ) -> Found:
     """Return the newest matches below `before_id`, newest first.
 
-    Searches `what.rows` rows at a time, until the page is full or `seconds` have passed.
+    Searches `rows_of(which)` rows at a time, until the page is full or `seconds` have passed.
     """
-    before_id, not_below_id = _bounds(connection, what.which, before_id)
+    before_id, not_below_id = _bounds(connection, which, before_id)
     over_at = time.monotonic() + seconds
-    parameters = {**what.parameters(), "not_below_id": not_below_id, "rows": what.rows}
-    held_only = set(what.which.states) == {State.SENDING} and what.group is None
+    rows = rows_of(which)
+    parameters = {**which.parameters(), "not_below_id": not_below_id, "rows": rows}
+    held_only = set(which.states) == {State.SENDING} and which.error_group is None
     statement = sql.SEARCH_SENDING if held_only else sql.SEARCH_MESSAGES
     messages: list[ListedMessage] = []
     looked_at = 0
     while True:
         parameters |= {"before_id": before_id, "limit": limit + 1 - len(messages)}
-        rows = connection.execute(statement, parameters)
-        messages += [ListedMessage._make(row)._replace(state=State(row[4])) for row in rows]
+        found = connection.execute(statement, parameters)
+        messages += [ListedMessage._make(row)._replace(state=State(row[4])) for row in found]
         if len(messages) > limit:
             return Found(messages[:limit], messages[limit - 1].id, None, is_deep=looked_at > 0)
         ended_at = None if held_only else connection.execute(sql.SEARCHED, parameters).fetchone()
         if ended_at is None:
             return Found(messages, None, None, is_deep=looked_at > 0)
-        looked_at += what.rows
+        looked_at += rows
         before_id = ended_at[0]
         if time.monotonic() >= over_at:
-            return Found(messages, before_id, looked_at, is_deep=looked_at > what.rows)
+            return Found(messages, before_id, looked_at, is_deep=looked_at > rows)
 
 
-def count_near(connection: Connection, what: Search) -> tuple[int, bool]:
+def count_near(connection: Connection, which: MessageFilter) -> tuple[int, bool]:
     """How many of the newest rows match, and whether those are all rows there are."""
-    before_id, not_below_id = _bounds(connection, what.which, None)
+    before_id, not_below_id = _bounds(connection, which, None)
     parameters = {
-        **what.parameters(),
+        **which.parameters(),
         "before_id": before_id,
         "not_below_id": not_below_id,
-        "rows": what.rows,
+        "rows": rows_of(which),
     }
     ((matching, looked_at),) = connection.execute(sql.COUNT_SEARCHED, parameters)
-    return int(matching), looked_at < what.rows
+    return int(matching), looked_at < rows_of(which)
 
 
-def search_ahead(
-    connection: Connection, what: Search, *, after_id: int, through_id: int, rows: int
-) -> tuple[list[tuple[int, int]], int | None]:
-    """Return the matching ids of the next rows with their attempt counts, and the id where those rows end; None at the
-    end."""
-    parameters = {**what.parameters(), "after_id": after_id, "through_id": through_id, "rows": rows}
-    ((ids, attempt_counts, last_id, _),) = connection.execute(sql.SEARCH_AHEAD, parameters)
-    return list(zip(ids or (), attempt_counts or (), strict=True)), last_id
+def rows_of(which: MessageFilter) -> int:
+    """Return the number of rows that one page searches."""
+    return SEARCH_ROWS if which.error_group is None else GROUP_ROWS
 
 
 def _bounds(connection: Connection, which: MessageFilter, before_id: int | None) -> tuple[int | None, int | None]:

@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse
 
 from pgoutbox.dashboard.inputs import is_queue_name
 from pgoutbox.dashboard.types import ROOT, VIEWER
-from pgoutbox.operations.messages import JsonText
+from pgoutbox.operations import JsonText
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Final, TypeAlias
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -13,7 +13,6 @@ from pgoutbox.dashboard.credentials import Role
 ROOT: Final = "pgoutbox.root"
 VIEWER: Final = "pgoutbox.viewer"
 
-BulkAction: TypeAlias = Literal["redrive", "cancel"]
 Connection: TypeAlias = psycopg.Connection[TupleRow]
 
 

@@ -16,9 +16,6 @@ from pgoutbox.database import connections, sql
 from pgoutbox.database.server import ServerFacts, judge_schema, judge_server
 from pgoutbox.settings import Settings
 
-Progress = Callable[[int], object]
-"""Called after each committed batch with the number of messages processed so far."""
-
 _TRIALS: Final = 5
 # A person waits for the answer and can interrupt it, so this only limits an unattended terminal.
 _USUAL_TIME_LIMIT: Final = 300.0

@@ -140,10 +140,10 @@ class ClaimRefusedError(psycopg.DatabaseError):
         self.sqlstate = cause.sqlstate
 
 
-Floor = tuple[datetime, int]
+Position = tuple[datetime, int]
 """Due time and id of the last message that a claim has reached."""
 
-NO_FLOOR: Final[tuple[datetime | None, int]] = (None, 0)
+BEGINNING: Final[tuple[datetime | None, int]] = (None, 0)
 
 
 class HeldRow(NamedTuple):
@@ -204,13 +204,13 @@ class Store:
         *,
         topics: Sequence[str],
         total: int,
-        floor: Floor | None,
+        position: Position | None,
         retries: bool = False,
         by_permits: bool = False,
         in_turn: bool = False,
         set_aside: Sequence[int] = (),
     ) -> list[ClaimedRow]:
-        """Claim up to `total` due messages beyond the floor, fresh ones or with `retries` those attempted before.
+        """Claim up to `total` due messages after the position, fresh ones or with `retries` those attempted before.
 
         With `in_turn`, for a backlog, it waits until at most one other such claim chooses from the queue. A queue that
         is paused or has limits yields messages only with `by_permits`. Messages in `set_aside` are passed over. Rows
@@ -221,13 +221,13 @@ class Store:
             statement, find = sql.CLAIM_RETRIES_BY_PERMITS if by_permits else sql.CLAIM_RETRIES, sql.FIND_RETRIES
         else:
             statement, find = sql.CLAIM_FRESH_BY_PERMITS if by_permits else sql.CLAIM_FRESH, sql.FIND_FRESH
-        floor_at, floor_id = floor or NO_FLOOR
+        due_at, message_id = position or BEGINNING
         parameters = {
             "queue": queue,
             "topics": topics,
             "total": total,
-            "floor_at": floor_at,
-            "floor_id": floor_id,
+            "floor_at": due_at,
+            "floor_id": message_id,
             "set_aside": _array_of(set_aside),
         }
         turn: Step | None = (sql.TAKE_TURN, {"queue": queue}) if in_turn else None
@@ -235,14 +235,14 @@ class Store:
         return _claimed(rows, queue)
 
     async def claim_new(
-        self, queue: str, *, topics: Sequence[str], total: int, floor_id: int, set_aside: Sequence[int]
+        self, queue: str, *, topics: Sequence[str], total: int, seen_id: int, set_aside: Sequence[int]
     ) -> list[ClaimedRow]:
         """Claim up to `total` fresh messages beyond this id from a queue without limits, like `claim`."""
         parameters = {
             "queue": queue,
             "topics": topics,
             "total": total,
-            "floor_id": floor_id,
+            "floor_id": seen_id,
             "set_aside": _array_of(set_aside),
         }
         rows = await self._claim(sql.CLAIM_NEW, sql.FIND_NEW, parameters)
@@ -308,11 +308,11 @@ class Store:
         return message_ids or (), last_key if count == key_limit else ""
 
     async def find_new_ordered(
-        self, queue: str, *, topics: Sequence[str], floor_id: int, key_limit: int
+        self, queue: str, *, topics: Sequence[str], seen_id: int, key_limit: int
     ) -> Sequence[int]:
-        """Return the claimable messages of the ordering keys of `key_limit` messages beyond `floor_id`."""
+        """Return the claimable messages of the ordering keys of `key_limit` messages beyond `seen_id`."""
         rows = await self.claims.fetch(
-            sql.FIND_NEW_ORDERED, {"queue": queue, "topics": topics, "floor_id": floor_id, "key_limit": key_limit}
+            sql.FIND_NEW_ORDERED, {"queue": queue, "topics": topics, "floor_id": seen_id, "key_limit": key_limit}
         )
         return [message_id for (message_id,) in rows]
 
@@ -362,18 +362,18 @@ class Store:
         return dict(await self.claims.fetch(sql.CONTENTS, {"ids": content_ids}))
 
     async def next_due(
-        self, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float, floor_id: int | None
+        self, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float, seen_id: int | None
     ) -> tuple[list[DueRow], datetime, Horizon]:
         """Describe each of these queues, with the time of the database's clock and the coverage of the answer.
 
         Messages that fell due within the last `since_seconds` are due, or `others_since_seconds` for retries and
-        leases: their seconds are zero or negative. Fresh messages beyond `floor_id` do not count.
+        leases: their seconds are zero or negative. Fresh messages beyond `seen_id` do not count.
         """
         parameters = {
             "queues": queues,
             "since_seconds": since_seconds,
             "others_since_seconds": others_since_seconds,
-            "floor_id": _MAX_ID if floor_id is None else floor_id,
+            "floor_id": _MAX_ID if seen_id is None else seen_id,
         }
         rows = await self.claims.fetch(sql.NEXT_DUE, parameters)
         return [DueRow(*row[:5]) for row in rows], rows[0][5], Horizon(*rows[0][6:])
@@ -438,9 +438,9 @@ class Store:
                     self._retention_read_at = time.monotonic()
         return bool(self._forgotten_topics) and not self._forgotten_topics.isdisjoint((*topics, "*"))
 
-    async def finish(self, verdicts: Sequence[FinishRequest]) -> dict[int, State]:
+    async def finish(self, requests: Sequence[FinishRequest]) -> dict[int, State]:
         """Finish these attempts, and return the new state of each message that its attempt still held."""
-        rows = await self._finishes.fetch(sql.FINISH_IF_HELD, _finish_parameters(verdicts, worker=self.worker))
+        rows = await self._finishes.fetch(sql.FINISH_IF_HELD, _finish_parameters(requests, worker=self.worker))
         return {row[0]: State(row[1]) for row in rows}
 
     async def standing(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
@@ -611,15 +611,15 @@ def _sent(message_id: int, attempt_count: int) -> FinishRequest:
     return FinishRequest(message_id, attempt_count, AttemptOutcome.SENT)
 
 
-def _finish_parameters(verdicts: Sequence[FinishRequest], *, worker: str) -> dict[str, object]:
+def _finish_parameters(requests: Sequence[FinishRequest], *, worker: str) -> dict[str, object]:
     return {
-        "ids": _array_of(v.id for v in verdicts),
-        "attempt_counts": _array_of(v.attempt_count for v in verdicts),
-        "outcomes": [v.outcome for v in verdicts],
-        "reasons": [v.reason for v in verdicts],
-        "reason_codes": [v.reason_code for v in verdicts],
-        "breaker_keys": [v.breaker_key for v in verdicts],
-        "delays": [v.delay_seconds for v in verdicts],
+        "ids": _array_of(request.id for request in requests),
+        "attempt_counts": _array_of(request.attempt_count for request in requests),
+        "outcomes": [request.outcome for request in requests],
+        "reasons": [request.reason for request in requests],
+        "reason_codes": [request.reason_code for request in requests],
+        "breaker_keys": [request.breaker_key for request in requests],
+        "delays": [request.delay_seconds for request in requests],
         "worker": worker,
     }
 

@@ -346,11 +346,11 @@ def check_slots(context: DoctorContext) -> Iterator[Note]:
 
 
 def check_notify(context: DoctorContext) -> Iterator[Note]:
-    """Check the fill level of the notification queue, and that only workers hold bells."""
+    """Check the fill level of the notification queue, and that only workers hold wake-up locks."""
     usage = context.ask_one(sql.NOTIFY_QUEUE_USAGE)["usage"]
-    for holder in context.ask(sql.FOREIGN_BELL_HOLDERS):
+    for holder in context.ask(sql.FOREIGN_LOCK_HOLDERS):
         yield warning(
-            f"a session that is not a worker holds the bell of a queue: {holder['name']}",
+            f"a session that is not a worker holds the wake-up lock of a queue: {holder['name']}",
             "workers are not notified, so they poll"
             if holder["is_shared"]
             else "every enqueue in that queue sends a notification, which takes a lock of the whole server",

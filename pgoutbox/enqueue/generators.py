@@ -16,7 +16,7 @@ from pgoutbox.database import sql
 from pgoutbox.enqueue.adapters import AsyncAdapter, Call, ItemRefusedError, Rows, SyncAdapter
 from pgoutbox.enqueue.validation import Fanout, ValidatedMessage, chunks
 from pgoutbox.errors import PayloadError, TransactionError
-from pgoutbox.options import check_key, check_name, check_whole
+from pgoutbox.options import MAX_ID, check_key, check_name, check_whole
 from pgoutbox.topics import Topic
 
 R = TypeVar("R")
@@ -24,7 +24,6 @@ R = TypeVar("R")
 _SAVEPOINT: Final = Call(sql.SAVEPOINT, has_rows=False)
 _RELEASE_SAVEPOINT: Final = Call(sql.RELEASE_SAVEPOINT, has_rows=False)
 _ROLL_BACK_TO_SAVEPOINT: Final = Call(sql.ROLL_BACK_TO_SAVEPOINT, has_rows=False)
-_MAX_ID: Final = 2**63 - 1
 
 
 class Enqueued(NamedTuple):
@@ -236,7 +235,7 @@ def target_of(
             "message_id", "name the message by its id, by topic and coalesce_key, or by topic and dedupe_key"
         )
     if message_id is not None:
-        return (check_whole("message_id", message_id, most=_MAX_ID), None, None, None)
+        return (check_whole("message_id", message_id, most=MAX_ID), None, None, None)
     name = check_name("topic", topic.name if isinstance(topic, Topic) else topic)
     if coalesce_key is not None:
         return (None, name, check_key("coalesce_key", coalesce_key), None)

@@ -35,8 +35,8 @@ def reasons_not_ready(status: WorkerStatus, *, poll_interval_seconds: float) -> 
         reasons.append(f"the database refuses the outcomes of {status.topics_halted} topic(s)")
     # A worker without a free slot does not poll, and need not.
     limit = _STALE_FACTOR * poll_interval_seconds + _STALE_SLACK_SECONDS
-    if status.looked_seconds_ago > limit and status.busy < status.slots:
-        reasons.append(f"the last poll was {status.looked_seconds_ago:.0f} s ago")
+    if status.polled_seconds_ago > limit and status.busy < status.slots:
+        reasons.append(f"the last poll was {status.polled_seconds_ago:.0f} s ago")
     return reasons
 
 

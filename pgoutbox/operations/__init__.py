@@ -1,1 +1,47 @@
-"""Operations: manual changes of messages and queues, retention, and the audit of both."""
+"""What operators do, as one object: `Operator` lists, redrives, resends and cancels messages, and controls queues."""
+
+from pgoutbox.operations.operator import Operator
+from pgoutbox.operations.records import (
+    Action,
+    AuditRow,
+    Batch,
+    ClosedBreaker,
+    JsonText,
+    ListedMessage,
+    MessageFilter,
+    MessageResult,
+    OpenBreaker,
+    Pause,
+    PruneTotals,
+    QueueControls,
+    Rate,
+    RedriveResult,
+    ResendResult,
+    RetentionRule,
+    ShownAttempt,
+    ShownMessage,
+    TopicCounts,
+)
+
+__all__ = [
+    "Action",
+    "AuditRow",
+    "Batch",
+    "ClosedBreaker",
+    "JsonText",
+    "ListedMessage",
+    "MessageFilter",
+    "MessageResult",
+    "OpenBreaker",
+    "Operator",
+    "Pause",
+    "PruneTotals",
+    "QueueControls",
+    "Rate",
+    "RedriveResult",
+    "ResendResult",
+    "RetentionRule",
+    "ShownAttempt",
+    "ShownMessage",
+    "TopicCounts",
+]

@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Final, LiteralString, NamedTuple, cast
 
@@ -21,19 +21,18 @@ from psycopg.errors import LockNotAvailable
 from psycopg.rows import TupleRow
 
 from pgoutbox.database import sql
-from pgoutbox.database.operator_connection import Progress, fetch, transact
-from pgoutbox.errors import ConfigurationError, PayloadError, StateError
+from pgoutbox.database.operator_connection import fetch
+from pgoutbox.errors import ConfigurationError, StateError
 from pgoutbox.message import FINAL_STATES, State
-from pgoutbox.operations.audit import OperatorAction
-from pgoutbox.options import check_name
+from pgoutbox.operations.records import Progress, PruneTotals, RetentionRule
 
-PRUNED_BY_DEFAULT: Final = frozenset({State.SENT, State.SKIPPED, State.CANCELLED})
+PRUNED_BY_DEFAULT: Final = (State.SENT, State.SKIPPED, State.CANCELLED)
 MAX_AGE: Final = timedelta(days=36_500)
 DEDUPE_KEY: Final = "dedupe_key"
 RETAINED: Final = (*(state.value for state in State if state in FINAL_STATES), DEDUPE_KEY)
 
-_PRUNE_BATCH: Final = 5_000
-_PARTITIONED_BY_TIME: Final = frozenset({State.SENT.value, State.SKIPPED.value, State.CANCELLED.value})
+PRUNE_BATCH: Final = 5_000
+_PARTITIONED_BY_TIME: Final = frozenset(state.value for state in PRUNED_BY_DEFAULT)
 _DAYS_AHEAD: Final = timedelta(days=7)
 # A partition is dropped as a whole, and not emptied before, if that keeps a message at most this much longer than its
 # rule, as a fraction of the rule's time.
@@ -47,98 +46,8 @@ _REMEMBERED_SECONDS: Final = 86_400.0
 _CLOCK_TOLERANCE_DAYS: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class PruneTotals:
-    """The number of deleted messages by state, and the number of deleted keys without a message.
-
-    The messages of dropped partitions are not counted, because they are not read.
-    """
-
-    messages: Mapping[State, int]
-    coalesce_keys: int
-    dedupe_keys: int = 0
-    partitions_made: int = 0
-    partitions_dropped: int = 0
-
-    @property
-    def total(self) -> int:
-        """The number of deleted messages in all states."""
-        return sum(self.messages.values())
-
-
-class RetentionRule(NamedTuple):
-    """How long final messages of a topic, or of `*`, are kept in one state; None means forever.
-
-    The state is a final one, or `dedupe_key` for the dedupe keys of deleted messages.
-    """
-
-    topic: str
-    state: str
-    keep: timedelta | None
-
-
-def count_prunable(
-    connection: psycopg.Connection[TupleRow],
-    older_than: timedelta,
-    *,
-    states: Collection[State] = PRUNED_BY_DEFAULT,
-    topic: str | None = None,
-) -> dict[State, int]:
-    """Return the number of messages that `prune` with the same arguments would delete."""
-    rows = fetch(connection, sql.COUNT_PRUNABLE, _prune_parameters(older_than, states, topic))
-    return {State(state): count for state, count in rows}
-
-
-def prune(
-    connection: psycopg.Connection[TupleRow],
-    older_than: timedelta,
-    *,
-    states: Collection[State] = PRUNED_BY_DEFAULT,
-    topic: str | None = None,
-    batch_size: int = _PRUNE_BATCH,
-    progress: Progress | None = None,
-) -> PruneTotals:
-    """Delete messages that have been in one of these final states for longer than `older_than`, with their attempts.
-
-    This frees their dedupe keys. With `sent` it also frees the old keys of messages that were deleted as they were
-    sent. `failed` messages wait for an operator, so they are deleted only if `states` names them. If one of them halted
-    its ordering key, the messages behind it are claimable at once. Each batch is committed separately. Keys and
-    contents without a message are deleted last.
-    """
-    parameters = _prune_parameters(older_than, states, topic) | {"limit": batch_size}
-    deleted: Counter[State] = Counter()
-    act = OperatorAction(
-        states=[state.value for state in sorted(states)],
-        older_than_seconds=older_than.total_seconds(),
-        topic=topic,
-    )
-    _prune_messages(connection, sql.PRUNE, parameters, deleted, progress, act)
-    passes = dict.fromkeys(_PASSES, _FIRST_PAGE)
-    if State.SENT in states:
-        passes[KeyPass(sql.PRUNE_DEDUPE)] = _FIRST_PAGE
-    forgotten = _take_passes(connection, passes, parameters)
-    return PruneTotals(dict(deleted), forgotten[sql.PRUNE_COALESCE], forgotten[sql.PRUNE_DEDUPE])
-
-
-def prune_by_retention(
-    connection: psycopg.Connection[TupleRow], *, batch_size: int = _PRUNE_BATCH, progress: Progress | None = None
-) -> PruneTotals:
-    """Delete the messages that no retention rule keeps, with their attempts. Without rules nothing is deleted.
-
-    This runs the same turn of maintenance as a worker, at once and to the end. It creates partitions ahead, and drops
-    those of which no rule keeps a message. Other messages are deleted in batches. Each batch is committed separately,
-    and follows the rule as it is then. This frees the dedupe keys of the messages, unless the rule keeps nothing: then
-    the rule for `dedupe_key` applies to them. Any number of sessions may run it at once. Keys and contents without a
-    message are deleted last.
-    """
-    act = OperatorAction()
-    turn = MaintenanceRun(
-        read_maintenance_facts(connection), PartitionCache(), batch_size=batch_size, progress=progress, act=act
-    )
-    turn.take(connection)
-    if turn.errors:
-        raise turn.errors[0]
-    return turn.totals
+# Runs one statement in a transaction of its own. An operator's is recorded in the audit.
+Run = Callable[[LiteralString, Mapping[str, object]], list[TupleRow]]
 
 
 class Partition(NamedTuple):
@@ -306,7 +215,7 @@ class MaintenanceRun:
 
     If the database's clock is more than a day ahead of this machine's, the turn deletes nothing, because messages may
     seem older than they are. `errors` reports that, and statements that PostgreSQL refused; the other steps run anyway.
-    With `act` it is an operator's turn, which the audit records.
+    The turn of an operator passes `write`, which runs the deletions.
     """
 
     def __init__(
@@ -314,11 +223,11 @@ class MaintenanceRun:
         facts: MaintenanceFacts,
         cache: PartitionCache,
         *,
-        batch_size: int = _PRUNE_BATCH,
+        batch_size: int = PRUNE_BATCH,
         is_over: Callable[[], bool] = lambda: False,
         pause: Callable[[float], object] = time.sleep,
         progress: Progress | None = None,
-        act: OperatorAction | None = None,
+        write: Run | None = None,
     ) -> None:
         self.errors: list[psycopg.Error | ConfigurationError] = []
         self._facts = facts
@@ -327,16 +236,17 @@ class MaintenanceRun:
         self._is_over = is_over
         self._pause = pause
         self._progress = progress
-        self._act = act
+        self._is_workers = write is None
+        self._write = write or self._fetch
         self._retired: set[str] = set()
         self._deleted: Counter[State] = Counter()
-        self._totals = PruneTotals({}, 0)
+        self._counts = Counter(coalesce_keys=0)
         cache.refresh(facts.rules)
 
     @property
     def totals(self) -> PruneTotals:
         """The work done so far."""
-        return replace(self._totals, messages=dict(self._deleted))
+        return PruneTotals(dict(self._deleted), **self._counts)
 
     @property
     def has_work(self) -> bool:
@@ -345,6 +255,7 @@ class MaintenanceRun:
 
     def take(self, connection: psycopg.Connection[TupleRow]) -> None:
         """Run the turn. It raises only errors that ended the connection."""
+        self._connection = connection
         steps = [self._make, self._check, self._retire, self._clear, self._delete, self._forget_keys]
         days_ahead = (self._facts.asked_at - datetime.now(UTC)) / timedelta(days=1)
         if days_ahead > _CLOCK_TOLERANCE_DAYS:
@@ -359,7 +270,7 @@ class MaintenanceRun:
             if self._is_over():
                 return
             try:
-                step(connection)
+                step()
             except psycopg.Error as error:
                 if connection.broken or connection.closed:
                     raise
@@ -370,49 +281,39 @@ class MaintenanceRun:
 
     # --- partitions ---------------------------------------------------------------------------------------------------
 
-    def _make(self, connection: psycopg.Connection[TupleRow]) -> None:
+    def _make(self) -> None:
         while self._facts.lacks_partition and not self._is_over():
-            answer = self._patiently(lambda: fetch(connection, sql.MAKE_PARTITION, {})[0][0])
-            if answer is None:
+            if self._patiently(self._fetch, sql.MAKE_PARTITION) is None:
                 break
-            self._totals = replace(self._totals, partitions_made=self._totals.partitions_made + 1)
+            self._counts["partitions_made"] += 1
 
-    def _check(self, connection: psycopg.Connection[TupleRow]) -> None:
+    def _check(self) -> None:
         """Read until when the rules keep the messages of each partition."""
         for partition in self._plan().check:
             if self._is_over():
                 break
-            ((kept_until,),) = fetch(connection, sql.KEPT_UNTIL, partition._asdict())
+            ((kept_until,),) = self._fetch(sql.KEPT_UNTIL, partition._asdict())
             self._cache.kept_until[partition.name] = kept_until
 
-    def _retire(self, connection: psycopg.Connection[TupleRow]) -> None:
+    def _retire(self) -> None:
         for partition in self._plan().drop:
             if self._is_over():
                 break
-            answer = self._patiently(functools.partial(self._retire_one, connection, partition.name))
+            answer = self._patiently(self._write, sql.RETIRE_PARTITION, name=partition.name)
             if answer is None or answer == "busy":
                 break  # If one partition is locked, the others are too.
             if answer != "kept":
                 self._retired.add(partition.name)
             self._cache.kept_until.pop(partition.name, None)  # `kept`: its retention has changed.
 
-    def _clear(self, connection: psycopg.Connection[TupleRow]) -> None:
+    def _clear(self) -> None:
         """Delete the attempts and keys of detached partitions page by page, then the partitions themselves."""
-        while not self._is_over() and (rows := fetch(connection, sql.CLEAR_RETIRED, self._limit)):
+        while not self._is_over() and (rows := self._fetch(sql.CLEAR_RETIRED, self._limit)):
             ((_, _, is_dropped),) = rows
-            self._totals = replace(self._totals, partitions_dropped=self._totals.partitions_dropped + is_dropped)
+            self._counts["partitions_dropped"] += is_dropped
 
-    def _retire_one(self, connection: psycopg.Connection[TupleRow], name: str) -> str:
-        def retire() -> str:
-            if self._act is not None:
-                self._act.announce(connection)
-            ((answer,),) = connection.execute(sql.RETIRE_PARTITION, {"name": name}).fetchall()
-            return str(answer)
-
-        return transact(connection, retire)
-
-    def _patiently(self, work: Callable[[], str | None]) -> str | None:
-        """Return the result of `work`; None if every try met a lock of another transaction.
+    def _patiently(self, run: Run, statement: LiteralString, **parameters: object) -> str | None:
+        """Return the answer of the statement; None if every try met a lock of another transaction.
 
         Each try waits only briefly for the lock, because others queue behind it. They proceed between two tries.
         """
@@ -422,18 +323,18 @@ class MaintenanceRun:
             if self._is_over():
                 break
             with contextlib.suppress(LockNotAvailable):
-                return work()
+                ((answer,),) = run(statement, parameters)
+                return cast("str | None", answer)
         return None
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _delete(self, connection: psycopg.Connection[TupleRow]) -> None:
+    def _delete(self) -> None:
         for rule, since, until, partition in self._plan().delete:
             parameters = {"topic": rule.topic, "state": rule.state, "since": since, "until": until} | self._limit
-            is_complete = _prune_messages(
-                connection, sql.PRUNE_BY_RULE, parameters, self._deleted, self._progress, self._act, self._is_over
-            )
-            if not is_complete:
+            if not _delete_batches(
+                self._write, sql.PRUNE_BY_RULE, parameters, self._deleted, self._progress, self._is_over
+            ):
                 break
             if partition and rule.keep is not None:
                 # Messages committed even later are deleted a day later, when the cache is refreshed.
@@ -445,44 +346,50 @@ class MaintenanceRun:
     def _keys_are_due(self) -> bool:
         return bool(self._cache.passes) or time.monotonic() - self._cache.keys_at > _KEYS_EVERY_SECONDS
 
-    def _forget_keys(self, connection: psycopg.Connection[TupleRow]) -> None:
+    def _forget_keys(self) -> None:
         if not self._keys_are_due():
             return
         passes = self._cache.passes
         if not passes:
-            if self._act is None:  # Only workers have the right to write these rows.
-                transact(connection, lambda: connection.execute(sql.FORGET_RENEWALS))
+            if self._is_workers:  # Only workers have the right to write these rows.
+                self._fetch(sql.FORGET_RENEWALS)
             for rule in self._facts.rules:
                 if rule.state == DEDUPE_KEY and rule.keep is not None:
                     passes[KeyPass(sql.PRUNE_DEDUPE_BY_RULE, rule.topic)] = _FIRST_PAGE
             passes.update(dict.fromkeys(_PASSES, _FIRST_PAGE))
             self._cache.keys_at = time.monotonic()
-        forgotten = _take_passes(connection, passes, self._limit, self._is_over)
-        self._totals = replace(
-            self._totals,
-            coalesce_keys=forgotten[sql.PRUNE_COALESCE],
-            dedupe_keys=forgotten[sql.PRUNE_DEDUPE_BY_RULE],
-        )
+        forgotten = _take_passes(self._fetch, passes, self._limit, self._is_over)
+        self._counts["coalesce_keys"] = forgotten[sql.PRUNE_COALESCE]
+        self._counts["dedupe_keys"] = forgotten[sql.PRUNE_DEDUPE_BY_RULE]
+
+    def _fetch(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> list[TupleRow]:
+        return fetch(self._connection, statement, parameters or {})
 
 
-def _prune_messages(
-    connection: psycopg.Connection[TupleRow],
+def prune(
+    connection: psycopg.Connection[TupleRow], parameters: Mapping[str, object], write: Run, progress: Progress | None
+) -> PruneTotals:
+    """Delete final messages by age with `write`, and then keys and contents without a message."""
+    deleted: Counter[State] = Counter()
+    _delete_batches(write, sql.PRUNE, parameters, deleted, progress)
+    passes = dict.fromkeys(_PASSES, _FIRST_PAGE)
+    if State.SENT in cast("Collection[str]", parameters["states"]):
+        passes[KeyPass(sql.PRUNE_DEDUPE)] = _FIRST_PAGE
+    forgotten = _take_passes(functools.partial(fetch, connection), passes, parameters)
+    return PruneTotals(dict(deleted), forgotten[sql.PRUNE_COALESCE], forgotten[sql.PRUNE_DEDUPE])
+
+
+def _delete_batches(
+    write: Run,
     statement: LiteralString,
     parameters: Mapping[str, object],
     deleted: Counter[State],
     progress: Progress | None,
-    act: OperatorAction | None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Delete batch by batch. Return whether it reached the end."""
-
-    def delete() -> list[TupleRow]:
-        if act is not None:
-            act.announce(connection)
-        return connection.execute(statement, parameters).fetchall()
-
     while not is_over():
-        rows = transact(connection, delete)
+        rows = write(statement, parameters)
         deleted.update(State(state) for (state,) in rows)
         if rows and progress is not None:
             progress(deleted.total())
@@ -492,7 +399,7 @@ def _prune_messages(
 
 
 def _take_passes(
-    connection: psycopg.Connection[TupleRow],
+    run: Run,
     passes: dict[KeyPass, tuple[str, str]],
     parameters: Mapping[str, object],
     is_over: Callable[[], bool] = lambda: False,
@@ -507,7 +414,7 @@ def _take_passes(
         arguments = {**parameters, "after_scope": scope, "after_key": key}
         if one.topic is not None:
             arguments["topic"] = one.topic
-        rows = transact(connection, functools.partial(_fetch_page, connection, one.statement, arguments))
+        rows = run(one.statement, arguments)
         if not rows:
             del passes[one]
             continue
@@ -519,59 +426,12 @@ def _take_passes(
     return forgotten
 
 
-def _fetch_page(
-    connection: psycopg.Connection[TupleRow], statement: LiteralString, arguments: Mapping[str, object]
-) -> list[TupleRow]:
-    return connection.execute(statement, arguments).fetchall()
-
-
 _FIRST_PAGE: Final = ("", "")
 _PASSES: Final = (KeyPass(sql.PRUNE_ORDERING), KeyPass(sql.PRUNE_CONTENT), KeyPass(sql.PRUNE_COALESCE))
 
 
-def retention_rules(connection: psycopg.Connection[TupleRow]) -> list[RetentionRule]:
-    """Return the retention rules by topic and state; the rules for all topics come last."""
-    return [RetentionRule._make(row) for row in fetch(connection, sql.RETENTION_RULES, {})]
-
-
-def set_retention(connection: psycopg.Connection[TupleRow], topic: str, state: str, keep: timedelta | None) -> None:
-    """Set how long messages of a topic are kept in this state; None means forever.
-
-    The topic `*` stands for every topic without a rule of its own. With zero for `sent`, workers delete a message
-    instead of setting it to `sent`; this takes effect within a minute. All other messages are deleted by
-    `prune_by_retention`. Raises `ConfigurationError`.
-    """
-    if topic != "*":
-        try:
-            check_name("topic", topic)
-        except PayloadError as error:
-            raise ConfigurationError(f"{error}; or * for all topics") from None
-    if state not in RETAINED:
-        raise ConfigurationError(f"state={state!r}: must be one of {', '.join(RETAINED)}")
-    if keep is not None and not timedelta() <= keep <= MAX_AGE:
-        raise ConfigurationError(f"keep={keep}: must be from 0 to {MAX_AGE.days} days")
-    seconds = None if keep is None else keep.total_seconds()
-    act = OperatorAction()
-
-    def rule() -> None:
-        act.announce(connection)
-        connection.execute(sql.SET_RETENTION, {"topic": topic, "state": state, "keep_seconds": seconds})
-
-    transact(connection, rule)
-
-
-def unset_retention(connection: psycopg.Connection[TupleRow], topic: str, state: str) -> bool:
-    """Remove a rule. Return False if there was none."""
-    act = OperatorAction()
-
-    def unset() -> bool:
-        act.announce(connection)
-        return bool(connection.execute(sql.UNSET_RETENTION, {"topic": topic, "state": state}).fetchall())
-
-    return transact(connection, unset)
-
-
-def _prune_parameters(older_than: timedelta, states: Collection[State], topic: str | None) -> dict[str, object]:
+def prune_parameters(older_than: timedelta, states: Collection[State], topic: str | None) -> dict[str, object]:
+    """Return the parameters of PRUNE. Raises `ConfigurationError` or `StateError`."""
     if not timedelta() < older_than <= MAX_AGE:
         raise ConfigurationError(f"older_than={older_than}: must be positive and at most {MAX_AGE.days} days")
     for state in states:

@@ -15,10 +15,11 @@ _MAX_MARKS: Final = 32
 
 
 class Arrivals:
-    """The floor of new messages, as one worker knows it: None until it knows one."""
+    """The ids up to which one worker has seen all messages."""
 
     def __init__(self) -> None:
-        self.floor_id: int | None = None
+        self.seen_id: int | None = None
+        """Messages with a greater id are new. None until it is known."""
         self._visible_id: int | None = None
         self._last: Horizon | None = None
         # An id, and a transaction: when all earlier ones have ended, the messages up to the id are visible.
@@ -29,12 +30,12 @@ class Arrivals:
         """A search that begins now finds all committed messages up to this id."""
         return self._visible_id
 
-    def learn(self, horizon: Horizon) -> None:
+    def record(self, horizon: Horizon) -> None:
         """Remember the coverage of an answer of the database."""
         last = self._last
         self._last = horizon
         if last is None or last.started_at != horizon.started_at or last.last_id > horizon.last_id:
-            self.floor_id = self._visible_id = None  # Another server may give out the same ids again.
+            self.seen_id = self._visible_id = None  # Another server may give out the same ids again.
             self._marks.clear()
             return
         # This message id was read before that transaction id.
@@ -49,4 +50,4 @@ class Arrivals:
     def note_searched(self, visible_id: int | None) -> None:
         """Remember a complete search for fresh messages; `visible_id` is this object's value when it began."""
         if visible_id is not None and self._visible_id is not None:
-            self.floor_id = max(visible_id, self.floor_id or 0)
+            self.seen_id = max(visible_id, self.seen_id or 0)

@@ -5,9 +5,9 @@ poll reads fresh messages. It reads another lane when a message there is due, by
 worker slept, and a few times a second under load. Lanes with a backlog take turns at being first.
 
 Dead index entries at the head of a lane make every claim slower than the one before, especially while an old
-transaction blocks vacuum. So a claim starts at the floor, where the last one ended. Messages may exist below the floor
-(a transaction that committed late, a released message). So it starts from the beginning again when a claim was not
-filled, when the worker was notified, and a few times a second under load.
+transaction blocks vacuum. So a claim starts at the position of its cursor, where the last one ended. Messages may
+exist before it (a transaction that committed late, a released message). So it starts from the beginning again when a
+claim was not filled, when the worker was notified, and a few times a second under load.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pgoutbox.database.store import ClaimedRow, DueRow, Floor
+from pgoutbox.database.store import ClaimedRow, DueRow, Position
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.text import NAME
 from pgoutbox.worker.arrivals import Arrivals
@@ -81,66 +81,66 @@ class QueueSchedule:
         self._shares = tuple(shares)
         self.names = [share.name for share in shares]
         self._credits = {share.name: 0 for share in shares}
-        self._lanes = {share.name: ClaimPlanner(share.name) for share in shares}
-        self.looked_at = now  # The start of their last poll.
+        self._planners = {share.name: ClaimPlanner(share.name) for share in shares}
+        self.polled_at = now  # The start of their last poll.
         self.arrivals = Arrivals()
 
     def __contains__(self, queue: str) -> bool:
-        return queue in self._lanes
+        return queue in self._planners
 
     def __getitem__(self, queue: str) -> ClaimPlanner:
-        return self._lanes[queue]
+        return self._planners[queue]
 
     def in_turn(self) -> list[ClaimPlanner]:
         """Return all queues, in the order in which the next poll claims from them."""
         if self._shares[0].weight is None:
-            return list(self._lanes.values())
+            return list(self._planners.values())
         # Smooth weighted round robin: the queue with the most credit goes first, and pays for it.
         for share in self._shares:
             self._credits[share.name] += share.weight or 0
         order = sorted(self.names, key=lambda name: -self._credits[name])
         self._credits[order[0]] -= sum(share.weight or 0 for share in self._shares)
-        return [self._lanes[name] for name in order]
+        return [self._planners[name] for name in order]
 
     @property
     def searched_at(self) -> float:
         """The start of the last search for fresh messages: of all queues, the oldest."""
-        return min(lanes.fresh.searched_at for lanes in self._lanes.values())
+        return min(planner.fresh.searched_at for planner in self._planners.values())
 
     @property
     def others_searched_at(self) -> float:
         """The same for the other lanes."""
-        return min(lanes.others_searched_at for lanes in self._lanes.values())
+        return min(planner.others_searched_at for planner in self._planners.values())
 
-    def learn_due(self, rows: Collection[DueRow], *, asked_at: float | None, now: float) -> bool:
+    def record_due(self, rows: Collection[DueRow], *, asked_at: float | None, now: float) -> bool:
         """Remember the database's answer for each queue. Return whether a poll would now find messages.
 
         `asked_at` is the time of the query, None if its answer does not reach back to the last search.
         """
-        news = [self._lanes[row.queue].learn_due(row, asked_at=asked_at, now=now) for row in rows]
+        news = [self._planners[row.queue].record_due(row, asked_at=asked_at, now=now) for row in rows]
         return any(news)
 
     def search(self, *, now: float) -> None:
         """Make the next poll from the beginning claim from all lanes, because messages have become claimable."""
-        for lanes in self._lanes.values():
-            lanes.search(now=now)
+        for planner in self._planners.values():
+            planner.search(now=now)
 
     @property
     def may_wait_for_ends(self) -> bool:
         """Whether the end of an attempt may make another message claimable."""
-        return any(lanes.is_limited or lanes.has_ordered for lanes in self._lanes.values())
+        return any(planner.is_limited or planner.has_ordered for planner in self._planners.values())
 
     def may_take_suspects(self, in_flight: int) -> bool:
         """Whether more suspects may be claimed from one of the queues, with `in_flight` in flight."""
-        return any(lanes.suspects.may_come(in_flight) for lanes in self._lanes.values())
+        return any(planner.suspects.may_come(in_flight) for planner in self._planners.values())
 
 
 class Cursor:
     """The progress of the claims of one lane."""
 
     def __init__(self) -> None:
-        self.floor: Floor | None = None
-        self.looked_at = -math.inf
+        self.position: Position | None = None
+        self.restarted_at = -math.inf
         """When the last claim from the beginning began."""
         self.searched_at = -math.inf
         """The time up to which all due messages are claimed: by that claim, or by the database's answer."""
@@ -148,21 +148,21 @@ class Cursor:
         """Whether the last claim was filled, so that more messages are likely to wait."""
         self.search_due_at = -math.inf
 
-    def start(self, now: float, *, from_beginning: bool, wanted_at: float = -math.inf) -> Floor | None:
+    def start(self, now: float, *, from_beginning: bool, wanted_at: float = -math.inf) -> Position | None:
         """Return the starting place; None for the beginning, also if its last claim began before `wanted_at`."""
-        if from_beginning or now >= self.search_due_at or self.looked_at <= wanted_at:
-            self.floor = None
-        return self.floor
+        if from_beginning or now >= self.search_due_at or self.restarted_at <= wanted_at:
+            self.position = None
+        return self.position
 
-    def learn(self, rows: Sequence[ClaimedRow], limit: int, *, began_at: float, ended_at: float) -> None:
-        """Remember the end of a claim of up to `limit` messages that started at the floor."""
+    def record(self, rows: Sequence[ClaimedRow], limit: int, *, began_at: float, ended_at: float) -> None:
+        """Remember the end of a claim of up to `limit` messages that started at the position."""
         self.is_waiting = len(rows) == limit
-        if self.floor is None:
-            self.looked_at = self.searched_at = began_at
+        if self.position is None:
+            self.restarted_at = self.searched_at = began_at
             self.search_due_at = _due_after(began_at, ended_at)
-        self.floor = max((row.available_at, row.id) for row in rows) if self.is_waiting else None
+        self.position = max((row.available_at, row.id) for row in rows) if self.is_waiting else None
 
-    def learn_new(self, rows: Sequence[ClaimedRow], limit: int) -> None:
+    def record_new(self, rows: Sequence[ClaimedRow], limit: int) -> None:
         """Remember a claim of new messages. It does not cover other messages."""
         self.is_waiting = len(rows) == limit
 
@@ -184,7 +184,7 @@ class ClaimPlanner:
         self._page_found_some = False
         self.wanted_at = -math.inf
         """The time of the last request for a search of all lanes. Only later searches fulfil it."""
-        self._lapsed_looked_at = -math.inf
+        self._lapsed_polled_at = -math.inf
         self._lapsed_searched_at = -math.inf
         self._lapsed_due_at = -math.inf
         self._scheduled_due_at = -math.inf  # When the next message falls due, apart from new ones.
@@ -196,12 +196,12 @@ class ClaimPlanner:
         """Whether a claim of new messages finds all due messages in the lane of fresh ones."""
         return (
             now < self._scheduled_due_at
-            and self.fresh.looked_at > self.wanted_at
+            and self.fresh.restarted_at > self.wanted_at
             and not self.fresh.is_waiting
             and not self.is_limited
         )
 
-    def learn_searched(self) -> None:
+    def record_searched(self) -> None:
         """Remember that all fresh messages were searched: the database's answer gives the next due time."""
         self._scheduled_due_at = math.inf
 
@@ -218,7 +218,7 @@ class ClaimPlanner:
         if self.has_ordered:
             lanes.append(Lane.ORDERED)
         retries = self.retries
-        if retries.is_waiting or now >= retries.search_due_at or retries.looked_at <= self.wanted_at:
+        if retries.is_waiting or now >= retries.search_due_at or retries.restarted_at <= self.wanted_at:
             lanes.append(Lane.RETRIES)
         # The next lane after the previous first one goes first.
         order = (Lane.FRESH, Lane.ORDERED, Lane.RETRIES)
@@ -228,16 +228,16 @@ class ClaimPlanner:
         if self.is_limited and Lane.RETRIES in lanes:
             lanes.remove(Lane.RETRIES)
             lanes.insert(0 if self._others_are_older else len(lanes), Lane.RETRIES)
-        if self.suspects.are_waiting or now >= self._lapsed_due_at or self._lapsed_looked_at <= self.wanted_at:
+        if self.suspects.are_waiting or now >= self._lapsed_due_at or self._lapsed_polled_at <= self.wanted_at:
             lanes[:0] = [Lane.ENDING, Lane.LAPSED]
         return lanes
 
-    def learn_lapsed(self, *, began_at: float, ended_at: float) -> None:
+    def record_lapsed(self, *, began_at: float, ended_at: float) -> None:
         """Remember the time of a search for both kinds of lapsed attempts."""
-        self._lapsed_looked_at = self._lapsed_searched_at = began_at
+        self._lapsed_polled_at = self._lapsed_searched_at = began_at
         self._lapsed_due_at = _due_after(began_at, ended_at)
 
-    def learn_due(self, row: DueRow, *, asked_at: float | None, now: float) -> bool:
+    def record_due(self, row: DueRow, *, asked_at: float | None, now: float) -> bool:
         """Remember the database's answer for the queue. Return whether a poll would now find messages."""
         is_news = (row.has_ordered and not self.has_ordered) or (self._is_known and row.is_limited != self.is_limited)
         self._is_known = True

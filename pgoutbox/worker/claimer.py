@@ -41,17 +41,17 @@ _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a c
 
 
 class Claimer:
-    """Claims for one worker. `held` and `suspects` are the attempts in flight, which the worker adds and removes."""
+    """Claims for one worker, which adds and removes the attempts in `in_flight` and its suspects."""
 
     def __init__(
         self,
         store: Store,
         queues: QueueSchedule,
-        outage: Reconnector,
+        reconnector: Reconnector,
         *,
         topics: Sequence[str],
         hold_topics: Sequence[str],
-        held: Collection[int],
+        in_flight: Collection[int],
         suspects: Collection[object],
         take_over: Callable[[Sequence[ClaimedRow], float], Awaitable[None]],
         stopping: asyncio.Event,
@@ -59,10 +59,10 @@ class Claimer:
     ) -> None:
         self._store = store
         self._queues = queues
-        self._outage = outage
+        self._reconnector = reconnector
         self._topics = topics
         self._hold_topics = hold_topics
-        self._held = held
+        self._in_flight = in_flight
         self._suspects = suspects
         self._take_over = take_over
         self._stopping = stopping
@@ -76,7 +76,7 @@ class Claimer:
         self._unanswered = UnansweredClaims(again_seconds=store.lease_seconds)
         self.work_ahead = False
 
-    async def look(self, room: int, *, from_beginning: bool, fresh_only: bool = False) -> int | None:
+    async def poll(self, room: int, *, from_beginning: bool, fresh_only: bool = False) -> int | None:
         """Claim from the queues in their order until the room is used up. Return None after a database error.
 
         Otherwise return the number of claimed rows, including rows that the claim ended. `work_ahead` then says whether
@@ -84,16 +84,16 @@ class Claimer:
         """
         found = 0
         self.work_ahead = False
-        self._queues.looked_at = elapsed_clock()
+        self._queues.polled_at = elapsed_clock()
         if not await self.release_unanswered():
             return None
-        if not fresh_only and self._is_check_due(self._queues.looked_at) and not await self._check():
+        if not fresh_only and self._is_check_due(self._queues.polled_at) and not await self._check():
             return None
         visible_id, self._searched_count = self._queues.arrivals.visible_id, 0
         if self._conflict_count > _STUBBORN_CONFLICTS:
             room = 1  # Claims of several rows can conflict at a coalesce key repeatedly: a claim of one row cannot.
-        for lanes in self._queues.in_turn():
-            count = await self._claim(lanes, room, from_beginning=from_beginning, fresh_only=fresh_only)
+        for planner in self._queues.in_turn():
+            count = await self._claim(planner, room, from_beginning=from_beginning, fresh_only=fresh_only)
             if count is None:
                 return None
             self._conflict_count = 0
@@ -104,7 +104,7 @@ class Claimer:
         if self._searched_count == len(self._queues.names):
             self._queues.arrivals.note_searched(visible_id)
         if found:
-            self._busy_since = min(self._busy_since, self._queues.looked_at)
+            self._busy_since = min(self._busy_since, self._queues.polled_at)
         return found
 
     async def release_unanswered(self) -> bool:
@@ -113,12 +113,12 @@ class Claimer:
         for span in self._unanswered.due(now):
             try:
                 count = await self._store.release_unanswered(
-                    self._queues.names, self._held, after=span.after, before=span.before
+                    self._queues.names, self._in_flight, after=span.after, before=span.before
                 )
             except (psycopg.Error, OSError) as error:
-                await self._outage.retry_or_raise(error)
+                await self._reconnector.retry_or_raise(error)
                 return False
-            self._unanswered.note_looked(span, now)
+            self._unanswered.note_searched(span, now)
             if count:
                 self._telemetry.report(
                     logging.WARNING, LogEvent.CLAIM_LOST, "claim whose answer was lost, released", released_count=count
@@ -139,15 +139,15 @@ class Claimer:
                 self._queues.names,
                 since_seconds=min(asked_at - self._queues.searched_at + slack, _LONG_AGO_SECONDS),
                 others_since_seconds=min(asked_at - self._queues.others_searched_at + slack, _LONG_AGO_SECONDS),
-                floor_id=self._queues.arrivals.floor_id,
+                seen_id=self._queues.arrivals.seen_id,
             )
-            self._queues.arrivals.learn(horizon)
+            self._queues.arrivals.record(horizon)
             answered_at = elapsed_clock()
             took = answered_at - asked_at
             self._busy_since = math.inf
             self._note_server_time(now, asked_at, answered_at)
             # A late query does not cover the time before it arrived.
-            if self._queues.learn_due(rows, asked_at=asked_at if took <= slack else None, now=answered_at):
+            if self._queues.record_due(rows, asked_at=asked_at if took <= slack else None, now=answered_at):
                 return 0.0
             due = min(
                 (seconds for row in rows for seconds in (row.first_seconds, row.other_seconds) if seconds is not None),
@@ -190,7 +190,7 @@ class Claimer:
                     reason=getattr(error, "sqlstate", None),
                 )
                 return True
-            await self._outage.retry_or_raise(error)
+            await self._reconnector.retry_or_raise(error)
             return False
         return True
 
@@ -204,11 +204,11 @@ class Claimer:
                 seconds=round(stepped),
             )
 
-    async def _claim(self, lanes: ClaimPlanner, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:
+    async def _claim(self, planner: ClaimPlanner, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:
         """Claim from the lanes of one queue in their order."""
         found = 0
         lapsed_began_at = elapsed_clock()
-        for lane in lanes.turns(elapsed_clock(), fresh_only=fresh_only):
+        for lane in planner.turns(elapsed_clock(), fresh_only=fresh_only):
             if room - found <= 0:
                 self.work_ahead = True
                 break
@@ -216,92 +216,92 @@ class Claimer:
             match lane:
                 case Lane.ENDING:
                     lapsed_began_at = elapsed_clock()
-                    count = await self._end_lapsed(lanes, room)
+                    count = await self._end_lapsed(planner, room)
                 case Lane.LAPSED:
-                    count = await self._claim_lapsed(lanes, room - found)
+                    count = await self._claim_lapsed(planner, room - found)
                     if count is not None:
-                        lanes.learn_lapsed(began_at=lapsed_began_at, ended_at=elapsed_clock())
+                        planner.record_lapsed(began_at=lapsed_began_at, ended_at=elapsed_clock())
                 case Lane.ORDERED:
-                    count = await self._claim_ordered(lanes, room - found, complete=from_beginning)
+                    count = await self._claim_ordered(planner, room - found, complete=from_beginning)
                 case Lane.RETRIES:
-                    count = await self._claim_due(lanes, lanes.retries, room - found, from_beginning=False)
+                    count = await self._claim_due(planner, planner.retries, room - found, from_beginning=False)
                 case Lane.FRESH:
-                    count = await self._claim_fresh(lanes, room - found, from_beginning=from_beginning or fresh_only)
+                    count = await self._claim_fresh(planner, room - found, from_beginning=from_beginning or fresh_only)
             if count is None:
                 return None
             found += count
         return found
 
-    async def _claim_fresh(self, lanes: ClaimPlanner, room: int, *, from_beginning: bool) -> int | None:
+    async def _claim_fresh(self, planner: ClaimPlanner, room: int, *, from_beginning: bool) -> int | None:
         """Claim fresh messages. If all others have been seen, search only the new ones."""
-        floor_id = self._queues.arrivals.floor_id
-        if from_beginning and floor_id is not None and lanes.is_for_new_alone(elapsed_clock()):
-            return await self._claim_new(lanes, room, floor_id)
-        return await self._claim_due(lanes, lanes.fresh, room, from_beginning=from_beginning)
+        seen_id = self._queues.arrivals.seen_id
+        if from_beginning and seen_id is not None and planner.is_for_new_alone(elapsed_clock()):
+            return await self._claim_new(planner, room, seen_id)
+        return await self._claim_due(planner, planner.fresh, room, from_beginning=from_beginning)
 
-    async def _claim_new(self, lanes: ClaimPlanner, room: int, floor_id: int) -> int | None:
+    async def _claim_new(self, planner: ClaimPlanner, room: int, seen_id: int) -> int | None:
         began_at = elapsed_clock()
-        kind = f"{lanes.queue} fresh"
+        kind = f"{planner.queue} fresh"
         total = self._set_aside.within(kind, room)
         rows = await self._run(
-            lanes.queue,
+            planner.queue,
             kind,
             total,
             self._store.claim_new(
-                lanes.queue,
+                planner.queue,
                 topics=self._topics,
                 total=total,
-                floor_id=floor_id,
+                seen_id=seen_id,
                 set_aside=self._set_aside.ids(began_at),
             ),
         )
         if rows is None:
             return None
-        lanes.fresh.learn_new(rows, total)
-        self._searched_count += not lanes.fresh.is_waiting
-        self.work_ahead |= lanes.fresh.is_waiting
+        planner.fresh.record_new(rows, total)
+        self._searched_count += not planner.fresh.is_waiting
+        self.work_ahead |= planner.fresh.is_waiting
         await self._hand_over(rows, began_at)
         return len(rows)
 
-    async def _claim_due(self, lanes: ClaimPlanner, cursor: Cursor, room: int, *, from_beginning: bool) -> int | None:
+    async def _claim_due(self, planner: ClaimPlanner, cursor: Cursor, room: int, *, from_beginning: bool) -> int | None:
         """Claim fresh messages or retries."""
         began_at = elapsed_clock()
-        is_retries = cursor is lanes.retries
-        floor = cursor.start(began_at, from_beginning=from_beginning, wanted_at=lanes.wanted_at)
-        kind = f"{lanes.queue} {'retries' if is_retries else 'fresh'}"
+        is_retries = cursor is planner.retries
+        position = cursor.start(began_at, from_beginning=from_beginning, wanted_at=planner.wanted_at)
+        kind = f"{planner.queue} {'retries' if is_retries else 'fresh'}"
         total = self._set_aside.within(kind, room)
         rows = await self._run(
-            lanes.queue,
+            planner.queue,
             kind,
             total,
             self._store.claim(
-                lanes.queue,
+                planner.queue,
                 topics=self._topics,
                 total=total,
-                floor=floor,
+                position=position,
                 retries=is_retries,
-                by_permits=lanes.is_limited,
-                in_turn=cursor.is_waiting and not lanes.is_limited,
+                by_permits=planner.is_limited,
+                in_turn=cursor.is_waiting and not planner.is_limited,
                 set_aside=self._set_aside.ids(began_at),
             ),
         )
         if rows is None:
             return None
-        cursor.learn(rows, total, began_at=began_at, ended_at=elapsed_clock())
-        if not is_retries and floor is None:
-            lanes.learn_searched()
+        cursor.record(rows, total, began_at=began_at, ended_at=elapsed_clock())
+        if not is_retries and position is None:
+            planner.record_searched()
             self._searched_count += not cursor.is_waiting
         self.work_ahead |= cursor.is_waiting
         await self._hand_over(rows, began_at)
         return len(rows)
 
-    async def _end_lapsed(self, lanes: ClaimPlanner, room: int) -> int | None:
+    async def _end_lapsed(self, planner: ClaimPlanner, room: int) -> int | None:
         """End lapsed attempts whose message is not tried again."""
         began_at = elapsed_clock()
-        kind = f"{lanes.queue} ending"
+        kind = f"{planner.queue} ending"
         total = self._set_aside.within(kind, room)
         rows = await self._run(
-            lanes.queue, kind, total, self._store.end_lapsed(lanes.queue, **self._lapsed(total, began_at))
+            planner.queue, kind, total, self._store.end_lapsed(planner.queue, **self._lapsed(total, began_at))
         )
         if rows is None:
             return None
@@ -309,20 +309,20 @@ class Claimer:
         await self._hand_over(rows, began_at)
         return len(rows)
 
-    async def _claim_lapsed(self, lanes: ClaimPlanner, room: int) -> int | None:
+    async def _claim_lapsed(self, planner: ClaimPlanner, room: int) -> int | None:
         """Claim some messages of the other lapsed attempts."""
         began_at = elapsed_clock()
-        kind = f"{lanes.queue} lapsed"
+        kind = f"{planner.queue} lapsed"
         in_flight = len(self._suspects)
-        total = lanes.suspects.limit(self._set_aside.within(kind, room), in_flight)
+        total = planner.suspects.limit(self._set_aside.within(kind, room), in_flight)
         if total == 0:
             return 0
         rows = await self._run(
-            lanes.queue, kind, total, self._store.claim_lapsed(lanes.queue, **self._lapsed(total, began_at))
+            planner.queue, kind, total, self._store.claim_lapsed(planner.queue, **self._lapsed(total, began_at))
         )
         if rows is None:
             return None
-        self.work_ahead |= lanes.suspects.learn(total, len(rows), in_flight=in_flight, is_filled=len(rows) == room)
+        self.work_ahead |= planner.suspects.record(total, len(rows), in_flight=in_flight, is_filled=len(rows) == room)
         await self._hand_over(rows, began_at)
         return len(rows)
 
@@ -331,7 +331,7 @@ class Claimer:
             "topics": self._topics,
             "hold_topics": self._hold_topics,
             "total": total,
-            "in_flight": self._held,
+            "in_flight": self._in_flight,
             "clock_limit": self._clock.limit(now),
             "set_aside": self._set_aside.ids(now),
         }
@@ -344,9 +344,9 @@ class Claimer:
         try:
             rows = await claim
         except (psycopg.Error, OSError) as error:
-            await self._endure(error, queue, kind, total)
+            await self._handle_error(error, queue, kind, total)
             return None
-        self._outage.end()
+        self._reconnector.end()
         self._set_aside.note_claimed(kind, total)
         return await self._mark_superseded(queue, rows)
 
@@ -358,7 +358,7 @@ class Claimer:
         try:
             marked = await self._store.mark_superseded(rows)
         except (psycopg.Error, OSError) as error:
-            await self._outage.retry_or_raise(error)
+            await self._reconnector.retry_or_raise(error)
             return None
         self._measure(queue, marked)
         return marked
@@ -368,9 +368,9 @@ class Claimer:
             await self._take_over(rows, began_at)
         self._unanswered.end(_time_of(rows))
 
-    async def _claim_ordered(self, lanes: ClaimPlanner, room: int, *, complete: bool) -> int | None:
+    async def _claim_ordered(self, planner: ClaimPlanner, room: int, *, complete: bool) -> int | None:
         """Claim from the next page of ordering keys. A complete poll continues until it has read all keys."""
-        kind = f"{lanes.queue} ordered"
+        kind = f"{planner.queue} ordered"
         room = self._set_aside.within(kind, room)
         began_at = elapsed_clock()
         set_aside = self._set_aside.ids(began_at)
@@ -378,33 +378,33 @@ class Claimer:
         rows: Sequence[ClaimedRow] = ()
         try:
             found, last_key = await self._store.find_ordered(
-                lanes.queue, topics=self._topics, after_key=lanes.after_key, key_limit=lanes.page_limit(room)
+                planner.queue, topics=self._topics, after_key=planner.after_key, key_limit=planner.page_limit(room)
             )
-            floor_id = self._queues.arrivals.floor_id
-            is_whole = lanes.after_key == last_key == ""
+            seen_id = self._queues.arrivals.seen_id
+            is_whole = planner.after_key == last_key == ""
             # A message with a new key need not wait for its turn in the round.
-            if not is_whole and floor_id is not None and room > len(found):
+            if not is_whole and seen_id is not None and room > len(found):
                 new = await self._store.find_new_ordered(
-                    lanes.queue, topics=self._topics, floor_id=floor_id, key_limit=room - len(found)
+                    planner.queue, topics=self._topics, seen_id=seen_id, key_limit=room - len(found)
                 )
                 found = list({*found, *new})
             message_ids = [message_id for message_id in found if message_id not in set_aside]
             if message_ids:
                 self._unanswered.begin()
-                rows = await self._store.claim_ordered(lanes.queue, message_ids)
-                self._outage.end()  # A search proves nothing: a server that has become read-only answers it, too.
+                rows = await self._store.claim_ordered(planner.queue, message_ids)
+                self._reconnector.end()  # A search proves nothing: a server that has become read-only answers it, too.
         except (psycopg.Error, OSError) as error:
-            await self._endure(error, lanes.queue, kind, len(message_ids))
+            await self._handle_error(error, planner.queue, kind, len(message_ids))
             return None
-        self._measure(lanes.queue, rows)
+        self._measure(planner.queue, rows)
         if rows:
             self._set_aside.note_claimed(kind, room)
-        is_round_over = lanes.turn_page(last_key, found=len(rows))
+        is_round_over = planner.turn_page(last_key, found=len(rows))
         self.work_ahead |= bool(rows) or (complete and not is_round_over)
         await self._hand_over(rows, began_at)
         return len(rows)
 
-    async def _endure(self, error: psycopg.Error | OSError, queue: str, kind: str, total: int) -> None:
+    async def _handle_error(self, error: psycopg.Error | OSError, queue: str, kind: str, total: int) -> None:
         if is_refusal(error):
             self._unanswered.end()
         if is_lost_key(error):
@@ -418,7 +418,7 @@ class Claimer:
             if isinstance(error, ClaimRefusedError):
                 self._set_aside.add(error.message_ids, queue, error.sqlstate or "", elapsed_clock())
         else:
-            await self._outage.retry_or_raise(error)
+            await self._reconnector.retry_or_raise(error)
 
     def _measure(self, queue: str, rows: Sequence[ClaimedRow]) -> None:
         if (measures := self._telemetry.measures) is not None:

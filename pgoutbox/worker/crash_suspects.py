@@ -47,7 +47,7 @@ class CrashSuspects:
             return limit
         return room if room > 1 or in_flight == 0 else 0
 
-    def learn(self, limit: int, found: int, *, in_flight: int, is_filled: bool) -> bool:
+    def record(self, limit: int, found: int, *, in_flight: int, is_filled: bool) -> bool:
         """Remember the result of a claim of up to `limit`; `is_filled` means that it used up the room.
 
         Return whether another poll is likely to find more: after an empty group, the oldest suspect may still wait.

@@ -21,7 +21,7 @@ from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, Tr
 from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, scheme_of
 from pgoutbox.transports.registry import MissingTransport
-from pgoutbox.worker.results import Attempt, watch_thread
+from pgoutbox.worker.attempt import Attempt, watch_thread
 
 MIN_SNOOZE_SECONDS = 1.0
 

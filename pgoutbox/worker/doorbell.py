@@ -1,12 +1,12 @@
-"""The doorbell: a commit wakes a sleeping worker, and producers do not notify while no worker sleeps.
+"""The doorbell: a commit wakes an idle worker, and producers do not notify while no worker is idle.
 
-One worker of a queue is on watch: an enqueue wakes only this worker. It arms the bell, so that producers notify, or
-polls at high rates, so that they need not. Its deputy polls a little later, in case the watch does not answer. The
-other sleepers rely on the watch until it notifies them of its end.
+One worker of a queue is on watch: a notification wakes only this worker. It holds the wake-up lock, so that producers
+notify, or polls at high rates, so that they need not. Its deputy polls a little later, in case the watch does not
+answer. The other idle workers rely on the watch until it notifies them of its end.
 
 One connection listens and holds the locks (session-level advisory locks), so that all of them end together. Nothing
 else runs on it, and its socket is always read, so that it never keeps the server's notification queue from shrinking.
-The bell only saves time: a worker without a listener relies on its sweep.
+The doorbell only saves time: a worker without a listener polls periodically.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import enum
 import logging
-import random
+import math
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Literal, LiteralString, Protocol
@@ -28,30 +28,30 @@ from pgoutbox.database.connections import deadline
 from pgoutbox.database.worker_connection import connect, is_unreachable, keeps_session, prepare_session
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import Settings
+from pgoutbox.worker.backoff import Backoff
 
 CHANNEL = "pgoutbox"
-_MAX_PAUSE_SECONDS = 5.0
-_ANSWER_SECONDS = 0.25  # If a watch has not answered a ring by then, its deputy polls.
+_ANSWER_SECONDS = 0.25  # If a watch has not answered a notification by then, its deputy polls.
 
-# Shares of the server's notification queue: the start and the end of the report, and the start and the end of giving up
-# bells. PostgreSQL lets an idle listener stay four pages behind until the next notification, and the smallest queue has
-# 64 pages: the usage may never fall below that share.
+# Shares of the server's notification queue: the start and the end of the report, and the share above which a worker
+# releases its locks and the share below which it acquires them again. PostgreSQL lets an idle listener stay four pages
+# behind until the next notification, and the smallest queue has 64 pages: the usage may never fall below that share.
 _FILLING = 0.1
 _CALM = 0.08
 _FULL = 0.5
 _ROOM_AGAIN = 0.25
 
 
-class Bell(enum.Enum):
-    """The result of arming the bells of some queues, worst case first."""
+class LockAnswer(enum.Enum):
+    """The result of acquiring the wake-up locks of some queues, worst case first."""
 
     PRODUCERS = "producers"  # Enqueuing transactions are open: poll again after they have committed.
-    ARMED = "armed"  # Every later commit wakes this worker or the one on watch: poll once more.
-    STILL_ARMED = "still armed"  # Unchanged since before the last claim.
-    DOWN = "down"  # No listener: only the sweep finds messages.
+    ACQUIRED = "acquired"  # Every later commit wakes this worker or the one on watch: poll once more.
+    UNCHANGED = "unchanged"  # As before the last claim.
+    NO_LISTENER = "no listener"  # Only the periodic poll finds messages.
 
 
-class OnRing(Protocol):
+class OnNotification(Protocol):
     """Called with a queue that may have work, or with None for any queue after the listener has reconnected.
 
     `is_new` means that a new message was enqueued there, and no other change.
@@ -61,10 +61,10 @@ class OnRing(Protocol):
 
 
 class Doorbell:
-    """Listens and arms.
+    """Listens, and holds the locks of an idle worker.
 
-    `on_ring` is called on the event loop. `on_check` is called when the watch has had time to answer, or polls. Workers
-    with the same `topics`, which may change, share a watch.
+    `on_notification` is called on the event loop. `on_deputy_due` is called when the watch has had time to answer, or
+    polls. Workers with the same `topics`, which may change, share a watch.
     """
 
     def __init__(
@@ -72,29 +72,29 @@ class Doorbell:
         settings: Settings,
         topics: Sequence[str],
         *,
-        on_ring: OnRing,
-        on_check: Callable[[], None],
+        on_notification: OnNotification,
+        on_deputy_due: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
         self._dsn = settings.require_listen_dsn()
         self._settings = settings
         self._topics = topics
-        self._on_ring = on_ring
-        self._on_check = on_check
+        self._on_notification = on_notification
+        self._on_deputy_due = on_deputy_due
         self._telemetry = telemetry
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
-        self._turn = asyncio.Lock()
-        # Held from question to answer: a lock that is taken twice must be released twice.
-        self._bells = asyncio.Lock()
+        self._statement = asyncio.Lock()
+        # Held from question to answer: a lock that is acquired twice must be released twice.
+        self._locking = asyncio.Lock()
         self._on_watch: set[str] = set()
-        self._armed: set[str] = set()
+        self._wake_up_locks: set[str] = set()
         self._deputy_of: set[str] = set()
-        self._trusted: set[str] = set()  # Another session has the watch or the bell, until it notifies otherwise.
+        self._relied_on: set[str] = set()  # Queues with a watch in another session, until it notifies otherwise.
         self._polled: set[str] = set()  # This worker is the deputy of a watch that polls.
         self._asking: set[str] = set()
-        self._news: set[str] = set()  # Another session has given up a lock while this one asked for it.
+        self._news: set[str] = set()  # Another session has released a lock while this one asked for it.
         self._topics_on_watch: tuple[str, ...] = ()
-        self._check: asyncio.TimerHandle | None = None
+        self._deputy_timer: asyncio.TimerHandle | None = None
         self._permit_seconds: dict[str, float] = {}  # Of queues at their limit, at the time of the question.
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -111,13 +111,13 @@ class Doorbell:
 
     @property
     def is_reliable(self) -> bool:
-        """Whether the bell rings for every commit: the listener is connected, and the notification queue has room."""
+        """Whether every commit notifies: the listener is connected, and the notification queue has room."""
         return self.is_up and not self._is_full
 
     @property
-    def is_armed(self) -> bool:
-        """Whether producers ring this worker for one of its queues."""
-        return bool(self._armed)
+    def has_wake_up_lock(self) -> bool:
+        """Whether producers notify this worker for one of its queues."""
+        return bool(self._wake_up_locks)
 
     @property
     def is_on_watch(self) -> bool:
@@ -130,18 +130,18 @@ class Doorbell:
         return bool(self._on_watch or self._deputy_of)
 
     @property
-    def unarmed_seconds(self) -> float | None:
-        """Return the maximum sleep of the caller since it asked, in seconds.
+    def max_sleep_seconds(self) -> float:
+        """The maximum sleep of the caller since it asked for the locks, in seconds.
 
-        After that a queue without a bell has its next permit, or the polling watch has had time to answer.
+        After that a queue at its limit has its next permit, or the polling watch has had time to answer.
         """
-        polled = [_ANSWER_SECONDS] if self._polled else []
-        return min([*self._permit_seconds.values(), *polled], default=None)
+        polled = _ANSWER_SECONDS if self._polled else math.inf
+        return min([*self._permit_seconds.values(), polled])
 
     async def start(self) -> None:
         """Connect and listen before the first claim. From then on it reconnects automatically.
 
-        If the server has no free connection now, it may have one later; until then the worker relies on the sweep.
+        If the server has no free connection now, it may have one later; until then the worker polls periodically.
         """
         try:
             await self._connect()
@@ -153,66 +153,66 @@ class Doorbell:
             self._task = asyncio.create_task(self._keep_alive(), name="pgoutbox-doorbell")
 
     async def stop(self) -> None:
-        """Give up the bells, so that other sleepers take them over, and close the connection. Idempotent."""
+        """Release the locks, so that other idle workers acquire them, and close the connection. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         if self.is_up:
-            await self.disarm()
+            await self.release()
         if self.is_up:
             await self._ask(sql.UNLISTEN, {})  # A notification for a closed connection is an error in the server's log.
         await self._disconnect()
 
-    async def arm(self, queues: Sequence[str]) -> Bell:
-        """Ask for watch and bell of these queues. After `ARMED` the caller must claim once more before it sleeps."""
-        async with self._bells:
+    async def acquire(self, queues: Sequence[str]) -> LockAnswer:
+        """Ask for the locks of these queues. After `ACQUIRED` the caller must claim once more before it sleeps."""
+        async with self._locking:
             if self._connection is None or self._is_full:
-                return Bell.DOWN
+                return LockAnswer.NO_LISTENER
             if self._topics_on_watch != (topics := tuple(self._topics)):
-                await self._give_up()  # The previous watch does not cover these topics.
+                await self._release()  # The previous watch does not cover these topics.
                 self._topics_on_watch = topics
-            unasked = [queue for queue in queues if queue not in self._armed and queue not in self._trusted]
+            unasked = [queue for queue in queues if queue not in self._wake_up_locks and queue not in self._relied_on]
             if not unasked:
-                return Bell.STILL_ARMED
+                return LockAnswer.UNCHANGED
             answers = await self._ask_for(unasked)
             if answers is None:
-                return Bell.DOWN
-            return Bell.PRODUCERS if "producers" in answers.values() else Bell.ARMED
+                return LockAnswer.NO_LISTENER
+            return LockAnswer.PRODUCERS if "producers" in answers.values() else LockAnswer.ACQUIRED
 
-    async def lower(self) -> None:
-        """Release the bells and stay on watch: the worker polls, and producers need not ring."""
-        async with self._bells:
-            if self._armed:
-                queues, self._armed = sorted(self._armed), set()
-                await self._ask(sql.LOWER, {"queues": queues})
+    async def release_wake_up_locks(self) -> None:
+        """Release the wake-up locks and stay on watch: the worker polls, and producers need not notify."""
+        async with self._locking:
+            if self._wake_up_locks:
+                queues, self._wake_up_locks = sorted(self._wake_up_locks), set()
+                await self._ask(sql.RELEASE_WAKE_UP_LOCKS, {"queues": queues})
 
-    async def disarm(self) -> None:
-        """Release all locks and stop relying on a watch: the worker is busy. Another sleeper takes over."""
-        async with self._bells:
-            await self._give_up()
+    async def release(self) -> None:
+        """Release all locks and stop relying on a watch: the worker is busy. Another idle worker takes over."""
+        async with self._locking:
+            await self._release()
 
-    async def _give_up(self) -> None:
-        held = self._on_watch | self._deputy_of | self._armed
+    async def _release(self) -> None:
+        held = self._on_watch | self._deputy_of | self._wake_up_locks
         self._forget_locks()
         if held:
-            await self._ask(sql.DISARM, {"queues": sorted(held)})
+            await self._ask(sql.RELEASE_LOCKS, {"queues": sorted(held)})
 
     def _forget_locks(self) -> None:
-        for queues in (self._on_watch, self._armed, self._deputy_of, self._trusted, self._polled):
+        for queues in (self._on_watch, self._wake_up_locks, self._deputy_of, self._relied_on, self._polled):
             queues.clear()
-        if self._check is not None:
-            self._check.cancel()
-            self._check = None
+        if self._deputy_timer is not None:
+            self._deputy_timer.cancel()
+            self._deputy_timer = None
 
     async def _ask_for(self, queues: Sequence[str]) -> dict[str, str] | None:
         self._asking, self._news = set(queues), set()
         rows = await self._ask(
-            sql.ARM,
+            sql.ACQUIRE_LOCKS,
             {
                 "queues": queues,
-                "watch_keys": post_keys("watch", queues, self._topics_on_watch),
-                "deputy_keys": post_keys("deputy", queues, self._topics_on_watch),
+                "watch_keys": lock_keys("watch", queues, self._topics_on_watch),
+                "deputy_keys": lock_keys("deputy", queues, self._topics_on_watch),
                 "deputy_of": sorted(self._deputy_of),
             },
         )
@@ -223,31 +223,31 @@ class Doorbell:
             self._permit_seconds.pop(queue, None)
             if permit_seconds is not None:
                 self._permit_seconds[queue] = permit_seconds
-            self._note(queue, answer)
+            self._record(queue, answer)
         return {queue: answer for queue, answer, _ in rows}
 
-    def _note(self, queue: str, answer: str) -> None:
+    def _record(self, queue: str, answer: str) -> None:
         has_news = queue in self._news
         if answer != "limited":  # In that case the session keeps its locks.
-            _put(self._on_watch, queue, is_in=answer in ("armed", "rung", "producers"))
-            _put(self._armed, queue, is_in=answer == "armed")
+            _put(self._on_watch, queue, is_in=answer in ("acquired", "notified", "producers"))
+            _put(self._wake_up_locks, queue, is_in=answer == "acquired")
             _put(self._deputy_of, queue, is_in=answer in ("deputy", "polled"))
         _put(self._polled, queue, is_in=answer == "polled")
-        _put(self._trusted, queue, is_in=answer in ("rung", "deputy", "sleeper") and not has_news)
+        _put(self._relied_on, queue, is_in=answer in ("notified", "deputy", "idle") and not has_news)
         if has_news:
-            self._on_ring(queue)  # The notification may be later than the answer: ask again.
+            self._on_notification(queue)  # The notification may be later than the answer: ask again.
 
-    async def _doubt(self) -> None:
+    async def _recheck(self) -> None:
         """Request the locks of other sessions again: a lock that ends with its session sends no notification."""
-        async with self._bells:
-            answers = await self._ask_for(sorted(self._trusted)) if self._trusted else None
+        async with self._locking:
+            answers = await self._ask_for(sorted(self._relied_on)) if self._relied_on else None
         for queue, answer in (answers or {}).items():
-            if answer not in ("rung", "deputy", "sleeper"):
-                self._on_ring(queue)  # Messages committed since then woke no worker.
+            if answer not in ("notified", "deputy", "idle"):
+                self._on_notification(queue)  # No worker was notified of messages committed since then.
 
     async def _ask(self, statement: LiteralString, parameters: dict[str, object]) -> list[TupleRow] | None:
         """Return the rows, or None if the listener did not answer in time and was therefore closed."""
-        async with self._turn:
+        async with self._statement:
             connection = self._connection
             if connection is None:
                 return None
@@ -289,7 +289,7 @@ class Doorbell:
         try:
             connection.pgconn.consume_input()
             while (notify := connection.pgconn.notifies()) is not None:
-                self._hear(connection, notify.be_pid, notify.extra.decode("utf-8", "replace"))
+                self._receive(connection, notify.be_pid, notify.extra.decode("utf-8", "replace"))
         except psycopg.Error as error:
             self._lose(error)
 
@@ -297,13 +297,16 @@ class Doorbell:
         self._stop_reading()
         if not self._lost.is_set():
             self._telemetry.report(
-                logging.WARNING, LogEvent.LISTENER_LOST, "listener lost, polling by sweep", reason=type(error).__name__
+                logging.WARNING,
+                LogEvent.LISTENER_LOST,
+                "listener lost, polling periodically",
+                reason=type(error).__name__,
             )
         self._lost.set()
-        self._on_ring(None)
+        self._on_notification(None)
 
-    def _hear(self, connection: psycopg.AsyncConnection[TupleRow], sender: int, message: str) -> None:
-        """Producers send the name of the queue, for its watch; workers and operators send a prefix too."""
+    def _receive(self, connection: psycopg.AsyncConnection[TupleRow], sender: int, message: str) -> None:
+        """Read a notification: producers send the queue, for its watch; workers and operators send a prefix too."""
         if sender == connection.pgconn.backend_pid:
             return  # This session's own notifications are for the others.
         kind, _, queue = message.rpartition(" ")
@@ -311,15 +314,15 @@ class Doorbell:
         if kind and queue in self._asking:
             self._news.add(queue)
         if is_for_all or (kind and queue in self._on_watch | self._deputy_of):
-            self._trusted.discard(queue)
+            self._relied_on.discard(queue)
         if is_for_all or queue in self._on_watch:
-            self._on_ring(queue, is_new=not is_for_all)
-        elif queue in self._deputy_of and self._check is None:
-            self._check = asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._look_after_the_watch)
+            self._on_notification(queue, is_new=not is_for_all)
+        elif queue in self._deputy_of and self._deputy_timer is None:
+            self._deputy_timer = asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._end_deputy_timer)
 
-    def _look_after_the_watch(self) -> None:
-        self._check = None
-        self._on_check()
+    def _end_deputy_timer(self) -> None:
+        self._deputy_timer = None
+        self._on_deputy_due()
 
     async def _connect(self) -> None:
         connection, is_direct = await connect(self._dsn, self._settings, purpose="listen")
@@ -327,7 +330,7 @@ class Doorbell:
             await prepare_session(connection, self._settings)
         elif await self._is_without_session(connection):
             return
-        connection.add_notify_handler(lambda notify: self._hear(connection, notify.pid, notify.payload))
+        connection.add_notify_handler(lambda notify: self._receive(connection, notify.pid, notify.payload))
         try:
             with deadline(connection, self._settings.connect_timeout_seconds):
                 await connection.execute(sql.LISTEN, prepare=False)
@@ -343,7 +346,7 @@ class Doorbell:
     async def _is_without_session(self, connection: psycopg.AsyncConnection[TupleRow]) -> bool:
         """Whether a pooler changes the session after each transaction. If so, close the connection.
 
-        Otherwise a LISTEN and a bell would stay in the pool, where they cannot be ended: producers would ring in vain.
+        Otherwise a LISTEN and a lock would stay in the pool, and producers would notify without a receiver.
         """
         try:
             self._has_no_session = not await keeps_session(connection, self._dsn, self._settings)
@@ -380,28 +383,28 @@ class Doorbell:
                 async with asyncio.timeout(self._settings.listener_heartbeat_seconds):
                     await self._lost.wait()
             if not self._lost.is_set():
-                await self._probe()
+                await self._heartbeat()
             if not self._lost.is_set():
-                await self._doubt()
+                await self._recheck()
             if self._lost.is_set():
                 await self._reconnect()
             if self._has_no_session:
                 return  # From now on it polls.
 
-    async def _probe(self) -> None:
+    async def _heartbeat(self) -> None:
         # Keepalives do not detect a stalled middlebox, and a pooler may have taken the LISTEN away: only an answer
         # counts.
-        rows = await self._ask(sql.PROBE, {})
+        rows = await self._ask(sql.LISTENER_HEARTBEAT, {})
         if not rows:
             return
         ((is_listening, usage),) = rows
         if not is_listening:
             self._lose(ConnectionError("the session no longer listens"))
             return
-        await self._judge_usage(usage)
+        await self._check_usage(usage)
 
-    async def _judge_usage(self, usage: float) -> None:
-        """Give up bells while the notification queue fills up: when it is full, the COMMIT of every ring fails.
+    async def _check_usage(self, usage: float) -> None:
+        """Release the locks while the notification queue fills up: when it is full, every notifying COMMIT fails.
 
         The reason is a listening session that stays in a transaction. All databases share this queue.
         """
@@ -409,8 +412,10 @@ class Doorbell:
         if is_full != self._is_full:
             self._is_full = is_full
             if is_full:
-                await self.disarm()
-            self._on_ring(None)  # From now on the worker polls, or arms its bell again: in both cases it polls first.
+                await self.release()
+            self._on_notification(
+                None
+            )  # From now on the worker polls, or acquires its locks again: in both cases it polls first.
         is_filling = usage >= (_CALM if self._is_filling else _FILLING)
         if is_filling != self._is_filling:
             self._is_filling = is_filling
@@ -427,27 +432,26 @@ class Doorbell:
                 )
 
     async def _reconnect(self) -> None:
-        async with self._turn:
+        async with self._statement:
             await self._disconnect()
-        pause = 0.1
+        backoff = Backoff(0.1, 5.0)
         while True:
             try:
-                async with self._turn:
+                async with self._statement:
                     await self._connect()
             except (psycopg.Error, OSError):
-                await asyncio.sleep(pause * (0.5 + random.random() / 2))
-                pause = min(pause * 2, _MAX_PAUSE_SECONDS)
+                await asyncio.sleep(backoff.next())
             else:
                 break
         if not self._has_no_session:
             self._telemetry.report(logging.INFO, LogEvent.LISTENER_BACK, "listener back")
-        # Messages committed in between woke no worker.
-        self._on_ring(None)
+        # No worker was notified of messages committed in between.
+        self._on_notification(None)
 
 
-def post_keys(post: Literal["watch", "deputy"], queues: Sequence[str], topics: Sequence[str]) -> list[int]:
-    """Return the advisory lock key of a post for each queue. Workers with other topics have separate posts."""
-    texts = [" ".join([post, queue, *sorted(topics)]) for queue in queues]
+def lock_keys(role: Literal["watch", "deputy"], queues: Sequence[str], topics: Sequence[str]) -> list[int]:
+    """Return the advisory lock key of a role for each queue. Workers with other topics have separate roles."""
+    texts = [" ".join([role, queue, *sorted(topics)]) for queue in queues]
     return [int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True) for text in texts]
 
 

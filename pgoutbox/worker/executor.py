@@ -25,9 +25,9 @@ from pgoutbox.observability.tracing import Tracing
 from pgoutbox.settings import Settings
 from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, breaker_key, scheme_of
+from pgoutbox.worker.attempt import RELEASED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
 from pgoutbox.worker.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.dispatcher import Dispatcher, Send, outcome_of_error, send_by
-from pgoutbox.worker.results import RELEASED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
 from pgoutbox.worker.transactional import Transactions
 
 

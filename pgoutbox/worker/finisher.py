@@ -1,7 +1,7 @@
 """The finisher: collects the outcomes of attempts and writes them in fenced batches, with retries.
 
 A locked row and a refused row delay no other row. If a later attempt owns the message, the outcome is not written and
-the finisher reports a lost lease. A message whose outcome is refused stays in `held`, so its lease is renewed.
+the finisher reports a lost lease. A message whose outcome is refused stays in `in_flight`, so its lease is renewed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -37,12 +36,11 @@ from pgoutbox.observability.events import LogEvent, Telemetry, event_of_outcome,
 from pgoutbox.redaction import redact_text
 from pgoutbox.retry import bounded_delay
 from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
+from pgoutbox.worker.attempt import Abandoned, AlreadyFinished, Attempt, AttemptResult, Released
+from pgoutbox.worker.backoff import Backoff
 from pgoutbox.worker.dispatcher import MIN_SNOOZE_SECONDS
 from pgoutbox.worker.refused_outcomes import RefusedOutcomes
-from pgoutbox.worker.results import Abandoned, AlreadyFinished, Attempt, AttemptResult, Released
 
-_FIRST_PAUSE_SECONDS = 0.05
-_MAX_PAUSE_SECONDS = 5.0
 _LOCKED_PAUSE_SECONDS = 0.1
 _PENDING_AGAIN: Final = frozenset({AttemptOutcome.RETRY, AttemptOutcome.SNOOZED, AttemptOutcome.RELEASED})
 _SENT: Final = State.SENT  # Looking up an enum member costs more than a comparison.
@@ -51,7 +49,7 @@ Write = Callable[[Sequence[Attempt]], Awaitable[Mapping[int, State]]]
 
 
 class Finisher:
-    """Writes the outcomes of attempts and removes the attempts from `held`.
+    """Writes the outcomes of attempts and removes the attempts from `in_flight`.
 
     `on_ended` is called after attempts have ended, `on_written` after every batch, and `on_pending` when a message is
     pending again. `on_released` gets the queues of messages released without an attempt. `on_successors` gets the
@@ -62,7 +60,7 @@ class Finisher:
     def __init__(
         self,
         store: Store,
-        held: MutableMapping[int, Attempt],
+        in_flight: MutableMapping[int, Attempt],
         *,
         batch_size: int,
         redacted_names: Sequence[str],
@@ -76,7 +74,7 @@ class Finisher:
         telemetry: Telemetry,
     ) -> None:
         self._store = store
-        self._held = held
+        self._in_flight = in_flight
         self._batch_size = batch_size
         self._redacted_names = redacted_names
         self._on_ended = on_ended
@@ -92,6 +90,11 @@ class Finisher:
         self._refused: deque[Attempt] = deque()
         self._ready = asyncio.Event()
         self._is_announced = False
+
+    @property
+    def unwritten_count(self) -> int:
+        """Number of attempts in flight, without those whose outcome the database refuses."""
+        return max(0, len(self._in_flight) - self.refusals.count)
 
     def collect(self, attempt: Attempt, ending: AttemptResult) -> None:
         """Take over the end of one attempt."""
@@ -137,43 +140,43 @@ class Finisher:
             return batch
         return [endings.popleft() for _ in range(self._batch_size)]
 
-    async def give_up(self) -> None:
+    async def write_minimal_ends(self) -> None:
         """Write a minimal end for each refused outcome: the worker is about to stop."""
         for attempt, refusal in self.refusals.stop().items():
-            for verdict in (refusal.verdict, _plain_verdict(attempt, refusal.verdict, refusal.reason)):
+            for request in (refusal.request, _minimal_request(attempt, refusal.request, refusal.reason)):
                 with contextlib.suppress(psycopg.Error, OSError):
-                    done = await self._write_one(attempt, verdict)
+                    done = await self._write_one(attempt, request)
                     if done:
-                        verdicts = {} if verdict is None else {attempt: verdict}
-                        self._settle([attempt], done, {}, verdicts)
+                        requests = {} if request is None else {attempt: request}
+                        self._settle([attempt], done, {}, requests)
                         break
 
     def report_unwritten(self) -> None:
         """Log the messages whose outcome is still refused."""
         for attempt, refusal in self.refusals.stop().items():
-            self._let_go(attempt)
+            self._forget(attempt)
             self._report(
                 logging.ERROR,
                 LogEvent.OUTCOME_UNWRITTEN,
                 "stopped with an outcome that the database refuses; its lease will expire",
                 attempt.message,
-                outcome=AttemptOutcome.SENT if refusal.verdict is None else refusal.verdict.outcome,
+                outcome=AttemptOutcome.SENT if refusal.request is None else refusal.request.outcome,
                 reason=refusal.reason,
             )
 
     async def _finish(self, batch: Sequence[tuple[Attempt, AttemptResult]]) -> None:
-        sent, verdicts = self._sort(batch)
+        sent, requests = self._sort(batch)
         if sent:
             await self._write(sent, self._write_sent, {})
-        if verdicts:
-            await self._write(list(verdicts), lambda part: self._store.finish([verdicts[c] for c in part]), verdicts)
+        if requests:
+            await self._write(list(requests), lambda part: self._store.finish([requests[c] for c in part]), requests)
             released = {
-                c.message.queue for c, verdict in verdicts.items() if verdict.outcome is AttemptOutcome.RELEASED
+                c.message.queue for c, request in requests.items() if request.outcome is AttemptOutcome.RELEASED
             }
             if released:
                 await self._on_released(released)
-        held = self._held
-        locked = [(c, ending) for c, ending in batch if held.get(c.message.id) is c and c not in self.refusals]
+        in_flight = self._in_flight
+        locked = [(c, ending) for c, ending in batch if in_flight.get(c.message.id) is c and c not in self.refusals]
         if locked:
             # Another transaction may hold these locks for long; do not block later outcomes on them.
             asyncio.get_running_loop().call_later(_LOCKED_PAUSE_SECONDS, self._collect_again, locked)
@@ -186,19 +189,19 @@ class Finisher:
     ) -> tuple[list[Attempt], dict[Attempt, FinishRequest]]:
         """Return the sent attempts, and the finish requests of the others."""
         sent = []
-        verdicts: dict[Attempt, FinishRequest] = {}
-        held = self._held
+        requests: dict[Attempt, FinishRequest] = {}
+        in_flight = self._in_flight
         for attempt, ending in batch:
-            if held.get(attempt.message.id) is not attempt:
+            if in_flight.get(attempt.message.id) is not attempt:
                 continue  # A failover lost its message, and another message has the id.
             if isinstance(ending, Sent):
                 sent.append(attempt)
             elif isinstance(ending, (AlreadyFinished, Abandoned)):
-                self._let_go(attempt)
+                self._forget(attempt)
                 self._note_unwritten(attempt.message, ending)
             else:
-                verdicts[attempt] = _verdict_of_any(attempt, ending, self._redacted_names)
-        return sent, verdicts
+                requests[attempt] = _request_of(attempt, ending, self._redacted_names)
+        return sent, requests
 
     def _note_unwritten(self, message: Message[object], ending: AlreadyFinished | Abandoned) -> None:
         if isinstance(ending, Abandoned):
@@ -219,18 +222,18 @@ class Finisher:
 
     async def _finish_refused(self, attempt: Attempt) -> None:
         """Write a refused outcome again, alone: a batch with it would be refused."""
-        verdict = self.refusals.finish_request_of(attempt)
-        verdicts = {} if verdict is None else {attempt: verdict}
-        await self._write([attempt], lambda _: self._write_one(attempt, verdict), verdicts)
-        if self._held.get(attempt.message.id) is attempt:
+        request = self.refusals.finish_request_of(attempt)
+        requests = {} if request is None else {attempt: request}
+        await self._write([attempt], lambda _: self._write_one(attempt, request), requests)
+        if self._in_flight.get(attempt.message.id) is attempt:
             self.refusals.wait(attempt)
         elif attempt.message.coalesce_key is not None:
             await self._wake_successors([attempt.message])
 
-    async def _write_one(self, attempt: Attempt, verdict: FinishRequest | None) -> Mapping[int, State]:
-        if verdict is None:
+    async def _write_one(self, attempt: Attempt, request: FinishRequest | None) -> Mapping[int, State]:
+        if request is None:
             return await self._write_sent([attempt])
-        return await self._store.finish([replace(verdict, attempt_count=attempt.attempt_count)])
+        return await self._store.finish([replace(request, attempt_count=attempt.attempt_count)])
 
     async def _write_sent(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:
         return await self._store.finish_sent(
@@ -240,23 +243,22 @@ class Finisher:
         )
 
     async def _write(
-        self, attempts: Sequence[Attempt], write: Write, verdicts: Mapping[Attempt, FinishRequest]
+        self, attempts: Sequence[Attempt], write: Write, requests: Mapping[Attempt, FinishRequest]
     ) -> None:
         """Write the ends of these attempts, with retries: the fence makes repetitions harmless."""
-        pause = _FIRST_PAUSE_SECONDS
+        backoff = Backoff(0.05, 5.0)
         while True:
             try:
                 done = await write(attempts)
                 standing = await self._standing_of([c for c in attempts if c.message.id not in done])
             except (psycopg.Error, OSError) as error:
                 if not is_transient_error(error):
-                    await self._write_apart(attempts, write, verdicts, error)
+                    await self._write_apart(attempts, write, requests, error)
                     return
             else:
-                self._settle(attempts, done, standing, verdicts)
+                self._settle(attempts, done, standing, requests)
                 return
-            await asyncio.sleep(pause * (0.5 + random.random() / 2))
-            pause = min(pause * 2, _MAX_PAUSE_SECONDS)
+            await asyncio.sleep(backoff.next())
 
     async def _standing_of(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:
         if not attempts:
@@ -268,10 +270,10 @@ class Finisher:
         attempts: Sequence[Attempt],
         done: Mapping[int, State],
         standing: Mapping[int, State],
-        verdicts: Mapping[Attempt, FinishRequest],
+        requests: Mapping[Attempt, FinishRequest],
     ) -> None:
         measures = self._telemetry.measures
-        held = self._held
+        in_flight = self._in_flight
         sent = []
         for attempt in attempts:
             message = attempt.message
@@ -279,50 +281,50 @@ class Finisher:
             state = done.get(message_id) or standing.get(message_id)
             if state is _SENT:
                 # This process may have claimed the message again, after the lease of this attempt ran out.
-                if held.get(message_id) is attempt:
-                    del held[message_id]
+                if in_flight.get(message_id) is attempt:
+                    del in_flight[message_id]
                 sent.append(message)
                 continue
             if state is State.SENDING:
                 continue  # A caller's transaction has locked the row; try again.
-            self._let_go(attempt)
-            self._note_end(message, state, verdicts.get(attempt))
-        self.refusals.forget(c for c in attempts if self._held.get(c.message.id) is not c)
+            self._forget(attempt)
+            self._note_end(message, state, requests.get(attempt))
+        self.refusals.forget(c for c in attempts if self._in_flight.get(c.message.id) is not c)
         self._telemetry.count(LogEvent.SENT, len(sent))
         if measures is not None and sent:
             measures.sent(sent)
 
-    def _note_end(self, message: Message[object], state: State | None, verdict: FinishRequest | None) -> None:
+    def _note_end(self, message: Message[object], state: State | None, request: FinishRequest | None) -> None:
         """Report the end of an attempt that was not sent; without a state it has lost its message."""
         if state is State.PENDING:
             self._on_pending()  # A sleeping worker does not know its due time yet.
         if self._telemetry.measures is not None:
-            self._telemetry.measures.ended(message, _outcome_of(state, verdict))
+            self._telemetry.measures.ended(message, _reported_outcome(state, request))
         if state is None:
             self._report(logging.WARNING, LogEvent.LEASE_LOST, "lease lost, outcome not written", message)
         elif state is State.FAILED:
             self._report(logging.WARNING, LogEvent.FAILED, "message failed", message)
-        elif state is State.PENDING and verdict is not None:
-            self._report(logging.INFO, event_of_outcome(verdict.outcome), "attempt ended, pending again", message)
+        elif state is State.PENDING and request is not None:
+            self._report(logging.INFO, event_of_outcome(request.outcome), "attempt ended, pending again", message)
         else:
             self._report(logging.INFO, event_of_state(state), "message ended", message)
 
     async def _write_apart(
-        self, attempts: Sequence[Attempt], write: Write, verdicts: Mapping[Attempt, FinishRequest], error: BaseException
+        self, attempts: Sequence[Attempt], write: Write, requests: Mapping[Attempt, FinishRequest], error: BaseException
     ) -> None:
         """Find the row that made PostgreSQL refuse a batch, so that the others can be finished."""
         if len(attempts) > 1:
             middle = len(attempts) // 2
-            await self._write(attempts[:middle], write, verdicts)
-            await self._write(attempts[middle:], write, verdicts)
+            await self._write(attempts[:middle], write, requests)
+            await self._write(attempts[middle:], write, requests)
             return
         (attempt,) = attempts
-        self.refusals.note(attempt, verdicts.get(attempt), error)
+        self.refusals.note(attempt, requests.get(attempt), error)
 
-    def _let_go(self, attempt: Attempt) -> None:
+    def _forget(self, attempt: Attempt) -> None:
         # This process may have claimed the message again, after the lease of this attempt ran out.
-        if self._held.get(attempt.message.id) is attempt:
-            del self._held[attempt.message.id]
+        if self._in_flight.get(attempt.message.id) is attempt:
+            del self._in_flight[attempt.message.id]
 
     async def _wake_successors(self, messages: Sequence[Message[object] | ClaimedRow]) -> None:
         try:
@@ -352,36 +354,36 @@ class Finisher:
         )
 
 
-def _outcome_of(state: State | None, verdict: FinishRequest | None) -> AttemptOutcome:
+def _reported_outcome(state: State | None, request: FinishRequest | None) -> AttemptOutcome:
     """Return the reported outcome of an attempt that was not sent."""
     if state is None:
         return AttemptOutcome.LOST
     if state is State.PENDING:
-        return AttemptOutcome.RETRY if verdict is None else verdict.outcome
+        return AttemptOutcome.RETRY if request is None else request.outcome
     return AttemptOutcome(state)
 
 
-def _verdict_of_any(
+def _request_of(
     attempt: Attempt,
     ending: Transient | Unavailable | Permanent | Skip | Snooze | Released,
     redacted_names: Sequence[str],
 ) -> FinishRequest:
     try:
-        verdict = finish_request_of(attempt, ending)
+        request = finish_request_of(attempt, ending)
         names = (*redacted_names, *attempt.handler.redact)
-        return verdict if verdict.reason is None else replace(verdict, reason=_redacted(verdict.reason, names))
+        return request if request.reason is None else replace(request, reason=_redacted(request.reason, names))
     except Exception as error:  # noqa: BLE001 - an invalid outcome ends its own message, not the worker
         message = attempt.message
         text = f"the outcome cannot be read: {describe(error)}"
         return FinishRequest(message.id, attempt.attempt_count, AttemptOutcome.FAILED, text)
 
 
-def _plain_verdict(attempt: Attempt, verdict: FinishRequest | None, reason: str) -> FinishRequest:
+def _minimal_request(attempt: Attempt, request: FinishRequest | None, reason: str) -> FinishRequest:
     """Return a minimal finish request, which the database can hardly refuse: failed if it was handed over."""
     message = attempt.message
-    if verdict is not None and verdict.outcome in _PENDING_AGAIN:
-        return replace(verdict, reason=f"the database refused to write its outcome ({reason})")
-    outcome = AttemptOutcome.SENT if verdict is None else verdict.outcome
+    if request is not None and request.outcome in _PENDING_AGAIN:
+        return replace(request, reason=f"the database refused to write its outcome ({reason})")
+    outcome = AttemptOutcome.SENT if request is None else request.outcome
     text = f"it was handed over and ended {outcome}, which the database refused to write ({reason})"
     return FinishRequest(message.id, attempt.attempt_count, AttemptOutcome.FAILED, text)
 

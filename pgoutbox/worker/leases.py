@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import threading
 from collections.abc import Callable, Mapping
 
@@ -24,21 +23,22 @@ from pgoutbox.errors import LeaseLostError, PgOutboxError
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import Settings
 from pgoutbox.text import describe
-from pgoutbox.worker.results import Attempt
+from pgoutbox.worker.attempt import Attempt
+from pgoutbox.worker.backoff import Backoff
 
 _WATCH_SECONDS = 1.0
 
 
 class LeaseKeeper:
-    """Renews the leases of the attempts in `held`, which the worker fills and empties on its own thread.
+    """Renews the leases of the attempts in `in_flight`, which the worker fills and empties on its own thread.
 
-    `on_tick` is called about once a second while attempts are held, on the keeper's thread.
+    `on_tick` is called about once a second while attempts are in flight, on the keeper's thread.
     """
 
     def __init__(
         self,
         settings: Settings,
-        held: Mapping[int, Attempt],
+        in_flight: Mapping[int, Attempt],
         telemetry: Telemetry,
         *,
         worker: str,
@@ -49,7 +49,7 @@ class LeaseKeeper:
         self._worker = worker
         self._spare = spare
         self._settings = settings
-        self._held = held
+        self._in_flight = in_flight
         self._telemetry = telemetry
         self._link = WorkerConnection(settings.require_dsn(), settings, purpose="ensure lease", spare=spare)
         self._stopping = threading.Event()
@@ -114,7 +114,7 @@ class LeaseKeeper:
             rows = await renew(
                 self._link, ids, attempt_counts, worker=self._worker, lease_seconds=self._settings.lease_seconds
             )
-        self._tell(attempt, rows.get(message.id), asked_at)
+        self._note_row(attempt, rows.get(message.id), asked_at)
         if attempt.overtaken is not None:
             raise LeaseLostError(f"message {message.id}, attempt {attempt.attempt_count}: {attempt.overtaken}")
 
@@ -122,6 +122,7 @@ class LeaseKeeper:
         settings = self._settings
         link = WorkerConnection(settings.require_dsn(), settings, purpose="lease", spare=self._spare)
         tick = min(_WATCH_SECONDS, settings.renew_interval_seconds / 2)
+        backoff = Backoff(tick, 1.5 * tick)
         failing = False
         pause = tick
         self._stopped = asyncio.Event()
@@ -131,18 +132,19 @@ class LeaseKeeper:
                 async with asyncio.timeout(pause):
                     await self._stopped.wait()
             pause = tick
-            if self._held:
+            if self._in_flight:
                 self._on_tick()
             try:
                 await self._keep_once(link)
                 failing = False
+                backoff.reset()
             except Exception as error:  # noqa: BLE001 - leases that lapse unnoticed are worse than any error
                 if not failing:
                     self._telemetry.report(
                         logging.WARNING, LogEvent.LEASE_KEEPER_FAILED, "leases not renewed", reason=type(error).__name__
                     )
                 failing = True
-                pause = tick * (0.5 + random.random())
+                pause = backoff.next()
                 if not is_transient_error(error):
                     await link.close()
         await link.close()
@@ -151,7 +153,7 @@ class LeaseKeeper:
         now = elapsed_clock()
         renewable = []
         watchable = []
-        for attempt in list(self._held.values()):
+        for attempt in list(self._in_flight.values()):
             age = now - attempt.leased_at
             if age >= self._settings.renew_interval_seconds:
                 renewable.append(attempt)
@@ -165,7 +167,7 @@ class LeaseKeeper:
             part = watchable[start : start + size]
             rows = await watch(link, *_ids_and_counts(part), worker=self._worker)
             for attempt in part:
-                self._tell(attempt, rows.get(attempt.message.id), attempt.leased_at)
+                self._note_row(attempt, rows.get(attempt.message.id), attempt.leased_at)
         if refusal is not None:
             raise refusal
 
@@ -185,10 +187,10 @@ class LeaseKeeper:
             first = await self._renew(link, attempts[:middle])
             return await self._renew(link, attempts[middle:]) or first
         for attempt in attempts:
-            self._tell(attempt, rows.get(attempt.message.id), asked_at)
+            self._note_row(attempt, rows.get(attempt.message.id), asked_at)
         return None
 
-    def _tell(self, attempt: Attempt, row: HeldRow | None, asked_at: float) -> None:
+    def _note_row(self, attempt: Attempt, row: HeldRow | None, asked_at: float) -> None:
         if row is not None and row.in_lease:
             attempt.leased_at = max(attempt.leased_at, asked_at)
         if attempt.done:

@@ -23,8 +23,8 @@ from pgoutbox.handlers import Handler
 from pgoutbox.message import Permanent, State, Transient, new_message
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.text import describe
+from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Work
 from pgoutbox.worker.reconnect import Reconnector
-from pgoutbox.worker.results import RELEASED, Attempt, AttemptResult, Work
 
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _KEPT_CONTENTS: Final = 16
@@ -48,14 +48,14 @@ class LoadedBatch(NamedTuple):
 
 
 class Loader:
-    """Takes claimed rows over for one worker, and puts their attempts into `held`."""
+    """Takes claimed rows over for one worker, and puts their attempts into `in_flight`."""
 
     def __init__(
         self,
         store: Store,
         handlers: Mapping[str, Handler],
-        held: MutableMapping[int, Attempt],
-        outage: Reconnector,
+        in_flight: MutableMapping[int, Attempt],
+        reconnector: Reconnector,
         *,
         keyring: Keyring | None,
         ensure_lease: Callable[[Attempt], Awaitable[None]],
@@ -63,58 +63,59 @@ class Loader:
     ) -> None:
         self._store = store
         self._handlers = handlers
-        self._held = held
-        self._outage = outage
+        self._in_flight = in_flight
+        self._reconnector = reconnector
         self._keyring = keyring
         self._ensure_lease = ensure_lease
         self._telemetry = telemetry
         self._contents: dict[int, _Content] = {}
 
-    async def take(self, rows: Sequence[ClaimedRow], leased_at: float) -> LoadedBatch:
+    async def load(self, rows: Sequence[ClaimedRow], leased_at: float) -> LoadedBatch:
         """Take over the rows of one claim. `leased_at` is the start of that claim, on `elapsed_clock`."""
         contents = await self._contents_of(rows)
+        ended = [row for row in rows if row.state != _SENDING]
+        begun = [row for row in rows if row.state == _SENDING and not self._continues(row, leased_at)]
         works: list[Work] = []
         endings: list[tuple[Attempt, AttemptResult]] = []
-        ended = []
         suspects = []
         batches: dict[str, list[Attempt]] = {}
-        held = self._held
-        for row in rows:
-            if row.state != _SENDING:
-                ended.append(row)
-                continue
-            message_id = row.id
-            if message_id in held and _goes_on(held[message_id], row, leased_at):
-                continue
-            attempt, ending = self._accept(row, contents, leased_at)
-            held[message_id] = attempt
+        for row in begun:
+            attempt, ending = self._load_row(row, contents, leased_at)
             if row.was_lapsed:
                 suspects.append(attempt)
             if ending is not None:
-                attempt.done = True
                 endings.append((attempt, ending))
-                continue
-            if attempt.handler.max_size is None:
+            elif attempt.handler.max_size is None:
                 works.append((attempt,))
             else:
                 batches.setdefault(row.topic, []).append(attempt)
-            if row.was_lapsed:
-                self._report_lost(row)
         for attempts in batches.values():
             size = attempts[0].handler.max_size or 1
             works.extend(attempts[start : start + size] for start in range(0, len(attempts), size))
         self._telemetry.count(LogEvent.CLAIMED, len(rows) - len(ended))
         return LoadedBatch(works, endings, ended, suspects)
 
-    def _accept(
+    def _continues(self, row: ClaimedRow, leased_at: float) -> bool:
+        """Whether an attempt continues under this claim, because the server has lost the commit of the first claim."""
+        attempt = self._in_flight.get(row.id)
+        if attempt is None:
+            return False
+        if attempt.message.created_at != row.created_at:
+            # The server has lost that message, and has given its id to another message.
+            attempt.done = True
+            attempt.overtaken = "lease lost"
+            return False
+        if attempt.done and row.attempt_count > attempt.attempt_count:
+            return False  # It was finished and claimed again before the answer to the finish was read.
+        attempt.take_over(row.attempt_count, leased_at)
+        return True
+
+    def _load_row(
         self, row: ClaimedRow, contents: Mapping[int, _Content] | None, leased_at: float
     ) -> tuple[Attempt, AttemptResult | None]:
-        """Return the attempt of a row, and its ending if it must end before it begins."""
-        ending: AttemptResult | None = None
-        content: JsonValue = None
-        if row.content_id is not None:
-            content, ending = _find_content(row.content_id, contents)
+        """Begin the attempt of a row. Return it, and its ending if it must end before its handler runs."""
         payload, headers, problem = _read_payload(row, self._keyring)
+        content, content_problem = (None, None) if row.content_id is None else _find_content(row.content_id, contents)
         message = new_message(
             row.id,
             row.topic,
@@ -135,7 +136,12 @@ class Loader:
         if row.expires_in_seconds is not None:
             attempt.expiring_at = leased_at + row.expires_in_seconds
         # Superseded since the claim began: the finish turns a retry into `skipped`.
-        return attempt, problem or ending or (Transient("superseded") if row.superseded else None)
+        ending = problem or content_problem or (Transient("superseded") if row.superseded else None)
+        attempt.done = ending is not None
+        self._in_flight[row.id] = attempt
+        if row.was_lapsed and ending is None:
+            self._report_lost(row)
+        return attempt, ending
 
     def _report_lost(self, row: ClaimedRow) -> None:
         self._telemetry.report(
@@ -160,25 +166,12 @@ class Loader:
             try:
                 found = await self._store.contents(missing)
             except (psycopg.Error, OSError) as error:
-                await self._outage.retry_or_raise(error)
+                await self._reconnector.retry_or_raise(error)
                 return None
             contents.update((n, _read_content(text, topics[n], self._keyring)) for n, text in found.items())
             # The messages of a fan-out are claimed together, so the last contents are likely to be needed next.
             self._contents = dict(list((self._contents | contents).items())[-_KEPT_CONTENTS:])
         return contents
-
-
-def _goes_on(in_flight: Attempt, row: ClaimedRow, leased_at: float) -> bool:
-    """Whether an attempt continues under this claim, because the server has lost the commit of the first claim."""
-    if in_flight.message.created_at != row.created_at:
-        # The server has lost that message, and has given its id to another message.
-        in_flight.done = True
-        in_flight.overtaken = "lease lost"
-        return False
-    if in_flight.done and row.attempt_count > in_flight.attempt_count:
-        return False  # It was finished and claimed again before the answer to the finish was read.
-    in_flight.take_over(row.attempt_count, leased_at)
-    return True
 
 
 def _find_content(content_id: int, contents: Mapping[int, _Content] | None) -> tuple[JsonValue, AttemptResult | None]:

@@ -22,7 +22,7 @@ from pgoutbox.message import Transient
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.measures import Attempted
 from pgoutbox.text import describe
-from pgoutbox.worker.results import ABANDONED, RELEASED, STOPPED, Attempt, AttemptResult, RunWork, Work, watch_thread
+from pgoutbox.worker.attempt import ABANDONED, RELEASED, STOPPED, Attempt, AttemptResult, RunWork, Work, watch_thread
 
 # How long attempts that end at once may follow each other before they yield to the event loop.
 _TURN_SECONDS = 0.005
@@ -140,11 +140,11 @@ class AttemptPool:
             self._ready_count += len(work)
         self._wake_one()
 
-    def give_back(self, may_go: Callable[[Attempt], bool] | None = None) -> None:
-        """Release messages that no handler has taken yet; with `may_go`, only work for which it holds entirely."""
+    def release_waiting(self, may_release: Callable[[Attempt], bool] | None = None) -> None:
+        """Release messages that no handler has taken yet. `may_release` must allow all messages of a unit of work."""
         waiting, self._ready = self._ready, deque()
         for work, put_at in waiting:
-            if may_go is None or all(map(may_go, work)):
+            if may_release is None or all(map(may_release, work)):
                 self._ready_count -= len(work)
                 for attempt in work:
                     self._end(attempt, RELEASED)
@@ -159,7 +159,7 @@ class AttemptPool:
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
-        self.give_back()
+        self.release_waiting()
         tasks = [slot.task for slot in self._slots]
         for task in tasks:
             task.cancel()
@@ -285,7 +285,7 @@ class AttemptPool:
         self._outlived_count += 1
         self._report(logging.ERROR, LogEvent.ATTEMPT_ABANDONED, "attempt timed out, its handler still runs", work)
         if self.capacity == 0:
-            self.give_back()
+            self.release_waiting()
 
     def _set_timer(self, at: float) -> None:
         if self._timer is not None:

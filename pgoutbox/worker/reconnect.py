@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from typing import Final
 
 import psycopg
@@ -16,9 +15,8 @@ import psycopg
 from pgoutbox.database.server import missing_object
 from pgoutbox.database.worker_connection import is_transient_error
 from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.worker.backoff import Backoff
 
-_FIRST_PAUSE_SECONDS: Final = 0.05
-_MAX_PAUSE_SECONDS: Final = 5.0
 _LOST_RACES: Final = (
     psycopg.errors.SerializationFailure,
     psycopg.errors.DeadlockDetected,
@@ -37,7 +35,7 @@ class Reconnector:
     def __init__(self, telemetry: Telemetry, *, stopping: asyncio.Event) -> None:
         self._telemetry = telemetry
         self._stopping = stopping
-        self._pause = _FIRST_PAUSE_SECONDS
+        self._backoff = Backoff(0.05, 5.0)
         self.is_on = False
 
     async def retry_or_raise(self, error: BaseException) -> None:
@@ -49,18 +47,17 @@ class Reconnector:
             raise lacking or error from (error if lacking else None)
         if not self.is_on:
             self.is_on = True
-            self._pause = _FIRST_PAUSE_SECONDS
+            self._backoff.reset()
             self._telemetry.report(
                 logging.WARNING,
                 LogEvent.DATABASE_LOST,
                 "the database does not answer",
                 reason=_name_of(error),
             )
-        # Rings, which are frequent while the database restarts, do not shorten the pause.
+        # Notifications are frequent while the database restarts. They do not shorten the pause.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._pause * (0.5 + random.random() / 2)):
+            async with asyncio.timeout(self._backoff.next()):
                 await self._stopping.wait()
-        self._pause = min(self._pause * 2, _MAX_PAUSE_SECONDS)
 
     def end(self) -> None:
         """Report an answer of the database."""

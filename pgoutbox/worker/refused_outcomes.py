@@ -12,26 +12,25 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from pgoutbox.database.store import FinishRequest
 from pgoutbox.observability.events import LogEvent, Telemetry
-from pgoutbox.worker.results import Attempt
+from pgoutbox.worker.attempt import Attempt
+from pgoutbox.worker.backoff import Backoff
 
 _IN_A_ROW: Final = 5
 _KEPT_OF_A_TOPIC: Final = 100
-_FIRST_PAUSE_SECONDS: Final = 1.0
-_MAX_PAUSE_SECONDS: Final = 60.0
 
 
 @dataclass(slots=True)
 class RefusedOutcome:
-    """The outcome of one attempt that the database refuses: `verdict`, or sent if it is None."""
+    """The outcome of one attempt that the database refuses: `request`, or sent if it is None."""
 
-    verdict: FinishRequest | None
+    request: FinishRequest | None
     reason: str
-    pause_seconds: float
+    backoff: Backoff = field(default_factory=lambda: Backoff(1.0, 60.0))
     timer: asyncio.TimerHandle | None = None
 
 
@@ -73,15 +72,15 @@ class RefusedOutcomes:
 
     def finish_request_of(self, attempt: Attempt) -> FinishRequest | None:
         """Return the kept finish request, None if sent."""
-        return self._kept[attempt].verdict
+        return self._kept[attempt].request
 
-    def note(self, attempt: Attempt, verdict: FinishRequest | None, error: BaseException) -> None:
+    def note(self, attempt: Attempt, request: FinishRequest | None, error: BaseException) -> None:
         """Keep a refused outcome. It may be kept already."""
         message = attempt.message
         reason = getattr(error, "sqlstate", None) or type(error).__name__
         refusal = self._kept.get(attempt)
         if refusal is None:
-            self._kept[attempt] = refusal = RefusedOutcome(verdict, reason, _FIRST_PAUSE_SECONDS)
+            self._kept[attempt] = refusal = RefusedOutcome(request, reason)
             self._in_a_row[message.topic] += 1
             self._telemetry.report(
                 logging.ERROR,
@@ -95,7 +94,6 @@ class RefusedOutcomes:
             )
         else:
             refusal.reason = reason
-            refusal.pause_seconds = min(2 * refusal.pause_seconds, _MAX_PAUSE_SECONDS)
         self.wait(attempt)
         self._halt_if_many(message.topic, reason)
 
@@ -103,7 +101,7 @@ class RefusedOutcomes:
         """Write a kept outcome again after its pause."""
         refusal = self._kept[attempt]
         if refusal.timer is None:
-            refusal.timer = asyncio.get_running_loop().call_later(refusal.pause_seconds, self._try, attempt)
+            refusal.timer = asyncio.get_running_loop().call_later(refusal.backoff.next(), self._try, attempt)
 
     def forget(self, attempts: Iterable[Attempt]) -> None:
         """Forget the outcomes of these attempts: they are written, or other attempts own the messages."""

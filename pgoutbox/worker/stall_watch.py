@@ -15,14 +15,14 @@ from collections.abc import Callable
 from typing import Final
 
 from pgoutbox.observability.events import LogEvent, Telemetry
-from pgoutbox.worker.results import Work
+from pgoutbox.worker.attempt import Work
 
 _BLOCKED_SECONDS: Final = 2.0
 _OURS: Final = ("pgoutbox.", "asyncio.")
 
 
 class StallWatch:
-    """Checks whether its event loop is blocked. `look` is called from another thread.
+    """Checks whether its event loop is blocked. `check` is called from another thread.
 
     `work_of` returns the messages that a task of the loop works on.
     """
@@ -35,8 +35,8 @@ class StallWatch:
         self._asked_at: float | None = None
         self._is_reported = False
 
-    def look(self) -> None:
-        """Report the block, once, when the loop has not reacted to an earlier look for two seconds."""
+    def check(self) -> None:
+        """Report the block, once, when the loop has not reacted to an earlier check for two seconds."""
         now = time.monotonic()
         asked_at = self._asked_at
         if asked_at is None:

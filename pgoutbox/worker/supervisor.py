@@ -13,13 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NoReturn, assert_never
 
 from pgoutbox.observability import systemd
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings
+from pgoutbox.worker.backoff import Backoff
 from pgoutbox.worker.claim_planner import QueueShare
 from pgoutbox.worker.worker import Worker
 
@@ -27,8 +28,6 @@ _log = logging.getLogger("pgoutbox.worker.supervisor")
 
 Mode = Literal["run", "once", "drain"]
 
-_FIRST_PAUSE_SECONDS = 0.5
-_MAX_PAUSE_SECONDS = 30.0
 _STEADY_SECONDS = 60.0
 _USAGE_ERROR = 2
 _IDLE_THREADS_SECONDS = 1.0
@@ -106,7 +105,7 @@ class _Child:
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     start_at: float = 0.0
-    pause_seconds: float = _FIRST_PAUSE_SECONDS
+    backoff: Backoff = field(default_factory=lambda: Backoff(0.5, 30.0))
     exit_code: int | None = None
 
 
@@ -221,9 +220,8 @@ class _Supervisor:
                 continue
             now = time.monotonic()
             if now - child.started_at > _STEADY_SECONDS:
-                child.pause_seconds = _FIRST_PAUSE_SECONDS
-            child.start_at = now + child.pause_seconds
-            child.pause_seconds = min(child.pause_seconds * 2, _MAX_PAUSE_SECONDS)
+                child.backoff.reset()
+            child.start_at = now + child.backoff.next()
             self._telemetry.report(
                 logging.ERROR, LogEvent.PROCESS_DIED, "worker process died, starting another", pid=pid, exit_code=code
             )

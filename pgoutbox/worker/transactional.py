@@ -23,8 +23,8 @@ from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import SyncContext
 from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient
 from pgoutbox.settings import Settings
+from pgoutbox.worker.attempt import ALREADY_FINISHED, Attempt, AttemptResult, Work
 from pgoutbox.worker.dispatcher import Dispatcher, in_thread, outcome_of_error
-from pgoutbox.worker.results import ALREADY_FINISHED, Attempt, AttemptResult, Work
 
 # Session settings of one handler must not reach the next one.
 _FORGET: Final[LiteralString] = "RESET ROLE; RESET ALL"

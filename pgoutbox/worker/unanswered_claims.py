@@ -21,7 +21,7 @@ class Span:
     after: datetime | None  # None: no claim was answered before.
     before: datetime | None = None  # None: no claim was answered since.
     due_at: float = -math.inf
-    was_looked_at: bool = False
+    was_searched: bool = False
 
 
 class UnansweredClaims:
@@ -54,11 +54,11 @@ class UnansweredClaims:
             self._is_waiting = False
             if not self._spans or self._spans[-1].before is not None:
                 self._spans.append(Span(self._answered_at))
-            self._spans[-1].due_at, self._spans[-1].was_looked_at = -math.inf, False
+            self._spans[-1].due_at, self._spans[-1].was_searched = -math.inf, False
         return [span for span in self._spans if span.due_at <= now]
 
-    def note_looked(self, span: Span, now: float) -> None:
+    def note_searched(self, span: Span, now: float) -> None:
         """Remember a completed search of this span, which began at `now`."""
-        if span.was_looked_at:
+        if span.was_searched:
             self._spans.remove(span)
-        span.due_at, span.was_looked_at = now + self._again_seconds, True
+        span.due_at, span.was_searched = now + self._again_seconds, True

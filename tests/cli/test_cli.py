@@ -19,12 +19,13 @@ from cryptography.fernet import Fernet
 from psycopg.conninfo import make_conninfo
 from pydantic import SecretStr
 
-from pgoutbox import migrate
+from pgoutbox import CancelResult, migrate
 from pgoutbox.cli.console import JsonFormatter, TextFormatter, mask, printable, secrets_in
 from pgoutbox.cli.main import explain
 from pgoutbox.encryption import Keyring, decrypted
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
+from pgoutbox.operations import RedriveResult, ResendResult
 from tests.support.command_line import Done, run_on_terminal, run_process
 from tests.support.foreground import in_foreground
 from tests.support.messages import ADD_ATTEMPT, put
@@ -47,8 +48,9 @@ def database(connect: Connect) -> psycopg.Connection:
     return connect(autocommit=True)
 
 
-REDRIVEN = {"redriven": 1, "superseded": 0, "locked": 0, "changed": 0}
-CANCELLED = {"cancelled": 1, "requested": 0, "locked": 0, "changed": 0}
+REDRIVEN = dict.fromkeys(RedriveResult, 0) | {"redriven": 1}
+RESENT = dict.fromkeys(ResendResult, 0) | {"resent": 1}
+CANCELLED = dict.fromkeys(CancelResult, 0) | {"cancelled": 1}
 
 
 class TestAsProcess:
@@ -554,8 +556,8 @@ class TestDeciding:
         assert done.exit_code == 1
         assert done.out == f"message {failed}: pending again\n"
         assert done.err.splitlines() == [
-            f"error: message {sent}: is sent; only failed and cancelled messages can be redriven",
-            "error: message 999999: no such message",
+            f"error: message {sent} is sent; only failed and cancelled messages can be redriven",
+            "error: message 999999 does not exist",
         ]
         assert cli("redrive", failed, "--json").json == {
             "id": failed,
@@ -582,7 +584,7 @@ class TestDeciding:
         [
             (("redrive", "--topic", "sms"), State.FAILED, REDRIVEN),
             (("redrive", "--all-failed", "--topic", "sms"), State.FAILED, REDRIVEN),
-            (("resend", "--topic", "sms"), State.SENT, {"resent": 1, "superseded": 0, "changed": 0}),
+            (("resend", "--topic", "sms"), State.SENT, RESENT),
             (("cancel", "--topic", "sms"), State.PENDING, CANCELLED),
         ],
     )
@@ -604,6 +606,17 @@ class TestDeciding:
         assert cli(*command, "--yes", "--json").json == done
         assert state_of(database, other) == state
 
+    def test_an_act_by_filter_counts_the_messages_that_it_left_alone(
+        self, cli: Callable[..., Done], database: psycopg.Connection, connect: Connect
+    ) -> None:
+        put(database, State.FAILED)
+        put(database, State.FAILED, coalesce_key="k")
+        put(database, coalesce_key="k")
+        assert cli("redrive", "--all-failed", "--yes") == Done(0, "1 redriven; left alone: 1 superseded\n", "")
+        locked, other = put(database, State.FAILED, topic="sms"), connect()
+        other.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", [locked])
+        assert cli("redrive", "--topic", "sms", "--yes") == Done(1, "0 redriven; left alone: 1 locked\n", "")
+
     def test_the_messages_of_a_filter_are_shown(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         message_id = put(database, State.FAILED, topic="sms", destination="tel:1")
         shown = cli("redrive", "--topic", "sms", "--dry-run")
@@ -618,7 +631,7 @@ class TestDeciding:
         file.write_text(f"# the night of the outage\n\n{failed}\n{sent} # sent after all\n")
         done = cli("redrive", "--file", file)
         assert (done.exit_code, done.out) == (1, f"message {failed}: pending again\n")
-        assert f"message {sent}: is sent" in done.err
+        assert f"message {sent} is sent" in done.err
 
     @pytest.mark.parametrize(
         ("content", "problem"), [(b"1\nabc\n", "line 2: 'abc' is not a message id"), (b"\xff", "not UTF-8 at byte 0")]
@@ -680,18 +693,19 @@ class TestDeciding:
     def test_resend_prints_the_new_id(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         sent = put(database, State.SENT)
         answer = cli("resend", sent, "--json").json
-        assert cli("show", answer["id"], "--json").json["resend_of"] == sent
-        assert cli("resend", answer["id"]).err == (
-            f"error: message {answer['id']} is pending; only sent messages can be resent\n"
-        )
+        copy_id = answer.pop("other_id")
+        assert answer == {"id": sent, "result": "resent"}
+        assert cli("show", copy_id, "--json").json["resend_of"] == sent
+        assert cli("resend", sent).out == f"{copy_id + 1}\n"
+        assert cli("resend", copy_id).err == f"error: message {copy_id} is pending; only sent messages can be resent\n"
 
     def test_cancel_prints_the_state_that_it_found(
         self, cli: Callable[..., Done], database: psycopg.Connection
     ) -> None:
         pending, sending, sent = put(database), put(database, State.SENDING), put(database, State.SENT)
         assert cli("cancel", pending) == Done(0, f"message {pending}: cancelled\n", "")
-        assert cli("cancel", pending) == Done(0, f"message {pending}: already cancelled\n", "")
-        assert cli("cancel", sending, "--json").json == {"id": sending, "result": "requested"}
+        assert cli("cancel", pending) == Done(0, f"message {pending} is already cancelled\n", "")
+        assert cli("cancel", sending, "--json").json == {"id": sending, "result": "requested", "other_id": None}
         assert cli("cancel", sent) == Done(1, "", f"error: message {sent} is already sent\n")
         assert cli("cancel", 999_999) == Done(1, "", "error: message 999999 does not exist\n")
 

@@ -23,10 +23,9 @@ from starlette.routing import Mount
 from pgoutbox import Outbox, Topic
 from pgoutbox.dashboard import bulk, create_app, database, history, live, reads, rendering
 from pgoutbox.message import State
-from pgoutbox.operations import messages, queue_controls
-from pgoutbox.operations.audit import Actor, as_actor
+from pgoutbox.operations import MessageFilter, Operator, Rate
 from pgoutbox.settings import load_settings
-from tests.support.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
+from tests.support.messages import ADD_ATTEMPT, PUT_SENDING, before_each_batch, meanwhile, put
 from tests.support.outbox_actions import state_of
 from tests.support.proxy import Moment, proxy_to
 from tests.support.roles import login
@@ -341,9 +340,8 @@ def test_a_message_is_shown_with_its_history(site: Site, db: psycopg.Connection)
     message_id = put(db, State.FAILED, destination="mailto:ada@example.org", dedupe_key="once-7")
     db.execute(ADD_ATTEMPT, [message_id, 1])
     db.execute("UPDATE pgoutbox.message SET headers = %s WHERE id = %s", [Jsonb({"trace": "7"}), message_id])
-    with as_actor(Actor("grace", "cli")):
-        messages.redrive(db, [message_id])
-        messages.cancel(db, message_id)
+    Operator(db, actor="grace", origin="cli").redrive(message_id)
+    Operator(db, actor="grace", origin="cli").cancel(message_id)
     page = get(site.vera, f"/messages/{message_id}")
     for told in (
         "cancelled",
@@ -403,9 +401,8 @@ def test_a_group_links_to_its_messages(site: Site, db: psycopg.Connection) -> No
 
 def test_the_audit_is_filtered_and_paged(site: Site, db: psycopg.Connection) -> None:
     for hours, name in enumerate(("ada", "grace", "ada", "ada"), start=1):
-        with as_actor(Actor(name)):
-            queue_controls.pause_queue(db, f"queue-of-{name}", duration=timedelta(hours=hours))
-    queue_controls.resume_queue(db, "queue-of-ada")
+        Operator(db, actor=name).pause(f"queue-of-{name}", duration=timedelta(hours=hours))
+    Operator(db).resume("queue-of-ada")
     page = get(site.vera, "/audit?limit=2")
     assert "resume queue queue-of-ada" in page.words
     (following,) = [href for href in page.values("a", "href") if "before=" in href]
@@ -443,8 +440,7 @@ def hostile(db: psycopg.Connection) -> int:
         """,
         [HOSTILE, HOSTILE, HOSTILE],
     )
-    with as_actor(Actor(HOSTILE, HOSTILE)):
-        messages.redrive_matching(db, messages.MessageFilter(text=HOSTILE[:20]))
+    Operator(db, actor=HOSTILE, origin=HOSTILE).redrive_all(MessageFilter(text=HOSTILE[:20]))
     db.execute("UPDATE pgoutbox.audit SET details = %s", [Jsonb({HOSTILE: HOSTILE})])
     db.execute(
         "UPDATE pgoutbox.message SET state = 'failed', finished_at = now(), last_error = %s WHERE id = %s",
@@ -493,8 +489,7 @@ def test_secrets_are_hidden_as_on_the_command_line(
     )
     db.execute(ADD_ATTEMPT, [message_id, 1])
     db.execute("UPDATE pgoutbox.attempt SET error = %s", [f"badge={CANARY}"])
-    with as_actor(Actor("ada")):
-        queue_controls.pause_queue(db, "bulk")
+    Operator(db, actor="ada").pause("bulk")
     db.execute("UPDATE pgoutbox.audit SET details = %s", [Jsonb({"text": f"password={CANARY}"})])
     paths = ["/", "/messages", f"/messages/{message_id}", "/failed", "/audit", "/bulk?do=redrive"]
     for path in paths:
@@ -595,8 +590,8 @@ def test_an_operator_controls_a_queue(
     site: Site, db: psycopg.Connection, path: str, form: dict[str, str], action: str, details: object, told: str
 ) -> None:
     put(db, queue="bulk")
-    queue_controls.limit_rate(db, "bulk", queue_controls.Rate(1, 60))
-    queue_controls.limit_in_flight(db, "bulk", 3)
+    Operator(db).limit_rate("bulk", Rate(1, 60))
+    Operator(db).limit_in_flight("bulk", 3)
     assert f"/queues/bulk/{path}" in get(site.ada, "/queues").values("form", "action")
     answer = site.ada.post(f"/queues/bulk/{path}", data=form, follow_redirects=True)
     assert answer.status_code == 200, answer.text
@@ -605,7 +600,7 @@ def test_an_operator_controls_a_queue(
 
 
 def test_a_paused_queue_is_resumed(site: Site, db: psycopg.Connection) -> None:
-    queue_controls.pause_queue(db, "bulk")
+    Operator(db).pause("bulk")
     assert "paused" in get(site.vera, "/").words
     answer = site.ada.post("/queues/bulk/resume", follow_redirects=True)
     assert "The queue is resumed" in Page(answer.text).words
@@ -796,10 +791,10 @@ def test_a_bulk_cancels_owed_messages(site: Site, db: psycopg.Connection) -> Non
 
 
 @pytest.mark.parametrize(
-    ("action", "do", "wanted", "found", "told"),
+    ("action", "wanted", "found", "told"),
     [
-        ("redrive", "redrive", State.FAILED, State.CANCELLED, "wrong state 1"),
-        ("cancel", "cancel_each", State.PENDING, State.SENDING, "sending 1"),
+        ("redrive", State.FAILED, State.CANCELLED, "wrong state 1"),
+        ("cancel", State.PENDING, State.SENDING, "sending 1"),
     ],
 )
 def test_a_bulk_skips_messages_that_have_left_the_states_of_its_filter(
@@ -807,7 +802,6 @@ def test_a_bulk_skips_messages_that_have_left_the_states_of_its_filter(
     db: psycopg.Connection,
     monkeypatch: pytest.MonkeyPatch,
     action: str,
-    do: str,
     wanted: State,
     found: State,
     told: str,
@@ -815,7 +809,7 @@ def test_a_bulk_skips_messages_that_have_left_the_states_of_its_filter(
     message_id = put(db, wanted)
     cancelled: LiteralString = "UPDATE pgoutbox.message SET state = 'cancelled' WHERE id = %s"
     statement = PUT_SENDING if found is State.SENDING else cancelled
-    meanwhile(monkeypatch, do, lambda: db.execute(statement, [message_id]))
+    meanwhile(monkeypatch, lambda: db.execute(statement, [message_id]))
     page = wait_for_bulk(site, site.ada.post("/bulk", data={"do": action, "state": wanted}).headers["location"])
     assert told in page.words
     assert state_of(db, message_id) == found
@@ -831,7 +825,7 @@ def test_a_bulk_skips_messages_that_have_failed_again(
     failed_anew: LiteralString = (
         "UPDATE pgoutbox.message SET attempt_count = attempt_count + 1, last_error = 'outcome unknown' WHERE id = %s"
     )
-    meanwhile(monkeypatch, "redrive", lambda: db.execute(failed_anew, [message_id]))
+    meanwhile(monkeypatch, lambda: db.execute(failed_anew, [message_id]))
     form = {"do": "redrive", "state": "failed", "text": "no such mailbox"}
     page = wait_for_bulk(site, site.ada.post("/bulk", data=form).headers["location"])
     assert "changed 1" in page.words
@@ -844,8 +838,8 @@ def test_a_redrive_applies_only_to_the_state_on_the_page(site: Site, db: psycopg
     (action,) = [path for path in shown.values("form", "action") if path.endswith("/redrive")]
     (state,) = [field for field in shown.values("input", "value") if field == "failed"]
     with psycopg.connect(db.info.dsn, password=db.info.password, autocommit=True) as other:
-        messages.redrive(other, [message_id])
-        assert messages.cancel(other, message_id).result == "cancelled"
+        Operator(other).redrive(message_id)
+        assert Operator(other).cancel(message_id).result == "cancelled"
     answer = site.ada.post(action, data={"state": state})
     assert answer.status_code == 409
     assert "is cancelled; only failed messages can be redriven" in Page(answer.text).words
@@ -874,13 +868,7 @@ def test_a_bulk_skips_messages_created_after_its_beginning(
     monkeypatch.setattr(bulk, "_BATCH", 2)
     early = [put(db, State.FAILED) for _ in range(5)]
     late: list[int] = []
-    original = messages.redrive
-
-    def redrive(*arguments: object, **named: object) -> object:
-        late.append(put(db, State.FAILED))
-        return original(*arguments, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(messages, "redrive", redrive)
+    before_each_batch(monkeypatch, lambda: late.append(put(db, State.FAILED)))
     wait_for_bulk(site, site.ada.post("/bulk", data={"do": "redrive"}).headers["location"])
     assert {state_of(db, message_id) for message_id in early} == {"pending"}
     assert {state_of(db, message_id) for message_id in late} == {"failed"}
@@ -901,13 +889,8 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     monkeypatch.setattr(bulk, "_BATCH", 2)
-    gate, original = Gate(), messages.redrive
-
-    def redrive(*arguments: object, **named: object) -> object:
-        gate.pass_through()
-        return original(*arguments, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(messages, "redrive", redrive)
+    gate = Gate()
+    before_each_batch(monkeypatch, gate.pass_through)
     yield gate
     gate.opened.set()
 
@@ -1313,7 +1296,7 @@ def test_a_login_with_one_role_sees_the_same_as_the_owner(
     put(db, State.SENDING, queue="bulk")
     put(db, State.PENDING, ordering_key="o")
     put(db, State.SENT)
-    queue_controls.limit_rate(db, "limited", queue_controls.Rate(60, 60))
+    Operator(db).limit_rate("limited", Rate(60, 60))
     db.execute("ANALYZE pgoutbox.message")
     with login(dsn, role) as its_dsn:
         site, owners = open_site(its_dsn), open_site(dsn)
@@ -1397,8 +1380,7 @@ def test_a_login_with_a_viewer_role_learns_that_it_may_not_read_acts(
             lines = stream.iter_lines()
             next(line for line in lines if line.startswith("event:"))
             before = site.dashboard.feed.changes
-            with as_actor(Actor("ada")):
-                queue_controls.pause_queue(db, "bulk")
+            Operator(db, actor="ada").pause("bulk")
             wait_until(lambda: site.dashboard.feed.changes > before, lambda: "nobody is told of the pause")
 
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgoutbox.dashboard.history import Minute, percentiles
-from pgoutbox.dashboard.reads import Search
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.message import State
-from pgoutbox.operations.messages import MessageFilter
+from pgoutbox.operations import MessageFilter
 
 if TYPE_CHECKING:
     import psycopg
@@ -57,9 +56,9 @@ def full(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -> psy
     return rolled_back
 
 
-NOWHERE = Search(MessageFilter(topic="nowhere"))
-IN_FAILED = Search(MessageFilter(states=(State.FAILED,), text="nowhere"))
-IN_GROUP = Search(MessageFilter(), "0" * 32)
+NOWHERE = MessageFilter(topic="nowhere")
+IN_FAILED = MessageFilter(states=(State.FAILED,), text="nowhere")
+IN_GROUP = MessageFilter(error_group="0" * 32)
 NEAR = {"before_id": None, "not_below_id": None, "rows": ROWS, "limit": 11}
 
 

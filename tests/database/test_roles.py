@@ -27,9 +27,7 @@ from pgoutbox.cli.main import main
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.message import State
-from pgoutbox.operations import breakers, messages, queue_controls, retention
-from pgoutbox.operations.messages import MessageFilter
-from pgoutbox.operations.queue_controls import Rate
+from pgoutbox.operations import ClosedBreaker, MessageFilter, Operator, Rate
 from pgoutbox.settings import load_settings
 from pgoutbox.worker import QueueShare, Worker
 from tests.support import races
@@ -618,7 +616,7 @@ def state_or_gone(connection: psycopg.Connection, message_id: int) -> str:
     return "gone" if row is None else str(row[0])
 
 
-async def test_a_worker_sleeps_is_rung_renews_and_releases(worker_dsn: str, connection: psycopg.Connection) -> None:
+async def test_a_worker_sleeps_is_notified_renews_and_releases(worker_dsn: str, connection: psycopg.Connection) -> None:
     connection.autocommit = True
     outbox = Outbox()
     begun, go_on = asyncio.Event(), asyncio.Event()
@@ -713,27 +711,27 @@ def test_an_operator_can_run_every_operator_action(
     connection.execute(OPEN_BREAKER)
     connection.commit()
 
-    assert [one.result for one in messages.redrive(operator, [failed])] == [messages.RedriveResult.REDRIVEN]
-    assert messages.redrive_matching(operator, MessageFilter()).redriven == len(others)
-    copy = messages.resend(operator, sent)
-    assert messages.cancel(operator, copy).result == "cancelled"
-    assert messages.cancel_by_key(operator, "mail", coalesce_key="k") == [(pending, "cancelled")]
-    assert messages.cancel_matching(operator, MessageFilter(topic="mail")).cancelled == 4
-    queue_controls.pause_queue(operator, "default")
-    queue_controls.limit_rate(operator, "default", Rate(3, 60))
-    queue_controls.limit_in_flight(operator, "default", 3)
-    assert queue_controls.resume_queue(operator, "default")
-    assert [one.queue for one in queue_controls.list_queues(operator)] == ["default"]
-    retention.set_retention(operator, "*", "sent", timedelta(days=1))
-    assert len(retention.retention_rules(operator)) == 1
-    retention.prune_by_retention(operator)
-    assert retention.unset_retention(operator, "*", "sent")
-    assert retention.count_prunable(operator, timedelta(microseconds=1))
-    assert retention.prune(operator, timedelta(microseconds=1)).total == 7
-    assert breakers.close_breaker(operator, "k") == breakers.ClosedBreaker(was_open=True, message_count=0)
-    acts = {act.action for act in messages.list_acts(operator)}
+    assert Operator(operator).redrive(failed).is_done
+    assert Operator(operator).redrive_all(MessageFilter()) == {"redriven": len(others)}
+    copy = Operator(operator).resend(sent)
+    assert Operator(operator).cancel(copy.other_id or 0).result == "cancelled"
+    assert Operator(operator).cancel_by_key("mail", coalesce_key="k")[0].id == pending
+    assert Operator(operator).cancel_all(MessageFilter(topic="mail")) == {"cancelled": 4}
+    Operator(operator).pause("default")
+    Operator(operator).limit_rate("default", Rate(3, 60))
+    Operator(operator).limit_in_flight("default", 3)
+    assert Operator(operator).resume("default")
+    assert [one.queue for one in Operator(operator).list_queues()] == ["default"]
+    Operator(operator).set_retention("*", "sent", timedelta(days=1))
+    assert len(Operator(operator).retention_rules()) == 1
+    Operator(operator).prune_by_retention()
+    assert Operator(operator).unset_retention("*", "sent")
+    assert Operator(operator).count_prunable(timedelta(microseconds=1))
+    assert Operator(operator).prune(timedelta(microseconds=1)).total == 7
+    assert Operator(operator).close_breaker("k") == ClosedBreaker(was_open=True, message_count=0)
+    acts = {act.action for act in Operator(operator).list_acts()}
     assert acts == {"redrive", "resend", "cancel", "pause", "resume", "limit", "retention", "prune", "breaker"}
-    assert {act.db_role for act in messages.list_acts(operator)} == {operator.info.user}
+    assert {act.db_role for act in Operator(operator).list_acts()} == {operator.info.user}
 
 
 @pytest.mark.parametrize("role", [OPERATOR, VIEWER])
@@ -751,8 +749,8 @@ def test_a_viewer_sees_every_message_but_no_payload_values(dsn: str, connection:
         login(dsn, role) as their_dsn,
         operator_connection.connect(load_settings(dsn=their_dsn), read_only=True) as person,
     ):
-        shown, attempts = messages.show_message(person, message_id)
-        seen: list[object] = [shown, attempts, messages.list_messages(person), messages.count_messages(person)]
+        shown, attempts = Operator(person).show_message(message_id)
+        seen: list[object] = [shown, attempts, Operator(person).list_messages(), Operator(person).count_messages()]
         seen += [person.execute(f"SELECT * FROM pgoutbox.{view}".encode()).fetchall() for view in VIEWS]
     assert shown.payload == {"to": "(redacted)", "(redacted)": ["(redacted)", {"n": "(redacted)"}]}
     assert shown.headers == {"x-key": "(redacted)"}

@@ -124,13 +124,13 @@ def test_loaded_statements_do_not_need_their_files(archive: Path) -> None:
 import os, statements
 statements.load_all()
 os.remove({str(archive)!r})
-print(statements.DISARM)
+print(statements.RELEASE_LOCKS)
 """
-    assert run(program, archive) == f"{sql.DISARM}\n"
+    assert run(program, archive) == f"{sql.RELEASE_LOCKS}\n"
 
 
 def test_statements_that_are_replaced_before_the_load_stay_replaced(archive: Path) -> None:
-    program = "import statements; statements.ARM = 'SELECT 1'; statements.load_all(); print(statements.ARM)"
+    program = "import statements; statements.LISTEN = 'SELECT 1'; statements.load_all(); print(statements.LISTEN)"
     assert run(program, archive) == "SELECT 1\n"
 
 

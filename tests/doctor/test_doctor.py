@@ -708,7 +708,7 @@ def test_a_sequence_behind_the_messages_is_a_problem_with_a_working_fix(dsn: str
         ("pg_advisory_lock", "every enqueue in that queue sends a notification"),
     ],
 )
-def test_a_foreign_session_that_holds_a_bell_is_named(
+def test_a_foreign_session_that_holds_a_wake_up_lock_is_named(
     dsn: str, connect: Connect, lock: LiteralString, why: str
 ) -> None:
     assert levels(found(dsn, "notify")) == ["ok"]
@@ -719,13 +719,13 @@ def test_a_foreign_session_that_holds_a_bell_is_named(
     expect(
         found(dsn, "notify"),
         Level.WARNING,
-        f"holds the bell of a queue: process {pid}, user {stranger.info.user}, application stranger",
+        f"holds the wake-up lock of a queue: process {pid}, user {stranger.info.user}, application stranger",
         f"pg_terminate_backend({pid})",
         why,
     )
 
 
-def test_a_producer_with_a_shared_bell_lock_is_not_reported(dsn: str, connect: Connect) -> None:
+def test_a_producer_with_a_shared_wake_up_lock_is_not_reported(dsn: str, connect: Connect) -> None:
     enqueue(connect())
     assert levels(found(dsn, "notify")) == ["ok"]
 

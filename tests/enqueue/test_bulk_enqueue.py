@@ -187,7 +187,7 @@ def test_every_bulk_locks_the_keys_in_one_order(connect: Connect, first: Item, s
 
 
 @pytest.mark.parametrize("queues", [None, [], [None, "bulk"]])
-def test_a_bulk_rings_for_the_default_queue_too(connect: Connect, queues: list[str | None] | None) -> None:
+def test_a_bulk_notifies_for_the_default_queue_too(connect: Connect, queues: list[str | None] | None) -> None:
     listener, bulk = connect(autocommit=True), connect()
     listener.execute("LISTEN pgoutbox")
     for queue in ("default", "bulk"):

@@ -10,7 +10,7 @@ import pytest
 
 from pgoutbox import Enqueued, NewMessage, Outbox
 from pgoutbox.message import State
-from pgoutbox.operations import messages
+from pgoutbox.operations import MessageResult, Operator, RedriveResult
 from tests.support import races
 from tests.support.messages import put
 from tests.support.outbox_actions import drained, redrive, settings_for, state_of
@@ -114,12 +114,12 @@ def test_a_redrive_is_refused_during_and_after_another_message_takes_the_key(
     producer, operator = connect(), connect(autocommit=True)
     first = put(db, State.CANCELLED, topic="mail", dedupe_key="k")
     second = again(outbox, producer, "one")
-    (answer,) = messages.redrive(operator, [first])
-    assert answer == messages.Redriven(first, messages.RedriveResult.LOCKED, "locked by another transaction; try again")
+    answer = Operator(operator).redrive(first)
+    assert answer == MessageResult(first, RedriveResult.LOCKED, None, "is locked by another transaction; try again")
     producer.commit()
-    (answer,) = messages.redrive(operator, [first])
-    assert answer == messages.Redriven(
-        first, messages.RedriveResult.DEDUPE_KEY_TAKEN, f"message {second.id} has its dedupe key now", second.id
+    answer = Operator(operator).redrive(first)
+    assert answer == MessageResult(
+        first, RedriveResult.DEDUPE_KEY_TAKEN, second.id, f"has lost its dedupe key to message {second.id}"
     )
     assert state_of(db, first) == State.CANCELLED
 

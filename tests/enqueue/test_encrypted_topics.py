@@ -18,7 +18,7 @@ from pgoutbox.enqueue.generators import Enqueued
 from pgoutbox.errors import ConfigurationError, DedupeConflictError
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message
-from pgoutbox.operations import messages as operations
+from pgoutbox.operations import Operator
 from pgoutbox.outbox import MessageOptions
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.testing import OutboxDriver
@@ -348,7 +348,7 @@ def test_a_resent_copy_is_decrypted_like_its_source(dsn: str, db: psycopg.Connec
     message_id = put(outbox, db, dedupe_key="k").id
     driver.run_pass()
     with operator_connection.connect(settings_for(dsn)) as operator:
-        operations.resend(operator, message_id)
+        Operator(operator).resend(message_id)
     driver.run_pass()
     assert got == [Reset(user=7, code=CANARY)] * 2
 

@@ -24,7 +24,7 @@ from pgoutbox.enqueue.adapters import sqlstate_of
 from pgoutbox.errors import SchemaError
 from pgoutbox.message import State
 from tests.support.messages import put
-from tests.support.outbox_actions import WatchedWorker, ask_for_bells, enqueue, running, settings_for
+from tests.support.outbox_actions import WatchedWorker, ask_for_locks, enqueue, running, settings_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -682,7 +682,7 @@ def sleeper(connect: Connect) -> psycopg.Connection:
     """Open a session that listens, and has armed the bells of two queues."""
     session = connect(autocommit=True)
     session.execute(sql.LISTEN)
-    ask_for_bells(session, "default", "bulk")
+    ask_for_locks(session, "default", "bulk")
     return session
 
 
@@ -692,7 +692,7 @@ def rings(sleeper: psycopg.Connection) -> list[str]:
     return sorted(notification.payload for notification in sleeper.notifies(timeout=0))
 
 
-def test_a_committed_enqueue_rings_once_per_transaction_and_queue(
+def test_a_committed_enqueue_notifies_once_per_transaction_and_queue(
     sleeper: psycopg.Connection, connection: psycopg.Connection
 ) -> None:
     for _ in range(3):
@@ -703,7 +703,7 @@ def test_a_committed_enqueue_rings_once_per_transaction_and_queue(
     assert rings(sleeper) == ["bulk", "default"]
 
 
-def test_a_rolled_back_enqueue_or_one_without_notify_does_not_ring(
+def test_a_rolled_back_enqueue_or_one_without_notify_does_not_notify(
     sleeper: psycopg.Connection, connection: psycopg.Connection
 ) -> None:
     connection.execute(ENQUEUE, SOUND)
@@ -795,7 +795,7 @@ def preparing_dsn(open_directory: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-async def test_a_prepared_transaction_must_not_ring_and_the_next_poll_finds_its_message(preparing_dsn: str) -> None:
+async def test_a_prepared_transaction_must_not_notify_and_the_next_poll_finds_its_message(preparing_dsn: str) -> None:
     outbox = Outbox(settings_for(preparing_dsn, poll_interval_seconds=0.1))
     seen: asyncio.Queue[object] = asyncio.Queue()
 

@@ -79,7 +79,7 @@ def test_the_first_invalid_destination_is_named(rolled_back: psycopg.Connection)
     ("destinations", "notify", "rings"),
     [(["a:1", "a:2"], True, ["default"]), (["a:1"], False, []), ([], True, [])],
 )
-def test_one_ring_wakes_a_sleeping_worker_unless_there_is_nothing_for_it(
+def test_one_notification_wakes_an_idle_worker_unless_there_is_nothing_for_it(
     connect: Connect, destinations: list[str | None], *, notify: bool, rings: list[str]
 ) -> None:
     producer, sleeper = connect(autocommit=True), connect(autocommit=True)

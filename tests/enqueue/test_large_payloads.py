@@ -12,8 +12,7 @@ from psycopg.types.json import Jsonb
 
 from pgoutbox.database import sql
 from pgoutbox.message import State
-from pgoutbox.operations import messages
-from pgoutbox.operations.retention import prune_by_retention, set_retention
+from pgoutbox.operations import Operator
 from tests.support.messages import LARGE, PUT_FINAL
 from tests.support.outbox_actions import (
     cancel,
@@ -115,7 +114,7 @@ class TestRead:
 
     def test_views_show_large_payloads_like_others(self, rolled_back: psycopg.Connection) -> None:
         message_id = enqueue(rolled_back, payload=LARGE)
-        message, _ = messages.show_message(rolled_back, message_id)
+        message, _ = Operator(rolled_back).show_message(message_id)
         assert message.payload == LARGE
         shown = rolled_back.execute("SELECT payload FROM pgoutbox.message_view").fetchall()
         assert shown == [({"text": "(redacted)"},)]
@@ -123,7 +122,7 @@ class TestRead:
     def test_a_message_with_a_missing_payload_can_be_shown(self, rolled_back: psycopg.Connection) -> None:
         message_id = enqueue(rolled_back, payload=LARGE)
         rolled_back.execute("DELETE FROM pgoutbox.large_payload")
-        message, _ = messages.show_message(rolled_back, message_id)
+        message, _ = Operator(rolled_back).show_message(message_id)
         assert message.payload is None
 
     def test_the_doctor_recognises_an_encrypted_large_payload(self, rolled_back: psycopg.Connection) -> None:
@@ -133,7 +132,7 @@ class TestRead:
 
     def test_a_resent_message_has_a_copy(self, rolled_back: psycopg.Connection) -> None:
         source_id = end(rolled_back, enqueue(rolled_back, payload=LARGE))
-        copy_id = messages.resend(rolled_back, source_id)
+        copy_id = Operator(rolled_back).resend(source_id)
         assert payloads(rolled_back) == [LARGE, LARGE]
         assert stored(rolled_back) == [source_id, copy_id]
 
@@ -149,10 +148,10 @@ class TestRead:
 class TestDeleted:
     @pytest.mark.parametrize("state", [State.SENT, State.FAILED, State.SKIPPED, State.CANCELLED])
     def test_a_rule_deletes_the_payload_with_its_message(self, rolled_back: psycopg.Connection, state: State) -> None:
-        set_retention(rolled_back, "*", state, DAY)
+        Operator(rolled_back).set_retention("*", state, DAY)
         kept = end(rolled_back, enqueue(rolled_back, payload=LARGE), state, age=timedelta())
         end(rolled_back, enqueue(rolled_back, payload=LARGE), state)
-        assert prune_by_retention(rolled_back).messages == {state: 1}
+        assert Operator(rolled_back).prune_by_retention().messages == {state: 1}
         assert stored(rolled_back) == [kept]
 
     def test_a_prune_by_age_deletes_the_payload_with_its_message(self, rolled_back: psycopg.Connection) -> None:
@@ -164,7 +163,7 @@ class TestDeleted:
     def test_the_payload_is_deleted_with_a_message_that_is_deleted_as_it_is_sent(
         self, rolled_back: psycopg.Connection
     ) -> None:
-        set_retention(rolled_back, "greet", "sent", timedelta())
+        Operator(rolled_back).set_retention("greet", "sent", timedelta())
         forgotten, kept = enqueue(rolled_back, payload=LARGE), enqueue(rolled_back, "other", LARGE)
         claim(rolled_back, topics=["greet", "other"])
         assert finish_sent_and_forget(rolled_back, (forgotten, 1), (kept, 1)) == {forgotten, kept}

@@ -25,11 +25,9 @@ from pgoutbox import Outbox
 from pgoutbox.database import operator_connection as session
 from pgoutbox.database import sql
 from pgoutbox.database.store import FinishRequest, Store
-from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.handlers import Context
 from pgoutbox.message import FINAL_STATES, AttemptOutcome, Message, State
-from pgoutbox.operations import messages, retention
-from pgoutbox.operations.messages import RedriveResult
+from pgoutbox.operations import MessageFilter, Operator, RedriveResult
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.claimer import Claimer
@@ -123,7 +121,7 @@ def build(db: psycopg.Connection, number: int, state: str) -> Scene:
         case "sent":
             finish_sent(db, (scene.message_id, 1), worker=scene.worker)
         case "cancelled":
-            messages.cancel(db, scene.message_id)
+            Operator(db).cancel(scene.message_id)
     db.execute(
         "UPDATE pgoutbox.message SET finished_at = finished_at - interval '1 day' "
         "WHERE id = %s AND finished_at IS NOT NULL",
@@ -133,27 +131,25 @@ def build(db: psycopg.Connection, number: int, state: str) -> Scene:
 
 
 def resend_if_sent(session: psycopg.Connection, scene: Scene) -> int | None:
-    """Resend as an operator, or get the reason for the refusal."""
-    try:
-        return messages.resend(session, scene.message_id)
-    except (StateError, MessageNotFoundError):
-        return None
+    """Resend as an operator. Return the copy."""
+    answer = Operator(session).resend(scene.message_id)
+    return answer.other_id if answer.is_done else None
 
 
 OPERATIONS: dict[str, Callable[[psycopg.Connection, Scene], object]] = {
     "enqueue": lambda s, scene: scene.enqueue(s),
     "enqueue coalesced": lambda s, scene: scene.enqueue(s, coalesce_key="k"),
     "enqueue deduped": lambda s, scene: scene.enqueue(s, dedupe_key="d"),
-    "cancel": lambda s, scene: messages.cancel(s, scene.message_id),
+    "cancel": lambda s, scene: Operator(s).cancel(scene.message_id),
     "claim": lambda s, scene: scene.claim(s),
     "finish sent": lambda s, scene: finish_sent(s, (scene.message_id, 1), worker=scene.worker),
     "finish retry": lambda s, scene: finish(
         s, FinishRequest(scene.message_id, 1, AttemptOutcome.RETRY, "busy"), worker=scene.worker
     ),
     "renew": lambda s, scene: renew(s, (scene.message_id, 1), worker=scene.worker),
-    "redrive": lambda s, scene: messages.redrive(s, [scene.message_id]),
+    "redrive": lambda s, scene: Operator(s).redrive(scene.message_id),
     "resend": resend_if_sent,
-    "prune": lambda s, scene: retention.prune(s, OLD, states=sorted(FINAL_STATES), topic=scene.name),
+    "prune": lambda s, scene: Operator(s).prune(OLD, states=sorted(FINAL_STATES), topic=scene.name),
 }
 ENQUEUES = ("enqueue", "enqueue coalesced", "enqueue deduped", "resend")
 WORKERS_OWN = ("claim", "finish sent", "finish retry", "renew")
@@ -440,31 +436,31 @@ class Storm:
 
     def cancel(self, session: psycopg.Connection, choice: random.Random) -> None:
         message_id = choice.choice(self.ids)
-        _, answer = messages.cancel(session, message_id)
+        answer = Operator(session).cancel(message_id).result
         self.answers[f"cancel: {answer}"] += 1
         if answer == "cancelled":
             self.cancelled[message_id] = self.cancelled.get(message_id, 0) + 1
 
     def redrive(self, session: psycopg.Connection, choice: random.Random) -> None:
-        for answer in messages.redrive(session, choice.sample(self.ids, 20)):
+        (batch,) = Operator(session).bulk("redrive", choice.sample(self.ids, 20))
+        for answer in batch.results:
             self.answers[f"redrive: {'done' if answer.result is RedriveResult.REDRIVEN else 'refused'}"] += 1
             if answer.result is RedriveResult.REDRIVEN:
                 self.redriven.add(answer.id)
 
     def redrive_failed(self, session: psycopg.Connection, choice: random.Random) -> None:
-        totals = messages.redrive_matching(session, messages.MessageFilter(), batch_size=choice.randint(1, 30))
-        self.answers["redrive failed: done"] += totals.redriven
+        for batch in Operator(session).bulk("redrive", MessageFilter(), batch_size=choice.randint(1, 30)):
+            self.answers["redrive failed: done"] += sum(result.is_done for result in batch.results)
 
     def resend(self, session: psycopg.Connection, choice: random.Random) -> None:
-        try:
-            self.resent.append(messages.resend(session, choice.choice(self.ids)))
-            self.answers["resend: done"] += 1
-        except (StateError, MessageNotFoundError) as error:
-            self.answers[f"resend: {type(error).__name__}"] += 1
+        answer = Operator(session).resend(choice.choice(self.ids))
+        if answer.is_done and answer.other_id is not None:
+            self.resent.append(answer.other_id)
+        self.answers[f"resend: {'done' if answer.is_done else 'refused'}"] += 1
 
     def prune(self, session: psycopg.Connection, choice: random.Random) -> None:
-        totals = retention.prune(
-            session, timedelta(milliseconds=choice.randint(1, 300)), batch_size=choice.randint(1, 30)
+        totals = Operator(session).prune(
+            timedelta(milliseconds=choice.randint(1, 300)), batch_size=choice.randint(1, 30)
         )
         self.answers["prune: deleted"] += totals.total
 
@@ -636,7 +632,7 @@ async def test_a_message_that_falls_due_during_the_due_time_query_is_delivered(
         delivered.set()
 
     async def ask_late(
-        self: Store, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float, floor_id: int | None
+        self: Store, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float, seen_id: int | None
     ) -> tuple[list[DueRow], datetime, Horizon]:
         if since_seconds < PATIENCE_SECONDS:  # The first query, before any claim, has no lower bound.
             questions.append(since_seconds)
@@ -648,7 +644,7 @@ async def test_a_message_that_falls_due_during_the_due_time_query_is_delivered(
             queues,
             since_seconds=since_seconds,
             others_since_seconds=others_since_seconds,
-            floor_id=floor_id,
+            seen_id=seen_id,
         )
 
     async def note_oversleeping(self: Claimer) -> float | None:

@@ -4,7 +4,6 @@ further requests on an abandoned connection, and works on. The fence decides the
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import ipaddress
@@ -25,9 +24,9 @@ from pgoutbox import Outbox
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.worker import Worker
 from tests.support.missing import server_missing
 from tests.support.outbox_actions import (
+    WatchedWorker,
     attempts_of,
     claim,
     enqueue,
@@ -66,27 +65,10 @@ class Receiver:
             self.delivered.append(message.id)
 
 
-class Sleeper(Worker):
-    """A worker that reports when it sleeps with no statement in progress."""
-
-    asleep: asyncio.Event
-
-    async def run(self) -> None:
-        """Run, with a new event."""
-        self.asleep = asyncio.Event()
-        await super().run()
-
-    async def _sleep(self, seconds: float) -> bool:
-        if not self._wake.is_set():
-            self.asleep.set()
-        return await super()._sleep(seconds)
-
-
-async def fall_asleep(worker: Sleeper) -> None:
+async def fall_asleep(worker: WatchedWorker) -> None:
     """Wait until the worker has polled once more after everything so far, and sleeps."""
-    worker.asleep.clear()
-    worker._wake.set()
-    await worker.asleep.wait()
+    worker._signals.wake.set()
+    await worker.falls_asleep()
 
 
 # --- the listener -----------------------------------------------------------------------------------------------------
@@ -99,14 +81,14 @@ def port() -> Iterator[socket.socket]:
         yield listening
 
 
-async def test_a_listener_behind_a_stalled_middlebox_is_replaced_after_the_probe_deadline(
+async def test_a_listener_behind_a_stalled_middlebox_is_replaced_after_the_heartbeat_deadline(
     dsn: str, db: psycopg.Connection, port: socket.socket
 ) -> None:
     with proxy_to(dsn, port) as proxy, reports() as heard:
         receiver = Receiver(proxy.dsn, **QUICK)
-        worker = Sleeper(receiver.outbox)
+        worker = WatchedWorker(receiver.outbox)
         async with running(worker):
-            await worker.asleep.wait()
+            await worker.sleeping.wait()
             with proxy.stalled("pgoutbox listen"):
                 unheard = enqueue(db)
                 await heard.wait_for(LogEvent.LISTENER_LOST)
@@ -130,9 +112,9 @@ async def test_keepalives_alone_never_detect_a_stalled_middlebox(
     keepalives = "keepalives_idle=1 keepalives_interval=1 keepalives_count=1 tcp_user_timeout=1000"
     with proxy_to(dsn, port) as proxy, reports() as heard:
         receiver = Receiver(proxy.dsn, listener_heartbeat_seconds=3, listener_heartbeat_timeout_seconds=3)
-        worker = Sleeper(receiver.outbox)
+        worker = WatchedWorker(receiver.outbox)
         async with running(worker):
-            await worker.asleep.wait()
+            await worker.sleeping.wait()
             with contextlib.closing(psycopg.connect(f"{proxy.dsn} {keepalives}", autocommit=True)) as vouched_for:
                 vouched_for.execute("LISTEN pgoutbox")
                 with proxy.stalled():
@@ -146,10 +128,10 @@ async def test_a_session_reset_by_another_client_of_a_pooler_listens_again(
     proxy: Proxy, db: psycopg.Connection, statement: str
 ) -> None:
     receiver = Receiver(proxy.dsn, **QUICK)
-    worker = Sleeper(receiver.outbox)
+    worker = WatchedWorker(receiver.outbox)
     with reports() as heard:
         async with running(worker):
-            await worker.asleep.wait()
+            await worker.sleeping.wait()
             assert proxy.slip_in("pgoutbox listen", statement) == 1
             unheard = enqueue(db)
             await heard.wait_for(LogEvent.LISTENER_LOST)
@@ -217,9 +199,9 @@ async def test_a_listener_in_a_black_hole_is_abandoned_and_work_continues_withou
 ) -> None:
     with listen_in(namespace) as listening, proxy_to(dsn, listening) as proxy, reports() as heard:
         receiver = Receiver(dsn, listen_dsn=proxy.dsn, **QUICK)
-        worker = Sleeper(receiver.outbox)
+        worker = WatchedWorker(receiver.outbox)
         async with running(worker):
-            await worker.asleep.wait()
+            await worker.sleeping.wait()
             ip("-n", namespace, "link", "set", "cable", "down")
             unheard = enqueue(db)
             await heard.wait_for(LogEvent.LISTENER_LOST)
@@ -241,7 +223,7 @@ async def test_a_claim_with_a_stalled_answer_is_abandoned_and_its_message_releas
     proxy: Proxy, db: psycopg.Connection
 ) -> None:
     receiver = Receiver(proxy.dsn, **SHORT_OF_TIME)
-    worker = Sleeper(receiver.outbox)
+    worker = WatchedWorker(receiver.outbox)
     async with running(worker):
         # The first statement of its kind would stall while it is prepared, and claim nothing.
         await fall_asleep(worker)
@@ -265,9 +247,9 @@ async def test_a_claim_that_never_arrives_is_abandoned_and_repeated_on_another_c
     proxy: Proxy, db: psycopg.Connection
 ) -> None:
     receiver = Receiver(proxy.dsn, **SHORT_OF_TIME)
-    worker = Sleeper(receiver.outbox)
+    worker = WatchedWorker(receiver.outbox)
     async with running(worker):
-        await worker.asleep.wait()
+        await worker.sleeping.wait()
         with proxy.stalled("pgoutbox claim", open_connections_only=True):
             message_id = enqueue(db)
             await until(lambda: row_of(db, message_id).state == "sent")
@@ -281,7 +263,7 @@ async def test_an_unanswered_finish_is_repeated_and_takes_effect_once(
     proxy: Proxy, db: psycopg.Connection, replies_only: bool
 ) -> None:
     receiver = Receiver(proxy.dsn, **SHORT_OF_TIME)
-    worker = Sleeper(receiver.outbox)
+    worker = WatchedWorker(receiver.outbox)
     with ExitStack() as stack:
 
         async def stall(message: Message) -> None:
@@ -309,7 +291,7 @@ async def test_a_late_finish_changes_nothing_while_another_attempt_holds_the_mes
     proxy: Proxy, db: psycopg.Connection
 ) -> None:
     receiver = Receiver(proxy.dsn, **SHORT_OF_TIME)
-    worker = Sleeper(receiver.outbox)
+    worker = WatchedWorker(receiver.outbox)
     with ExitStack() as stack:
 
         async def lose(message: Message) -> None:
@@ -350,7 +332,7 @@ async def test_a_slow_network_keeps_leases_and_delivers_everything_once(
 ) -> None:
     proxy.delay_seconds, proxy.bytes_per_second = delay_seconds, bytes_per_second
     receiver = Receiver(proxy.dsn, lease_seconds=lease_seconds, concurrency=20)
-    worker = Sleeper(receiver.outbox)
+    worker = WatchedWorker(receiver.outbox)
     lapses: list[int] = []
 
     def has_outlived_its_first_lease(message: Message) -> bool:

@@ -17,7 +17,7 @@ from pgoutbox.database import operator_connection
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message, State
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.operations import queue_controls
+from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
 from tests.support.missing import server_missing
 from tests.support.outbox_actions import WatchedWorker, enqueue, reports, rows_of, running, settings_for
@@ -102,22 +102,22 @@ async def test_workers_poll_and_enqueues_succeed_while_the_notification_queue_is
     with reports() as heard:
         async with running(worker):
             await worker.sleeping.wait()
-            bell = worker._bell
+            bell = worker._doorbell
             assert bell is not None
-            assert bell.is_armed
+            assert bell.has_wake_up_lock
             culprit.fill(0.2)
             await heard.wait_for(LogEvent.NOTIFY_QUEUE_FILLING)
-            assert bell.is_armed
+            assert bell.has_wake_up_lock
             culprit.fill(0.6)
-            await until(lambda: not bell.is_armed)
+            await until(lambda: not bell.has_wake_up_lock)
             culprit.fill(1.0)
             ids = [enqueue(db), enqueue(db)]
             await until(lambda: delivered == ids)
-            assert not bell.is_armed
+            assert not bell.has_wake_up_lock
             culprit.end()
             await heard.wait_for(LogEvent.NOTIFY_QUEUE_DRAINED)
-            await until(lambda: bell.is_armed)
-            worker._wake.set()
+            await until(lambda: bell.has_wake_up_lock)
+            worker._signals.wake.set()
             await worker.falls_asleep()
             rung = enqueue(db)
             await until(lambda: delivered == [*ids, rung])
@@ -132,16 +132,16 @@ async def test_an_enqueue_commits_if_the_notification_queue_fills_before_a_worke
     async with running(worker):
         await worker.sleeping.wait()
         culprit.fill(1.0)
-        assert worker._bell is not None
-        assert worker._bell.is_armed
+        assert worker._doorbell is not None
+        assert worker._doorbell.has_wake_up_lock
         ids = [enqueue(db)]
         ids += [
             row[0] for row in db.execute("SELECT pgoutbox.enqueue('greet', to_jsonb(n)) FROM generate_series(1, 3) n")
         ]
         with operator_connection.connect(settings_for(small_server.dsn)) as connection:
-            queue_controls.limit_in_flight(connection, "default", 100)
-            queue_controls.limit_in_flight(connection, "default", None)
-        worker._wake.set()
+            Operator(connection).limit_in_flight("default", 100)
+            Operator(connection).limit_in_flight("default", None)
+        worker._signals.wake.set()
         await until(lambda: sorted(delivered) == ids)
 
 
@@ -159,8 +159,8 @@ async def test_a_saturated_worker_runs_and_stops_cleanly_with_a_full_notificatio
     ids = [enqueue(db) for _ in range(6)]
     worker = Worker(outbox)
     async with running(worker):
-        rang_at = worker._rang_at
-        await until(lambda: worker._rang_at != rang_at)
+        rang_at = worker._poll_loop.notified_at
+        await until(lambda: worker._poll_loop.notified_at != rang_at)
         go.set()
         await until(lambda: all(row.is_finished for row in rows_of(db, *ids)))
     assert {row.state for row in rows_of(db, *ids)} == {State.SENT}

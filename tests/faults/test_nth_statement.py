@@ -23,8 +23,7 @@ from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Permanent, Snooze, State, Transient
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.operations import messages as operations
-from pgoutbox.operations import retention
+from pgoutbox.operations import MessageFilter, Operator
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from tests.support.messages import ADD_ATTEMPT, put
@@ -508,7 +507,7 @@ def test_a_redrive_covers_all_its_messages_or_none_and_is_repeatable(
 
     def redrive(dsn: str) -> None:
         with operator_connection.connect(settings_for(dsn)) as connection:
-            operations.redrive(connection, ids)
+            list(Operator(connection).bulk("redrive", ids))
 
     def play(name: str) -> None:
         ids[:] = failed_messages(db, "mail")
@@ -532,7 +531,7 @@ def test_an_interrupted_redrive_of_everything_resumes_after_the_last_full_batch(
 
     def redrive(dsn: str) -> None:
         with operator_connection.connect(settings_for(dsn)) as connection:
-            operations.redrive_matching(connection, operations.MessageFilter(topic=topic), batch_size=1)
+            list(Operator(connection).bulk("redrive", MessageFilter(topic=topic), batch_size=1))
 
     def play(name: str) -> None:
         nonlocal topic
@@ -560,7 +559,7 @@ def test_a_resend_makes_one_copy_that_names_its_source_or_none(proxy: Proxy, db:
         db.execute("DELETE FROM pgoutbox.message_live")
         source_id = put(db, State.SENT, topic="mail", coalesce_key=name)
         with operator_connection.connect(settings_for(proxy.dsn)) as connection:
-            operations.resend(connection, source_id)
+            Operator(connection).resend(source_id)
 
     for cut in cuts(proxy, play):
         assert cut.error is not None, cut
@@ -578,7 +577,7 @@ def test_a_prune_deletes_messages_with_their_related_rows_and_resumes_after_a_cu
 
     def prune(dsn: str) -> None:
         with operator_connection.connect(settings_for(dsn)) as connection:
-            retention.prune(connection, timedelta(hours=1), topic=topic, batch_size=2)
+            Operator(connection).prune(timedelta(hours=1), topic=topic, batch_size=2)
 
     def play(name: str) -> None:
         nonlocal topic

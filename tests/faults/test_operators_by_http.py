@@ -20,7 +20,7 @@ import psycopg
 from pgoutbox import Outbox, RetryPolicy
 from pgoutbox.dashboard import create_app
 from pgoutbox.message import FINAL_STATES, Message, State
-from pgoutbox.operations import queue_controls
+from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
 from tests.support.judge import violations
 from tests.support.outbox_actions import rows_of, running, settings_for, stumble
@@ -156,7 +156,7 @@ async def test_operators_always_get_answers_and_break_no_rule(
             for future in working:
                 future.result(PROCESS_PATIENCE_SECONDS)  # Raises an error that an operator got.
 
-    queue_controls.resume_queue(db, "default")
+    Operator(db).resume("default")
     await Worker(outbox).drain()
     assert set(operators.answers) == ANSWERS
     assert violations(db) == []

@@ -14,7 +14,7 @@ from pgoutbox.database import operator_connection
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message, State
-from pgoutbox.operations import queue_controls
+from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
 from tests.support.fleet import fleet_on
 from tests.support.outbox_actions import enqueue, lapse, row_of, settings_for, state_of
@@ -62,7 +62,7 @@ async def test_a_pooled_worker_suspended_after_its_claim_leaves_no_locks(
 
     if is_limited:
         with operator_connection.connect(settings_for(dsn)) as connection:
-            queue_controls.limit_in_flight(connection, "default", 100)
+            Operator(connection).limit_in_flight("default", 100)
     message_id = enqueue(db, "fault.deliver")
     freezer = Freezer(proxy, statement)
     with fleet_on(proxy.dsn, tmp_path) as fleet:

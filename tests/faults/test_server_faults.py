@@ -258,7 +258,7 @@ def test_role_timeouts_end_statements_of_producers_but_not_of_workers(own_server
     assert worker_errors(own_server).keys() <= {"40001"}
 
 
-async def test_a_listener_that_leaves_while_bells_ring_logs_no_server_error(own_server: OwnServer) -> None:
+async def test_a_listener_that_leaves_during_notifications_logs_no_server_error(own_server: OwnServer) -> None:
     over = threading.Event()
 
     def ring() -> None:
@@ -274,8 +274,8 @@ async def test_a_listener_that_leaves_while_bells_ring_logs_no_server_error(own_
             bell = Doorbell(
                 settings,
                 ["greet"],
-                on_ring=lambda _, *, is_new=False: rung.set(),
-                on_check=lambda: None,
+                on_notification=lambda _, *, is_new=False: rung.set(),
+                on_deputy_due=lambda: None,
                 telemetry=Telemetry(_figures),
             )
             rung.clear()

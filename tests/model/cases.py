@@ -122,8 +122,8 @@ OUTLIVED = "a thread handed over a message whose attempt had ended"
 STUCK = "no possible event leads to the end"
 TWO = "two messages of one key are in flight"
 ORDER = "an older message was handed over after a newer one"
-MISSED_0 = "message 0 waits, and all workers that handle it sleep"
-MISSED_1 = "message 1 waits, and all workers that handle it sleep"
+MISSED_0 = "message 0 waits, and all workers that handle it are idle"
+MISSED_1 = "message 1 waits, and all workers that handle it are idle"
 
 OVERTAKEN = "a message was handed over before one that was committed earlier"
 OVERSPENT = "more attempts began than there were tokens"
@@ -222,26 +222,26 @@ BREAK = [
     Case(KEY, (_D.SUPERSEDED_IN_FINISH,), "a message that its finish knows to be superseded becomes failed", 14),
     Case(KEY_AND_REDRIVE, (_D.SUPERSEDED_IN_REDRIVE,), "a redrive revived a message that it knew to be superseded", 17),
     Case(KEY, (_D.ID_UNDER_HEAD_LOCK,), ORDER, 22),
-    Case(ROLLING, (_B.RING,), MISSED_0, 10),
+    Case(ROLLING, (_B.NOTIFY,), MISSED_0, 10),
     Case(ROLLING, (_B.HELD_TO_COMMIT,), MISSED_0, 10),
     Case(ROLLING, (_B.RELEASED_AFTER_VISIBLE,), MISSED_0, 11),
-    Case(ROLLING, (_B.CLAIM_AFTER_ARMING,), MISSED_0, 9),
+    Case(ROLLING, (_B.CONFIRMED,), MISSED_0, 9),
     Case(ROLLING, (_B.PRODUCERS_AWAITED,), MISSED_0, 12),
     Case(ROLLING, (_B.WAKE_CLEARED_FIRST,), MISSED_0, 21),
-    Case(ROLLING, (_B.RINGS_KEPT_WHILE_ARMING,), MISSED_1, 25),
-    Case(FLEET, (_B.DISARM_ANNOUNCED,), MISSED_0, 22),
-    Case(ROLLING, (_B.DISARM_ANNOUNCED,), MISSED_1, 24),
-    Case(FLEET, (_B.FULL_STANDS_DOWN,), MISSED_0, 21),
+    Case(ROLLING, (_B.WAKE_KEPT_WHILE_CONFIRMING,), MISSED_1, 25),
+    Case(FLEET, (_B.RELEASE_ANNOUNCED,), MISSED_0, 22),
+    Case(ROLLING, (_B.RELEASE_ANNOUNCED,), MISSED_1, 24),
+    Case(FLEET, (_B.FULL_RELEASES,), MISSED_0, 21),
     Case(FLEET, (_B.NEWS_KEPT_WHILE_ASKING,), MISSED_0, 28),
     Case(ROLLING_POLLS, (_B.NEWS_KEPT_WHILE_ASKING,), MISSED_1, 26),
-    Case(ROLLING_POLLS, (_B.LOWERED_ANNOUNCED,), MISSED_1, 25),
-    Case(FROZEN, (_B.LOWERED_ANNOUNCED,), MISSED_0, 24),
+    Case(ROLLING_POLLS, (_B.LOCK_RELEASE_ANNOUNCED,), MISSED_1, 25),
+    Case(FROZEN, (_B.LOCK_RELEASE_ANNOUNCED,), MISSED_0, 24),
     Case(ROLLING, (_B.WATCH_OF_TOPICS,), MISSED_0, 12),
-    Case(ROLLING, (_B.RING_FOR_EVERY_WATCH,), MISSED_1, 17),
+    Case(ROLLING, (_B.EVERY_WATCH_ANSWERS,), MISSED_1, 17),
     Case(FROZEN, (_B.DEPUTY_CHECKS,), MISSED_0, 20),
-    Case(FROZEN, (_B.DEPUTY_POLLS,), MISSED_0, 19),
+    Case(FROZEN, (_B.DEPUTY_POLLS,), MISSED_0, 17),
     Case(ALONE, (_B.LISTEN_FIRST,), MISSED_0, 15),
-    Case(ALONE, (_B.LOOK_AFTER_RECONNECT,), MISSED_0, 10),
+    Case(ALONE, (_B.POLL_AFTER_RECONNECT,), MISSED_0, 10),
     Case(SUCCESSOR, (_B.SUCCESSORS_ASKED_FOR,), MISSED_1, 18),
     Case(SUCCESSOR, (_B.SUCCESSORS_ASKED_LATE,), MISSED_1, 19),
     Case(LINE, (_O.ID_UNDER_TAIL_LOCK,), OVERTAKEN, 10),
@@ -320,7 +320,7 @@ TWICE_GUARDED = [
     Case(_HANDED_OVER, (_D.SUPERSEDED_IN_CLAIM, _D.SUPERSEDED_ASKED_AGAIN), ORDER, 19),
     Case(SUSPENDED, (_D.OWN_TAKEN_OVER,)),
     Case(SUSPENDED, (_D.OWN_LEFT_ALONE, _D.OWN_TAKEN_OVER), IN_HAND_TWICE, 11),
-    Case(ALONE, (_B.LOOK_WHEN_LOST,)),
+    Case(ALONE, (_B.POLL_WHEN_LOST,)),
     Case(LINE_AND_OPERATOR, (_O.FIRST_IN_FIND,)),
     Case(LINE_AND_OPERATOR, (_O.SIBLINGS_IN_FIND,)),
     Case(LINE_HALTS, (_O.HALT_IN_FIND,)),

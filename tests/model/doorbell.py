@@ -1,5 +1,4 @@
-"""The model of the doorbell: enqueue, arm, claim, sleep, ring, disarm, poll; with listeners that break, and workers
-that die or hang.
+"""The model of the doorbell: enqueue, acquire, claim, sleep, notify and release, with faults of listeners and workers.
 
 There is no periodic poll and nothing falls due, so a missed wake-up is lost. Uninterrupted code of the event loop is
 one step. A statement is two steps: its effect on locks and its commit. A message is one bit of a mask.
@@ -16,34 +15,34 @@ from typing import NamedTuple
 class Guard(enum.Enum):
     """Guards of the protocol that a model can leave out."""
 
-    RING = "an enqueue that meets an armed bell rings"
-    HELD_TO_COMMIT = "an enqueue holds the bell shared until its commit is visible, and does not only test it"
-    RELEASED_AFTER_VISIBLE = "PostgreSQL releases the shared bell after the commit is visible, not before"
-    CLAIM_AFTER_ARMING = "a worker claims once more after arming"
-    PRODUCERS_AWAITED = "a worker that met producers at the bell looks again until they have ended"
-    WAKE_CLEARED_FIRST = "a worker clears earlier rings before its claim, not after it"
-    RINGS_KEPT_WHILE_ARMING = "the next claim does not clear a ring that arrives while the worker arms"
-    DISARM_ANNOUNCED = "a watch that ends is announced"
-    LOWERED_ANNOUNCED = "a bell that is lowered is announced"
+    NOTIFY = "an enqueue notifies while a worker has the wake-up lock"
+    HELD_TO_COMMIT = "an enqueue holds the lock shared until its commit is visible, and does not only test it"
+    RELEASED_AFTER_VISIBLE = "PostgreSQL releases the shared lock after the commit is visible, not before"
+    CONFIRMED = "a worker polls once more after it has acquired the lock"
+    PRODUCERS_AWAITED = "a worker that met producers at the lock polls again until they have ended"
+    WAKE_CLEARED_FIRST = "a worker clears earlier wake-ups before its poll, not after it"
+    WAKE_KEPT_WHILE_CONFIRMING = "the poll after it does not clear a wake-up that arrives while the worker acquires"
+    RELEASE_ANNOUNCED = "a watch that ends is announced"
+    LOCK_RELEASE_ANNOUNCED = "a released wake-up lock is announced"
     NEWS_KEPT_WHILE_ASKING = "an announcement that comes before the answer makes the worker ask again"
-    FULL_STANDS_DOWN = "a worker without room gives up its watch"
+    FULL_RELEASES = "a worker without room releases its watch"
     WATCH_OF_TOPICS = "workers of other topics have a watch of their own"
-    RING_FOR_EVERY_WATCH = "a watch answers rings whether or not it has the bell itself"
-    DEPUTY_CHECKS = "a deputy looks some time after each ring"
-    DEPUTY_POLLS = "a deputy looks now and then while the bell is not armed"
-    LISTEN_FIRST = "a listener that reconnects listens before its worker looks"
-    LOOK_AFTER_RECONNECT = "a worker looks when its listener is back"
-    LOOK_WHEN_LOST = "a worker looks when its listener is lost"
+    EVERY_WATCH_ANSWERS = "a watch answers notifications whether or not it has the wake-up lock itself"
+    DEPUTY_CHECKS = "a deputy polls some time after each notification"
+    DEPUTY_POLLS = "a deputy polls now and then while no worker has the wake-up lock"
+    LISTEN_FIRST = "a listener that reconnects listens before its worker polls"
+    POLL_AFTER_RECONNECT = "a worker polls when its listener is back"
+    POLL_WHEN_LOST = "a worker polls when its listener is lost"
     SUCCESSORS_ASKED_FOR = "a worker that ends a message asks for its successors"
     SUCCESSORS_ASKED_LATE = "it asks for them after its commit, not before"
 
 
 class Producer(NamedTuple):
-    """The number of messages that are done; `rings` and `is_shared` belong to the open transaction."""
+    """The number of messages that are done; `notifies` and `is_shared` belong to the open transaction."""
 
     done: int = 0
     at: str = "idle"
-    rings: bool = False
+    notifies: bool = False
     is_shared: bool = False
 
 
@@ -53,21 +52,21 @@ class Worker(NamedTuple):
 
     The locks of a worker end with its link. The link is up, broken (not noticed yet), lost (noticed), gone (closed)
     or deaf (connected, but not listening yet). `knows_watch` and `news` belong to the answer to its query for locks.
-    `rings`, `calls` and `lowerings` are notifications in transit: from producers, to all workers, and for watches
-    and deputies.
+    `notifications`, `ends` and `lock_releases` are notifications in transit: of a message, of the end of a watch, and
+    of a released wake-up lock.
     """
 
-    at: str = "looks"
+    at: str = "polls"
     wake: bool = False
     link: str = "up"
-    rings: int = 0
-    calls: int = 0
-    lowerings: int = 0
-    bell: bool = False
+    notifications: int = 0
+    ends: int = 0
+    lock_releases: int = 0
+    wake_up_lock: bool = False
     watch: bool = False
     deputy: bool = False
     knows_watch: bool = False
-    trusts: bool = False
+    relies: bool = False
     is_polled: bool = False
     news: bool = False
     checks: bool = False
@@ -129,10 +128,10 @@ class Doorbell:
         return state
 
     def fault(self, state: World) -> str:
-        """Return a claimable message whose workers with room all sleep while none is about to look."""
-        if not state.due or any(producer.at == "visible" and producer.rings for producer in state.producers):
+        """Return a claimable message whose workers with room all sleep while none is about to poll."""
+        if not state.due or any(producer.at == "visible" and producer.notifies for producer in state.producers):
             return ""
-        if any(worker.at in ("disarmed", "lowered") or worker.asks for worker in state.workers):
+        if any(worker.at in ("released all", "released lock") or worker.asks for worker in state.workers):
             return ""
         claimed = _union(worker.locked for worker in state.workers) | self._waiting(state)
         for message in _bits(state.due & ~claimed):
@@ -141,8 +140,8 @@ class Doorbell:
                 for handled, worker in zip(self.handles, state.workers, strict=True)
                 if handled >> message & 1 and worker.at != "full"
             ]
-            if able and not any(_may_look(worker) for worker in able):
-                return f"message {message} waits, and all workers that handle it sleep"
+            if able and not any(_may_poll(worker) for worker in able):
+                return f"message {message} waits, and all workers that handle it are idle"
         return ""
 
     def is_settled(self, state: World) -> bool:
@@ -168,8 +167,10 @@ class Doorbell:
         if state.deaths:
             dead = _with(state, index, Worker("dead", link="gone"))
             yield "is killed", dead._replace(deaths=state.deaths - 1)
-        if state.freezes and worker.at in ("sleeps", "polls", "pauses"):
-            frozen = _with(state, index, worker._replace(at="frozen", rings=0, calls=0, lowerings=0, wake=False))
+        if state.freezes and worker.at in ("sleeps", "pauses", "awaits producers"):
+            frozen = _with(
+                state, index, worker._replace(at="frozen", notifications=0, ends=0, lock_releases=0, wake=False)
+            )
             yield "freezes", frozen._replace(freezes=state.freezes - 1)
 
     # --- producer -----------------------------------------------------------------------------------------------------
@@ -183,22 +184,22 @@ class Doorbell:
         match producer.at:
             case "idle" if producer.done < len(self.sends[index]):
                 message = self.sends[index][producer.done]
-                if any(_has_bell(worker) for worker in state.workers):
-                    rings = Guard.RING not in self.without
-                    yield f"enqueues message {message} and is to ring", now(at="open", rings=rings)
+                if any(_has_lock(worker) for worker in state.workers):
+                    notifies = Guard.NOTIFY not in self.without
+                    yield f"enqueues message {message} and is to notify", now(at="open", notifies=notifies)
                 else:
                     is_shared = Guard.HELD_TO_COMMIT not in self.without
-                    yield f"enqueues message {message}, nobody sleeps", now(at="open", is_shared=is_shared)
+                    yield f"enqueues message {message}, no worker is idle", now(at="open", is_shared=is_shared)
             case "open":
                 yield "rolls back", now(**done._asdict())
                 if Guard.RELEASED_AFTER_VISIBLE in self.without and producer.is_shared:
-                    yield "lets go of the bell before its commit is visible", now(is_shared=False)
+                    yield "releases the lock before its commit is visible", now(is_shared=False)
                 message = self.sends[index][producer.done]
                 yield f"commits message {message}", now(at="visible")._replace(due=state.due | 1 << message)
-            case "visible" if producer.rings:
-                yield "rings", _notify(now(**done._asdict()), -1, "rings")
+            case "visible" if producer.notifies:
+                yield "notifies", _notify(now(**done._asdict()), -1, "notifications")
             case "visible":
-                yield "lets go of the bell", now(**done._asdict())
+                yield "releases the lock", now(**done._asdict())
 
     # --- worker -------------------------------------------------------------------------------------------------------
 
@@ -206,27 +207,27 @@ class Doorbell:
         self, state: World, index: int, worker: Worker
     ) -> Iterator[Step]:
         match worker.at:
-            case "looks":
-                yield from self._look(state, index, worker)
+            case "polls":
+                yield from self._poll(state, index, worker)
             case "claims":
                 yield from self._take(state, index, worker)
             case "takes":
                 yield from self._commit_claim(state, index, worker)
             case "full":
-                yield "has room again", _with(state, index, worker._replace(at="looks"))
-            case "disarms" | "disarmed":
-                yield from self._disarm(state, index, worker)
-            case "lowers" | "lowered":
-                yield from self._lower(state, index, worker)
-            case "arms":
-                yield from self._poll(state, index, worker)
-                yield from self._arm(state, index, worker)
-            case "tries" | "asks" | "unlocks" | "told":
+                yield "has room again", _with(state, index, worker._replace(at="polls"))
+            case "releases all" | "released all":
+                yield from self._release_all(state, index, worker)
+            case "releases lock" | "released lock":
+                yield from self._release_lock(state, index, worker)
+            case "acquires":
+                yield from self._pause(state, index, worker)
+                yield from self._acquire(state, index, worker)
+            case "tries" | "asks" | "unlocks" | "answered":
                 yield from self._ask(state, index, worker)
-            case "polls":
-                yield "polls", _with(state, index, worker._replace(at="looks"))
             case "pauses":
-                yield "ends its short pause", _with(state, index, worker._replace(at="arms", wake=False))
+                yield "ends its pause at a high rate", _with(state, index, worker._replace(at="polls"))
+            case "awaits producers":
+                yield "ends its short pause", _with(state, index, worker._replace(at="polls"))
             case "falls asleep":
                 is_up = worker.link in ("up", "broken", "deaf")
                 yield (
@@ -235,17 +236,17 @@ class Doorbell:
                     else ("sleeps for a second: it has no listener", _with(state, index, worker._replace(at="naps")))
                 )
             case "sleeps" if worker.wake:
-                yield "wakes", _with(state, index, worker._replace(at="looks"))
+                yield "wakes", _with(state, index, worker._replace(at="polls"))
             case "sleeps" if worker.is_polled:
-                yield "looks while the watch polls", _with(state, index, worker._replace(at="looks"))
+                yield "polls while the watch polls", _with(state, index, worker._replace(at="polls"))
             case "sleeps" if self.polls and worker.knows_watch:
-                yield "wakes for another message", _with(state, index, worker._replace(at="looks"))
+                yield "wakes for another message", _with(state, index, worker._replace(at="polls"))
             case "naps":
-                yield "wakes by itself", _with(state, index, worker._replace(at="looks"))
+                yield "wakes by itself", _with(state, index, worker._replace(at="polls"))
 
-    def _look(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+    def _poll(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         seen = state.due & self.handles[index] & ~self._waiting(state)
-        forgets = Guard.RINGS_KEPT_WHILE_ARMING in self.without if worker.answer else True
+        forgets = Guard.WAKE_KEPT_WHILE_CONFIRMING in self.without if worker.answer else True
         wake = worker.wake and (not forgets or Guard.WAKE_CLEARED_FIRST in self.without)
         claiming = worker._replace(at="claims", seen=seen, wake=wake)
         yield f"begins a claim that sees {_names(seen)}", _with(state, index, claiming)
@@ -261,7 +262,7 @@ class Doorbell:
             )
         else:
             wake = worker.wake and (bool(worker.answer) or Guard.WAKE_CLEARED_FIRST not in self.without)
-            after = {"": "arms", "armed": "falls asleep", "producers": "pauses"}[worker.answer]
+            after = "falls asleep" if worker.answer else "acquires"
             now = worker._replace(at=after, seen=0, answer="", wake=wake)
             yield "finds nothing", _with(state, index, now)
 
@@ -270,106 +271,117 @@ class Doorbell:
         held = 0
         if self.has_key:
             held = 0b10 if worker.locked & 0b10 else 0b01  # Both at once: the older message is superseded.
-        now = worker._replace(at="looks", locked=0, answer="", held=worker.held | held)
+        now = worker._replace(at="polls", locked=0, answer="", held=worker.held | held)
         if Guard.WAKE_CLEARED_FIRST in self.without:
             now = now._replace(wake=False)
         label = f"has claimed message {_names(worker.locked)}"
         taken = state._replace(due=state.due & ~worker.locked)
         yield label, _with(taken, index, now)
-        is_on_duty = worker.bell or worker.watch or worker.deputy
+        is_on_duty = worker.wake_up_lock or worker.watch or worker.deputy
         if is_on_duty:
-            yield f"{label}, and more may wait", _with(taken, index, now._replace(at="disarms"))
-        if self.fills and (not is_on_duty or Guard.FULL_STANDS_DOWN in self.without):
+            yield f"{label}, and more may wait", _with(taken, index, now._replace(at="releases all"))
+        if self.fills and (not is_on_duty or Guard.FULL_RELEASES in self.without):
             yield f"{label}, and is full", _with(taken, index, now._replace(at="full"))
 
     def _fail_claim(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
-        now = worker._replace(at="looks", seen=0, locked=0, answer="")
+        now = worker._replace(at="polls", seen=0, locked=0, answer="")
         yield "has to begin its claim again", _with(state, index, now)
 
-    def _disarm(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+    def _release_all(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         if worker.link != "up":
-            yield "cannot disarm", _with(state, index, self._lost(_without_locks(worker)._replace(at="looks")))
-        elif worker.at == "disarms":
-            yield "gives up its watch", _with(state, index, _without_locks(worker)._replace(at="disarmed"))
+            yield (
+                "cannot release its locks",
+                _with(state, index, self._lost(_without_locks(worker)._replace(at="polls"))),
+            )
+        elif worker.at == "releases all":
+            yield "releases its locks", _with(state, index, _without_locks(worker)._replace(at="released all"))
         else:
-            for after, how in (("looks", ""), ("full", ", and is full"))[: 1 + self.fills]:
+            for after, how in (("polls", ""), ("full", ", and is full"))[: 1 + self.fills]:
                 now = _with(state, index, worker._replace(at=after))
-                if Guard.DISARM_ANNOUNCED in self.without:
-                    yield f"says nothing of it{how}", now
+                if Guard.RELEASE_ANNOUNCED in self.without:
+                    yield f"does not notify{how}", now
                 else:
-                    yield f"tells the other sleepers{how}", _notify(now, index, "calls")
+                    yield f"notifies the other idle workers{how}", _notify(now, index, "ends")
 
-    def _poll(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+    def _pause(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         """Let a worker on watch poll instead of sleeping, at any time."""
         if not self.polls:
             return
-        if worker.knows_watch and worker.bell:
-            yield "is about to poll", _with(state, index, worker._replace(at="lowers"))
+        if worker.knows_watch and worker.wake_up_lock:
+            yield "is about to poll at a high rate", _with(state, index, worker._replace(at="releases lock"))
         elif worker.knows_watch:
-            yield "polls on", _with(state, index, worker._replace(at="polls"))
+            yield "polls on at a high rate", _with(state, index, worker._replace(at="pauses"))
 
-    def _lower(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+    def _release_lock(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         if worker.link != "up":
-            yield "cannot lower its bell", _with(state, index, self._lost(worker._replace(at="polls", bell=False)))
-        elif worker.at == "lowers":
-            yield "lowers its bell", _with(state, index, worker._replace(at="lowered", bell=False))
+            yield (
+                "cannot release its lock",
+                _with(state, index, self._lost(worker._replace(at="pauses", wake_up_lock=False))),
+            )
+        elif worker.at == "releases lock":
+            yield (
+                "releases its lock and stays on watch",
+                _with(state, index, worker._replace(at="released lock", wake_up_lock=False)),
+            )
         else:
-            now = _with(state, index, worker._replace(at="polls"))
-            announced = Guard.LOWERED_ANNOUNCED not in self.without
-            yield "tells of it", _notify(now, index, "lowerings") if announced else now
+            now = _with(state, index, worker._replace(at="pauses"))
+            announced = Guard.LOCK_RELEASE_ANNOUNCED not in self.without
+            yield "notifies the deputy", _notify(now, index, "lock_releases") if announced else now
 
-    def _arm(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
-        """ARM tries several locks in turn. Each try is a step, and so is the answer."""
-        if worker.bell or worker.trusts:
-            yield "is still armed", _with(state, index, worker._replace(at="falls asleep"))
+    def _acquire(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        """ACQUIRE_LOCKS tries several locks in turn. Each try is a step, and so is the answer."""
+        if worker.wake_up_lock or worker.relies:
+            yield "still has what it asked for", _with(state, index, worker._replace(at="falls asleep"))
         elif worker.link not in ("up", "deaf"):
             lost = worker if worker.link == "gone" else self._lost(worker)
-            yield "has no listener to arm with", _with(state, index, lost._replace(at="falls asleep"))
+            yield "has no listener to ask", _with(state, index, lost._replace(at="falls asleep"))
         elif worker.watch or not self._has_other_watch(state, index):
             now = worker._replace(at="tries", watch=True, deputy=False, is_polled=False, news=False)
             yield "is on watch", _with(state, index, now)
         else:
             is_first = not any(_is_up(other) and other.deputy for other in state.workers)
             deputy = worker.deputy or (self.freezes > 0 and is_first)
-            is_armed = any(_has_bell(other) for other in state.workers)
-            is_polled = deputy and not is_armed and Guard.DEPUTY_POLLS not in self.without
-            now = worker._replace(at="told", deputy=deputy, is_polled=is_polled, news=False, answer="trust")
+            has_lock = any(_has_lock(other) for other in state.workers)
+            is_polled = deputy and not has_lock and Guard.DEPUTY_POLLS not in self.without
+            now = worker._replace(at="answered", deputy=deputy, is_polled=is_polled, news=False, answer="relies")
             yield "finds another one on watch", _with(state, index, now)
 
     def _ask(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         if worker.link not in ("up", "deaf"):
             lost = self._lost(_without_locks(worker)._replace(at="falls asleep", answer=""))
-            yield "has no listener to arm with", _with(state, index, lost)
+            yield "has no listener to ask", _with(state, index, lost)
             return
         match worker.at:
             case "tries" if _is_free(state):
-                now = worker._replace(at="told", bell=True, answer="armed")
-                yield "arms the bell", _with(state, index, now)
+                now = worker._replace(at="answered", wake_up_lock=True, answer="acquired")
+                yield "acquires the lock", _with(state, index, now)
             case "tries":
-                yield "cannot have the bell alone", _with(state, index, worker._replace(at="asks"))
-            case "asks" if any(_has_bell(other) for other in state.workers):
-                now = worker._replace(at="told", answer="trust")
-                yield "finds that another one has the bell", _with(state, index, now)
+                yield "cannot have the lock alone", _with(state, index, worker._replace(at="asks"))
+            case "asks" if any(_has_lock(other) for other in state.workers):
+                now = worker._replace(at="answered", answer="relies")
+                yield "finds that another one has the lock", _with(state, index, now)
             case "asks":
-                yield "can have the bell shared", _with(state, index, worker._replace(at="unlocks"))
+                yield "can have the lock shared", _with(state, index, worker._replace(at="unlocks"))
             case "unlocks":
-                now = worker._replace(at="told", answer="producers")
+                now = worker._replace(at="answered", answer="producers")
                 yield "knows that producers are under way", _with(state, index, now)
-            case "told":
-                yield "has the answer", _with(state, index, self._after_arming(worker))
+            case "answered":
+                yield "has the answer", _with(state, index, self._after_answer(worker))
 
-    def _after_arming(self, worker: Worker) -> Worker:
+    def _after_answer(self, worker: Worker) -> Worker:
         has_news = worker.news and Guard.NEWS_KEPT_WHILE_ASKING not in self.without
-        trusts = worker.answer == "trust" and not worker.is_polled and not has_news
-        answer = "producers" if worker.answer == "producers" else "armed"
+        relies = worker.answer == "relies" and not worker.is_polled and not has_news
+        answer = "producers" if worker.answer == "producers" else "acquired"
         if answer == "producers" and Guard.PRODUCERS_AWAITED in self.without:
-            answer = "armed"
-        told = worker._replace(
-            knows_watch=worker.watch, trusts=trusts, wake=worker.wake or has_news, news=False, answer=answer
+            answer = "acquired"
+        answered = worker._replace(
+            knows_watch=worker.watch, relies=relies, wake=worker.wake or has_news, news=False, answer=answer
         )
-        if Guard.CLAIM_AFTER_ARMING in self.without:
-            return told._replace(at="falls asleep" if answer == "armed" else "pauses", answer="")
-        return told._replace(at="looks")
+        if answer == "producers":
+            return answered._replace(at="awaits producers", answer="")
+        if Guard.CONFIRMED in self.without:
+            return answered._replace(at="falls asleep", answer="")
+        return answered._replace(at="polls")
 
     def _has_other_watch(self, state: World, index: int) -> bool:
         return any(
@@ -383,8 +395,8 @@ class Doorbell:
 
     def _listen(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         # The connection runs one statement at a time; the next one begins after the answer is processed.
-        is_asking = worker.at in ("tries", "asks", "unlocks", "told", "disarmed", "lowered") or (
-            worker.at == "looks" and worker.answer != ""
+        is_asking = worker.at in ("tries", "asks", "unlocks", "answered", "released all", "released lock") or (
+            worker.at == "polls" and worker.answer != ""
         )
         if worker.link == "up":
             yield from self._hear(state, index, worker)
@@ -396,43 +408,43 @@ class Doorbell:
             case "lost":
                 yield "closes its listener", _with(state, index, _without_locks(worker)._replace(link="gone"))
             case "gone":
-                wake = worker.wake or Guard.LOOK_AFTER_RECONNECT not in self.without
+                wake = worker.wake or Guard.POLL_AFTER_RECONNECT not in self.without
                 link = "deaf" if Guard.LISTEN_FIRST in self.without else "up"
                 yield "has a listener again", _with(state, index, worker._replace(link=link, wake=wake))
             case "deaf":
                 yield "listens", _with(state, index, worker._replace(link="up"))
         if worker.link in ("up", "deaf") and state.breaks:
-            broken = _with(state, index, worker._replace(link="broken", rings=0, calls=0, lowerings=0))
-            yield "has its listener cut off, and the bell with it", broken._replace(breaks=state.breaks - 1)
+            broken = _with(state, index, worker._replace(link="broken", notifications=0, ends=0, lock_releases=0))
+            yield "has its listener cut off, and its locks with it", broken._replace(breaks=state.breaks - 1)
 
     def _hear(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         """Deliver notifications between any two steps, also before the answer to the worker's query."""
-        answers = worker.knows_watch and (worker.bell or Guard.RING_FOR_EVERY_WATCH not in self.without)
-        is_asking = worker.at in ("tries", "asks", "unlocks", "told")
-        if worker.rings:
-            heard = worker._replace(rings=worker.rings - 1)
+        answers = worker.knows_watch and (worker.wake_up_lock or Guard.EVERY_WATCH_ANSWERS not in self.without)
+        is_asking = worker.at in ("tries", "asks", "unlocks", "answered")
+        if worker.notifications:
+            heard = worker._replace(notifications=worker.notifications - 1)
             if answers:
                 heard = heard._replace(wake=True)
             elif worker.deputy and Guard.DEPUTY_CHECKS not in self.without:
                 heard = heard._replace(checks=True)
-            yield "hears a ring", _with(state, index, heard)
-        if worker.calls:
-            heard = worker._replace(calls=0, trusts=False, wake=True, news=is_asking)
+            yield "hears of a message", _with(state, index, heard)
+        if worker.ends:
+            heard = worker._replace(ends=0, relies=False, wake=True, news=is_asking)
             yield "hears that a watch has ended", _with(state, index, heard)
-        if worker.lowerings:
-            heard = worker._replace(lowerings=0, news=worker.news or is_asking)
+        if worker.lock_releases:
+            heard = worker._replace(lock_releases=0, news=worker.news or is_asking)
             if worker.knows_watch or worker.deputy:
-                heard = heard._replace(trusts=False)
+                heard = heard._replace(relies=False)
             if worker.knows_watch:
                 heard = heard._replace(wake=True)
             elif worker.deputy and Guard.DEPUTY_CHECKS not in self.without:
                 heard = heard._replace(checks=True)
-            yield "hears that a bell was lowered", _with(state, index, heard)
+            yield "hears that a lock was released", _with(state, index, heard)
         if worker.checks:
-            yield "looks after the watch", _with(state, index, worker._replace(checks=False, wake=True))
+            yield "polls for the watch", _with(state, index, worker._replace(checks=False, wake=True))
 
     def _lost(self, worker: Worker) -> Worker:
-        wake = worker.wake or Guard.LOOK_WHEN_LOST not in self.without
+        wake = worker.wake or Guard.POLL_WHEN_LOST not in self.without
         return worker._replace(link="lost", wake=wake)
 
     # --- finish -------------------------------------------------------------------------------------------------------
@@ -493,7 +505,7 @@ def _with(state: World, index: int, worker: Worker) -> World:
 
 def _notify(state: World, sender: int, kind: str) -> World:
     """Send a notification to every listening session, but not to the sender."""
-    limit = 2 if kind == "rings" else 1
+    limit = 2 if kind == "notifications" else 1
     return state._replace(
         workers=tuple(
             worker._replace(**{kind: min(getattr(worker, kind) + 1, limit)})
@@ -506,7 +518,7 @@ def _notify(state: World, sender: int, kind: str) -> World:
 
 def _without_locks(worker: Worker) -> Worker:
     return worker._replace(
-        bell=False, watch=False, deputy=False, knows_watch=False, trusts=False, is_polled=False, checks=False
+        wake_up_lock=False, watch=False, deputy=False, knows_watch=False, relies=False, is_polled=False, checks=False
     )
 
 
@@ -514,32 +526,34 @@ def _is_up(worker: Worker) -> bool:
     return worker.link in ("up", "deaf")
 
 
-def _has_bell(worker: Worker) -> bool:
-    return worker.bell and _is_up(worker)
+def _has_lock(worker: Worker) -> bool:
+    return worker.wake_up_lock and _is_up(worker)
 
 
 def _is_free(state: World) -> bool:
     return not (
         any(producer.is_shared for producer in state.producers)
-        or any(_has_bell(worker) or worker.at == "unlocks" for worker in state.workers)
+        or any(_has_lock(worker) or worker.at == "unlocks" for worker in state.workers)
     )
 
 
 def _is_at_rest(worker: Worker) -> bool:
-    is_pending = worker.wake or worker.rings or worker.calls or worker.lowerings or worker.checks or worker.held
+    is_pending = (
+        worker.wake or worker.notifications or worker.ends or worker.lock_releases or worker.checks or worker.held
+    )
     return worker.at == "sleeps" and worker.link == "up" and not is_pending
 
 
-def _may_look(worker: Worker) -> bool:
+def _may_poll(worker: Worker) -> bool:
     """Return whether a worker is awake or a notification in transit will wake it."""
     if worker.at in ("dead", "frozen"):
         return False
     if worker.at != "sleeps" or worker.link in ("broken", "lost", "gone"):
         return True
-    # Only its watch and its deputy react to a ring.
+    # Only its watch and its deputy react to the notification of a message.
     heeds = worker.knows_watch or worker.deputy
-    is_called = heeds and (worker.rings or worker.lowerings)
-    return bool(worker.wake or worker.calls or worker.is_polled or worker.checks or is_called)
+    is_called = heeds and (worker.notifications or worker.lock_releases)
+    return bool(worker.wake or worker.ends or worker.is_polled or worker.checks or is_called)
 
 
 def _has_successor(state: World, done: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import psycopg
 import pytest
@@ -12,9 +12,7 @@ from psycopg.errors import CheckViolation
 from pgoutbox.database import operator_connection
 from pgoutbox.errors import StateError
 from pgoutbox.message import State
-from pgoutbox.operations import messages, queue_controls, retention
-from pgoutbox.operations.audit import Action, Actor, as_actor
-from pgoutbox.operations.messages import MessageFilter
+from pgoutbox.operations import Action, MessageFilter, Operator, Rate
 from pgoutbox.settings import load_settings
 from tests.support.messages import put
 from tests.support.outbox_actions import state_of
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import LiteralString
 
-ADA = Actor("ada", "web 192.0.2.7")
+ADA: Final = {"actor": "ada", "origin": "web 192.0.2.7"}
 
 
 @pytest.fixture
@@ -34,21 +32,21 @@ def operator(dsn: str) -> Iterator[psycopg.Connection]:
         yield connection
 
 
-def redrive_one(connection: psycopg.Connection) -> int:
+def redrive_one(connection: psycopg.Connection, actor: str | None = None, origin: str | None = None) -> int:
     message_id = put(connection, State.FAILED)
-    messages.redrive(connection, [message_id])
+    Operator(connection, actor=actor, origin=origin).redrive(message_id)
     return message_id
 
 
-def resend_one(connection: psycopg.Connection) -> int:
+def resend_one(connection: psycopg.Connection, actor: str | None = None, origin: str | None = None) -> int:
     message_id = put(connection, State.SENT)
-    messages.resend(connection, message_id)
+    Operator(connection, actor=actor, origin=origin).resend(message_id)
     return message_id
 
 
-def cancel_one(connection: psycopg.Connection) -> int:
+def cancel_one(connection: psycopg.Connection, actor: str | None = None, origin: str | None = None) -> int:
     message_id = put(connection, State.PENDING)
-    messages.cancel(connection, message_id)
+    Operator(connection, actor=actor, origin=origin).cancel(message_id)
     return message_id
 
 
@@ -57,11 +55,10 @@ def cancel_one(connection: psycopg.Connection) -> int:
     [(redrive_one, "redrive"), (resend_one, "resend"), (cancel_one, "cancel")],
 )
 def test_an_act_on_a_message_is_found_by_its_id(
-    rolled_back: psycopg.Connection, act: Callable[[psycopg.Connection], int], action: str
+    rolled_back: psycopg.Connection, act: Callable[..., int], action: str
 ) -> None:
-    with as_actor(ADA):
-        message_id = act(rolled_back)
-    (row,) = messages.list_acts(rolled_back, message_id=message_id)
+    message_id = act(rolled_back, **ADA)
+    (row,) = Operator(rolled_back).list_acts(message_id=message_id)
     assert (row.action, row.actor, row.origin, row.first_ids, row.message_count) == (
         action, "ada", "web 192.0.2.7", [message_id], 1,
     )  # fmt: skip
@@ -69,15 +66,15 @@ def test_an_act_on_a_message_is_found_by_its_id(
 
 def test_acts_on_queues_and_rules_record_their_arguments(rolled_back: psycopg.Connection) -> None:
     put(rolled_back, State.PENDING)
-    queue_controls.pause_queue(rolled_back, "mail", duration=timedelta(minutes=5))
-    queue_controls.resume_queue(rolled_back, "mail")
-    queue_controls.limit_rate(rolled_back, "mail", queue_controls.Rate(20, 60))
-    queue_controls.limit_in_flight(rolled_back, "mail", 7)
-    queue_controls.limit_in_flight(rolled_back, "mail", None)
-    queue_controls.limit_in_flight(rolled_back, "mail", None)
-    retention.set_retention(rolled_back, "greet", "sent", None)
-    retention.unset_retention(rolled_back, "greet", "sent")
-    told = [(act.action, act.queue, act.details) for act in reversed(messages.list_acts(rolled_back))]
+    Operator(rolled_back).pause("mail", duration=timedelta(minutes=5))
+    Operator(rolled_back).resume("mail")
+    Operator(rolled_back).limit_rate("mail", Rate(20, 60))
+    Operator(rolled_back).limit_in_flight("mail", 7)
+    Operator(rolled_back).limit_in_flight("mail", None)
+    Operator(rolled_back).limit_in_flight("mail", None)
+    Operator(rolled_back).set_retention("greet", "sent", None)
+    Operator(rolled_back).unset_retention("greet", "sent")
+    told = [(act.action, act.queue, act.details) for act in reversed(Operator(rolled_back).list_acts())]
     assert told == [
         ("pause", "mail", {"seconds": 300.0}),
         ("resume", "mail", None),
@@ -91,29 +88,28 @@ def test_acts_on_queues_and_rules_record_their_arguments(rolled_back: psycopg.Co
 
 def test_an_action_without_effect_is_not_recorded(rolled_back: psycopg.Connection) -> None:
     sent = put(rolled_back, State.SENT)
-    messages.redrive(rolled_back, [sent])
-    messages.cancel(rolled_back, sent)
-    messages.cancel(rolled_back, put(rolled_back, State.CANCELLED))
-    queue_controls.resume_queue(rolled_back, "mail")
-    retention.unset_retention(rolled_back, "greet", "sent")
-    retention.prune(rolled_back, timedelta(days=300))
-    with pytest.raises(StateError):
-        messages.resend(rolled_back, put(rolled_back, State.FAILED))
-    assert messages.list_acts(rolled_back) == []
+    Operator(rolled_back).redrive(sent)
+    Operator(rolled_back).cancel(sent)
+    Operator(rolled_back).cancel(put(rolled_back, State.CANCELLED))
+    Operator(rolled_back).resume("mail")
+    Operator(rolled_back).unset_retention("greet", "sent")
+    Operator(rolled_back).prune(timedelta(days=300))
+    Operator(rolled_back).resend(put(rolled_back, State.FAILED))
+    assert Operator(rolled_back).list_acts() == []
 
 
 def test_a_rolled_back_act_is_not_recorded(operator: psycopg.Connection) -> None:
     message_id = put(operator, State.FAILED)
     with operator.transaction(force_rollback=True):
-        messages.redrive(operator, [message_id])
-    assert messages.list_acts(operator) == []
+        Operator(operator).redrive(message_id)
+    assert Operator(operator).list_acts() == []
 
 
 def test_a_bulk_is_one_act_with_its_filter_and_a_row_for_each_batch(operator: psycopg.Connection) -> None:
     ids = [put(operator, State.FAILED, topic="mail") for _ in range(5)]
     put(operator, State.FAILED, topic="sms")
-    messages.redrive_matching(operator, MessageFilter(topic="mail"), batch_size=2)
-    acts = messages.list_acts(operator)
+    assert len([*Operator(operator).bulk("redrive", MessageFilter(topic="mail"), batch_size=2)]) == 4
+    acts = Operator(operator).list_acts()
     assert [act.first_ids for act in reversed(acts)] == [ids[:2], ids[2:4], ids[4:]]
     assert len({act.act_id for act in acts}) == 1
     assert acts[0].details == {"topic": "mail", "states": ["failed"]}
@@ -122,35 +118,37 @@ def test_a_bulk_is_one_act_with_its_filter_and_a_row_for_each_batch(operator: ps
 def test_a_prune_records_the_number_of_messages(rolled_back: psycopg.Connection) -> None:
     for _ in range(3):
         put(rolled_back, State.SENT, age=timedelta(days=9))
-    retention.prune(rolled_back, timedelta(days=8), topic="mail")
-    (act,) = messages.list_acts(rolled_back, action=Action.PRUNE)
+    Operator(rolled_back).prune(timedelta(days=8), topic="mail")
+    (act,) = Operator(rolled_back).list_acts(action=Action.PRUNE)
     assert (act.message_count, act.first_ids) == (3, None)
     assert act.details == {"states": ["cancelled", "sent", "skipped"], "older_than_seconds": 691200.0, "topic": "mail"}
 
 
 def test_without_an_actor_the_role_is_recorded(rolled_back: psycopg.Connection) -> None:
     redrive_one(rolled_back)
-    (act,) = messages.list_acts(rolled_back)
+    (act,) = Operator(rolled_back).list_acts()
     ((role,),) = rolled_back.execute("SELECT session_user::text")
     assert (act.actor, act.db_role, act.origin) == (role, role, None)
 
 
-def test_an_actor_is_set_for_the_duration_of_its_block(rolled_back: psycopg.Connection) -> None:
-    with as_actor(ADA):
-        with as_actor(Actor("grace")):
-            redrive_one(rolled_back)
-        redrive_one(rolled_back)
+def test_each_operator_acts_under_its_own_name(rolled_back: psycopg.Connection) -> None:
+    redrive_one(rolled_back, actor="grace")
+    redrive_one(rolled_back, **ADA)
     redrive_one(rolled_back)
-    assert [act.actor for act in reversed(messages.list_acts(rolled_back))][:2] == ["grace", "ada"]
-    assert len(messages.list_acts(rolled_back, actor="ada")) == 1
+    assert [(act.actor, act.origin) for act in reversed(Operator(rolled_back).list_acts())] == [
+        ("grace", None),
+        ("ada", "web 192.0.2.7"),
+        (rolled_back.info.user, None),
+    ]
+    assert len(Operator(rolled_back).list_acts(actor="ada")) == 1
 
 
 def test_acts_page_by_id(rolled_back: psycopg.Connection) -> None:
     for _ in range(3):
         redrive_one(rolled_back)
-    first = messages.list_acts(rolled_back, limit=2)
+    first = Operator(rolled_back).list_acts(limit=2)
     assert len(first) == 2
-    assert [act.id for act in messages.list_acts(rolled_back, before_id=first[-1].id)] == [first[-1].id - 1]
+    assert [act.id for act in Operator(rolled_back).list_acts(before_id=first[-1].id)] == [first[-1].id - 1]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +163,7 @@ def test_an_empty_audit_row_is_refused(rolled_back: psycopg.Connection, change: 
 def test_every_action_can_be_recorded(rolled_back: psycopg.Connection) -> None:
     for action in Action:
         rolled_back.execute("SELECT pgoutbox._record_act(%s)", [action.value])
-    assert {act.action for act in messages.list_acts(rolled_back)} == {action.value for action in Action}
+    assert {act.action for act in Operator(rolled_back).list_acts()} == {action.value for action in Action}
 
 
 # --- by SQL -----------------------------------------------------------------------------------------------------------
@@ -216,7 +214,7 @@ def test_an_operators_act_by_sql_is_recorded(dsn: str, act: LiteralString, told:
         with login(dsn, "pgoutbox_operator") as its_dsn:
             with psycopg.connect(its_dsn, autocommit=True) as person:
                 person.execute(act, ids)
-            (row,) = messages.list_acts(owner)
+            (row,) = Operator(owner).list_acts()
             which = ids.get(str(told[3]))
             assert (row.action, row.queue, row.message_count, row.first_ids, row.details) == (
                 *told[:3], [which] if isinstance(which, int) else which, told[4],
@@ -238,7 +236,7 @@ def test_a_cancel_by_an_application_is_not_recorded_as_an_act(dsn: str, role: st
         with login(dsn, *([role, "pgoutbox_operator"] if role else [])) as its_dsn:
             with psycopg.connect(its_dsn if role else dsn) as application:
                 answer = application.execute("SELECT pgoutbox.cancel(%s)", [message_id]).fetchall()
-            assert (answer, messages.list_acts(owner)) == ([("cancelled",)], [])
+            assert (answer, Operator(owner).list_acts()) == ([("cancelled",)], [])
 
 
 # --- filters ----------------------------------------------------------------------------------------------------------
@@ -267,40 +265,38 @@ def test_each_filter_keeps_matching_acts(rolled_back: psycopg.Connection, which:
     )
     other = put(rolled_back, State.SENT, destination="mailto:axx@example.org")
     rolled_back.execute("UPDATE pgoutbox.message SET created_at = '2026-02-01 00:00Z' WHERE id = %s", (other,))
-    assert [m.id for m in messages.list_messages(rolled_back, which)] == [wanted]
-    assert messages.count_matching(rolled_back, which, limit=10) == 1
+    assert [m.id for m in Operator(rolled_back).list_messages(which)] == [wanted]
+    assert Operator(rolled_back).count_matching(which, limit=10) == 1
 
 
 def test_a_count_ends_at_its_limit(rolled_back: psycopg.Connection) -> None:
     for _ in range(4):
         put(rolled_back, State.SENT)
-    assert messages.count_matching(rolled_back, MessageFilter(), limit=3) == 3
+    assert Operator(rolled_back).count_matching(MessageFilter(), limit=3) == 3
 
 
 def test_payloads_are_not_searched(rolled_back: psycopg.Connection) -> None:
     message_id = put(rolled_back, State.FAILED)
     rolled_back.execute("UPDATE pgoutbox.message SET payload = '\"swordfish\"' WHERE id = %s", (message_id,))
-    assert messages.list_messages(rolled_back, MessageFilter(text="swordfish")) == []
+    assert Operator(rolled_back).list_messages(MessageFilter(text="swordfish")) == []
 
 
 def test_a_bulk_cancel_affects_only_owed_messages(operator: psycopg.Connection) -> None:
     owed = [put(operator, State.PENDING, topic="mail") for _ in range(3)]
     sending, sent = put(operator, State.SENDING, topic="mail"), put(operator, State.SENT, topic="mail")
-    seen: list[int] = []
-    totals = messages.cancel_matching(operator, MessageFilter(topic="mail"), batch_size=2, progress=seen.append)
-    assert totals == messages.CancelTotals(cancelled=3, requested=1, locked=0, changed=0)
+    totals = Operator(operator).cancel_all(MessageFilter(topic="mail"))
+    assert totals == {"cancelled": 3, "requested": 1}
     assert [state_of(operator, message_id) for message_id in (*owed, sending, sent)] == [
         *[State.CANCELLED] * 3, State.SENDING, State.SENT,
     ]  # fmt: skip
-    assert seen == [2, 4]
 
 
 @pytest.mark.parametrize(
     ("bulk", "state"),
-    [(messages.cancel_matching, State.SENT), (messages.redrive_matching, State.PENDING)],
+    [(Operator.cancel_all, State.SENT), (Operator.redrive_all, State.PENDING), (Operator.resend_all, State.FAILED)],
 )
 def test_a_bulk_over_the_wrong_states_is_refused(
-    rolled_back: psycopg.Connection, bulk: Callable[[psycopg.Connection, MessageFilter], object], state: State
+    rolled_back: psycopg.Connection, bulk: Callable[[Operator, MessageFilter], object], state: State
 ) -> None:
     with pytest.raises(StateError, match=state.value):
-        bulk(rolled_back, MessageFilter(states=[state]))
+        bulk(Operator(rolled_back), MessageFilter(states=[state]))

@@ -7,13 +7,13 @@ from typing import Final
 
 import pytest
 
+from pgoutbox.operations import RetentionRule
 from pgoutbox.operations.retention import (
     Deletion,
     MaintenanceFacts,
     MaintenancePlan,
     Partition,
     PartitionCache,
-    RetentionRule,
     plan_maintenance,
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, LiteralString
@@ -14,9 +15,15 @@ from pgoutbox.database import operator_connection, sql
 from pgoutbox.database.store import FinishRequest
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError, SchemaError, StateError
 from pgoutbox.message import FINAL_STATES, AttemptOutcome, State
-from pgoutbox.operations import messages as operations
-from pgoutbox.operations import queue_controls, retention
-from pgoutbox.operations.messages import MessageFilter, RedriveResult
+from pgoutbox.operations import (
+    JsonText,
+    MessageFilter,
+    MessageResult,
+    Operator,
+    RedriveResult,
+    ResendResult,
+    ShownMessage,
+)
 from pgoutbox.settings import load_settings
 from tests.support.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
 from tests.support.outbox_actions import claim, finish
@@ -102,14 +109,14 @@ class TestConnect:
         ):
             pytest.fail("connected")
         with operator_connection.connect(settings, read_only=True) as connection:
-            assert operations.list_messages(connection) == []
+            assert Operator(connection).list_messages() == []
 
     def test_a_connection_for_reading_cannot_write(self, dsn: str) -> None:
         with (
             operator_connection.connect(load_settings(dsn=dsn), read_only=True) as connection,
             pytest.raises(psycopg.errors.ReadOnlySqlTransaction),
         ):
-            queue_controls.pause_queue(connection, "default")
+            Operator(connection).pause("default")
 
     def test_defaults_of_the_role_do_not_matter(self, dsn: str) -> None:
         options = "-c search_path=pg_temp -c default_transaction_isolation=serializable -c statement_timeout=1234"
@@ -140,9 +147,9 @@ class TestConnect:
         with operator_connection.connect(settings) as operator:
             assert not has_limit or operator.execute("SHOW transaction_timeout").fetchone() == ("2s",)
             if state is State.PENDING:
-                operations.redrive(operator, [message_id])
+                Operator(operator).redrive(message_id)
             else:
-                retention.prune(operator, DAY, states=FINAL_STATES)
+                Operator(operator).prune(DAY, states=FINAL_STATES)
         assert state_of(db, message_id) == state
 
     def test_a_statement_that_lost_a_race_is_repeated(self, operator: psycopg.Connection) -> None:
@@ -161,18 +168,18 @@ class TestConnect:
 class TestList:
     def test_messages_come_newest_first_and_page_by_id(self, rolled_back: psycopg.Connection) -> None:
         ids = [put(rolled_back, state) for state in State]
-        assert [m.id for m in operations.list_messages(rolled_back)] == ids[::-1]
-        assert [m.id for m in operations.list_messages(rolled_back, limit=2)] == ids[:3:-1]
-        assert [m.id for m in operations.list_messages(rolled_back, before_id=ids[1])] == [ids[0]]
+        assert [m.id for m in Operator(rolled_back).list_messages()] == ids[::-1]
+        assert [m.id for m in Operator(rolled_back).list_messages(limit=2)] == ids[:3:-1]
+        assert [m.id for m in Operator(rolled_back).list_messages(before_id=ids[1])] == [ids[0]]
 
     def test_each_filter_keeps_matching_messages(self, rolled_back: psycopg.Connection) -> None:
         wanted = put(rolled_back, State.FAILED, topic="sms", queue="bulk", destination="tel:1")
         put(rolled_back)
         for messages in (
-            operations.list_messages(rolled_back, MessageFilter(states=[State.FAILED, State.SENT])),
-            operations.list_messages(rolled_back, MessageFilter(topic="sms")),
-            operations.list_messages(rolled_back, MessageFilter(queue="bulk")),
-            operations.list_messages(rolled_back, MessageFilter(destination="tel:1")),
+            Operator(rolled_back).list_messages(MessageFilter(states=[State.FAILED, State.SENT])),
+            Operator(rolled_back).list_messages(MessageFilter(topic="sms")),
+            Operator(rolled_back).list_messages(MessageFilter(queue="bulk")),
+            Operator(rolled_back).list_messages(MessageFilter(destination="tel:1")),
         ):
             assert [m.id for m in messages] == [wanted]
         assert messages[0].state is State.FAILED
@@ -184,7 +191,7 @@ class TestShow:
         message_id = put(rolled_back, State.FAILED)
         for attempt_count in (2, 1):
             rolled_back.execute(ADD_ATTEMPT, (message_id, attempt_count))
-        message, attempts = operations.show_message(rolled_back, message_id)
+        message, attempts = Operator(rolled_back).show_message(message_id)
         assert (message.id, message.state, message.payload) == (message_id, State.FAILED, {"to": "ada"})
         assert [(a.attempt_count, a.outcome, a.error) for a in attempts] == [(2, "retry", "busy"), (1, "retry", "busy")]
 
@@ -192,7 +199,7 @@ class TestShow:
         cursor = rolled_back.execute("SELECT * FROM pgoutbox.message LIMIT 0")
         columns = {column.name for column in cursor.description or ()}
         counts = {"attempt_rows", "headers_bytes", "payload_bytes"}
-        assert columns == {*operations.ShownMessage._fields, "attempt_budget"} - counts
+        assert columns == {*ShownMessage._fields, "attempt_budget"} - counts
 
     def test_show_reads_a_limited_part_unless_everything_is_requested(self, rolled_back: psycopg.Connection) -> None:
         message_id = put(rolled_back, State.FAILED)
@@ -207,14 +214,14 @@ class TestShow:
         )
         for attempt_count in range(1, 131):
             rolled_back.execute(ADD_ATTEMPT, (message_id, attempt_count))
-        message, attempts = operations.show_message(rolled_back, message_id)
+        message, attempts = Operator(rolled_back).show_message(message_id)
         assert (message.attempt_rows, len(attempts), attempts[0].attempt_count) == (130, 100, 130)
         assert message.payload_bytes > 100_000
         assert (len(str(message.payload)), len(message.last_error or "")) == (65_536, 65_536)
-        shown = operations.redact_message(message, ["secret"]).payload
-        assert isinstance(shown, operations.JsonText)
+        shown = message.redacted(["secret"]).payload
+        assert isinstance(shown, JsonText)
         assert shown.startswith('{"secret": (redacted), "a long text": "xxx')
-        message, attempts = operations.show_message(rolled_back, message_id, whole=True)
+        message, attempts = Operator(rolled_back).show_message(message_id, whole=True)
         assert len(attempts) == 130
         assert message.payload == {"secret": "hidden", "a long text": "x" * 100_000}
 
@@ -228,15 +235,15 @@ class TestShow:
     ) -> None:
         message_id = put(rolled_back)
         rolled_back.execute("UPDATE pgoutbox.message SET payload = %s::jsonb WHERE id = %s", (payload, message_id))
-        message, _ = operations.show_message(rolled_back, message_id, whole=True)
-        shown = operations.redact_message(message, ["token"]).payload
-        assert isinstance(shown, operations.JsonText)
+        message, _ = Operator(rolled_back).show_message(message_id, whole=True)
+        shown = message.redacted(["token"]).payload
+        assert isinstance(shown, JsonText)
         assert len(shown) >= len(payload) - 100
         assert "hidden" not in shown
 
     def test_a_missing_message_is_named(self, rolled_back: psycopg.Connection) -> None:
         with pytest.raises(MessageNotFoundError, match=f"no such message: {UNUSED_ID}"):
-            operations.show_message(rolled_back, UNUSED_ID)
+            Operator(rolled_back).show_message(UNUSED_ID)
 
 
 class TestCount:
@@ -248,16 +255,16 @@ class TestCount:
         rolled_back.execute(
             "UPDATE pgoutbox.message SET available_at = now() + interval '1 day' WHERE id = %s", (later,)
         )
-        bulk, default = operations.count_messages(rolled_back)
+        bulk, default = Operator(rolled_back).count_messages()
         assert (bulk.queue, bulk.due) == ("bulk", 1)
         assert default == ("default", "mail", 1, 1, 1, 1, 1, 1, 1, 0.0)
-        assert operations.count_messages(rolled_back, queue="bulk") == [bulk]
+        assert Operator(rolled_back).count_messages(queue="bulk") == [bulk]
 
     def test_known_queues_come_from_messages_and_settings(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, queue="old")
-        queue_controls.pause_queue(rolled_back, "held")
-        assert queue_controls.known_queues(rolled_back) == ["held", "old"]
-        assert queue_controls.unknown_queues(rolled_back, ["old", "odl", "held"]) == ["odl"]
+        Operator(rolled_back).pause("held")
+        assert Operator(rolled_back).known_queues() == ["held", "old"]
+        assert Operator(rolled_back).unknown_queues(["old", "odl", "held"]) == ["odl"]
 
 
 class TestRedrive:
@@ -266,10 +273,8 @@ class TestRedrive:
         self, rolled_back: psycopg.Connection, state: State
     ) -> None:
         message_id = put(rolled_back, state)
-        assert operations.redrive(rolled_back, [message_id]) == [
-            operations.Redriven(message_id, RedriveResult.REDRIVEN)
-        ]
-        message, _ = operations.show_message(rolled_back, message_id)
+        assert Operator(rolled_back).redrive(message_id) == MessageResult(message_id, RedriveResult.REDRIVEN)
+        message, _ = Operator(rolled_back).show_message(message_id)
         assert (message.state, message.finished_at) == (State.PENDING, None)
         assert (message.attempt_count, message.max_attempts) == (3, 3 + 4)
 
@@ -277,7 +282,7 @@ class TestRedrive:
     def test_a_resend_refuses_any_other_state_and_names_it(self, rolled_back: psycopg.Connection, state: State) -> None:
         message_id = put(rolled_back, state)
         before = row_of(rolled_back, message_id)
-        (answer,) = operations.redrive(rolled_back, [message_id])
+        answer = Operator(rolled_back).redrive(message_id)
         assert answer.result is RedriveResult.WRONG_STATE
         assert answer.explanation == f"is {state}; only failed and cancelled messages can be redriven"
         assert row_of(rolled_back, message_id) == before
@@ -287,16 +292,16 @@ class TestRedrive:
     ) -> None:
         older = put(rolled_back, State.FAILED, coalesce_key="k")
         newer = put(rolled_back, State.SENT, coalesce_key="k")
-        (answer,) = operations.redrive(rolled_back, [older])
-        assert answer == operations.Redriven(
-            older, RedriveResult.SUPERSEDED, f"superseded by message {newer}, which is newer", newer
+        answer = Operator(rolled_back).redrive(older)
+        assert answer == MessageResult(
+            older, RedriveResult.SUPERSEDED, newer, f"is superseded by message {newer}, which is newer"
         )
         assert state_of(rolled_back, older) == State.FAILED
 
     def test_each_id_has_its_own_answer(self, rolled_back: psycopg.Connection) -> None:
         failed, sent = put(rolled_back, State.FAILED), put(rolled_back, State.SENT)
-        answers = operations.redrive(rolled_back, [UNUSED_ID, sent, failed, failed])
-        assert [(a.id, a.result) for a in answers] == [
+        (batch,) = Operator(rolled_back).bulk("redrive", [UNUSED_ID, sent, failed, failed])
+        assert [(a.id, a.result) for a in batch.results] == [
             (failed, RedriveResult.REDRIVEN),
             (sent, RedriveResult.WRONG_STATE),
             (UNUSED_ID, RedriveResult.MISSING),
@@ -306,13 +311,13 @@ class TestRedrive:
         message_id = put(operator, State.FAILED)
         other = connect()
         other.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
-        (answer,) = operations.redrive(operator, [message_id])
+        answer = Operator(operator).redrive(message_id)
         assert answer.result is RedriveResult.LOCKED
 
     def test_a_redrive_wakes_a_sleeping_worker(self, operator: psycopg.Connection, connect: Connect) -> None:
         message_id = put(operator, State.FAILED)
         with sleeping_worker(connect) as rings:
-            operations.redrive(operator, [message_id])
+            Operator(operator).redrive(message_id)
             assert rings() == ["default"]
 
     def test_a_redrive_is_refused_if_another_message_has_taken_the_dedupe_key(
@@ -321,23 +326,23 @@ class TestRedrive:
         first = put(rolled_back, State.CANCELLED, dedupe_key="k")
         second = put(rolled_back, State.CANCELLED, dedupe_key="k")
         third = put(rolled_back, dedupe_key="k")
-        reason = f"message {third} has its dedupe key now"
-        answers = operations.redrive(rolled_back, [first, second])
-        assert answers == [
-            operations.Redriven(n, RedriveResult.DEDUPE_KEY_TAKEN, reason, third) for n in (first, second)
+        reason = f"has lost its dedupe key to message {third}"
+        (batch,) = Operator(rolled_back).bulk("redrive", [first, second])
+        assert batch.results == [
+            MessageResult(n, RedriveResult.DEDUPE_KEY_TAKEN, third, reason) for n in (first, second)
         ]
         cancelled = MessageFilter(states=(State.CANCELLED,))
-        totals = operations.redrive_matching(rolled_back, cancelled)
-        assert totals == operations.RedriveTotals(redriven=0, superseded=2, locked=0, changed=0)
+        totals = Operator(rolled_back).redrive_all(cancelled)
+        assert totals == {"dedupe_key_taken": 2}
 
     def test_a_redriven_message_gets_its_key_back_after_the_other_message_is_deleted(
         self, rolled_back: psycopg.Connection
     ) -> None:
         first = put(rolled_back, State.CANCELLED, dedupe_key="k")
         put(rolled_back, State.SENT, dedupe_key="k", age=2 * DAY)
-        retention.prune(rolled_back, states=[State.SENT], older_than=DAY)
+        Operator(rolled_back).prune(states=[State.SENT], older_than=DAY)
         assert count(rolled_back, "dedupe") == 0
-        assert operations.redrive(rolled_back, [first]) == [operations.Redriven(first, RedriveResult.REDRIVEN)]
+        assert Operator(rolled_back).redrive(first).is_done
         assert put(rolled_back, dedupe_key="k") == first
 
     def test_a_redrive_of_all_failures_commits_in_batches(self, operator: psycopg.Connection, connect: Connect) -> None:
@@ -349,13 +354,13 @@ class TestRedrive:
         observer = connect(autocommit=True)
         seen: list[tuple[int, int]] = []
 
-        def look(done: int) -> None:
-            pending = len(operations.list_messages(observer, MessageFilter(states=[State.PENDING])))
-            seen.append((done, pending))
-
-        totals = operations.redrive_matching(operator, MessageFilter(), batch_size=2, progress=look)
-        assert totals == operations.RedriveTotals(redriven=5, superseded=1, locked=0, changed=0)
-        assert seen == [(2, 2), (4, 4), (5, 5)]
+        done: Counter[str] = Counter()
+        for batch in Operator(operator).bulk("redrive", MessageFilter(), batch_size=2):
+            done.update(result.result for result in batch.results)
+            pending = len(Operator(observer).list_messages(MessageFilter(states=[State.PENDING])))
+            seen.append((done["redriven"], pending))
+        assert done == {"redriven": 5, "superseded": 1}
+        assert seen[:3] == [(2, 2), (4, 4), (5, 5)]
 
     def test_a_message_cancelled_during_a_redrive_of_all_failures_stays_cancelled(
         self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
@@ -364,12 +369,12 @@ class TestRedrive:
         other = connect(autocommit=True)
 
         def redrive_and_cancel() -> None:
-            operations.redrive(other, [message_id])
-            assert operations.cancel(other, message_id).result == "cancelled"
+            Operator(other).redrive(message_id)
+            assert Operator(other).cancel(message_id).result == "cancelled"
 
-        meanwhile(monkeypatch, "redrive", redrive_and_cancel)
-        totals = operations.redrive_matching(operator, MessageFilter())
-        assert totals == operations.RedriveTotals(redriven=0, superseded=0, locked=0, changed=1)
+        meanwhile(monkeypatch, redrive_and_cancel)
+        totals = Operator(operator).redrive_all(MessageFilter())
+        assert totals == {"wrong_state": 1}
         assert state_of(operator, message_id) == State.CANCELLED
 
     def test_a_message_that_fails_again_during_a_redrive_by_error_stays_failed(
@@ -380,29 +385,33 @@ class TestRedrive:
         other = connect(autocommit=True)
 
         def fail_anew() -> None:
-            operations.redrive(other, [message_id])
+            Operator(other).redrive(message_id)
             (row,) = claim(other, topics=["mail"])
             finish(other, FinishRequest(row.id, row.attempt_count, AttemptOutcome.FAILED, "outcome unknown"))
 
-        meanwhile(monkeypatch, "redrive", fail_anew)
-        totals = operations.redrive_matching(operator, MessageFilter(text="no such mailbox"))
-        assert totals == operations.RedriveTotals(redriven=0, superseded=0, locked=0, changed=1)
+        meanwhile(monkeypatch, fail_anew)
+        totals = Operator(operator).redrive_all(MessageFilter(text="no such mailbox"))
+        assert totals == {"changed": 1}
         assert state_of(operator, message_id) == State.FAILED
 
-    def test_a_redrive_reports_the_requested_attempt(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_redrive_reports_the_requested_attempt(
+        self, rolled_back: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         same, other = put(rolled_back, State.FAILED), put(rolled_back, State.FAILED)
-        answers = operations.redrive(rolled_back, [other, same], attempt_counts=[2, 3])
-        assert answers == [
-            operations.Redriven(same, RedriveResult.REDRIVEN),
-            operations.Redriven(other, RedriveResult.CHANGED, "was attempted again"),
+        act = Operator(rolled_back)
+        monkeypatch.setattr(act, "_search", lambda *_: iter([({other: 2, same: 3}, other, other)]))
+        (batch,) = act.bulk("redrive", MessageFilter())
+        assert batch.results == [
+            MessageResult(same, RedriveResult.REDRIVEN),
+            MessageResult(other, RedriveResult.CHANGED, None, "was attempted again"),
         ]
         assert state_of(rolled_back, other) == State.FAILED
 
     def test_a_redrive_reports_the_requested_states(self, rolled_back: psycopg.Connection) -> None:
         message_id = put(rolled_back, State.CANCELLED)
-        (answer,) = operations.redrive(rolled_back, [message_id], states=[State.FAILED])
-        assert answer == operations.Redriven(
-            message_id, RedriveResult.WRONG_STATE, "is cancelled; only failed messages can be redriven"
+        answer = Operator(rolled_back).redrive(message_id, states=[State.FAILED])
+        assert answer == MessageResult(
+            message_id, RedriveResult.WRONG_STATE, None, "is cancelled; only failed messages can be redriven"
         )
         assert state_of(rolled_back, message_id) == State.CANCELLED
 
@@ -410,8 +419,8 @@ class TestRedrive:
         sms = put(rolled_back, State.FAILED, topic="sms")
         bulk = put(rolled_back, State.FAILED, queue="bulk")
         other = put(rolled_back, State.FAILED)
-        operations.redrive_matching(rolled_back, MessageFilter(topic="sms"))
-        operations.redrive_matching(rolled_back, MessageFilter(queue="bulk"))
+        Operator(rolled_back).redrive_all(MessageFilter(topic="sms"))
+        Operator(rolled_back).redrive_all(MessageFilter(queue="bulk"))
         states = [state_of(rolled_back, message_id) for message_id in (sms, bulk, other)]
         assert states == [State.PENDING, State.PENDING, State.FAILED]
 
@@ -420,9 +429,10 @@ class TestResend:
     def test_a_resend_enqueues_a_copy_and_keeps_the_sent_message(self, rolled_back: psycopg.Connection) -> None:
         source_id = put(rolled_back, State.SENT, queue="bulk", destination="tel:1", coalesce_key="k", dedupe_key="d")
         before = row_of(rolled_back, source_id)
-        copy_id = operations.resend(rolled_back, source_id)
+        copy_id = Operator(rolled_back).resend(source_id).other_id
+        assert copy_id is not None
         assert row_of(rolled_back, source_id) == before
-        copy, _ = operations.show_message(rolled_back, copy_id)
+        copy, _ = Operator(rolled_back).show_message(copy_id)
         assert (copy.id > source_id, copy.state, copy.resend_of) == (True, State.PENDING, source_id)
         assert (copy.topic, copy.queue, copy.destination, copy.payload) == ("mail", "bulk", "tel:1", {"to": "ada"})
         assert (copy.coalesce_key, copy.dedupe_key, copy.attempt_count, copy.max_attempts) == ("k", None, 0, 4)
@@ -431,15 +441,16 @@ class TestResend:
     def test_a_resend_refuses_any_other_state_and_names_it(self, rolled_back: psycopg.Connection, state: State) -> None:
         message_id = put(rolled_back, state)
         messages = count(rolled_back, "message")
-        with pytest.raises(StateError, match=f"message {message_id} is {state}"):
-            operations.resend(rolled_back, message_id)
+        answer = Operator(rolled_back).resend(message_id)
+        assert (answer.result, answer.is_done) == (ResendResult.WRONG_STATE, False)
+        assert answer.explanation == f"is {state}; only sent messages can be resent"
         assert count(rolled_back, "message") == messages
 
     def test_a_resend_refuses_a_superseded_message(self, rolled_back: psycopg.Connection) -> None:
         older = put(rolled_back, State.SENT, coalesce_key="k")
         newer = put(rolled_back, coalesce_key="k")
-        with pytest.raises(StateError, match=f"superseded by message {newer}"):
-            operations.resend(rolled_back, older)
+        answer = Operator(rolled_back).resend(older)
+        assert (answer.result, answer.other_id) == (ResendResult.SUPERSEDED, newer)
         assert count(rolled_back, "message") == 2
 
     def test_a_resend_waits_for_a_newer_message_that_is_being_enqueued(
@@ -449,7 +460,7 @@ class TestResend:
         producer, observer = connect(), connect(autocommit=True)
         newer = put(producer, coalesce_key="k")
         with ThreadPoolExecutor(1) as threads:
-            resent = threads.submit(operations.resend, operator, older)
+            resent = threads.submit(Operator(operator).resend, older)
             while not resent.done():
                 (waiting,) = observer.execute(
                     "SELECT count(*) FROM pg_stat_activity WHERE pid = %s AND wait_event_type = 'Lock'",
@@ -458,12 +469,11 @@ class TestResend:
                 if waiting[0]:
                     producer.commit()
                     break
-            with pytest.raises(StateError, match=f"superseded by message {newer}"):
-                resent.result()
+            assert (resent.result().result, resent.result().other_id) == (ResendResult.SUPERSEDED, newer)
 
-    def test_a_missing_message_is_named(self, rolled_back: psycopg.Connection) -> None:
-        with pytest.raises(MessageNotFoundError, match=str(UNUSED_ID)):
-            operations.resend(rolled_back, UNUSED_ID)
+    def test_a_missing_message_is_reported(self, rolled_back: psycopg.Connection) -> None:
+        answer = Operator(rolled_back).resend(UNUSED_ID)
+        assert answer == MessageResult(UNUSED_ID, ResendResult.MISSING, None, "does not exist")
 
     def test_the_statement_itself_copies_only_sent_messages(self, rolled_back: psycopg.Connection) -> None:
         refused = [put(rolled_back, state) for state in set(State) - {State.SENT}]
@@ -479,9 +489,9 @@ class TestResend:
         message_id = put(operator, State.SENT)
         other = connect(autocommit=True)
         delete: LiteralString = "DELETE FROM pgoutbox.message WHERE id = %s"
-        meanwhile(monkeypatch, "resend", lambda: other.execute(delete, (message_id,)))
-        totals = operations.resend_matching(operator, MessageFilter())
-        assert totals == operations.ResendTotals(resent=0, superseded=0, changed=1)
+        meanwhile(monkeypatch, lambda: other.execute(delete, (message_id,)))
+        totals = Operator(operator).resend_all(MessageFilter())
+        assert totals == {"missing": 1}
 
 
 class TestCancel:
@@ -498,16 +508,18 @@ class TestCancel:
         self, rolled_back: psycopg.Connection, state: State, result: str
     ) -> None:
         message_id = put(rolled_back, state)
-        assert operations.cancel(rolled_back, message_id) == (message_id, CancelResult(result))
+        answer = Operator(rolled_back).cancel(message_id)
+        assert (answer.id, answer.result) == (message_id, CancelResult(result))
+        assert answer.is_done == (result in ("cancelled", "requested"))
 
     @pytest.mark.parametrize(("state", "asked_for"), [(State.PENDING, State.SENDING), (State.SENDING, State.PENDING)])
     def test_a_cancel_skips_messages_in_other_states_than_requested(
-        self, rolled_back: psycopg.Connection, state: State, asked_for: State
+        self, rolled_back: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, state: State, asked_for: State
     ) -> None:
         message_id = put(rolled_back, state)
         before = row_of(rolled_back, message_id)
-        (met,) = operations.cancel_each(rolled_back, [message_id], states=[asked_for])
-        assert met == (message_id, CancelResult(state))
+        monkeypatch.setattr(Operator, "_search", lambda *_: iter([({message_id: 0}, message_id, message_id)]))
+        assert Operator(rolled_back).cancel_all(MessageFilter(states=[asked_for])) == {state.value: 1}
         assert row_of(rolled_back, message_id) == before
 
     def test_a_message_claimed_during_a_cancel_of_all_pending_is_not_stopped(
@@ -515,9 +527,9 @@ class TestCancel:
     ) -> None:
         message_id = put(operator, State.PENDING)
         other = connect(autocommit=True)
-        meanwhile(monkeypatch, "cancel_each", lambda: other.execute(PUT_SENDING, (message_id,)))
-        totals = operations.cancel_matching(operator, MessageFilter(states=[State.PENDING]))
-        assert totals == operations.CancelTotals(cancelled=0, requested=0, locked=0, changed=1)
+        meanwhile(monkeypatch, lambda: other.execute(PUT_SENDING, (message_id,)))
+        totals = Operator(operator).cancel_all(MessageFilter(states=[State.PENDING]))
+        assert totals == {"sending": 1}
         (asked,) = other.execute(
             "SELECT m.cancel_requested_at FROM pgoutbox.message AS m WHERE m.id = %s AND m.state = 'sending'",
             [message_id],
@@ -529,17 +541,20 @@ class TestCancel:
     ) -> None:
         message_id = put(operator, State.PENDING)
         other = connect(autocommit=True)
-        meanwhile(monkeypatch, "cancel_each", lambda: operations.cancel_each(other, [message_id]))
-        totals = operations.cancel_matching(operator, MessageFilter())
-        assert totals == operations.CancelTotals(cancelled=0, requested=0, locked=0, changed=1)
-        (act,) = operations.list_acts(operator)
+        meanwhile(monkeypatch, lambda: Operator(other).cancel(message_id))
+        totals = Operator(operator).cancel_all(MessageFilter())
+        assert totals == {"already_cancelled": 1}
+        (act,) = Operator(operator).list_acts()
         assert (act.first_ids, act.details) == ([message_id], None)
 
     def test_a_message_named_by_both_keys_is_cancelled_once(self, rolled_back: psycopg.Connection) -> None:
         message_id = put(rolled_back, coalesce_key="k", dedupe_key="d")
-        met = operations.cancel_by_key(rolled_back, "mail", coalesce_key="k", dedupe_key="d")
-        assert met == [(message_id, CancelResult.CANCELLED), (message_id, CancelResult.ALREADY_CANCELLED)]
-        (act,) = operations.list_acts(rolled_back, message_id=message_id)
+        answers = Operator(rolled_back).cancel_by_key("mail", coalesce_key="k", dedupe_key="d")
+        assert [(answer.id, answer.result) for answer in answers] == [
+            (message_id, CancelResult.CANCELLED),
+            (message_id, CancelResult.ALREADY_CANCELLED),
+        ]
+        (act,) = Operator(rolled_back).list_acts(message_id=message_id)
         assert act.first_ids == [message_id]
 
     def test_an_application_learns_that_its_message_was_cancelled_before(self, rolled_back: psycopg.Connection) -> None:
@@ -551,15 +566,16 @@ class TestCancel:
         assert by_key.fetchall() == [(message_id, "already_cancelled")]
 
     def test_a_cancel_of_a_missing_message_returns_missing(self, rolled_back: psycopg.Connection) -> None:
-        assert operations.cancel(rolled_back, UNUSED_ID).result == "missing"
+        assert Operator(rolled_back).cancel(UNUSED_ID).result == "missing"
 
     def test_a_key_identifies_its_message(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, coalesce_key="k")
         newest = put(rolled_back, coalesce_key="k")
         only = put(rolled_back, dedupe_key="k")
-        assert operations.cancel_by_key(rolled_back, "mail", coalesce_key="k") == [(newest, "cancelled")]
-        assert operations.cancel_by_key(rolled_back, "mail", dedupe_key="k") == [(only, "cancelled")]
-        assert operations.cancel_by_key(rolled_back, "sms", dedupe_key="k") == []
+        cancelled = CancelResult.CANCELLED
+        assert Operator(rolled_back).cancel_by_key("mail", coalesce_key="k") == [MessageResult(newest, cancelled)]
+        assert Operator(rolled_back).cancel_by_key("mail", dedupe_key="k") == [MessageResult(only, cancelled)]
+        assert Operator(rolled_back).cancel_by_key("sms", dedupe_key="k") == []
 
 
 class TestPrune:
@@ -568,29 +584,29 @@ class TestPrune:
             put(rolled_back, state, age=2 * DAY)
         put(rolled_back, State.SENT)
         expected = {State.SENT: 1, State.SKIPPED: 1, State.CANCELLED: 1}
-        assert retention.count_prunable(rolled_back, DAY) == expected
-        totals = retention.prune(rolled_back, DAY)
+        assert Operator(rolled_back).count_prunable(DAY) == expected
+        totals = Operator(rolled_back).prune(DAY)
         assert (totals.messages, totals.total) == (expected, 3)
-        left = [m.state for m in operations.list_messages(rolled_back)]
+        left = [m.state for m in Operator(rolled_back).list_messages()]
         assert left == [State.SENT, State.FAILED, State.SENDING, State.PENDING]
 
     def test_failed_messages_are_pruned_only_on_request(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.FAILED, age=2 * DAY)
         put(rolled_back, State.SENT, age=2 * DAY)
-        assert retention.prune(rolled_back, DAY, states=[State.FAILED]).messages == {State.FAILED: 1}
-        assert [m.state for m in operations.list_messages(rolled_back)] == [State.SENT]
+        assert Operator(rolled_back).prune(DAY, states=[State.FAILED]).messages == {State.FAILED: 1}
+        assert [m.state for m in Operator(rolled_back).list_messages()] == [State.SENT]
 
     def test_a_prune_by_topic_keeps_other_topics(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, topic="sms", age=2 * DAY)
         put(rolled_back, State.SENT, age=2 * DAY)
-        retention.prune(rolled_back, DAY, topic="sms")
-        assert [m.topic for m in operations.list_messages(rolled_back)] == ["mail"]
+        Operator(rolled_back).prune(DAY, topic="sms")
+        assert [m.topic for m in Operator(rolled_back).list_messages()] == ["mail"]
 
     @pytest.mark.parametrize("state", [State.PENDING, State.SENDING])
     def test_a_prune_of_owed_messages_is_refused(self, rolled_back: psycopg.Connection, state: State) -> None:
         put(rolled_back, state)
         with pytest.raises(StateError, match=f"state {state} are not final"):
-            retention.prune(rolled_back, DAY, states=[state])
+            Operator(rolled_back).prune(DAY, states=[state])
 
     @pytest.mark.parametrize("state", [State.PENDING, State.SENDING])
     def test_the_statement_itself_skips_owed_messages(self, rolled_back: psycopg.Connection, state: State) -> None:
@@ -608,7 +624,7 @@ class TestPrune:
         young = put(rolled_back, State.SENT, dedupe_key="young")
         for message_id in (old, young):
             rolled_back.execute(ADD_ATTEMPT, (message_id, 1))
-        retention.prune(rolled_back, DAY)
+        Operator(rolled_back).prune(DAY)
         assert (count(rolled_back, "attempt"), count(rolled_back, "dedupe")) == (1, 1)
         assert put(rolled_back, dedupe_key="young") == young
         assert put(rolled_back, dedupe_key="old") > young
@@ -616,7 +632,7 @@ class TestPrune:
     def test_a_coalesce_key_is_deleted_with_its_last_message(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, topic="sms", coalesce_key="k", age=2 * DAY)
         put(rolled_back, coalesce_key="k")
-        assert retention.prune(rolled_back, DAY).coalesce_keys == 1
+        assert Operator(rolled_back).prune(DAY).coalesce_keys == 1
         assert rolled_back.execute("SELECT topic, coalesce_key FROM pgoutbox.coalesce_head").fetchall() == [
             ("mail", "k")
         ]
@@ -624,7 +640,7 @@ class TestPrune:
     def test_an_ordering_key_is_deleted_with_its_last_message(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, queue="bulk", ordering_key="k", age=2 * DAY)
         put(rolled_back, ordering_key="k")
-        retention.prune(rolled_back, DAY)
+        Operator(rolled_back).prune(DAY)
         assert rolled_back.execute("SELECT queue, ordering_key FROM pgoutbox.ordering").fetchall() == [("default", "k")]
 
     def test_a_prune_deletes_at_most_the_requested_number_of_contents_at_once(
@@ -646,7 +662,7 @@ class TestPrune:
         put(operator, State.SENT, age=2 * DAY, **{name: "k"})
         put(operator)
         put(producer, **{name: "k"})  # type: ignore[arg-type]
-        assert retention.prune(operator, DAY).total == 1
+        assert Operator(operator).prune(DAY).total == 1
         producer.commit()
         assert count(operator, table) == 1
 
@@ -654,58 +670,58 @@ class TestPrune:
         message_id = put(operator, State.SENT, age=2 * DAY)
         other = connect()
         other.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
-        assert retention.prune(operator, DAY).total == 0
+        assert Operator(operator).prune(DAY).total == 0
 
     def test_each_batch_is_committed_separately(self, operator: psycopg.Connection, connect: Connect) -> None:
         for _ in range(5):
             put(operator, State.SENT, age=2 * DAY)
         observer = connect(autocommit=True)
         seen: list[tuple[int, int]] = []
-        retention.prune(
-            operator, DAY, batch_size=2, progress=lambda done: seen.append((done, count(observer, "message")))
+        Operator(operator).prune(
+            DAY, batch_size=2, progress=lambda done: seen.append((done, count(observer, "message")))
         )
         assert seen == [(2, 3), (4, 1), (5, 0)]
 
     @pytest.mark.parametrize("older_than", [timedelta(), -DAY, timedelta(days=36_501)])
     def test_an_invalid_age_is_refused(self, rolled_back: psycopg.Connection, older_than: timedelta) -> None:
         with pytest.raises(ConfigurationError, match="older_than"):
-            retention.prune(rolled_back, older_than)
+            Operator(rolled_back).prune(older_than)
 
 
 class TestQueues:
     def test_a_second_pause_keeps_the_first_time(self, operator: psycopg.Connection) -> None:
-        paused_at, resume_at = queue_controls.pause_queue(operator, "bulk")
+        paused_at, resume_at = Operator(operator).pause("bulk")
         assert resume_at is None
-        assert queue_controls.pause_queue(operator, "bulk") == (paused_at, None)
-        assert [(q.queue, q.paused_at) for q in queue_controls.list_queues(operator)] == [("bulk", paused_at)]
+        assert Operator(operator).pause("bulk") == (paused_at, None)
+        assert [(q.queue, q.paused_at) for q in Operator(operator).list_queues()] == [("bulk", paused_at)]
 
     def test_a_pause_with_an_end_can_be_extended_or_made_unlimited(self, operator: psycopg.Connection) -> None:
-        paused_at, first_end = queue_controls.pause_queue(operator, "bulk", duration=timedelta(minutes=1))
-        _, second_end = queue_controls.pause_queue(operator, "bulk", duration=timedelta(hours=1))
+        paused_at, first_end = Operator(operator).pause("bulk", duration=timedelta(minutes=1))
+        _, second_end = Operator(operator).pause("bulk", duration=timedelta(hours=1))
         assert first_end is not None
         assert second_end is not None
         assert second_end - first_end > timedelta(minutes=58)
-        assert queue_controls.pause_queue(operator, "bulk") == (paused_at, None)
+        assert Operator(operator).pause("bulk") == (paused_at, None)
 
     def test_an_expired_pause_does_not_count(self, operator: psycopg.Connection) -> None:
-        former, _ = queue_controls.pause_queue(operator, "bulk", duration=timedelta(minutes=1))
+        former, _ = Operator(operator).pause("bulk", duration=timedelta(minutes=1))
         operator.execute("UPDATE pgoutbox.queue SET resume_at = now() - interval '1 s'")
-        assert queue_controls.list_queues(operator) == []
-        again, _ = queue_controls.pause_queue(operator, "bulk")
+        assert Operator(operator).list_queues() == []
+        again, _ = Operator(operator).pause("bulk")
         assert again > former
 
     def test_resume_reports_if_the_queue_was_paused(self, rolled_back: psycopg.Connection) -> None:
-        queue_controls.pause_queue(rolled_back, "bulk")
-        assert queue_controls.resume_queue(rolled_back, "bulk")
-        assert not queue_controls.resume_queue(rolled_back, "bulk")
-        queue_controls.pause_queue(rolled_back, "bulk", duration=DAY)
+        Operator(rolled_back).pause("bulk")
+        assert Operator(rolled_back).resume("bulk")
+        assert not Operator(rolled_back).resume("bulk")
+        Operator(rolled_back).pause("bulk", duration=DAY)
         rolled_back.execute("UPDATE pgoutbox.queue SET paused_at = now() - interval '2 days', resume_at = now()")
-        assert not queue_controls.resume_queue(rolled_back, "bulk")  # The pause has ended by itself.
-        assert not queue_controls.resume_queue(rolled_back, "default")
-        assert queue_controls.list_queues(rolled_back) == []
+        assert not Operator(rolled_back).resume("bulk")  # The pause has ended by itself.
+        assert not Operator(rolled_back).resume("default")
+        assert Operator(rolled_back).list_queues() == []
 
     def test_resume_wakes_a_sleeping_worker(self, operator: psycopg.Connection, connect: Connect) -> None:
-        queue_controls.pause_queue(operator, "default")
+        Operator(operator).pause("default")
         with sleeping_worker(connect, "limited") as rings:
-            queue_controls.resume_queue(operator, "default")
+            Operator(operator).resume("default")
             assert rings() == ["all default"]

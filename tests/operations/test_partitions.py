@@ -17,14 +17,8 @@ from pgoutbox import migrate
 from pgoutbox.database import operator_connection
 from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
-from pgoutbox.operations import retention
-from pgoutbox.operations.retention import (
-    MaintenanceRun,
-    PartitionCache,
-    prune_by_retention,
-    read_maintenance_facts,
-    set_retention,
-)
+from pgoutbox.operations import Operator, retention
+from pgoutbox.operations.retention import MaintenanceRun, PartitionCache, read_maintenance_facts
 from pgoutbox.settings import load_settings
 from tests.support.messages import ADD_ATTEMPT, put
 from tests.support.outbox_actions import claim, enqueue, finish, finish_sent, row_of, rows_of
@@ -60,7 +54,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 def keep(db: psycopg.Connection, how_long: timedelta | None = 30 * DAY, topic: str = "*") -> None:
     """Set a retention rule for every state that is partitioned by time."""
     for state in BY_TIME:
-        set_retention(db, topic, state, how_long)
+        Operator(db).set_retention(topic, state, how_long)
 
 
 def make_all(db: psycopg.Connection) -> list[str]:
@@ -125,7 +119,7 @@ class TestAhead:
     ) -> None:
         drop_partitions(db)
         for rule in rules:
-            set_retention(db, "*", *rule)
+            Operator(db).set_retention("*", *rule)
         made = make_all(db)
         assert made == sorted(made) == partitions_of(db)
         # The first one begins today. On a Monday it is a whole week, and the only one that is created ahead.
@@ -233,7 +227,7 @@ class TestRetire:
         keep(operator)
         name = add_partition(operator, 40)
         put(operator, State.SENT, age=40 * DAY)
-        totals = prune_by_retention(operator)
+        totals = Operator(operator).prune_by_retention()
         assert (totals.total, totals.partitions_dropped) == (0, 1)
         assert rows_of(operator) == []
         assert name not in tables_of_partitions(operator)
@@ -262,7 +256,7 @@ class TestRetire:
         self, db: psycopg.Connection, rules: list[tuple[str, str, timedelta | None]], answer: str
     ) -> None:
         for rule in rules:
-            set_retention(db, *rule)
+            Operator(db).set_retention(*rule)
         name = add_partition(db, 40)
         message_id = put(db, State.SENT, age=40 * DAY)
         assert db.execute(RETIRE, [name]).fetchall() == [(answer,)]
@@ -270,7 +264,7 @@ class TestRetire:
 
     def test_a_clock_that_is_days_ahead_deletes_nothing(self, operator: psycopg.Connection) -> None:
         keep(operator)
-        set_retention(operator, "*", "failed", 30 * DAY)
+        Operator(operator).set_retention("*", "failed", 30 * DAY)
         name = add_partition(operator, 40)
         ids = [put(operator, state, age=40 * DAY) for state in (State.SENT, State.FAILED)]
         ids.append(put(operator, State.SENT, age=50 * DAY))
@@ -292,7 +286,7 @@ class TestRetire:
         kept = put(operator, State.SENT, topic="audit", age=40 * DAY)
         put(operator, State.SENT, age=40 * DAY)
         put(operator, State.SKIPPED, age=40 * DAY)
-        totals = prune_by_retention(operator)
+        totals = Operator(operator).prune_by_retention()
         assert (totals.total, totals.partitions_dropped) == (2, 0)
         assert [row.id for row in rows_of(operator)] == [kept]
         assert table_of(operator, kept) == name
@@ -306,7 +300,7 @@ class TestRetire:
         put(operator, State.SENT)
         before = partitions_of(operator)
         assert operator.execute(RETIRE, [before[0]]).fetchall() == [("kept",)]
-        prune_by_retention(operator)
+        Operator(operator).prune_by_retention()
         assert (rows_of(operator), partitions_of(operator)) == ([], before)
 
     @pytest.mark.parametrize("name", ["message_done_default", "message_live", "message_done_20000101", "mine", "a'b"])
@@ -321,7 +315,7 @@ class TestRetire:
 
     @pytest.mark.parametrize("guarded", [True, False])
     def test_a_commit_during_its_wait_is_seen(self, db: psycopg.Connection, connect: Connect, guarded: bool) -> None:
-        set_retention(db, "mail", "sent", 30 * DAY)
+        Operator(db).set_retention("mail", "sent", 30 * DAY)
         name = add_partition(db, 40)
         message_id = put(db, topic="audit")
         db.execute("ALTER FUNCTION pgoutbox._retire_partition SET lock_timeout = '10s'")
@@ -348,7 +342,7 @@ class TestRetire:
         retiring = connect()
         assert retiring.execute(RETIRE, [name]).fetchall() == [("retired",)]
         with ThreadPoolExecutor() as threads:
-            changed = threads.submit(set_retention, operator, "mail", "sent", None)
+            changed = threads.submit(Operator(operator).set_retention, "mail", "sent", None)
             until_blocked(db, operator, changed)
             retiring.commit()
             changed.result()
@@ -383,7 +377,7 @@ class TestRetire:
         assert name in partitions_of(operator)
         assert [row.state for row in rows_of(writer)] == ["pending"] * (retention._LOCK_TRIALS - 1)
         reader.rollback()
-        assert prune_by_retention(operator).partitions_dropped == 1
+        assert Operator(operator).prune_by_retention().partitions_dropped == 1
 
 
 class TestRows:
@@ -391,11 +385,11 @@ class TestRows:
 
     def test_a_message_waits_for_its_partition_if_that_is_dropped_soon(self, operator: psycopg.Connection) -> None:
         keep(operator)
-        set_retention(operator, "sms", "sent", DAY)
+        Operator(operator).set_retention("sms", "sent", DAY)
         name = add_partition(operator, 30)
         waiting = put(operator, State.SENT, age=30 * DAY)
         put(operator, State.SENT, topic="sms", age=30 * DAY)
-        assert prune_by_retention(operator).messages == {State.SENT: 1}
+        assert Operator(operator).prune_by_retention().messages == {State.SENT: 1}
         assert [row.id for row in rows_of(operator)] == [waiting]
         assert name in partitions_of(operator)
 
@@ -403,7 +397,7 @@ class TestRows:
         keep(operator, 3 * DAY)
         add_partition(operator, 3)
         put(operator, State.SENT, age=3 * DAY)
-        assert prune_by_retention(operator).messages == {State.SENT: 1}
+        assert Operator(operator).prune_by_retention().messages == {State.SENT: 1}
 
     def test_a_message_does_not_wait_for_a_partition_that_cannot_be_dropped(
         self, operator: psycopg.Connection, connect: Connect
@@ -413,15 +407,15 @@ class TestRows:
         put(operator, State.SENT, age=33 * DAY)
         reader = connect()
         reader.execute("SELECT count(*) FROM pgoutbox.message_done")
-        totals = prune_by_retention(operator)
+        totals = Operator(operator).prune_by_retention()
         assert (totals.messages, totals.partitions_dropped) == ({State.SENT: 1}, 0)
         reader.rollback()
-        assert prune_by_retention(operator).partitions_dropped == 1
+        assert Operator(operator).prune_by_retention().partitions_dropped == 1
         assert name not in partitions_of(operator)
 
     def test_a_fully_pruned_partition_is_not_scanned_again(self, operator: psycopg.Connection) -> None:
         keep(operator, None)
-        set_retention(operator, "mail", "sent", DAY)
+        Operator(operator).set_retention("mail", "sent", DAY)
         add_partition(operator, 9)
         put(operator, State.SENT, age=9 * DAY)
         put(operator, State.SENT, topic="audit", age=9 * DAY)
@@ -431,14 +425,14 @@ class TestRows:
         turn.take(operator)
         assert turn.totals.total == 1
         assert not MaintenanceRun(facts, memory).has_work
-        set_retention(operator, "mail", "sent", 2 * DAY)
+        Operator(operator).set_retention("mail", "sent", 2 * DAY)
         assert MaintenanceRun(read_maintenance_facts(operator), memory).has_work
 
 
 class TestClear:
     def fill(self, db: psycopg.Connection, count: int = 7) -> str:
         keep(db)
-        set_retention(db, "once", "sent", timedelta())
+        Operator(db).set_retention("once", "sent", timedelta())
         name = add_partition(db, 40)
         for number in range(count):
             message_id = put(db, State.SENT, topic="once" if number == 3 else "mail", dedupe_key=f"k{number}")
@@ -482,7 +476,7 @@ class TestClear:
         sessions = f"{others} AND application_name LIKE 'pgoutbox %'"
         wait_until(lambda: not operator.execute(sessions).fetchall(), lambda: "the session of the dead ends")
         assert name in tables_of_partitions(operator)
-        prune_by_retention(operator)
+        Operator(operator).prune_by_retention()
         assert self.left(operator) == (1, ["k3", "young"])
         assert name not in tables_of_partitions(operator)
         assert [row.state for row in rows_of(operator)] == ["sent"]
@@ -542,11 +536,11 @@ def test_partitions_come_and_go_while_eight_sessions_enqueue_and_finish(
                 for number, name in enumerate([*partitions_of(operator)[1:], add_partition(operator, days_ago)]):
                     if number == 0:
                         operator.execute(b"DROP TABLE pgoutbox." + name.encode())
-                dropped += prune_by_retention(operator).partitions_dropped
+                dropped += Operator(operator).prune_by_retention().partitions_dropped
         finally:
             over.set()
         sent = [message_id for done in works for message_id in done.result()]
-    while (further := prune_by_retention(operator).partitions_dropped) or operator.execute(
+    while (further := Operator(operator).prune_by_retention().partitions_dropped) or operator.execute(
         "SELECT FROM pgoutbox.partitions() WHERE upper_at < now()"
     ).fetchall():
         dropped += further

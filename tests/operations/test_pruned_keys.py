@@ -17,10 +17,8 @@ import pytest
 from psycopg import sql as composed
 
 from pgoutbox.database import sql
-from pgoutbox.errors import StateError
 from pgoutbox.message import State
-from pgoutbox.operations import messages, retention
-from pgoutbox.operations.messages import RedriveResult
+from pgoutbox.operations import Operator, RedriveResult, ResendResult
 from pgoutbox.operations.retention import MaintenanceRun, PartitionCache, read_maintenance_facts
 from tests.support import races
 from tests.support.messages import put
@@ -98,7 +96,7 @@ def test_an_older_message_cannot_be_redriven_after_the_newest_one_is_deleted(
     other, newest = (put(db, State.SENT, coalesce_key=key) for key in ("other", "k"))
     delete(db, other, newest)
     assert page(db, sql.PRUNE_COALESCE) == ("mail", "other", 2, 1 if is_guarded else 2)
-    (answer,) = messages.redrive(db, [older])
+    answer = Operator(db).redrive(older)
     assert (answer.result is RedriveResult.REDRIVEN) is not is_guarded
     assert answer.other_id == (newest if is_guarded else None)
 
@@ -148,11 +146,9 @@ def test_the_head_stays_while_its_newest_message_exists(
     page(db, sql.PRUNE_COALESCE)
     assert keys(db, "coalesce_head") == (["k"] if is_guarded else [])
     if state is State.SENT and is_guarded:
-        copy = messages.resend(db, newest)
-        assert copy > newest
+        assert Operator(db).resend(newest).is_done
     if state is State.SENT and not is_guarded:
-        with pytest.raises(StateError):
-            messages.resend(db, newest)
+        assert Operator(db).resend(newest).result is ResendResult.SUPERSEDED
 
 
 RESEND_NEWEST = "OR head.newest_id = m.id\n"
@@ -169,10 +165,10 @@ def test_an_older_message_cannot_be_resent_after_its_head_is_pruned(
     page(db, sql.PRUNE_COALESCE)
     assert keys(db, "coalesce_head") == []
     if is_guarded:
-        with pytest.raises(StateError, match=f"message {older} is superseded by a newer message, which is deleted"):
-            messages.resend(db, older)
+        answer = Operator(db).resend(older)
+        assert answer.explanation == "is superseded by a newer message, which is deleted"
     else:
-        assert messages.resend(db, older) > newest
+        assert Operator(db).resend(older).is_done
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
@@ -226,10 +222,9 @@ def test_a_producer_with_an_early_id_supersedes_earlier_commits(
         rival.rollback()
         assert late.result() < sent
     if not is_guarded:
-        assert messages.resend(db, sent) > sent
+        assert Operator(db).resend(sent).is_done
         return
-    with pytest.raises(StateError, match=f"superseded by message {late.result()}"):
-        messages.resend(db, sent)
+    assert Operator(db).resend(sent).other_id == late.result()
     assert ids_in_flight(claim(db, topics=["mail"])) == [late.result()]
 
 
@@ -248,7 +243,7 @@ def test_one_old_failed_message_does_not_keep_other_keys(db: psycopg.Connection)
     put(db, State.SENT, age=400 * DAY)
     for number in range(5):
         delete(db, put(db, coalesce_key=f"k{number}"), put(db, ordering_key=f"k{number}"))
-    assert retention.prune(db, 1000 * DAY).coalesce_keys == 5
+    assert Operator(db).prune(1000 * DAY).coalesce_keys == 5
     assert (keys(db, "coalesce_head"), keys(db, "ordering")) == (["old"], ["old"])
 
 
@@ -384,8 +379,8 @@ def _fill(db: psycopg.Connection, name: str, count: int) -> list[int]:
 
 
 def test_dedupe_keys_are_read_page_by_page_within_their_topic(db: psycopg.Connection) -> None:
-    retention.set_retention(db, "*", "dedupe_key", timedelta())
-    retention.set_retention(db, "b", "dedupe_key", timedelta())
+    Operator(db).set_retention("*", "dedupe_key", timedelta())
+    Operator(db).set_retention("b", "dedupe_key", timedelta())
     for topic in "abc":
         for key in "12":
             delete(db, put(db, topic=topic, dedupe_key=key))
@@ -454,9 +449,9 @@ class TestPlace:
 
 
 def test_a_key_is_pruned_after_the_usual_lifetime_of_its_messages(db: psycopg.Connection) -> None:
-    retention.set_retention(db, "*", "sent", timedelta())
+    Operator(db).set_retention("*", "sent", timedelta())
     message_id = enqueue(db, coalesce_key="k")
     claim(db)
     finish_sent(db, (message_id, 1))
-    assert retention.prune_by_retention(db).coalesce_keys == 1
+    assert Operator(db).prune_by_retention().coalesce_keys == 1
     assert keys(db, "coalesce_head") == []

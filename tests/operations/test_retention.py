@@ -23,7 +23,7 @@ from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Skip, State, Transient
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.operations.retention import set_retention
+from pgoutbox.operations import Operator
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import ENVIRONMENT_PREFIX
 from pgoutbox.worker import Worker
@@ -94,7 +94,7 @@ def register(outbox: Outbox, kind: str) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["async", "sync", "batch", "transactional", "transactional sync"])
 async def test_a_message_is_deleted_as_it_is_sent(outbox: Outbox, db: psycopg.Connection, kind: str) -> None:
-    set_retention(db, "greet", "sent", ZERO)
+    Operator(db).set_retention("greet", "sent", ZERO)
     got = register(outbox, kind)
     ids = [enqueue(db) for _ in range(6)]
     worker = Worker(outbox)
@@ -105,7 +105,7 @@ async def test_a_message_is_deleted_as_it_is_sent(outbox: Outbox, db: psycopg.Co
 
 
 async def test_only_sent_messages_are_deleted(outbox: Outbox, db: psycopg.Connection) -> None:
-    set_retention(db, "*", "sent", ZERO)
+    Operator(db).set_retention("*", "sent", ZERO)
     outcomes: dict[object, Outcome | None] = {
         "sent": None, "failed": Permanent("no"), "skipped": Skip("no"), "retried": Transient("no", retry_after=60),
     }  # fmt: skip
@@ -123,7 +123,7 @@ async def test_only_sent_messages_are_deleted(outbox: Outbox, db: psycopg.Connec
 
 
 async def test_the_history_of_failed_attempts_is_deleted_too(outbox: Outbox, db: psycopg.Connection) -> None:
-    set_retention(db, "*", "sent", ZERO)
+    Operator(db).set_retention("*", "sent", ZERO)
 
     @outbox.handler("greet", retry=AT_ONCE)
     async def greet(message: Message, ctx: Context) -> None:
@@ -140,7 +140,7 @@ async def test_the_history_of_failed_attempts_is_deleted_too(outbox: Outbox, db:
 
 
 async def test_a_successor_of_a_deleted_message_is_delivered(outbox: Outbox, db: psycopg.Connection) -> None:
-    set_retention(db, "*", "sent", ZERO)
+    Operator(db).set_retention("*", "sent", ZERO)
     got: list[object] = []
 
     @outbox.handler("greet")
@@ -166,12 +166,12 @@ async def test_a_running_worker_learns_of_a_rule_with_few_queries(
         async def deliver() -> None:
             count = len(got)
             enqueue(db)
-            await until(lambda: len(got) > count and not worker._held)
+            await until(lambda: len(got) > count and not worker._in_flight)
 
         for _ in range(3):
             await deliver()
         assert (asked[sql.FORGOTTEN_TOPICS], len(rows_of(db))) == (1, 3)
-        set_retention(db, "*", "sent", ZERO)
+        Operator(db).set_retention("*", "sent", ZERO)
         worker._store._retention_read_at = -math.inf
         for _ in range(3):
             await deliver()
@@ -179,7 +179,7 @@ async def test_a_running_worker_learns_of_a_rule_with_few_queries(
 
 
 async def test_concurrently_ending_handlers_all_know_the_rule(dsn: str, db: psycopg.Connection) -> None:
-    set_retention(db, "*", "sent", ZERO)
+    Operator(db).set_retention("*", "sent", ZERO)
     store = Store(settings_for(dsn), worker="w")
     try:
         assert await asyncio.gather(*(store.forgets_sent(["greet"]) for _ in range(5))) == [True] * 5
@@ -190,7 +190,7 @@ async def test_concurrently_ending_handlers_all_know_the_rule(dsn: str, db: psyc
 async def test_an_unreadable_rule_keeps_the_message_until_it_is_readable(
     outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_retention(db, "*", "sent", ZERO)
+    Operator(db).set_retention("*", "sent", ZERO)
     register(outbox, "async")
     fetch = WorkerConnection.fetch
     failures = [psycopg.OperationalError("gone"), psycopg.OperationalError("gone")]
@@ -210,7 +210,7 @@ async def test_an_unreadable_rule_keeps_the_message_until_it_is_readable(
 async def test_a_deletion_with_a_lost_answer_ends_the_attempt(
     outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_retention(db, "*", "sent", ZERO)
+    Operator(db).set_retention("*", "sent", ZERO)
     got = register(outbox, "async")
     fetch = WorkerConnection.fetch
     losses = [psycopg.OperationalError("the answer is lost")]
@@ -233,7 +233,7 @@ async def test_a_deletion_with_a_lost_answer_ends_the_attempt(
 async def test_the_writes_of_a_handler_are_rolled_back_if_another_has_sent_the_message(
     outbox: Outbox, db: psycopg.Connection
 ) -> None:
-    set_retention(db, "*", "sent", ZERO)
+    Operator(db).set_retention("*", "sent", ZERO)
     db.execute("CREATE TABLE written (id bigint)")
 
     @outbox.handler("greet", transactional=True)
@@ -280,7 +280,7 @@ def deliver_and_die(dsn: str, point: str) -> None:
 async def test_a_killed_worker_has_deleted_only_sent_messages(
     outbox: Outbox, dsn: str, db: psycopg.Connection, point: str
 ) -> None:
-    set_retention(db, "*", "sent", ZERO)
+    Operator(db).set_retention("*", "sent", ZERO)
     message_id = enqueue(db)
     doomed = SPAWN.Process(target=deliver_and_die, args=(dsn, point), daemon=True)
     doomed.start()

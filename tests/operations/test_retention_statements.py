@@ -12,14 +12,7 @@ import pytest
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import FINAL_STATES, State
-from pgoutbox.operations import retention
-from pgoutbox.operations.retention import (
-    RetentionRule,
-    prune_by_retention,
-    retention_rules,
-    set_retention,
-    unset_retention,
-)
+from pgoutbox.operations import Operator, RetentionRule
 from pgoutbox.settings import load_settings
 from tests.support import races
 from tests.support.messages import ADD_ATTEMPT, put
@@ -64,19 +57,19 @@ def keys_of(connection: psycopg.Connection) -> list[str]:
 
 class TestRules:
     def test_a_rule_is_set_changed_and_removed(self, rolled_back: psycopg.Connection) -> None:
-        set_retention(rolled_back, "*", "sent", 30 * DAY)
-        set_retention(rolled_back, "mail", "sent", DAY)
-        set_retention(rolled_back, "mail", "sent", None)
-        set_retention(rolled_back, "mail", "failed", timedelta(hours=36))
-        set_retention(rolled_back, "sms", "dedupe_key", ZERO)
-        assert retention_rules(rolled_back) == [
+        Operator(rolled_back).set_retention("*", "sent", 30 * DAY)
+        Operator(rolled_back).set_retention("mail", "sent", DAY)
+        Operator(rolled_back).set_retention("mail", "sent", None)
+        Operator(rolled_back).set_retention("mail", "failed", timedelta(hours=36))
+        Operator(rolled_back).set_retention("sms", "dedupe_key", ZERO)
+        assert Operator(rolled_back).retention_rules() == [
             RetentionRule("mail", "failed", timedelta(hours=36)),
             RetentionRule("mail", "sent", None),
             RetentionRule("sms", "dedupe_key", ZERO),
             RetentionRule("*", "sent", 30 * DAY),
         ]
-        assert unset_retention(rolled_back, "mail", "sent")
-        assert not unset_retention(rolled_back, "mail", "sent")
+        assert Operator(rolled_back).unset_retention("mail", "sent")
+        assert not Operator(rolled_back).unset_retention("mail", "sent")
 
     @pytest.mark.parametrize(
         ("topic", "state", "keep", "named"),
@@ -93,8 +86,8 @@ class TestRules:
         self, rolled_back: psycopg.Connection, topic: str, state: str, keep: timedelta, named: str
     ) -> None:
         with pytest.raises(ConfigurationError, match=named):
-            set_retention(rolled_back, topic, state, keep)
-        assert retention_rules(rolled_back) == []
+            Operator(rolled_back).set_retention(topic, state, keep)
+        assert Operator(rolled_back).retention_rules() == []
 
     @pytest.mark.parametrize(
         ("topic", "state", "keep", "constraint"),
@@ -118,42 +111,42 @@ class TestPrune:
     def test_without_rules_nothing_is_deleted(self, rolled_back: psycopg.Connection) -> None:
         for state in State:
             put(rolled_back, state, age=10_000 * DAY)
-        assert prune_by_retention(rolled_back).total == 0
+        assert Operator(rolled_back).prune_by_retention().total == 0
         assert len(rows_of(rolled_back)) == len(State)
 
     @pytest.mark.parametrize("ruled", sorted(FINAL_STATES))
     def test_a_rule_deletes_only_older_messages_in_its_state(
         self, rolled_back: psycopg.Connection, ruled: State
     ) -> None:
-        set_retention(rolled_back, "mail", ruled, DAY)
+        Operator(rolled_back).set_retention("mail", ruled, DAY)
         old = {state: put(rolled_back, state, age=2 * DAY) for state in State}
         young = put(rolled_back, ruled, age=DAY / 2)
         foreign = put(rolled_back, ruled, topic="sms", age=2 * DAY)
-        assert prune_by_retention(rolled_back).messages == {ruled: 1}
+        assert Operator(rolled_back).prune_by_retention().messages == {ruled: 1}
         assert [row.id for row in rows_of(rolled_back)] == [
             *(old[state] for state in State if state is not ruled), young, foreign,
         ]  # fmt: skip
 
     def test_the_rule_of_all_topics_applies_to_topics_without_their_own(self, rolled_back: psycopg.Connection) -> None:
-        set_retention(rolled_back, "*", "sent", DAY)
-        set_retention(rolled_back, "longer", "sent", 3 * DAY)
-        set_retention(rolled_back, "forever", "sent", None)
-        set_retention(rolled_back, "shorter", "sent", DAY / 2)
-        set_retention(rolled_back, "other", "failed", None)
+        Operator(rolled_back).set_retention("*", "sent", DAY)
+        Operator(rolled_back).set_retention("longer", "sent", 3 * DAY)
+        Operator(rolled_back).set_retention("forever", "sent", None)
+        Operator(rolled_back).set_retention("shorter", "sent", DAY / 2)
+        Operator(rolled_back).set_retention("other", "failed", None)
         kept = {
             put(rolled_back, State.SENT, topic=topic, age=age)
             for topic, age in (("longer", 2 * DAY), ("forever", 99 * DAY), ("mail", DAY / 2))
         }
         for topic, age in (("longer", 4 * DAY), ("shorter", DAY * 0.75), ("mail", 2 * DAY), ("other", 2 * DAY)):
             put(rolled_back, State.SENT, topic=topic, age=age)
-        assert prune_by_retention(rolled_back).messages == {State.SENT: 4}
+        assert Operator(rolled_back).prune_by_retention().messages == {State.SENT: 4}
         assert {row.id for row in rows_of(rolled_back)} == kept
 
     @pytest.mark.parametrize("state", sorted(FINAL_STATES))
     def test_zero_deletes_existing_messages(self, rolled_back: psycopg.Connection, state: State) -> None:
-        set_retention(rolled_back, "*", state, ZERO)
+        Operator(rolled_back).set_retention("*", state, ZERO)
         put(rolled_back, state)
-        assert prune_by_retention(rolled_back).messages == {state: 1}
+        assert Operator(rolled_back).prune_by_retention().messages == {state: 1}
 
     @pytest.mark.parametrize("state", [State.PENDING, State.SENDING])
     def test_owed_messages_stay_under_any_contents_of_the_tables(
@@ -168,20 +161,20 @@ class TestPrune:
         ):
             rolled_back.execute(change.encode())
         rolled_back.execute("INSERT INTO pgoutbox.retention VALUES ('0', '*', %s)", [state])
-        assert prune_by_retention(rolled_back).total == 0
+        assert Operator(rolled_back).prune_by_retention().total == 0
         assert state_of(rolled_back, message_id) == state
         assert (len(attempts_of(rolled_back, message_id)), keys_of(rolled_back)) == (1, ["k"])
 
     def test_an_owed_message_with_the_id_of_an_old_one_stays(self, rolled_back: psycopg.Connection) -> None:
-        set_retention(rolled_back, "*", "sent", DAY)
+        Operator(rolled_back).set_retention("*", "sent", DAY)
         old = put(rolled_back, State.SENT, age=2 * DAY)
         rolled_back.execute("INSERT INTO pgoutbox.message_live (id, topic, payload) VALUES (%s, 'mail', '1')", (old,))
-        assert prune_by_retention(rolled_back).messages == {State.SENT: 1}
+        assert Operator(rolled_back).prune_by_retention().messages == {State.SENT: 1}
         assert [row.state for row in rows_of(rolled_back)] == [State.PENDING]
 
     def test_a_statement_applies_only_the_given_rule(self, rolled_back: psycopg.Connection) -> None:
         for topic, state in (("mail", State.SENT), ("mail", State.FAILED), ("sms", State.SENT)):
-            set_retention(rolled_back, topic, state, DAY)
+            Operator(rolled_back).set_retention(topic, state, DAY)
             put(rolled_back, state, topic=topic, age=2 * DAY)
         parameters = {"topic": "mail", "state": "sent", "limit": 9, "since": "-infinity", "until": "infinity"}
         assert rolled_back.execute(sql.PRUNE_BY_RULE, parameters).fetchall() == [("sent",)]
@@ -204,7 +197,7 @@ class TestPrune:
         topic: str,
     ) -> None:
         db, pruning = connect(autocommit=True), connect()
-        set_retention(db, "*", state, DAY)
+        Operator(db).set_retention("*", state, DAY)
         old, _ = put(db, State.SENT, dedupe_key="a", age=2 * DAY), put(db, State.SENT, dedupe_key="b", age=2 * DAY)
         if what == "dedupe":
             db.execute("UPDATE pgoutbox.dedupe SET created_at = created_at - interval '2 days'")
@@ -213,84 +206,86 @@ class TestPrune:
         place = {"after_scope": "", "after_key": ""}
         assert pruning.execute(statement, parameters | place).rowcount == 1
         with ThreadPoolExecutor(1) as threads:
-            changed = threads.submit(set_retention, operator, topic, state, None)
+            changed = threads.submit(Operator(operator).set_retention, topic, state, None)
             races.until_blocked(db, operator, changed)
             pruning.commit()
             changed.result()
         assert db.execute(b"SELECT count(*) FROM pgoutbox." + what.encode()).fetchall() == [(1,)]
 
     def test_attempts_and_keys_are_deleted_with_their_message(self, rolled_back: psycopg.Connection) -> None:
-        set_retention(rolled_back, "*", "sent", DAY)
+        Operator(rolled_back).set_retention("*", "sent", DAY)
         old = put(rolled_back, State.SENT, dedupe_key="old", coalesce_key="old", age=2 * DAY)
         young = put(rolled_back, State.SENT, dedupe_key="young", coalesce_key="young")
         for message_id in (old, young):
             rolled_back.execute(ADD_ATTEMPT, (message_id, 1))
-        totals = prune_by_retention(rolled_back)
+        totals = Operator(rolled_back).prune_by_retention()
         assert (totals.total, totals.coalesce_keys, totals.dedupe_keys) == (1, 1, 0)
         assert (attempts_of(rolled_back, old), len(attempts_of(rolled_back, young))) == ([], 1)
         assert keys_of(rolled_back) == ["young"]
 
     def test_a_key_freed_by_hand_and_used_again_stays(self, rolled_back: psycopg.Connection) -> None:
-        set_retention(rolled_back, "*", "sent", DAY)
+        Operator(rolled_back).set_retention("*", "sent", DAY)
         put(rolled_back, State.SENT, dedupe_key="k", age=2 * DAY)
         rolled_back.execute("DELETE FROM pgoutbox.dedupe")
         newer = put(rolled_back, dedupe_key="k")
-        assert prune_by_retention(rolled_back).messages == {State.SENT: 1}
+        assert Operator(rolled_back).prune_by_retention().messages == {State.SENT: 1}
         assert put(rolled_back, dedupe_key="k") == newer
 
     @pytest.mark.parametrize("by_rule", [True, False])
     def test_a_locked_key_of_a_deleted_message_is_skipped(
         self, operator: psycopg.Connection, connect: Connect, *, by_rule: bool
     ) -> None:
-        set_retention(operator, "*", "sent", ZERO)
-        set_retention(operator, "*", "dedupe_key", 7 * DAY)
+        Operator(operator).set_retention("*", "sent", ZERO)
+        Operator(operator).set_retention("*", "dedupe_key", 7 * DAY)
         put(operator, State.SENT, dedupe_key="k")
-        prune_by_retention(operator)
+        Operator(operator).prune_by_retention()
         operator.execute("UPDATE pgoutbox.dedupe SET created_at = now() - interval '9 days'")
         connect().execute("SELECT FROM pgoutbox.dedupe FOR UPDATE")
-        totals = prune_by_retention(operator) if by_rule else retention.prune(operator, DAY)
+        totals = Operator(operator).prune_by_retention() if by_rule else Operator(operator).prune(DAY)
         assert totals.dedupe_keys == 0
 
     def test_keys_of_deleted_messages_have_their_own_rule(self, rolled_back: psycopg.Connection) -> None:
-        set_retention(rolled_back, "*", "sent", ZERO)
+        Operator(rolled_back).set_retention("*", "sent", ZERO)
         for topic, key in (("mail", "new"), ("mail", "old"), ("sms", "old sms")):
             put(rolled_back, State.SENT, topic=topic, dedupe_key=key)
-        prune_by_retention(rolled_back)
+        Operator(rolled_back).prune_by_retention()
         put(rolled_back, dedupe_key="old, with its message")
         rolled_back.execute(
             "UPDATE pgoutbox.dedupe SET created_at = now() - interval '9 days' WHERE dedupe_key LIKE 'old%'"
         )
-        assert prune_by_retention(rolled_back).dedupe_keys == 0
-        set_retention(rolled_back, "*", "dedupe_key", 7 * DAY)
-        set_retention(rolled_back, "sms", "dedupe_key", None)
-        assert prune_by_retention(rolled_back).dedupe_keys == 1
+        assert Operator(rolled_back).prune_by_retention().dedupe_keys == 0
+        Operator(rolled_back).set_retention("*", "dedupe_key", 7 * DAY)
+        Operator(rolled_back).set_retention("sms", "dedupe_key", None)
+        assert Operator(rolled_back).prune_by_retention().dedupe_keys == 1
         assert keys_of(rolled_back) == ["new", "old sms", "old, with its message"]
 
     def test_a_prune_by_age_deletes_old_keys_of_deleted_messages(self, rolled_back: psycopg.Connection) -> None:
-        set_retention(rolled_back, "*", "sent", ZERO)
+        Operator(rolled_back).set_retention("*", "sent", ZERO)
         put(rolled_back, State.SENT, dedupe_key="old")
-        prune_by_retention(rolled_back)
+        Operator(rolled_back).prune_by_retention()
         put(rolled_back, dedupe_key="live")
         rolled_back.execute("UPDATE pgoutbox.dedupe SET created_at = now() - interval '9 days'")
-        assert retention.prune(rolled_back, DAY, states=[State.FAILED]).dedupe_keys == 0
-        assert retention.prune(rolled_back, 10 * DAY).dedupe_keys == 0
-        assert retention.prune(rolled_back, DAY, topic="sms").dedupe_keys == 0
-        assert retention.prune(rolled_back, DAY).dedupe_keys == 1
+        assert Operator(rolled_back).prune(DAY, states=[State.FAILED]).dedupe_keys == 0
+        assert Operator(rolled_back).prune(10 * DAY).dedupe_keys == 0
+        assert Operator(rolled_back).prune(DAY, topic="sms").dedupe_keys == 0
+        assert Operator(rolled_back).prune(DAY).dedupe_keys == 1
         assert keys_of(rolled_back) == ["live"]
 
     def test_a_locked_message_is_skipped(self, operator: psycopg.Connection, connect: Connect) -> None:
-        set_retention(operator, "*", "sent", DAY)
+        Operator(operator).set_retention("*", "sent", DAY)
         message_id = put(operator, State.SENT, age=2 * DAY)
         connect().execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
-        assert prune_by_retention(operator).total == 0
+        assert Operator(operator).prune_by_retention().total == 0
 
     def test_each_batch_is_committed_separately(self, operator: psycopg.Connection, connect: Connect) -> None:
-        set_retention(operator, "*", "sent", DAY)
+        Operator(operator).set_retention("*", "sent", DAY)
         for _ in range(5):
             put(operator, State.SENT, age=2 * DAY)
         observer = connect(autocommit=True)
         seen: list[tuple[int, int]] = []
-        prune_by_retention(operator, batch_size=2, progress=lambda done: seen.append((done, len(rows_of(observer)))))
+        Operator(operator).prune_by_retention(
+            batch_size=2, progress=lambda done: seen.append((done, len(rows_of(observer))))
+        )
         assert seen == [(2, 3), (4, 1), (5, 0)]
 
 
@@ -303,7 +298,7 @@ class TestFinish:
         return message_id
 
     def test_the_row_is_deleted_with_its_history_as_it_is_sent(self, rolled_back: psycopg.Connection) -> None:
-        set_retention(rolled_back, "greet", "sent", ZERO)
+        Operator(rolled_back).set_retention("greet", "sent", ZERO)
         message_id = self.sending(rolled_back, dedupe_key="k", coalesce_key="c")
         rolled_back.execute(ADD_ATTEMPT, (message_id, 7))
         assert finish_sent_and_forget(rolled_back, (message_id, 1)) == {message_id}
@@ -329,7 +324,7 @@ class TestFinish:
         kept: bool,
     ) -> None:
         for rule in rules:
-            set_retention(rolled_back, *rule)
+            Operator(rolled_back).set_retention(*rule)
         message_id = self.sending(rolled_back)
         assert finish_sent_and_forget(rolled_back, (message_id, 1)) == {message_id}
         assert bool(rows_of(rolled_back)) == kept
@@ -338,21 +333,21 @@ class TestFinish:
             assert (row.state, row.is_finished, row.is_leased) == ("sent", True, False)
 
     def test_one_statement_both_finishes_and_deletes(self, rolled_back: psycopg.Connection) -> None:
-        set_retention(rolled_back, "other", "sent", ZERO)
+        Operator(rolled_back).set_retention("other", "sent", ZERO)
         first, second = enqueue(rolled_back), enqueue(rolled_back, "other")
         claim(rolled_back, topics=["greet", "other"])
         assert finish_sent_and_forget(rolled_back, (first, 1), (second, 1)) == {first, second}
         assert [row.id for row in rows_of(rolled_back)] == [first]
 
     def test_a_message_cancelled_in_flight_is_deleted_like_any_sent_one(self, rolled_back: psycopg.Connection) -> None:
-        set_retention(rolled_back, "*", "sent", ZERO)
+        Operator(rolled_back).set_retention("*", "sent", ZERO)
         message_id = self.sending(rolled_back)
         assert cancel(rolled_back, message_id) == "requested"
         assert finish_sent_and_forget(rolled_back, (message_id, 1)) == {message_id}
         assert rows_of(rolled_back) == []
 
     def test_a_locked_row_is_skipped_and_finished_later(self, operator: psycopg.Connection, connect: Connect) -> None:
-        set_retention(operator, "*", "sent", ZERO)
+        Operator(operator).set_retention("*", "sent", ZERO)
         first, locked = enqueue(operator), enqueue(operator)
         claim(operator)
         caller = connect()
@@ -368,7 +363,7 @@ class TestFinish:
         self, operator: psycopg.Connection, connect: Connect, change: LiteralString
     ) -> None:
         """A worker may call the function directly, without the lock that the statement takes."""
-        set_retention(operator, "*", "sent", ZERO)
+        Operator(operator).set_retention("*", "sent", ZERO)
         message_id = self.sending(operator)
         other, stale = connect(), connect()
         other.execute(f"UPDATE pgoutbox.message SET {change}")
@@ -382,7 +377,7 @@ class TestFinish:
         assert [row.id for row in rows_of(operator)] == [message_id]
 
     def test_only_messages_in_flight_are_deleted(self, operator: psycopg.Connection) -> None:
-        set_retention(operator, "*", "sent", ZERO)
+        Operator(operator).set_retention("*", "sent", ZERO)
         message_id = self.sending(operator)
         operator.execute("UPDATE pgoutbox.message SET state = 'pending', lease_expires_at = NULL")
         assert (
@@ -390,7 +385,7 @@ class TestFinish:
         )
 
     def test_a_message_named_several_times_is_finished_once(self, operator: psycopg.Connection) -> None:
-        set_retention(operator, "other", "sent", ZERO)
+        Operator(operator).set_retention("other", "sent", ZERO)
         message_id = self.sending(operator)
         assert finish_sent_and_forget(operator, (message_id, 1), (message_id, 1)) == {message_id}
         assert state_of(operator, message_id) == "sent"

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from pgoutbox import migrate
 from pgoutbox.embedded import EmbeddedServer, embedded_server
-from pgoutbox.operations import retention
+from pgoutbox.operations import Operator
 from tests.soak.books import console, drain, open_books
 from tests.soak.crew import LONELY_WORKER, WORKER_ROLE, WORKERS, crew_in
 from tests.soak.failover import fail_over
@@ -100,7 +100,7 @@ def run(
             process.stop()
     console.print(f"drained in {drained:.1f} s after the last fault" if drained else "[red]did not drain[/]")
     with psycopg.connect(server.dsn, autocommit=True) as connection:
-        retention.prune_by_retention(connection)  # Contents without messages are deleted now at the latest.
+        Operator(connection).prune_by_retention()  # Contents without messages are deleted now at the latest.
         ends = {process.name: process.ends for process in ships.workers}
         return balance(directory / "ledger", connection, ends), nemesis
 

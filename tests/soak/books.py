@@ -12,8 +12,7 @@ from typing import Final
 import psycopg
 from rich.console import Console
 
-from pgoutbox.operations import messages, queue_controls, retention
-from pgoutbox.operations.queue_controls import Rate
+from pgoutbox.operations import MessageFilter, Operator, Rate
 from tests.soak.crew import Process
 from tests.soak.runs import install_refusals
 from tests.soak.witness import install_witness
@@ -45,14 +44,14 @@ def open_books(connection: psycopg.Connection, chance: random.Random) -> None:
     install_refusals(connection)
     connection.execute("CREATE TABLE soak_effect (message_id bigint NOT NULL, attempt_count integer NOT NULL)")
     for topic in FORGOTTEN_TOPICS:
-        retention.set_retention(connection, topic, "sent", timedelta())
+        Operator(connection).set_retention(topic, "sent", timedelta())
     limit(connection, chance)
 
 
 def limit(connection: psycopg.Connection, chance: random.Random) -> None:
     """Change the limits of the limited queues; they stay high enough for the producers' messages."""
-    queue_controls.limit_rate(connection, "rated", Rate(chance.choice([20, 40]), 1), burst=chance.choice([1, 5, 20]))
-    queue_controls.limit_in_flight(connection, "crowded", chance.choice([2, 3, 6]))
+    Operator(connection).limit_rate("rated", Rate(chance.choice([20, 40]), 1), burst=chance.choice([1, 5, 20]))
+    Operator(connection).limit_in_flight("crowded", chance.choice([2, 3, 6]))
 
 
 def drain(connection: psycopg.Connection, ledger: Ledger, workers: Sequence[Process]) -> float | None:
@@ -68,11 +67,11 @@ def drain(connection: psycopg.Connection, ledger: Ledger, workers: Sequence[Proc
         if owed == 0 or now > redriven_at + REDRIVE_SECONDS:
             redriven_at = now
             try:
-                done = messages.redrive_matching(connection, messages.MessageFilter(topic="soak.halted"))
+                done = Operator(connection).redrive_all(MessageFilter(topic="soak.halted"))
             except psycopg.errors.ProgramLimitExceeded:
                 ledger.write("refused", "a redrive")
                 continue
-            if owed == done.redriven == done.locked == 0:
+            if owed == done["redriven"] == done["locked"] == 0:
                 return now - began_at
         if now > reported_at + 10:
             reported_at = now

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from pgoutbox.operations import retention
+from pgoutbox.operations import Operator
 from tests.soak.books import console, drain, open_books
 from tests.soak.crew import LEASE_SECONDS, WORKERS, Process, crew_in
 from tests.soak.runs import Lost
@@ -52,7 +52,7 @@ def fail_over(directory: Path, chance: random.Random) -> Balance:
                 console.print(f"drained in {drained:.1f} s" if drained else "[red]did not drain[/]")
                 for process in workers:
                     process.stop()
-                retention.prune_by_retention(connection)
+                Operator(connection).prune_by_retention()
                 return balance(ledger.path, connection, {process.name: process.ends for process in workers}, lost)
 
 

@@ -21,7 +21,7 @@ import psycopg
 
 from pgoutbox.embedded import EmbeddedServer
 from pgoutbox.message import State
-from pgoutbox.operations import queue_controls, retention
+from pgoutbox.operations import Operator
 from tests.soak.app import LONELY_QUEUE
 from tests.soak.books import limit
 from tests.soak.crew import LEASE_SECONDS, LONELY_WORKER, WORKER_ROLE, Process
@@ -295,10 +295,10 @@ class Nemesis:
         queue = self.chance.choice(["default", "ordered", "rated", "crowded"])
         with self.fleet.connection() as connection:
             # The pause ends by itself if the resume fails.
-            queue_controls.pause_queue(connection, queue, duration=timedelta(seconds=5))
+            Operator(connection).pause(queue, duration=timedelta(seconds=5))
             connection.execute("SELECT pg_notify('pgoutbox', %s)", [queue])
             self._wait(self.chance.uniform(0.2, 2.0))
-            queue_controls.resume_queue(connection, queue)
+            Operator(connection).resume(queue)
 
     def change_limits(self) -> None:
         """Change a rate and an in-flight limit."""
@@ -317,8 +317,8 @@ class Nemesis:
     def prune(self) -> None:
         """Prune by the rules, and delete some of the messages that halt their key."""
         with self.fleet.connection() as connection:
-            retention.prune_by_retention(connection)
-            retention.prune(connection, timedelta(seconds=1), states=[State.FAILED], topic="soak.halted")
+            Operator(connection).prune_by_retention()
+            Operator(connection).prune(timedelta(seconds=1), states=[State.FAILED], topic="soak.halted")
 
     def vacuum(self) -> None:
         """Run vacuum during the load."""

@@ -13,8 +13,7 @@ import pytest
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from pgoutbox.operations import queue_controls
-from pgoutbox.operations.queue_controls import Rate
+from pgoutbox.operations import Operator, Rate
 from tests.soak.runs import Lost, install_refusals
 from tests.soak.verdict import balance
 from tests.soak.witness import beyond_limits, flights, install_witness
@@ -379,7 +378,7 @@ def test_an_attempt_may_be_used_up_unless_the_breaker_was_open_all_the_time(
 def test_the_witness_records_what_the_workers_do(run: tuple[Path, psycopg.Connection]) -> None:
     _, connection = run
     connection.execute("TRUNCATE soak_flight, soak_bucket, soak_breaker, pgoutbox.retention")
-    queue_controls.limit_rate(connection, "rated", Rate(1, 1), burst=1)
+    Operator(connection).limit_rate("rated", Rate(1, 1), burst=1)
     connection.commit()  # It also ends settings that are local to an operator's transaction.
     message_id = enqueue(connection, payload={KEY: "k50", "plan": ["ok"]}, queue="rated")
     claim(connection, queue="rated", by_permits=True)

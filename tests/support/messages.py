@@ -8,7 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pgoutbox.message import State
-from pgoutbox.operations import messages
+from pgoutbox.operations import Operator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,13 +76,18 @@ def put(
     return message_id
 
 
-def meanwhile(patch: pytest.MonkeyPatch, name: str, do: Callable[[], object]) -> None:
-    """Run a concurrent change once, between a filter's query and the action of the operation with this name."""
-    operation = getattr(messages, name)
+def before_each_batch(patch: pytest.MonkeyPatch, do: Callable[[], object]) -> None:
+    """Run something between the search of a bulk act and each batch."""
+    take = Operator._take
 
-    def operate_late(*arguments: object, **named: object) -> object:
-        patch.setattr(messages, name, operation)
+    def take_late(*arguments: object) -> object:
         do()
-        return operation(*arguments, **named)
+        return take(*arguments)  # type: ignore[arg-type]
 
-    patch.setattr(messages, name, operate_late)
+    patch.setattr(Operator, "_take", take_late)
+
+
+def meanwhile(patch: pytest.MonkeyPatch, do: Callable[[], object]) -> None:
+    """Run a concurrent change once, between the search of a bulk act and its first batch."""
+    pending = [do]
+    before_each_batch(patch, lambda: pending.pop()() if pending else None)

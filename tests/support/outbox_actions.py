@@ -16,11 +16,12 @@ from psycopg.rows import class_row
 from psycopg.types.json import Jsonb
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import NO_FLOOR, ClaimedRow, FinishRequest, Floor, HeldRow
+from pgoutbox.database.store import BEGINNING, ClaimedRow, FinishRequest, HeldRow, Position
 from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.settings import Settings
 from pgoutbox.worker import Worker
-from pgoutbox.worker.doorbell import post_keys
+from pgoutbox.worker.doorbell import lock_keys
+from pgoutbox.worker.poll_loop import Result
 from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
@@ -90,8 +91,8 @@ def claim(
     hold_topics: Sequence[str] = (),
     total: int = 100,
     fresh_limit: int | None = None,
-    fresh_floor: Floor | None = None,
-    retry_floor: Floor | None = None,
+    fresh_floor: Position | None = None,
+    retry_floor: Position | None = None,
     suspect_limit: int = 1,
     clock_limit: datetime | None = None,
     fresh_only: bool = False,
@@ -117,10 +118,10 @@ def claim(
     }
     rows: list[ClaimedRow] = []
 
-    def run(statement: LiteralString, limit: int, floor: Floor | None = None, *, was_lapsed: bool = False) -> None:
+    def run(statement: LiteralString, limit: int, floor: Position | None = None, *, was_lapsed: bool = False) -> None:
         if limit <= 0:
             return
-        floor_at, floor_id = floor or NO_FLOOR
+        floor_at, floor_id = floor or BEGINNING
         while True:
             try:
                 answer = connection.execute(
@@ -360,15 +361,23 @@ class WatchedWorker(Worker):
         self.sleeping.clear()
         await self.sleeping.wait()
 
-    async def _sleep_long(self, limit: float) -> None:
-        if not self._wake.is_set():
-            self.asleep.set()
-        await super()._sleep_long(limit)
+    def _assemble(self, *, listen: bool) -> None:
+        super()._assemble(listen=listen)
+        wake, loop = self._signals.wake, self._poll_loop
+        sleep, sleep_until_due = loop.sleep, loop._sleep_until_due
 
-    async def _sleep(self, seconds: float) -> bool:
-        if self.asleep.is_set() and not self._wake.is_set():
-            self.sleeping.set()
-        return await super()._sleep(seconds)
+        async def watched_sleep_until_due(limit: float) -> Result:
+            if not wake.is_set():
+                self.asleep.set()
+            return await sleep_until_due(limit)
+
+        async def watched_sleep(seconds: float) -> bool:
+            if self.asleep.is_set() and not wake.is_set():
+                self.sleeping.set()
+            return await sleep(seconds)
+
+        loop.sleep = watched_sleep  # type: ignore[method-assign] # watched, and otherwise the same
+        loop._sleep_until_due = watched_sleep_until_due  # type: ignore[method-assign] # the same
 
 
 def stumble(message: Message) -> None:
@@ -445,7 +454,7 @@ async def first_of(*events: asyncio.Event) -> None:
         task.cancel()
 
 
-def ask_for_bells(
+def ask_for_locks(
     connection: psycopg.Connection,
     *queues: str,
     topics: Sequence[str] = ("greet",),
@@ -453,11 +462,11 @@ def ask_for_bells(
 ) -> list[tuple[str, str, float | None]]:
     """Query like the listener of a worker with these topics that is deputy of some queues."""
     return connection.execute(
-        sql.ARM,
+        sql.ACQUIRE_LOCKS,
         {
             "queues": list(queues),
-            "watch_keys": post_keys("watch", queues, topics),
-            "deputy_keys": post_keys("deputy", queues, topics),
+            "watch_keys": lock_keys("watch", queues, topics),
+            "deputy_keys": lock_keys("deputy", queues, topics),
             "deputy_of": list(deputy_of),
         },
     ).fetchall()

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pgoutbox.database import sql
-from tests.support.outbox_actions import ask_for_bells
+from tests.support.outbox_actions import ask_for_locks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def sleeping_worker(connect: Connect, bell: str = "armed") -> Iterator[Callable[[], list[str]]]:
+def sleeping_worker(connect: Connect, bell: str = "acquired") -> Iterator[Callable[[], list[str]]]:
     """Open a session that listens and has armed the bell. Yield a function that returns the rung queues so far."""
     listener = connect(autocommit=True)
     listener.execute(sql.LISTEN)
-    assert ask_for_bells(listener, "default") == [("default", bell, None)]
+    assert ask_for_locks(listener, "default") == [("default", bell, None)]
     yield lambda: [notification.payload for notification in listener.notifies(timeout=10, stop_after=1)]

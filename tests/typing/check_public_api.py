@@ -18,6 +18,7 @@ from pgoutbox import (
     EnqueuedMany,
     Message,
     NewMessage,
+    Operator,
     Outbox,
     Permanent,
     Sent,
@@ -28,6 +29,7 @@ from pgoutbox import (
     Webhook,
     Worker,
 )
+from pgoutbox.operations import Batch, MessageFilter, MessageResult, RedriveResult, ResendResult
 from pgoutbox.worker import QueueShare
 
 if TYPE_CHECKING:
@@ -252,3 +254,22 @@ def test_with_the_plugin(driver: OutboxDriver) -> None:
     driver.answer_with(lambda delivery: Transient("451 busy") if delivery.message.attempt_count == 1 else Sent())
     assert_type(driver.assert_enqueued("mail.activation", count=1), list[Row])
     driver.answer_with(lambda delivery: None)  # type: ignore[arg-type, return-value]
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+def operate(dsn: str, connection: psycopg.Connection) -> None:
+    with Operator(dsn, actor="ada") as operator:
+        assert_type(operator, Operator)
+        assert_type(operator.redrive(42), MessageResult[RedriveResult])
+        assert_type(operator.resend(42).result, ResendResult)
+        assert_type(operator.cancel(42).result, CancelResult)
+        assert_type(operator.redrive_all(MessageFilter(topic="mail"))["redriven"], int)
+        for batch in operator.bulk("cancel", [41, 42]):
+            assert_type(batch, Batch)
+            assert_type([answer.result for answer in batch.results], list[RedriveResult | ResendResult | CancelResult])
+        operator.bulk("delete", [42])  # type: ignore[arg-type]
+        operator.redrive("42")  # type: ignore[arg-type]
+    Operator(connection, actor="ada", origin="runbook").pause("mail")
+    Operator(dsn, "ada")  # type: ignore[call-arg]

@@ -19,54 +19,54 @@ def after(*horizons: Horizon) -> Arrivals:
     """Return the state after these answers, each followed by a search that left nothing behind."""
     arrivals = Arrivals()
     for horizon in horizons:
-        arrivals.learn(horizon)
+        arrivals.record(horizon)
         arrivals.note_searched(arrivals.visible_id)
     return arrivals
 
 
-def test_one_snapshot_gives_no_floor_yet() -> None:
-    assert after(quiet(100, 7)).floor_id is None
+def test_one_snapshot_gives_no_seen_id_yet() -> None:
+    assert after(quiet(100, 7)).seen_id is None
 
 
-def test_the_floor_is_the_last_id_before_a_snapshot_without_writers() -> None:
-    assert after(quiet(100, 7), quiet(105, 9)).floor_id == 7
-    assert after(quiet(100, 7), quiet(105, 9), quiet(105, 9)).floor_id == 9
+def test_the_seen_id_is_the_last_id_before_a_snapshot_without_writers() -> None:
+    assert after(quiet(100, 7), quiet(105, 9)).seen_id == 7
+    assert after(quiet(100, 7), quiet(105, 9), quiet(105, 9)).seen_id == 9
 
 
-def test_the_floor_stays_until_every_open_transaction_has_ended() -> None:
+def test_the_seen_id_stays_until_every_open_transaction_has_ended() -> None:
     writer_open = Horizon(START, 103, 105, 9)
-    assert after(quiet(100, 7), writer_open).floor_id is None
-    assert after(quiet(100, 7), writer_open, Horizon(START, 103, 110, 12)).floor_id is None
+    assert after(quiet(100, 7), writer_open).seen_id is None
+    assert after(quiet(100, 7), writer_open, Horizon(START, 103, 110, 12)).seen_id is None
     # The first writer has ended, another one is open: everything that the first snapshot covers is visible.
-    assert after(quiet(100, 7), writer_open, Horizon(START, 106, 110, 12)).floor_id == 7
-    assert after(quiet(100, 7), writer_open, quiet(110, 12)).floor_id == 9
+    assert after(quiet(100, 7), writer_open, Horizon(START, 106, 110, 12)).seen_id == 7
+    assert after(quiet(100, 7), writer_open, quiet(110, 12)).seen_id == 9
 
 
 def test_a_search_that_began_earlier_does_not_count() -> None:
     arrivals = Arrivals()
-    arrivals.learn(quiet(100, 7))
+    arrivals.record(quiet(100, 7))
     before = arrivals.visible_id
-    arrivals.learn(quiet(105, 9))
+    arrivals.record(quiet(105, 9))
     arrivals.note_searched(before)
-    assert arrivals.floor_id is None
+    assert arrivals.seen_id is None
 
 
-def test_the_floor_never_decreases_on_one_server() -> None:
+def test_the_seen_id_never_decreases_on_one_server() -> None:
     arrivals = after(quiet(100, 7), quiet(105, 9), quiet(106, 11))
     arrivals.note_searched(7)
-    assert arrivals.floor_id == 9
+    assert arrivals.seen_id == 9
 
 
 def test_another_server_may_assign_the_same_ids_again() -> None:
     promoted = Horizon(datetime(2024, 1, 2, tzinfo=UTC), 200, 200, 20)
-    assert after(quiet(100, 7), quiet(105, 9), promoted).floor_id is None
-    assert after(quiet(100, 7), quiet(105, 9), quiet(106, 5)).floor_id is None
+    assert after(quiet(100, 7), quiet(105, 9), promoted).seen_id is None
+    assert after(quiet(100, 7), quiet(105, 9), quiet(106, 5)).seen_id is None
 
 
 def test_a_long_writer_costs_only_a_limited_memory() -> None:
     open_for_long = [Horizon(START, 101, 110 + n, 10 + n) for n in range(1000)]
     arrivals = after(quiet(100, 7), *open_for_long)
-    assert arrivals.floor_id is None
+    assert arrivals.seen_id is None
     assert len(arrivals._marks) < 100
-    arrivals.learn(quiet(2000, 2000))
+    arrivals.record(quiet(2000, 2000))
     assert arrivals.visible_id == open_for_long[-1].last_id

@@ -106,7 +106,7 @@ async def test_a_worker_notices_at_the_next_message_that_an_operator_closed_the_
         await until(lambda: all(row.due_in_seconds > HOUR / 2 for row in rows_of(db, *held)))
         host.mood = Mood.TAKE
         db.execute("DELETE FROM pgoutbox.breaker")
-        monkeypatch.setattr(worker._attempts.breakers._shared, "_refreshed_at", -HOUR)  # As if a second had passed.
+        monkeypatch.setattr(worker._executor.breakers._shared, "_refreshed_at", -HOUR)  # As if a second had passed.
         await until(all_sent(db, [enqueue(db, destination=host.destination)]))
         assert {row.state for row in rows_of(db, *held)} == {"pending"}
 
@@ -320,7 +320,7 @@ async def test_the_breaker_closes_by_itself_and_everything_is_delivered_once(dsn
 
 
 def knows_as_open(worker: Worker, key: str) -> bool:
-    circuit = worker._attempts.breakers._circuits.get(key)
+    circuit = worker._executor.breakers._circuits.get(key)
     return circuit is not None and not circuit.breaker.is_closed
 
 

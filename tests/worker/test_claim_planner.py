@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from pgoutbox.database.store import ClaimedRow, DueRow, Floor
+from pgoutbox.database.store import ClaimedRow, DueRow, Position
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.worker.claim_planner import (
     FULL_CLAIM_SECONDS,
@@ -59,20 +59,20 @@ class Clock:
         self.cursor = Cursor()
         self.now = 1000.0
 
-    def start(self, *, from_beginning: bool = False) -> Floor | None:
+    def start(self, *, from_beginning: bool = False) -> Position | None:
         return self.cursor.start(self.now, from_beginning=from_beginning)
 
     def claim(self, *seconds: int, from_beginning: bool = False, took: float = 0.001) -> None:
         self.start(from_beginning=from_beginning)
         began_at, self.now = self.now, self.now + took
-        self.cursor.learn(rows(*seconds), LIMIT, began_at=began_at, ended_at=self.now)
+        self.cursor.record(rows(*seconds), LIMIT, began_at=began_at, ended_at=self.now)
 
 
 def test_the_first_claim_starts_at_the_beginning() -> None:
     assert Clock().start() is None
 
 
-def test_a_filled_claim_sets_the_floor_where_it_ended() -> None:
+def test_a_filled_claim_sets_the_position_where_it_ended() -> None:
     clock = Clock()
     clock.claim(1, 2, 3, 4)
     assert clock.cursor.is_waiting
@@ -111,7 +111,7 @@ def test_slow_claims_from_the_beginning_become_rarer() -> None:
     assert clock.start() is None
 
 
-def test_a_claim_from_the_floor_searches_nothing_before_it() -> None:
+def test_a_claim_from_the_position_of_the_cursor_searches_nothing_before_it() -> None:
     clock = Clock()
     clock.claim(1, 2, 3, 4)
     searched_at = clock.cursor.searched_at
@@ -128,15 +128,15 @@ def plain(now: float = 1000.0) -> ClaimPlanner:
     """Return the lanes of a queue without limits and ordering keys, in which nothing is due."""
     lanes = ClaimPlanner("default")
     for cursor in (lanes.fresh, lanes.retries):
-        cursor.learn([], LIMIT, began_at=now - 1, ended_at=now - 1)
-    lanes.learn_lapsed(began_at=now - 1, ended_at=now - 1)
-    lanes.learn_due(due("default"), asked_at=now, now=now)
+        cursor.record([], LIMIT, began_at=now - 1, ended_at=now - 1)
+    lanes.record_lapsed(began_at=now - 1, ended_at=now - 1)
+    lanes.record_due(due("default"), asked_at=now, now=now)
     return lanes
 
 
 def fill(cursor: Cursor, now: float) -> None:
     """Report a claim that found as much as it asked for."""
-    cursor.learn(rows(1, 2, 3, 4), LIMIT, began_at=now, ended_at=now)
+    cursor.record(rows(1, 2, 3, 4), LIMIT, began_at=now, ended_at=now)
 
 
 def test_the_first_poll_claims_from_all_lanes() -> None:
@@ -149,22 +149,22 @@ def test_if_nothing_else_is_due_a_poll_claims_only_fresh_messages() -> None:
 
 def test_the_other_lanes_are_polled_when_something_falls_due() -> None:
     lanes = plain()
-    lanes.learn_due(due("default", seconds=3.0), asked_at=1000.0, now=1000.0)
+    lanes.record_due(due("default", seconds=3.0), asked_at=1000.0, now=1000.0)
     assert lanes.turns(1002.9) == [FRESH]
     assert set(lanes.turns(1003.1)) == {ENDING, LAPSED, FRESH, RETRIES}
 
 
 def test_the_other_lanes_are_polled_a_few_times_a_second() -> None:
     lanes = plain()
-    lanes.learn_lapsed(began_at=1000.0, ended_at=1000.0)
-    lanes.retries.learn([], LIMIT, began_at=1000.0, ended_at=1000.0)
+    lanes.record_lapsed(began_at=1000.0, ended_at=1000.0)
+    lanes.retries.record([], LIMIT, began_at=1000.0, ended_at=1000.0)
     assert lanes.turns(1000.0 + 0.9 * FULL_CLAIM_SECONDS) == [FRESH]
     assert set(lanes.turns(1000.0 + 1.1 * FULL_CLAIM_SECONDS)) == {ENDING, LAPSED, FRESH, RETRIES}
 
 
 def test_slow_polls_of_lapsed_attempts_become_rarer() -> None:
     lanes = plain()
-    lanes.learn_lapsed(began_at=999.0, ended_at=1000.0)
+    lanes.record_lapsed(began_at=999.0, ended_at=1000.0)
     assert lanes.turns(1000.0 + 0.9 / FULL_CLAIM_SHARE) == [FRESH]
     assert ENDING in lanes.turns(1000.0 + 1.1 / FULL_CLAIM_SHARE)
 
@@ -173,10 +173,10 @@ def test_new_messages_are_enough_until_another_message_falls_due() -> None:
     lanes = plain()
     assert lanes.is_for_new_alone(1e6)
     row = DueRow("default", has_ordered=False, permit_seconds=None, first_due_seconds=3.0, other_due_seconds=None)
-    lanes.learn_due(row, asked_at=1000.0, now=1000.0)
+    lanes.record_due(row, asked_at=1000.0, now=1000.0)
     assert lanes.is_for_new_alone(1002.9)
     assert not lanes.is_for_new_alone(1003.1)
-    lanes.learn_searched()
+    lanes.record_searched()
     assert lanes.is_for_new_alone(1e6)
     lanes.search(now=1000.0)
     assert not lanes.is_for_new_alone(1000.0)
@@ -184,13 +184,13 @@ def test_new_messages_are_enough_until_another_message_falls_due() -> None:
 
 def test_new_messages_are_not_enough_with_a_backlog_or_a_limit() -> None:
     lanes = plain()
-    lanes.fresh.learn_new(rows(1, 2, 3, 4), LIMIT)
+    lanes.fresh.record_new(rows(1, 2, 3, 4), LIMIT)
     assert not lanes.is_for_new_alone(1000.0)
-    lanes.fresh.learn_new(rows(1, 2, 3), LIMIT)
+    lanes.fresh.record_new(rows(1, 2, 3), LIMIT)
     assert lanes.is_for_new_alone(1000.0)
-    assert lanes.learn_due(due("default", is_limited=True), asked_at=1000.0, now=1000.0)
+    assert lanes.record_due(due("default", is_limited=True), asked_at=1000.0, now=1000.0)
     assert not lanes.is_for_new_alone(1000.0)
-    assert lanes.learn_due(due("default"), asked_at=1000.0, now=1000.0)
+    assert lanes.record_due(due("default"), asked_at=1000.0, now=1000.0)
     assert not lanes.is_for_new_alone(1000.0)  # There may be messages without a permit.
 
 
@@ -238,10 +238,10 @@ def test_a_search_that_began_before_the_request_does_not_count() -> None:
     for began_at, is_enough in ((999.9, False), (1000.1, True)):
         for cursor in (lanes.fresh, lanes.retries):
             cursor.start(began_at, from_beginning=True)
-            cursor.learn([], LIMIT, began_at=began_at, ended_at=1000.2)
-        lanes.learn_searched()
-        lanes.learn_lapsed(began_at=began_at, ended_at=1000.2)
-        lanes.learn_due(due("default"), asked_at=1000.2, now=1000.2)
+            cursor.record([], LIMIT, began_at=began_at, ended_at=1000.2)
+        lanes.record_searched()
+        lanes.record_lapsed(began_at=began_at, ended_at=1000.2)
+        lanes.record_due(due("default"), asked_at=1000.2, now=1000.2)
         assert lanes.is_for_new_alone(1000.2) is is_enough
         assert (set(lanes.turns(1000.2)) == {FRESH}) is is_enough
 
@@ -276,7 +276,7 @@ def test_in_a_queue_with_limits_the_lane_of_the_oldest_message_comes_first(
 ) -> None:
     lanes = plain()
     fill(lanes.retries, 1000.0)
-    lanes.learn_due(DueRow("default", False, 0.0, first_seconds, other_seconds), asked_at=1000.0, now=1000.0)
+    lanes.record_due(DueRow("default", False, 0.0, first_seconds, other_seconds), asked_at=1000.0, now=1000.0)
     for _ in range(3):
         turns = lanes.turns(1000.1, fresh_only=True)
         assert next(lane for lane in turns if lane in (FRESH, RETRIES)) is first
@@ -284,22 +284,22 @@ def test_in_a_queue_with_limits_the_lane_of_the_oldest_message_comes_first(
 
 def test_lapsed_attempts_are_in_every_poll_while_suspects_wait() -> None:
     lanes = plain()
-    lanes.suspects.learn(1, 1, in_flight=0, is_filled=False)
+    lanes.suspects.record(1, 1, in_flight=0, is_filled=False)
     assert lanes.turns(1000.0) == [ENDING, LAPSED, FRESH]
 
 
 def test_the_oldest_search_gives_the_time_since_when_messages_may_have_fallen_due() -> None:
     lanes = ClaimPlanner("default")
     assert lanes.others_searched_at == -math.inf
-    lanes.retries.learn([], LIMIT, began_at=1002.0, ended_at=1002.0)
+    lanes.retries.record([], LIMIT, began_at=1002.0, ended_at=1002.0)
     assert lanes.others_searched_at == -math.inf
-    lanes.learn_lapsed(began_at=1001.0, ended_at=1001.5)
+    lanes.record_lapsed(began_at=1001.0, ended_at=1001.5)
     assert lanes.others_searched_at == 1001.0
-    lanes.learn_due(due("default", seconds=-1.0), asked_at=1003.0, now=1003.1)
+    lanes.record_due(due("default", seconds=-1.0), asked_at=1003.0, now=1003.1)
     assert lanes.others_searched_at == 1001.0
-    lanes.learn_due(due("default", seconds=1.0), asked_at=None, now=1003.1)
+    lanes.record_due(due("default", seconds=1.0), asked_at=None, now=1003.1)
     assert lanes.others_searched_at == 1001.0
-    lanes.learn_due(due("default", seconds=1.0), asked_at=1003.0, now=1003.1)
+    lanes.record_due(due("default", seconds=1.0), asked_at=1003.0, now=1003.1)
     assert lanes.others_searched_at == 1003.0
 
 
@@ -351,18 +351,18 @@ def test_every_queue_is_in_each_poll_once() -> None:
 def test_a_newly_ordered_or_limited_queue_is_reported_once() -> None:
     queues = queues_of("a", "b")
     # All queues count as such until the database has answered.
-    assert not queues.learn_due([due("a"), due("b", has_ordered=True)], asked_at=0.0, now=0.0)
-    assert queues.learn_due([due("a", has_ordered=True), due("b", has_ordered=True)], asked_at=0.0, now=0.0)
-    assert not queues.learn_due([due("a", has_ordered=True), due("b")], asked_at=0.0, now=0.0)
-    assert queues.learn_due([due("a", has_ordered=True), due("b", is_limited=True)], asked_at=0.0, now=0.0)
-    assert not queues.learn_due([due("a"), due("b", is_limited=True)], asked_at=0.0, now=0.0)
+    assert not queues.record_due([due("a"), due("b", has_ordered=True)], asked_at=0.0, now=0.0)
+    assert queues.record_due([due("a", has_ordered=True), due("b", has_ordered=True)], asked_at=0.0, now=0.0)
+    assert not queues.record_due([due("a", has_ordered=True), due("b")], asked_at=0.0, now=0.0)
+    assert queues.record_due([due("a", has_ordered=True), due("b", is_limited=True)], asked_at=0.0, now=0.0)
+    assert not queues.record_due([due("a"), due("b", is_limited=True)], asked_at=0.0, now=0.0)
 
 
 def test_the_end_of_an_attempt_triggers_a_search_in_limited_or_ordered_queues() -> None:
     queues = queues_of("a", "b")
-    queues.learn_due([due("a"), due("b")], asked_at=0.0, now=0.0)
+    queues.record_due([due("a"), due("b")], asked_at=0.0, now=0.0)
     assert not queues.may_wait_for_ends
-    queues.learn_due([due("a"), due("b", is_limited=True)], asked_at=0.0, now=0.0)
+    queues.record_due([due("a"), due("b", is_limited=True)], asked_at=0.0, now=0.0)
     assert queues.may_wait_for_ends
-    queues.learn_due([due("a", has_ordered=True), due("b")], asked_at=0.0, now=0.0)
+    queues.record_due([due("a", has_ordered=True), due("b")], asked_at=0.0, now=0.0)
     assert queues.may_wait_for_ends

@@ -11,7 +11,7 @@ def claimed(suspects: CrashSuspects, found: int, *, in_flight: int = 0, room: in
     """Record a claim that found this many."""
     limit = suspects.limit(room, in_flight)
     assert found <= limit
-    return suspects.learn(limit, found, in_flight=in_flight, is_filled=found == room)
+    return suspects.record(limit, found, in_flight=in_flight, is_filled=found == room)
 
 
 def grouped(*limits: int) -> CrashSuspects:

@@ -177,7 +177,7 @@ async def test_a_run_continues_if_a_suspect_ends_during_a_claim_that_skipped_the
             # The third poll beside the suspect starts from the beginning, after which a run may end.
             if len(looks) == 3 and not gate.opened.is_set():
                 gate.opened.set()
-                await until(lambda: not worker._held)
+                await until(lambda: not worker._in_flight)
             return rows
 
     monkeypatch.setattr(pgoutbox.worker.worker, "Store", SlowStore)

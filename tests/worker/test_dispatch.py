@@ -17,8 +17,8 @@ from pgoutbox.handlers import Context, Handler, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Transient, Unavailable
 from pgoutbox.retry import MAX_DELAY_SECONDS, bounded_delay
 from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
+from pgoutbox.worker.attempt import Attempt, watch_thread
 from pgoutbox.worker.dispatcher import Dispatcher
-from pgoutbox.worker.results import Attempt, watch_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,10 +1,11 @@
-"""Tests the doorbell: no commit is missed, and no commit rings while no worker sleeps."""
+"""Tests the doorbell: no commit is missed, and no commit notifies while no worker is idle."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import math
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -21,11 +22,12 @@ from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.claim_planner import parse_queues
-from pgoutbox.worker.doorbell import Bell, Doorbell
+from pgoutbox.worker.doorbell import Doorbell, LockAnswer
+from pgoutbox.worker.poll_loop import Signals
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
-    ask_for_bells,
+    ask_for_locks,
     enqueue,
     first_of,
     reports,
@@ -44,349 +46,353 @@ if TYPE_CHECKING:
 
 
 # It answers when the lock is free, but from its old snapshot.
-GATED_ARM = f"""
-    WITH answer(queue, bell, permit_seconds) AS MATERIALIZED ({sql.ARM})
-    SELECT queue, bell, permit_seconds FROM answer WHERE pg_advisory_lock_shared(1) IS NOT NULL
+GATED_ACQUIRE = f"""
+    WITH answer(queue, answer, permit_seconds) AS MATERIALIZED ({sql.ACQUIRE_LOCKS})
+    SELECT queue, answer, permit_seconds FROM answer WHERE pg_advisory_lock_shared(1) IS NOT NULL
 """
 
 
-class Bellman:
-    """A doorbell and its rings; `checked` is set when a deputy should poll."""
+class Notified:
+    """A doorbell and the queues of its notifications; `checked` is set when a deputy should poll."""
 
     def __init__(self, dsn: str, topics: Sequence[str]) -> None:
-        self.rings: list[str | None] = []
-        self.rang = asyncio.Event()
+        self.queues: list[str | None] = []
+        self.heard = asyncio.Event()
         self.checked = asyncio.Event()
         self.telemetry = Telemetry(logging.getLogger("pgoutbox.test"))
         self.topics = list(topics)
-        self.bell = Doorbell(
+        self.doorbell = Doorbell(
             settings_for(dsn),
             self.topics,
-            on_ring=self._on_ring,
-            on_check=self.checked.set,
+            on_notification=self._on_notification,
+            on_deputy_due=self.checked.set,
             telemetry=self.telemetry,
         )
 
-    def _on_ring(self, queue: str | None, /, *, is_new: bool = False) -> None:
-        self.rings.append(queue)
-        self.rang.set()
+    def _on_notification(self, queue: str | None, /, *, is_new: bool = False) -> None:
+        self.queues.append(queue)
+        self.heard.set()
 
-    async def rings_so_far(self) -> list[str | None]:
-        """Return the rings so far. The answer to a heartbeat arrives after every ring in transit."""
-        await self.bell._probe()
-        return self.rings
+    async def queues_so_far(self) -> list[str | None]:
+        """Return the queues so far. The answer to a heartbeat arrives after every notification in transit."""
+        await self.doorbell._heartbeat()
+        return self.queues
 
 
 @pytest.fixture
-async def bellmen(dsn: str) -> AsyncIterator[Callable[..., Bellman]]:
+async def notified(dsn: str) -> AsyncIterator[Callable[..., Notified]]:
     """Create doorbells, and stop them when the test ends. The test starts them."""
-    made: list[Bellman] = []
+    made: list[Notified] = []
 
-    def make(*topics: str) -> Bellman:
-        made.append(Bellman(dsn, topics or ["greet"]))
+    def make(*topics: str) -> Notified:
+        made.append(Notified(dsn, topics or ["greet"]))
         return made[-1]
 
     yield make
-    for bellman in made:
-        await bellman.bell.stop()
+    for one in made:
+        await one.doorbell.stop()
 
 
-async def started(bellmen: Callable[..., Bellman], *topics: str) -> Bellman:
-    bellman = bellmen(*topics)
-    await bellman.bell.start()
-    return bellman
+async def started(notified: Callable[..., Notified], *topics: str) -> Notified:
+    one = notified(*topics)
+    await one.doorbell.start()
+    return one
 
 
-async def test_an_enqueue_does_not_ring_while_no_worker_sleeps(
-    bellmen: Callable[..., Bellman], db: psycopg.Connection
+async def test_an_enqueue_does_not_notify_while_no_worker_is_idle(
+    notified: Callable[..., Notified], db: psycopg.Connection
 ) -> None:
-    bellman = await started(bellmen)
+    one = await started(notified)
     enqueue(db)
-    assert await bellman.rings_so_far() == []
+    assert await one.queues_so_far() == []
 
 
-async def test_every_commit_rings_while_the_bell_is_armed(
-    bellmen: Callable[..., Bellman], connect: Connect, db: psycopg.Connection
+async def test_every_commit_notifies_while_a_worker_has_the_wake_up_lock(
+    notified: Callable[..., Notified], connect: Connect, db: psycopg.Connection
 ) -> None:
-    bellman, rolling_back = await started(bellmen), connect()
-    assert await bellman.bell.arm(["default"]) is Bell.ARMED
+    one, rolling_back = await started(notified), connect()
+    assert await one.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
     enqueue(db)
     enqueue(db)
     enqueue(rolling_back)
     rolling_back.rollback()
-    assert await bellman.rings_so_far() == ["default", "default"]
+    assert await one.queues_so_far() == ["default", "default"]
 
 
-async def test_the_ring_contains_only_the_queue(bellmen: Callable[..., Bellman], db: psycopg.Connection) -> None:
-    bellman = await started(bellmen)
-    await bellman.bell.arm(["default", "bulk"])
+async def test_the_notification_contains_only_the_queue(
+    notified: Callable[..., Notified], db: psycopg.Connection
+) -> None:
+    one = await started(notified)
+    await one.doorbell.acquire(["default", "bulk"])
     enqueue(db, queue="bulk", payload={"secret": "s3cret"})
     enqueue(db, queue="other")
-    assert await bellman.rings_so_far() == ["bulk"]
+    assert await one.queues_so_far() == ["bulk"]
 
 
-async def test_an_enqueue_can_request_no_ring(bellmen: Callable[..., Bellman], db: psycopg.Connection) -> None:
-    bellman = await started(bellmen)
-    await bellman.bell.arm(["default"])
+async def test_an_enqueue_can_request_no_notification(
+    notified: Callable[..., Notified], db: psycopg.Connection
+) -> None:
+    one = await started(notified)
+    await one.doorbell.acquire(["default"])
     enqueue(db, notify=False)
-    assert await bellman.rings_so_far() == []
+    assert await one.queues_so_far() == []
 
 
-async def test_arming_reports_open_enqueues_until_they_have_committed(
-    bellmen: Callable[..., Bellman], connect: Connect
+async def test_acquiring_reports_open_enqueues_until_they_have_committed(
+    notified: Callable[..., Notified], connect: Connect
 ) -> None:
-    bellman, producer = await started(bellmen), connect()
+    one, producer = await started(notified), connect()
     enqueue(producer)
-    assert await bellman.bell.arm(["default"]) is Bell.PRODUCERS
+    assert await one.doorbell.acquire(["default"]) is LockAnswer.PRODUCERS
     producer.commit()
-    assert await bellman.bell.arm(["default"]) is Bell.ARMED
-    assert await bellman.bell.arm(["default"]) is Bell.STILL_ARMED
+    assert await one.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
+    assert await one.doorbell.acquire(["default"]) is LockAnswer.UNCHANGED
 
 
-async def test_of_two_sleepers_the_one_on_watch_is_rung(
-    bellmen: Callable[..., Bellman], db: psycopg.Connection
+async def test_of_two_idle_workers_the_one_on_watch_is_notified(
+    notified: Callable[..., Notified], db: psycopg.Connection
 ) -> None:
-    first, second = await started(bellmen), await started(bellmen)
-    assert await first.bell.arm(["default"]) is Bell.ARMED
-    assert await second.bell.arm(["default"]) is Bell.ARMED
+    first, second = await started(notified), await started(notified)
+    assert await first.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
+    assert await second.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
     enqueue(db)
-    assert (await first.rings_so_far(), await second.rings_so_far()) == (["default"], [])
-    assert await second.bell.arm(["default"]) is Bell.STILL_ARMED
+    assert (await first.queues_so_far(), await second.queues_so_far()) == (["default"], [])
+    assert await second.doorbell.acquire(["default"]) is LockAnswer.UNCHANGED
 
 
-async def test_of_the_other_sleepers_one_polls_after_the_watch_had_time_to_answer(
-    bellmen: Callable[..., Bellman], db: psycopg.Connection
+async def test_of_the_other_idle_workers_one_polls_after_the_watch_had_time_to_answer(
+    notified: Callable[..., Notified], db: psycopg.Connection
 ) -> None:
-    watch, deputy, sleeper = [await started(bellmen) for _ in range(3)]
-    for bellman in (watch, deputy, sleeper):
-        await bellman.bell.arm(["default"])
+    watch, deputy, idle = [await started(notified) for _ in range(3)]
+    for one in (watch, deputy, idle):
+        await one.doorbell.acquire(["default"])
     enqueue(db)
     async with asyncio.timeout(PATIENCE_SECONDS):
         await deputy.checked.wait()
     assert not watch.checked.is_set()
-    assert not sleeper.checked.is_set()
-    assert (await watch.rings_so_far(), await deputy.rings_so_far(), await sleeper.rings_so_far()) == (
+    assert not idle.checked.is_set()
+    assert (await watch.queues_so_far(), await deputy.queues_so_far(), await idle.queues_so_far()) == (
         ["default"],
         [],
         [],
     )
 
 
-async def test_the_watches_of_different_topics_are_both_rung(
-    bellmen: Callable[..., Bellman], db: psycopg.Connection
+async def test_the_watches_of_different_topics_are_both_notified(
+    notified: Callable[..., Notified], db: psycopg.Connection
 ) -> None:
-    first, second = await started(bellmen, "greet"), await started(bellmen, "greet", "bill")
-    await first.bell.arm(["default"])
-    await second.bell.arm(["default"])
+    first, second = await started(notified, "greet"), await started(notified, "greet", "bill")
+    await first.doorbell.acquire(["default"])
+    await second.doorbell.acquire(["default"])
     enqueue(db)
-    assert (await first.rings_so_far(), await second.rings_so_far()) == (["default"], ["default"])
+    assert (await first.queues_so_far(), await second.queues_so_far()) == (["default"], ["default"])
 
 
-async def test_an_enqueue_does_not_ring_while_the_watch_polls(
-    bellmen: Callable[..., Bellman], db: psycopg.Connection
+async def test_an_enqueue_does_not_notify_while_the_watch_polls(
+    notified: Callable[..., Notified], db: psycopg.Connection
 ) -> None:
-    watch, deputy = await started(bellmen), await started(bellmen)
-    await watch.bell.arm(["default"])
-    await deputy.bell.arm(["default"])
-    await watch.bell.lower()
-    assert watch.bell.is_on_watch
+    watch, deputy = await started(notified), await started(notified)
+    await watch.doorbell.acquire(["default"])
+    await deputy.doorbell.acquire(["default"])
+    await watch.doorbell.release_wake_up_locks()
+    assert watch.doorbell.is_on_watch
     enqueue(db)
-    assert (await watch.rings_so_far(), await deputy.rings_so_far()) == ([], [])
+    assert (await watch.queues_so_far(), await deputy.queues_so_far()) == ([], [])
     # The deputy has heard of it, and polls in place of the watch.
     async with asyncio.timeout(PATIENCE_SECONDS):
         await deputy.checked.wait()
-    assert await deputy.bell.arm(["default"]) is Bell.ARMED
-    assert deputy.bell.unarmed_seconds is not None
+    assert await deputy.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
+    assert math.isfinite(deputy.doorbell.max_sleep_seconds)
     enqueue(db)
-    assert (await watch.rings_so_far(), await deputy.rings_so_far()) == ([], [])
-    assert await watch.bell.arm(["default"]) is Bell.ARMED
-    assert await deputy.bell.arm(["default"]) is Bell.ARMED
-    assert deputy.bell.unarmed_seconds is None
+    assert (await watch.queues_so_far(), await deputy.queues_so_far()) == ([], [])
+    assert await watch.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
+    assert await deputy.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
+    assert deputy.doorbell.max_sleep_seconds == math.inf
 
 
-async def test_a_bell_lowered_while_a_deputy_asks_for_it_makes_it_ask_again(
-    bellmen: Callable[..., Bellman], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+async def test_a_lock_released_while_a_deputy_asks_for_it_makes_it_ask_again(
+    notified: Callable[..., Notified], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The notification arrives with the answer that the watch has armed the bell."""
-    watch, deputy = await started(bellmen), await started(bellmen)
-    await watch.bell.arm(["default"])
-    monkeypatch.setattr(sql, "ARM", GATED_ARM)
+    """The notification arrives with the answer that the watch has the wake-up lock."""
+    watch, deputy = await started(notified), await started(notified)
+    await watch.doorbell.acquire(["default"])
+    monkeypatch.setattr(sql, "ACQUIRE_LOCKS", GATED_ACQUIRE)
     db.execute("SELECT pg_advisory_lock(1)")
-    asking: asyncio.Task[object] = asyncio.create_task(deputy.bell.arm(["default"]))
+    asking: asyncio.Task[object] = asyncio.create_task(deputy.doorbell.acquire(["default"]))
     await until_blocked(db, asking)
-    await watch.bell.lower()
+    await watch.doorbell.release_wake_up_locks()
     db.execute("SELECT pg_advisory_unlock(1)")
     await asking
-    assert deputy.rings == ["default"]
-    assert deputy.bell.unarmed_seconds is None
-    assert await deputy.bell.arm(["default"]) is Bell.ARMED
-    assert deputy.bell.unarmed_seconds is not None
+    assert deputy.queues == ["default"]
+    assert deputy.doorbell.max_sleep_seconds == math.inf
+    assert await deputy.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
+    assert math.isfinite(deputy.doorbell.max_sleep_seconds)
 
 
-async def test_a_lowered_bell_is_taken_over_by_the_watch_of_other_topics(
-    bellmen: Callable[..., Bellman], db: psycopg.Connection
+async def test_a_released_wake_up_lock_is_taken_over_by_the_watch_of_other_topics(
+    notified: Callable[..., Notified], db: psycopg.Connection
 ) -> None:
-    first, second = await started(bellmen, "greet"), await started(bellmen, "bill")
-    await first.bell.arm(["default"])
-    await second.bell.arm(["default"])
-    assert (first.bell.is_armed, second.bell.is_armed) == (True, False)
-    await first.bell.lower()
-    assert await second.rings_so_far() == ["default"]
-    assert await second.bell.arm(["default"]) is Bell.ARMED
-    assert second.bell.is_armed
+    first, second = await started(notified, "greet"), await started(notified, "bill")
+    await first.doorbell.acquire(["default"])
+    await second.doorbell.acquire(["default"])
+    assert (first.doorbell.has_wake_up_lock, second.doorbell.has_wake_up_lock) == (True, False)
+    await first.doorbell.release_wake_up_locks()
+    assert await second.queues_so_far() == ["default"]
+    assert await second.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
+    assert second.doorbell.has_wake_up_lock
     enqueue(db)
-    assert await second.rings_so_far() == ["default", "default"]
+    assert await second.queues_so_far() == ["default", "default"]
 
 
 async def test_a_worker_whose_topics_change_leaves_its_watch_to_others(
-    bellmen: Callable[..., Bellman], db: psycopg.Connection
+    notified: Callable[..., Notified], db: psycopg.Connection
 ) -> None:
-    first, second = await started(bellmen, "greet", "bill"), await started(bellmen, "greet", "bill")
-    await first.bell.arm(["default"])
-    await second.bell.arm(["default"])
+    first, second = await started(notified, "greet", "bill"), await started(notified, "greet", "bill")
+    await first.doorbell.acquire(["default"])
+    await second.doorbell.acquire(["default"])
     first.topics.remove("greet")
-    assert await first.bell.arm(["default"]) is Bell.ARMED
-    assert await second.rings_so_far() == ["default"]
-    assert await second.bell.arm(["default"]) is Bell.ARMED
+    assert await first.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
+    assert await second.queues_so_far() == ["default"]
+    assert await second.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
     enqueue(db)
-    assert await second.rings_so_far() == ["default", "default"]
+    assert await second.queues_so_far() == ["default", "default"]
 
 
-async def test_a_released_bell_wakes_the_other_sleepers_and_rings_no_more(
-    bellmen: Callable[..., Bellman], db: psycopg.Connection
+async def test_a_released_watch_wakes_the_other_idle_workers_and_is_not_notified(
+    notified: Callable[..., Notified], db: psycopg.Connection
 ) -> None:
-    first, second = await started(bellmen), await started(bellmen)
-    await first.bell.arm(["default"])
-    await second.bell.arm(["default"])
-    await first.bell.disarm()
-    assert (await first.rings_so_far(), await second.rings_so_far()) == ([], ["default"])
-    assert not second.bell.is_armed
+    first, second = await started(notified), await started(notified)
+    await first.doorbell.acquire(["default"])
+    await second.doorbell.acquire(["default"])
+    await first.doorbell.release()
+    assert (await first.queues_so_far(), await second.queues_so_far()) == ([], ["default"])
+    assert not second.doorbell.has_wake_up_lock
     enqueue(db)
-    assert (await first.rings_so_far(), await second.rings_so_far()) == ([], ["default"])
-    assert await second.bell.arm(["default"]) is Bell.ARMED
+    assert (await first.queues_so_far(), await second.queues_so_far()) == ([], ["default"])
+    assert await second.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
     enqueue(db)
-    assert await second.rings_so_far() == ["default", "default"]
+    assert await second.queues_so_far() == ["default", "default"]
 
 
-def test_the_bells_of_two_queues_are_two_locks(connect: Connect) -> None:
-    sleeper, other = connect(autocommit=True), connect(autocommit=True)
-    assert ask_for_bells(sleeper, "a") == [("a", "armed", None)]
-    assert ask_for_bells(other, "a", "b") == [("a", "deputy", None), ("b", "armed", None)]
+def test_the_wake_up_locks_of_two_queues_are_two_locks(connect: Connect) -> None:
+    idle, other = connect(autocommit=True), connect(autocommit=True)
+    assert ask_for_locks(idle, "a") == [("a", "acquired", None)]
+    assert ask_for_locks(other, "a", "b") == [("a", "deputy", None), ("b", "acquired", None)]
 
 
 def test_each_post_belongs_to_one_session(connect: Connect) -> None:
     sessions = [connect(autocommit=True) for _ in range(4)]
-    assert [ask_for_bells(session, "a")[0][1] for session in sessions] == ["armed", "deputy", "sleeper", "sleeper"]
-    sessions[0].execute(sql.LOWER, {"queues": ["a"]})
-    assert ask_for_bells(sessions[1], "a", deputy_of=["a"]) == [("a", "polled", None)]
-    assert ask_for_bells(sessions[2], "a") == [("a", "sleeper", None)]
-    assert ask_for_bells(sessions[0], "a") == [("a", "armed", None)]
-    sessions[0].execute(sql.DISARM, {"queues": ["a"]})
+    assert [ask_for_locks(session, "a")[0][1] for session in sessions] == ["acquired", "deputy", "idle", "idle"]
+    sessions[0].execute(sql.RELEASE_WAKE_UP_LOCKS, {"queues": ["a"]})
+    assert ask_for_locks(sessions[1], "a", deputy_of=["a"]) == [("a", "polled", None)]
+    assert ask_for_locks(sessions[2], "a") == [("a", "idle", None)]
+    assert ask_for_locks(sessions[0], "a") == [("a", "acquired", None)]
+    sessions[0].execute(sql.RELEASE_LOCKS, {"queues": ["a"]})
     # A deputy that goes on watch leaves its post to the next worker.
-    assert ask_for_bells(sessions[1], "a", deputy_of=["a"]) == [("a", "armed", None)]
-    assert ask_for_bells(sessions[3], "a") == [("a", "deputy", None)]
-    assert ask_for_bells(sessions[2], "a", topics=["bill"]) == [("a", "rung", None)]
+    assert ask_for_locks(sessions[1], "a", deputy_of=["a"]) == [("a", "acquired", None)]
+    assert ask_for_locks(sessions[3], "a") == [("a", "deputy", None)]
+    assert ask_for_locks(sessions[2], "a", topics=["bill"]) == [("a", "notified", None)]
 
 
-def test_trying_a_bell_that_producers_hold_leaves_no_share_of_the_lock(connect: Connect) -> None:
-    sleeper, producer, other = connect(autocommit=True), connect(), connect(autocommit=True)
+def test_trying_a_lock_that_producers_hold_leaves_no_share_of_it(connect: Connect) -> None:
+    idle, producer, other = connect(autocommit=True), connect(), connect(autocommit=True)
     enqueue(producer)
-    assert ask_for_bells(sleeper, "default") == [("default", "producers", None)]
-    assert ask_for_bells(other, "default") == [("default", "polled", None)]
+    assert ask_for_locks(idle, "default") == [("default", "producers", None)]
+    assert ask_for_locks(other, "default") == [("default", "polled", None)]
     producer.commit()
-    assert ask_for_bells(other, "default", topics=["bill"]) == [("default", "armed", None)]
-    assert ask_for_bells(sleeper, "default") == [("default", "rung", None)]
+    assert ask_for_locks(other, "default", topics=["bill"]) == [("default", "acquired", None)]
+    assert ask_for_locks(idle, "default") == [("default", "notified", None)]
     other.execute("SELECT pg_advisory_unlock_all()")
-    assert ask_for_bells(sleeper, "default") == [("default", "armed", None)]
+    assert ask_for_locks(idle, "default") == [("default", "acquired", None)]
 
 
 @pytest.mark.slow
-async def test_the_next_heartbeat_detects_a_bell_that_ended_with_its_session(
-    bellmen: Callable[..., Bellman], db: psycopg.Connection
+async def test_the_next_heartbeat_detects_a_lock_that_ended_with_its_session(
+    notified: Callable[..., Notified], db: psycopg.Connection
 ) -> None:
-    second, first = await started(bellmen), await started(bellmen)
-    assert await first.bell.arm(["default"]) is Bell.ARMED
-    assert await second.bell.arm(["default"]) is Bell.ARMED
-    second.rang.clear()
-    assert first.bell._connection is not None
-    pid = first.bell._connection.pgconn.backend_pid
-    # Like after a SIGKILL: the session ends without releasing its bell.
-    assert first.bell._task is not None
-    first.bell._task.cancel()
+    second, first = await started(notified), await started(notified)
+    assert await first.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
+    assert await second.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
+    second.heard.clear()
+    assert first.doorbell._connection is not None
+    pid = first.doorbell._connection.pgconn.backend_pid
+    # Like after a SIGKILL: the session ends without releasing its lock.
+    assert first.doorbell._task is not None
+    first.doorbell._task.cancel()
     # Not on the event loop: the other listener's heartbeats must be answered in the meantime.
     await asyncio.to_thread(db.execute, "SELECT pg_terminate_backend(%s, 10000)", (pid,))
     enqueue(db)
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await second.rang.wait()
-    assert second.rings == ["default"]
+        await second.heard.wait()
+    assert second.queues == ["default"]
     enqueue(db)
-    assert await second.rings_so_far() == ["default", "default"]
+    assert await second.queues_so_far() == ["default", "default"]
     # It was locked once, and is released immediately.
-    await second.bell.disarm()
-    third = await started(bellmen)
-    assert await third.bell.arm(["default"]) is Bell.ARMED
-    assert third.bell._armed == {"default"}
+    await second.doorbell.release()
+    third = await started(notified)
+    assert await third.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
+    assert third.doorbell._wake_up_locks == {"default"}
 
 
-async def test_two_concurrent_requests_for_a_bell_lock_it_once(
-    bellmen: Callable[..., Bellman], connect: Connect
+async def test_two_concurrent_requests_for_a_lock_take_it_once(
+    notified: Callable[..., Notified], connect: Connect
 ) -> None:
-    sleeper, bell = connect(autocommit=True), (await started(bellmen)).bell
-    assert ask_for_bells(sleeper, "default") == [("default", "armed", None)]
-    assert await bell.arm(["default"]) is Bell.ARMED
-    assert bell._trusted == {"default"}
-    sleeper.execute("SELECT pg_advisory_unlock_all()")
+    idle, doorbell = connect(autocommit=True), (await started(notified)).doorbell
+    assert ask_for_locks(idle, "default") == [("default", "acquired", None)]
+    assert await doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
+    assert doorbell._relied_on == {"default"}
+    idle.execute("SELECT pg_advisory_unlock_all()")
 
-    async def arm_after_news() -> None:
-        bell._trusted.clear()
-        await bell.arm(["default"])
+    async def acquire_after_news() -> None:
+        doorbell._relied_on.clear()
+        await doorbell.acquire(["default"])
 
-    await asyncio.gather(bell._doubt(), arm_after_news())
-    assert bell._armed == {"default"}
+    await asyncio.gather(doorbell._recheck(), acquire_after_news())
+    assert doorbell._wake_up_locks == {"default"}
     # A session that has locked twice still holds the lock after one release.
-    await bell.lower()
-    assert ask_for_bells(sleeper, "default", topics=["bill"]) == [("default", "armed", None)]
+    await doorbell.release_wake_up_locks()
+    assert ask_for_locks(idle, "default", topics=["bill"]) == [("default", "acquired", None)]
 
 
-async def test_arming_without_a_listener_reports_that(bellmen: Callable[..., Bellman]) -> None:
-    bellman = bellmen()
-    assert await bellman.bell.arm(["default"]) is Bell.DOWN
-    assert not bellman.bell.is_up
+async def test_acquiring_without_a_listener_reports_that(notified: Callable[..., Notified]) -> None:
+    one = notified()
+    assert await one.doorbell.acquire(["default"]) is LockAnswer.NO_LISTENER
+    assert not one.doorbell.is_up
 
 
-async def test_a_lost_listener_reconnects_without_bells_and_rings_for_missed_notifications(
-    bellmen: Callable[..., Bellman], db: psycopg.Connection
+async def test_a_lost_listener_reconnects_without_locks_and_reports_missed_notifications(
+    notified: Callable[..., Notified], db: psycopg.Connection
 ) -> None:
-    bellman = await started(bellmen)
-    await bellman.bell.arm(["default"])
+    one = await started(notified)
+    await one.doorbell.acquire(["default"])
     terminate_listeners(db)
     async with asyncio.timeout(PATIENCE_SECONDS):
         # Once at the loss, so that the worker polls, and once after the reconnect.
-        while len(bellman.rings) < 2:
-            bellman.rang.clear()
-            await bellman.rang.wait()
-    assert bellman.rings == [None, None]
-    assert (bellman.telemetry.counts[LogEvent.LISTENER_LOST], bellman.telemetry.counts[LogEvent.LISTENER_BACK]) == (
+        while len(one.queues) < 2:
+            one.heard.clear()
+            await one.heard.wait()
+    assert one.queues == [None, None]
+    assert (one.telemetry.counts[LogEvent.LISTENER_LOST], one.telemetry.counts[LogEvent.LISTENER_BACK]) == (
         1,
         1,
     )
-    assert await bellman.bell.arm(["default"]) is Bell.ARMED
+    assert await one.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
     enqueue(db)
-    assert await bellman.rings_so_far() == [None, None, "default"]
+    assert await one.queues_so_far() == [None, None, "default"]
 
 
 async def test_a_session_that_no_longer_listens_is_abandoned(
-    bellmen: Callable[..., Bellman], db: psycopg.Connection
+    notified: Callable[..., Notified], db: psycopg.Connection
 ) -> None:
-    bellman = await started(bellmen)
-    connection = bellman.bell._connection
+    one = await started(notified)
+    connection = one.doorbell._connection
     assert connection is not None
-    await bellman.bell._ask("UNLISTEN *", {})
-    await bellman.bell._probe()
+    await one.doorbell._ask("UNLISTEN *", {})
+    await one.doorbell._heartbeat()
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await bellman.rang.wait()
-    assert bellman.telemetry.counts[LogEvent.LISTENER_LOST] == 1
-    assert await bellman.bell.arm(["default"]) is Bell.ARMED
+        await one.heard.wait()
+    assert one.telemetry.counts[LogEvent.LISTENER_LOST] == 1
+    assert await one.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
 
 
 def terminate_listeners(db: psycopg.Connection) -> int:
@@ -479,31 +485,31 @@ def allow_connections(gate: psycopg.Connection, database: str, answer: str) -> N
     )
 
 
-async def test_a_ring_during_an_empty_poll_is_not_forgotten(
+async def test_a_notification_during_an_empty_poll_is_not_forgotten(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A spurious ring wakes the worker, whose claim finds nothing. A message commits before that claim has returned."""
+    """A false notification wakes the worker. A message commits before its claim, which finds nothing, returns."""
     receiver = Receiver(dsn)
     worker = WatchedWorker(receiver.outbox)
-    claim_once, on_ring = Store.claim, Worker._on_ring
-    rung, gate_is_open = asyncio.Event(), False
+    claim_once, note_notification = Store.claim, Signals.note_notification
+    was_notified, gate_is_open = asyncio.Event(), False
 
     async def claim_and_miss(self: Store, queue: str, **options: object) -> object:
         nonlocal gate_is_open
         rows = await claim_once(self, queue, **options)  # type: ignore[arg-type] # passed on as they came
         if gate_is_open:
             gate_is_open = False
-            rung.clear()
+            was_notified.clear()
             enqueue(db)
-            await rung.wait()
+            await was_notified.wait()
         return rows
 
-    def note_ring(self: Worker, queue: str | None, /, *, is_new: bool = False) -> None:
-        on_ring(self, queue, is_new=is_new)
-        rung.set()
+    def note_and_tell(self: Signals, queue: str | None, /, *, is_new: bool = False) -> None:
+        note_notification(self, queue, is_new=is_new)
+        was_notified.set()
 
     monkeypatch.setattr(Store, "claim", claim_and_miss)
-    monkeypatch.setattr(Worker, "_on_ring", note_ring)
+    monkeypatch.setattr(Signals, "note_notification", note_and_tell)
     async with running(worker):
         await worker.asleep.wait()
         worker.asleep.clear()
@@ -513,26 +519,26 @@ async def test_a_ring_during_an_empty_poll_is_not_forgotten(
         assert receiver.heard.is_set()
 
 
-async def test_continuous_rings_do_not_keep_a_worker_from_its_retries(dsn: str, db: psycopg.Connection) -> None:
-    """A ring makes it poll fresh messages first, and while one is handled, the next ring arrives."""
+async def test_continuous_notifications_do_not_keep_a_worker_from_its_retries(dsn: str, db: psycopg.Connection) -> None:
+    """A notification makes it poll fresh messages first. The next one arrives while a message is handled."""
     outbox = Outbox(settings_for(dsn, concurrency=1))
     retried = asyncio.Event()
 
-    async def be_rung() -> None:
+    async def be_notified() -> None:
         message_id = enqueue(db)
         db.execute(sql.NOTIFY_WORKERS, {"queues": ["default"]})
         # A worker that prefetches may answer at once.
-        await until(lambda: worker._ring_is_unanswered or state_of(db, message_id) == State.SENDING)
+        await until(lambda: worker._signals.is_notified or state_of(db, message_id) == State.SENDING)
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
         if not retried.is_set():
-            await be_rung()
+            await be_notified()
 
     @outbox.handler("bill", retry=RetryPolicy.steps(0, jitter=0))
     async def bill(message: Message, ctx: Context) -> None:
         if message.attempt_count == 1:
-            await be_rung()
+            await be_notified()
             raise Transient("busy")
         retried.set()
 
@@ -542,36 +548,36 @@ async def test_continuous_rings_do_not_keep_a_worker_from_its_retries(dsn: str, 
         await retried.wait()
 
 
-async def test_a_bell_released_while_a_sleeper_asks_for_it_is_not_trusted(
+async def test_a_worker_does_not_rely_on_a_lock_that_is_released_while_it_asks(
     dsn: str,
     connect: Connect,
     db: psycopg.Connection,
-    bellmen: Callable[..., Bellman],
+    notified: Callable[..., Notified],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The release is notified together with the answer that the bell is held; an enqueue is open in the meantime."""
-    first = await started(bellmen)
-    assert await first.bell.arm(["default"]) is Bell.ARMED
+    """The release is notified together with the answer that the lock is held; an enqueue is open in the meantime."""
+    first = await started(notified)
+    assert await first.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
     receiver, producer = Receiver(dsn), connect()
     worker = WatchedWorker(receiver.outbox)
     asked_again = asyncio.Event()
-    answers: list[Bell] = []
-    arm = Doorbell.arm
+    answers: list[LockAnswer] = []
+    acquire = Doorbell.acquire
 
-    async def arm_and_note(self: Doorbell, queues: Sequence[str]) -> Bell:
-        answers.append(await arm(self, queues))
+    async def acquire_and_note(self: Doorbell, queues: Sequence[str]) -> LockAnswer:
+        answers.append(await acquire(self, queues))
         if answers[1:]:
             asked_again.set()
         return answers[-1]
 
-    monkeypatch.setattr(sql, "ARM", GATED_ARM)
-    monkeypatch.setattr(Doorbell, "arm", arm_and_note)
+    monkeypatch.setattr(sql, "ACQUIRE_LOCKS", GATED_ACQUIRE)
+    monkeypatch.setattr(Doorbell, "acquire", acquire_and_note)
     db.execute("SELECT pg_advisory_lock(1)")
     async with running(worker):
         asleep: asyncio.Task[object] = asyncio.create_task(worker.asleep.wait())
         await until_blocked(db, asleep)
         asleep.cancel()
-        await first.bell.disarm()
+        await first.doorbell.release()
         enqueue(producer)
         db.execute("SELECT pg_advisory_unlock(1)")
         await first_of(asked_again, worker.asleep)
@@ -580,7 +586,7 @@ async def test_a_bell_released_while_a_sleeper_asks_for_it_is_not_trusted(
         assert receiver.heard.is_set(), answers
 
 
-async def test_a_worker_that_only_polls_arms_no_bell(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_worker_that_only_polls_acquires_no_lock(dsn: str, db: psycopg.Connection) -> None:
     receiver = Receiver(dsn)
     worker = WatchedWorker(receiver.outbox, settings=settings_for(dsn, listen=False, poll_interval_seconds=0.1))
     async with running(worker):
@@ -593,7 +599,7 @@ async def test_a_worker_that_only_polls_arms_no_bell(dsn: str, db: psycopg.Conne
 
 
 @pytest.mark.parametrize("surplus", [0, 8])
-async def test_a_full_worker_leaves_its_watch_to_a_sleeper(
+async def test_a_full_worker_leaves_its_watch_to_an_idle_worker(
     dsn: str, connect: Connect, db: psycopg.Connection, surplus: int
 ) -> None:
     """Its claim filled the room, or claimed so many that they wait for their handlers."""
@@ -605,20 +611,20 @@ async def test_a_full_worker_leaves_its_watch_to_a_sleeper(
         await go_on.wait()
 
     receiver, producer = Receiver(dsn), connect()
-    busy, sleeper = WatchedWorker(busy_outbox), WatchedWorker(receiver.outbox)
+    busy, idle = WatchedWorker(busy_outbox), WatchedWorker(receiver.outbox)
     async with running(busy):
         await busy.sleeping.wait()
-        async with running(sleeper):
-            await sleeper.sleeping.wait()
-            watch, successor = busy._bell, sleeper._bell
+        async with running(idle):
+            await idle.sleeping.wait()
+            watch, successor = busy._doorbell, idle._doorbell
             assert watch is not None
             assert successor is not None
-            assert (watch.is_armed, successor.is_armed) == (True, False)
-            busy._prefetch = surplus
+            assert (watch.has_wake_up_lock, successor.has_wake_up_lock) == (True, False)
+            busy._poll_loop.surplus = surplus
             for _ in range(1 + surplus * 3 // 4):
                 enqueue(producer)
             producer.commit()
-            await until(lambda: successor.is_armed)
+            await until(lambda: successor.has_wake_up_lock)
             message_id = enqueue(db)
             try:
                 await until(lambda: message_id in receiver.delivered)
@@ -627,7 +633,7 @@ async def test_a_full_worker_leaves_its_watch_to_a_sleeper(
 
 
 async def test_a_full_worker_does_not_go_on_watch_when_the_watch_dies(
-    dsn: str, db: psycopg.Connection, bellmen: Callable[..., Bellman]
+    dsn: str, db: psycopg.Connection, notified: Callable[..., Notified]
 ) -> None:
     """It has no post, so no other worker would be notified of a release."""
     go_on = asyncio.Event()
@@ -638,34 +644,34 @@ async def test_a_full_worker_does_not_go_on_watch_when_the_watch_dies(
         await go_on.wait()
 
     for _ in range(2):
-        await (await started(bellmen)).bell.arm(["default"])
+        await (await started(notified)).doorbell.acquire(["default"])
     worker = WatchedWorker(outbox)
     async with running(worker):
         await worker.sleeping.wait()
-        bell = worker._bell
-        assert bell is not None
-        assert not bell.is_on_duty
+        doorbell = worker._doorbell
+        assert doorbell is not None
+        assert not doorbell.is_on_duty
         enqueue(db, notify=False)
-        worker._rang_at = elapsed_clock() + 3600  # Its own call for help would end the trust as well.
-        worker._look_at_everything()
-        await until(lambda: len(worker._held) == 1 and not bell._trusted)
+        worker._poll_loop.notified_at = elapsed_clock() + 3600  # Its own call for help would end the trust as well.
+        worker._signals.poll_all_lanes()
+        await until(lambda: len(worker._in_flight) == 1 and not doorbell._relied_on)
         # Only of this database: other tests use the same server.
         db.execute(
             "SELECT pg_terminate_backend(l.pid, 10000) FROM pg_locks AS l JOIN pg_database AS d ON d.oid = l.database "
             "WHERE l.locktype = 'advisory' AND d.datname = current_database()"
         )
-        await bell._doubt()
-        assert not bell.is_on_duty
+        await doorbell._recheck()
+        assert not doorbell.is_on_duty
         go_on.set()
 
 
-async def test_a_worker_that_halts_a_topic_leaves_its_watch_to_a_sleeper(dsn: str) -> None:
-    watch, sleeper = [WatchedWorker(Receiver(dsn).outbox) for _ in range(2)]
+async def test_a_worker_that_halts_a_topic_leaves_its_watch_to_an_idle_worker(dsn: str) -> None:
+    watch, idle = [WatchedWorker(Receiver(dsn).outbox) for _ in range(2)]
     async with running(watch):
         await watch.sleeping.wait()
-        async with running(sleeper):
-            await sleeper.sleeping.wait()
-            successor = sleeper._bell
+        async with running(idle):
+            await idle.sleeping.wait()
+            successor = idle._doorbell
             assert successor is not None
             assert not successor.is_on_watch
             watch._halt_topic("greet")
@@ -674,63 +680,69 @@ async def test_a_worker_that_halts_a_topic_leaves_its_watch_to_a_sleeper(dsn: st
 
 async def test_one_message_wakes_one_worker_and_its_deputy(dsn: str, db: psycopg.Connection) -> None:
     receiver = Receiver(dsn)
-    watch, deputy, sleeper = [WatchedWorker(receiver.outbox) for _ in range(3)]
+    watch, deputy, idle = [WatchedWorker(receiver.outbox) for _ in range(3)]
     async with contextlib.AsyncExitStack() as stack:
-        for worker in (watch, deputy, sleeper):
+        for worker in (watch, deputy, idle):
             await stack.enter_async_context(running(worker))
             await worker.sleeping.wait()
-        looked_at = [worker._queues.looked_at for worker in (watch, deputy, sleeper)]
+        polled_at = [worker._queues.polled_at for worker in (watch, deputy, idle)]
         enqueue(db)
         await receiver.heard.wait()
-        await until(lambda: deputy._queues.looked_at > looked_at[1])
-        assert watch._queues.looked_at > looked_at[0]
-        assert sleeper._queues.looked_at == looked_at[2]
+        await until(lambda: deputy._queues.polled_at > polled_at[1])
+        assert watch._queues.polled_at > polled_at[0]
+        assert idle._queues.polled_at == polled_at[2]
         assert watch.telemetry.counts[LogEvent.CLAIMED] == 1
 
 
 @pytest.mark.parametrize("polls", [False, True])
 async def test_a_message_that_the_watch_misses_is_found_by_its_deputy(
-    dsn: str, db: psycopg.Connection, bellmen: Callable[..., Bellman], *, polls: bool
+    dsn: str, db: psycopg.Connection, notified: Callable[..., Notified], *, polls: bool
 ) -> None:
-    watch, receiver = await started(bellmen), Receiver(dsn)
-    await watch.bell.arm(["default"])
+    watch, receiver = await started(notified), Receiver(dsn)
+    await watch.doorbell.acquire(["default"])
     worker = WatchedWorker(receiver.outbox)
     async with running(worker):
         await worker.sleeping.wait()
         if polls:
-            await watch.bell.lower()
-            # It polls once for that, and repeatedly because it is told that no worker has the bell.
-            await until(lambda: worker._bell is not None and bool(worker._bell._polled))
+            await watch.doorbell.release_wake_up_locks()
+            # It polls once for that, and repeatedly because it is told that no worker has the doorbell.
+            await until(lambda: worker._doorbell is not None and bool(worker._doorbell._polled))
             await worker.falls_asleep()
         message_id = enqueue(db)
         await receiver.heard.wait()
     assert receiver.delivered == [message_id]
 
 
-async def test_producers_do_not_ring_while_work_is_continuous(
+async def test_producers_do_not_notify_while_work_is_continuous(
     dsn: str, db: psycopg.Connection, connect: Connect
 ) -> None:
     receiver, listener = Receiver(dsn), connect(autocommit=True)
     listener.execute(sql.LISTEN)
+    heard: list[str] = []
+
+    def notifications() -> list[str]:
+        listener.execute("SELECT")
+        heard.extend(notify.payload for notify in listener.notifies(timeout=0))
+        return heard
+
     worker = WatchedWorker(receiver.outbox)
     async with running(worker):
-        bell = worker._bell
-        assert bell is not None
-        await until(lambda: bell.is_armed)
-        worker._woken_at.extend([elapsed_clock() + 3600] * 8)
-        worker._wake.set()
-        await until(lambda: not bell.is_armed)
-        assert bell.is_on_watch
+        doorbell = worker._doorbell
+        assert doorbell is not None
+        await until(lambda: doorbell.has_wake_up_lock)
+        worker._poll_loop.woken_at.extend([elapsed_clock() + 3600] * 8)
+        worker._signals.wake.set()
+        await until(lambda: "released default" in notifications())
+        assert doorbell.is_on_watch
         message_id = enqueue(db)
         await receiver.heard.wait()
-        listener.execute("SELECT")
-        assert [notify.payload for notify in listener.notifies(timeout=0)] == ["lowered default"]
-        worker._woken_at.clear()
-        await until(lambda: bell.is_armed)
+        assert notifications() == ["released default"]
+        worker._poll_loop.woken_at.clear()
+        await until(lambda: doorbell.has_wake_up_lock)
     assert receiver.delivered == [message_id]
 
 
-async def test_many_rings_for_other_queues_do_not_wake_a_worker(dsn: str, db: psycopg.Connection) -> None:
+async def test_many_notifications_for_other_queues_do_not_wake_a_worker(dsn: str, db: psycopg.Connection) -> None:
     receiver = Receiver(dsn)
     worker = WatchedWorker(receiver.outbox, queues=parse_queues(["quiet"]))
     async with running(worker):

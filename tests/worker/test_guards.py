@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
-import textwrap
 from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +26,8 @@ from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context
 from pgoutbox.message import AttemptOutcome, Message, State
 from pgoutbox.observability.events import Telemetry
-from pgoutbox.worker.doorbell import Bell, Doorbell
+from pgoutbox.worker import poll_loop
+from pgoutbox.worker.doorbell import Doorbell, LockAnswer
 from tests.support.messages import LARGE, PUT_FINAL, put
 from tests.support.outbox_actions import (
     WatchedWorker,
@@ -628,28 +627,28 @@ async def a_worker_claims_no_second_suspect_while_one_is_in_flight(stage: Stage)
 # --- the doorbell -----------------------------------------------------------------------------------------------------
 
 
-async def arming_does_not_miss_an_open_enqueue(stage: Stage) -> None:
+async def acquiring_does_not_miss_an_open_enqueue(stage: Stage) -> None:
     producer = stage.connect()
     enqueue(producer)
     rings: list[tuple[str | None, bool]] = []
     doorbell = Doorbell(
         settings_for(stage.dsn),
         ["greet"],
-        on_ring=lambda queue, *, is_new=False: rings.append((queue, is_new)),
-        on_check=lambda: None,
+        on_notification=lambda queue, *, is_new=False: rings.append((queue, is_new)),
+        on_deputy_due=lambda: None,
         telemetry=Telemetry(pgoutbox.worker.worker._log),
     )
     await doorbell.start()
     try:
-        armed = await doorbell.arm(["default"])
+        armed = await doorbell.acquire(["default"])
         producer.commit()
-        await doorbell._probe()  # Its answer arrives after every ring in transit.
+        await doorbell._heartbeat()  # Its answer arrives after every ring in transit.
     finally:
         await doorbell.stop()
-    assert armed is Bell.PRODUCERS or rings == [("default", True)]
+    assert armed is LockAnswer.PRODUCERS or rings == [("default", True)]
 
 
-async def a_commit_between_the_claim_and_arming_is_not_missed(stage: Stage) -> None:
+async def a_commit_between_the_claim_and_the_lock_is_not_missed(stage: Stage) -> None:
     outbox = Outbox(settings_for(stage.dsn))
     delivered = asyncio.Event()
 
@@ -658,7 +657,7 @@ async def a_commit_between_the_claim_and_arming_is_not_missed(stage: Stage) -> N
         delivered.set()
 
     worker = WatchedWorker(outbox)
-    with enqueued_before_arming(stage.db):
+    with enqueued_before_acquiring(stage.db):
         async with running(worker):
             await first_of(delivered, worker.asleep)
             assert delivered.is_set()
@@ -704,7 +703,7 @@ async def a_worker_that_claims_new_messages_wakes_for_a_scheduled_one(stage: Sta
         await worker.sleeping.wait()
         # The worker knows which messages are new once the transactions of other tests, which were open before, have
         # ended.
-        while worker._queues.arrivals.floor_id is None:
+        while worker._queues.arrivals.seen_id is None:
             worker.sleeping.clear()
             message_id = enqueue(stage.db)
             await until(partial(is_sent, stage.db, message_id))
@@ -722,20 +721,20 @@ def is_sent(db: psycopg.Connection, message_id: int) -> bool:
 
 
 @contextmanager
-def enqueued_before_arming(db: psycopg.Connection) -> Iterator[None]:
-    """Commit a message after the worker's claim found nothing, and before the worker arms the bell."""
-    arm = Doorbell.arm
+def enqueued_before_acquiring(db: psycopg.Connection) -> Iterator[None]:
+    """Commit a message after the worker's claim found nothing, and before the worker acquires its lock."""
+    acquire = Doorbell.acquire
     gate_is_open = True
 
-    async def enqueue_and_arm(self: Doorbell, queues: Sequence[str]) -> Bell:
+    async def enqueue_and_acquire(self: Doorbell, queues: Sequence[str]) -> LockAnswer:
         nonlocal gate_is_open
         if gate_is_open:
             gate_is_open = False
             enqueue(db)
-        return await arm(self, queues)
+        return await acquire(self, queues)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Doorbell, "arm", enqueue_and_arm)
+        patch.setattr(Doorbell, "acquire", enqueue_and_acquire)
         yield
 
 
@@ -930,7 +929,7 @@ def no_check_of_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch)
 
 
 def no_memory_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pgoutbox.worker.worker.Worker, "_watch_suspects", lambda self, suspects: None)
+    patch.setattr(pgoutbox.worker.worker.Worker, "_add_suspects", lambda self, suspects: None)
 
 
 def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -940,13 +939,15 @@ def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     redefine(stage, "_enqueue_receipt", lock, looks)
 
 
-def no_claim_after_arming(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    source = textwrap.dedent(inspect.getsource(pgoutbox.worker.worker.Worker._arm_and_look))
-    guard = "if bell in (Bell.DOWN, Bell.STILL_ARMED):"
-    assert source.count(guard) == 1
-    scope = dict(vars(pgoutbox.worker.worker))
-    exec(source.replace(guard, "if True:"), scope)
-    patch.setattr(pgoutbox.worker.worker.Worker, "_arm_and_look", scope["_arm_and_look"])
+def no_poll_after_acquiring(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    def skip_confirming(
+        state: poll_loop.State, result: poll_loop.Result | LockAnswer, **requests: bool
+    ) -> poll_loop.State:
+        following = choose(state, result, **requests)
+        return poll_loop.State.IDLE if following is poll_loop.State.CONFIRMING else following
+
+    choose = poll_loop.next_state
+    patch.setattr(poll_loop, "next_state", skip_confirming)
 
 
 def no_check_of_scheduled_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -1144,8 +1145,8 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         no_check_of_the_budget_of_a_suspect,
     ),
     ("suspects: memory", a_worker_claims_no_second_suspect_while_one_is_in_flight, no_memory_of_suspects),
-    ("shared doorbell lock", arming_does_not_miss_an_open_enqueue, no_shared_lock),
-    ("claim after arming", a_commit_between_the_claim_and_arming_is_not_missed, no_claim_after_arming),
+    ("shared doorbell lock", acquiring_does_not_miss_an_open_enqueue, no_shared_lock),
+    ("poll after acquiring", a_commit_between_the_claim_and_the_lock_is_not_missed, no_poll_after_acquiring),
     (
         "transactions still open",
         claims_of_new_messages_do_not_miss_a_late_commit,

@@ -18,7 +18,7 @@ from pgoutbox.database.store import Store
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent, Telemetry
-from pgoutbox.operations.retention import set_retention
+from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
 from pgoutbox.worker.maintenance import Maintenance
 from tests.support.messages import put
@@ -84,12 +84,12 @@ def make_due(db: psycopg.Connection) -> None:
 def keep(db: psycopg.Connection, how_long: timedelta | None = 30 * DAY) -> None:
     """Set a rule for every state that is partitioned by time."""
     for state in ("sent", "skipped", "cancelled"):
-        set_retention(db, "*", state, how_long)
+        Operator(db).set_retention("*", state, how_long)
 
 
 def held_back_deletes(db: psycopg.Connection, connect: Connect) -> psycopg.Connection:
     """Create three messages that a rule no longer keeps; they cannot be deleted until this connection rolls back."""
-    set_retention(db, "*", "failed", DAY)
+    Operator(db).set_retention("*", "failed", DAY)
     for _ in range(3):
         put(db, State.FAILED, age=2 * DAY)
     db.execute(
@@ -219,7 +219,7 @@ async def test_a_long_statement_is_cancelled_when_the_worker_stops(
 ) -> None:
     monkeypatch.setattr(pgoutbox.worker.maintenance, "_STOP_SECONDS", 0.2)
     monkeypatch.setattr(pgoutbox.worker.maintenance, "_FIRST_WITHIN_SECONDS", 0)
-    set_retention(db, "*", "failed", DAY)
+    Operator(db).set_retention("*", "failed", DAY)
     put(db, State.FAILED, age=2 * DAY)
     db.execute("CREATE FUNCTION public.linger() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(600); END'")
     db.execute(

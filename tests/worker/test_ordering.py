@@ -13,8 +13,7 @@ import pytest
 from pgoutbox import NewMessage, Outbox, PayloadError, Topic
 from pgoutbox.database.store import ClaimedRow, Store
 from pgoutbox.message import Message, Permanent, State, Transient
-from pgoutbox.operations import messages, queue_controls, retention
-from pgoutbox.operations.queue_controls import Rate
+from pgoutbox.operations import Operator, Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from tests.support.outbox_actions import (
@@ -129,7 +128,7 @@ async def test_the_topic_decides_whether_a_failure_halts_its_key(
     assert {row.state for row in rows_of(db, *rest)} == {expected}
     if on_failed == "halt":
         mended = Line(dsn)
-        assert [r.result for r in messages.redrive(db, [first])] == [messages.RedriveResult.REDRIVEN]
+        assert Operator(db).redrive(first).is_done
         await drained(mended.outbox)
         assert mended.seen["k"] == [first, *rest]
 
@@ -148,10 +147,10 @@ async def test_a_halted_key_continues_when_its_failed_message_is_pruned(
         await worker.asleep.wait()
         assert state_of(db, second) == "pending"
         if way == "by age":
-            await asyncio.to_thread(retention.prune, db, timedelta(days=1), states=[State.FAILED])
+            await asyncio.to_thread(Operator(db).prune, timedelta(days=1), states=[State.FAILED])
         else:
-            retention.set_retention(db, "greet", "failed", timedelta(days=1))
-            await asyncio.to_thread(retention.prune_by_retention, db)
+            Operator(db).set_retention("greet", "failed", timedelta(days=1))
+            await asyncio.to_thread(Operator(db).prune_by_retention)
         await until(lambda: state_of(db, second) == "sent")
     assert line.seen["k"] == [second]
 
@@ -204,7 +203,7 @@ async def test_a_new_key_does_not_wait_for_a_round_over_many_keys(
     worker = WatchedWorker(line.outbox)
     async with running(worker):
         await worker.sleeping.wait()
-        while worker._queues.arrivals.floor_id is None:  # Until then the worker does not know which messages are new.
+        while worker._queues.arrivals.seen_id is None:  # Until then the worker does not know which messages are new.
             known = enqueue(db)
             await until(lambda: state_of(db, known) == "sent")  # noqa: B023 - asked at once
             await worker.falls_asleep()
@@ -364,7 +363,7 @@ async def test_the_content_is_deleted_with_the_last_of_its_messages(
 
     def prune_after_a_day() -> int | None:
         db.execute("UPDATE pgoutbox.message SET finished_at = now() - interval '2 days' WHERE finished_at IS NOT NULL")
-        retention.prune(db, timedelta(days=1))
+        Operator(db).prune(timedelta(days=1))
         row = db.execute("SELECT count(*) FROM pgoutbox.content").fetchone()
         return None if row is None else int(row[0])
 
@@ -405,7 +404,7 @@ def test_an_error_in_a_fan_out_names_the_destination_and_stores_nothing(dsn: str
 
 async def test_workers_together_begin_no_more_attempts_than_the_bucket_holds(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db) for _ in range(20)]
-    queue_controls.limit_rate(db, "default", Rate(1, 3600), burst=1)
+    Operator(db).limit_rate("default", Rate(1, 3600), burst=1)
     db.execute("UPDATE pgoutbox.queue SET burst = 7, tokens = 7")
     lines = [Line(dsn), Line(dsn)]
     workers = [WatchedWorker(line.outbox) for line in lines]
@@ -414,13 +413,13 @@ async def test_workers_together_begin_no_more_attempts_than_the_bucket_holds(dsn
             await worker.asleep.wait()
         assert sum(len(line.seen[None]) for line in lines) == 7
         # More tokens, and all workers are notified.
-        queue_controls.limit_rate(db, "default", None)
+        Operator(db).limit_rate("default", None)
         await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
 
 
 async def test_a_worker_sleeps_exactly_until_the_next_token(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db) for _ in range(12)]
-    queue_controls.limit_rate(db, "default", Rate(100, 1), burst=1)
+    Operator(db).limit_rate("default", Rate(100, 1), burst=1)
     line = Line(dsn)
     async with running(WatchedWorker(line.outbox)):
         await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
@@ -430,7 +429,7 @@ async def test_the_end_of_an_attempt_starts_the_next_one_under_an_in_flight_limi
     dsn: str, db: psycopg.Connection
 ) -> None:
     ids = [enqueue(db) for _ in range(40)]
-    queue_controls.limit_in_flight(db, "default", 2)
+    Operator(db).limit_in_flight("default", 2)
     outbox = Outbox(settings_for(dsn))
     in_flight = most = 0
 
@@ -448,23 +447,23 @@ async def test_the_end_of_an_attempt_starts_the_next_one_under_an_in_flight_limi
 
 
 async def test_a_resumed_queue_is_claimed_immediately(dsn: str, db: psycopg.Connection) -> None:
-    queue_controls.pause_queue(db, "default")
+    Operator(db).pause("default")
     message_id = enqueue(db)
     line = Line(dsn)
     worker = WatchedWorker(line.outbox)
     async with running(worker):
         await worker.asleep.wait()
         assert state_of(db, message_id) == "pending"
-        queue_controls.resume_queue(db, "default")
+        Operator(db).resume("default")
         await until(lambda: state_of(db, message_id) == "sent")
 
 
-async def test_a_ring_does_not_open_a_paused_queue(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_notification_does_not_open_a_paused_queue(dsn: str, db: psycopg.Connection) -> None:
     """The worker sleeps and listens when the queue is paused, and the next enqueue rings."""
     worker = WatchedWorker(Line(dsn).outbox)
     async with running(worker):
         await worker.asleep.wait()
-        queue_controls.pause_queue(db, "default")
+        Operator(db).pause("default")
         worker.asleep.clear()
         message_id = enqueue(db)
         await worker.asleep.wait()
@@ -473,13 +472,13 @@ async def test_a_ring_does_not_open_a_paused_queue(dsn: str, db: psycopg.Connect
 
 async def test_a_drain_ignores_due_messages_in_a_paused_queue(dsn: str, db: psycopg.Connection) -> None:
     message_id = enqueue(db)
-    queue_controls.pause_queue(db, "default")
+    Operator(db).pause("default")
     await drained(Line(dsn).outbox)
     assert state_of(db, message_id) == "pending"
 
 
 async def test_a_pause_that_ends_by_itself_wakes_the_worker(dsn: str, db: psycopg.Connection) -> None:
-    queue_controls.pause_queue(db, "default", duration=timedelta(milliseconds=300))
+    Operator(db).pause("default", duration=timedelta(milliseconds=300))
     message_id = enqueue(db)
     async with running(WatchedWorker(Line(dsn).outbox)):
         await until(lambda: state_of(db, message_id) == "sent")

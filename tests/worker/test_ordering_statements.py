@@ -13,8 +13,7 @@ import pytest
 from pgoutbox.database import sql
 from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
-from pgoutbox.operations import queue_controls
-from pgoutbox.operations.queue_controls import Rate
+from pgoutbox.operations import Operator, Rate
 from tests.support import races
 from tests.support.outbox_actions import (
     attempts_of,
@@ -154,7 +153,7 @@ def test_a_claim_with_an_old_snapshot_leaves_the_message_of_another_claim_alone(
     """Its snapshot is older than the other claim, for which it waits because the queue has a limit."""
     db, other, late = connect(autocommit=True), connect(), connect()
     (message_id,) = ordered(db, 1)
-    queue_controls.limit_rate(db, "default", Rate(60, 3600), burst=5)
+    Operator(db).limit_rate("default", Rate(60, 3600), burst=5)
     found = find_ordered(db)[0]
     assert ids_in_flight(claim_ordered(other, *found)) == [message_id]
     if meanwhile == "waiting for its retry":
@@ -166,7 +165,7 @@ def test_a_claim_with_an_old_snapshot_leaves_the_message_of_another_claim_alone(
         other.commit()
         assert waiting.result() == []
     late.commit()
-    (queue,) = queue_controls.list_queues(db)
+    (queue,) = Operator(db).list_queues()
     assert attempts_of(db, message_id) == history
     assert queue.tokens is not None
     assert queue.tokens >= 4
@@ -288,7 +287,7 @@ def test_ordered_messages_in_a_limited_queue_take_tokens_too(rolled_back: psycop
     rolled_back.execute(
         "UPDATE pgoutbox.message_live SET available_at = now() - interval '1 min' WHERE id = %s", [ids[2]]
     )
-    queue_controls.limit_rate(rolled_back, "default", Rate(60, 3600), burst=2)
+    Operator(rolled_back).limit_rate("default", Rate(60, 3600), burst=2)
     # The message that was due first comes first.
     assert ids_in_flight(claim_ordered(rolled_back)) == [ids[0], ids[2]]
     assert claim_ordered(rolled_back) == []
@@ -296,11 +295,11 @@ def test_ordered_messages_in_a_limited_queue_take_tokens_too(rolled_back: psycop
 
 def test_a_paused_queue_is_not_claimed_in_this_lane(rolled_back: psycopg.Connection) -> None:
     ordered(rolled_back, 1)
-    queue_controls.pause_queue(rolled_back, "default")
+    Operator(rolled_back).pause("default")
     assert claim_ordered(rolled_back) == []
 
 
-def test_cancelling_the_first_message_rings_for_the_next(connect: Connect) -> None:
+def test_cancelling_the_first_message_notifies_for_the_next(connect: Connect) -> None:
     db, sleeper = connect(autocommit=True), connect(autocommit=True)
     first, _ = ordered(db, 2)
     sleeper.execute("LISTEN pgoutbox")

@@ -22,6 +22,7 @@ from pgoutbox.worker.claimer import Claimer
 from tests.support import races
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
+    WatchedWorker,
     claim,
     enqueue,
     finish_sent,
@@ -43,19 +44,6 @@ if TYPE_CHECKING:
     from tests.conftest import Connect, Server
 
 MUCH_LATER = RetryPolicy.steps(3600, jitter=0)
-
-
-class SleepingWorker(Worker):
-    """A worker that signals when it knows how long to sleep. Later changes reach it only by notifications."""
-
-    def __init__(self, outbox: Outbox) -> None:
-        super().__init__(outbox)
-        self.sleeping = asyncio.Event()
-
-    async def _sleep(self, seconds: float) -> bool:
-        if not self._wake.is_set():
-            self.sleeping.set()
-        return await super()._sleep(seconds)
 
 
 class Receiver:
@@ -89,7 +77,7 @@ async def test_a_retry_after_a_short_delay_does_not_wait_for_the_next_poll(
         delivered.set()
 
     message_id = enqueue(db)
-    worker = SleepingWorker(outbox)
+    worker = WatchedWorker(outbox)
     async with running(worker):
         await delivered.wait()
     assert (state_of(db, message_id), row_of(db, message_id).attempt_count) == ("sent", 2)
@@ -115,7 +103,7 @@ async def test_a_message_due_between_the_last_claim_and_the_due_time_query_is_de
     async def ask_late(self: Claimer) -> float | None:
         if not receiver.has_all.is_set():
             db.execute("UPDATE pgoutbox.message_live SET available_at = now() - interval '5 s'")
-            worker._queues.looked_at -= 10
+            worker._queues.polled_at -= 10
         return await ask(self)
 
     monkeypatch.setattr(Claimer, "next_due_seconds", ask_late)
@@ -138,7 +126,7 @@ async def test_a_message_released_by_a_stopping_worker_wakes_another_worker(dsn:
 
     receiver = Receiver(outbox)
     message_id = enqueue(db)
-    sleeper = SleepingWorker(outbox)
+    sleeper = WatchedWorker(outbox)
     async with contextlib.AsyncExitStack() as stack:
         async with running(Worker(stopping_outbox)):
             await started.wait()
@@ -160,12 +148,17 @@ async def test_a_drain_that_waits_for_another_workers_message_does_not_spin(
         return await claim_once(self, queue, **options)  # type: ignore[arg-type] # passed on as they came
 
     class NappingWorker(Worker):
-        async def _sleep(self, seconds: float) -> bool:
-            was_woken = await super()._sleep(seconds)
-            naps.append(was_woken)
-            if len(naps) == 10:
-                finish_sent(db, (foreign, 1), worker="another")
-            return was_woken
+        def _assemble(self, *, listen: bool) -> None:
+            super()._assemble(listen=listen)
+            sleep = self._poll_loop.sleep
+
+            async def nap(seconds: float) -> bool:
+                naps.append(await sleep(seconds))
+                if len(naps) == 10:
+                    finish_sent(db, (foreign, 1), worker="another")
+                return naps[-1]
+
+            self._poll_loop.sleep = nap  # type: ignore[method-assign] # counted, and otherwise the same
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
@@ -381,7 +374,7 @@ async def test_a_claim_reports_an_older_message_that_a_newer_one_has_overtaken(d
             "default",
             topics=["greet"],
             total=10,
-            floor=None,
+            position=None,
         )
     )
     try:
@@ -520,7 +513,7 @@ async def test_a_listener_behind_a_pooler_logs_a_warning_and_leaves_no_session_s
     pooled_dsn: str, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(pooled_dsn, poll_interval_seconds=0.1))
-    receiver, worker = Receiver(outbox), SleepingWorker(outbox)
+    receiver, worker = Receiver(outbox), WatchedWorker(outbox)
     before = session_of_pool(pooled_dsn)
     async with running(worker):
         await worker.sleeping.wait()
@@ -538,14 +531,14 @@ async def test_behind_a_session_pooler_a_worker_listens_and_prepares_no_statemen
 ) -> None:
     with pooled(dsn, server, mode="session", size=10) as pooled_dsn:
         outbox = Outbox(settings_for(pooled_dsn))
-        receiver, worker = Receiver(outbox), SleepingWorker(outbox)
+        receiver, worker = Receiver(outbox), WatchedWorker(outbox)
         async with running(worker):
             await worker.sleeping.wait()
-            assert worker._bell is not None
-            assert worker._bell.is_armed
+            assert worker._doorbell is not None
+            assert worker._doorbell.has_wake_up_lock
             for _ in range(6):  # By default, the driver prepares a statement after five executions.
-                await worker._bell._probe()
-            prepared = await worker._bell._ask("SELECT name FROM pg_prepared_statements", {})
+                await worker._doorbell._heartbeat()
+            prepared = await worker._doorbell._ask("SELECT name FROM pg_prepared_statements", {})
             assert prepared == []
             message_id = enqueue(db)
             await receiver.has_all.wait()
@@ -557,7 +550,7 @@ async def test_a_separate_listener_wakes_a_worker_behind_a_pooler_at_a_commit(
 ) -> None:
     monkeypatch.setenv("PGOUTBOX_LISTEN_DSN", dsn)
     outbox = Outbox(settings_for(pooled_dsn))
-    receiver, worker = Receiver(outbox), SleepingWorker(outbox)
+    receiver, worker = Receiver(outbox), WatchedWorker(outbox)
     before = session_of_pool(pooled_dsn)
     async with running(worker):
         await worker.sleeping.wait()

@@ -85,7 +85,7 @@ def test_transactions_that_enqueue_for_one_key_do_not_wait_for_each_other(connec
     first.commit()
 
 
-def test_enqueue_adds_only_the_lock_of_the_bell(connect: Connect) -> None:
+def test_enqueue_adds_only_the_wake_up_lock(connect: Connect) -> None:
     plain, keyed = connect(), connect()
     enqueue(plain)
     look_again(keyed)

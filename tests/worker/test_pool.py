@@ -14,8 +14,8 @@ from pgoutbox.clock import elapsed_clock
 from pgoutbox.handlers import Context, Handler
 from pgoutbox.message import Message, Sent, Transient
 from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.worker.attempt import RELEASED, STOPPED, Attempt, AttemptResult, Work, watch_thread
 from pgoutbox.worker.pool import AttemptPool
-from pgoutbox.worker.results import RELEASED, STOPPED, Attempt, AttemptResult, Work, watch_thread
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ async def test_waiting_messages_can_be_released() -> None:
     stand = Stand(concurrency=1)
     stand.put(1, 2, 3)
     await stand.until(lambda: 1 in stand.running)
-    stand.slots.give_back()
+    stand.slots.release_waiting()
     assert stand.outcomes == {2: RELEASED, 3: RELEASED}
     assert stand.slots.open_count == 1
     await stand.slots.stop()
@@ -146,7 +146,7 @@ async def test_messages_that_must_stay_are_not_released_and_keep_their_order() -
         [[attempt_of(1)], [attempt_of(2)], [attempt_of(3), attempt_of(4)], [attempt_of(5)], [attempt_of(6)]]
     )
     await stand.until(lambda: 1 in stand.running)
-    stand.slots.give_back(lambda attempt: attempt.message.id not in (2, 4, 6))
+    stand.slots.release_waiting(lambda attempt: attempt.message.id not in (2, 4, 6))
     assert stand.outcomes == {5: RELEASED}
     assert stand.slots.waiting_count == 4
     stand.running[1].set_result(Sent())

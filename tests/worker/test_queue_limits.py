@@ -10,10 +10,9 @@ import pytest
 
 from pgoutbox.database import sql
 from pgoutbox.database.store import DueRow
-from pgoutbox.operations import queue_controls
-from pgoutbox.operations.queue_controls import Rate
+from pgoutbox.operations import Operator, Rate
 from tests.support import outbox_actions, races
-from tests.support.outbox_actions import ask_for_bells, enqueue, expire, finish_sent, ids_in_flight, lapse, state_of
+from tests.support.outbox_actions import ask_for_locks, enqueue, expire, finish_sent, ids_in_flight, lapse, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +32,7 @@ def enqueued(connection: psycopg.Connection, count: int) -> list[int]:
 
 def limit(connection: psycopg.Connection, count: int, seconds: float = 3600, *, burst: int | None = None) -> None:
     connection.execute("SELECT")  # Begun here, so that a later transaction block does not commit it.
-    queue_controls.limit_rate(connection, "default", Rate(count, seconds), burst=burst)
+    Operator(connection).limit_rate("default", Rate(count, seconds), burst=burst)
 
 
 def pass_time(connection: psycopg.Connection, seconds: float) -> None:
@@ -42,7 +41,7 @@ def pass_time(connection: psycopg.Connection, seconds: float) -> None:
 
 
 def tokens(connection: psycopg.Connection) -> float:
-    (found,) = queue_controls.list_queues(connection)
+    (found,) = Operator(connection).list_queues()
     assert found.tokens is not None
     return found.tokens
 
@@ -64,7 +63,7 @@ def next_due(connection: psycopg.Connection) -> float | None:
 
 
 def answers_of_arm(connection: psycopg.Connection) -> Sequence[tuple[object, ...]]:
-    return ask_for_bells(connection, "default")
+    return ask_for_locks(connection, "default")
 
 
 def test_a_bucket_begins_full_and_is_emptied_by_claims(rolled_back: psycopg.Connection) -> None:
@@ -83,8 +82,8 @@ def test_a_claim_without_permits_takes_nothing_from_a_queue_with_limits(
     rolled_back.execute("UPDATE pgoutbox.message_live SET attempt_count = %s", [attempt_count])
     limit(rolled_back, 60, burst=5)
     assert claim(rolled_back, by_permits=False) == []
-    queue_controls.limit_rate(rolled_back, "default", None)
-    queue_controls.limit_in_flight(rolled_back, "default", 2)
+    Operator(rolled_back).limit_rate("default", None)
+    Operator(rolled_back).limit_in_flight("default", 2)
     assert claim(rolled_back, by_permits=False) == []
     assert ids_in_flight(claim(rolled_back)) == [message_id]
 
@@ -147,7 +146,7 @@ def test_a_claim_that_waited_for_a_pause_obeys_it(connect: Connect) -> None:
     enqueued(db, 1)
     limit(db, 60)
     operator.execute("SELECT")  # Begun here, so that it is committed below.
-    queue_controls.pause_queue(operator, "default")
+    Operator(operator).pause("default")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(claim, worker)
         races.until_blocked(db, worker, waiting)
@@ -159,7 +158,7 @@ def test_a_claim_that_waited_for_a_first_rate_takes_nothing_without_its_tokens(c
     """Its statement began before the bucket existed, and so cannot write it."""
     db, operator, worker = connect(autocommit=True), connect(), connect(autocommit=True)
     ids = enqueued(db, 4)
-    queue_controls.limit_in_flight(db, "default", 100)
+    Operator(db).limit_in_flight("default", 100)
     operator.execute("SELECT")  # Begun here, so that it is committed below.
     limit(operator, 60, burst=2)
     with ThreadPoolExecutor(1) as pool:
@@ -173,15 +172,15 @@ def test_a_claim_that_waited_for_a_first_rate_takes_nothing_without_its_tokens(c
 def test_a_claim_never_waits_for_a_queue_without_limits(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     ids = enqueued(ours, 2)
-    queue_controls.pause_queue(ours, "default")
-    queue_controls.resume_queue(ours, "default")
+    Operator(ours).pause("default")
+    Operator(ours).resume("default")
     assert ids_in_flight(claim(theirs, total=1)) == ids[:1]
     assert ids_in_flight(claim(ours)) == ids[1:]
 
 
 def test_at_most_the_limit_is_in_flight(rolled_back: psycopg.Connection) -> None:
     ids = enqueued(rolled_back, 5)
-    queue_controls.limit_in_flight(rolled_back, "default", 2)
+    Operator(rolled_back).limit_in_flight("default", 2)
     assert ids_in_flight(claim(rolled_back)) == ids[:2]
     assert claim(rolled_back) == []
     finish_sent(rolled_back, (ids[0], 1))
@@ -191,7 +190,7 @@ def test_at_most_the_limit_is_in_flight(rolled_back: psycopg.Connection) -> None
 def test_a_lost_attempt_does_not_count_as_in_flight(rolled_back: psycopg.Connection) -> None:
     """Otherwise it could never be repeated."""
     first, _ = enqueued(rolled_back, 2)
-    queue_controls.limit_in_flight(rolled_back, "default", 1)
+    Operator(rolled_back).limit_in_flight("default", 1)
     assert ids_in_flight(claim(rolled_back)) == [first]
     lapse(rolled_back, first)
     assert ids_in_flight(claim(rolled_back, worker="successor")) == [first]
@@ -201,7 +200,7 @@ def test_a_lost_attempt_does_not_count_as_in_flight(rolled_back: psycopg.Connect
 def test_concurrent_claims_share_the_in_flight_limit(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     ids = enqueued(ours, 4)
-    queue_controls.limit_in_flight(ours, "default", 2)
+    Operator(ours).limit_in_flight("default", 2)
     assert ids_in_flight(claim(theirs, total=1)) == ids[:1]
     ours.execute("SET lock_timeout = '50ms'")
     with pytest.raises(Exception, match="lock timeout"):
@@ -223,7 +222,7 @@ def test_the_next_permit_is_due_when_the_bucket_holds_one(rolled_back: psycopg.C
 
 def test_a_full_queue_is_polled_again_within_a_second(rolled_back: psycopg.Connection) -> None:
     enqueued(rolled_back, 1)
-    queue_controls.limit_in_flight(rolled_back, "default", 1)
+    Operator(rolled_back).limit_in_flight("default", 1)
     claim(rolled_back)
     seconds = next_permit(rolled_back)
     assert seconds is not None
@@ -242,7 +241,7 @@ def test_the_next_due_time_of_a_limited_queue_is_that_of_its_permit(rolled_back:
 
 def test_in_a_queue_paused_without_an_end_nothing_falls_due(rolled_back: psycopg.Connection) -> None:
     enqueued(rolled_back, 1)
-    queue_controls.pause_queue(rolled_back, "default")
+    Operator(rolled_back).pause("default")
     assert next_due(rolled_back) is None
 
 
@@ -258,20 +257,20 @@ def test_a_pause_ends_by_itself(rolled_back: psycopg.Connection, attempt_count: 
     assert ids_in_flight(claim(rolled_back)) == ids
 
 
-def test_the_bell_of_a_queue_at_its_limit_is_not_armed(connect: Connect) -> None:
+def test_no_worker_has_the_wake_up_lock_of_a_queue_at_its_limit(connect: Connect) -> None:
     """Otherwise every enqueue behind the limit would ring for nothing."""
     db = connect(autocommit=True)
     enqueued(db, 1)
     limit(db, 60, burst=1)
     ((_, answer, seconds),) = answers_of_arm(db)
-    assert (answer, seconds) == ("armed", None)
+    assert (answer, seconds) == ("acquired", None)
     db.execute("SELECT pg_advisory_unlock_all()")
     claim(db)
     ((_, answer, seconds),) = answers_of_arm(db)
     assert answer == "limited"
     assert isinstance(seconds, float)
     assert 50 < seconds <= 60
-    queue_controls.pause_queue(db, "default")
+    Operator(db).pause("default")
     assert answers_of_arm(db) == [("default", "limited", None)]
 
 
@@ -283,8 +282,8 @@ def test_changing_the_rate_keeps_the_tokens_in_the_bucket(rolled_back: psycopg.C
     assert 2 <= tokens(rolled_back) < 2.1
     limit(rolled_back, 6, burst=1)
     assert tokens(rolled_back) == 1
-    queue_controls.limit_rate(rolled_back, "default", None)
-    assert queue_controls.list_queues(rolled_back) == []
+    Operator(rolled_back).limit_rate("default", None)
+    assert Operator(rolled_back).list_queues() == []
 
 
 @pytest.mark.parametrize(

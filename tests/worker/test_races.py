@@ -17,7 +17,7 @@ from pgoutbox.errors import MessageNotFoundError
 from pgoutbox.handlers import Context
 from pgoutbox.message import AttemptOutcome, Message, State, Transient
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.operations import messages
+from pgoutbox.operations import Operator
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.claim_planner import parse_queues
@@ -86,7 +86,7 @@ def test_a_message_pruned_before_its_resend_is_unknown(connect: Connect, db: psy
     finish_sent(db, (source_id, 1))
     pruning.execute("DELETE FROM pgoutbox.message WHERE id = %s", (source_id,))
     with ThreadPoolExecutor(1) as threads:
-        resent = threads.submit(messages.resend, operator, source_id)
+        resent = threads.submit(Operator(operator).resend, source_id)
         races.until_blocked(db, operator, resent)
         pruning.commit()
         with pytest.raises(MessageNotFoundError):

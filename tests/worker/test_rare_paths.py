@@ -13,8 +13,7 @@ import pytest
 from pgoutbox import Context, Message, Outbox, RetryPolicy, Sent, Transient
 from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
-from pgoutbox.operations import queue_controls
-from pgoutbox.operations.queue_controls import Rate
+from pgoutbox.operations import Operator, Rate
 from pgoutbox.worker import QueueShare, Worker
 from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.outbox_actions import (
@@ -178,9 +177,15 @@ async def test_a_message_that_expires_while_it_waits_for_a_slot_is_not_handed_ov
         enqueue(db, "slow")
         brief = [enqueue(db, payload="brief", expires_at=expires_at) for _ in range(3)]
         lasting = enqueue(db, payload="lasting", expires_at=expires_at + timedelta(hours=1))
-    worker = Worker(outbox)
-    worker._prefetch = 10  # The state after a backlog was processed quickly.
-    await worker.drain()
+
+    class QuickWorker(Worker):
+        """It begins in the state after a backlog was processed quickly."""
+
+        def _assemble(self, *, listen: bool) -> None:
+            super()._assemble(listen=listen)
+            self._poll_loop.surplus = 10
+
+    await QuickWorker(outbox).drain()
     assert are_claimed
     assert seen == ["lasting"]
     assert {(row.state, row.skip_reason) for row in rows_of(db, *brief)} == {("skipped", "expired")}
@@ -211,7 +216,7 @@ async def test_a_lost_attempt_in_an_unserved_queue_does_not_block_the_newest_mes
 # --- rings ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_ring_in_a_limited_queue_keeps_the_order_of_due_times(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_notification_in_a_limited_queue_keeps_the_order_of_due_times(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn))
     seen: list[int] = []
 
@@ -222,37 +227,37 @@ async def test_a_ring_in_a_limited_queue_keeps_the_order_of_due_times(dsn: str, 
     late = enqueue(db)
     claim(db)
     finish(db, FinishRequest(late, 1, AttemptOutcome.RETRY, "later", -3600.0))
-    queue_controls.limit_in_flight(db, "default", 1)
-    queue_controls.pause_queue(db, "default")
+    Operator(db).limit_in_flight("default", 1)
+    Operator(db).pause("default")
     fresh = [enqueue(db) for _ in range(3)]
     worker = WatchedWorker(outbox)
     async with running(worker):
         await worker.sleeping.wait()
-        queue_controls.resume_queue(db, "default")
+        Operator(db).resume("default")
         await until(lambda: len(seen) == 4)
     assert seen == [late, *fresh]
 
 
 async def test_a_pause_whose_end_is_moved_forward_ends_at_the_new_time(dsn: str, db: psycopg.Connection) -> None:
-    queue_controls.pause_queue(db, "default")
+    Operator(db).pause("default")
     message_id = enqueue(db)
     worker = WatchedWorker(quick(dsn))
     async with running(worker):
         await worker.falls_asleep()
-        queue_controls.pause_queue(db, "default", duration=timedelta(milliseconds=100))
+        Operator(db).pause("default", duration=timedelta(milliseconds=100))
         await until(lambda: state_of(db, message_id) == "sent")
 
 
 async def test_removing_a_rate_wakes_a_worker_that_sleeps_until_the_next_token(
     dsn: str, db: psycopg.Connection
 ) -> None:
-    queue_controls.limit_rate(db, "default", Rate(1, 3600), burst=1)
+    Operator(db).limit_rate("default", Rate(1, 3600), burst=1)
     db.execute("UPDATE pgoutbox.queue SET tokens = 0, tokens_at = now()")
     message_id = enqueue(db)
     worker = WatchedWorker(quick(dsn))
     async with running(worker):
         await worker.falls_asleep()
-        queue_controls.limit_rate(db, "default", None)
+        Operator(db).limit_rate("default", None)
         await until(lambda: state_of(db, message_id) == "sent")
 
 
@@ -350,7 +355,7 @@ async def test_a_worker_with_once_notifies_of_its_retries(dsn: str, db: psycopg.
         await until(lambda: state_of(db, message_id) == "sent")
 
 
-async def test_a_stopping_worker_releases_its_bell_for_the_remaining_workers(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_stopping_worker_releases_its_locks_for_the_remaining_workers(dsn: str, db: psycopg.Connection) -> None:
     # The remaining worker would recheck the bell by itself, but not before the test is over.
     leaver, stayer = (WatchedWorker(quick(dsn, listener_heartbeat_seconds=600)) for _ in range(2))
     async with AsyncExitStack() as leaving:
@@ -393,7 +398,7 @@ async def test_a_drain_waits_behind_a_retry(dsn: str, db: psycopg.Connection) ->
 
 
 async def test_a_drain_waits_for_the_tokens_of_a_queue_whose_pause_is_over(dsn: str, db: psycopg.Connection) -> None:
-    queue_controls.limit_rate(db, "default", Rate(10, 1), burst=1)
+    Operator(db).limit_rate("default", Rate(10, 1), burst=1)
     db.execute("UPDATE pgoutbox.queue SET paused_at = now() - interval '1 h', resume_at = now() - interval '1 s'")
     ids = [enqueue(db) for _ in range(3)]
     await drained(quick(dsn))

@@ -11,6 +11,7 @@ import pytest
 
 from pgoutbox.errors import SchemaError
 from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.worker.backoff import Backoff
 from pgoutbox.worker.reconnect import Reconnector
 from tests.support.outbox_actions import PATIENCE_SECONDS
 
@@ -51,7 +52,7 @@ async def test_an_outage_and_its_end_are_logged_once_each() -> None:
 async def test_a_stopping_worker_does_not_wait_for_the_end_of_an_outage() -> None:
     stopping = AwaitedEvent()
     outage = Reconnector(Telemetry(logging.getLogger("benchmarks.outage")), stopping=stopping)
-    outage._pause = 3_600.0
+    outage._backoff = Backoff(3_600.0, 3_600.0)
     outage.is_on = True
     async with asyncio.timeout(PATIENCE_SECONDS), asyncio.TaskGroup() as group:
         group.create_task(outage.retry_or_raise(AWAY))

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 
 from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
-from pgoutbox.operations import queue_controls
+from pgoutbox.operations import Operator
 from tests.support.outbox_actions import (
     cancel,
     claim,
@@ -310,9 +310,9 @@ class Outboxes(RuleBasedStateMachine):
     def pause_or_resume(self) -> None:
         """Pause or resume the queue as an operator."""
         if self.is_paused:
-            assert queue_controls.resume_queue(self.db, "default")
+            assert Operator(self.db).resume("default")
         else:
-            queue_controls.pause_queue(self.db, "default")
+            Operator(self.db).pause("default")
         self.is_paused = not self.is_paused
 
     # --- invariants ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ def looks(claims: UnansweredClaims, now: float) -> list[tuple[datetime | None, d
     """Search every span that is due."""
     spans = claims.due(now)
     for span in spans:
-        claims.note_looked(span, now)
+        claims.note_searched(span, now)
     return [(span.after, span.before) for span in spans]
 
 

@@ -30,18 +30,17 @@ from pgoutbox.errors import ConfigurationError, LeaseLostError
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, State, Transient
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.operations import queue_controls
-from pgoutbox.operations.queue_controls import Rate
+from pgoutbox.operations import Operator, Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.claim_planner import parse_queues
 from pgoutbox.worker.claimer import Claimer
-from pgoutbox.worker.doorbell import post_keys
+from pgoutbox.worker.doorbell import lock_keys
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     Options,
     WatchedWorker,
-    ask_for_bells,
+    ask_for_locks,
     attempts_of,
     cancel,
     claim,
@@ -184,7 +183,7 @@ async def test_a_message_claimed_again_before_its_finish_is_answered_is_handed_o
     async def finish_slowly(store: Store, verdicts: Sequence[FinishRequest]) -> dict[int, State]:
         written = await finish(store, verdicts)
         # Like a notification for all lanes. The worker may have queried for due retries before the finish committed.
-        worker._look_at_everything()
+        worker._signals.poll_all_lanes()
         await until(lambda: row_of(db, message_id).attempt_count == 2)
         return written
 
@@ -341,12 +340,12 @@ async def test_messages_that_wait_for_slow_handlers_go_to_an_idle_worker(dsn: st
 async def test_a_worker_keeps_its_messages_if_no_other_worker_can_take_them(dsn: str, db: psycopg.Connection) -> None:
     store = Store(settings_for(dsn), worker="busy")
     unheard = Store(settings_for(dsn, listen=False), worker="busy")
-    queue_controls.limit_rate(db, "limited", Rate(10, 60))
+    Operator(db).limit_rate("limited", Rate(10, 60))
     queues = ["default", "limited"]
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(store.close)
         stack.push_async_callback(unheard.close)
-        keys = post_keys("watch", queues, ["greet"])
+        keys = lock_keys("watch", queues, ["greet"])
         assert await store.idle_queues(queues, keys) == []
         assert await unheard.idle_queues(queues, keys) == ["default"]
         db.execute("SELECT pg_advisory_lock_shared(1885826146, hashtext(q)) FROM unnest(%s::text[]) AS q", [queues])
@@ -356,10 +355,10 @@ async def test_a_worker_keeps_its_messages_if_no_other_worker_can_take_them(dsn:
         assert await store.idle_queues(queues, keys) == ["default"]
         db.execute("SELECT pg_advisory_unlock_all()")
         # The worker on watch polls, so no worker holds the bell.
-        assert ask_for_bells(db, "default")[0][1] == "armed"
-        db.execute(sql.LOWER, {"queues": ["default"]})
+        assert ask_for_locks(db, "default")[0][1] == "acquired"
+        db.execute(sql.RELEASE_WAKE_UP_LOCKS, {"queues": ["default"]})
         assert await store.idle_queues(queues, keys) == ["default"]
-        assert await store.idle_queues(queues, post_keys("watch", queues, ["bill"])) == []
+        assert await store.idle_queues(queues, lock_keys("watch", queues, ["bill"])) == []
 
 
 def test_a_worker_without_handlers_is_refused(outbox: Outbox) -> None:
@@ -484,10 +483,10 @@ async def test_a_thread_whose_process_was_suspended_past_its_timeout_may_still_s
     with reports() as heard:
         async with running(worker):
             await heard.wait_for(LogEvent.ATTEMPT_OVERDUE)
-            (slot,) = worker._slots._slots
+            (slot,) = worker._pool._slots
             assert slot.deadline is not None
             slot.deadline -= 3600  # The timeout passed long ago, while the process was suspended.
-            worker._slots._end_overdue()
+            worker._pool._end_overdue()
             made.let_go.set()
             await until(lambda: state_of(db, message_id) != State.SENDING)
     assert (state_of(db, message_id), attempts_of(db, message_id)) == (State.SENT, [])
@@ -514,7 +513,7 @@ async def test_a_transactional_handler_does_not_begin_after_waiting_past_its_lea
     worker = Worker(outbox)
 
     def pass_the_lease() -> None:
-        worker._held[message_id].leased_at -= 3600
+        worker._in_flight[message_id].leased_at -= 3600
         lapse(db, message_id)
         claim(db, worker="another")
 
@@ -1370,8 +1369,8 @@ def deliver_when_told(
     outbox = Outbox(settings_for(dsn, worker_name="stale"))
 
     class QuietClaims(Claimer):
-        async def look(self, room: int, *, from_beginning: bool, fresh_only: bool = False) -> int | None:
-            found = await super().look(room, from_beginning=from_beginning, fresh_only=fresh_only)
+        async def poll(self, room: int, *, from_beginning: bool, fresh_only: bool = False) -> int | None:
+            found = await super().poll(room, from_beginning=from_beginning, fresh_only=fresh_only)
             if from_beginning and found == 0:
                 at_rest.set()
             return found
@@ -1740,7 +1739,7 @@ async def test_one_run_delivers_messages_that_fall_due_again_during_its_last_sea
             # The second search is from the beginning; after it a run may end.
             if empty_looks == 2:
                 opened.set()
-                await until(lambda: not worker._held)
+                await until(lambda: not worker._in_flight)
             return rows
 
     monkeypatch.setattr(pgoutbox.worker.worker, "Store", SlowStore)

@@ -4,6 +4,6 @@ FROM (
     SELECT
     FROM pgoutbox.message_view AS m
     WHERE
-        \ir _matches.sql
+        \ir ../dashboard/_matches_error_group.sql
     LIMIT %(limit)s::bigint
 ) AS matching

@@ -5,6 +5,6 @@ WITH limited AS (
     ON CONFLICT ON CONSTRAINT queue_pkey DO UPDATE SET max_in_flight = excluded.max_in_flight
     RETURNING q.name
 )
--- All sleepers are woken, because they may wait for a later permit, or for none.
+-- All idle workers are woken, because they may wait for a later permit, or for none.
 SELECT l.name, CASE WHEN pg_notification_queue_usage() < 0.9 THEN pg_notify('pgoutbox', 'all ' || l.name) END
 FROM limited AS l

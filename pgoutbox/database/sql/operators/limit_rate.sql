@@ -17,6 +17,6 @@ WITH limited AS (
         tokens_at = CASE WHEN excluded.rate_count IS NOT NULL THEN clock_timestamp() END
     RETURNING q.name
 )
--- All sleepers are woken, because they may wait for a later permit, or for none.
+-- All idle workers are woken, because they may wait for a later permit, or for none.
 SELECT l.name, CASE WHEN pg_notification_queue_usage() < 0.9 THEN pg_notify('pgoutbox', 'all ' || l.name) END
 FROM limited AS l

@@ -11,8 +11,8 @@ SELECT
     p.paused_at,
     p.resume_at,
     CASE
-        -- All sleepers are woken, even if no session has the bell: no session has the bell of a paused queue. They may
-        -- wait for a later end, or for none.
+        -- All idle workers are woken: no session has the wake-up lock of a paused queue. They may wait for a later end,
+        -- or for none.
         WHEN p.resume_at IS NOT NULL AND pg_notification_queue_usage() < 0.9
         THEN pg_notify('pgoutbox', 'all ' || p.name)
     END

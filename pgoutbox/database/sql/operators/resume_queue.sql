@@ -8,6 +8,6 @@ WITH resumed AS (
         AND (q.resume_at > now()) IS NOT FALSE
     RETURNING q.name
 )
--- All sleepers are woken, even if no session has the bell: no session has the bell of a paused queue.
+-- All idle workers are woken: no session has the wake-up lock of a paused queue.
 SELECT r.name, CASE WHEN pg_notification_queue_usage() < 0.9 THEN pg_notify('pgoutbox', 'all ' || r.name) END
 FROM resumed AS r

@@ -1,4 +1,4 @@
--- Sessions that hold a bell and should not. A bell is the advisory lock of a queue. Listeners hold it exclusively, and
+-- Sessions that hold a wake-up lock and should not. Listeners hold this advisory lock of a queue exclusively, and
 -- enqueuing transactions share it until they end. Any other holder, and a shared lock without a transaction, is an
 -- error.
 SELECT

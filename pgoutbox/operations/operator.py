@@ -1,0 +1,606 @@
+"""`Operator`: one method for each thing that people do to messages, queues, retention rules and circuit breakers.
+
+Each call is a transaction of its own; a bulk act commits each batch. So an interruption loses no reported result. Every
+write checks the expected state in SQL: it reports a concurrent change by a worker or another operator, and never
+overwrites it. The schema records each act in its own transaction; this module gives it the actor and the details.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import islice
+from types import TracebackType
+from typing import Final, LiteralString, Self, TypeVar, cast
+from uuid import UUID, uuid4
+
+import psycopg
+from psycopg.rows import TupleRow
+from psycopg.types.json import Jsonb
+from pydantic import JsonValue
+
+from pgoutbox.database import operator_connection, sql
+from pgoutbox.enqueue.generators import CancelResult
+from pgoutbox.errors import ConfigurationError, MessageNotFoundError, PayloadError
+from pgoutbox.message import State
+from pgoutbox.operations import retention
+from pgoutbox.operations.records import (
+    OWED,
+    REDRIVABLE,
+    Action,
+    AnyResult,
+    AuditRow,
+    Batch,
+    BulkAction,
+    ClosedBreaker,
+    JsonText,
+    ListedMessage,
+    MessageFilter,
+    MessageResult,
+    OpenBreaker,
+    Pause,
+    Progress,
+    PruneTotals,
+    QueueControls,
+    Rate,
+    RedriveResult,
+    ResendResult,
+    RetentionRule,
+    ShownAttempt,
+    ShownMessage,
+    TopicCounts,
+)
+from pgoutbox.options import check_name
+from pgoutbox.settings import Settings, load_settings
+
+BATCH_SIZE: Final = 500
+# A bulk act searches so many rows at a time, and fewer if it has to normalise the error of each.
+_SEARCHED_ROWS: Final = 20_000
+_SEARCHED_GROUP_ROWS: Final = 3_000
+_USUAL_BURST: Final = 5
+_SHOWN_ATTEMPTS: Final = 100
+_SHOWN_CHARACTERS: Final = 65_536
+_ALL: Final = 2**31 - 1
+# Far below Python's recursion limit, whatever the caller's depth.
+_MOST_LEVELS: Final = 100
+
+_MISSING: Final = "does not exist"
+_LOCKED: Final = "is locked by another transaction; try again"
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Act:
+    """One act, which may consist of several batches. Without details, the schema records its own."""
+
+    details: Mapping[str, JsonValue]
+    id: UUID = field(default_factory=uuid4)
+
+
+class Operator:
+    """Act on messages, queues, retention rules and circuit breakers, and read them.
+
+        with Operator("postgresql:///shop", actor="ada@example.org") as operator:
+            operator.redrive(42)
+            operator.cancel_all(MessageFilter(topic="mail.reminder"))
+            operator.pause("mail", duration=timedelta(minutes=10))
+
+    `database` is a connection string or `Settings`: the operator then opens a connection, which `close` and the end of
+    the `with` block close. Or it is your own psycopg connection, which stays open. If that is in a transaction, the
+    acts become part of it, and change its `search_path` and timeouts until it ends.
+
+    The audit records each act with the `actor` and its `origin`, for example "deploy script". Without an actor it
+    records the database role. With `read_only` the operator only reads, also on a standby.
+
+    An operator serves one thread at a time. In async code, call it in a thread, as by `asyncio.to_thread`. Raises
+    `ConfigurationError` or `SchemaError` for an unsuitable database, and the errors of psycopg.
+    """
+
+    def __init__(
+        self,
+        database: str | Settings | psycopg.Connection[TupleRow],
+        *,
+        actor: str | None = None,
+        origin: str | None = None,
+        read_only: bool = False,
+    ) -> None:
+        self._resources = contextlib.ExitStack()
+        self._actor = {"actor": actor, "origin": origin}
+        if isinstance(database, psycopg.Connection):
+            self._connection = database
+            return
+        settings = load_settings(dsn=database) if isinstance(database, str) else database
+        if not isinstance(settings, Settings):
+            kind = type(database).__name__
+            raise ConfigurationError(
+                f"database: give a connection string, Settings or a psycopg.Connection, not {kind}"
+            )
+        opened = operator_connection.connect(settings, read_only=read_only)
+        self._connection = self._resources.enter_context(opened)
+
+    def close(self) -> None:
+        """Close the connection that the operator has opened. Idempotent."""
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def dry_run(self) -> AbstractContextManager[object]:
+        """Roll back all acts of a `with` block at its end. Their results tell what they would do."""
+        return self._connection.transaction(force_rollback=True)
+
+    # --- messages: reading --------------------------------------------------------------------------------------------
+
+    def list_messages(
+        self, which: MessageFilter | None = None, *, before_id: int | None = None, limit: int = 50
+    ) -> list[ListedMessage]:
+        """Return the newest matching messages, newest first. For the next page, pass the last id as `before_id`."""
+        parameters = (which or MessageFilter()).parameters() | {"before_id": before_id, "limit": limit}
+        rows = self._fetch(sql.LIST_MESSAGES, parameters)
+        return [ListedMessage._make(row)._replace(state=State(row[4])) for row in rows]
+
+    def count_matching(self, which: MessageFilter, *, limit: int) -> int:
+        """Return the number of matching messages, counted up to `limit`."""
+        ((count,),) = self._fetch(sql.COUNT_MATCHING, which.parameters() | {"limit": limit})
+        return int(count)
+
+    def count_messages(self, *, queue: str | None = None) -> list[TopicCounts]:
+        """Return the numbers of messages by queue and topic. Reads all messages."""
+        return [TopicCounts._make(row) for row in self._fetch(sql.STATS, {"queue": queue})]
+
+    def show_message(self, message_id: int, *, whole: bool = False) -> tuple[ShownMessage, list[ShownAttempt]]:
+        """Return one message and its attempts that did not end `sent`, newest first.
+
+        Without `whole`: the newest 100 attempts, and the first 65,536 characters of headers, payload and each error.
+
+        Neither is redacted: call `redacted` before you show them. A role that may not read the table gets the payload
+        and headers of `pgoutbox.message_view`. Raises `MessageNotFoundError`.
+        """
+        statement = sql.SHOW_MESSAGE if self.reads_payloads() else sql.SHOW_MESSAGE_VIEW
+        bounds = (_ALL, _ALL) if whole else (_SHOWN_CHARACTERS, _SHOWN_ATTEMPTS)
+        parameters = {"id": message_id, "characters": bounds[0], "limit": bounds[1]}
+        rows = self._fetch(statement, parameters)
+        if not rows:
+            raise MessageNotFoundError(f"no such message: {message_id}")
+        attempts = self._fetch(sql.SHOW_ATTEMPTS, parameters)
+        message = ShownMessage._make(rows[0])
+        message = message._replace(
+            state=State(message.state),
+            headers=_json_of(message.headers, message.headers_bytes),
+            payload=_json_of(message.payload, message.payload_bytes),
+        )
+        return message, [ShownAttempt._make(row) for row in attempts]
+
+    def reads_payloads(self) -> bool:
+        """Whether the role may read payloads and headers, and not only the views, which hide all values."""
+        ((may,),) = self._fetch(sql.READS_PAYLOADS)
+        return bool(may)
+
+    def reads_audit(self) -> bool:
+        """Whether the role may read the audit."""
+        ((may,),) = self._fetch(sql.READS_AUDIT)
+        return bool(may)
+
+    def list_acts(
+        self,
+        *,
+        message_id: int | None = None,
+        actor: str | None = None,
+        action: Action | None = None,
+        before_id: int | None = None,
+        limit: int = 50,
+    ) -> list[AuditRow]:
+        """Return the acts of operators, newest first: all, or of one message, of one actor, of one kind."""
+        parameters = {
+            "message_id": message_id,
+            "actor": actor,
+            "action": None if action is None else action.value,
+            "before_id": before_id,
+            "limit": limit,
+        }
+        return [AuditRow._make(row) for row in self._fetch(sql.LIST_ACTS, parameters)]
+
+    # --- messages: acts -----------------------------------------------------------------------------------------------
+
+    def redrive(self, message_id: int, *, states: Collection[State] = REDRIVABLE) -> MessageResult[RedriveResult]:
+        """Make a failed or cancelled message pending again, with its original budget of attempts.
+
+        It is left alone if it is in none of `states`, or superseded by a newer message of its key. So is a cancelled
+        message if a later message has its dedupe key.
+        """
+        (result,) = self._redrive({message_id: None}, states, _Act({}))
+        return result
+
+    def resend(self, message_id: int) -> MessageResult[ResendResult]:
+        """Enqueue a copy of a sent message, marked as `resend_of` it. `other_id` of the result is the copy.
+
+        No copy is made if the message is in another state, or superseded by a newer message of its key.
+        """
+        return self._resend(message_id, _Act({}))
+
+    def cancel(self, message_id: int) -> MessageResult[CancelResult]:
+        """Cancel a message, as the SQL function `pgoutbox.cancel` does."""
+        (result,) = self._cancel([message_id], OWED, _Act({}))
+        return result
+
+    def cancel_by_key(
+        self, topic: str, *, coalesce_key: str | None = None, dedupe_key: str | None = None
+    ) -> list[MessageResult[CancelResult]]:
+        """Cancel the newest message of a coalesce key and the message of a dedupe key. Return none if there is none.
+
+        With the rule `pending`, cancel all pending messages of the coalesce key and the one in flight, newest first.
+        """
+        target: dict[str, JsonValue] = {"topic": topic, "coalesce_key": coalesce_key, "dedupe_key": dedupe_key}
+        return [_cancelled(*row) for row in self._act(sql.CANCEL_BY_KEY, target, _Act(target))]
+
+    def redrive_all(self, which: MessageFilter) -> Counter[str]:
+        """Redrive all matching messages, and count the results: `{"redriven": 40, "superseded": 2}`.
+
+        Without states in the filter, only failed messages match. A message that was attempted again in the meantime is
+        left alone. Otherwise this is `bulk`.
+        """
+        return _count(self.bulk("redrive", which))
+
+    def resend_all(self, which: MessageFilter) -> Counter[str]:
+        """Resend all matching sent messages, and count the results. Otherwise this is `bulk`."""
+        return _count(self.bulk("resend", which))
+
+    def cancel_all(self, which: MessageFilter) -> Counter[str]:
+        """Cancel all matching messages that are pending or in flight, and count the results.
+
+        Otherwise this is `bulk`.
+        """
+        return _count(self.bulk("cancel", which))
+
+    def bulk(
+        self,
+        action: BulkAction,
+        which: MessageFilter | Sequence[int],
+        *,
+        batch_size: int = BATCH_SIZE,
+        limit: int | None = None,
+    ) -> Iterator[Batch]:
+        """Redrive, resend or cancel the messages of a filter, oldest first, or those with these ids.
+
+        Nothing happens before you iterate. Each step changes a batch, commits it and returns its results. If you stop
+        iterating, the remaining messages stay as they are. The act takes at most `limit` messages. A filter selects
+        only messages that exist at the start. Each copy of a resend has a transaction of its own.
+
+        Raises `StateError` for states that the action cannot change.
+        """
+        if isinstance(which, MessageFilter):
+            which = which.limited_to(action)
+            act = _Act(which.given())
+            states: Collection[State] = which.states
+            found = self._search(which, batch_size)
+        else:
+            act = _Act({})
+            states = REDRIVABLE if action == "redrive" else OWED
+            found = ((dict.fromkeys(ids), ids[-1], which[-1]) for ids in _slices(which, batch_size) if ids)
+        left = _ALL if limit is None else limit
+        for counts, reached_id, through_id in found:
+            chosen = dict(islice(counts.items(), left))
+            left -= len(chosen)
+            yield Batch(self._take(action, chosen, states, act), reached_id, through_id)
+            if not left:
+                return
+
+    def _take(
+        self,
+        action: BulkAction,
+        counts: Mapping[int, int | None],
+        states: Collection[State],
+        act: _Act,
+    ) -> Sequence[MessageResult[AnyResult]]:
+        if not counts:
+            return []
+        if action == "redrive":
+            return self._redrive(counts, states, act)
+        if action == "cancel":
+            return self._cancel(list(counts), states, act)
+        return [self._resend(message_id, act) for message_id in counts]
+
+    def _search(self, which: MessageFilter, batch_size: int) -> Iterator[tuple[Mapping[int, int | None], int, int]]:
+        """Yield matching ids with their attempt counts, the last id searched, and the last id to search.
+
+        Yields an empty batch after rows without a match, so that the caller can stop.
+        """
+        ((through_id,),) = self._fetch(sql.NEWEST_ID)
+        rows = _SEARCHED_ROWS if which.error_group is None else _SEARCHED_GROUP_ROWS
+        parameters = which.parameters() | {"through_id": through_id, "rows": rows}
+        after_id: int | None = 0
+        while after_id is not None:
+            ((ids, counts, last_id, _),) = self._fetch(sql.SEARCH_AHEAD, parameters | {"after_id": after_id})
+            found = list(zip(ids or (), counts or (), strict=True))
+            for part in _slices(found, batch_size):
+                yield dict(part), part[-1][0] if part else last_id or through_id, through_id
+            after_id = last_id
+
+    def _redrive(
+        self, counts: Mapping[int, int | None], states: Collection[State], act: _Act
+    ) -> list[MessageResult[RedriveResult]]:
+        """Redrive these messages in one transaction, if they still have these numbers of attempts; None means any."""
+        attempt_counts = None if None in counts.values() else list(counts.values())
+        parameters = {"ids": list(counts), "states": list(states), "attempt_counts": attempt_counts}
+        return [_redriven(row, states, counts[row[0]]) for row in self._act(sql.REDRIVE, parameters, act)]
+
+    def _resend(self, message_id: int, act: _Act) -> MessageResult[ResendResult]:
+        rows = self._act(sql.RESEND, {"id": message_id}, act)
+        if not rows:
+            return MessageResult(message_id, ResendResult.MISSING, None, _MISSING)
+        ((copy_id, state, newer_id),) = rows
+        if state != State.SENT:
+            explanation = f"is {state}; only sent messages can be resent"
+            return MessageResult(message_id, ResendResult.WRONG_STATE, None, explanation)
+        if copy_id is None:
+            return MessageResult(message_id, ResendResult.SUPERSEDED, newer_id, _superseded(newer_id))
+        return MessageResult(message_id, ResendResult.RESENT, copy_id)
+
+    def _cancel(self, ids: Sequence[int], states: Collection[State], act: _Act) -> list[MessageResult[CancelResult]]:
+        """Cancel those of the messages that are in one of `states`, in one transaction."""
+        rows = self._act(sql.CANCEL_EACH, {"ids": ids, "states": list(states)}, act)
+        return [_cancelled(*row) for row in rows]
+
+    # --- queues -------------------------------------------------------------------------------------------------------
+
+    def list_queues(self) -> list[QueueControls]:
+        """Return the queues that are paused or have limits, by name."""
+        return [QueueControls._make(row) for row in self._fetch(sql.LIST_QUEUES)]
+
+    def known_queues(self) -> list[str]:
+        """Return all queues that have messages, a pause or limits. Reads all messages."""
+        return [row[0] for row in self._fetch(sql.KNOWN_QUEUES)]
+
+    def unknown_queues(self, queues: Sequence[str]) -> list[str]:
+        """Return the names in `queues` that have neither messages nor a pause or limits: probably misspelt, or new."""
+        return [row[0] for row in self._fetch(sql.UNKNOWN_QUEUES, {"queues": list(queues)})]
+
+    def pause(self, queue: str, *, duration: timedelta | None = None) -> Pause:
+        """Stop all claims of a queue, for some time or until `resume`.
+
+        Messages in flight continue, and enqueue is not affected.
+        """
+        seconds = None if duration is None else duration.total_seconds()
+        parameters = {"queue": queue, "seconds": seconds}
+        ((paused_at, resume_at, _),) = self._act(sql.PAUSE_QUEUE, parameters, _Act({"seconds": seconds}))
+        return Pause(paused_at, resume_at)
+
+    def resume(self, queue: str) -> bool:
+        """Allow claims again and wake a worker. Return False if the queue was not paused."""
+        return bool(self._act(sql.RESUME_QUEUE, {"queue": queue}, _Act({})))
+
+    def limit_rate(self, queue: str, rate: Rate | None, *, burst: int | None = None) -> None:
+        """Limit the number of attempts of a queue that begin in a period, in all workers together; None removes it.
+
+        Up to `burst` of them begin at once after an idle time (default: 5, or the rate's count if that is smaller). The
+        limit applies from the next claim of each worker.
+        """
+        asked: dict[str, JsonValue] = {"count": None, "seconds": None, "burst": None}
+        if rate is not None:
+            usual = min(rate.count, _USUAL_BURST)
+            asked = {"count": rate.count, "seconds": rate.seconds, "burst": usual if burst is None else burst}
+        shown = "none" if rate is None else f"{rate.count}/{rate.seconds:g}s"
+        self._act(sql.LIMIT_RATE, {"queue": queue, **asked}, _Act({"rate": shown, "burst": asked["burst"]}))
+
+    def limit_in_flight(self, queue: str, max_in_flight: int | None) -> None:
+        """Limit the number of attempts of a queue in flight, in all workers together; None removes the limit."""
+        act = _Act({"max_in_flight": "none" if max_in_flight is None else max_in_flight})
+        self._act(sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight}, act)
+
+    # --- circuit breakers ---------------------------------------------------------------------------------------------
+
+    def list_open_breakers(self) -> list[OpenBreaker]:
+        """Return the open circuit breakers, at most the oldest 20. Their errors are not redacted."""
+        return [OpenBreaker._make(row) for row in self._fetch(sql.OPEN_BREAKERS)]
+
+    def close_breaker(self, key: str) -> ClosedBreaker:
+        """Close a circuit breaker for all workers, and make the messages that it postponed due.
+
+        Workers send them after a second. Each batch of messages has its own transaction. Idempotent.
+        """
+        act = _Act({"key": key})
+        was_open, message_count = False, 0
+        while True:
+            ((found_open, batch_count),) = self._act(sql.CLOSE_BREAKER, {"key": key}, act)
+            was_open |= found_open
+            message_count += batch_count
+            if not batch_count:
+                return ClosedBreaker(was_open, message_count)
+
+    # --- retention ----------------------------------------------------------------------------------------------------
+
+    def retention_rules(self) -> list[RetentionRule]:
+        """Return the retention rules by topic and state; the rules for all topics come last."""
+        return [RetentionRule._make(row) for row in self._fetch(sql.RETENTION_RULES)]
+
+    def set_retention(self, topic: str, state: str, keep: timedelta | None) -> None:
+        """Set how long messages of a topic are kept in this state; None means forever.
+
+        The topic `*` stands for every topic without a rule of its own. With zero for `sent`, workers delete a message
+        instead of setting it to `sent`; this takes effect within a minute. All other messages are deleted by
+        `prune_by_retention`. Raises `ConfigurationError`.
+        """
+        if topic != "*":
+            try:
+                check_name("topic", topic)
+            except PayloadError as error:
+                raise ConfigurationError(f"{error}; or * for all topics") from None
+        if state not in retention.RETAINED:
+            raise ConfigurationError(f"state={state!r}: must be one of {', '.join(retention.RETAINED)}")
+        if keep is not None and not timedelta() <= keep <= retention.MAX_AGE:
+            raise ConfigurationError(f"keep={keep}: must be from 0 to {retention.MAX_AGE.days} days")
+        seconds = None if keep is None else keep.total_seconds()
+        self._act(sql.SET_RETENTION, {"topic": topic, "state": state, "keep_seconds": seconds}, _Act({}))
+
+    def unset_retention(self, topic: str, state: str) -> bool:
+        """Remove a rule. Return False if there was none."""
+        return bool(self._act(sql.UNSET_RETENTION, {"topic": topic, "state": state}, _Act({})))
+
+    def count_prunable(
+        self,
+        older_than: timedelta,
+        *,
+        states: Collection[State] = retention.PRUNED_BY_DEFAULT,
+        topic: str | None = None,
+    ) -> dict[State, int]:
+        """Return the number of messages that `prune` with the same arguments would delete."""
+        rows = self._fetch(sql.COUNT_PRUNABLE, retention.prune_parameters(older_than, states, topic))
+        return {State(state): count for state, count in rows}
+
+    def prune(
+        self,
+        older_than: timedelta,
+        *,
+        states: Collection[State] = retention.PRUNED_BY_DEFAULT,
+        topic: str | None = None,
+        batch_size: int = retention.PRUNE_BATCH,
+        progress: Progress | None = None,
+    ) -> PruneTotals:
+        """Delete messages that have been in one of these final states for longer than `older_than`.
+
+        This deletes their attempts too, and frees their dedupe keys. With `sent` it also frees the old keys of messages
+        that were deleted as they were sent. `failed` messages wait for an operator, so they are deleted only if
+        `states` names them. If one of them halted its ordering key, the messages behind it are claimable at once. Each
+        batch is committed separately. Keys and contents without a message are deleted last.
+        """
+        parameters = retention.prune_parameters(older_than, states, topic) | {"limit": batch_size}
+        act = _Act({
+            "states": [state.value for state in sorted(states)],
+            "older_than_seconds": older_than.total_seconds(),
+            "topic": topic,
+        })  # fmt: skip
+        return retention.prune(self._connection, parameters, self._as(act), progress)
+
+    def prune_by_retention(
+        self, *, batch_size: int = retention.PRUNE_BATCH, progress: Progress | None = None
+    ) -> PruneTotals:
+        """Delete the messages that no retention rule keeps, with their attempts. Without rules nothing is deleted.
+
+        This runs the same turn of maintenance as a worker, at once and to the end. It creates partitions ahead, and
+        drops those of which no rule keeps a message. Other messages are deleted in batches. Each batch is committed
+        separately, and follows the rule as it is then. This frees the dedupe keys of the messages, unless the rule
+        keeps nothing: then the rule for `dedupe_key` applies to them. Any number of sessions may run it at once. Keys
+        and contents without a message are deleted last.
+        """
+        act = _Act({})
+        turn = retention.MaintenanceRun(
+            retention.read_maintenance_facts(self._connection),
+            retention.PartitionCache(),
+            batch_size=batch_size,
+            progress=progress,
+            write=self._as(act),
+        )
+        turn.take(self._connection)
+        if turn.errors:
+            raise turn.errors[0]
+        return turn.totals
+
+    # --- the connection -----------------------------------------------------------------------------------------------
+
+    def _fetch(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> list[TupleRow]:
+        return operator_connection.fetch(self._connection, statement, parameters or {})
+
+    def _as(self, act: _Act) -> retention.Run:
+        return lambda statement, parameters: self._act(statement, parameters, act)
+
+    def _act(self, statement: LiteralString, parameters: Mapping[str, object], act: _Act) -> list[TupleRow]:
+        """Run one statement in a transaction that the schema records as this act, if it changes something."""
+        details = {name: value for name, value in act.details.items() if value not in (None, [])}
+        announced = {**self._actor, "act_id": act.id, "details": Jsonb(details) if details else None}
+
+        def announce_and_run() -> list[TupleRow]:
+            self._connection.execute(sql.ANNOUNCE_ACT, announced)
+            return self._connection.execute(statement, parameters).fetchall()
+
+        return operator_connection.transact(self._connection, announce_and_run)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def _redriven(row: TupleRow, states: Collection[State], expected_count: int | None) -> MessageResult[RedriveResult]:
+    message_id, is_done, state, newer_id, attempt_count, dedupe_key_of = row
+
+    def left_alone(
+        result: RedriveResult, explanation: str, other_id: int | None = None
+    ) -> MessageResult[RedriveResult]:
+        return MessageResult(message_id, result, other_id, explanation)
+
+    if is_done:
+        return MessageResult(message_id, RedriveResult.REDRIVEN)
+    if state is None:
+        return left_alone(RedriveResult.MISSING, _MISSING)
+    if state not in states:
+        explanation = f"is {state}; only {' and '.join(states)} messages can be redriven"
+        return left_alone(RedriveResult.WRONG_STATE, explanation)
+    if expected_count not in (None, attempt_count):
+        return left_alone(RedriveResult.CHANGED, "was attempted again")
+    if newer_id is not None:
+        return left_alone(RedriveResult.SUPERSEDED, _superseded(newer_id), newer_id)
+    if dedupe_key_of is not None:
+        explanation = f"has lost its dedupe key to message {dedupe_key_of}"
+        return left_alone(RedriveResult.DEDUPE_KEY_TAKEN, explanation, dedupe_key_of)
+    return left_alone(RedriveResult.LOCKED, _LOCKED)
+
+
+def _cancelled(message_id: int, answer: str) -> MessageResult[CancelResult]:
+    result = CancelResult(answer)
+    explanation = {
+        CancelResult.CANCELLED: "",
+        CancelResult.REQUESTED: "",
+        CancelResult.MISSING: _MISSING,
+        CancelResult.LOCKED: _LOCKED,
+        CancelResult.ALREADY_CANCELLED: "is already cancelled",
+    }.get(result, f"is already {result}")
+    return MessageResult(message_id, result, None, explanation)
+
+
+def _superseded(newer_id: int | None) -> str:
+    if newer_id is None:
+        return "is superseded by a newer message, which is deleted"
+    return f"is superseded by message {newer_id}, which is newer"
+
+
+def _count(batches: Iterator[Batch]) -> Counter[str]:
+    return Counter(result.result for batch in batches for result in batch.results)
+
+
+def _slices(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+    """Yield the items in slices of this size; one empty slice if there are none."""
+    return (items[start : start + size] for start in range(0, len(items) or 1, size))
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def _json_of(text: JsonValue, size: int | None) -> JsonValue:
+    if not isinstance(text, str):
+        return None
+    if len(text.encode()) == size:
+        with contextlib.suppress(ValueError, RecursionError):
+            value = cast("JsonValue", json.loads(text))
+            if not _is_deep(value):
+                return value
+    return JsonText(text)
+
+
+def _is_deep(value: JsonValue) -> bool:
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [item for one in level if isinstance(one, dict | list) for item in _items(one)]
+    return bool(level)
+
+
+def _items(value: dict[str, JsonValue] | list[JsonValue]) -> Collection[JsonValue]:
+    return value.values() if isinstance(value, dict) else value

@@ -1,0 +1,413 @@
+"""The filter, the results and the rows of `Operator`. A row contains sensitive values until `redacted` hides them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import datetime, timedelta
+from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from uuid import UUID
+
+from pydantic import JsonValue
+
+from pgoutbox.encryption import SEALED, is_sealed
+from pgoutbox.enqueue.generators import CancelResult
+from pgoutbox.errors import StateError
+from pgoutbox.message import State
+from pgoutbox.redaction import redact, redact_text
+
+_ENCRYPTED: Final = "(encrypted)"
+REDRIVABLE: Final = (State.FAILED, State.CANCELLED)
+OWED: Final = (State.PENDING, State.SENDING)
+_PARTITIONS: Final = (
+    frozenset(OWED),
+    frozenset({State.FAILED}),
+    frozenset({State.SENT, State.SKIPPED, State.CANCELLED}),
+)
+
+
+class Action(enum.StrEnum):
+    """The kinds of acts of an operator, as the audit records them."""
+
+    REDRIVE = "redrive"
+    RESEND = "resend"
+    CANCEL = "cancel"
+    PRUNE = "prune"
+    PAUSE = "pause"
+    RESUME = "resume"
+    LIMIT = "limit"
+    RETENTION = "retention"
+    BREAKER = "breaker"
+
+
+# Called after each committed batch of a prune, with the number of messages deleted so far.
+Progress: TypeAlias = Callable[[int], object]
+BulkAction: TypeAlias = Literal["redrive", "resend", "cancel"]
+
+# For each bulk action: the states that it can change, the states without a filter by state, and its participle.
+_BULK_STATES: Final[Mapping[BulkAction, tuple[tuple[State, ...], tuple[State, ...], str]]] = {
+    "redrive": (REDRIVABLE, (State.FAILED,), "redriven"),
+    "resend": ((State.SENT,), (State.SENT,), "resent"),
+    "cancel": (OWED, OWED, "cancelled"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageFilter:
+    """A filter for messages: a message matches if it fulfils all given conditions.
+
+    `destination` may omit `mailto:`. `key` is a coalesce, dedupe or ordering key. `text` is searched in the
+    destination, the keys, the skip reason and the last error, ignoring case and without wildcards. Payloads are not
+    searched. The times are enqueue times, the first one inclusive. `error_group` is the id of a group of similar
+    failures, as the dashboard's links have it.
+    """
+
+    states: Collection[State] = ()
+    topic: str | None = None
+    queue: str | None = None
+    destination: str | None = None
+    key: str | None = None
+    text: str | None = None
+    created_from: datetime | None = None
+    created_before: datetime | None = None
+    error_group: str | None = None
+
+    def given(self) -> dict[str, JsonValue]:
+        """Return the given conditions, for display and for the audit."""
+        told = {field.name: getattr(self, field.name) for field in fields(self)}
+        told["states"] = [state.value for state in sorted(self.states)] or None
+        return {
+            name: value.isoformat() if isinstance(value, datetime) else value
+            for name, value in told.items()
+            if value is not None
+        }
+
+    def parameters(self) -> dict[str, object]:
+        """Return the parameters of the statements that take a filter."""
+        states = {State.FAILED} if self.error_group is not None else set(self.states)
+        partitions = [partition for partition in _PARTITIONS if partition & states]
+        return {
+            **{field.name: getattr(self, field.name) for field in fields(self)},
+            "states": [state.value for state in self.states] or None,
+            "partition_states": sorted(state for partition in partitions for state in partition) or None,
+        }
+
+    def limited_to(self, action: BulkAction) -> MessageFilter:
+        """Return the filter for a bulk action, limited to the states that it can change.
+
+        Raises `StateError` if the filter selects others. Without states, a redrive selects only failed messages.
+        """
+        allowed, usual, participle = _BULK_STATES[action]
+        if others := set(self.states).difference(allowed):
+            raise StateError(
+                f"only {' and '.join(allowed)} messages can be {participle}, not {', '.join(sorted(others))}"
+            )
+        return replace(self, states=tuple(sorted(self.states or usual)))
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+class RedriveResult(enum.StrEnum):
+    """The effect of a redrive on one message, or the reason why it left the message alone.
+
+    `redriven`: the message is pending again. `missing`: no such message exists. `wrong_state`: its state is not one of
+    the given states. `changed`: it was attempted again since it was listed. `superseded`: a newer message of its
+    coalesce key exists. `dedupe_key_taken`: another message has its dedupe key. `locked`: another transaction has
+    locked its row; try again.
+    """
+
+    REDRIVEN = "redriven"
+    MISSING = "missing"
+    WRONG_STATE = "wrong_state"
+    CHANGED = "changed"
+    SUPERSEDED = "superseded"
+    DEDUPE_KEY_TAKEN = "dedupe_key_taken"
+    LOCKED = "locked"
+
+
+class ResendResult(enum.StrEnum):
+    """The effect of a resend on one message, or the reason why it made no copy.
+
+    `resent`: a copy is pending. `missing`: no such message exists. `wrong_state`: it is not sent. `superseded`: a newer
+    message of its coalesce key exists, or existed.
+    """
+
+    RESENT = "resent"
+    MISSING = "missing"
+    WRONG_STATE = "wrong_state"
+    SUPERSEDED = "superseded"
+
+
+AnyResult: TypeAlias = RedriveResult | ResendResult | CancelResult
+R_co = TypeVar("R_co", bound=AnyResult, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageResult(Generic[R_co]):
+    """The result of an act on one message.
+
+    `other_id` is the copy of a resent message, the newer message that supersedes it, or the message that has its dedupe
+    key. `explanation` tells people why the message was left alone, as in "message 42 is locked by another transaction".
+    It is empty if the act was done.
+    """
+
+    id: int
+    result: R_co
+    other_id: int | None = None
+    explanation: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the act changed or copied the message."""
+        return not self.explanation
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One committed batch of a bulk act, with one result for each message.
+
+    With a filter, all messages up to `reached_id` have been searched, and the act ends at `through_id`. A batch may be
+    empty, because a part of the table may contain no match.
+    """
+
+    results: Sequence[MessageResult[AnyResult]]
+    reached_id: int
+    through_id: int
+
+
+class Pause(NamedTuple):
+    """A pause of a queue. Without `resume_at` it lasts until the queue is resumed."""
+
+    paused_at: datetime
+    resume_at: datetime | None
+
+
+class ClosedBreaker(NamedTuple):
+    """The result of a close: whether the breaker was open, and how many postponed messages are due now."""
+
+    was_open: bool
+    message_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PruneTotals:
+    """The number of deleted messages by state, and the number of deleted keys without a message.
+
+    The messages of dropped partitions are not counted, because they are not read.
+    """
+
+    messages: Mapping[State, int]
+    coalesce_keys: int
+    dedupe_keys: int = 0
+    partitions_made: int = 0
+    partitions_dropped: int = 0
+
+    @property
+    def total(self) -> int:
+        """The number of deleted messages in all states."""
+        return sum(self.messages.values())
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+class JsonText(str):
+    """JSON text that is shown unparsed: it is cut off, nested too deeply, or has a number too long for Python."""
+
+    __slots__ = ()
+
+
+class ListedMessage(NamedTuple):
+    """A message in a list, without its payload, in the order of LIST_MESSAGES."""
+
+    id: int
+    topic: str
+    queue: str
+    destination: str | None
+    state: State
+    attempt_count: int
+    max_attempts: int
+    created_at: datetime
+    available_at: datetime
+    finished_at: datetime | None
+    coalesce_key: str | None
+    dedupe_key: str | None
+    skip_reason: str | None
+    last_error: str | None
+
+    def redacted(self, names: Collection[str]) -> ListedMessage:
+        """Return the message without values whose name matches `names`."""
+        return self._replace(
+            destination=_redact_text(self.destination, names),
+            skip_reason=_redact_text(self.skip_reason, names),
+            last_error=_redact_text(self.last_error, names),
+        )
+
+
+class ShownMessage(NamedTuple):
+    """All data of one message, in the order of SHOW_MESSAGE.
+
+    `attempt_rows` counts its rows in `attempt`, up to 10,001. Headers and payload can be a `JsonText`. Their sizes are
+    the sizes of the whole JSON text.
+    """
+
+    id: int
+    topic: str
+    queue: str
+    destination: str | None
+    state: State
+    attempt_count: int
+    max_attempts: int
+    created_at: datetime
+    available_at: datetime
+    expires_at: datetime | None
+    claimed_at: datetime | None
+    lease_expires_at: datetime | None
+    cancel_requested_at: datetime | None
+    finished_at: datetime | None
+    worker: str | None
+    coalesce_key: str | None
+    coalesces_pending: bool | None
+    dedupe_key: str | None
+    ordering_key: str | None
+    on_failed: str | None
+    superseded_by: int | None
+    resend_of: int | None
+    content_id: int | None
+    skip_reason: str | None
+    last_error: str | None
+    attempt_rows: int
+    headers: JsonValue
+    headers_bytes: int | None
+    payload: JsonValue
+    payload_bytes: int
+
+    def redacted(self, names: Collection[str]) -> ShownMessage:
+        """Return the message without an encrypted payload, and without values whose name matches `names`."""
+        return self._replace(
+            destination=_redact_text(self.destination, names),
+            skip_reason=_redact_text(self.skip_reason, names),
+            last_error=_redact_text(self.last_error, names),
+            headers=_redact_json(self.headers, names),
+            payload=_redact_json(self.payload, names),
+        )
+
+
+class ShownAttempt(NamedTuple):
+    """One attempt that did not end `sent`, in the order of SHOW_ATTEMPTS."""
+
+    attempt_count: int
+    outcome: str
+    worker: str
+    started_at: datetime
+    ended_at: datetime
+    error: str | None
+    reason_code: str | None
+    breaker_key: str | None
+
+    def redacted(self, names: Collection[str]) -> ShownAttempt:
+        """Return the attempt without values whose name matches `names`."""
+        return self._replace(error=_redact_text(self.error, names))
+
+
+class TopicCounts(NamedTuple):
+    """The numbers of messages of one topic in one queue by state, in the order of STATS.
+
+    `due` and `scheduled` messages are pending. `oldest_due_seconds` is the waiting time of the oldest due message.
+    """
+
+    queue: str
+    topic: str
+    due: int
+    scheduled: int
+    sending: int
+    sent: int
+    failed: int
+    skipped: int
+    cancelled: int
+    oldest_due_seconds: float | None
+
+
+class AuditRow(NamedTuple):
+    """One batch of one act, in the order of LIST_ACTS. It lists the first twenty messages."""
+
+    id: int
+    act_id: UUID
+    acted_at: datetime
+    actor: str
+    origin: str | None
+    db_role: str
+    action: str
+    queue: str | None
+    message_count: int | None
+    first_ids: list[int] | None
+    details: dict[str, JsonValue] | None
+
+    def redacted(self, names: Collection[str]) -> AuditRow:
+        """Return the act without values whose name matches `names`: the text of a filter may be sensitive."""
+        if self.details is None:
+            return self
+        told: dict[str, JsonValue] = {
+            name: redact_text(value, names) if isinstance(value, str) else value for name, value in self.details.items()
+        }
+        return self._replace(details=cast("dict[str, JsonValue]", redact(told, names)))
+
+
+class QueueControls(NamedTuple):
+    """A queue that is paused or has limits, in the order of LIST_QUEUES.
+
+    Up to `rate_count` attempts may begin in `rate_seconds`, up to `burst` at once, and `tokens` now.
+    """
+
+    queue: str
+    paused_at: datetime | None
+    resume_at: datetime | None
+    rate_count: int | None
+    rate_seconds: float | None
+    burst: int | None
+    tokens: float | None
+    max_in_flight: int | None
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A number of attempts in a period."""
+
+    count: int
+    seconds: float
+
+
+class OpenBreaker(NamedTuple):
+    """An open circuit breaker, in the order of OPEN_BREAKERS."""
+
+    key: str
+    open_seconds: float
+    last_error: str
+
+    def redacted(self, names: Collection[str]) -> OpenBreaker:
+        """Return the breaker without values whose name matches `names`."""
+        return self._replace(last_error=redact_text(self.last_error, names))
+
+
+class RetentionRule(NamedTuple):
+    """How long final messages of a topic, or of `*`, are kept in one state; None means forever.
+
+    The state is a final one, or `dedupe_key` for the dedupe keys of deleted messages.
+    """
+
+    topic: str
+    state: str
+    keep: timedelta | None
+
+
+def _redact_text(text: str | None, names: Collection[str]) -> str | None:
+    return None if text is None else redact_text(text, names)
+
+
+def _redact_json(value: JsonValue, names: Collection[str]) -> JsonValue:
+    if isinstance(value, JsonText):
+        return _ENCRYPTED if f'"{SEALED}"' in value else JsonText(redact_text(value, names))
+    return _ENCRYPTED if is_sealed(value) else redact(value, names)

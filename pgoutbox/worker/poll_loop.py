@@ -1,0 +1,403 @@
+"""The poll loop: when a worker polls, for which messages, how many it claims, and when it sleeps.
+
+The loop is in one `State` at a time. A step in that state has a result, and `next_state` chooses the next state.
+Callbacks of other parts only set `Signals`, which the loop reads between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import math
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Final
+
+import psycopg
+
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.database.store import Store
+from pgoutbox.settings import Settings
+from pgoutbox.worker.attempt import Attempt
+from pgoutbox.worker.backoff import Backoff
+from pgoutbox.worker.claim_planner import QueueSchedule
+from pgoutbox.worker.claimer import Claimer
+from pgoutbox.worker.doorbell import Doorbell, LockAnswer, lock_keys
+from pgoutbox.worker.finisher import Finisher
+from pgoutbox.worker.pool import AttemptPool
+from pgoutbox.worker.reconnect import Reconnector
+
+_POLL_WITHOUT_LISTENER_SECONDS: Final = 1.0
+# A worker halves its surplus of claimed messages if one waited this long for its handler.
+_LONG_WAIT_SECONDS: Final = 0.1
+# It releases waiting messages to idle workers after this time.
+_RELEASE_WAITING_SECONDS: Final = 1.0
+_NOTIFY_SECONDS: Final = 1.0
+# After this many notifications in a row without a message, a worker pauses before each poll.
+_FALSE_NOTIFICATIONS: Final = 20
+_FALSE_NOTIFICATION_PAUSE_SECONDS: Final = 0.05
+# A worker on watch that was woken eight times within this time polls, until it has found no work for a while.
+_HIGH_RATE_WAKES: Final = 8
+_HIGH_RATE_SECONDS: Final = 0.25
+_LULL_SECONDS: Final = 0.1
+_HIGH_RATE_PAUSE_SECONDS: Final = 0.008
+
+
+class State(enum.Enum):
+    """The step that the loop takes next."""
+
+    POLLING = "poll from where the last claims ended"
+    FRESH_POLL = "poll for fresh messages only, because of a notification"
+    FULL_POLL = "poll for all due messages, from the beginning"
+    ACQUIRING = "acquire the wake-up lock"
+    CONFIRMING = "poll for all due messages once more, with the wake-up lock"
+    PAUSING = "sleep for some milliseconds, without the wake-up lock: the rate is high"
+    IDLE = "sleep until a notification, the next due time or the end of the poll interval"
+
+
+class Result(enum.Enum):
+    """The result of a step. An attempt to acquire the lock has a `LockAnswer` instead, unless the rate is high."""
+
+    BACKLOG = "claimed some messages, and more are due"
+    SOME = "claimed all messages that it saw"
+    UNREAD_KEYS = "found nothing so far, and has not read all ordering keys"
+    NOTHING = "no message is due"
+    FAILED = "a database error"
+    NO_ROOM = "every handler is busy, and enough messages wait"
+    HIGH_RATE = "the worker was woken often"
+    SLEPT = "the sleep is over"
+
+
+_POLLS: Final = (State.POLLING, State.FRESH_POLL, State.FULL_POLL)
+
+
+def next_state(
+    state: State, result: Result | LockAnswer, *, is_notified: bool = False, needs_full_poll: bool = False
+) -> State:
+    """Return the state after a step in `state` with this result.
+
+    | state | result | next state |
+    | --- | --- | --- |
+    | POLLING, FULL_POLL | BACKLOG | POLLING, or FULL_POLL if `needs_full_poll` |
+    | FULL_POLL | NOTHING | ACQUIRING |
+    | ACQUIRING | ACQUIRED | CONFIRMING |
+    | ACQUIRING | UNCHANGED, NO_LISTENER | IDLE |
+    | ACQUIRING | HIGH_RATE | PAUSING |
+    | CONFIRMING | UNREAD_KEYS | CONFIRMING |
+    | CONFIRMING | NOTHING | IDLE |
+    | POLLING, FRESH_POLL, FULL_POLL | NO_ROOM | the same |
+    | any other combination | | FULL_POLL |
+
+    If `is_notified`, FRESH_POLL comes before POLLING and FULL_POLL. It never follows itself, so that continuous
+    notifications do not starve retries.
+    """
+    match state, result:
+        case _, Result.NO_ROOM if state in _POLLS:
+            return state
+        case State.FULL_POLL, Result.NOTHING:
+            return State.ACQUIRING
+        case State.ACQUIRING, Result.HIGH_RATE:
+            return State.PAUSING
+        case State.ACQUIRING, LockAnswer.ACQUIRED:
+            return State.CONFIRMING
+        case State.CONFIRMING, Result.UNREAD_KEYS:
+            return State.CONFIRMING
+        case (State.ACQUIRING, LockAnswer.UNCHANGED | LockAnswer.NO_LISTENER) | (State.CONFIRMING, Result.NOTHING):
+            return State.IDLE
+    if is_notified and state is not State.FRESH_POLL:
+        return State.FRESH_POLL
+    may_continue = state in (State.POLLING, State.FULL_POLL) and result is Result.BACKLOG and not needs_full_poll
+    return State.POLLING if may_continue else State.FULL_POLL
+
+
+class Signals:
+    """The reasons to poll or to wake up that other parts of the worker report, on the event loop."""
+
+    def __init__(self, queues: QueueSchedule) -> None:
+        self._queues = queues
+        self.wake = asyncio.Event()
+        """There may be messages to claim, or the worker must stop."""
+        self.progress = asyncio.Event()
+        """An attempt has ended, or its end is written."""
+        self.is_notified = False
+        """A notification came after the last poll for fresh messages began."""
+        self.needs_full_poll = True
+        """Messages may have become claimable anywhere since the last full poll began."""
+
+    def note_notification(self, queue: str | None, /, *, is_new: bool = False) -> None:
+        """Poll a queue, or with None all of them. `is_new` means that a new message was enqueued there."""
+        if queue is None or queue in self._queues:
+            self.is_notified = True
+            if is_new:
+                self.wake.set()
+            else:
+                self.poll_all_lanes()
+
+    def poll_again(self) -> None:
+        """Poll from the beginning, now."""
+        self.needs_full_poll = True
+        self.wake.set()
+
+    def poll_all_lanes(self) -> None:
+        """Poll all lanes: messages may have become claimable in any of them."""
+        self._queues.search(now=elapsed_clock())
+        self.poll_again()
+
+
+class PollLoop:
+    """The poll loop of one run of a worker. `suspects` are its suspects in flight, `topics` those that it claims."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        queues: QueueSchedule,
+        signals: Signals,
+        *,
+        topics: Sequence[str],
+        claimer: Claimer,
+        pool: AttemptPool,
+        finisher: Finisher,
+        doorbell: Doorbell | None,
+        reconnector: Reconnector,
+        suspects: Collection[Attempt],
+        stopping: asyncio.Event,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._topics = topics
+        self._queues = queues
+        self._signals = signals
+        self._claimer = claimer
+        self._pool = pool
+        self._finisher = finisher
+        self._doorbell = doorbell
+        self._reconnector = reconnector
+        self._suspects = suspects
+        self._stopping = stopping
+        self.state = State.FULL_POLL
+        self.surplus = 0
+        """The number of messages that may wait for a handler."""
+        self.notified_at = -math.inf
+        self._asked_for_idle_at = -math.inf
+        self._was_notified = False  # A notification was answered, and no message was found since.
+        self._false_notification_count = 0
+        self.woken_at: deque[float] = deque(maxlen=_HIGH_RATE_WAKES)
+        self._producers_pause = Backoff(0.001, 0.1)
+
+    async def run(self) -> None:
+        """Poll and sleep until the worker stops."""
+        signals = self._signals
+        while not self._stopping.is_set():
+            result = await self._step(self.state)
+            self.state = next_state(
+                self.state, result, is_notified=signals.is_notified, needs_full_poll=signals.needs_full_poll
+            )
+
+    async def deliver_due(self) -> None:
+        """Poll until no message is due and none is in flight, or the worker stops."""
+        from_beginning = True
+        while not self._stopping.is_set():
+            self._signals.progress.clear()
+            room = self._room()
+            if room == 0:
+                await self._until_progress()
+                continue
+            # A message whose attempt ends during the claim may be due again, and the claim does not find it.
+            was_idle = not self._finisher.unwritten_count
+            if from_beginning:
+                self._queues.search(now=elapsed_clock())
+            found = await self._claimer.poll(room, from_beginning=from_beginning)
+            if found == 0 and from_beginning and not self._claimer.work_ahead:
+                if was_idle:
+                    return
+                await self._until_progress()
+            from_beginning = found == 0
+
+    async def sleep(self, seconds: float) -> bool:
+        """Sleep until woken. Return False if the time ran out first."""
+        try:
+            async with asyncio.timeout(max(seconds, 0.0)):
+                await self._signals.wake.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def notify_workers(self, queues: Collection[str]) -> None:
+        """Wake the idle workers of these queues."""
+        self.notified_at = elapsed_clock()
+        try:
+            await self._store.notify_workers(sorted(queues))
+        except psycopg.errors.ProgramLimitExceeded:
+            pass  # The notification queue is full. A notification is only a hint, and idle workers poll then.
+        except (psycopg.Error, OSError) as error:
+            await self._reconnector.retry_or_raise(error)
+
+    async def _step(self, state: State) -> Result | LockAnswer:
+        match state:
+            case State.ACQUIRING:
+                return await self._acquire()
+            case State.PAUSING:
+                return await self._sleep_until_due(_HIGH_RATE_PAUSE_SECONDS)
+            case State.IDLE:
+                return await self._sleep_until_due(self._settings.poll_interval_seconds)
+            case _:
+                return await self._poll(state)
+
+    # --- poll ---------------------------------------------------------------------------------------------------------
+
+    async def _poll(self, state: State) -> Result:
+        signals = self._signals
+        if state is not State.CONFIRMING:
+            # A wake-up after the question for the lock may mean that the lock of another worker was released.
+            signals.wake.clear()
+        signals.progress.clear()
+        room = self._room()
+        if room == 0:
+            if state in _POLLS:
+                await self._wait_for_room()
+            return Result.NO_ROOM
+        if state is State.FRESH_POLL:
+            signals.is_notified, self._was_notified = False, True
+        elif state is State.FULL_POLL:
+            signals.needs_full_poll = False
+        found = await self._claimer.poll(
+            room, from_beginning=state in (State.FULL_POLL, State.CONFIRMING), fresh_only=state is State.FRESH_POLL
+        )
+        if found is None:
+            return Result.FAILED
+        if found == 0:
+            return Result.UNREAD_KEYS if self._claimer.work_ahead else Result.NOTHING
+        self._note_woken()
+        self._false_notification_count = 0
+        self._was_notified = False
+        self._producers_pause.reset()
+        if self._claimer.work_ahead:
+            await self._let_others_help()
+            return Result.BACKLOG
+        await asyncio.sleep(0)  # The handlers of the claimed messages start before the next claim is sent.
+        return Result.SOME
+
+    def _room(self) -> int:
+        """Return the number of messages to claim now: up to a batch, or none while enough wait for their handlers.
+
+        It exceeds the free handlers only while they keep up: the surplus doubles when it was used up while more
+        messages waited in the table, and halves when a message waited long in this process.
+        """
+        pool = self._pool
+        batch_size = self._settings.batch_size
+        if pool.longest_wait_seconds > _LONG_WAIT_SECONDS:
+            self.surplus //= 2
+        elif pool.waiting_count == 0 and self._claimer.work_ahead:
+            self.surplus = min(2 * batch_size, max(1, self.surplus * 2))
+        pool.longest_wait_seconds = 0.0
+        open_limit = pool.capacity + self.surplus
+        if pool.capacity == 0 or (pool.open_count >= pool.capacity and pool.waiting_count > self.surplus // 2):
+            return 0
+        in_flight_limit = open_limit + 2 * batch_size
+        return max(0, min(batch_size, open_limit - pool.open_count, in_flight_limit - self._finisher.unwritten_count))
+
+    async def _wait_for_room(self) -> None:
+        """Wait until an attempt has ended. Wake idle workers if more messages are due."""
+        await self._let_others_help()
+        if self._claimer.work_ahead and elapsed_clock() - self.notified_at >= _NOTIFY_SECONDS:
+            await self.notify_workers(self._queues.names)
+        await self._until_progress()
+
+    async def _until_progress(self) -> None:
+        """Wait until an attempt has ended. Meanwhile messages that wait long for a handler go to idle workers."""
+        while True:
+            await self._release_waiting()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_RELEASE_WAITING_SECONDS if self._pool.waiting_count else None):
+                    await self._signals.progress.wait()
+                    return
+
+    async def _release_waiting(self) -> None:
+        """Release messages that wait too long if another worker is idle. The finisher notifies it.
+
+        Suspects stay: a released message is no longer known as a suspect.
+        """
+        now = elapsed_clock()
+        if min(self._pool.oldest_wait_seconds, now - self._asked_for_idle_at) < _RELEASE_WAITING_SECONDS:
+            return
+        self._asked_for_idle_at = now
+        try:
+            watch_keys = lock_keys("watch", self._queues.names, self._topics)
+            idle = set(await self._store.idle_queues(self._queues.names, watch_keys))
+        except (psycopg.Error, OSError) as error:
+            await self._reconnector.retry_or_raise(error)
+            return
+        if idle:
+            suspects = set(self._suspects)
+            self._pool.release_waiting(lambda attempt: attempt.message.queue in idle and attempt not in suspects)
+            self.surplus = 0
+            self._claimer.work_ahead = False  # The surplus does not grow until a poll finds other messages.
+
+    async def _let_others_help(self) -> None:
+        """Release the locks, so that an idle worker goes on watch. Producers need not notify a worker that polls."""
+        if self._doorbell is not None:
+            if self._doorbell.is_on_duty:
+                await asyncio.sleep(0)  # Handlers of claimed messages start first.
+            await self._doorbell.release()
+
+    # --- sleep --------------------------------------------------------------------------------------------------------
+
+    async def _acquire(self) -> Result | LockAnswer:
+        """Acquire the wake-up lock before this worker sleeps. At high rates, release it and poll."""
+        self.surplus = 0
+        was_notified, self._was_notified = self._was_notified, False
+        self._false_notification_count = self._false_notification_count + 1 if was_notified else 0
+        if was_notified:
+            self._note_woken()
+        if self._false_notification_count == _FALSE_NOTIFICATIONS:
+            await self._let_others_help()  # The queue may be paused, or at its limit: then producers need not notify.
+        # A worker with messages that wait for a handler is not idle, and must not appear idle to others.
+        if self._room() == 0:
+            return Result.NO_ROOM
+        doorbell = self._doorbell
+        if doorbell is None:
+            return LockAnswer.NO_LISTENER
+        if doorbell.is_on_watch and self._is_rate_high:
+            await doorbell.release_wake_up_locks()
+            return Result.HIGH_RATE
+        answer = await doorbell.acquire(self._queues.names)
+        if answer is LockAnswer.PRODUCERS:
+            # Open transactions may have enqueued messages, and will not notify when they commit.
+            await self.sleep(self._producers_pause.next())
+        else:
+            self._producers_pause.reset()
+        return answer
+
+    async def _sleep_until_due(self, limit: float) -> Result:
+        """Sleep until woken, until a message falls due or until the limit."""
+        if self._false_notification_count > _FALSE_NOTIFICATIONS:
+            # Anyone may send a NOTIFY: this limits the claims a second that a flood of them can cost.
+            await asyncio.sleep(_FALSE_NOTIFICATION_PAUSE_SECONDS)
+        if self._doorbell is not None:
+            if not self._doorbell.is_reliable:
+                limit = min(limit, _POLL_WITHOUT_LISTENER_SECONDS)
+            limit = min(limit, self._doorbell.max_sleep_seconds)
+        try:
+            due = await self._claimer.next_due_seconds()
+        except (psycopg.Error, OSError) as error:
+            await self._reconnector.retry_or_raise(error)
+        else:
+            seconds = limit if due is None else min(limit, due)
+            if not await self.sleep(seconds) and seconds > _HIGH_RATE_PAUSE_SECONDS:
+                self._queues.search(now=elapsed_clock())
+        return Result.SLEPT
+
+    def _note_woken(self) -> None:
+        self.woken_at.append(elapsed_clock())
+
+    @property
+    def _is_rate_high(self) -> bool:
+        """Whether this worker was woken often recently."""
+        woken_at = self.woken_at
+        return (
+            len(woken_at) == _HIGH_RATE_WAKES
+            and woken_at[-1] - woken_at[0] < _HIGH_RATE_SECONDS
+            and elapsed_clock() - woken_at[-1] < _LULL_SECONDS
+        )
