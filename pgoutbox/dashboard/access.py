@@ -11,7 +11,7 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Collection
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, Self, TypeAlias
 from urllib.parse import quote, urlsplit
 
 from starlette.authentication import AuthCredentials, requires
@@ -40,8 +40,12 @@ _LIVE_HEADER: Final = "x-pgoutbox-live"
 
 Authenticate: TypeAlias = Callable[[Request], "Viewer | Awaitable[Viewer | None] | None"]
 
-operators_only = requires("operator")
-"""Allows only operators on a page; others get 403."""
+_Arguments = ParamSpec("_Arguments")
+
+
+def operators_only(page: Callable[_Arguments, Any]) -> Callable[_Arguments, Any]:
+    """Allow only operators on a page; others get 403."""
+    return requires("operator")(page)
 
 
 class Access:

@@ -71,7 +71,7 @@ class Worker:
         asyncio.run(Worker(outbox, queues=[QueueShare("critical"), QueueShare("default")]).run_once())
     """
 
-    observer: TelemetryServer
+    telemetry_server: TelemetryServer
 
     def __init__(
         self,
