@@ -160,7 +160,7 @@ class Access:
                 headers = {"WWW-Authenticate": 'Bearer error="invalid_token"'}
                 raise HTTPException(401, "sign-in failed: check the token, or the name and the password", headers)
             for limiter, key in attempts:
-                limiter.give_back(key)
+                limiter.refund(key)
         return person
 
     def _report(self, request: Request, event: LogEvent, text: str) -> None:

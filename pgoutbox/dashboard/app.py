@@ -56,7 +56,7 @@ def protect(
     public: Sequence[BaseRoute],
     lifespan: Lifespan[Starlette] | None = None,
 ) -> Starlette:
-    """Build an application of these routes for the viewers that `access` admits, and of `public` routes for everybody.
+    """Build an application of these routes for the viewers that `access` lets in, and of `public` routes for everybody.
 
     The health check has no access control. Every other request needs a known host name and a body of limited size.
     """

@@ -279,7 +279,7 @@ class RateLimiter:
             self._full_until.popitem(last=False)
         return 0.0
 
-    def give_back(self, address: str) -> None:
+    def refund(self, address: str) -> None:
         """Uncount a successful try."""
         key = _network_of(address)
         if key in self._full_until:

@@ -60,7 +60,7 @@ class WorkerRow(NamedTuple):
     """A worker with leases; columns in the order of LEASE_HOLDERS."""
 
     worker: str
-    held: int
+    in_flight: int
     lapsed: int
     oldest_claim_at: datetime
     last_lease_at: datetime

@@ -443,10 +443,10 @@ class Store:
         rows = await self._finishes.fetch(sql.FINISH_IF_HELD, _finish_parameters(requests, worker=self.worker))
         return {row[0]: State(row[1]) for row in rows}
 
-    async def standing(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
+    async def current_states(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
         """Return the states of these messages, except those that another attempt has taken over."""
         rows = await self._finishes.fetch(
-            sql.STANDING,
+            sql.CURRENT_STATES,
             {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": self.worker},
         )
         return {row[0]: State(row[1]) for row in rows}
@@ -483,7 +483,7 @@ class Store:
         """Ask for a probe: granted if the answer has a `probe_id`. None if the breaker is closed."""
         rows = await self.claims.fetch(
             sql.BREAKER_PROBE,
-            {"key": key, "probe_seconds": self._settings.breaker.probe_timeout_seconds, "worker": self.worker},
+            {"key": key, "probe_timeout_seconds": self._settings.breaker.probe_timeout_seconds, "worker": self.worker},
         )
         return BreakerRow._make(rows[0]) if rows else None
 
@@ -548,7 +548,7 @@ async def complete_within(
         cursor = await connection.execute(statement, parameters)
         if await cursor.fetchone() is not None:
             return True
-        cursor = await connection.execute(sql.STANDING, parameters)
+        cursor = await connection.execute(sql.CURRENT_STATES, parameters)
         if not _is_locked(await cursor.fetchone()):
             return False
         await asyncio.sleep(_LOCKED_PAUSE_SECONDS)
@@ -563,14 +563,14 @@ def complete_within_sync(
     while True:
         if connection.execute(statement, parameters).fetchone() is not None:
             return True
-        if not _is_locked(connection.execute(sql.STANDING, parameters).fetchone()):
+        if not _is_locked(connection.execute(sql.CURRENT_STATES, parameters).fetchone()):
             return False
         time.sleep(_LOCKED_PAUSE_SECONDS)
 
 
-def _is_locked(standing: TupleRow | None) -> bool:
+def _is_locked(current: TupleRow | None) -> bool:
     """Whether an attempt whose finish wrote nothing still holds its message, for example during a renewal."""
-    return standing is not None and State(standing[1]) is State.SENDING
+    return current is not None and State(current[1]) is State.SENDING
 
 
 async def check_server(link: WorkerConnection) -> None:

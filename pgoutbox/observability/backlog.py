@@ -96,7 +96,7 @@ class Backlog:
             future.set_result(Reading(is_up=True, samples=samples, read_at=ended_at, seconds=ended_at - began_at))
 
     def _read(self) -> dict[Metric, list[Sample]]:
-        names = {"max_names": self._settings.metrics.max_label_values, "other": OTHER}
+        names = {"max_label_values": self._settings.metrics.max_label_values, "other": OTHER}
         with operator_connection.connect(self._settings, read_only=True) as connection:
 
             def look() -> dict[Metric, list[Sample]]:

@@ -1,7 +1,7 @@
 """The metrics of a worker, counted in memory. The exporters read them on request.
 
 This module is independent of Prometheus and OpenTelemetry. The labels are topic, queue, outcome and event, and never
-contain message data. At most `max_names` topics and queues are labels; the others are counted as `other`. The event
+contain message data. At most `max_label_values` topics and queues are labels; others count as `other`. The event
 loop writes while other threads read: they read a copy, which a dictionary makes in one step.
 """
 
@@ -208,9 +208,9 @@ class WorkerStatus:
 class Measures:
     """The counts of one worker. All methods are called on its event loop, if possible once per batch."""
 
-    def __init__(self, *, max_names: int) -> None:
-        self._topics = Names(max_names)
-        self._queues = Names(max_names)
+    def __init__(self, *, max_label_values: int) -> None:
+        self._topics = Names(max_label_values)
+        self._queues = Names(max_label_values)
         self._counts: dict[str, Counter[tuple[str, ...]]] = {
             metric.name: Counter() for metric in (ATTEMPTS, UNATTEMPTED, CLAIMS, CLAIMED)
         }

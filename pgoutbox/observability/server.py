@@ -69,7 +69,7 @@ class TelemetryServer:
         address = self._settings.metrics.address if self._serves else None
         exports = self._settings.otel.metrics and _is_otel_set_up()
         if address is not None or exports:
-            self._telemetry.measures = Measures(max_names=self._settings.metrics.max_label_values)
+            self._telemetry.measures = Measures(max_label_values=self._settings.metrics.max_label_values)
         if address is not None:
             self._start_server(*parse_address(address))
         if exports:

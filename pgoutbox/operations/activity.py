@@ -102,7 +102,7 @@ class Follower:
     ) -> None:
         self._connection = connection
         self._filter = {"topic": topic, "queue": queue, "outcomes": list(outcomes) or None}
-        self._told: dict[tuple[int, int, str], datetime] = {}
+        self._reported: dict[tuple[int, int, str], datetime] = {}
         self._from = self._now() - since
 
     def poll(self) -> list[OutcomeRow]:
@@ -112,19 +112,19 @@ class Follower:
         seconds back, and omits the outcomes that it has returned before.
         """
         now = self._now()
-        news: list[OutcomeRow] = []
+        new_rows: list[OutcomeRow] = []
         after: tuple[datetime | None, int, int] = _LONG_AGO
         while True:
             rows = fetch(self._connection, sql.LIST_OUTCOMES, self._parameters(after))
             page = [OutcomeRow._make(row) for row in rows]
-            news += [row for row in page if _identity(row) not in self._told]
+            new_rows += [row for row in page if _identity(row) not in self._reported]
             if len(rows) < _PAGE:
                 break
             after = (page[-1].ended_at, page[-1].message_id, page[-1].attempt_count)
         self._from = max(self._from, now - _OVERLAP)
-        self._told.update((_identity(row), row.ended_at) for row in news)
-        self._told = {identity: at for identity, at in self._told.items() if at >= self._from}
-        return news
+        self._reported.update((_identity(row), row.ended_at) for row in new_rows)
+        self._reported = {identity: at for identity, at in self._reported.items() if at >= self._from}
+        return new_rows
 
     def _parameters(self, after: tuple[datetime | None, int, int]) -> dict[str, object]:
         ended_at, message_id, count = after

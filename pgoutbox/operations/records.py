@@ -75,11 +75,11 @@ class MessageFilter:
 
     def given(self) -> dict[str, JsonValue]:
         """Return the given conditions, for display and for the audit."""
-        told = {field.name: getattr(self, field.name) for field in fields(self)}
-        told["states"] = [state.value for state in sorted(self.states)] or None
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["states"] = [state.value for state in sorted(self.states)] or None
         return {
             name: value.isoformat() if isinstance(value, datetime) else value
-            for name, value in told.items()
+            for name, value in values.items()
             if value is not None
         }
 
@@ -349,10 +349,10 @@ class AuditRow(NamedTuple):
         """Return the act without values whose name matches `names`: the text of a filter may be sensitive."""
         if self.details is None:
             return self
-        told: dict[str, JsonValue] = {
+        values: dict[str, JsonValue] = {
             name: redact_text(value, names) if isinstance(value, str) else value for name, value in self.details.items()
         }
-        return self._replace(details=cast("dict[str, JsonValue]", redact(told, names)))
+        return self._replace(details=cast("dict[str, JsonValue]", redact(values, names)))
 
 
 class QueueControls(NamedTuple):

@@ -117,8 +117,8 @@ class QueueSchedule:
 
         `asked_at` is the time of the query, None if its answer does not reach back to the last search.
         """
-        news = [self._planners[row.queue].record_due(row, asked_at=asked_at, now=now) for row in rows]
-        return any(news)
+        changes = [self._planners[row.queue].record_due(row, asked_at=asked_at, now=now) for row in rows]
+        return any(changes)
 
     def search(self, *, now: float) -> None:
         """Make the next poll from the beginning claim from all lanes, because messages have become claimable."""

@@ -250,26 +250,26 @@ class Finisher:
         while True:
             try:
                 done = await write(attempts)
-                standing = await self._standing_of([c for c in attempts if c.message.id not in done])
+                current = await self._current_states([c for c in attempts if c.message.id not in done])
             except (psycopg.Error, OSError) as error:
                 if not is_transient_error(error):
                     await self._write_apart(attempts, write, requests, error)
                     return
             else:
-                self._settle(attempts, done, standing, requests)
+                self._settle(attempts, done, current, requests)
                 return
             await asyncio.sleep(backoff.next())
 
-    async def _standing_of(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:
+    async def _current_states(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:
         if not attempts:
             return {}
-        return await self._store.standing([c.message.id for c in attempts], [c.attempt_count for c in attempts])
+        return await self._store.current_states([c.message.id for c in attempts], [c.attempt_count for c in attempts])
 
     def _settle(
         self,
         attempts: Sequence[Attempt],
         done: Mapping[int, State],
-        standing: Mapping[int, State],
+        current: Mapping[int, State],
         requests: Mapping[Attempt, FinishRequest],
     ) -> None:
         measures = self._telemetry.measures
@@ -278,7 +278,7 @@ class Finisher:
         for attempt in attempts:
             message = attempt.message
             message_id = message.id
-            state = done.get(message_id) or standing.get(message_id)
+            state = done.get(message_id) or current.get(message_id)
             if state is _SENT:
                 # This process may have claimed the message again, after the lease of this attempt ran out.
                 if in_flight.get(message_id) is attempt:

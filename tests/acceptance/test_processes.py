@@ -29,7 +29,7 @@ def enqueue(database: psycopg.Connection, topic: str) -> int:
     return int(row[0])
 
 
-def standing(database: psycopg.Connection, message_id: int) -> tuple[str, int, int]:
+def state_and_attempts(database: psycopg.Connection, message_id: int) -> tuple[str, int, int]:
     row = database.execute(
         "SELECT state, attempt_count, max_attempts FROM pgoutbox.message WHERE id = %s", (message_id,)
     ).fetchone()
@@ -46,12 +46,12 @@ def test_a_message_that_kills_its_worker_fails_after_its_attempts_and_others_are
     database.execute("UPDATE pgoutbox.message SET max_attempts = 3 WHERE id = %s", (poison,))
     good_after = enqueue(database, "test.good")
     deaths = 0
-    while standing(database, poison)[0] != "failed":
+    while state_and_attempts(database, poison)[0] != "failed":
         process = start_worker("--drain")
         deaths += process.wait() == 137
     assert deaths == 3
-    assert standing(database, poison)[:2] == ("failed", 3)
-    assert [standing(database, message)[0] for message in (good_before, good_after)] == ["sent", "sent"]
+    assert state_and_attempts(database, poison)[:2] == ("failed", 3)
+    assert [state_and_attempts(database, message)[0] for message in (good_before, good_after)] == ["sent", "sent"]
     outcomes = database.execute(
         "SELECT outcome FROM pgoutbox.attempt WHERE message_id = %s ORDER BY attempt_count", (poison,)
     ).fetchall()
@@ -86,7 +86,7 @@ def test_a_stopping_worker_releases_messages_in_flight_without_using_up_attempts
     message = enqueue(database, "test.endless")
     progress.wait_for("endless")
     assert process.stop() == 0
-    state, attempt_count, max_attempts = standing(database, message)
+    state, attempt_count, max_attempts = state_and_attempts(database, message)
     assert (state, max_attempts - attempt_count) == ("pending", 11)
 
 
@@ -97,7 +97,7 @@ def test_a_stopping_worker_leaves_a_message_in_a_thread_to_its_lease(
     message = enqueue(database, "test.patient")
     progress.wait_for("patient")
     assert process.stop() == 0
-    assert standing(database, message)[:2] == ("sending", 1)
+    assert state_and_attempts(database, message)[:2] == ("sending", 1)
 
 
 def test_a_second_signal_ends_a_worker_that_still_waits_for_its_handlers(
@@ -123,7 +123,7 @@ def test_a_killed_supervised_process_is_restarted_and_all_end_together(
     assert other != pid
     wait_until(lambda: "process_died" in supervisor.events(), lambda: f"a death is told\n{supervisor.log}")
     assert supervisor.stop() == 0
-    assert standing(database, message)[0] == "pending"
+    assert state_and_attempts(database, message)[0] == "pending"
 
 
 def test_workers_stop_when_their_supervisor_is_killed(
@@ -135,7 +135,7 @@ def test_workers_stop_when_their_supervisor_is_killed(
     wait_until(lambda: supervisor.events().count("worker_started") == 2, lambda: f"both work\n{supervisor.log}")
     supervisor.kill()
     wait_until(lambda: connection_count(database) == 0, lambda: f"both have ended\n{supervisor.log}")
-    assert standing(database, message)[0] == "pending", supervisor.log
+    assert state_and_attempts(database, message)[0] == "pending", supervisor.log
 
 
 def test_overlapping_cron_runs_deliver_each_message_once(
@@ -146,4 +146,4 @@ def test_overlapping_cron_runs_deliver_each_message_once(
     assert [run.wait() for run in runs] == [0, 0]
     delivered = [progress.wait_for("good")[0] for _ in messages]
     assert sorted(delivered) == sorted(messages)
-    assert {standing(database, message)[:2] for message in messages} == {("sent", 1)}
+    assert {state_and_attempts(database, message)[:2] for message in messages} == {("sent", 1)}

@@ -321,7 +321,7 @@ def test_a_successful_attempt_does_not_count(clock: Clock) -> None:
     limiter = RateLimiter(burst=1, interval_seconds=10, clock=clock)
     for _ in range(5):
         assert limiter.take("192.0.2.1") == 0
-        limiter.give_back("192.0.2.1")
+        limiter.refund("192.0.2.1")
     assert [limiter.take("192.0.2.1"), limiter.take("192.0.2.1")] == [0, 10]
 
 

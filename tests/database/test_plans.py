@@ -307,7 +307,7 @@ def test_attempts_in_flight_are_found_by_primary_key(
         pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
         pytest.param(sql.FINISH_SENT_AND_FORGET_IF_HELD, HELD_PARAMETERS, id="finish sent and forget"),
         pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
-        pytest.param(sql.STANDING, HELD_PARAMETERS, id="standing"),
+        pytest.param(sql.CURRENT_STATES, HELD_PARAMETERS, id="current states"),
         pytest.param(sql.QUEUES_OF_SUCCESSORS, SUCCESSOR_PARAMETERS, id="queues of successors"),
         pytest.param(sql.RENEW_IF_HELD, HELD_PARAMETERS, id="renew"),
         pytest.param(sql.WATCH_IF_HELD, HELD_PARAMETERS, id="watch"),

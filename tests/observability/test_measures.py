@@ -45,7 +45,7 @@ def test_a_value_on_a_bound_is_in_its_bucket_and_one_above_all_in_the_last() -> 
 
 
 def test_a_wait_is_computed_only_from_the_clock_of_the_database() -> None:
-    measures = Measures(max_names=10)
+    measures = Measures(max_label_values=10)
     message = replace(outgoing(), available_at=NOW - timedelta(seconds=20))
     measures.attempted([(message.topic, (message.available_at,), 100.0, 100.5)])
     assert measures.distributions(WAIT_SECONDS) == {}, "that clock is still unknown"

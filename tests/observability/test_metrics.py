@@ -256,7 +256,7 @@ def test_topics_and_queues_beyond_the_limit_are_counted_as_other(dsn: str, db: p
     reading = backlog.ask().result()
     due = {(s.labels[0], s.labels[1]): s.value for s in reading.samples[MESSAGES] if s.labels[2] == "due"}
     assert due == {("topic3", "queue3"): 4, ("topic4", "queue4"): 5, ("other", "other"): 6}
-    measures = Measures(max_names=2)
+    measures = Measures(max_label_values=2)
     for number in range(5):
         measures.unattempted(f"topic{number}", "default", "failed")
     assert {s.labels[0]: s.value for s in measures.samples(UNATTEMPTED)} == {"topic0": 1, "topic1": 1, "other": 3}

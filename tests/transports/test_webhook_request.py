@@ -270,20 +270,20 @@ NOT_PUBLIC = [
 
 @pytest.mark.parametrize("address", PUBLIC)
 def test_a_public_address_is_allowed(address: str) -> None:
-    assert UrlPolicy().admits(address)
+    assert UrlPolicy().allows(address)
 
 
 @pytest.mark.parametrize("address", NOT_PUBLIC)
 def test_a_private_address_is_refused(address: str) -> None:
-    assert not UrlPolicy().admits(address)
+    assert not UrlPolicy().allows(address)
 
 
 def test_an_allowed_network_is_accepted_but_not_its_neighbours() -> None:
-    frontier = UrlPolicy(allowed_networks=parse_networks("X", "10.1.0.0/16, fd00::/8"))
+    policy = UrlPolicy(allowed_networks=parse_networks("X", "10.1.0.0/16, fd00::/8"))
     for address in ("10.1.2.3", "::ffff:10.1.2.3", "64:ff9b::10.1.2.3", "fd12::1", "1.1.1.1"):
-        assert frontier.admits(address)
+        assert policy.allows(address)
     for address in ("10.2.0.1", "127.0.0.1", "fc00::1", "::ffff:10.2.0.1", "169.254.169.254"):
-        assert not frontier.admits(address)
+        assert not policy.allows(address)
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def fail(
 
 
 def probe(db: psycopg.Connection, *, key: str = KEY) -> BreakerRow | None:
-    rows = db.execute(sql.BREAKER_PROBE, {"key": key, "probe_seconds": 60.0, "worker": "worker-2"}).fetchall()
+    rows = db.execute(sql.BREAKER_PROBE, {"key": key, "probe_timeout_seconds": 60.0, "worker": "worker-2"}).fetchall()
     assert len(rows) <= 1
     return BreakerRow._make(rows[0]) if rows else None
 

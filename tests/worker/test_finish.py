@@ -305,23 +305,27 @@ def test_a_locked_row_is_skipped_and_the_others_are_finished(connect: Connect) -
     assert finish(ours, *asked) == {locked: State.CANCELLED}
 
 
-def standing(connection: psycopg.Connection, *attempts: tuple[int, int]) -> dict[int, str]:
+def current_states(connection: psycopg.Connection, *attempts: tuple[int, int]) -> dict[int, str]:
     parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts], "worker": "worker-1"}
-    return {row[0]: row[1] for row in connection.execute(sql.STANDING, parameters).fetchall()}
+    return {row[0]: row[1] for row in connection.execute(sql.CURRENT_STATES, parameters).fetchall()}
 
 
 def test_a_current_attempt_has_the_state_of_its_message(rolled_back: psycopg.Connection) -> None:
     sent, failed, held = (in_flight(rolled_back) for _ in range(3))
     finish_sent(rolled_back, (sent, 1))
     finish(rolled_back, verdict(failed, "failed"))
-    assert standing(rolled_back, (sent, 1), (failed, 1), (held, 1)) == {sent: "sent", failed: "failed", held: "sending"}
+    assert current_states(rolled_back, (sent, 1), (failed, 1), (held, 1)) == {
+        sent: "sent",
+        failed: "failed",
+        held: "sending",
+    }
 
 
 def test_a_replaced_attempt_has_no_state(rolled_back: psycopg.Connection) -> None:
     message_id = in_flight(rolled_back)
     lapse(rolled_back, message_id)
     claim(rolled_back, worker="successor")
-    assert standing(rolled_back, (message_id, 1)) == {}
+    assert current_states(rolled_back, (message_id, 1)) == {}
 
 
 def successors(connection: psycopg.Connection, message_id: int, coalesce_key: str = "k") -> list[str]:

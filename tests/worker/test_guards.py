@@ -149,7 +149,7 @@ async def a_worker_of_a_lost_timeline_cannot_watch(stage: Stage) -> None:
 async def a_worker_of_a_lost_timeline_learns_that_its_attempt_is_lost(stage: Stage) -> None:
     message_id = claimed_on_both_timelines(stage)
     parameters = {"ids": [message_id], "attempt_counts": [1], "worker": "stale"}
-    assert stage.db.execute(sql.STANDING, parameters).fetchall() == []
+    assert stage.db.execute(sql.CURRENT_STATES, parameters).fetchall() == []
 
 
 async def a_worker_of_a_lost_timeline_cannot_delete(stage: Stage) -> None:
@@ -986,9 +986,9 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ("worker in renew", a_worker_of_a_lost_timeline_cannot_renew, no_worker_in("RENEW_IF_HELD", times=3)),
     ("worker in watch", a_worker_of_a_lost_timeline_cannot_watch, no_worker_in("WATCH_IF_HELD")),
     (
-        "worker in standing",
+        "worker in current states",
         a_worker_of_a_lost_timeline_learns_that_its_attempt_is_lost,
-        no_worker_in("STANDING"),
+        no_worker_in("CURRENT_STATES"),
     ),
     (
         "worker in forget",

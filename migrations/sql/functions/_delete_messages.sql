@@ -30,7 +30,7 @@ BEGIN
         DELETE FROM pgoutbox.dedupe AS d
         USING gone AS g
         WHERE d.topic = g.topic AND d.dedupe_key = g.dedupe_key AND d.message_id = g.id AND NOT keeps_dedupe_keys
-    ), rung AS MATERIALIZED (
+    ), notified AS MATERIALIZED (
         SELECT pgoutbox._notify_workers(q.queue)
         FROM (SELECT DISTINCT g.queue FROM gone AS g WHERE g.state = 'failed' AND g.on_failed = 'halt') AS q
     ), recorded AS MATERIALIZED (
@@ -40,7 +40,7 @@ BEGIN
     )
     SELECT g.state
     FROM gone AS g
-    WHERE (SELECT count(*) FROM rung) >= 0 AND (SELECT count(*) FROM recorded) >= 0;
+    WHERE (SELECT count(*) FROM notified) >= 0 AND (SELECT count(*) FROM recorded) >= 0;
 END
 $function$;
 

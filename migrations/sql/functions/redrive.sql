@@ -67,7 +67,7 @@ BEGIN
                 OR EXISTS (SELECT FROM rekeyed AS k WHERE k.message_id = l.id)
             )
         RETURNING m.id, m.queue
-    ), rung AS MATERIALIZED (
+    ), notified AS MATERIALIZED (
         SELECT pgoutbox._notify_workers(q.queue)
         FROM (SELECT DISTINCT r.queue FROM redriven AS r) AS q
     ), recorded AS MATERIALIZED (
@@ -77,7 +77,7 @@ BEGIN
     )
     SELECT
         a.id,
-        r.id IS NOT NULL AND (SELECT count(*) FROM rung) >= 0 AND (SELECT count(*) FROM recorded) >= 0,
+        r.id IS NOT NULL AND (SELECT count(*) FROM notified) >= 0 AND (SELECT count(*) FROM recorded) >= 0,
         m.state,
         CASE WHEN head.newest_id > a.id THEN head.newest_id END,
         m.attempt_count,

@@ -81,8 +81,8 @@ class KafkaTransport(BrokerTransport[str]):
         return await asyncio.to_thread(self._ask_for_brokers)
 
     def _ask_for_brokers(self) -> str | None:
-        said: list[str] = []
-        configuration = {**self._configuration, "error_cb": lambda error: said.append(error.str())}
+        reasons: list[str] = []
+        configuration = {**self._configuration, "error_cb": lambda error: reasons.append(error.str())}
         try:
             producer = Producer(configuration, logger=_client_logger)
             try:
@@ -90,7 +90,7 @@ class KafkaTransport(BrokerTransport[str]):
             finally:
                 producer.poll(0)  # Only this call reports errors of the connections.
         except KafkaException as error:
-            why = self._one_line(": ".join([error.args[0].str(), *said[:1]]))
+            why = self._one_line(": ".join([error.args[0].str(), *reasons[:1]]))
             return f"connect: no broker within {self._seconds:g} s: {why}"
         return None
 
@@ -117,8 +117,8 @@ class KafkaTransport(BrokerTransport[str]):
                 async with asyncio.timeout(self._seconds):
                     await link.reached.wait()
             except TimeoutError:
-                said = link.last_error or "no answer"
-                text = f"connect: no broker within {self._seconds:g} s: {self._one_line(said)}"
+                reason = link.last_error or "no answer"
+                text = f"connect: no broker within {self._seconds:g} s: {self._one_line(reason)}"
                 return Transient(text, outage=True)
             reported = link.produce(target, event, headers)
         except BufferError:
@@ -135,16 +135,16 @@ class KafkaTransport(BrokerTransport[str]):
 
     def _refusal(self, error: KafkaError, *, is_local: bool = False, last_error: str | None = None) -> Outcome:
         """Return the outcome of an error. `is_local`: the producer refused it. `last_error`: of its connections."""
-        code, said = error.code(), self._one_line(error.str())
+        code, reason = error.code(), self._one_line(error.str())
         if any(code == getattr(KafkaError, name) for name in _UNKNOWN_OUTCOMES):
             why = f" ({self._one_line(last_error)})" if last_error else ""
-            return Transient(f"outcome unknown: no acknowledgement: {said}{why}", outage=True, unknown=True)
+            return Transient(f"outcome unknown: no acknowledgement: {reason}{why}", outage=True, unknown=True)
         # A broker reports this for a whole batch, which may contain other records.
         if code == KafkaError.MSG_SIZE_TOO_LARGE and is_local:
-            return Permanent(f"event.data: {said}")
+            return Permanent(f"event.data: {reason}")
         if code in (KafkaError.TOPIC_EXCEPTION, KafkaError.INVALID_RECORD):
-            return Permanent(f"produce: {said}")
-        return Transient(f"produce: {said}")
+            return Permanent(f"produce: {reason}")
+        return Transient(f"produce: {reason}")
 
 
 class _Link:

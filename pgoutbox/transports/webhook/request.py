@@ -77,20 +77,20 @@ class Webhook:
 class Rules:
     """The parsed settings of webhooks: their allowed targets and their secrets."""
 
-    frontier: UrlPolicy
+    policy: UrlPolicy
     keys: Mapping[str, tuple[bytes, ...]] = field(repr=False)
 
     @classmethod
     def of(cls, settings: WebhookSettings) -> Rules:
         """Raises `ConfigurationError`, naming the variable and never a secret."""
         networks = settings.allowed_networks
-        frontier = UrlPolicy(
+        policy = UrlPolicy(
             ports=parse_ports("PGOUTBOX_WEBHOOK_PORTS", settings.ports),
             allow_http=settings.allow_http,
             allowed_networks=() if networks is None else parse_networks("PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS", networks),
         )
         secrets = settings.secrets
-        return cls(frontier, {} if secrets is None else _keys_by_name(secrets.get_secret_value()))
+        return cls(policy, {} if secrets is None else _keys_by_name(secrets.get_secret_value()))
 
 
 def _keys_by_name(text: str) -> Mapping[str, tuple[bytes, ...]]:
@@ -144,9 +144,9 @@ def render(webhook: Webhook, message: Message[object], rules: Rules) -> Rendered
     `Transient`, because a setting fixes it.
     """
     if webhook.url is not None:
-        endpoint = rules.frontier.endpoint("webhook.url", webhook.url)
+        endpoint = rules.policy.endpoint("webhook.url", webhook.url)
     elif message.destination is not None:
-        endpoint = rules.frontier.endpoint("destination", message.destination)
+        endpoint = rules.policy.endpoint("destination", message.destination)
     else:
         raise Permanent("webhook.url: none is given, and the message has no https: destination")
     if webhook.method not in ("POST", "PUT"):

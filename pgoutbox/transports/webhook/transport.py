@@ -197,7 +197,7 @@ class WebhookTransport:
     def _new_connection(self, endpoint: Endpoint) -> _Connection:
         return _Connection(
             endpoint,
-            dialler=_Dialler(self._rules.frontier, self._resolver),
+            dialler=_Dialler(self._rules.policy, self._resolver),
             tls_context=self._tls_context if endpoint.scheme == "https" else None,
             timeout_seconds=self._connect_seconds,
         )
@@ -244,9 +244,9 @@ class _DeadConnectionError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Dialler:
-    """Connects to the hosts that the frontier admits."""
+    """Connects to the hosts that the policy allows."""
 
-    frontier: UrlPolicy
+    policy: UrlPolicy
     resolver: ThreadPoolExecutor
 
     async def dial(self, endpoint: Endpoint, timeout_seconds: float) -> httpcore.AsyncNetworkStream:
@@ -275,7 +275,7 @@ class _Dialler:
 
         addresses = await asyncio.get_running_loop().run_in_executor(self.resolver, look_up)
         for address in addresses:
-            if not self.frontier.admits(address):
+            if not self.policy.allows(address):
                 # Only for the operator: it would reveal details of the network to the author of the URL.
                 logger.warning(
                     "a webhook to an address that is not public was refused",

@@ -103,7 +103,7 @@ class UrlPolicy:
         target = parts["target"] or "/"
         return Endpoint(scheme, host, port, target if target.startswith("/") else f"/{target}")
 
-    def admits(self, text: str) -> bool:
+    def allows(self, text: str) -> bool:
         """Whether this resolved address may be dialled: it is public, or its network is allowed."""
         try:
             address = ip_address(text)

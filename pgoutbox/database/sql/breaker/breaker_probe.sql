@@ -3,7 +3,7 @@
 WITH won AS (
     UPDATE pgoutbox.breaker AS b
     SET probe_id = gen_random_uuid(),
-        probe_until = now() + make_interval(secs => %(probe_seconds)s::float8),
+        probe_until = now() + make_interval(secs => %(probe_timeout_seconds)s::float8),
         worker = %(worker)s::text
     WHERE b.key = %(key)s::text
         AND b.retry_at <= now()

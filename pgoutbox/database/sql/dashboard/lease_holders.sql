@@ -1,7 +1,7 @@
 -- The workers that hold leases, from a sample of `cap` messages. The database does not know a worker without a lease.
 SELECT
     held.worker,
-    count(*) AS held,
+    count(*) AS in_flight,
     count(*) FILTER (WHERE held.lease_expires_at <= now()) AS lapsed,
     min(held.claimed_at) AS oldest_claim_at,
     max(held.lease_expires_at) AS last_lease_at,

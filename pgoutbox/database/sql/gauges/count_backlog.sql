@@ -1,4 +1,4 @@
--- The number of pending, in-flight and failed messages, by queue and topic. At most `max_names` queues and topics are
+-- The number of pending, in-flight and failed messages, by queue and topic. At most `max_label_values` queues and topics are
 -- reported separately, those with the most messages; all others have the name `other`.
 -- It reads all rows without a LIMIT, because a sample is not a count. limit_gauges.sql bounds its time, and callers run
 -- it less often the longer it takes. Finished messages are in another partition.
@@ -25,8 +25,8 @@ WITH counted AS MATERIALIZED (
     GROUP BY c.queue
 ), labelled AS (
     SELECT
-        CASE WHEN t.place <= %(max_names)s::bigint THEN c.topic ELSE %(other)s::text END AS topic,
-        CASE WHEN q.place <= %(max_names)s::bigint THEN c.queue ELSE %(other)s::text END AS queue,
+        CASE WHEN t.place <= %(max_label_values)s::bigint THEN c.topic ELSE %(other)s::text END AS topic,
+        CASE WHEN q.place <= %(max_label_values)s::bigint THEN c.queue ELSE %(other)s::text END AS queue,
         c.due,
         c.scheduled,
         c.sending,

@@ -3,4 +3,4 @@ SELECT q.name
 FROM pgoutbox.queue_view AS q
 WHERE q.is_paused
 ORDER BY q.name
-LIMIT %(max_names)s::bigint
+LIMIT %(max_label_values)s::bigint
