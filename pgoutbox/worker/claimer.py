@@ -25,7 +25,7 @@ from pgoutbox.database.worker_connection import is_lost_key, is_of_a_row, is_ref
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.worker.claim_planner import ClaimPlanner, Cursor, Lane, QueueSchedule
-from pgoutbox.worker.reconnect import Reconnector
+from pgoutbox.worker.outage import Outage
 from pgoutbox.worker.server_clock import ServerClock
 from pgoutbox.worker.set_aside import SetAside
 from pgoutbox.worker.unanswered_claims import UnansweredClaims
@@ -47,7 +47,7 @@ class Claimer:
         self,
         store: Store,
         queues: QueueSchedule,
-        reconnector: Reconnector,
+        outage: Outage,
         *,
         topics: Sequence[str],
         hold_topics: Sequence[str],
@@ -59,7 +59,7 @@ class Claimer:
     ) -> None:
         self._store = store
         self._queues = queues
-        self._reconnector = reconnector
+        self._outage = outage
         self._topics = topics
         self._hold_topics = hold_topics
         self._in_flight = in_flight
@@ -116,7 +116,7 @@ class Claimer:
                     self._queues.names, self._in_flight, after=span.after, before=span.before
                 )
             except (psycopg.Error, OSError) as error:
-                await self._reconnector.retry_or_raise(error)
+                await self._outage.pause_or_raise(error)
                 return False
             self._unanswered.note_searched(span, now)
             if count:
@@ -190,7 +190,7 @@ class Claimer:
                     reason=getattr(error, "sqlstate", None),
                 )
                 return True
-            await self._reconnector.retry_or_raise(error)
+            await self._outage.pause_or_raise(error)
             return False
         return True
 
@@ -346,7 +346,7 @@ class Claimer:
         except (psycopg.Error, OSError) as error:
             await self._handle_error(error, queue, kind, total)
             return None
-        self._reconnector.end()
+        self._outage.end()
         self._set_aside.note_claimed(kind, total)
         return await self._mark_superseded(queue, rows)
 
@@ -358,7 +358,7 @@ class Claimer:
         try:
             marked = await self._store.mark_superseded(rows)
         except (psycopg.Error, OSError) as error:
-            await self._reconnector.retry_or_raise(error)
+            await self._outage.pause_or_raise(error)
             return None
         self._measure(queue, marked)
         return marked
@@ -392,7 +392,7 @@ class Claimer:
             if message_ids:
                 self._unanswered.begin()
                 rows = await self._store.claim_ordered(planner.queue, message_ids)
-                self._reconnector.end()  # A search proves nothing: a server that has become read-only answers it, too.
+                self._outage.end()  # A search proves nothing: a server that has become read-only answers it, too.
         except (psycopg.Error, OSError) as error:
             await self._handle_error(error, planner.queue, kind, len(message_ids))
             return None
@@ -418,7 +418,7 @@ class Claimer:
             if isinstance(error, ClaimRefusedError):
                 self._set_aside.add(error.message_ids, queue, error.sqlstate or "", elapsed_clock())
         else:
-            await self._reconnector.retry_or_raise(error)
+            await self._outage.pause_or_raise(error)
 
     def _measure(self, queue: str, rows: Sequence[ClaimedRow]) -> None:
         if (measures := self._telemetry.measures) is not None:

@@ -24,7 +24,7 @@ from pgoutbox.message import Permanent, State, Transient, new_message
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.text import describe
 from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Work
-from pgoutbox.worker.reconnect import Reconnector
+from pgoutbox.worker.outage import Outage
 
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _KEPT_CONTENTS: Final = 16
@@ -33,15 +33,15 @@ _Content = JsonValue | Permanent | Transient  # The shared content of a fan-out,
 
 
 class LoadedBatch(NamedTuple):
-    """The result for the rows of one claim: each is in one of `works`, `endings` and `ended`.
+    """The result for the rows of one claim: each is in one of `works`, `results` and `unattempted`.
 
     A row whose message is already in flight is in none of them.
     """
 
     works: list[Work]
-    endings: list[tuple[Attempt, AttemptResult]]
+    results: list[tuple[Attempt, AttemptResult]]
     """Attempts that end before they begin."""
-    ended: list[ClaimedRow]
+    unattempted: list[ClaimedRow]
     """Messages that the claim itself has ended."""
     suspects: list[Attempt]
     """The attempts in flight whose previous attempt was lost."""
@@ -55,7 +55,7 @@ class Loader:
         store: Store,
         handlers: Mapping[str, Handler],
         in_flight: MutableMapping[int, Attempt],
-        reconnector: Reconnector,
+        outage: Outage,
         *,
         keyring: Keyring | None,
         ensure_lease: Callable[[Attempt], Awaitable[None]],
@@ -64,7 +64,7 @@ class Loader:
         self._store = store
         self._handlers = handlers
         self._in_flight = in_flight
-        self._reconnector = reconnector
+        self._outage = outage
         self._keyring = keyring
         self._ensure_lease = ensure_lease
         self._telemetry = telemetry
@@ -73,18 +73,18 @@ class Loader:
     async def load(self, rows: Sequence[ClaimedRow], leased_at: float) -> LoadedBatch:
         """Take over the rows of one claim. `leased_at` is the start of that claim, on `elapsed_clock`."""
         contents = await self._contents_of(rows)
-        ended = [row for row in rows if row.state != _SENDING]
-        begun = [row for row in rows if row.state == _SENDING and not self._continues(row, leased_at)]
+        unattempted = [row for row in rows if row.state != _SENDING]
+        begun = [row for row in rows if row.state == _SENDING and not self._take_over_in_flight(row, leased_at)]
         works: list[Work] = []
-        endings: list[tuple[Attempt, AttemptResult]] = []
+        results: list[tuple[Attempt, AttemptResult]] = []
         suspects = []
         batches: dict[str, list[Attempt]] = {}
         for row in begun:
-            attempt, ending = self._load_row(row, contents, leased_at)
+            attempt, result = self._load_row(row, contents, leased_at)
             if row.was_lapsed:
                 suspects.append(attempt)
-            if ending is not None:
-                endings.append((attempt, ending))
+            if result is not None:
+                results.append((attempt, result))
             elif attempt.handler.max_size is None:
                 works.append((attempt,))
             else:
@@ -92,11 +92,14 @@ class Loader:
         for attempts in batches.values():
             size = attempts[0].handler.max_size or 1
             works.extend(attempts[start : start + size] for start in range(0, len(attempts), size))
-        self._telemetry.count(LogEvent.CLAIMED, len(rows) - len(ended))
-        return LoadedBatch(works, endings, ended, suspects)
+        self._telemetry.count(LogEvent.CLAIMED, len(rows) - len(unattempted))
+        return LoadedBatch(works, results, unattempted, suspects)
 
-    def _continues(self, row: ClaimedRow, leased_at: float) -> bool:
-        """Whether an attempt continues under this claim, because the server has lost the commit of the first claim."""
+    def _take_over_in_flight(self, row: ClaimedRow, leased_at: float) -> bool:
+        """Let the attempt in flight continue under this claim, and return whether there is one.
+
+        The server has lost the commit of its first claim, for example in a failover.
+        """
         attempt = self._in_flight.get(row.id)
         if attempt is None:
             return False
@@ -113,7 +116,7 @@ class Loader:
     def _load_row(
         self, row: ClaimedRow, contents: Mapping[int, _Content] | None, leased_at: float
     ) -> tuple[Attempt, AttemptResult | None]:
-        """Begin the attempt of a row. Return it, and its ending if it must end before its handler runs."""
+        """Begin the attempt of a row. Return it, and its result if it must end before its handler runs."""
         payload, headers, problem = _read_payload(row, self._keyring)
         content, content_problem = (None, None) if row.content_id is None else _find_content(row.content_id, contents)
         message = new_message(
@@ -136,12 +139,12 @@ class Loader:
         if row.expires_in_seconds is not None:
             attempt.expiring_at = leased_at + row.expires_in_seconds
         # Superseded since the claim began: the finish turns a retry into `skipped`.
-        ending = problem or content_problem or (Transient("superseded") if row.superseded else None)
-        attempt.done = ending is not None
+        result = problem or content_problem or (Transient("superseded") if row.superseded else None)
+        attempt.done = result is not None
         self._in_flight[row.id] = attempt
-        if row.was_lapsed and ending is None:
+        if row.was_lapsed and result is None:
             self._report_lost(row)
-        return attempt, ending
+        return attempt, result
 
     def _report_lost(self, row: ClaimedRow) -> None:
         self._telemetry.report(
@@ -166,7 +169,7 @@ class Loader:
             try:
                 found = await self._store.contents(missing)
             except (psycopg.Error, OSError) as error:
-                await self._reconnector.retry_or_raise(error)
+                await self._outage.pause_or_raise(error)
                 return None
             contents.update((n, _read_content(text, topics[n], self._keyring)) for n, text in found.items())
             # The messages of a fan-out are claimed together, so the last contents are likely to be needed next.

@@ -1,6 +1,6 @@
 """The poll loop: when a worker polls, for which messages, how many it claims, and when it sleeps.
 
-The loop is in one `State` at a time. A step in that state has a result, and `next_state` chooses the next state.
+The loop is in one `PollState` at a time. A step in that state has a result, and `next_state` chooses the next state.
 Callbacks of other parts only set `Signals`, which the loop reads between two steps.
 """
 
@@ -25,8 +25,8 @@ from pgoutbox.worker.claim_planner import QueueSchedule
 from pgoutbox.worker.claimer import Claimer
 from pgoutbox.worker.doorbell import Doorbell, LockAnswer, lock_keys
 from pgoutbox.worker.finisher import Finisher
+from pgoutbox.worker.outage import Outage
 from pgoutbox.worker.pool import AttemptPool
-from pgoutbox.worker.reconnect import Reconnector
 
 _POLL_WITHOUT_LISTENER_SECONDS: Final = 1.0
 # A worker halves its surplus of claimed messages if one waited this long for its handler.
@@ -44,7 +44,7 @@ _LULL_SECONDS: Final = 0.1
 _HIGH_RATE_PAUSE_SECONDS: Final = 0.008
 
 
-class State(enum.Enum):
+class PollState(enum.Enum):
     """The step that the loop takes next."""
 
     POLLING = "poll from where the last claims ended"
@@ -56,7 +56,7 @@ class State(enum.Enum):
     IDLE = "sleep until a notification, the next due time or the end of the poll interval"
 
 
-class Result(enum.Enum):
+class PollResult(enum.Enum):
     """The result of a step. An attempt to acquire the lock has a `LockAnswer` instead, unless the rate is high."""
 
     BACKLOG = "claimed some messages, and more are due"
@@ -69,12 +69,12 @@ class Result(enum.Enum):
     SLEPT = "the sleep is over"
 
 
-_POLLS: Final = (State.POLLING, State.FRESH_POLL, State.FULL_POLL)
+_POLLS: Final = (PollState.POLLING, PollState.FRESH_POLL, PollState.FULL_POLL)
 
 
 def next_state(
-    state: State, result: Result | LockAnswer, *, is_notified: bool = False, needs_full_poll: bool = False
-) -> State:
+    state: PollState, result: PollResult | LockAnswer, *, is_notified: bool = False, needs_full_poll: bool = False
+) -> PollState:
     """Return the state after a step in `state` with this result.
 
     | state | result | next state |
@@ -93,22 +93,27 @@ def next_state(
     notifications do not starve retries.
     """
     match state, result:
-        case _, Result.NO_ROOM if state in _POLLS:
+        case _, PollResult.NO_ROOM if state in _POLLS:
             return state
-        case State.FULL_POLL, Result.NOTHING:
-            return State.ACQUIRING
-        case State.ACQUIRING, Result.HIGH_RATE:
-            return State.PAUSING
-        case State.ACQUIRING, LockAnswer.ACQUIRED:
-            return State.CONFIRMING
-        case State.CONFIRMING, Result.UNREAD_KEYS:
-            return State.CONFIRMING
-        case (State.ACQUIRING, LockAnswer.UNCHANGED | LockAnswer.NO_LISTENER) | (State.CONFIRMING, Result.NOTHING):
-            return State.IDLE
-    if is_notified and state is not State.FRESH_POLL:
-        return State.FRESH_POLL
-    may_continue = state in (State.POLLING, State.FULL_POLL) and result is Result.BACKLOG and not needs_full_poll
-    return State.POLLING if may_continue else State.FULL_POLL
+        case PollState.FULL_POLL, PollResult.NOTHING:
+            return PollState.ACQUIRING
+        case PollState.ACQUIRING, PollResult.HIGH_RATE:
+            return PollState.PAUSING
+        case PollState.ACQUIRING, LockAnswer.ACQUIRED:
+            return PollState.CONFIRMING
+        case PollState.CONFIRMING, PollResult.UNREAD_KEYS:
+            return PollState.CONFIRMING
+        case (PollState.ACQUIRING, LockAnswer.UNCHANGED | LockAnswer.NO_LISTENER) | (
+            PollState.CONFIRMING,
+            PollResult.NOTHING,
+        ):
+            return PollState.IDLE
+    if is_notified and state is not PollState.FRESH_POLL:
+        return PollState.FRESH_POLL
+    may_continue = (
+        state in (PollState.POLLING, PollState.FULL_POLL) and result is PollResult.BACKLOG and not needs_full_poll
+    )
+    return PollState.POLLING if may_continue else PollState.FULL_POLL
 
 
 class Signals:
@@ -160,7 +165,7 @@ class PollLoop:
         pool: AttemptPool,
         finisher: Finisher,
         doorbell: Doorbell | None,
-        reconnector: Reconnector,
+        outage: Outage,
         suspects: Collection[Attempt],
         stopping: asyncio.Event,
     ) -> None:
@@ -173,10 +178,10 @@ class PollLoop:
         self._pool = pool
         self._finisher = finisher
         self._doorbell = doorbell
-        self._reconnector = reconnector
+        self._outage = outage
         self._suspects = suspects
         self._stopping = stopping
-        self.state = State.FULL_POLL
+        self.state = PollState.FULL_POLL
         self.surplus = 0
         """The number of messages that may wait for a handler."""
         self.notified_at = -math.inf
@@ -232,24 +237,24 @@ class PollLoop:
         except psycopg.errors.ProgramLimitExceeded:
             pass  # The notification queue is full. A notification is only a hint, and idle workers poll then.
         except (psycopg.Error, OSError) as error:
-            await self._reconnector.retry_or_raise(error)
+            await self._outage.pause_or_raise(error)
 
-    async def _step(self, state: State) -> Result | LockAnswer:
+    async def _step(self, state: PollState) -> PollResult | LockAnswer:
         match state:
-            case State.ACQUIRING:
+            case PollState.ACQUIRING:
                 return await self._acquire()
-            case State.PAUSING:
+            case PollState.PAUSING:
                 return await self._sleep_until_due(_HIGH_RATE_PAUSE_SECONDS)
-            case State.IDLE:
+            case PollState.IDLE:
                 return await self._sleep_until_due(self._settings.poll_interval_seconds)
             case _:
                 return await self._poll(state)
 
     # --- poll ---------------------------------------------------------------------------------------------------------
 
-    async def _poll(self, state: State) -> Result:
+    async def _poll(self, state: PollState) -> PollResult:
         signals = self._signals
-        if state is not State.CONFIRMING:
+        if state is not PollState.CONFIRMING:
             # A wake-up after the question for the lock may mean that the lock of another worker was released.
             signals.wake.clear()
         signals.progress.clear()
@@ -257,27 +262,29 @@ class PollLoop:
         if room == 0:
             if state in _POLLS:
                 await self._wait_for_room()
-            return Result.NO_ROOM
-        if state is State.FRESH_POLL:
+            return PollResult.NO_ROOM
+        if state is PollState.FRESH_POLL:
             signals.is_notified, self._was_notified = False, True
-        elif state is State.FULL_POLL:
+        elif state is PollState.FULL_POLL:
             signals.needs_full_poll = False
         found = await self._claimer.poll(
-            room, from_beginning=state in (State.FULL_POLL, State.CONFIRMING), fresh_only=state is State.FRESH_POLL
+            room,
+            from_beginning=state in (PollState.FULL_POLL, PollState.CONFIRMING),
+            fresh_only=state is PollState.FRESH_POLL,
         )
         if found is None:
-            return Result.FAILED
+            return PollResult.FAILED
         if found == 0:
-            return Result.UNREAD_KEYS if self._claimer.work_ahead else Result.NOTHING
+            return PollResult.UNREAD_KEYS if self._claimer.work_ahead else PollResult.NOTHING
         self._note_woken()
         self._false_notification_count = 0
         self._was_notified = False
         self._producers_pause.reset()
         if self._claimer.work_ahead:
             await self._let_others_help()
-            return Result.BACKLOG
+            return PollResult.BACKLOG
         await asyncio.sleep(0)  # The handlers of the claimed messages start before the next claim is sent.
-        return Result.SOME
+        return PollResult.SOME
 
     def _room(self) -> int:
         """Return the number of messages to claim now: up to a batch, or none while enough wait for their handlers.
@@ -327,7 +334,7 @@ class PollLoop:
             watch_keys = lock_keys("watch", self._queues.names, self._topics)
             idle = set(await self._store.idle_queues(self._queues.names, watch_keys))
         except (psycopg.Error, OSError) as error:
-            await self._reconnector.retry_or_raise(error)
+            await self._outage.pause_or_raise(error)
             return
         if idle:
             suspects = set(self._suspects)
@@ -344,7 +351,7 @@ class PollLoop:
 
     # --- sleep --------------------------------------------------------------------------------------------------------
 
-    async def _acquire(self) -> Result | LockAnswer:
+    async def _acquire(self) -> PollResult | LockAnswer:
         """Acquire the wake-up lock before this worker sleeps. At high rates, release it and poll."""
         self.surplus = 0
         was_notified, self._was_notified = self._was_notified, False
@@ -355,13 +362,13 @@ class PollLoop:
             await self._let_others_help()  # The queue may be paused, or at its limit: then producers need not notify.
         # A worker with messages that wait for a handler is not idle, and must not appear idle to others.
         if self._room() == 0:
-            return Result.NO_ROOM
+            return PollResult.NO_ROOM
         doorbell = self._doorbell
         if doorbell is None:
             return LockAnswer.NO_LISTENER
         if doorbell.is_on_watch and self._is_rate_high:
             await doorbell.release_wake_up_locks()
-            return Result.HIGH_RATE
+            return PollResult.HIGH_RATE
         answer = await doorbell.acquire(self._queues.names)
         if answer is LockAnswer.PRODUCERS:
             # Open transactions may have enqueued messages, and will not notify when they commit.
@@ -370,7 +377,7 @@ class PollLoop:
             self._producers_pause.reset()
         return answer
 
-    async def _sleep_until_due(self, limit: float) -> Result:
+    async def _sleep_until_due(self, limit: float) -> PollResult:
         """Sleep until woken, until a message falls due or until the limit."""
         if self._false_notification_count > _FALSE_NOTIFICATIONS:
             # Anyone may send a NOTIFY: this limits the claims a second that a flood of them can cost.
@@ -382,12 +389,12 @@ class PollLoop:
         try:
             due = await self._claimer.next_due_seconds()
         except (psycopg.Error, OSError) as error:
-            await self._reconnector.retry_or_raise(error)
+            await self._outage.pause_or_raise(error)
         else:
             seconds = limit if due is None else min(limit, due)
             if not await self.sleep(seconds) and seconds > _HIGH_RATE_PAUSE_SECONDS:
                 self._queues.search(now=elapsed_clock())
-        return Result.SLEPT
+        return PollResult.SLEPT
 
     def _note_woken(self) -> None:
         self.woken_at.append(elapsed_clock())

@@ -48,9 +48,9 @@ from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.maintenance import Maintenance
+from pgoutbox.worker.outage import Outage
 from pgoutbox.worker.poll_loop import PollLoop, Signals
 from pgoutbox.worker.pool import AttemptPool
-from pgoutbox.worker.reconnect import Reconnector
 from pgoutbox.worker.stall_watch import StallWatch
 
 _log = logging.getLogger("pgoutbox.worker")
@@ -101,7 +101,7 @@ class Worker:
         self._suspects: list[Attempt] = []
         self._is_started = False
         self._stopping = asyncio.Event()
-        self._reconnector = Reconnector(self.telemetry, stopping=self._stopping)
+        self._outage = Outage(self.telemetry, stopping=self._stopping)
         self._signals = Signals(self._queues)
 
     # --- lifecycle ----------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Worker:
             busy=self._pool.running_count if is_started else 0,
             abandoned=self._pool.outlived_count if is_started else 0,
             is_listener_up=None if not is_started or self._doorbell is None else self._doorbell.is_up,
-            is_database_up=is_started and not self._reconnector.is_on,
+            is_database_up=is_started and not self._outage.is_ongoing,
             polled_seconds_ago=now - self._queues.polled_at,
             claimed_seconds_ago=None if claimed_at is None else now - claimed_at,
             outcomes_refused=self._finisher.refusals.count if is_started else 0,
@@ -278,7 +278,7 @@ class Worker:
             self._store,
             handlers,
             self._in_flight,
-            self._reconnector,
+            self._outage,
             keyring=self._keyring,
             ensure_lease=self._lease_keeper.ensure,
             telemetry=self.telemetry,
@@ -286,7 +286,7 @@ class Worker:
         self._claimer = Claimer(
             self._store,
             self._queues,
-            self._reconnector,
+            self._outage,
             topics=self._open_topics,
             hold_topics=self._hold_topics,
             in_flight=self._in_flight,
@@ -314,7 +314,7 @@ class Worker:
             pool=self._pool,
             finisher=self._finisher,
             doorbell=self._doorbell,
-            reconnector=self._reconnector,
+            outage=self._outage,
             suspects=self._suspects,
             stopping=self._stopping,
         )
@@ -326,9 +326,9 @@ class Worker:
             except (psycopg.Error, OSError) as error:
                 if not patient or not await is_unreachable(error, self._settings.require_dsn(), self._settings):
                     raise
-                await self._reconnector.retry_or_raise(error)
+                await self._outage.pause_or_raise(error)
             else:
-                self._reconnector.end()
+                self._outage.end()
                 return
 
     async def _wind_down(self) -> None:
@@ -388,12 +388,12 @@ class Worker:
 
     async def _take_over(self, rows: Sequence[ClaimedRow], leased_at: float) -> None:
         loaded = await self._loader.load(rows, leased_at)
-        for attempt, ending in loaded.endings:
-            self._finisher.collect(attempt, ending)
+        for attempt, result in loaded.results:
+            self._finisher.collect(attempt, result)
         self._add_suspects(loaded.suspects)
         self._pool.put(loaded.works)
-        if loaded.ended:
-            await self._finisher.note_unattempted(loaded.ended)
+        if loaded.unattempted:
+            await self._finisher.note_unattempted(loaded.unattempted)
 
     async def _wake_for_successors(self, queues: Sequence[str]) -> None:
         """Wake a worker for messages that waited for messages of this worker: itself, or workers of their queues."""

@@ -54,13 +54,13 @@ class CountingWorker(Worker):
 
     def _assemble(self, *, listen: bool) -> None:
         super()._assemble(listen=listen)
-        retry_or_raise = self._reconnector.retry_or_raise
+        pause_or_raise = self._outage.pause_or_raise
 
         async def counted(error: BaseException) -> None:
             self.trouble_count += 1
-            await retry_or_raise(error)
+            await pause_or_raise(error)
 
-        self._reconnector.retry_or_raise = counted  # type: ignore[method-assign] # counted, and otherwise the same
+        self._outage.pause_or_raise = counted  # type: ignore[method-assign] # counted, and otherwise the same
 
 
 async def test_a_worker_waits_for_hanging_commits_in_one_session_and_then_delivers_all(

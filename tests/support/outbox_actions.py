@@ -21,7 +21,7 @@ from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.settings import Settings
 from pgoutbox.worker import Worker
 from pgoutbox.worker.doorbell import lock_keys
-from pgoutbox.worker.poll_loop import Result
+from pgoutbox.worker.poll_loop import PollResult
 from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
@@ -368,7 +368,7 @@ class WatchedWorker(Worker):
         wake, loop = self._signals.wake, self._poll_loop
         sleep, sleep_until_due = loop.sleep, loop._sleep_until_due
 
-        async def watched_sleep_until_due(limit: float) -> Result:
+        async def watched_sleep_until_due(limit: float) -> PollResult:
             if not wake.is_set():
                 self.asleep.set()
             return await sleep_until_due(limit)

@@ -941,10 +941,10 @@ def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 def no_poll_after_acquiring(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     def skip_confirming(
-        state: poll_loop.State, result: poll_loop.Result | LockAnswer, **requests: bool
-    ) -> poll_loop.State:
+        state: poll_loop.PollState, result: poll_loop.PollResult | LockAnswer, **requests: bool
+    ) -> poll_loop.PollState:
         following = choose(state, result, **requests)
-        return poll_loop.State.IDLE if following is poll_loop.State.CONFIRMING else following
+        return poll_loop.PollState.IDLE if following is poll_loop.PollState.CONFIRMING else following
 
     choose = poll_loop.next_state
     patch.setattr(poll_loop, "next_state", skip_confirming)

@@ -32,7 +32,7 @@ COMMENT ON COLUMN pgoutbox.audit.message_count IS
 COMMENT ON COLUMN pgoutbox.audit.actor IS 'The person, as known to the command line or the dashboard; else the role.';
 COMMENT ON COLUMN pgoutbox.audit.db_role IS 'The database role of the session.';
 COMMENT ON COLUMN pgoutbox.audit.origin IS 'The command line or the dashboard, and the client address.';
-COMMENT ON COLUMN pgoutbox.audit.action IS 'redrive, resend, cancel, prune, pause, resume, limit or retention.';
+COMMENT ON COLUMN pgoutbox.audit.action IS 'redrive, resend, cancel, prune, pause, resume, limit, retention or breaker.';
 COMMENT ON COLUMN pgoutbox.audit.queue IS 'The queue that was paused, resumed or limited.';
 COMMENT ON COLUMN pgoutbox.audit.message_ids IS 'The changed messages; null for prune.';
 COMMENT ON COLUMN pgoutbox.audit.details IS 'Parameters of the act: the filter, the limit or the rule.';

@@ -12,7 +12,7 @@ import pytest
 from pgoutbox.errors import SchemaError
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.worker.backoff import Backoff
-from pgoutbox.worker.reconnect import Reconnector
+from pgoutbox.worker.outage import Outage
 from tests.support.outbox_actions import PATIENCE_SECONDS
 
 AWAY = psycopg.OperationalError("connection refused")
@@ -30,32 +30,32 @@ class AwaitedEvent(asyncio.Event):
         return await super().wait()
 
 
-def outage_of() -> tuple[Reconnector, Telemetry]:
+def outage_of() -> tuple[Outage, Telemetry]:
     """Return the outage of a worker that is to stop: its pauses end at once."""
     telemetry = Telemetry(logging.getLogger("benchmarks.outage"))
     stopping = asyncio.Event()
     stopping.set()
-    return Reconnector(telemetry, stopping=stopping), telemetry
+    return Outage(telemetry, stopping=stopping), telemetry
 
 
 async def test_an_outage_and_its_end_are_logged_once_each() -> None:
     outage, telemetry = outage_of()
     for _ in range(3):
-        await outage.retry_or_raise(AWAY)
-        assert outage.is_on
+        await outage.pause_or_raise(AWAY)
+        assert outage.is_ongoing
     outage.end()
     outage.end()
-    assert not outage.is_on
+    assert not outage.is_ongoing
     assert (telemetry.counts[LogEvent.DATABASE_LOST], telemetry.counts[LogEvent.DATABASE_BACK]) == (1, 1)
 
 
 async def test_a_stopping_worker_does_not_wait_for_the_end_of_an_outage() -> None:
     stopping = AwaitedEvent()
-    outage = Reconnector(Telemetry(logging.getLogger("benchmarks.outage")), stopping=stopping)
+    outage = Outage(Telemetry(logging.getLogger("benchmarks.outage")), stopping=stopping)
     outage._backoff = Backoff(3_600.0, 3_600.0)
-    outage.is_on = True
+    outage.is_ongoing = True
     async with asyncio.timeout(PATIENCE_SECONDS), asyncio.TaskGroup() as group:
-        group.create_task(outage.retry_or_raise(AWAY))
+        group.create_task(outage.pause_or_raise(AWAY))
         await stopping.is_awaited.wait()
         stopping.set()
 
@@ -67,8 +67,8 @@ async def test_a_stopping_worker_does_not_wait_for_the_end_of_an_outage() -> Non
 )
 async def test_a_lost_race_is_not_an_outage(error: psycopg.Error) -> None:
     outage, _ = outage_of()
-    await outage.retry_or_raise(error)
-    assert not outage.is_on
+    await outage.pause_or_raise(error)
+    assert not outage.is_ongoing
 
 
 @pytest.mark.parametrize(
@@ -84,5 +84,5 @@ async def test_a_lost_race_is_not_an_outage(error: psycopg.Error) -> None:
 async def test_a_permanent_error_is_raised(error: psycopg.Error, expected: type[Exception]) -> None:
     outage, _ = outage_of()
     with pytest.raises(expected):
-        await outage.retry_or_raise(error)
-    assert not outage.is_on
+        await outage.pause_or_raise(error)
+    assert not outage.is_ongoing

@@ -29,24 +29,24 @@ _MISSING: Final = (
 )
 
 
-class Reconnector:
-    """Whether the database answers, according to the statements of one worker."""
+class Outage:
+    """An outage of the database, as the statements of one worker see it: ongoing, or not."""
 
     def __init__(self, telemetry: Telemetry, *, stopping: asyncio.Event) -> None:
         self._telemetry = telemetry
         self._stopping = stopping
         self._backoff = Backoff(0.05, 5.0)
-        self.is_on = False
+        self.is_ongoing = False
 
-    async def retry_or_raise(self, error: BaseException) -> None:
+    async def pause_or_raise(self, error: BaseException) -> None:
         """Pause after a transient database error, or until `stopping`. Raise a permanent one."""
         if isinstance(error, _LOST_RACES):
             return  # Two claims conflicted at one row; the next claim sees the result.
         if not is_transient_error(error):
             lacking = missing_object(str(error).partition("\n")[0]) if isinstance(error, _MISSING) else None
             raise lacking or error from (error if lacking else None)
-        if not self.is_on:
-            self.is_on = True
+        if not self.is_ongoing:
+            self.is_ongoing = True
             self._backoff.reset()
             self._telemetry.report(
                 logging.WARNING,
@@ -61,8 +61,8 @@ class Reconnector:
 
     def end(self) -> None:
         """Report an answer of the database."""
-        if self.is_on:
-            self.is_on = False
+        if self.is_ongoing:
+            self.is_ongoing = False
             self._telemetry.report(logging.INFO, LogEvent.DATABASE_BACK, "database answers again")
 
 
