@@ -103,10 +103,9 @@ def next_state(
             return PollState.CONFIRMING
         case PollState.CONFIRMING, PollResult.UNREAD_KEYS:
             return PollState.CONFIRMING
-        case (PollState.ACQUIRING, LockAnswer.UNCHANGED | LockAnswer.NO_LISTENER) | (
-            PollState.CONFIRMING,
-            PollResult.NOTHING,
-        ):
+        case PollState.ACQUIRING, LockAnswer.UNCHANGED | LockAnswer.NO_LISTENER:
+            return PollState.IDLE
+        case PollState.CONFIRMING, PollResult.NOTHING:
             return PollState.IDLE
     if is_notified and state is not PollState.FRESH_POLL:
         return PollState.FRESH_POLL
