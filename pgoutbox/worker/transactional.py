@@ -133,6 +133,11 @@ class Transactions:
                 await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
 
             self._pool = psycopg_pool.AsyncConnectionPool(
+                conninfo_for(
+                    self._settings.require_dsn(),
+                    purpose="handler",
+                    connect_timeout_seconds=self._settings.connect_timeout_seconds,
+                ),
                 connection_class=AsyncConnection[TupleRow],
                 configure=configure,
                 reset=reset,
@@ -156,6 +161,11 @@ class Transactions:
                 connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
 
             self._sync_pool = psycopg_pool.ConnectionPool(
+                conninfo_for(
+                    self._settings.require_dsn(),
+                    purpose="handler",
+                    connect_timeout_seconds=self._settings.connect_timeout_seconds,
+                ),
                 connection_class=Connection[TupleRow],
                 configure=configure,
                 reset=reset,
@@ -181,13 +191,11 @@ async def _make_sure(attempt: Attempt) -> None:
 
 
 def _pool_options(settings: Settings) -> dict[str, Any]:
-    seconds = settings.connect_timeout_seconds
     return {
-        "conninfo": conninfo_for(settings.require_dsn(), purpose="handler", connect_timeout_seconds=seconds),
         "kwargs": {"prepare_threshold": None} if settings.pooled else {},
         "min_size": 0,
         "max_size": settings.concurrency,
-        "timeout": seconds,
+        "timeout": settings.connect_timeout_seconds,
     }
 
 

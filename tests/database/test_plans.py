@@ -68,6 +68,7 @@ CLAIM_PARAMETERS: Mapping[str, object] = {
     "total": 200,
     "after_due_at": None,
     "after_id": 0,
+    "seen_id": 0,
     "clock_limit": None,
     "in_flight": "{}",
     "set_aside": [],

@@ -132,7 +132,7 @@ class TestRead:
 
     def test_a_resent_message_has_a_copy(self, rolled_back: psycopg.Connection) -> None:
         source_id = end(rolled_back, enqueue(rolled_back, payload=LARGE))
-        copy_id = Operator(rolled_back).resend(source_id)
+        copy_id = Operator(rolled_back).resend(source_id).other_id
         assert payloads(rolled_back) == [LARGE, LARGE]
         assert stored(rolled_back) == [source_id, copy_id]
 

@@ -39,7 +39,7 @@ OPTIONS: MessageOptions = {
     "destination": f"https://ann:{CANARY}@example.org/hook?token={CANARY}",
 }
 APP = """
-from pgoutbox import Outbox
+from pgoutbox import Outbox, Topic
 
 outbox = Outbox()
 outbox.define(Topic("reset", redact=("user.email",)))

@@ -113,6 +113,7 @@ def test_every_claim_returns_the_columns_of_the_row_in_their_order(
         "total": 1,
         "after_due_at": None,
         "after_id": 0,
+        "seen_id": 0,
         "ids": [1],
         "clock_limit": None,
         "in_flight": [],

@@ -13,11 +13,10 @@ import pytest
 from pgoutbox import Outbox
 from pgoutbox.database import sql
 from pgoutbox.database.store import FinishRequest, Store
-from pgoutbox.errors import MessageNotFoundError
 from pgoutbox.handlers import Context
 from pgoutbox.message import AttemptOutcome, Message, State, Transient
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.operations import Operator
+from pgoutbox.operations import Operator, ResendResult
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.claim_planner import parse_queues
@@ -89,8 +88,7 @@ def test_a_message_pruned_before_its_resend_is_unknown(connect: Connect, db: psy
         resent = threads.submit(Operator(operator).resend, source_id)
         races.until_blocked(db, operator, resent)
         pruning.commit()
-        with pytest.raises(MessageNotFoundError):
-            resent.result()
+        assert resent.result().result is ResendResult.MISSING
 
 
 # --- claim against claim ----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 -- query is that of search_messages.sql.
 SELECT count(*) FILTER (
     WHERE
-        \ir _matches_error_group.sql
+        \ir ../operators/_matches.sql
 ), count(*)
 FROM (
     SELECT near.*

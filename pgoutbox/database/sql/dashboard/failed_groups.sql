@@ -2,7 +2,7 @@
 SELECT
     grouped.topic,
     grouped.error,
-    -- The filter of a search for the group's messages; _matches_error_group.sql computes the same.
+    -- The filter of a search for the group's messages; ../operators/_matches.sql computes the same.
     left(encode(sha256(convert_to(grouped.topic || E'\n' || grouped.error, 'UTF8')), 'hex'), 32) AS error_group,
     grouped.messages,
     grouped.first_at,

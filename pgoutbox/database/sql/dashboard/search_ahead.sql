@@ -9,7 +9,7 @@ FROM (
     SELECT
         m.id,
         m.attempt_count,
-        \ir _matches_error_group.sql
+        \ir ../operators/_matches.sql
         AS matches
     FROM (
         SELECT near.*

@@ -11,7 +11,7 @@ FROM (
         LIMIT %(rows)s::bigint
     ) AS m
     WHERE
-        \ir _matches_error_group.sql
+        \ir ../operators/_matches.sql
     ORDER BY m.id DESC
     LIMIT %(limit)s::bigint
 ) AS found

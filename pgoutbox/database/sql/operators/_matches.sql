@@ -1,4 +1,5 @@
--- The conditions of a filter of messages; null parameters do not restrict.
+-- The conditions of a filter of messages; null parameters do not restrict. A group is one of failed_groups.sql: its
+-- topic and folded error, hashed.
 (%(states)s::text[] IS NULL OR m.state = ANY (%(states)s::text[]))
 AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
 AND (%(queue)s::text IS NULL OR m.queue = %(queue)s::text)
@@ -28,3 +29,10 @@ AND (
 )
 AND (%(created_from)s::timestamptz IS NULL OR m.created_at >= %(created_from)s::timestamptz)
 AND (%(created_before)s::timestamptz IS NULL OR m.created_at < %(created_before)s::timestamptz)
+AND (
+    %(error_group)s::text IS NULL
+    OR left(encode(sha256(convert_to(
+        m.topic || E'\n' ||
+        \ir ../dashboard/_folded_error.sql
+    , 'UTF8')), 'hex'), 32) = %(error_group)s::text
+)

@@ -4,6 +4,6 @@ FROM (
     SELECT
     FROM pgoutbox.message_view AS m
     WHERE
-        \ir ../dashboard/_matches_error_group.sql
+        \ir _matches.sql
     LIMIT %(limit)s::bigint
 ) AS matching

@@ -3,7 +3,7 @@ SELECT
     \ir _listed.sql
 FROM pgoutbox.message_view AS m
 WHERE
-    \ir ../dashboard/_matches_error_group.sql
+    \ir _matches.sql
     AND (%(before_id)s::bigint IS NULL OR m.id < %(before_id)s::bigint)
 ORDER BY m.id DESC
 LIMIT %(limit)s::bigint
