@@ -1,6 +1,6 @@
 """Claims: fill the free room with rows, queue by queue, lane by lane, and key by key for ordered messages.
 
-The rows of a claim go to `take_over` before the next claim begins, so that the first messages start while the others
+The rows of a claim go to the loader before the next claim begins, so that the first messages start while the others
 are claimed. If two workers claim one coalesce key at the same time, one of them gets the message and the other claims
 again.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from datetime import datetime
 from typing import Final
 
@@ -25,9 +25,11 @@ from pgoutbox.database.worker_connection import is_lost_key, is_of_a_row, is_ref
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.worker.claim_planner import ClaimPlanner, Cursor, Lane, QueueSchedule
+from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.outage import Outage
 from pgoutbox.worker.server_clock import ServerClock
 from pgoutbox.worker.set_aside import SetAside
+from pgoutbox.worker.signals import Signals
 from pgoutbox.worker.unanswered_claims import UnansweredClaims
 
 _ROUND_TRIP_SECONDS: Final = 0.002
@@ -52,8 +54,8 @@ class Claimer:
         topics: Sequence[str],
         hold_topics: Sequence[str],
         in_flight: Collection[int],
-        suspects: Collection[object],
-        take_over: Callable[[Sequence[ClaimedRow], float], Awaitable[None]],
+        signals: Signals,
+        loader: Loader,
         stopping: asyncio.Event,
         telemetry: Telemetry,
     ) -> None:
@@ -63,8 +65,8 @@ class Claimer:
         self._topics = topics
         self._hold_topics = hold_topics
         self._in_flight = in_flight
-        self._suspects = suspects
-        self._take_over = take_over
+        self._signals = signals
+        self._loader = loader
         self._stopping = stopping
         self._telemetry = telemetry
         self._clock = ServerClock(store.lease_seconds)
@@ -179,7 +181,7 @@ class Claimer:
                 )
                 self._elsewhere_due_at = began_at + _ELSEWHERE_SECONDS
                 if rows:
-                    await self._take_over(rows, began_at)
+                    await self._loader.take_over(rows, began_at)
         except (psycopg.Error, OSError) as error:
             if is_of_a_row(error):
                 self._elsewhere_due_at = elapsed_clock() + _ELSEWHERE_SECONDS
@@ -313,7 +315,7 @@ class Claimer:
         """Claim some messages of the other lapsed attempts."""
         began_at = elapsed_clock()
         kind = f"{planner.queue} lapsed"
-        in_flight = len(self._suspects)
+        in_flight = len(self._signals.suspects)
         total = planner.suspects.limit(self._set_aside.within(kind, room), in_flight)
         if total == 0:
             return 0
@@ -365,7 +367,7 @@ class Claimer:
 
     async def _hand_over(self, rows: Sequence[ClaimedRow], began_at: float) -> None:
         if rows:
-            await self._take_over(rows, began_at)
+            await self._loader.take_over(rows, began_at)
         self._unanswered.end(_time_of(rows))
 
     async def _claim_ordered(self, planner: ClaimPlanner, room: int, *, complete: bool) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import cast, get_args
@@ -28,6 +28,7 @@ from pgoutbox.transports import Content, Transport, breaker_key, scheme_of
 from pgoutbox.worker.attempt import RELEASED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
 from pgoutbox.worker.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.dispatcher import Dispatcher, Send, outcome_of_error, send_by
+from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.transactional import Transactions
 
 
@@ -35,7 +36,7 @@ class AttemptExecutor:
     """Runs the attempts of one worker, and closes their resources, including the transports.
 
     `middleware` wraps each call of a handler, the first one outermost. A breaker that opens enqueues its alert in
-    `alert_queue`. `collect` takes the results of attempts that end before the others of their batch.
+    `alert_queue`. `finisher` takes the results of attempts that end before the others of their batch.
     """
 
     def __init__(
@@ -47,10 +48,10 @@ class AttemptExecutor:
         *,
         middleware: Sequence[Middleware],
         alert_queue: str | None,
-        collect: Callable[[Attempt, AttemptResult], None],
+        finisher: Finisher,
     ) -> None:
         self._transports = transports
-        self._collect = collect
+        self._finisher = finisher
         self._stale_seconds = settings.lease_seconds / 2
         send: Send = send_by
         self._run: RunWork = self._run_handler
@@ -119,7 +120,7 @@ class AttemptExecutor:
         """Run the attempts without an early result. The early results do not wait for the others of the batch."""
         for attempt, result in early.items():
             attempt.done = True
-            self._collect(attempt, result)
+            self._finisher.collect(attempt, result)
         rest = [attempt for attempt in work if attempt not in early]
         results = iter(await run(rest) if rest else ())
         return [early[attempt] if attempt in early else next(results) for attempt in work]

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, assert_never
@@ -39,7 +39,9 @@ from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
 from pgoutbox.worker.attempt import Abandoned, AlreadyFinished, Attempt, AttemptResult, Released
 from pgoutbox.worker.backoff import Backoff
 from pgoutbox.worker.dispatcher import MIN_SNOOZE_SECONDS
+from pgoutbox.worker.notifier import Notifier
 from pgoutbox.worker.refused_outcomes import RefusedOutcomes
+from pgoutbox.worker.signals import Signals
 
 _LOCKED_PAUSE_SECONDS = 0.1
 _PENDING_AGAIN: Final = frozenset({AttemptOutcome.RETRY, AttemptOutcome.SNOOZED, AttemptOutcome.RELEASED})
@@ -51,10 +53,8 @@ Write = Callable[[Sequence[Attempt]], Awaitable[Mapping[int, State]]]
 class Finisher:
     """Writes the outcomes of attempts and removes the attempts from `in_flight`.
 
-    `on_ended` is called after attempts have ended, `on_written` after every batch, and `on_pending` when a message is
-    pending again. `on_released` gets the queues of messages released without an attempt. `on_successors` gets the
-    queues of messages that had to wait for a message of the batch. `on_halted` and `on_resumed` get a topic whose
-    outcomes the database refuses.
+    It wakes a worker for a message that is pending again, was released, or waited for a message of the batch.
+    `on_halted` and `on_resumed` get a topic whose outcomes the database refuses.
     """
 
     def __init__(
@@ -64,11 +64,8 @@ class Finisher:
         *,
         batch_size: int,
         redacted_names: Sequence[str],
-        on_ended: Callable[[], None],
-        on_written: Callable[[], None],
-        on_released: Callable[[Collection[str]], Awaitable[None]],
-        on_successors: Callable[[Sequence[str]], Awaitable[None]],
-        on_pending: Callable[[], None],
+        signals: Signals,
+        notifier: Notifier,
         on_halted: Callable[[str], None],
         on_resumed: Callable[[str], None],
         telemetry: Telemetry,
@@ -77,11 +74,8 @@ class Finisher:
         self._in_flight = in_flight
         self._batch_size = batch_size
         self._redacted_names = redacted_names
-        self._on_ended = on_ended
-        self._on_written = on_written
-        self._on_released = on_released
-        self._on_successors = on_successors
-        self._on_pending = on_pending
+        self._signals = signals
+        self._notifier = notifier
         self._telemetry = telemetry
         self.refusals = RefusedOutcomes(
             write_again=self._collect_refused, on_halted=on_halted, on_resumed=on_resumed, telemetry=telemetry
@@ -107,7 +101,7 @@ class Finisher:
     def _announce(self) -> None:
         self._is_announced = False
         self._ready.set()
-        self._on_ended()
+        self._signals.note_progress()
 
     async def note_unattempted(self, rows: Sequence[ClaimedRow]) -> None:
         """Report messages that a claim has ended: they have no attempt, and others may have waited for them."""
@@ -130,7 +124,7 @@ class Finisher:
                 await self._finish(self._next_batch())
                 if self._refused:
                     await self._finish_refused(self._refused.popleft())
-                self._on_written()
+                self._signals.note_written()
 
     def _next_batch(self) -> list[tuple[Attempt, AttemptResult]]:
         endings = self._endings
@@ -174,7 +168,7 @@ class Finisher:
                 c.message.queue for c, request in requests.items() if request.outcome is AttemptOutcome.RELEASED
             }
             if released:
-                await self._on_released(released)
+                await self._notifier.notify(released)
         in_flight = self._in_flight
         locked = [(c, ending) for c, ending in batch if in_flight.get(c.message.id) is c and c not in self.refusals]
         if locked:
@@ -297,7 +291,7 @@ class Finisher:
     def _note_end(self, message: Message[object], state: State | None, request: FinishRequest | None) -> None:
         """Report the end of an attempt that was not sent; without a state it has lost its message."""
         if state is State.PENDING:
-            self._on_pending()  # A sleeping worker does not know its due time yet.
+            self._signals.poll_all_lanes()  # A sleeping worker does not know its due time yet.
         if self._telemetry.measures is not None:
             self._telemetry.measures.ended(message, _reported_outcome(state, request))
         if state is None:
@@ -337,7 +331,7 @@ class Finisher:
             # It is not known whether a message waits; to find out costs one claim.
             queues = sorted({message.queue for message in messages})
         if queues:
-            await self._on_successors(queues)
+            await self._notifier.wake_for_successors(queues)
 
     def _report(
         self, level: int, event: LogEvent, text: str, message: Message[object] | ClaimedRow, **fields: object

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import Final, NamedTuple, cast
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Final, cast
 
 import psycopg
 from pydantic import JsonValue
@@ -24,27 +24,16 @@ from pgoutbox.message import Permanent, State, Transient, new_message
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.text import describe
 from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Work
+from pgoutbox.worker.finisher import Finisher
+from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.outage import Outage
+from pgoutbox.worker.pool import AttemptPool
+from pgoutbox.worker.signals import Signals
 
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _KEPT_CONTENTS: Final = 16
 _EMPTY_HEADERS: Final[Mapping[str, str]] = {}
 _Content = JsonValue | Permanent | Transient  # The shared content of a fan-out, or the outcome if it cannot be read.
-
-
-class LoadedBatch(NamedTuple):
-    """The result for the rows of one claim: each is in one of `works`, `results` and `unattempted`.
-
-    A row whose message is already in flight is in none of them.
-    """
-
-    works: list[Work]
-    results: list[tuple[Attempt, AttemptResult]]
-    """Attempts that end before they begin."""
-    unattempted: list[ClaimedRow]
-    """Messages that the claim itself has ended."""
-    suspects: list[Attempt]
-    """The attempts in flight whose previous attempt was lost."""
 
 
 class Loader:
@@ -58,7 +47,10 @@ class Loader:
         outage: Outage,
         *,
         keyring: Keyring | None,
-        ensure_lease: Callable[[Attempt], Awaitable[None]],
+        pool: AttemptPool,
+        finisher: Finisher,
+        lease_keeper: LeaseKeeper,
+        signals: Signals,
         telemetry: Telemetry,
     ) -> None:
         self._store = store
@@ -66,17 +58,19 @@ class Loader:
         self._in_flight = in_flight
         self._outage = outage
         self._keyring = keyring
-        self._ensure_lease = ensure_lease
+        self._pool = pool
+        self._finisher = finisher
+        self._ensure_lease = lease_keeper.ensure
+        self._signals = signals
         self._telemetry = telemetry
         self._contents: dict[int, _Content] = {}
 
-    async def load(self, rows: Sequence[ClaimedRow], leased_at: float) -> LoadedBatch:
-        """Take over the rows of one claim. `leased_at` is the start of that claim, on `elapsed_clock`."""
+    async def take_over(self, rows: Sequence[ClaimedRow], leased_at: float) -> None:
+        """Put the rows of one claim into the pool, or finish them. `leased_at` is its start, on `elapsed_clock`."""
         contents = await self._contents_of(rows)
         unattempted = [row for row in rows if row.state != _SENDING]
         begun = [row for row in rows if row.state == _SENDING and not self._take_over_in_flight(row, leased_at)]
         works: list[Work] = []
-        results: list[tuple[Attempt, AttemptResult]] = []
         suspects = []
         batches: dict[str, list[Attempt]] = {}
         for row in begun:
@@ -84,7 +78,7 @@ class Loader:
             if row.was_lapsed:
                 suspects.append(attempt)
             if result is not None:
-                results.append((attempt, result))
+                self._finisher.collect(attempt, result)
             elif attempt.handler.max_size is None:
                 works.append((attempt,))
             else:
@@ -93,7 +87,10 @@ class Loader:
             size = attempts[0].handler.max_size or 1
             works.extend(attempts[start : start + size] for start in range(0, len(attempts), size))
         self._telemetry.count(LogEvent.CLAIMED, len(rows) - len(unattempted))
-        return LoadedBatch(works, results, unattempted, suspects)
+        self._signals.add_suspects(suspects)
+        self._pool.put(works)
+        if unattempted:
+            await self._finisher.note_unattempted(unattempted)
 
     def _take_over_in_flight(self, row: ClaimedRow, leased_at: float) -> bool:
         """Let the attempt in flight continue under this claim, and return whether there is one.

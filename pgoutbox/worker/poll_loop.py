@@ -1,7 +1,7 @@
 """The poll loop: when a worker polls, for which messages, how many it claims, and when it sleeps.
 
 The loop is in one `PollState` at a time. A step in that state has a result, and `next_state` chooses the next state.
-Callbacks of other parts only set `Signals`, which the loop reads between two steps.
+Other parts only set `Signals`, which the loop reads between two steps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import enum
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import psycopg
@@ -19,14 +19,15 @@ import psycopg
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import Store
 from pgoutbox.settings import Settings
-from pgoutbox.worker.attempt import Attempt
 from pgoutbox.worker.backoff import Backoff
 from pgoutbox.worker.claim_planner import QueueSchedule
 from pgoutbox.worker.claimer import Claimer
 from pgoutbox.worker.doorbell import Doorbell, LockAnswer, lock_keys
 from pgoutbox.worker.finisher import Finisher
+from pgoutbox.worker.notifier import Notifier
 from pgoutbox.worker.outage import Outage
 from pgoutbox.worker.pool import AttemptPool
+from pgoutbox.worker.signals import Signals
 
 _POLL_WITHOUT_LISTENER_SECONDS: Final = 1.0
 # A worker halves its surplus of claimed messages if one waited this long for its handler.
@@ -115,42 +116,8 @@ def next_state(
     return PollState.POLLING if may_continue else PollState.FULL_POLL
 
 
-class Signals:
-    """The reasons to poll or to wake up that other parts of the worker report, on the event loop."""
-
-    def __init__(self, queues: QueueSchedule) -> None:
-        self._queues = queues
-        self.wake = asyncio.Event()
-        """There may be messages to claim, or the worker must stop."""
-        self.progress = asyncio.Event()
-        """An attempt has ended, or its end is written."""
-        self.is_notified = False
-        """A notification came after the last poll for fresh messages began."""
-        self.needs_full_poll = True
-        """Messages may have become claimable anywhere since the last full poll began."""
-
-    def note_notification(self, queue: str | None, /, *, is_new: bool = False) -> None:
-        """Poll a queue, or with None all of them. `is_new` means that a new message was enqueued there."""
-        if queue is None or queue in self._queues:
-            self.is_notified = True
-            if is_new:
-                self.wake.set()
-            else:
-                self.poll_all_lanes()
-
-    def poll_again(self) -> None:
-        """Poll from the beginning, now."""
-        self.needs_full_poll = True
-        self.wake.set()
-
-    def poll_all_lanes(self) -> None:
-        """Poll all lanes: messages may have become claimable in any of them."""
-        self._queues.search(now=elapsed_clock())
-        self.poll_again()
-
-
 class PollLoop:
-    """The poll loop of one run of a worker. `suspects` are its suspects in flight, `topics` those that it claims."""
+    """The poll loop of one run of a worker. `topics` are those that it claims."""
 
     def __init__(
         self,
@@ -164,8 +131,8 @@ class PollLoop:
         pool: AttemptPool,
         finisher: Finisher,
         doorbell: Doorbell | None,
+        notifier: Notifier,
         outage: Outage,
-        suspects: Collection[Attempt],
         stopping: asyncio.Event,
     ) -> None:
         self._settings = settings
@@ -177,13 +144,12 @@ class PollLoop:
         self._pool = pool
         self._finisher = finisher
         self._doorbell = doorbell
+        self._notifier = notifier
         self._outage = outage
-        self._suspects = suspects
         self._stopping = stopping
         self.state = PollState.FULL_POLL
         self.surplus = 0
         """The number of messages that may wait for a handler."""
-        self.notified_at = -math.inf
         self._asked_for_idle_at = -math.inf
         self._was_notified = False  # A notification was answered, and no message was found since.
         self._false_notification_count = 0
@@ -227,16 +193,6 @@ class PollLoop:
         except TimeoutError:
             return False
         return True
-
-    async def notify_workers(self, queues: Collection[str]) -> None:
-        """Wake the idle workers of these queues."""
-        self.notified_at = elapsed_clock()
-        try:
-            await self._store.notify_workers(sorted(queues))
-        except psycopg.errors.ProgramLimitExceeded:
-            pass  # The notification queue is full. A notification is only a hint, and idle workers poll then.
-        except (psycopg.Error, OSError) as error:
-            await self._outage.pause_or_raise(error)
 
     async def _step(self, state: PollState) -> PollResult | LockAnswer:
         match state:
@@ -307,8 +263,8 @@ class PollLoop:
     async def _wait_for_room(self) -> None:
         """Wait until an attempt has ended. Wake idle workers if more messages are due."""
         await self._let_others_help()
-        if self._claimer.work_ahead and elapsed_clock() - self.notified_at >= _NOTIFY_SECONDS:
-            await self.notify_workers(self._queues.names)
+        if self._claimer.work_ahead and elapsed_clock() - self._notifier.notified_at >= _NOTIFY_SECONDS:
+            await self._notifier.notify(self._queues.names)
         await self._until_progress()
 
     async def _until_progress(self) -> None:
@@ -336,7 +292,7 @@ class PollLoop:
             await self._outage.pause_or_raise(error)
             return
         if idle:
-            suspects = set(self._suspects)
+            suspects = set(self._signals.suspects)
             self._pool.release_waiting(lambda attempt: attempt.message.queue in idle and attempt not in suspects)
             self.surplus = 0
             self._claimer.work_ahead = False  # The surplus does not grow until a poll finds other messages.

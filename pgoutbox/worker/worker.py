@@ -4,7 +4,7 @@ A worker has one event loop. Its main task runs the poll loop. Claimed messages 
 to the attempt pool, whose attempts run in tasks. The finisher, a separate task, writes their endings in batches, on
 another connection. So claims, handlers and finishes overlap, and none of them waits for a single message. Each part
 knows only the parts below it; this module connects them. Attempts are in `_in_flight` from the claim's answer to the
-finish's answer. Those whose previous attempt was lost are also in `_suspects`: any of them may crash this process.
+finish's answer.
 
 Correctness does not depend on this module: every write is fenced in its statement. If this process stops at any line,
 the rows alone show the remaining work.
@@ -18,13 +18,13 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Literal
 
 import psycopg
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import ClaimedRow, Store
+from pgoutbox.database.store import Store
 from pgoutbox.database.worker_connection import is_unreachable
 from pgoutbox.encryption import keyring_of
 from pgoutbox.errors import ConfigurationError
@@ -48,9 +48,11 @@ from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.maintenance import Maintenance
+from pgoutbox.worker.notifier import Notifier
 from pgoutbox.worker.outage import Outage
-from pgoutbox.worker.poll_loop import PollLoop, Signals
+from pgoutbox.worker.poll_loop import PollLoop
 from pgoutbox.worker.pool import AttemptPool
+from pgoutbox.worker.signals import Signals
 from pgoutbox.worker.stall_watch import StallWatch
 
 _log = logging.getLogger("pgoutbox.worker")
@@ -98,11 +100,10 @@ class Worker:
         self._transports = transports if transports is not None else complete(outbox.transports, self._settings)
         self._open_topics = list(self._topics)  # Topics whose outcomes the database does not refuse.
         self._in_flight: dict[int, Attempt] = {}
-        self._suspects: list[Attempt] = []
         self._is_started = False
         self._stopping = asyncio.Event()
         self._outage = Outage(self.telemetry, stopping=self._stopping)
-        self._signals = Signals(self._queues)
+        self._signals = Signals(self._queues, self._in_flight, lease_seconds=self._settings.lease_seconds)
 
     # --- lifecycle ----------------------------------------------------------------------------------------------------
 
@@ -234,16 +235,14 @@ class Worker:
         if self._django is not None:
             handlers = {topic: self._django.around(handler) for topic, handler in handlers.items()}
         self._store = Store(settings, worker=self.name)
+        self._notifier = Notifier(self._store, self._queues, self._signals, self._outage)
         self._finisher = Finisher(
             self._store,
             self._in_flight,
             batch_size=settings.batch_size,
             redacted_names=settings.redacted_names,
-            on_ended=self._note_progress,
-            on_written=self._note_written,
-            on_released=self._notify_workers,
-            on_successors=self._wake_for_successors,
-            on_pending=self._signals.poll_all_lanes,
+            signals=self._signals,
+            notifier=self._notifier,
             on_halted=self._halt_topic,
             on_resumed=self._resume_topic,
             telemetry=self.telemetry,
@@ -255,7 +254,7 @@ class Worker:
             self.telemetry,
             middleware=self._middlewares,
             alert_queue=self._queues.names[0] if ALERT_TOPIC in self._handlers else None,
-            collect=self._finisher.collect,
+            finisher=self._finisher,
         )
         self._pool = AttemptPool(
             self._executor.run,
@@ -263,7 +262,7 @@ class Worker:
             default_timeout_seconds=settings.handler_timeout_seconds,
             overtime_seconds=settings.lease_seconds,
             on_outcome=self._finisher.collect,
-            on_free=self._note_progress,
+            on_free=self._signals.note_progress,
             telemetry=self.telemetry,
         )
         self._lease_keeper = LeaseKeeper(
@@ -280,7 +279,10 @@ class Worker:
             self._in_flight,
             self._outage,
             keyring=self._keyring,
-            ensure_lease=self._lease_keeper.ensure,
+            pool=self._pool,
+            finisher=self._finisher,
+            lease_keeper=self._lease_keeper,
+            signals=self._signals,
             telemetry=self.telemetry,
         )
         self._claimer = Claimer(
@@ -290,8 +292,8 @@ class Worker:
             topics=self._open_topics,
             hold_topics=self._hold_topics,
             in_flight=self._in_flight,
-            suspects=self._suspects,
-            take_over=self._take_over,
+            signals=self._signals,
+            loader=self._loader,
             stopping=self._stopping,
             telemetry=self.telemetry,
         )
@@ -314,8 +316,8 @@ class Worker:
             pool=self._pool,
             finisher=self._finisher,
             doorbell=self._doorbell,
+            notifier=self._notifier,
             outage=self._outage,
-            suspects=self._suspects,
             stopping=self._stopping,
         )
 
@@ -350,7 +352,7 @@ class Worker:
                 await self._until_idle(finished=True)
                 # Released messages are due, and no other worker knows of retries and successors.
                 if self.telemetry.counts[LogEvent.CLAIMED]:
-                    await self._notify_workers(self._queues.names)
+                    await self._notifier.notify(self._queues.names)
         self._finishing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._finishing  # The finisher's error ends the worker.
@@ -374,7 +376,7 @@ class Worker:
             self._signals.progress.clear()
             await self._signals.progress.wait()
 
-    # --- messages and topics ------------------------------------------------------------------------------------------
+    # --- topics -------------------------------------------------------------------------------------------------------
 
     def _halt_topic(self, topic: str) -> None:
         """Stop claiming a topic whose outcomes the database refuses, and release its waiting messages."""
@@ -385,53 +387,6 @@ class Worker:
     def _resume_topic(self, topic: str) -> None:
         self._open_topics.append(topic)
         self._signals.poll_all_lanes()
-
-    async def _take_over(self, rows: Sequence[ClaimedRow], leased_at: float) -> None:
-        loaded = await self._loader.load(rows, leased_at)
-        for attempt, result in loaded.results:
-            self._finisher.collect(attempt, result)
-        self._add_suspects(loaded.suspects)
-        self._pool.put(loaded.works)
-        if loaded.unattempted:
-            await self._finisher.note_unattempted(loaded.unattempted)
-
-    async def _wake_for_successors(self, queues: Sequence[str]) -> None:
-        """Wake a worker for messages that waited for messages of this worker: itself, or workers of their queues."""
-        if any(queue in self._queues for queue in queues):
-            self._signals.poll_all_lanes()
-        foreign = [queue for queue in queues if queue not in self._queues]
-        if foreign:
-            await self._notify_workers(foreign)
-
-    async def _notify_workers(self, queues: Collection[str]) -> None:
-        await self._poll_loop.notify_workers(queues)
-
-    # --- suspects -----------------------------------------------------------------------------------------------------
-
-    def _add_suspects(self, suspects: list[Attempt]) -> None:
-        """Count these as suspects in flight until they have ended, but for no longer than a lease."""
-        if suspects:
-            self._suspects += suspects
-            asyncio.get_running_loop().call_later(self._settings.lease_seconds, self._remove_suspects, suspects)
-
-    def _remove_suspects(self, suspects: Sequence[Attempt]) -> None:
-        self._suspects[:] = [attempt for attempt in self._suspects if attempt not in suspects]
-        if self._queues.may_take_suspects(len(self._suspects)):
-            self._signals.progress.set()
-            self._signals.poll_all_lanes()
-
-    def _note_progress(self) -> None:
-        """React to the end of an attempt, before or after it is written."""
-        self._signals.progress.set()
-        if self._suspects:
-            ended = [attempt for attempt in self._suspects if self._in_flight.get(attempt.message.id) is not attempt]
-            if ended:
-                self._remove_suspects(ended)
-
-    def _note_written(self) -> None:
-        self._note_progress()
-        if self._queues.may_wait_for_ends:
-            self._signals.wake.set()
 
 
 def _name_for(settings: Settings) -> str:

@@ -159,8 +159,8 @@ async def test_a_saturated_worker_runs_and_stops_cleanly_with_a_full_notificatio
     ids = [enqueue(db) for _ in range(6)]
     worker = Worker(outbox)
     async with running(worker):
-        rang_at = worker._poll_loop.notified_at
-        await until(lambda: worker._poll_loop.notified_at != rang_at)
+        rang_at = worker._notifier.notified_at
+        await until(lambda: worker._notifier.notified_at != rang_at)
         go.set()
         await until(lambda: all(row.is_finished for row in rows_of(db, *ids)))
     assert {row.state for row in rows_of(db, *ids)} == {State.SENT}

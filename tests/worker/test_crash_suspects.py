@@ -172,7 +172,7 @@ async def test_a_run_continues_if_a_suspect_ends_during_a_claim_that_skipped_the
     class SlowStore(Store):
         async def claim(self, *arguments: Any, **options: Any) -> list[ClaimedRow]:  # noqa: ANN401 - passed on
             rows = await super().claim(*arguments, **options)
-            if worker._suspects and not options["retries"]:
+            if worker._signals.suspects and not options["retries"]:
                 looks.append(len(rows))
             # The third poll beside the suspect starts from the beginning, after which a run may end.
             if len(looks) == 3 and not gate.opened.is_set():

@@ -23,7 +23,7 @@ from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.claim_planner import parse_queues
 from pgoutbox.worker.doorbell import Doorbell, LockAnswer
-from pgoutbox.worker.poll_loop import Signals
+from pgoutbox.worker.signals import Signals
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
@@ -652,7 +652,7 @@ async def test_a_full_worker_does_not_go_on_watch_when_the_watch_dies(
         assert doorbell is not None
         assert not doorbell.is_on_duty
         enqueue(db, notify=False)
-        worker._poll_loop.notified_at = elapsed_clock() + 3600  # Its own call for help would end the trust as well.
+        worker._notifier.notified_at = elapsed_clock() + 3600  # Its own call for help would end the trust as well.
         worker._signals.poll_all_lanes()
         await until(lambda: len(worker._in_flight) == 1 and not doorbell._relied_on)
         # Only of this database: other tests use the same server.

@@ -28,6 +28,7 @@ from pgoutbox.message import AttemptOutcome, Message, State
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.worker import poll_loop
 from pgoutbox.worker.doorbell import Doorbell, LockAnswer
+from pgoutbox.worker.signals import Signals
 from tests.support.messages import LARGE, PUT_FINAL, put
 from tests.support.outbox_actions import (
     WatchedWorker,
@@ -929,7 +930,7 @@ def no_check_of_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch)
 
 
 def no_memory_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pgoutbox.worker.worker.Worker, "_add_suspects", lambda self, suspects: None)
+    patch.setattr(Signals, "add_suspects", lambda self, suspects: None)
 
 
 def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
