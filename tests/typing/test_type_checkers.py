@@ -66,11 +66,6 @@ def test_pyright_accepts_the_documented_programs(programs: Path) -> None:
     assert output.startswith("0 errors"), output
 
 
-def test_pyright_accepts_the_public_api_and_the_examples() -> None:
-    output = run("pyright", "--pythonpath", sys.executable, directory=ROOT)
-    assert output.startswith("0 errors"), output
-
-
 def test_every_public_name_has_a_complete_type(tmp_path: Path) -> None:
     command = ["--verifytypes", "pgoutbox", "--ignoreexternal", "--outputjson", "--pythonpath", sys.executable]
     report = json.loads(run("pyright", *command, directory=tmp_path))["typeCompleteness"]

@@ -1154,7 +1154,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         no_check_of_open_writers,
     ),
     (
-        "scheduled messages beyond the floor",
+        "scheduled messages beyond the seen id",
         a_worker_that_claims_new_messages_wakes_for_a_scheduled_one,
         no_check_of_scheduled_messages,
     ),
