@@ -21,7 +21,7 @@ from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.settings import Settings
 from pgoutbox.worker import Worker
 from pgoutbox.worker.doorbell import lock_keys
-from pgoutbox.worker.poll_loop import PollResult
+from pgoutbox.worker.poll_loop import PollResult, PollState
 from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
@@ -345,9 +345,10 @@ class WatchedWorker(Worker):
     """A worker that signals when it is idle.
 
     `asleep` is set when nothing has woken it yet. `sleeping` is set when it has also queried until when it may
-    sleep. Later messages have to wake it.
+    sleep. Later messages have to wake it. `sleep_seconds` is the length of its last sleep in the state IDLE.
     """
 
+    sleep_seconds: float | None = None
     asleep: asyncio.Event
     sleeping: asyncio.Event
 
@@ -376,6 +377,8 @@ class WatchedWorker(Worker):
         async def watched_sleep(seconds: float) -> bool:
             if self.asleep.is_set() and not wake.is_set():
                 self.sleeping.set()
+            if loop.state is PollState.IDLE:
+                self.sleep_seconds = seconds
             return await sleep(seconds)
 
         loop.sleep = watched_sleep  # type: ignore[method-assign] # watched, and otherwise the same

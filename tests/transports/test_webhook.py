@@ -370,7 +370,7 @@ async def test_a_long_body_is_read_only_in_part_and_its_connection_closed(
     open_transport: Open, behaviour: Misbehaviour
 ) -> None:
     async with webhook_server(behaviour) as server, asyncio.timeout(PATIENCE_SECONDS):
-        # The limit also covers the connection, which must not be what ends here.
+        # The limit also covers the connection, and must not end that here.
         transport = open_transport(server.port, webhook_timeout_seconds=6 * SHORT_SECONDS)
         assert await transport.send(outgoing(destination=server.url(scheme="http")), HOOK) == Sent()
         await server.was_left.wait()
