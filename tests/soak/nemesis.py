@@ -246,9 +246,13 @@ class Nemesis:
                 return
 
     def _wait_for_writers(self, connection: psycopg.Connection) -> None:
-        """Wait until all transactions of other databases that have already written have ended."""
+        """Wait until all transactions of other databases that have written, or are about to, have ended."""
         ((now,),) = connection.execute("SELECT clock_timestamp()").fetchall()
-        under_way = "SELECT FROM pg_stat_activity WHERE datname <> current_database() AND backend_xid IS NOT NULL"
+        # An enqueue may look at the usage before its INSERT has an id of a transaction: then it is active.
+        under_way = (
+            "SELECT FROM pg_stat_activity"
+            " WHERE datname <> current_database() AND (backend_xid IS NOT NULL OR state = 'active')"
+        )
         while connection.execute(f"{under_way} AND xact_start < %s", [now]).fetchall():
             self._wait(0.05)
 
