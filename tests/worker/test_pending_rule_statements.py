@@ -265,6 +265,17 @@ def test_the_newer_message_of_a_hot_key_is_found_by_reading_one_row(
     assert after[0] - before[0] == 1
 
 
+def test_only_a_pending_and_due_message_supersedes_after_it_was_found(rolled_back: psycopg.Connection) -> None:
+    """Another session may have claimed or postponed it since the claim's snapshot."""
+    in_flight = look_again(rolled_back)
+    claim(rolled_back)
+    postponed, due = look_again(rolled_back, available_at=in_an_hour()), look_again(rolled_back)
+    rows = rolled_back.execute(
+        "SELECT id, pgoutbox._lock_if_due(id) FROM unnest(%s::bigint[]) AS id", [[in_flight, postponed, due]]
+    ).fetchall()
+    assert dict(rows) == {in_flight: False, postponed: False, due: True}
+
+
 def test_claims_of_two_workers_skip_for_one_newer_message(connect: Connect) -> None:
     """The lock on the newer message is shared, and neither claim waits for it."""
     first, second = connect(), connect()
