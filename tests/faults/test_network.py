@@ -65,12 +65,6 @@ class Receiver:
             self.delivered.append(message.id)
 
 
-async def fall_asleep(worker: WatchedWorker) -> None:
-    """Wait until the worker has polled once more after everything so far, and sleeps."""
-    worker._signals.wake.set()
-    await worker.falls_asleep()
-
-
 # --- the listener -----------------------------------------------------------------------------------------------------
 
 
@@ -99,7 +93,7 @@ async def test_a_listener_behind_a_stalled_middlebox_is_replaced_after_the_heart
             # The driver would ask the server to cancel the heartbeat, and wait for the answer on the same dead network.
             assert proxy.cancel_request_count == 0
             await until(lambda: proxy.open_count("pgoutbox listen") == 1)
-            await fall_asleep(worker)
+            await worker.polls_and_sleeps()
             heard_of = enqueue(db)
             await until(lambda: receiver.delivered == [unheard, late, heard_of])
 
@@ -137,7 +131,7 @@ async def test_a_session_reset_by_another_client_of_a_pooler_listens_again(
             await heard.wait_for(LogEvent.LISTENER_LOST)
             await heard.wait_for(LogEvent.LISTENER_BACK)
             await until(lambda: receiver.delivered == [unheard])
-            await fall_asleep(worker)
+            await worker.polls_and_sleeps()
             heard_of = enqueue(db)
             await until(lambda: receiver.delivered == [unheard, heard_of])
 
@@ -210,7 +204,7 @@ async def test_a_listener_in_a_black_hole_is_abandoned_and_work_continues_withou
             await until(lambda: receiver.delivered == [unheard, late])
             ip("-n", namespace, "link", "set", "cable", "up")
             await heard.wait_for(LogEvent.LISTENER_BACK)
-            await fall_asleep(worker)
+            await worker.polls_and_sleeps()
             heard_of = enqueue(db)
             await until(lambda: receiver.delivered == [unheard, late, heard_of])
         assert proxy.cancel_request_count == 0
@@ -226,10 +220,10 @@ async def test_a_claim_with_a_stalled_answer_is_abandoned_and_its_message_releas
     worker = WatchedWorker(receiver.outbox)
     async with running(worker):
         # The first statement of its kind would stall while it is prepared, and claim nothing.
-        await fall_asleep(worker)
+        await worker.polls_and_sleeps()
         first_id = enqueue(db)
         await until(lambda: row_of(db, first_id).state == "sent")
-        await fall_asleep(worker)
+        await worker.polls_and_sleeps()
         receiver.delivered.clear()
         with proxy.stalled("pgoutbox claim", replies_only=True, open_connections_only=True):
             message_id = enqueue(db)

@@ -117,8 +117,7 @@ async def test_workers_poll_and_enqueues_succeed_while_the_notification_queue_is
             culprit.end()
             await heard.wait_for(LogEvent.NOTIFY_QUEUE_DRAINED)
             await until(lambda: bell.has_wake_up_lock)
-            worker._signals.wake.set()
-            await worker.falls_asleep()
+            await worker.polls_and_sleeps()
             rung = enqueue(db)
             await until(lambda: delivered == [*ids, rung])
     assert worker.telemetry.counts[LogEvent.LISTENER_LOST] == 0

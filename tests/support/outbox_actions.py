@@ -359,10 +359,15 @@ class WatchedWorker(Worker):
         await super().run()
 
     async def falls_asleep(self) -> None:
-        """Wait until it sleeps again."""
+        """Wait for the next time that it falls asleep. It does not end if nothing wakes the worker meanwhile."""
         self.asleep.clear()
         self.sleeping.clear()
         await self.sleeping.wait()
+
+    async def polls_and_sleeps(self) -> None:
+        """Wait until it has polled once more, after everything so far, and sleeps."""
+        self._signals.wake.set()
+        await self.falls_asleep()
 
     def _assemble(self, *, listen: bool) -> None:
         super()._assemble(listen=listen)

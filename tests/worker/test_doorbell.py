@@ -707,7 +707,7 @@ async def test_a_message_that_the_watch_misses_is_found_by_its_deputy(
             await watch.doorbell.release_wake_up_locks()
             # It polls once for that, and repeatedly because it is told that no worker has the doorbell.
             await until(lambda: worker._doorbell is not None and bool(worker._doorbell._polled))
-            await worker.falls_asleep()
+            await worker.polls_and_sleeps()
         message_id = enqueue(db)
         await receiver.heard.wait()
     assert receiver.delivered == [message_id]

@@ -174,7 +174,7 @@ async def test_a_worker_falls_asleep_beside_more_waiting_keys_than_one_poll_cove
         await worker.sleeping.wait()
         due = enqueue(db, ordering_key="key-100-a")
         await until(lambda: state_of(db, due) == "sent")
-        await worker.falls_asleep()
+        await worker.polls_and_sleeps()
 
 
 async def test_a_new_key_does_not_wait_for_a_round_over_many_keys(
@@ -206,14 +206,14 @@ async def test_a_new_key_does_not_wait_for_a_round_over_many_keys(
         while worker._queues.arrivals.seen_id is None:  # Until then the worker does not know which messages are new.
             known = enqueue(db)
             await until(lambda: state_of(db, known) == "sent")  # noqa: B023 - asked at once
-            await worker.falls_asleep()
+            await worker.polls_and_sleeps()
         for key in ("z", "a", "key-100-a"):
             page_count = 0
             counts_at_claims.clear()
             due = enqueue(db, ordering_key=key)
             await until(lambda: state_of(db, due) == "sent")  # noqa: B023 - asked at once
             assert counts_at_claims[0] == 1
-            await worker.falls_asleep()
+            await worker.polls_and_sleeps()
 
 
 async def test_a_round_ends_although_the_key_where_it_began_is_gone(dsn: str, db: psycopg.Connection) -> None:
