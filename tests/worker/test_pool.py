@@ -210,7 +210,7 @@ async def test_a_running_thread_keeps_its_slot_and_waiting_messages_are_released
 async def test_a_thread_that_returned_during_a_blocked_event_loop_has_not_timed_out(
     passed: LogEvent | None,
 ) -> None:
-    stand = Stand(concurrency=1, timeout_seconds=0.02)
+    stand = Stand(concurrency=1, timeout_seconds=0.5)
     thread: Future[object] = Future()
     thread.set_running_or_notify_cancel()
     has_begun = asyncio.Event()
@@ -239,7 +239,7 @@ async def test_a_thread_that_returned_during_a_blocked_event_loop_has_not_timed_
 
 
 async def test_every_thread_of_a_slot_may_return_during_a_blocked_event_loop() -> None:
-    stand = Stand(concurrency=1, timeout_seconds=0.02)
+    stand = Stand(concurrency=1, timeout_seconds=0.5)
     begun: list[Future[object]] = []
 
     async def run_in_thread(work: Work) -> Sequence[AttemptResult]:
