@@ -27,7 +27,7 @@ from pgoutbox.database import sql
 _SETTLING_SECONDS = 5.0
 # The listener's heartbeat does not belong to a queue. Neither does maintenance: one worker runs it
 # every five minutes on its own connection.
-_APART = {"PROBE": "heartbeat", "BEGIN_MAINTENANCE_IF_DUE": "maintenance"}
+_APART = {"LISTENER_HEARTBEAT": "heartbeat", "BEGIN_MAINTENANCE_IF_DUE": "maintenance"}
 _MAINTENANCE_APPLICATION = "pgoutbox maintenance"
 _MAINTENANCE = "maintenance, "
 _LINE = re.compile(r"([^|]*)\|([^|]*)\|LOG:  (?:execute [^:]*|statement): (.*)")

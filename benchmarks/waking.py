@@ -22,7 +22,7 @@ from benchmarks.server import Server, settle
 from pgoutbox.database import sql
 
 _RATES_AND_WORKERS = ((8.0, 1), (8.0, 8), (100.0, 1), (100.0, 2), (350.0, 4))
-_NOT_FOR_MESSAGES = ("BEGIN", "COMMIT", "PROBE", "BEGIN_MAINTENANCE_IF_DUE")
+_NOT_FOR_MESSAGES = ("BEGIN", "COMMIT", "LISTENER_HEARTBEAT", "BEGIN_MAINTENANCE_IF_DUE")
 _WORKER_PIDS = "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'pgoutbox %'"
 
 

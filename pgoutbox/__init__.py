@@ -6,7 +6,7 @@ notice. A test checks that examples and how-to pages import from public modules 
 
 from typing import TYPE_CHECKING
 
-from pgoutbox.enqueue.generators import CancelResult, Enqueued, EnqueuedMany
+from pgoutbox.enqueue.generators import Cancelled, CancelResult, Enqueued, EnqueuedMany, RescheduleResult
 from pgoutbox.errors import (
     ConfigurationError,
     DedupeConflictError,
@@ -26,7 +26,7 @@ from pgoutbox.message import Message, Permanent, Sent, Skip, Snooze, State, Tran
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings
-from pgoutbox.topics import NewMessage, Topic
+from pgoutbox.topics import NewMessage, Recipient, Topic
 from pgoutbox.transports.apprise import Notification
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.smtp.mail import Attachment, Email
@@ -74,6 +74,7 @@ __all__ = [
     "Attachment",
     "CallNext",
     "CancelResult",
+    "Cancelled",
     "CloudEvent",
     "ConfigurationError",
     "Context",
@@ -93,6 +94,8 @@ __all__ = [
     "PayloadError",
     "Permanent",
     "PgOutboxError",
+    "Recipient",
+    "RescheduleResult",
     "RetryPolicy",
     "SchemaError",
     "Sent",

@@ -41,7 +41,7 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
         {State.SENDING, State.SENT, State.PENDING, State.FAILED, State.SKIPPED, State.CANCELLED},
     ),
     State.SENT: frozenset(),
-    State.FAILED: frozenset({State.PENDING}),
+    State.FAILED: frozenset({State.PENDING, State.SKIPPED}),
     State.SKIPPED: frozenset(),
     State.CANCELLED: frozenset({State.PENDING}),
 }

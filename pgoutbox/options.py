@@ -71,6 +71,14 @@ def check_key(field: str, value: object) -> str:
     return value
 
 
+def check_owner(field: str, value: object) -> str:
+    """Return the owner of a message. An empty one is refused: unrelated messages would share it."""
+    try:
+        return check_key(field, value)
+    except PayloadError as error:
+        raise PayloadError(field, error.reason.replace("for no key", "for no owner")) from None
+
+
 def check_destination(field: str, value: object) -> str:
     """Return a destination: a URI, which for `mailto:` names one recipient."""
     if not isinstance(value, str):

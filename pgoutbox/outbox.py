@@ -28,19 +28,25 @@ from pgoutbox.enqueue.adapters import (
     sync_adapter,
 )
 from pgoutbox.enqueue.generators import (
+    Cancelled,
     CancelResult,
     Enqueued,
     EnqueuedMany,
+    RescheduleResult,
     Steps,
     UnprotectedError,
     arun,
+    cancel_each,
     cancel_one,
     in_savepoint,
     insert,
     insert_all,
     insert_fanout,
+    new_time_of,
+    reschedule_one,
     run,
     target_of,
+    targets_of,
     transaction,
 )
 from pgoutbox.enqueue.payloads import Serializer
@@ -54,7 +60,7 @@ from pgoutbox.options import check_name
 from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.signatures import is_async
-from pgoutbox.topics import CoalesceRule, NewMessage, OnFailed, Topic
+from pgoutbox.topics import CoalesceRule, NewMessage, OnDuplicate, OnFailed, Recipient, Topic
 from pgoutbox.transports import Content, Transport
 
 _logger = logging.getLogger(__name__)
@@ -83,6 +89,8 @@ class MessageOptions(TypedDict, total=False):
     on_failed: OnFailed | None
     max_delay: Duration | None
     coalesce_rule: CoalesceRule | None
+    owner: str | None
+    on_duplicate: OnDuplicate | None
 
 
 class FanoutOptions(TypedDict, total=False):
@@ -94,6 +102,7 @@ class FanoutOptions(TypedDict, total=False):
     expires_at: datetime | None
     headers: Mapping[str, str] | None
     max_attempts: int | None
+    owner: str | None
 
 
 class EnqueueOptions(MessageOptions, total=False):
@@ -342,8 +351,8 @@ class Outbox:
         `coalesce_key` only the newest committed one is delivered; transactions that enqueue for one key wait for each
         other. With `coalesce_rule="pending"` they do not wait: of the due messages of a key that a claim sees, the
         newest is delivered, and at least one delivery begins after each commit. If another message has the
-        `dedupe_key`, the result is a duplicate with that message's id: calling again, for example after a lost reply to
-        COMMIT, is harmless. If that message was cancelled or skipped, the new message takes the key. Without either key
+        `dedupe_key`, the result is a duplicate with that message's id and state: calling again, for example after a
+        lost reply to COMMIT, is harmless. If that message was cancelled or skipped, the new message takes the key. Without either key
         each call writes a separate message. Messages with one queue and `ordering_key` are delivered one after the
         other, in the order of their commits. For other messages the order is not guaranteed.
 
@@ -353,7 +362,7 @@ class Outbox:
         `require_transaction=False` accepts autocommit.
 
         Raises `PayloadError` naming the field, usually before any SQL; `DedupeConflictError` if the message with the
-        dedupe key has another payload; `UnknownTopicError` from a strict outbox; `TransactionError` outside a
+        dedupe key has another payload, unless `on_duplicate="ignore"`; `UnknownTopicError` from a strict outbox; `TransactionError` outside a
         transaction, or in an aborted one; `SchemaError` without the schema, or if the sequence of ids is behind the
         messages; `ConfigurationError` if the connection's encoding lacks a character; `TypeError` for another kind of
         connection. The driver's own errors pass through. With `best_effort` all but the `TypeError` are logged instead,
@@ -481,7 +490,7 @@ class Outbox:
         connection: SyncConnection,
         topic: str | Topic[P],
         payload: P,
-        destinations: Iterable[str],
+        destinations: Iterable[str | Recipient[P]],
         *,
         content: object = None,
         serializer: Serializer | None = None,
@@ -492,7 +501,8 @@ class Outbox:
         """Write one message for each destination in the transaction of the caller's connection.
 
         Each message has its own state, retries and idempotency key. The shared `content`, a JSON value, is stored once:
-        a handler finds it in `message.content`, and it is deleted with the last message. The messages have no keys. The
+        a handler finds it in `message.content`, and it is deleted with the last message. The messages have no keys. A
+        `Recipient` instead of a text gives one destination a payload, headers, a time or an owner of its own. The
         answers are in the order of the destinations. Without destinations no statement is sent. Raises like `enqueue`;
         an error names the destination: `destinations[4711]`.
 
@@ -511,7 +521,7 @@ class Outbox:
         connection: AsyncConnection,
         topic: str | Topic[P],
         payload: P,
-        destinations: Iterable[str],
+        destinations: Iterable[str | Recipient[P]],
         *,
         content: object = None,
         serializer: Serializer | None = None,
@@ -574,6 +584,83 @@ class Outbox:
         adapter = async_adapter(connection, function="acancel", sync_function="cancel")
         target = target_of(message_id, topic, coalesce_key, dedupe_key)
         return await arun(adapter, cancel_one(target, require_transaction=require_transaction))
+
+    def cancel_all(
+        self,
+        connection: SyncConnection,
+        *,
+        owner: str | None = None,
+        destination: str | None = None,
+        topic: str | Topic[Any] | None = None,
+        require_transaction: bool = True,
+    ) -> list[Cancelled]:
+        """Cancel all messages of an owner, or to a destination, in the transaction of the caller's connection.
+
+        Each message that is pending or in flight is cancelled as by `cancel`; with a `topic`, only messages of this
+        topic. Returns the id and the result of each, oldest first. A message that another transaction has enqueued
+        and not yet committed is not cancelled: lock the row of the owner in both transactions. The time of a search by
+        destination grows with the number of pending messages; a search by owner uses an index. Raises like `enqueue`.
+
+            connection.execute("UPDATE account SET active = false WHERE id = 7")
+            outbox.cancel_all(connection, owner="account-7")
+        """
+        adapter = sync_adapter(connection, function="cancel_all", async_function="acancel_all")
+        target = targets_of(owner, destination, topic)
+        return run(adapter, cancel_each(target, require_transaction=require_transaction))
+
+    async def acancel_all(
+        self,
+        connection: AsyncConnection,
+        *,
+        owner: str | None = None,
+        destination: str | None = None,
+        topic: str | Topic[Any] | None = None,
+        require_transaction: bool = True,
+    ) -> list[Cancelled]:
+        """Cancel on an async connection, with the contract of `cancel_all`.
+
+        await outbox.acancel_all(connection, owner="account-7")
+        """
+        adapter = async_adapter(connection, function="acancel_all", sync_function="cancel_all")
+        target = targets_of(owner, destination, topic)
+        return await arun(adapter, cancel_each(target, require_transaction=require_transaction))
+
+    def reschedule(
+        self,
+        connection: SyncConnection,
+        message_id: int,
+        *,
+        available_at: datetime | None = None,
+        delay: Duration | None = None,
+        require_transaction: bool = True,
+    ) -> RescheduleResult:
+        """Make a pending message due at another time, in the transaction of the caller's connection.
+
+        Without a time it is due at once. `delay` (seconds or a timedelta) counts on PostgreSQL's clock. The message
+        keeps its attempts and its keys. Waits for no lock. Raises like `enqueue`.
+
+            outbox.reschedule(connection, 4711, delay=timedelta(hours=1))
+        """
+        adapter = sync_adapter(connection, function="reschedule", async_function="areschedule")
+        target = new_time_of(message_id, available_at, delay)
+        return run(adapter, reschedule_one(target, require_transaction=require_transaction))
+
+    async def areschedule(
+        self,
+        connection: AsyncConnection,
+        message_id: int,
+        *,
+        available_at: datetime | None = None,
+        delay: Duration | None = None,
+        require_transaction: bool = True,
+    ) -> RescheduleResult:
+        """Reschedule on an async connection, with the contract of `reschedule`.
+
+        await outbox.areschedule(connection, 4711)
+        """
+        adapter = async_adapter(connection, function="areschedule", sync_function="reschedule")
+        target = new_time_of(message_id, available_at, delay)
+        return await arun(adapter, reschedule_one(target, require_transaction=require_transaction))
 
     def _enqueue(
         self,

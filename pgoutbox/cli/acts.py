@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable
-from typing import Annotated, Final
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Annotated, Any, Final
 
 import typer
 
-from pgoutbox.cli.arguments import BulkOptions, Dsn, Json, expanded, parse_id, read_ids
+from pgoutbox.cli.arguments import BulkOptions, Dsn, Json, expanded, parse_due_time, parse_id, read_ids
 from pgoutbox.cli.console import (
     FAILED,
     pluralize,
@@ -34,20 +35,36 @@ from pgoutbox.cli.program import (
     redacted_names_of,
     require_known_queue,
 )
-from pgoutbox.enqueue.generators import CancelResult
+from pgoutbox.enqueue.generators import CancelResult, RescheduleResult
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
-from pgoutbox.operations import Action, MessageFilter, MessageResult, Operator, RedriveResult, ResendResult
+from pgoutbox.operations import (
+    Action,
+    DismissResult,
+    MessageFilter,
+    MessageResult,
+    Operator,
+    RedriveResult,
+    ResendResult,
+)
 from pgoutbox.operations.records import AnyResult, BulkAction
 from pgoutbox.settings import Settings
 
 _MAX_COUNT: Final = 100_000
 _PREVIEW_ROWS: Final = 10
 _COMMITTED: Final = "the changes so far are committed; run the command again for the rest"
-_RESULTS: Final = {"redrive": RedriveResult, "resend": ResendResult, "cancel": CancelResult}
+_RESULTS: Final = {
+    "redrive": RedriveResult,
+    "resend": ResendResult,
+    "cancel": CancelResult,
+    "reschedule": RescheduleResult,
+    "dismiss": DismissResult,
+}
 _DONE: Final = {
     RedriveResult.REDRIVEN: "pending again",
     ResendResult.RESENT: "resent",
+    RescheduleResult.RESCHEDULED: "rescheduled",
+    DismissResult.DISMISSED: "dismissed",
     CancelResult.CANCELLED: "cancelled",
     CancelResult.REQUESTED: "asked to stop; its handler is notified, and it is not retried",
 }
@@ -64,12 +81,56 @@ def redrive(
     states: Annotated[
         list[State] | None, typer.Option("--state", help="failed or cancelled (default: failed). Repeatable.")
     ] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="URI", help="With ids: send to this corrected destination.")
+    ] = None,
 ) -> None:
     """Make failed and cancelled messages pending again.
 
     Each message gets its initial number of attempts. Superseded messages are left alone.
     """
-    _run("redrive", options, options.filter(states), everything=all_failed)
+    if to is not None and not options.message_ids:
+        raise typer.BadParameter("--to: give the ids of the messages too")
+    _run("redrive", options, options.filter(states), everything=all_failed, destination=to)
+
+
+@app.command()
+@expanded
+def dismiss(
+    options: BulkOptions,
+    *,
+    reason: Annotated[str, typer.Option("--reason", help="Why nobody will deliver them, for the audit.")],
+    all_failed: Annotated[
+        bool, typer.Option("--all-failed", help="Select all failed messages that match the filter.")
+    ] = False,
+) -> None:
+    """End failed messages as skipped.
+
+    The message and the audit record who dismissed it, and why.
+    """
+    _run("dismiss", options, options.filter(), everything=all_failed, reason=reason)
+
+
+@app.command()
+@expanded
+def reschedule(
+    options: BulkOptions,
+    *,
+    at: Annotated[
+        datetime | None,
+        typer.Option(
+            parser=parse_due_time,
+            metavar="TIME",
+            help="Due time, such as 2026-11-21T10:00Z, or 2h from now (default: now).",
+        ),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Select all pending messages that match the filter.")] = False,
+) -> None:
+    """Make pending messages due now, or at another time.
+
+    Also brings the next attempt of a failing message forward. Superseded messages are left alone.
+    """
+    _run("reschedule", options, options.filter(), everything=every, available_at=at)
 
 
 @app.command()
@@ -165,17 +226,17 @@ def audit(
 # --- one or many messages ---------------------------------------------------------------------------------------------
 
 
-def _run(action: BulkAction, options: BulkOptions, which: MessageFilter, *, everything: bool) -> None:
+def _run(action: BulkAction, options: BulkOptions, which: MessageFilter, *, everything: bool, **changes: Any) -> None:
     by_filter = everything or bool(which.given())
     if [bool(options.message_ids), options.file is not None, by_filter].count(True) != 1:
         raise typer.BadParameter("give message ids, --file, or a filter such as --topic, and only one of them")
     if by_filter:
-        _run_by_filter(action, options, which)
+        _run_by_filter(action, options, which, changes)
         return
     ids = list(options.message_ids or ()) if options.file is None else read_ids(options.file)
     settings = read_settings(options.dsn, app=options.where)
     with open_operator(settings) as operator, interruptible(_COMMITTED), _trying(operator, options):
-        results = [result for batch in operator.bulk(action, ids) for result in batch.results]
+        results = [result for batch in operator.bulk(action, ids, **changes) for result in batch.results]
     _print_results(results, options)
 
 
@@ -204,7 +265,7 @@ def _print_results(results: Iterable[MessageResult[AnyResult]], options: BulkOpt
         raise typer.Exit(FAILED)
 
 
-def _run_by_filter(action: BulkAction, options: BulkOptions, which: MessageFilter) -> None:
+def _run_by_filter(action: BulkAction, options: BulkOptions, which: MessageFilter, changes: Mapping[str, Any]) -> None:
     """Count, preview or confirm, act, and print the totals. Exit with 1 if messages were locked."""
     try:
         which = which.limited_to(action)
@@ -227,7 +288,7 @@ def _run_by_filter(action: BulkAction, options: BulkOptions, which: MessageFilte
             confirm(f"{action} {what}", yes=options.yes)
         total = count if count < _MAX_COUNT else None
         with interruptible(_COMMITTED), progress(action, total) as report:
-            for batch in operator.bulk(action, which):
+            for batch in operator.bulk(action, which, **changes):
                 for result in batch.results:
                     (done if result.is_done else left)[result.result] += 1
                 report(done.total() + left.total())

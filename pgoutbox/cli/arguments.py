@@ -58,13 +58,28 @@ def parse_duration(text: str) -> timedelta:
 
 def parse_moment(text: str) -> datetime:
     """Parse an ISO 8601 time with offset, such as 2026-11-21T10:00Z, or an age such as 2h."""
-    if re.fullmatch(r"[0-9.]+[smhdw]", text):
+    if _is_duration(text):
         return datetime.now(UTC) - parse_duration(text)
+    return _parse_time(text, "an age such as 2h")
+
+
+def parse_due_time(text: str) -> datetime:
+    """Parse an ISO 8601 time with offset, such as 2026-11-21T10:00Z, or a delay such as 2h."""
+    if _is_duration(text):
+        return datetime.now(UTC) + parse_duration(text)
+    return _parse_time(text, "a delay such as 2h")
+
+
+def _is_duration(text: str) -> bool:
+    return re.fullmatch(r"[0-9.]+[smhdw]", text) is not None
+
+
+def _parse_time(text: str, otherwise: str) -> datetime:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise typer.BadParameter(
-            f"{text!r} is not a time: give a time such as 2026-11-21T10:00Z, or an age such as 2h"
+            f"{text!r} is not a time: give a time such as 2026-11-21T10:00Z, or {otherwise}"
         ) from None
     if moment.tzinfo is None:
         raise typer.BadParameter(f"{text!r} has no time zone: write {text}Z for UTC, or add an offset such as +01:00")
@@ -191,10 +206,11 @@ InStates = Annotated[list[State] | None, typer.Option("--state", help="Only mess
 ToDestination = Annotated[
     str | None, typer.Option("--destination", help="Only messages to this URI or e-mail address.")
 ]
+OfOwner = Annotated[str | None, typer.Option("--owner", help="Only messages of this owner.")]
 WithKey = Annotated[str | None, typer.Option("--key", help="Only messages with this coalesce, dedupe or ordering key.")]
 WithText = Annotated[
     str | None,
-    typer.Option("--text", help="Only messages with this text in the destination, a key or the error."),
+    typer.Option("--text", help="Only messages with this text in the destination, the owner, a key or the error."),
 ]
 Since = Annotated[
     datetime | None,
@@ -224,6 +240,7 @@ class FilterOptions:
     topic: InTopic = None
     queue: InQueue = None
     destination: ToDestination = None
+    owner: OfOwner = None
     key: WithKey = None
     text: WithText = None
     since: Since = None
@@ -239,6 +256,7 @@ class FilterOptions:
             topic=self.topic,
             queue=self.queue,
             destination=self.destination,
+            owner=self.owner,
             key=self.key,
             text=self.text,
             created_from=self.since,

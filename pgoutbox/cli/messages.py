@@ -38,7 +38,7 @@ from pgoutbox.database import operator_connection
 from pgoutbox.operations import JsonText, TopicCounts
 from pgoutbox.options import check_name
 from pgoutbox.outbox import Outbox
-from pgoutbox.topics import CoalesceRule, Topic
+from pgoutbox.topics import CoalesceRule, OnDuplicate, Topic
 
 
 @app.command()
@@ -64,6 +64,15 @@ def enqueue(
     ] = None,
     dedupe_key: Annotated[
         str | None, typer.Option(help="At most one message with this key is pending, in flight, sent or failed.")
+    ] = None,
+    on_duplicate: Annotated[
+        OnDuplicate | None,
+        typer.Option(
+            help="If a message with another payload has the dedupe key: `error`, or `ignore` (default: error)."
+        ),
+    ] = None,
+    owner: Annotated[
+        str | None, typer.Option(help="Person or thing of the application to which the message belongs.")
     ] = None,
     delay: Annotated[
         timedelta | None,
@@ -104,6 +113,8 @@ def enqueue(
                 coalesce_key=coalesce_key,
                 coalesce_rule=coalesce_rule,
                 dedupe_key=dedupe_key,
+                on_duplicate=on_duplicate,
+                owner=owner,
                 delay=delay,
                 headers=dict(headers or []) or None,
             ),
@@ -112,7 +123,7 @@ def enqueue(
         print_json(receipt._asdict())
         return
     if receipt.duplicate:
-        print_note("a message with this dedupe key already exists")
+        print_note(f"a message with this dedupe key already exists, and is {receipt.state or 'deleted'}")
     print_line(str(receipt.id))
 
 

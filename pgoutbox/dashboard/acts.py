@@ -35,8 +35,25 @@ if TYPE_CHECKING:
 async def redrive(request: Request) -> Response:
     """Make one message pending again, if its state is still the one that the page showed."""
     message_id = inputs.message_id_of(request)
-    states = inputs.filter_of(await inputs.read_form(request)).states or (State.FAILED, State.CANCELLED)
-    return await _answer(request, await _act(request, lambda operator: operator.redrive(message_id, states=states)))
+    form = await inputs.read_form(request)
+    states = inputs.filter_of(form).states or (State.FAILED, State.CANCELLED)
+    to = inputs.corrected_destination_of(form)
+    redriven = await _act(request, lambda operator: operator.redrive(message_id, states=states, destination=to))
+    return await _answer(request, redriven)
+
+
+@operators_only
+async def dismiss(request: Request) -> Response:
+    """Dismiss one failed message."""
+    message_id, reason = inputs.message_id_of(request), inputs.reason_of(await inputs.read_form(request))
+    return await _answer(request, await _act(request, lambda operator: operator.dismiss(message_id, reason)))
+
+
+@operators_only
+async def reschedule(request: Request) -> Response:
+    """Make one pending message due now, or at the given time."""
+    message_id, due_at = inputs.message_id_of(request), inputs.time_of(await inputs.read_form(request), "at")
+    return await _answer(request, await _act(request, lambda operator: operator.reschedule(message_id, due_at)))
 
 
 @operators_only
@@ -92,7 +109,9 @@ async def limit_in_flight(request: Request) -> Response:
 async def start_bulk(request: Request) -> Response:
     """Start the bulk action of the preview."""
     form = await inputs.read_form(request)
-    bulk = dashboard_of(request).bulks.start(inputs.bulk_action_of(form), inputs.filter_of(form), viewer_of(request))
+    action, which = inputs.bulk_action_of(form), inputs.filter_of(form)
+    changes = inputs.changes_of(form, action)
+    bulk = dashboard_of(request).bulks.start(action, which, viewer_of(request), changes)
     return RedirectResponse(link(request, "bulk", bulk_id=bulk.id), status_code=303)
 
 
@@ -126,6 +145,8 @@ def _to_queues(request: Request, queue: str, *, done: str) -> Response:
 
 ROUTES: Final = [
     Route("/messages/{message_id}/redrive", redrive, name="redrive", methods=["POST"]),
+    Route("/messages/{message_id}/dismiss", dismiss, name="dismiss", methods=["POST"]),
+    Route("/messages/{message_id}/reschedule", reschedule, name="reschedule", methods=["POST"]),
     Route("/messages/{message_id}/resend", resend, name="resend", methods=["POST"]),
     Route("/messages/{message_id}/cancel", cancel, name="cancel", methods=["POST"]),
     Route("/queues/{queue}/pause", pause, name="pause", methods=["POST"]),

@@ -1,4 +1,4 @@
-"""Bulk actions: redrive or cancel many messages, each in a thread with its own connection.
+"""Bulk actions on many messages, each in a thread with its own connection.
 
 A bulk action processes the messages that existed at its start, oldest first, and commits each batch. Its progress is in
 the memory of this process; its changes are in the audit.
@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import psycopg
 
@@ -22,6 +22,8 @@ from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import MessageFilter, Operator
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pgoutbox.dashboard.database import Database
     from pgoutbox.dashboard.types import Viewer
     from pgoutbox.operations.records import BulkAction
@@ -44,6 +46,7 @@ class Bulk:
     which: MessageFilter
     viewer: Viewer
     began_at: datetime
+    changes: Mapping[str, Any] = field(default_factory=dict)
     status: Literal["running", "done", "stopped", "capped", "broken"] = "running"
     results: Counter[str] = field(default_factory=Counter)
     reached_id: int = 0
@@ -66,9 +69,11 @@ class Bulks:
         self._bulks: dict[str, Bulk] = {}
         self._lock = threading.Lock()
 
-    def start(self, action: BulkAction, which: MessageFilter, viewer: Viewer) -> Bulk:
+    def start(
+        self, action: BulkAction, which: MessageFilter, viewer: Viewer, changes: Mapping[str, Any] | None = None
+    ) -> Bulk:
         """Start a bulk action; `StateError` if too many are running, or the action cannot change these states."""
-        bulk = Bulk(secrets.token_hex(8), action, which.limited_to(action), viewer, datetime.now(UTC))
+        bulk = Bulk(secrets.token_hex(8), action, which.limited_to(action), viewer, datetime.now(UTC), changes or {})
         with self._lock:
             if sum(known.is_running for known in self._bulks.values()) >= _AT_ONCE:
                 raise StateError(f"{_AT_ONCE} bulk actions are running; wait until one ends, or stop one")
@@ -109,7 +114,7 @@ class Bulks:
             )
 
     def _work(self, operator: Operator, bulk: Bulk) -> Literal["done", "stopped", "capped"]:
-        for batch in operator.bulk(bulk.action, bulk.which, batch_size=_BATCH, limit=self._most):
+        for batch in operator.bulk(bulk.action, bulk.which, batch_size=_BATCH, limit=self._most, **bulk.changes):
             bulk.results.update(result.result for result in batch.results)
             bulk.reached_id, bulk.through_id = batch.reached_id, batch.through_id
             if bulk.stop.is_set():

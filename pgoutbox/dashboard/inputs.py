@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.datastructures import ImmutableMultiDict
 from starlette.exceptions import HTTPException
@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from pgoutbox.errors import MessageNotFoundError, PgOutboxError
 from pgoutbox.message import State
 from pgoutbox.operations import Action, MessageFilter, Rate
-from pgoutbox.options import MAX_ID
+from pgoutbox.options import MAX_DESTINATION_BYTES, MAX_ID
 from pgoutbox.text import NAME
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pgoutbox.operations.records import BulkAction
 
 MAX_LIMIT: Final = 200
-BULK_ACTIONS: Final[tuple[BulkAction, ...]] = ("redrive", "cancel")
+BULK_ACTIONS: Final[tuple[BulkAction, ...]] = ("redrive", "dismiss", "reschedule", "cancel")
 _USUAL_LIMIT: Final = 50
 _MAX_TEXT: Final = 500
 _MAX_FIELDS: Final = 100
@@ -55,13 +55,13 @@ async def read_form(request: Request) -> Given:
     return form
 
 
-def text_of(given: Given, name: str) -> str | None:
+def text_of(given: Given, name: str, *, at_most: int = _MAX_TEXT) -> str | None:
     """Return a stripped text; None if empty."""
     value = given.get(name, "").strip()
     if not value:
         return None
-    if len(value) > _MAX_TEXT:
-        raise InputError(name, f"longer than {_MAX_TEXT} characters")
+    if len(value) > at_most:
+        raise InputError(name, f"longer than {at_most} characters")
     if "\x00" in value or any("\ud800" <= character <= "\udfff" for character in value):
         raise InputError(name, "contains characters that PostgreSQL cannot store")
     return value
@@ -121,6 +121,7 @@ def filter_of(given: Given) -> MessageFilter:
         topic=text_of(given, "topic"),
         queue=text_of(given, "queue"),
         destination=text_of(given, "destination"),
+        owner=text_of(given, "owner"),
         key=text_of(given, "key"),
         text=text_of(given, "text"),
         created_from=time_of(given, "created_from"),
@@ -152,6 +153,30 @@ def bulk_action_of(given: Given) -> BulkAction:
         if given.get("do") == action:
             return action
     raise InputError("do", f"give {' or '.join(BULK_ACTIONS)}")
+
+
+def corrected_destination_of(form: Given) -> str | None:
+    """Return the corrected destination of a redrive; None keeps that of the message."""
+    return text_of(form, "to", at_most=MAX_DESTINATION_BYTES)
+
+
+def reason_of(form: Given) -> str:
+    """Return the reason of a dismissal."""
+    reason = text_of(form, "reason")
+    if reason is None:
+        raise InputError("reason", "say why nobody will deliver the message")
+    return reason
+
+
+def changes_of(form: Given, action: BulkAction) -> dict[str, Any]:
+    """Return the further arguments of a bulk action."""
+    match action:
+        case "dismiss":
+            return {"reason": reason_of(form)}
+        case "reschedule":
+            return {"available_at": time_of(form, "at")}
+        case _:
+            return {}
 
 
 def message_id_of(request: Request) -> int:

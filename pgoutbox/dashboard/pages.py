@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 # The notices after an action.
 _DONE: Final[Mapping[str, str]] = {
     "redriven": "The message is pending again.",
+    "dismissed": "The message is skipped, with your name and the reason.",
+    "rescheduled": "The message has its new due time.",
     "cancelled": "The message is cancelled.",
     "requested": "The message is in flight. Its handler is asked to stop, and the message is not retried.",
     "resent": "The message was resent. This is the pending copy.",

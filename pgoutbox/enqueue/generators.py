@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar, cast, overload
 
+from pgoutbox.clock import Duration
 from pgoutbox.database import sql
 from pgoutbox.enqueue.adapters import AsyncAdapter, Call, ItemRefusedError, Rows, SyncAdapter
 from pgoutbox.enqueue.validation import Fanout, ValidatedMessage, chunks
 from pgoutbox.errors import PayloadError, TransactionError
-from pgoutbox.options import MAX_ID, check_key, check_name, check_whole
+from pgoutbox.message import State
+from pgoutbox.options import (
+    MAX_ID,
+    check_available_at,
+    check_delay,
+    check_destination,
+    check_key,
+    check_name,
+    check_owner,
+    check_whole,
+    if_given,
+)
 from pgoutbox.topics import Topic
 
 R = TypeVar("R")
@@ -27,23 +40,27 @@ _ROLL_BACK_TO_SAVEPOINT: Final = Call(sql.ROLL_BACK_TO_SAVEPOINT, has_rows=False
 
 
 class Enqueued(NamedTuple):
-    """The id of the message. It is a duplicate if a message with its dedupe key existed before."""
+    """The id of the message. It is a duplicate if a message with its dedupe key existed before.
+
+    `state` is then the state of that message, or None if it is deleted.
+    """
 
     id: int
     duplicate: bool
+    state: State | None = State.PENDING
 
 
 class EnqueuedMany(Sequence[Enqueued]):
     """The results of a bulk in the order of its items, each created when it is read. `ids` are the message ids.
 
-    It equals a list of the same results.
+    It equals a list of the same results. `duplicates` are the states of the duplicates by their position.
     """
 
-    __slots__ = ("_duplicates", "ids")
+    __slots__ = ("duplicates", "ids")
 
-    def __init__(self, ids: list[int], duplicates: Collection[int] = ()) -> None:
+    def __init__(self, ids: list[int], duplicates: Mapping[int, State | None] | None = None) -> None:
         self.ids: list[int] = ids
-        self._duplicates = frozenset(duplicates)
+        self.duplicates: Mapping[int, State | None] = duplicates or {}
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -57,7 +74,9 @@ class EnqueuedMany(Sequence[Enqueued]):
     def __getitem__(self, index: int | slice) -> Enqueued | list[Enqueued]:
         positions = range(len(self.ids))[index]
         if isinstance(positions, int):
-            return Enqueued(self.ids[positions], positions in self._duplicates)
+            if positions in self.duplicates:
+                return Enqueued(self.ids[positions], True, self.duplicates[positions])
+            return Enqueued(self.ids[positions], False)
         return [self[position] for position in positions]
 
     def __eq__(self, other: object) -> bool:
@@ -88,6 +107,22 @@ class CancelResult(enum.StrEnum):
     SENDING = "sending"
     LOCKED = "locked"
     MISSING = "missing"
+
+
+class RescheduleResult(enum.StrEnum):
+    """The result of `reschedule`.
+
+    `rescheduled`: the message is due at the new time. `missing`: no such message exists. `wrong_state`: it is not
+    pending. `superseded`: a newer message of its coalesce key exists. `expires`: it would expire before that time.
+    `locked`: another transaction has locked its row; try again.
+    """
+
+    RESCHEDULED = "rescheduled"
+    MISSING = "missing"
+    WRONG_STATE = "wrong_state"
+    SUPERSEDED = "superseded"
+    EXPIRES = "expires"
+    LOCKED = "locked"
 
 
 class ConnectionQuery(enum.Enum):
@@ -144,8 +179,12 @@ def transaction(*, required: bool) -> Steps[bool]:
 
 def insert(draft: ValidatedMessage, *, notify: bool) -> Steps[Enqueued]:
     """Write one message."""
-    ((message_id, duplicate),) = yield Call(sql.ENQUEUE, (*draft, notify))
-    return Enqueued(message_id, duplicate)
+    ((message_id, duplicate, state),) = yield Call(sql.ENQUEUE, (*draft, notify))
+    return Enqueued(message_id, True, _state_of(state)) if duplicate else Enqueued(message_id, False)
+
+
+def _state_of(text: str | None) -> State | None:
+    return State(text) if text else None
 
 
 def insert_all(drafts: Sequence[tuple[object, ...]], *, notify: bool, require_transaction: bool) -> Steps[EnqueuedMany]:
@@ -154,7 +193,7 @@ def insert_all(drafts: Sequence[tuple[object, ...]], *, notify: bool, require_tr
         return EnqueuedMany([])
     yield from transaction(required=require_transaction)
     ids = [0] * len(drafts)
-    duplicates: list[int] = []
+    duplicates: dict[int, State | None] = {}
     for positions, parameters in chunks(drafts):
         try:
             ((id_texts, duplicate_texts),) = yield Call(sql.ENQUEUE_MANY, (*parameters, notify))
@@ -163,7 +202,9 @@ def insert_all(drafts: Sequence[tuple[object, ...]], *, notify: bool, require_tr
         for position, id_text in zip(positions, id_texts.split(","), strict=True):
             ids[position] = int(id_text)
         if duplicate_texts is not None:
-            duplicates += (positions[int(index_text)] for index_text in duplicate_texts.split(","))
+            for text in duplicate_texts.split(","):
+                index_text, state_text = text.split(":")
+                duplicates[positions[int(index_text)]] = _state_of(state_text)
     return EnqueuedMany(ids, duplicates)
 
 
@@ -176,7 +217,8 @@ def insert_fanout(fanout: Fanout, *, notify: bool, require_transaction: bool) ->
     try:
         rows = yield Call(sql.ENQUEUE_FANOUT, (*fanout, notify))
     except ItemRefusedError as error:
-        raise PayloadError(f"destinations[{error.index}]", error.reason) from error.__cause__
+        field = "" if error.field == "destination" else f".{error.field}"
+        raise PayloadError(f"destinations[{error.index}]{field}", error.reason) from error.__cause__
     for index, message_id in rows:
         ids[index] = message_id
     return EnqueuedMany(ids)
@@ -187,6 +229,27 @@ def cancel_one(target: tuple[object, ...], *, require_transaction: bool) -> Step
     yield from transaction(required=require_transaction)
     rows = cast("Rows", (yield Call(sql.CANCEL, target)))
     return CancelResult(cast("str", rows[0][1])) if rows else CancelResult.MISSING
+
+
+class Cancelled(NamedTuple):
+    """The effect of `cancel_all` on one message."""
+
+    id: int
+    result: CancelResult
+
+
+def cancel_each(target: tuple[object, ...], *, require_transaction: bool) -> Steps[list[Cancelled]]:
+    """Cancel the messages that `targets_of` names."""
+    yield from transaction(required=require_transaction)
+    rows = cast("Rows", (yield Call(sql.CANCEL_ALL, target)))
+    return [Cancelled(cast("int", message_id), CancelResult(cast("str", result))) for message_id, result in rows]
+
+
+def reschedule_one(target: tuple[object, ...], *, require_transaction: bool) -> Steps[RescheduleResult]:
+    """Reschedule the message that `new_time_of` names."""
+    yield from transaction(required=require_transaction)
+    ((result,),) = yield Call(sql.RESCHEDULE_ONE, target)
+    return RescheduleResult(result)
 
 
 class UnprotectedError(Exception):
@@ -240,3 +303,26 @@ def target_of(
     if coalesce_key is not None:
         return (None, name, check_key("coalesce_key", coalesce_key), None)
     return (None, name, None, check_key("dedupe_key", dedupe_key))
+
+
+def targets_of(owner: str | None, destination: str | None, topic: str | Topic[Any] | None) -> tuple[object, ...]:
+    """Return the parameters of `sql.CANCEL_ALL`."""
+    if (owner is None) == (destination is None):
+        raise PayloadError("owner", "give either an owner or a destination")
+    name = topic.name if isinstance(topic, Topic) else topic
+    return (
+        if_given(check_owner, "owner", owner),
+        if_given(check_destination, "destination", destination),
+        if_given(check_name, "topic", name),
+    )
+
+
+def new_time_of(message_id: int, available_at: datetime | None, delay: Duration | None) -> tuple[object, ...]:
+    """Return the parameters of `sql.RESCHEDULE_ONE`."""
+    if available_at is not None and delay is not None:
+        raise PayloadError("delay", "give delay or available_at, not both")
+    return (
+        check_whole("message_id", message_id, most=MAX_ID),
+        if_given(check_available_at, "available_at", available_at),
+        if_given(check_delay, "delay", delay),
+    )

@@ -29,8 +29,19 @@ from pgoutbox.options import (
     check_key,
     check_max_attempts,
     check_name,
+    check_owner,
+    if_given,
 )
-from pgoutbox.topics import NO_DEBOUNCE, NOT_BOTH, NewMessage, Topic, check_coalesce_rule, check_on_failed
+from pgoutbox.topics import (
+    NO_DEBOUNCE,
+    NOT_BOTH,
+    NewMessage,
+    Recipient,
+    Topic,
+    check_coalesce_rule,
+    check_on_duplicate,
+    check_on_failed,
+)
 
 CHUNK_ROWS: Final = 5_000
 CHUNK_CHARACTERS: Final = 16_000_000
@@ -55,6 +66,8 @@ class ValidatedMessage(NamedTuple):
     on_failed: str | None = None
     max_delay_seconds: float | None = None
     coalesce_rule: str | None = None
+    owner: str | None = None
+    on_duplicate: str | None = None
 
 
 class Fanout(NamedTuple):
@@ -71,6 +84,12 @@ class Fanout(NamedTuple):
     expires_after_seconds: float | None
     headers: str | None
     max_attempts: int | None
+    owner: str | None
+    payloads: list[str | None] | None
+    headers_each: list[str | None] | None
+    available_ats: list[datetime | None] | None
+    delays: list[float | None] | None
+    owners: list[str | None] | None
 
 
 class Route(NamedTuple):
@@ -99,11 +118,14 @@ _CHECKS: Final[Mapping[str, Callable[[str, object], object]]] = {
     "on_failed": check_on_failed,
     "max_delay": check_delay,
     "coalesce_rule": check_coalesce_rule,
+    "owner": check_owner,
+    "on_duplicate": check_on_duplicate,
 }
 # Only a topic has `expires_after`.
 _message_options = attrgetter(*(field for field in _CHECKS if field != "expires_after"))
-_NO_MESSAGE_OPTIONS = (None,) * 13
+_NO_MESSAGE_OPTIONS = (None,) * 15
 _NO_CHECKED_OPTIONS = (None,) * 9
+_NO_LAST_OPTIONS = (None,) * 6
 
 
 def carrying(message: NewMessage[P], context: Mapping[str, str]) -> NewMessage[P]:
@@ -134,7 +156,7 @@ def prepare(message: NewMessage[P], route: Route, *, is_fanout: bool = False) ->
     text = to_json(payload, max_bytes=max_payload_bytes, serializer=serializer)
     given = _message_options(message)
     if given == _NO_MESSAGE_OPTIONS and not topic.has_options and not topic.encrypted:
-        return ValidatedMessage._make((topic.name, text, *_NO_CHECKED_OPTIONS, max_attempts, None, None, None, None))
+        return ValidatedMessage._make((topic.name, text, *_NO_CHECKED_OPTIONS, max_attempts, *_NO_LAST_OPTIONS))
 
     options = _settled(topic, message, payload) if topic.has_options else (*given[:7], None, *given[7:])
     checked = [
@@ -169,8 +191,10 @@ def _check_sealed(field: str, sealed: str, max_bytes: int) -> None:
         )
 
 
-def prepare_fanout(message: NewMessage[P], route: Route, destinations: Iterable[str], content: object) -> Fanout:
-    """Check a fan-out: the common parts of its messages like `prepare`, and each destination.
+def prepare_fanout(
+    message: NewMessage[P], route: Route, destinations: Iterable[str | Recipient[P]], content: object
+) -> Fanout:
+    """Check a fan-out: the common parts of its messages like `prepare`, and each destination with its own parts.
 
     Its messages have no keys: a topic with keys or a destination of its own is refused.
     """
@@ -187,28 +211,83 @@ def prepare_fanout(message: NewMessage[P], route: Route, destinations: Iterable[
     if topic.encrypted and keyring is not None:
         shared = keyring.seal(shared, Identity("content", topic.name), dedupe_key=None)
         _check_sealed("content", shared, max_payload_bytes)
+    parts = [_part_of(recipient, index, draft, route) for index, recipient in enumerate(destinations)]
+    columns = zip(*parts, strict=True) if parts else [()] * len(_Part._fields)
+    names, *own = ([*column] for column in columns)
     shared_fields: dict[str, Any] = {name: value for name, value in draft._asdict().items() if name in Fanout._fields}
     return Fanout(
         **shared_fields,
-        destinations=[check_destination(f"destinations[{i}]", d) for i, d in enumerate(destinations)],
+        **{
+            field: None if values.count(None) == len(values) else values
+            for field, values in zip(_OWN_PARTS, own, strict=True)
+        },
+        destinations=names,
         content=None if content is None else shared,
     )
 
 
+class _Part(NamedTuple):
+    """The checked parts of one destination; None means that of the fan-out."""
+
+    destination: str
+    payload: str | None = None
+    headers: str | None = None
+    available_at: datetime | None = None
+    delay_seconds: float | None = None
+    owner: str | None = None
+
+
+_OWN_PARTS: Final = ("payloads", "headers_each", "available_ats", "delays", "owners")
+
+
+def _part_of(recipient: str | Recipient[Any], index: int, common: ValidatedMessage, route: Route) -> _Part:
+    place = f"destinations[{index}]"
+    if not isinstance(recipient, Recipient):
+        return _Part(check_destination(place, recipient))
+    topic = route.topic
+    try:
+        for field in ("available_at", "delay"):
+            if topic.delay is not None and getattr(recipient, field) is not None:
+                raise _owned(topic, field)
+        if topic.owner is not None and recipient.owner is not None:
+            raise _owned(topic, "owner")
+        payload, owner = None, if_given(check_owner, "owner", recipient.owner)
+        if recipient.payload is not None:
+            own = recipient.payload if topic.payload is None else fit(topic.payload, recipient.payload)
+            payload = to_json(own, max_bytes=route.max_payload_bytes, serializer=route.serializer)
+            if topic.owner is not None:
+                owner = if_given(check_owner, "owner", topic.owner(own))
+            if topic.encrypted:
+                draft = common._replace(payload=payload)
+                payload = _seal(draft, route.keyring, route.max_payload_bytes, is_fanout=True).payload
+        part = _Part(
+            check_destination("destination", recipient.destination),
+            payload,
+            if_given(check_headers, "headers", recipient.headers),
+            if_given(check_available_at, "available_at", recipient.available_at),
+            if_given(check_delay, "delay", recipient.delay),
+            owner,
+        )
+        _check_times(common._replace(available_at=part.available_at, delay_seconds=part.delay_seconds))
+    except PayloadError as error:
+        raise PayloadError(f"{place}.{error.field}", error.reason) from error.__cause__
+    return part
+
+
 def _settled(topic: Topic[P], message: NewMessage[P], payload: P) -> Iterator[object]:
     """Return the options in the order of `_CHECKS`. Options of the topic's definition must not be given again."""
-    for field, owner in (
+    for field, defined in (
         ("available_at", topic.delay),
         ("expires_at", topic.expires_after),
         ("max_attempts", topic.retry),
     ):
-        if owner is not None and getattr(message, field) is not None:
+        if defined is not None and getattr(message, field) is not None:
             raise _owned(topic, field)
     for field in _CHECKS:
-        owner, given = getattr(topic, field, None), getattr(message, field, None)
-        if owner is not None and given is not None:
+        defined, given = getattr(topic, field, None), getattr(message, field, None)
+        if defined is not None and given is not None:
             raise _owned(topic, field)
-        yield given if owner is None else owner(payload) if callable(owner) else owner
+        yield given if defined is None else defined(payload) if callable(defined) else defined
 
 
 def _owned(topic: Topic[P], field: str) -> PayloadError:
@@ -337,6 +416,8 @@ def _check_together(draft: ValidatedMessage) -> None:
         raise PayloadError("coalesce_rule", "only together with coalesce_key")
     if draft.max_delay_seconds is not None and draft.coalesce_rule == "pending":
         raise PayloadError("max_delay", NO_DEBOUNCE)
+    if draft.on_duplicate is not None and draft.dedupe_key is None:
+        raise PayloadError("on_duplicate", "only together with dedupe_key")
 
 
 _LINES: Final = frozenset({"topic", "payload"})

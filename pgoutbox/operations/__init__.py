@@ -1,4 +1,5 @@
-"""What operators do, as one object: `Operator` lists, redrives, resends and cancels messages, and controls queues."""
+"""What operators do, as one object: `Operator` lists, redrives, resends, cancels, reschedules and dismisses messages, and
+controls queues."""
 
 from pgoutbox.operations.operator import Operator
 from pgoutbox.operations.records import (
@@ -6,6 +7,7 @@ from pgoutbox.operations.records import (
     AuditRow,
     Batch,
     ClosedBreaker,
+    DismissResult,
     JsonText,
     ListedMessage,
     MessageFilter,
@@ -28,6 +30,7 @@ __all__ = [
     "AuditRow",
     "Batch",
     "ClosedBreaker",
+    "DismissResult",
     "JsonText",
     "ListedMessage",
     "MessageFilter",

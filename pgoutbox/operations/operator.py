@@ -12,8 +12,8 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from itertools import islice
 from types import TracebackType
 from typing import Final, LiteralString, Self, TypeVar, cast
@@ -25,7 +25,7 @@ from psycopg.types.json import Jsonb
 from pydantic import JsonValue
 
 from pgoutbox.database import operator_connection, sql
-from pgoutbox.enqueue.generators import CancelResult
+from pgoutbox.enqueue.generators import CancelResult, RescheduleResult
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError, PayloadError
 from pgoutbox.message import State
 from pgoutbox.operations import retention
@@ -38,6 +38,7 @@ from pgoutbox.operations.records import (
     Batch,
     BulkAction,
     ClosedBreaker,
+    DismissResult,
     JsonText,
     ListedMessage,
     MessageFilter,
@@ -55,7 +56,7 @@ from pgoutbox.operations.records import (
     ShownMessage,
     TopicCounts,
 )
-from pgoutbox.options import check_name
+from pgoutbox.options import check_available_at, check_destination, check_name, if_given
 from pgoutbox.settings import Settings, load_settings
 
 BATCH_SIZE: Final = 500
@@ -71,6 +72,8 @@ _MOST_LEVELS: Final = 100
 
 _MISSING: Final = "does not exist"
 _LOCKED: Final = "is locked by another transaction; try again"
+_CHANGED: Final = "was attempted again"
+_MAX_REASON: Final = 1_000
 
 _T = TypeVar("_T")
 
@@ -80,6 +83,7 @@ class _Act:
     """One act, which may consist of several batches. Without details, the schema records its own."""
 
     details: Mapping[str, JsonValue]
+    changes: Mapping[str, object] = field(default_factory=dict)  # Further parameters of its statement.
     id: UUID = field(default_factory=uuid4)
 
 
@@ -213,13 +217,34 @@ class Operator:
 
     # --- messages: acts -----------------------------------------------------------------------------------------------
 
-    def redrive(self, message_id: int, *, states: Collection[State] = REDRIVABLE) -> MessageResult[RedriveResult]:
+    def redrive(
+        self, message_id: int, *, states: Collection[State] = REDRIVABLE, destination: str | None = None
+    ) -> MessageResult[RedriveResult]:
         """Make a failed or cancelled message pending again, with its original budget of attempts.
 
         It is left alone if it is in none of `states`, or superseded by a newer message of its key. So is a cancelled
-        message if a later message has its dedupe key.
+        message if a later message has its dedupe key. A `destination` replaces that of the message. The audit does not
+        record the address.
         """
-        (result,) = self._redrive({message_id: None}, states, _Act({}))
+        (result,) = self._redrive({message_id: None}, states, _redriving(destination))
+        return result
+
+    def dismiss(self, message_id: int, reason: str) -> MessageResult[DismissResult]:
+        """End a failed message as skipped, because nobody will deliver it. `reason` has 1 to 1,000 characters.
+
+        The skip reason of the message names the actor and the reason. Its dedupe key is free again, and the messages
+        that waited behind it follow.
+        """
+        (result,) = self._dismiss({message_id: None}, _dismissing(reason))
+        return result
+
+    def reschedule(self, message_id: int, available_at: datetime | None = None) -> MessageResult[RescheduleResult]:
+        """Make a pending message due at a time, or at once. It keeps its attempts and its keys.
+
+        `available_at` needs a time zone. A message that would expire before is left alone, and so is one that is
+        superseded by a newer message of its key.
+        """
+        (result,) = self._reschedule([message_id], _rescheduling(available_at))
         return result
 
     def resend(self, message_id: int) -> MessageResult[ResendResult]:
@@ -252,6 +277,14 @@ class Operator:
         """
         return _count(self.bulk("redrive", which))
 
+    def dismiss_all(self, which: MessageFilter, reason: str) -> Counter[str]:
+        """Dismiss all matching failed messages, and count the results. Otherwise this is `bulk`."""
+        return _count(self.bulk("dismiss", which, reason=reason))
+
+    def reschedule_all(self, which: MessageFilter, available_at: datetime | None = None) -> Counter[str]:
+        """Reschedule all matching pending messages, and count the results. Otherwise this is `bulk`."""
+        return _count(self.bulk("reschedule", which, available_at=available_at))
+
     def resend_all(self, which: MessageFilter) -> Counter[str]:
         """Resend all matching sent messages, and count the results. Otherwise this is `bulk`."""
         return _count(self.bulk("resend", which))
@@ -270,8 +303,14 @@ class Operator:
         *,
         batch_size: int = BATCH_SIZE,
         limit: int | None = None,
+        destination: str | None = None,
+        reason: str | None = None,
+        available_at: datetime | None = None,
     ) -> Iterator[Batch]:
-        """Redrive, resend or cancel the messages of a filter, oldest first, or those with these ids.
+        """Redrive, resend, cancel, reschedule or dismiss the messages of a filter, oldest first, or with these ids.
+
+        `destination` is for a redrive, `reason` for a dismissal, and `available_at` for a reschedule, as in the methods
+        for one message.
 
         Nothing happens before you iterate. Each step changes a batch, commits it and returns its results. If you stop
         iterating, the remaining messages stay as they are. The act takes at most `limit` messages. A filter selects
@@ -279,13 +318,19 @@ class Operator:
 
         Raises `StateError` for states that the action cannot change.
         """
+        act = _Act({})
+        if action == "redrive":
+            act = _redriving(destination)
+        elif action == "dismiss":
+            act = _dismissing(reason)
+        elif action == "reschedule":
+            act = _rescheduling(available_at)
         if isinstance(which, MessageFilter):
             which = which.limited_to(action)
-            act = _Act(which.given())
+            act = replace(act, details={**which.given(), **act.details})
             states: Collection[State] = which.states
             found = self._search(which, batch_size)
         else:
-            act = _Act({})
             states = REDRIVABLE if action == "redrive" else OWED
             found = ((dict.fromkeys(ids), ids[-1], which[-1]) for ids in _slices(which, batch_size) if ids)
         left = _ALL if limit is None else limit
@@ -309,6 +354,10 @@ class Operator:
             return self._redrive(counts, states, act)
         if action == "cancel":
             return self._cancel(list(counts), states, act)
+        if action == "reschedule":
+            return self._reschedule(list(counts), act)
+        if action == "dismiss":
+            return self._dismiss(counts, act)
         return [self._resend(message_id, act) for message_id in counts]
 
     def _search(self, which: MessageFilter, batch_size: int) -> Iterator[tuple[Mapping[int, int | None], int, int]]:
@@ -331,9 +380,18 @@ class Operator:
         self, counts: Mapping[int, int | None], states: Collection[State], act: _Act
     ) -> list[MessageResult[RedriveResult]]:
         """Redrive these messages in one transaction, if they still have these numbers of attempts; None means any."""
-        attempt_counts = None if None in counts.values() else list(counts.values())
-        parameters = {"ids": list(counts), "states": list(states), "attempt_counts": attempt_counts}
+        parameters = {**_attempts(counts), "states": list(states), **act.changes}
         return [_redriven(row, states, counts[row[0]]) for row in self._act(sql.REDRIVE, parameters, act)]
+
+    def _dismiss(self, counts: Mapping[int, int | None], act: _Act) -> list[MessageResult[DismissResult]]:
+        """Dismiss these messages in one transaction, if they still have these numbers of attempts; None means any."""
+        rows = self._act(sql.DISMISS, {**_attempts(counts), **act.changes}, act)
+        return [_dismissed(*row) for row in rows]
+
+    def _reschedule(self, ids: Sequence[int], act: _Act) -> list[MessageResult[RescheduleResult]]:
+        """Reschedule these messages in one transaction."""
+        rows = self._act(sql.RESCHEDULE, {"ids": ids, **act.changes}, act)
+        return [_rescheduled(*row) for row in rows]
 
     def _resend(self, message_id: int, act: _Act) -> MessageResult[ResendResult]:
         rows = self._act(sql.RESEND, {"id": message_id}, act)
@@ -545,7 +603,7 @@ def _redriven(row: TupleRow, states: Collection[State], expected_count: int | No
         explanation = f"is {state}; only {' and '.join(states)} messages can be redriven"
         return left_alone(RedriveResult.WRONG_STATE, explanation)
     if expected_count not in (None, attempt_count):
-        return left_alone(RedriveResult.CHANGED, "was attempted again")
+        return left_alone(RedriveResult.CHANGED, _CHANGED)
     if newer_id is not None:
         return left_alone(RedriveResult.SUPERSEDED, _superseded(newer_id), newer_id)
     if dedupe_key_of is not None:
@@ -564,6 +622,55 @@ def _cancelled(message_id: int, answer: str) -> MessageResult[CancelResult]:
         CancelResult.ALREADY_CANCELLED: "is already cancelled",
     }.get(result, f"is already {result}")
     return MessageResult(message_id, result, None, explanation)
+
+
+def _redriving(destination: str | None) -> _Act:
+    changed = if_given(check_destination, "destination", destination)
+    # The audit outlives the message, so it does not name the address.
+    return _Act({} if changed is None else {"destination": "corrected"}, {"destination": changed})
+
+
+def _dismissing(reason: str | None) -> _Act:
+    text = reason.strip() if isinstance(reason, str) else ""
+    if not 1 <= len(text) <= _MAX_REASON:
+        raise PayloadError("reason", f"must have 1 to {_MAX_REASON:,} characters")
+    return _Act({"reason": text}, {"reason": text})
+
+
+def _rescheduling(available_at: datetime | None) -> _Act:
+    due_at = if_given(check_available_at, "available_at", available_at)
+    return _Act({"available_at": "now" if due_at is None else due_at.isoformat()}, {"available_at": due_at})
+
+
+def _attempts(counts: Mapping[int, int | None]) -> dict[str, object]:
+    return {"ids": list(counts), "attempt_counts": None if None in counts.values() else list(counts.values())}
+
+
+def _dismissed(message_id: int, answer: str, state: str | None) -> MessageResult[DismissResult]:
+    result = DismissResult(answer)
+    explanation = {
+        DismissResult.DISMISSED: "",
+        DismissResult.MISSING: _MISSING,
+        DismissResult.WRONG_STATE: f"is {state}; only failed messages can be dismissed",
+        DismissResult.CHANGED: _CHANGED,
+        DismissResult.LOCKED: _LOCKED,
+    }[result]
+    return MessageResult(message_id, result, None, explanation)
+
+
+def _rescheduled(
+    message_id: int, answer: str, state: str | None, newer_id: int | None
+) -> MessageResult[RescheduleResult]:
+    result = RescheduleResult(answer)
+    explanation = {
+        RescheduleResult.RESCHEDULED: "",
+        RescheduleResult.MISSING: _MISSING,
+        RescheduleResult.WRONG_STATE: f"is {state}; only pending messages can be rescheduled",
+        RescheduleResult.SUPERSEDED: _superseded(newer_id),
+        RescheduleResult.EXPIRES: "expires before that time",
+        RescheduleResult.LOCKED: _LOCKED,
+    }[result]
+    return MessageResult(message_id, result, newer_id, explanation)
 
 
 def _superseded(newer_id: int | None) -> str:

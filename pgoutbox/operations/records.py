@@ -12,7 +12,7 @@ from uuid import UUID
 from pydantic import JsonValue
 
 from pgoutbox.encryption import SEALED, is_sealed
-from pgoutbox.enqueue.generators import CancelResult
+from pgoutbox.enqueue.generators import CancelResult, RescheduleResult
 from pgoutbox.errors import StateError
 from pgoutbox.message import State
 from pgoutbox.redaction import redact, redact_text
@@ -33,6 +33,8 @@ class Action(enum.StrEnum):
     REDRIVE = "redrive"
     RESEND = "resend"
     CANCEL = "cancel"
+    RESCHEDULE = "reschedule"
+    DISMISS = "dismiss"
     PRUNE = "prune"
     PAUSE = "pause"
     RESUME = "resume"
@@ -43,13 +45,15 @@ class Action(enum.StrEnum):
 
 # Called after each committed batch of a prune, with the number of messages deleted so far.
 Progress: TypeAlias = Callable[[int], object]
-BulkAction: TypeAlias = Literal["redrive", "resend", "cancel"]
+BulkAction: TypeAlias = Literal["redrive", "resend", "cancel", "reschedule", "dismiss"]
 
 # For each bulk action: the states that it can change, the states without a filter by state, and its participle.
 _BULK_STATES: Final[Mapping[BulkAction, tuple[tuple[State, ...], tuple[State, ...], str]]] = {
     "redrive": (REDRIVABLE, (State.FAILED,), "redriven"),
     "resend": ((State.SENT,), (State.SENT,), "resent"),
     "cancel": (OWED, OWED, "cancelled"),
+    "reschedule": ((State.PENDING,), (State.PENDING,), "rescheduled"),
+    "dismiss": ((State.FAILED,), (State.FAILED,), "dismissed"),
 }
 
 
@@ -58,8 +62,8 @@ class MessageFilter:
     """A filter for messages: a message matches if it fulfils all given conditions.
 
     `destination` may omit `mailto:`. `key` is a coalesce, dedupe or ordering key. `text` is searched in the
-    destination, the keys, the skip reason and the last error, ignoring case and without wildcards. Payloads are not
-    searched. The times are enqueue times, the first one inclusive. `error_group` is the id of a group of similar
+    destination, the owner, the keys, the skip reason and the last error, ignoring case and without wildcards. Payloads
+    are not searched. The times are enqueue times, the first one inclusive. `error_group` is the id of a group of similar
     failures, as the dashboard's links have it.
     """
 
@@ -67,6 +71,7 @@ class MessageFilter:
     topic: str | None = None
     queue: str | None = None
     destination: str | None = None
+    owner: str | None = None
     key: str | None = None
     text: str | None = None
     created_from: datetime | None = None
@@ -140,7 +145,20 @@ class ResendResult(enum.StrEnum):
     SUPERSEDED = "superseded"
 
 
-AnyResult: TypeAlias = RedriveResult | ResendResult | CancelResult
+class DismissResult(enum.StrEnum):
+    """The effect of a dismissal on one message, or the reason why it left the message alone.
+
+    `dismissed`: the message is skipped, with the actor and the reason. The other results are those of `RedriveResult`.
+    """
+
+    DISMISSED = "dismissed"
+    MISSING = "missing"
+    WRONG_STATE = "wrong_state"
+    CHANGED = "changed"
+    LOCKED = "locked"
+
+
+AnyResult: TypeAlias = RedriveResult | ResendResult | CancelResult | RescheduleResult | DismissResult
 R_co = TypeVar("R_co", bound=AnyResult, covariant=True)
 
 
@@ -272,6 +290,7 @@ class ShownMessage(NamedTuple):
     coalesces_pending: bool | None
     dedupe_key: str | None
     ordering_key: str | None
+    owner: str | None
     on_failed: str | None
     superseded_by: int | None
     resend_of: int | None

@@ -19,13 +19,13 @@ from cryptography.fernet import Fernet
 from psycopg.conninfo import make_conninfo
 from pydantic import SecretStr
 
-from pgoutbox import CancelResult, migrate
+from pgoutbox import CancelResult, RescheduleResult, migrate
 from pgoutbox.cli.console import JsonFormatter, TextFormatter, mask, printable, secrets_in
 from pgoutbox.cli.main import explain
 from pgoutbox.encryption import Keyring, decrypted
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
-from pgoutbox.operations import RedriveResult, ResendResult
+from pgoutbox.operations import DismissResult, RedriveResult, ResendResult
 from tests.support.command_line import Done, run_on_terminal, run_process
 from tests.support.foreground import in_foreground
 from tests.support.messages import ADD_ATTEMPT, put
@@ -51,6 +51,8 @@ def database(connect: Connect) -> psycopg.Connection:
 REDRIVEN = dict.fromkeys(RedriveResult, 0) | {"redriven": 1}
 RESENT = dict.fromkeys(ResendResult, 0) | {"resent": 1}
 CANCELLED = dict.fromkeys(CancelResult, 0) | {"cancelled": 1}
+DISMISSED = dict.fromkeys(DismissResult, 0) | {"dismissed": 1}
+RESCHEDULED = dict.fromkeys(RescheduleResult, 0) | {"rescheduled": 1}
 
 
 class TestAsProcess:
@@ -315,6 +317,17 @@ class TestEnqueue:
         second = cli("enqueue", "mail", "1", "--dedupe-key", "d")
         assert (second.exit_code, second.out) == (0, first.out)
         assert "already exists" in second.err
+
+    def test_a_duplicate_may_have_another_payload(self, cli: Callable[..., Done]) -> None:
+        first = cli("enqueue", "mail", "1", "--dedupe-key", "d")
+        second = cli("enqueue", "mail", "2", "--dedupe-key", "d", "--on-duplicate", "ignore", "--json")
+        assert second.json == {"id": int(first.out), "duplicate": True, "state": "pending"}
+
+    def test_an_owner_selects_messages(self, cli: Callable[..., Done]) -> None:
+        mine = cli("enqueue", "mail", "--owner", "account-7").out.strip()
+        cli("enqueue", "mail", "--owner", "account-8")
+        assert json.loads(cli("list", "--owner", "account-7", "--json").out)["id"] == int(mine)
+        assert cli("cancel", "--owner", "account-7", "--yes").out == "1 cancelled\n"
 
     def test_another_payload_under_the_same_key_is_refused(self, cli: Callable[..., Done]) -> None:
         cli("enqueue", "mail", "1", "--dedupe-key", "d")
@@ -586,6 +599,8 @@ class TestDeciding:
             (("redrive", "--all-failed", "--topic", "sms"), State.FAILED, REDRIVEN),
             (("resend", "--topic", "sms"), State.SENT, RESENT),
             (("cancel", "--topic", "sms"), State.PENDING, CANCELLED),
+            (("dismiss", "--topic", "sms", "--reason", "spam"), State.FAILED, DISMISSED),
+            (("reschedule", "--topic", "sms", "--at", "2h"), State.PENDING, RESCHEDULED),
         ],
     )
     def test_an_act_by_filter_needs_a_confirmation(
@@ -708,6 +723,45 @@ class TestDeciding:
         assert cli("cancel", sending, "--json").json == {"id": sending, "result": "requested", "other_id": None}
         assert cli("cancel", sent) == Done(1, "", f"error: message {sent} is already sent\n")
         assert cli("cancel", 999_999) == Done(1, "", "error: message 999999 does not exist\n")
+
+    def test_redrive_corrects_the_destination(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        failed = put(database, State.FAILED, destination="mailto:ada@exmaple.org")
+        assert cli("redrive", failed, "--to", "mailto:ada@example.org").out == f"message {failed}: pending again\n"
+        assert cli("show", failed, "--json").json["destination"] == "mailto:ada@example.org"
+        assert "destination: must be a URI" in cli("redrive", failed, "--to", "ada").err
+        refused = cli("redrive", "--all-failed", "--to", "mailto:ada@example.org")
+        assert (refused.exit_code, "give the ids" in refused.err) == (2, True)
+
+    def test_dismiss_records_the_reason(
+        self, cli: Callable[..., Done], database: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("LOGNAME", "ada")
+        failed, sent = put(database, State.FAILED), put(database, State.SENT)
+        done = cli("dismiss", failed, sent, "--reason", "mailbox closed")
+        assert done == Done(
+            1,
+            f"message {failed}: dismissed\n",
+            f"error: message {sent} is sent; only failed messages can be dismissed\n",
+        )
+        shown = cli("show", failed, "--json").json
+        assert (shown["state"], shown["skip_reason"]) == ("skipped", "dismissed by ada: mailbox closed")
+        assert "reason=mailbox closed" in cli("audit").out
+        assert cli("dismiss", failed, "--reason", " ").err == "error: reason: must have 1 to 1,000 characters\n"
+
+    def test_reschedule_takes_a_time_or_a_delay(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        message_id = put(database)
+        for option, due_at in (
+            (("--at", "2030-01-01T00:00Z"), "2030-01-01 00:00:00+00"),
+            ((), None),
+            (("--at", "3650d"), None),
+        ):
+            assert cli("reschedule", message_id, *option).out == f"message {message_id}: rescheduled\n"
+            row = database.execute(
+                "SELECT available_at = %s, available_at > now() FROM pgoutbox.message", [due_at]
+            ).fetchone()
+            assert row == (due_at and True, bool(option))
+        for moment, problem in (("tomorrow", "or a delay such as 2h"), ("2030-01-01", "no time zone")):
+            assert problem in cli("reschedule", message_id, "--at", moment).err
 
     def test_cancel_accepts_a_key(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         message_id = put(database, coalesce_key="k")

@@ -555,16 +555,67 @@ def test_a_resend_redirects_to_the_copy(site: Site, db: psycopg.Connection) -> N
         (State.SENT, "cancel", "is already sent"),
         (State.FAILED, "cancel", "is already failed"),
         (State.CANCELLED, "cancel", "is already cancelled"),
+        (State.SENDING, "reschedule", "is sending; only pending messages can be rescheduled"),
+        (State.PENDING, "dismiss", "is pending; only failed messages can be dismissed"),
     ],
 )
 def test_an_act_that_the_state_forbids_is_refused_with_the_reason(
     site: Site, db: psycopg.Connection, state: State, act: str, reason: str
 ) -> None:
     message_id = put(db, state)
-    answer = site.ada.post(f"/messages/{message_id}/{act}")
+    answer = site.ada.post(f"/messages/{message_id}/{act}", data={"reason": "spam"})
     assert answer.status_code == 409
     assert reason in Page(answer.text).words
     assert (state_of(db, message_id), audit_of(db)) == (state, [])
+
+
+def test_a_failed_message_is_redriven_to_a_corrected_destination(site: Site, db: psycopg.Connection) -> None:
+    message_id = put(db, State.FAILED, destination="mailto:ada@exmaple.org")
+    answer = site.ada.post(
+        f"/messages/{message_id}/redrive", data={"to": "mailto:ada@example.org"}, follow_redirects=True
+    )
+    page = Page(answer.text)
+    assert "The message is pending again." in page.words
+    assert "Destination mailto:ada@example.org" in page.words
+    refused = site.ada.post(f"/messages/{put(db, State.FAILED)}/redrive", data={"to": "ada"})
+    assert (refused.status_code, "destination: must be a URI" in Page(refused.text).words) == (422, True)
+
+
+def test_a_failed_message_is_dismissed_with_a_reason(site: Site, db: psycopg.Connection) -> None:
+    message_id = put(db, State.FAILED)
+    path = f"/messages/{message_id}/dismiss"
+    assert path in get(site.ada, f"/messages/{message_id}").values("form", "action")
+    refused = site.ada.post(path, data={"reason": " "})
+    assert (refused.status_code, "reason: say why" in Page(refused.text).words) == (422, True)
+    page = Page(site.ada.post(path, data={"reason": "mailbox closed"}, follow_redirects=True).text)
+    assert "dismissed by ada: mailbox closed" in page.words
+    ((_, _, action, _, ids, details),) = audit_of(db)
+    assert (action, ids, details) == ("dismiss", [message_id], {"reason": "mailbox closed"})
+
+
+@pytest.mark.parametrize("moment", ["", "2030-01-01T10:00:00"])
+def test_a_pending_message_is_rescheduled(site: Site, db: psycopg.Connection, moment: str) -> None:
+    message_id = put(db)
+    db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 day' WHERE state = 'pending'")
+    path = f"/messages/{message_id}/reschedule"
+    assert path in get(site.ada, f"/messages/{message_id}").values("form", "action")
+    page = Page(site.ada.post(path, data={"at": moment}, follow_redirects=True).text)
+    assert "The message has its new due time." in page.words
+    row = db.execute(
+        "SELECT available_at = coalesce(nullif(%s, '')::timestamp AT TIME ZONE 'UTC', available_at), "
+        "available_at <= now() FROM pgoutbox.message",
+        [moment],
+    ).fetchone()
+    assert row == (True, not moment)
+
+
+def test_a_viewer_gets_no_forms_for_them(site: Site, db: psycopg.Connection) -> None:
+    for state in (State.FAILED, State.PENDING):
+        message_id = put(db, state)
+        page = get(site.vera, f"/messages/{message_id}")
+        assert not [path for path in page.values("form", "action") if path.startswith("/messages/")]
+        for act in ("dismiss", "reschedule"):
+            assert site.vera.post(f"/messages/{message_id}/{act}", data={"reason": "x"}).status_code == 403
 
 
 def test_a_superseded_message_is_not_redriven(site: Site, db: psycopg.Connection) -> None:
@@ -790,6 +841,25 @@ def test_a_bulk_cancels_owed_messages(site: Site, db: psycopg.Connection) -> Non
     assert [state_of(db, message_id) for message_id in (pending, sending, sent)] == ["cancelled", "sending", "sent"]
 
 
+def test_a_bulk_dismisses_failed_messages(site: Site, db: psycopg.Connection) -> None:
+    failed, pending = put(db, State.FAILED), put(db)
+    assert "reason" in get(site.ada, "/bulk?do=dismiss").values("input", "name")
+    refused = site.ada.post("/bulk", data={"do": "dismiss"})
+    assert (refused.status_code, "reason: say why" in Page(refused.text).words) == (422, True)
+    answer = site.ada.post("/bulk", data={"do": "dismiss", "reason": "spam"})
+    assert "dismissed 1" in wait_for_bulk(site, answer.headers["location"]).words
+    assert [state_of(db, message_id) for message_id in (failed, pending)] == ["skipped", "pending"]
+
+
+def test_a_bulk_reschedules_pending_messages(site: Site, db: psycopg.Connection) -> None:
+    put(db)
+    assert "at" in get(site.ada, "/bulk?do=reschedule").values("input", "name")
+    answer = site.ada.post("/bulk", data={"do": "reschedule", "at": "2030-01-01T10:00"})
+    assert "rescheduled 1" in wait_for_bulk(site, answer.headers["location"]).words
+    moments = db.execute("SELECT available_at = '2030-01-01 10:00+00' FROM pgoutbox.message").fetchall()
+    assert moments == [(True,)]
+
+
 @pytest.mark.parametrize(
     ("action", "wanted", "found", "told"),
     [
@@ -835,8 +905,8 @@ def test_a_bulk_skips_messages_that_have_failed_again(
 def test_a_redrive_applies_only_to_the_state_on_the_page(site: Site, db: psycopg.Connection) -> None:
     message_id = put(db, State.FAILED)
     shown = get(site.ada, f"/messages/{message_id}")
-    (action,) = [path for path in shown.values("form", "action") if path.endswith("/redrive")]
-    (state,) = [field for field in shown.values("input", "value") if field == "failed"]
+    (action,) = {path for path in shown.values("form", "action") if path.endswith("/redrive")}
+    (state,) = {field for field in shown.values("input", "value") if field == "failed"}
     with psycopg.connect(db.info.dsn, password=db.info.password, autocommit=True) as other:
         Operator(other).redrive(message_id)
         assert Operator(other).cancel(message_id).result == "cancelled"
@@ -852,7 +922,7 @@ def test_a_redrive_of_a_group_affects_no_other_failures(site: Site, db: psycopg.
     (path,) = [
         href
         for href in get(site.ada, "/failed").values("a", "href")
-        if href.startswith("/bulk") and "group=" in href and "topic=mail" in href
+        if href.startswith("/bulk?do=redrive") and "group=" in href and "topic=mail" in href
         if "3 messages match" in get(site.ada, href).words
     ]
     page = get(site.ada, path)

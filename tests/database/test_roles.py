@@ -101,7 +101,8 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
 }
 
 ENQUEUE_FUNCTIONS: Final = {
-    "cancel", "cancel_by_key", "enqueue", "enqueue_fanout", "enqueue_many", "_enqueue_receipt",
+    "cancel", "cancel_all", "cancel_by_key", "enqueue", "enqueue_fanout", "enqueue_many", "_enqueue_receipt",
+    "reschedule", "_state_of",
 }  # fmt: skip
 PRUNE_BY_RULES: Final = {
     "_prune_by_rule", "_prune_coalesce", "_prune_content", "_prune_dedupe_by_rule", "_prune_ordering",
@@ -131,7 +132,19 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     OPERATOR: LOOK_FUNCTIONS
     | PRUNE_BY_RULES
     | MAINTENANCE_FUNCTIONS
-    | {"cancel", "cancel_by_key", "_cancel_each", "close_breaker", "prune", "_prune_dedupe", "redrive", "resend"},
+    | {
+        "cancel",
+        "cancel_all",
+        "cancel_by_key",
+        "_cancel_each",
+        "close_breaker",
+        "dismiss",
+        "prune",
+        "_prune_dedupe",
+        "redrive",
+        "reschedule",
+        "resend",
+    },
     VIEWER: LOOK_FUNCTIONS,
 }
 

@@ -189,10 +189,12 @@ def test_no_key_table_accepts_an_empty_key(
 JUDGED: LiteralString = """
 SELECT
     pgoutbox._is_plain(
-        a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL, NULL
+        a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL, NULL,
+        NULL, NULL
     ),
     pgoutbox._argument_error(
-        a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL, NULL
+        a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL, NULL,
+        NULL, NULL
     )
 FROM (
     VALUES (%(topic)s::text, %(payload)s::text::jsonb, %(queue)s::text, %(max_attempts)s::integer)
@@ -222,8 +224,10 @@ def test_the_short_check_agrees_with_the_full_check(
 
 COALESCING: LiteralString = """
 SELECT
-    pgoutbox._is_plain('a', '1', 'a', NULL, a.key, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, a.rule),
-    pgoutbox._argument_error('a', '1', 'a', NULL, a.key, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, a.rule)
+    pgoutbox._is_plain('a', '1', 'a', NULL, a.key, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, a.rule,
+        NULL, NULL),
+    pgoutbox._argument_error('a', '1', 'a', NULL, a.key, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, a.rule,
+        NULL, NULL)
 FROM (VALUES (%(key)s::text, %(rule)s::text)) AS a(key, rule)
 """
 
@@ -242,7 +246,8 @@ def test_the_short_check_is_inlined(rolled_back: psycopg.Connection) -> None:
     plan = rolled_back.execute(
         """
         EXPLAIN (VERBOSE) SELECT pgoutbox._is_plain(
-            m.topic, m.payload, m.queue, NULL, NULL, NULL, NULL, NULL, NULL, m.max_attempts, NULL, NULL, NULL, NULL
+            m.topic, m.payload, m.queue, NULL, NULL, NULL, NULL, NULL, NULL, m.max_attempts, NULL, NULL, NULL, NULL,
+            NULL, NULL
         )
         FROM pgoutbox.message_live AS m
         """
@@ -252,7 +257,17 @@ def test_the_short_check_is_inlined(rolled_back: psycopg.Connection) -> None:
 
 @pytest.mark.parametrize(
     "argument",
-    ["destination", "coalesce_key", "dedupe_key", "available_at", "expires_at", "headers", "ordering_key", "on_failed"],
+    [
+        "destination",
+        "coalesce_key",
+        "dedupe_key",
+        "available_at",
+        "expires_at",
+        "headers",
+        "ordering_key",
+        "on_failed",
+        "owner",
+    ],
 )
 def test_optional_arguments_are_left_to_the_full_check(
     rolled_back: psycopg.Connection, argument: LiteralString
@@ -266,7 +281,7 @@ def test_optional_arguments_are_left_to_the_full_check(
             coalesce_key => draft.coalesce_key, dedupe_key => draft.dedupe_key, available_at => draft.available_at,
             expires_at => draft.expires_at, headers => draft.headers, max_attempts => draft.max_attempts,
             ordering_key => draft.ordering_key, on_failed => draft.on_failed, max_delay => NULL,
-            coalesce_rule => NULL
+            coalesce_rule => NULL, owner => draft.owner, on_duplicate => NULL
         )
         FROM jsonb_populate_record(
             NULL::pgoutbox.message,

@@ -70,6 +70,8 @@ class Options(TypedDict, total=False):
     on_failed: str | None
     max_delay: timedelta | None
     coalesce_rule: str | None
+    owner: str | None
+    on_duplicate: str | None
 
 
 def enqueue(

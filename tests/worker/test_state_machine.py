@@ -65,6 +65,8 @@ class Model:
     expired: bool = False
     lapsed: bool = False
     due: bool = True
+    ended_by: int | None = None
+    """The newer message of an open transaction that ends this one as superseded."""
     superseded_by: int | None = None
     history: list[str] = field(default_factory=list)
 
@@ -110,14 +112,17 @@ class Outboxes(RuleBasedStateMachine):
         """Enqueue in a separate transaction."""
         if key is not None and any(message.key == key for message in self.uncommitted):
             return  # It would wait for the producer that holds the head row of the key.
-        message_id = enqueue(self.db, coalesce_key=key, max_attempts=MAX_ATTEMPTS)
-        self._commit(Model(message_id, key))
+        message = Model(enqueue(self.db, coalesce_key=key, max_attempts=MAX_ATTEMPTS), key)
+        self._supersede_before_due(message)
+        self._commit(message)
 
     @rule(key=st.sampled_from(KEYS))
     def enqueue_in_open_transaction(self, key: str | None) -> None:
         """Enqueue without committing."""
-        message_id = enqueue(self.producer, coalesce_key=key, max_attempts=MAX_ATTEMPTS)
-        self.uncommitted.append(Model(message_id, key))
+        message = Model(enqueue(self.producer, coalesce_key=key, max_attempts=MAX_ATTEMPTS), key)
+        if not any(other.key == key for other in self.uncommitted):
+            self._supersede_before_due(message)
+        self.uncommitted.append(message)
 
     @precondition(lambda self: self.uncommitted)
     @rule(commits=st.booleans())
@@ -129,10 +134,22 @@ class Outboxes(RuleBasedStateMachine):
                 self._commit(message)
         else:
             self.producer.rollback()
+            for message in self.messages.values():
+                message.ended_by = None
         self.uncommitted.clear()
+
+    def _supersede_before_due(self, newer: Model) -> None:
+        """An enqueue ends the newest message of its key if it is pending and not due."""
+        older = self.messages.get(self.newest.get(newer.key or "", 0))
+        if newer.key is not None and older is not None and older.state is State.PENDING and not older.due:
+            older.ended_by = newer.id
 
     def _commit(self, message: Model) -> None:
         self.messages[message.id] = message
+        for older in self.messages.values():
+            if older.ended_by == message.id:
+                self._end(older, State.SKIPPED)
+                older.superseded_by, older.ended_by = message.id, None
         if message.key is not None:
             self.newest[message.key] = message.id
 
@@ -265,7 +282,7 @@ class Outboxes(RuleBasedStateMachine):
     def fall_due(self, choice: int) -> None:
         """Let time pass for one message."""
         message = self._one(choice)
-        if message.state is State.PENDING:
+        if message.state is State.PENDING and message.ended_by is None:
             make_due(self.db, message.id)
             message.due = True
 
@@ -274,7 +291,7 @@ class Outboxes(RuleBasedStateMachine):
     def expire(self, choice: int) -> None:
         """Let one message expire."""
         message = self._one(choice)
-        if message.state not in FINAL_STATES:
+        if message.state not in FINAL_STATES and message.ended_by is None:
             expire(self.db, message.id)
             message.expired = True
 
@@ -284,7 +301,9 @@ class Outboxes(RuleBasedStateMachine):
         """Cancel one message as the application."""
         message = self._one(choice)
         answer = cancel(self.db, message.id)
-        if message.state is State.PENDING:
+        if message.ended_by is not None:
+            assert answer == "locked"
+        elif message.state is State.PENDING:
             assert answer == "cancelled"
             self._end(message, State.CANCELLED)
         elif message.state is State.SENDING:

@@ -15,7 +15,9 @@ CREATE FUNCTION pgoutbox._argument_error(
     ordering_key text,
     on_failed text,
     max_delay interval,
-    coalesce_rule text
+    coalesce_rule text,
+    owner text,
+    on_duplicate text
 )
 RETURNS text
 LANGUAGE sql
@@ -37,9 +39,11 @@ SELECT CASE
     WHEN coalesce_key = '' THEN 'coalesce_key: must not be empty; pass NULL for no key'
     WHEN dedupe_key = '' THEN 'dedupe_key: must not be empty; pass NULL for no key'
     WHEN ordering_key = '' THEN 'ordering_key: must not be empty; pass NULL for no key'
+    WHEN owner = '' THEN 'owner: must not be empty; pass NULL for no owner'
     WHEN octet_length(coalesce_key) > 512 THEN 'coalesce_key: must not be longer than 512 bytes'
     WHEN octet_length(dedupe_key) > 512 THEN 'dedupe_key: must not be longer than 512 bytes'
     WHEN octet_length(ordering_key) > 512 THEN 'ordering_key: must not be longer than 512 bytes'
+    WHEN octet_length(owner) > 512 THEN 'owner: must not be longer than 512 bytes'
     WHEN ordering_key IS NOT NULL AND coalesce_key IS NOT NULL
         THEN 'ordering_key: must not be given together with coalesce_key'
     WHEN on_failed NOT IN ('continue', 'halt') THEN 'on_failed: must be continue or halt'
@@ -52,6 +56,8 @@ SELECT CASE
         THEN 'coalesce_rule: must not be given without coalesce_key'
     WHEN max_delay IS NOT NULL AND coalesce_rule = 'pending'
         THEN 'max_delay: must not be given together with coalesce_rule pending'
+    WHEN on_duplicate NOT IN ('error', 'ignore') THEN 'on_duplicate: must be error or ignore'
+    WHEN on_duplicate IS NOT NULL AND dedupe_key IS NULL THEN 'on_duplicate: must not be given without dedupe_key'
     WHEN octet_length(destination) > 2048 OR destination !~ '^[A-Za-z][A-Za-z0-9+.-]*:[^[:cntrl:]]+$'
         THEN 'destination: must be a URI such as mailto:a@example.org, without control characters, of at most 2048 '
             'bytes'

@@ -15,6 +15,8 @@ CREATE FUNCTION pgoutbox._enqueue_checked(
     p_on_failed text,
     p_max_delay interval,
     p_coalesce_rule text,
+    p_owner text,
+    p_on_duplicate text,
     p_notify boolean
 )
 RETURNS bigint
@@ -29,10 +31,11 @@ DECLARE
     problem constant text := pgoutbox._argument_error(
         p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
         p_available_at, p_expires_at, p_headers, p_max_attempts, p_ordering_key, p_on_failed, p_max_delay,
-        p_coalesce_rule
+        p_coalesce_rule, p_owner, p_on_duplicate
     );
     new_id bigint;
     known_id bigint;
+    older_id bigint;
     since timestamptz;
 BEGIN
     IF problem IS NOT NULL THEN
@@ -41,7 +44,7 @@ BEGIN
     new_id := nextval('pgoutbox.message_id_seq');
 
     IF p_dedupe_key IS NOT NULL THEN
-        known_id := pgoutbox._take_dedupe_key(p_topic, p_dedupe_key, p_payload, new_id);
+        known_id := pgoutbox._take_dedupe_key(p_topic, p_dedupe_key, p_payload, new_id, p_on_duplicate);
         IF known_id IS NOT NULL THEN
             RETURN -known_id;
         END IF;
@@ -64,8 +67,16 @@ BEGIN
         VALUES (new_id, since, p_topic, p_coalesce_key)
         ON CONFLICT ON CONSTRAINT coalesce_head_pkey DO UPDATE
         SET newest_id = pgoutbox._next_id(head.newest_id),
+            replaced_id = head.newest_id,
             waiting_since = coalesce(excluded.waiting_since, head.waiting_since)
-        RETURNING head.newest_id INTO new_id;
+        RETURNING head.newest_id, head.replaced_id INTO new_id, older_id;
+        IF EXISTS (
+            SELECT
+            FROM pgoutbox.message_live AS m
+            WHERE m.id = older_id AND m.state = 'pending' AND m.available_at > now()
+        ) THEN
+            PERFORM pgoutbox._skip_superseded(ARRAY[older_id], ARRAY[new_id]);
+        END IF;
     END IF;
     IF p_dedupe_key IS NOT NULL AND num_nonnulls(p_coalesce_key, p_ordering_key) > 0 THEN
         UPDATE pgoutbox.dedupe AS d
@@ -78,10 +89,10 @@ BEGIN
         p_payload := NULL;
     END IF;
     INSERT INTO pgoutbox.message_live (
-        id, topic, payload, queue, destination, coalesce_key, dedupe_key, ordering_key, on_failed,
+        id, topic, payload, queue, destination, coalesce_key, dedupe_key, ordering_key, owner, on_failed,
         available_at, expires_at, headers, max_attempts, attempt_budget, coalesces_pending
     ) VALUES (
-        new_id, p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key, p_ordering_key,
+        new_id, p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key, p_ordering_key, p_owner,
         nullif(p_on_failed, 'continue'), greatest(p_available_at, now()), p_expires_at, p_headers, p_max_attempts,
         p_max_attempts, coalesces_pending
     );

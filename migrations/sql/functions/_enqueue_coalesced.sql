@@ -13,7 +13,8 @@ CREATE FUNCTION pgoutbox._enqueue_coalesced(
     expires_ats timestamptz[],
     headers jsonb[],
     max_attempts integer[],
-    coalesce_rules text[]
+    coalesce_rules text[],
+    owners text[]
 )
 RETURNS TABLE (item_index integer, id bigint)
 LANGUAGE plpgsql
@@ -31,7 +32,7 @@ BEGIN
             ) IS NULL AS is_newest
             FROM pgoutbox._bulk_items(
                 topics, payloads, queues, destinations, coalesce_keys, NULL, available_ats, delays, expires_ats,
-                headers, max_attempts, NULL, NULL, NULL, coalesce_rules
+                headers, max_attempts, NULL, NULL, NULL, coalesce_rules, owners, NULL
             ) AS a
             WHERE a.coalesce_key IS NOT NULL AND a.coalesce_rule IS DISTINCT FROM 'pending'
             ORDER BY a.topic COLLATE "C", a.coalesce_key COLLATE "C", a.item_index
@@ -45,8 +46,14 @@ BEGIN
         SET newest_id = CASE
             WHEN excluded.newest_id > head.newest_id THEN excluded.newest_id
             ELSE pgoutbox._next_id(head.newest_id)
-        END
-        RETURNING head.newest_id, head.topic, head.coalesce_key
+        END,
+            replaced_id = head.newest_id
+        RETURNING head.newest_id, head.replaced_id, head.topic, head.coalesce_key
+    ), skipped AS MATERIALIZED (
+        SELECT pgoutbox._skip_superseded(array_agg(h.replaced_id), array_agg(h.newest_id))
+        FROM head AS h
+        WHERE h.replaced_id IS NOT NULL
+        HAVING count(*) > 0
     ), numbered AS MATERIALIZED (
         SELECT i.*, CASE WHEN i.is_newest THEN h.newest_id ELSE i.drawn_id END AS id
         FROM item AS i
@@ -58,17 +65,18 @@ BEGIN
         WHERE pgoutbox._is_large(n.payload)
     ), inserted AS (
         INSERT INTO pgoutbox.message_live (
-            id, topic, payload, queue, destination, coalesce_key, available_at, expires_at, headers, max_attempts,
-            attempt_budget
+            id, topic, payload, queue, destination, owner, coalesce_key, available_at, expires_at, headers,
+            max_attempts, attempt_budget
         )
         SELECT
             n.id, n.topic, CASE WHEN NOT pgoutbox._is_large(n.payload) THEN n.payload END, n.queue, n.destination,
-            n.coalesce_key, greatest(n.available_at, now()),
+            n.owner, n.coalesce_key, greatest(n.available_at, now()),
             n.expires_at, n.headers, n.max_attempts, n.max_attempts
         FROM numbered AS n
     )
     SELECT n.item_index, n.id
-    FROM numbered AS n;
+    FROM numbered AS n
+    WHERE (SELECT count(*) FROM skipped) >= 0;
 END
 $function$;
 

@@ -9,7 +9,8 @@ CREATE FUNCTION pgoutbox._enqueue_deduped(
     delays double precision[],
     expires_ats timestamptz[],
     headers jsonb[],
-    max_attempts integer[]
+    max_attempts integer[],
+    owners text[]
 )
 RETURNS TABLE (item_index integer, id bigint)
 LANGUAGE plpgsql
@@ -25,7 +26,7 @@ BEGIN
             SELECT a.*
             FROM pgoutbox._bulk_items(
                 topics, payloads, queues, destinations, NULL, dedupe_keys, available_ats, delays, expires_ats, headers,
-                max_attempts, NULL, NULL, NULL, NULL
+                max_attempts, NULL, NULL, NULL, NULL, owners, NULL
             ) AS a
             WHERE a.dedupe_key IS NOT NULL
             ORDER BY a.topic COLLATE "C", a.dedupe_key COLLATE "C", a.item_index
@@ -44,12 +45,12 @@ BEGIN
         WHERE pgoutbox._is_large(i.payload)
     ), inserted AS (
         INSERT INTO pgoutbox.message_live (
-            id, topic, payload, queue, destination, dedupe_key, available_at, expires_at, headers, max_attempts,
-            attempt_budget
+            id, topic, payload, queue, destination, owner, dedupe_key, available_at, expires_at, headers,
+            max_attempts, attempt_budget
         )
         SELECT
             i.id, i.topic, CASE WHEN NOT pgoutbox._is_large(i.payload) THEN i.payload END, i.queue, i.destination,
-            i.dedupe_key, greatest(i.available_at, now()),
+            i.owner, i.dedupe_key, greatest(i.available_at, now()),
             i.expires_at, i.headers, i.max_attempts, i.max_attempts
         FROM item AS i
         JOIN taken AS t ON t.message_id = i.id

@@ -18,7 +18,9 @@ CREATE FUNCTION pgoutbox._enqueue_keyed(
     ordering_keys text[],
     on_failed text[],
     max_delays double precision[],
-    coalesce_rules text[]
+    coalesce_rules text[],
+    owners text[],
+    on_duplicates text[]
 )
 RETURNS TABLE (item_index integer, id bigint, duplicate boolean)
 LANGUAGE plpgsql
@@ -36,7 +38,7 @@ BEGIN
         SELECT c.item_index, c.id, false
         FROM pgoutbox._enqueue_coalesced(
             topics, payloads, queues, destinations, coalesce_keys, available_ats, delays, expires_ats, headers,
-            max_attempts, coalesce_rules
+            max_attempts, coalesce_rules, owners
         ) AS c;
         RETURN;
     END IF;
@@ -45,7 +47,7 @@ BEGIN
         INTO written_indexes, written_ids
         FROM pgoutbox._enqueue_deduped(
             topics, payloads, queues, destinations, dedupe_keys, available_ats, delays, expires_ats, headers,
-            max_attempts
+            max_attempts, owners
         ) AS d;
         RETURN QUERY
         SELECT w.item_index, w.id, false
@@ -58,7 +60,7 @@ BEGIN
         SELECT a.*
         FROM pgoutbox._bulk_items(
             topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
-            headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules
+            headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules, owners, on_duplicates
         ) AS a
         WHERE (
                 num_nonnulls(a.dedupe_key, a.ordering_key) > 0
@@ -81,7 +83,7 @@ BEGIN
         receipt := pgoutbox._enqueue_checked(
             item.topic, item.payload, item.queue, item.destination, item.coalesce_key, item.dedupe_key,
             item.available_at, item.expires_at, item.headers, item.max_attempts, item.ordering_key, item.on_failed,
-            item.max_delay, item.coalesce_rule, false
+            item.max_delay, item.coalesce_rule, item.owner, item.on_duplicate, false
         );
         item_index := item.item_index;
         id := abs(receipt);

@@ -17,6 +17,8 @@ CREATE FUNCTION pgoutbox._enqueue_receipt(
     on_failed text,
     max_delay interval,
     coalesce_rule text,
+    owner text,
+    on_duplicate text,
     notify boolean
 )
 RETURNS bigint
@@ -30,7 +32,7 @@ DECLARE
 BEGIN
     IF pgoutbox._is_plain(
         topic, payload, queue, destination, coalesce_key, dedupe_key, available_at, expires_at, headers, max_attempts,
-        ordering_key, on_failed, max_delay, coalesce_rule
+        ordering_key, on_failed, max_delay, coalesce_rule, owner, on_duplicate
     ) THEN
         new_id := pg_catalog.nextval('pgoutbox.message_id_seq');
         INSERT INTO pgoutbox.message_live (
@@ -49,7 +51,8 @@ BEGIN
     END IF;
     RETURN pgoutbox._enqueue_checked(
         topic, payload, queue, destination, coalesce_key, dedupe_key,
-        available_at, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, coalesce_rule, notify
+        available_at, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, coalesce_rule,
+        owner, on_duplicate, notify
     );
 END
 $function$;

@@ -14,14 +14,17 @@ CREATE FUNCTION pgoutbox._is_plain(
     ordering_key text,
     on_failed text,
     max_delay interval,
-    coalesce_rule text
+    coalesce_rule text,
+    owner text,
+    on_duplicate text
 )
 RETURNS boolean
 LANGUAGE sql
 STABLE
 PARALLEL SAFE
 RETURN pg_catalog.num_nonnulls(
-        destination, dedupe_key, available_at, expires_at, headers, ordering_key, on_failed, max_delay
+        destination, dedupe_key, available_at, expires_at, headers, ordering_key, on_failed, max_delay, owner,
+        on_duplicate
     ) OPERATOR(pg_catalog.=) 0
     AND (
         pg_catalog.num_nonnulls(coalesce_key, coalesce_rule) OPERATOR(pg_catalog.=) 0

@@ -1,6 +1,6 @@
 -- Give a dedupe key to a new message, unless another message has it. The result is the id of that message, otherwise
 -- null.
-CREATE FUNCTION pgoutbox._take_dedupe_key(p_topic text, p_dedupe_key text, p_payload jsonb, p_id bigint)
+CREATE FUNCTION pgoutbox._take_dedupe_key(p_topic text, p_dedupe_key text, p_payload jsonb, p_id bigint, p_on_duplicate text)
 RETURNS bigint
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
@@ -35,7 +35,7 @@ BEGIN
             SET message_id = p_id, payload_digest = digests[1], created_at = now()
             WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
             RETURN NULL;
-        ELSIF known_digest = ANY (digests) THEN
+        ELSIF known_digest = ANY (digests) OR p_on_duplicate = 'ignore' THEN
             RETURN known_id;
         END IF;
         RAISE EXCEPTION USING
@@ -52,4 +52,4 @@ $function$;
 
 COMMENT ON FUNCTION pgoutbox._take_dedupe_key IS
     'Give a dedupe key to a new message. Returns the message that has the key, null if the new one got it. Raises '
-    '23505 if that message has another payload.';
+    '23505 if that message has another payload, unless on_duplicate is ignore.';

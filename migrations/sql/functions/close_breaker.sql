@@ -33,7 +33,7 @@ BEGIN
     SELECT count(*), array_agg(DISTINCT d.queue)
     INTO message_count, woken
     FROM due AS d;
-    PERFORM pgoutbox._notify_workers(w.queue) FROM unnest(woken) AS w(queue);
+    PERFORM pgoutbox._wake_all_workers(w.queue) FROM unnest(woken) AS w(queue);
     IF message_count > 0 AND NOT was_open AND pgoutbox._is_act() THEN
         PERFORM pgoutbox._record_act('breaker', details => jsonb_build_object('key', close_breaker.key));
     END IF;

@@ -1,4 +1,5 @@
--- One content, and one message with its own state for each destination.
+-- One content, and one message with its own state for each destination. An element of payloads, headers_each,
+-- available_ats, delays or owners belongs to one destination; without it the message has the common value.
 CREATE FUNCTION pgoutbox.enqueue_fanout(
     topic text,
     payload jsonb,
@@ -9,7 +10,13 @@ CREATE FUNCTION pgoutbox.enqueue_fanout(
     expires_at timestamptz DEFAULT NULL,
     headers jsonb DEFAULT NULL,
     max_attempts integer DEFAULT 11,
-    notify boolean DEFAULT true
+    notify boolean DEFAULT true,
+    owner text DEFAULT NULL,
+    payloads jsonb[] DEFAULT NULL,
+    headers_each jsonb[] DEFAULT NULL,
+    available_ats timestamptz[] DEFAULT NULL,
+    delays double precision[] DEFAULT NULL,
+    owners text[] DEFAULT NULL
 )
 RETURNS TABLE (item_index integer, id bigint)
 LANGUAGE plpgsql
@@ -26,18 +33,26 @@ BEGIN
     IF destinations IS NULL OR array_position(destinations, NULL) IS NOT NULL THEN
         PERFORM pgoutbox._raise_argument_error('destinations: must not be null, nor hold a null');
     END IF;
-    SELECT (i.ordinality - 1)::integer AS item_index, i.problem
+    IF greatest(
+        cardinality(payloads), cardinality(headers_each), cardinality(available_ats), cardinality(delays),
+        cardinality(owners)
+    ) > cardinality(destinations) THEN
+        PERFORM pgoutbox._raise_argument_error('destinations: no other array may have more elements');
+    END IF;
+    SELECT i.item_index, i.problem
     INTO bad
     FROM (
-        SELECT d.ordinality, pgoutbox._argument_error(
-            enqueue_fanout.topic, enqueue_fanout.payload, enqueue_fanout.queue, d.destination, NULL, NULL,
-            enqueue_fanout.available_at, enqueue_fanout.expires_at, enqueue_fanout.headers,
-            enqueue_fanout.max_attempts, NULL, NULL, NULL, NULL
+        SELECT f.item_index, pgoutbox._argument_error(
+            enqueue_fanout.topic, f.payload, enqueue_fanout.queue, f.destination, NULL, NULL, f.available_at,
+            enqueue_fanout.expires_at, f.headers, enqueue_fanout.max_attempts, NULL, NULL, NULL, NULL, f.owner, NULL
         ) AS problem
-        FROM unnest(destinations) WITH ORDINALITY AS d(destination, ordinality)
+        FROM pgoutbox._fanout_items(
+            destinations, enqueue_fanout.payload, enqueue_fanout.available_at, enqueue_fanout.headers,
+            enqueue_fanout.owner, payloads, headers_each, available_ats, delays, owners
+        ) AS f
     ) AS i
     WHERE i.problem IS NOT NULL
-    ORDER BY i.ordinality
+    ORDER BY i.item_index
     LIMIT 1;
     IF FOUND THEN
         PERFORM pgoutbox._raise_argument_error(bad.problem, bad.item_index);
@@ -50,27 +65,28 @@ BEGIN
     END IF;
     RETURN QUERY
     WITH item AS MATERIALIZED (
-        SELECT d.destination, d.ordinality, nextval('pgoutbox.message_id_seq') AS id
-        FROM unnest(destinations) WITH ORDINALITY AS d(destination, ordinality)
+        SELECT f.*, nextval('pgoutbox.message_id_seq') AS id
+        FROM pgoutbox._fanout_items(
+            destinations, enqueue_fanout.payload, enqueue_fanout.available_at, enqueue_fanout.headers,
+            enqueue_fanout.owner, payloads, headers_each, available_ats, delays, owners
+        ) AS f
     ), large AS (
         INSERT INTO pgoutbox.large_payload (message_id, body)
-        SELECT i.id, enqueue_fanout.payload
+        SELECT i.id, i.payload
         FROM item AS i
-        WHERE pgoutbox._is_large(enqueue_fanout.payload)
+        WHERE pgoutbox._is_large(i.payload)
     ), inserted AS (
         INSERT INTO pgoutbox.message_live (
-            id, topic, payload, queue, destination, content_id, available_at, expires_at, headers,
+            id, topic, payload, queue, destination, owner, content_id, available_at, expires_at, headers,
             max_attempts, attempt_budget
         )
         SELECT
-            i.id, enqueue_fanout.topic,
-            CASE WHEN NOT pgoutbox._is_large(enqueue_fanout.payload) THEN enqueue_fanout.payload END,
-            enqueue_fanout.queue, i.destination, shared_id,
-            greatest(enqueue_fanout.available_at, now()), enqueue_fanout.expires_at, enqueue_fanout.headers,
-            enqueue_fanout.max_attempts, enqueue_fanout.max_attempts
+            i.id, enqueue_fanout.topic, CASE WHEN NOT pgoutbox._is_large(i.payload) THEN i.payload END,
+            enqueue_fanout.queue, i.destination, i.owner, shared_id, greatest(i.available_at, now()),
+            enqueue_fanout.expires_at, i.headers, enqueue_fanout.max_attempts, enqueue_fanout.max_attempts
         FROM item AS i
     )
-    SELECT (i.ordinality - 1)::integer, i.id
+    SELECT i.item_index, i.id
     FROM item AS i;
     IF notify IS NOT FALSE AND cardinality(destinations) > 0 THEN
         PERFORM pgoutbox._notify_workers(enqueue_fanout.queue);
@@ -79,4 +95,5 @@ END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox.enqueue_fanout IS
-    'Enqueue one message for each destination in this transaction, and the shared content once.';
+    'Enqueue one message for each destination in this transaction, and the shared content once. The arrays hold values '
+    'of single destinations; a null element means the common value.';

@@ -3,7 +3,10 @@
 -- cancelled a failed message, or it was tried again and failed with another error, perhaps with an unknown outcome. The
 -- caller did not ask for these messages.
 CREATE FUNCTION pgoutbox.redrive(
-    ids bigint[], states text[] DEFAULT '{failed,cancelled}', attempt_counts integer[] DEFAULT NULL
+    ids bigint[],
+    states text[] DEFAULT '{failed,cancelled}',
+    attempt_counts integer[] DEFAULT NULL,
+    destination text DEFAULT NULL
 )
 RETURNS TABLE (
     id bigint, redriven boolean, state text, superseded_by bigint, attempt_count integer, dedupe_key_of bigint
@@ -13,7 +16,14 @@ SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
 #variable_conflict use_column
+DECLARE
+    problem constant text := pgoutbox._argument_error(
+        'a', '1', 'a', redrive.destination, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, NULL, NULL
+    );
 BEGIN
+    IF problem IS NOT NULL THEN
+        PERFORM pgoutbox._raise_argument_error(problem);
+    END IF;
     RETURN QUERY
     WITH asked AS (
         SELECT DISTINCT ON (a.id) a.id, a.attempt_count
@@ -52,7 +62,8 @@ BEGIN
     ), redriven AS (
         UPDATE pgoutbox.message AS m
         SET state = 'pending',
-            available_at = now(),
+            destination = coalesce(redrive.destination, m.destination),
+            available_at = clock_timestamp(),
             finished_at = NULL,
             cancel_requested_at = NULL,
             max_attempts = m.attempt_count + m.attempt_budget
@@ -68,10 +79,15 @@ BEGIN
             )
         RETURNING m.id, m.queue
     ), notified AS MATERIALIZED (
-        SELECT pgoutbox._notify_workers(q.queue)
+        SELECT pgoutbox._wake_all_workers(q.queue)
         FROM (SELECT DISTINCT r.queue FROM redriven AS r) AS q
     ), recorded AS MATERIALIZED (
-        SELECT pgoutbox._record_act('redrive', message_ids => array_agg(r.id ORDER BY r.id))
+        -- The address is not recorded: the audit outlives the message.
+        SELECT pgoutbox._record_act(
+            'redrive',
+            message_ids => array_agg(r.id ORDER BY r.id),
+            details => CASE WHEN redrive.destination IS NOT NULL THEN '{"destination": "corrected"}'::jsonb END
+        )
         FROM redriven AS r
         HAVING count(*) > 0
     )
@@ -93,5 +109,5 @@ $function$;
 
 COMMENT ON FUNCTION pgoutbox.redrive IS
     'Make failed and cancelled messages pending again, if they are in one of the states and, if given, at these '
-    'attempts. Returns for each message whether it was redriven, its state before, the newer message if it is '
+    'attempts. A destination replaces theirs. Returns for each message whether it was redriven, its state before, the newer message if it is '
     'superseded, and its attempt count.';

@@ -41,7 +41,8 @@ BEGIN
             headers => m.headers,
             max_attempts => m.attempt_budget,
             ordering_key => m.ordering_key,
-            on_failed => m.on_failed
+            on_failed => m.on_failed,
+            owner => m.owner
         ) AS id
         WHERE m.state = 'sent' AND (
                 m.coalesce_key IS NULL

@@ -25,6 +25,7 @@ CREATE TABLE pgoutbox.message (
     coalesce_key        text COLLATE "C",
     dedupe_key          text COLLATE "C",
     ordering_key        text COLLATE "C",
+    owner               text COLLATE "C",
     on_failed           text,
     worker              text,
     skip_reason         text,
@@ -36,6 +37,9 @@ CREATE TABLE pgoutbox.message (
 ALTER SEQUENCE pgoutbox.message_id_seq OWNED BY pgoutbox.message.id;
 
 CREATE INDEX message_content ON pgoutbox.message (content_id) WHERE content_id IS NOT NULL;
+
+-- For the calls that cancel, export or erase everything of an owner. Messages without an owner are not in it.
+CREATE INDEX message_owner ON pgoutbox.message (owner) WHERE owner IS NOT NULL;
 
 COMMENT ON TABLE pgoutbox.message IS
     'One row per message, partitioned by state: live (pending, sending), failed, done (the others).';
@@ -72,6 +76,8 @@ COMMENT ON COLUMN pgoutbox.message.dedupe_key IS
     'At most one message has this topic and dedupe key, besides cancelled and skipped ones.';
 COMMENT ON COLUMN pgoutbox.message.ordering_key IS
     'Messages of one queue and ordering key are delivered one after the other, in order of ids.';
+COMMENT ON COLUMN pgoutbox.message.owner IS
+    'The person or thing of the application to which the message belongs.';
 COMMENT ON COLUMN pgoutbox.message.on_failed IS
     'halt: if this message fails, later messages of its ordering key wait for redrive or prune.';
 COMMENT ON COLUMN pgoutbox.message.worker IS 'The worker of the current or last attempt.';

@@ -22,6 +22,7 @@ SELECT
     m.coalesces_pending,
     m.dedupe_key,
     m.ordering_key,
+    m.owner,
     m.on_failed,
     m.superseded_by,
     m.resend_of,

@@ -1,5 +1,6 @@
--- The reasons have the order of the claim's checks. `breaker` and `unavailable` come from the reason code of the last
--- attempt; the other reasons follow from the rows.
+-- A superseded message is never delivered, whatever else it waits for. The other reasons have the order of the claim's
+-- checks. `breaker` and `unavailable` come from the reason code of the last attempt; the other reasons follow from the
+-- rows.
 CREATE VIEW pgoutbox.waiting_view AS
 WITH control AS MATERIALIZED (
     SELECT q.name, q.is_paused, q.resume_at, q.rate_count, q.rate_seconds, q.tokens, q.max_in_flight, q.in_flight
@@ -62,12 +63,12 @@ LEFT JOIN LATERAL (
 ) AS last_attempt ON m.attempt_count > 0
 CROSS JOIN LATERAL (
     SELECT CASE
+        WHEN head.newest_id IS NOT NULL THEN 'superseded'
         WHEN control.is_paused THEN 'paused'
         WHEN m.available_at > now() AND last_attempt.reason_code IN ('circuit_open', 'stalled') THEN 'breaker'
         WHEN m.available_at > now() AND last_attempt.reason_code = 'unavailable' THEN 'unavailable'
         WHEN m.available_at > now() AND m.attempt_count > 0 THEN 'retry'
         WHEN m.available_at > now() THEN 'scheduled'
-        WHEN head.newest_id IS NOT NULL THEN 'superseded'
         WHEN halt.id IS NOT NULL THEN 'halted'
         WHEN earlier.id IS NOT NULL THEN 'in order'
         WHEN sibling.id IS NOT NULL THEN 'in flight'
@@ -79,5 +80,5 @@ CROSS JOIN LATERAL (
 WHERE m.state = 'pending';
 
 COMMENT ON VIEW pgoutbox.waiting_view IS
-    'Every pending message with the reason why it is not claimed: paused, scheduled, retry, breaker, superseded, '
+    'Every pending message with the reason why it is not claimed: superseded, paused, scheduled, retry, breaker, '
     'halted, in order, in flight, rate, max_in_flight, or due if it can be claimed.';

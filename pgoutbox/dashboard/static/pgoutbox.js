@@ -22,6 +22,7 @@
     const selection = document.getSelection();
     return (
       part.contains(document.activeElement) ||
+      part.querySelector("details[open] form") !== null ||
       (selection !== null && !selection.isCollapsed && part.contains(selection.anchorNode))
     );
   }

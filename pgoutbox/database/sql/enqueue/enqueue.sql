@@ -1,7 +1,13 @@
 -- Enqueue one message in the caller's transaction. The parameters are positional because drivers of several kinds run
 -- this statement; their order is that of `ValidatedMessage`, then `notify`.
 -- Statements on the caller's connection do not trust its search_path: types and operators are qualified too.
-SELECT pg_catalog.abs(r.receipt) AS id, r.receipt OPERATOR(pg_catalog.<) 0 AS duplicate
+SELECT
+    pg_catalog.abs(r.receipt) AS id,
+    r.receipt OPERATOR(pg_catalog.<) 0 AS duplicate,
+    CASE
+        WHEN r.receipt OPERATOR(pg_catalog.<) 0 THEN pgoutbox._state_of(pg_catalog.abs(r.receipt))
+        ELSE 'pending'
+    END AS state
 FROM (
     SELECT pgoutbox._enqueue_receipt(
         topic => draft.topic,
@@ -21,6 +27,8 @@ FROM (
         on_failed => draft.on_failed,
         max_delay => draft.max_delay,
         coalesce_rule => draft.coalesce_rule,
+        owner => draft.owner,
+        on_duplicate => draft.on_duplicate,
         notify => draft.notify
     ) AS receipt
     FROM (
@@ -44,6 +52,8 @@ FROM (
             %s::pg_catalog.text AS on_failed,
             pg_catalog.make_interval(secs => %s::pg_catalog.float8) AS max_delay,
             %s::pg_catalog.text AS coalesce_rule,
+            %s::pg_catalog.text AS owner,
+            %s::pg_catalog.text AS on_duplicate,
             %s::pg_catalog.bool AS notify
         -- With OFFSET 0 every argument is computed once, before PostgreSQL inlines the function.
         OFFSET 0

@@ -16,6 +16,12 @@ FROM (
         pg_catalog.make_interval(secs => %s::pg_catalog.float8) AS expires_after,
         %s::pg_catalog.text::pg_catalog.jsonb AS headers,
         coalesce(%s::pg_catalog.int4, 11) AS max_attempts,
+        %s::pg_catalog.text AS owner,
+        %s::pg_catalog.text[]::pg_catalog.jsonb[] AS payloads,
+        %s::pg_catalog.text[]::pg_catalog.jsonb[] AS headers_each,
+        %s::pg_catalog.timestamptz[] AS available_ats,
+        %s::pg_catalog.float8[] AS delays,
+        %s::pg_catalog.text[] AS owners,
         %s::pg_catalog.bool AS notify
     -- With OFFSET 0 every argument is computed once, before PostgreSQL inlines the function.
     OFFSET 0
@@ -33,5 +39,11 @@ CROSS JOIN LATERAL pgoutbox.enqueue_fanout(
     ),
     headers => draft.headers,
     max_attempts => draft.max_attempts,
-    notify => draft.notify
+    notify => draft.notify,
+    owner => draft.owner,
+    payloads => draft.payloads,
+    headers_each => draft.headers_each,
+    available_ats => draft.available_ats,
+    delays => draft.delays,
+    owners => draft.owners
 ) AS r

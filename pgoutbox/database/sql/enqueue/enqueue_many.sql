@@ -1,10 +1,13 @@
 -- Enqueue several messages in the caller's transaction. One row of two texts: the ids in the order of the items, and
--- the positions of the duplicates.
+-- the positions of the
+-- duplicates, each with the state of the message that was found.
 -- Arrays of texts are sent as one text, because drivers write arrays slowly. Topics and payloads, which every message
 -- has, are sent as lines: neither can contain a line feed. All names are qualified, see enqueue.sql.
 SELECT
     pg_catalog.string_agg(r.id::pg_catalog.text, ',' ORDER BY r.item_index),
-    pg_catalog.string_agg(r.item_index::pg_catalog.text, ',') FILTER (WHERE r.duplicate)
+    pg_catalog.string_agg(
+        pg_catalog.concat(r.item_index, ':', pgoutbox._state_of(r.id)), ','
+    ) FILTER (WHERE r.duplicate)
 FROM (
     SELECT
         pg_catalog.string_to_array(%s::pg_catalog.text, pg_catalog.chr(10)) AS topics,
@@ -23,6 +26,8 @@ FROM (
         %s::pg_catalog.text::pg_catalog.text[] AS on_failed,
         %s::pg_catalog.float8[] AS max_delays,
         %s::pg_catalog.text::pg_catalog.text[] AS coalesce_rules,
+        %s::pg_catalog.text::pg_catalog.text[] AS owners,
+        %s::pg_catalog.text::pg_catalog.text[] AS on_duplicates,
         %s::pg_catalog.bool AS notify
 ) AS draft
 CROSS JOIN LATERAL pgoutbox.enqueue_many(
@@ -58,5 +63,7 @@ CROSS JOIN LATERAL pgoutbox.enqueue_many(
     on_failed => draft.on_failed,
     max_delays => draft.max_delays,
     coalesce_rules => draft.coalesce_rules,
+    owners => draft.owners,
+    on_duplicates => draft.on_duplicates,
     notify => draft.notify
 ) AS r

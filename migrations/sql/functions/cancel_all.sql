@@ -1,0 +1,49 @@
+-- A message of a transaction that has not committed yet is not seen, and not cancelled. The destination has no index:
+-- every enqueue would pay for it, and only messages that are pending or in flight are read here.
+CREATE FUNCTION pgoutbox.cancel_all(owner text DEFAULT NULL, destination text DEFAULT NULL, topic text DEFAULT NULL)
+RETURNS TABLE (id bigint, result text)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+#variable_conflict use_column
+DECLARE
+    found_ids bigint[];
+    stopped bigint[] := '{}';
+BEGIN
+    IF num_nonnulls(cancel_all.owner, cancel_all.destination) <> 1 THEN
+        RAISE EXCEPTION USING
+            ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = 'owner',
+            MESSAGE = 'pgoutbox.cancel_all: owner: give either an owner or a destination';
+    END IF;
+    IF cancel_all.owner IS NOT NULL THEN
+        found_ids := ARRAY(
+            SELECT m.id
+            FROM pgoutbox.message_live AS m
+            WHERE m.owner = cancel_all.owner AND m.topic = coalesce(cancel_all.topic, m.topic)
+            ORDER BY m.id
+        );
+    ELSE
+        found_ids := ARRAY(
+            SELECT m.id
+            FROM pgoutbox.message_live AS m
+            WHERE m.destination = cancel_all.destination AND m.topic = coalesce(cancel_all.topic, m.topic)
+            ORDER BY m.id
+        );
+    END IF;
+    FOREACH id IN ARRAY found_ids LOOP
+        result := pgoutbox._cancel_unrecorded(id, '{pending,sending}');
+        IF result IN ('cancelled', 'requested') THEN
+            stopped := stopped || id;
+        END IF;
+        RETURN NEXT;
+    END LOOP;
+    IF pgoutbox._is_act() THEN
+        PERFORM pgoutbox._record_act('cancel', message_ids => stopped);
+    END IF;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox.cancel_all IS
+    'Cancel all messages of an owner, or to a destination, that are pending or in flight, and optionally only those of '
+    'one topic. Returns for each message the same result as cancel.';

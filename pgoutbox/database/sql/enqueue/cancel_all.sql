@@ -1,0 +1,8 @@
+-- Cancel all messages of an owner or to a destination in the caller's transaction. All names are qualified, see
+-- enqueue.sql.
+SELECT r.id, r.result
+FROM pgoutbox.cancel_all(
+    owner => %s::pg_catalog.text,
+    destination => %s::pg_catalog.text,
+    topic => %s::pg_catalog.text
+) AS r
