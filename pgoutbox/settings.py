@@ -79,7 +79,7 @@ class SmtpSettings(_Group):
     ehlo_name: str | None = None
     """Host name to send in EHLO (default: the machine's host name)."""
     timeout_seconds: float = Field(default=30.0, ge=0.5, le=600)
-    """Timeout of each step of the SMTP dialogue, in seconds."""
+    """Timeout of each step of the SMTP dialogue, in seconds; one second longer for each 100,000 bytes of an e-mail."""
     connections: int = Field(default=10, ge=1, le=500)
     """Maximum number of open SMTP connections in one process."""
 
