@@ -45,6 +45,9 @@ def lacks_of_mail(
     `schemes` are the schemes with a transport, `functions` the handlers by their topics: a handler whose return
     annotation names `Email` or `RawEmail` needs a mail server.
     """
+    if settings.mail.transport == "log":
+        yield Lack("PGOUTBOX_MAIL_TRANSPORT", "is log: e-mails are only logged, and their messages end sent")
+        return
     if settings.smtp.host is not None:
         yield from _lacks_of_server(settings.smtp)
     elif "mailto" not in schemes:
