@@ -180,7 +180,7 @@ def test_top_prints_each_refresh(cli: object, database: psycopg.Connection) -> N
 
 def test_workers_are_listed(cli: object, database: psycopg.Connection) -> None:
     assert callable(cli)
-    assert cli("workers") == "no worker holds a message or is connected\n"
+    assert cli("workers") == "no worker runs or holds a message\n"
     put(database, State.SENDING)
     assert json.loads(cli("workers", "--json"))["in_flight"] == 1
     assert cli("workers").splitlines()[1].startswith("w\t1\t0\t")
