@@ -26,7 +26,9 @@ def worker(
     queues: Annotated[
         list[str] | None,
         typer.Option(
-            "--queue", metavar="NAME[:WEIGHT]", help="Queue to serve, in this order or by weight; '*' for all. Repeatable."
+            "--queue",
+            metavar="NAME[:WEIGHT]",
+            help="Queue to serve, in this order or by weight; '*' for all. Repeatable.",
         ),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, max=256, help="Number of worker processes.")] = 1,

@@ -47,7 +47,7 @@ def outbox_for(dsn: str, *, topics: tuple[str, ...] = ("greet",), queues: tuple[
 
 
 @pytest.fixture
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pgoutbox.worker.presence, "_FIRST_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(pgoutbox.worker.presence, "_INTERVAL_SECONDS", 0.02)
 
@@ -135,7 +135,9 @@ async def test_a_worker_that_was_suspended_reports_again(
 ) -> None:
     a, b = reporter("a"), reporter("b")
     await a.warnings()
-    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '1 hour', started_at = now() - interval '2 hours'")
+    db.execute(
+        "UPDATE pgoutbox.worker SET seen_at = now() - interval '1 hour', started_at = now() - interval '2 hours'"
+    )
     await a.warnings()
     await b.warnings()
     rows = db.execute("SELECT name, now() - started_at > interval '1 hour' FROM pgoutbox.worker_view ORDER BY 1")
@@ -154,8 +156,9 @@ async def test_a_report_waits_for_no_row_of_another_worker(
     assert names(db) == ["b", "locked"]
 
 
+@pytest.mark.usefixtures("at_once")
 async def test_a_failed_report_is_logged_once_and_the_worker_continues(
-    dsn: str, db: psycopg.Connection, caplog: pytest.LogCaptureFixture, _at_once: None
+    dsn: str, db: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     db.execute("ALTER TABLE pgoutbox.worker RENAME TO elsewhere")
     worker = Worker(outbox_for(dsn))
@@ -171,8 +174,9 @@ async def test_a_failed_report_is_logged_once_and_the_worker_continues(
 # --- messages that no worker claims -----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("at_once")
 async def test_a_worker_warns_about_a_queue_of_its_outbox_that_no_worker_serves(
-    dsn: str, db: psycopg.Connection, caplog: pytest.LogCaptureFixture, _at_once: None
+    dsn: str, db: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     outbox = outbox_for(dsn, topics=("greet", "of.bulk"), queues=("bulk",))
     message_id = enqueue(db, "of.bulk", queue="bulk")
@@ -186,8 +190,9 @@ async def test_a_worker_warns_about_a_queue_of_its_outbox_that_no_worker_serves(
     assert len(warnings_in(caplog)) == 1
 
 
+@pytest.mark.usefixtures("at_once")
 async def test_a_worker_warns_about_topics_without_a_handler_in_its_queues(
-    dsn: str, db: psycopg.Connection, caplog: pytest.LogCaptureFixture, _at_once: None
+    dsn: str, db: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     message_id = enqueue(db, "mail.lost")
     db.execute(LATE)
