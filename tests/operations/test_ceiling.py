@@ -23,7 +23,7 @@ REFUSAL = (
 
 @pytest.fixture
 def owner(db: psycopg.Connection) -> Operator:
-    """The owner of the schema, who has set a ceiling of 60 in an hour."""
+    """The owner of the schema. The queue has a ceiling of 60 in an hour."""
     owner = Operator(db)
     owner.limit_ceiling("mail", Rate(60, 3600))
     return owner
