@@ -142,6 +142,18 @@ class LogEvent(enum.StrEnum):
         "breaker_unknown",
         "The shared state of a breaker could not be read or written. A later send asks again.",
     )
+    BREAKER_STILL_OPEN = (
+        "breaker_still_open",
+        "A breaker is open when a worker starts, or for a minute and again each hour: its messages wait for a repair.",
+    )
+    MESSAGES_UNCLAIMED = (
+        "messages_unclaimed",
+        "Late messages that no running worker claims: none serves the queue, or none has a handler for the topics.",
+    )
+    PRESENCE_UNKNOWN = (
+        "presence_unknown",
+        "The worker could not report its queues and topics, or look for unclaimed messages. It tries again.",
+    )
     MAINTENANCE_DONE = "maintenance_done", "A worker had its turn of maintenance and changed something."
     MAINTENANCE_FAILED = (
         "maintenance_failed",
