@@ -14,7 +14,7 @@ from pgoutbox.settings import Settings, SmtpSettings
 from pgoutbox.transports import Content, scheme_of
 from pgoutbox.transports.apprise import Notification
 from pgoutbox.transports.brokers.events import CloudEvent
-from pgoutbox.transports.smtp.mail import Email
+from pgoutbox.transports.smtp.mail import Email, RawEmail
 from pgoutbox.transports.webhook.request import Webhook
 
 # The names for documentation (RFC 2606): they have no owner.
@@ -63,20 +63,25 @@ def lacks_of(
     """Return the known problems that hold messages back.
 
     `schemes` are the schemes with a transport, `functions` the handlers by their topics: a handler whose return
-    annotation names `Email` needs a mail server, for example. `destinations` are the fixed destinations of topics.
+    annotation names `Email` or `RawEmail` needs a mail server, for example. `destinations` are the fixed destinations
+    of topics.
     """
+    is_logged = settings.mail.transport == "log"
     contents = {topic: _contents_of(function) for topic, function in functions.items()}
     needed: dict[str, set[str]] = {}
     for topic, found in contents.items():
         fixed = (destinations or {}).get(topic)
-        for scheme in (found.keys() & {"mailto", "https", "apprise"}) if fixed is None else {scheme_of(fixed)}:
+        for scheme in (found & {"mailto", "https", "apprise"}) if fixed is None else {scheme_of(fixed)}:
             needed.setdefault(scheme, set()).add(topic)
     if settings.smtp.host is None and (settings.smtp.sender is not None or settings.smtp.username is not None):
         needed.setdefault("mailto", set())
     for scheme, topics in needed.items():
-        if scheme not in schemes and scheme in _NEEDS and not (scheme == "mailto" and settings.smtp.host is not None):
+        is_set = scheme == "mailto" and (is_logged or settings.smtp.host is not None)
+        if scheme not in schemes and scheme in _NEEDS and not is_set:
             yield _NEEDS[scheme]._replace(topics=tuple(sorted(topics)))
-    if settings.smtp.host is not None:
+    if is_logged:
+        yield Lack("PGOUTBOX_MAIL_TRANSPORT", "is log: e-mails are only logged, and their messages end sent")
+    elif settings.smtp.host is not None:
         yield from _lacks_of_server(settings.smtp)
     if settings.webhook.secrets is None and (topics := _topics_with(contents, "https")):
         yield Lack("PGOUTBOX_WEBHOOK_SECRETS", _NOT_SET, topics)
@@ -86,7 +91,7 @@ def lacks_of(
         yield Lack("PGOUTBOX_ALERT_DESTINATION", "is an example of the documentation")
 
 
-def _topics_with(contents: Mapping[str, Mapping[str, object]], kind: str) -> tuple[str, ...]:
+def _topics_with(contents: Mapping[str, set[str]], kind: str) -> tuple[str, ...]:
     return tuple(sorted(topic for topic, found in contents.items() if kind in found))
 
 
@@ -99,25 +104,25 @@ def _lacks_of_server(settings: SmtpSettings) -> Iterator[Lack]:
         yield Lack("PGOUTBOX_SMTP_SENDER", "is an example of the documentation")
 
 
-_KINDS: Final[Mapping[str, type[Content]]] = {
-    "mailto": Email,
-    "https": Webhook,
-    "apprise": Notification,
-    "event": CloudEvent,
+_KINDS: Final[Mapping[str, tuple[type[Content], ...]]] = {
+    "mailto": (Email, RawEmail),
+    "https": (Webhook,),
+    "apprise": (Notification,),
+    "event": (CloudEvent,),
 }
 
 
-def _contents_of(function: Callable[..., object]) -> dict[str, type[Content]]:
+def _contents_of(function: Callable[..., object]) -> set[str]:
     """Return the kinds of contents that the return annotation names."""
     target = function if hasattr(function, "__annotations__") else getattr(function, "__call__", None)  # noqa: B004 - a callable object has its annotations there
     try:
         hints = typing.get_type_hints(target)
     except Exception:  # noqa: BLE001 - annotations may be anything; an unresolved one proves nothing
-        return {}
-    return {name: kind for name, kind in _KINDS.items() if _mentions(hints.get("return"), kind)}
+        return set()
+    return {name for name, kinds in _KINDS.items() if _mentions(hints.get("return"), kinds)}
 
 
-def _mentions(hint: object, kind: type[Content]) -> bool:
+def _mentions(hint: object, kinds: tuple[type[Content], ...]) -> bool:
     if isinstance(hint, type) and typing.get_origin(hint) is None:
-        return issubclass(hint, kind)
-    return any(_mentions(part, kind) for part in typing.get_args(hint))
+        return issubclass(hint, kinds)
+    return any(_mentions(part, kinds) for part in typing.get_args(hint))

@@ -745,7 +745,7 @@ async def test_refused_credentials_hold_the_messages_of_their_url(dsn: str, db: 
         async with running(Worker(outbox)):
             await until(lambda: states() == {("pending", True)})
             query = "SELECT key, last_error FROM pgoutbox.breaker WHERE starts_with(key, 'http:')"
-            breakers = dict(db.execute(query).fetchall())
+            breakers: dict[str, str] = dict(db.execute(query).fetchall())
             assert len(breakers) == 2, "each URL has a breaker of its own"
             assert {key.rpartition(" ")[0] for key in breakers} == {f"http:{HOST}:{server.port} credentials"}
             assert set(breakers.values()) == {"401 Unauthorized"}
