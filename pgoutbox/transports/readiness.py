@@ -66,20 +66,9 @@ def lacks_of(
     annotation names `Email` or `RawEmail` needs a mail server, for example. `destinations` are the fixed destinations
     of topics.
     """
-    is_logged = settings.mail.transport == "log"
     contents = {topic: _contents_of(function) for topic, function in functions.items()}
-    needed: dict[str, set[str]] = {}
-    for topic, found in contents.items():
-        fixed = (destinations or {}).get(topic)
-        for scheme in (found & {"mailto", "https", "apprise"}) if fixed is None else {scheme_of(fixed)}:
-            needed.setdefault(scheme, set()).add(topic)
-    if settings.smtp.host is None and (settings.smtp.sender is not None or settings.smtp.username is not None):
-        needed.setdefault("mailto", set())
-    for scheme, topics in needed.items():
-        is_set = scheme == "mailto" and (is_logged or settings.smtp.host is not None)
-        if scheme not in schemes and scheme in _NEEDS and not is_set:
-            yield _NEEDS[scheme]._replace(topics=tuple(sorted(topics)))
-    if is_logged:
+    yield from _missing_transports(settings, schemes, contents, destinations or {})
+    if settings.mail.transport == "log":
         yield Lack("PGOUTBOX_MAIL_TRANSPORT", "is log: e-mails are only logged, and their messages end sent")
     elif settings.smtp.host is not None:
         yield from _lacks_of_server(settings.smtp)
@@ -89,6 +78,23 @@ def lacks_of(
         yield Lack("PGOUTBOX_EVENT_SOURCE", _NOT_SET, topics)
     if settings.alert_destination is not None and is_example(settings.alert_destination):
         yield Lack("PGOUTBOX_ALERT_DESTINATION", "is an example of the documentation")
+
+
+def _missing_transports(
+    settings: Settings, schemes: Iterable[str], contents: Mapping[str, set[str]], destinations: Mapping[str, str]
+) -> Iterator[Lack]:
+    """Return the schemes without a transport that handlers or fixed destinations need."""
+    needed: dict[str, set[str]] = {}
+    for topic, found in contents.items():
+        fixed = destinations.get(topic)
+        for scheme in (found & {"mailto", "https", "apprise"}) if fixed is None else {scheme_of(fixed)}:
+            needed.setdefault(scheme, set()).add(topic)
+    if settings.smtp.sender is not None or settings.smtp.username is not None:
+        needed.setdefault("mailto", set())
+    has_mail = settings.mail.transport == "log" or settings.smtp.host is not None
+    served = {*schemes, "mailto"} if has_mail else {*schemes}
+    for scheme in sorted(needed.keys() & _NEEDS.keys() - served):
+        yield _NEEDS[scheme]._replace(topics=tuple(sorted(needed[scheme])))
 
 
 def _topics_with(contents: Mapping[str, set[str]], kind: str) -> tuple[str, ...]:

@@ -84,8 +84,8 @@ async def publish(message: Message, ctx: Context) -> CloudEvent:
 def test_other_contents_need_their_transports_and_settings() -> None:
     functions = {"a.call": call, "b.tell": tell, "c.publish": publish}
     assert lacks({}, functions) == [
-        Lack("pgoutbox[webhook]", "is not installed", ("a.call",)),
         Lack("PGOUTBOX_APPRISE_URLS", "is not set", ("b.tell",)),
+        Lack("pgoutbox[webhook]", "is not installed", ("a.call",)),
         Lack("PGOUTBOX_WEBHOOK_SECRETS", "is not set", ("a.call",)),
         Lack("PGOUTBOX_EVENT_SOURCE", "is not set", ("c.publish",)),
     ]
