@@ -1,5 +1,5 @@
-"""What operators do, as one object: `Operator` lists, redrives, resends, cancels, reschedules and dismisses messages, and
-controls queues."""
+"""What operators do, as one object: `Operator` lists, redrives, resends, cancels, reschedules, dismisses,
+exports and erases messages, and controls queues."""
 
 from pgoutbox.operations.operator import Operator
 from pgoutbox.operations.records import (
@@ -8,8 +8,11 @@ from pgoutbox.operations.records import (
     Batch,
     ClosedBreaker,
     DismissResult,
+    EraseResult,
+    Erasure,
     JsonText,
     ListedMessage,
+    Mention,
     MessageFilter,
     MessageResult,
     OpenBreaker,
@@ -31,8 +34,11 @@ __all__ = [
     "Batch",
     "ClosedBreaker",
     "DismissResult",
+    "EraseResult",
+    "Erasure",
     "JsonText",
     "ListedMessage",
+    "Mention",
     "MessageFilter",
     "MessageResult",
     "OpenBreaker",
