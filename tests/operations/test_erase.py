@@ -540,3 +540,27 @@ def test_a_resend_and_an_erasure_of_its_source_exclude_each_other(db: psycopg.Co
     operator.commit()
     assert set(results(db, owner=OWNER).values()) == {"erased"}
     assert rows_of(db) == []
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_a_message_that_commits_during_an_erasure_keeps_its_parts(
+    db: psycopg.Connection, connect: Connect, *, is_guarded: bool
+) -> None:
+    """Its id was missing at first, so rows with this id counted as left behind."""
+    if not is_guarded:
+        remove(
+            db, "_erase_left_behind", "WHERE (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = a.id LIMIT 1) IS NULL"
+        )
+    old = put_of(db)
+    retired = retire_with(db, old)
+    eraser, reader = connect(autocommit=True), connect()
+    reader.execute(f"SELECT FROM pgoutbox.{retired} FOR KEY SHARE".encode())
+    with ThreadPoolExecutor(1) as pool:
+        erased = pool.submit(results, eraser, ids=[old, old + 1])
+        races.until_blocked(db, eraser, erased)
+        assert enqueue(db, "mail", LARGE, dedupe_key="k") == old + 1
+        reader.commit()
+        # The message is still there, and nothing of it is gone. It is erased by another call.
+        assert erased.result() == {old: "erased", old + 1: "locked" if is_guarded else "erased"}
+    assert (count(db, "dedupe"), count(db, "large_payload")) == ((1, 1) if is_guarded else (0, 0))
+    assert state_of(db, old + 1) == "pending"
