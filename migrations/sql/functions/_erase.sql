@@ -1,6 +1,6 @@
 -- The keys of the messages are locked first: while they are, no message of these keys can be enqueued. The statements
 -- after that see every message of these keys, and only this transaction can need or free a key. A message whose key is
--- locked by another session is left for another call. So an erased message never leaves a key behind that nothing needs.
+-- locked by another session is left for another call. So an erased message never leaves an unneeded key behind.
 --
 -- A key stays if a message that is left needs it, as in _prune_coalesce and _prune_ordering: without the head of a
 -- coalesce key, a superseded message would be delivered.

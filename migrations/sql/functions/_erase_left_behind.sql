@@ -1,6 +1,6 @@
--- The caller has locked these keys in an earlier statement, so no message of them can be enqueued. The checks are those of
--- _prune_coalesce and _prune_ordering. Rows can outlive their message, for example the dedupe key of a message that was
--- deleted as it was sent. They are deleted only if this statement sees no message with the id: it may have just committed.
+-- The caller has locked these keys in an earlier statement, so no message of them can be enqueued. The checks are those
+-- of _prune_coalesce and _prune_ordering. Rows can outlive their message, for example the dedupe key of a message that
+-- was deleted as it was sent. This statement deletes them only if it sees no such message: one may have just committed.
 CREATE FUNCTION pgoutbox._erase_left_behind(
     tail_queues text[], tail_keys text[], head_topics text[], head_keys text[], missing_ids bigint[]
 )

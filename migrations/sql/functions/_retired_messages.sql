@@ -1,5 +1,5 @@
--- A detached partition keeps its rows until its attempts and keys are deleted, but message_done no longer shows them. The
--- lock keeps the tables from being dropped meanwhile. Without ids, owner and destinations there are none.
+-- A detached partition keeps its rows until its attempts and keys are deleted, but message_done no longer shows them.
+-- The lock keeps the tables from being dropped meanwhile.
 CREATE FUNCTION pgoutbox._retired_messages(
     ids bigint[] DEFAULT NULL, owner text DEFAULT NULL, destinations text[] DEFAULT NULL
 )

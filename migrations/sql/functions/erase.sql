@@ -19,6 +19,6 @@ END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox.erase IS
-    'Delete the messages with these ids, of this owner, or to this destination, in every state, with payloads, attempts, '
-    'keys and their traces in the audit. Returns for each message erased, in_flight (its attempt is asked to stop: '
+    'Delete the messages with these ids, of this owner, or to this destination, in every state, with payloads, '
+    'attempts, keys and their traces in the audit. Returns for each message erased, in_flight (its attempt is asked to stop: '
     'call again after it), locked (call again), or missing.';
