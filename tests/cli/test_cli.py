@@ -839,8 +839,8 @@ class TestDeciding:
             assert cli("limit", "mail", "--rate", "100/hour") == Done(
                 1,
                 "",
-                "error: rate 100 in 3600 s: the ceiling of queue mail is 60 in 3600 s, which the owner of the schema has"
-                " set. Set a lower value, or ask the owner to run: pgoutbox limit mail --at-most RATE\n",
+                "error: rate 100 in 3600 s: the ceiling of queue mail is 60 in 3600 s, which the owner of the schema"
+                " has set. Set a lower value, or ask the owner to run: pgoutbox limit mail --at-most RATE\n",
             )
             refused = cli("limit", "mail", "--at-most", "none")
         assert (refused.exit_code, refused.err) == (
