@@ -97,6 +97,7 @@ BEGIN
             pgoutbox.schema_version, pgoutbox._redacted_text, pgoutbox._redacted_json, pgoutbox._tokens_of,
             pgoutbox._done_estimate, pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key,
             pgoutbox.cancel_all, pgoutbox.reschedule, pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.resend, pgoutbox.close_breaker,
+            pgoutbox.erase, pgoutbox._erase, pgoutbox._selected_messages,
             pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,
             pgoutbox._prune_coalesce, pgoutbox._prune_ordering, pgoutbox._prune_content,
             pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._retire_partition,
