@@ -51,7 +51,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             name = block.file_name or f"{page.stem.replace('-', '_')}_line_{block.line}.py"
             continues = page.name == "README.md" and block.file_name is None
             (directory / name).write_text(README_PREFIX * continues + block.text)
-    (directory / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict", "pythonVersion": "3.11"}')
+    # The examples, which two pages import, are annotated but not an installed package.
+    strict = {"typeCheckingMode": "strict", "pythonVersion": "3.11", "reportMissingTypeStubs": False}
+    (directory / "pyrightconfig.json").write_text(json.dumps(strict))
     assert len(list(directory.glob("*.py"))) > 40
     return directory
 
