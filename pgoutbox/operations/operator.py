@@ -20,6 +20,7 @@ from typing import Final, LiteralString, Self, TypeVar, cast
 from uuid import UUID, uuid4
 
 import psycopg
+from psycopg.errors import CheckViolation
 from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
 from pydantic import JsonValue
@@ -28,7 +29,7 @@ from typing_extensions import Unpack
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.encryption import Keyring, decrypted, is_sealed, keyring_of
 from pgoutbox.enqueue.generators import CancelResult, RescheduleResult
-from pgoutbox.errors import ConfigurationError, MessageNotFoundError, PayloadError
+from pgoutbox.errors import ConfigurationError, MessageNotFoundError, PayloadError, StateError
 from pgoutbox.message import State, Transient
 from pgoutbox.operations import retention
 from pgoutbox.operations.records import (
@@ -541,14 +542,30 @@ class Operator:
         """Limit the number of attempts of a queue that begin in a period, in all workers together; None removes it.
 
         Up to `burst` of them begin at once after an idle time (default: 5, or the rate's count if that is smaller). The
-        limit applies from the next claim of each worker.
+        limit applies from the next claim of each worker. Raises `StateError` if it is above the queue's ceiling,
+        which the owner of the schema has set.
         """
         asked: dict[str, JsonValue] = {"count": None, "seconds": None, "burst": None}
         if rate is not None:
             usual = min(rate.count, _USUAL_BURST)
             asked = {"count": rate.count, "seconds": rate.seconds, "burst": usual if burst is None else burst}
-        shown = "none" if rate is None else f"{rate.count}/{rate.seconds:g}s"
-        self._act(sql.LIMIT_RATE, {"queue": queue, **asked}, _Act({"rate": shown, "burst": asked["burst"]}))
+        act = _Act({"rate": _shown(rate), "burst": asked["burst"]})
+        try:
+            self._act(sql.LIMIT_RATE, {"queue": queue, **asked}, act)
+        except CheckViolation as error:
+            if error.diag.constraint_name != "queue_ceiling":
+                raise
+            raise StateError(f"{error.diag.message_primary}. {error.diag.message_hint}") from None
+
+    def limit_ceiling(self, queue: str, at_most: Rate | None) -> None:
+        """Set the highest rate and burst that operators may set for a queue; None removes the ceiling.
+
+        A higher or missing rate is lowered to the ceiling. Only the owner of the schema may do this. For other roles it
+        raises the driver's `InsufficientPrivilege`.
+        """
+        count, seconds = (None, None) if at_most is None else (at_most.count, at_most.seconds)
+        asked = {"queue": queue, "count": count, "seconds": seconds}
+        self._act(sql.LIMIT_CEILING, asked, _Act({"at_most": _shown(at_most)}))
 
     def limit_in_flight(self, queue: str, max_in_flight: int | None) -> None:
         """Limit the number of attempts of a queue in flight, in all workers together; None removes the limit."""
@@ -684,6 +701,10 @@ class Operator:
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
+
+
+def _shown(rate: Rate | None) -> str:
+    return "none" if rate is None else f"{rate.count}/{rate.seconds:g}s"
 
 
 def _redriven(row: TupleRow, states: Collection[State], expected_count: int | None) -> MessageResult[RedriveResult]:

@@ -431,7 +431,8 @@ class AuditRow(NamedTuple):
 class QueueControls(NamedTuple):
     """A queue that is paused or has limits, in the order of LIST_QUEUES.
 
-    Up to `rate_count` attempts may begin in `rate_seconds`, up to `burst` at once, and `tokens` now.
+    Up to `rate_count` attempts may begin in `rate_seconds`, up to `burst` at once, and `tokens` now. Operators may
+    raise the rate up to `ceiling_count` in `ceiling_seconds`.
     """
 
     queue: str
@@ -442,6 +443,8 @@ class QueueControls(NamedTuple):
     burst: int | None
     tokens: float | None
     max_in_flight: int | None
+    ceiling_count: int | None
+    ceiling_seconds: float | None
     in_flight: int
 
 

@@ -105,7 +105,11 @@ BEGIN
         TO pgoutbox_operator;
         GRANT SELECT ON pgoutbox.retired TO pgoutbox_operator;
         GRANT SELECT (lease_expires_at), DELETE ON pgoutbox.renewal TO pgoutbox_operator;
-        GRANT SELECT, INSERT, UPDATE ON pgoutbox.queue TO pgoutbox_operator;
+        GRANT
+            SELECT,
+            INSERT (name, paused_at, resume_at, tokens_at, rate_seconds, tokens, rate_count, burst, max_in_flight),
+            UPDATE (paused_at, resume_at, tokens_at, rate_seconds, tokens, rate_count, burst, max_in_flight)
+        ON pgoutbox.queue TO pgoutbox_operator;
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.retention TO pgoutbox_operator;
         GRANT SELECT ON pgoutbox.audit TO pgoutbox_operator;
     END IF;
