@@ -346,6 +346,10 @@ def history(server: Server, migrated: NoopExecutor) -> Iterator[psycopg.Connecti
             "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
             " VALUES ('smtp:mail.example.org:587', now(), 30, 'w', 'refused')"
         )
+        connection.execute(  # It still counts as running in a slow run of the tests.
+            "INSERT INTO pgoutbox.worker (name, queues, topics, seen_at)"
+            " VALUES ('w', '{default}', '{mail}', now() + interval '1 day')"
+        )
         connection.commit()
         yield connection
 
