@@ -95,14 +95,14 @@ class SmtpSettings(_Group):
 
 
 class RedirectSettings(_Group):
-    """The redirect of all e-mail of a test system."""
+    """The redirect of all e-mail for testing. Exempt addresses and blackouts also apply to an operator's redirect."""
 
     to: str | None = None
-    """For testing: the address, or `@domain`, that receives all e-mail. Other contents are held back."""
+    """The address, or `@domain`, that receives all e-mail. Other contents are held back. No operator can switch it off."""
     exempt: str | None = None
     """Addresses and `@domain`s that are exempt from the redirect, separated by commas."""
     blackout: str | None = None
-    """Date ranges in which the redirect is refused, separated by commas: `2026-04-01/2026-09-30[Europe/Berlin]`."""
+    """Date ranges in which a redirect holds e-mail back: `2026-04-01/2026-09-30[Europe/Berlin]`, separated by commas."""
 
 
 class WebhookSettings(_Group):

@@ -95,7 +95,8 @@ _TOGETHER: Final = """
 
 - `PGOUTBOX_LEASE_SECONDS` is at least three times `PGOUTBOX_RENEW_SECONDS`, so that a renewal may fail twice.
 - `PGOUTBOX_LISTENER_HEARTBEAT_TIMEOUT_SECONDS` does not exceed `PGOUTBOX_LISTENER_HEARTBEAT_SECONDS`.
-- With `PGOUTBOX_REDIRECT_TO` a worker does not start on a day of `PGOUTBOX_REDIRECT_BLACKOUT`.
+- On a day of `PGOUTBOX_REDIRECT_BLACKOUT` a worker with `PGOUTBOX_REDIRECT_TO` holds e-mail back, except to exempt
+  addresses.
 - `PGOUTBOX_BREAKER_COOLDOWN_SECONDS` does not exceed `PGOUTBOX_BREAKER_MAX_COOLDOWN_SECONDS`.
 - `PGOUTBOX_SMTP_PASSWORD` needs `PGOUTBOX_SMTP_USERNAME`, and is refused with `PGOUTBOX_SMTP_SECURITY=none`.
 - `PGOUTBOX_WEB_SESSION_IDLE_SECONDS` does not exceed `PGOUTBOX_WEB_SESSION_MAX_SECONDS`.
