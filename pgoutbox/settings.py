@@ -98,11 +98,11 @@ class RedirectSettings(_Group):
     """The redirect of all e-mail for testing. Exempt addresses and blackouts also apply to an operator's redirect."""
 
     to: str | None = None
-    """The address, or `@domain`, that receives all e-mail. Other contents are held back. No operator can switch it off."""
+    """The address, or `@domain`, that receives all e-mail. Other contents are held back. Operators cannot end it."""
     exempt: str | None = None
     """Addresses and `@domain`s that are exempt from the redirect, separated by commas."""
     blackout: str | None = None
-    """Date ranges in which a redirect holds e-mail back: `2026-04-01/2026-09-30[Europe/Berlin]`, separated by commas."""
+    """Date ranges in which a redirect holds e-mail back, separated by commas: `2026-04-01/2026-09-30[Europe/Berlin]`."""
 
 
 class WebhookSettings(_Group):

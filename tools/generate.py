@@ -31,6 +31,7 @@ from pgoutbox.embedded import embedded_server
 from pgoutbox.observability import measures
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import Metric
+from pgoutbox.operations.records import BulkChanges
 from pgoutbox.outbox import EnqueueOptions, FanoutOptions, MessageOptions
 from pgoutbox.settings import Settings, fields_of, variable_of
 
@@ -595,7 +596,8 @@ def _signature(name: str, function: Callable[..., object]) -> str:
 
 
 def _unpacked(annotation: object) -> Iterator[str]:
-    known = {f"Unpack[{options.__name__}]": options for options in (MessageOptions, EnqueueOptions, FanoutOptions)}
+    groups = (MessageOptions, EnqueueOptions, FanoutOptions, BulkChanges)
+    known = {f"Unpack[{options.__name__}]": options for options in groups}
     options = known[str(annotation)]
     for name, value in options.__annotations__.items():
         yield f"{name}: {_annotation(value)} = None"

@@ -24,6 +24,7 @@ import psycopg
 from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
 from pydantic import JsonValue
+from typing_extensions import Unpack
 
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.enqueue.generators import CancelResult, RescheduleResult
@@ -38,6 +39,7 @@ from pgoutbox.operations.records import (
     AuditRow,
     Batch,
     BulkAction,
+    BulkChanges,
     ClearedRedirect,
     ClosedBreaker,
     DismissResult,
@@ -312,9 +314,7 @@ class Operator:
         *,
         batch_size: int = BATCH_SIZE,
         limit: int | None = None,
-        destination: str | None = None,
-        reason: str | None = None,
-        available_at: datetime | None = None,
+        **changes: Unpack[BulkChanges],
     ) -> Iterator[Batch]:
         """Redrive, resend, cancel, reschedule or dismiss the messages of a filter, oldest first, or with these ids.
 
@@ -329,11 +329,11 @@ class Operator:
         """
         act = _Act({})
         if action == "redrive":
-            act = _redriving(destination)
+            act = _redriving(changes.get("destination"))
         elif action == "dismiss":
-            act = _dismissing(reason)
+            act = _dismissing(changes.get("reason"))
         elif action == "reschedule":
-            act = _rescheduling(available_at)
+            act = _rescheduling(changes.get("available_at"))
         if isinstance(which, MessageFilter):
             which = which.limited_to(action)
             act = replace(act, details={**which.given(), **act.details})

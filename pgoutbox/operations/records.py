@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
-from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, cast
 from uuid import UUID
 
 from pydantic import JsonValue
@@ -49,6 +49,15 @@ class Action(enum.StrEnum):
 Progress: TypeAlias = Callable[[int], object]
 BulkAction: TypeAlias = Literal["redrive", "resend", "cancel", "reschedule", "dismiss"]
 
+
+class BulkChanges(TypedDict, total=False):
+    """The further arguments of a bulk action: a redrive, a dismissal and a reschedule have one each."""
+
+    destination: str | None
+    reason: str
+    available_at: datetime | None
+
+
 # For each bulk action: the states that it can change, the states without a filter by state, and its participle.
 _BULK_STATES: Final[Mapping[BulkAction, tuple[tuple[State, ...], tuple[State, ...], str]]] = {
     "redrive": (REDRIVABLE, (State.FAILED,), "redriven"),
@@ -65,8 +74,8 @@ class MessageFilter:
 
     `destination` may omit `mailto:`. `key` is a coalesce, dedupe or ordering key. `text` is searched in the
     destination, the owner, the keys, the skip reason and the last error, ignoring case and without wildcards. Payloads
-    are not searched. The times are enqueue times, the first one inclusive. `error_group` is the id of a group of similar
-    failures, as the dashboard's links have it.
+    are not searched. The times are enqueue times, the first one inclusive. `error_group` is the id of a group of
+    similar failures, as the dashboard's links have it.
     """
 
     states: Collection[State] = ()

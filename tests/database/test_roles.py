@@ -11,12 +11,14 @@ import psycopg
 import pytest
 
 from pgoutbox import (
+    Cancelled,
     CancelResult,
     Context,
     Message,
     NewMessage,
     Outbox,
     Permanent,
+    RescheduleResult,
     RetryPolicy,
     Skip,
     Snooze,
@@ -401,7 +403,7 @@ def test_dynamic_sql_quotes_every_name(rolled_back: psycopg.Connection) -> None:
 
 ENQUEUE_CHECKED: Final = (
     "SELECT pgoutbox._enqueue_checked"
-    "('t', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, true)"
+    "('t', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, NULL, NULL, true)"
 )
 WRITES: Final = (
     "INSERT INTO pgoutbox.message (topic, payload) VALUES ('t', '1')",
@@ -549,7 +551,10 @@ def test_a_producer_enqueues_and_cancels_in_every_way(dsn: str, connection: psyc
         assert ordered is not None
         assert outbox.cancel(producer, message_id=plain.id) is CancelResult.CANCELLED
         assert outbox.cancel(producer, topic="mail", coalesce_key="x") is CancelResult.CANCELLED
-        assert outbox.cancel(producer, topic="mail", dedupe_key="d") is CancelResult.CANCELLED
+        assert outbox.cancel(producer, topic="mail", dedupe_key="d") is CancelResult.SKIPPED  # It is superseded.
+        assert outbox.reschedule(producer, ordered.id, delay=60) is RescheduleResult.RESCHEDULED
+        owned = outbox.enqueue(producer, "mail", {}, owner="account-7")
+        assert outbox.cancel_all(producer, owner="account-7") == [Cancelled(owned.id, CancelResult.CANCELLED)]
         assert outbox.cancel(producer, topic="mail", dedupe_key="unknown") is CancelResult.MISSING
         producer.commit()
         with pytest.raises(psycopg.errors.InvalidParameterValue):
