@@ -102,7 +102,7 @@ class RedirectSettings(_Group):
     exempt: str | None = None
     """Addresses and `@domain`s that are exempt from the redirect, separated by commas."""
     blackout: str | None = None
-    """Date ranges in which a redirect holds e-mail back, separated by commas: `2026-04-01/2026-09-30[Europe/Berlin]`."""
+    """Date ranges in which redirects hold e-mail back, separated by commas: `2026-04-01/2026-09-30[Europe/Berlin]`."""
 
 
 class WebhookSettings(_Group):

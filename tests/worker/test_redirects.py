@@ -313,7 +313,7 @@ async def test_nothing_is_handed_over_while_the_switch_cannot_be_read(
     blocker.execute("LOCK TABLE pgoutbox.redirect")
     outcome = await sending.send()
     assert isinstance(outcome, Postponed)
-    assert "the redirect is unknown" in (outcome.reason or "")
+    assert outcome.reason == "not sent: the redirect is unknown: QueryCanceled"
     assert (sending.sink.sent, sending.telemetry.counts[LogEvent.REDIRECT_UNKNOWN]) == ([], 1)
     blocker.rollback()
     assert isinstance(await sending.send(), Sent)
@@ -336,12 +336,16 @@ async def test_an_email_that_waited_for_a_connection_follows_a_redirect_of_the_m
 
 
 async def test_a_transport_with_a_redirect_of_its_own_keeps_it(inbox: Inbox) -> None:
+    async def none() -> None:
+        return None
+
     smtp = {key.removeprefix("smtp_"): v for key, v in mail_settings(inbox.port).items()}
     transport = SmtpTransport(load_settings(smtp=smtp, redirect={"to": TESTER}))
     email = Email(to=ANN, subject="Hello", text="Hi")
     assert isinstance(await transport.send(outgoing(), email), Sent)
+    assert isinstance(await transport.send_or_redirect(outgoing(), email, none), Sent)
     await transport.aclose()
-    assert recipients(inbox) == [TESTER]
+    assert recipients(inbox) == [TESTER, TESTER]
 
 
 # --- blackouts --------------------------------------------------------------------------------------------------------
@@ -365,12 +369,27 @@ async def test_a_worker_starts_in_a_blackout_and_holds_user_mail_back_but_not_ex
     assert f"the blackout {AROUND_TODAY} forbids the redirect: e-mail of 2 workers waits" in warnings[1]
 
 
-async def test_a_refusal_is_logged_once(dsn: str, db: psycopg.Connection, inbox: Inbox) -> None:
-    mail_to(db, ANN), mail_to(db, ANN)
-    worker = mailing(dsn, inbox, redirect_to=TESTER, redirect_blackout=AROUND_TODAY)
-    await worker.run_once()
-    assert worker.telemetry.counts[LogEvent.REDIRECT_REFUSED] == 1
-    assert worker.telemetry.counts[LogEvent.REDIRECTING] == 0
+async def test_each_change_of_a_redirect_is_logged_once(dsn: str, db: psycopg.Connection) -> None:
+    sending = Sending(dsn)
+    counts = []
+    for statement in (None, SWITCH_ON, None, "SELECT pgoutbox.clear_redirect()", None):
+        if statement is not None:
+            db.execute(statement)
+        sending.now += 1
+        await sending.send()
+        counts.append([sending.telemetry.counts[e] for e in (LogEvent.REDIRECTING, LogEvent.REDIRECT_ENDED)])
+    await sending.close()
+    assert counts == [[0, 0], [1, 0], [1, 0], [1, 1], [1, 1]]
+
+
+async def test_a_refusal_is_logged_once(dsn: str, db: psycopg.Connection) -> None:
+    sending = Sending(dsn, redirect_to=TESTER, redirect_blackout=AROUND_TODAY)
+    for _ in range(3):
+        await sending.send()
+        sending.now += 1
+    await sending.close()
+    events = (LogEvent.REDIRECTING, LogEvent.REDIRECT_REFUSED)
+    assert [sending.telemetry.counts[event] for event in events] == [0, 1]
 
 
 async def test_mail_held_back_in_a_blackout_goes_out_by_itself_when_the_redirect_is_off(
