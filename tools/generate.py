@@ -467,10 +467,11 @@ _FURTHER_NAMES: Final = {
     "pgoutbox.operations": (
         "MessageFilter", "MessageResult", "RedriveResult", "ResendResult", "Batch", "Rate", "Pause", "ClosedBreaker",
         "PruneTotals", "ListedMessage", "ShownMessage", "ShownAttempt", "JsonText", "TopicCounts", "QueueControls",
-        "OpenBreaker", "RetentionRule", "AuditRow", "Action",
+        "OpenBreaker", "SwitchedRedirect", "WorkerRedirect", "Redirects", "ClearedRedirect", "RetentionRule", "AuditRow",
+        "Action",
     ),
     "pgoutbox.embedded": ("embedded_server", "EmbeddedServer"),
-    "pgoutbox.transports": ("Transport", "Content"),
+    "pgoutbox.transports": ("Transport", "Content", "FollowsRedirect"),
     "pgoutbox.transports.smtp": ("SmtpTransport",),
     "pgoutbox.transports.apprise": ("AppriseTransport",),
     "pgoutbox.transports.webhook": ("WebhookTransport",),
