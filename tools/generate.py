@@ -467,8 +467,8 @@ _FURTHER_NAMES: Final = {
     "pgoutbox.operations": (
         "MessageFilter", "MessageResult", "RedriveResult", "ResendResult", "Batch", "Rate", "Pause", "ClosedBreaker",
         "PruneTotals", "ListedMessage", "ShownMessage", "ShownAttempt", "JsonText", "TopicCounts", "QueueControls",
-        "OpenBreaker", "SwitchedRedirect", "WorkerRedirect", "Redirects", "ClearedRedirect", "RetentionRule", "AuditRow",
-        "Action",
+        "OpenBreaker", "SwitchedRedirect", "WorkerRedirect", "Redirects", "ClearedRedirect", "RetentionRule",
+        "AuditRow", "Action",
     ),
     "pgoutbox.embedded": ("embedded_server", "EmbeddedServer"),
     "pgoutbox.transports": ("Transport", "Content", "FollowsRedirect"),
