@@ -100,6 +100,7 @@ _TOGETHER: Final = """
   addresses.
 - `PGOUTBOX_BREAKER_COOLDOWN_SECONDS` does not exceed `PGOUTBOX_BREAKER_MAX_COOLDOWN_SECONDS`.
 - `PGOUTBOX_SMTP_PASSWORD` needs `PGOUTBOX_SMTP_USERNAME`, and is refused with `PGOUTBOX_SMTP_SECURITY=none`.
+- `PGOUTBOX_MAIL_TRANSPORT=log` is refused with `PGOUTBOX_SMTP_HOST`, and `PGOUTBOX_MAIL_DIRECTORY` needs it.
 - `PGOUTBOX_WEB_SESSION_IDLE_SECONDS` does not exceed `PGOUTBOX_WEB_SESSION_MAX_SECONDS`.
 - `PGOUTBOX_KAFKA_PASSWORD` needs `PGOUTBOX_KAFKA_USERNAME`.
 """
@@ -459,10 +460,10 @@ _MODULE_TITLES: Final = {
 # Public names that need an extra, or that few applications need; import them from these modules.
 _FURTHER_NAMES: Final = {
     "pgoutbox.worker": ("QueueShare",),
-    "pgoutbox.testing": ("OutboxDriver", "Row", "Delivery"),
+    "pgoutbox.testing": ("OutboxDriver", "Row", "Delivery", "sqlalchemy_url"),
     "pgoutbox.migrate": (
-        "upgrade", "grants", "create_roles_sql", "downgrade", "current", "head", "upgrade_sql", "version_location",
-        "include_name",
+        "upgrade", "grants", "create_roles_sql", "downgrade", "current", "state", "SchemaState", "head", "upgrade_sql",
+        "version_location", "include_name",
     ),
     "pgoutbox.operations": (
         "MessageFilter", "MessageResult", "RedriveResult", "ResendResult", "Batch", "Rate", "Pause", "ClosedBreaker",

@@ -50,7 +50,7 @@ PRODUCER, WORKER, OPERATOR, VIEWER = ROLES
 
 VIEWS: Final = (
     "attempt_view", "breaker_view", "message_view", "pulse_view", "queue_view", "redirect_view", "retention_view",
-    "waiting_view",
+    "waiting_view", "worker_view",
 )  # fmt: skip
 
 TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
@@ -76,10 +76,12 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "retention_view": "SELECT",
         "retired": "SELECT",
         "maintenance_run": "SELECT",
+        "worker": "DELETE INSERT SELECT UPDATE",
+        "worker_view": "SELECT",
     },
     OPERATOR: {
         "audit": "SELECT",
-        "queue": "INSERT SELECT UPDATE",
+        "queue": "SELECT",
         "renewal": "DELETE",
         "retention": "DELETE INSERT SELECT UPDATE",
         "retired": "SELECT",
@@ -100,6 +102,8 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "maintenance_run UPDATE": "began_at due_at worker",
     },
     OPERATOR: {
+        "queue INSERT": "burst max_in_flight name paused_at rate_count rate_seconds resume_at tokens tokens_at",
+        "queue UPDATE": "burst max_in_flight paused_at rate_count rate_seconds resume_at tokens tokens_at",
         "renewal SELECT": "lease_expires_at",
     },
     VIEWER: {},
@@ -145,6 +149,9 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "clear_redirect",
         "close_breaker",
         "dismiss",
+        "_erase",
+        "erase",
+        "_selected_messages",
         "prune",
         "_prune_dedupe",
         "redrive",
