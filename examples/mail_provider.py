@@ -19,12 +19,24 @@ from typing import TYPE_CHECKING
 import httpx
 import psycopg
 
-from pgoutbox import Context, Email, Message, Outbox, Permanent, RawEmail, Sent, Settings, Transient, Unavailable
+from pgoutbox import (
+    Context,
+    Email,
+    Message,
+    Outbox,
+    Permanent,
+    RawEmail,
+    Sent,
+    Settings,
+    Snooze,
+    Transient,
+    Unavailable,
+)
 from pgoutbox.transports.smtp.mail import render
 
 if TYPE_CHECKING:
     from pgoutbox.message import Outcome
-    from pgoutbox.transports import Content
+    from pgoutbox.transports import Content, CurrentRedirect
 
 
 class MailProvider:
@@ -33,7 +45,6 @@ class MailProvider:
     schemes = ("mailto",)
 
     def __init__(self, settings: Settings, url: str, key: str, *, timeout: float = 30.0) -> None:
-        self.redirect_to = settings.redirect.to  # `render` obeys it.
         self._settings = settings
         self._url = url
         self._headers = {"Authorization": f"Bearer {key}"}
@@ -46,13 +57,21 @@ class MailProvider:
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
         """Hand the e-mail to the provider once."""
+
+        async def none() -> None:
+            return None
+
+        return await self.send_or_redirect(message, content, none)
+
+    async def send_or_redirect(self, message: Message[object], content: Content, redirect: CurrentRedirect) -> Outcome:
+        """Hand the e-mail over like `send`, or to the receivers of the redirect that is on."""
         if not isinstance(content, (Email, RawEmail)):
             return Permanent(f"content: must be an Email, not {type(content).__name__}")
         if not self._url:
             return Unavailable("MAIL_PROVIDER_URL is not set")
         try:
-            mail = render(content, message, self._settings)
-        except (Permanent, Unavailable) as refusal:
+            mail = render(content, message, self._settings, await redirect())
+        except (Permanent, Snooze, Unavailable) as refusal:
             return refusal
         body = {
             "sender": mail.sender,

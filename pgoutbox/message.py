@@ -65,11 +65,13 @@ class ReasonCode(enum.StrEnum):
 
     `circuit_open`: the circuit breaker of its destination is open. `stalled`: its destination answers none of the sends
     in flight. `unavailable`: the transport or the handler reported `Unavailable`, and no breaker handles it.
+    `redirect`: a redirect is on that the transport does not follow, or that a blackout forbids.
     """
 
     CIRCUIT_OPEN = "circuit_open"
     STALLED = "stalled"
     UNAVAILABLE = "unavailable"
+    REDIRECT = "redirect"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +196,19 @@ class Snooze(Exception):  # noqa: N818 - an outcome; it can be returned or raise
 
 
 class Postponed(Snooze):
-    """A snooze by the circuit breaker of this key.
+    """A snooze by pgoutbox itself, with its reason, and the key of the circuit breaker that caused it.
 
     `unknown_error` is the error of a send that may have succeeded.
     """
 
     def __init__(
-        self, delay: float, reason: str, *, code: ReasonCode, breaker_key: str, unknown_error: str | None = None
+        self,
+        delay: float,
+        reason: str,
+        *,
+        code: ReasonCode,
+        breaker_key: str | None = None,
+        unknown_error: str | None = None,
     ) -> None:
         super().__init__(delay, reason)
         self.code = code

@@ -96,7 +96,8 @@ _TOGETHER: Final = """
 
 - `PGOUTBOX_LEASE_SECONDS` is at least three times `PGOUTBOX_RENEW_SECONDS`, so that a renewal may fail twice.
 - `PGOUTBOX_LISTENER_HEARTBEAT_TIMEOUT_SECONDS` does not exceed `PGOUTBOX_LISTENER_HEARTBEAT_SECONDS`.
-- With `PGOUTBOX_REDIRECT_TO` a worker does not start on a day of `PGOUTBOX_REDIRECT_BLACKOUT`.
+- On a day of `PGOUTBOX_REDIRECT_BLACKOUT` a worker with `PGOUTBOX_REDIRECT_TO` holds e-mail back, except to exempt
+  addresses.
 - `PGOUTBOX_BREAKER_COOLDOWN_SECONDS` does not exceed `PGOUTBOX_BREAKER_MAX_COOLDOWN_SECONDS`.
 - `PGOUTBOX_SMTP_PASSWORD` needs `PGOUTBOX_SMTP_USERNAME`, and is refused with `PGOUTBOX_SMTP_SECURITY=none`.
 - `PGOUTBOX_MAIL_TRANSPORT=log` is refused with `PGOUTBOX_SMTP_HOST`, and `PGOUTBOX_MAIL_DIRECTORY` needs it.
@@ -467,10 +468,11 @@ _FURTHER_NAMES: Final = {
     "pgoutbox.operations": (
         "MessageFilter", "MessageResult", "RedriveResult", "ResendResult", "Batch", "Rate", "Pause", "ClosedBreaker",
         "PruneTotals", "ListedMessage", "ShownMessage", "ShownAttempt", "JsonText", "TopicCounts", "QueueControls",
-        "OpenBreaker", "RetentionRule", "AuditRow", "Action",
+        "OpenBreaker", "SwitchedRedirect", "WorkerRedirect", "Redirects", "ClearedRedirect", "RetentionRule",
+        "AuditRow", "Action",
     ),
     "pgoutbox.embedded": ("embedded_server", "EmbeddedServer"),
-    "pgoutbox.transports": ("Transport", "Content"),
+    "pgoutbox.transports": ("Transport", "Content", "FollowsRedirect"),
     "pgoutbox.transports.smtp": ("SmtpTransport",),
     "pgoutbox.transports.apprise": ("AppriseTransport",),
     "pgoutbox.transports.webhook": ("WebhookTransport",),

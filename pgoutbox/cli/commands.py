@@ -4,7 +4,20 @@ Data goes to stdout, everything else to stderr. A command raises `PgOutboxError`
 returns an exit code.
 """
 
-from pgoutbox.cli import about, acts, breakers, deletion, doctor, erasure, messages, queues, schema, watch, worker
+from pgoutbox.cli import (
+    about,
+    acts,
+    breakers,
+    deletion,
+    doctor,
+    erasure,
+    messages,
+    queues,
+    redirect,
+    schema,
+    watch,
+    worker,
+)
 from pgoutbox.cli.program import app
 from pgoutbox.cli.web import web_app
 
@@ -20,6 +33,7 @@ __all__ = [
     "erasure",
     "messages",
     "queues",
+    "redirect",
     "schema",
     "watch",
     "worker",

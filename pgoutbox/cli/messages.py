@@ -208,10 +208,11 @@ def show(
 
 @app.command()
 def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> None:
-    """Count messages by topic; list paused queues and open circuit breakers."""
+    """Count messages by topic; list paused queues, open circuit breakers and redirects."""
     settings = read_settings(dsn)
     with open_operator(settings, read_only=True) as operator:
         open_breakers = [breaker.redacted(settings.redacted_names) for breaker in operator.list_open_breakers()]
+        redirects = operator.redirects()
         counts = operator.count_messages(queue=queue)
         paused = [q for q in operator.list_queues() if q.paused_at and queue in (None, q.queue)]
         if not counts:
@@ -222,10 +223,13 @@ def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> N
                 "topics": [c._asdict() for c in counts],
                 "paused": [{"queue": q.queue, "paused_at": q.paused_at, "resume_at": q.resume_at} for q in paused],
                 "breakers": [breaker._asdict() for breaker in open_breakers],
+                "redirects": redirects.as_json(),
             }
         )
         return
     print_table(TopicCounts._fields, counts)
+    for redirect in redirects.warnings():
+        print_warning(redirect)
     for controls in paused:
         print_warning(f"queue {controls.queue} is {describe_pause(controls.paused_at, controls.resume_at)}")
     for breaker in open_breakers:

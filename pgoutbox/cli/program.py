@@ -22,7 +22,7 @@ from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings, load_settings, u
 
 _ORDER: Final = (
     *("demo", "migrate", "worker", "enqueue", "list", "show", "stats", "top", "tail", "workers"),
-    *("redrive", "resend", "cancel", "prune", "retention", "queues", "pause", "resume", "limit", "audit"),
+    *("redrive", "resend", "cancel", "prune", "retention", "queues", "pause", "resume", "limit", "redirect", "audit"),
     *("export", "erase", "mentions"),
     *("doctor", "web"),
 )

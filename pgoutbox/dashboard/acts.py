@@ -18,6 +18,7 @@ from pgoutbox.dashboard.rendering import link, query
 from pgoutbox.errors import MessageNotFoundError
 from pgoutbox.message import State
 from pgoutbox.operations import RedriveResult
+from pgoutbox.transports.redirect import RedirectRules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,6 +107,22 @@ async def limit_in_flight(request: Request) -> Response:
 
 
 @operators_only
+async def set_redirect(request: Request) -> Response:
+    """Redirect all e-mail of all workers, for some time or without end."""
+    rules = RedirectRules.of(dashboard_of(request).settings.redirect)
+    target, duration = inputs.redirect_of(await inputs.read_form(request), rules)
+    await _act(request, lambda operator: operator.set_redirect(target, duration=duration))
+    return _to_redirect(request, done="redirected")
+
+
+@operators_only
+async def clear_redirect(request: Request) -> Response:
+    """Switch the redirect off."""
+    cleared = await _act(request, lambda operator: operator.clear_redirect())
+    return _to_redirect(request, done="redirect-off" if cleared.was_on else "redirect-not-on")
+
+
+@operators_only
 async def start_bulk(request: Request) -> Response:
     """Start the bulk action of the preview."""
     form = await inputs.read_form(request)
@@ -143,6 +160,11 @@ def _to_queues(request: Request, queue: str, *, done: str) -> Response:
     return RedirectResponse(f"{link(request, 'queues')}{query(done=done)}#queue-{queue}", status_code=303)
 
 
+def _to_redirect(request: Request, *, done: str) -> Response:
+    dashboard_of(request).forget()
+    return RedirectResponse(f"{link(request, 'queues')}{query(done=done)}#redirect", status_code=303)
+
+
 ROUTES: Final = [
     Route("/messages/{message_id}/redrive", redrive, name="redrive", methods=["POST"]),
     Route("/messages/{message_id}/dismiss", dismiss, name="dismiss", methods=["POST"]),
@@ -153,6 +175,8 @@ ROUTES: Final = [
     Route("/queues/{queue}/resume", resume, name="resume", methods=["POST"]),
     Route("/queues/{queue}/rate", limit_rate, name="limit_rate", methods=["POST"]),
     Route("/queues/{queue}/in-flight", limit_in_flight, name="limit_in_flight", methods=["POST"]),
+    Route("/redirect", set_redirect, name="set_redirect", methods=["POST"]),
+    Route("/redirect/off", clear_redirect, name="clear_redirect", methods=["POST"]),
     Route("/bulk", start_bulk, name="start_bulk", methods=["POST"]),
     Route("/bulk/{bulk_id}/stop", stop_bulk, name="stop_bulk", methods=["POST"]),
 ]

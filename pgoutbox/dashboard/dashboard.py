@@ -13,6 +13,7 @@ from pgoutbox.dashboard.charts import failures_by_topic
 from pgoutbox.dashboard.database import ANSWER_SECONDS, Database, UnavailableError
 from pgoutbox.dashboard.history import History, Minute
 from pgoutbox.dashboard.live import ChangeFeed
+from pgoutbox.operations import Operator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from pgoutbox.dashboard.charts import TopicFailures
     from pgoutbox.dashboard.types import Connection, Viewer
+    from pgoutbox.operations import Redirects
     from pgoutbox.outbox import Outbox
     from pgoutbox.settings import Settings
 
@@ -52,6 +54,7 @@ class Dashboard:
         self._outbox = outbox
         self._history = History()
         self._overview: tuple[float, Overview] | None = None
+        self._redirects: tuple[float, Redirects] | None = None
         self._one_reads = anyio.Lock()
 
     def names_of(self, topic: str | None) -> Sequence[str]:
@@ -88,9 +91,19 @@ class Dashboard:
             self._history.of_last_hour(connection, now),
         )
 
+    async def redirects(self) -> Redirects:
+        """Return the redirects that are on, at most a second old."""
+        known = self._redirects
+        if known is None or time.monotonic() - known[0] > _FRESH_SECONDS:
+            asked_at = time.monotonic()
+            known = (asked_at, await self.database.read(lambda connection: Operator(connection).redirects()))
+            self._redirects = known
+        return known[1]
+
     def forget(self) -> None:
-        """Drop the cached data of the overview page."""
+        """Drop the cached data."""
         self._overview = None
+        self._redirects = None
 
     def close(self) -> None:
         """Stop bulk actions and close idle connections. Committed changes remain."""

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Final
 from starlette.datastructures import ImmutableMultiDict
 from starlette.exceptions import HTTPException
 
-from pgoutbox.errors import MessageNotFoundError, PgOutboxError
+from pgoutbox.errors import ConfigurationError, MessageNotFoundError, PgOutboxError
 from pgoutbox.message import State
 from pgoutbox.operations import Action, MessageFilter, Rate
 from pgoutbox.options import MAX_DESTINATION_BYTES, MAX_ID
 from pgoutbox.text import NAME
+from pgoutbox.transports.redirect import check_target
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
     from pgoutbox.operations.records import BulkAction, BulkChanges
+    from pgoutbox.transports.redirect import RedirectRules
 
 MAX_LIMIT: Final = 200
 BULK_ACTIONS: Final[tuple[BulkAction, ...]] = ("redrive", "dismiss", "reschedule", "cancel")
@@ -210,7 +212,7 @@ def _queue(value: str) -> str:
 
 
 def duration_of(form: Given) -> timedelta | None:
-    """Return the length of a pause; None means until the queue is resumed by hand."""
+    """Return the length of a pause or a redirect; None means without an end."""
     count = number_of(form, "duration", at_most=100_000)
     unit = form.get("unit", "minutes")
     if unit not in _UNIT_SECONDS:
@@ -219,8 +221,21 @@ def duration_of(form: Given) -> timedelta | None:
         return None
     duration = timedelta(seconds=count * _UNIT_SECONDS[unit])
     if duration > _MAX_PAUSE:
-        raise InputError("duration", f"at most {_MAX_PAUSE.days} days; leave it empty to pause without an end")
+        raise InputError("duration", f"at most {_MAX_PAUSE.days} days; leave it empty for no end")
     return duration
+
+
+def redirect_of(form: Given, rules: RedirectRules) -> tuple[str, timedelta | None]:
+    """Return the target and the length of a redirect; None means until it is switched off."""
+    target = text_of(form, "target")
+    if target is None:
+        raise InputError("target", "give an address, or @ and a domain")
+    try:
+        check_target(target)
+        rules.require_allowed()
+    except ConfigurationError as error:
+        raise InputError("target", str(error).removeprefix("target: ")) from None
+    return target, duration_of(form)
 
 
 def rate_of(form: Given) -> tuple[Rate | None, int | None]:

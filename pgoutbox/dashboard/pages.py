@@ -40,6 +40,9 @@ _DONE: Final[Mapping[str, str]] = {
     "paused": "The queue is paused. Messages in flight continue.",
     "resumed": "The queue is resumed.",
     "not-paused": "The queue was not paused.",
+    "redirected": "No worker begins to hand an e-mail over to its real recipients, except to exempt addresses.",
+    "redirect-off": "The redirect is off. Held-back messages are due in two seconds.",
+    "redirect-not-on": "The redirect was not on.",
     "limited": "The limit applies from the next claim of each worker.",
 }
 _PREVIEW: Final = 10
@@ -172,6 +175,7 @@ async def queues(request: Request) -> Response:
         "looked_at": reads.SEARCH_ROWS,
         "periods": inputs.PERIODS,
         "notice": _notice(request),
+        "blackout": dashboard_of(request).settings.redirect.blackout,
     }
     return await render_page(request, "queues.html", {**context, **known})
 

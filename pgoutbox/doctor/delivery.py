@@ -327,6 +327,33 @@ def check_breakers(context: DoctorContext) -> Iterator[Note]:
         yield ok("no circuit breaker is open")
 
 
+def check_redirect(context: DoctorContext) -> Iterator[Note]:
+    """Find redirects that are on, and blackouts that forbid them."""
+    rows = context.ask(sql.READ_REDIRECTS)
+    for row in rows:
+        if row["refused_within"] is not None:
+            yield problem(
+                f"worker {row['name']}: the blackout {row['refused_within']} forbids the redirect that is on",
+                "e-mail waits, except to exempt addresses; notifications, webhooks and events wait too",
+                "run `pgoutbox redirect off`, or unset PGOUTBOX_REDIRECT_TO and restart the worker",
+            )
+        elif row["source"] == "operator":
+            until = "" if row["until_at"] is None else f" until {row['until_at'].isoformat(timespec='seconds')}"
+            yield warning(
+                f"{one_line(row['name'])} redirects all e-mail to {row['target']}{until}",
+                "your users get no e-mail, and notifications, webhooks and events are held back",
+                "run `pgoutbox redirect off`, unless this is a test",
+            )
+        else:
+            yield warning(
+                f"worker {row['name']}: PGOUTBOX_REDIRECT_TO={row['target']}: all of its e-mail goes there",
+                "your users get no e-mail, and notifications, webhooks and events are held back",
+                "unset PGOUTBOX_REDIRECT_TO and restart the worker, unless this is a test system",
+            )
+    if not rows:
+        yield ok("no redirect is on")
+
+
 def check_failed(context: DoctorContext) -> Iterator[Note]:
     """Find topics with a growing number of failed messages."""
     topics = context.ask(sql.FAILING_TOPICS)

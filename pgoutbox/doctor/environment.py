@@ -13,7 +13,7 @@ from pgoutbox.doctor.findings import Note, ok, problem, skipped, warning
 from pgoutbox.encryption import keyring_of
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import Settings, unknown_variables
-from pgoutbox.transports.redirect import Redirect
+from pgoutbox.transports.redirect import RedirectRules
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
@@ -39,11 +39,19 @@ def _misspelt(environment: Mapping[str, str]) -> Iterator[Note]:
 
 def _redirected(settings: Settings) -> Iterator[Note]:
     try:
-        redirect = Redirect.at_start(settings.redirect)
+        rules = RedirectRules.of(settings.redirect)
     except ConfigurationError as error:
         yield problem(str(error), "a worker with these settings does not start", "correct or unset the setting")
         return
-    if redirect is not None:
+    if rules.to is None:
+        return
+    if (window := rules.refused_within()) is not None:
+        yield problem(
+            f"PGOUTBOX_REDIRECT_TO={rules.to}, and PGOUTBOX_REDIRECT_BLACKOUT forbids to redirect within {window}",
+            "e-mail waits, except to exempt addresses; notifications, webhooks and events wait too",
+            "unset PGOUTBOX_REDIRECT_TO, and restart the workers",
+        )
+    else:
         exceptions = f", except for {settings.redirect.exempt}" if settings.redirect.exempt else ""
         yield warning(
             f"PGOUTBOX_REDIRECT_TO={settings.redirect.to}: all e-mail goes there{exceptions}",

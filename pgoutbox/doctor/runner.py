@@ -42,6 +42,7 @@ _SCHEMA_CHECKS: Final[Mapping[str, Check]] = {
     "encryption": delivery.check_encryption,
     "due": delivery.check_due,
     "breakers": delivery.check_breakers,
+    "redirect": delivery.check_redirect,
     "failed": delivery.check_failed,
     "destinations": delivery.check_destinations,
 }

@@ -122,7 +122,16 @@ class LogEvent(enum.StrEnum):
     )
     REDIRECTING = (
         "redirecting",
-        "`PGOUTBOX_REDIRECT_TO` is set: all e-mail goes there, and other contents are held back.",
+        "A redirect is on: all e-mail goes to its target, and contents other than e-mail are held back.",
+    )
+    REDIRECT_REFUSED = (
+        "redirect_refused",
+        "A redirect is on, and a blackout forbids it: e-mail is held back, except to exempt addresses.",
+    )
+    REDIRECT_ENDED = "redirect_ended", "The redirect is off. Held-back messages are sent."
+    REDIRECT_UNKNOWN = (
+        "redirect_unknown",
+        "The redirect could not be read or reported. While it cannot be read, all contents are held back.",
     )
     TRANSPORT_NOT_READY = (
         "transport_not_ready",

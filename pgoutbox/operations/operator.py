@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -41,6 +42,7 @@ from pgoutbox.operations.records import (
     Batch,
     BulkAction,
     BulkChanges,
+    ClearedRedirect,
     ClosedBreaker,
     DismissResult,
     EraseResult,
@@ -56,15 +58,19 @@ from pgoutbox.operations.records import (
     PruneTotals,
     QueueControls,
     Rate,
+    Redirects,
     RedriveResult,
     ResendResult,
     RetentionRule,
     ShownAttempt,
     ShownMessage,
+    SwitchedRedirect,
     TopicCounts,
+    WorkerRedirect,
 )
 from pgoutbox.options import check_available_at, check_destination, check_name, if_given
 from pgoutbox.settings import Settings, load_settings
+from pgoutbox.transports.redirect import REDIRECT_SECONDS, RedirectRules, check_target
 
 BATCH_SIZE: Final = 500
 # A bulk act searches so many rows at a time, and fewer if it has to normalise the error of each.
@@ -81,6 +87,7 @@ _MISSING: Final = "does not exist"
 _LOCKED: Final = "is locked by another transaction; try again"
 _CHANGED: Final = "was attempted again"
 _MAX_REASON: Final = 1_000
+_MAX_REDIRECT: Final = timedelta(days=3_650)
 # Each row of the schema is compared with each text.
 _MAX_SEARCHED_ADDRESSES: Final = 20
 
@@ -125,6 +132,7 @@ class Operator:
     ) -> None:
         self._resources = contextlib.ExitStack()
         self._actor = {"actor": actor, "origin": origin}
+        self._redirect_rules: RedirectRules | None = None
         self._keyring: Keyring | None = None
         if isinstance(database, psycopg.Connection):
             self._connection = database
@@ -135,6 +143,7 @@ class Operator:
             raise ConfigurationError(
                 f"database: give a connection string, Settings or a psycopg.Connection, not {kind}"
             )
+        self._redirect_rules = RedirectRules.of(settings.redirect)
         self._keyring = keyring_of(settings.encryption_keys)
         opened = operator_connection.connect(settings, read_only=read_only)
         self._connection = self._resources.enter_context(opened)
@@ -591,6 +600,61 @@ class Operator:
             message_count += batch_count
             if not batch_count:
                 return ClosedBreaker(was_open, message_count)
+
+    # --- redirect -----------------------------------------------------------------------------------------------------
+
+    def redirects(self) -> Redirects:
+        """Return the redirect that an operator has switched on, and the redirects and blackouts of workers."""
+        rows = self._fetch(sql.READ_REDIRECTS)
+        switched = [
+            SwitchedRedirect(target, name, since, until_at)
+            for source, target, name, since, until_at, _ in rows
+            if source == "operator"
+        ]
+        workers = [
+            WorkerRedirect(name, target, refused_within, since)
+            for source, target, name, since, _, refused_within in rows
+            if source == "worker"
+        ]
+        return Redirects(switched[0] if switched else None, tuple(workers))
+
+    def set_redirect(self, target: str, *, duration: timedelta | None = None) -> SwitchedRedirect:
+        """Redirect all e-mail of all workers to `target`, for some time or until `clear_redirect`.
+
+        `target` is an address, or `@` and a domain. It replaces an earlier redirect, and takes precedence over
+        `PGOUTBOX_REDIRECT_TO` of the workers. Contents other than e-mail are held back.
+
+        The call waits for two seconds after its commit. When it returns, no worker begins to hand an e-mail over to
+        its real recipients, except to the exempt addresses of its settings. In a transaction of your own connection it
+        does not wait: count the two seconds from your commit. Raises `ConfigurationError` for an invalid target or
+        duration, and on a day of `PGOUTBOX_REDIRECT_BLACKOUT` in the settings of this process.
+        """
+        check_target(target)
+        if duration is not None and not timedelta(seconds=1) <= duration <= _MAX_REDIRECT:
+            raise ConfigurationError(f"duration={duration}: must be from 1 second to {_MAX_REDIRECT.days} days")
+        if self._redirect_rules is not None:
+            self._redirect_rules.require_allowed()
+        seconds = None if duration is None else duration.total_seconds()
+        act = _Act({"target": target, "seconds": seconds})
+        ((set_by, set_at, until_at),) = self._act(sql.SET_REDIRECT, {"target": target, "seconds": seconds}, act)
+        if self._connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE:
+            time.sleep(REDIRECT_SECONDS)  # So long a worker may rely on what it has read.
+        return SwitchedRedirect(target, set_by, set_at, until_at)
+
+    def clear_redirect(self) -> ClearedRedirect:
+        """Switch the redirect off for all workers, and make the messages that it held back due.
+
+        Workers follow within two seconds. A redirect in the environment of a worker stays on. Each batch of messages
+        has its own transaction. Idempotent.
+        """
+        act = _Act({"target": "none"})
+        was_on, message_count = False, 0
+        while True:
+            ((found_on, batch_count),) = self._act(sql.CLEAR_REDIRECT, {}, act)
+            was_on |= found_on
+            message_count += batch_count
+            if not batch_count:
+                return ClearedRedirect(was_on, message_count)
 
     # --- retention ----------------------------------------------------------------------------------------------------
 

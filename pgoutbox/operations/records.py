@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
@@ -41,6 +42,7 @@ class Action(enum.StrEnum):
     LIMIT = "limit"
     RETENTION = "retention"
     BREAKER = "breaker"
+    REDIRECT = "redirect"
     ERASE = "erase"
     EXPORT = "export"
 
@@ -454,6 +456,69 @@ class Rate:
 
     count: int
     seconds: float
+
+
+class SwitchedRedirect(NamedTuple):
+    """A redirect that an operator has switched on. Without `until_at` it lasts until it is switched off."""
+
+    target: str
+    set_by: str
+    set_at: datetime
+    until_at: datetime | None
+
+
+class WorkerRedirect(NamedTuple):
+    """A worker's own redirect, `PGOUTBOX_REDIRECT_TO`, and the blackout because of which it holds e-mail back."""
+
+    worker: str
+    target: str | None
+    refused_within: str | None
+    reported_at: datetime
+
+
+class Redirects(NamedTuple):
+    """All redirects that are on: the operator's, and those that workers have reported in the last 90 seconds."""
+
+    switched: SwitchedRedirect | None
+    workers: tuple[WorkerRedirect, ...]
+
+    def warnings(self) -> list[str]:
+        """Return a sentence for each redirect that is on and each blackout that forbids it; none if all is as usual."""
+        found = []
+        if self.switched is not None:
+            target, set_by, set_at, until_at = self.switched
+            until = "" if until_at is None else f" until {until_at.isoformat(timespec='seconds')}"
+            since = set_at.isoformat(timespec="seconds")
+            found.append(f"{set_by} redirects all e-mail to {target} since {since}{until}")
+        targets = Counter(report.target for report in self.workers if report.target is not None)
+        found += [
+            f"PGOUTBOX_REDIRECT_TO={target} redirects all e-mail of {_workers(count)}"
+            for target, count in targets.items()
+        ]
+        windows = Counter(report.refused_within for report in self.workers if report.refused_within is not None)
+        found += [
+            f"the blackout {window} forbids the redirect: e-mail of {_workers(count)} waits, except to exempt addresses"
+            for window, count in windows.items()
+        ]
+        return found
+
+    def as_json(self) -> dict[str, object]:
+        """Return both as JSON values."""
+        return {
+            "switched": None if self.switched is None else self.switched._asdict(),
+            "workers": [report._asdict() for report in self.workers],
+        }
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
+
+
+class ClearedRedirect(NamedTuple):
+    """The result of a switch off: whether the redirect was on, and how many held-back messages are due now."""
+
+    was_on: bool
+    message_count: int
 
 
 class OpenBreaker(NamedTuple):

@@ -9,10 +9,17 @@ be fixed before any hand-over, it returns `Unavailable`.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import urlsplit
 
 from pgoutbox.message import Message, Outcome
+
+if TYPE_CHECKING:
+    from pgoutbox.transports.redirect import Redirect
+
+# Returns the redirect that is on now, or None. Its answer is at most a second old.
+CurrentRedirect: TypeAlias = "Callable[[], Awaitable[Redirect | None]]"
 
 
 @runtime_checkable
@@ -28,8 +35,7 @@ class Content(Protocol):
 class Transport(Protocol):
     """Sends contents to the destinations of some URI schemes. One instance serves one worker, on its event loop.
 
-    While `redirect_to` is set, contents go only to transports with an attribute `redirect_to` of the same value. Such a
-    transport promises to hand over only to the receivers of the redirect.
+    While a redirect is on, contents go only to transports that are `FollowsRedirect`. Other contents are held back.
     """
 
     @property
@@ -71,6 +77,20 @@ class NamesPart(Protocol):
         """Return the key of the part that this delivery needs, such as the sender: an additional breaker.
 
         It opens only when `send` returns `Unavailable(..., breaker=...)` with this key. It contains no secret.
+        """
+        ...
+
+
+@runtime_checkable
+class FollowsRedirect(Protocol):
+    """A transport that hands over to testers while a redirect is on. Optional."""
+
+    async def send_or_redirect(self, message: Message[object], content: Content, redirect: CurrentRedirect) -> Outcome:
+        """Hand the content over as `send` does, or to the receivers of the redirect that is on.
+
+        The worker calls this in place of `send`. Call `await redirect()` right before the hand-over: it returns the
+        redirect that is on, or None. On a day of `PGOUTBOX_REDIRECT_BLACKOUT`, `redirect.refusal(message)` is the
+        outcome to return.
         """
         ...
 

@@ -1,12 +1,14 @@
 """The redirect for testing: all e-mail goes to one address or one domain, except for recipients on a list.
 
-Pure. It never redirects a real user's e-mail unnoticed: during a blackout, a worker does not start with a redirect,
-and a running worker hands nothing over. Contents that cannot be redirected are held back.
+Pure. `RedirectRules` are a worker's settings. The target comes from them, or from the operator who switched a redirect
+on. It never redirects a real user's e-mail unnoticed: during a blackout, e-mail waits. Contents that cannot be
+redirected are held back.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 import re
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, tzinfo
@@ -15,16 +17,20 @@ from typing import TYPE_CHECKING, Self
 from zoneinfo import ZoneInfo
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Unavailable
+from pgoutbox.message import Message, Permanent, Postponed, ReasonCode
 from pgoutbox.transports.addresses import Mailbox, parse_mailbox
 
 if TYPE_CHECKING:
     from pgoutbox.settings import RedirectSettings
 
+REDIRECT_SECONDS = 2.0
+"""How long a worker may rely on what it has read of an operator's redirect. So long a switch takes at most."""
+
 _TO = "PGOUTBOX_REDIRECT_TO"
 _EXEMPT = "PGOUTBOX_REDIRECT_EXEMPT"
 _BLACKOUT = "PGOUTBOX_REDIRECT_BLACKOUT"
 _MAX_LOCAL_BYTES = 64
+_MAX_PAUSE_SECONDS = 300.0
 _WINDOW = re.compile(r"(\d{4}-\d\d-\d\d)/(\d{4}-\d\d-\d\d)(?:\[([A-Za-z0-9_+/-]+)\])?")
 
 
@@ -62,56 +68,90 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Redirect:
-    """The target of redirected e-mail, the exempt recipients, and the blackouts."""
+class RedirectRules:
+    """The settings of the redirect: its target if the environment has one, exempt recipients and blackouts."""
 
-    target: Address
-    to_domain: bool
+    to: str | None
     exempt: frozenset[str]
     windows: tuple[Window, ...]
 
     @classmethod
-    def of(cls, settings: RedirectSettings) -> Self | None:
-        """Return the redirect of the settings, or None. Invalid settings raise `ConfigurationError` in both cases."""
+    def of(cls, settings: RedirectSettings) -> Self:
+        """Return the rules of the settings. Raises `ConfigurationError` for an invalid setting."""
         windows = tuple(Window.parse(text) for text in _items(settings.blackout))
         exempt = frozenset(_exemption(text) for text in _items(settings.exempt))
-        if settings.to is None:
-            return None
-        to_domain = settings.to.startswith("@")
-        # The longest name for a redirected address must fit before the domain.
-        full = "x" * _MAX_LOCAL_BYTES + settings.to if to_domain else settings.to
-        return cls(_address(_TO, full), to_domain, exempt, windows)
+        rules = cls(settings.to, exempt, windows)
+        rules.redirect()
+        return rules
 
-    @classmethod
-    def at_start(cls, settings: RedirectSettings) -> Self | None:
-        """Return the redirect like `of`, and also raise `ConfigurationError` during a blackout."""
-        redirect = cls.of(settings)
-        if redirect is not None and (window := redirect._window()) is not None:
-            raise ConfigurationError(
-                f"{_TO} is set, and {_BLACKOUT} forbids to redirect within {window.text}: unset {_TO}"
-            )
-        return redirect
+    def redirect(self, switched_to: str | None = None) -> Redirect | None:
+        """Return the redirect to the target that an operator has switched on, or else to that of the settings.
+
+        Raises `ConfigurationError` for a target that is not an address, or `@` and a domain.
+        """
+        if switched_to is not None:
+            return Redirect(switched_to, _target("target", switched_to), self)
+        return None if self.to is None else Redirect(self.to, _target(_TO, self.to), self)
+
+    def refused_within(self) -> str | None:
+        """Return the blackout that forbids to redirect now, as the setting has it; None without one."""
+        now = datetime.now(UTC)
+        return next((window.text for window in self.windows if now in window), None)
 
     def require_allowed(self) -> None:
-        """Raise `Unavailable` during a blackout: neither users nor testers get e-mail."""
-        if (window := self._window()) is not None:
-            raise Unavailable(f"refuses to redirect within {window.text} ({_BLACKOUT}): unset {_TO} and restart")
+        """Raise `ConfigurationError` during a blackout."""
+        if (window := self.refused_within()) is not None:
+            raise ConfigurationError(f"{_BLACKOUT} forbids to redirect within {window}")
 
-    def _window(self) -> Window | None:
-        now = datetime.now(UTC)
-        return next((window for window in self.windows if now in window), None)
+
+@dataclass(frozen=True, slots=True)
+class Redirect:
+    """A redirect that is on: its target, an address or `@` and a domain, and the rules of the worker."""
+
+    target: str
+    address: Address
+    rules: RedirectRules
+
+    def refusal(self, message: Message[object]) -> Postponed | None:
+        """Return the outcome of a content that a blackout forbids to redirect; None on other days.
+
+        Neither its receiver nor the testers get it. It waits, and uses up no attempt.
+        """
+        window = self.rules.refused_within()
+        if window is None:
+            return None
+        return held_back(message, f"refuses to redirect to {self.target} within {window} ({_BLACKOUT})")
 
     def is_exempt(self, box: Mailbox) -> bool:
         """Whether this recipient is exempt from the redirect."""
         address = box.address
-        return not self.exempt.isdisjoint({address.addr_spec.lower(), f"@{address.domain.lower()}"})
+        return not self.rules.exempt.isdisjoint({address.addr_spec.lower(), f"@{address.domain.lower()}"})
 
     def apply(self, box: Mailbox) -> Mailbox:
         """Return the mailbox that gets the e-mail instead of this recipient, under the recipient's name."""
         if self.is_exempt(box):
             return box
-        name = _name_with_domain(box.address) if self.to_domain else self.target.username
-        return Mailbox(box.field, Address(box.address.display_name, name, self.target.domain))
+        name = _name_with_domain(box.address) if self.target.startswith("@") else self.address.username
+        return Mailbox(box.field, Address(box.address.display_name, name, self.address.domain))
+
+
+def held_back(message: Message[object], reason: str) -> Postponed:
+    """Return the outcome of a message that waits for the end of a redirect. The pauses grow to five minutes.
+
+    `clear_redirect` ends the pause.
+    """
+    pause = min(_MAX_PAUSE_SECONDS, 2.0 ** min(message.attempt_count, 10))
+    return Postponed(max(1.0, pause * random.uniform(0.5, 1)), reason, code=ReasonCode.REDIRECT)
+
+
+def check_target(target: str) -> None:
+    """Raise `ConfigurationError` for a target that is not an address, or `@` and a domain."""
+    _target("target", target)
+
+
+def _target(name: str, target: str) -> Address:
+    # The longest name for a redirected address must fit before the domain.
+    return _address(name, "x" * _MAX_LOCAL_BYTES + target if target.startswith("@") else target)
 
 
 def _items(text: str | None) -> list[str]:

@@ -39,11 +39,9 @@ class Dispatcher:
         threads: Executor,
         *,
         lease_seconds: float,
-        redirect_to: str | None = None,
         send: Send | None = None,
     ) -> None:
         self._transports = transports
-        self._redirect_to = redirect_to
         self._threads = threads
         self._lease_seconds = lease_seconds
         self._send = send or send_by
@@ -147,9 +145,6 @@ class Dispatcher:
         transport = self._transports.get(scheme)
         if transport is None:
             return await self._send(MissingTransport(scheme, self._transports), message, content)
-        if getattr(transport, "redirect_to", None) != self._redirect_to:
-            # Kept, not skipped: if the redirect is a mistake, all messages are sent after its removal.
-            return Unavailable(f"not sent: the transport of {scheme!r} does not follow PGOUTBOX_REDIRECT_TO")
         return await self._send(transport, message, content)
 
 

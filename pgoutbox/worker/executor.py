@@ -27,8 +27,9 @@ from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, breaker_key, scheme_of
 from pgoutbox.worker.attempt import RELEASED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
 from pgoutbox.worker.circuit_breakers import CircuitBreakers
-from pgoutbox.worker.dispatcher import Dispatcher, Send, outcome_of_error, send_by
+from pgoutbox.worker.dispatcher import Dispatcher, Send, outcome_of_error
 from pgoutbox.worker.finisher import Finisher
+from pgoutbox.worker.redirects import Redirects
 from pgoutbox.worker.transactional import Transactions
 
 
@@ -53,20 +54,20 @@ class AttemptExecutor:
         self._transports = transports
         self._finisher = finisher
         self._stale_seconds = settings.lease_seconds / 2
-        send: Send = send_by
+        self.redirects = Redirects(settings, store, telemetry)
+        send: Send = self.redirects.send
         self._run: RunWork = self._run_handler
         for one in reversed(middleware):
             self._run = partial(_run_through, one, telemetry, call_next=self._run)
         if settings.otel.traces and (tracing := Tracing.at_start()) is not None:
             self._run = partial(_run_traced, tracing, call_next=self._run)
-            send = partial(_send_traced, tracing)
+            send = partial(_send_traced, tracing, send)
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pgoutbox-handler")
         self.breakers = CircuitBreakers(store, transports, settings, telemetry, alert_queue=alert_queue, send=send)
         self._dispatcher = Dispatcher(
             transports,
             self._threads,
             lease_seconds=settings.lease_seconds,
-            redirect_to=settings.redirect.to,
             send=self.breakers.send if settings.breaker.enabled else send,
         )
         self._transactions = Transactions(settings, store, self._dispatcher, self._threads)
@@ -84,6 +85,7 @@ class AttemptExecutor:
         """Close connections, transports and threads. Call it after all attempts have ended."""
         await self._transactions.close()
         await self.breakers.close()
+        await self.redirects.close()
         for transport in {id(t): t for t in self._transports.values()}.values():
             await transport.aclose()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -186,7 +188,9 @@ async def _run_traced(tracing: Tracing, work: Work, call_next: RunWork) -> Seque
     return await tracing.attempt([attempt.message for attempt in work], lambda: call_next(work))
 
 
-async def _send_traced(tracing: Tracing, transport: Transport, message: Message[object], content: Content) -> Outcome:
+async def _send_traced(
+    tracing: Tracing, send: Send, transport: Transport, message: Message[object], content: Content
+) -> Outcome:
     scheme = content.scheme if message.destination is None else scheme_of(message.destination)
     key = breaker_key(transport, message, content)
-    return await tracing.send(scheme, key, lambda: transport.send(message, content))
+    return await tracing.send(scheme, key, lambda: send(transport, message, content))

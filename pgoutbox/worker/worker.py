@@ -35,7 +35,7 @@ from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 from pgoutbox.transports import Transport
 from pgoutbox.transports.readiness import lacks_of
-from pgoutbox.transports.redirect import Redirect
+from pgoutbox.transports.redirect import RedirectRules
 from pgoutbox.transports.registry import complete
 from pgoutbox.worker.alert import ALERT_TOPIC, alert_handler
 from pgoutbox.worker.attempt import ABANDONED, Attempt
@@ -100,7 +100,7 @@ class Worker:
         self._queues = QueueSchedule(name_all(queues, self._defined_queues), now=elapsed_clock())
         self.name: str = _name_for(self._settings)
         self.telemetry: Telemetry = Telemetry(_log)
-        self._redirect = Redirect.at_start(self._settings.redirect)
+        RedirectRules.of(self._settings.redirect)
         self._keyring = keyring_of(self._settings.encryption_keys)
         self._transports = transports if transports is not None else complete(outbox.transports, self._settings)
         self._open_topics = list(self._topics)  # Topics whose outcomes the database does not refuse.
@@ -212,6 +212,7 @@ class Worker:
             if not self._stopping.is_set():
                 self._report_start()
             try:
+                await self._executor.redirects.start()
                 yield
             finally:
                 await self._wind_down()
@@ -224,8 +225,6 @@ class Worker:
         self.telemetry.report(
             logging.INFO, LogEvent.WORKER_STARTED, "worker started", worker=self.name, queues=self._queues.names
         )
-        if self._redirect is not None:
-            self.telemetry.report(logging.WARNING, LogEvent.REDIRECTING, "e-mail is redirected, the rest held back")
         functions = {topic: handler.function for topic, handler in self._handlers.items()}
         for lack in lacks_of(self._settings, self._transports, functions, self._fixed_destinations):
             self.telemetry.report(

@@ -552,6 +552,29 @@ class TestLooking:
         assert (again.exit_code, again.out) == (1, "")
         assert "no open breaker has the name smtp:mail" in again.err
 
+    def test_the_redirect_is_switched_and_shown(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        put(database)
+        assert cli("redirect", "show").out == "no redirect is on\n"
+        assert cli("redirect", "set", "tester@example.org").out == "all e-mail goes to tester@example.org\n"
+        shown = cli("redirect", "show").out
+        assert " redirects all e-mail to tester@example.org since " in shown
+        assert shown.strip() in cli("stats").err
+        assert cli("stats", "--json").json["redirects"]["switched"]["target"] == "tester@example.org"
+        again = cli("redirect", "set", "@t.example", "--for", "2h", "--json").json
+        assert (again["target"], again["until_at"] is None) == ("@t.example", False)
+        database.execute("INSERT INTO pgoutbox.redirect_report VALUES ('w', now(), 'other@example.org', NULL)")
+        assert cli("redirect", "off").out == (
+            "redirect: off; 0 held-back messages are due\n"
+            "still on: PGOUTBOX_REDIRECT_TO=other@example.org redirects all e-mail of 1 worker\n"
+        )
+        assert cli("redirect", "off", "--json").json == {"was_on": False, "message_count": 0}
+        assert cli("redirect", "show", "--json").json["workers"][0]["target"] == "other@example.org"
+
+    def test_a_wrong_redirect_is_refused(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        refused = cli("redirect", "set", "tester")
+        assert (refused.exit_code, refused.out) == (2, "")
+        assert "target: has no @; give an address, or @ and a domain" in refused.err
+
     @pytest.mark.parametrize("command", [("list",), ("stats",), ("redrive", "--all-failed"), ("resume",)])
     def test_an_unknown_queue_is_reported_with_the_known_ones(
         self, cli: Callable[..., Done], database: psycopg.Connection, command: tuple[str, ...]

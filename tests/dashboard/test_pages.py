@@ -1491,3 +1491,75 @@ def test_a_login_without_privileges_sees_only_that_message(
             words = get(site.ada, path, 403).words
             assert "grant it pgoutbox_" in words, path
             assert "mail" not in words, path
+
+
+# --- the redirect -----------------------------------------------------------------------------------------------------
+
+WARNING_PAGES: Final = ("/", "/messages", "/failed", "/queues", "/audit")
+
+
+def test_every_page_warns_of_a_redirect(site: Site, db: psycopg.Connection) -> None:
+    message_id = put(db)
+    assert not [path for path in WARNING_PAGES if "Redirect:" in get(site.ada, path).words]
+    db.execute("SELECT pgoutbox.set_redirect('tester@example.org')")
+    db.execute("INSERT INTO pgoutbox.redirect_report VALUES ('w:1', now(), '@t.example', '2026-04-01/2026-09-30')")
+    site.dashboard.forget()
+    for path in (*WARNING_PAGES, f"/messages/{message_id}"):
+        page = get(site.ada, path)
+        assert "redirects all e-mail to tester@example.org since" in page.words, path
+        assert "PGOUTBOX_REDIRECT_TO=@t.example redirects all e-mail of 1 worker" in page.words, path
+        assert "the blackout 2026-04-01/2026-09-30 forbids the redirect: e-mail of 1 worker waits" in page.words, path
+
+
+def test_an_operator_switches_the_redirect(site: Site, db: psycopg.Connection) -> None:
+    form = {"target": "tester@example.org", "duration": "2", "unit": "hours"}
+    answer = site.ada.post("/redirect", data=form, follow_redirects=True)
+    page = Page(answer.text)
+    assert "No worker begins to hand an e-mail over to its real recipients" in page.words
+    assert "ada redirects all e-mail to tester@example.org since" in page.words
+    assert "All e-mail goes to tester@example.org Switched on by ada" in page.words
+    page = Page(site.ada.post("/redirect/off", follow_redirects=True).text)
+    assert "The redirect is off." in page.words
+    assert "No operator redirects e-mail." in page.words
+    assert "/redirect/off" not in page.values("form", "action")
+    assert "The redirect was not on." in Page(site.ada.post("/redirect/off", follow_redirects=True).text).words
+    origin = "web 127.0.0.1"
+    assert audit_of(db) == [
+        ("ada", origin, "redirect", None, None, {"target": "tester@example.org", "seconds": 7200.0}),
+        ("ada", origin, "redirect", None, None, {"target": "none"}),
+    ]
+
+
+def test_a_viewer_sees_the_redirect_and_cannot_switch_it(site: Site, db: psycopg.Connection) -> None:
+    db.execute("SELECT pgoutbox.set_redirect('tester@example.org')")
+    page = get(site.vera, "/queues")
+    assert "All e-mail goes to tester@example.org" in page.words
+    assert not [action for action in page.values("form", "action") if "redirect" in action]
+    assert site.vera.post("/redirect", data={"target": "eve@example.com"}).status_code == 403
+    assert site.vera.post("/redirect/off").status_code == 403
+    assert db.execute("SELECT target FROM pgoutbox.redirect").fetchall() == [("tester@example.org",)]
+
+
+@pytest.mark.parametrize(
+    ("form", "error"),
+    [
+        ({"target": ""}, "target: give an address, or @ and a domain"),
+        ({"target": "tester"}, "target: has no @; give an address, or @ and a domain"),
+        ({"target": "a@b.example", "duration": "99999", "unit": "days"}, "duration: at most 3650 days"),
+    ],
+)
+def test_a_wrong_redirect_is_refused(site: Site, db: psycopg.Connection, form: dict[str, str], error: str) -> None:
+    answer = site.ada.post("/redirect", data=form)
+    assert (answer.status_code, error in answer.text) == (422, True)
+    assert db.execute("SELECT count(*) FROM pgoutbox.redirect").fetchone() == (0,)
+
+
+def test_a_blackout_of_the_dashboard_forbids_to_redirect(
+    dsn: str, open_site: Callable[..., Site], db: psycopg.Connection
+) -> None:
+    site = open_site(dsn, redirect_blackout="2020-01-01/2199-01-01")
+    answer = site.ada.post("/redirect", data={"target": "tester@example.org"})
+    assert answer.status_code == 422
+    assert "PGOUTBOX_REDIRECT_BLACKOUT forbids to redirect within 2020-01-01/2199-01-01" in answer.text
+    assert db.execute("SELECT count(*) FROM pgoutbox.redirect").fetchone() == (0,)
+    assert "PGOUTBOX_REDIRECT_BLACKOUT=2020-01-01/2199-01-01" in get(site.ada, "/queues").words

@@ -49,8 +49,8 @@ PRODUCER, WORKER, OPERATOR, VIEWER = ROLES
 # --- the catalog ------------------------------------------------------------------------------------------------------
 
 VIEWS: Final = (
-    "attempt_view", "breaker_view", "message_view", "pulse_view", "queue_view", "retention_view", "waiting_view",
-    "worker_view",
+    "attempt_view", "breaker_view", "message_view", "pulse_view", "queue_view", "redirect_view", "retention_view",
+    "waiting_view", "worker_view",
 )  # fmt: skip
 
 TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
@@ -69,6 +69,8 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "pulse_view": "SELECT",
         "queue": "SELECT",
         "queue_view": "SELECT",
+        "redirect": "SELECT",
+        "redirect_report": "DELETE INSERT SELECT UPDATE",
         "renewal": "DELETE INSERT SELECT UPDATE",
         "retention": "SELECT",
         "retention_view": "SELECT",
@@ -144,6 +146,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "cancel_all",
         "cancel_by_key",
         "_cancel_each",
+        "clear_redirect",
         "close_breaker",
         "dismiss",
         "_erase",
@@ -154,6 +157,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "redrive",
         "reschedule",
         "resend",
+        "set_redirect",
     },
     VIEWER: LOOK_FUNCTIONS,
 }
@@ -469,6 +473,9 @@ CONTROLS: Final = (
     "SELECT pgoutbox.redrive(ARRAY[1::bigint])",
     "SELECT pgoutbox.resend(1)",
     "SELECT pgoutbox.close_breaker('k')",
+    "SELECT pgoutbox.set_redirect('a@b.example')",
+    "SELECT pgoutbox.clear_redirect()",
+    "DELETE FROM pgoutbox.redirect",
     "SELECT pgoutbox.prune(ARRAY['sent'], '0 s', NULL, 1)",
     "SELECT a.actor FROM pgoutbox.audit AS a",
     "INSERT INTO pgoutbox.audit (act_id, actor, action) VALUES (gen_random_uuid(), 'a', 'pause')",
@@ -755,8 +762,13 @@ def test_an_operator_can_run_every_operator_action(
     assert Operator(operator).count_prunable(timedelta(microseconds=1))
     assert Operator(operator).prune(timedelta(microseconds=1)).total == 7
     assert Operator(operator).close_breaker("k") == ClosedBreaker(was_open=True, message_count=0)
+    Operator(operator).set_redirect("tester@example.org")
+    assert Operator(operator).redirects().switched
+    assert Operator(operator).clear_redirect().was_on
     acts = {act.action for act in Operator(operator).list_acts()}
-    assert acts == {"redrive", "resend", "cancel", "pause", "resume", "limit", "retention", "prune", "breaker"}
+    assert acts == {
+        "redrive", "resend", "cancel", "pause", "resume", "limit", "retention", "prune", "breaker", "redirect",
+    }  # fmt: skip
     assert {act.db_role for act in Operator(operator).list_acts()} == {operator.info.user}
 
 

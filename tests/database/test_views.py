@@ -87,6 +87,13 @@ def its_transport_is_unavailable(db: psycopg.Connection) -> tuple[int, Expected]
     return message_id, ("unavailable", None, 3600)
 
 
+def a_redirect_held_it_back(db: psycopg.Connection) -> tuple[int, Expected]:
+    message_id = enqueue(db)
+    db.execute(WAITS_FOR_RETRY, [message_id])
+    db.execute(SNOOZED, (message_id, "refuses to redirect", "redirect", None))
+    return message_id, ("redirect", None, 3600)
+
+
 def a_newer_one_exists(db: psycopg.Connection) -> tuple[int, Expected]:
     message_id = enqueue(db, coalesce_key="k")
     return message_id, ("superseded", enqueue(db, coalesce_key="k"), None)
@@ -131,7 +138,7 @@ def nothing_is_in_its_way(db: psycopg.Connection) -> tuple[int, Expected]:
 
 SITUATIONS = (
     a_queue_is_paused, a_pause_is_over, it_is_for_later, it_is_retried, a_handler_snoozed_it, a_breaker_held_it_back,
-    its_destination_is_stalled, its_transport_is_unavailable,
+    its_destination_is_stalled, its_transport_is_unavailable, a_redirect_held_it_back,
     a_newer_one_exists, its_key_is_halted, it_is_not_its_turn, an_older_one_is_being_sent, the_rate_is_used_up,
     the_queue_is_full, nothing_is_in_its_way,
 )  # fmt: skip

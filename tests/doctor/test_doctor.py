@@ -165,7 +165,20 @@ def test_a_redirect_is_a_warning_and_a_forbidden_redirect_is_a_problem(dsn: str)
     redirect = settings_of(dsn, redirect_to="tester@club.org", redirect_exempt="@club.org")
     expect(found(redirect, "settings"), Level.WARNING, "tester@club.org", "your users get no e-mail", "unset")
     forbidden = settings_of(dsn, redirect_to="tester@club.org", redirect_blackout="2020-01-01/2199-01-01")
-    expect(found(forbidden, "settings"), Level.PROBLEM, "PGOUTBOX_REDIRECT_BLACKOUT", "does not start")
+    expect(found(forbidden, "settings"), Level.PROBLEM, "PGOUTBOX_REDIRECT_BLACKOUT", "e-mail waits")
+    invalid = settings_of(dsn, redirect_to="tester")
+    expect(found(invalid, "settings"), Level.PROBLEM, "PGOUTBOX_REDIRECT_TO: has no @", "does not start")
+
+
+def test_redirects_of_operators_and_workers_are_found(dsn: str, db: psycopg.Connection) -> None:
+    expect(found(dsn, "redirect"), Level.OK, "no redirect is on")
+    db.execute("SELECT pgoutbox.set_redirect('tester@club.org', '2 h')")
+    expect(found(dsn, "redirect"), Level.WARNING, "redirects all e-mail to tester@club.org until", "redirect off")
+    db.execute("SELECT pgoutbox.clear_redirect()")
+    db.execute("INSERT INTO pgoutbox.redirect_report VALUES ('w:1', now(), '@test.club.org', NULL)")
+    expect(found(dsn, "redirect"), Level.WARNING, "worker w:1: PGOUTBOX_REDIRECT_TO=@test.club.org", "restart")
+    db.execute("UPDATE pgoutbox.redirect_report SET refused_within = '2026-04-01/2026-09-30'")
+    expect(found(dsn, "redirect"), Level.PROBLEM, "the blackout 2026-04-01/2026-09-30 forbids", "e-mail waits")
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,11 @@ def test_every_action_can_be_recorded(rolled_back: psycopg.Connection) -> None:
             ("retention", None, None, None, {"topic": "*", "state": "sent", "keep_seconds": "no rule"}),
         ),
         ("SELECT pgoutbox.close_breaker('smtp')", ("breaker", None, None, None, {"key": "smtp"})),
+        (
+            "SELECT pgoutbox.set_redirect('@t.example', '1 hour')",
+            ("redirect", None, None, None, {"target": "@t.example", "seconds": 3600}),
+        ),
+        ("SELECT pgoutbox.clear_redirect()", ("redirect", None, None, None, {"target": "none"})),
     ],
 )  # fmt: skip
 def test_an_operators_act_by_sql_is_recorded(dsn: str, act: LiteralString, told: tuple[object, ...]) -> None:
@@ -210,6 +215,7 @@ def test_an_operators_act_by_sql_is_recorded(dsn: str, act: LiteralString, told:
             VALUES ('smtp', now(), 1, 'w', 'dead')
             """
         )
+        owner.execute("SELECT pgoutbox.set_redirect('tester@example.org')")
         owner.execute("TRUNCATE pgoutbox.audit")
         with login(dsn, "pgoutbox_operator") as its_dsn:
             with psycopg.connect(its_dsn, autocommit=True) as person:

@@ -1,18 +1,14 @@
-"""Tests e-mail from the row to the server: effects of invalid e-mails, server answers and redirects on the message."""
+"""Tests e-mail from the row to the server: effects of invalid e-mails, and server answers on the message."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Templates
-from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Sent
-from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
-from tests.support.outbox_actions import attempts_of, enqueue, make_due, row_of, settings_for
+from tests.support.outbox_actions import enqueue, make_due, row_of, settings_for
 from tests.support.smtp_server import Misbehaviour, accepting_server, mail_settings, parsed, scripted_server
 
 if TYPE_CHECKING:
@@ -21,13 +17,10 @@ if TYPE_CHECKING:
 
     import psycopg
 
-    from pgoutbox.message import Outcome
     from pgoutbox.transports import Content
 
 MUCH_LATER = RetryPolicy.steps(3600, jitter=0)
 DESTINATION = "mailto:ann@example.com"
-TODAY = datetime.now(UTC).date()
-AROUND_TODAY = f"{TODAY - timedelta(days=2)}/{TODAY + timedelta(days=2)}"
 HELLO = Email(subject="Hello", text="Hi")
 
 
@@ -141,103 +134,3 @@ async def test_an_undefined_template_variable_fails_and_a_missing_template_is_re
     assert (row.state, row.last_error) == ("failed", "template welcome.subject.txt: line 1: 'name' is undefined")
     assert row_of(db, waiting).state == "sent"
     assert [parsed(received.content)["Subject"] for received in inbox.received] == ["Welcome, Ann"]
-
-
-# --- the redirect -----------------------------------------------------------------------------------------------------
-
-
-class Webhook:
-    """A content of another scheme."""
-
-    scheme = "https"
-
-
-class Sink:
-    """A transport of that scheme that records its contents."""
-
-    schemes = ("https",)
-
-    def __init__(self, redirect_to: str | None = None) -> None:
-        self.redirect_to = redirect_to
-        self.sent: list[Content] = []
-
-    async def send(self, message: Message[object], content: Content) -> Outcome:
-        self.sent.append(content)
-        return Sent()
-
-    async def aclose(self) -> None: ...
-
-
-async def test_a_redirected_email_reaches_only_the_testers(dsn: str, db: psycopg.Connection) -> None:
-    message_id = enqueue(db, destination=DESTINATION)
-    async with accepting_server() as inbox:
-        worker = Worker(outbox_for(dsn, inbox.port, HELLO, redirect_to="@test.example.org"))
-        await worker.run_once()
-    assert row_of(db, message_id).state == "sent"
-    assert [received.recipients for received in inbox.received] == [["ann=example.com@test.example.org"]]
-    assert worker.telemetry.counts[LogEvent.REDIRECTING] == 1
-
-
-async def test_a_worker_with_a_redirect_does_not_start_within_forbidden_days(dsn: str, db: psycopg.Connection) -> None:
-    message_id = enqueue(db, destination=DESTINATION)
-    async with accepting_server() as inbox:
-        outbox = outbox_for(dsn, inbox.port, HELLO, redirect_to="@test.example.org", redirect_blackout=AROUND_TODAY)
-        with pytest.raises(ConfigurationError, match=f"forbids to redirect within {AROUND_TODAY}"):
-            Worker(outbox)
-    assert (row_of(db, message_id).state, inbox.received) == ("pending", [])
-
-
-async def test_a_running_worker_hands_nothing_over_on_forbidden_days(
-    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    message_id = enqueue(db, destination=DESTINATION)
-    async with scripted_server() as server:
-        outbox = outbox_for(dsn, server.port, HELLO, redirect_to="@test.example.org", redirect_blackout=AROUND_TODAY)
-        # As if it had started before those days.
-        monkeypatch.setattr("pgoutbox.worker.worker.Redirect.at_start", lambda settings: None)
-        await Worker(outbox).run_once()
-    row = row_of(db, message_id)
-    assert (row.state, server.connection_count, row.max_attempts - row.attempt_count) == ("pending", 0, 11)
-    ((_, outcome, error),) = attempts_of(db, message_id)
-    assert outcome == "snoozed"
-    assert f"refuses to redirect within {AROUND_TODAY}" in (error or "")
-
-
-async def test_messages_that_cannot_be_redirected_wait_until_the_redirect_is_removed(
-    dsn: str, db: psycopg.Connection
-) -> None:
-    message_id = enqueue(db, destination="https://example.com/hook")
-    sink = Sink()
-
-    def worker(**overrides: object) -> Worker:
-        outbox = outbox_for(dsn, 25, Webhook(), **overrides)
-        return Worker(outbox, transports={"https": sink})
-
-    await worker(redirect_to="tester@example.org").run_once()
-    row = row_of(db, message_id)
-    assert (row.state, sink.sent, row.max_attempts - row.attempt_count) == ("pending", [], 11)
-    ((_, outcome, error),) = attempts_of(db, message_id)
-    assert (outcome, error) == ("snoozed", "not sent: the transport of 'https' does not follow PGOUTBOX_REDIRECT_TO")
-    make_due(db, message_id)
-    await worker().run_once()
-    assert (row_of(db, message_id).state, len(sink.sent)) == ("sent", 1)
-    assert [outcome for _, outcome, _ in attempts_of(db, message_id)] == ["snoozed"]
-
-
-@pytest.mark.parametrize(
-    ("of_worker", "of_transport", "state"),
-    [
-        ("tester@example.org", "tester@example.org", "sent"),
-        ("tester@example.org", "other@example.org", "pending"),
-        ("tester@example.org", None, "pending"),
-        (None, "tester@example.org", "pending"),
-    ],
-)
-async def test_a_transport_needs_the_same_redirect_as_its_worker(
-    dsn: str, db: psycopg.Connection, of_worker: str | None, of_transport: str | None, state: str
-) -> None:
-    message_id = enqueue(db, destination="https://example.com/hook")
-    sink = Sink(of_transport)
-    worker = Worker(outbox_for(dsn, 25, Webhook(), redirect_to=of_worker), transports={"https": sink})
-    await worker.run_once()
-    assert (row_of(db, message_id).state, len(sink.sent)) == (state, int(state == "sent"))

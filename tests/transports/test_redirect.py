@@ -7,9 +7,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Unavailable
+from pgoutbox.message import Permanent, Postponed, ReasonCode
 from pgoutbox.settings import Settings
-from pgoutbox.transports.redirect import Redirect, Window
+from pgoutbox.transports.redirect import RedirectRules, Window, held_back
 from pgoutbox.transports.smtp.mail import Email, RenderedEmail, render
 from tests.support.sends import outgoing
 from tests.support.settings import settings_with
@@ -26,7 +26,9 @@ def settings_for(to: str | None, **overrides: object) -> Settings:
 
 
 def redirected(email: Email, to: str | None, **overrides: object) -> RenderedEmail:
-    return render(email, outgoing(destination="mailto:dan@example.com"), settings_for(to, **overrides))
+    settings = settings_for(to, **overrides)
+    redirect = RedirectRules.of(settings.redirect).redirect()
+    return render(email, outgoing(destination="mailto:dan@example.com"), settings, redirect)
 
 
 def shown(mail: RenderedEmail, header: str) -> list[tuple[str, str]]:
@@ -122,14 +124,23 @@ def test_without_a_redirect_the_allowlist_and_the_days_have_no_effect() -> None:
     assert mail.recipients == ("ann@example.com", "bob@example.com", "eve@example.net")
 
 
-def test_on_forbidden_days_nobody_gets_email_even_on_the_allowlist() -> None:
-    overrides = {"redirect_exempt": "@example.com,@example.net", "redirect_blackout": f"{LONG_AGO},{AROUND_TODAY}"}
-    with pytest.raises(Unavailable) as caught:
+def test_on_forbidden_days_an_email_waits_unless_all_its_recipients_are_exempt() -> None:
+    overrides = {"redirect_exempt": "@example.com", "redirect_blackout": f"{LONG_AGO},{AROUND_TODAY}"}
+    with pytest.raises(Postponed) as caught:
         redirected(EMAIL, "tester@example.org", **overrides)
-    assert caught.value.error == (
-        f"refuses to redirect within {AROUND_TODAY} (PGOUTBOX_REDIRECT_BLACKOUT): "
-        "unset PGOUTBOX_REDIRECT_TO and restart"
+    assert (caught.value.code, caught.value.reason) == (
+        ReasonCode.REDIRECT,
+        f"refuses to redirect to tester@example.org within {AROUND_TODAY} (PGOUTBOX_REDIRECT_BLACKOUT)",
     )
+    mail = redirected(Email(to="ann@example.com", subject="Hello", text="Hi"), "tester@example.org", **overrides)
+    assert mail.recipients == ("ann@example.com",)
+
+
+def test_the_pauses_of_held_back_messages_grow_to_five_minutes() -> None:
+    pauses = [held_back(outgoing(attempt_count=count), "x").delay_seconds for count in (1, 5, 9, 2_000_000)]
+    assert 1 <= pauses[0] <= 2
+    assert 16 <= pauses[1] <= 32
+    assert all(150 <= pause <= 300 for pause in pauses[2:])
 
 
 def test_on_other_days_email_is_redirected() -> None:
@@ -172,15 +183,14 @@ def test_the_first_and_the_last_day_are_forbidden_in_their_time_zone(window: str
 )
 def test_an_invalid_setting_is_refused_by_name(overrides: dict[str, object], error: str) -> None:
     with pytest.raises(ConfigurationError, match=error):
-        Redirect.of(settings_with(**overrides).redirect)
+        RedirectRules.of(settings_with(**overrides).redirect)
 
 
-def test_a_redirect_does_not_start_on_forbidden_days() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        Redirect.at_start(settings_for("tester@example.org", redirect_blackout=AROUND_TODAY).redirect)
-    assert str(caught.value) == (
-        f"PGOUTBOX_REDIRECT_TO is set, and PGOUTBOX_REDIRECT_BLACKOUT forbids to redirect within {AROUND_TODAY}: "
-        "unset PGOUTBOX_REDIRECT_TO"
-    )
-    assert Redirect.at_start(settings_for(None, redirect_blackout=AROUND_TODAY).redirect) is None
-    assert Redirect.at_start(settings_for("tester@example.org", redirect_blackout=LONG_AGO).redirect) is not None
+def test_the_target_of_an_operator_takes_precedence_over_the_environment() -> None:
+    rules = RedirectRules.of(settings_for("tester@example.org").redirect)
+    assert [redirect and redirect.target for redirect in (rules.redirect(), rules.redirect("@example.net"))] == [
+        "tester@example.org",
+        "@example.net",
+    ]
+    with pytest.raises(ConfigurationError, match="target: has no @; give an address, or @ and a domain"):
+        rules.redirect("tester")

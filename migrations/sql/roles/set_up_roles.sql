@@ -53,7 +53,7 @@ BEGIN
         TO pgoutbox_worker;
         GRANT SELECT ON
             pgoutbox.message, pgoutbox.message_live, pgoutbox.large_payload, pgoutbox.coalesce_head, pgoutbox.content,
-            pgoutbox.queue, pgoutbox.breaker, pgoutbox.retention
+            pgoutbox.queue, pgoutbox.breaker, pgoutbox.redirect, pgoutbox.retention
         TO pgoutbox_worker;
         GRANT SELECT ON SEQUENCE pgoutbox.message_id_seq TO pgoutbox_worker;
         GRANT SELECT (id, queue, ordering_key, on_failed) ON pgoutbox.message_failed TO pgoutbox_worker;
@@ -72,6 +72,7 @@ BEGIN
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.renewal TO pgoutbox_worker;
         GRANT UPDATE (tokens, tokens_at) ON pgoutbox.queue TO pgoutbox_worker;
         GRANT INSERT, UPDATE, DELETE ON pgoutbox.breaker TO pgoutbox_worker;
+        GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.redirect_report TO pgoutbox_worker;
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.worker TO pgoutbox_worker;
     END IF;
 
@@ -79,7 +80,7 @@ BEGIN
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_viewer;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
-            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.worker_view
+            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view
         TO pgoutbox_viewer;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox._redacted_text, pgoutbox._redacted_json, pgoutbox._tokens_of,
@@ -91,12 +92,13 @@ BEGIN
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_operator;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
-            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.worker_view
+            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view
         TO pgoutbox_operator;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox._redacted_text, pgoutbox._redacted_json, pgoutbox._tokens_of,
             pgoutbox._done_estimate, pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key,
             pgoutbox.cancel_all, pgoutbox.reschedule, pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.resend, pgoutbox.close_breaker,
+            pgoutbox.set_redirect, pgoutbox.clear_redirect,
             pgoutbox.erase, pgoutbox._erase, pgoutbox._selected_messages,
             pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,
             pgoutbox._prune_coalesce, pgoutbox._prune_ordering, pgoutbox._prune_content,

@@ -9,7 +9,9 @@ CREATE TABLE pgoutbox.attempt (
     reason_code   text,
     breaker_key   text,
     CONSTRAINT attempt_pkey PRIMARY KEY (message_id, attempt_count),
-    CONSTRAINT attempt_reason_code_known CHECK (reason_code IN ('circuit_open', 'stalled', 'unavailable')),
+    CONSTRAINT attempt_reason_code_known CHECK (
+        reason_code IN ('circuit_open', 'stalled', 'unavailable', 'redirect')
+    ),
     CONSTRAINT attempt_breaker_key_sound CHECK (
         (breaker_key IS NOT NULL) = (reason_code IS NOT NULL AND reason_code IN ('circuit_open', 'stalled'))
     ),
@@ -28,6 +30,6 @@ COMMENT ON COLUMN pgoutbox.attempt.started_at IS 'Time of the claim.';
 COMMENT ON COLUMN pgoutbox.attempt.ended_at IS 'When the outcome was written.';
 COMMENT ON COLUMN pgoutbox.attempt.error IS 'Error message, cut at 4000 characters.';
 COMMENT ON COLUMN pgoutbox.attempt.reason_code IS
-    'Why pgoutbox postponed the message: circuit_open, stalled or unavailable. Else null.';
+    'Why pgoutbox postponed the message: circuit_open, stalled, unavailable or redirect. Else null.';
 COMMENT ON COLUMN pgoutbox.attempt.breaker_key IS
     'The circuit breaker that postponed it, for circuit_open and stalled.';

@@ -1,5 +1,5 @@
 -- A superseded message is never delivered, whatever else it waits for. The other reasons have the order of the claim's
--- checks. `breaker` and `unavailable` come from the reason code of the last attempt; the other reasons follow from the
+-- checks. `breaker`, `unavailable` and `redirect` come from the reason code of the last attempt; the other reasons follow from the
 -- rows.
 CREATE VIEW pgoutbox.waiting_view AS
 WITH control AS MATERIALIZED (
@@ -27,6 +27,7 @@ SELECT
         WHEN 'retry' THEN m.available_at
         WHEN 'breaker' THEN m.available_at
         WHEN 'unavailable' THEN m.available_at
+        WHEN 'redirect' THEN m.available_at
         WHEN 'rate' THEN now() + make_interval(
             secs => (1 - control.tokens) * control.rate_seconds / control.rate_count
         )
@@ -67,6 +68,7 @@ CROSS JOIN LATERAL (
         WHEN control.is_paused THEN 'paused'
         WHEN m.available_at > now() AND last_attempt.reason_code IN ('circuit_open', 'stalled') THEN 'breaker'
         WHEN m.available_at > now() AND last_attempt.reason_code = 'unavailable' THEN 'unavailable'
+        WHEN m.available_at > now() AND last_attempt.reason_code = 'redirect' THEN 'redirect'
         WHEN m.available_at > now() AND m.attempt_count > 0 THEN 'retry'
         WHEN m.available_at > now() THEN 'scheduled'
         WHEN halt.id IS NOT NULL THEN 'halted'
@@ -81,4 +83,4 @@ WHERE m.state = 'pending';
 
 COMMENT ON VIEW pgoutbox.waiting_view IS
     'Every pending message with the reason why it is not claimed: superseded, paused, scheduled, retry, breaker, '
-    'halted, in order, in flight, rate, max_in_flight, or due if it can be claimed.';
+    'unavailable, redirect, halted, in order, in flight, rate, max_in_flight, or due if it can be claimed.';

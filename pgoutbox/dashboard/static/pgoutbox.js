@@ -100,7 +100,8 @@
     if (age >= MIN_AGE && (stale || isPressing || age >= MAX_AGE)) void refresh();
   }
 
-  if (parts().length > 0) {
+  // The warnings of redirects are on every page, and alone keep no connection open.
+  if (parts().some((part) => part.id !== "redirects")) {
     follow();
     setInterval(refreshIfStale, 500);
     document.addEventListener("visibilitychange", () => {

@@ -12,15 +12,15 @@ from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, Postponed, Sent, Unavailable
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.redaction import redact_text
-from pgoutbox.transports.redirect import Redirect
+from pgoutbox.transports.redirect import Redirect, RedirectRules
 from pgoutbox.transports.smtp.mail import Email, RawEmail, RenderedEmail, render
 
 if TYPE_CHECKING:
     from pgoutbox.settings import Settings
-    from pgoutbox.transports import Content
+    from pgoutbox.transports import Content, CurrentRedirect
 
 logger = getLogger("pgoutbox.transports.smtp")
 
@@ -38,8 +38,7 @@ class LogTransport:
     schemes: tuple[str, ...] = ("mailto",)
 
     def __init__(self, settings: Settings) -> None:
-        Redirect.of(settings.redirect)
-        self.redirect_to: str | None = settings.redirect.to
+        self._own_redirect = RedirectRules.of(settings.redirect).redirect()
         if settings.smtp.sender is None:
             smtp = settings.smtp.model_copy(update={"sender": _DEFAULT_SENDER})
             settings = settings.model_copy(update={"smtp": smtp})
@@ -48,18 +47,26 @@ class LogTransport:
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
         """Write the e-mail, and return `Sent`. A directory that cannot be written is `Unavailable`."""
+
+        async def only_own() -> Redirect | None:
+            return self._own_redirect
+
+        return await self.send_or_redirect(message, content, only_own)
+
+    async def send_or_redirect(self, message: Message[object], content: Content, redirect: CurrentRedirect) -> Outcome:
+        """Write the e-mail like `send`, with the recipients of the redirect that is on."""
         if not isinstance(content, (Email, RawEmail)):
             return Permanent(f"content: the log transport takes an Email, not {type(content).__name__}")
         try:
-            await asyncio.to_thread(self._write, message, content)
-        except (Permanent, Unavailable) as refusal:
+            await asyncio.to_thread(self._write, message, content, await redirect() or self._own_redirect)
+        except (Permanent, Unavailable, Postponed) as refusal:
             return refusal
         except OSError as error:
             return Unavailable(f"PGOUTBOX_MAIL_DIRECTORY: {error}")
         return Sent()
 
-    def _write(self, message: Message[object], content: Email | RawEmail) -> None:
-        mail = render(content, message, self._settings)
+    def _write(self, message: Message[object], content: Email | RawEmail, redirect: Redirect | None) -> None:
+        mail = render(content, message, self._settings, redirect)
         file = None if self._directory is None else self._write_file(self._directory, message, mail)
         if isinstance(content, Email):
             head = BytesHeaderParser(policy=default).parsebytes(mail.content)

@@ -22,10 +22,10 @@ from pgoutbox.message import Message, Permanent, Unavailable
 from pgoutbox.transports import scheme_of
 from pgoutbox.transports.addresses import Mailbox, header_text, parse_mailbox
 from pgoutbox.transports.checks import encode_text
-from pgoutbox.transports.redirect import Redirect
 
 if TYPE_CHECKING:
-    from pgoutbox.settings import RedirectSettings, Settings, SmtpSettings
+    from pgoutbox.settings import Settings, SmtpSettings
+    from pgoutbox.transports.redirect import Redirect
     from pgoutbox.transports.smtp.templates import Templates
 
 MAX_RECIPIENT_COUNT = 1_000
@@ -170,20 +170,22 @@ class RenderedEmail:
     is_8bit: bool = False
 
 
-def render(email: Email | RawEmail, message: Message[object], settings: Settings) -> RenderedEmail:
+def render(
+    email: Email | RawEmail, message: Message[object], settings: Settings, redirect: Redirect | None = None
+) -> RenderedEmail:
     """Return the envelope and the bytes that would be sent for this message; connects to nothing.
 
     Raises `Permanent`, naming the field, for an invalid e-mail. A missing sender is `Unavailable`, because the setting
-    `smtp.sender` adds it. A redirect during a blackout is also `Unavailable`.
+    `smtp.sender` adds it. A redirect during a blackout is `Postponed`, except for exempt recipients.
     """
     if isinstance(email, RawEmail):
-        return _render_raw(email, message, settings)
+        return _render_raw(email, message, settings, redirect)
     sender = _sender(email, settings.smtp)
     envelope_sender = _envelope_sender("email", email.envelope_sender, sender)
     to, cc, bcc = _recipients(email, message)
     originals: list[str] = []
-    if settings.redirect.to is not None:
-        to, cc, bcc, originals = _redirected(settings.redirect, to, cc, bcc)
+    if redirect is not None:
+        to, cc, bcc, originals = _redirected(redirect, message, to, cc, bcc)
     reply_to = _mailboxes("email.reply_to", email.reply_to)
     shown = [sender, *to, *cc, *reply_to]
     recipients = [*to, *cc, *bcc]
@@ -210,7 +212,9 @@ def render(email: Email | RawEmail, message: Message[object], settings: Settings
     )
 
 
-def _render_raw(email: RawEmail, message: Message[object], settings: Settings) -> RenderedEmail:
+def _render_raw(
+    email: RawEmail, message: Message[object], settings: Settings, redirect: Redirect | None
+) -> RenderedEmail:
     default = None
     if email.envelope_sender is None:
         if settings.smtp.sender is None:
@@ -223,9 +227,9 @@ def _render_raw(email: RawEmail, message: Message[object], settings: Settings) -
     data = _checked_data(email.data)
     head = data.partition(b"\r\n\r\n")[0]
     smtputf8_problem = None if head.isascii() else "raw_email.data: has headers that are not ASCII"
-    if settings.redirect.to is not None:
+    if redirect is not None:
         # These recipients are only in the envelope, like blind copies.
-        _, _, to, originals = _redirected(settings.redirect, [], [], to)
+        _, _, to, originals = _redirected(redirect, message, [], [], to)
         if originals:
             data = _WirePolicy(utf8=False).fold_binary(_ORIGINAL_RECIPIENTS, ", ".join(originals)) + data
     return RenderedEmail(
@@ -314,15 +318,14 @@ def _recipients(email: Email, message: Message[object]) -> tuple[list[Mailbox], 
 
 
 def _redirected(
-    settings: RedirectSettings, to: list[Mailbox], cc: list[Mailbox], bcc: list[Mailbox]
+    redirect: Redirect, message: Message[object], to: list[Mailbox], cc: list[Mailbox], bcc: list[Mailbox]
 ) -> tuple[list[Mailbox], list[Mailbox], list[Mailbox], list[str]]:
     """Return the recipients under the redirect, and the addresses of the replaced recipients."""
-    redirect = Redirect.of(settings)
-    if redirect is None:
-        return to, cc, bcc, []
-    redirect.require_allowed()
+    exempt = [redirect.is_exempt(box) for box in (*to, *cc, *bcc)]
+    if not all(exempt) and (refusal := redirect.refusal(message)) is not None:
+        raise refusal
     # Recipients on the list can also read the header, and must not see the blind copies of others.
-    is_for_testers_alone = not any(redirect.is_exempt(box) for box in (*to, *cc, *bcc))
+    is_for_testers_alone = not any(exempt)
     named = [*to, *cc, *bcc] if is_for_testers_alone else [*to, *cc]
     originals = [box.address.addr_spec for box in named if not redirect.is_exempt(box)]
     to, cc, bcc = ([redirect.apply(box) for box in boxes] for boxes in (to, cc, bcc))

@@ -17,11 +17,11 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Literal, cast
 
 from pgoutbox.errors import ConfigurationError, require_extra
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, Postponed, Sent, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import one_line
 from pgoutbox.transports.addresses import is_host_name, parse_mailbox
-from pgoutbox.transports.redirect import Redirect
+from pgoutbox.transports.redirect import Redirect, RedirectRules
 from pgoutbox.transports.smtp.mail import (
     NO_ENVELOPE_SENDER,
     NO_SENDER,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pgoutbox.settings import Settings, SmtpSettings
-    from pgoutbox.transports import Content
+    from pgoutbox.transports import Content, CurrentRedirect
 
 __all__ = ["Attachment", "Email", "RawEmail", "SmtpTransport"]
 
@@ -81,8 +81,7 @@ class SmtpTransport:
         require_extra("aiosmtplib", "the SMTP transport", "smtp")
         smtp = settings.smtp
         _check_settings(smtp)
-        Redirect.of(settings.redirect)
-        self.redirect_to: str | None = settings.redirect.to
+        self._own_redirect = RedirectRules.of(settings.redirect).redirect()
         self._settings = settings
         self._smtp = smtp
         has_tls = smtp.security != "none"
@@ -103,24 +102,32 @@ class SmtpTransport:
         `Unavailable`. If the connection breaks after the content was sent, the outcome is unknown: the next attempt may
         be a duplicate, with the same Message-ID.
         """
+
+        async def only_own() -> Redirect | None:
+            return self._own_redirect
+
+        return await self.send_or_redirect(message, content, only_own)
+
+    async def send_or_redirect(self, message: Message[object], content: Content, redirect: CurrentRedirect) -> Outcome:
+        """Hand the e-mail over like `send`, or to the receivers of the redirect that is on when MAIL is sent."""
         if not isinstance(content, (Email, RawEmail)):
             return Permanent(f"content: the SMTP transport sends an Email, not {type(content).__name__}")
         sender_key = self.part_key(message, content)
         if self._smtp.sender is None and (missing := _missing_sender(content)) is not None:
             return Unavailable(missing, breaker=sender_key)
+
+        async def current() -> Redirect | None:
+            return await redirect() or self._own_redirect
+
+        mail = _Mail(content, message, self._settings, current)
         try:
-            if isinstance(content, RawEmail) or content.attachments:
-                # Encoding many megabytes takes so long that it would delay every other handler.
-                mail = await asyncio.to_thread(render, content, message, self._settings)
-            else:
-                mail = render(content, message, self._settings)
-        except (Permanent, Unavailable) as refusal:
-            return refusal
-        async with self._slots:
-            try:
+            await mail.newest()
+            async with self._slots:
                 return await self._hand_over(mail)
-            except _Failure as failure:
-                return failure.outcome(sender_key)
+        except (Permanent, Unavailable, Postponed) as refusal:
+            return refusal
+        except _Failure as failure:
+            return failure.outcome(sender_key)
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - one server for all
         """Return the server's key, for all recipients."""
@@ -166,7 +173,7 @@ class SmtpTransport:
         idle, self._idle = self._idle, []
         await asyncio.gather(*(connection.quit() for connection in idle))
 
-    async def _hand_over(self, mail: RenderedEmail) -> Outcome:
+    async def _hand_over(self, mail: _Mail) -> Outcome:
         """Hand the e-mail over on an open connection or a new one. Raises `_Failure`."""
         idle = self._take_idle()
         if idle is not None:
@@ -179,10 +186,11 @@ class SmtpTransport:
                 logger.debug("an idle connection had died", extra={"event": LogEvent.SMTP_CONNECTION_REPLACED.value})
         return await self._transact(await self._open(), mail)
 
-    async def _transact(self, connection: _Connection, mail: RenderedEmail) -> Outcome:
+    async def _transact(self, connection: _Connection, mail: _Mail) -> Outcome:
         """Run one mail transaction. Keep the connection if its state is known, also after a cancellation."""
         try:
-            return await connection.deliver(mail)
+            # A redirect may have been switched on during the wait for a connection.
+            return await connection.deliver(await mail.newest())
         finally:
             if connection.is_ready:
                 connection.idle_since = asyncio.get_running_loop().time()
@@ -212,6 +220,32 @@ class SmtpTransport:
         self._ehlo_name = connection.ehlo_name
         logger.debug("connection opened", extra={"event": LogEvent.SMTP_CONNECTION_OPENED.value})
         return connection
+
+
+class _Mail:
+    """An e-mail as it is rendered for the redirect that is on."""
+
+    def __init__(
+        self, email: Email | RawEmail, message: Message[object], settings: Settings, current: CurrentRedirect
+    ) -> None:
+        self._email = email
+        self._message = message
+        self._settings = settings
+        self._current = current
+        self._rendered: tuple[Redirect | None, RenderedEmail] | None = None
+
+    async def newest(self) -> RenderedEmail:
+        """Return the e-mail for the current redirect. Raises the refusals of `render`."""
+        # A redirect may be switched on while a long e-mail is rendered.
+        while True:
+            redirect = await self._current()
+            if self._rendered is not None and self._rendered[0] == redirect:
+                return self._rendered[1]
+            inputs = (self._email, self._message, self._settings, redirect)
+            # Encoding many megabytes takes so long that it would delay every other handler.
+            is_long = isinstance(self._email, RawEmail) or bool(self._email.attachments)
+            mail = await asyncio.to_thread(render, *inputs) if is_long else render(*inputs)
+            self._rendered = redirect, mail
 
 
 def _port_of(settings: SmtpSettings) -> int:

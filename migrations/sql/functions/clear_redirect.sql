@@ -1,0 +1,49 @@
+-- Workers may rely on what they have read for two seconds. So the messages that it held back fall due after two seconds:
+-- a worker that still took it for switched on would hold them back again. Rows that are locked are left out; a second call
+-- finds them. Workers whose environment has a redirect hold them back again too.
+CREATE FUNCTION pgoutbox.clear_redirect(at_most bigint DEFAULT 10000)
+RETURNS TABLE (was_on boolean, message_count bigint)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+#variable_conflict use_column
+DECLARE
+    woken text[];
+BEGIN
+    WITH cleared AS (
+        DELETE FROM pgoutbox.redirect AS r
+        RETURNING (r.until_at > clock_timestamp()) IS NOT FALSE AS was_on
+    )
+    SELECT coalesce(bool_or(c.was_on), false) INTO was_on FROM cleared AS c;
+    WITH held AS MATERIALIZED (
+        SELECT m.id
+        FROM pgoutbox.message_live AS m
+        JOIN pgoutbox.attempt AS a ON a.message_id = m.id AND a.attempt_count = m.attempt_count
+        WHERE m.state = 'pending'
+            AND m.attempt_count > 0
+            AND m.available_at > now() + interval '2 seconds'
+            AND a.reason_code = 'redirect'
+        LIMIT clear_redirect.at_most
+        FOR UPDATE OF m SKIP LOCKED
+    ), due AS (
+        UPDATE pgoutbox.message_live AS m
+        SET available_at = now() + interval '2 seconds'
+        FROM held AS h
+        WHERE m.id = h.id AND m.state = 'pending'
+        RETURNING m.queue
+    )
+    SELECT count(*), array_agg(DISTINCT d.queue)
+    INTO message_count, woken
+    FROM due AS d;
+    PERFORM pgoutbox._wake_all_workers(w.queue) FROM unnest(woken) AS w(queue);
+    IF was_on OR message_count > 0 THEN
+        PERFORM pgoutbox._record_act('redirect', details => '{"target": "none"}');
+    END IF;
+    RETURN NEXT;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox.clear_redirect IS
+    'Switch the redirect off, and make up to at_most messages that it held back due in two seconds. Returns whether it '
+    'was on, and the number of these messages.';

@@ -1,0 +1,45 @@
+-- A worker hands nothing over by an answer that is older than two seconds. So the redirect holds for every hand-over
+-- that begins more than two seconds after the commit of this function.
+CREATE FUNCTION pgoutbox.set_redirect(target text, duration interval DEFAULT NULL)
+RETURNS TABLE (set_by text, set_at timestamptz, until_at timestamptz)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+#variable_conflict use_column
+DECLARE
+    actor constant text := coalesce(nullif(current_setting('pgoutbox.act_actor', true), ''), session_user);
+    problem text;
+    wrong text;
+BEGIN
+    -- Workers check the address itself, and hold all e-mail back while it is invalid.
+    IF (set_redirect.target ~ '^[^@\s]*@[^@\s]+$' AND length(set_redirect.target) <= 254) IS NOT TRUE THEN
+        wrong := 'target';
+        problem := 'must be an address, or @ and a domain';
+    ELSIF set_redirect.duration NOT BETWEEN interval '1 second' AND interval '10 years' THEN
+        wrong := 'duration';
+        problem := 'must be from 1 second to 10 years';
+    END IF;
+    IF problem IS NOT NULL THEN
+        RAISE EXCEPTION USING
+            ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = wrong,
+            MESSAGE = 'pgoutbox.set_redirect: ' || wrong || ': ' || problem;
+    END IF;
+    RETURN QUERY
+    INSERT INTO pgoutbox.redirect AS r (target, set_by, set_at, until_at)
+    VALUES (set_redirect.target, actor, clock_timestamp(), clock_timestamp() + set_redirect.duration)
+    ON CONFLICT ON CONSTRAINT redirect_pkey DO UPDATE
+    SET target = excluded.target, set_by = excluded.set_by, set_at = excluded.set_at, until_at = excluded.until_at
+    RETURNING r.set_by, r.set_at, r.until_at;
+    PERFORM pgoutbox._record_act(
+        'redirect',
+        details => jsonb_strip_nulls(jsonb_build_object(
+            'target', set_redirect.target, 'seconds', extract(epoch FROM set_redirect.duration)::float8
+        ))
+    );
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox.set_redirect IS
+    'Redirect all e-mail to an address, or to @ and a domain, for a time or until clear_redirect. Workers follow within two '
+    'seconds of the commit.';

@@ -1,0 +1,79 @@
+"""The commands on the redirect of all e-mail."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+
+from pgoutbox.cli.arguments import Dsn, Json, parse_duration
+from pgoutbox.cli.console import print_json, print_line
+from pgoutbox.cli.program import app, interruptible, open_operator, read_settings
+
+redirect_app = typer.Typer(
+    rich_markup_mode=None, no_args_is_help=True, help="Redirect all e-mail to testers, and show the redirects."
+)
+app.add_typer(redirect_app, name="redirect")
+
+
+@redirect_app.command()
+def show(*, dsn: Dsn = None, as_json: Json = False) -> None:
+    """Show the redirect of the operators, and the redirects and blackouts of workers."""
+    with open_operator(read_settings(dsn), read_only=True) as operator:
+        found = operator.redirects()
+    if as_json:
+        print_json(found.as_json())
+        return
+    for line in found.warnings() or ["no redirect is on"]:
+        print_line(line)
+
+
+@redirect_app.command("set")
+def set_redirect(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="An address, or @ and a domain.")],
+    *,
+    duration: Annotated[
+        timedelta | None,
+        typer.Option(
+            "--for", parser=parse_duration, metavar="DURATION", help="Switch it off automatically, such as after 2h."
+        ),
+    ] = None,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Redirect all e-mail of all workers.
+
+    Waits for two seconds. Then no worker begins to hand e-mail over to its real recipients.
+    """
+    with (
+        open_operator(read_settings(dsn)) as operator,
+        interruptible("the redirect may be on; see `pgoutbox redirect show`"),
+    ):
+        switched = operator.set_redirect(target, duration=duration)
+    if as_json:
+        print_json(switched._asdict())
+        return
+    until = "" if switched.until_at is None else f" until {switched.until_at.isoformat(timespec='seconds')}"
+    print_line(f"all e-mail goes to {switched.target}{until}")
+
+
+@redirect_app.command()
+def off(*, dsn: Dsn = None, as_json: Json = False) -> None:
+    """Switch the redirect off, and send the messages that it held back.
+
+    A redirect in the environment of a worker stays on.
+    """
+    with (
+        open_operator(read_settings(dsn)) as operator,
+        interruptible("the redirect may be off; run it again to send the rest"),
+    ):
+        cleared = operator.clear_redirect()
+        rest = operator.redirects()
+    if as_json:
+        print_json(cleared._asdict())
+        return
+    state = "off" if cleared.was_on else "was not on"
+    print_line(f"redirect: {state}; {cleared.message_count} held-back messages are due")
+    for line in rest.warnings():
+        print_line(f"still on: {line}")

@@ -1,0 +1,3 @@
+-- Switch the redirect on, for `seconds` or until it is switched off.
+SELECT r.set_by, r.set_at, r.until_at
+FROM pgoutbox.set_redirect(%(target)s::text, make_interval(secs => %(seconds)s::float8)) AS r

@@ -1,0 +1,142 @@
+"""Redirects of one worker: each content passes here right before its transport, and follows the redirect that is on.
+
+The redirect of the settings is fixed. An operator's redirect is a row of `pgoutbox.redirect`. Nothing is handed over by
+an answer of the database that is older than two seconds. So a redirect holds for every hand-over that begins more than
+two seconds after its commit. The row is read at most once a second, and only while contents are handed over.
+
+A worker with a redirect or a blackout in its settings also reports them to the database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import psycopg
+
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.database.store import Store
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import Message, Outcome
+from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.settings import Settings
+from pgoutbox.transports import Content, FollowsRedirect, Transport, scheme_of
+from pgoutbox.transports.redirect import REDIRECT_SECONDS, Redirect, RedirectRules, held_back
+
+_REFRESH_SECONDS = 1.0
+_REPORT_SECONDS = 20.0
+
+
+class RedirectUnknownError(Exception):
+    """The database did not answer, or the target that it names is invalid. Nothing may be handed over."""
+
+
+class Redirects:
+    """The redirects of one run of a worker."""
+
+    def __init__(
+        self, settings: Settings, store: Store, telemetry: Telemetry, *, clock: Callable[[], float] = elapsed_clock
+    ) -> None:
+        self._store = store
+        self._telemetry = telemetry
+        self._clock = clock
+        self._rules = RedirectRules.of(settings.redirect)
+        self._redirect: Redirect | None = None
+        self._read_at = float("-inf")
+        self._reading: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
+        self._noted: tuple[str | None, str | None] = (None, None)
+
+    async def start(self) -> None:
+        """Report the redirect and the blackout of the settings, if there is one, now and periodically."""
+        if self._rules.to is not None or self._rules.windows:
+            await self._report()
+            self._reporting = asyncio.create_task(self._keep_reporting(), name="pgoutbox-redirect")
+
+    async def close(self) -> None:
+        """Stop reading and reporting."""
+        for task in (self._reading, self._reporting):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, RedirectUnknownError):
+                    await task
+
+    async def send(self, transport: Transport, message: Message[object], content: Content) -> Outcome:
+        """Call the transport. Hold the content back if a redirect is on that the transport does not follow."""
+        try:
+            if isinstance(transport, FollowsRedirect):
+                return await transport.send_or_redirect(message, content, self.current)
+            if await self.current() is None:
+                return await transport.send(message, content)
+        except RedirectUnknownError as error:
+            return held_back(message, str(error))
+        # Kept, not skipped: if the redirect is a mistake, all messages are sent after its end.
+        scheme = content.scheme if message.destination is None else scheme_of(message.destination)
+        return held_back(message, f"not sent: a redirect is on, and the transport of {scheme!r} does not follow it")
+
+    async def current(self) -> Redirect | None:
+        """Return the redirect that is on, or None. Raises `RedirectUnknownError`.
+
+        Concurrent callers share one query.
+        """
+        if self._clock() - self._read_at >= _REFRESH_SECONDS:
+            if self._reading is None:
+                self._reading = asyncio.create_task(self._read())
+                self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+            # The cancellation of a send does not break the connection of this query.
+            await asyncio.shield(self._reading)
+            # The age counts from the start of the query: a commit during the query may be missing in its answer.
+            if self._clock() - self._read_at >= REDIRECT_SECONDS:
+                raise RedirectUnknownError("not sent: the redirect is unknown, because the database answers too slowly")
+        return self._redirect
+
+    async def _read(self) -> None:
+        asked_at = self._clock()
+        try:
+            redirect = self._rules.redirect(await self._store.redirect_target())
+        except (psycopg.Error, OSError, ConfigurationError) as error:
+            self._note_unknown(error)
+            raise RedirectUnknownError(f"not sent: the redirect is unknown: {type(error).__name__}") from error
+        finally:
+            self._reading = None
+        self._redirect, self._read_at = redirect, asked_at
+        self._note(redirect)
+
+    def _note(self, redirect: Redirect | None) -> None:
+        """Log a change of the redirect, once."""
+        target = None if redirect is None else redirect.target
+        refused_within = None if redirect is None else self._rules.refused_within()
+        noted, self._noted = self._noted, (target, refused_within)
+        if noted == self._noted:
+            return
+        if redirect is None:
+            self._telemetry.report(logging.INFO, LogEvent.REDIRECT_ENDED, "the redirect is off")
+        elif refused_within is None:
+            text = "e-mail is redirected, the rest held back"
+            self._telemetry.report(logging.WARNING, LogEvent.REDIRECTING, text, target=target)
+        else:
+            text = "a blackout forbids the redirect that is on; e-mail is held back"
+            self._telemetry.report(
+                logging.WARNING, LogEvent.REDIRECT_REFUSED, text, target=target, blackout=refused_within
+            )
+
+    def _note_unknown(self, error: Exception) -> None:
+        reason = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".rstrip()
+        text = "the redirect could not be read or reported"
+        self._telemetry.report(logging.WARNING, LogEvent.REDIRECT_UNKNOWN, text, reason=reason)
+
+    async def _keep_reporting(self) -> None:
+        while True:
+            await asyncio.sleep(_REPORT_SECONDS)
+            await self._report()
+
+    async def _report(self) -> None:
+        with contextlib.suppress(RedirectUnknownError):
+            redirect = await self.current()
+            refused_within = None if redirect is None else self._rules.refused_within()
+            try:
+                await self._store.report_redirect(self._rules.to, refused_within)
+            except (psycopg.Error, OSError) as error:
+                self._note_unknown(error)

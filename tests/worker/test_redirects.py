@@ -1,0 +1,465 @@
+"""Tests redirects of running workers, by the environment and by operators, on real SMTP servers; and blackouts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from pgoutbox import Context, Email, Message, Outbox
+from pgoutbox.database.store import Store
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import Postponed, Sent
+from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.operations import ClearedRedirect, Operator
+from pgoutbox.settings import load_settings
+from pgoutbox.transports.redirect import RedirectRules
+from pgoutbox.transports.smtp import SmtpTransport
+from pgoutbox.worker import Worker
+from pgoutbox.worker.redirects import Redirects
+from tests.support.outbox_actions import (
+    attempts_of,
+    enqueue,
+    make_due,
+    row_of,
+    running,
+    settings_for,
+    until_blocked,
+)
+from tests.support.sends import outgoing
+from tests.support.smtp_server import accepting_server, mail_settings
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from pgoutbox.message import Outcome
+    from pgoutbox.transports import Content, CurrentRedirect
+    from tests.conftest import Connect
+    from tests.support.smtp_server import Inbox
+
+ANN, ORGANISER, TESTER = "ann@example.com", "org@club.example", "tester@example.org"
+TODAY = datetime.now(UTC).date()
+AROUND_TODAY = f"{TODAY - timedelta(days=2)}/{TODAY + timedelta(days=2)}"
+SWITCH_ON = f"SELECT pgoutbox.set_redirect('{TESTER}')"
+
+
+@pytest.fixture
+async def inbox() -> AsyncIterator[Inbox]:
+    async with accepting_server() as opened:
+        yield opened
+
+
+def mailing(dsn: str, inbox: Inbox, **overrides: object) -> Worker:
+    """Return a worker that sends each message to its destination."""
+    outbox = Outbox(settings_for(dsn, **mail_settings(inbox.port) | overrides))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> Content:
+        return Email(subject="Hello", text="Hi")
+
+    return Worker(outbox)
+
+
+def mail_to(db: psycopg.Connection, address: str) -> int:
+    return enqueue(db, destination=f"mailto:{address}")
+
+
+def recipients(inbox: Inbox) -> list[str]:
+    return [recipient for received in inbox.received for recipient in received.recipients]
+
+
+def budget_of(db: psycopg.Connection, message_id: int) -> int:
+    row = row_of(db, message_id)
+    return row.max_attempts - row.attempt_count
+
+
+# --- the redirect of the environment ----------------------------------------------------------------------------------
+
+
+async def test_the_redirect_of_the_environment_is_followed_logged_and_reported(
+    dsn: str, db: psycopg.Connection, inbox: Inbox
+) -> None:
+    message_id = mail_to(db, ANN)
+    worker = mailing(dsn, inbox, redirect_to="@test.example.org")
+    await worker.run_once()
+    assert (row_of(db, message_id).state, recipients(inbox)) == ("sent", ["ann=example.com@test.example.org"])
+    assert worker.telemetry.counts[LogEvent.REDIRECTING] == 1
+    with Operator(dsn) as operator:
+        found = operator.redirects()
+    assert [(report.target, report.refused_within) for report in found.workers] == [("@test.example.org", None)]
+    assert found.warnings() == ["PGOUTBOX_REDIRECT_TO=@test.example.org redirects all e-mail of 1 worker"]
+
+
+async def test_a_report_ends_with_its_reason_and_with_its_age(dsn: str, db: psycopg.Connection) -> None:
+    store = Store(load_settings(dsn=dsn), worker="w")
+    count = "SELECT count(*) FROM pgoutbox.redirect_view"
+    await store.report_redirect(TESTER, None)
+    await store.report_redirect(TESTER, AROUND_TODAY)
+    assert db.execute(count).fetchone() == (1,)
+    await store.report_redirect(None, None)
+    assert db.execute(count).fetchone() == (0,)
+    await store.report_redirect(TESTER, None)
+    db.execute("UPDATE pgoutbox.redirect_report SET reported_at = now() - interval '91 s'")
+    assert db.execute(count).fetchone() == (0,)
+    await store.close()
+
+
+async def test_old_reports_of_other_workers_are_deleted(dsn: str, db: psycopg.Connection) -> None:
+    db.execute(
+        "INSERT INTO pgoutbox.redirect_report VALUES ('gone', now() - interval '61 min', 'x@y.example', NULL), "
+        "('live', now() - interval '59 min', 'x@y.example', NULL)"
+    )
+    store = Store(load_settings(dsn=dsn), worker="w")
+    await store.report_redirect(TESTER, None)
+    await store.close()
+    assert db.execute("SELECT worker FROM pgoutbox.redirect_report ORDER BY 1").fetchall() == [("live",), ("w",)]
+
+
+# --- the redirect of an operator --------------------------------------------------------------------------------------
+
+
+async def test_when_a_switch_returns_a_running_worker_hands_nothing_to_real_recipients(
+    dsn: str, db: psycopg.Connection, inbox: Inbox
+) -> None:
+    worker = mailing(dsn, inbox)
+    with Operator(dsn, actor="ada") as operator:
+        async with running(worker):
+            mail_to(db, ANN)
+            await until(lambda: len(inbox.received) == 1)
+            switched = await asyncio.to_thread(operator.set_redirect, TESTER)
+            mail_to(db, ANN)
+            await until(lambda: len(inbox.received) == 2)
+            assert operator.redirects().switched == switched
+            assert await asyncio.to_thread(operator.clear_redirect) == ClearedRedirect(was_on=True, message_count=0)
+            while not worker.telemetry.counts[LogEvent.REDIRECT_ENDED]:
+                count = len(inbox.received)
+                mail_to(db, ANN)
+                await until(lambda count=count: len(inbox.received) > count)  # type: ignore[misc] # bound now
+    assert recipients(inbox)[:2] == [ANN, TESTER]
+    assert recipients(inbox)[-1] == ANN
+    assert (switched.set_by, switched.until_at) == ("ada", None)
+    assert worker.telemetry.counts[LogEvent.REDIRECTING] == 1
+
+
+async def test_the_target_of_an_operator_overrides_that_of_the_environment_until_it_is_off(
+    dsn: str, db: psycopg.Connection, inbox: Inbox
+) -> None:
+    db.execute(SWITCH_ON)
+    mail_to(db, ANN)
+    await mailing(dsn, inbox, redirect_to="other@example.org").run_once()
+    with Operator(dsn) as operator:
+        operator.clear_redirect()
+    mail_to(db, ANN)
+    await mailing(dsn, inbox, redirect_to="other@example.org").run_once()
+    assert recipients(inbox) == [TESTER, "other@example.org"]
+
+
+async def test_a_redirect_for_a_time_ends_by_itself(dsn: str, db: psycopg.Connection, inbox: Inbox) -> None:
+    with Operator(dsn) as operator:
+        switched = await asyncio.to_thread(operator.set_redirect, TESTER, duration=timedelta(hours=2))
+        assert switched.until_at is not None
+        assert timedelta(hours=2) - timedelta(seconds=1) < switched.until_at - switched.set_at < timedelta(hours=2.1)
+        db.execute("UPDATE pgoutbox.redirect SET set_at = now() - interval '2 h', until_at = now()")
+        assert operator.redirects().warnings() == []
+        mail_to(db, ANN)
+        await mailing(dsn, inbox).run_once()
+        assert recipients(inbox) == [ANN]
+        assert operator.clear_redirect() == ClearedRedirect(was_on=False, message_count=0)
+
+
+async def test_a_target_that_is_not_an_address_holds_email_back(dsn: str, db: psycopg.Connection, inbox: Inbox) -> None:
+    db.execute("SELECT pgoutbox.set_redirect('tester@-')")
+    message_id = mail_to(db, ANN)
+    worker = mailing(dsn, inbox)
+    await worker.run_once()
+    assert (row_of(db, message_id).state, inbox.received, budget_of(db, message_id)) == ("pending", [], 11)
+    assert worker.telemetry.counts[LogEvent.REDIRECT_UNKNOWN] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ("'tester'", "target"),
+        ("NULL", "target"),
+        ("'a b@c'", "target"),
+        ("'a@b@c'", "target"),
+        ("'@c', '0 s'", "duration"),
+    ],
+)
+def test_the_sql_function_refuses_a_wrong_argument_by_name(db: psycopg.Connection, arguments: str, field: str) -> None:
+    with pytest.raises(
+        psycopg.errors.InvalidParameterValue, match=f"pgoutbox.set_redirect: {field}: must be"
+    ) as caught:
+        db.execute(f"SELECT pgoutbox.set_redirect({arguments})".encode())
+    assert caught.value.diag.column_name == field
+
+
+def test_an_operator_refuses_a_wrong_target_and_a_blackout(dsn: str, db: psycopg.Connection) -> None:
+    with Operator(dsn) as operator:
+        with pytest.raises(ConfigurationError, match="target: has no @; give an address, or @ and a domain"):
+            operator.set_redirect("tester")
+        with pytest.raises(ConfigurationError, match="duration=0:00:00: must be from 1 second to 3650 days"):
+            operator.set_redirect(TESTER, duration=timedelta())
+    with (
+        Operator(settings_for(dsn, redirect_blackout=AROUND_TODAY)) as operator,
+        pytest.raises(
+            ConfigurationError, match=f"PGOUTBOX_REDIRECT_BLACKOUT forbids to redirect within {AROUND_TODAY}"
+        ),
+    ):
+        operator.set_redirect(TESTER)
+    assert db.execute("SELECT count(*) FROM pgoutbox.redirect").fetchone() == (0,)
+
+
+# --- the window before a worker knows ---------------------------------------------------------------------------------
+
+
+class Sink:
+    """A transport that records its contents, and does not follow redirects."""
+
+    schemes = ("https",)
+
+    def __init__(self) -> None:
+        self.sent: list[Content] = []
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        self.sent.append(content)
+        return Sent()
+
+    async def aclose(self) -> None: ...
+
+
+class Following(Sink):
+    """A transport that follows redirects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[str | None] = []
+
+    async def send_or_redirect(self, message: Message[object], content: Content, redirect: CurrentRedirect) -> Outcome:
+        now = await redirect()
+        if now is not None and (refusal := now.refusal(message)) is not None:
+            return refusal
+        self.targets.append(None if now is None else now.target)
+        return Sent()
+
+
+class Webhook:
+    """A content of another scheme than e-mail."""
+
+    scheme = "https"
+
+
+class Sending:
+    """The redirects of a worker with a clock that the test sets."""
+
+    def __init__(self, dsn: str, **overrides: object) -> None:
+        settings = settings_for(dsn, **overrides)
+        self.now = 100.0
+        self.store = Store(settings, worker="w")
+        self.telemetry = Telemetry(logging.getLogger("pgoutbox.tests"))
+        self.redirects = Redirects(settings, self.store, self.telemetry, clock=lambda: self.now)
+        self.sink = Sink()
+
+    async def send(self) -> Outcome:
+        return await self.redirects.send(self.sink, outgoing(destination="https://example.com"), Webhook())
+
+    async def close(self) -> None:
+        await self.redirects.close()
+        await self.store.close()
+
+
+@pytest.fixture
+async def sending(dsn: str) -> AsyncIterator[Sending]:
+    made = Sending(dsn)
+    yield made
+    await made.close()
+
+
+async def test_a_worker_reads_the_switch_once_a_second(sending: Sending, db: psycopg.Connection) -> None:
+    assert isinstance(await sending.send(), Sent)
+    db.execute(SWITCH_ON)
+    sending.now += 0.99
+    assert isinstance(await sending.send(), Sent)
+    sending.now += 0.01
+    assert isinstance(await sending.send(), Postponed)
+    assert len(sending.sink.sent) == 2
+
+
+async def test_an_answer_counts_from_the_start_of_its_query(
+    sending: Sending, db: psycopg.Connection, connect: Connect
+) -> None:
+    blocker = connect()
+    blocker.execute("LOCK TABLE pgoutbox.redirect")
+    first, second = asyncio.create_task(sending.send()), asyncio.create_task(sending.send())
+    await until_blocked(db, first)
+    sending.now += 2
+    blocker.rollback()
+    for outcome in await asyncio.gather(first, second):
+        assert isinstance(outcome, Postponed)
+        assert "the database answers too slowly" in (outcome.reason or "")
+    assert sending.sink.sent == []
+
+
+async def test_nothing_is_handed_over_while_the_switch_cannot_be_read(
+    dsn: str, db: psycopg.Connection, connect: Connect
+) -> None:
+    sending = Sending(dsn, statement_timeout_seconds=1)
+    blocker = connect()
+    blocker.execute("LOCK TABLE pgoutbox.redirect")
+    outcome = await sending.send()
+    assert isinstance(outcome, Postponed)
+    assert outcome.reason == "not sent: the redirect is unknown: QueryCanceled"
+    assert (sending.sink.sent, sending.telemetry.counts[LogEvent.REDIRECT_UNKNOWN]) == ([], 1)
+    blocker.rollback()
+    assert isinstance(await sending.send(), Sent)
+    await sending.close()
+
+
+async def test_an_email_that_waited_for_a_connection_follows_a_redirect_of_the_meantime(inbox: Inbox) -> None:
+    settings = load_settings(smtp={key.removeprefix("smtp_"): v for key, v in mail_settings(inbox.port).items()})
+    switched = RedirectRules.of(settings.redirect).redirect(TESTER)
+    answers = iter([None, None])
+
+    async def current() -> object:
+        return next(answers, switched)
+
+    transport = SmtpTransport(settings)
+    email = Email(to=ANN, subject="Hello", text="Hi")
+    assert isinstance(await transport.send_or_redirect(outgoing(), email, current), Sent)  # type: ignore[arg-type] # the same type
+    await transport.aclose()
+    assert recipients(inbox) == [TESTER]
+
+
+async def test_a_transport_with_a_redirect_of_its_own_keeps_it(inbox: Inbox) -> None:
+    async def none() -> None:
+        return None
+
+    smtp = {key.removeprefix("smtp_"): v for key, v in mail_settings(inbox.port).items()}
+    transport = SmtpTransport(load_settings(smtp=smtp, redirect={"to": TESTER}))
+    email = Email(to=ANN, subject="Hello", text="Hi")
+    assert isinstance(await transport.send(outgoing(), email), Sent)
+    assert isinstance(await transport.send_or_redirect(outgoing(), email, none), Sent)
+    await transport.aclose()
+    assert recipients(inbox) == [TESTER, TESTER]
+
+
+# --- blackouts --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_starts_in_a_blackout_and_holds_user_mail_back_but_not_exempt_mail(
+    dsn: str, db: psycopg.Connection, inbox: Inbox
+) -> None:
+    user, organiser = mail_to(db, ANN), mail_to(db, ORGANISER)
+    worker = mailing(dsn, inbox, redirect_to=TESTER, redirect_exempt="@club.example", redirect_blackout=AROUND_TODAY)
+    await worker.run_once()
+    make_due(db, user)
+    await worker.run_once()
+    assert (row_of(db, user).state, budget_of(db, user), row_of(db, organiser).state) == ("pending", 11, "sent")
+    assert recipients(inbox) == [ORGANISER]
+    reason = f"refuses to redirect to {TESTER} within {AROUND_TODAY} (PGOUTBOX_REDIRECT_BLACKOUT)"
+    assert [outcome[1:] for outcome in attempts_of(db, user)] == [("snoozed", reason)] * 2
+    assert db.execute("SELECT reason FROM pgoutbox.waiting_view").fetchall() == [("redirect",)]
+    with Operator(dsn) as operator:
+        warnings = operator.redirects().warnings()
+    assert f"the blackout {AROUND_TODAY} forbids the redirect: e-mail of 2 workers waits" in warnings[1]
+
+
+async def test_each_change_of_a_redirect_is_logged_once(dsn: str, db: psycopg.Connection) -> None:
+    sending = Sending(dsn)
+    counts = []
+    for statement in (None, SWITCH_ON, None, "SELECT pgoutbox.clear_redirect()", None):
+        if statement is not None:
+            db.execute(statement)
+        sending.now += 1
+        await sending.send()
+        counts.append([sending.telemetry.counts[e] for e in (LogEvent.REDIRECTING, LogEvent.REDIRECT_ENDED)])
+    await sending.close()
+    assert counts == [[0, 0], [1, 0], [1, 0], [1, 1], [1, 1]]
+
+
+async def test_a_refusal_is_logged_once(dsn: str, db: psycopg.Connection) -> None:
+    sending = Sending(dsn, redirect_to=TESTER, redirect_blackout=AROUND_TODAY)
+    for _ in range(3):
+        await sending.send()
+        sending.now += 1
+    await sending.close()
+    events = (LogEvent.REDIRECTING, LogEvent.REDIRECT_REFUSED)
+    assert [sending.telemetry.counts[event] for event in events] == [0, 1]
+
+
+async def test_mail_held_back_in_a_blackout_goes_out_by_itself_when_the_redirect_is_off(
+    dsn: str, db: psycopg.Connection, inbox: Inbox
+) -> None:
+    db.execute(SWITCH_ON)
+    message_id = mail_to(db, ANN)
+    with Operator(dsn) as operator:
+        async with running(mailing(dsn, inbox, redirect_blackout=AROUND_TODAY)):
+            await until(lambda: bool(attempts_of(db, message_id)) and row_of(db, message_id).state == "pending")
+            # As after many attempts: without the switch off, it would be due in five minutes.
+            db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '5 min'")
+            assert await asyncio.to_thread(operator.clear_redirect) == ClearedRedirect(was_on=True, message_count=1)
+            await until(lambda: row_of(db, message_id).state == "sent")
+    assert recipients(inbox) == [ANN]
+    assert {outcome for _, outcome, _ in attempts_of(db, message_id)} == {"snoozed"}
+
+
+def test_switching_off_leaves_other_waiting_messages_alone(dsn: str, db: psycopg.Connection) -> None:
+    held, retried = enqueue(db), enqueue(db)
+    db.execute("UPDATE pgoutbox.message SET attempt_count = 1, available_at = now() + interval '1 h'")
+    for message_id, code in ((held, "redirect"), (retried, "unavailable")):
+        db.execute(
+            "INSERT INTO pgoutbox.attempt"
+            " (message_id, attempt_count, outcome, worker, started_at, ended_at, reason_code)"
+            " VALUES (%s, 1, 'snoozed', 'w', now(), now(), %s)",
+            (message_id, code),
+        )
+    with Operator(dsn) as operator:
+        assert operator.clear_redirect() == ClearedRedirect(was_on=False, message_count=1)
+    assert (row_of(db, held).due_in_seconds < 3, row_of(db, retried).due_in_seconds > 3000) == (True, True)
+
+
+# --- contents other than e-mail ---------------------------------------------------------------------------------------
+
+
+def hooking(dsn: str, sink: Sink, **overrides: object) -> Worker:
+    outbox = Outbox(settings_for(dsn, **overrides))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> Content:
+        return Webhook()
+
+    return Worker(outbox, transports={"https": sink})
+
+
+@pytest.mark.parametrize("by_operator", [True, False])
+async def test_contents_that_cannot_be_redirected_wait_until_the_redirect_is_off(
+    dsn: str, db: psycopg.Connection, by_operator: bool
+) -> None:
+    message_id = enqueue(db, destination="https://example.com/hook")
+    sink = Sink()
+    if by_operator:
+        db.execute(SWITCH_ON)
+    await hooking(dsn, sink, **({} if by_operator else {"redirect_to": TESTER})).run_once()
+    assert (row_of(db, message_id).state, sink.sent, budget_of(db, message_id)) == ("pending", [], 11)
+    ((_, outcome, error),) = attempts_of(db, message_id)
+    assert (outcome, error) == (
+        "snoozed",
+        "not sent: a redirect is on, and the transport of 'https' does not follow it",
+    )
+    db.execute("SELECT pgoutbox.clear_redirect()")
+    make_due(db, message_id)
+    await hooking(dsn, sink).run_once()
+    assert (row_of(db, message_id).state, len(sink.sent)) == ("sent", 1)
+
+
+async def test_a_transport_that_follows_redirects_gets_the_one_that_is_on(dsn: str, db: psycopg.Connection) -> None:
+    sink = Following()
+    for overrides in ({}, {"redirect_to": TESTER}, {"redirect_to": TESTER, "redirect_blackout": AROUND_TODAY}):
+        enqueue(db, destination="https://example.com/hook")
+        await hooking(dsn, sink, **overrides).run_once()
+    assert (sink.targets, sink.sent) == ([None, TESTER], [])
