@@ -4,10 +4,23 @@ Data goes to stdout, everything else to stderr. A command raises `PgOutboxError`
 returns an exit code.
 """
 
-from pgoutbox.cli import about, acts, breakers, deletion, doctor, messages, queues, schema, watch, worker
+from pgoutbox.cli import about, acts, breakers, deletion, doctor, messages, queues, schema, topics, watch, worker
 from pgoutbox.cli.program import app
 from pgoutbox.cli.web import web_app
 
 app.add_typer(web_app, name="web")
 
-__all__ = ["about", "acts", "app", "breakers", "deletion", "doctor", "messages", "queues", "schema", "watch", "worker"]
+__all__ = [
+    "about",
+    "acts",
+    "app",
+    "breakers",
+    "deletion",
+    "doctor",
+    "messages",
+    "queues",
+    "schema",
+    "topics",
+    "watch",
+    "worker",
+]
