@@ -26,7 +26,9 @@ def worker(
     queues: Annotated[
         list[str] | None,
         typer.Option(
-            "--queue", metavar="NAME[:WEIGHT]", help="Queue to serve, in this order or by weight. Repeatable."
+            "--queue",
+            metavar="NAME[:WEIGHT]",
+            help="Queue to serve, in this order or by weight; '*' for all. Repeatable.",
         ),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, max=256, help="Number of worker processes.")] = 1,
@@ -49,7 +51,7 @@ def worker(
         raise typer.BadParameter("--once and --drain exclude each other")
     if processes > 1 and (once or drain):
         raise typer.BadParameter("--processes excludes --once and --drain")
-    from pgoutbox.worker.claim_planner import parse_queues
+    from pgoutbox.worker.claim_planner import ALL_QUEUES, parse_queues
     from pgoutbox.worker.supervisor import run_worker
 
     settings = read_settings(
@@ -61,7 +63,7 @@ def worker(
         raise ConfigurationError("no outbox given: set PGOUTBOX_APP, or pass --app module:attribute")
     outbox = load_outbox(settings.app)
     configure_logging(settings)
-    _warn_of_unknown_queues(settings, [share.name for share in shares] if queues else [])
+    _warn_of_unknown_queues(settings, [share.name for share in shares if share.name != ALL_QUEUES] if queues else [])
     if processes > 1:
         raise typer.Exit(_supervise(settings, queues or [], processes, dsn=dsn))
     mode: Literal["run", "once", "drain"] = "once" if once else "drain" if drain else "run"

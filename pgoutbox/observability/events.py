@@ -124,6 +124,7 @@ class LogEvent(enum.StrEnum):
         "redirecting",
         "`PGOUTBOX_REDIRECT_TO` is set: all e-mail goes there, and other contents are held back.",
     )
+    EMAIL_LOGGED = "email_logged", "`PGOUTBOX_MAIL_TRANSPORT=log`: this e-mail was not sent. `text` is redacted."
     MAIL_NOT_READY = "mail_not_ready", "At start, this setting is missing or an example, so e-mail waits or is refused."
     SMTP_CONNECTION_OPENED = "smtp_connection_opened", "A connection to the SMTP server was opened."
     SMTP_CONNECTION_REPLACED = "smtp_connection_replaced", "An idle SMTP connection had died and was replaced."
@@ -140,6 +141,18 @@ class LogEvent(enum.StrEnum):
     BREAKER_UNKNOWN = (
         "breaker_unknown",
         "The shared state of a breaker could not be read or written. A later send asks again.",
+    )
+    BREAKER_STILL_OPEN = (
+        "breaker_still_open",
+        "A breaker is open when a worker starts, or for a minute and again each hour: its messages wait for a repair.",
+    )
+    MESSAGES_UNCLAIMED = (
+        "messages_unclaimed",
+        "Late messages that no running worker claims: none serves the queue, or none has a handler for the topics.",
+    )
+    PRESENCE_UNKNOWN = (
+        "presence_unknown",
+        "The worker could not report its queues and topics, or look for unclaimed messages. It tries again.",
     )
     MAINTENANCE_DONE = "maintenance_done", "A worker had its turn of maintenance and changed something."
     MAINTENANCE_FAILED = (

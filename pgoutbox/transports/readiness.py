@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from pgoutbox.settings import Settings, SmtpSettings
-from pgoutbox.transports.smtp.mail import Email
+from pgoutbox.transports.smtp.mail import Email, RawEmail
 
 # The names for documentation (RFC 2606): they have no owner.
 _EXAMPLE: Final = re.compile(r"(?:^|[@.])example(?:\.(?:com|org|net|edu))?\.?>?\s*$", re.IGNORECASE)
@@ -43,8 +43,11 @@ def lacks_of_mail(
     """Return the known problems that prevent e-mail.
 
     `schemes` are the schemes with a transport, `functions` the handlers by their topics: a handler whose return
-    annotation names `Email` needs a mail server.
+    annotation names `Email` or `RawEmail` needs a mail server.
     """
+    if settings.mail.transport == "log":
+        yield Lack("PGOUTBOX_MAIL_TRANSPORT", "is log: e-mails are only logged, and their messages end sent")
+        return
     if settings.smtp.host is not None:
         yield from _lacks_of_server(settings.smtp)
     elif "mailto" not in schemes:
@@ -75,5 +78,5 @@ def _returns_email(function: Callable[..., object]) -> bool:
 
 def _mentions_email(hint: object) -> bool:
     if isinstance(hint, type) and typing.get_origin(hint) is None:
-        return issubclass(hint, Email)
+        return issubclass(hint, (Email, RawEmail))
     return any(_mentions_email(part) for part in typing.get_args(hint))

@@ -39,7 +39,7 @@ from pgoutbox.transports.redirect import Redirect
 from pgoutbox.transports.registry import complete
 from pgoutbox.worker.alert import ALERT_TOPIC, alert_handler
 from pgoutbox.worker.attempt import ABANDONED, Attempt
-from pgoutbox.worker.claim_planner import QueueSchedule, QueueShare
+from pgoutbox.worker.claim_planner import QueueSchedule, QueueShare, name_all
 from pgoutbox.worker.claimer import Claimer
 from pgoutbox.worker.django_orm import DjangoConnections
 from pgoutbox.worker.doorbell import Doorbell
@@ -52,6 +52,7 @@ from pgoutbox.worker.notifier import Notifier
 from pgoutbox.worker.outage import Outage
 from pgoutbox.worker.poll_loop import PollLoop
 from pgoutbox.worker.pool import AttemptPool
+from pgoutbox.worker.presence import Presence
 from pgoutbox.worker.signals import Signals
 from pgoutbox.worker.stall_watch import StallWatch
 
@@ -92,7 +93,8 @@ class Worker:
         self._topics = sorted(self._handlers)
         self._middlewares = outbox.middlewares
         self._hold_topics = sorted(t for t, h in self._handlers.items() if h.on_unknown == "hold")
-        self._queues = QueueSchedule(queues, now=elapsed_clock())
+        self._defined_queues = sorted({topic.queue for topic in outbox.topics.values() if topic.queue is not None})
+        self._queues = QueueSchedule(name_all(queues, self._defined_queues), now=elapsed_clock())
         self.name: str = _name_for(self._settings)
         self.telemetry: Telemetry = Telemetry(_log)
         self._redirect = Redirect.at_start(self._settings.redirect)
@@ -116,6 +118,13 @@ class Worker:
         async with (
             self._at_work(listen=self._settings.listen, patient=True, serves=True),
             Maintenance(self._settings, self._store, self.telemetry),
+            Presence(
+                self._store,
+                self.telemetry,
+                queues=self._queues.names,
+                topics=self._topics,
+                defined=self._defined_queues,
+            ),
         ):
             await self._poll_loop.run()
 

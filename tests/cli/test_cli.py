@@ -230,11 +230,27 @@ class TestMigrate:
         assert cli_anywhere("migrate", "current").out == f"not migrated (newest: {head})\n"
         assert cli_anywhere("migrate").out == f"schema pgoutbox: base -> {head}\n"
         assert cli_anywhere("migrate").out == f"schema pgoutbox: up to date at {head}\n"
-        assert cli_anywhere("migrate", "current", "--json").json == {"revision": head, "head": head}
+        assert cli_anywhere("migrate", "current", "--json").json == {
+            "revision": head,
+            "head": head,
+            "history": "pgoutbox",
+        }
+        assert cli_anywhere("migrate", "current").out == f"{head} (up to date)\n"
         assert cli_anywhere("migrate", "downgrade", "base", "--yes", "--json").json == {
             "before": head,
             "revision": None,
         }
+
+    def test_current_recognizes_a_schema_of_the_applications_history(
+        self, cli_anywhere: Callable[..., Done], empty_dsn: str
+    ) -> None:
+        cli_anywhere("migrate")
+        with psycopg.connect(empty_dsn) as connection:
+            connection.execute("ALTER TABLE pgoutbox.alembic_version SET SCHEMA public")
+        assert cli_anywhere("migrate", "current").out == (
+            f"{migrate.head()} (up to date; migrated by the application's own Alembic history:"
+            " upgrade it with `alembic upgrade heads`)\n"
+        )
 
     def test_downgrade_asks_for_confirmation(self, cli_anywhere: Callable[..., Done], empty_dsn: str) -> None:
         cli_anywhere("migrate")

@@ -152,6 +152,13 @@ def test_the_overview_counts_every_state(site: Site, db: psycopg.Connection) -> 
     assert "w 2 0" in page.words, "the worker with leases is missing"
 
 
+def test_the_overview_shows_the_queues_and_topics_of_idle_workers(site: Site, db: psycopg.Connection) -> None:
+    assert "No worker runs." in get(site.vera, "/").words
+    db.execute("INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('idle', '{bulk,default}', '{bye,greet}')")
+    site.dashboard.forget()
+    assert "idle 0 0 bulk, default bye, greet" in get(site.vera, "/").words
+
+
 def test_the_overview_shows_how_long_the_oldest_due_message_has_waited(site: Site, db: psycopg.Connection) -> None:
     assert "Oldest due message none" in get(site.vera, "/").words
     waiting, later = put(db), put(db)

@@ -50,6 +50,7 @@ PRODUCER, WORKER, OPERATOR, VIEWER = ROLES
 
 VIEWS: Final = (
     "attempt_view", "breaker_view", "message_view", "pulse_view", "queue_view", "retention_view", "waiting_view",
+    "worker_view",
 )  # fmt: skip
 
 TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
@@ -73,6 +74,8 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "retention_view": "SELECT",
         "retired": "SELECT",
         "maintenance_run": "SELECT",
+        "worker": "DELETE INSERT SELECT UPDATE",
+        "worker_view": "SELECT",
     },
     OPERATOR: {
         "audit": "SELECT",
