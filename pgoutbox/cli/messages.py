@@ -126,7 +126,9 @@ def enqueue(
         is_known = settings.app is not None or operator.is_known_topic(topic)
         receipt = operator.enqueue(draft)
     if not is_known:
-        print_warning(f"topic {topic!r} is new to this database: check its name; --app checks it by its definition")
+        print_warning(
+            f"topic {topic!r} is unknown to all workers and messages: check its name; --app checks it by its definition"
+        )
     if as_json:
         print_json(receipt._asdict())
         return

@@ -220,7 +220,7 @@ class Operator:
         return [AuditRow._make(row) for row in self._fetch(sql.LIST_ACTS, parameters)]
 
     def is_known_topic(self, topic: str) -> bool:
-        """Whether a retention rule, a coalesce key or one of the newest messages has this topic."""
+        """Whether a worker, a retention rule, a coalesce key or one of the newest messages has this topic."""
         ((is_known,),) = self._fetch(sql.IS_KNOWN_TOPIC, {"topic": topic})
         return bool(is_known)
 

@@ -61,7 +61,7 @@ class TestAsProcess:
     def test_stdout_has_data_and_nothing_else(self, dsn: str) -> None:
         enqueued = run_process("enqueue", "mail", "-", dsn=dsn, stdin=b'{"to": "ada"}')
         assert (enqueued.exit_code, enqueued.err.count("\n")) == (0, 1)
-        assert "warning: topic 'mail' is new to this database" in enqueued.err
+        assert "warning: topic 'mail' is unknown to all workers and messages" in enqueued.err
         listed = run_process("list", dsn=dsn)
         header, row = (line.split("\t") for line in listed.out.splitlines())
         assert dict(zip(header, row, strict=True)) | {"created": "", "available": ""} == {
@@ -424,11 +424,13 @@ class TestEnqueue:
         assert database.execute("SELECT FROM pgoutbox.message").fetchall() == []
 
     def test_an_unknown_topic_causes_a_warning_once(
-        self, cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+        self, cli: Callable[..., Done], database: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         first, second = cli("enqueue", "mail", "1"), cli("enqueue", "mail", "1")
-        assert (first.exit_code, "topic 'mail' is new to this database" in first.err) == (0, True)
+        assert (first.exit_code, "topic 'mail' is unknown to all workers and messages" in first.err) == (0, True)
         assert (second.exit_code, second.err) == (0, "")
+        database.execute("INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('w', '{default}', '{served}')")
+        assert cli("enqueue", "served", "1").err == ""
         monkeypatch.setenv("PGOUTBOX_APP", APP)
         assert "neither defined nor handled" in cli("enqueue", "mail", "1").err
 

@@ -7,6 +7,7 @@ SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
 SELECT EXISTS (SELECT FROM pgoutbox.coalesce_head AS c WHERE c.topic = _is_known_topic.topic)
+    OR EXISTS (SELECT FROM pgoutbox.worker AS w WHERE _is_known_topic.topic = ANY (w.topics))
     OR EXISTS (SELECT FROM pgoutbox.retention AS r WHERE r.topic = _is_known_topic.topic)
     OR EXISTS (
         SELECT
@@ -16,4 +17,4 @@ SELECT EXISTS (SELECT FROM pgoutbox.coalesce_head AS c WHERE c.topic = _is_known
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._is_known_topic IS
-    'Whether a retention rule, a coalesce key or one of the newest 10,000 messages has this topic.';
+    'Whether a worker, a retention rule, a coalesce key or one of the newest 10,000 messages has this topic.';
