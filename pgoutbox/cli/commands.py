@@ -4,7 +4,20 @@ Data goes to stdout, everything else to stderr. A command raises `PgOutboxError`
 returns an exit code.
 """
 
-from pgoutbox.cli import about, acts, breakers, deletion, doctor, messages, queues, schema, topics, watch, worker
+from pgoutbox.cli import (
+    about,
+    acts,
+    breakers,
+    deletion,
+    doctor,
+    erasure,
+    messages,
+    queues,
+    schema,
+    topics,
+    watch,
+    worker,
+)
 from pgoutbox.cli.program import app
 from pgoutbox.cli.web import web_app
 
@@ -17,6 +30,7 @@ __all__ = [
     "breakers",
     "deletion",
     "doctor",
+    "erasure",
     "messages",
     "queues",
     "schema",

@@ -52,7 +52,10 @@ _MISSING: Final = ("42P01", "42883", "3F000")
 _ROLES: Final = (
     (r"enqueue\w*|is_known_topic", "pgoutbox_producer"),
     (r"\w+_view|done_estimate|redacted_\w+", "pgoutbox_viewer or pgoutbox_operator"),
-    (r"redrive|resend|dismiss|reschedule|close_breaker|prune\w*|cancel\w*|queue|retention|audit", "pgoutbox_operator"),
+    (
+        r"redrive|resend|dismiss|reschedule|close_breaker|prune\w*|cancel\w*|queue|retention|audit|erase|selected_messages",
+        "pgoutbox_operator",
+    ),
     (
         r"message\w*|attempt|maintenance_run|content|coalesce_head|permits|\w+_partition|clear_retired",
         "pgoutbox_worker",

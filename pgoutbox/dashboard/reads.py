@@ -54,6 +54,8 @@ class QueueRow(NamedTuple):
     burst: int | None
     tokens: float | None
     max_in_flight: int | None
+    ceiling_count: int | None
+    ceiling_seconds: float | None
 
 
 class TopicCount(NamedTuple):

@@ -124,8 +124,11 @@ class LogEvent(enum.StrEnum):
         "redirecting",
         "`PGOUTBOX_REDIRECT_TO` is set: all e-mail goes there, and other contents are held back.",
     )
+    TRANSPORT_NOT_READY = (
+        "transport_not_ready",
+        "At start, this setting is missing or an example, so the messages of its topics wait or are refused.",
+    )
     EMAIL_LOGGED = "email_logged", "`PGOUTBOX_MAIL_TRANSPORT=log`: this e-mail was not sent. `text` is redacted."
-    MAIL_NOT_READY = "mail_not_ready", "At start, this setting is missing or an example, so e-mail waits or is refused."
     SMTP_CONNECTION_OPENED = "smtp_connection_opened", "A connection to the SMTP server was opened."
     SMTP_CONNECTION_REPLACED = "smtp_connection_replaced", "An idle SMTP connection had died and was replaced."
     WEBHOOK_ADDRESS_REFUSED = (

@@ -20,17 +20,19 @@ from typing import Final, LiteralString, Self, TypeVar, cast
 from uuid import UUID, uuid4
 
 import psycopg
+from psycopg.errors import CheckViolation
 from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
 from pydantic import JsonValue
 from typing_extensions import Unpack
 
 from pgoutbox.database import operator_connection, sql
+from pgoutbox.encryption import Keyring, decrypted, is_sealed, keyring_of
 from pgoutbox.enqueue.adapters import sync_adapter
 from pgoutbox.enqueue.generators import CancelResult, Enqueued, RescheduleResult, insert, run
 from pgoutbox.enqueue.validation import ValidatedMessage
-from pgoutbox.errors import ConfigurationError, MessageNotFoundError, PayloadError
-from pgoutbox.message import State
+from pgoutbox.errors import ConfigurationError, MessageNotFoundError, PayloadError, StateError
+from pgoutbox.message import State, Transient
 from pgoutbox.operations import retention
 from pgoutbox.operations.records import (
     OWED,
@@ -43,8 +45,11 @@ from pgoutbox.operations.records import (
     BulkChanges,
     ClosedBreaker,
     DismissResult,
+    EraseResult,
+    Erasure,
     JsonText,
     ListedMessage,
+    Mention,
     MessageFilter,
     MessageResult,
     OpenBreaker,
@@ -78,6 +83,8 @@ _MISSING: Final = "does not exist"
 _LOCKED: Final = "is locked by another transaction; try again"
 _CHANGED: Final = "was attempted again"
 _MAX_REASON: Final = 1_000
+# Each row of the schema is compared with each text.
+_MAX_SEARCHED_ADDRESSES: Final = 20
 
 _T = TypeVar("_T")
 
@@ -120,6 +127,7 @@ class Operator:
     ) -> None:
         self._resources = contextlib.ExitStack()
         self._actor = {"actor": actor, "origin": origin}
+        self._keyring: Keyring | None = None
         if isinstance(database, psycopg.Connection):
             self._connection = database
             return
@@ -129,6 +137,7 @@ class Operator:
             raise ConfigurationError(
                 f"database: give a connection string, Settings or a psycopg.Connection, not {kind}"
             )
+        self._keyring = keyring_of(settings.encryption_keys)
         opened = operator_connection.connect(settings, read_only=read_only)
         self._connection = self._resources.enter_context(opened)
 
@@ -429,6 +438,97 @@ class Operator:
         rows = self._act(sql.CANCEL_EACH, {"ids": ids, "states": list(states)}, act)
         return [_cancelled(*row) for row in rows]
 
+    # --- personal data ------------------------------------------------------------------------------------------------
+
+    def erase(
+        self,
+        *,
+        ids: Sequence[int] | None = None,
+        owner: str | None = None,
+        destination: str | None = None,
+        batch_size: int = BATCH_SIZE,
+        progress: Progress | None = None,
+    ) -> Erasure:
+        """Delete messages in every state, with payloads, attempts, keys, and their traces in the audit.
+
+        Give `ids`, an `owner` or a `destination`, which may omit `mailto:`. The attempt of a message in flight is asked
+        to stop: erase again after it. Each batch is committed separately. The audit records the ids, and neither the
+        owner nor the destination.
+
+        A role that may read payloads then searches all other rows for the owner and up to 20 of the addresses, and for
+        copies of the messages. `mentions` of the result has the places, for a person to decide.
+        """
+        chosen = _chosen(ids, owner, destination)
+        rows = self._fetch(sql.SELECTED_MESSAGES, chosen)
+        found = [row[0] for row in rows] if ids is None else list(dict.fromkeys(ids))
+        act, results = _Act(_kind_of(chosen)), dict[int, EraseResult]()
+        for part in _slices(found, batch_size):
+            # A selection without messages is erased too: the audit may contain it.
+            for message_id, result in self._act(sql.ERASE, {**chosen, "ids": part}, act):
+                results[message_id] = EraseResult(result)
+            if progress is not None:
+                progress(len(results))
+        mentions = None
+        if self._reads_mentions():
+            addresses = sorted({address for _, _, address in rows if address} if ids is None else ())
+            few = addresses[:_MAX_SEARCHED_ADDRESSES] if owner is not None else []
+            mentions = self.mentions(*filter(None, (owner, destination)), *few, copies_of=list(results))
+        return Erasure(results, mentions)
+
+    def count_erasable(
+        self, *, ids: Sequence[int] | None = None, owner: str | None = None, destination: str | None = None
+    ) -> dict[State, int]:
+        """Return the number of messages by state that `erase` with the same arguments would delete."""
+        rows = self._fetch(sql.SELECTED_MESSAGES, _chosen(ids, owner, destination))
+        return {State(state): count for state, count in sorted(Counter(row[1] for row in rows).items())}
+
+    def export(
+        self,
+        *,
+        ids: Sequence[int] | None = None,
+        owner: str | None = None,
+        destination: str | None = None,
+        batch_size: int = BATCH_SIZE,
+    ) -> Iterator[dict[str, JsonValue]]:
+        """Yield all data of each message, oldest first: the row, payload, headers, content, attempts, and acts.
+
+        The arguments are those of `erase`. Encrypted payloads are opened if the operator was made from `Settings` with
+        the keys; the others stay encrypted. Only the owner of the schema may export, and logins to which the owner has
+        granted `pgoutbox.export`. The audit records each batch.
+        """
+        chosen = _chosen(ids, owner, destination)
+        rows = self._fetch(sql.SELECTED_MESSAGES, chosen)
+        act = _Act(_kind_of(chosen))
+        for part in _slices(rows, batch_size):
+            for message, *texts in self._act(sql.EXPORT, {"ids": [row[0] for row in part]}, act):
+                yield message | {
+                    name: self._opened(_json_of(text, None if text is None else len(text.encode())))
+                    for name, text in zip(("headers", "payload", "content"), texts, strict=True)
+                }
+
+    def _opened(self, value: JsonValue) -> JsonValue:
+        if self._keyring is None or not is_sealed(value):
+            return value
+        try:
+            _, text = decrypted(value, self._keyring)
+        except Transient:
+            return value
+        return _json_of(text, len(text.encode()))
+
+    def mentions(self, *texts: str, copies_of: Sequence[int] = ()) -> list[Mention]:
+        """Return the places in all tables that contain one of these texts, in any case, and copies of these messages.
+
+        `mailto:` may be omitted. A text counts only between characters that are neither letters nor digits. Encrypted
+        payloads are not searched. Only the owner of the schema may search, and logins to which the owner has granted
+        `pgoutbox.mentions`. Reads all rows.
+        """
+        words = sorted({text.removeprefix("mailto:") for text in texts})
+        return [Mention._make(row) for row in self._fetch(sql.MENTIONS, {"texts": words, "copies_of": list(copies_of)})]
+
+    def _reads_mentions(self) -> bool:
+        ((may,),) = self._fetch(sql.READS_MENTIONS)
+        return bool(may)
+
     # --- queues -------------------------------------------------------------------------------------------------------
 
     def list_queues(self) -> list[QueueControls]:
@@ -461,14 +561,30 @@ class Operator:
         """Limit the number of attempts of a queue that begin in a period, in all workers together; None removes it.
 
         Up to `burst` of them begin at once after an idle time (default: 5, or the rate's count if that is smaller). The
-        limit applies from the next claim of each worker.
+        limit applies from the next claim of each worker. Raises `StateError` if it is above the queue's ceiling,
+        which the owner of the schema has set.
         """
         asked: dict[str, JsonValue] = {"count": None, "seconds": None, "burst": None}
         if rate is not None:
             usual = min(rate.count, _USUAL_BURST)
             asked = {"count": rate.count, "seconds": rate.seconds, "burst": usual if burst is None else burst}
-        shown = "none" if rate is None else f"{rate.count}/{rate.seconds:g}s"
-        self._act(sql.LIMIT_RATE, {"queue": queue, **asked}, _Act({"rate": shown, "burst": asked["burst"]}))
+        act = _Act({"rate": _shown(rate), "burst": asked["burst"]})
+        try:
+            self._act(sql.LIMIT_RATE, {"queue": queue, **asked}, act)
+        except CheckViolation as error:
+            if error.diag.constraint_name != "queue_ceiling":
+                raise
+            raise StateError(f"{error.diag.message_primary}. {error.diag.message_hint}") from None
+
+    def limit_ceiling(self, queue: str, at_most: Rate | None) -> None:
+        """Set the highest rate and burst that operators may set for a queue; None removes the ceiling.
+
+        A higher or missing rate is lowered to the ceiling. Only the owner of the schema may do this. For other roles it
+        raises the driver's `InsufficientPrivilege`.
+        """
+        count, seconds = (None, None) if at_most is None else (at_most.count, at_most.seconds)
+        asked = {"queue": queue, "count": count, "seconds": seconds}
+        self._act(sql.LIMIT_CEILING, asked, _Act({"at_most": _shown(at_most)}))
 
     def limit_in_flight(self, queue: str, max_in_flight: int | None) -> None:
         """Limit the number of attempts of a queue in flight, in all workers together; None removes the limit."""
@@ -610,6 +726,10 @@ class Operator:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
+def _shown(rate: Rate | None) -> str:
+    return "none" if rate is None else f"{rate.count}/{rate.seconds:g}s"
+
+
 def _redriven(row: TupleRow, states: Collection[State], expected_count: int | None) -> MessageResult[RedriveResult]:
     message_id, is_done, state, newer_id, attempt_count, dedupe_key_of = row
 
@@ -663,6 +783,22 @@ def _dismissing(reason: str | None) -> _Act:
 def _rescheduling(available_at: datetime | None) -> _Act:
     due_at = if_given(check_available_at, "available_at", available_at)
     return _Act({"available_at": "now" if due_at is None else due_at.isoformat()}, {"available_at": due_at})
+
+
+def _chosen(ids: Sequence[int] | None, owner: str | None, destination: str | None) -> dict[str, object]:
+    """Return the parameters of a selection. Raises `ConfigurationError` unless it is made in exactly one way."""
+    chosen: dict[str, object] = {"ids": None if ids is None else list(ids), "owner": owner, "destination": destination}
+    if sum(value is not None for value in chosen.values()) != 1:
+        raise ConfigurationError("ids, owner, destination: give exactly one of them")
+    for name in ("owner", "destination"):
+        if chosen[name] == "":
+            raise ConfigurationError(f"{name}: must not be empty")
+    return chosen
+
+
+def _kind_of(chosen: Mapping[str, object]) -> dict[str, JsonValue]:
+    """Return the details for the audit. It outlives the messages, so it does not name the owner or the address."""
+    return {"by": next(name for name, value in chosen.items() if value is not None)}
 
 
 def _attempts(counts: Mapping[int, int | None]) -> dict[str, object]:

@@ -42,6 +42,8 @@ class Action(enum.StrEnum):
     LIMIT = "limit"
     RETENTION = "retention"
     BREAKER = "breaker"
+    ERASE = "erase"
+    EXPORT = "export"
 
 
 # Called after each committed batch of a prune, with the number of messages deleted so far.
@@ -168,6 +170,21 @@ class DismissResult(enum.StrEnum):
     LOCKED = "locked"
 
 
+class EraseResult(enum.StrEnum):
+    """The effect of an erasure on one message, or the reason why it left the message alone.
+
+    `erased`: the message is deleted, with all that belongs to it. `in_flight`: its attempt is asked to stop; erase
+    again after it. `locked`: another transaction has locked the message or its key; erase again. `changed`: it got
+    another owner or destination since it was found. `missing`: no such message exists.
+    """
+
+    ERASED = "erased"
+    IN_FLIGHT = "in_flight"
+    LOCKED = "locked"
+    CHANGED = "changed"
+    MISSING = "missing"
+
+
 AnyResult: TypeAlias = RedriveResult | ResendResult | CancelResult | RescheduleResult | DismissResult
 R_co = TypeVar("R_co", bound=AnyResult, covariant=True)
 
@@ -236,6 +253,34 @@ class PruneTotals:
     def total(self) -> int:
         """The number of deleted messages in all states."""
         return sum(self.messages.values())
+
+
+class Mention(NamedTuple):
+    """A place that contains a text, in the order of MENTIONS.
+
+    `id` is the message, the act of `audit`, or the row of `content`; None for a circuit breaker. The id of a key is the
+    newest message of the key, which may be deleted.
+    """
+
+    table: str
+    column: str
+    id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Erasure:
+    """The results of an erasure by message, and the places that still contain the owner or the address.
+
+    `mentions` is None if the role may not search payloads.
+    """
+
+    results: Mapping[int, EraseResult]
+    mentions: Sequence[Mention] | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no message is left: none was in flight or locked."""
+        return not {EraseResult.IN_FLIGHT, EraseResult.LOCKED}.intersection(self.results.values())
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -387,7 +432,8 @@ class AuditRow(NamedTuple):
 class QueueControls(NamedTuple):
     """A queue that is paused or has limits, in the order of LIST_QUEUES.
 
-    Up to `rate_count` attempts may begin in `rate_seconds`, up to `burst` at once, and `tokens` now.
+    Up to `rate_count` attempts may begin in `rate_seconds`, up to `burst` at once, and `tokens` now. Operators may
+    raise the rate up to `ceiling_count` in `ceiling_seconds`.
     """
 
     queue: str
@@ -398,6 +444,8 @@ class QueueControls(NamedTuple):
     burst: int | None
     tokens: float | None
     max_in_flight: int | None
+    ceiling_count: int | None
+    ceiling_seconds: float | None
     in_flight: int
 
 

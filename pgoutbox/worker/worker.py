@@ -34,7 +34,7 @@ from pgoutbox.observability.server import TelemetryServer
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 from pgoutbox.transports import Transport
-from pgoutbox.transports.readiness import lacks_of_mail
+from pgoutbox.transports.readiness import lacks_of
 from pgoutbox.transports.redirect import Redirect
 from pgoutbox.transports.registry import complete
 from pgoutbox.worker.alert import ALERT_TOPIC, alert_handler
@@ -94,6 +94,9 @@ class Worker:
         self._middlewares = outbox.middlewares
         self._hold_topics = sorted(t for t, h in self._handlers.items() if h.on_unknown == "hold")
         self._defined_queues = sorted({topic.queue for topic in outbox.topics.values() if topic.queue is not None})
+        self._fixed_destinations = {
+            topic.name: topic.destination for topic in outbox.topics.values() if isinstance(topic.destination, str)
+        }
         self._queues = QueueSchedule(name_all(queues, self._defined_queues), now=elapsed_clock())
         self.name: str = _name_for(self._settings)
         self.telemetry: Telemetry = Telemetry(_log)
@@ -224,11 +227,11 @@ class Worker:
         if self._redirect is not None:
             self.telemetry.report(logging.WARNING, LogEvent.REDIRECTING, "e-mail is redirected, the rest held back")
         functions = {topic: handler.function for topic, handler in self._handlers.items()}
-        for lack in lacks_of_mail(self._settings, self._transports, functions):
+        for lack in lacks_of(self._settings, self._transports, functions, self._fixed_destinations):
             self.telemetry.report(
                 logging.WARNING,
-                LogEvent.MAIL_NOT_READY,
-                "e-mail cannot go out with these settings",
+                LogEvent.TRANSPORT_NOT_READY,
+                "messages cannot go out with these settings",
                 setting=lack.variable,
                 reason=lack.reason,
                 topics=lack.topics,

@@ -30,6 +30,7 @@ import pgoutbox
 from pgoutbox import Outbox, Topic
 from pgoutbox.database import sql
 from pgoutbox.message import TRANSITIONS, AttemptOutcome, State
+from pgoutbox.operations import Mention, Operator
 from pgoutbox.outbox import EnqueueOptions
 from pgoutbox.settings import ENVIRONMENT_PREFIX, VARIABLES, Settings
 from pgoutbox.testing import OutboxDriver, sqlalchemy_url
@@ -440,6 +441,25 @@ def roles(rolled_back: psycopg.Connection) -> psycopg.Connection:
     (block,) = [block for block in all_blocks("sql") if block.directive == "run as the owner"]
     rolled_back.execute(block.text.encode())
     return rolled_back
+
+
+def test_the_privacy_role_of_the_page_exports_and_the_application_erases(roles: psycopg.Connection) -> None:
+    grant, erase = (
+        block.text.encode()
+        for name in ("privacy", "erase")
+        for block in all_blocks("sql")
+        if block.directive == f"run as the owner: {name}"
+    )
+    roles.execute("CREATE ROLE club_privacy; GRANT pgoutbox_operator TO club_privacy")
+    roles.execute(grant)
+    roles.execute("GRANT EXECUTE ON FUNCTION pgoutbox.erase TO club_app")
+    message_id = enqueue(roles, owner="account-7")
+    with roles.transaction():
+        roles.execute("SET LOCAL ROLE club_privacy")
+        assert [one["id"] for one in Operator(roles).export(owner="account-7")] == [message_id]
+        assert Operator(roles).mentions("account-7") == [Mention("message", "owner", message_id)]
+        roles.execute("SET LOCAL ROLE club_app")
+        assert roles.execute(erase).fetchall() == [(message_id, "erased")]
 
 
 def test_the_application_role_of_the_page_enqueues_and_cancels(roles: psycopg.Connection) -> None:

@@ -962,13 +962,39 @@ class TestDeciding:
         assert "mail" in cli("queues").out
         assert cli("limit", "mail", "--rate", "none", "--in-flight", "none").out == "queue mail: no limits\n"
 
+    def test_a_ceiling_limits_the_rate_that_operators_may_set(
+        self, cli: Callable[..., Done], dsn: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (limited,) = cli("limit", "mail", "--at-most", "60/hour", "--json").json
+        assert (limited["rate_count"], limited["rate_seconds"], limited["burst"]) == (60, 3600, 5)
+        assert (limited["ceiling_count"], limited["ceiling_seconds"]) == (60, 3600)
+        with login(dsn, "pgoutbox_operator") as theirs:
+            monkeypatch.setenv("PGOUTBOX_DSN", theirs)
+            assert cli("limit", "mail", "--rate", "1/m").exit_code == 0
+            assert cli("limit", "mail", "--rate", "100/hour") == Done(
+                1,
+                "",
+                "error: rate 100 in 3600 s: the ceiling of queue mail is 60 in 3600 s, which the owner of the schema "
+                "has set. Set a lower value, or ask the owner to run: pgoutbox limit mail --at-most RATE\n",
+            )
+            refused = cli("limit", "mail", "--at-most", "none")
+        assert (refused.exit_code, refused.err) == (
+            2,
+            "error: --at-most: only the owner of the schema may set a ceiling; give its login role with --dsn\n",
+        )
+        monkeypatch.setenv("PGOUTBOX_DSN", dsn)
+        (limited,) = cli("limit", "mail", "--at-most", "none", "--json").json
+        assert (limited["rate_count"], limited["ceiling_count"]) == (1, None)
+        assert cli("limit", "mail", "--rate", "none").out == "queue mail: no limits\n"
+
     @pytest.mark.parametrize(
         ("arguments", "problem"),
         [
-            ((), "give --rate, --in-flight or both"),
-            (("--burst", "3"), "give --rate, --in-flight or both"),
+            ((), "give --rate, --in-flight or --at-most"),
+            (("--burst", "3"), "give --rate, --in-flight or --at-most"),
             (("--rate", "none", "--burst", "3"), "--burst"),
             (("--rate", "fast"), "is not a rate"),
+            (("--at-most", "fast"), "is not a rate"),
             (("--rate", "0/s"), "is not a rate"),
             (("--rate", "9999999/s"), "is not a rate"),
             (("--rate", "1/31d"), "longer than 30 days"),

@@ -824,6 +824,25 @@ def test_an_operator_controls_a_queue(
     assert audit_of(db)[2:] == [("ada", "web 127.0.0.1", action, "bulk", None, details)]
 
 
+def test_an_operator_learns_the_ceiling_of_a_queue(site: Site, db: psycopg.Connection) -> None:
+    Operator(db).limit_ceiling("bulk", Rate(60, 3600))
+    assert "60 in 1 h, burst 5 5.0 tokens now ceiling 60 in 1 h" in get(site.ada, "/queues").words
+    answer = site.ada.post("/queues/bulk/rate", data={"rate": "100", "per": "hour"})
+    assert answer.status_code == 409
+    assert (
+        "Rate 100 in 3600 s: the ceiling of queue bulk is 60 in 3600 s, which the owner of the schema has set. "
+        "Set a lower value, or ask the owner to run: pgoutbox limit bulk --at-most RATE."
+    ) in Page(answer.text).words
+    assert "60 in 1 h, burst 5" in get(site.ada, "/queues").words
+
+
+def test_the_audit_shows_no_burst_for_a_limit_without_one(site: Site, db: psycopg.Connection) -> None:
+    db.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('bulk', 3)")
+    shown = get(site.ada, "/audit").words
+    assert "max in flight 3" in shown
+    assert "None" not in shown
+
+
 def test_a_paused_queue_is_resumed(site: Site, db: psycopg.Connection) -> None:
     Operator(db).pause("bulk")
     assert "paused" in get(site.vera, "/").words

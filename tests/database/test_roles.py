@@ -79,7 +79,7 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
     },
     OPERATOR: {
         "audit": "SELECT",
-        "queue": "INSERT SELECT UPDATE",
+        "queue": "SELECT",
         "renewal": "DELETE",
         "retention": "DELETE INSERT SELECT UPDATE",
         "retired": "SELECT",
@@ -100,6 +100,8 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "maintenance_run UPDATE": "began_at due_at worker",
     },
     OPERATOR: {
+        "queue INSERT": "burst max_in_flight name paused_at rate_count rate_seconds resume_at tokens tokens_at",
+        "queue UPDATE": "burst max_in_flight paused_at rate_count rate_seconds resume_at tokens tokens_at",
         "renewal SELECT": "lease_expires_at",
     },
     VIEWER: {},
@@ -147,6 +149,9 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "dismiss",
         "_enqueue_act",
         "_is_known_topic",
+        "_erase",
+        "erase",
+        "_selected_messages",
         "prune",
         "_prune_dedupe",
         "redrive",

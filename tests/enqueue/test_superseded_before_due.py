@@ -12,7 +12,12 @@ from pgoutbox import NewMessage, Outbox
 from tests.support.outbox_actions import claim, enqueue, make_due, row_of, state_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeAlias
+
     from tests.conftest import Connect
+
+    EnqueueNewer: TypeAlias = Callable[[psycopg.Connection], int]
 
 DAY = timedelta(days=1)
 
@@ -21,16 +26,25 @@ def tomorrow() -> datetime:
     return datetime.now(UTC) + DAY
 
 
-@pytest.mark.parametrize("is_bulk", [False, True], ids=["one", "bulk"])
+def one(connection: psycopg.Connection) -> int:
+    return enqueue(connection, coalesce_key="k", available_at=tomorrow())
+
+
+def bulk(connection: psycopg.Connection) -> int:
+    item = NewMessage("greet", None, coalesce_key="k", delay=DAY)
+    return Outbox().enqueue_many(connection, [item], require_transaction=False).ids[0]
+
+
+in_both_ways = pytest.mark.parametrize("enqueue_newer", [one, bulk])
+
+
+@in_both_ways
 def test_a_scheduled_message_is_skipped_when_it_is_superseded(
-    outbox: Outbox, connection: psycopg.Connection, *, is_bulk: bool
+    connection: psycopg.Connection, enqueue_newer: EnqueueNewer
 ) -> None:
     older = enqueue(connection, coalesce_key="k", available_at=tomorrow())
     other = enqueue(connection, coalesce_key="l", available_at=tomorrow())
-    if is_bulk:
-        (newer,) = outbox.enqueue_many(connection, [NewMessage("greet", None, coalesce_key="k", delay=DAY)]).ids
-    else:
-        newer = enqueue(connection, coalesce_key="k", available_at=tomorrow())
+    newer = enqueue_newer(connection)
     row = row_of(connection, older)
     assert (row.state, row.superseded_by, row.skip_reason) == ("skipped", newer, f"superseded by {newer}")
     assert [state_of(connection, i) for i in (other, newer)] == ["pending", "pending"]
@@ -51,29 +65,33 @@ def test_a_retry_in_its_back_off_is_skipped(connection: psycopg.Connection) -> N
     assert row_of(connection, older).superseded_by == newer
 
 
-def test_a_due_message_is_left_to_its_claim(connection: psycopg.Connection) -> None:
+@in_both_ways
+def test_a_due_message_is_left_to_its_claim(connection: psycopg.Connection, enqueue_newer: EnqueueNewer) -> None:
     older = enqueue(connection, coalesce_key="k")
-    enqueue(connection, coalesce_key="k")
+    enqueue_newer(connection)
     assert state_of(connection, older) == "pending"
     view = "SELECT reason FROM pgoutbox.waiting_view WHERE id = %s"
     assert connection.execute(view, [older]).fetchone() == ("superseded",)
 
 
+@in_both_ways
 def test_a_message_that_fell_due_since_the_transaction_began_is_left_to_its_claim(
-    db: psycopg.Connection, connect: Connect
+    db: psycopg.Connection, connect: Connect, enqueue_newer: EnqueueNewer
 ) -> None:
     producer = connect()
     producer.execute("SELECT now()")
     older = enqueue(db, coalesce_key="k")
-    enqueue(producer, coalesce_key="k")
+    enqueue_newer(producer)
     producer.commit()
     assert state_of(db, older) == "pending"
 
 
-def test_an_attempt_in_flight_is_left_alone(db: psycopg.Connection) -> None:
+@in_both_ways
+def test_an_attempt_in_flight_is_left_alone(db: psycopg.Connection, enqueue_newer: EnqueueNewer) -> None:
     older = enqueue(db, coalesce_key="k")
     assert [row.id for row in claim(db)] == [older]
-    enqueue(db, coalesce_key="k", available_at=tomorrow())
+    db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 day' WHERE state = 'sending'")
+    enqueue_newer(db)
     assert state_of(db, older) == "sending"
 
 
@@ -86,22 +104,26 @@ def test_a_rollback_keeps_the_older_message(db: psycopg.Connection, connect: Con
     assert [row.id for row in claim(db)] == [older]
 
 
-def test_an_enqueue_waits_for_no_lock_of_the_older_message(db: psycopg.Connection, connect: Connect) -> None:
+@in_both_ways
+def test_an_enqueue_waits_for_no_lock_of_the_older_message(
+    db: psycopg.Connection, connect: Connect, enqueue_newer: EnqueueNewer
+) -> None:
     older, holder = enqueue(db, coalesce_key="k", available_at=tomorrow()), connect()
     holder.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", [older])
-    enqueue(db, coalesce_key="k")
+    enqueue_newer(db)
     assert state_of(db, older) == "pending"
 
 
+@in_both_ways
 def test_a_repeatable_read_transaction_does_not_fail_because_a_worker_claimed(
-    db: psycopg.Connection, connect: Connect
+    db: psycopg.Connection, connect: Connect, enqueue_newer: EnqueueNewer
 ) -> None:
     older, producer = enqueue(db, coalesce_key="k", available_at=tomorrow()), connect()
     producer.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
     producer.execute("SELECT FROM pgoutbox.message")
     make_due(db, older)
     assert [row.id for row in claim(db)] == [older]
-    newer = enqueue(producer, coalesce_key="k")
+    newer = enqueue_newer(producer)
     producer.commit()
     assert [state_of(db, i) for i in (older, newer)] == ["sending", "pending"]
 

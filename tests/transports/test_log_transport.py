@@ -13,7 +13,7 @@ from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Sent, Unavailable
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.testing import OutboxDriver
-from pgoutbox.transports.readiness import Lack, lacks_of_mail
+from pgoutbox.transports.readiness import Lack, lacks_of
 from pgoutbox.transports.registry import complete
 from pgoutbox.transports.smtp import LogTransport, SmtpTransport
 from pgoutbox.worker import Worker
@@ -80,7 +80,7 @@ async def test_an_email_is_logged_without_its_secrets_and_saved_with_them(
     with caplog.at_level(logging.INFO):
         await worker.run_once()
     assert row_of(db, message_id).state == "sent"
-    assert worker.telemetry.counts[LogEvent.MAIL_NOT_READY] == 1
+    assert worker.telemetry.counts[LogEvent.TRANSPORT_NOT_READY] == 1
     (record,) = logged(caplog)
     shown = record.__dict__
     assert (shown["message_id"], shown["topic"], shown["sender"]) == (message_id, "greet", "pgoutbox@localhost")
@@ -177,7 +177,7 @@ def test_settings_of_production_refuse_the_log(given: dict[str, object], error: 
 def test_the_worker_and_the_doctor_name_the_setting() -> None:
     settings = settings_with(dsn="host=127.0.0.1 port=1", connect_timeout_seconds=1, mail_transport="log")
     reason = "is log: e-mails are only logged, and their messages end sent"
-    assert list(lacks_of_mail(settings, ["mailto"], {})) == [Lack("PGOUTBOX_MAIL_TRANSPORT", reason)]
+    assert list(lacks_of(settings, ["mailto"], {})) == [Lack("PGOUTBOX_MAIL_TRANSPORT", reason)]
     (finding,) = (finding for finding in examine(settings, None) if finding.check == "smtp")
     assert (finding.level, finding.what) == (Level.WARNING, "PGOUTBOX_MAIL_TRANSPORT=log")
 

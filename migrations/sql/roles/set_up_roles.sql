@@ -100,6 +100,7 @@ BEGIN
             pgoutbox._done_estimate, pgoutbox._enqueue_act, pgoutbox._state_of, pgoutbox._is_known_topic,
             pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
             pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.resend, pgoutbox.close_breaker,
+            pgoutbox.erase, pgoutbox._erase, pgoutbox._selected_messages,
             pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,
             pgoutbox._prune_coalesce, pgoutbox._prune_ordering, pgoutbox._prune_content,
             pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._retire_partition,
@@ -107,7 +108,11 @@ BEGIN
         TO pgoutbox_operator;
         GRANT SELECT ON pgoutbox.retired TO pgoutbox_operator;
         GRANT SELECT (lease_expires_at), DELETE ON pgoutbox.renewal TO pgoutbox_operator;
-        GRANT SELECT, INSERT, UPDATE ON pgoutbox.queue TO pgoutbox_operator;
+        GRANT
+            SELECT,
+            INSERT (name, paused_at, resume_at, tokens_at, rate_seconds, tokens, rate_count, burst, max_in_flight),
+            UPDATE (paused_at, resume_at, tokens_at, rate_seconds, tokens, rate_count, burst, max_in_flight)
+        ON pgoutbox.queue TO pgoutbox_operator;
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.retention TO pgoutbox_operator;
         GRANT SELECT ON pgoutbox.audit TO pgoutbox_operator;
     END IF;

@@ -15,7 +15,7 @@ CREATE TABLE pgoutbox.audit (
     CONSTRAINT audit_sound CHECK (
         action IN (
             'enqueue', 'redrive', 'resend', 'cancel', 'reschedule', 'dismiss', 'prune', 'pause', 'resume', 'limit',
-            'retention', 'breaker'
+            'retention', 'breaker', 'erase', 'export'
         )
         AND length(actor) BETWEEN 1 AND 200
         AND (origin IS NULL OR length(origin) BETWEEN 1 AND 200)
@@ -36,7 +36,7 @@ COMMENT ON COLUMN pgoutbox.audit.actor IS 'The person, as known to the command l
 COMMENT ON COLUMN pgoutbox.audit.db_role IS 'The database role of the session.';
 COMMENT ON COLUMN pgoutbox.audit.origin IS 'The command line or the dashboard, and the client address.';
 COMMENT ON COLUMN pgoutbox.audit.action IS
-    'enqueue, redrive, resend, cancel, reschedule, dismiss, prune, pause, resume, limit, retention or breaker.';
+    'enqueue, redrive, resend, cancel, reschedule, dismiss, prune, pause, resume, limit, retention, breaker, erase or export.';
 COMMENT ON COLUMN pgoutbox.audit.queue IS 'The queue that was paused, resumed or limited.';
 COMMENT ON COLUMN pgoutbox.audit.message_ids IS 'The changed messages; null for prune.';
 COMMENT ON COLUMN pgoutbox.audit.details IS 'Parameters of the act: the filter, the limit or the rule.';

@@ -1,0 +1,237 @@
+-- The keys of the messages are locked first: while they are, no message of these keys can be enqueued. The statements
+-- after that see every message of these keys, and only this transaction can need or free a key. A message whose key is
+-- locked by another session is left for another call. So an erased message never leaves an unneeded key behind.
+--
+-- A key stays if a message that is left needs it, as in _prune_coalesce and _prune_ordering: without the head of a
+-- coalesce key, a superseded message would be delivered.
+--
+-- A message may have got another destination since its id was found, so owner and destination are compared under lock.
+CREATE FUNCTION pgoutbox._erase(ids bigint[], owner text DEFAULT NULL, destination text DEFAULT NULL)
+RETURNS TABLE (id bigint, result text)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+#variable_conflict use_column
+DECLARE
+    destinations constant text[] := pgoutbox._destinations_of(_erase.destination);
+    by_ids constant boolean := num_nonnulls(_erase.owner, destinations) = 0;
+    known_ids bigint[];
+    tail_queues text[];
+    tail_keys text[];
+    head_topics text[];
+    head_keys text[];
+    dedupe_ids bigint[];
+    part text;
+    gone jsonb;
+    retired jsonb;
+    erased bigint[];
+    left_behind bigint[];
+    requested bigint[] := '{}';
+    texts text[];
+    keys text[];
+BEGIN
+    LOCK TABLE pgoutbox.retired IN SHARE MODE; -- A partition that is detached meanwhile would hide its messages.
+
+    WITH asked AS MATERIALIZED (
+        SELECT m.id, m.topic, m.queue, m.coalesce_key, m.dedupe_key, m.ordering_key
+        FROM pgoutbox.message AS m
+        WHERE m.id = ANY (ids)
+        UNION ALL
+        SELECT m.id, m.topic, m.queue, m.coalesce_key, m.dedupe_key, m.ordering_key
+        FROM pgoutbox._retired_messages(ids) AS m
+    ), tail_key AS MATERIALIZED (
+        SELECT a.queue, a.ordering_key FROM asked AS a WHERE a.ordering_key IS NOT NULL
+        UNION
+        SELECT tail.queue, tail.ordering_key FROM pgoutbox.ordering AS tail WHERE by_ids AND tail.last_id = ANY (ids)
+    ), head_key AS MATERIALIZED (
+        SELECT a.topic, a.coalesce_key FROM asked AS a WHERE a.coalesce_key IS NOT NULL
+        UNION
+        SELECT head.topic, head.coalesce_key
+        FROM pgoutbox.coalesce_head AS head
+        WHERE by_ids AND head.newest_id = ANY (ids)
+    ), tail AS MATERIALIZED (
+        SELECT t.queue, t.ordering_key
+        FROM tail_key AS k
+        JOIN pgoutbox.ordering AS t ON t.queue = k.queue AND t.ordering_key = k.ordering_key
+        FOR UPDATE OF t SKIP LOCKED
+    ), head AS MATERIALIZED (
+        SELECT h.topic, h.coalesce_key
+        FROM head_key AS k
+        JOIN pgoutbox.coalesce_head AS h ON h.topic = k.topic AND h.coalesce_key = k.coalesce_key
+        FOR UPDATE OF h SKIP LOCKED
+    ), deduped AS MATERIALIZED (
+        SELECT d.message_id
+        FROM asked AS a
+        JOIN pgoutbox.dedupe AS d ON d.topic = a.topic AND d.dedupe_key = a.dedupe_key
+        WHERE d.message_id = a.id
+        FOR UPDATE OF d SKIP LOCKED
+    )
+    SELECT
+        ARRAY(SELECT a.id FROM asked AS a),
+        ARRAY(SELECT t.queue FROM tail AS t),
+        ARRAY(SELECT t.ordering_key FROM tail AS t),
+        ARRAY(SELECT h.topic FROM head AS h),
+        ARRAY(SELECT h.coalesce_key FROM head AS h),
+        ARRAY(SELECT d.message_id FROM deduped AS d)
+    INTO known_ids, tail_queues, tail_keys, head_topics, head_keys, dedupe_ids;
+
+    WITH locked AS MATERIALIZED (
+        SELECT m.id, m.state
+        FROM pgoutbox.message AS m
+        WHERE m.id = ANY (ids)
+            AND m.state IN ('pending', 'sent', 'failed', 'skipped', 'cancelled')
+            AND (_erase.owner IS NULL OR m.owner = _erase.owner)
+            AND (destinations IS NULL OR m.destination = ANY (destinations))
+            AND NOT EXISTS (
+                SELECT
+                FROM pgoutbox.ordering AS t
+                WHERE t.queue = m.queue
+                    AND t.ordering_key = m.ordering_key
+                    AND (t.queue, t.ordering_key) NOT IN (SELECT * FROM unnest(tail_queues, tail_keys))
+            )
+            AND NOT EXISTS (
+                SELECT
+                FROM pgoutbox.coalesce_head AS h
+                WHERE h.topic = m.topic
+                    AND h.coalesce_key = m.coalesce_key
+                    AND (h.topic, h.coalesce_key) NOT IN (SELECT * FROM unnest(head_topics, head_keys))
+            )
+            AND NOT EXISTS (
+                SELECT
+                FROM pgoutbox.dedupe AS d
+                WHERE d.topic = m.topic
+                    AND d.dedupe_key = m.dedupe_key
+                    AND d.message_id = m.id
+                    AND d.message_id <> ALL (dedupe_ids)
+            )
+        FOR UPDATE OF m SKIP LOCKED
+    ), deleted AS (
+        DELETE FROM pgoutbox.message AS m
+        USING locked AS l
+        WHERE m.id = l.id
+            AND m.state = l.state
+            AND m.state IN ('pending', 'sent', 'failed', 'skipped', 'cancelled')
+        RETURNING m.*
+    )
+    SELECT jsonb_agg(to_jsonb(d) - '{payload,headers}'::text[] || jsonb_build_object('is_large', d.payload IS NULL))
+    INTO gone
+    FROM deleted AS d;
+    gone := coalesce(gone, '[]');
+    FOR part IN SELECT r.name FROM pgoutbox.retired AS r ORDER BY r.name LOOP
+        EXECUTE '
+            WITH deleted AS (
+                DELETE FROM pgoutbox.' || quote_ident(part) || ' AS m
+                WHERE m.id = ANY ($1)
+                    AND ($2 IS NULL OR m.owner = $2)
+                    AND ($3 IS NULL OR m.destination = ANY ($3))
+                RETURNING m.*
+            )
+            SELECT jsonb_agg(
+                to_jsonb(d) - ''{payload,headers}''::text[] || jsonb_build_object(''is_large'', d.payload IS NULL)
+            )
+            FROM deleted AS d'
+            INTO retired
+            USING ids, _erase.owner, destinations;
+        gone := gone || coalesce(retired, '[]');
+    END LOOP;
+    erased := ARRAY(SELECT (g.one ->> 'id')::bigint FROM jsonb_array_elements(gone) AS g(one));
+
+    DELETE FROM pgoutbox.attempt AS a WHERE a.message_id = ANY (erased);
+    -- After a sequence was set back, another message may have the same id. Only one without a payload has a row.
+    DELETE FROM pgoutbox.large_payload AS l
+    USING jsonb_array_elements(gone) AS g(one)
+    WHERE l.message_id = (g.one ->> 'id')::bigint AND (g.one ->> 'is_large')::boolean;
+    DELETE FROM pgoutbox.dedupe AS d
+    USING jsonb_array_elements(gone) AS g(one)
+    WHERE d.topic = g.one ->> 'topic'
+        AND d.dedupe_key = g.one ->> 'dedupe_key'
+        AND d.message_id = (g.one ->> 'id')::bigint;
+    left_behind := ARRAY(
+        SELECT DISTINCT f.id
+        FROM pgoutbox._erase_left_behind(
+            tail_queues, tail_keys, head_topics, head_keys,
+            CASE WHEN by_ids THEN ARRAY(SELECT a.id FROM unnest(ids) AS a(id) WHERE a.id <> ALL (known_ids)) END
+        ) AS f(id)
+        WHERE f.id = ANY (ids) AND f.id <> ALL (known_ids)
+    );
+    DELETE FROM pgoutbox.content AS c
+    WHERE c.id IN (SELECT (g.one ->> 'content_id')::bigint FROM jsonb_array_elements(gone) AS g(one))
+        AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.content_id = c.id LIMIT 1) IS NULL;
+
+    -- Messages that waited behind these may follow now.
+    PERFORM pgoutbox._wake_all_workers(q.queue)
+    FROM (
+        SELECT DISTINCT g.one ->> 'queue' AS queue
+        FROM jsonb_array_elements(gone) AS g(one)
+        WHERE g.one ->> 'ordering_key' IS NOT NULL AND g.one ->> 'state' IN ('pending', 'failed')
+    ) AS q;
+
+    SELECT
+        array_agg(DISTINCT t.text) FILTER (WHERE NOT t.is_key),
+        array_agg(DISTINCT t.text)
+    INTO texts, keys
+    FROM (
+        SELECT g.one ->> n.name, n.name <> 'destination'
+        FROM jsonb_array_elements(gone) AS g(one)
+        CROSS JOIN unnest('{destination,owner,coalesce_key,dedupe_key,ordering_key}'::text[]) AS n(name)
+        UNION ALL
+        -- An address, also without its scheme.
+        SELECT substring(g.one ->> 'destination' FROM '^[a-z][a-z0-9+.-]*:([^/].*)$'), false
+        FROM jsonb_array_elements(gone) AS g(one)
+        UNION ALL
+        SELECT s.text, false FROM unnest(destinations || _erase.owner) AS s(text)
+        UNION ALL
+        SELECT substring(_erase.destination FROM '^[a-z][a-z0-9+.-]*:([^/].*)$'), false
+    ) AS t(text, is_key);
+    UPDATE pgoutbox.audit AS a
+    SET details = pgoutbox._erased_values(a.details, texts, keys)
+    WHERE jsonb_typeof(a.details) = 'object'
+        AND a.details <> '{}'
+        AND (NOT by_ids OR a.message_ids && erased)
+        AND a.details <> pgoutbox._erased_values(a.details, texts, keys);
+    UPDATE pgoutbox.breaker AS b
+    SET last_error = pgoutbox._erased_text(b.last_error, texts)
+    FROM (SELECT open.key FROM pgoutbox.breaker AS open FOR UPDATE SKIP LOCKED) AS locked
+    WHERE b.key = locked.key AND b.last_error <> pgoutbox._erased_text(b.last_error, texts);
+
+    FOR id IN SELECT DISTINCT a.id FROM unnest(ids) AS a(id) ORDER BY a.id LOOP
+        IF id = ANY (erased) OR id = ANY (left_behind) THEN
+            result := 'erased';
+        ELSE
+            SELECT CASE
+                WHEN m.owner IS DISTINCT FROM coalesce(_erase.owner, m.owner)
+                    OR destinations IS NOT NULL AND (m.destination = ANY (destinations)) IS NOT TRUE
+                    THEN 'changed'
+                WHEN m.state = 'sending' THEN pgoutbox._cancel_unrecorded(m.id, '{sending}')
+                ELSE 'locked'
+            END
+            INTO result
+            FROM pgoutbox.message AS m
+            WHERE m.id = _erase.id;
+            IF NOT FOUND THEN
+                result := 'missing';
+            ELSIF result = 'requested' THEN
+                requested := requested || id;
+                result := 'in_flight';
+            ELSIF result IS DISTINCT FROM 'changed' THEN
+                result := 'locked'; -- Or its attempt has just ended: another call erases it.
+            END IF;
+        END IF;
+        RETURN NEXT;
+    END LOOP;
+    PERFORM pgoutbox._record_act('cancel', message_ids => requested);
+    -- The audit outlives the messages, so it does not name the owner or the address.
+    PERFORM pgoutbox._record_act(
+        'erase',
+        message_ids => ARRAY(SELECT e.id FROM unnest(erased || left_behind) AS e(id) ORDER BY e.id),
+        details => jsonb_build_object(
+            'by', CASE WHEN by_ids THEN 'ids' WHEN _erase.owner IS NOT NULL THEN 'owner' ELSE 'destination' END
+        )
+    );
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._erase IS
+    'Delete those of the messages that have this owner and this destination, if given, with all that belongs to them. '
+    'Returns for each id the same result as erase, or changed: it has another owner or destination.';

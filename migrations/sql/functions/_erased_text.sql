@@ -1,0 +1,26 @@
+-- A text counts only between characters that are neither letters nor digits: erasing ada@example.org changes no text
+-- about bada@example.org.
+CREATE FUNCTION pgoutbox._erased_text(value text, texts text[])
+RETURNS text
+LANGUAGE plpgsql
+IMMUTABLE
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DECLARE
+    one text;
+BEGIN
+    -- The longest first: an address contains the name of its owner.
+    FOR one IN SELECT t.text FROM unnest(texts) AS t(text) ORDER BY length(t.text) DESC LOOP
+        CONTINUE WHEN (one <> '' AND strpos(lower(value), lower(one)) > 0) IS NOT TRUE;
+        value := regexp_replace(
+            value,
+            '(?<![[:alnum:]])' || regexp_replace(one, '([].^$*+?(){}|\\[-])', '\\\1', 'g') || '(?![[:alnum:]])',
+            '(erased)',
+            'gi'
+        );
+    END LOOP;
+    RETURN value;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._erased_text IS 'A text with (erased) instead of these texts, in any case.';

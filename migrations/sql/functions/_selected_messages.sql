@@ -1,0 +1,45 @@
+-- An act on an owner or a destination needs all of its messages at once. No index has the destination, so all messages
+-- are read for one.
+CREATE FUNCTION pgoutbox._selected_messages(
+    ids bigint[] DEFAULT NULL, owner text DEFAULT NULL, destination text DEFAULT NULL
+)
+RETURNS TABLE (id bigint, state text, address text)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+#variable_conflict use_column
+DECLARE
+    destinations constant text[] := pgoutbox._destinations_of(_selected_messages.destination);
+BEGIN
+    IF num_nonnulls(ids, _selected_messages.owner, destinations) <> 1 THEN
+        RAISE EXCEPTION USING
+            ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = 'owner',
+            MESSAGE = 'pgoutbox: owner: give exactly one of ids, owner and destination';
+    END IF;
+    LOCK TABLE pgoutbox.retired IN SHARE MODE; -- Until the commit no partition is detached.
+    IF ids IS NOT NULL THEN
+        RETURN QUERY
+        SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
+        FROM pgoutbox.message AS m
+        WHERE m.id = ANY (ids);
+    ELSIF _selected_messages.owner IS NOT NULL THEN
+        RETURN QUERY
+        SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
+        FROM pgoutbox.message AS m
+        WHERE m.owner = _selected_messages.owner;
+    ELSE
+        RETURN QUERY
+        SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
+        FROM pgoutbox.message AS m
+        WHERE m.destination = ANY (destinations);
+    END IF;
+    RETURN QUERY
+    SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
+    FROM pgoutbox._retired_messages(ids, _selected_messages.owner, destinations) AS m;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._selected_messages IS
+    'The messages with these ids, of this owner, or to this destination, also those of retired partitions. The '
+    'address is the destination, redacted.';

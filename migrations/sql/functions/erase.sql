@@ -1,0 +1,24 @@
+-- A message of a transaction that has not committed yet is not seen, and not erased.
+CREATE FUNCTION pgoutbox.erase(ids bigint[] DEFAULT NULL, owner text DEFAULT NULL, destination text DEFAULT NULL)
+RETURNS TABLE (id bigint, result text)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+#variable_conflict use_column
+DECLARE
+    found_ids bigint[];
+BEGIN
+    found_ids := ARRAY(
+        SELECT m.id FROM pgoutbox._selected_messages(erase.ids, erase.owner, erase.destination) AS m
+    );
+    RETURN QUERY
+    SELECT e.id, e.result
+    FROM pgoutbox._erase(coalesce(erase.ids, found_ids), erase.owner, erase.destination) AS e;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox.erase IS
+    'Delete the messages with these ids, of this owner, or to this destination, in every state, with payloads, '
+    'attempts, keys and their traces in the audit. Returns for each message erased, in_flight (its attempt is asked to stop: '
+    'call again after it), locked (call again), or missing.';

@@ -1,0 +1,66 @@
+-- It returns payloads, so only the owner of the schema may call it, and logins to which the owner grants it.
+CREATE FUNCTION pgoutbox.export(ids bigint[] DEFAULT NULL, owner text DEFAULT NULL, destination text DEFAULT NULL)
+RETURNS TABLE (id bigint, message jsonb, headers jsonb, payload jsonb, content jsonb)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+SET timezone = 'UTC'
+AS $function$
+#variable_conflict use_column
+DECLARE
+    found_ids constant bigint[] := ARRAY(
+        SELECT m.id
+        FROM pgoutbox._selected_messages(export.ids, export.owner, export.destination) AS m
+        ORDER BY m.id
+    );
+BEGIN
+    PERFORM pgoutbox._record_act(
+        'export',
+        message_ids => found_ids,
+        details => jsonb_build_object(
+            'by',
+            CASE
+                WHEN export.ids IS NOT NULL THEN 'ids'
+                WHEN export.owner IS NOT NULL THEN 'owner'
+                ELSE 'destination'
+            END
+        )
+    );
+    RETURN QUERY
+    WITH found AS (
+        SELECT m FROM pgoutbox.message AS m WHERE m.id = ANY (found_ids)
+        UNION ALL
+        SELECT m FROM pgoutbox._retired_messages(found_ids) AS m
+    )
+    SELECT
+        (f.m).id,
+        to_jsonb(f.m) - '{payload,headers}'::text[] || jsonb_build_object(
+            'attempts',
+            (
+                SELECT coalesce(jsonb_agg(to_jsonb(a) - 'message_id' ORDER BY a.attempt_count), '[]')
+                FROM pgoutbox.attempt AS a
+                WHERE a.message_id = (f.m).id
+            ),
+            'acts',
+            (
+                SELECT coalesce(
+                    jsonb_agg(
+                        jsonb_build_object('acted_at', a.acted_at, 'actor', a.actor, 'action', a.action) ORDER BY a.id
+                    ),
+                    '[]'
+                )
+                FROM pgoutbox.audit AS a
+                WHERE a.message_ids @> ARRAY[(f.m).id]
+            )
+        ),
+        (f.m).headers,
+        pgoutbox.payload_of(f.m),
+        (SELECT c.body FROM pgoutbox.content AS c WHERE c.id = (f.m).content_id)
+    FROM found AS f
+    ORDER BY (f.m).id;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox.export IS
+    'All data of the messages with these ids, of this owner, or to this destination: the row with its attempts and the '
+    'acts of operators, headers, payload, and the content of a fan-out.';

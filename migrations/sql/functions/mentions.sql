@@ -1,0 +1,69 @@
+-- It searches payloads, so only the owner of the schema may call it, and logins to which the owner grants it. It reads
+-- every row of the schema.
+CREATE FUNCTION pgoutbox.mentions(texts text[], copies_of bigint[] DEFAULT NULL)
+RETURNS TABLE (relation text, field text, id bigint)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+#variable_conflict use_column
+DECLARE
+    -- The text of a JSON document escapes some characters.
+    forms constant text[] := ARRAY(
+        SELECT t.text FROM unnest(texts) AS t(text)
+        UNION
+        SELECT substr(to_json(t.text)::text, 2, length(to_json(t.text)::text) - 2) FROM unnest(texts) AS t(text)
+    );
+BEGIN
+    RETURN QUERY
+    WITH stored AS (
+        SELECT 'message', v.field, m.id, v.value
+        FROM pgoutbox.message AS m
+        CROSS JOIN LATERAL (
+            VALUES
+                ('destination', m.destination),
+                ('owner', m.owner),
+                ('coalesce_key', m.coalesce_key),
+                ('dedupe_key', m.dedupe_key),
+                ('ordering_key', m.ordering_key),
+                ('skip_reason', m.skip_reason),
+                ('last_error', m.last_error),
+                ('payload', m.payload::text),
+                ('headers', m.headers::text)
+        ) AS v(field, value)
+        UNION ALL
+        SELECT 'large_payload', 'body', l.message_id, l.body::text FROM pgoutbox.large_payload AS l
+        UNION ALL
+        SELECT 'content', 'body', c.id, c.body::text FROM pgoutbox.content AS c
+        UNION ALL
+        SELECT 'attempt', 'error', a.message_id, a.error FROM pgoutbox.attempt AS a
+        UNION ALL
+        SELECT 'dedupe', 'dedupe_key', d.message_id, d.dedupe_key FROM pgoutbox.dedupe AS d
+        UNION ALL
+        SELECT 'coalesce_head', 'coalesce_key', h.newest_id, h.coalesce_key FROM pgoutbox.coalesce_head AS h
+        UNION ALL
+        SELECT 'ordering', 'ordering_key', t.last_id, t.ordering_key FROM pgoutbox.ordering AS t
+        UNION ALL
+        SELECT 'breaker', v.field, NULL, v.value
+        FROM pgoutbox.breaker AS b
+        CROSS JOIN LATERAL (VALUES ('key', b.key), ('last_error', b.last_error)) AS v(field, value)
+        UNION ALL
+        SELECT 'audit', v.field, a.id, v.value
+        FROM pgoutbox.audit AS a
+        CROSS JOIN LATERAL (
+            VALUES ('actor', a.actor), ('origin', a.origin), ('details', a.details::text)
+        ) AS v(field, value)
+    )
+    SELECT DISTINCT s.relation, s.field, s.id
+    FROM stored AS s(relation, field, id, value)
+    WHERE EXISTS (SELECT FROM unnest(forms) AS f(text) WHERE f.text <> '' AND strpos(lower(s.value), lower(f.text)) > 0)
+        AND s.value <> pgoutbox._erased_text(s.value, forms)
+    UNION
+    SELECT 'message', 'resend_of', m.id FROM pgoutbox.message AS m WHERE m.resend_of = ANY (copies_of)
+    ORDER BY relation, field, id;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox.mentions IS
+    'The rows that contain one of these texts, and the copies of these messages: table, column, and the id of the '
+    'message, the act or the content. Encrypted payloads are not searched.';

@@ -1,0 +1,4 @@
+-- The messages of one selection by ids, owner or destination: id, state, and redacted destination.
+SELECT m.id, m.state, m.address
+FROM pgoutbox._selected_messages(%(ids)s::bigint[], %(owner)s::text, %(destination)s::text) AS m
+ORDER BY m.id
