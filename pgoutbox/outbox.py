@@ -50,7 +50,7 @@ from pgoutbox.enqueue.generators import (
     transaction,
 )
 from pgoutbox.enqueue.payloads import Serializer
-from pgoutbox.enqueue.validation import Route, carrying, prepare, prepare_fanout
+from pgoutbox.enqueue.validation import Route, ValidatedMessage, carrying, prepare, prepare_fanout
 from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
 from pgoutbox.handlers import Context, Handler, Middleware, OnUnknown, SyncContext
 from pgoutbox.message import Message, Outcome, P
@@ -661,6 +661,22 @@ class Outbox:
         adapter = async_adapter(connection, function="areschedule", sync_function="reschedule")
         target = new_time_of(message_id, available_at, delay)
         return await arun(adapter, reschedule_one(target, require_transaction=require_transaction))
+
+    def draft(
+        self,
+        topic: str | Topic[P],
+        payload: P,
+        *,
+        serializer: Serializer | None = None,
+        **options: Unpack[MessageOptions],
+    ) -> ValidatedMessage:
+        """Check a message like `enqueue`, and complete it from its topic's definition, without a connection.
+
+        The result is for `Operator.enqueue`. Raises like `enqueue`.
+
+            operator.enqueue(outbox.draft("mail.welcome", {"user_id": 7}))
+        """
+        return prepare(NewMessage(topic, payload, **options), self._route(topic, serializer))
 
     def _enqueue(
         self,

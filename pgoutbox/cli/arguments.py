@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import json
 import math
 import re
 import sys
@@ -17,10 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from pgoutbox.enqueue.payloads import from_json
 from pgoutbox.errors import ConfigurationError, PayloadError, PgOutboxError
 from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.operations import MessageFilter, Rate
@@ -299,21 +299,7 @@ def read_payload(argument: str | None, file: Path | None, *, limit: int) -> Json
         data, origin = _read_file(file, limit), str(file)
     if len(data) > limit:
         raise PayloadError(origin, f"larger than PGOUTBOX_MAX_PAYLOAD_BYTES={limit}")
-    if data.startswith(b"\xef\xbb\xbf"):
-        raise PayloadError(origin, "starts with a byte order mark; save it as UTF-8 without one")
-    try:
-        value: JsonValue = json.loads(data.decode(), parse_constant=_refuse_constant)
-    except UnicodeDecodeError as error:
-        raise PayloadError(origin, f"not UTF-8 at byte {error.start}") from None
-    except json.JSONDecodeError as error:
-        raise PayloadError(
-            origin, f"not JSON at line {error.lineno}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}"
-        ) from None
-    except RecursionError:
-        raise PayloadError(origin, "nested too deeply") from None
-    except ValueError as error:
-        raise PayloadError(origin, f"not JSON: {error}") from None
-    return value
+    return from_json(data, origin)
 
 
 def _read_file(file: Path, limit: int) -> bytes:
@@ -326,10 +312,6 @@ def _read_file(file: Path, limit: int) -> bytes:
         raise PayloadError(str(file), "is a directory") from None
     except OSError as error:
         raise PayloadError(str(file), f"cannot be read: {error.strerror}") from None
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def load_outbox(where: str) -> Outbox:

@@ -15,6 +15,7 @@ from pgoutbox.cli import (
     queues,
     redirect,
     schema,
+    topics,
     watch,
     worker,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "queues",
     "redirect",
     "schema",
+    "topics",
     "watch",
     "worker",
 ]

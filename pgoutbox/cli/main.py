@@ -50,7 +50,7 @@ _MISSING: Final = ("42P01", "42883", "3F000")
 
 # The role with the right on an object of pgoutbox; the first match counts.
 _ROLES: Final = (
-    (r"enqueue\w*", "pgoutbox_producer"),
+    (r"enqueue\w*|is_known_topic", "pgoutbox_producer"),
     (r"\w+_view|done_estimate|redacted_\w+", "pgoutbox_viewer or pgoutbox_operator"),
     (
         r"redrive|resend|dismiss|reschedule|close_breaker|\w+_redirect|prune\w*|cancel\w*|queue|retention|audit|erase|selected_\w+",

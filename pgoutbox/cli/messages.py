@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pgoutbox.catalogue import draft_message, find_topic
 from pgoutbox.cli.arguments import (
     App,
     Dsn,
@@ -19,6 +20,7 @@ from pgoutbox.cli.arguments import (
     Json,
     MessageId,
     expanded,
+    load_outbox,
     parse_duration,
     parse_header,
     parse_id,
@@ -34,7 +36,7 @@ from pgoutbox.cli.program import (
     redacted_names_of,
     require_known_queue,
 )
-from pgoutbox.database import operator_connection
+from pgoutbox.errors import PayloadError
 from pgoutbox.operations import JsonText, TopicCounts
 from pgoutbox.options import check_name
 from pgoutbox.outbox import Outbox
@@ -85,39 +87,47 @@ def enqueue(
     encrypt: Annotated[
         bool, typer.Option("--encrypt", help="Encrypt the payload with PGOUTBOX_ENCRYPTION_KEYS.")
     ] = False,
+    where: App = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """Enqueue one message and print its id.
 
     Uses its own transaction. Everyone on this machine can read the arguments: pass a confidential payload in a file.
+
+    With --app or PGOUTBOX_APP, the topic's definition applies. It checks the payload, and gives queue, destination,
+    keys, owner and policy. Options that it sets are refused, and so are unknown topics.
+
+    The role of a producer is enough. With the role of an operator, the audit records the act.
     """
-    settings = read_settings(dsn)
+    settings = read_settings(dsn, app=where)
     if payload is not None and payload_file is not None:
         raise typer.BadParameter("give the payload as an argument or as --payload-file, not both")
     value = read_payload(payload, payload_file, limit=settings.max_payload_bytes)
     names = [name for name, _ in headers or []]
     if len(set(names)) < len(names):
         raise typer.BadParameter("--header: two headers have the same name")
-    outbox = Outbox(settings)
-    definition: str | Topic[Any] = Topic(check_name("topic", topic), encrypted=True) if encrypt else topic
-    with operator_connection.connect(settings) as connection:
-        receipt = operator_connection.transact(
-            connection,
-            lambda: outbox.enqueue(
-                connection,
-                definition,
-                value,
-                queue=queue,
-                destination=destination,
-                coalesce_key=coalesce_key,
-                coalesce_rule=coalesce_rule,
-                dedupe_key=dedupe_key,
-                on_duplicate=on_duplicate,
-                owner=owner,
-                delay=delay,
-                headers=dict(headers or []) or None,
-            ),
+    outbox = Outbox(settings) if settings.app is None else load_outbox(settings.app)
+    draft = draft_message(
+        outbox,
+        _topic_of(outbox, topic, encrypt=encrypt) if settings.app is not None else _undefined(topic, encrypt=encrypt),
+        value,
+        queue=queue,
+        destination=destination,
+        coalesce_key=coalesce_key,
+        coalesce_rule=coalesce_rule,
+        dedupe_key=dedupe_key,
+        on_duplicate=on_duplicate,
+        owner=owner,
+        delay=delay,
+        headers=dict(headers or []) or None,
+    )
+    with open_operator(settings) as operator:
+        is_known = settings.app is not None or operator.is_known_topic(topic)
+        receipt = operator.enqueue(draft)
+    if not is_known:
+        print_warning(
+            f"topic {topic!r} is unknown to all workers and messages: check its name; --app checks it by its definition"
         )
     if as_json:
         print_json(receipt._asdict())
@@ -125,6 +135,17 @@ def enqueue(
     if receipt.duplicate:
         print_note(f"a message with this dedupe key already exists, and is {receipt.state or 'deleted'}")
     print_line(str(receipt.id))
+
+
+def _undefined(name: str, *, encrypt: bool) -> Topic[Any]:
+    return Topic(check_name("topic", name), encrypted=encrypt)
+
+
+def _topic_of(outbox: Outbox, name: str, *, encrypt: bool) -> Topic[Any]:
+    topic = find_topic(outbox, name)
+    if encrypt and not topic.encrypted:
+        raise PayloadError("encrypt", f"belongs to the definition of topic {name!r}; do not pass it")
+    return topic
 
 
 @app.command("list")

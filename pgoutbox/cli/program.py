@@ -21,8 +21,9 @@ from pgoutbox.operations import ListedMessage, Operator
 from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings, load_settings, unknown_variables
 
 _ORDER: Final = (
-    *("demo", "migrate", "worker", "enqueue", "list", "show", "stats", "top", "tail", "workers"),
-    *("redrive", "resend", "cancel", "prune", "retention", "queues", "pause", "resume", "limit", "redirect", "audit"),
+    *("demo", "migrate", "worker", "topics", "enqueue", "list", "show", "stats", "top", "tail", "workers"),
+    *("redrive", "dismiss", "reschedule", "resend", "cancel", "prune", "retention", "queues", "pause", "resume"),
+    *("limit", "redirect", "audit"),
     *("export", "erase", "mentions"),
     *("doctor", "web"),
 )

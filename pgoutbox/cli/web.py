@@ -40,7 +40,7 @@ def web(
     """Serve the dashboard, until SIGTERM or SIGINT.
 
     People sign in with the credentials in PGOUTBOX_WEB_VIEWER_TOKENS and PGOUTBOX_WEB_OPERATOR_TOKENS. With --app, it
-    also hides the names that the application's topics redact.
+    lists the application's topics, enqueues by their definitions, and hides the names that they redact.
     """
     if context.invoked_subcommand is not None:
         return

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from pgoutbox.dashboard import acts, pages, sign_in
+from pgoutbox.dashboard import acts, pages, sign_in, topics
 from pgoutbox.dashboard.access import Access, AccessMiddleware
 from pgoutbox.dashboard.dashboard import Dashboard
 from pgoutbox.dashboard.responses import EXCEPTION_HANDLERS, ResponseMiddleware
@@ -40,7 +40,7 @@ def build_app(source: Outbox | Settings, *, settings: Settings | None, access: A
     settings.require_dsn()
     dashboard = Dashboard(settings, outbox)
     app = protect(
-        [*pages.ROUTES, *acts.ROUTES],
+        [*pages.ROUTES, *acts.ROUTES, *topics.ROUTES],
         access if access is not None else Access.from_settings(settings),
         public=[Mount("/static", StaticFiles(packages=[("pgoutbox.dashboard", "static")]), name="static")],
         lifespan=_lifespan,

@@ -51,7 +51,7 @@ class Dashboard:
         self.database = Database(settings)
         self.bulks = Bulks(self.database)
         self.feed = ChangeFeed(settings)
-        self._outbox = outbox
+        self.outbox = outbox
         self._history = History()
         self._overview: tuple[float, Overview] | None = None
         self._redirects: tuple[float, Redirects] | None = None
@@ -60,7 +60,7 @@ class Dashboard:
     def names_of(self, topic: str | None) -> Sequence[str]:
         """Return the names that are hidden in messages of this topic; None means text that belongs to no topic."""
         names = self.settings.redacted_names
-        topics = {} if self._outbox is None else self._outbox.topics
+        topics = {} if self.outbox is None else self.outbox.topics
         if topic is None:
             return (*names, *(name for known in topics.values() for name in known.redact))
         return (*names, *topics[topic].redact) if topic in topics else names

@@ -29,7 +29,7 @@ _USUAL_LIMIT: Final = 50
 _MAX_TEXT: Final = 500
 _MAX_FIELDS: Final = 100
 _FORM: Final = "pgoutbox.form"
-_UNIT_SECONDS: Final[Mapping[str, int]] = {"minutes": 60, "hours": 3_600, "days": 86_400}
+UNIT_SECONDS: Final[Mapping[str, int]] = {"seconds": 1, "minutes": 60, "hours": 3_600, "days": 86_400}
 PERIODS: Final[Mapping[str, int]] = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400}
 _MAX_PAUSE: Final = timedelta(days=3_650)
 
@@ -215,11 +215,11 @@ def duration_of(form: Given) -> timedelta | None:
     """Return the length of a pause or a redirect; None means without an end."""
     count = number_of(form, "duration", at_most=100_000)
     unit = form.get("unit", "minutes")
-    if unit not in _UNIT_SECONDS:
-        raise InputError("unit", f"give one of {', '.join(_UNIT_SECONDS)}")
+    if unit not in UNIT_SECONDS:
+        raise InputError("unit", f"give one of {', '.join(UNIT_SECONDS)}")
     if count is None:
         return None
-    duration = timedelta(seconds=count * _UNIT_SECONDS[unit])
+    duration = timedelta(seconds=count * UNIT_SECONDS[unit])
     if duration > _MAX_PAUSE:
         raise InputError("duration", f"at most {_MAX_PAUSE.days} days; leave it empty for no end")
     return duration

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # The notices after an action.
 _DONE: Final[Mapping[str, str]] = {
+    "enqueued": "The message is enqueued.",
+    "duplicate": "No message was enqueued: this message has the dedupe key already.",
     "redriven": "The message is pending again.",
     "dismissed": "The message is skipped, with your name and the reason.",
     "rescheduled": "The message has its new due time.",

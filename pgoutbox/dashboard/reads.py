@@ -58,6 +58,14 @@ class QueueRow(NamedTuple):
     ceiling_seconds: float | None
 
 
+class TopicCount(NamedTuple):
+    """Waiting and failed messages of a topic; columns in the order of COUNT_BY_TOPIC."""
+
+    topic: str
+    waiting: int
+    failed: int
+
+
 class WorkerRow(NamedTuple):
     """A worker that runs or holds leases; columns in the order of RUNNING_WORKERS."""
 
@@ -164,6 +172,11 @@ def failed_groups(connection: Connection) -> list[FailedGroup]:
     """Return the newest failures by topic and error, the largest group first."""
     rows = connection.execute(sql.FAILED_GROUPS, {"cap": GROUP_ROWS, "limit": _GROUPS})
     return [FailedGroup._make(row) for row in rows]
+
+
+def count_by_topic(connection: Connection) -> list[TopicCount]:
+    """Return the numbers of waiting and failed messages by topic, among the newest ones of each."""
+    return [TopicCount._make(row) for row in connection.execute(sql.COUNT_BY_TOPIC, {"cap": CAP})]
 
 
 def superseded_by(connection: Connection, message_id: int) -> list[int]:

@@ -177,9 +177,10 @@ def transaction(*, required: bool) -> Steps[bool]:
     return inside
 
 
-def insert(draft: ValidatedMessage, *, notify: bool) -> Steps[Enqueued]:
-    """Write one message."""
-    ((message_id, duplicate, state),) = yield Call(sql.ENQUEUE, (*draft, notify))
+def insert(draft: ValidatedMessage, *, notify: bool, as_act: bool = False) -> Steps[Enqueued]:
+    """Write one message, with `as_act` as an act of an operator."""
+    statement = sql.ENQUEUE_ACT if as_act else sql.ENQUEUE
+    ((message_id, duplicate, state),) = yield Call(statement, (*draft, notify))
     return Enqueued(message_id, True, _state_of(state)) if duplicate else Enqueued(message_id, False)
 
 

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, cast
+from typing import Final, NoReturn, cast
 
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import to_json as encode_json
@@ -155,6 +155,29 @@ def _text_keys(value: dict[object, object], path: str) -> dict[str, object]:
             raise PayloadError(member(path, key), "two keys have the same text")
         members[text] = item
     return members
+
+
+def from_json(data: bytes, field: str) -> JsonValue:
+    """Return the payload that a person gave as JSON. An error names the field and the place of the mistake."""
+    if data.startswith(b"\xef\xbb\xbf"):
+        raise PayloadError(field, "starts with a byte order mark; save it as UTF-8 without one")
+    try:
+        value: JsonValue = json.loads(data.decode(), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise PayloadError(field, f"not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise PayloadError(
+            field, f"not JSON at line {error.lineno}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}"
+        ) from None
+    except RecursionError:
+        raise PayloadError(field, "nested too deeply") from None
+    except ValueError as error:
+        raise PayloadError(field, f"not JSON: {error}") from None
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def fit(topics_model: type[P], payload: object) -> P:

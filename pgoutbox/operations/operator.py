@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -29,7 +29,9 @@ from typing_extensions import Unpack
 
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.encryption import Keyring, decrypted, is_sealed, keyring_of
-from pgoutbox.enqueue.generators import CancelResult, RescheduleResult
+from pgoutbox.enqueue.adapters import sync_adapter
+from pgoutbox.enqueue.generators import CancelResult, Enqueued, RescheduleResult, insert, run
+from pgoutbox.enqueue.validation import ValidatedMessage
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError, PayloadError, StateError
 from pgoutbox.message import State, Transient
 from pgoutbox.operations import retention
@@ -235,7 +237,24 @@ class Operator:
         }
         return [AuditRow._make(row) for row in self._fetch(sql.LIST_ACTS, parameters)]
 
+    def is_known_topic(self, topic: str) -> bool:
+        """Whether a worker, a retention rule, a coalesce key or one of the newest messages has this topic."""
+        ((is_known,),) = self._fetch(sql.IS_KNOWN_TOPIC, {"topic": topic})
+        return bool(is_known)
+
     # --- messages: acts -----------------------------------------------------------------------------------------------
+
+    def enqueue(self, draft: ValidatedMessage) -> Enqueued:
+        """Enqueue a message that `Outbox.draft` has made by its topic's definition.
+
+        The audit records the topic and the id, but not the payload. A login with only the role of a producer or a
+        worker enqueues too, without a record. Raises like `Outbox.enqueue`.
+
+            operator.enqueue(outbox.draft("mail.welcome", {"user_id": 7}))
+        """
+        ((is_operator,),) = self._fetch(sql.MAY_ENQUEUE_AS_OPERATOR)
+        adapter = sync_adapter(self._connection, function="enqueue", async_function="asyncio.to_thread")
+        return self._announced(_Act({}), lambda: run(adapter, insert(draft, notify=True, as_act=is_operator)))
 
     def redrive(
         self, message_id: int, *, states: Collection[State] = REDRIVABLE, destination: str | None = None
@@ -754,12 +773,16 @@ class Operator:
 
     def _act(self, statement: LiteralString, parameters: Mapping[str, object], act: _Act) -> list[TupleRow]:
         """Run one statement in a transaction that the schema records as this act, if it changes something."""
+        return self._announced(act, lambda: self._connection.execute(statement, parameters).fetchall())
+
+    def _announced(self, act: _Act, work: Callable[[], _T]) -> _T:
+        """Run `work` in a transaction with the name of this act."""
         details = {name: value for name, value in act.details.items() if value not in (None, [])}
         announced = {**self._actor, "act_id": act.id, "details": Jsonb(details) if details else None}
 
-        def announce_and_run() -> list[TupleRow]:
+        def announce_and_run() -> _T:
             self._connection.execute(sql.ANNOUNCE_ACT, announced)
-            return self._connection.execute(statement, parameters).fetchall()
+            return work()
 
         return operator_connection.transact(self._connection, announce_and_run)
 

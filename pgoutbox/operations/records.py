@@ -31,6 +31,7 @@ _PARTITIONS: Final = (
 class Action(enum.StrEnum):
     """The kinds of acts of an operator, as the audit records them."""
 
+    ENQUEUE = "enqueue"
     REDRIVE = "redrive"
     RESEND = "resend"
     CANCEL = "cancel"

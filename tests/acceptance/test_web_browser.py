@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
@@ -18,6 +19,7 @@ from playwright.sync_api import expect
 from pgoutbox.dashboard import create_app
 from pgoutbox.dashboard.access import Access
 from pgoutbox.message import State
+from tests.support import topics_app
 from tests.support.messages import put
 from tests.support.missing import server_missing
 from tests.support.waiting import wait_until
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Page, Request
     from pytest_postgresql.executors import NoopExecutor
 
+    from pgoutbox import Outbox
     from pgoutbox.dashboard.dashboard import Dashboard
     from tests.conftest import Server
 
@@ -117,17 +120,23 @@ def site(dsn: str, browser: Browser) -> Iterator[Site]:
     yield from open_site(dsn, browser)
 
 
-def open_site(dsn: str, browser: Browser) -> Iterator[Site]:
+def open_site(dsn: str, browser: Browser, outbox: Outbox | None = None) -> Iterator[Site]:
     """Serve a dashboard. Problems that the browser reported fail the test at its end."""
     with ExitStack() as stack:
         settings = web_settings(dsn=dsn)
-        app = create_app(settings, access=Access.from_settings(settings))
+        app = create_app(outbox or settings, settings=settings, access=Access.from_settings(settings))
         url = stack.enter_context(serving(app, settings))
         db = stack.enter_context(psycopg.connect(dsn, autocommit=True))
         visits = stack.enter_context(ExitStack())
         opened = Site(url, db, browser, visits, Watch(urlsplit(url).netloc), app.state.dashboard)
         yield opened
     assert opened.watch.complaints == []
+
+
+@pytest.fixture
+def site_with_topics(dsn: str, browser: Browser) -> Iterator[Site]:
+    """Serve a dashboard that knows the topics of an application."""
+    yield from open_site(dsn, browser, topics_app.outbox)
 
 
 @pytest.fixture(scope="module")
@@ -244,6 +253,93 @@ def test_a_group_is_redriven_with_the_keyboard_alone(site: Site) -> None:
     page.keyboard.press("Enter")
     expect(page.get_by_text("Done.")).to_be_visible()
     assert [site.state_of(message) for message in failed] == ["pending"] * 3
+
+
+def test_a_message_is_enqueued_with_the_keyboard_alone(site_with_topics: Site) -> None:
+    site = site_with_topics
+    page = site.visit()
+    tab_to(page, "Topics")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Topics", level=1)).to_be_visible()
+    tab_to(page, "Enqueue… a message of mail.welcome")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Enqueue a message")).to_be_visible()
+    assert list(found_in_every_way(page)) == []
+    payload = page.get_by_label("Payload")
+    expect(payload).to_have_value(re.compile('"email": "ada@example.org"'))
+
+    payload.focus()
+    page.keyboard.press("Control+A")
+    page.keyboard.type('{"user_id": 0, "email": "ada@example.org"}')
+    tab_to(page, "Enqueue")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("payload.user_id: does not fit Welcome")
+    expect(payload).to_have_value('{"user_id": 0, "email": "ada@example.org"}')
+    expect(payload).to_be_focused()
+    assert list(found_in_every_way(page)) == []
+
+    page.keyboard.press("Control+A")
+    page.keyboard.type('{"user_id": 7, "email": "ada@example.org"}')
+    tab_to(page, "Enqueue")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("status").filter(has_text="The message is enqueued.")).to_be_visible()
+    expect(page.get_by_role("main")).to_contain_text("mailto:ada@example.org")
+    acts = site.db.execute("SELECT actor, action, details FROM pgoutbox.audit").fetchall()
+    assert acts == [("ada", "enqueue", {"topic": "mail.welcome"})]
+
+
+def test_a_topic_is_chosen_and_enqueued_without_scripts(site_with_topics: Site) -> None:
+    page = site_with_topics.visit(scripts=False)
+    page.goto("/enqueue")
+    page.get_by_role("combobox", name="Topic").select_option("search.index")
+    press(page, "Choose")
+    page.get_by_label("Payload").fill('{"id": 7}')
+    page.get_by_label("Owner").fill("user-7")
+    page.get_by_label("Number").fill("2")
+    page.get_by_label("Unit").select_option("hours")
+    press(page, "Enqueue")
+    expect(page.get_by_role("main")).to_contain_text("The message is enqueued.")
+    row = site_with_topics.db.execute(
+        "SELECT payload, owner, available_at - created_at FROM pgoutbox.message"
+    ).fetchone()
+    assert row == ({"id": 7}, "user-7", timedelta(hours=2))
+
+
+@pytest.mark.parametrize("path", ["/topics", "/enqueue", "/enqueue?topic=search.index"])
+def test_axe_finds_no_problem_on_the_pages_of_topics(site_with_topics: Site, path: str) -> None:
+    put(site_with_topics.db, State.FAILED, topic="mail.unheard.of")
+    page = site_with_topics.visit()
+    page.goto(path)
+    assert list(found_in_every_way(page)) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "summary", "label", "text", "action", "becomes"),
+    [
+        (State.FAILED, "Correct the destination", "Destination", "tel:2", "redrive", "pending"),
+        (State.FAILED, "Dismiss", "Reason", "mailbox closed", "dismiss", "skipped"),
+        (State.PENDING, "Deliver at another time", "Due", "2030-01-31T12:00:30", "reschedule", "pending"),
+    ],
+)
+def test_a_refresh_keeps_an_open_form_which_works_with_the_keyboard(
+    site: Site, state: State, summary: str, label: str, text: str, action: str, becomes: str
+) -> None:
+    message_id = put(site.db, state)
+    page = site.visit()
+    page.goto(f"/messages/{message_id}")
+    tab_to(page, summary)
+    page.keyboard.press("Enter")
+    field = page.get_by_label(label)
+    field.fill(text)
+    page.evaluate("document.activeElement.blur()")
+    site.db.execute("UPDATE pgoutbox.message SET owner = 'changed meanwhile' WHERE id = %s", [message_id])
+    put(site.db)  # The page learns of new messages, and reads its own again.
+    expect(page.get_by_role("status")).to_have_text("Paused while in use", timeout=30_000)
+    expect(field).to_have_value(text)
+    field.press("Enter")
+    expect(page.get_by_role("main")).to_contain_text("changed meanwhile")
+    assert site.state_of(message_id) == becomes
+    assert site.db.execute("SELECT action FROM pgoutbox.audit").fetchall() == [(action,)]
 
 
 # --- without scripts --------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from pgoutbox.dashboard import bulk, create_app, database, history, live, reads,
 from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter, Operator, Rate
 from pgoutbox.settings import load_settings
+from tests.support import topics_app
 from tests.support.messages import ADD_ATTEMPT, PUT_SENDING, before_each_batch, meanwhile, put
 from tests.support.outbox_actions import state_of
 from tests.support.proxy import Moment, proxy_to
@@ -614,6 +615,172 @@ def test_a_pending_message_is_rescheduled(site: Site, db: psycopg.Connection, mo
         [moment],
     ).fetchone()
     assert row == (True, not moment)
+
+
+# --- topics -----------------------------------------------------------------------------------------------------------
+
+WELCOME: Final = '{"user_id": 7, "email": "ada@example.org"}'
+
+
+@pytest.fixture
+def shop(dsn: str, open_site: Callable[..., Site]) -> Site:
+    """Serve a dashboard that knows the topics of an application."""
+    return open_site(dsn, topics_app.outbox)
+
+
+def fields_of(page: Page) -> set[str]:
+    """Return the names of the fields of the form."""
+    names = {name for tag in ("input", "textarea", "select") for name in page.values(tag, "name")}
+    return names - {"csrf_token", "topic"}
+
+
+def test_the_topics_are_listed_with_their_settings_and_messages(shop: Site, db: psycopg.Connection) -> None:
+    for state in (State.PENDING, State.SENDING, State.FAILED, State.SENT):
+        put(db, state, topic="mail.welcome")
+    put(db, topic="mail.stray")
+    page = get(shop.ada, "/topics")
+    for told in (
+        "mail.welcome 2 waiting messages of mail.welcome 1 failed messages of mail.welcome critical Welcome",
+        "destination, owner, dedupe key 4 after 60, 300 s",
+        "delay 5 min",
+        "expires after 1 h",
+        "redacts language",
+        "async, on_unknown=hold, timeout 30 s",
+        "encrypted sync, transactional",
+        "search.index 0 waiting",
+        "async batch of 500",
+        "mail.stray 1 waiting messages of mail.stray 0 failed messages of mail.stray not in the application",
+    ):
+        assert told in page.words, told
+    assert "/enqueue?topic=mail.welcome" in page.values("a", "href")
+    assert "Enqueue…" not in get(shop.vera, "/topics").words
+
+
+def test_the_counts_of_topics_are_bounded(shop: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "CAP", 2)
+    put(db, topic="mail.welcome")
+    assert "Counts only the newest" not in get(shop.ada, "/topics").words
+    for _ in range(2):
+        put(db, topic="mail.loose")
+    assert "Counts only the newest 2 waiting and failed messages. " in get(shop.ada, "/topics").words
+    assert "mail.loose 2 waiting" in get(shop.ada, "/topics").words
+    assert "mail.welcome 0 waiting" in get(shop.ada, "/topics").words
+
+
+def test_without_an_outbox_the_page_says_how_to_give_one(site: Site, db: psycopg.Connection) -> None:
+    put(db, topic="mail.welcome")
+    for path in ("/topics", "/enqueue", "/enqueue?topic=mail.welcome"):
+        page = get(site.ada, path)
+        assert "Start it with pgoutbox web --app MODULE:ATTRIBUTE" in page.words
+        assert "/enqueue" not in page.values("form", "action")
+    assert "mail.welcome 1 waiting" in get(site.ada, "/topics").words
+    refused = site.ada.post("/enqueue", data={"topic": "mail.welcome", "payload": WELCOME})
+    assert (refused.status_code, "pgoutbox web --app" in Page(refused.text).words) == (409, True)
+
+
+def test_the_form_offers_the_options_that_the_topic_leaves_open(shop: Site) -> None:
+    assert fields_of(get(shop.ada, "/enqueue?topic=mail.welcome")) == {"payload", "coalesce_key", "ordering_key"}
+    assert fields_of(get(shop.ada, "/enqueue?topic=mail.loose")) == {
+        "payload", "destination", "owner", "dedupe_key", "delay", "unit",
+    }  # fmt: skip
+    text = shop.ada.get("/enqueue?topic=mail.welcome").text
+    assert "&#34;email&#34;: &#34;ada@example.org&#34;" in text
+    assert "&#34;user_id&#34;: 1" in text
+    unknown = get(shop.ada, "/enqueue?topic=mail.welcom", 404)
+    assert "topic 'mail.welcom' is neither defined nor handled by the application; did you mean" in unknown.words
+
+
+def test_an_operator_enqueues_by_the_definition_of_the_topic(shop: Site, db: psycopg.Connection) -> None:
+    form = {"topic": "mail.welcome", "payload": WELCOME}
+    answer = shop.ada.post("/enqueue", data=form, follow_redirects=True)
+    page = Page(answer.text)
+    assert "The message is enqueued." in page.words
+    assert "Destination mailto:ada@example.org" in page.words
+    assert "Owner user-7" in page.words
+    ((message_id, queue, attempts, key),) = db.execute(
+        "SELECT id, queue, max_attempts, dedupe_key FROM pgoutbox.message"
+    ).fetchall()
+    assert (queue, attempts, key) == ("critical", 4, "welcome-7")
+    assert audit_of(db) == [
+        ("ada", "web 127.0.0.1", "enqueue", None, [message_id], {"topic": "mail.welcome"}),
+    ]
+    again = Page(shop.ada.post("/enqueue", data=form, follow_redirects=True).text)
+    assert "No message was enqueued: this message has the dedupe key already." in again.words
+    assert len(audit_of(db)) == 1
+
+
+def test_the_options_of_the_form_are_stored(shop: Site, db: psycopg.Connection) -> None:
+    options = {"destination": "tel:1", "owner": "o", "coalesce_key": "c", "dedupe_key": "d"}
+    form = {"topic": "search.index", "payload": "[1]", **options, "delay": "2", "unit": "hours"}
+    assert shop.ada.post("/enqueue", data=form).status_code == 303
+    row = db.execute(
+        "SELECT payload, destination, owner, coalesce_key, dedupe_key, available_at - created_at FROM pgoutbox.message"
+    ).fetchone()
+    assert row == ([1], "tel:1", "o", "c", "d", timedelta(hours=2))
+
+
+@pytest.mark.parametrize(
+    ("topic", "fields", "field", "told"),
+    [
+        ("mail.welcome", {"payload": '{"user_id": 7}'}, "payload", "payload.email: does not fit Welcome"),
+        ("mail.welcome", {"payload": '{"user_id": 7,}'}, "payload", "payload: not JSON at line 1, column 15"),
+        ("mail.welcome", {"payload": ""}, "payload", "payload: not JSON at line 1"),
+        ("mail.loose", {"payload": "{}"}, "payload", "mail.loose' fails for it: KeyError"),
+        ("search.index", {"payload": "1", "destination": "<ada>"}, "destination", "destination: must be a URI"),
+        ("search.index", {"payload": "1", "delay": "soon"}, "delay", "delay: give a whole number"),
+        ("search.index", {"payload": "1", "delay": "900000", "unit": "days"}, "delay", "delay: must be from 0 to"),
+        ("search.index", {"payload": "1", "unit": "years"}, None, "unit: give one of seconds, minutes"),
+        (
+            "search.index",
+            {"payload": "1", "coalesce_key": "a", "ordering_key": "b"},
+            "ordering_key",
+            "ordering_key: give ordering_key or coalesce_key, not both",
+        ),
+        ("mail.note", {"payload": '{"lines": [], "name": null}'}, None, "set PGOUTBOX_ENCRYPTION_KEYS"),
+        ("mail.welcome", {"payload": WELCOME, "owner": "eve"}, None, "owner: belongs to the definition"),
+    ],
+)
+def test_an_error_of_the_form_keeps_the_input(
+    shop: Site, db: psycopg.Connection, topic: str, fields: dict[str, str], field: str | None, told: str
+) -> None:
+    answer = shop.ada.post("/enqueue", data={"topic": topic, **fields})
+    page = Page(answer.text)
+    assert answer.status_code == 422
+    assert told in page.words
+    marked = [attributes for _, attributes in page.elements if "aria-invalid" in attributes]
+    assert [(one["name"], one["aria-describedby"]) for one in marked] == ([(field, "error")] if field else [])
+    kept = {
+        name: value for name, value in fields.items() if name in fields_of(page) and name not in ("payload", "unit")
+    }
+    assert kept.items() <= {a["name"]: a.get("value") for tag, a in page.elements if tag == "input"}.items()
+    assert fields["payload"] in page.text
+    assert (db.execute("SELECT FROM pgoutbox.message").fetchall(), audit_of(db)) == ([], [])
+
+
+def test_a_dedupe_key_with_another_payload_is_reported_in_the_form(shop: Site, db: psycopg.Connection) -> None:
+    form = {"topic": "search.index", "payload": "1", "dedupe_key": "d"}
+    shop.ada.post("/enqueue", data=form)
+    answer = shop.ada.post("/enqueue", data=form | {"payload": "2"})
+    assert (answer.status_code, "another payload" in Page(answer.text).words) == (422, True)
+    assert len(audit_of(db)) == 1
+
+
+def test_a_viewer_may_not_enqueue(shop: Site, db: psycopg.Connection) -> None:
+    assert shop.vera.get("/enqueue?topic=mail.welcome").status_code == 403
+    assert shop.vera.post("/enqueue", data={"topic": "mail.welcome", "payload": WELCOME}).status_code == 403
+    assert db.execute("SELECT FROM pgoutbox.message").fetchall() == []
+
+
+@pytest.mark.parametrize(("role", "status"), [("pgoutbox_operator", 303), ("pgoutbox_viewer", 403)])
+def test_enqueuing_needs_the_role_of_an_operator(
+    dsn: str, db: psycopg.Connection, open_site: Callable[..., Site], role: str, status: int
+) -> None:
+    with login(dsn, role) as its_dsn:
+        answer = open_site(its_dsn, topics_app.outbox).ada.post(
+            "/enqueue", data={"topic": "mail.welcome", "payload": WELCOME}
+        )
+    assert (answer.status_code, "grant it pgoutbox_operator" in answer.text) == (status, status == 403)
+    assert [row[2] for row in audit_of(db)] == (["enqueue"] if status == 303 else [])
 
 
 def test_a_viewer_gets_no_forms_for_them(site: Site, db: psycopg.Connection) -> None:
@@ -1373,7 +1540,15 @@ def test_explicit_settings_take_precedence_over_those_of_the_outbox(dsn: str, op
 
 # --- rights -----------------------------------------------------------------------------------------------------------
 
-PAGES: Final = ("/", "/messages", "/queues", "/queues?queue=bulk", "/failed", "/messages?text=no+such&state=failed")
+PAGES: Final = (
+    "/",
+    "/messages",
+    "/topics",
+    "/queues",
+    "/queues?queue=bulk",
+    "/failed",
+    "/messages?text=no+such&state=failed",
+)
 OPERATORS_PAGES: Final = ("/audit", "/bulk?do=redrive")
 
 

@@ -119,13 +119,14 @@ PRUNE_BY_RULES: Final = {
 MAINTENANCE_FUNCTIONS: Final = {"_clear_retired", "_kept_until", "make_partition", "partitions", "_retire_partition"}
 LOOK_FUNCTIONS: Final = {"_done_estimate", "_redacted_json", "_redacted_text", "schema_version", "_tokens_of"}
 FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
-    PRODUCER: ENQUEUE_FUNCTIONS,
+    PRODUCER: ENQUEUE_FUNCTIONS | {"_cancel_each", "_is_known_topic", "schema_version"},
     WORKER: ENQUEUE_FUNCTIONS
     | PRUNE_BY_RULES
     | MAINTENANCE_FUNCTIONS
     | {
         "_forget_sent",
         "_in_flight_of",
+        "_is_known_topic",
         "_newer_pending",
         "_lock_if_due",
         "_is_limited",
@@ -149,6 +150,8 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "clear_redirect",
         "close_breaker",
         "dismiss",
+        "_enqueue_act",
+        "_is_known_topic",
         "_erase",
         "erase",
         "_selected_messages",
@@ -158,6 +161,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "reschedule",
         "resend",
         "set_redirect",
+        "_state_of",
     },
     VIEWER: LOOK_FUNCTIONS,
 }
@@ -798,7 +802,7 @@ def test_a_viewer_sees_every_message_but_no_payload_values(dsn: str, connection:
 
 LOOKING: Final = (["list"], ["show", "1"], ["stats"], ["retention"])
 ACTING: Final = (
-    ["redrive", "1"], ["cancel", "1"], ["resend", "2"], ["pause", "bulk"], ["resume", "bulk"],
+    ["enqueue", "mail"], ["redrive", "1"], ["cancel", "1"], ["resend", "2"], ["pause", "bulk"], ["resume", "bulk"],
     ["limit", "bulk", "--rate", "3/1m"], ["retention", "set", "*", "sent", "30d"],
     ["prune", "--older-than", "1d", "--yes"],
 )  # fmt: skip
@@ -911,6 +915,10 @@ BEGIN
 END
 $block$;
 """
+ENQUEUE_ACT: Final[LiteralString] = (
+    "SELECT pgoutbox._enqueue_act"
+    "('mail', '{}', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, NULL, NULL, true)"
+)
 # Each call by a role that may make it, with all names qualified that the attacker resolves himself.
 CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (PRODUCER, "SELECT pgoutbox.enqueue('mail', '{}')"),
@@ -946,6 +954,9 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (WORKER, "SELECT pgoutbox._prune_content(10)"),
     (OPERATOR, "SELECT FROM pgoutbox.redrive('{1,2,3}')"),
     (OPERATOR, "SELECT FROM pgoutbox.resend(2)"),
+    (OPERATOR, ENQUEUE_ACT),
+    (PRODUCER, "SELECT pgoutbox._is_known_topic('mail')"),
+    (PRODUCER, "SELECT FROM pgoutbox._cancel_each('{1}', '{pending}')"),
     (OPERATOR, "SELECT pgoutbox.prune('{sent}', '1 day', NULL, 10)"),
     (OPERATOR, "SELECT pgoutbox._prune_dedupe('1 day', NULL, 10)"),
     (VIEWER, "SELECT FROM pgoutbox._done_estimate()"),

@@ -33,7 +33,9 @@ BEGIN
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_producer;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.enqueue, pgoutbox._enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout, pgoutbox._state_of,
-            pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule
+            pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
+            -- For `pgoutbox enqueue` and `pgoutbox cancel`.
+            pgoutbox.schema_version, pgoutbox._is_known_topic, pgoutbox._cancel_each
         TO pgoutbox_producer;
     END IF;
 
@@ -42,7 +44,7 @@ BEGIN
         GRANT EXECUTE ON FUNCTION
             pgoutbox.enqueue, pgoutbox._enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout, pgoutbox._state_of,
             pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
-            pgoutbox.schema_version, pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of,
+            pgoutbox._is_known_topic, pgoutbox.schema_version, pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of,
             pgoutbox._in_flight_of, pgoutbox._newer_pending, pgoutbox._lock_if_due,
             pgoutbox._newest_is_due, pgoutbox._renewed_until, pgoutbox._is_limited, pgoutbox._take_turn,
             pgoutbox._forget_sent, pgoutbox._redacted_text,
@@ -96,8 +98,9 @@ BEGIN
         TO pgoutbox_operator;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox._redacted_text, pgoutbox._redacted_json, pgoutbox._tokens_of,
-            pgoutbox._done_estimate, pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key,
-            pgoutbox.cancel_all, pgoutbox.reschedule, pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.resend, pgoutbox.close_breaker,
+            pgoutbox._done_estimate, pgoutbox._enqueue_act, pgoutbox._state_of, pgoutbox._is_known_topic,
+            pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
+            pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.resend, pgoutbox.close_breaker,
             pgoutbox.set_redirect, pgoutbox.clear_redirect,
             pgoutbox.erase, pgoutbox._erase, pgoutbox._selected_messages,
             pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,

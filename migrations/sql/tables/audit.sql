@@ -14,8 +14,8 @@ CREATE TABLE pgoutbox.audit (
     CONSTRAINT audit_pkey PRIMARY KEY (id),
     CONSTRAINT audit_sound CHECK (
         action IN (
-            'redrive', 'resend', 'cancel', 'reschedule', 'dismiss', 'prune', 'pause', 'resume', 'limit', 'retention',
-            'breaker', 'erase', 'export', 'redirect'
+            'enqueue', 'redrive', 'resend', 'cancel', 'reschedule', 'dismiss', 'prune', 'pause', 'resume', 'limit',
+            'retention', 'breaker', 'erase', 'export', 'redirect'
         )
         AND length(actor) BETWEEN 1 AND 200
         AND (origin IS NULL OR length(origin) BETWEEN 1 AND 200)
@@ -36,8 +36,8 @@ COMMENT ON COLUMN pgoutbox.audit.actor IS 'The person, as known to the command l
 COMMENT ON COLUMN pgoutbox.audit.db_role IS 'The database role of the session.';
 COMMENT ON COLUMN pgoutbox.audit.origin IS 'The command line or the dashboard, and the client address.';
 COMMENT ON COLUMN pgoutbox.audit.action IS
-    'redrive, resend, cancel, reschedule, dismiss, prune, pause, resume, limit, retention, breaker, erase, export '
-    'or redirect.';
+    'enqueue, redrive, resend, cancel, reschedule, dismiss, prune, pause, resume, limit, retention, breaker, erase, '
+    'export or redirect.';
 COMMENT ON COLUMN pgoutbox.audit.queue IS 'The queue that was paused, resumed or limited.';
 COMMENT ON COLUMN pgoutbox.audit.message_ids IS 'The changed messages; null for prune.';
 COMMENT ON COLUMN pgoutbox.audit.details IS 'Parameters of the act: the filter, the limit or the rule.';

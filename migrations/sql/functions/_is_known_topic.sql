@@ -1,0 +1,20 @@
+-- For the warning of `pgoutbox enqueue`: a wrong answer costs a line on stderr. So only the newest messages are read.
+CREATE FUNCTION pgoutbox._is_known_topic(topic text)
+RETURNS boolean
+LANGUAGE sql
+STABLE
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+SELECT EXISTS (SELECT FROM pgoutbox.coalesce_head AS c WHERE c.topic = _is_known_topic.topic)
+    OR EXISTS (SELECT FROM pgoutbox.worker AS w WHERE _is_known_topic.topic = ANY (w.topics))
+    OR EXISTS (SELECT FROM pgoutbox.retention AS r WHERE r.topic = _is_known_topic.topic)
+    OR EXISTS (
+        SELECT
+        FROM (SELECT m.topic FROM pgoutbox.message AS m ORDER BY m.id DESC LIMIT 10000) AS newest
+        WHERE newest.topic = _is_known_topic.topic
+    )
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._is_known_topic IS
+    'Whether a worker, a retention rule, a coalesce key or one of the newest 10,000 messages has this topic.';

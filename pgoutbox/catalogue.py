@@ -1,0 +1,231 @@
+"""The topics of an application as facts for operators, and drafts of messages by their definitions.
+
+The command line and the dashboard share it. It reads the registry of an outbox and no database.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast
+
+from pydantic import BaseModel, JsonValue
+from pydantic.errors import PydanticUserError
+from typing_extensions import Unpack
+
+from pgoutbox.enqueue.validation import ValidatedMessage
+from pgoutbox.errors import PayloadError, PgOutboxError, UnknownTopicError
+from pgoutbox.handlers import OnUnknown
+from pgoutbox.options import check_delay, check_name, if_given
+from pgoutbox.outbox import MessageOptions, Outbox
+from pgoutbox.retry import RetryPolicy
+from pgoutbox.topics import CoalesceRule, OnDuplicate, OnFailed, Topic
+
+# The options of a message that a topic can compute from the payload.
+_COMPUTABLE: Final = ("destination", "owner", "coalesce_key", "dedupe_key", "ordering_key")
+_SHOWN_NAMES: Final = 10
+_MAX_LEVELS: Final = 8
+# An example of each format that pydantic checks.
+_FORMATS: Final[Mapping[str, str]] = {
+    "email": "ada@example.org",
+    "uri": "https://example.org/",
+    "uuid": "00000000-0000-4000-8000-000000000000",
+    "date": "2030-01-31",
+    "date-time": "2030-01-31T12:00:00Z",
+    "time": "12:00:00Z",
+    "duration": "PT1H",
+    "ipv4": "192.0.2.1",
+    "ipv6": "2001:db8::1",
+}
+
+
+class TopicFacts(NamedTuple):
+    """The settings of a topic. `destination` is a fixed one; `computed` names the options computed from the payload.
+
+    `handler` is async, sync or None. `max_size` is that of a batch handler.
+    """
+
+    topic: str
+    is_defined: bool
+    queue: str
+    payload: str | None
+    destination: str | None
+    computed: tuple[str, ...]
+    max_attempts: int
+    retry: str
+    delay_seconds: float | None
+    max_delay_seconds: float | None
+    expires_after_seconds: float | None
+    coalesce_rule: CoalesceRule | None
+    on_failed: OnFailed | None
+    on_duplicate: OnDuplicate | None
+    encrypted: bool
+    redact: tuple[str, ...]
+    handler: str | None
+    max_size: int | None
+    transactional: bool
+    on_unknown: OnUnknown | None
+    timeout_seconds: float | None
+
+    @property
+    def handler_text(self) -> str:
+        """The kind of the handler in a few words."""
+        if self.handler is None:
+            return "none"
+        words = [self.handler if self.max_size is None else f"{self.handler} batch of {self.max_size}"]
+        if self.transactional:
+            words.append("transactional")
+        if self.on_unknown == "hold":
+            words.append("on_unknown=hold")
+        if self.timeout_seconds is not None:
+            words.append(f"timeout {self.timeout_seconds:g} s")
+        return ", ".join(words)
+
+
+def describe_topics(outbox: Outbox) -> list[TopicFacts]:
+    """Return the facts of all topics that the outbox defines or handles, by name."""
+    return [_facts(outbox, name) for name in sorted({*outbox.topics, *outbox.handlers})]
+
+
+def _facts(outbox: Outbox, name: str) -> TopicFacts:
+    topic: Topic[Any] = outbox.topics.get(name) or Topic(name)
+    handler = outbox.handlers.get(name)
+    retry = topic.retry or (RetryPolicy() if handler is None else handler.retry)
+    return TopicFacts(
+        topic=name,
+        is_defined=name in outbox.topics,
+        queue=topic.queue or "default",
+        payload=None if topic.payload is None else topic.payload.__name__,
+        destination=topic.destination if isinstance(topic.destination, str) else None,
+        computed=tuple(field for field in _COMPUTABLE if callable(getattr(topic, field))),
+        max_attempts=retry.max_attempts,
+        retry=_retry_text(retry),
+        delay_seconds=if_given(check_delay, "delay", topic.delay),
+        max_delay_seconds=if_given(check_delay, "max_delay", topic.max_delay),
+        expires_after_seconds=if_given(check_delay, "expires_after", topic.expires_after),
+        coalesce_rule=topic.coalesce_rule,
+        on_failed=topic.on_failed,
+        on_duplicate=topic.on_duplicate,
+        encrypted=topic.encrypted,
+        redact=topic.redact,
+        handler=None if handler is None else "async" if handler.is_async else "sync",
+        max_size=None if handler is None else handler.max_size,
+        transactional=handler is not None and handler.transactional,
+        on_unknown=None if handler is None else handler.on_unknown,
+        timeout_seconds=None if handler is None else handler.timeout_seconds,
+    )
+
+
+def _retry_text(retry: RetryPolicy) -> str:
+    if retry.step_seconds:
+        return f"after {', '.join(f'{seconds:g}' for seconds in retry.step_seconds)} s"
+    return f"after {retry.base_seconds:g} s, doubling to {retry.cap_seconds:g} s"
+
+
+# --- new messages -----------------------------------------------------------------------------------------------------
+
+
+def find_topic(outbox: Outbox, name: str) -> Topic[Any]:
+    """Return the definition of a topic, or an empty one for a topic that has only a handler.
+
+    Raises `UnknownTopicError` with similar names for a topic that the outbox neither defines nor handles.
+    """
+    check_name("topic", name)
+    if name in outbox.topics:
+        return outbox.topics[name]
+    if name in outbox.handlers:
+        return Topic(name)
+    known = sorted({*outbox.topics, *outbox.handlers})
+    similar = difflib.get_close_matches(name, known)
+    if similar:
+        hint = f"did you mean {' or '.join(similar)}?"
+    elif known:
+        hint = f"its topics: {', '.join(known[:_SHOWN_NAMES])}{', ...' if len(known) > _SHOWN_NAMES else ''}"
+    else:
+        hint = "it has no topics"
+    raise UnknownTopicError(f"topic {name!r} is neither defined nor handled by the application; {hint}")
+
+
+def draft_message(
+    outbox: Outbox, topic: str | Topic[Any], payload: object, **options: Unpack[MessageOptions]
+) -> ValidatedMessage:
+    """Check a message of an operator by its topic's definition, and complete it.
+
+    Raises like `Outbox.enqueue`. An error of the definition's functions becomes a `PayloadError`.
+    """
+    try:
+        return outbox.draft(topic, payload, **options)
+    except PgOutboxError:
+        raise
+    except Exception as error:
+        name = topic.name if isinstance(topic, Topic) else topic
+        reason = f"the definition of topic {name!r} fails for it: {type(error).__name__}: {error}"
+        raise PayloadError("payload", reason) from error
+
+
+def open_options(topic: Topic[Any]) -> tuple[str, ...]:
+    """Return the options of a new message that the definition leaves open, of those that operators give."""
+    left = [option for option in (*_COMPUTABLE, "delay") if getattr(topic, option) is None]
+    # A message has a coalesce key or an ordering key.
+    excluded = {"ordering_key"} if topic.coalesce_key else {"coalesce_key"} if topic.ordering_key else set()
+    return tuple(option for option in left if option not in excluded)
+
+
+def example_payload(topic: Topic[Any]) -> JsonValue:
+    """Return a payload with the members of the topic's model, as a start for the operator's own."""
+    model = cast("type[BaseModel] | None", topic.payload)
+    if model is None:
+        return {}
+    try:
+        schema = model.model_json_schema()
+    except PydanticUserError:  # A type of the model has no JSON schema.
+        return {}
+    return _example(schema, schema.get("$defs", {}), 0)
+
+
+def _example(schema: Mapping[str, Any], definitions: Mapping[str, Any], level: int) -> JsonValue:
+    if "$ref" in schema:
+        schema = {**definitions.get(schema["$ref"].rpartition("/")[2], {}), **schema}
+    given = [schema[name] for name in ("default", "const") if name in schema]
+    chosen = [*(schema.get("examples") or ()), *given, *(schema.get("enum") or ())]
+    if chosen:
+        return cast("JsonValue", chosen[0])
+    if level == _MAX_LEVELS:
+        return None
+    for name in ("anyOf", "oneOf", "allOf"):
+        if schema.get(name):
+            return _example(schema[name][0], definitions, level + 1)
+    if schema.get("type") == "object":
+        members: Mapping[str, Any] = schema.get("properties", {})
+        return {name: _example(part, definitions, level + 1) for name, part in members.items()}
+    if schema.get("type") == "array":
+        return _examples(schema, definitions, level)
+    return _scalar_example(schema)
+
+
+def _scalar_example(schema: Mapping[str, Any]) -> JsonValue:
+    match schema.get("type"):
+        case "string":
+            return _FORMATS.get(schema.get("format", ""), "x" * int(schema.get("minLength", 0)))
+        case "integer" | "number":
+            return _least(schema)
+        case "boolean":
+            return False
+        case _:
+            return None
+
+
+def _examples(schema: Mapping[str, Any], definitions: Mapping[str, Any], level: int) -> list[JsonValue]:
+    parts: Sequence[Mapping[str, Any]] = schema.get("prefixItems") or [schema.get("items") or {}]
+    if "prefixItems" not in schema:
+        parts = [*parts] * min(max(schema.get("minItems", 1), 1), 10)
+    return [_example(part, definitions, level + 1) for part in parts]
+
+
+def _least(schema: Mapping[str, Any]) -> float:
+    """Return the least allowed number from 0 on, or the greatest allowed one below."""
+    bounds: list[float] = [min(schema.get("maximum", 0), 0), schema.get("minimum", -math.inf)]
+    if "exclusiveMinimum" in schema:
+        bounds.append(schema["exclusiveMinimum"] + 1)
+    return max(bounds)

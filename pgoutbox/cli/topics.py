@@ -1,0 +1,80 @@
+"""The command `topics`."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pgoutbox.catalogue import TopicFacts, describe_topics
+from pgoutbox.cli.arguments import App, Dsn, Json, load_outbox
+from pgoutbox.cli.console import print_json, print_note, print_table
+from pgoutbox.cli.program import app, open_operator, read_settings
+from pgoutbox.operations import TopicCounts
+
+_COLUMNS: Final = (
+    *("topic", "queue", "payload", "destination", "computed", "attempts", "retry", "delay", "expires after"),
+    *("options", "redact", "handler"),
+)
+
+
+@app.command()
+def topics(*, where: App = None, dsn: Dsn = None, as_json: Json = False) -> None:
+    """List the topics of the application with their settings. With --json one document per topic.
+
+    `computed` names the options that the definition computes from the payload. Without --app and PGOUTBOX_APP, the
+    topics of the messages in the database are listed and counted; this reads all messages.
+    """
+    settings = read_settings(dsn, app=where)
+    if settings.app is None:
+        with open_operator(settings, read_only=True) as operator:
+            _print_counts(operator.count_messages(), as_json=as_json)
+        return
+    found = describe_topics(load_outbox(settings.app))
+    if as_json:
+        for facts in found:
+            print_json(facts._asdict())
+        return
+    print_table(_COLUMNS, [_row(facts) for facts in found])
+
+
+def _row(facts: TopicFacts) -> tuple[object, ...]:
+    options: list[str] = [
+        f"{name}={value}"
+        for name, value in (
+            ("coalesce_rule", facts.coalesce_rule),
+            ("on_failed", facts.on_failed),
+            ("on_duplicate", facts.on_duplicate),
+            ("max_delay", _seconds(facts.max_delay_seconds)),
+        )
+        if value is not None
+    ]
+    return (
+        facts.topic,
+        facts.queue,
+        facts.payload,
+        facts.destination,
+        ", ".join(facts.computed),
+        facts.max_attempts,
+        facts.retry,
+        _seconds(facts.delay_seconds),
+        _seconds(facts.expires_after_seconds),
+        ", ".join([*options, *(["encrypted"] if facts.encrypted else ())]),
+        ", ".join(facts.redact),
+        facts.handler_text,
+    )
+
+
+def _seconds(value: float | None) -> str | None:
+    return None if value is None else f"{value:g} s"
+
+
+def _print_counts(counts: list[TopicCounts], *, as_json: bool) -> None:
+    print_note("these topics have messages in the database; --app or PGOUTBOX_APP lists those of the application")
+    rows: list[dict[str, Any]] = [
+        {"topic": c.topic, "queue": c.queue, "waiting": c.due + c.scheduled + c.sending, "failed": c.failed}
+        for c in counts
+    ]
+    if as_json:
+        for row in rows:
+            print_json(row)
+        return
+    print_table(("topic", "queue", "waiting", "failed"), [tuple(row.values()) for row in rows])

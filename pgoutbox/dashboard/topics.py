@@ -1,0 +1,149 @@
+"""The page of the topics, and the form with which operators enqueue a message by the definition of its topic."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio.to_thread
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from pgoutbox.catalogue import describe_topics, draft_message, example_payload, find_topic, open_options
+from pgoutbox.dashboard import inputs, reads
+from pgoutbox.dashboard.access import operators_only
+from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
+from pgoutbox.dashboard.rendering import format_json, link, query, render_page
+from pgoutbox.enqueue.payloads import from_json
+from pgoutbox.errors import ConfigurationError, DedupeConflictError, PayloadError, UnknownTopicError
+from pgoutbox.options import MAX_DESTINATION_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from starlette.requests import Request
+
+    from pgoutbox.enqueue.generators import Enqueued
+    from pgoutbox.enqueue.validation import ValidatedMessage
+    from pgoutbox.outbox import Outbox
+    from pgoutbox.topics import Topic
+
+_TEXT_OPTIONS: Final = ("destination", "owner", "coalesce_key", "dedupe_key", "ordering_key")
+_FIELDS: Final = ("payload", *_TEXT_OPTIONS, "delay", "unit")
+
+
+async def topics(request: Request) -> Response:
+    """List the topics of the application, and those with messages in the database."""
+    dashboard = dashboard_of(request)
+    outbox = dashboard.outbox
+    counts = await dashboard.database.read(reads.count_by_topic)
+    known = [] if outbox is None else describe_topics(outbox)
+    names = {facts.topic for facts in known}
+    return await render_page(
+        request,
+        "topics.html",
+        {
+            "page": "topics",
+            "has_outbox": outbox is not None,
+            "topics": known,
+            "others": [count for count in counts if count.topic not in names],
+            "counts": {count.topic: count for count in counts},
+            "cap": reads.CAP,
+            "is_capped": max(sum(c.waiting for c in counts), sum(c.failed for c in counts)) >= reads.CAP,
+        },
+    )
+
+
+@operators_only
+async def enqueue_form(request: Request) -> Response:
+    """Show the form for the topic of the query string, or a choice of topics."""
+    outbox = dashboard_of(request).outbox
+    name = inputs.text_of(request.query_params, "topic")
+    if outbox is None or name is None:
+        return await _show(request, outbox)
+    try:
+        topic = find_topic(outbox, name)
+    except (PayloadError, UnknownTopicError) as error:
+        return await _show(request, outbox, error=_error_of(error), status=404)
+    return await _show(request, outbox, topic, {"payload": format_json(example_payload(topic))})
+
+
+@operators_only
+async def enqueue(request: Request) -> Response:
+    """Enqueue a message and show it; or show the form again with its input and the error."""
+    outbox = dashboard_of(request).outbox
+    if outbox is None:
+        return await _show(request, None, status=409)
+    form = await inputs.read_form(request)
+    values = {name: form.get(name, "") for name in _FIELDS}
+    topic = None
+    try:
+        topic = find_topic(outbox, form.get("topic", "").strip())
+        enqueued = await _enqueue(request, outbox, topic, form)
+    except (inputs.InputError, PayloadError, UnknownTopicError, DedupeConflictError, ConfigurationError) as error:
+        return await _show(request, outbox, topic, values, error=_error_of(error), status=422)
+    path = link(request, "message", message_id=enqueued.id)
+    return RedirectResponse(path + query(done="duplicate" if enqueued.duplicate else "enqueued"), status_code=303)
+
+
+async def _enqueue(request: Request, outbox: Outbox, topic: Topic[Any], form: inputs.Given) -> Enqueued:
+    options = _options_of(form)
+    # A lone surrogate is refused like any other invalid text.
+    payload = from_json(form.get("payload", "").encode("utf-8", "surrogatepass"), "payload")
+
+    def draft() -> ValidatedMessage:
+        return draft_message(outbox, topic, payload, **options)
+
+    # The definition is the application's code, which may block.
+    drafted = await anyio.to_thread.run_sync(draft)
+    return await dashboard_of(request).database.act(viewer_of(request), lambda operator: operator.enqueue(drafted))
+
+
+def _options_of(form: inputs.Given) -> Any:  # noqa: ANN401 - the options of a message, by name
+    options: dict[str, object] = {
+        name: inputs.text_of(form, name, at_most=MAX_DESTINATION_BYTES) for name in _TEXT_OPTIONS
+    }
+    unit = form.get("unit", "seconds")
+    if unit not in inputs.UNIT_SECONDS:
+        raise inputs.InputError("unit", f"give one of {', '.join(inputs.UNIT_SECONDS)}")
+    count = inputs.number_of(form, "delay", at_least=0, at_most=1_000_000)
+    options["delay"] = None if count is None else timedelta(seconds=count * inputs.UNIT_SECONDS[unit])
+    return options
+
+
+def _error_of(error: Exception) -> dict[str, str | None]:
+    """Return the field of the form and the text of an error."""
+    if isinstance(error, PayloadError):
+        return {"field": re.split(r"[.\[]", error.field)[0], "text": str(error)}
+    return {"field": error.name if isinstance(error, inputs.InputError) else None, "text": str(error)}
+
+
+async def _show(
+    request: Request,
+    outbox: Outbox | None,
+    topic: Topic[Any] | None = None,
+    values: Mapping[str, str] | None = None,
+    *,
+    error: Mapping[str, str | None] | None = None,
+    status: int = 200,
+) -> Response:
+    known = [] if outbox is None else describe_topics(outbox)
+    context = {
+        "page": "topics",
+        "has_outbox": outbox is not None,
+        "names": [facts.topic for facts in known],
+        "facts": None if topic is None else next(facts for facts in known if facts.topic == topic.name),
+        "open": () if topic is None else open_options(topic),
+        "units": list(inputs.UNIT_SECONDS),
+        "values": dict.fromkeys(_FIELDS, "") | {"unit": "minutes"} | dict(values or {}),
+        "error": error,
+    }
+    return await render_page(request, "enqueue.html", context, status=status)
+
+
+ROUTES: Final = [
+    Route("/topics", topics, name="topics"),
+    Route("/enqueue", enqueue_form, name="enqueue_form", methods=["GET"]),
+    Route("/enqueue", enqueue, name="enqueue", methods=["POST"]),
+]

@@ -1,0 +1,22 @@
+-- The numbers of waiting and failed messages by topic, from the newest `cap` of each; and their totals.
+WITH waiting AS MATERIALIZED (
+    SELECT m.topic
+    FROM pgoutbox.message_view AS m
+    WHERE m.state IN ('pending', 'sending')
+    ORDER BY m.id DESC
+    LIMIT %(cap)s::bigint
+), failed AS MATERIALIZED (
+    SELECT m.topic
+    FROM pgoutbox.message_view AS m
+    WHERE m.state = 'failed'
+    ORDER BY m.id DESC
+    LIMIT %(cap)s::bigint
+)
+SELECT counted.topic, sum(counted.waiting)::bigint AS waiting, sum(counted.failed)::bigint AS failed
+FROM (
+    SELECT w.topic, count(*) AS waiting, 0 AS failed FROM waiting AS w GROUP BY w.topic
+    UNION ALL
+    SELECT f.topic, 0, count(*) FROM failed AS f GROUP BY f.topic
+) AS counted
+GROUP BY counted.topic
+ORDER BY counted.topic
