@@ -7,9 +7,10 @@ answer.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, LiteralString, NamedTuple, TypedDict, Unpack
@@ -30,6 +31,7 @@ _PERMIT_PAUSE_SECONDS = 0.25
 _MAX_ID = 2**63 - 1
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _RETENTION_SECONDS = 30.0
+_NO_HOOKS: Final = "{}"
 _SHOWN_NAME_LENGTH = 48  # With "pgoutbox claim " the 63 bytes that PostgreSQL keeps of an application_name.
 
 
@@ -171,16 +173,19 @@ class BreakerRow(NamedTuple):
 class Store:
     """The worker's statements, each a method. Claims and finishes have separate connections and overlap.
 
+    `hooks` are the topics whose failures are announced to a hook, each with the `max_attempts` of that message.
+
     If the server has only one free connection they share it, so that a worker that can claim can also finish. Otherwise
     it would hand over messages again and again without ending any of them.
     """
 
-    def __init__(self, settings: Settings, *, worker: str) -> None:
+    def __init__(self, settings: Settings, *, worker: str, hooks: Mapping[str, int] | None = None) -> None:
         sql.load_all()
         dsn = settings.require_dsn()
         self.worker = worker
         self.lease_seconds = settings.lease_seconds
         self._settings = settings
+        self._hooks = json.dumps(dict(hooks or {}))
         self.claims = WorkerConnection(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
         self._finishes = WorkerConnection(dsn, settings, purpose="finish", spare=self.claims)
         self._passes_over_until = -math.inf  # Until then finishes pass over locked rows instead of waiting.
@@ -250,7 +255,9 @@ class Store:
 
     async def end_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
         """End up to `total` lapsed attempts whose message is not tried again. Raises like `claim`."""
-        rows = await self._claim(sql.END_LAPSED, sql.FIND_ENDING, _lapsed_parameters(queue, options))
+        rows = await self._claim(
+            sql.END_LAPSED, sql.FIND_ENDING, {**_lapsed_parameters(queue, options), "hooks": self._hooks}
+        )
         return [_ended(row) for row in rows]
 
     async def claim_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
@@ -440,7 +447,8 @@ class Store:
 
     async def finish(self, requests: Sequence[FinishRequest]) -> dict[int, State]:
         """Finish these attempts, and return the new state of each message that its attempt still held."""
-        rows = await self._finishes.fetch(sql.FINISH_IF_HELD, _finish_parameters(requests, worker=self.worker))
+        parameters = _finish_parameters(requests, worker=self.worker, hooks=self._hooks)
+        rows = await self._finishes.fetch(sql.FINISH_IF_HELD, parameters)
         return {row[0]: State(row[1]) for row in rows}
 
     async def current_states(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
@@ -611,7 +619,7 @@ def _sent(message_id: int, attempt_count: int) -> FinishRequest:
     return FinishRequest(message_id, attempt_count, AttemptOutcome.SENT)
 
 
-def _finish_parameters(requests: Sequence[FinishRequest], *, worker: str) -> dict[str, object]:
+def _finish_parameters(requests: Sequence[FinishRequest], *, worker: str, hooks: str = _NO_HOOKS) -> dict[str, object]:
     return {
         "ids": _array_of(request.id for request in requests),
         "attempt_counts": _array_of(request.attempt_count for request in requests),
@@ -621,6 +629,7 @@ def _finish_parameters(requests: Sequence[FinishRequest], *, worker: str) -> dic
         "breaker_keys": [request.breaker_key for request in requests],
         "delays": [request.delay_seconds for request in requests],
         "worker": worker,
+        "hooks": hooks,
     }
 
 

@@ -89,6 +89,11 @@ class Worker:
             raise ConfigurationError("the outbox has no handlers: register one with @outbox.handler(topic)")
         if self._settings.alert_destination is not None:
             self._handlers.setdefault(ALERT_TOPIC, alert_handler())
+        for topic in sorted(outbox.hooks.keys() - self._handlers.keys()):
+            raise ConfigurationError(
+                f"on_failed: topic {topic!r} has a hook and no handler in this outbox: register both in the same outbox"
+            )
+        self._hooks = {topic: self._handlers[hook].retry.max_attempts for topic, hook in outbox.hooks.items()}
         self._topics = sorted(self._handlers)
         self._middlewares = outbox.middlewares
         self._hold_topics = sorted(t for t, h in self._handlers.items() if h.on_unknown == "hold")
@@ -234,7 +239,7 @@ class Worker:
         self._django = DjangoConnections.in_use()
         if self._django is not None:
             handlers = {topic: self._django.around(handler) for topic, handler in handlers.items()}
-        self._store = Store(settings, worker=self.name)
+        self._store = Store(settings, worker=self.name, hooks=self._hooks)
         self._notifier = Notifier(self._store, self._queues, self._signals, self._outage)
         self._finisher = Finisher(
             self._store,

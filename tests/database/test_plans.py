@@ -75,6 +75,7 @@ CLAIM_PARAMETERS: Mapping[str, object] = {
     "queues": ["default"],
     "worker": "w",
     "lease_seconds": 60.0,
+    "hooks": "{}",
 }
 
 ELSEWHERE_PARAMETERS: Mapping[str, object] = {
@@ -103,6 +104,7 @@ FINISH_PARAMETERS: Mapping[str, object] = {
     "reason_codes": [None] * 200,
     "breaker_keys": [None] * 200,
     "delays": [1.0] * 200,
+    "hooks": "{}",
 }
 SUCCESSOR_PARAMETERS: Mapping[str, object] = {"ids": [1], "topics": ["greet"], "coalesce_keys": ["k3"]}
 

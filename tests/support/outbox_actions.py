@@ -101,6 +101,7 @@ def claim(
     by_permits: bool = False,
     worker: str = "worker-1",
     held: Sequence[int] = (),
+    hooks: str = "{}",
     again_on: tuple[type[psycopg.Error], ...] = (),
 ) -> list[ClaimedRow]:
     """Claim from all lanes except the ordered one, or only from the first lane. Return the rows ordered by id.
@@ -112,6 +113,7 @@ def claim(
         "queues": [queue],
         "topics": list(topics),
         "hold_topics": list(hold_topics),
+        "hooks": hooks,
         "clock_limit": clock_limit,
         "in_flight": list(held),
         "set_aside": [],
@@ -210,7 +212,9 @@ def finish_sent_and_forget(
     return {row[0] for row in connection.execute(sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters).fetchall()}
 
 
-def finish(connection: psycopg.Connection, *verdicts: FinishRequest, worker: str = "worker-1") -> dict[int, State]:
+def finish(
+    connection: psycopg.Connection, *verdicts: FinishRequest, worker: str = "worker-1", hooks: str = "{}"
+) -> dict[int, State]:
     """Finish attempts with other outcomes. Return the states that were reached."""
     parameters = {
         "ids": [v.id for v in verdicts],
@@ -221,6 +225,7 @@ def finish(connection: psycopg.Connection, *verdicts: FinishRequest, worker: str
         "breaker_keys": [v.breaker_key for v in verdicts],
         "delays": [v.delay_seconds for v in verdicts],
         "worker": worker,
+        "hooks": hooks,
     }
     return {row[0]: State(row[1]) for row in connection.execute(sql.FINISH_IF_HELD, parameters).fetchall()}
 
@@ -250,7 +255,12 @@ def cancel(connection: psycopg.Connection, message_id: int) -> str:
 
 def redrive(connection: psycopg.Connection, message_id: int) -> bool:
     """Redrive one message. Return whether it was redriven."""
-    parameters = {"ids": [message_id], "states": ["failed", "cancelled"], "attempt_counts": None}
+    parameters = {
+        "ids": [message_id],
+        "states": ["failed", "cancelled"],
+        "attempt_counts": None,
+        "destination": None,
+    }
     rows = connection.execute(sql.REDRIVE, parameters).fetchall()
     return bool(rows[0][1])
 

@@ -1,6 +1,7 @@
 -- Finish attempts with any outcome: sent, retry, snoozed, released, failed or skipped. The worker runs it. Returns the
 -- new state of each message that its attempt still held. A locked row is left out and tried again later: one row never
 -- delays a batch.
+-- The same statement enqueues the message for the hook of a message that fails, so that no failure is without one.
 -- The fence is the state, the attempt count and the worker. The count alone is not enough: a failover that loses
 -- commits gives the same attempt number out a second time, to another worker.
 WITH held AS MATERIALIZED (
@@ -66,7 +67,8 @@ WITH held AS MATERIALIZED (
     WHERE m.id = h.id AND m.state = 'sending' AND m.attempt_count = h.attempt_count
     RETURNING m.id, m.state, m.attempt_count, m.worker, m.claimed_at,
         CASE WHEN h.state = 'pending' THEN h.outcome ELSE h.state END AS outcome,
-        h.reason, h.reason_code, h.breaker_key
+        h.reason, h.reason_code, h.breaker_key,
+        \ir _failure.sql
 ), history AS (
     INSERT INTO pgoutbox.attempt
         (message_id, attempt_count, outcome, worker, started_at, ended_at, error, reason_code, breaker_key)
@@ -76,5 +78,10 @@ WITH held AS MATERIALIZED (
     -- The message itself shows its sent attempt.
     WHERE f.state <> 'sent'
     ON CONFLICT DO NOTHING
+), announced AS MATERIALIZED (
+    \ir _announced.sql
 )
-SELECT f.id, f.state FROM finished AS f
+SELECT f.id, f.state
+FROM finished AS f
+-- The outer join makes PostgreSQL run the CTE, which is a SELECT.
+LEFT JOIN announced AS a ON a.id = f.id
