@@ -139,7 +139,7 @@ class BreakerSettings(_Group):
     enabled: bool = True
     """Stop sending to a transport or host that is down."""
     failures: int = Field(default=5, ge=1, le=1_000)
-    """Number of consecutive failures in one process that open a circuit breaker."""
+    """Number of consecutive failures that open a circuit breaker, in one process or in consecutive runs of `--once`."""
     error_rate: float = Field(default=0.5, gt=0, le=1)
     """Share of failed sends that opens a circuit breaker, of at least 20 sends within 60 seconds."""
     cooldown_seconds: float = Field(default=30.0, ge=0.1, le=86_400)
@@ -298,7 +298,7 @@ class LogSettings(_Group):
     format: Literal["text", "json"] = "text"
     """Format of the CLI's log."""
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Minimum level of the CLI's log."""
+    """Minimum level of the CLI's log. The default of `worker --once` and `--drain` on stderr is WARNING, for cron."""
 
 
 class Settings(_Group, BaseSettings):

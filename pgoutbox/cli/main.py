@@ -54,7 +54,7 @@ _ROLES: Final = (
     (r"\w+_view|done_estimate|redacted_\w+", "pgoutbox_viewer or pgoutbox_operator"),
     (r"redrive|resend|dismiss|reschedule|close_breaker|prune\w*|cancel\w*|queue|retention|audit", "pgoutbox_operator"),
     (
-        r"message\w*|attempt|maintenance_run|content|coalesce_head|permits|\w+_partition|clear_retired",
+        r"message\w*|attempt|maintenance_run|worker_run|content|coalesce_head|permits|\w+_partition|clear_retired",
         "pgoutbox_worker",
     ),
     (r"pgoutbox|schema_version", "pgoutbox_worker, pgoutbox_operator or pgoutbox_viewer"),

@@ -31,6 +31,7 @@ _PERMIT_PAUSE_SECONDS = 0.25
 _MAX_ID = 2**63 - 1
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _RETENTION_SECONDS = 30.0
+_RUNS_APART_SECONDS = 172_800.0
 _NO_HOOKS: Final = "{}"
 _SHOWN_NAME_LENGTH = 48  # With "pgoutbox claim " the 63 bytes that PostgreSQL keeps of an application_name.
 
@@ -185,6 +186,7 @@ class Store:
         self.worker = worker
         self.lease_seconds = settings.lease_seconds
         self._settings = settings
+        self._forget_seconds = settings.breaker.max_cooldown_seconds
         self._hooks = json.dumps(dict(hooks or {}))
         self.claims = WorkerConnection(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
         self._finishes = WorkerConnection(dsn, settings, purpose="finish", spare=self.claims)
@@ -479,13 +481,27 @@ class Store:
                 "error": error,
                 "cooldown_seconds": settings.breaker.cooldown_seconds,
                 "max_cooldown_seconds": settings.breaker.max_cooldown_seconds,
-                "forget_seconds": settings.breaker.max_cooldown_seconds,
+                "forget_seconds": self._forget_seconds,
                 "worker": self.worker,
                 "alert_queue": alert_queue,
                 "alert_destination": settings.alert_destination,
             },
         )
         return BreakerRow._make(rows[0]) if rows else None
+
+    async def failures_of_last_run(self) -> dict[str, int]:
+        """Return the failures in a row, by breaker key, that the last run of `run_once` or `drain` hands on.
+
+        From now on an open breaker is believed for two days, because runs may be a day apart.
+        """
+        self._forget_seconds = max(self._forget_seconds, _RUNS_APART_SECONDS)
+        rows = await self.claims.fetch(sql.FAILURES_OF_LAST_RUN, {})
+        return dict(rows[0][0]) if rows else {}
+
+    async def end_run(self, failures: Mapping[str, int]) -> None:
+        """Record the end of a run, and the failures in a row of the breakers that it has used; 0 after a success."""
+        counts = {key: count or None for key, count in failures.items()}
+        await self.claims.fetch(sql.END_RUN, {"worker": self.worker, "failures": json.dumps(counts)})
 
     async def breaker_probe(self, key: str) -> BreakerRow | None:
         """Ask for a probe: granted if the answer has a `probe_id`. None if the breaker is closed."""

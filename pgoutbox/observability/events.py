@@ -36,6 +36,10 @@ class LogEvent(enum.StrEnum):
         "The worker begins to stop: it claims no more messages and waits for its handlers.",
     )
     WORKER_STOPPED = "worker_stopped", "The worker has stopped."
+    RUN_DONE = (
+        "run_done",
+        "A run of `worker --once` or `--drain` has ended. The fields count the outcomes of its attempts.",
+    )
     CLAIMED = "claimed", "Attempts begun."
     SENT = "sent", "Attempts that ended sent."
     RETRY = "retry", "An attempt failed and its message is pending again."

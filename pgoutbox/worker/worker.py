@@ -60,6 +60,15 @@ _log = logging.getLogger("pgoutbox.worker")
 Mode = Literal["run", "once", "drain"]
 
 _FOREIGN_WORK_SECONDS = 1.0
+_OUTCOMES = (
+    LogEvent.SENT,
+    LogEvent.FAILED,
+    LogEvent.RETRY,
+    LogEvent.SKIPPED,
+    LogEvent.CANCELLED,
+    LogEvent.SNOOZED,
+    LogEvent.RELEASED,
+)
 _FINAL_WRITE_SECONDS = 5.0
 
 
@@ -129,7 +138,7 @@ class Worker:
 
         Unlike `run`, it and `drain` do not wait for the server: they raise an error of the first connection.
         """
-        async with self._at_work(listen=False):
+        async with self._one_run():
             await self._poll_loop.deliver_due()
 
     async def drain(self) -> None:
@@ -137,7 +146,7 @@ class Worker:
 
         It does not wait for scheduled messages that were never attempted.
         """
-        async with self._at_work(listen=False):
+        async with self._one_run():
             while not self._stopping.is_set():
                 self._signals.wake.clear()
                 await self._poll_loop.deliver_due()
@@ -147,6 +156,15 @@ class Worker:
                 due = await self._claimer.next_due_seconds()
                 # Another worker's messages may be pending again at any time, and no notification wakes a drain.
                 await self._poll_loop.sleep(_FOREIGN_WORK_SECONDS if due is None else min(due, _FOREIGN_WORK_SECONDS))
+
+    @contextlib.asynccontextmanager
+    async def _one_run(self) -> AsyncIterator[None]:
+        """Do what a worker does periodically once: a due turn of maintenance, and the count of failures in a row."""
+        async with self._at_work(listen=False, is_run=True):
+            await self._executor.breakers.inherit()
+            yield
+            async with Maintenance(self._settings, self._store, self.telemetry, is_periodic=False) as maintenance:
+                await maintenance.turn_unless(self._stopping)
 
     def stop(self) -> None:
         """Begin to stop: stop claiming, wait for handlers up to the grace time, release the rest. Idempotent.
@@ -162,10 +180,12 @@ class Worker:
         self._signals.progress.set()
 
     @contextlib.asynccontextmanager
-    async def _at_work(self, *, listen: bool, patient: bool = False, serves: bool = False) -> AsyncIterator[None]:
+    async def _at_work(
+        self, *, listen: bool, patient: bool = False, serves: bool = False, is_run: bool = False
+    ) -> AsyncIterator[None]:
         async with (
             TelemetryServer(self, self._settings, self.telemetry, serves=serves) as self.telemetry_server,
-            self._running(listen=listen, patient=patient),
+            self._running(listen=listen, patient=patient, is_run=is_run),
             self.telemetry_server.at_work(self._store.server_time),
         ):
             yield
@@ -192,8 +212,10 @@ class Worker:
         )
 
     @contextlib.asynccontextmanager
-    async def _running(self, *, listen: bool, patient: bool = False) -> AsyncIterator[None]:
+    async def _running(self, *, listen: bool, patient: bool, is_run: bool) -> AsyncIterator[None]:
         self._assemble(listen=listen)
+        level = logging.DEBUG if is_run else logging.INFO  # Cron starts a run every minute.
+        counts = self.telemetry.counts.copy()
         try:
             await self._check_server(patient=patient)
             self._lease_keeper.start(on_death=self.stop)
@@ -203,19 +225,25 @@ class Worker:
             self._finishing.add_done_callback(lambda task: None if task.cancelled() else self.stop())
             self._is_started = True
             if not self._stopping.is_set():
-                self._report_start()
+                self._report_start(level)
             try:
                 yield
             finally:
                 await self._wind_down()
+                if is_run:
+                    self._report_run(counts)
         finally:
             await self._close()
-            self.telemetry.report(logging.INFO, LogEvent.WORKER_STOPPED, "worker stopped", worker=self.name)
+            self.telemetry.report(level, LogEvent.WORKER_STOPPED, "worker stopped", worker=self.name)
         self._lease_keeper.check()
 
-    def _report_start(self) -> None:
+    def _report_run(self, before: Mapping[LogEvent, int]) -> None:
+        counts = {event.value: self.telemetry.counts[event] - before.get(event, 0) for event in _OUTCOMES}
+        self.telemetry.report(logging.INFO, LogEvent.RUN_DONE, "run done", worker=self.name, **counts)
+
+    def _report_start(self, level: int) -> None:
         self.telemetry.report(
-            logging.INFO, LogEvent.WORKER_STARTED, "worker started", worker=self.name, queues=self._queues.names
+            level, LogEvent.WORKER_STARTED, "worker started", worker=self.name, queues=self._queues.names
         )
         if self._redirect is not None:
             self.telemetry.report(logging.WARNING, LogEvent.REDIRECTING, "e-mail is redirected, the rest held back")

@@ -71,6 +71,7 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "retention_view": "SELECT",
         "retired": "SELECT",
         "maintenance_run": "SELECT",
+        "worker_run": "SELECT",
     },
     OPERATOR: {
         "audit": "SELECT",
@@ -93,11 +94,14 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "queue UPDATE": "tokens tokens_at",
         "maintenance_run INSERT": "began_at due_at worker",
         "maintenance_run UPDATE": "began_at due_at worker",
+        "worker_run INSERT": "failures worker",
+        "worker_run UPDATE": "ended_at failures interval_seconds worker",
     },
     OPERATOR: {
         "renewal SELECT": "lease_expires_at",
+        "worker_run SELECT": "ended_at interval_seconds worker",
     },
-    VIEWER: {},
+    VIEWER: {"worker_run SELECT": "ended_at interval_seconds worker"},
 }
 
 ENQUEUE_FUNCTIONS: Final = {

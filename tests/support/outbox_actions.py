@@ -437,12 +437,14 @@ class Reports(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.events: list[str] = []
+        self.records: list[logging.LogRecord] = []
         self._heard = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Record an event from any thread."""
         self.events.append(getattr(record, "event", ""))
+        self.records.append(record)
         self._loop.call_soon_threadsafe(self._heard.set)
 
     async def wait_for(self, event: LogEvent) -> None:
