@@ -363,6 +363,8 @@ class Settings(_Group, BaseSettings):
     redact: str | None = None
     """Additional names of values to hide, separated by commas. `password`, `token` and similar names are always hidden.
     """
+    error_texts: bool = True
+    """Whether the texts of handlers' exceptions are stored and logged. If not, only their types and places are."""
     event_source: str | None = None
     """`source` of events that do not set one: a URI of this application."""
     broker_timeout_seconds: float = Field(default=10.0, ge=0.5, le=600)

@@ -318,7 +318,7 @@ class TextFormatter(logging.Formatter):
         line = printable(
             f"{_time(record)} {record.levelname} {record.name}: {_without_detail(record.getMessage())}{fields}"
         )
-        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        trace = self.formatException(record.exc_info) if record.exc_info else record.exc_text or ""
         return mask("\n".join([line, *map(printable, _without_detail(trace).splitlines())]), self._secrets)
 
 
@@ -339,6 +339,8 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             entry["exception"] = _without_detail(self.formatException(record.exc_info))
+        elif record.exc_text:
+            entry["exception"] = _without_detail(record.exc_text)
         return mask(json.dumps(_extra(record) | entry, default=_json_value), self._secrets)
 
 

@@ -132,6 +132,7 @@ class FinishRequest:
     delay_seconds: float = 0.0
     reason_code: ReasonCode | None = None
     breaker_key: str | None = None
+    error_place: str | None = None
 
 
 class ClaimRefusedError(psycopg.DatabaseError):
@@ -643,6 +644,7 @@ def _finish_parameters(requests: Sequence[FinishRequest], *, worker: str, hooks:
         "reasons": [request.reason for request in requests],
         "reason_codes": [request.reason_code for request in requests],
         "breaker_keys": [request.breaker_key for request in requests],
+        "error_places": [request.error_place for request in requests],
         "delays": [request.delay_seconds for request in requests],
         "worker": worker,
         "hooks": hooks,

@@ -274,6 +274,7 @@ class Worker:
             self._in_flight,
             batch_size=settings.batch_size,
             redacted_names=settings.redacted_names,
+            error_texts=settings.error_texts,
             signals=self._signals,
             notifier=self._notifier,
             on_halted=self._halt_topic,

@@ -103,6 +103,7 @@ FINISH_PARAMETERS: Mapping[str, object] = {
     "reasons": ["why"] * 200,
     "reason_codes": [None] * 200,
     "breaker_keys": [None] * 200,
+    "error_places": [None] * 200,
     "delays": [1.0] * 200,
     "hooks": "{}",
 }

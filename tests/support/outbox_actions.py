@@ -223,6 +223,7 @@ def finish(
         "reasons": [v.reason for v in verdicts],
         "reason_codes": [v.reason_code for v in verdicts],
         "breaker_keys": [v.breaker_key for v in verdicts],
+        "error_places": [v.error_place for v in verdicts],
         "delays": [v.delay_seconds for v in verdicts],
         "worker": worker,
         "hooks": hooks,

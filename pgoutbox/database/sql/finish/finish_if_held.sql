@@ -6,7 +6,7 @@
 -- commits gives the same attempt number out a second time, to another worker.
 WITH held AS MATERIALIZED (
     SELECT
-        o.id, o.attempt_count, o.outcome, o.reason, o.reason_code, o.breaker_key, o.delay_seconds,
+        o.id, o.attempt_count, o.outcome, o.reason, o.reason_code, o.breaker_key, o.error_place, o.delay_seconds,
         -- `newer` is the message that supersedes this one. It matters only if this one would become pending again.
         newer.id AS newer_id,
         CASE
@@ -20,8 +20,9 @@ WITH held AS MATERIALIZED (
         END AS state
     FROM unnest(
         %(ids)s::bigint[], %(attempt_counts)s::integer[], %(outcomes)s::text[], %(reasons)s::text[],
-        %(reason_codes)s::text[], %(breaker_keys)s::text[], %(delays)s::float8[]
-    ) AS o(id, attempt_count, outcome, reason, reason_code, breaker_key, delay_seconds)
+        %(reason_codes)s::text[], %(breaker_keys)s::text[], %(error_places)s::text[],
+        %(delays)s::float8[]
+    ) AS o(id, attempt_count, outcome, reason, reason_code, breaker_key, error_place, delay_seconds)
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     -- Rule `newest`. coalesces_pending is true for the rule `pending`, otherwise null.
     LEFT JOIN pgoutbox.coalesce_head AS head
@@ -67,13 +68,13 @@ WITH held AS MATERIALIZED (
     WHERE m.id = h.id AND m.state = 'sending' AND m.attempt_count = h.attempt_count
     RETURNING m.id, m.state, m.attempt_count, m.worker, m.claimed_at,
         CASE WHEN h.state = 'pending' THEN h.outcome ELSE h.state END AS outcome,
-        h.reason, h.reason_code, h.breaker_key,
+        h.reason, h.reason_code, h.breaker_key, h.error_place,
         \ir _failure.sql
 ), history AS (
     INSERT INTO pgoutbox.attempt
-        (message_id, attempt_count, outcome, worker, started_at, ended_at, error, reason_code, breaker_key)
+        (message_id, attempt_count, outcome, worker, started_at, ended_at, error, reason_code, breaker_key, error_place)
     SELECT f.id, f.attempt_count, f.outcome, f.worker, f.claimed_at, now(), f.reason, f.reason_code,
-        f.breaker_key
+        f.breaker_key, f.error_place
     FROM finished AS f
     -- The message itself shows its sent attempt.
     WHERE f.state <> 'sent'
