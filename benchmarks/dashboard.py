@@ -155,7 +155,7 @@ def _looks(count: int) -> dict[str, dict[str, object]]:
         "COUNT_OPEN": {"cap": CAP + 1},
         "COUNT_DONE": {"cap": CAP + 1},
         "LIVE_QUEUES": {"queue": None, "queues": 100, "cap": QUEUE_CAP + 1},
-        "LEASE_HOLDERS": {"cap": CAP},
+        "RUNNING_WORKERS": {"cap": CAP},
         "FAILED_LATELY": {"cap": CAP},
         "FAILED_GROUPS": {"cap": GROUP_ROWS, "limit": 100},
         "SEARCH_MESSAGES": {**nowhere.parameters(), **search, "rows": SEARCH_ROWS},

@@ -29,7 +29,7 @@ from pgoutbox.settings import Settings
 from pgoutbox.topics import NewMessage, Recipient, Topic
 from pgoutbox.transports.apprise import Notification
 from pgoutbox.transports.brokers.events import CloudEvent
-from pgoutbox.transports.smtp.mail import Attachment, Email
+from pgoutbox.transports.smtp.mail import Attachment, Email, RawEmail
 from pgoutbox.transports.smtp.templates import Templates
 from pgoutbox.transports.webhook.request import Webhook
 
@@ -95,6 +95,7 @@ __all__ = [
     "PayloadError",
     "Permanent",
     "PgOutboxError",
+    "RawEmail",
     "Recipient",
     "RescheduleResult",
     "RetryPolicy",

@@ -9,7 +9,7 @@
     ├── DedupeConflictError     a dedupe key was used again with another payload
     ├── UnknownTopicError       a strict outbox has no such topic
     ├── MessageNotFoundError    no message has that id
-    ├── StateError              the message is in a state that forbids the operation
+    ├── StateError              the state of the message or queue forbids the operation
     ├── LeaseLostError          another owner has, or may have, the message
     └── SignatureError          a received webhook has no valid signature
 
@@ -77,7 +77,7 @@ class MessageNotFoundError(PgOutboxError, LookupError):
 
 
 class StateError(PgOutboxError):
-    """The state of the message does not allow the operation."""
+    """The state of the message does not allow the operation, or the ceiling of the queue does not."""
 
 
 class LeaseLostError(PgOutboxError):

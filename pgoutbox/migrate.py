@@ -1,8 +1,8 @@
 """Migrations of the schema `pgoutbox`, stand-alone (`pgoutbox migrate`) or in the host application's own Alembic.
 
 A stand-alone run is one transaction with the version table `pgoutbox.alembic_version`. Only one run is active at a
-time. A host that prefers a single history adds `pgoutbox:migrations/versions` to its `version_locations`, and needs
-only `include_name` of this module. The DDL is in `migrations/sql`.
+time. A host that prefers a single history adds `pgoutbox:migrations/sql/../versions` to its `version_locations`, and
+needs only `include_name` of this module. The DDL is in `migrations/sql`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import psycopg
 from psycopg.errors import (
@@ -24,7 +25,7 @@ from psycopg.errors import (
     UniqueViolation,
 )
 
-from pgoutbox.database import connections
+from pgoutbox.database import connections, sql
 from pgoutbox.errors import ConfigurationError, MissingExtraError, SchemaError
 from pgoutbox.observability.events import LogEvent
 
@@ -42,6 +43,7 @@ DEFAULT_LOCK_TIMEOUT_SECONDS = 5.0
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _MINIMUM_SERVER_VERSION = 150000
+_OWN_REVISION = re.compile(r"^revision = ['\"]pgoutbox_\w+['\"]$", re.MULTILINE)
 # If another run has the lock for longer, it is reported.
 _WAIT_BRIEFLY = "SET LOCAL lock_timeout = '100ms'"
 _WAIT = "SET LOCAL lock_timeout = 0"
@@ -68,6 +70,16 @@ LIMIT 1
 _LOST_TO_ANOTHER_RUN = (
     LockNotAvailable, UniqueViolation, DuplicateSchema, DuplicateTable, UndefinedTable, InvalidSchemaName,
 )  # fmt: skip
+
+History = Literal["pgoutbox", "application"]
+
+
+class SchemaState(NamedTuple):
+    """The revision of a database, and the Alembic history that migrated it; None and None without the schema."""
+
+    revision: str | None
+    history: History | None
+
 
 # Alembic keeps the current migration in module-level state, so only one may run at a time in a process.
 _alembic_state = threading.Lock()
@@ -143,9 +155,19 @@ def downgrade(
 
 
 def current(dsn: str) -> str | None:
-    """Return the revision of the database by pgoutbox's own version table; None if it was never migrated."""
+    """Return the revision of the database, whichever history migrated it; None if it was never migrated."""
+    return state(dsn).revision
+
+
+def state(dsn: str) -> SchemaState:
+    """Return the revision of the database, and whether pgoutbox or the application's own history migrated it."""
     with _transaction(dsn) as connection:
-        return _revision_of(connection)
+        if (revision := _revision_of(connection)) is not None:
+            return SchemaState(revision, "pgoutbox")
+        if not _has_tables(connection):
+            return SchemaState(None, None)
+        # The version table of an application does not name this revision if one of its own depends on it.
+        return SchemaState(f"pgoutbox_{connection.scalar(_sql(sql.SCHEMA_VERSION)):04}", "application")
 
 
 def head() -> str:
@@ -171,8 +193,28 @@ def upgrade_sql(revision: str = "head") -> str:
 
 
 def version_location() -> str:
-    """Return the absolute path of the revisions, for a host that cannot use `pgoutbox:migrations/versions`."""
-    return str((_MIGRATIONS / "versions").resolve())
+    """Return the absolute path of the revisions, for a host that cannot use `pgoutbox:migrations/sql/../versions`.
+
+    Its detour keeps Alembic from writing a revision of the host into this package: it writes only into a directory that
+    is listed literally.
+    """
+    return str(_MIGRATIONS.resolve() / "sql" / ".." / "versions")
+
+
+def check_revisions() -> None:
+    """Raise `ConfigurationError` if Alembic wrote a revision of an application among those of this package.
+
+    Alembic does so for the first revision of a history whose only head is that of pgoutbox. The file would be missing
+    in the application's repository, and in its next installation.
+    """
+    versions = Path(version_location())
+    for path in sorted(versions.resolve().glob("*.py")):
+        if _OWN_REVISION.search(path.read_text(encoding="utf-8")) is None:
+            raise ConfigurationError(
+                f"{path} is not a revision of pgoutbox: `alembic revision` wrote it into the installed package. "
+                "Move it to your own versions directory, and set in it: down_revision = None. "
+                "To create a first revision, add: --head base --version-path YOUR_VERSIONS_DIRECTORY"
+            )
 
 
 def include_name(name: str | None, type_: str, parent_names: object) -> bool:  # noqa: ARG001
@@ -333,6 +375,7 @@ def _run_alembic(direction: str, config: Config, revision: str, *, sql: bool = F
 def _config(connection: Connection | None = None, *, output: io.StringIO | None = None) -> Config:
     from alembic.config import Config
 
+    check_revisions()
     config = Config(output_buffer=output) if output else Config()
     config.set_main_option("script_location", str(_MIGRATIONS.resolve()).replace("%", "%%"))
     config.set_main_option("path_separator", "os")

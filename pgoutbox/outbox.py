@@ -415,9 +415,9 @@ class Outbox:
         other. With `coalesce_rule="pending"` they do not wait: of the due messages of a key that a claim sees, the
         newest is delivered, and at least one delivery begins after each commit. If another message has the
         `dedupe_key`, the result is a duplicate with that message's id and state: calling again, for example after a
-        lost reply to COMMIT, is harmless. If that message was cancelled or skipped, the new message takes the key. Without either key
-        each call writes a separate message. Messages with one queue and `ordering_key` are delivered one after the
-        other, in the order of their commits. For other messages the order is not guaranteed.
+        lost reply to COMMIT, is harmless. If that message was cancelled or skipped, the new message takes the key.
+        Without either key each call writes a separate message. Messages with one queue and `ordering_key` are delivered
+        one after the other, in the order of their commits. For other messages the order is not guaranteed.
 
         `delay` (seconds or a timedelta) counts on PostgreSQL's clock; `available_at` and `expires_at` are datetimes
         with a time zone. A pydantic model is dumped as JSON; `serializer` is called with other values that are not
@@ -425,13 +425,13 @@ class Outbox:
         `require_transaction=False` accepts autocommit.
 
         Raises `PayloadError` naming the field, usually before any SQL; `DedupeConflictError` if the message with the
-        dedupe key has another payload, unless `on_duplicate="ignore"`; `UnknownTopicError` from a strict outbox; `TransactionError` outside a
-        transaction, or in an aborted one; `SchemaError` without the schema, or if the sequence of ids is behind the
-        messages; `ConfigurationError` if the connection's encoding lacks a character; `TypeError` for another kind of
-        connection. The driver's own errors pass through. With `best_effort` all but the `TypeError` are logged instead,
-        rolled back to a savepoint, and None is returned: the caller's transaction stays usable. An error that ends the
-        whole transaction, such as a lost connection, is still raised: None never hides the loss of the caller's own
-        writes.
+        dedupe key has another payload, unless `on_duplicate="ignore"`; `UnknownTopicError` from a strict outbox;
+        `TransactionError` outside a transaction, or in an aborted one; `SchemaError` without the schema, or if the
+        sequence of ids is behind the messages; `ConfigurationError` if the connection's encoding lacks a character;
+        `TypeError` for another kind of connection. The driver's own errors pass through. With `best_effort` all but the
+        `TypeError` are logged instead, rolled back to a savepoint, and None is returned: the caller's transaction stays
+        usable. An error that ends the whole transaction, such as a lost connection, is still raised: None never hides
+        the loss of the caller's own writes.
 
             with psycopg.connect(dsn) as connection:
                 connection.execute("INSERT INTO account ...")
@@ -447,7 +447,7 @@ class Outbox:
                 best_effort=best_effort,
             )
             enqueued = run(adapter, _logged(steps, topic) if best_effort else steps)
-            span.wrote([] if enqueued is None else [enqueued])
+            span.wrote([] if enqueued is None else [enqueued.id])
         return enqueued
 
     @overload
@@ -500,7 +500,7 @@ class Outbox:
                 best_effort=best_effort,
             )
             enqueued = await arun(adapter, _logged(steps, topic) if best_effort else steps)
-            span.wrote([] if enqueued is None else [enqueued])
+            span.wrote([] if enqueued is None else [enqueued.id])
         return enqueued
 
     def enqueue_many(
@@ -525,7 +525,7 @@ class Outbox:
         with self._producing(None) as span:
             drafts = self._prepare_all(items, serializer, span.context)
             enqueued = run(adapter, insert_all(drafts, notify=notify, require_transaction=require_transaction))
-            span.wrote(enqueued)
+            span.wrote(enqueued.ids)
         return enqueued
 
     async def aenqueue_many(
@@ -545,7 +545,7 @@ class Outbox:
         with self._producing(None) as span:
             drafts = self._prepare_all(items, serializer, span.context)
             enqueued = await arun(adapter, insert_all(drafts, notify=notify, require_transaction=require_transaction))
-            span.wrote(enqueued)
+            span.wrote(enqueued.ids)
         return enqueued
 
     def enqueue_fanout(
@@ -553,7 +553,7 @@ class Outbox:
         connection: SyncConnection,
         topic: str | Topic[P],
         payload: P,
-        destinations: Iterable[str | Recipient[P]],
+        destinations: Iterable[str | Recipient],
         *,
         content: object = None,
         serializer: Serializer | None = None,
@@ -576,7 +576,7 @@ class Outbox:
             message = carrying(NewMessage(topic, payload, **options), span.context)
             fanout = prepare_fanout(message, self._route(topic, serializer), destinations, content)
             enqueued = run(adapter, insert_fanout(fanout, notify=notify, require_transaction=require_transaction))
-            span.wrote(enqueued)
+            span.wrote(enqueued.ids)
         return enqueued
 
     async def aenqueue_fanout(
@@ -584,7 +584,7 @@ class Outbox:
         connection: AsyncConnection,
         topic: str | Topic[P],
         payload: P,
-        destinations: Iterable[str | Recipient[P]],
+        destinations: Iterable[str | Recipient],
         *,
         content: object = None,
         serializer: Serializer | None = None,
@@ -602,7 +602,7 @@ class Outbox:
             fanout = prepare_fanout(message, self._route(topic, serializer), destinations, content)
             steps = insert_fanout(fanout, notify=notify, require_transaction=require_transaction)
             enqueued = await arun(adapter, steps)
-            span.wrote(enqueued)
+            span.wrote(enqueued.ids)
         return enqueued
 
     def cancel(

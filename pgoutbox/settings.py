@@ -79,7 +79,7 @@ class SmtpSettings(_Group):
     ehlo_name: str | None = None
     """Host name to send in EHLO (default: the machine's host name)."""
     timeout_seconds: float = Field(default=30.0, ge=0.5, le=600)
-    """Timeout of each step of the SMTP dialogue, in seconds."""
+    """Timeout of each step of the SMTP dialogue, in seconds; one second longer for each 100,000 bytes of an e-mail."""
     connections: int = Field(default=10, ge=1, le=500)
     """Maximum number of open SMTP connections in one process."""
 
@@ -91,6 +91,22 @@ class SmtpSettings(_Group):
             raise ValueError(
                 "PGOUTBOX_SMTP_SECURITY=none would send PGOUTBOX_SMTP_PASSWORD in plain text; use starttls or tls"
             )
+        return self
+
+
+class MailSettings(_Group):
+    """E-mail on a developer's machine."""
+
+    transport: Literal["smtp", "log"] = "smtp"
+    """Transport of `mailto:`. `log`, for development, writes each e-mail to the log and sends nothing. It replaces also
+    a transport of the application, and it is refused together with `smtp.host`."""
+    directory: str | None = None
+    """Directory in which `log` also writes each complete e-mail as a file."""
+
+    @model_validator(mode="after")
+    def _check_directory(self) -> Self:
+        if self.directory is not None and self.transport != "log":
+            raise ValueError("PGOUTBOX_MAIL_DIRECTORY is set, and only PGOUTBOX_MAIL_TRANSPORT=log writes there")
         return self
 
 
@@ -371,6 +387,7 @@ class Settings(_Group, BaseSettings):
     """Timeout for connecting to a broker, and for the acknowledgement of an event, in seconds."""
 
     smtp: SmtpSettings = SmtpSettings()
+    mail: MailSettings = MailSettings()
     redirect: RedirectSettings = RedirectSettings()
     webhook: WebhookSettings = WebhookSettings()
     breaker: BreakerSettings = BreakerSettings()
@@ -440,6 +457,10 @@ class Settings(_Group, BaseSettings):
         if 0 < self.maintenance_interval_seconds < 1:
             raise ValueError(
                 f"PGOUTBOX_MAINTENANCE_INTERVAL_SECONDS={self.maintenance_interval_seconds:g} must be at least 1, or 0"
+            )
+        if self.mail.transport == "log" and self.smtp.host is not None:
+            raise ValueError(
+                "PGOUTBOX_MAIL_TRANSPORT=log sends no e-mail, but PGOUTBOX_SMTP_HOST is set: unset one of them"
             )
         if self.alert_destination is not None and not re.fullmatch(
             r"mailto:[^\s,\x00-\x1f\x7f]+", self.alert_destination

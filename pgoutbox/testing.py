@@ -8,19 +8,25 @@
         driver.run_pass()
         assert driver.deliveries[0].content.subject == "Welcome"
 
-The statements, claims and fences are the real ones, on a real database. `pgoutbox_dsn` creates one on the embedded
-server; an application with its own test database overrides that fixture.
+A message that ends `failed` fails the test, unless the test expects it. The statements, claims and fences are the real
+ones, on a real database. `pgoutbox_dsn` creates one on the embedded server; an application with its own test database
+overrides that fixture, and one with its own Alembic history overrides `pgoutbox_migrate`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+import re
+import traceback
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import psycopg
 import pytest
@@ -30,13 +36,32 @@ from pydantic import JsonValue
 
 from pgoutbox.database import connections
 from pgoutbox.encryption import decrypted, is_sealed, keyring_of
+from pgoutbox.errors import MissingExtraError
+from pgoutbox.handlers import CallNext
 from pgoutbox.message import Message, Outcome, Sent, State
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import RedirectSettings, load_settings
 from pgoutbox.transports import Content
 from pgoutbox.worker import QueueShare, Worker
 
+if TYPE_CHECKING:
+    from sqlalchemy import URL
+
 _MISSING = object()
+_PACKAGE: Final = str(Path(__file__).parent)
+
+# Keys and contents have no foreign keys, so the order does not matter. Queues keep their pauses and limits.
+_CLEAR: Final = """
+DELETE FROM pgoutbox.message;
+DELETE FROM pgoutbox.attempt;
+DELETE FROM pgoutbox.large_payload;
+DELETE FROM pgoutbox.content;
+DELETE FROM pgoutbox.dedupe;
+DELETE FROM pgoutbox.coalesce_head;
+DELETE FROM pgoutbox.ordering;
+DELETE FROM pgoutbox.renewal;
+DELETE FROM pgoutbox.breaker;
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +122,43 @@ class _EveryScheme(Mapping[str, _Capture]):
         return 1
 
 
+@dataclass(slots=True)
+class _Expectation:
+    """Messages that a test expects to end `failed`."""
+
+    topic: str | None
+    match: str | None
+    rows: list[Row] = field(default_factory=list)
+
+    def meets(self, row: Row) -> bool:
+        is_topic = self.topic is None or row.topic == self.topic
+        return is_topic and (self.match is None or re.search(self.match, row.last_error or "") is not None)
+
+    def __str__(self) -> str:
+        topic = "" if self.topic is None else f" of topic {self.topic!r}"
+        return f"a message{topic}" + ("" if self.match is None else f" with an error that matches {self.match!r}")
+
+
+class _ObservedWorker(Worker):
+    """A worker that records the exceptions of its handlers by the ids of their messages."""
+
+    def observe(self, exceptions: dict[int, BaseException]) -> None:
+        async def record(messages: Sequence[Message[object]], call_next: CallNext) -> Sequence[Outcome]:
+            outcomes = await call_next()
+            for message, outcome in zip(messages, outcomes, strict=True):
+                exceptions.pop(message.id, None)
+                if (exception := _raised(outcome)) is not None:
+                    exceptions[message.id] = exception
+            return outcomes
+
+        self._middlewares = (record, *self._middlewares)
+
+
 class OutboxDriver:
     """Delivers the messages of one outbox pass by pass, and records the contents.
 
     `deliveries` has every content that a handler returned, in order. `answer_with` sets the receiver's answers to the
-    next deliveries.
+    next deliveries. A message that ends `failed` fails the test at once, unless `expect_failed` expects it.
     """
 
     def __init__(self, outbox: Outbox, dsn: str) -> None:
@@ -113,22 +170,58 @@ class OutboxDriver:
         self._keyring = keyring_of(keys)
         self.deliveries: list[Delivery] = []
         self._capture = _Capture(self.deliveries)
+        self._expectations: list[_Expectation] = []
+        self._exceptions: dict[int, BaseException] = {}
 
     def answer_with(self, answer: Callable[[Delivery], Outcome]) -> None:
         """Let `answer` decide the outcome of each later delivery. Without it every delivery is `Sent`."""
         self._capture.answer = answer
 
     def run_pass(self) -> None:
-        """Deliver every due message once. A message that fails is due again only after `make_due`.
+        """Deliver every due message once. A message that is retried is due again only after `make_due`.
 
-        This also works in a test with a running event loop.
+        Fails with the error and the handler's traceback if a message ended `failed`. This also works in a test with a
+        running event loop.
         """
+        failed_before = {row.id for row in self.messages(state=State.FAILED)}
         _run_in_thread(self._run_once)
+        self._check([row for row in self.messages(state=State.FAILED) if row.id not in failed_before])
+
+    @contextlib.contextmanager
+    def expect_failed(self, topic: str | None = None, *, match: str | None = None) -> Iterator[list[Row]]:
+        """Expect that messages end `failed` in this block, and yield the list to which their rows are added.
+
+        `match` is a regular expression that is searched in the last error. Other messages still fail the test. Fails at
+        the end of the block if no message met the expectation.
+
+            with driver.expect_failed("mail.welcome", match="no such user") as failed:
+                driver.drain()
+            assert failed[0].attempt_count == 1
+        """
+        expectation = _Expectation(topic, match)
+        self._expectations.append(expectation)
+        try:
+            yield expectation.rows
+        finally:
+            self._expectations.remove(expectation)
+        if not expectation.rows:
+            pytest.fail(f"expect_failed: {expectation} should have ended failed, but none has")
+
+    def clear(self) -> None:
+        """Delete all messages with their keys and attempts, and forget the deliveries.
+
+        For a database that is not created for each test. Queues keep their limits and pauses. `answer_with` is reset.
+        """
+        with self._connect() as connection:
+            connection.execute(_CLEAR)
+        self.deliveries.clear()
+        self._exceptions.clear()
+        self._capture.answer = lambda _: Sent()
 
     def drain(self, *, limit: int = 100) -> None:
         """Run passes until no message is pending or sending. Retries, snoozed and scheduled messages are made due.
 
-        Fails if messages are still pending after `limit` passes.
+        Fails like `run_pass`, and if messages are still pending after `limit` passes.
         """
         for _ in range(limit):
             self.run_pass()
@@ -205,8 +298,38 @@ class OutboxDriver:
         with self._connect() as connection:
             rows = connection.execute("SELECT DISTINCT queue FROM pgoutbox.message_live ORDER BY queue").fetchall()
         queues: Sequence[QueueShare] = [QueueShare(queue) for (queue,) in rows] or [QueueShare("default")]
-        worker = Worker(self._outbox, settings=self._settings, queues=queues, transports=_EveryScheme(self._capture))
+        transports = _EveryScheme(self._capture)
+        worker = _ObservedWorker(self._outbox, settings=self._settings, queues=queues, transports=transports)
+        worker.observe(self._exceptions)
         await worker.run_once()
+
+    def _check(self, failed: Sequence[Row]) -> None:
+        """Fail the test for messages that ended `failed` unexpectedly."""
+        __tracebackhide__ = True
+        unexpected = []
+        for row in failed:
+            expectation = next((e for e in reversed(self._expectations) if e.meets(row)), None)
+            if expectation is None:
+                unexpected.append(row)
+            else:
+                expectation.rows.append(row)
+                self._exceptions.pop(row.id, None)
+        if not unexpected:
+            return
+        shown = [self._describe(row, self._exceptions.pop(row.id, None)) for row in unexpected]
+        messages = "1 message" if len(shown) == 1 else f"{len(shown)} messages"
+        pytest.fail(
+            f"{messages} ended failed. If the test expects that, deliver in `with driver.expect_failed():`\n"
+            + "\n".join(shown)
+        )
+
+    def _describe(self, row: Row, exception: BaseException | None) -> str:
+        told = f"message {row.id} ({row.topic}) failed at attempt {row.attempt_count}: {row.last_error}"
+        return told if exception is None else f"{told}\n{_traceback_of(exception)}"
+
+    def _retried(self) -> list[str]:
+        """Return the exceptions that were not yet reported, of messages whose last attempt raised one."""
+        return [f"message {number}: {_traceback_of(error)}" for number, error in self._exceptions.items()]
 
     def _connect(self) -> psycopg.Connection:
         return connections.connect(self._dsn, purpose="testing", answer_seconds=None, autocommit=False)
@@ -218,9 +341,54 @@ def _contains(actual: JsonValue, expected: object) -> bool:
     return actual == expected
 
 
+def _raised(outcome: Outcome) -> BaseException | None:
+    """Return the exception of a handler, with its traceback. None for an outcome that was returned."""
+    if isinstance(outcome, BaseException):
+        return outcome if outcome.__traceback__ is not None else outcome.__cause__
+    return None
+
+
+def _traceback_of(exception: BaseException) -> str:
+    """Return the traceback from the first frame outside of this package on."""
+    frames = exception.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(exception), exception, frames)).rstrip()
+
+
 def _run_in_thread(work: Callable[[], Coroutine[object, object, None]]) -> None:
     with ThreadPoolExecutor(1, thread_name_prefix="pgoutbox-driver") as thread:
         thread.submit(asyncio.run, work()).result()
+
+
+def sqlalchemy_url(dsn: str, *, drivername: str = "postgresql+psycopg") -> URL:
+    """Return a libpq connection string as a URL for SQLAlchemy.
+
+    `str(url)` hides the password; `url.render_as_string(hide_password=False)` shows it.
+    """
+    try:
+        from sqlalchemy import URL
+    except ImportError as error:
+        raise MissingExtraError("a SQLAlchemy URL", "testing") from error
+    parameters = psycopg.conninfo.conninfo_to_dict(dsn)
+    given = {name: str(value) for name, value in parameters.items() if value is not None and str(value).strip(",")}
+    user, password, database = (given.pop(name, None) for name in ("user", "password", "dbname"))
+    # Hosts and ports may be lists or paths of sockets, which fit only into the query.
+    return URL.create(drivername, username=user, password=password, database=database, query=given)
+
+
+_DRIVERS = pytest.StashKey[list[OutboxDriver]]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the exceptions of handlers to the report of a failed test: their messages wait for a retry."""
+    report = yield
+    if report.when == "call" and report.failed:
+        tracebacks = [text for driver in item.stash.get(_DRIVERS, []) for text in driver._retried()]
+        if tracebacks:
+            report.sections.append(("exceptions of pgoutbox handlers", "\n".join(tracebacks)))
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -236,27 +404,66 @@ def pgoutbox_server_dsn() -> Iterator[str]:
         yield server.dsn
 
 
+@pytest.fixture(scope="session")
+def pgoutbox_migrate() -> Callable[[str], None]:
+    """Create the schema in the database of a DSN. Override it if your Alembic history contains pgoutbox's branch."""
+    from pgoutbox.migrate import upgrade
+
+    return upgrade
+
+
 _database_numbers = itertools.count(1)
 
 
-@pytest.fixture
-def pgoutbox_dsn(pgoutbox_server_dsn: str) -> Iterator[str]:
-    """DSN of a new database with the schema, dropped after the test. Override it to use your own database."""
-    from pgoutbox.migrate import upgrade
-
+@contextlib.contextmanager
+def _new_database(server_dsn: str, template: str = "template0") -> Iterator[str]:
+    """Create a database, yield its name, and drop it despite open connections."""
     name = f"pgoutbox_test_{os.getpid()}_{next(_database_numbers)}"
-    identifier = composable.Identifier(name)
-    with connections.connect(pgoutbox_server_dsn, purpose="testing", answer_seconds=None) as connection:
-        connection.execute(composable.SQL("CREATE DATABASE {} TEMPLATE template0 ENCODING 'UTF8'").format(identifier))
+    create = composable.SQL("CREATE DATABASE {} TEMPLATE {} ENCODING 'UTF8'")
+    names = (composable.Identifier(name), composable.Identifier(template))
+    with connections.connect(server_dsn, purpose="testing", answer_seconds=None) as connection:
+        connection.execute(create.format(*names))
         try:
-            dsn = psycopg.conninfo.make_conninfo(pgoutbox_server_dsn, dbname=name)
-            upgrade(dsn)
-            yield dsn
+            yield name
         finally:
-            connection.execute(composable.SQL("DROP DATABASE {} WITH (FORCE)").format(identifier))
+            connection.execute(composable.SQL("DROP DATABASE {} WITH (FORCE)").format(names[0]))
+
+
+@pytest.fixture(scope="session")
+def _pgoutbox_template(pgoutbox_server_dsn: str, pgoutbox_migrate: Callable[[str], None]) -> Iterator[str]:
+    """The name of a migrated database, which each test copies."""
+    with _new_database(pgoutbox_server_dsn) as name:
+        pgoutbox_migrate(psycopg.conninfo.make_conninfo(pgoutbox_server_dsn, dbname=name))
+        with connections.connect(pgoutbox_server_dsn, purpose="testing", answer_seconds=None) as connection:
+            # A database with connections cannot be copied, and the application's migration may have left some.
+            database = composable.Identifier(name)
+            connection.execute(composable.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS false").format(database))
+            connection.execute(
+                "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = %s", (name,)
+            )
+        yield name
 
 
 @pytest.fixture
-def pgoutbox_driver(pgoutbox_dsn: str) -> Callable[[Outbox], OutboxDriver]:
+def pgoutbox_dsn(pgoutbox_server_dsn: str, _pgoutbox_template: str) -> Iterator[str]:
+    """DSN of a new database with the schema, dropped after the test. Override it to use your own database."""
+    with _new_database(pgoutbox_server_dsn, _pgoutbox_template) as name:
+        yield psycopg.conninfo.make_conninfo(pgoutbox_server_dsn, dbname=name)
+
+
+@pytest.fixture
+def pgoutbox_url(pgoutbox_dsn: str) -> URL:
+    """The database of `pgoutbox_dsn` for `create_engine`; `.set(drivername=...)` gives the URL of another driver."""
+    return sqlalchemy_url(pgoutbox_dsn)
+
+
+@pytest.fixture
+def pgoutbox_driver(pgoutbox_dsn: str, request: pytest.FixtureRequest) -> Callable[[Outbox], OutboxDriver]:
     """Create an `OutboxDriver` for an application's outbox on the database of `pgoutbox_dsn`."""
-    return lambda outbox: OutboxDriver(outbox, pgoutbox_dsn)
+    drivers: list[OutboxDriver] = request.node.stash.setdefault(_DRIVERS, [])
+
+    def make(outbox: Outbox) -> OutboxDriver:
+        drivers.append(OutboxDriver(outbox, pgoutbox_dsn))
+        return drivers[-1]
+
+    return make

@@ -128,7 +128,7 @@ class NewMessage(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class Recipient(Generic[P]):
+class Recipient:
     """One destination of a fan-out with values of its own. None means the value of the fan-out.
 
     The fields have the meaning of those of `NewMessage`.
@@ -138,7 +138,7 @@ class Recipient(Generic[P]):
 
     destination: str
     _: KW_ONLY
-    payload: P | None = None
+    payload: object = None
     headers: Mapping[str, str] | None = None
     available_at: datetime | None = None
     delay: Duration | None = None

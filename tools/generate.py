@@ -31,6 +31,7 @@ from pgoutbox.embedded import embedded_server
 from pgoutbox.observability import measures
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import Metric
+from pgoutbox.operations.records import BulkChanges
 from pgoutbox.outbox import EnqueueOptions, FanoutOptions, MessageOptions
 from pgoutbox.settings import Settings, fields_of, variable_of
 
@@ -98,6 +99,7 @@ _TOGETHER: Final = """
 - With `PGOUTBOX_REDIRECT_TO` a worker does not start on a day of `PGOUTBOX_REDIRECT_BLACKOUT`.
 - `PGOUTBOX_BREAKER_COOLDOWN_SECONDS` does not exceed `PGOUTBOX_BREAKER_MAX_COOLDOWN_SECONDS`.
 - `PGOUTBOX_SMTP_PASSWORD` needs `PGOUTBOX_SMTP_USERNAME`, and is refused with `PGOUTBOX_SMTP_SECURITY=none`.
+- `PGOUTBOX_MAIL_TRANSPORT=log` is refused with `PGOUTBOX_SMTP_HOST`, and `PGOUTBOX_MAIL_DIRECTORY` needs it.
 - `PGOUTBOX_WEB_SESSION_IDLE_SECONDS` does not exceed `PGOUTBOX_WEB_SESSION_MAX_SECONDS`.
 - `PGOUTBOX_KAFKA_PASSWORD` needs `PGOUTBOX_KAFKA_USERNAME`.
 """
@@ -457,10 +459,10 @@ _MODULE_TITLES: Final = {
 # Public names that need an extra, or that few applications need; import them from these modules.
 _FURTHER_NAMES: Final = {
     "pgoutbox.worker": ("QueueShare",),
-    "pgoutbox.testing": ("OutboxDriver", "Row", "Delivery"),
+    "pgoutbox.testing": ("OutboxDriver", "Row", "Delivery", "sqlalchemy_url"),
     "pgoutbox.migrate": (
-        "upgrade", "grants", "create_roles_sql", "downgrade", "current", "head", "upgrade_sql", "version_location",
-        "include_name",
+        "upgrade", "grants", "create_roles_sql", "downgrade", "current", "state", "SchemaState", "head", "upgrade_sql",
+        "version_location", "include_name",
     ),
     "pgoutbox.operations": (
         "MessageFilter", "MessageResult", "RedriveResult", "ResendResult", "Batch", "Rate", "Pause", "ClosedBreaker",
@@ -594,7 +596,8 @@ def _signature(name: str, function: Callable[..., object]) -> str:
 
 
 def _unpacked(annotation: object) -> Iterator[str]:
-    known = {f"Unpack[{options.__name__}]": options for options in (MessageOptions, EnqueueOptions, FanoutOptions)}
+    groups = (MessageOptions, EnqueueOptions, FanoutOptions, BulkChanges)
+    known = {f"Unpack[{options.__name__}]": options for options in groups}
     options = known[str(annotation)]
     for name, value in options.__annotations__.items():
         yield f"{name}: {_annotation(value)} = None"
@@ -706,7 +709,9 @@ def _helpers(tree: ast.Module) -> dict[str, list[str]]:
 def _level_of(call: ast.Call) -> str | None:
     if isinstance(call.func, ast.Attribute) and call.func.attr in ("error", "warning", "info", "debug"):
         return call.func.attr
-    for argument in call.args:
+    for given in call.args:
+        # A condition names the level of a special case first.
+        argument = given.orelse if isinstance(given, ast.IfExp) else given
         if isinstance(argument, ast.Attribute) and ast.unparse(argument.value) == "logging":
             return argument.attr
     # The level is computed: warning for a failed message, debug for the others.

@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alembic import op
+from alembic.util import CommandError
 from sqlalchemy import DDL
+
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.migrate import check_revisions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +25,11 @@ revision = "pgoutbox_0001"
 down_revision = None
 branch_labels = ("pgoutbox",)
 depends_on = None
+
+try:
+    check_revisions()  # In an application's own history, every command of Alembic loads this file.
+except ConfigurationError as error:
+    raise CommandError(str(error)) from None
 
 SQL = Path(__file__).resolve().parents[1] / "sql"
 

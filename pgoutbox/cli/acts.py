@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import datetime
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
+from typing_extensions import Unpack
 
 from pgoutbox.cli.arguments import BulkOptions, Dsn, Json, expanded, parse_due_time, parse_id, read_ids
 from pgoutbox.cli.console import (
@@ -47,7 +48,7 @@ from pgoutbox.operations import (
     RedriveResult,
     ResendResult,
 )
-from pgoutbox.operations.records import AnyResult, BulkAction
+from pgoutbox.operations.records import AnyResult, BulkAction, BulkChanges
 from pgoutbox.settings import Settings
 
 _MAX_COUNT: Final = 100_000
@@ -226,7 +227,9 @@ def audit(
 # --- one or many messages ---------------------------------------------------------------------------------------------
 
 
-def _run(action: BulkAction, options: BulkOptions, which: MessageFilter, *, everything: bool, **changes: Any) -> None:
+def _run(
+    action: BulkAction, options: BulkOptions, which: MessageFilter, *, everything: bool, **changes: Unpack[BulkChanges]
+) -> None:
     by_filter = everything or bool(which.given())
     if [bool(options.message_ids), options.file is not None, by_filter].count(True) != 1:
         raise typer.BadParameter("give message ids, --file, or a filter such as --topic, and only one of them")
@@ -265,7 +268,7 @@ def _print_results(results: Iterable[MessageResult[AnyResult]], options: BulkOpt
         raise typer.Exit(FAILED)
 
 
-def _run_by_filter(action: BulkAction, options: BulkOptions, which: MessageFilter, changes: Mapping[str, Any]) -> None:
+def _run_by_filter(action: BulkAction, options: BulkOptions, which: MessageFilter, changes: BulkChanges) -> None:
     """Count, preview or confirm, act, and print the totals. Exit with 1 if messages were locked."""
     try:
         which = which.limited_to(action)

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Annotated
 
 import typer
+from psycopg.errors import InsufficientPrivilege
 
 from pgoutbox.cli.arguments import MAX_RATE_COUNT, Dsn, Json, parse_count, parse_duration, parse_queue, parse_rate
 from pgoutbox.cli.console import print_json, print_line, print_table, print_warning
@@ -18,7 +19,8 @@ from pgoutbox.cli.program import (
     read_settings,
     require_known_queue,
 )
-from pgoutbox.operations import QueueControls
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.operations import Operator, QueueControls, Rate
 
 
 @app.command()
@@ -83,20 +85,29 @@ def limit(
     in_flight: Annotated[
         str | None, typer.Option(metavar="NUMBER", help="Maximum number of attempts in flight; or none.")
     ] = None,
+    at_most: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE", help="Highest rate that operators may set; or none. Only the schema's owner may change it."
+        ),
+    ] = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """Limit a queue, for all workers together.
 
-    Takes effect at once. Limits without an option stay unchanged.
+    Takes effect at once. Limits without an option stay unchanged. A rate above a new ceiling is lowered to it.
     """
-    if rate is None and in_flight is None:
-        raise typer.BadParameter("give --rate, --in-flight or both")
+    if rate is None and in_flight is None and at_most is None:
+        raise typer.BadParameter("give --rate, --in-flight or --at-most")
+    ceiling = None if at_most is None else parse_rate(at_most)
     new_rate = None if rate is None else parse_rate(rate)
     if burst is not None and new_rate is None:
         raise typer.BadParameter("--burst: only together with a --rate")
     max_in_flight = None if in_flight is None else parse_count(in_flight)
     with open_operator(read_settings(dsn)) as operator:
+        if at_most is not None:
+            _limit_ceiling(operator, queue, ceiling)
         if rate is not None:
             operator.limit_rate(queue, new_rate, burst=burst)
         if in_flight is not None:
@@ -105,6 +116,15 @@ def limit(
     _print_queues(found, as_json=as_json)
     if not found and not as_json:
         print_line(f"queue {queue}: no limits")
+
+
+def _limit_ceiling(operator: Operator, queue: str, at_most: Rate | None) -> None:
+    try:
+        operator.limit_ceiling(queue, at_most)
+    except InsufficientPrivilege:
+        raise ConfigurationError(
+            "--at-most: only the owner of the schema may set a ceiling; give its login role with --dsn"
+        ) from None
 
 
 @app.command()

@@ -61,12 +61,18 @@ def downgrade(
 
 @migrate_app.command()
 def current(context: typer.Context, *, dsn: Dsn = None, as_json: Json = False) -> None:
-    """Print the revision of the database, and the newest revision of this version."""
-    revision, newest = migrations.current(read_settings(dsn or context.obj).require_dsn()), migrations.head()
+    """Print the revision of the database, and the newest revision of this version.
+
+    The JSON names the Alembic history that migrated the database: pgoutbox or application.
+    """
+    found, newest = migrations.state(read_settings(dsn or context.obj).require_dsn()), migrations.head()
     if as_json:
-        print_json({"revision": revision, "head": newest})
-    else:
-        print_line(f"{revision or 'not migrated'} ({'up to date' if revision == newest else f'newest: {newest}'})")
+        print_json({"revision": found.revision, "head": newest, "history": found.history})
+        return
+    notes = ["up to date" if found.revision == newest else f"newest: {newest}"]
+    if found.history == "application":
+        notes.append("migrated by the application's own Alembic history: upgrade it with `alembic upgrade heads`")
+    print_line(f"{found.revision or 'not migrated'} ({'; '.join(notes)})")
 
 
 @migrate_app.command()

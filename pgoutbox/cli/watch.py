@@ -57,10 +57,10 @@ def top(
 
 @app.command()
 def workers(*, dsn: Dsn = None, as_json: Json = False) -> None:
-    """List the workers that hold messages or are connected. With --json one document per line.
+    """List the workers with their queues and topics. With --json one document per line.
 
-    To see workers connected as another role, the role needs pg_read_all_stats. Workers behind a pooler are not visible
-    as connected.
+    A worker reports them once a minute; a run with --once does not. The columns connected_at and address are empty
+    behind a pooler, and for other roles if the role does not have pg_read_all_stats.
     """
     with operator_connection.connect(read_settings(dsn), read_only=True) as connection:
         found = activity.list_workers(connection)
@@ -70,7 +70,7 @@ def workers(*, dsn: Dsn = None, as_json: Json = False) -> None:
     elif found:
         print_table(activity.WorkerActivity._fields, [_worker_cells(worker) for worker in found])
     else:
-        print_line("no worker holds a message or is connected")
+        print_line("no worker runs or holds a message")
 
 
 @app.command()

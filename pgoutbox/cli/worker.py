@@ -27,7 +27,9 @@ def worker(
     queues: Annotated[
         list[str] | None,
         typer.Option(
-            "--queue", metavar="NAME[:WEIGHT]", help="Queue to serve, in this order or by weight. Repeatable."
+            "--queue",
+            metavar="NAME[:WEIGHT]",
+            help="Queue to serve, in this order or by weight; '*' for all. Repeatable.",
         ),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, max=256, help="Number of worker processes.")] = 1,
@@ -50,7 +52,7 @@ def worker(
         raise typer.BadParameter("--once and --drain exclude each other")
     if processes > 1 and (once or drain):
         raise typer.BadParameter("--processes excludes --once and --drain")
-    from pgoutbox.worker.claim_planner import parse_queues
+    from pgoutbox.worker.claim_planner import ALL_QUEUES, parse_queues
     from pgoutbox.worker.supervisor import run_worker
 
     settings = read_settings(
@@ -64,8 +66,8 @@ def worker(
     # Cron sends an e-mail if a command writes anything. A person at a terminal should see the counts and warnings.
     is_quiet = (once or drain) and not sys.stderr.isatty()
     configure_logging(settings, is_quiet=is_quiet)
-    if not is_quiet:
-        _warn_of_unknown_queues(settings, [share.name for share in shares] if queues else [])
+    if queues and not is_quiet:
+        _warn_of_unknown_queues(settings, [share.name for share in shares if share.name != ALL_QUEUES])
     if processes > 1:
         raise typer.Exit(_supervise(settings, queues or [], processes, dsn=dsn))
     mode: Literal["run", "once", "drain"] = "once" if once else "drain" if drain else "run"

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import psycopg
 
@@ -20,13 +20,11 @@ from pgoutbox.dashboard.database import RefusedError
 from pgoutbox.errors import PgOutboxError, StateError
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import MessageFilter, Operator
+from pgoutbox.operations.records import BulkAction, BulkChanges
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from pgoutbox.dashboard.database import Database
     from pgoutbox.dashboard.types import Viewer
-    from pgoutbox.operations.records import BulkAction
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +44,7 @@ class Bulk:
     which: MessageFilter
     viewer: Viewer
     began_at: datetime
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    changes: BulkChanges = field(default_factory=BulkChanges)
     status: Literal["running", "done", "stopped", "capped", "broken"] = "running"
     results: Counter[str] = field(default_factory=Counter)
     reached_id: int = 0
@@ -70,10 +68,12 @@ class Bulks:
         self._lock = threading.Lock()
 
     def start(
-        self, action: BulkAction, which: MessageFilter, viewer: Viewer, changes: Mapping[str, Any] | None = None
+        self, action: BulkAction, which: MessageFilter, viewer: Viewer, changes: BulkChanges | None = None
     ) -> Bulk:
         """Start a bulk action; `StateError` if too many are running, or the action cannot change these states."""
-        bulk = Bulk(secrets.token_hex(8), action, which.limited_to(action), viewer, datetime.now(UTC), changes or {})
+        bulk = Bulk(
+            secrets.token_hex(8), action, which.limited_to(action), viewer, datetime.now(UTC), changes or BulkChanges()
+        )
         with self._lock:
             if sum(known.is_running for known in self._bulks.values()) >= _AT_ONCE:
                 raise StateError(f"{_AT_ONCE} bulk actions are running; wait until one ends, or stop one")

@@ -82,7 +82,7 @@ class Dashboard:
             now,
             reads.count_states(connection),
             reads.live_queues(connection),
-            reads.lease_holders(connection),
+            reads.running_workers(connection),
             reads.breakers(connection),
             failures_by_topic(reads.failed_lately(connection), now),
             self._history.of_last_hour(connection, now),

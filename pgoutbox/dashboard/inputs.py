@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from starlette.datastructures import ImmutableMultiDict
 from starlette.exceptions import HTTPException
@@ -19,7 +19,7 @@ from pgoutbox.text import NAME
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from pgoutbox.operations.records import BulkAction
+    from pgoutbox.operations.records import BulkAction, BulkChanges
 
 MAX_LIMIT: Final = 200
 BULK_ACTIONS: Final[tuple[BulkAction, ...]] = ("redrive", "dismiss", "reschedule", "cancel")
@@ -168,7 +168,7 @@ def reason_of(form: Given) -> str:
     return reason
 
 
-def changes_of(form: Given, action: BulkAction) -> dict[str, Any]:
+def changes_of(form: Given, action: BulkAction) -> BulkChanges:
     """Return the further arguments of a bulk action."""
     match action:
         case "dismiss":

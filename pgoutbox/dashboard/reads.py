@@ -54,17 +54,20 @@ class QueueRow(NamedTuple):
     burst: int | None
     tokens: float | None
     max_in_flight: int | None
+    ceiling_count: int | None
+    ceiling_seconds: float | None
 
 
 class WorkerRow(NamedTuple):
-    """A worker with leases; columns in the order of LEASE_HOLDERS."""
+    """A worker that runs or holds leases; columns in the order of RUNNING_WORKERS."""
 
     worker: str
     in_flight: int
     lapsed: int
-    oldest_claim_at: datetime
-    last_lease_at: datetime
+    oldest_claim_at: datetime | None
+    last_lease_at: datetime | None
     queues: list[str]
+    topics: list[str]
 
 
 class BreakerRow(NamedTuple):
@@ -142,9 +145,9 @@ def live_queues(connection: Connection, queue: str | None = None) -> list[QueueR
     return [QueueRow._make(row) for row in rows]
 
 
-def lease_holders(connection: Connection) -> list[WorkerRow]:
-    """Return the workers with leases, by name."""
-    return [WorkerRow._make(row) for row in connection.execute(sql.LEASE_HOLDERS, {"cap": CAP})]
+def running_workers(connection: Connection) -> list[WorkerRow]:
+    """Return the workers that run or hold leases, by name."""
+    return [WorkerRow._make(row) for row in connection.execute(sql.RUNNING_WORKERS, {"cap": CAP})]
 
 
 def breakers(connection: Connection) -> list[BreakerRow]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final, LiteralString, NamedTuple, TypedDict, Unpack
+from typing import Final, Literal, LiteralString, NamedTuple, TypedDict, Unpack
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -170,6 +170,20 @@ class BreakerRow(NamedTuple):
     last_error: str
     opened: bool
     probe_id: str | None
+
+
+class Trouble(NamedTuple):
+    """A problem that a report of presence finds, in the order of REPORT_PRESENCE.
+
+    An open breaker with its key, or late messages that no running worker claims, with their queue: because none serves
+    that queue (`queue`), or because none that serves it has a handler for these topics (`handler`).
+    """
+
+    kind: Literal["breaker", "queue", "handler"]
+    name: str
+    topics: list[str]
+    messages: int
+    seconds: float
 
 
 class Store:
@@ -553,6 +567,30 @@ class Store:
             sql.BEGIN_MAINTENANCE_IF_DUE, {"interval_seconds": interval_seconds, "worker": self.worker}
         )
         return rows[0] if rows else None
+
+    async def report_presence(
+        self, queues: Sequence[str], *, topics: Sequence[str], watched: Sequence[str], late_seconds: float
+    ) -> list[Trouble]:
+        """Report that this worker serves these queues and topics, and return what an operator should know.
+
+        `watched` are the queues whose messages should be claimed by some worker. Messages are late after
+        `late_seconds`.
+        """
+        rows = await self.claims.fetch(
+            sql.REPORT_PRESENCE,
+            {
+                "worker": self.worker,
+                "queues": queues,
+                "topics": topics,
+                "watched": watched,
+                "late_seconds": late_seconds,
+            },
+        )
+        return [Trouble._make(row) for row in rows]
+
+    async def end_presence(self) -> None:
+        """Report that this worker stops."""
+        await self.claims.fetch(sql.END_PRESENCE, {"worker": self.worker})
 
     async def close(self) -> None:
         """Close both connections."""

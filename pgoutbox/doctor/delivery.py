@@ -82,10 +82,13 @@ def check_retention(context: DoctorContext) -> Iterator[Note]:
 
 
 def check_workers(context: DoctorContext) -> Iterator[Note]:
-    """Check that a worker is connected."""
+    """Check that a worker is connected, and name the queues that workers serve."""
     facts = context.ask_one(sql.CONNECTED_WORKERS)
-    if facts["workers"]:
-        yield ok(f"{pluralize(facts['workers'], 'worker')} connected")
+    present = _present_workers(context)
+    if facts["workers"] or present:
+        queues = sorted({queue for worker in present for queue in worker["queues"]})
+        served = f", for the queues {join_names(queues, most=20)}" if queues else ""
+        yield ok(f"{pluralize(max(facts['workers'], len(present)), 'worker')} connected{served}")
     elif (run := _last_run(context)) is not None and run["ended_seconds_ago"] <= context.limits.run_seconds:
         yield ok(f"the last run of worker --once ended {duration(run['ended_seconds_ago'])} ago")
     elif not facts["sees_all"] and (holders := _lease_holders(context)):
@@ -105,6 +108,14 @@ def _last_run(context: DoctorContext) -> DictRow | None:
         return next(iter(context.ask(sql.LAST_RUN)), None)
     except InsufficientPrivilege:
         return None
+
+
+def _present_workers(context: DoctorContext) -> list[DictRow]:
+    """Return the workers that report their queues and topics; none if this role cannot read them."""
+    try:
+        return context.ask(sql.PRESENT_WORKERS)
+    except InsufficientPrivilege:
+        return []
 
 
 def _lease_holders(context: DoctorContext) -> int:
@@ -235,14 +246,17 @@ def check_due(context: DoctorContext) -> Iterator[Note]:
     if not late:
         yield ok(f"no message has been due for more than {duration(seconds)}")
         return
+    present = _present_workers(context)
     for queue in late:
         count = pluralize(queue["messages"], "message") + (" or more" if queue["messages"] >= 10_000 else "")
         what = f"queue {queue['queue']}: {count} due, the oldest for {duration(queue['oldest_seconds'])}"
-        yield _cause(context, queue, connected, what)
+        if queue["halted"] and queue["free"]:
+            what = f"{what}, {queue['halted']} of them halted behind a failed message of their ordering key"
+        yield _cause_of_limits(queue, what) or _cause_of_workers(context, queue, connected, present, what)
 
 
-def _cause(context: DoctorContext, queue: DictRow, connected: DictRow, what: str) -> Note:
-    """Return the finding with the cause of a late queue: first pauses and limits, then missing workers and handlers."""
+def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
+    """Return the finding if a late queue is paused, at a limit, or waits for earlier messages."""
     name, why = queue["queue"], "they stay late until this is fixed"
     if queue["is_paused"]:
         return warning(f"{what}: it is paused", why, f"pgoutbox resume {name}")
@@ -258,8 +272,6 @@ def _cause(context: DoctorContext, queue: DictRow, connected: DictRow, what: str
             "on_failed=halt: no later message of that key is delivered",
             f"pgoutbox list --state failed --queue {name}, then redrive or prune the first failed message",
         )
-    if queue["halted"]:
-        what = f"{what}, {queue['halted']} of them halted behind a failed message of their ordering key"
     if queue["tokens"] is not None and queue["tokens"] < 1:
         rate = f"{queue['rate_count']} in {queue['rate_seconds']:g} s"
         return warning(f"{what}: its rate limit of {rate} is used up", why, f"pgoutbox limit {name} --rate none")
@@ -269,17 +281,39 @@ def _cause(context: DoctorContext, queue: DictRow, connected: DictRow, what: str
             why,
             f"pgoutbox limit {name} --in-flight none, or find out why attempts take so long",
         )
-    if not connected["workers"]:
+    return None
+
+
+def _cause_of_workers(
+    context: DoctorContext, queue: DictRow, connected: DictRow, present: list[DictRow], what: str
+) -> Note:
+    """Return the finding with the missing worker or handler of a late queue, else that workers do not keep up."""
+    name = queue["queue"]
+    if not connected["workers"] and not present:
         return problem(
             f"{what}: no worker is connected" + ("" if connected["sees_all"] else " that this role can see"),
             "no message is delivered",
             f"start a worker: pgoutbox worker --queue {name}; with cron, check that the line of the crontab runs, and "
             "that it names this queue",
         )
-    handlers = {} if context.outbox is None else context.outbox.handlers
-    missing = [topic for topic in queue["topics"] if topic not in handlers]
-    if context.outbox is not None and len(missing) == len(queue["topics"]):
-        return problem(f"{what}: no handler for {join_names(missing)}", "workers never claim them", "see `handlers`")
+    serving = [worker for worker in present if name in worker["queues"]]
+    if present and not serving and not queue["is_worked"]:
+        return problem(
+            f"{what}: no running worker serves this queue",
+            "no message of it is delivered",
+            f"start a worker for it: pgoutbox worker --queue {name}, or --queue '*' for all queues of the application; "
+            "pgoutbox workers lists the queues of each worker",
+        )
+    handled = {topic for worker in serving for topic in worker["topics"]}
+    if not serving and context.outbox is not None:
+        handled.update(context.outbox.handlers)
+    missing = [topic for topic in queue["topics"] if topic not in handled]
+    if missing and handled:
+        return problem(
+            f"{what}: no handler for {join_names(missing)} in a worker of this queue",
+            "workers never claim them",
+            "see `handlers`; if the application has the handler, restart the workers with its current release",
+        )
     if queue["is_worked"]:
         return warning(
             f"{what}: workers claim them but do not keep up",

@@ -19,6 +19,7 @@ from pgoutbox.text import one_line
 from pgoutbox.transports import ChecksItself
 from pgoutbox.transports.readiness import is_example, is_reserved
 from pgoutbox.transports.registry import build, is_configured
+from pgoutbox.transports.smtp import SmtpTransport
 
 if TYPE_CHECKING:
     from pgoutbox.outbox import Outbox
@@ -36,11 +37,30 @@ def is_served(scheme: str, settings: Settings, outbox: Outbox | None) -> bool:
 
 def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     """Check the sender, the encryption and the sign-in of e-mail."""
+    if settings.mail.transport == "log":
+        yield warning(
+            "PGOUTBOX_MAIL_TRANSPORT=log",
+            "e-mails are written to the log and nobody gets them, but their messages end `sent`",
+            "unset it and set PGOUTBOX_SMTP_HOST, unless this is a developer's machine",
+        )
+        return
     own = _own("mailto", outbox)
     if settings.smtp.host is None and own is None:
         yield skipped("no SMTP server is set")
         return
+    if own is not None and not isinstance(own(settings), SmtpTransport):
+        # It has a server, a sender and an encryption of its own.
+        yield from _alert_destination(settings)
+        yield from _try_transport(
+            own,
+            settings,
+            in_order="the application's own transport for e-mail works",
+            why="no e-mail is sent; messages wait and are retried",
+            fix="check the settings of that transport; see docs/how-to/mail-providers.md",
+        )
+        return
     yield from _sender(settings)
+    yield from _alert_destination(settings)
     host = settings.smtp.host or ""
     if is_example(host) and host.lower() not in LOOPBACK:
         yield _placeholder("PGOUTBOX_SMTP_HOST", host, "this server does not exist, so no e-mail is sent")
@@ -83,6 +103,9 @@ def _sender(settings: Settings) -> Iterator[Note]:
             "every e-mail claims to come from a domain that is not yours: servers refuse it or treat it as spam, and "
             "you get neither replies nor bounces",
         )
+
+
+def _alert_destination(settings: Settings) -> Iterator[Note]:
     if settings.alert_destination is not None and is_example(settings.alert_destination):
         yield _placeholder(
             "PGOUTBOX_ALERT_DESTINATION", settings.alert_destination, "alerts about a dead server do not reach you"

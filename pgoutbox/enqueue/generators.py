@@ -183,7 +183,9 @@ def insert(draft: ValidatedMessage, *, notify: bool) -> Steps[Enqueued]:
     return Enqueued(message_id, True, _state_of(state)) if duplicate else Enqueued(message_id, False)
 
 
-def _state_of(text: str | None) -> State | None:
+def _state_of(text: str | bytes | None) -> State | None:
+    if isinstance(text, bytes):  # From a connection without an encoding.
+        text = text.decode()
     return State(text) if text else None
 
 

@@ -192,7 +192,7 @@ def _check_sealed(field: str, sealed: str, max_bytes: int) -> None:
 
 
 def prepare_fanout(
-    message: NewMessage[P], route: Route, destinations: Iterable[str | Recipient[P]], content: object
+    message: NewMessage[P], route: Route, destinations: Iterable[str | Recipient], content: object
 ) -> Fanout:
     """Check a fan-out: the common parts of its messages like `prepare`, and each destination with its own parts.
 
@@ -215,12 +215,10 @@ def prepare_fanout(
     columns = zip(*parts, strict=True) if parts else [()] * len(_Part._fields)
     names, *own = ([*column] for column in columns)
     shared_fields: dict[str, Any] = {name: value for name, value in draft._asdict().items() if name in Fanout._fields}
+    for field, values in zip(_OWN_PARTS, own, strict=True):
+        shared_fields[field] = None if values.count(None) == len(values) else values
     return Fanout(
         **shared_fields,
-        **{
-            field: None if values.count(None) == len(values) else values
-            for field, values in zip(_OWN_PARTS, own, strict=True)
-        },
         destinations=names,
         content=None if content is None else shared,
     )
@@ -240,7 +238,7 @@ class _Part(NamedTuple):
 _OWN_PARTS: Final = ("payloads", "headers_each", "available_ats", "delays", "owners")
 
 
-def _part_of(recipient: str | Recipient[Any], index: int, common: ValidatedMessage, route: Route) -> _Part:
+def _part_of(recipient: str | Recipient, index: int, common: ValidatedMessage, route: Route) -> _Part:
     place = f"destinations[{index}]"
     if not isinstance(recipient, Recipient):
         return _Part(check_destination(place, recipient))

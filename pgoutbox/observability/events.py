@@ -134,7 +134,11 @@ class LogEvent(enum.StrEnum):
         "redirecting",
         "`PGOUTBOX_REDIRECT_TO` is set: all e-mail goes there, and other contents are held back.",
     )
-    MAIL_NOT_READY = "mail_not_ready", "At start, this setting is missing or an example, so e-mail waits or is refused."
+    TRANSPORT_NOT_READY = (
+        "transport_not_ready",
+        "At start, this setting is missing or an example, so the messages of its topics wait or are refused.",
+    )
+    EMAIL_LOGGED = "email_logged", "`PGOUTBOX_MAIL_TRANSPORT=log`: this e-mail was not sent. `text` is redacted."
     SMTP_CONNECTION_OPENED = "smtp_connection_opened", "A connection to the SMTP server was opened."
     SMTP_CONNECTION_REPLACED = "smtp_connection_replaced", "An idle SMTP connection had died and was replaced."
     WEBHOOK_ADDRESS_REFUSED = (
@@ -150,6 +154,18 @@ class LogEvent(enum.StrEnum):
     BREAKER_UNKNOWN = (
         "breaker_unknown",
         "The shared state of a breaker could not be read or written. A later send asks again.",
+    )
+    BREAKER_STILL_OPEN = (
+        "breaker_still_open",
+        "A breaker is open when a worker starts, or for a minute and again each hour: its messages wait for a repair.",
+    )
+    MESSAGES_UNCLAIMED = (
+        "messages_unclaimed",
+        "Late messages that no running worker claims: none serves the queue, or none has a handler for the topics.",
+    )
+    PRESENCE_UNKNOWN = (
+        "presence_unknown",
+        "The worker could not report its queues and topics, or look for unclaimed messages. It tries again.",
     )
     MAINTENANCE_DONE = "maintenance_done", "A worker had its turn of maintenance and changed something."
     MAINTENANCE_FAILED = (
@@ -203,9 +219,7 @@ class Telemetry:
         """Whether records of this level are logged."""
         return self._logger.isEnabledFor(level)
 
-    def report(
-        self, level: int, event: LogEvent, text: str, /, *, traceback: str | None = None, **fields: object
-    ) -> None:
+    def report(self, level: int, event: LogEvent, text: str, /, *, traceback: object = None, **fields: object) -> None:
         """Count the event and log the constant `text` with the event and its fields, and a redacted traceback."""
         self.counts[event] += 1
         if not self._logger.isEnabledFor(level):
@@ -216,5 +230,5 @@ class Telemetry:
             return
         # The exception itself would be logged with values that must be redacted.
         record = self._logger.makeRecord(self._logger.name, level, __file__, 0, text, (), None, extra=extra)
-        record.exc_text = traceback
+        record.exc_text = str(traceback)
         self._logger.handle(record)

@@ -45,15 +45,14 @@ class Producing:
         self._span = span
         self.context = context
 
-    def wrote(self, enqueued: Sequence[tuple[int, bool]]) -> None:
-        """Record the written messages, each as an id and whether it existed before."""
+    def wrote(self, ids: Sequence[int]) -> None:
+        """Record the ids of the written messages."""
         if self._span is None:
             return
-        if len(enqueued) == 1:
-            ((message_id, _),) = enqueued
-            self._span.set_attribute("messaging.message.id", str(message_id))
+        if len(ids) == 1:
+            self._span.set_attribute("messaging.message.id", str(ids[0]))
         else:
-            self._span.set_attribute("messaging.batch.message_count", len(enqueued))
+            self._span.set_attribute("messaging.batch.message_count", len(ids))
 
 
 UNTRACED: Final = nullcontext(Producing())

@@ -1,5 +1,4 @@
-"""What operators do, as one object: `Operator` lists, redrives, resends, cancels, reschedules and dismisses messages, and
-controls queues."""
+"""What operators do, as one object: `Operator` lists and changes messages, and controls queues."""
 
 from pgoutbox.operations.operator import Operator
 from pgoutbox.operations.records import (

@@ -38,10 +38,12 @@ class TopicActivity:
 
 
 class WorkerActivity(NamedTuple):
-    """A worker that holds messages or is connected, in the order of LIST_WORKERS.
+    """A worker that holds messages, reports its presence or is connected, in the order of LIST_WORKERS.
 
-    `connected_at` is None if its connection is gone, goes through a pooler, or belongs to a role whose sessions are
-    hidden from this one. `lapsed` counts the messages whose lease has ended.
+    `queues` and `topics` are those that it serves, idle or not. A run with `--once` does not report them: then `queues`
+    are those of its messages, and `seen_at` is None. `connected_at` is None if its connection is gone, goes through a
+    pooler, or belongs to a role whose sessions are hidden from this one. `lapsed` counts the messages whose lease has
+    ended.
     """
 
     worker: str
@@ -50,6 +52,8 @@ class WorkerActivity(NamedTuple):
     oldest_claimed_at: datetime | None
     lease_expires_at: datetime | None
     queues: list[str]
+    topics: list[str]
+    seen_at: datetime | None
     connected_at: datetime | None
     address: str | None
 
@@ -84,7 +88,7 @@ def topic_activity(
 
 
 def list_workers(connection: psycopg.Connection[TupleRow]) -> list[WorkerActivity]:
-    """Return the workers that hold messages or are connected, by name."""
+    """Return the workers that hold messages, report their presence or are connected, by name."""
     return [WorkerActivity._make(row) for row in fetch(connection, sql.LIST_WORKERS, {})]
 
 

@@ -20,13 +20,15 @@ from typing import Final, LiteralString, Self, TypeVar, cast
 from uuid import UUID, uuid4
 
 import psycopg
+from psycopg.errors import CheckViolation
 from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
 from pydantic import JsonValue
+from typing_extensions import Unpack
 
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.enqueue.generators import CancelResult, RescheduleResult
-from pgoutbox.errors import ConfigurationError, MessageNotFoundError, PayloadError
+from pgoutbox.errors import ConfigurationError, MessageNotFoundError, PayloadError, StateError
 from pgoutbox.message import State
 from pgoutbox.operations import retention
 from pgoutbox.operations.records import (
@@ -37,6 +39,7 @@ from pgoutbox.operations.records import (
     AuditRow,
     Batch,
     BulkAction,
+    BulkChanges,
     ClosedBreaker,
     DismissResult,
     JsonText,
@@ -303,9 +306,7 @@ class Operator:
         *,
         batch_size: int = BATCH_SIZE,
         limit: int | None = None,
-        destination: str | None = None,
-        reason: str | None = None,
-        available_at: datetime | None = None,
+        **changes: Unpack[BulkChanges],
     ) -> Iterator[Batch]:
         """Redrive, resend, cancel, reschedule or dismiss the messages of a filter, oldest first, or with these ids.
 
@@ -320,11 +321,11 @@ class Operator:
         """
         act = _Act({})
         if action == "redrive":
-            act = _redriving(destination)
+            act = _redriving(changes.get("destination"))
         elif action == "dismiss":
-            act = _dismissing(reason)
+            act = _dismissing(changes.get("reason"))
         elif action == "reschedule":
-            act = _rescheduling(available_at)
+            act = _rescheduling(changes.get("available_at"))
         if isinstance(which, MessageFilter):
             which = which.limited_to(action)
             act = replace(act, details={**which.given(), **act.details})
@@ -442,14 +443,30 @@ class Operator:
         """Limit the number of attempts of a queue that begin in a period, in all workers together; None removes it.
 
         Up to `burst` of them begin at once after an idle time (default: 5, or the rate's count if that is smaller). The
-        limit applies from the next claim of each worker.
+        limit applies from the next claim of each worker. Raises `StateError` if it is above the queue's ceiling,
+        which the owner of the schema has set.
         """
         asked: dict[str, JsonValue] = {"count": None, "seconds": None, "burst": None}
         if rate is not None:
             usual = min(rate.count, _USUAL_BURST)
             asked = {"count": rate.count, "seconds": rate.seconds, "burst": usual if burst is None else burst}
-        shown = "none" if rate is None else f"{rate.count}/{rate.seconds:g}s"
-        self._act(sql.LIMIT_RATE, {"queue": queue, **asked}, _Act({"rate": shown, "burst": asked["burst"]}))
+        act = _Act({"rate": _shown(rate), "burst": asked["burst"]})
+        try:
+            self._act(sql.LIMIT_RATE, {"queue": queue, **asked}, act)
+        except CheckViolation as error:
+            if error.diag.constraint_name != "queue_ceiling":
+                raise
+            raise StateError(f"{error.diag.message_primary}. {error.diag.message_hint}") from None
+
+    def limit_ceiling(self, queue: str, at_most: Rate | None) -> None:
+        """Set the highest rate and burst that operators may set for a queue; None removes the ceiling.
+
+        A higher or missing rate is lowered to the ceiling. Only the owner of the schema may do this. For other roles it
+        raises the driver's `InsufficientPrivilege`.
+        """
+        count, seconds = (None, None) if at_most is None else (at_most.count, at_most.seconds)
+        asked = {"queue": queue, "count": count, "seconds": seconds}
+        self._act(sql.LIMIT_CEILING, asked, _Act({"at_most": _shown(at_most)}))
 
     def limit_in_flight(self, queue: str, max_in_flight: int | None) -> None:
         """Limit the number of attempts of a queue in flight, in all workers together; None removes the limit."""
@@ -585,6 +602,10 @@ class Operator:
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
+
+
+def _shown(rate: Rate | None) -> str:
+    return "none" if rate is None else f"{rate.count}/{rate.seconds:g}s"
 
 
 def _redriven(row: TupleRow, states: Collection[State], expected_count: int | None) -> MessageResult[RedriveResult]:

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
-from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, cast
 from uuid import UUID
 
 from pydantic import JsonValue
@@ -47,6 +47,15 @@ class Action(enum.StrEnum):
 Progress: TypeAlias = Callable[[int], object]
 BulkAction: TypeAlias = Literal["redrive", "resend", "cancel", "reschedule", "dismiss"]
 
+
+class BulkChanges(TypedDict, total=False):
+    """The further arguments of a bulk action: a redrive, a dismissal and a reschedule have one each."""
+
+    destination: str | None
+    reason: str
+    available_at: datetime | None
+
+
 # For each bulk action: the states that it can change, the states without a filter by state, and its participle.
 _BULK_STATES: Final[Mapping[BulkAction, tuple[tuple[State, ...], tuple[State, ...], str]]] = {
     "redrive": (REDRIVABLE, (State.FAILED,), "redriven"),
@@ -63,8 +72,8 @@ class MessageFilter:
 
     `destination` may omit `mailto:`. `key` is a coalesce, dedupe or ordering key. `text` is searched in the
     destination, the owner, the keys, the skip reason and the last error, ignoring case and without wildcards. Payloads
-    are not searched. The times are enqueue times, the first one inclusive. `error_group` is the id of a group of similar
-    failures, as the dashboard's links have it.
+    are not searched. The times are enqueue times, the first one inclusive. `error_group` is the id of a group of
+    similar failures, as the dashboard's links have it.
     """
 
     states: Collection[State] = ()
@@ -378,7 +387,8 @@ class AuditRow(NamedTuple):
 class QueueControls(NamedTuple):
     """A queue that is paused or has limits, in the order of LIST_QUEUES.
 
-    Up to `rate_count` attempts may begin in `rate_seconds`, up to `burst` at once, and `tokens` now.
+    Up to `rate_count` attempts may begin in `rate_seconds`, up to `burst` at once, and `tokens` now. Operators may
+    raise the rate up to `ceiling_count` in `ceiling_seconds`.
     """
 
     queue: str
@@ -389,6 +399,8 @@ class QueueControls(NamedTuple):
     burst: int | None
     tokens: float | None
     max_in_flight: int | None
+    ceiling_count: int | None
+    ceiling_seconds: float | None
     in_flight: int
 
 

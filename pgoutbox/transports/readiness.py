@@ -1,4 +1,4 @@
-"""Problems of the settings that prevent e-mail. Pure: connects to nothing.
+"""Problems of the settings that hold messages back. Pure: connects to nothing.
 
 Workers warn of them when they start, and the doctor explains them.
 """
@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from pgoutbox.settings import Settings, SmtpSettings
-from pgoutbox.transports.smtp.mail import Email
+from pgoutbox.transports import Content, scheme_of
+from pgoutbox.transports.apprise import Notification
+from pgoutbox.transports.brokers.events import CloudEvent
+from pgoutbox.transports.smtp.mail import Email, RawEmail
+from pgoutbox.transports.webhook.request import Webhook
 
 # The names for documentation (RFC 2606): they have no owner.
 _EXAMPLE: Final = re.compile(r"(?:^|[@.])example(?:\.(?:com|org|net|edu))?\.?>?\s*$", re.IGNORECASE)
@@ -20,11 +24,24 @@ _RESERVED: Final = re.compile(r"(?:^|[@.])(?:test|invalid|localhost|localdomain)
 
 
 class Lack(NamedTuple):
-    """A setting that prevents e-mail, its problem, and the topics that are known to need it."""
+    """A setting that holds messages back, its problem, and the topics that are known to need it."""
 
     variable: str
     reason: str
     topics: tuple[str, ...] = ()
+
+
+_NOT_SET: Final = "is not set"
+# What a scheme needs to have a transport.
+_NEEDS: Final = {
+    "mailto": Lack("PGOUTBOX_SMTP_HOST", _NOT_SET),
+    "https": Lack("pgoutbox[webhook]", "is not installed"),
+    "apprise": Lack("PGOUTBOX_APPRISE_URLS", _NOT_SET),
+    "redis": Lack("PGOUTBOX_REDIS_URL", _NOT_SET),
+    "nats": Lack("PGOUTBOX_NATS_URL", _NOT_SET),
+    "rabbitmq": Lack("PGOUTBOX_RABBITMQ_URL", _NOT_SET),
+    "kafka": Lack("PGOUTBOX_KAFKA_SERVERS", _NOT_SET),
+}
 
 
 def is_example(address: str) -> bool:
@@ -37,22 +54,51 @@ def is_reserved(address: str) -> bool:
     return _RESERVED.search(address) is not None
 
 
-def lacks_of_mail(
-    settings: Settings, schemes: Iterable[str], functions: Mapping[str, Callable[..., object]]
+def lacks_of(
+    settings: Settings,
+    schemes: Iterable[str],
+    functions: Mapping[str, Callable[..., object]],
+    destinations: Mapping[str, str] | None = None,
 ) -> Iterator[Lack]:
-    """Return the known problems that prevent e-mail.
+    """Return the known problems that hold messages back.
 
     `schemes` are the schemes with a transport, `functions` the handlers by their topics: a handler whose return
-    annotation names `Email` needs a mail server.
+    annotation names `Email` or `RawEmail` needs a mail server, for example. `destinations` are the fixed destinations
+    of topics.
     """
-    if settings.smtp.host is not None:
+    contents = {topic: _contents_of(function) for topic, function in functions.items()}
+    yield from _missing_transports(settings, schemes, contents, destinations or {})
+    if settings.mail.transport == "log":
+        yield Lack("PGOUTBOX_MAIL_TRANSPORT", "is log: e-mails are only logged, and their messages end sent")
+    elif settings.smtp.host is not None:
         yield from _lacks_of_server(settings.smtp)
-    elif "mailto" not in schemes:
-        topics = tuple(sorted(topic for topic, function in functions.items() if _returns_email(function)))
-        if topics or settings.smtp.sender is not None or settings.smtp.username is not None:
-            yield Lack("PGOUTBOX_SMTP_HOST", "is not set", topics)
+    if settings.webhook.secrets is None and (topics := _topics_with(contents, "https")):
+        yield Lack("PGOUTBOX_WEBHOOK_SECRETS", _NOT_SET, topics)
+    if settings.event_source is None and (topics := _topics_with(contents, "event")):
+        yield Lack("PGOUTBOX_EVENT_SOURCE", _NOT_SET, topics)
     if settings.alert_destination is not None and is_example(settings.alert_destination):
         yield Lack("PGOUTBOX_ALERT_DESTINATION", "is an example of the documentation")
+
+
+def _missing_transports(
+    settings: Settings, schemes: Iterable[str], contents: Mapping[str, set[str]], destinations: Mapping[str, str]
+) -> Iterator[Lack]:
+    """Return the schemes without a transport that handlers or fixed destinations need."""
+    needed: dict[str, set[str]] = {}
+    for topic, found in contents.items():
+        fixed = destinations.get(topic)
+        for scheme in (found & {"mailto", "https", "apprise"}) if fixed is None else {scheme_of(fixed)}:
+            needed.setdefault(scheme, set()).add(topic)
+    if settings.smtp.sender is not None or settings.smtp.username is not None:
+        needed.setdefault("mailto", set())
+    has_mail = settings.mail.transport == "log" or settings.smtp.host is not None
+    served = {*schemes, "mailto"} if has_mail else {*schemes}
+    for scheme in sorted(needed.keys() & _NEEDS.keys() - served):
+        yield _NEEDS[scheme]._replace(topics=tuple(sorted(needed[scheme])))
+
+
+def _topics_with(contents: Mapping[str, set[str]], kind: str) -> tuple[str, ...]:
+    return tuple(sorted(topic for topic, found in contents.items() if kind in found))
 
 
 def _lacks_of_server(settings: SmtpSettings) -> Iterator[Lack]:
@@ -64,16 +110,25 @@ def _lacks_of_server(settings: SmtpSettings) -> Iterator[Lack]:
         yield Lack("PGOUTBOX_SMTP_SENDER", "is an example of the documentation")
 
 
-def _returns_email(function: Callable[..., object]) -> bool:
+_KINDS: Final[Mapping[str, tuple[type[Content], ...]]] = {
+    "mailto": (Email, RawEmail),
+    "https": (Webhook,),
+    "apprise": (Notification,),
+    "event": (CloudEvent,),
+}
+
+
+def _contents_of(function: Callable[..., object]) -> set[str]:
+    """Return the kinds of contents that the return annotation names."""
     target = function if hasattr(function, "__annotations__") else getattr(function, "__call__", None)  # noqa: B004 - a callable object has its annotations there
     try:
         hints = typing.get_type_hints(target)
     except Exception:  # noqa: BLE001 - annotations may be anything; an unresolved one proves nothing
-        return False
-    return _mentions_email(hints.get("return"))
+        return set()
+    return {name for name, kinds in _KINDS.items() if _mentions(hints.get("return"), kinds)}
 
 
-def _mentions_email(hint: object) -> bool:
+def _mentions(hint: object, kinds: tuple[type[Content], ...]) -> bool:
     if isinstance(hint, type) and typing.get_origin(hint) is None:
-        return issubclass(hint, Email)
-    return any(_mentions_email(part) for part in typing.get_args(hint))
+        return issubclass(hint, kinds)
+    return any(_mentions(part, kinds) for part in typing.get_args(hint))

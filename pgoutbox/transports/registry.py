@@ -30,8 +30,13 @@ def _has_webhooks() -> bool:
 
 
 _WEBHOOK: Final = "webhook:WebhookTransport"
+_LOG: Final = "smtp.log:LogTransport"
 _AUTOMATIC: Final[Mapping[str, _Automatic]] = {
-    "mailto": _Automatic("smtp:SmtpTransport", lambda s: s.smtp.host is not None, "set PGOUTBOX_SMTP_HOST"),
+    "mailto": _Automatic(
+        "smtp:SmtpTransport",
+        lambda s: s.smtp.host is not None or s.mail.transport == "log",
+        "set PGOUTBOX_SMTP_HOST",
+    ),
     "apprise": _Automatic(
         "apprise:AppriseTransport", lambda s: s.apprise_urls is not None, "set PGOUTBOX_APPRISE_URLS"
     ),
@@ -66,16 +71,19 @@ def build(scheme: str, settings: Settings) -> Transport:
 
     Raises `MissingExtraError` if its extra is not installed, and `ConfigurationError` if a setting is unusable.
     """
-    kind = resolve_name(f"pgoutbox.transports.{_AUTOMATIC[scheme].place}")
+    place = _LOG if scheme == "mailto" and settings.mail.transport == "log" else _AUTOMATIC[scheme].place
+    kind = resolve_name(f"pgoutbox.transports.{place}")
     return cast("Transport", kind(settings))
 
 
 def complete(given: Mapping[str, Transport], settings: Settings) -> dict[str, Transport]:
     """Return the transports by scheme: the given ones, and for other schemes the ones that the settings configure.
 
-    Raises the errors of `build`.
+    While `mail.transport` is `log`, no given transport gets e-mail. Raises the errors of `build`.
     """
     transports = dict(given)
+    if settings.mail.transport == "log":
+        transports["mailto"] = build("mailto", settings)
     for scheme in _AUTOMATIC:
         if scheme == "http" or scheme in transports:
             continue  # The transport for https serves http too.

@@ -28,6 +28,7 @@ from pgoutbox.worker.crash_suspects import CrashSuspects
 FULL_CLAIM_SECONDS: Final = 0.25
 # A claim from the beginning may be slow; then it becomes less frequent, so that its share of the time stays small.
 FULL_CLAIM_SHARE: Final = 0.05
+ALL_QUEUES: Final = "*"
 # Ordering keys that one claim reads until a page has a due message; a few milliseconds of the server's time.
 _SEARCHED_KEYS: Final = 100
 
@@ -46,7 +47,10 @@ class Lane(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class QueueShare:
-    """A queue that a worker serves. Without weights, queues are served strictly in the order given."""
+    """A queue that a worker serves. Without weights, queues are served strictly in the order given.
+
+    The name `*` means `default` and all queues that the outbox's topics define. Without a weight they take turns.
+    """
 
     name: str
     weight: int | None = None
@@ -55,15 +59,17 @@ class QueueShare:
 def parse_queues(values: Sequence[str]) -> tuple[QueueShare, ...]:
     """Read `name` or `name:weight` from the command line; all or none have a weight. Without values it is `default`.
 
+    `*` stands for the other queues of the outbox: see `QueueShare`.
+
     >>> parse_queues(["critical:6", "bulk:1"])
     (QueueShare(name='critical', weight=6), QueueShare(name='bulk', weight=1))
     """
     shares = []
     for value in values:
-        match = re.fullmatch(rf"({NAME.pattern})(?::([1-9][0-9]{{0,3}}))?", value)
+        match = re.fullmatch(rf"({NAME.pattern}|\*)(?::([1-9][0-9]{{0,3}}))?", value)
         if match is None:
             raise ConfigurationError(
-                f"queue {value!r}: give NAME or NAME:WEIGHT, the name of a-z, 0-9, underscore, dot and hyphen, "
+                f"queue {value!r}: give NAME or NAME:WEIGHT, the name of a-z, 0-9, underscore, dot and hyphen or *, "
                 "the weight from 1 to 9999"
             )
         shares.append(QueueShare(match[1], int(match[2]) if match[2] else None))
@@ -71,7 +77,26 @@ def parse_queues(values: Sequence[str]) -> tuple[QueueShare, ...]:
         raise ConfigurationError(f"queues {', '.join(values)}: each may be named once")
     if len({share.weight is None for share in shares}) > 1:
         raise ConfigurationError(f"queues {', '.join(values)}: give all of them a weight, or none")
+    if len(shares) > 1 and shares[0].weight is None and ALL_QUEUES in values:
+        raise ConfigurationError(f"queues {', '.join(values)}: give * alone, or give all of them a weight")
     return tuple(shares) or (QueueShare("default"),)
+
+
+def name_all(shares: Sequence[QueueShare], defined: Collection[str]) -> list[QueueShare]:
+    """Return the shares with the queues that `*` stands for: `default` and the `defined` ones, except those named.
+
+    >>> name_all([QueueShare("critical", 6), QueueShare("*", 1)], ["bulk", "critical"])
+    [QueueShare(name='critical', weight=6), QueueShare(name='bulk', weight=1), QueueShare(name='default', weight=1)]
+    """
+    named = {share.name for share in shares}
+    others = sorted({"default", *defined} - named)
+    return [
+        expanded
+        for share in shares
+        for expanded in (
+            [share] if share.name != ALL_QUEUES else [QueueShare(name, share.weight or 1) for name in others]
+        )
+    ]
 
 
 class QueueSchedule:

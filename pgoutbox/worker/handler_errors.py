@@ -62,7 +62,7 @@ def traceback_of(error: BaseException, *, with_texts: bool) -> str:
 
 
 def _without_texts(error: BaseException) -> str:
-    parts = []
+    parts: list[str] = []
     found: BaseException | None = error
     while found is not None and len(parts) < _MAX_CHAIN:
         frames = "".join(traceback.format_tb(found.__traceback__))

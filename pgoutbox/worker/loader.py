@@ -32,6 +32,7 @@ from pgoutbox.worker.signals import Signals
 
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _KEPT_CONTENTS: Final = 16
+_KEPT_CHARS: Final = 16_777_216
 _EMPTY_HEADERS: Final[Mapping[str, str]] = {}
 _Content = JsonValue | Permanent | Transient  # The shared content of a fan-out, or the outcome if it cannot be read.
 
@@ -64,6 +65,7 @@ class Loader:
         self._signals = signals
         self._telemetry = telemetry
         self._contents: dict[int, _Content] = {}
+        self._content_lengths: dict[int, int] = {}
 
     async def take_over(self, rows: Sequence[ClaimedRow], leased_at: float) -> None:
         """Put the rows of one claim into the pool, or finish them. `leased_at` is its start, on `elapsed_clock`."""
@@ -172,8 +174,22 @@ class Loader:
                 return None
             contents.update((n, _read_content(text, topics[n], self._keyring)) for n, text in found.items())
             # The messages of a fan-out are claimed together, so the last contents are likely to be needed next.
-            self._contents = dict(list((self._contents | contents).items())[-_KEPT_CONTENTS:])
+            self._content_lengths = newest_contents(
+                self._content_lengths | {content_id: len(text) for content_id, text in found.items()}
+            )
+            known = self._contents | contents
+            self._contents = {content_id: known[content_id] for content_id in self._content_lengths}
         return contents
+
+
+def newest_contents(lengths: Mapping[int, int]) -> dict[int, int]:
+    """Return the last of these contents that are worth their memory, with their lengths. It keeps at least one."""
+    kept: dict[int, int] = {}
+    for content_id, length in reversed(list(lengths.items())):
+        if kept and (len(kept) == _KEPT_CONTENTS or sum(kept.values()) + length > _KEPT_CHARS):
+            break
+        kept[content_id] = length
+    return dict(reversed(list(kept.items())))
 
 
 def _find_content(content_id: int, contents: Mapping[int, _Content] | None) -> tuple[JsonValue, AttemptResult | None]:

@@ -34,12 +34,12 @@ from pgoutbox.observability.server import TelemetryServer
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 from pgoutbox.transports import Transport
-from pgoutbox.transports.readiness import lacks_of_mail
+from pgoutbox.transports.readiness import lacks_of
 from pgoutbox.transports.redirect import Redirect
 from pgoutbox.transports.registry import complete
 from pgoutbox.worker.alert import ALERT_TOPIC, alert_handler
 from pgoutbox.worker.attempt import ABANDONED, Attempt
-from pgoutbox.worker.claim_planner import QueueSchedule, QueueShare
+from pgoutbox.worker.claim_planner import QueueSchedule, QueueShare, name_all
 from pgoutbox.worker.claimer import Claimer
 from pgoutbox.worker.django_orm import DjangoConnections
 from pgoutbox.worker.doorbell import Doorbell
@@ -52,6 +52,7 @@ from pgoutbox.worker.notifier import Notifier
 from pgoutbox.worker.outage import Outage
 from pgoutbox.worker.poll_loop import PollLoop
 from pgoutbox.worker.pool import AttemptPool
+from pgoutbox.worker.presence import Presence
 from pgoutbox.worker.signals import Signals
 from pgoutbox.worker.stall_watch import StallWatch
 
@@ -106,7 +107,11 @@ class Worker:
         self._topics = sorted(self._handlers)
         self._middlewares = outbox.middlewares
         self._hold_topics = sorted(t for t, h in self._handlers.items() if h.on_unknown == "hold")
-        self._queues = QueueSchedule(queues, now=elapsed_clock())
+        self._defined_queues = sorted({topic.queue for topic in outbox.topics.values() if topic.queue is not None})
+        self._fixed_destinations = {
+            topic.name: topic.destination for topic in outbox.topics.values() if isinstance(topic.destination, str)
+        }
+        self._queues = QueueSchedule(name_all(queues, self._defined_queues), now=elapsed_clock())
         self.name: str = _name_for(self._settings)
         self.telemetry: Telemetry = Telemetry(_log)
         self._redirect = Redirect.at_start(self._settings.redirect)
@@ -130,6 +135,13 @@ class Worker:
         async with (
             self._at_work(listen=self._settings.listen, patient=True, serves=True),
             Maintenance(self._settings, self._store, self.telemetry),
+            Presence(
+                self._store,
+                self.telemetry,
+                queues=self._queues.names,
+                topics=self._topics,
+                defined=self._defined_queues,
+            ),
         ):
             await self._poll_loop.run()
 
@@ -214,7 +226,6 @@ class Worker:
     @contextlib.asynccontextmanager
     async def _running(self, *, listen: bool, patient: bool, is_run: bool) -> AsyncIterator[None]:
         self._assemble(listen=listen)
-        level = logging.DEBUG if is_run else logging.INFO  # Cron starts a run every minute.
         counts = self.telemetry.counts.copy()
         try:
             await self._check_server(patient=patient)
@@ -225,7 +236,7 @@ class Worker:
             self._finishing.add_done_callback(lambda task: None if task.cancelled() else self.stop())
             self._is_started = True
             if not self._stopping.is_set():
-                self._report_start(level)
+                self._report_start(is_run=is_run)
             try:
                 yield
             finally:
@@ -234,25 +245,31 @@ class Worker:
                     self._report_run(counts)
         finally:
             await self._close()
-            self.telemetry.report(level, LogEvent.WORKER_STOPPED, "worker stopped", worker=self.name)
+            self.telemetry.report(
+                logging.DEBUG if is_run else logging.INFO, LogEvent.WORKER_STOPPED, "worker stopped", worker=self.name
+            )
         self._lease_keeper.check()
 
     def _report_run(self, before: Mapping[LogEvent, int]) -> None:
         counts = {event.value: self.telemetry.counts[event] - before.get(event, 0) for event in _OUTCOMES}
         self.telemetry.report(logging.INFO, LogEvent.RUN_DONE, "run done", worker=self.name, **counts)
 
-    def _report_start(self, level: int) -> None:
+    def _report_start(self, *, is_run: bool) -> None:
         self.telemetry.report(
-            level, LogEvent.WORKER_STARTED, "worker started", worker=self.name, queues=self._queues.names
+            logging.DEBUG if is_run else logging.INFO,  # Cron starts a run every minute.
+            LogEvent.WORKER_STARTED,
+            "worker started",
+            worker=self.name,
+            queues=self._queues.names,
         )
         if self._redirect is not None:
             self.telemetry.report(logging.WARNING, LogEvent.REDIRECTING, "e-mail is redirected, the rest held back")
         functions = {topic: handler.function for topic, handler in self._handlers.items()}
-        for lack in lacks_of_mail(self._settings, self._transports, functions):
+        for lack in lacks_of(self._settings, self._transports, functions, self._fixed_destinations):
             self.telemetry.report(
                 logging.WARNING,
-                LogEvent.MAIL_NOT_READY,
-                "e-mail cannot go out with these settings",
+                LogEvent.TRANSPORT_NOT_READY,
+                "messages cannot go out with these settings",
                 setting=lack.variable,
                 reason=lack.reason,
                 topics=lack.topics,

@@ -12,6 +12,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from pgoutbox.database import sql
 from pgoutbox.message import TRANSITIONS, AttemptOutcome, State
 from pgoutbox.outbox import EnqueueOptions
 from pgoutbox.settings import ENVIRONMENT_PREFIX, VARIABLES, Settings
-from pgoutbox.testing import OutboxDriver
+from pgoutbox.testing import OutboxDriver, sqlalchemy_url
 from tests.support.messages import ADD_ATTEMPT, put
 from tests.support.outbox_actions import claim, enqueue, finish_sent
 from tests.support.pages import DOCS, GENERATED, PAGES, ROOT, WRITTEN, Block, all_blocks, blocks_of, prose_of, title
@@ -369,10 +370,11 @@ def test_the_key_from_the_query_equals_the_message_id_header(history: psycopg.Co
 
 
 def test_plain_sql_enqueues(rolled_back: psycopg.Connection) -> None:
-    (block,) = [block for block in all_blocks("sql") if block.directive == "run"]
-    assert rolled_back.execute(block.text.encode()).fetchone() is not None
-    (count,) = rolled_back.execute("SELECT count(*) FROM pgoutbox.message").fetchone() or (0,)
-    assert count == 1
+    enqueues = [block for block in all_blocks("sql") if block.directive == "run"]
+    for block in enqueues:
+        rolled_back.execute(block.text.encode())
+    topics = rolled_back.execute("SELECT topic FROM pgoutbox.message ORDER BY id").fetchall()
+    assert topics == [("mail.welcome",), ("mail.registration",)]  # The third enqueue is a duplicate.
 
 
 CAP: Final = 1_000
@@ -515,6 +517,39 @@ def test_the_alembic_configuration_runs_both_histories(block: Block, tmp_path: P
     assert Path(getattr(made, "path", "")).parent == scripts / "versions"
     command.downgrade(config, "4f1c2a@base")
     command.downgrade(config, "pgoutbox@base")
+
+
+def test_the_commands_for_a_new_alembic_project_create_revisions_in_it(tmp_path: Path, empty_dsn: str) -> None:
+    """A copy of the package stands for the installed one. `alembic init` creates the project."""
+    package = tmp_path / "installed" / "pgoutbox"
+    shutil.copytree(ROOT / "pgoutbox", package)  # Follows the link to the migrations.
+    environment = os.environ | {"PYTHONPATH": str(package.parent), "PGOUTBOX_DSN": empty_dsn}
+
+    def type_in(line: str) -> subprocess.CompletedProcess[str]:
+        typed = [sys.executable, "-m", *shlex.split(line)]
+        return subprocess.run(typed, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    assert type_in("alembic init migrations").returncode == 0
+    ini = tmp_path / "alembic.ini"
+    location = re.findall(r"^version_locations = .*$", INIS[0].text, re.MULTILINE)[0]
+    url = sqlalchemy_url(empty_dsn).render_as_string(hide_password=False).replace("%", "%%")
+    changed = re.sub(
+        r"^path_separator = .*$", f"path_separator = space\n{location}", ini.read_text(), flags=re.MULTILINE
+    )
+    ini.write_text(re.sub(r"^sqlalchemy.url = .*$", lambda _: f"sqlalchemy.url = {url}", changed, flags=re.MULTILINE))
+    shipped = sorted((package / "migrations" / "versions").glob("*.py"))
+
+    refused = type_in("alembic revision -m first")
+    assert "is not represented in current version locations" in refused.stdout + refused.stderr
+    (block,) = [block for block in blocks_of(DOCS / "how-to/migrations.md", "sh") if block.directive == "run: alembic"]
+    for line in block.text.splitlines():
+        done = type_in(line)
+        assert done.returncode == 0, done.stdout + done.stderr
+    names = [path.name for path in (tmp_path / "migrations" / "versions").glob("*.py")]
+    assert sorted(name.partition("_")[2] for name in names) == ["add_places.py", "first.py"]
+    assert sorted((package / "migrations" / "versions").glob("*.py")) == shipped
+    current = type_in("pgoutbox migrate current --json")
+    assert '"history": "application"' in current.stdout
 
 
 # --- the tutorial -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -20,11 +21,17 @@ import pytest
 import redis
 from psycopg import sql as composable
 
+from examples.mail_provider import MailProvider
 from examples.password_reset import hash_of
+from examples.sms import Sms, SmsTransport
+from pgoutbox import Email, Permanent, Sent, Transient, Unavailable
 from pgoutbox.settings import ENVIRONMENT_PREFIX
 from pgoutbox.webhooks import verify
+from tests.support import webhook_server as http
 from tests.support.brokers import HOST, accepts, free_port, redis_server
 from tests.support.outbox_actions import make_due, row_of
+from tests.support.sends import outgoing
+from tests.support.settings import settings_with
 from tests.support.smtp_server import Inbox, Misbehaviour, accepting_server, parsed, scripted_server
 from tests.support.waiting import until
 from tests.support.webhook_server import webhook_server
@@ -32,6 +39,8 @@ from tests.support.webhook_server import webhook_server
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from pgoutbox.message import Outcome
+    from pgoutbox.transports import Content, Transport
     from tests.conftest import Server
 
 pytestmark = pytest.mark.slow
@@ -222,6 +231,114 @@ async def test_every_reader_gets_the_newsletter_which_is_stored_once(shell: Shel
     assert {recipient for recipient, _ in got} == {f"reader{n}@example.org" for n in range(12)}
     assert len({text for _, text in got}) == 1
     assert states(dsn) == {"sent": 12}
+
+
+async def test_a_text_message_reaches_each_number_once(shell: Shell, dsn: str) -> None:
+    async with webhook_server(http.answer(202)) as gateway:
+        shell.environment.update(SMS_GATEWAY_URL=gateway.url("/v1/messages", scheme="http"), SMS_GATEWAY_KEY="k3y")
+        assert await shell.example("sms", "+491701234567", "+491707654321") == ["enqueued 2"]
+        await shell.deliver("sms")
+    bodies = [json.loads(received.body) for received in gateway.received]
+    assert sorted(bodies, key=lambda body: body["to"]) == [
+        {"to": "+491701234567", "text": "See you at 18:30."},
+        {"to": "+491707654321", "text": "See you at 18:30."},
+    ]
+    assert {received.headers["authorization"] for received in gateway.received} == {"Bearer k3y"}
+    assert len({received.headers["idempotency-key"] for received in gateway.received}) == 2
+    assert states(dsn) == {"sent": 2}
+
+
+async def test_a_gateway_that_is_not_configured_holds_text_messages_back(shell: Shell, dsn: str) -> None:
+    await shell.example("sms", "+491701234567")
+    await shell.deliver("sms")
+    assert states(dsn) == {"pending": 1}
+    with psycopg.connect(dsn) as connection:
+        assert connection.execute("SELECT last_error FROM pgoutbox.message").fetchone() == (
+            "circuit breaker sms: is open: SMS_GATEWAY_URL is not set",
+        )
+
+
+async def test_an_email_reaches_its_recipient_by_the_providers_api(shell: Shell, dsn: str) -> None:
+    for name in [name for name in shell.environment if name.startswith("PGOUTBOX_SMTP")]:
+        del shell.environment[name]
+    async with webhook_server(http.answer(200)) as api:
+        shell.environment.update(MAIL_PROVIDER_URL=api.url("/v1", scheme="http"), MAIL_PROVIDER_KEY="k3y")
+        assert await shell.example("mail_provider", "ada@example.org") == ["enqueued 1"]
+        await shell.deliver("mail_provider")
+        assert await MailProvider(settings_with(), api.url("/v1", scheme="http"), "k3y").check() is None
+    sent, checked = api.received
+    body = json.loads(sent.body)
+    mail = parsed(base64.b64decode(body.pop("mime")))
+    assert body == {"sender": "shop@club.test", "recipients": ["ada@example.org"]}
+    assert (mail["To"], mail["Subject"]) == ("ada@example.org", "Your receipt")
+    assert (sent.target, sent.headers["authorization"]) == ("/v1/send", "Bearer k3y")
+    assert f"<{sent.headers['idempotency-key']}@club.test>" == mail["Message-ID"]
+    assert checked.target == "/v1/account"
+    assert states(dsn) == {"sent": 1}
+
+
+async def test_the_redirect_holds_for_the_providers_api(shell: Shell) -> None:
+    shell.environment["PGOUTBOX_REDIRECT_TO"] = "tester@example.org"
+    async with webhook_server(http.answer(200)) as api:
+        shell.environment.update(MAIL_PROVIDER_URL=api.url("/v1", scheme="http"), MAIL_PROVIDER_KEY="k3y")
+        await shell.example("mail_provider", "ada@example.org")
+        await shell.deliver("mail_provider")
+    (sent,) = api.received
+    assert json.loads(sent.body)["recipients"] == ["tester@example.org"]
+
+
+ANSWERS: dict[str, tuple[http.Answer, Outcome]] = {
+    "accepted": (http.answer(202), Sent()),
+    "refused": (http.answer(400), Permanent("400")),
+    "unprocessable": (http.answer(422), Permanent("422")),
+    "wrong key": (http.answer(401), Unavailable("401")),
+    "no credit": (http.answer(402), Unavailable("402")),
+    "forbidden": (http.answer(403), Unavailable("403")),
+    "too many": (http.answer(429, Retry_After="120"), Transient("429", 120)),
+    "too many until a date": (http.answer(429, Retry_After="Sun, 01 Mar 2026 12:00:00 GMT"), Transient("429")),
+    "down": (http.answer(503, Retry_After="7"), Transient("503", 7, outage=True)),
+    "silent": (http.Misbehaviour.HANG, Transient("ReadTimeout", outage=True, unknown=True)),
+    "lost": (http.Misbehaviour.DROP, Transient("RemoteProtocolError", outage=True, unknown=True)),
+}
+
+
+def told(outcome: Outcome) -> tuple[object, ...]:
+    """Return everything that an outcome says."""
+    values = [getattr(outcome, name, None) for name in ("error", "retry_after", "outage", "unknown")]
+    return type(outcome), *values
+
+
+async def outcome_of(transport: Transport, destination: str, content: Content) -> Outcome:
+    try:
+        return await transport.send(outgoing(destination=destination), content)
+    finally:
+        await transport.aclose()
+
+
+@pytest.mark.parametrize(("given", "expected"), ANSWERS.values(), ids=ANSWERS.keys())
+async def test_the_answers_of_a_gateway_become_outcomes(given: http.Answer, expected: Outcome) -> None:
+    email = Email(sender="a@club.test", subject="Hello", text="Hi")
+    async with webhook_server(given) as server:
+        url = server.url(scheme="http")
+        sms = await outcome_of(SmsTransport(url, "k3y", timeout=1), "sms:+491701234567", Sms("Hi"))
+        provider = MailProvider(settings_with(), url, "k3y", timeout=1)
+        mail = await outcome_of(provider, "mailto:ada@example.org", email)
+    kind, error, *rest = told(expected)
+    named = {name: None if error is None else f"{name}: {error}" for name in ("SMS gateway", "mail provider")}
+    assert told(sms) == (kind, named["SMS gateway"], *rest)
+    assert told(mail) == (kind, named["mail provider"], *rest)
+
+
+async def test_a_gateway_that_is_down_is_an_outage_and_nothing_was_sent() -> None:
+    transport = SmsTransport(f"http://{HOST}:{free_port()}", "k3y")
+    assert transport.breaker_key(outgoing(destination="sms:+491701234567"), None) == f"sms:{HOST}"
+    outcome = await outcome_of(transport, "tel:+491701234567", Sms("Hi"))
+    assert told(outcome) == (Transient, "SMS gateway: ConnectError", None, True, False)
+
+
+@pytest.mark.parametrize("number", ["", "sms:", "sms:0170123", "sms:+49170123456\n7", "sms:+49170?body=x"])
+async def test_a_wrong_number_is_refused(number: str) -> None:
+    assert isinstance(await outcome_of(SmsTransport("http://127.0.0.1:1", ""), number, Sms("Hi")), Permanent)
 
 
 def indexed_ids(shell: Shell) -> list[int]:

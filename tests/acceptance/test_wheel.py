@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -12,14 +15,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 import pgoutbox
+from tests.support.brokers import accepts, free_port
+from tests.support.pages import ROOT, blocks_of
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 pytestmark = pytest.mark.slow
 
-
-ROOT = Path(__file__).parents[2]
 
 APP = """
 from pathlib import Path
@@ -75,18 +79,69 @@ def test_the_wheel_alone_migrates_a_database_and_delivers_a_message(
     assert '"sent": 1' in answer
 
 
+def test_the_quick_start_of_the_readme_delivers_an_e_mail_and_has_strict_types(
+    wheel: Path, empty_dsn: str, tmp_path: Path, run_in_new_environment: Callable[..., str]
+) -> None:
+    """Types the commands of the README, with this wheel, this database and a free port."""
+    (program,) = [block for block in blocks_of(ROOT / "README.md") if block.file_name == "shop.py"]
+    (commands,) = [block for block in blocks_of(ROOT / "README.md") if block.directive == "run: quick start"]
+    (tmp_path / "shop.py").write_text(program.text)
+    port = str(free_port())
+    typed = commands.text.replace("'pgoutbox[", f"'{wheel}[").replace("8025", port)
+    typed = re.sub(r"PGOUTBOX_DSN=\S+", f"PGOUTBOX_DSN={shlex.quote(empty_dsn)}", typed)
+    before, server, after = re.split(r"^(.*aiosmtpd --nosetuid.*) &\n", typed, flags=re.MULTILINE)
+    run_in_new_environment("bash", "-ec", before)
+    exports = "".join(line for line in before.splitlines(keepends=True) if line.startswith("export "))
+    with (tmp_path / "mails").open("w") as mails:
+        mail_server = subprocess.Popen(
+            [str(tmp_path / "venv" / "bin" / "python"), "-u", *shlex.split(server)[1:]], stdout=mails
+        )
+        try:
+            wait_until(lambda: accepts(int(port)), lambda: f"no mail server at {port}")
+            run_in_new_environment("bash", "-ec", exports + after)
+        finally:
+            mail_server.terminate()
+            mail_server.wait()
+    received = (tmp_path / "mails").read_text()
+    assert received.count("MESSAGE FOLLOWS") == 1
+    assert "To: ada@example.org" in received
+    assert "Order 7 is on its way." in received
+    interpreter = tmp_path / "venv" / "bin" / "python"
+    checked = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--config-file=",
+            "--strict",
+            "--python-executable",
+            str(interpreter),
+            "shop.py",
+        ],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.stdout.startswith("Success"), checked.stdout + checked.stderr
+
+
 @pytest.fixture
 def run_in_new_environment(tmp_path: Path) -> Callable[..., str]:
-    """Run a program of a new virtual environment in an empty directory."""
+    """Run a program in an empty directory, with the programs of a new virtual environment first in PATH."""
     environment = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
 
     def run(program: str, *arguments: str, **variables: str) -> str:
         inherited = {n: v for n, v in os.environ.items() if not n.startswith(("PGOUTBOX_", "PYTHON"))}
+        path = f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        found = shutil.which(program, path=path)
+        assert found is not None, program
         done = subprocess.run(
-            [str(environment / "bin" / program), *arguments],
+            [found, *arguments],
             cwd=tmp_path,
-            env=inherited | variables,
+            env=inherited | variables | {"PATH": path},
             capture_output=True,
             text=True,
             check=False,

@@ -228,11 +228,27 @@ class TestMigrate:
         assert cli_anywhere("migrate", "current").out == f"not migrated (newest: {head})\n"
         assert cli_anywhere("migrate").out == f"schema pgoutbox: base -> {head}\n"
         assert cli_anywhere("migrate").out == f"schema pgoutbox: up to date at {head}\n"
-        assert cli_anywhere("migrate", "current", "--json").json == {"revision": head, "head": head}
+        assert cli_anywhere("migrate", "current", "--json").json == {
+            "revision": head,
+            "head": head,
+            "history": "pgoutbox",
+        }
+        assert cli_anywhere("migrate", "current").out == f"{head} (up to date)\n"
         assert cli_anywhere("migrate", "downgrade", "base", "--yes", "--json").json == {
             "before": head,
             "revision": None,
         }
+
+    def test_current_recognizes_a_schema_of_the_applications_history(
+        self, cli_anywhere: Callable[..., Done], empty_dsn: str
+    ) -> None:
+        cli_anywhere("migrate")
+        with psycopg.connect(empty_dsn) as connection:
+            connection.execute("ALTER TABLE pgoutbox.alembic_version SET SCHEMA public")
+        assert cli_anywhere("migrate", "current").out == (
+            f"{migrate.head()} (up to date; migrated by the application's own Alembic history:"
+            " upgrade it with `alembic upgrade heads`)\n"
+        )
 
     def test_downgrade_asks_for_confirmation(self, cli_anywhere: Callable[..., Done], empty_dsn: str) -> None:
         cli_anywhere("migrate")
@@ -811,13 +827,39 @@ class TestDeciding:
         assert "mail" in cli("queues").out
         assert cli("limit", "mail", "--rate", "none", "--in-flight", "none").out == "queue mail: no limits\n"
 
+    def test_a_ceiling_limits_the_rate_that_operators_may_set(
+        self, cli: Callable[..., Done], dsn: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (limited,) = cli("limit", "mail", "--at-most", "60/hour", "--json").json
+        assert (limited["rate_count"], limited["rate_seconds"], limited["burst"]) == (60, 3600, 5)
+        assert (limited["ceiling_count"], limited["ceiling_seconds"]) == (60, 3600)
+        with login(dsn, "pgoutbox_operator") as theirs:
+            monkeypatch.setenv("PGOUTBOX_DSN", theirs)
+            assert cli("limit", "mail", "--rate", "1/m").exit_code == 0
+            assert cli("limit", "mail", "--rate", "100/hour") == Done(
+                1,
+                "",
+                "error: rate 100 in 3600 s: the ceiling of queue mail is 60 in 3600 s, which the owner of the schema has"
+                " set. Set a lower value, or ask the owner to run: pgoutbox limit mail --at-most RATE\n",
+            )
+            refused = cli("limit", "mail", "--at-most", "none")
+        assert (refused.exit_code, refused.err) == (
+            2,
+            "error: --at-most: only the owner of the schema may set a ceiling; give its login role with --dsn\n",
+        )
+        monkeypatch.setenv("PGOUTBOX_DSN", dsn)
+        (limited,) = cli("limit", "mail", "--at-most", "none", "--json").json
+        assert (limited["rate_count"], limited["ceiling_count"]) == (1, None)
+        assert cli("limit", "mail", "--rate", "none").out == "queue mail: no limits\n"
+
     @pytest.mark.parametrize(
         ("arguments", "problem"),
         [
-            ((), "give --rate, --in-flight or both"),
-            (("--burst", "3"), "give --rate, --in-flight or both"),
+            ((), "give --rate, --in-flight or --at-most"),
+            (("--burst", "3"), "give --rate, --in-flight or --at-most"),
             (("--rate", "none", "--burst", "3"), "--burst"),
             (("--rate", "fast"), "is not a rate"),
+            (("--at-most", "fast"), "is not a rate"),
             (("--rate", "0/s"), "is not a rate"),
             (("--rate", "9999999/s"), "is not a rate"),
             (("--rate", "1/31d"), "longer than 30 days"),

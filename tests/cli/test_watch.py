@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import Outbox, Transient
+from pgoutbox import Outbox, Topic, Transient
 from pgoutbox.cli.main import main
 from pgoutbox.database import operator_connection
 from pgoutbox.message import State
 from pgoutbox.operations import activity
 from pgoutbox.settings import load_settings
 from pgoutbox.worker import Worker
+from pgoutbox.worker.claim_planner import parse_queues
 from tests.support.messages import put
-from tests.support.outbox_actions import enqueue, lapse
+from tests.support.outbox_actions import enqueue, lapse, running
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,6 +85,24 @@ async def test_a_worker_is_shown_with_its_messages(
     assert found.connected_at is not None
     assert found.lease_expires_at is not None
     assert message_id
+
+
+async def test_an_idle_worker_is_shown_with_its_queues_and_topics(
+    dsn: str, operator: psycopg.Connection, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(load_settings(dsn=dsn, worker_name="a-rather-long-name-of-a-pod-in-some-cluster-7d9f8b6c5d"))
+    outbox.define(Topic("mail.bulk", queue="bulk"))
+
+    @outbox.handler("greet")
+    async def greet(message: object, ctx: object) -> None: ...
+
+    worker = Worker(outbox, queues=parse_queues(["*"]))
+    async with running(worker):
+        await until(lambda: [found.seen_at for found in activity.list_workers(operator) if found.seen_at])
+        (found,) = activity.list_workers(operator)
+    assert (found.worker, found.in_flight, found.topics) == (worker.name, 0, ["greet"])
+    assert found.queues == ["bulk", "default"]
+    assert found.connected_at is not None
 
 
 def test_a_vanished_worker_is_shown_by_its_remaining_messages(
@@ -180,7 +200,7 @@ def test_top_prints_each_refresh(cli: object, database: psycopg.Connection) -> N
 
 def test_workers_are_listed(cli: object, database: psycopg.Connection) -> None:
     assert callable(cli)
-    assert cli("workers") == "no worker holds a message or is connected\n"
+    assert cli("workers") == "no worker runs or holds a message\n"
     put(database, State.SENDING)
     assert json.loads(cli("workers", "--json"))["in_flight"] == 1
     assert cli("workers").splitlines()[1].startswith("w\t1\t0\t")

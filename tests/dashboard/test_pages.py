@@ -151,6 +151,13 @@ def test_the_overview_counts_every_state(site: Site, db: psycopg.Connection) -> 
     assert "w 2 0" in page.words, "the worker with leases is missing"
 
 
+def test_the_overview_shows_the_queues_and_topics_of_idle_workers(site: Site, db: psycopg.Connection) -> None:
+    assert "No worker runs." in get(site.vera, "/").words
+    db.execute("INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('idle', '{bulk,default}', '{bye,greet}')")
+    site.dashboard.forget()
+    assert "idle 0 0 bulk, default bye, greet" in get(site.vera, "/").words
+
+
 def test_the_overview_shows_how_long_the_oldest_due_message_has_waited(site: Site, db: psycopg.Connection) -> None:
     assert "Oldest due message none" in get(site.vera, "/").words
     waiting, later = put(db), put(db)
@@ -648,6 +655,25 @@ def test_an_operator_controls_a_queue(
     assert answer.status_code == 200, answer.text
     assert told in Page(answer.text).words
     assert audit_of(db)[2:] == [("ada", "web 127.0.0.1", action, "bulk", None, details)]
+
+
+def test_an_operator_learns_the_ceiling_of_a_queue(site: Site, db: psycopg.Connection) -> None:
+    Operator(db).limit_ceiling("bulk", Rate(60, 3600))
+    assert "60 in 1 h, burst 5 5.0 tokens now ceiling 60 in 1 h" in get(site.ada, "/queues").words
+    answer = site.ada.post("/queues/bulk/rate", data={"rate": "100", "per": "hour"})
+    assert answer.status_code == 409
+    assert (
+        "Rate 100 in 3600 s: the ceiling of queue bulk is 60 in 3600 s, which the owner of the schema has set. "
+        "Set a lower value, or ask the owner to run: pgoutbox limit bulk --at-most RATE."
+    ) in Page(answer.text).words
+    assert "60 in 1 h, burst 5" in get(site.ada, "/queues").words
+
+
+def test_the_audit_shows_no_burst_for_a_limit_without_one(site: Site, db: psycopg.Connection) -> None:
+    db.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('bulk', 3)")
+    shown = get(site.ada, "/audit").words
+    assert "max in flight 3" in shown
+    assert "None" not in shown
 
 
 def test_a_paused_queue_is_resumed(site: Site, db: psycopg.Connection) -> None:

@@ -85,7 +85,7 @@ def most_read(plan: dict[str, Any]) -> int:
     [
         ("LIVE_QUEUES", {"queue": None, "queues": 10, "cap": CAP}, 8 * CAP),
         ("LIVE_QUEUES", {"queue": "default", "queues": 10, "cap": CAP}, 8 * CAP),
-        ("LEASE_HOLDERS", {"cap": CAP}, CAP),
+        ("RUNNING_WORKERS", {"cap": CAP}, CAP),
         ("COUNT_DONE", {"cap": CAP}, CAP),
         ("FAILED_LATELY", {"cap": CAP}, CAP),
         ("FAILED_GROUPS", {"cap": CAP, "limit": 10}, CAP),

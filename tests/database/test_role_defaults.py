@@ -13,7 +13,7 @@ from psycopg import sql as composable
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.types.json import Jsonb
 
-from pgoutbox import Message, Outbox, migrate
+from pgoutbox import Enqueued, Message, Outbox, migrate
 from pgoutbox.cli.main import main
 from pgoutbox.dashboard import create_app
 from pgoutbox.doctor import Level, examine
@@ -123,7 +123,7 @@ def test_an_enqueue_on_a_connection_without_an_encoding_writes_utf8(dsn: str, db
     with psycopg.connect(dsn, client_encoding="SQL_ASCII") as connection:
         enqueued = outbox.enqueue(connection, "greet", UNSPEAKABLE, dedupe_key="once")
         again = outbox.enqueue(connection, "greet", UNSPEAKABLE, dedupe_key="once")
-    assert again == (enqueued.id, True)
+    assert again == Enqueued(enqueued.id, True)
     assert db.execute("SELECT payload #>> '{}' FROM pgoutbox.message").fetchall() == [(UNSPEAKABLE,)]
 
 

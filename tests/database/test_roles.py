@@ -11,12 +11,14 @@ import psycopg
 import pytest
 
 from pgoutbox import (
+    Cancelled,
     CancelResult,
     Context,
     Message,
     NewMessage,
     Outbox,
     Permanent,
+    RescheduleResult,
     RetryPolicy,
     Skip,
     Snooze,
@@ -48,6 +50,7 @@ PRODUCER, WORKER, OPERATOR, VIEWER = ROLES
 
 VIEWS: Final = (
     "attempt_view", "breaker_view", "message_view", "pulse_view", "queue_view", "retention_view", "waiting_view",
+    "worker_view",
 )  # fmt: skip
 
 TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
@@ -72,10 +75,12 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "retired": "SELECT",
         "maintenance_run": "SELECT",
         "worker_run": "SELECT",
+        "worker": "DELETE INSERT SELECT UPDATE",
+        "worker_view": "SELECT",
     },
     OPERATOR: {
         "audit": "SELECT",
-        "queue": "INSERT SELECT UPDATE",
+        "queue": "SELECT",
         "renewal": "DELETE",
         "retention": "DELETE INSERT SELECT UPDATE",
         "retired": "SELECT",
@@ -98,6 +103,8 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "worker_run UPDATE": "ended_at failures interval_seconds worker",
     },
     OPERATOR: {
+        "queue INSERT": "burst max_in_flight name paused_at rate_count rate_seconds resume_at tokens tokens_at",
+        "queue UPDATE": "burst max_in_flight paused_at rate_count rate_seconds resume_at tokens tokens_at",
         "renewal SELECT": "lease_expires_at",
         "worker_run SELECT": "ended_at interval_seconds worker",
     },
@@ -400,7 +407,7 @@ def test_dynamic_sql_quotes_every_name(rolled_back: psycopg.Connection) -> None:
 
 ENQUEUE_CHECKED: Final = (
     "SELECT pgoutbox._enqueue_checked"
-    "('t', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, true)"
+    "('t', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, NULL, NULL, true)"
 )
 WRITES: Final = (
     "INSERT INTO pgoutbox.message (topic, payload) VALUES ('t', '1')",
@@ -545,7 +552,10 @@ def test_a_producer_enqueues_and_cancels_in_every_way(dsn: str, connection: psyc
         assert ordered is not None
         assert outbox.cancel(producer, message_id=plain.id) is CancelResult.CANCELLED
         assert outbox.cancel(producer, topic="mail", coalesce_key="x") is CancelResult.CANCELLED
-        assert outbox.cancel(producer, topic="mail", dedupe_key="d") is CancelResult.CANCELLED
+        assert outbox.cancel(producer, topic="mail", dedupe_key="d") is CancelResult.SKIPPED  # It is superseded.
+        assert outbox.reschedule(producer, ordered.id, delay=60) is RescheduleResult.RESCHEDULED
+        owned = outbox.enqueue(producer, "mail", {}, owner="account-7")
+        assert outbox.cancel_all(producer, owner="account-7") == [Cancelled(owned.id, CancelResult.CANCELLED)]
         assert outbox.cancel(producer, topic="mail", dedupe_key="unknown") is CancelResult.MISSING
         producer.commit()
         with pytest.raises(psycopg.errors.InvalidParameterValue):

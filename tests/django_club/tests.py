@@ -25,6 +25,7 @@ class GreetingTest(TransactionTestCase):  # type: ignore[misc] # Django ships no
             for topic in topics:
                 outbox.enqueue(connection, topic, EMAIL)
         driver = OutboxDriver(outbox, dsn_of(connection))
+        self.addCleanup(driver.clear)
         driver.drain()
         assert [row.last_error for row in driver.messages()] == [None] * len(topics)
         assert len(driver.messages(state=State.SENT)) == len(topics)

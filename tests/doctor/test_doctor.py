@@ -23,7 +23,7 @@ from pydantic import SecretStr
 
 from pgoutbox import Outbox, Topic, migrate
 from pgoutbox.cli.commands import app
-from pgoutbox.database.sql import MISSING_RELATIONS
+from pgoutbox.database.sql import MISSING_RELATIONS, REPORT_PRESENCE
 from pgoutbox.doctor import Finding, Level, Limits, examine
 from pgoutbox.encryption import Identity, Keyring
 from pgoutbox.message import Message, State
@@ -74,6 +74,12 @@ def found(
         clock=lambda: time.time() + ahead_seconds,
     )
     return [finding for finding in findings if finding.check == check]
+
+
+def report(db: psycopg.Connection, worker: str, queues: list[str], topics: list[str]) -> None:
+    """Report the presence of a worker."""
+    parameters = {"worker": worker, "queues": queues, "topics": topics, "watched": [], "late_seconds": 60}
+    db.execute(REPORT_PRESENCE, parameters)
 
 
 def expect(findings: list[Finding], level: Level, *words: str) -> Finding:
@@ -785,6 +791,12 @@ def test_runs_of_cron_replace_a_connected_worker(dsn: str, db: psycopg.Connectio
     expect(found(dsn, "workers"), Level.WARNING, "no worker is connected", "pgoutbox worker")
 
 
+def test_the_queues_of_running_workers_are_named(dsn: str, db: psycopg.Connection) -> None:
+    report(db, "a", ["default"], ["greet"])
+    report(db, "b", ["bulk", "default"], ["greet"])
+    expect(found(dsn, "workers"), Level.OK, "2 workers connected, for the queues bulk, default")
+
+
 def test_a_role_that_cannot_see_other_roles_does_not_report_missing_workers(
     db: psycopg.Connection, role: tuple[str, str]
 ) -> None:
@@ -927,6 +939,25 @@ class TestDue:
         enqueue(db, queue="bulk")
         db.execute(HOUR_AGO)
         expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "does not claim them", "--queue bulk")
+
+    def test_a_queue_that_no_running_worker_serves_is_named(self, dsn: str, db: psycopg.Connection) -> None:
+        report(db, "a", ["default"], ["greet"])
+        enqueue(db, queue="bulk")
+        db.execute(HOUR_AGO)
+        expect(found(dsn, "due"), Level.PROBLEM, "no running worker serves this queue", "--queue bulk", "--queue '*'")
+        report(db, "b", ["bulk"], ["greet"])
+        expect(found(dsn, "due"), Level.PROBLEM, "does not claim them")
+
+    def test_a_topic_that_no_worker_of_the_queue_handles_is_named(
+        self, dsn: str, db: psycopg.Connection, handled: Outbox
+    ) -> None:
+        report(db, "old", ["default"], ["mail.new-too"])
+        report(db, "other", ["bulk"], ["mail.new"])
+        handled.define(Topic("mail.new"))
+        enqueue(db, "mail.new")
+        db.execute(HOUR_AGO)
+        for outbox in (None, handled):
+            expect(found(dsn, "due", outbox=outbox), Level.PROBLEM, "no handler for mail.new in a worker", "restart")
 
     def test_overloaded_workers_are_named(self, dsn: str, db: psycopg.Connection, posing: psycopg.Connection) -> None:
         enqueue(db)

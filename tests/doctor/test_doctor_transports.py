@@ -117,6 +117,32 @@ async def test_a_missing_sender_is_a_warning() -> None:
     expect(findings, Level.WARNING, "PGOUTBOX_SMTP_SENDER is not set")
 
 
+class Provider:
+    """The application's own transport for e-mail, which says what its check finds."""
+
+    schemes = ("mailto",)
+
+    def __init__(self, fault: str | None = None) -> None:
+        self._fault = fault
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        return Sent()
+
+    async def check(self) -> str | None:
+        return self._fault
+
+    async def aclose(self) -> None: ...
+
+
+def test_the_applications_own_transport_for_email_needs_no_smtp_settings() -> None:
+    finding = expect(found("smtp", Outbox(transports=[Provider()])), Level.OK, "own transport for e-mail works")
+    assert found("smtp", Outbox(transports=[Provider()])) == [finding], "and no warning of a missing sender"
+    broken = found("smtp", Outbox(transports=[Provider("mail provider: 401")]))
+    expect(broken, Level.PROBLEM, "mail provider: 401", "docs/how-to/mail-providers.md")
+    given = {"alert_destination": "mailto:ops@example.org"}
+    expect(found("smtp", Outbox(transports=[Provider()]), **given), Level.PROBLEM, "PGOUTBOX_ALERT_DESTINATION")
+
+
 def test_plain_text_to_another_machine_is_a_problem() -> None:
     given = {"smtp_host": NOWHERE, "smtp_security": "none", "smtp_sender": "a@club.org", "smtp_timeout_seconds": 0.5}
     findings = found("smtp", **given)

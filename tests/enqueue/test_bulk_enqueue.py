@@ -120,7 +120,7 @@ def enqueue_by_python(connection: psycopg.Connection, items: Sequence[Item]) -> 
         NewMessage(i.topic, 1, queue=i.queue, coalesce_key=i.coalesce_key, ordering_key=i.ordering_key) for i in items
     ]
     answers = Outbox().enqueue_many(connection, messages)
-    return [(index, message_id, duplicate) for index, (message_id, duplicate) in enumerate(answers)]
+    return [(index, answer.id, answer.duplicate) for index, answer in enumerate(answers)]
 
 
 TOPICS: Final = st.sampled_from("cab")

@@ -122,7 +122,7 @@ def test_cancel_works_under_stricter_isolation(outbox: Outbox, connection: psyco
 
 async def test_acancel_has_the_same_contract(outbox: Outbox, aconnect: AsyncConnect) -> None:
     connection = await aconnect()
-    message_id, _ = await outbox.aenqueue(connection, "mail", 1, coalesce_key="k")
+    message_id = (await outbox.aenqueue(connection, "mail", 1, coalesce_key="k")).id
     assert await outbox.acancel(connection, topic="mail", coalesce_key="k") is CancelResult.CANCELLED
     assert await outbox.acancel(connection, message_id) is CancelResult.ALREADY_CANCELLED
     assert await outbox.acancel(connection, message_id + 1) is CancelResult.MISSING

@@ -90,10 +90,10 @@ def test_the_message_exists_if_and_only_if_the_transaction_commits(outbox: Outbo
     assert count(observer) == 0
     producer.rollback()
     assert count(observer) == 0
-    message_id, duplicate = outbox.enqueue(producer, "mail", 2)
+    enqueued = outbox.enqueue(producer, "mail", 2)
     producer.commit()
-    assert row(observer, "payload, created_at = available_at", message_id) == (2, True)
-    assert not duplicate
+    assert row(observer, "payload, created_at = available_at", enqueued.id) == (2, True)
+    assert not enqueued.duplicate
 
 
 def test_a_defined_topic_sets_the_options_of_its_messages(outbox: Outbox, rolled_back: psycopg.Connection) -> None:

@@ -25,6 +25,7 @@ from pgoutbox.errors import SchemaError
 from pgoutbox.message import State
 from tests.support.messages import put
 from tests.support.outbox_actions import WatchedWorker, ask_for_locks, enqueue, running, settings_for
+from tests.support.pages import DOCS, blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -807,6 +808,20 @@ def preparing_dsn(open_directory: Path) -> Iterator[str]:
         connection.execute("ALTER SYSTEM SET max_prepared_transactions = 2")
     with embedded_server(data, durable=False) as server:
         yield server.dsn
+
+
+@pytest.mark.slow
+def test_the_documented_two_phase_commit_enqueues(preparing_dsn: str) -> None:
+    (block,) = [b for b in blocks_of(DOCS / "how-to/django-asyncpg.md", "python") if "tpc_prepare" in b.text]
+    page: dict[str, Any] = {}
+    exec(compile(block.text, block.place, "exec"), page)
+    with psycopg.connect(preparing_dsn) as connection:
+        connection.execute("CREATE TABLE member (email text)")
+        connection.commit()
+        page["sign_up"](connection, "ada@example.org")
+        assert connection.execute("SELECT destination FROM pgoutbox.message").fetchall() == [
+            ("mailto:ada@example.org",)
+        ]
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
@@ -29,7 +29,7 @@ def owners(connection: psycopg.Connection) -> list[str | None]:
 
 def test_an_owner_is_stored_by_every_way_to_enqueue(outbox: Outbox, connection: psycopg.Connection) -> None:
     outbox.enqueue(connection, "mail", None, owner="account-7")
-    bulk = [
+    bulk: list[NewMessage[Any]] = [
         NewMessage("mail", None, owner="account-8"),
         NewMessage("mail", None, owner="account-9", coalesce_key="k"),
         NewMessage("mail", None, owner="account-10", dedupe_key="k"),
@@ -54,7 +54,7 @@ def test_an_invalid_owner_is_refused(
     outbox: Outbox, connection: psycopg.Connection, owner: object, problem: str
 ) -> None:
     with pytest.raises(PayloadError, match=f"owner: .*{problem}"):
-        outbox.enqueue(connection, "mail", None, owner=owner)  # type: ignore[arg-type]
+        outbox.enqueue(connection, "mail", None, owner=owner)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("owner", ["", "x" * 513])
@@ -124,7 +124,7 @@ def test_either_an_owner_or_a_destination_is_given(
     outbox: Outbox, rolled_back: psycopg.Connection, target: dict[str, str]
 ) -> None:
     with pytest.raises(PayloadError, match="owner: give either an owner or a destination"):
-        outbox.cancel_all(rolled_back, **target)
+        outbox.cancel_all(rolled_back, **target)  # type: ignore[arg-type] # only texts
     names = ", ".join(f"{name} => %({name})s" for name in target)
     with pytest.raises(errors.InvalidParameterValue, match="either an owner or a destination"):
         rolled_back.execute(f"SELECT pgoutbox.cancel_all({names})".encode(), target)

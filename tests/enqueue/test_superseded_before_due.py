@@ -59,6 +59,17 @@ def test_a_due_message_is_left_to_its_claim(connection: psycopg.Connection) -> N
     assert connection.execute(view, [older]).fetchone() == ("superseded",)
 
 
+def test_a_message_that_fell_due_since_the_transaction_began_is_left_to_its_claim(
+    db: psycopg.Connection, connect: Connect
+) -> None:
+    producer = connect()
+    producer.execute("SELECT now()")
+    older = enqueue(db, coalesce_key="k")
+    enqueue(producer, coalesce_key="k")
+    producer.commit()
+    assert state_of(db, older) == "pending"
+
+
 def test_an_attempt_in_flight_is_left_alone(db: psycopg.Connection) -> None:
     older = enqueue(db, coalesce_key="k")
     assert [row.id for row in claim(db)] == [older]

@@ -328,7 +328,7 @@ def test_topics_and_payloads_are_lines_and_options_are_arrays() -> None:
     (chunk,) = chunks(drafts)
     assert chunk.parameters == (
         "a\nb", '{"x":"1\\n2"}\nnull', None, None, '{NULL,"k\n"}', None, None, [None, 2.0], None, None, None,
-        [DEFAULT, DEFAULT], None, None, None, None,
+        [DEFAULT, DEFAULT], None, None, None, None, None, None,
     )  # fmt: skip
 
 

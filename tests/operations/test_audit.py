@@ -182,7 +182,7 @@ def test_every_action_can_be_recorded(rolled_back: psycopg.Connection) -> None:
         ("UPDATE pgoutbox.queue SET paused_at = NULL WHERE name = 'bulk'", ("resume", "bulk", None, None, None)),
         (
             "UPDATE pgoutbox.queue SET max_in_flight = 3 WHERE name = 'bulk'",
-            ("limit", "bulk", None, None, {"rate": "none", "burst": None, "max_in_flight": 3}),
+            ("limit", "bulk", None, None, {"rate": "none", "max_in_flight": 3}),
         ),
         (
             "INSERT INTO pgoutbox.retention (topic, state, keep) VALUES ('mail', 'sent', '1 hour')",

@@ -318,7 +318,7 @@ class TestRedrive:
         message_id = put(operator, State.FAILED)
         with sleeping_worker(connect) as rings:
             Operator(operator).redrive(message_id)
-            assert rings() == ["default"]
+            assert rings() == ["all default"]
 
     def test_a_redrive_is_refused_if_another_message_has_taken_the_dedupe_key(
         self, rolled_back: psycopg.Connection

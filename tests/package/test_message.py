@@ -26,9 +26,9 @@ MESSAGE: Message[object] = Message(
 )
 
 
-def test_only_an_operator_revives_a_message_from_a_final_state() -> None:
-    ways_back = {state: TRANSITIONS[state] for state in FINAL_STATES if TRANSITIONS[state]}
-    assert ways_back == {State.FAILED: {State.PENDING}, State.CANCELLED: {State.PENDING}}
+def test_only_an_operator_changes_a_message_in_a_final_state() -> None:
+    acts = {state: TRANSITIONS[state] for state in FINAL_STATES if TRANSITIONS[state]}
+    assert acts == {State.FAILED: {State.PENDING, State.SKIPPED}, State.CANCELLED: {State.PENDING}}
 
 
 def test_every_state_is_reachable_and_every_message_can_end() -> None:

@@ -256,12 +256,7 @@ def cancel(connection: psycopg.Connection, message_id: int) -> str:
 
 def redrive(connection: psycopg.Connection, message_id: int) -> bool:
     """Redrive one message. Return whether it was redriven."""
-    parameters = {
-        "ids": [message_id],
-        "states": ["failed", "cancelled"],
-        "attempt_counts": None,
-        "destination": None,
-    }
+    parameters = {"ids": [message_id], "states": ["failed", "cancelled"], "attempt_counts": None, "destination": None}
     rows = connection.execute(sql.REDRIVE, parameters).fetchall()
     return bool(rows[0][1])
 

@@ -185,14 +185,14 @@ def test_a_missing_sender_costs_no_attempt() -> None:
 def test_a_domain_beyond_ascii_is_written_in_its_ascii_form() -> None:
     mail = render(Email(to="ann@bücher.example", subject="Hello", text="Hi"), outgoing(), SETTINGS)
     assert mail.recipients == ("ann@xn--bcher-kva.example",)
-    assert mail.smtputf8_field is None
+    assert mail.smtputf8_problem is None
     assert mail.content.isascii()
 
 
 def test_a_local_part_beyond_ascii_names_the_field_that_needs_smtputf8() -> None:
     email = Email(to="ann@example.com", cc=["bob@example.com", "zoë@example.com"], subject="Hello", text="Hi")
     mail = render(email, outgoing(), SETTINGS)
-    assert mail.smtputf8_field == "email.cc[1]"
+    assert mail.smtputf8_problem == "email.cc[1]: is not ASCII before @"
     assert "zoë@example.com" in mail.content.decode()
 
 

@@ -15,7 +15,7 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Sent, Transient
+from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.kafka import KafkaTransport
 from pgoutbox.worker import Worker
@@ -132,6 +132,17 @@ async def test_an_unreachable_broker_is_transient(open_transport: Open, caplog: 
     error = error_of(await transport.send(MESSAGE, EVENT), Transient)
     assert error.startswith("connect: no broker within 1 s: ")
     assert CANARY not in caplog.text + error
+
+
+async def test_refused_credentials_cost_no_attempt_and_are_never_shown(
+    broker: Broker, open_transport: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This broker has no users, so it refuses to sign anybody in."""
+    given = {"kafka_username": "club", "kafka_password": CANARY, "kafka_mechanism": "SCRAM-SHA-256"}
+    transport = open_transport(broker, broker_timeout_seconds=2, **given)
+    error = error_of(await transport.send(MESSAGE, EVENT), Unavailable)
+    assert "authentication" in error
+    assert CANARY not in error + caplog.text
 
 
 async def test_a_broker_without_tls_gets_nothing_from_a_client_that_requires_it(

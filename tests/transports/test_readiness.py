@@ -1,4 +1,4 @@
-"""Tests the problems with e-mail that a worker finds in its settings and handlers before any message has to wait."""
+"""Tests the problems that a worker finds in its settings and handlers before any message has to wait."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pgoutbox import Context, Email, Message, Skip
-from pgoutbox.transports.readiness import Lack, is_example, is_reserved, lacks_of_mail
+from pgoutbox import CloudEvent, Context, Email, Message, Notification, Skip, Webhook
+from pgoutbox.transports.readiness import Lack, is_example, is_reserved, lacks_of
 from pgoutbox.worker.alert import render_alert
 from tests.support.settings import settings_with
 
@@ -49,9 +49,12 @@ async def unresolvable(message: Message, ctx: Context) -> Content | None:
 
 
 def lacks(
-    settings: Mapping[str, object], functions: Mapping[str, Any] | None = None, schemes: Sequence[str] = ()
+    settings: Mapping[str, object],
+    functions: Mapping[str, Any] | None = None,
+    schemes: Sequence[str] = (),
+    destinations: Mapping[str, str] | None = None,
 ) -> list[Lack]:
-    return list(lacks_of_mail(settings_with(**settings), schemes, functions or {}))
+    return list(lacks_of(settings_with(**settings), schemes, functions or {}, destinations))
 
 
 def test_topics_whose_handlers_return_an_email_need_a_mail_server() -> None:
@@ -64,6 +67,47 @@ def test_topics_whose_handlers_return_an_email_need_a_mail_server() -> None:
     assert lacks({}, functions, ["mailto"]) == [], "the application has its own transport"
     assert lacks(COMPLETE, functions) == []
     assert lacks({}, {"e.nothing": nothing}) == []
+
+
+async def call(message: Message, ctx: Context) -> Webhook:
+    return Webhook(body=1)
+
+
+async def tell(message: Message, ctx: Context) -> Notification:
+    return Notification("Hello", "Hi")
+
+
+async def publish(message: Message, ctx: Context) -> CloudEvent:
+    return CloudEvent(1)
+
+
+def test_other_contents_need_their_transports_and_settings() -> None:
+    functions = {"a.call": call, "b.tell": tell, "c.publish": publish}
+    assert lacks({}, functions) == [
+        Lack("PGOUTBOX_APPRISE_URLS", "is not set", ("b.tell",)),
+        Lack("pgoutbox[webhook]", "is not installed", ("a.call",)),
+        Lack("PGOUTBOX_WEBHOOK_SECRETS", "is not set", ("a.call",)),
+        Lack("PGOUTBOX_EVENT_SOURCE", "is not set", ("c.publish",)),
+    ]
+    given = {"webhook_secrets": f"whsec_{'A' * 32}", "event_source": "https://club.org"}
+    assert lacks(given, functions, ["https", "apprise"]) == []
+
+
+@pytest.mark.parametrize(
+    ("destination", "setting"),
+    [
+        ("redis:orders", "PGOUTBOX_REDIS_URL"),
+        ("nats:orders", "PGOUTBOX_NATS_URL"),
+        ("rabbitmq:orders", "PGOUTBOX_RABBITMQ_URL"),
+        ("kafka:orders", "PGOUTBOX_KAFKA_SERVERS"),
+        ("apprise:ops", "PGOUTBOX_APPRISE_URLS"),
+        ("mailto:a@club.org", "PGOUTBOX_SMTP_HOST"),
+    ],
+)
+def test_a_fixed_destination_needs_the_transport_of_its_scheme(destination: str, setting: str) -> None:
+    functions, destinations = {"greet": nothing}, {"greet": destination, "without.a.handler": "nats:7"}
+    assert lacks({}, functions, (), destinations) == [Lack(setting, "is not set", ("greet",))]
+    assert lacks({}, functions, [destination.partition(":")[0]], destinations) == []
 
 
 @pytest.mark.parametrize("settings", [{"smtp_sender": "a@club.org"}, {"smtp_username": "club", "smtp_password": "x"}])

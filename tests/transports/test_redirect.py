@@ -67,7 +67,7 @@ def test_long_names_are_truncated_and_stay_distinct() -> None:
 
 def test_a_name_beyond_ascii_needs_no_smtputf8_at_one_address() -> None:
     mail = redirected(Email(to="zoë@example.com", subject="Hello", text="Hi"), "tester@example.org")
-    assert mail.smtputf8_field is None
+    assert mail.smtputf8_problem is None
     assert parsed(mail.content)["X-Pgoutbox-Original-To"] == "zoë@example.com"
 
 

@@ -24,6 +24,7 @@ from tests.support.dialogues import HOST
 from tests.support.sends import closing, error_of, outgoing
 from tests.support.settings import settings_with
 from tests.support.smtp_server import Misbehaviour, accepting_server, mail_settings, parsed, scripted_server
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -396,16 +397,29 @@ async def test_a_silent_server_is_abandoned(open_transport: Open, step: str, err
         await server.was_left.wait()
 
 
+async def test_a_server_has_more_time_for_a_large_email(open_transport: Open) -> None:
+    email = Email(to="ann@example.com", subject="Hello", text="x\n" * 40_000)
+    async with scripted_server({"DATA": HANG}) as server:
+        transport = open_transport(server.port, smtp_timeout_seconds=SILENCE_SECONDS)
+        error = error_of(await transport.send(outgoing(), email), Transient)
+    assert error == "outcome unknown: connection lost after DATA: no answer within 3 s"
+
+
 async def test_a_partial_email_is_not_completed_after_the_attempt_was_cancelled(open_transport: Open) -> None:
     large = Email(
         to="ann@example.com", subject="Hello", text="Hi", attachments=[Attachment("a.bin", bytes(16_000_000))]
     )
     async with scripted_server({"DATA": STALL}) as server:
-        transport = open_transport(server.port, smtp_timeout_seconds=SILENCE_SECONDS)
-        assert isinstance(await transport.send(outgoing(), large), Transient)
+        sending = asyncio.create_task(open_transport(server.port).send(outgoing(), large))
+        await until(lambda: "DATA" in server.verbs)
+        # The server reads nothing, so the buffers are full long before this time.
+        assert not (await asyncio.wait([sending], timeout=SILENCE_SECONDS))[0]
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
         server.may_go_on.set()
         await server.was_left.wait()
-    assert server.contents
+    assert server.contents[0]
     assert not server.contents[0].endswith(b"\r\n.\r\n")
 
 

@@ -16,7 +16,7 @@ import standardwebhooks
 import trustme
 
 from pgoutbox import Outbox, RetryPolicy, Webhook
-from pgoutbox.message import Permanent, Sent, Transient
+from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.settings import Settings
 from pgoutbox.transports.webhook import WebhookTransport
@@ -24,7 +24,7 @@ from pgoutbox.transports.webhook.transport import MAX_ANSWER_BYTES
 from pgoutbox.webhooks import verify
 from pgoutbox.worker import Worker
 from tests.support.dialogues import HOST
-from tests.support.outbox_actions import PATIENCE_SECONDS, Row, attempts_of, enqueue, make_due, row_of
+from tests.support.outbox_actions import PATIENCE_SECONDS, Row, attempts_of, enqueue, make_due, row_of, running
 from tests.support.sends import closing, error_of, outgoing
 from tests.support.settings import settings_with
 from tests.support.waiting import until
@@ -227,7 +227,8 @@ async def test_a_2xx_status_is_sent(open_transport: Open, status: int) -> None:
         (304, Permanent, "304 Not Modified: redirects are not followed; change the destination"),
         (307, Permanent, "307 Temporary Redirect: redirects are not followed; change the destination"),
         (400, Permanent, "400 Bad Request"),
-        (401, Permanent, "401 Unauthorized"),
+        (401, Unavailable, "401 Unauthorized"),
+        (403, Permanent, "403 Forbidden"),
         (404, Permanent, "404 Not Found"),
         (408, Transient, "408 Request Timeout"),
         (410, Permanent, "410 Gone"),
@@ -242,7 +243,7 @@ async def test_a_2xx_status_is_sent(open_transport: Open, status: int) -> None:
     ],
 )
 async def test_a_response_is_classified_by_its_status_alone(
-    open_transport: Open, status: int, kind: type[Transient | Permanent], error: str
+    open_transport: Open, status: int, kind: type[Transient | Permanent | Unavailable], error: str
 ) -> None:
     async with webhook_server(answer(status, CANARY.encode(), X_Canary=CANARY)) as server:
         destination = server.url(scheme="http")
@@ -725,6 +726,37 @@ async def test_a_permanent_failure_stores_its_reason(dsn: str, db: psycopg.Conne
         "webhook.headers['X-A']: contains CR, LF or NUL",
     ]
     assert len(server.received) == 1
+
+
+async def test_refused_credentials_hold_the_messages_of_their_url(dsn: str, db: psycopg.Connection) -> None:
+    cooldown = {"breaker_cooldown_seconds": 0.1, "breaker_max_cooldown_seconds": 0.2}
+    async with webhook_server(answer(401)) as server:
+        outbox = Outbox(settings_for(server.port, dsn=dsn, alert_destination="mailto:ops@club.org", **cooldown))
+
+        @outbox.handler("greet", retry=RetryPolicy.steps(0.02))
+        async def greet(message: Message, ctx: Context) -> Webhook:
+            return Webhook(body=1)
+
+        def states() -> set[tuple[str, bool]]:
+            return {(row.state, row.attempt_count > 0) for row in (row_of(db, one) for one in ids)}
+
+        url = server.url(scheme="http")
+        ids = [enqueue(db, destination=url) for _ in range(99)] + [enqueue(db, destination=f"{url}/second")]
+        async with running(Worker(outbox)):
+            await until(lambda: states() == {("pending", True)})
+            query = "SELECT key, last_error FROM pgoutbox.breaker WHERE starts_with(key, 'http:')"
+            breakers: dict[str, str] = dict(db.execute(query).fetchall())
+            assert len(breakers) == 2, "each URL has a breaker of its own"
+            assert {key.rpartition(" ")[0] for key in breakers} == {f"http:{HOST}:{server.port} credentials"}
+            assert set(breakers.values()) == {"401 Unauthorized"}
+            server.answers = [answer(200)]
+            await until(lambda: states() == {("sent", True)})
+            await until(lambda: not db.execute(query).fetchall())
+    opened = (
+        "topic = 'pgoutbox.alert' AND payload ->> 'event' = 'opened' AND starts_with(payload ->> 'breaker', 'http')"
+    )
+    assert db.execute(f"SELECT count(*) FROM pgoutbox.message WHERE {opened}".encode()).fetchone() == (2,)
+    assert {outcome for one in ids for _, outcome, _ in attempts_of(db, one)} == {"snoozed"}
 
 
 async def test_a_worker_has_the_webhook_transport_by_default(dsn: str, db: psycopg.Connection) -> None:

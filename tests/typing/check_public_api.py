@@ -21,6 +21,7 @@ from pgoutbox import (
     Operator,
     Outbox,
     Permanent,
+    RescheduleResult,
     Sent,
     Skip,
     SyncContext,
@@ -29,7 +30,8 @@ from pgoutbox import (
     Webhook,
     Worker,
 )
-from pgoutbox.operations import Batch, MessageFilter, MessageResult, RedriveResult, ResendResult
+from pgoutbox.operations import Batch, DismissResult, MessageFilter, MessageResult, RedriveResult, ResendResult
+from pgoutbox.operations.records import AnyResult
 from pgoutbox.worker import QueueShare
 
 if TYPE_CHECKING:
@@ -265,10 +267,12 @@ def operate(dsn: str, connection: psycopg.Connection) -> None:
         assert_type(operator.redrive(42), MessageResult[RedriveResult])
         assert_type(operator.resend(42).result, ResendResult)
         assert_type(operator.cancel(42).result, CancelResult)
+        assert_type(operator.dismiss(42, "spam").result, DismissResult)
+        assert_type(operator.reschedule(42).result, RescheduleResult)
         assert_type(operator.redrive_all(MessageFilter(topic="mail"))["redriven"], int)
         for batch in operator.bulk("cancel", [41, 42]):
             assert_type(batch, Batch)
-            assert_type([answer.result for answer in batch.results], list[RedriveResult | ResendResult | CancelResult])
+            assert_type([answer.result for answer in batch.results], list[AnyResult])
         operator.bulk("delete", [42])  # type: ignore[arg-type]
         operator.redrive("42")  # type: ignore[arg-type]
     Operator(connection, actor="ada", origin="runbook").pause("mail")

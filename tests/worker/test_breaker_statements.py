@@ -371,4 +371,4 @@ def test_closing_a_breaker_wakes_a_sleeping_worker(dsn: str, connect: Connect) -
     postponed(db)
     with sleeping_worker(connect) as rings:
         close_by_hand(db)
-        assert rings() == ["default"]
+        assert rings() == ["all default"]

@@ -17,6 +17,7 @@ from pgoutbox.worker.claim_planner import (
     Lane,
     QueueSchedule,
     QueueShare,
+    name_all,
     parse_queues,
 )
 
@@ -307,11 +308,28 @@ def test_queues_are_parsed_with_and_without_weights() -> None:
     assert parse_queues([]) == (QueueShare("default"),)
     assert parse_queues(["a", "b"]) == (QueueShare("a"), QueueShare("b"))
     assert parse_queues(["critical:6", "bulk:1"]) == (QueueShare("critical", 6), QueueShare("bulk", 1))
+    assert parse_queues(["*"]) == (QueueShare("*"),)
+
+
+def test_a_star_stands_for_the_default_and_all_defined_queues_that_are_not_named() -> None:
+    assert name_all(parse_queues(["bulk"]), ["critical"]) == [QueueShare("bulk")]
+    assert name_all(parse_queues(["*"]), ["critical", "bulk"]) == [
+        QueueShare("bulk", 1),
+        QueueShare("critical", 1),
+        QueueShare("default", 1),
+    ]
+    assert name_all(parse_queues(["critical:6", "*:2"]), ["critical", "bulk"]) == [
+        QueueShare("critical", 6),
+        QueueShare("bulk", 2),
+        QueueShare("default", 2),
+    ]
 
 
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
+        (["a", "*"], "give \\* alone"),
+        (["a:1", "*"], "all of them a weight, or none"),
         (["a:1", "b"], "all of them a weight, or none"),
         (["a", "a"], "each may be named once"),
         (["a:0"], "'a:0'"),

@@ -438,7 +438,7 @@ async def test_a_worker_warns_at_its_start_of_incomplete_email_settings(
 ) -> None:
     worker = Worker(outbox_for(dsn, settings))
     await worker.run_once()
-    (record,) = (record for record in caplog.records if getattr(record, "event", "") == LogEvent.MAIL_NOT_READY)
+    (record,) = (record for record in caplog.records if getattr(record, "event", "") == LogEvent.TRANSPORT_NOT_READY)
     assert record.levelname == "WARNING"
     assert (vars(record)["setting"], vars(record)["reason"], vars(record)["topics"]) == (setting, reason, topics)
 

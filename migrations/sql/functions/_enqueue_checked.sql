@@ -73,7 +73,7 @@ BEGIN
         IF EXISTS (
             SELECT
             FROM pgoutbox.message_live AS m
-            WHERE m.id = older_id AND m.state = 'pending' AND m.available_at > now()
+            WHERE m.id = older_id AND m.state = 'pending' AND m.available_at > clock_timestamp()
         ) THEN
             PERFORM pgoutbox._skip_superseded(ARRAY[older_id], ARRAY[new_id]);
         END IF;

@@ -1,6 +1,7 @@
 -- A message that is not due would wait until then for its claim, which ends it as superseded. A message that is due is
--- left to its claim. Rows that are locked are left out. At another isolation level than read committed, a row that a
--- worker has changed since the snapshot would make the caller's transaction fail.
+-- left to its claim; it may have fallen due after the start of this transaction. Rows that are locked are left out. At
+-- another isolation level than read committed, a row that a worker has changed since the snapshot would make the
+-- caller's transaction fail.
 CREATE FUNCTION pgoutbox._skip_superseded(ids bigint[], newer_ids bigint[])
 RETURNS void
 LANGUAGE plpgsql
@@ -15,7 +16,7 @@ BEGIN
         SELECT m.id, o.newer_id
         FROM unnest(ids, newer_ids) AS o(id, newer_id)
         JOIN pgoutbox.message_live AS m ON m.id = o.id
-        WHERE m.state = 'pending' AND m.available_at > now()
+        WHERE m.state = 'pending' AND m.available_at > clock_timestamp()
         FOR UPDATE OF m SKIP LOCKED
     )
     UPDATE pgoutbox.message AS m

@@ -63,7 +63,7 @@ BEGIN
         UPDATE pgoutbox.message AS m
         SET state = 'pending',
             destination = coalesce(redrive.destination, m.destination),
-            available_at = clock_timestamp(),
+            available_at = now(),
             finished_at = NULL,
             cancel_requested_at = NULL,
             max_attempts = m.attempt_count + m.attempt_budget

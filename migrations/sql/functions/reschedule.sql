@@ -8,7 +8,7 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 #variable_conflict use_column
 DECLARE
-    due_at constant timestamptz := greatest(reschedule.available_at, clock_timestamp());
+    due_at constant timestamptz := greatest(reschedule.available_at, now());
 BEGIN
     IF reschedule.available_at IS NOT NULL
         AND (NOT isfinite(reschedule.available_at) OR reschedule.available_at > now() + interval '10 years')

@@ -59,7 +59,7 @@ BEGIN
         GRANT SELECT (id, queue, ordering_key, on_failed) ON pgoutbox.message_failed TO pgoutbox_worker;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.queue_view, pgoutbox.breaker_view, pgoutbox.retention_view,
-            pgoutbox.pulse_view, pgoutbox.maintenance_run, pgoutbox.retired
+            pgoutbox.pulse_view, pgoutbox.worker_view, pgoutbox.maintenance_run, pgoutbox.retired
         TO pgoutbox_worker;
         GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, worker) ON pgoutbox.maintenance_run
         TO pgoutbox_worker;
@@ -74,13 +74,14 @@ BEGIN
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.renewal TO pgoutbox_worker;
         GRANT UPDATE (tokens, tokens_at) ON pgoutbox.queue TO pgoutbox_worker;
         GRANT INSERT, UPDATE, DELETE ON pgoutbox.breaker TO pgoutbox_worker;
+        GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.worker TO pgoutbox_worker;
     END IF;
 
     IF to_regrole('pgoutbox_viewer') IS NOT NULL THEN
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_viewer;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
-            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view
+            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.worker_view
         TO pgoutbox_viewer;
         GRANT SELECT (ended_at, interval_seconds, worker) ON pgoutbox.worker_run TO pgoutbox_viewer;
         GRANT EXECUTE ON FUNCTION
@@ -93,7 +94,7 @@ BEGIN
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_operator;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
-            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view
+            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.worker_view
         TO pgoutbox_operator;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox._redacted_text, pgoutbox._redacted_json, pgoutbox._tokens_of,
@@ -107,7 +108,11 @@ BEGIN
         GRANT SELECT ON pgoutbox.retired TO pgoutbox_operator;
         GRANT SELECT (ended_at, interval_seconds, worker) ON pgoutbox.worker_run TO pgoutbox_operator;
         GRANT SELECT (lease_expires_at), DELETE ON pgoutbox.renewal TO pgoutbox_operator;
-        GRANT SELECT, INSERT, UPDATE ON pgoutbox.queue TO pgoutbox_operator;
+        GRANT
+            SELECT,
+            INSERT (name, paused_at, resume_at, tokens_at, rate_seconds, tokens, rate_count, burst, max_in_flight),
+            UPDATE (paused_at, resume_at, tokens_at, rate_seconds, tokens, rate_count, burst, max_in_flight)
+        ON pgoutbox.queue TO pgoutbox_operator;
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.retention TO pgoutbox_operator;
         GRANT SELECT ON pgoutbox.audit TO pgoutbox_operator;
     END IF;

@@ -1,13 +1,15 @@
 CREATE TABLE pgoutbox.queue (
-    name          text COLLATE "C" NOT NULL,
-    paused_at     timestamptz,
-    resume_at     timestamptz,
-    tokens_at     timestamptz,
-    rate_seconds  double precision,
-    tokens        double precision,
-    rate_count    integer,
-    burst         integer,
-    max_in_flight integer,
+    name            text COLLATE "C" NOT NULL,
+    paused_at       timestamptz,
+    resume_at       timestamptz,
+    tokens_at       timestamptz,
+    rate_seconds    double precision,
+    tokens          double precision,
+    rate_count      integer,
+    burst           integer,
+    max_in_flight   integer,
+    ceiling_count   integer,
+    ceiling_seconds double precision,
     CONSTRAINT queue_pkey PRIMARY KEY (name),
     CONSTRAINT queue_sound CHECK (
         length(name) <= 63
@@ -19,6 +21,9 @@ CREATE TABLE pgoutbox.queue (
         AND burst BETWEEN 1 AND 1000000
         AND tokens BETWEEN 0 AND burst
         AND max_in_flight BETWEEN 1 AND 1000000
+        AND num_nulls(ceiling_count, ceiling_seconds) IN (0, 2)
+        AND ceiling_count BETWEEN 1 AND 1000000
+        AND ceiling_seconds BETWEEN 0.001 AND 2592000
     )
 );
 
@@ -36,3 +41,7 @@ COMMENT ON COLUMN pgoutbox.queue.burst IS
     'Capacity of the bucket: the number of attempts that may begin at once after an idle time.';
 COMMENT ON COLUMN pgoutbox.queue.max_in_flight IS
     'Number of attempts that may be in flight at once, in the whole fleet. Null: unlimited.';
+COMMENT ON COLUMN pgoutbox.queue.ceiling_count IS
+    'Highest rate that operators may set, in attempts for each ceiling_seconds, and highest burst. Null: no ceiling. '
+    'Only the owner of the schema changes it.';
+COMMENT ON COLUMN pgoutbox.queue.ceiling_seconds IS 'Length of the period of ceiling_count.';

@@ -12,17 +12,19 @@ BEGIN
             details => CASE WHEN NEW.resume_at IS NOT NULL THEN jsonb_build_object('resume_at', NEW.resume_at) END
         );
     END IF;
-    IF (NEW.rate_count, NEW.rate_seconds, NEW.burst, NEW.max_in_flight)
-        IS DISTINCT FROM (OLD.rate_count, OLD.rate_seconds, OLD.burst, OLD.max_in_flight)
+    IF (NEW.rate_count, NEW.rate_seconds, NEW.burst, NEW.max_in_flight, NEW.ceiling_count, NEW.ceiling_seconds)
+        IS DISTINCT FROM
+        (OLD.rate_count, OLD.rate_seconds, OLD.burst, OLD.max_in_flight, OLD.ceiling_count, OLD.ceiling_seconds)
     THEN
         PERFORM pgoutbox._record_act(
             'limit',
             queue => NEW.name,
-            details => jsonb_build_object(
+            details => jsonb_strip_nulls(jsonb_build_object(
                 'rate', coalesce(NEW.rate_count || '/' || NEW.rate_seconds || 's', 'none'),
                 'burst', NEW.burst,
-                'max_in_flight', NEW.max_in_flight
-            )
+                'max_in_flight', NEW.max_in_flight,
+                'at_most', NEW.ceiling_count || '/' || NEW.ceiling_seconds || 's'
+            ))
         );
     END IF;
     RETURN NULL;
@@ -33,6 +35,8 @@ COMMENT ON FUNCTION pgoutbox._record_queue_act IS 'Record a pause, its end, or n
 
 -- Claims write only tokens, which does not fire this trigger.
 CREATE TRIGGER queue_acts
-AFTER INSERT OR UPDATE OF paused_at, resume_at, rate_count, rate_seconds, burst, max_in_flight ON pgoutbox.queue
+AFTER INSERT OR UPDATE OF
+    paused_at, resume_at, rate_count, rate_seconds, burst, max_in_flight, ceiling_count, ceiling_seconds
+ON pgoutbox.queue
 FOR EACH ROW
 EXECUTE FUNCTION pgoutbox._record_queue_act();

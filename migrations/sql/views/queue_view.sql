@@ -10,6 +10,8 @@ SELECT
     q.burst,
     pgoutbox._tokens_of(q) AS tokens,
     q.max_in_flight,
+    q.ceiling_count,
+    q.ceiling_seconds,
     (
         SELECT count(*)
         FROM pgoutbox.message_live AS m

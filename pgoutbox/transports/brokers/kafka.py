@@ -14,7 +14,7 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any, Final
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.transports.brokers.broker import BrokerTransport
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
 from pgoutbox.transports.tls import client_context
@@ -58,7 +58,8 @@ class KafkaTransport(BrokerTransport[str]):
     | Kafka | outcome |
     |---|---|
     | acknowledges: all in-sync replicas have the record | sent |
-    | cannot be reached, has a wrong certificate, or refuses the credentials | transient |
+    | cannot be reached, or has a wrong certificate | transient |
+    | refuses the credentials | unavailable |
     | does not acknowledge in time | transient, "outcome unknown" |
     | has no such topic, no right for this user, too few replicas, or a batch too large for the topic | transient |
     | the record is larger than the client's `message.max.bytes` (1 MB) | permanent |
@@ -119,7 +120,7 @@ class KafkaTransport(BrokerTransport[str]):
             except TimeoutError:
                 reason = link.last_error or "no answer"
                 text = f"connect: no broker within {self._seconds:g} s: {self._one_line(reason)}"
-                return Transient(text, outage=True)
+                return Unavailable(text) if link.is_refused else Transient(text, outage=True)
             reported = link.produce(target, event, headers)
         except BufferError:
             return Transient("produce: the producer's queue is full")
@@ -154,6 +155,8 @@ class _Link:
         self.reached = asyncio.Event()
         """Set permanently after a broker has answered a query about this topic."""
         self.last_error: str | None = None
+        self.is_refused = False
+        """Whether a broker refused the credentials in its last error."""
         self._loop = asyncio.get_running_loop()
         self._is_closing = False
         self._topic = topic
@@ -203,6 +206,7 @@ class _Link:
     def _note_error(self, error: KafkaError) -> None:
         if error.code() != KafkaError._ALL_BROKERS_DOWN or self.last_error is None:  # It does not give the reason.
             self.last_error = error.str()
+            self.is_refused = error.code() in (KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED)
 
 
 def _set(reported: asyncio.Future[KafkaError | None], error: KafkaError | None) -> None:

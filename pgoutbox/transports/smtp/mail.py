@@ -30,13 +30,19 @@ if TYPE_CHECKING:
 
 MAX_RECIPIENT_COUNT = 1_000
 MAX_ATTACHMENT_BYTES = 25 * 1024 * 1024
+MAX_RAW_BYTES = 50 * 1024 * 1024
 NO_SENDER = "email.sender: none is given, and PGOUTBOX_SMTP_SENDER is not set"
+NO_ENVELOPE_SENDER = "raw_email.envelope_sender: none is given, and PGOUTBOX_SMTP_SENDER is not set"
 
 # RFC 5322 allows 998 characters in a line. A longer word cannot be folded, only encoded.
+_MAX_LINE_LENGTH = 998
 _MAX_WORD_LENGTH = 900
 
 _HEADER_NAME = re.compile(r"[!-9;-~]{1,76}")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~ -]*")
+# Some servers take a bare CR or LF for the end of a line. Then "LF . CR LF" ends the e-mail, and commands can follow.
+_BARE_LINE_END = re.compile(rb"\r(?!\n)|(?<!\r)\n|\0")
+_HEADER_START = re.compile(rb"[!-9;-~]+[ \t]*:")
 _MEDIA_TYPE = re.compile(r"(?P<main>[A-Za-z0-9!#$&^_+-]+)/[A-Za-z0-9!#$&^_.+-]+(?:[ \t]*;.*)?")
 
 _RESERVED_HEADERS = frozenset(
@@ -65,7 +71,8 @@ class Email:
     An address is one mailbox, `ann@example.com` or `Ann Lee <ann@example.com>`; several are a sequence, never one text
     with commas. The default of `to` is the message's `mailto:` destination, one address; the default of `sender` is the
     setting `smtp.sender`. `bcc` is only in the envelope. With both `text` and `html` the reader's program chooses.
-    `headers` adds headers that pgoutbox does not set itself, for example `List-Unsubscribe`.
+    `headers` adds headers that pgoutbox does not set itself, for example `List-Unsubscribe`. `envelope_sender` is the
+    address that gets bounces, by default the sender; the empty text sends no bounces, for automatic replies.
 
     If the server refuses one recipient, no recipient gets the e-mail.
 
@@ -83,6 +90,7 @@ class Email:
     reply_to: str | Sequence[str] = ()
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     attachments: Sequence[Attachment] = ()
+    envelope_sender: str | None = None
 
     @classmethod
     def from_template(
@@ -98,6 +106,7 @@ class Email:
         reply_to: str | Sequence[str] = (),
         headers: Mapping[str, str] | None = None,
         attachments: Sequence[Attachment] = (),
+        envelope_sender: str | None = None,
     ) -> Self:
         """Return an e-mail with subject, text and HTML from templates, by `Templates.render`."""
         subject, text, html = templates.render(name, context)
@@ -112,7 +121,33 @@ class Email:
             reply_to=reply_to,
             headers=headers or {},
             attachments=attachments,
+            envelope_sender=envelope_sender,
         )
+
+    @property
+    def scheme(self) -> str:
+        """`mailto`."""
+        return "mailto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawEmail:
+    """An e-mail that is already encoded (RFC 5322), to be sent byte for byte: return it from a handler.
+
+    Lines of `data` end in CR LF and have at most 998 bytes. pgoutbox reads and adds no header, neither a Message-ID nor
+    a recipient: only `to` gets the e-mail. Its default is the message's `mailto:` destination. `envelope_sender` is the
+    address that gets bounces, by default that of the setting `smtp.sender`. The empty text sends no bounces: use it for
+    a bounce itself.
+
+    Bytes beyond ASCII need a server with 8BITMIME, or with SMTPUTF8 if they are in the headers.
+
+    >>> RawEmail(data=b"Subject: Hello\\r\\n\\r\\nHi\\r\\n", to="ann@example.com").scheme
+    'mailto'
+    """
+
+    data: bytes = field(repr=False)
+    to: str | Sequence[str] | None = None
+    envelope_sender: str | None = None
 
     @property
     def scheme(self) -> str:
@@ -122,24 +157,29 @@ class Email:
 
 @dataclass(frozen=True, slots=True)
 class RenderedEmail:
-    """The envelope and the bytes of one e-mail, lines ending in CR LF, 7 bit unless an address needs SMTPUTF8.
+    """The envelope and the bytes of one e-mail, lines ending in CR LF.
 
-    `smtputf8_field` names the first field with an address that only a server with SMTPUTF8 accepts.
+    `sender` is that of the envelope; empty for an e-mail without bounces. `smtputf8_problem` names the field
+    for which only a server with SMTPUTF8 accepts the e-mail. `is_8bit`: only a server with 8BITMIME accepts it.
     """
 
     sender: str
     recipients: tuple[str, ...]
     content: bytes = field(repr=False)
-    smtputf8_field: str | None
+    smtputf8_problem: str | None
+    is_8bit: bool = False
 
 
-def render(email: Email, message: Message[object], settings: Settings) -> RenderedEmail:
+def render(email: Email | RawEmail, message: Message[object], settings: Settings) -> RenderedEmail:
     """Return the envelope and the bytes that would be sent for this message; connects to nothing.
 
     Raises `Permanent`, naming the field, for an invalid e-mail. A missing sender is `Unavailable`, because the setting
     `smtp.sender` adds it. A redirect during a blackout is also `Unavailable`.
     """
+    if isinstance(email, RawEmail):
+        return _render_raw(email, message, settings)
     sender = _sender(email, settings.smtp)
+    envelope_sender = _envelope_sender("email", email.envelope_sender, sender)
     to, cc, bcc = _recipients(email, message)
     originals: list[str] = []
     if settings.redirect.to is not None:
@@ -147,9 +187,9 @@ def render(email: Email, message: Message[object], settings: Settings) -> Render
     reply_to = _mailboxes("email.reply_to", email.reply_to)
     shown = [sender, *to, *cc, *reply_to]
     recipients = [*to, *cc, *bcc]
-    smtputf8_field = next((box.field for box in shown + bcc if not box.address.username.isascii()), None)
+    smtputf8_problem = _smtputf8_problem([*shown, *bcc, *_listed(envelope_sender)])
 
-    mime = EmailMessage(policy=_WirePolicy(linesep="\r\n", cte_type="7bit", utf8=smtputf8_field is not None))
+    mime = EmailMessage(policy=_WirePolicy(linesep="\r\n", cte_type="7bit", utf8=smtputf8_problem is not None))
     mime["From"] = sender.address
     for name, boxes in (("To", to), ("Cc", cc), ("Reply-To", reply_to)):
         if boxes:
@@ -163,11 +203,94 @@ def render(email: Email, message: Message[object], settings: Settings) -> Render
     _add_headers(mime, email.headers)
     _add_body(mime, email)
     return RenderedEmail(
-        sender=sender.address.addr_spec,
+        sender=_address(envelope_sender),
         recipients=tuple(dict.fromkeys(box.address.addr_spec for box in recipients)),
         content=mime.as_bytes(),
-        smtputf8_field=smtputf8_field,
+        smtputf8_problem=smtputf8_problem,
     )
+
+
+def _render_raw(email: RawEmail, message: Message[object], settings: Settings) -> RenderedEmail:
+    default = None
+    if email.envelope_sender is None:
+        if settings.smtp.sender is None:
+            raise Unavailable(NO_ENVELOPE_SENDER)
+        default = parse_mailbox("PGOUTBOX_SMTP_SENDER", settings.smtp.sender)
+    envelope_sender = _envelope_sender("raw_email", email.envelope_sender, default)
+    to = _mailboxes("raw_email.to", email.to) if email.to is not None else _destination(message)
+    if not to:
+        raise Permanent("raw_email.to: no recipient, and the message has no mailto: destination")
+    data = _checked_data(email.data)
+    head = data.partition(b"\r\n\r\n")[0]
+    smtputf8_problem = None if head.isascii() else "raw_email.data: has headers that are not ASCII"
+    if settings.redirect.to is not None:
+        # These recipients are only in the envelope, like blind copies.
+        _, _, to, originals = _redirected(settings.redirect, [], [], to)
+        if originals:
+            data = _WirePolicy(utf8=False).fold_binary(_ORIGINAL_RECIPIENTS, ", ".join(originals)) + data
+    return RenderedEmail(
+        sender=_address(envelope_sender),
+        recipients=tuple(dict.fromkeys(box.address.addr_spec for box in to)),
+        content=data,
+        smtputf8_problem=smtputf8_problem or _smtputf8_problem([*to, *_listed(envelope_sender)]),
+        is_8bit=not data.isascii(),
+    )
+
+
+def _checked_data(data: object) -> bytes:
+    """Return the encoded e-mail, its last line ended. Raises `Permanent` with the number of an invalid line."""
+    where = "raw_email.data"
+    if not isinstance(data, bytes):
+        raise Permanent(f"{where}: must be bytes, not {type(data).__name__}")
+    if len(data) > MAX_RAW_BYTES:
+        raise Permanent(f"{where}: {len(data)} bytes are more than {MAX_RAW_BYTES}")
+    if found := _BARE_LINE_END.search(data):
+        what = {b"\r": "a bare CR", b"\n": "a bare LF", b"\0": "a NUL"}[found[0]]
+        number = data.count(b"\n", 0, found.start()) + 1
+        raise Permanent(
+            f"{where}: line {number} has {what}; end each line with CR LF, for example by email.policy.SMTP"
+        )
+    if not data.endswith(b"\r\n"):
+        data += b"\r\n"  # SMTP has no other form. DKIM signatures stay valid.
+    lines = data.split(b"\r\n")
+    if max(map(len, lines)) > _MAX_LINE_LENGTH:
+        number, length = next((n, len(line)) for n, line in enumerate(lines, 1) if len(line) > _MAX_LINE_LENGTH)
+        raise Permanent(f"{where}: line {number} has {length} bytes, the limit is {_MAX_LINE_LENGTH}; encode the body")
+    for number, line in enumerate(lines[: lines.index(b"")], 1):
+        if not (_HEADER_START.match(line) or (number > 1 and line.startswith((b" ", b"\t")))):
+            raise Permanent(f"{where}: line {number} is not a header; a blank line must end the headers")
+        try:
+            line.decode()
+        except UnicodeDecodeError:
+            raise Permanent(f"{where}: line {number} is a header that is not UTF-8") from None
+    if not lines[0]:
+        raise Permanent(f"{where}: has no headers")
+    return data
+
+
+def _envelope_sender(kind: str, value: object, default: Mailbox | None) -> Mailbox | None:
+    """Return the address that gets bounces. None: nobody gets them."""
+    if value is None:
+        return default
+    if value == "":
+        return None
+    box = parse_mailbox(f"{kind}.envelope_sender", value)
+    if "<" in str(value):
+        raise Permanent(f"{kind}.envelope_sender: must be an address without a name and without <>")
+    return box
+
+
+def _address(box: Mailbox | None) -> str:
+    return "" if box is None else box.address.addr_spec
+
+
+def _listed(box: Mailbox | None) -> list[Mailbox]:
+    return [] if box is None else [box]
+
+
+def _smtputf8_problem(boxes: Sequence[Mailbox]) -> str | None:
+    field_name = next((box.field for box in boxes if not box.address.username.isascii()), None)
+    return None if field_name is None else f"{field_name}: is not ASCII before @"
 
 
 def _sender(email: Email, settings: SmtpSettings) -> Mailbox:

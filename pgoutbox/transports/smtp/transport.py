@@ -22,7 +22,15 @@ from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import one_line
 from pgoutbox.transports.addresses import is_host_name, parse_mailbox
 from pgoutbox.transports.redirect import Redirect
-from pgoutbox.transports.smtp.mail import NO_SENDER, Attachment, Email, RenderedEmail, render
+from pgoutbox.transports.smtp.mail import (
+    NO_ENVELOPE_SENDER,
+    NO_SENDER,
+    Attachment,
+    Email,
+    RawEmail,
+    RenderedEmail,
+    render,
+)
 from pgoutbox.transports.tls import client_context
 
 if TYPE_CHECKING:
@@ -31,13 +39,15 @@ if TYPE_CHECKING:
     from pgoutbox.settings import Settings, SmtpSettings
     from pgoutbox.transports import Content
 
-__all__ = ["Attachment", "Email", "SmtpTransport"]
+__all__ = ["Attachment", "Email", "RawEmail", "SmtpTransport"]
 
 logger = getLogger("pgoutbox.transports.smtp")
 
 _DEFAULT_PORTS = {"starttls": 587, "tls": 465, "none": 25}
 _QUIT_SECONDS = 2.0
 _NAMED_REFUSAL_COUNT = 5
+# The timeout of a large content grows: the server answers after the last byte.
+_SLOWEST_BYTES_PER_SECOND = 100_000
 _ENHANCED_CODE = re.compile(r"([245])\.(\d{1,3})\.(\d{1,3})\b")
 
 # Refusals that can be fixed without changing the message: an account, a DNS record, a full disk or mailbox.
@@ -53,7 +63,7 @@ Fault = Literal["server", "sender"]
 
 
 class SmtpTransport:
-    """Sends `Email` through the SMTP server of the settings. One instance serves one event loop.
+    """Sends `Email` and `RawEmail` through the SMTP server of the settings. One instance serves one event loop.
 
     At most `smtp.connections` connections are open at once. They are reused, unless they were idle for longer than
     `idle_seconds`. A connection that is dead before the server accepts MAIL is replaced; after that nothing is
@@ -93,13 +103,13 @@ class SmtpTransport:
         `Unavailable`. If the connection breaks after the content was sent, the outcome is unknown: the next attempt may
         be a duplicate, with the same Message-ID.
         """
-        if not isinstance(content, Email):
+        if not isinstance(content, (Email, RawEmail)):
             return Permanent(f"content: the SMTP transport sends an Email, not {type(content).__name__}")
         sender_key = self.part_key(message, content)
-        if content.sender is None and self._smtp.sender is None:
-            return Unavailable(NO_SENDER, breaker=sender_key)
+        if self._smtp.sender is None and (missing := _missing_sender(content)) is not None:
+            return Unavailable(missing, breaker=sender_key)
         try:
-            if content.attachments:
+            if isinstance(content, RawEmail) or content.attachments:
                 # Encoding many megabytes takes so long that it would delay every other handler.
                 mail = await asyncio.to_thread(render, content, message, self._settings)
             else:
@@ -117,12 +127,19 @@ class SmtpTransport:
         return self._breaker_key
 
     def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """Return the key of the sender at this server: the sender of the settings, or the e-mail's own."""
-        if not isinstance(content, Email):
+        """Return the key of the sender at this server: the sender of the settings, or the e-mail's own.
+
+        The envelope senders of one domain share a key, because VERP gives each e-mail a different one.
+        """
+        if not isinstance(content, (Email, RawEmail)):
             return None
-        if content.sender in (None, self._smtp.sender):
+        if content.envelope_sender is not None:
+            domain = _address_in(content.envelope_sender).rpartition("@")[2]
+            return f"{self._breaker_key} sender {f'@{domain}' if domain else '<>'}"
+        sender = content.sender if isinstance(content, Email) else None
+        if sender in (None, self._smtp.sender):
             return f"{self._breaker_key} sender PGOUTBOX_SMTP_SENDER"
-        return f"{self._breaker_key} sender {_address_in(content.sender)}"
+        return f"{self._breaker_key} sender {_address_in(sender)}"
 
     async def check(self) -> str | None:
         """Connect, encrypt, sign in and name the sender as for an e-mail, and return the problem, or None.
@@ -199,6 +216,13 @@ class SmtpTransport:
 
 def _port_of(settings: SmtpSettings) -> int:
     return settings.port or _DEFAULT_PORTS[settings.security]
+
+
+def _missing_sender(content: Email | RawEmail) -> str | None:
+    """Return the problem of an e-mail that needs the sender of the settings."""
+    if isinstance(content, Email):
+        return NO_SENDER if content.sender is None else None
+    return NO_ENVELOPE_SENDER if content.envelope_sender is None else None
 
 
 def _address_in(sender: object) -> str:
@@ -376,8 +400,13 @@ class _Connection:
 
     async def deliver(self, mail: RenderedEmail) -> Outcome:
         """Run one mail transaction. Raises `_Failure`; nothing was handed over unless it says "outcome unknown"."""
-        if mail.smtputf8_field is not None and not self._client.supports_extension("smtputf8"):
-            return Permanent(f"{mail.smtputf8_field}: is not ASCII before @, and the server does not offer SMTPUTF8")
+        if mail.smtputf8_problem is not None and not self._client.supports_extension("smtputf8"):
+            return Permanent(f"{mail.smtputf8_problem}, and the server does not offer SMTPUTF8")
+        if mail.is_8bit and not self._client.supports_extension("8bitmime"):
+            return Permanent(
+                "raw_email.data: has bytes that are not ASCII, and the server does not offer 8BITMIME; encode the body "
+                "as base64 or quoted-printable"
+            )
         self.is_ready = False
         try:
             await self._mail(mail)
@@ -394,8 +423,10 @@ class _Connection:
         options = []
         if self._client.supports_extension("size"):
             options.append(f"SIZE={len(mail.content)}")
-        if mail.smtputf8_field is not None:
-            options += ["BODY=8BITMIME", "SMTPUTF8"]
+        if mail.is_8bit or mail.smtputf8_problem is not None:
+            options.append("BODY=8BITMIME")
+        if mail.smtputf8_problem is not None:
+            options.append("SMTPUTF8")
         await self.offer(mail.sender, options)
 
     async def offer(self, sender: str, options: Sequence[str] = ()) -> None:
@@ -423,9 +454,10 @@ class _Connection:
             raise _Failure("RCPT", refusals[0].code, text, transient, fault=fault)
 
     async def _data(self, mail: RenderedEmail) -> None:
+        seconds = self._settings.timeout_seconds + len(mail.content) // _SLOWEST_BYTES_PER_SECOND
         try:
-            with self._step("DATA"):
-                await self._client.data(mail.content)
+            with self._step("DATA", seconds=seconds):
+                await self._client.data(mail.content, timeout=seconds)
         except _Failure as failure:
             if failure.code is not None:
                 raise
@@ -456,7 +488,9 @@ class _Connection:
         self._client.close()
 
     @contextmanager
-    def _step(self, step: str, *, subject: str = "", hide: Sequence[str] = ()) -> Iterator[None]:
+    def _step(
+        self, step: str, *, subject: str = "", hide: Sequence[str] = (), seconds: float | None = None
+    ) -> Iterator[None]:
         """Turn errors of aiosmtplib in one step of the dialogue into a `_Failure`."""
         import aiosmtplib
 
@@ -470,7 +504,7 @@ class _Connection:
             text = f"{where}: {error.code} {reply}".rstrip()
             raise _Failure(step, code, text, transient, fault=fault) from error
         except aiosmtplib.SMTPReadTimeoutError as error:
-            text = f"{where}: no answer within {self._settings.timeout_seconds:g} s"
+            text = f"{where}: no answer within {seconds or self._settings.timeout_seconds:g} s"
             raise _Failure(step, None, text) from error
         except (aiosmtplib.SMTPException, OSError, UnicodeError) as error:
             raise _Failure(step, None, f"{where}: {one_line(str(error), hide=hide)}") from error

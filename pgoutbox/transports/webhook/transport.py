@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from functools import cached_property
+from hashlib import blake2b
 from http import HTTPStatus
 from importlib.util import find_spec
 from logging import getLogger
@@ -30,7 +31,7 @@ from pgoutbox.observability.tracing import current_context
 from pgoutbox.text import one_line
 from pgoutbox.transports import breaker_key_of
 from pgoutbox.transports.tls import verifying_context
-from pgoutbox.transports.webhook.request import RenderedRequest, Rules, Webhook, render, secret_key
+from pgoutbox.transports.webhook.request import RenderedRequest, Rules, Webhook, lacks_secret, render, secret_key
 
 if TYPE_CHECKING:
     import httpcore
@@ -50,6 +51,7 @@ _MAX_RESOLVER_THREADS = 32
 _MAX_DIALLED_ADDRESSES = 4
 _MIN_HIDDEN_LENGTH = 6
 _KNOWN_TO_ALL = frozenset({b"host", b"content-type", b"content-length", b"accept-encoding", b"idempotency-key"})
+_UNAUTHORIZED = 401
 _TRANSIENT_STATUSES = frozenset({408, 425, 429})
 
 
@@ -88,8 +90,9 @@ class WebhookTransport:
         """Send the request once and classify the answer.
 
         `Sent` means that the receiver answered 2xx. `Permanent` names the wrong field, or the answer that no repetition
-        changes. Other failures are `Transient`. If the connection breaks after the request was sent, the outcome is
-        unknown: the next attempt may be a duplicate, with the same `webhook-id`.
+        changes. Refused credentials (401) are `Unavailable`, for this URL alone. Other failures are `Transient`. If the
+        connection breaks after the request was sent, the outcome is unknown: the next attempt may be a duplicate, with
+        the same `webhook-id`.
         """
         if not isinstance(content, Webhook):
             return Permanent(f"content: the webhook transport sends a Webhook, not {type(content).__name__}")
@@ -100,16 +103,28 @@ class WebhookTransport:
         if self._settings.trace_context:
             request = request.with_headers(current_context())
         async with self._slots:
-            return await self._exchange(request)
+            outcome = await self._exchange(request)
+        if isinstance(outcome, Unavailable):
+            outcome.breaker = self._credentials_key(message, content)
+        return outcome
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str | None:
         """Return a key for each scheme, host and port."""
         url = content.url if isinstance(content, Webhook) else None
         return breaker_key_of(url or message.destination or "")
 
-    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """Return the key of the secret of the settings that signs the request."""
-        return secret_key(content) if isinstance(content, Webhook) else None
+    def part_key(self, message: Message[object], content: Content) -> str | None:
+        """Return the key of a secret that the settings lack, else the key of the credentials for this URL."""
+        if not isinstance(content, Webhook):
+            return None
+        if lacks_secret(content, self._rules):
+            return secret_key(content)
+        return self._credentials_key(message, content)
+
+    def _credentials_key(self, message: Message[object], content: Webhook) -> str:
+        # Receivers may share a host, and a URL may contain a token: its digest tells them apart.
+        digest = blake2b(str(content.url or message.destination).encode(), digest_size=4).hexdigest()
+        return f"{self.breaker_key(message, content)} credentials {digest}"
 
     async def aclose(self) -> None:
         """Close every connection."""
@@ -170,6 +185,8 @@ class WebhookTransport:
             return Permanent(f"{error}: redirects are not followed; change the destination")
         if excerpt := answer.excerpt(self._settings.error_body_chars, hide=request):
             error = f"{error}: {excerpt}"
+        if status == _UNAUTHORIZED:
+            return Unavailable(error)
         if status in _TRANSIENT_STATUSES or 500 <= status <= 599:
             return Transient(error, retry_after=self._retry_after(answer), outage=status >= 500)
         return Permanent(error)

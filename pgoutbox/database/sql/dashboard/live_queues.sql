@@ -51,7 +51,9 @@ SELECT
     q.rate_seconds,
     q.burst,
     q.tokens,
-    q.max_in_flight
+    q.max_in_flight,
+    q.ceiling_count,
+    q.ceiling_seconds
 FROM named AS n
 CROSS JOIN LATERAL (
     SELECT

@@ -5,6 +5,6 @@ FROM pgoutbox.reschedule(
     ids => ARRAY[%s::pg_catalog.int8],
     available_at => greatest(
         %s::pg_catalog.timestamptz,
-        pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => %s::pg_catalog.float8)
+        pg_catalog.now() OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => %s::pg_catalog.float8)
     )
 ) AS r

@@ -8,6 +8,8 @@ SELECT
     q.burst,
     q.tokens,
     q.max_in_flight,
+    q.ceiling_count,
+    q.ceiling_seconds,
     q.in_flight
 FROM pgoutbox.queue_view AS q
 WHERE q.is_paused OR num_nonnulls(q.rate_count, q.max_in_flight) > 0

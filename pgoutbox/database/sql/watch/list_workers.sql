@@ -1,5 +1,5 @@
--- The workers that hold messages, and connected workers without messages. Only members of pg_read_all_stats see
--- connections of other roles.
+-- The workers that hold messages, report their presence or are connected. Runs with --once report nothing, and only
+-- members of pg_read_all_stats see connections of other roles.
 WITH held AS (
     SELECT
         m.worker,
@@ -11,6 +11,18 @@ WITH held AS (
     FROM pgoutbox.message_view AS m
     WHERE m.state = 'sending'
     GROUP BY m.worker
+), known AS (
+    SELECT
+        coalesce(v.name, h.worker) AS worker,
+        coalesce(h.in_flight, 0) AS in_flight,
+        coalesce(h.lapsed, 0) AS lapsed,
+        h.oldest_claimed_at,
+        h.lease_expires_at,
+        coalesce(v.queues, h.queues) AS queues,
+        coalesce(v.topics, '{}') AS topics,
+        v.seen_at
+    FROM held AS h
+    FULL JOIN pgoutbox.worker_view AS v ON v.name = h.worker
 ), connected AS (
     SELECT
         substr(a.application_name, 16) AS name,
@@ -21,15 +33,17 @@ WITH held AS (
     GROUP BY a.application_name
 )
 SELECT
-    coalesce(h.worker, c.name) AS worker,
-    coalesce(h.in_flight, 0) AS in_flight,
-    coalesce(h.lapsed, 0) AS lapsed,
-    h.oldest_claimed_at,
-    h.lease_expires_at,
-    coalesce(h.queues, '{}') AS queues,
+    coalesce(k.worker, c.name) AS worker,
+    coalesce(k.in_flight, 0) AS in_flight,
+    coalesce(k.lapsed, 0) AS lapsed,
+    k.oldest_claimed_at,
+    k.lease_expires_at,
+    coalesce(k.queues, '{}') AS queues,
+    coalesce(k.topics, '{}') AS topics,
+    k.seen_at,
     c.connected_at,
     c.address
-FROM held AS h
+FROM known AS k
 -- The name of a connection has only the last 48 characters of the worker's name.
-FULL JOIN connected AS c ON c.name = right(h.worker, 48)
+FULL JOIN connected AS c ON c.name = right(k.worker, 48)
 ORDER BY 1

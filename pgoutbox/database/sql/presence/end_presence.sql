@@ -1,0 +1,2 @@
+-- This worker stops.
+DELETE FROM pgoutbox.worker WHERE name = %(worker)s::text

@@ -1,0 +1,140 @@
+"""Presence: a worker reports that it runs, with its queues and topics, and warns about messages that nobody claims.
+
+Each worker writes its row of `pgoutbox.worker` with one statement a minute, and deletes it when it stops. The row of a
+worker that died is ignored after three minutes. Only people and warnings depend on these rows, never a claim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Final, Self
+
+import psycopg
+
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.database.store import Store, Trouble
+from pgoutbox.database.worker_connection import is_transient_error
+from pgoutbox.observability.events import LogEvent, Telemetry
+
+_INTERVAL_SECONDS: Final = 60.0
+_JITTER: Final = 0.1
+# Workers of a fleet start one after the other: before this time, a queue may still get its worker.
+_FIRST_LOOK_SECONDS: Final = 10.0
+_LATE_SECONDS: Final = 60.0
+_REPEAT_SECONDS: Final = 3_600.0
+_END_SECONDS: Final = 2.0
+
+
+class Presence:
+    """A context manager that reports this worker's presence while it runs.
+
+    `defined` are the queues of the outbox's topics: their late messages matter too if this worker does not serve them.
+    A warning is logged when its cause is found, and again every hour while it lasts.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        telemetry: Telemetry,
+        *,
+        queues: Sequence[str],
+        topics: Sequence[str],
+        defined: Sequence[str],
+        clock: Callable[[], float] = elapsed_clock,
+    ) -> None:
+        self._store = store
+        self._telemetry = telemetry
+        self._queues = list(queues)
+        self._topics = list(topics)
+        self._watched = sorted({*queues, *defined})
+        self._clock = clock
+        self._warned_at: dict[tuple[str, str, tuple[str, ...]], float] = {}
+        self._failure: str | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run(), name="pgoutbox-presence")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Delete the row, if the database answers soon. Otherwise the row is ignored after some minutes."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        with contextlib.suppress(psycopg.Error, OSError):
+            async with asyncio.timeout(_END_SECONDS):
+                await self._store.end_presence()
+
+    async def _run(self) -> None:
+        await self.report(is_first=True)
+        await asyncio.sleep(_FIRST_LOOK_SECONDS)
+        while True:
+            await self.report()
+            await asyncio.sleep(_INTERVAL_SECONDS * random.uniform(1 - _JITTER, 1 + _JITTER))
+
+    async def report(self, *, is_first: bool = False) -> None:
+        """Report once, and warn. The first report does not warn about messages: other workers may start now.
+
+        Errors are logged, not raised.
+        """
+        try:
+            troubles = await self._store.report_presence(
+                self._queues, topics=self._topics, watched=self._watched, late_seconds=_LATE_SECONDS
+            )
+        except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
+            self._note_failure(error)
+            return
+        self._failure = None
+        found = {_identity(trouble): trouble for trouble in troubles if trouble.kind == "breaker" or not is_first}
+        self._warned_at = {identity: at for identity, at in self._warned_at.items() if identity in found}
+        now = self._clock()
+        for identity, trouble in found.items():
+            if now - self._warned_at.get(identity, -_REPEAT_SECONDS) >= _REPEAT_SECONDS:
+                self._warned_at[identity] = now
+                self._warn(trouble)
+
+    def _warn(self, trouble: Trouble) -> None:
+        if trouble.kind == "breaker":
+            self._telemetry.report(
+                logging.WARNING,
+                LogEvent.BREAKER_STILL_OPEN,
+                "messages wait for an open breaker; see pgoutbox doctor",
+                breaker=trouble.name,
+                open_seconds=round(trouble.seconds),
+            )
+            return
+        self._telemetry.report(
+            logging.WARNING,
+            LogEvent.MESSAGES_UNCLAIMED,
+            "no worker serves the queue of due messages"
+            if trouble.kind == "queue"
+            else "no worker has a handler for due messages",
+            queue=trouble.name,
+            topics=trouble.topics,
+            message_count=trouble.messages,
+            oldest_seconds=round(trouble.seconds),
+        )
+
+    def _note_failure(self, error: Exception) -> None:
+        """Log each kind of error once, until a report succeeds. The worker itself logs that the database is lost."""
+        failure = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".strip()
+        if failure != self._failure and not is_transient_error(error):
+            self._failure = failure
+            self._telemetry.report(
+                logging.WARNING,
+                LogEvent.PRESENCE_UNKNOWN,
+                "the worker could not report its queues and topics",
+                reason=failure,
+            )
+
+
+def _identity(trouble: Trouble) -> tuple[str, str, tuple[str, ...]]:
+    return trouble.kind, trouble.name, tuple(trouble.topics)

@@ -1,0 +1,301 @@
+"""Tests that workers report their queues and topics, and warn about messages that no worker claims.
+
+The workers are real, and the messages are aged. The first look at messages comes some seconds after the start of a
+worker; these tests set that time to zero, and the interval between two looks to some milliseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+
+import pgoutbox.worker.presence
+from pgoutbox import Context, Message, Outbox, Topic
+from pgoutbox.database.store import Store
+from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.worker import Worker
+from pgoutbox.worker.claim_planner import parse_queues
+from pgoutbox.worker.presence import Presence
+from tests.support.outbox_actions import enqueue, row_of, running, settings_for, state_of
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    import psycopg
+
+    from tests.conftest import Connect
+
+HOUR = 3600.0
+LATE = "UPDATE pgoutbox.message SET available_at = now() - interval '2 minutes' WHERE state = 'pending'"
+
+
+def outbox_for(dsn: str, *, topics: tuple[str, ...] = ("greet",), queues: tuple[str, ...] = ()) -> Outbox:
+    """Build an outbox with handlers for these topics, and with a topic in each of these queues."""
+    outbox = Outbox(settings_for(dsn))
+    for queue in queues:
+        outbox.define(Topic(f"of.{queue}", queue=queue))
+    for topic in topics:
+
+        @outbox.handler(topic)
+        async def deliver(message: Message, ctx: Context) -> None:
+            pass
+
+    return outbox
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pgoutbox.worker.presence, "_FIRST_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(pgoutbox.worker.presence, "_INTERVAL_SECONDS", 0.02)
+
+
+class Reporter:
+    """The presence of one worker, without the rest of it. `now` is its clock."""
+
+    def __init__(self, dsn: str, name: str, queues: tuple[str, ...], defined: tuple[str, ...] = ()) -> None:
+        self.now = 0.0
+        self.store = Store(settings_for(dsn), worker=name)
+        self.telemetry = Telemetry(logging.getLogger("pgoutbox.worker"))
+        self.presence = Presence(
+            self.store,
+            self.telemetry,
+            queues=queues,
+            topics=("greet",),
+            defined=defined,
+            clock=lambda: self.now,
+        )
+
+    async def warnings(self, *, after: float = 0.0) -> int:
+        """Return how many warnings the next report logs."""
+        self.now += after
+        counts = self.telemetry.counts
+        before = counts[LogEvent.MESSAGES_UNCLAIMED] + counts[LogEvent.BREAKER_STILL_OPEN]
+        await self.presence.report()
+        return counts[LogEvent.MESSAGES_UNCLAIMED] + counts[LogEvent.BREAKER_STILL_OPEN] - before
+
+
+@pytest.fixture
+async def reporter(dsn: str) -> AsyncIterator[Callable[..., Reporter]]:
+    made: list[Reporter] = []
+
+    def make(name: str = "a", queues: tuple[str, ...] = ("default",), defined: tuple[str, ...] = ()) -> Reporter:
+        made.append(Reporter(dsn, name, queues, defined))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.store.close()
+
+
+def names(db: psycopg.Connection) -> list[str]:
+    return [name for (name,) in db.execute("SELECT name FROM pgoutbox.worker ORDER BY name").fetchall()]
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[tuple[str, list[str], str]]:
+    """Return queue, topics and text of the warnings about unclaimed messages."""
+    return [
+        (vars(record)["queue"], vars(record)["topics"], record.message)
+        for record in caplog.records
+        if getattr(record, "event", "") == LogEvent.MESSAGES_UNCLAIMED
+    ]
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+async def test_an_idle_worker_reports_its_queues_and_topics_until_it_stops(dsn: str, db: psycopg.Connection) -> None:
+    worker = Worker(outbox_for(dsn, topics=("greet", "bye")), queues=parse_queues(["critical", "bulk"]))
+    query = "SELECT name, queues, topics, started_at = seen_at FROM pgoutbox.worker_view"
+    async with running(worker):
+        await until(lambda: names(db))
+        assert db.execute(query).fetchall() == [(worker.name, ["critical", "bulk"], ["bye", "greet"], True)]
+    assert names(db) == []
+
+
+async def test_a_run_that_ends_by_itself_reports_nothing(dsn: str, db: psycopg.Connection) -> None:
+    await Worker(outbox_for(dsn)).run_once()
+    assert names(db) == []
+
+
+async def test_a_worker_that_died_is_ignored_after_three_minutes_and_then_deleted(
+    db: psycopg.Connection, reporter: Callable[..., Reporter]
+) -> None:
+    await reporter("dead").warnings()
+    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '3 minutes'")
+    assert db.execute("SELECT FROM pgoutbox.worker_view").fetchall() == []
+    await reporter("b").warnings()
+    assert names(db) == ["b"]
+
+
+async def test_a_worker_that_was_suspended_reports_again(
+    db: psycopg.Connection, reporter: Callable[..., Reporter]
+) -> None:
+    a, b = reporter("a"), reporter("b")
+    await a.warnings()
+    db.execute(
+        "UPDATE pgoutbox.worker SET seen_at = now() - interval '1 hour', started_at = now() - interval '2 hours'"
+    )
+    await a.warnings()
+    await b.warnings()
+    rows = db.execute("SELECT name, now() - started_at > interval '1 hour' FROM pgoutbox.worker_view ORDER BY 1")
+    assert rows.fetchall() == [("a", True), ("b", False)]
+
+
+async def test_a_report_waits_for_no_row_of_another_worker(
+    db: psycopg.Connection, connect: Connect, reporter: Callable[..., Reporter]
+) -> None:
+    await reporter("locked").warnings()
+    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '1 hour'")
+    other = connect()
+    other.execute("SELECT FROM pgoutbox.worker FOR UPDATE")
+    await reporter("b").warnings()
+    other.rollback()
+    assert names(db) == ["b", "locked"]
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_failed_report_is_logged_once_and_the_worker_continues(
+    dsn: str, db: psycopg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    db.execute("ALTER TABLE pgoutbox.worker RENAME TO elsewhere")
+    worker = Worker(outbox_for(dsn))
+    async with running(worker):
+        await until(lambda: worker.telemetry.counts[LogEvent.PRESENCE_UNKNOWN])
+        message_id = enqueue(db)
+        await until(lambda: state_of(db, message_id) == "sent")
+        db.execute("ALTER TABLE pgoutbox.elsewhere RENAME TO worker")
+        await until(lambda: names(db))
+    assert worker.telemetry.counts[LogEvent.PRESENCE_UNKNOWN] == 1
+
+
+# --- messages that no worker claims -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_worker_warns_about_a_queue_of_its_outbox_that_no_worker_serves(
+    dsn: str, db: psycopg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox = outbox_for(dsn, topics=("greet", "of.bulk"), queues=("bulk",))
+    message_id = enqueue(db, "of.bulk", queue="bulk")
+    enqueue(db, "of.other", queue="of-another-application")
+    db.execute(LATE)
+    async with running(Worker(outbox)):
+        await until(lambda: warnings_in(caplog))
+        assert warnings_in(caplog) == [("bulk", ["of.bulk"], "no worker serves the queue of due messages")]
+        async with running(Worker(outbox, queues=parse_queues(["bulk"]))):
+            await until(lambda: state_of(db, message_id) == "sent")
+    assert len(warnings_in(caplog)) == 1
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_worker_warns_about_topics_without_a_handler_in_its_queues(
+    dsn: str, db: psycopg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    message_id = enqueue(db, "mail.lost")
+    db.execute(LATE)
+    async with running(Worker(outbox_for(dsn))):
+        await until(lambda: warnings_in(caplog))
+        assert warnings_in(caplog) == [("default", ["mail.lost"], "no worker has a handler for due messages")]
+        async with running(Worker(outbox_for(dsn, topics=("mail.lost",)))):
+            await until(lambda: state_of(db, message_id) == "sent")
+    assert len(warnings_in(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    ("queues", "count"), [(("default", "bulk"), 0), (("default",), 1)], ids=["the same queue", "another queue"]
+)
+async def test_a_handler_of_another_worker_counts_only_in_the_queues_that_it_serves(
+    db: psycopg.Connection, reporter: Callable[..., Reporter], queues: tuple[str, ...], count: int
+) -> None:
+    enqueue(db, queue="bulk")
+    db.execute(LATE)
+    await reporter("other", queues).warnings()
+    assert await reporter("a", ("critical",), defined=("bulk",)).warnings() == count
+
+
+async def test_a_dead_worker_serves_nothing(db: psycopg.Connection, reporter: Callable[..., Reporter]) -> None:
+    enqueue(db, queue="bulk")
+    db.execute(LATE)
+    await reporter("other", ("bulk",)).warnings()
+    a = reporter("a", ("critical",), defined=("bulk",))
+    assert await a.warnings() == 0
+    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '3 minutes' WHERE name = 'other'")
+    assert await a.warnings() == 1
+
+
+@pytest.mark.parametrize("lane", ["fresh", "retries", "ordered"])
+async def test_late_messages_of_every_lane_are_found_and_others_are_not(
+    db: psycopg.Connection, reporter: Callable[..., Reporter], lane: str
+) -> None:
+    enqueue(db, "mail.lost", ordering_key="order-7" if lane == "ordered" else None)
+    if lane == "retries":
+        db.execute("UPDATE pgoutbox.message SET attempt_count = 1")
+    a = reporter()
+    assert await a.warnings() == 0
+    db.execute(LATE)
+    assert await a.warnings() == 1
+
+
+async def test_a_backlog_of_claimable_messages_is_no_warning(
+    db: psycopg.Connection, reporter: Callable[..., Reporter]
+) -> None:
+    enqueue(db)
+    db.execute(LATE)
+    assert await reporter().warnings() == 0
+
+
+async def test_the_first_report_does_not_judge_messages(
+    db: psycopg.Connection, reporter: Callable[..., Reporter]
+) -> None:
+    enqueue(db, "mail.lost")
+    db.execute(LATE)
+    a = reporter()
+    await a.presence.report(is_first=True)
+    assert a.telemetry.counts[LogEvent.MESSAGES_UNCLAIMED] == 0
+
+
+async def test_a_warning_is_repeated_after_an_hour_and_after_a_repair(
+    db: psycopg.Connection, reporter: Callable[..., Reporter]
+) -> None:
+    enqueue(db, "mail.lost")
+    db.execute(LATE)
+    a = reporter()
+    assert [await a.warnings(after=seconds) for seconds in (0, 60, HOUR - 61, 1, 60)] == [1, 0, 0, 1, 0]
+    db.execute("DELETE FROM pgoutbox.message")
+    assert await a.warnings() == 0
+    enqueue(db, "mail.lost")
+    db.execute(LATE)
+    assert await a.warnings() == 1
+
+
+# --- open breakers ----------------------------------------------------------------------------------------------------
+
+
+async def test_an_open_breaker_is_named_at_the_start_and_every_hour(
+    dsn: str, db: psycopg.Connection, reporter: Callable[..., Reporter], caplog: pytest.LogCaptureFixture
+) -> None:
+    db.execute(
+        "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
+        " VALUES ('smtp:mail:587', now() + interval '1 day', 1, 'w', 'RCPT ann@example.org: no')"
+    )
+    a = reporter()
+    await a.presence.report(is_first=True)
+    (record,) = caplog.records
+    assert (record.levelname, vars(record)["breaker"]) == ("WARNING", "smtp:mail:587")
+    assert "ann@" not in str(vars(record))
+    assert [await a.warnings(after=seconds) for seconds in (60, HOUR, 60)] == [0, 1, 0]
+
+
+# --- all queues -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_star_serves_the_default_and_all_defined_queues(dsn: str, db: psycopg.Connection) -> None:
+    outbox = outbox_for(dsn, queues=("bulk", "critical"))
+    ids = [enqueue(db, queue=queue) for queue in ("default", "bulk", "critical")]
+    other = enqueue(db, queue="other")
+    await Worker(outbox, queues=parse_queues(["*"])).run_once()
+    assert {row_of(db, one).state for one in ids} == {"sent"}
+    assert state_of(db, other) == "pending"
