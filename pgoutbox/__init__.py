@@ -22,7 +22,7 @@ from pgoutbox.errors import (
     UnknownTopicError,
 )
 from pgoutbox.handlers import CallNext, Context, Middleware, SyncContext
-from pgoutbox.message import Message, Permanent, Sent, Skip, Snooze, State, Transient, Unavailable
+from pgoutbox.message import Failure, Message, Permanent, Sent, Skip, Snooze, State, Transient, Unavailable
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings
@@ -82,6 +82,7 @@ __all__ = [
     "Email",
     "Enqueued",
     "EnqueuedMany",
+    "Failure",
     "LeaseLostError",
     "Message",
     "MessageNotFoundError",

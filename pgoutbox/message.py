@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, make_dataclass
 from datetime import datetime
 from typing import Any, Final, Generic
 
-from pydantic import JsonValue
+from pydantic import AwareDatetime, BaseModel, ConfigDict, JsonValue
 from typing_extensions import TypeVar
 
 from pgoutbox.clock import Duration, seconds_of
@@ -122,6 +122,29 @@ def new_message(*values: object) -> Message[object]:
     message.__class__ = Message
     made: Message[object] = message  # Not `cast`, which is a call.
     return made
+
+
+class Failure(BaseModel):
+    """A message that failed for good, as the hook of its topic gets it: see `Outbox.on_failed`.
+
+    `payload` is the JSON value that was enqueued, decrypted if it was encrypted. It is None for a payload of more than
+    16 MB. `error` is the text that operators see: secrets in it are redacted.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    message_id: int
+    topic: str
+    queue: str
+    destination: str | None
+    owner: str | None
+    coalesce_key: str | None
+    ordering_key: str | None
+    error: str
+    attempt_count: int
+    created_at: AwareDatetime
+    failed_at: AwareDatetime
+    payload: Any
 
 
 @dataclass(frozen=True, slots=True)

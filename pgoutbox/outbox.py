@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, cast, overload
+from typing import Any, Final, Literal, Protocol, TypeAlias, TypedDict, TypeVar, cast, overload
 
 from pydantic import BaseModel
 from typing_extensions import Unpack
@@ -53,17 +53,20 @@ from pgoutbox.enqueue.payloads import Serializer
 from pgoutbox.enqueue.validation import Route, ValidatedMessage, carrying, prepare, prepare_fanout
 from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
 from pgoutbox.handlers import Context, Handler, Middleware, OnUnknown, SyncContext
-from pgoutbox.message import Message, Outcome, P
+from pgoutbox.message import Failure, Message, Outcome, P
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.tracing import UNTRACED, Producing, producing
 from pgoutbox.options import check_name
 from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.signatures import is_async
+from pgoutbox.text import MAX_NAME_LENGTH
 from pgoutbox.topics import CoalesceRule, NewMessage, OnDuplicate, OnFailed, Recipient, Topic
 from pgoutbox.transports import Content, Transport
 
 _logger = logging.getLogger(__name__)
+
+_FAILED: Final = ".failed"  # The end of a hook's topic; finish_if_held.sql appends it too.
 
 Result: TypeAlias = Outcome | Content | None
 R = TypeVar("R")
@@ -147,6 +150,7 @@ class Outbox:
         self._strict = strict
         self._topics: dict[str, Topic[Any]] = {}
         self._handlers: dict[str, Handler] = {}
+        self._hooks: dict[str, str] = {}
         self._middlewares: list[Middleware] = []
         self._transports: dict[str, Transport] = {}
         for index, transport in enumerate(transports):
@@ -182,6 +186,11 @@ class Outbox:
         """The registered handlers by topic."""
         return MappingProxyType(self._handlers)
 
+    @property
+    def hooks(self) -> Mapping[str, str]:
+        """The topics with a hook for failed messages, each with the topic of the hook: see `on_failed`."""
+        return MappingProxyType(self._hooks)
+
     def define(self, topic: Topic[P]) -> Topic[P]:
         """Register the definition and return it. Call sites can then use its name alone.
 
@@ -193,6 +202,8 @@ class Outbox:
             raise ConfigurationError(f"topic {topic.name!r} is already defined")
         if known is None and topic.name in self._handlers:
             raise ConfigurationError(f"topic {topic.name!r} has a handler already: define the topic before it")
+        if known is None and topic.name in self._hooks:
+            raise ConfigurationError(f"topic {topic.name!r} has a hook already: define the topic before it")
         self._topics[topic.name] = topic
         return topic
 
@@ -275,6 +286,61 @@ class Outbox:
         make = partial(Handler, on_unknown=on_unknown, max_size=max_size, permanent=permanent)
         return self._decorator("batch_handler", topic, retry, timeout, make)
 
+    def on_failed(
+        self,
+        topic: str | Topic[Any],
+        *,
+        retry: RetryPolicy | None = None,
+        timeout: Duration | None = None,
+        on_unknown: OnUnknown = "retry",
+        transactional: bool = False,
+        permanent: Sequence[type[BaseException]] = (),
+    ) -> HandlerDecorator[Failure]:
+        """Register the decorated function as the hook of a topic: it runs when a message of the topic ends `failed`.
+
+        The hook is a handler of its own topic, `<topic>.failed`. The transaction that ends a message as failed enqueues
+        one message of that topic, in the same queue. So the hook runs at least once for each failure that was
+        committed, with its own retries, and never for another. A message that is redriven and fails again has another
+        failure. A hook that fails has no hook itself: its message ends `failed` like any other. The options are those
+        of `handler`.
+
+        Register the hook in the outbox that has the topic's handler. Raises `ConfigurationError` for a second hook of a
+        topic, for the hook of a hook, and for a topic of more than 56 characters.
+
+            @outbox.on_failed("mail.welcome", transactional=True)
+            async def mark_address(message: Message[Failure], ctx: Context) -> None:
+                await ctx.connection.execute(
+                    "UPDATE member SET bounced_at = now() WHERE id = %s", (message.payload.payload["member_id"],)
+                )
+        """
+        _require_topic("on_failed", topic)
+        make = partial(Handler, on_unknown=on_unknown, transactional=transactional, permanent=permanent)
+
+        def register(function: F) -> F:
+            definition = self.define(topic) if isinstance(topic, Topic) else self._topics.get(topic) or Topic(topic)
+            hook_topic = self._topic_of_hook(definition)
+            self._decorator("on_failed", hook_topic, retry, timeout, make)(function)
+            self._hooks[definition.name] = hook_topic.name
+            return function
+
+        return register
+
+    def _topic_of_hook(self, failing: Topic[Any]) -> Topic[Failure]:
+        """Return the topic of the messages for a new hook. Their payload contains that of the failed message."""
+        name = failing.name
+        if name in self._hooks:
+            raise ConfigurationError(f"on_failed: topic {name!r} has a hook already")
+        if name in self._hooks.values():
+            raise ConfigurationError(f"on_failed: topic {name!r} is that of a hook, which can have no hook itself")
+        if name + _FAILED in self._hooks:
+            raise ConfigurationError(f"on_failed: topic {name + _FAILED!r} has a hook, which can have no hook itself")
+        if len(name + _FAILED) > MAX_NAME_LENGTH:
+            raise ConfigurationError(
+                f"on_failed: topic {name!r}: its hook's topic {name + _FAILED!r} would have more than "
+                f"{MAX_NAME_LENGTH} characters; shorten the topic to {MAX_NAME_LENGTH - len(_FAILED)}"
+            )
+        return Topic(name + _FAILED, payload=Failure, redact=failing.redact)
+
     def _decorator(
         self,
         name: str,
@@ -283,10 +349,7 @@ class Outbox:
         timeout: Duration | None,
         make: Callable[..., Handler],
     ) -> Callable[[F], F]:
-        if not isinstance(topic, (str, Topic)):
-            function_name = getattr(topic, "__qualname__", None) if callable(topic) else None
-            got = repr(topic) if function_name is None else f"the function {function_name}"
-            raise ConfigurationError(f'{name}: needs a topic, as in @outbox.{name}("mail.welcome"); got {got}')
+        _require_topic(name, topic)
         timeout_seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
         def register(function: F) -> F:
@@ -747,6 +810,14 @@ class Outbox:
         if known is not None and known != topic:
             raise ConfigurationError(f"topic {name!r} has another definition in this outbox")
         return topic
+
+
+def _require_topic(name: str, topic: object) -> None:
+    """Refuse a decorator without a topic, with an example."""
+    if not isinstance(topic, (str, Topic)):
+        function_name = getattr(topic, "__qualname__", None) if callable(topic) else None
+        got = repr(topic) if function_name is None else f"the function {function_name}"
+        raise ConfigurationError(f'{name}: needs a topic, as in @outbox.{name}("mail.welcome"); got {got}')
 
 
 def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:

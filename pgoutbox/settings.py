@@ -155,7 +155,7 @@ class BreakerSettings(_Group):
     enabled: bool = True
     """Stop sending to a transport or host that is down."""
     failures: int = Field(default=5, ge=1, le=1_000)
-    """Number of consecutive failures in one process that open a circuit breaker."""
+    """Number of consecutive failures that open a circuit breaker, in one process or in consecutive runs of `--once`."""
     error_rate: float = Field(default=0.5, gt=0, le=1)
     """Share of failed sends that opens a circuit breaker, of at least 20 sends within 60 seconds."""
     cooldown_seconds: float = Field(default=30.0, ge=0.1, le=86_400)
@@ -314,7 +314,7 @@ class LogSettings(_Group):
     format: Literal["text", "json"] = "text"
     """Format of the CLI's log."""
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Minimum level of the CLI's log."""
+    """Minimum level of the CLI's log. The default of `worker --once` and `--drain` on stderr is WARNING, for cron."""
 
 
 class Settings(_Group, BaseSettings):
@@ -379,6 +379,8 @@ class Settings(_Group, BaseSettings):
     redact: str | None = None
     """Additional names of values to hide, separated by commas. `password`, `token` and similar names are always hidden.
     """
+    error_texts: bool = True
+    """Whether the texts of handlers' exceptions are stored and logged. If not, only their types and places are."""
     event_source: str | None = None
     """`source` of events that do not set one: a URI of this application."""
     broker_timeout_seconds: float = Field(default=10.0, ge=0.5, le=600)

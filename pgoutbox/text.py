@@ -10,6 +10,7 @@ from typing import Final
 from pgoutbox.errors import PayloadError
 
 MAX_TEXT_LENGTH: Final = 4_000
+MAX_NAME_LENGTH: Final = 63
 NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 """The names of topics, queues and entries of settings."""
 

@@ -711,7 +711,9 @@ def _helpers(tree: ast.Module) -> dict[str, list[str]]:
 def _level_of(call: ast.Call) -> str | None:
     if isinstance(call.func, ast.Attribute) and call.func.attr in ("error", "warning", "info", "debug"):
         return call.func.attr
-    for argument in call.args:
+    for given in call.args:
+        # A condition names the level of a special case first.
+        argument = given.orelse if isinstance(given, ast.IfExp) else given
         if isinstance(argument, ast.Attribute) and ast.unparse(argument.value) == "logging":
             return argument.attr
     # The level is computed: warning for a failed message, debug for the others.

@@ -234,8 +234,11 @@ def secrets_of(settings: Settings) -> frozenset[str]:
     return secrets_in(dsns, passwords)
 
 
-def configure_logging(settings: Settings) -> None:
-    """Configure the log of the process: target, format and level from the settings."""
+def configure_logging(settings: Settings, *, is_quiet: bool = False) -> None:
+    """Configure the log of the process: target, format and level from the settings.
+
+    With `is_quiet` only warnings go to stderr, unless PGOUTBOX_LOG_LEVEL is set.
+    """
     secrets = secrets_of(settings)
     formatter = JsonFormatter(secrets) if settings.log.format == "json" else TextFormatter(secrets)
     handler: logging.Handler = logging.StreamHandler(sys.stderr)
@@ -243,7 +246,8 @@ def configure_logging(settings: Settings) -> None:
         handler = log_file = _LogFile(settings.log.file)
         log_file.check()
     handler.setFormatter(formatter)
-    logging.basicConfig(level=settings.log.level, handlers=[handler], force=True)
+    is_quiet &= settings.log.file is None and "level" not in settings.log.model_fields_set
+    logging.basicConfig(level="WARNING" if is_quiet else settings.log.level, handlers=[handler], force=True)
 
 
 class _LogFile(WatchedFileHandler):
@@ -314,7 +318,7 @@ class TextFormatter(logging.Formatter):
         line = printable(
             f"{_time(record)} {record.levelname} {record.name}: {_without_detail(record.getMessage())}{fields}"
         )
-        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        trace = self.formatException(record.exc_info) if record.exc_info else record.exc_text or ""
         return mask("\n".join([line, *map(printable, _without_detail(trace).splitlines())]), self._secrets)
 
 
@@ -335,6 +339,8 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             entry["exception"] = _without_detail(self.formatException(record.exc_info))
+        elif record.exc_text:
+            entry["exception"] = _without_detail(record.exc_text)
         return mask(json.dumps(_extra(record) | entry, default=_json_value), self._secrets)
 
 

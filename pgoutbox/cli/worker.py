@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Final, Literal
 
@@ -62,8 +63,11 @@ def worker(
     if settings.app is None:
         raise ConfigurationError("no outbox given: set PGOUTBOX_APP, or pass --app module:attribute")
     outbox = load_outbox(settings.app)
-    configure_logging(settings)
-    _warn_of_unknown_queues(settings, [share.name for share in shares if share.name != ALL_QUEUES] if queues else [])
+    # Cron sends an e-mail if a command writes anything. A person at a terminal should see the counts and warnings.
+    is_quiet = (once or drain) and not sys.stderr.isatty()
+    configure_logging(settings, is_quiet=is_quiet)
+    if queues and not is_quiet:
+        _warn_of_unknown_queues(settings, [share.name for share in shares if share.name != ALL_QUEUES])
     if processes > 1:
         raise typer.Exit(_supervise(settings, queues or [], processes, dsn=dsn))
     mode: Literal["run", "once", "drain"] = "once" if once else "drain" if drain else "run"

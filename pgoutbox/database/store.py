@@ -7,9 +7,10 @@ answer.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal, LiteralString, NamedTuple, TypedDict, Unpack
@@ -30,6 +31,8 @@ _PERMIT_PAUSE_SECONDS = 0.25
 _MAX_ID = 2**63 - 1
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _RETENTION_SECONDS = 30.0
+_RUNS_APART_SECONDS = 172_800.0
+_NO_HOOKS: Final = "{}"
 _SHOWN_NAME_LENGTH = 48  # With "pgoutbox claim " the 63 bytes that PostgreSQL keeps of an application_name.
 
 
@@ -129,6 +132,7 @@ class FinishRequest:
     delay_seconds: float = 0.0
     reason_code: ReasonCode | None = None
     breaker_key: str | None = None
+    error_place: str | None = None
 
 
 class ClaimRefusedError(psycopg.DatabaseError):
@@ -185,16 +189,20 @@ class Trouble(NamedTuple):
 class Store:
     """The worker's statements, each a method. Claims and finishes have separate connections and overlap.
 
+    `hooks` are the topics whose failures are announced to a hook, each with the `max_attempts` of that message.
+
     If the server has only one free connection they share it, so that a worker that can claim can also finish. Otherwise
     it would hand over messages again and again without ending any of them.
     """
 
-    def __init__(self, settings: Settings, *, worker: str) -> None:
+    def __init__(self, settings: Settings, *, worker: str, hooks: Mapping[str, int] | None = None) -> None:
         sql.load_all()
         dsn = settings.require_dsn()
         self.worker = worker
         self.lease_seconds = settings.lease_seconds
         self._settings = settings
+        self._forget_seconds = settings.breaker.max_cooldown_seconds
+        self._hooks = json.dumps(dict(hooks or {}))
         self.claims = WorkerConnection(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
         self._finishes = WorkerConnection(dsn, settings, purpose="finish", spare=self.claims)
         self._passes_over_until = -math.inf  # Until then finishes pass over locked rows instead of waiting.
@@ -264,7 +272,9 @@ class Store:
 
     async def end_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
         """End up to `total` lapsed attempts whose message is not tried again. Raises like `claim`."""
-        rows = await self._claim(sql.END_LAPSED, sql.FIND_ENDING, _lapsed_parameters(queue, options))
+        rows = await self._claim(
+            sql.END_LAPSED, sql.FIND_ENDING, {**_lapsed_parameters(queue, options), "hooks": self._hooks}
+        )
         return [_ended(row) for row in rows]
 
     async def claim_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
@@ -454,7 +464,8 @@ class Store:
 
     async def finish(self, requests: Sequence[FinishRequest]) -> dict[int, State]:
         """Finish these attempts, and return the new state of each message that its attempt still held."""
-        rows = await self._finishes.fetch(sql.FINISH_IF_HELD, _finish_parameters(requests, worker=self.worker))
+        parameters = _finish_parameters(requests, worker=self.worker, hooks=self._hooks)
+        rows = await self._finishes.fetch(sql.FINISH_IF_HELD, parameters)
         return {row[0]: State(row[1]) for row in rows}
 
     async def current_states(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
@@ -495,13 +506,27 @@ class Store:
                 "error": error,
                 "cooldown_seconds": settings.breaker.cooldown_seconds,
                 "max_cooldown_seconds": settings.breaker.max_cooldown_seconds,
-                "forget_seconds": settings.breaker.max_cooldown_seconds,
+                "forget_seconds": self._forget_seconds,
                 "worker": self.worker,
                 "alert_queue": alert_queue,
                 "alert_destination": settings.alert_destination,
             },
         )
         return BreakerRow._make(rows[0]) if rows else None
+
+    async def failures_of_last_run(self) -> dict[str, int]:
+        """Return the failures in a row, by breaker key, that the last run of `run_once` or `drain` hands on.
+
+        From now on an open breaker is believed for two days, because runs may be a day apart.
+        """
+        self._forget_seconds = max(self._forget_seconds, _RUNS_APART_SECONDS)
+        rows = await self.claims.fetch(sql.FAILURES_OF_LAST_RUN, {})
+        return dict(rows[0][0]) if rows else {}
+
+    async def end_run(self, failures: Mapping[str, int]) -> None:
+        """Record the end of a run, and the failures in a row of the breakers that it has used; 0 after a success."""
+        counts = {key: count or None for key, count in failures.items()}
+        await self.claims.fetch(sql.END_RUN, {"worker": self.worker, "failures": json.dumps(counts)})
 
     async def breaker_probe(self, key: str) -> BreakerRow | None:
         """Ask for a probe: granted if the answer has a `probe_id`. None if the breaker is closed."""
@@ -659,7 +684,7 @@ def _sent(message_id: int, attempt_count: int) -> FinishRequest:
     return FinishRequest(message_id, attempt_count, AttemptOutcome.SENT)
 
 
-def _finish_parameters(requests: Sequence[FinishRequest], *, worker: str) -> dict[str, object]:
+def _finish_parameters(requests: Sequence[FinishRequest], *, worker: str, hooks: str = _NO_HOOKS) -> dict[str, object]:
     return {
         "ids": _array_of(request.id for request in requests),
         "attempt_counts": _array_of(request.attempt_count for request in requests),
@@ -667,8 +692,10 @@ def _finish_parameters(requests: Sequence[FinishRequest], *, worker: str) -> dic
         "reasons": [request.reason for request in requests],
         "reason_codes": [request.reason_code for request in requests],
         "breaker_keys": [request.breaker_key for request in requests],
+        "error_places": [request.error_place for request in requests],
         "delays": [request.delay_seconds for request in requests],
         "worker": worker,
+        "hooks": hooks,
     }
 
 

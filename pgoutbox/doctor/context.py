@@ -34,6 +34,7 @@ class Limits:
     partition_seconds: float = 86_400.0
     overdue_seconds: float = 86_400.0
     done_without_rules: int = 5_000_000
+    run_seconds: float = 90_000.0
     late_seconds: float = 60.0
     in_flight_seconds: float = 900.0
     attempts: int = 20

@@ -89,6 +89,8 @@ def check_workers(context: DoctorContext) -> Iterator[Note]:
         queues = sorted({queue for worker in present for queue in worker["queues"]})
         served = f", for the queues {join_names(queues, most=20)}" if queues else ""
         yield ok(f"{pluralize(max(facts['workers'], len(present)), 'worker')} connected{served}")
+    elif (run := _last_run(context)) is not None and run["ended_seconds_ago"] <= context.limits.run_seconds:
+        yield ok(f"the last run of worker --once ended {duration(run['ended_seconds_ago'])} ago")
     elif not facts["sees_all"] and (holders := _lease_holders(context)):
         yield ok(f"leases are held by {pluralize(holders, 'worker')}")
     elif not facts["sees_all"]:
@@ -98,6 +100,14 @@ def check_workers(context: DoctorContext) -> Iterator[Note]:
         )
     else:
         yield warning("no worker is connected", "no message is delivered", "start a worker: pgoutbox worker")
+
+
+def _last_run(context: DoctorContext) -> DictRow | None:
+    """Return the last run of `worker --once`; None if there was none, or if this role cannot read it."""
+    try:
+        return next(iter(context.ask(sql.LAST_RUN)), None)
+    except InsufficientPrivilege:
+        return None
 
 
 def _present_workers(context: DoctorContext) -> list[DictRow]:
@@ -228,11 +238,14 @@ def check_due(context: DoctorContext) -> Iterator[Note]:
     seconds = context.limits.late_seconds
     if not context.settings.listen:
         seconds = max(seconds, 2 * context.settings.poll_interval_seconds)
+    connected = context.ask_one(sql.CONNECTED_WORKERS)
+    run = None if connected["workers"] else _last_run(context)
+    if run is not None and run["ended_seconds_ago"] <= context.limits.run_seconds:
+        seconds = max(seconds, 2 * min(run["interval_seconds"] or 0.0, context.limits.run_seconds))
     late = context.ask(sql.DUE_FOR_LONG, {"seconds": seconds})
     if not late:
         yield ok(f"no message has been due for more than {duration(seconds)}")
         return
-    connected = context.ask_one(sql.CONNECTED_WORKERS)
     present = _present_workers(context)
     for queue in late:
         count = pluralize(queue["messages"], "message") + (" or more" if queue["messages"] >= 10_000 else "")
@@ -280,7 +293,8 @@ def _cause_of_workers(
         return problem(
             f"{what}: no worker is connected" + ("" if connected["sees_all"] else " that this role can see"),
             "no message is delivered",
-            f"start a worker: pgoutbox worker --queue {name}",
+            f"start a worker: pgoutbox worker --queue {name}; with cron, check that the line of the crontab runs, and "
+            "that it names this queue",
         )
     serving = [worker for worker in present if name in worker["queues"]]
     if present and not serving and not queue["is_worked"]:

@@ -36,9 +36,19 @@ class LogEvent(enum.StrEnum):
         "The worker begins to stop: it claims no more messages and waits for its handlers.",
     )
     WORKER_STOPPED = "worker_stopped", "The worker has stopped."
+    RUN_DONE = (
+        "run_done",
+        "A run of `worker --once` or `--drain` has ended. The fields count the outcomes of its attempts.",
+    )
     CLAIMED = "claimed", "Attempts begun."
     SENT = "sent", "Attempts that ended sent."
     RETRY = "retry", "An attempt failed and its message is pending again."
+    HANDLER_RAISED = (
+        "handler_raised",
+        "A handler raised an exception that is not an outcome. The record has its redacted traceback.",
+    )
+    ATTEMPT_STARTED = "attempt_started", "A handler starts. Only if DEBUG was on when the worker started."
+    ATTEMPT_ENDED = "attempt_ended", "A handler and its send have ended. Only if DEBUG was on when the worker started."
     FAILED = "failed", "A message failed permanently and waits for an operator."
     SKIPPED = (
         "skipped",
@@ -214,8 +224,20 @@ class Telemetry:
         """Count an event without a log line, because it may happen thousands of times a second."""
         self.counts[event] += number
 
-    def report(self, level: int, event: LogEvent, text: str, /, **fields: object) -> None:
-        """Count the event and log the constant `text` with the event and its fields."""
+    def logs(self, level: int) -> bool:
+        """Whether records of this level are logged."""
+        return self._logger.isEnabledFor(level)
+
+    def report(self, level: int, event: LogEvent, text: str, /, *, traceback: object = None, **fields: object) -> None:
+        """Count the event and log the constant `text` with the event and its fields, and a redacted traceback."""
         self.counts[event] += 1
-        if self._logger.isEnabledFor(level):
-            self._logger.log(level, text, extra={"event": event.value, **fields})
+        if not self._logger.isEnabledFor(level):
+            return
+        extra = {"event": event.value, **fields}
+        if traceback is None:
+            self._logger.log(level, text, extra=extra)
+            return
+        # The exception itself would be logged with values that must be redacted.
+        record = self._logger.makeRecord(self._logger.name, level, __file__, 0, text, (), None, extra=extra)
+        record.exc_text = str(traceback)
+        self._logger.handle(record)

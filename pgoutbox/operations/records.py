@@ -382,6 +382,7 @@ class ShownAttempt(NamedTuple):
     error: str | None
     reason_code: str | None
     breaker_key: str | None
+    error_place: str | None
 
     def redacted(self, names: Collection[str]) -> ShownAttempt:
         """Return the attempt without values whose name matches `names`."""

@@ -43,7 +43,7 @@ class CircuitBreaker:
     paused_at: float = 0.0
     pause_seconds: float = _MIN_PAUSE_SECONDS
     probe_holder: int | None = None
-    _failure_count: int = 0
+    failure_count: int = 0
     _window_began_at: float = 0.0
     _window_sent_count: int = 0
     _window_failed_count: int = 0
@@ -85,7 +85,7 @@ class CircuitBreaker:
                 return None
 
     def record_success(self) -> None:
-        self._failure_count = 0
+        self.failure_count = 0
         self._window_sent_count += 1
 
     def record_failure(self, now: float) -> bool:
@@ -93,10 +93,10 @@ class CircuitBreaker:
         if now - self._window_began_at > WINDOW_SECONDS:
             self._window_began_at = now
             self._window_sent_count = self._window_failed_count = 0
-        self._failure_count += 1
+        self.failure_count += 1
         self._window_failed_count += 1
         count = self._window_sent_count + self._window_failed_count
-        return self._failure_count >= self.failure_limit or (
+        return self.failure_count >= self.failure_limit or (
             count >= _WINDOW_MIN_COUNT and self._window_failed_count >= self.error_rate * count
         )
 
@@ -112,7 +112,7 @@ class CircuitBreaker:
 
     def close(self) -> None:
         self.retry_at = None
-        self._failure_count = self._window_sent_count = self._window_failed_count = 0
+        self.failure_count = self._window_sent_count = self._window_failed_count = 0
 
     def refresh(self, row: BreakerRow | None, *, asked_at: float, now: float) -> None:
         """Take over the row as it was at `asked_at`, unless the state has changed since then."""
@@ -131,6 +131,6 @@ class CircuitBreaker:
         """Whether it is like a new one."""
         return (
             self.retry_at is None
-            and not self._failure_count
+            and not self.failure_count
             and (not self._window_failed_count or now - self._window_began_at > WINDOW_SECONDS)
         )

@@ -63,6 +63,15 @@ class CircuitBreakers:
         self._probed_by: dict[int, CircuitBreaker] = {}
         self._rendering_topics: set[str] = set()
         self._is_stopping = False
+        self._inherited: dict[str, int] | None = None
+        self._used_keys: set[str] = set()
+
+    async def inherit(self) -> None:
+        """Continue to count the failures in a row of the last run, and hand them to the next run in `close`.
+
+        Otherwise no breaker would open if each run sends fewer messages than it takes.
+        """
+        self._inherited = await self._shared.failures_of_last_run()
 
     @property
     def watches_any(self) -> bool:
@@ -160,7 +169,11 @@ class CircuitBreakers:
                     del self._circuits[circuit.breaker.key]
         limits = self._settings.breaker.failures, self._settings.breaker.error_rate
         room = Room(self._no_bulkhead if is_part else self._bulkhead)
-        circuit = self._circuits[key] = _Circuit(CircuitBreaker(key, *limits, is_part=is_part), room)
+        breaker = CircuitBreaker(key, *limits, is_part=is_part)
+        if self._inherited is not None:
+            breaker.failure_count = self._inherited.pop(key, 0)
+            self._used_keys.add(key)
+        circuit = self._circuits[key] = _Circuit(breaker, room)
         return circuit
 
     async def _send_and_record(self, circuit: _Circuit, message: Message[object], call: _Call) -> Outcome:
@@ -248,6 +261,10 @@ class CircuitBreakers:
     async def close(self) -> None:
         """Wait briefly until the results of the last probes are written."""
         await self._shared.aclose()
+        if self._inherited is not None:
+            circuits = self._circuits
+            counts = {k: circuits[k].breaker.failure_count if k in circuits else 0 for k in self._used_keys}
+            await self._shared.end_run(counts)
 
 
 def _stalled(circuit: _Circuit) -> Postponed:

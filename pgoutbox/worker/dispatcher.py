@@ -22,6 +22,7 @@ from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, scheme_of
 from pgoutbox.transports.registry import MissingTransport
 from pgoutbox.worker.attempt import Attempt, watch_thread
+from pgoutbox.worker.handler_errors import outcome_of_exception
 
 MIN_SNOOZE_SECONDS = 1.0
 
@@ -193,10 +194,7 @@ def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
         case LeaseLostError():
             return Transient(describe(error))  # The attempt was overtaken, so the handler's list does not apply.
         case _:
-            text = describe(error)
-            outcome = Permanent(text) if isinstance(error, tuple(handler.permanent)) else Transient(text)
-            outcome.__cause__ = error  # For middleware that reports exceptions.
-            return outcome
+            return outcome_of_exception(error, is_permanent=isinstance(error, tuple(handler.permanent)))
 
 
 def _with_a_pause(asked: Snooze) -> Snooze:

@@ -62,6 +62,8 @@ class AttemptExecutor:
         if settings.otel.traces and (tracing := Tracing.at_start()) is not None:
             self._run = partial(_run_traced, tracing, call_next=self._run)
             send = partial(_send_traced, tracing, send)
+        if telemetry.logs(logging.DEBUG):
+            self._run = partial(_run_logged, telemetry, call_next=self._run)
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pgoutbox-handler")
         self.breakers = CircuitBreakers(store, transports, settings, telemetry, alert_queue=alert_queue, send=send)
         self._dispatcher = Dispatcher(
@@ -182,6 +184,33 @@ def _problem_with(outcomes: object, count: int) -> str | None:
     kinds = get_args(Outcome)
     wrong = next((outcome for outcome in outcomes if not isinstance(outcome, kinds)), None)
     return None if wrong is None else f"must return outcomes, not {type(wrong).__name__}"
+
+
+async def _run_logged(telemetry: Telemetry, work: Work, call_next: RunWork) -> Sequence[AttemptResult]:
+    """Log start, end and duration of each attempt."""
+    began_at = elapsed_clock()
+    for attempt in work:
+        telemetry.report(
+            logging.DEBUG,
+            LogEvent.ATTEMPT_STARTED,
+            "attempt started",
+            message_id=attempt.message.id,
+            topic=attempt.message.topic,
+            attempt_count=attempt.attempt_count,
+        )
+    results = await call_next(work)
+    for attempt, result in zip(work, results, strict=True):
+        telemetry.report(
+            logging.DEBUG,
+            LogEvent.ATTEMPT_ENDED,
+            "attempt ended",
+            message_id=attempt.message.id,
+            topic=attempt.message.topic,
+            attempt_count=attempt.attempt_count,
+            outcome="Sent" if isinstance(result, AlreadyFinished) else type(result).__name__.removeprefix("Raised"),
+            duration_seconds=round(elapsed_clock() - began_at, 6),
+        )
+    return results
 
 
 async def _run_traced(tracing: Tracing, work: Work, call_next: RunWork) -> Sequence[AttemptResult]:

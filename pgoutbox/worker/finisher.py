@@ -39,6 +39,7 @@ from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
 from pgoutbox.worker.attempt import Abandoned, AlreadyFinished, Attempt, AttemptResult, Released
 from pgoutbox.worker.backoff import Backoff
 from pgoutbox.worker.dispatcher import MIN_SNOOZE_SECONDS
+from pgoutbox.worker.handler_errors import RaisedPermanent, RaisedTransient, place_of, traceback_of
 from pgoutbox.worker.notifier import Notifier
 from pgoutbox.worker.refused_outcomes import RefusedOutcomes
 from pgoutbox.worker.signals import Signals
@@ -64,6 +65,7 @@ class Finisher:
         *,
         batch_size: int,
         redacted_names: Sequence[str],
+        error_texts: bool = True,
         signals: Signals,
         notifier: Notifier,
         on_halted: Callable[[str], None],
@@ -74,6 +76,7 @@ class Finisher:
         self._in_flight = in_flight
         self._batch_size = batch_size
         self._redacted_names = redacted_names
+        self._error_texts = error_texts
         self._signals = signals
         self._notifier = notifier
         self._telemetry = telemetry
@@ -194,8 +197,45 @@ class Finisher:
                 self._forget(attempt)
                 self._note_unwritten(attempt.message, ending)
             else:
-                requests[attempt] = _request_of(attempt, ending, self._redacted_names)
+                requests[attempt] = self._request_of(attempt, ending)
         return sent, requests
+
+    def _request_of(
+        self, attempt: Attempt, ending: Transient | Unavailable | Permanent | Skip | Snooze | Released
+    ) -> FinishRequest:
+        names = (*self._redacted_names, *attempt.handler.redact)
+        try:
+            request = finish_request_of(attempt, ending)
+            if isinstance(ending, (RaisedTransient, RaisedPermanent)):
+                request = self._with_place(attempt, ending, request, names)
+            return request if request.reason is None else replace(request, reason=_redacted(request.reason, names))
+        except Exception as error:  # noqa: BLE001 - an invalid outcome ends its own message, not the worker
+            message = attempt.message
+            text = f"the outcome cannot be read: {describe(error)}"
+            return FinishRequest(message.id, attempt.attempt_count, AttemptOutcome.FAILED, text)
+
+    def _with_place(
+        self, attempt: Attempt, ending: RaisedTransient | RaisedPermanent, request: FinishRequest, names: Sequence[str]
+    ) -> FinishRequest:
+        """Log the exception of a handler, once for a batch, and return the request with its place."""
+        error = ending.__cause__
+        if error is None:
+            return request
+        place = place_of(error)
+        if not ending.is_logged:
+            ending.is_logged = True
+            text = traceback_of(error, with_texts=self._error_texts)
+            self._report(
+                logging.WARNING,
+                LogEvent.HANDLER_RAISED,
+                "handler raised an exception",
+                attempt.message,
+                error_type=type(error).__name__,
+                error_place=place,
+                traceback=redact_text(text, names),
+            )
+        reason = request.reason if self._error_texts else type(error).__name__
+        return replace(request, reason=reason, error_place=place)
 
     def _note_unwritten(self, message: Message[object], ending: AlreadyFinished | Abandoned) -> None:
         if isinstance(ending, Abandoned):
@@ -355,21 +395,6 @@ def _reported_outcome(state: State | None, request: FinishRequest | None) -> Att
     if state is State.PENDING:
         return AttemptOutcome.RETRY if request is None else request.outcome
     return AttemptOutcome(state)
-
-
-def _request_of(
-    attempt: Attempt,
-    ending: Transient | Unavailable | Permanent | Skip | Snooze | Released,
-    redacted_names: Sequence[str],
-) -> FinishRequest:
-    try:
-        request = finish_request_of(attempt, ending)
-        names = (*redacted_names, *attempt.handler.redact)
-        return request if request.reason is None else replace(request, reason=_redacted(request.reason, names))
-    except Exception as error:  # noqa: BLE001 - an invalid outcome ends its own message, not the worker
-        message = attempt.message
-        text = f"the outcome cannot be read: {describe(error)}"
-        return FinishRequest(message.id, attempt.attempt_count, AttemptOutcome.FAILED, text)
 
 
 def _minimal_request(attempt: Attempt, request: FinishRequest | None, reason: str) -> FinishRequest:

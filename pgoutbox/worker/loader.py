@@ -20,7 +20,7 @@ from pydantic_core import from_json
 from pgoutbox.database.store import ClaimedRow, Store
 from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
 from pgoutbox.handlers import Handler
-from pgoutbox.message import Permanent, State, Transient, new_message
+from pgoutbox.message import Failure, Permanent, State, Transient, new_message
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.text import describe
 from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Work
@@ -116,7 +116,9 @@ class Loader:
         self, row: ClaimedRow, contents: Mapping[int, _Content] | None, leased_at: float
     ) -> tuple[Attempt, AttemptResult | None]:
         """Begin the attempt of a row. Return it, and its result if it must end before its handler runs."""
-        payload, headers, problem = _read_payload(row, self._keyring)
+        payload, headers, problem = _read_payload(
+            row, self._keyring, is_failure=self._handlers[row.topic].payload is Failure
+        )
         content, content_problem = (None, None) if row.content_id is None else _find_content(row.content_id, contents)
         message = new_message(
             row.id,
@@ -201,7 +203,7 @@ def _find_content(content_id: int, contents: Mapping[int, _Content] | None) -> t
 
 
 def _read_payload(
-    row: ClaimedRow, keyring: Keyring | None
+    row: ClaimedRow, keyring: Keyring | None, *, is_failure: bool
 ) -> tuple[JsonValue, Mapping[str, str], Permanent | Transient | None]:
     """Return payload and headers, and the problem of an unreadable row, which must not affect the other rows."""
     headers = _EMPTY_HEADERS
@@ -214,11 +216,22 @@ def _read_payload(
         if is_sealed(payload):
             identity = Identity("payload", row.topic, row.destination, row.coalesce_key, row.ordering_key)
             payload = _read_json(unseal(payload, keyring, identity))
+        if is_failure:
+            payload = _read_failure(payload, keyring)
     except (ValueError, RecursionError) as error:
         return None, headers, Permanent(f"payload: cannot be read as JSON: {describe(error)}")
     except (Transient, Permanent) as sealed:
         return None, headers, sealed
     return payload, headers, None
+
+
+def _read_failure(failure: JsonValue, keyring: Keyring | None) -> JsonValue:
+    """Return the payload of a hook's message with that of the failed message decrypted, which was sealed for it."""
+    if not isinstance(failure, dict) or not is_sealed(failure.get("payload")):
+        return failure
+    keys = (cast("str | None", failure.get(key)) for key in ("destination", "coalesce_key", "ordering_key"))
+    identity = Identity("payload", str(failure.get("topic")), *keys)
+    return {**failure, "payload": _read_json(unseal(failure["payload"], keyring, identity))}
 
 
 def _read_content(text: str, topic: str, keyring: Keyring | None) -> _Content:

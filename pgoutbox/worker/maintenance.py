@@ -36,13 +36,17 @@ _JITTER: Final = 0.1
 
 
 class Maintenance:
-    """A context manager that takes turns of maintenance for this worker. It does nothing if the interval is 0."""
+    """A context manager that takes turns of maintenance for this worker. It does nothing if the interval is 0.
 
-    def __init__(self, settings: Settings, store: Store, telemetry: Telemetry) -> None:
+    Without `is_periodic` it takes none by itself: see `turn_unless`.
+    """
+
+    def __init__(self, settings: Settings, store: Store, telemetry: Telemetry, *, is_periodic: bool = True) -> None:
         self._settings = settings
         self._store = store
         self._telemetry = telemetry
         self._interval_seconds = settings.maintenance_interval_seconds
+        self._is_periodic = is_periodic
         self._cache = PartitionCache()
         self._trouble: str | None = None
         self._stopping = threading.Event()
@@ -51,7 +55,7 @@ class Maintenance:
         self._taking: Future[Exception | None] | None = None
 
     async def __aenter__(self) -> Self:
-        if self._interval_seconds:
+        if self._interval_seconds and self._is_periodic:
             self._task = asyncio.create_task(self._run(), name="pgoutbox-maintenance")
         return self
 
@@ -77,6 +81,16 @@ class Maintenance:
             await asyncio.sleep(pause)
             await self.turn()
             pause = self._interval_seconds * random.uniform(1 - _JITTER, 1 + _JITTER)
+
+    async def turn_unless(self, stopping: asyncio.Event) -> None:
+        """Take one turn if it is due, until `stopping` is set. The turn ends within half a minute."""
+        if not self._interval_seconds or stopping.is_set():
+            return
+        tasks = [asyncio.create_task(self.turn()), asyncio.create_task(stopping.wait())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
     async def turn(self) -> bool:
         """Take a turn if none is recent. Return whether it was taken. Errors are reported, not raised."""

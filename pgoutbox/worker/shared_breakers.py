@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import psycopg
@@ -64,6 +64,15 @@ class SharedBreakers:
                 logging.WARNING, LogEvent.BREAKER_OPENED, "breaker opened", breaker=key, retry_seconds=row.retry_seconds
             )
         return row
+
+    async def failures_of_last_run(self) -> dict[str, int]:
+        """Return the failures in a row of the last run, by key. None of them if the database does not answer."""
+        failures = await self._ask(self._store.failures_of_last_run())
+        return failures if isinstance(failures, dict) else {}
+
+    async def end_run(self, failures: Mapping[str, int]) -> None:
+        """Record the end of a run, and its failures in a row."""
+        await self._ask(self._store.end_run(failures))
 
     async def begin_probe(self, breaker: CircuitBreaker) -> str | None:
         """Return the id of a granted probe. Without one, the breaker is closed, or paused for another time."""

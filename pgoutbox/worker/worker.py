@@ -61,6 +61,15 @@ _log = logging.getLogger("pgoutbox.worker")
 Mode = Literal["run", "once", "drain"]
 
 _FOREIGN_WORK_SECONDS = 1.0
+_OUTCOMES = (
+    LogEvent.SENT,
+    LogEvent.FAILED,
+    LogEvent.RETRY,
+    LogEvent.SKIPPED,
+    LogEvent.CANCELLED,
+    LogEvent.SNOOZED,
+    LogEvent.RELEASED,
+)
 _FINAL_WRITE_SECONDS = 5.0
 
 
@@ -90,6 +99,11 @@ class Worker:
             raise ConfigurationError("the outbox has no handlers: register one with @outbox.handler(topic)")
         if self._settings.alert_destination is not None:
             self._handlers.setdefault(ALERT_TOPIC, alert_handler())
+        for topic in sorted(outbox.hooks.keys() - self._handlers.keys()):
+            raise ConfigurationError(
+                f"on_failed: topic {topic!r} has a hook and no handler in this outbox: register both in the same outbox"
+            )
+        self._hooks = {topic: self._handlers[hook].retry.max_attempts for topic, hook in outbox.hooks.items()}
         self._topics = sorted(self._handlers)
         self._middlewares = outbox.middlewares
         self._hold_topics = sorted(t for t, h in self._handlers.items() if h.on_unknown == "hold")
@@ -136,7 +150,7 @@ class Worker:
 
         Unlike `run`, it and `drain` do not wait for the server: they raise an error of the first connection.
         """
-        async with self._at_work(listen=False):
+        async with self._one_run():
             await self._poll_loop.deliver_due()
 
     async def drain(self) -> None:
@@ -144,7 +158,7 @@ class Worker:
 
         It does not wait for scheduled messages that were never attempted.
         """
-        async with self._at_work(listen=False):
+        async with self._one_run():
             while not self._stopping.is_set():
                 self._signals.wake.clear()
                 await self._poll_loop.deliver_due()
@@ -154,6 +168,15 @@ class Worker:
                 due = await self._claimer.next_due_seconds()
                 # Another worker's messages may be pending again at any time, and no notification wakes a drain.
                 await self._poll_loop.sleep(_FOREIGN_WORK_SECONDS if due is None else min(due, _FOREIGN_WORK_SECONDS))
+
+    @contextlib.asynccontextmanager
+    async def _one_run(self) -> AsyncIterator[None]:
+        """Do what a worker does periodically once: a due turn of maintenance, and the count of failures in a row."""
+        async with self._at_work(listen=False, is_run=True):
+            await self._executor.breakers.inherit()
+            yield
+            async with Maintenance(self._settings, self._store, self.telemetry, is_periodic=False) as maintenance:
+                await maintenance.turn_unless(self._stopping)
 
     def stop(self) -> None:
         """Begin to stop: stop claiming, wait for handlers up to the grace time, release the rest. Idempotent.
@@ -169,10 +192,12 @@ class Worker:
         self._signals.progress.set()
 
     @contextlib.asynccontextmanager
-    async def _at_work(self, *, listen: bool, patient: bool = False, serves: bool = False) -> AsyncIterator[None]:
+    async def _at_work(
+        self, *, listen: bool, patient: bool = False, serves: bool = False, is_run: bool = False
+    ) -> AsyncIterator[None]:
         async with (
             TelemetryServer(self, self._settings, self.telemetry, serves=serves) as self.telemetry_server,
-            self._running(listen=listen, patient=patient),
+            self._running(listen=listen, patient=patient, is_run=is_run),
             self.telemetry_server.at_work(self._store.server_time),
         ):
             yield
@@ -199,8 +224,9 @@ class Worker:
         )
 
     @contextlib.asynccontextmanager
-    async def _running(self, *, listen: bool, patient: bool = False) -> AsyncIterator[None]:
+    async def _running(self, *, listen: bool, patient: bool, is_run: bool) -> AsyncIterator[None]:
         self._assemble(listen=listen)
+        counts = self.telemetry.counts.copy()
         try:
             await self._check_server(patient=patient)
             self._lease_keeper.start(on_death=self.stop)
@@ -210,20 +236,32 @@ class Worker:
             self._finishing.add_done_callback(lambda task: None if task.cancelled() else self.stop())
             self._is_started = True
             if not self._stopping.is_set():
-                self._report_start()
+                self._report_start(is_run=is_run)
             try:
                 await self._executor.redirects.start()
                 yield
             finally:
                 await self._wind_down()
+                if is_run:
+                    self._report_run(counts)
         finally:
             await self._close()
-            self.telemetry.report(logging.INFO, LogEvent.WORKER_STOPPED, "worker stopped", worker=self.name)
+            self.telemetry.report(
+                logging.DEBUG if is_run else logging.INFO, LogEvent.WORKER_STOPPED, "worker stopped", worker=self.name
+            )
         self._lease_keeper.check()
 
-    def _report_start(self) -> None:
+    def _report_run(self, before: Mapping[LogEvent, int]) -> None:
+        counts = {event.value: self.telemetry.counts[event] - before.get(event, 0) for event in _OUTCOMES}
+        self.telemetry.report(logging.INFO, LogEvent.RUN_DONE, "run done", worker=self.name, **counts)
+
+    def _report_start(self, *, is_run: bool) -> None:
         self.telemetry.report(
-            logging.INFO, LogEvent.WORKER_STARTED, "worker started", worker=self.name, queues=self._queues.names
+            logging.DEBUG if is_run else logging.INFO,  # Cron starts a run every minute.
+            LogEvent.WORKER_STARTED,
+            "worker started",
+            worker=self.name,
+            queues=self._queues.names,
         )
         functions = {topic: handler.function for topic, handler in self._handlers.items()}
         for lack in lacks_of(self._settings, self._transports, functions, self._fixed_destinations):
@@ -245,13 +283,14 @@ class Worker:
         self._django = DjangoConnections.in_use()
         if self._django is not None:
             handlers = {topic: self._django.around(handler) for topic, handler in handlers.items()}
-        self._store = Store(settings, worker=self.name)
+        self._store = Store(settings, worker=self.name, hooks=self._hooks)
         self._notifier = Notifier(self._store, self._queues, self._signals, self._outage)
         self._finisher = Finisher(
             self._store,
             self._in_flight,
             batch_size=settings.batch_size,
             redacted_names=settings.redacted_names,
+            error_texts=settings.error_texts,
             signals=self._signals,
             notifier=self._notifier,
             on_halted=self._halt_topic,

@@ -1063,10 +1063,13 @@ class TestWorker:
     def test_a_drain_delivers_due_messages_and_exits(self, dsn: str, tmp_path: Path, mode: str) -> None:
         (tmp_path / "greeter.py").write_text(GREETER)
         run_process("enqueue", "greet", '"ada"', dsn=dsn)
-        done = run_process("worker", "--app", "greeter:outbox", mode, dsn=dsn, PGOUTBOX_LOG_FORMAT="json")
+        done = run_process(
+            "worker", "--app", "greeter:outbox", mode, dsn=dsn, PGOUTBOX_LOG_FORMAT="json", PGOUTBOX_LOG_LEVEL="INFO"
+        )
         assert (done.exit_code, done.out) == (0, "hello ada\n")
         events = [json.loads(line) for line in done.err.splitlines()]
-        assert {"worker_started", "worker_stopped"} <= {event.get("event") for event in events}
+        assert [event["event"] for event in events] == ["run_done"]
+        assert events[0]["sent"] == 1
         assert "ada" not in done.err
         assert json.loads(run_process("list", "--json", dsn=dsn).out)["state"] == "sent"
 
@@ -1111,12 +1114,13 @@ class TestWorker:
             assert "'--no-listen', '--name', 'w'" in arguments
             assert "postgresql:" not in arguments
 
-    def test_an_empty_queue_logs_a_warning(self, dsn: str, tmp_path: Path) -> None:
+    def test_an_empty_queue_prints_a_warning_on_a_terminal(self, dsn: str, tmp_path: Path) -> None:
         (tmp_path / "greeter.py").write_text(GREETER)
         run_process("enqueue", "greet", "1", dsn=dsn)
-        done = run_process("worker", "--app", "greeter:outbox", "--once", "--queue", "defautl", dsn=dsn)
+        done = run_on_terminal("worker", "--app", "greeter:outbox", "--once", "--queue", "defautl", dsn=dsn)
         assert done.exit_code == 0
-        assert "warning: queue 'defautl' has no messages yet; known queues: default\n" in done.err
+        assert "warning: queue 'defautl' has no messages yet; known queues: default" in done.out
+        assert "run done" in done.out
 
     def test_a_missing_app_names_the_variable(self, cli: Callable[..., Done]) -> None:
         assert cli("worker").err == "error: no outbox given: set PGOUTBOX_APP, or pass --app module:attribute\n"

@@ -75,6 +75,7 @@ CLAIM_PARAMETERS: Mapping[str, object] = {
     "queues": ["default"],
     "worker": "w",
     "lease_seconds": 60.0,
+    "hooks": "{}",
 }
 
 ELSEWHERE_PARAMETERS: Mapping[str, object] = {
@@ -102,7 +103,9 @@ FINISH_PARAMETERS: Mapping[str, object] = {
     "reasons": ["why"] * 200,
     "reason_codes": [None] * 200,
     "breaker_keys": [None] * 200,
+    "error_places": [None] * 200,
     "delays": [1.0] * 200,
+    "hooks": "{}",
 }
 SUCCESSOR_PARAMETERS: Mapping[str, object] = {"ids": [1], "topics": ["greet"], "coalesce_keys": ["k3"]}
 

@@ -76,6 +76,7 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "retention_view": "SELECT",
         "retired": "SELECT",
         "maintenance_run": "SELECT",
+        "worker_run": "SELECT",
         "worker": "DELETE INSERT SELECT UPDATE",
         "worker_view": "SELECT",
     },
@@ -100,13 +101,16 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "queue UPDATE": "tokens tokens_at",
         "maintenance_run INSERT": "began_at due_at worker",
         "maintenance_run UPDATE": "began_at due_at worker",
+        "worker_run INSERT": "failures worker",
+        "worker_run UPDATE": "ended_at failures interval_seconds worker",
     },
     OPERATOR: {
         "queue INSERT": "burst max_in_flight name paused_at rate_count rate_seconds resume_at tokens tokens_at",
         "queue UPDATE": "burst max_in_flight paused_at rate_count rate_seconds resume_at tokens tokens_at",
         "renewal SELECT": "lease_expires_at",
+        "worker_run SELECT": "ended_at interval_seconds worker",
     },
-    VIEWER: {},
+    VIEWER: {"worker_run SELECT": "ended_at interval_seconds worker"},
 }
 
 ENQUEUE_FUNCTIONS: Final = {

@@ -792,6 +792,18 @@ def test_missing_workers_are_a_warning(dsn: str) -> None:
         expect(found(dsn, "workers"), Level.OK, "1 worker connected")
 
 
+def test_runs_of_cron_replace_a_connected_worker(dsn: str, db: psycopg.Connection) -> None:
+    db.execute("INSERT INTO pgoutbox.worker_run (worker, interval_seconds) VALUES ('w1', 600)")
+    expect(found(dsn, "workers"), Level.OK, "the last run of worker --once ended")
+    message_id = enqueue(db, "greet")
+    db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '15 minutes' WHERE id = %s", [message_id])
+    assert levels(found(dsn, "due")) == ["ok"]
+    db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '25 minutes'")
+    expect(found(dsn, "due"), Level.PROBLEM, "no worker is connected", "line of the crontab")
+    db.execute("UPDATE pgoutbox.worker_run SET ended_at = now() - interval '26 hours'")
+    expect(found(dsn, "workers"), Level.WARNING, "no worker is connected", "pgoutbox worker")
+
+
 def test_the_queues_of_running_workers_are_named(dsn: str, db: psycopg.Connection) -> None:
     report(db, "a", ["default"], ["greet"])
     report(db, "b", ["bulk", "default"], ["greet"])

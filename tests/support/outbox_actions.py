@@ -101,6 +101,7 @@ def claim(
     by_permits: bool = False,
     worker: str = "worker-1",
     held: Sequence[int] = (),
+    hooks: str = "{}",
     again_on: tuple[type[psycopg.Error], ...] = (),
 ) -> list[ClaimedRow]:
     """Claim from all lanes except the ordered one, or only from the first lane. Return the rows ordered by id.
@@ -112,6 +113,7 @@ def claim(
         "queues": [queue],
         "topics": list(topics),
         "hold_topics": list(hold_topics),
+        "hooks": hooks,
         "clock_limit": clock_limit,
         "in_flight": list(held),
         "set_aside": [],
@@ -210,7 +212,9 @@ def finish_sent_and_forget(
     return {row[0] for row in connection.execute(sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters).fetchall()}
 
 
-def finish(connection: psycopg.Connection, *verdicts: FinishRequest, worker: str = "worker-1") -> dict[int, State]:
+def finish(
+    connection: psycopg.Connection, *verdicts: FinishRequest, worker: str = "worker-1", hooks: str = "{}"
+) -> dict[int, State]:
     """Finish attempts with other outcomes. Return the states that were reached."""
     parameters = {
         "ids": [v.id for v in verdicts],
@@ -219,8 +223,10 @@ def finish(connection: psycopg.Connection, *verdicts: FinishRequest, worker: str
         "reasons": [v.reason for v in verdicts],
         "reason_codes": [v.reason_code for v in verdicts],
         "breaker_keys": [v.breaker_key for v in verdicts],
+        "error_places": [v.error_place for v in verdicts],
         "delays": [v.delay_seconds for v in verdicts],
         "worker": worker,
+        "hooks": hooks,
     }
     return {row[0]: State(row[1]) for row in connection.execute(sql.FINISH_IF_HELD, parameters).fetchall()}
 
@@ -427,12 +433,14 @@ class Reports(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.events: list[str] = []
+        self.records: list[logging.LogRecord] = []
         self._heard = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Record an event from any thread."""
         self.events.append(getattr(record, "event", ""))
+        self.records.append(record)
         self._loop.call_soon_threadsafe(self._heard.set)
 
     async def wait_for(self, event: LogEvent) -> None:

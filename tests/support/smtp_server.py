@@ -82,6 +82,7 @@ class Inbox:
 @asynccontextmanager
 async def accepting_server(
     *,
+    port: int = 0,
     starttls: ssl.SSLContext | None = None,
     tls: ssl.SSLContext | None = None,
     password: bytes | None = None,
@@ -111,7 +112,7 @@ async def accepting_server(
         inbox._servers.append(server)
         return server
 
-    listener = await loop.create_server(connect, HOST, 0, ssl=tls)
+    listener = await loop.create_server(connect, HOST, port, ssl=tls)
     inbox.port = listener.sockets[0].getsockname()[1]
     try:
         yield inbox

@@ -110,6 +110,7 @@ def test_every_claim_returns_the_columns_of_the_row_in_their_order(
         "queues": ["default"],
         "topics": ["greet"],
         "hold_topics": [],
+        "hooks": "{}",
         "total": 1,
         "after_due_at": None,
         "after_id": 0,

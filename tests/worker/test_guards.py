@@ -70,6 +70,8 @@ class Stage:
     db: psycopg.Connection
 
 
+HOOKS = '{"greet": 3}'
+
 Scenario = Callable[[Stage], Awaitable[None]]
 Mutation = Callable[[Stage, pytest.MonkeyPatch], None]
 
@@ -101,6 +103,35 @@ def claimed_on_both_timelines(stage: Stage) -> int:
     lost.rollback()
     assert ids_in_flight(claim(stage.db)) == [message_id]
     return message_id
+
+
+def failures_announced(db: psycopg.Connection) -> int:
+    """Return the number of messages for the hook of the topic `greet`."""
+    ((count,),) = db.execute("SELECT count(*) FROM pgoutbox.message WHERE topic = 'greet.failed'").fetchall()
+    return int(count)
+
+
+async def a_stale_attempt_announces_no_failure(stage: Stage) -> None:
+    message_id = attempted_again(stage)
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "stale"), hooks=HOOKS)
+    assert failures_announced(stage.db) == 0
+
+
+async def an_attempt_that_is_retried_announces_no_failure(stage: Stage) -> None:
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy"), hooks=HOOKS)
+    assert failures_announced(stage.db) == 0
+
+
+async def a_lapsed_attempt_that_expired_announces_no_failure(stage: Stage) -> None:
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    lapse(stage.db, message_id)
+    expire(stage.db, message_id)
+    claim(stage.db, worker="other", hooks=HOOKS)
+    assert row_of(stage.db, message_id).state == "skipped"
+    assert failures_announced(stage.db) == 0
 
 
 async def a_stale_attempt_cannot_write_sent(stage: Stage) -> None:
@@ -966,6 +997,17 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ("fence after redrive", an_attempt_from_before_a_redrive_cannot_write, NO_FENCE_IN_SENT),
     ("fence after release", a_released_attempt_cannot_write, NO_FENCE_IN_SENT),
     ("fence in finish", a_stale_attempt_cannot_write_another_end, NO_FENCE_IN_FINISH),
+    ("fence of an announced failure", a_stale_attempt_announces_no_failure, NO_FENCE_IN_FINISH),
+    (
+        "state of an announced failure",
+        an_attempt_that_is_retried_announces_no_failure,
+        no_part_in_claims("m.state = 'failed' AND "),
+    ),
+    (
+        "state of an announced failure of a lapsed attempt",
+        a_lapsed_attempt_that_expired_announces_no_failure,
+        no_part_in_claims("m.state = 'failed' AND "),
+    ),
     (
         "fence in renew",
         a_stale_attempt_cannot_renew,

@@ -19,7 +19,6 @@ from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations import Operator
-from pgoutbox.worker import Worker
 from pgoutbox.worker.maintenance import Maintenance
 from tests.support.messages import put
 from tests.support.outbox_actions import (
@@ -345,12 +344,6 @@ async def test_an_interval_of_zero_disables_maintenance(outbox: Outbox, dsn: str
     async with running(worker):
         await worker.asleep.wait()
         assert [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "pgoutbox-maintenance"] == []
-    assert db.execute("SELECT FROM pgoutbox.maintenance_run").fetchall() == []
-
-
-async def test_a_run_that_ends_by_itself_takes_no_turn(outbox: Outbox, dsn: str, db: psycopg.Connection) -> None:
-    outbox.handler("greet")(lambda message, ctx: None)
-    await Worker(outbox, settings=settings_for(dsn, maintenance_interval_seconds=1)).run_once()
     assert db.execute("SELECT FROM pgoutbox.maintenance_run").fetchall() == []
 
 

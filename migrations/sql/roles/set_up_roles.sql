@@ -65,6 +65,8 @@ BEGIN
         TO pgoutbox_worker;
         GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, worker) ON pgoutbox.maintenance_run
         TO pgoutbox_worker;
+        GRANT SELECT, INSERT (worker, failures), UPDATE (ended_at, interval_seconds, worker, failures)
+        ON pgoutbox.worker_run TO pgoutbox_worker;
         GRANT UPDATE (
             state, attempt_count, max_attempts, available_at, claimed_at, worker, lease_expires_at, finished_at,
             skip_reason, superseded_by, last_error
@@ -84,6 +86,7 @@ BEGIN
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
             pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view
         TO pgoutbox_viewer;
+        GRANT SELECT (ended_at, interval_seconds, worker) ON pgoutbox.worker_run TO pgoutbox_viewer;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox._redacted_text, pgoutbox._redacted_json, pgoutbox._tokens_of,
             pgoutbox._done_estimate
@@ -109,6 +112,7 @@ BEGIN
             pgoutbox._clear_retired
         TO pgoutbox_operator;
         GRANT SELECT ON pgoutbox.retired TO pgoutbox_operator;
+        GRANT SELECT (ended_at, interval_seconds, worker) ON pgoutbox.worker_run TO pgoutbox_operator;
         GRANT SELECT (lease_expires_at), DELETE ON pgoutbox.renewal TO pgoutbox_operator;
         GRANT
             SELECT,

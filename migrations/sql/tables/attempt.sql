@@ -6,6 +6,7 @@ CREATE TABLE pgoutbox.attempt (
     started_at    timestamptz NOT NULL,
     ended_at      timestamptz NOT NULL,
     error         text,
+    error_place   text,
     reason_code   text,
     breaker_key   text,
     CONSTRAINT attempt_pkey PRIMARY KEY (message_id, attempt_count),
@@ -29,6 +30,8 @@ COMMENT ON COLUMN pgoutbox.attempt.worker IS 'The worker that made the attempt.'
 COMMENT ON COLUMN pgoutbox.attempt.started_at IS 'Time of the claim.';
 COMMENT ON COLUMN pgoutbox.attempt.ended_at IS 'When the outcome was written.';
 COMMENT ON COLUMN pgoutbox.attempt.error IS 'Error message, cut at 4000 characters.';
+COMMENT ON COLUMN pgoutbox.attempt.error_place IS
+    'The innermost frame of the application in the traceback of its handler: file:line function. Else null.';
 COMMENT ON COLUMN pgoutbox.attempt.reason_code IS
     'Why pgoutbox postponed the message: circuit_open, stalled, unavailable or redirect. Else null.';
 COMMENT ON COLUMN pgoutbox.attempt.breaker_key IS

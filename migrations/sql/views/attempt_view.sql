@@ -8,7 +8,8 @@ SELECT
     a.ended_at,
     pgoutbox._redacted_text(a.error) AS error,
     a.reason_code,
-    a.breaker_key
+    a.breaker_key,
+    a.error_place
 FROM pgoutbox.attempt AS a;
 
 COMMENT ON VIEW pgoutbox.attempt_view IS 'The attempts that did not end as sent, with redacted errors.';

@@ -1,11 +1,12 @@
 -- Finish attempts with any outcome: sent, retry, snoozed, released, failed or skipped. The worker runs it. Returns the
 -- new state of each message that its attempt still held. A locked row is left out and tried again later: one row never
 -- delays a batch.
+-- The same statement enqueues the message for the hook of a message that fails, so that no failure is without one.
 -- The fence is the state, the attempt count and the worker. The count alone is not enough: a failover that loses
 -- commits gives the same attempt number out a second time, to another worker.
 WITH held AS MATERIALIZED (
     SELECT
-        o.id, o.attempt_count, o.outcome, o.reason, o.reason_code, o.breaker_key, o.delay_seconds,
+        o.id, o.attempt_count, o.outcome, o.reason, o.reason_code, o.breaker_key, o.error_place, o.delay_seconds,
         -- `newer` is the message that supersedes this one. It matters only if this one would become pending again.
         newer.id AS newer_id,
         CASE
@@ -19,8 +20,9 @@ WITH held AS MATERIALIZED (
         END AS state
     FROM unnest(
         %(ids)s::bigint[], %(attempt_counts)s::integer[], %(outcomes)s::text[], %(reasons)s::text[],
-        %(reason_codes)s::text[], %(breaker_keys)s::text[], %(delays)s::float8[]
-    ) AS o(id, attempt_count, outcome, reason, reason_code, breaker_key, delay_seconds)
+        %(reason_codes)s::text[], %(breaker_keys)s::text[], %(error_places)s::text[],
+        %(delays)s::float8[]
+    ) AS o(id, attempt_count, outcome, reason, reason_code, breaker_key, error_place, delay_seconds)
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     -- Rule `newest`. coalesces_pending is true for the rule `pending`, otherwise null.
     LEFT JOIN pgoutbox.coalesce_head AS head
@@ -66,15 +68,21 @@ WITH held AS MATERIALIZED (
     WHERE m.id = h.id AND m.state = 'sending' AND m.attempt_count = h.attempt_count
     RETURNING m.id, m.state, m.attempt_count, m.worker, m.claimed_at,
         CASE WHEN h.state = 'pending' THEN h.outcome ELSE h.state END AS outcome,
-        h.reason, h.reason_code, h.breaker_key
+        h.reason, h.reason_code, h.breaker_key, h.error_place,
+        \ir _failure.sql
 ), history AS (
     INSERT INTO pgoutbox.attempt
-        (message_id, attempt_count, outcome, worker, started_at, ended_at, error, reason_code, breaker_key)
+        (message_id, attempt_count, outcome, worker, started_at, ended_at, error, reason_code, breaker_key, error_place)
     SELECT f.id, f.attempt_count, f.outcome, f.worker, f.claimed_at, now(), f.reason, f.reason_code,
-        f.breaker_key
+        f.breaker_key, f.error_place
     FROM finished AS f
     -- The message itself shows its sent attempt.
     WHERE f.state <> 'sent'
     ON CONFLICT DO NOTHING
+), announced AS MATERIALIZED (
+    \ir _announced.sql
 )
-SELECT f.id, f.state FROM finished AS f
+SELECT f.id, f.state
+FROM finished AS f
+-- The outer join makes PostgreSQL run the CTE, which is a SELECT.
+LEFT JOIN announced AS a ON a.id = f.id

@@ -7,7 +7,8 @@ SELECT
     a.ended_at,
     left(a.error, %(characters)s::integer) AS error,
     a.reason_code,
-    a.breaker_key
+    a.breaker_key,
+    a.error_place
 FROM pgoutbox.attempt_view AS a
 WHERE a.message_id = %(id)s::bigint
 ORDER BY a.attempt_count DESC

@@ -1,0 +1,6 @@
+-- The last run of `worker --once` or `--drain`, if there was one.
+SELECT
+    r.worker,
+    extract(epoch FROM now() - r.ended_at)::float8 AS ended_seconds_ago,
+    r.interval_seconds
+FROM pgoutbox.worker_run AS r

@@ -1,0 +1,24 @@
+-- The payload of the hook's message, for a message that has just failed. Null for every other message, and for topics
+-- without a hook in this worker. A sealed payload stays sealed: its identity needs the keys.
+CASE WHEN m.state = 'failed' AND %(hooks)s::jsonb -> m.topic IS NOT NULL THEN jsonb_build_object(
+    'message_id', m.id,
+    'topic', m.topic,
+    'queue', m.queue,
+    'destination', m.destination,
+    'owner', m.owner,
+    'coalesce_key', m.coalesce_key,
+    'ordering_key', m.ordering_key,
+    'headers', m.headers,
+    'error', m.last_error,
+    'attempt_count', m.attempt_count,
+    'created_at', m.created_at,
+    'failed_at', m.finished_at,
+    'payload', (
+        SELECT p.body
+        FROM (
+            SELECT coalesce(m.payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id))
+        ) AS p(body)
+        -- An enqueue refuses more than 16 MiB, and a refused enqueue would keep the message from failing.
+        WHERE pg_column_size(p.body) <= 65536 OR octet_length(p.body::text) <= 16000000
+    )
+) END AS failure

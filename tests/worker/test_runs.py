@@ -1,0 +1,181 @@
+"""Tests runs that cron starts, by `run_once` and `drain`: what a worker does periodically, each run does once."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pgoutbox import Context, Email, Message, Outbox, Permanent, RetryPolicy, Skip, Transient
+from pgoutbox.message import State
+from pgoutbox.observability.events import LogEvent
+from pgoutbox.worker import Worker
+from tests.support.line_server import Line, LineTransport, Mood, line_host
+from tests.support.messages import put
+from tests.support.outbox_actions import attempts_of, enqueue, make_due, reports, row_of, rows_of, running, settings_for
+from tests.support.partitions import drop_partitions, partitions_of
+from tests.support.smtp_server import accepting_server, mail_settings
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    import psycopg
+
+
+def mail_outbox(dsn: str, port: int) -> Outbox:
+    """Return the outbox of a new process."""
+    outbox = Outbox(settings_for(dsn, **mail_settings(port)))
+
+    @outbox.handler("greet", retry=RetryPolicy.steps(60, jitter=0))
+    async def greet(message: Message, ctx: Context) -> Email:
+        return Email(subject="Hello", text="Hello")
+
+    return outbox
+
+
+def line_worker(dsn: str) -> Worker:
+    """Return the worker of a new process."""
+    outbox = Outbox(settings_for(dsn), transports=[LineTransport(timeout_seconds=60)])
+
+    @outbox.handler("greet", retry=RetryPolicy.steps(60, jitter=0))
+    async def greet(message: Message, ctx: Context) -> Line:
+        return Line(str(message.id))
+
+    return Worker(outbox)
+
+
+def failures_of(db: psycopg.Connection) -> dict[str, int]:
+    """Return the failures in a row that the last run hands on."""
+    ((failures,),) = db.execute("SELECT failures FROM pgoutbox.worker_run").fetchall()
+    return dict(failures)
+
+
+def let_pass(db: psycopg.Connection, *message_ids: int) -> None:
+    """Age breaker and messages, as if the next run began when they are due."""
+    db.execute("UPDATE pgoutbox.breaker SET retry_at = now() - interval '1 second'")
+    for message_id in message_ids:
+        make_due(db, message_id)
+
+
+@pytest.mark.parametrize("count", [1, 3, 20])
+async def test_ten_runs_with_a_dead_mail_server_use_up_no_attempts_and_later_runs_deliver_everything(
+    dsn: str, db: psycopg.Connection, count: int
+) -> None:
+    async with accepting_server() as inbox:
+        port = inbox.port
+    ids = [enqueue(db, destination=f"mailto:{n}@example.org") for n in range(count)]
+    for _ in range(10):
+        await Worker(mail_outbox(dsn, port)).run_once()
+        let_pass(db, *ids)
+    ((opened_count,),) = db.execute("SELECT count(*) FROM pgoutbox.breaker").fetchall()
+    assert opened_count == 1
+    for row in rows_of(db, *ids):
+        assert (row.state, row.max_attempts - row.attempt_count >= 11 - 4) == ("pending", True)
+    async with accepting_server(port=port) as inbox:
+        await Worker(mail_outbox(dsn, port)).run_once()
+        assert {row.state for row in rows_of(db, *ids)} == {"sent"}
+        assert len(inbox.received) == count
+    assert db.execute("SELECT count(*) FROM pgoutbox.breaker").fetchall() == [(0,)]
+    assert failures_of(db) == {}
+
+
+async def test_runs_continue_the_count_of_failures_until_a_success(dsn: str, db: psycopg.Connection) -> None:
+    async with line_host(Mood.DROP) as host:
+        message_id = enqueue(db, destination=host.destination)
+        for expected in (1, 2, 3):
+            await line_worker(dsn).run_once()
+            assert failures_of(db) == {host.key: expected}
+            make_due(db, message_id)
+        host.mood = Mood.TAKE
+        await line_worker(dsn).run_once()
+        assert (row_of(db, message_id).state, failures_of(db)) == ("sent", {})
+
+
+async def test_a_run_leaves_the_count_of_destinations_that_it_does_not_use(dsn: str, db: psycopg.Connection) -> None:
+    async with line_host(Mood.DROP) as dead, line_host(Mood.TAKE) as good:
+        enqueue(db, destination=dead.destination)
+        await line_worker(dsn).run_once()
+        sent = enqueue(db, destination=good.destination)
+        await line_worker(dsn).run_once()
+        assert (row_of(db, sent).state, failures_of(db)) == ("sent", {dead.key: 1})
+
+
+async def test_each_failed_run_after_the_pause_doubles_it_even_if_runs_are_hours_apart(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    async with line_host(Mood.DROP) as host:
+        message_id = enqueue(db, destination=host.destination)
+        cooldowns = []
+        for _ in range(8):
+            await line_worker(dsn).run_once()
+            cooldowns += [seconds for (seconds,) in db.execute("SELECT cooldown_seconds FROM pgoutbox.breaker")]
+            db.execute("UPDATE pgoutbox.breaker SET retry_at = now() - interval '20 hours'")
+            make_due(db, message_id)
+    assert cooldowns == [30.0, 60.0, 120.0, 240.0]
+
+
+async def test_a_run_takes_the_due_turn_of_maintenance(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, maintenance_interval_seconds=300))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    put(db, State.SENT, age=timedelta(days=9))
+    db.execute("INSERT INTO pgoutbox.retention VALUES ('5 days', '*', 'sent')")
+    drop_partitions(db)
+    await Worker(outbox).run_once()
+    assert db.execute("SELECT count(*) FROM pgoutbox.message").fetchall() == [(0,)]
+    assert partitions_of(db) != []
+    ((began_at,),) = db.execute("SELECT began_at FROM pgoutbox.maintenance_run").fetchall()
+    await Worker(outbox).drain()
+    assert db.execute("SELECT began_at FROM pgoutbox.maintenance_run").fetchall() == [(began_at,)]
+
+
+async def test_a_run_logs_one_line_with_its_counts(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        match message.payload:
+            case "refused":
+                raise Permanent("no")
+            case "busy":
+                raise Transient("busy")
+            case "gone":
+                raise Skip("gone")
+
+    for payload in ("sent", "sent too", "refused", "busy", "gone"):
+        enqueue(db, payload=payload)
+    worker = Worker(outbox)
+    for expected in (
+        {"sent": 2, "failed": 1, "retry": 1, "skipped": 1, "cancelled": 0, "snoozed": 0, "released": 0},
+        dict.fromkeys(("sent", "failed", "retry", "skipped", "cancelled", "snoozed", "released"), 0),
+    ):
+        with reports() as heard:
+            await worker.run_once()
+        (record,) = [record for record in heard.records if getattr(record, "event", None) == LogEvent.RUN_DONE]
+        assert {name: getattr(record, name) for name in expected} == expected
+        lifecycle = {
+            e: r.levelname for e, r in zip(heard.events, heard.records, strict=True) if e.startswith("worker_")
+        }
+        assert lifecycle == {LogEvent.WORKER_STARTED: "DEBUG", LogEvent.WORKER_STOPPED: "DEBUG"}
+
+
+async def test_a_run_records_its_end_and_the_time_since_the_last_one(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    first, second = Worker(outbox), Worker(outbox)
+    await first.run_once()
+    assert db.execute("SELECT worker, interval_seconds FROM pgoutbox.worker_run").fetchall() == [(first.name, None)]
+    db.execute("UPDATE pgoutbox.worker_run SET ended_at = ended_at - interval '1 hour'")
+    await second.drain()
+    ((name, seconds),) = db.execute("SELECT worker, interval_seconds FROM pgoutbox.worker_run").fetchall()
+    assert (name, round(seconds / 3600)) == (second.name, 1)
+
+
+async def test_a_worker_that_keeps_running_hands_no_failures_on(dsn: str, db: psycopg.Connection) -> None:
+    async with line_host(Mood.DROP) as host:
+        message_id = enqueue(db, destination=host.destination)
+        worker = line_worker(dsn)
+        async with running(worker):
+            await until(lambda: len(attempts_of(db, message_id)) == 1)
+    assert db.execute("SELECT count(*) FROM pgoutbox.worker_run").fetchall() == [(0,)]
