@@ -57,8 +57,12 @@ def place_of(error: BaseException) -> str | None:
 
 def traceback_of(error: BaseException, *, with_texts: bool) -> str:
     """Return the traceback, with those of its causes. Only its end if it is long."""
-    text = "".join(traceback.format_exception(error)) if with_texts else _without_texts(error)
-    return text.rstrip()[-_MAX_TRACEBACK_LENGTH:]
+    try:
+        text = "".join(traceback.format_exception(error)) if with_texts else _without_texts(error)
+    except BaseException:  # noqa: BLE001 - an error that cannot be printed must not keep its message
+        text = _without_texts(error)
+    # A log must be able to write it: text of an exception may contain lone surrogates.
+    return text.rstrip()[-_MAX_TRACEBACK_LENGTH:].encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _without_texts(error: BaseException) -> str:
