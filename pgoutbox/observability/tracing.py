@@ -25,7 +25,12 @@ E = TypeVar("E")
 
 SYSTEM: Final = "pgoutbox"
 _NAME_LENGTH: Final = 63
-_OUTCOMES: Final = {"AlreadyFinished": "sent", "Postponed": "snooze"}
+_OUTCOMES: Final = {
+    "AlreadyFinished": "sent",
+    "Postponed": "snooze",
+    "RaisedPermanent": "permanent",
+    "RaisedTransient": "transient",
+}
 _FIELDS: Final = ("traceparent", "tracestate")
 _NO_CONTEXT: Final[Mapping[str, str]] = {}
 

@@ -67,6 +67,7 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "message_id_seq": "SELECT",
         "message_view": "SELECT",
         "pulse_view": "SELECT",
+        "redirect_view": "SELECT",
         "queue": "SELECT",
         "queue_view": "SELECT",
         "redirect": "SELECT",

@@ -361,7 +361,8 @@ def test_a_breaker_key_belongs_to_the_reason_codes_of_breakers(
 ) -> None:
     with pytest.raises(psycopg.errors.CheckViolation) as caught:
         rolled_back.execute(
-            "INSERT INTO pgoutbox.attempt VALUES (1, 1, 'snoozed', 'w', now(), now(), 'no', %s, %s)",
+            "INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, "
+            "reason_code, breaker_key) VALUES (1, 1, 'snoozed', 'w', now(), now(), %s, %s)",
             (reason_code, breaker_key),
         )
     assert caught.value.diag.constraint_name == constraint

@@ -600,7 +600,7 @@ def test_a_viewer_gets_the_same_findings_as_the_owner(
         ("worker", {"transactions"}),
         ("operator", {"transactions"}),
         ("viewer", {"transactions"}),
-        ("producer", {"transactions", "schema", "sequence", "workers", *OWED}),
+        ("producer", {"transactions", "sequence", "redirect", "workers", *OWED}),
     ],
 )
 def test_checks_without_privileges_are_skipped_with_the_missing_grant(

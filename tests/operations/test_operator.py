@@ -162,9 +162,13 @@ def test_an_unknown_id_is_reported_by_every_act(operator: Operator) -> None:
     assert operator.list_acts() == []
 
 
-def test_a_role_that_may_only_enqueue_cannot_connect(dsn: str) -> None:
-    with login(dsn, "pgoutbox_producer") as their_dsn, pytest.raises(psycopg.errors.InsufficientPrivilege):
-        Operator(their_dsn)
+def test_a_role_that_may_only_enqueue_cancels_and_does_nothing_else(dsn: str, db: psycopg.Connection) -> None:
+    failed, pending = put(db, State.FAILED), put(db)
+    with login(dsn, "pgoutbox_producer") as their_dsn, Operator(their_dsn) as operator:
+        for act in (operator.list_messages, lambda: operator.redrive(failed), lambda: operator.pause("mail")):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                act()
+        assert operator.cancel(pending).is_done
 
 
 def test_a_role_that_may_only_read_changes_nothing(dsn: str, db: psycopg.Connection) -> None:

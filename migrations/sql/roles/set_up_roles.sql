@@ -61,7 +61,8 @@ BEGIN
         GRANT SELECT (id, queue, ordering_key, on_failed) ON pgoutbox.message_failed TO pgoutbox_worker;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.queue_view, pgoutbox.breaker_view, pgoutbox.retention_view,
-            pgoutbox.pulse_view, pgoutbox.worker_view, pgoutbox.maintenance_run, pgoutbox.retired
+            pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view, pgoutbox.maintenance_run,
+            pgoutbox.retired
         TO pgoutbox_worker;
         GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, worker) ON pgoutbox.maintenance_run
         TO pgoutbox_worker;
