@@ -101,7 +101,7 @@
   }
 
   // The warnings of redirects are on every page, and alone keep no connection open.
-  if (parts().some((part) => part.id !== "redirects")) {
+  if ([...parts()].some((part) => part.id !== "redirects")) {
     follow();
     setInterval(refreshIfStale, 500);
     document.addEventListener("visibilitychange", () => {
