@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, make_dataclass
 from datetime import datetime
-from typing import Any, Final, Generic
+from typing import Any, ClassVar, Final, Generic
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, JsonValue
 from typing_extensions import TypeVar
@@ -131,7 +131,7 @@ class Failure(BaseModel):
     16 MB. `error` is the text that operators see: secrets in it are redacted.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True)
 
     message_id: int
     topic: str

@@ -1070,7 +1070,7 @@ class TestWorker:
         events = [json.loads(line) for line in done.err.splitlines()]
         assert [event["event"] for event in events] == ["run_done"]
         assert events[0]["sent"] == 1
-        assert "ada" not in done.err
+        assert '"ada"' not in done.err
         assert json.loads(run_process("list", "--json", dsn=dsn).out)["state"] == "sent"
 
     def test_sigterm_ends_the_worker_with_exit_code_0(self, dsn: str, tmp_path: Path) -> None:
