@@ -165,7 +165,7 @@ class Outboxes(RuleBasedStateMachine):
     def claim(self, worker: str, total: int, suspect_limit: int, fresh_only: bool) -> MultipleResults[Attempt]:
         """Claim as one worker."""
         rows = claim(self.db, worker=worker, total=total, suspect_limit=suspect_limit, fresh_only=fresh_only)
-        expected = [message for message in self._claimable(worker) if not fresh_only or message.attempt_count == 0]
+        expected = [message for message in self._claimable() if not fresh_only or message.attempt_count == 0]
         suspects = {message.id for message in expected if self._is_suspect(message)}
         assert {row.id for row in rows} <= {message.id for message in expected}
         assert len(suspects & {row.id for row in rows}) <= suspect_limit
@@ -174,13 +174,13 @@ class Outboxes(RuleBasedStateMachine):
             self._judge(self.messages[row.id], worker)
         return multiple(*(Attempt(row.id, row.attempt_count, worker) for row in rows if row.state == State.SENDING))
 
-    def _claimable(self, worker: str) -> list[Model]:
+    def _claimable(self) -> list[Model]:
         found: list[Model] = []
         if self.is_paused:
             return found
         for message in self.messages.values():
             waiting = message.state is State.PENDING and message.due
-            if not waiting and not (message.state is State.SENDING and message.lapsed and message.worker != worker):
+            if not waiting and not (message.state is State.SENDING and message.lapsed):
                 continue
             in_flight = any(
                 other.state is State.SENDING and other.key == message.key and other.id != message.id
