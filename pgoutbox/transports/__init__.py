@@ -9,7 +9,7 @@ be fixed before any hand-over, it returns `Unavailable`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import urlsplit
 
@@ -70,13 +70,14 @@ class NamesBreaker(Protocol):
 
 
 @runtime_checkable
-class NamesPart(Protocol):
+class NamesParts(Protocol):
     """A transport of which a part can fail while the rest works. Optional."""
 
-    def part_key(self, message: Message[object], content: Content) -> str | None:
-        """Return the key of the part that this delivery needs, such as the sender: an additional breaker.
+    def part_keys(self, message: Message[object], content: Content) -> Sequence[str]:
+        """Return the keys of the parts that this delivery needs, such as the sender: additional breakers.
 
-        It opens only when `send` returns `Unavailable(..., breaker=...)` with this key. It contains no secret.
+        Such a breaker opens only when `send` returns `Unavailable` or `Transient` with its key as `breaker`. Keys
+        contain no secrets.
         """
         ...
 
@@ -119,9 +120,9 @@ def breaker_key(transport: Transport, message: Message[object], content: Content
     return breaker_key_of(message.destination)
 
 
-def part_key(transport: Transport, message: Message[object], content: Content) -> str | None:
-    """Return the transport's own key; None for a transport without parts."""
-    return transport.part_key(message, content) if isinstance(transport, NamesPart) else None
+def part_keys(transport: Transport, message: Message[object], content: Content) -> Sequence[str]:
+    """Return the transport's own keys; none for a transport without parts."""
+    return transport.part_keys(message, content) if isinstance(transport, NamesParts) else ()
 
 
 def breaker_key_of(destination: str) -> str | None:

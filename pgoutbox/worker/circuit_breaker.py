@@ -31,7 +31,7 @@ class Admission(enum.Enum):
 class CircuitBreaker:
     """The breaker of one key. `retry_at` is set while it is not closed.
 
-    The breaker of a part, such as a sender, opens by `Unavailable` alone. Other failures count for the transport.
+    The breaker of a part, such as a sender, opens only by outcomes with its key. Others count for the transport.
     """
 
     key: str
@@ -77,9 +77,9 @@ class CircuitBreaker:
     def failure_of(self, outcome: Outcome) -> Transient | Unavailable | None:
         """Return the outcome if it is a failure of this breaker's transport, host or part."""
         match outcome:
-            case Unavailable(breaker=key) if key == self.key or (key is None and not self.is_part):
-                return outcome
-            case Transient(outage=True) if not self.is_part:
+            case Unavailable(breaker=key) | Transient(outage=True, breaker=key) if key == self.key or (
+                key is None and not self.is_part
+            ):
                 return outcome
             case _:
                 return None

@@ -1,7 +1,7 @@
 """The circuit breakers of one worker: stop sending to a transport or host that is down, and probe it with one message.
 
-Each send passes the breaker of its transport or host, and of its part if it has one, such as a sender. The bulkhead
-limits the slots of a destination. Breakers that are open are shared with all workers, through the database.
+Each send passes the breaker of its transport or host, and those of its parts if it has any, such as a sender. The
+bulkhead limits the slots of a destination. Breakers that are open are shared with all workers, through the database.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pgoutbox.database.store import BreakerRow, Store
 from pgoutbox.message import Message, Outcome, Postponed, ReasonCode, Sent, Transient, Unavailable
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.settings import Settings
-from pgoutbox.transports import Content, Transport, breaker_key, part_key, scheme_of
+from pgoutbox.transports import Content, Transport, breaker_key, part_keys, scheme_of
 from pgoutbox.transports.registry import MissingTransport, missing_key
 from pgoutbox.worker.alert import ALERT_TOPIC
 from pgoutbox.worker.bulkhead import Bulkhead, Room
@@ -125,8 +125,7 @@ class CircuitBreakers:
         """Call the transport, or snooze the message if a breaker is open. Such an attempt is not used up."""
         self._rendering_topics.add(message.topic)
         call: _Call = partial(self._send_by, transport, message, content)
-        part = part_key(transport, message, content)
-        if part is not None:
+        for part in part_keys(transport, message, content):
             call = partial(self._send_through, part, message, call, is_part=True)
         key = breaker_key(transport, message, content)
         outcome = await (call() if key is None else self._send_through(key, message, call))

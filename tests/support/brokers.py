@@ -27,15 +27,20 @@ import pytest
 import trustme
 
 from pgoutbox import CloudEvent, Context, Message, Outbox, RetryPolicy, Transient
+from pgoutbox.worker import Worker
 from tests.support.missing import server_missing
-from tests.support.outbox_actions import settings_for
+from tests.support.outbox_actions import attempts_of, enqueue, rows_of, running, settings_for
 from tests.support.sends import error_of
-from tests.support.waiting import wait_until
+from tests.support.waiting import until, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
+    import psycopg
+
+    from pgoutbox import Settings
     from pgoutbox.message import Outcome
+    from pgoutbox.transports import Transport
 
 HOST = "127.0.0.1"
 
@@ -212,15 +217,62 @@ def redis_server(*options: str) -> Iterator[Broker]:
             broker.stop()
 
 
-def outbox_with(dsn: str, **settings: object) -> Outbox:
-    """Build an outbox whose topic `greet` sends its payload to the broker, and is retried much later."""
-    outbox = Outbox(settings_for(dsn, event_source="https://club.example.org", broker_timeout_seconds=2, **settings))
+def outbox_with(dsn: str, *, make: Callable[[Settings], Transport] | None = None, **settings: object) -> Outbox:
+    """Build an outbox whose topic `greet` sends its payload to the broker, and is retried much later.
+
+    `make` creates the transport, if it is not the default one.
+    """
+    given = settings_for(dsn, event_source="https://club.example.org", broker_timeout_seconds=2, **settings)
+    outbox = Outbox(given, transports=() if make is None else [make(given)])
 
     @outbox.handler("greet", retry=RetryPolicy.steps(3600, jitter=0))
     async def greet(message: Message, ctx: Context) -> CloudEvent:
         return CloudEvent(message.payload)
 
     return outbox
+
+
+@contextlib.asynccontextmanager
+async def target_repaired(
+    dsn: str,
+    db: psycopg.Connection,
+    *,
+    broken: str,
+    working: str,
+    breakers: set[str],
+    make: Callable[[Settings], Transport] | None = None,
+    **settings: object,
+) -> AsyncIterator[None]:
+    """Run a worker with messages for a broken target and for a working one. The body repairs the broken target.
+
+    Before the body, its messages wait without using up attempts, `breakers` are the open breakers, an alert names each,
+    and the messages of the working target are sent. After it, all messages are sent without further acts.
+    """
+    fast = {"breaker_cooldown_seconds": 0.1, "breaker_max_cooldown_seconds": 0.2}
+    outbox = outbox_with(dsn, make=make, alert_destination="mailto:ops@club.org", **fast, **settings)
+    held = [enqueue(db, payload=number, destination=broken, max_attempts=3) for number in range(20)]
+    passing = [enqueue(db, payload=number, destination=working) for number in range(20)]
+
+    def are_sent(ids: Sequence[int]) -> bool:
+        return {row.state for row in rows_of(db, *ids)} == {"sent"}
+
+    def open_breakers() -> set[str]:
+        query = "SELECT key FROM pgoutbox.breaker WHERE NOT starts_with(key, 'mailto:')"
+        return {key for (key,) in db.execute(query)}
+
+    async with running(Worker(outbox)):
+        await until(lambda: are_sent(passing) and all(row.attempt_count > 1 for row in rows_of(db, *held)))
+        rows = rows_of(db, *held)
+        assert {row.state for row in rows} <= {"pending", "sending"}
+        assert {row.max_attempts - row.attempt_count + (row.state == "sending") for row in rows} == {3}
+        assert open_breakers() == breakers
+        # Metrics show only the scheme: names of targets may be private.
+        assert {key.partition(":")[0] for key in breakers} == {broken.partition(":")[0]}
+        query = "SELECT payload ->> 'breaker' FROM pgoutbox.message WHERE topic = 'pgoutbox.alert'"
+        assert {key for (key,) in db.execute(query) if not key.startswith("mailto:")} == breakers
+        yield
+        await until(lambda: are_sent(held) and not open_breakers())
+    assert {outcome for one in held for _, outcome, _ in attempts_of(db, one)} == {"snoozed"}
 
 
 @contextlib.contextmanager
@@ -271,15 +323,19 @@ def _greets(port: int) -> bool:
 
 
 # Loaded when RabbitMQ starts, because its command line takes seconds for each of them.
-_RABBITMQ_USERS = {"app": (".*", ".*", ".*"), "reader": ("", "", ".*"), "tls": (".*", ".*", ".*")}
+_RABBITMQ_USERS = {
+    "app": (".*", ".*", ".*"), "reader": ("", "", ".*"), "tls": (".*", ".*", ".*"), "placer": (".*", ".*", ".*"),
+}  # fmt: skip
 RABBITMQ_TLS_PASSWORD = "canary/password"
 RABBITMQ_MAX_BYTES = 2_000_000
 
 
 @contextlib.contextmanager
 def rabbitmq_server() -> Iterator[TlsBroker]:
-    """Run a RabbitMQ with a port for TLS and one for plain text, the user `app`, and the user `reader` without the
-    right to publish. The password is `secret`."""
+    """Run a RabbitMQ with a port for TLS and one for plain text, and its users. The password is `secret`.
+
+    `reader` may not publish, and `placer` may publish to the exchange `orders` only with the key `order.placed`.
+    """
     program, epmd, port, epmd_port = program_of("rabbitmq-server"), program_of("epmd"), free_port(), free_port()
     if program.startswith("/usr/sbin/"):  # Debian's wrapper requires its own account.
         program = "/usr/lib/rabbitmq/bin/rabbitmq-server"
@@ -339,6 +395,9 @@ def _rabbitmq_definitions() -> dict[str, object]:
         "permissions": [
             {"user": name, "vhost": "/", "configure": configure, "write": write, "read": read}
             for name, (configure, write, read) in _RABBITMQ_USERS.items()
+        ],
+        "topic_permissions": [
+            {"user": "placer", "vhost": "/", "exchange": "orders", "write": "^order\\.placed$", "read": ".*"}
         ],
     }
 

@@ -49,6 +49,12 @@ async def closing(make: Callable[P, T]) -> AsyncIterator[Callable[P, T]]:
         yield make_one
 
 
+def refusal_of(outcome: Outcome) -> str:
+    """Return the breaker and the error of an outcome that is `Unavailable`."""
+    assert isinstance(outcome, Unavailable), outcome
+    return f"{outcome.breaker}: {outcome.error}"
+
+
 def error_of(outcome: Outcome, kind: type[Transient | Unavailable | Permanent]) -> str:
     """Return the error of an outcome, which must be of this kind."""
     assert isinstance(outcome, kind), outcome

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from pgoutbox.message import Permanent, Unavailable
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.transports.brokers.events import CloudEvent, parse_name, part_key, render
+from pgoutbox.transports.brokers.events import CloudEvent, parse_name, render, source_key
 from pgoutbox.transports.smtp.mail import Email
 from tests.support.sends import outgoing
 
@@ -115,8 +115,8 @@ def test_an_invalid_event_is_refused_by_name(event: dict[str, Any], error: str, 
 def test_a_missing_source_costs_no_attempt() -> None:
     with pytest.raises(Unavailable, match="PGOUTBOX_EVENT_SOURCE is not set") as caught:
         render(CloudEvent(), outgoing(), load_settings())
-    assert caught.value.breaker == part_key(CloudEvent()) == "event:PGOUTBOX_EVENT_SOURCE"
-    assert part_key(CloudEvent(source="shop")) is None
+    assert caught.value.breaker == source_key(CloudEvent()) == "event:PGOUTBOX_EVENT_SOURCE"
+    assert source_key(CloudEvent(source="shop")) is None
     with pytest.raises(Permanent, match="PGOUTBOX_EVENT_SOURCE: contains"):
         render(CloudEvent(), outgoing(), load_settings(event_source="a\tb"))
 

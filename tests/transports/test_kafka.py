@@ -12,7 +12,7 @@ import ssl
 from typing import TYPE_CHECKING
 
 import pytest
-from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Producer, TopicPartition
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Sent, Transient, Unavailable
@@ -30,9 +30,10 @@ from tests.support.brokers import (
     issue_certificate,
     kafka_server,
     outbox_with,
+    target_repaired,
 )
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.support.sends import closing, error_of, outgoing
+from tests.support.sends import closing, error_of, outgoing, refusal_of
 from tests.support.settings import settings_with
 from tests.support.waiting import until
 
@@ -237,6 +238,30 @@ async def test_a_cancelled_event_is_not_sent_during_the_close(broker: Broker, op
     for number in range(3):
         assert await transport.send(outgoing(message_id=number, destination="kafka:cancelled"), EVENT) == Sent()
     assert ID not in {headers_of(record)["ce_id"] for record in records(broker, "cancelled", 3)}
+
+
+async def test_messages_wait_until_their_topic_exists(broker: Broker, dsn: str, db: psycopg.Connection) -> None:
+    """This broker creates topics on demand, and its clients can forbid that."""
+    create = Producer({"bootstrap.servers": f"{HOST}:{broker.port}", "log_level": 0})
+    create.list_topics("existing", timeout=30)
+    async with target_repaired(
+        dsn,
+        db,
+        broken="kafka:missing",
+        working="kafka:existing",
+        breakers={"kafka:topic missing"},
+        make=lambda settings: KafkaTransport(settings, options={"allow.auto.create.topics": False}),
+        kafka_servers=f"{HOST}:{broker.port}",
+        kafka_security="none",
+    ):
+        create.list_topics("missing", timeout=30)
+    assert len(records(broker, "missing", 20)) == 20
+
+
+@pytest.mark.parametrize("code", [KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.UNKNOWN_TOPIC_OR_PART])
+async def test_a_topic_that_the_broker_refuses_is_unavailable(open_transport: Open, code: int) -> None:
+    transport = open_transport(f"{HOST}:{free_port()}")
+    assert refusal_of(transport._refusal("orders", KafkaError(code))).startswith("kafka:topic orders: produce: ")
 
 
 @pytest.mark.parametrize("topic", ["a%20b", "a/b", "..", "%C3%BC", "x" * 250, "a%0A"])

@@ -29,10 +29,11 @@ from tests.support.brokers import (
     free_port,
     nats_server,
     outbox_with,
+    target_repaired,
     tls_nats_server,
 )
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.support.sends import closing, error_of, outgoing
+from tests.support.sends import closing, error_of, outgoing, refusal_of
 from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
@@ -175,16 +176,17 @@ async def test_the_next_server_is_tried_if_the_first_is_unreachable(broker: Brok
         assert await transport.send(MESSAGE, EVENT) == Sent()
 
 
-async def test_a_subject_without_a_stream_is_transient(broker: Broker, open_transport: Open) -> None:
-    error = error_of(await open_transport(broker).send(MESSAGE, EVENT), Transient)
-    assert error == "no stream has the subject 'orders.placed'"
+async def test_a_subject_without_a_stream_is_unavailable(broker: Broker, open_transport: Open) -> None:
+    said = refusal_of(await open_transport(broker).send(MESSAGE, EVENT))
+    assert said == "nats:subject orders.placed: no stream has the subject 'orders.placed'"
 
 
-async def test_a_subject_without_publish_permission_is_transient(broker: Broker, open_transport: Open) -> None:
+async def test_a_subject_without_publish_permission_is_unavailable(broker: Broker, open_transport: Open) -> None:
     async with stream(broker) as client:
         transport = open_transport(url_of(broker, "reader"))
-        error = error_of(await transport.send(MESSAGE, EVENT), Transient)
-        assert error == 'publish: nats: permissions violation for publish to "orders.placed"'
+        said = refusal_of(await transport.send(MESSAGE, EVENT))
+        reason = 'publish: nats: permissions violation for publish to "orders.placed"'
+        assert said == f"nats:subject orders.placed: {reason}"
         assert await stored(client) == []
 
 
@@ -227,7 +229,7 @@ async def test_a_repetition_after_a_lost_answer_is_recognised(broker: Broker, op
 async def test_pending_sends_learn_at_once_that_the_server_is_gone(open_transport: Open) -> None:
     with nats_server() as broker:
         transport = open_transport(f"nats://{HOST}:{broker.port}", broker_timeout_seconds=600)
-        assert isinstance(await transport.send(MESSAGE, EVENT), Transient)
+        assert isinstance(await transport.send(MESSAGE, EVENT), Unavailable)
         with broker.frozen():
             sending = asyncio.create_task(transport.send(MESSAGE, EVENT))
             await asyncio.sleep(0)  # It publishes on the existing connection, and waits.
@@ -305,6 +307,21 @@ async def test_a_server_with_a_wrong_certificate_gets_nothing(
     assert_refused(outcome, f"connect: {said}", {CANARY, SECRET}, caplog.text, forwarder)
     if not is_tls:
         assert forwarder.said == b""
+
+
+async def test_messages_wait_until_a_stream_has_their_subject(broker: Broker, dsn: str, db: psycopg.Connection) -> None:
+    async with (
+        stream(broker) as client,
+        target_repaired(
+            dsn,
+            db,
+            broken="nats:invoices.paid",
+            working="nats:orders.placed",
+            breakers={"nats:subject invoices.paid"},
+            nats_url=url_of(broker),
+        ),
+    ):
+        await client.jetstream().update_stream(StreamConfig(name="ORDERS", subjects=["orders.>", "invoices.>"]))
 
 
 async def test_a_worker_delivers_when_the_server_is_back(dsn: str, db: psycopg.Connection) -> None:

@@ -30,9 +30,10 @@ from tests.support.brokers import (
     free_port,
     outbox_with,
     rabbitmq_server,
+    target_repaired,
 )
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.support.sends import closing, error_of, outgoing
+from tests.support.sends import closing, error_of, outgoing, refusal_of
 from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
@@ -146,16 +147,19 @@ async def test_many_at_once_are_all_confirmed(broker: Broker, channel: AbstractC
     assert len(await queued(channel)) == 100
 
 
-async def test_an_event_that_no_queue_accepts_is_transient(
+async def test_an_event_that_no_queue_accepts_is_unavailable(
     broker: Broker, channel: AbstractChannel, open_transport: Open
 ) -> None:
     transport = open_transport(broker)
     lost = outgoing(destination="rabbitmq:orders/invoice.paid")
-    assert error_of(await transport.send(lost, EVENT), Transient) == "no queue for the routing key 'invoice.paid'"
+    said = refusal_of(await transport.send(lost, EVENT))
+    assert said == ("rabbitmq:exchange orders routing key invoice.paid: no queue for the routing key 'invoice.paid'")
+    said = refusal_of(await transport.send(outgoing(destination="rabbitmq:/missing"), EVENT))
+    assert said == "rabbitmq:queue missing: no queue for the routing key 'missing'"
     assert await transport.send(MESSAGE, EVENT) == Sent()
 
 
-async def test_a_missing_exchange_is_transient_and_does_not_disturb_others(
+async def test_a_missing_exchange_is_unavailable_and_does_not_disturb_others(
     broker: Broker, channel: AbstractChannel, open_transport: Open
 ) -> None:
     transport = open_transport(broker)
@@ -165,8 +169,10 @@ async def test_a_missing_exchange_is_transient_and_does_not_disturb_others(
         *(transport.send(message, EVENT) for pair in zip(missing, good, strict=True) for message in pair)
     )
     assert outcomes[1::2] == [Sent()] * 30
-    for outcome in outcomes[::2]:
-        assert "NOT_FOUND - no exchange 'missing" in error_of(outcome, Transient)
+    for number, outcome in enumerate(outcomes[::2]):
+        name = f"missing{number % 3}"
+        assert refusal_of(outcome).startswith(f"rabbitmq:exchange {name}: exchange '{name}': ")
+        assert f"NOT_FOUND - no exchange '{name}'" in refusal_of(outcome)
 
 
 async def test_a_deleted_and_recreated_exchange_is_found_again(
@@ -175,18 +181,24 @@ async def test_a_deleted_and_recreated_exchange_is_found_again(
     transport = open_transport(broker)
     assert await transport.send(MESSAGE, EVENT) == Sent()
     await channel.exchange_delete("orders")
-    assert isinstance(await transport.send(MESSAGE, EVENT), Transient)
+    assert refusal_of(await transport.send(MESSAGE, EVENT)).startswith("rabbitmq:exchange orders: publish: ")
     await channel.exchange_declare("orders", exchange_type="topic")
     await channel.queue_bind("placed", "orders", "order.#")
     assert await transport.send(MESSAGE, EVENT) == Sent()
 
 
-async def test_a_missing_permission_is_transient(
+async def test_a_missing_permission_is_unavailable(
     broker: Broker, channel: AbstractChannel, open_transport: Open
 ) -> None:
-    transport = open_transport(url_of(broker.port, "reader"))
-    assert "ACCESS_REFUSED" in error_of(await transport.send(MESSAGE, EVENT), Transient)
+    reader, placer = (open_transport(url_of(broker.port, user)) for user in ("reader", "placer"))
+    said = refusal_of(await reader.send(MESSAGE, EVENT))
+    assert said.startswith("rabbitmq:exchange orders: publish: ")
+    assert "ACCESS_REFUSED" in said
+    said = refusal_of(await placer.send(outgoing(destination="rabbitmq:orders/order.paid"), EVENT))
+    assert said.startswith("rabbitmq:exchange orders routing key order.paid: publish: ")
+    assert "ACCESS_REFUSED" in said
     assert await queued(channel) == []
+    assert await placer.send(MESSAGE, EVENT) == Sent()
 
 
 async def test_a_full_queue_is_transient(broker: Broker, channel: AbstractChannel, open_transport: Open) -> None:
@@ -295,6 +307,26 @@ async def test_a_server_with_a_wrong_certificate_gets_nothing(
         outcome = await open_transport(url, rabbitmq_ca_file=ca_file).send(MESSAGE, CloudEvent(SECRET))
     assert_refused(outcome, f"connect: {error or 'TLS: '}", {CANARY, SECRET}, caplog.text, forwarder)
     assert await queued(channel) == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "breaker"),
+    [
+        ("rabbitmq:invoices/invoice.paid", "rabbitmq:exchange invoices"),
+        ("rabbitmq:orders/invoice.paid", "rabbitmq:exchange orders routing key invoice.paid"),
+    ],
+)
+async def test_messages_wait_until_their_exchange_and_a_queue_exist(
+    broker: Broker, channel: AbstractChannel, dsn: str, db: psycopg.Connection, broken: str, breaker: str
+) -> None:
+    exchange = broken.partition(":")[2].partition("/")[0]
+    async with target_repaired(
+        dsn, db, broken=broken, working=MESSAGE.destination or "", breakers={breaker}, rabbitmq_url=url_of(broker.port)
+    ):
+        await channel.exchange_declare(exchange, exchange_type="topic")
+        await channel.queue_bind("placed", exchange, "#")
+    assert len(await queued(channel)) == 40
+    await channel.exchange_delete(exchange)
 
 
 async def test_a_worker_delivers_when_the_server_is_back(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Sent, Transient, Unavailable
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.redis_streams import RedisTransport
 from pgoutbox.worker import Worker
@@ -23,12 +23,14 @@ from tests.support.brokers import (
     TlsBroker,
     assert_refused,
     forwarded,
+    free_port,
     outbox_with,
     redis_server,
+    target_repaired,
     tls_redis_server,
 )
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, rows_of, state_of
-from tests.support.sends import closing, error_of, outgoing
+from tests.support.sends import closing, error_of, outgoing, refusal_of
 from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
@@ -139,26 +141,46 @@ async def test_a_required_password_that_is_not_set_costs_no_attempt(broker: Brok
     assert error_of(outcome, Unavailable) == "XADD: Authentication required."
 
 
-async def test_a_key_that_is_not_a_stream_is_permanent(broker: Broker, open_transport: Open) -> None:
+async def test_a_key_that_is_not_a_stream_is_unavailable(broker: Broker, open_transport: Open) -> None:
     with client_of(broker) as client:
         client.set("orders", "taken")
     transport = open_transport(broker, connection_count=1)
-    assert error_of(await transport.send(MESSAGE, EVENT), Permanent).startswith("destination: XADD: WRONGTYPE")
+    assert refusal_of(await transport.send(MESSAGE, EVENT)).startswith("redis:stream orders: XADD: WRONGTYPE")
     assert await transport.send(outgoing(destination="redis:others"), EVENT) == Sent()
 
 
-async def test_a_refusal_that_the_operator_can_fix_is_transient(broker: Broker, open_transport: Open) -> None:
+async def test_missing_rights_are_unavailable_for_the_stream_or_for_all(broker: Broker, open_transport: Open) -> None:
     with client_of(broker) as client:
         client.execute_command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+@all", "-xadd")
-        transport = open_transport(f"redis://reader:secret@{HOST}:{broker.port}")
-        assert "xadd" in error_of(await transport.send(MESSAGE, EVENT), Transient)
+        client.execute_command("ACL", "SETUSER", "cashier", "on", ">secret", "~invoices", "+@all")
+    reader = open_transport(f"redis://reader:secret@{HOST}:{broker.port}")
+    assert refusal_of(await reader.send(MESSAGE, EVENT)).startswith("None: XADD: this user has no permissions to run")
+    cashier = open_transport(f"redis://cashier:secret@{HOST}:{broker.port}")
+    assert refusal_of(await cashier.send(MESSAGE, EVENT)).startswith("redis:stream orders: XADD: ")
+    assert await cashier.send(outgoing(destination="redis:invoices"), EVENT) == Sent()
+    assert entries(broker) == []
+
+
+async def test_a_replica_is_unavailable_for_all_streams(broker: Broker, open_transport: Open) -> None:
+    with client_of(broker) as client:
+        client.execute_command("REPLICAOF", HOST, str(free_port()))
+        try:
+            outcome = await open_transport(broker).send(MESSAGE, EVENT)
+        finally:
+            client.execute_command("REPLICAOF", "NO", "ONE")
+    assert refusal_of(outcome) == "None: XADD: You can't write against a read only replica."
+
+
+async def test_a_server_without_memory_is_an_outage(broker: Broker, open_transport: Open) -> None:
+    with client_of(broker) as client:
         client.config_set("maxmemory", "1")
         try:
-            error = error_of(await open_transport(broker).send(MESSAGE, EVENT), Transient)
+            outcome = await open_transport(broker).send(MESSAGE, EVENT)
         finally:
             client.config_set("maxmemory", "0")
-    assert error.startswith("XADD: ")
-    assert "memory" in error
+    assert error_of(outcome, Transient).startswith("XADD: command not allowed when used memory")
+    assert isinstance(outcome, Transient)
+    assert (outcome.outage, outcome.unknown) == (True, False)
     assert entries(broker) == []
 
 
@@ -186,7 +208,7 @@ async def test_a_cancelled_send_does_not_leave_its_answer_to_the_next(broker: Br
         cancelled.cancel()
         refused = asyncio.create_task(transport.send(outgoing(destination="redis:text"), EVENT))
         await turns_of_the_loop()
-    assert isinstance(await refused, Permanent)
+    assert isinstance(await refused, Unavailable)
     assert cancelled.cancelled()
 
 
@@ -260,7 +282,7 @@ def test_a_url_cannot_turn_the_verification_off(query: str) -> None:
 async def test_operator_errors_cost_messages_no_attempts(
     tls_broker: TlsBroker, dsn: str, db: psycopg.Connection
 ) -> None:
-    wrong = {
+    wrong: dict[str, Any] = {
         "redis_url": f"rediss://app:{CANARY}@{TLS_HOST}:{tls_broker.tls_port}",
         "breaker_failures": 2,
         "concurrency": 1,
@@ -281,6 +303,21 @@ async def test_operator_errors_cost_messages_no_attempts(
         await Worker(outbox_with(dsn, **wrong, redis_ca_file=tls_broker.certificate.ca_file)).run_once()
     assert {row.state for row in rows_of(db, *ids)} == {"sent"}
     assert len(entries(tls_broker.broker, "mended")) == len(ids)
+
+
+async def test_messages_wait_until_the_key_is_a_stream(broker: Broker, dsn: str, db: psycopg.Connection) -> None:
+    with client_of(broker) as client:
+        client.set("taken", "by another application")
+        async with target_repaired(
+            dsn,
+            db,
+            broken="redis:taken",
+            working="redis:orders",
+            breakers={"redis:stream taken"},
+            redis_url=f"redis://{HOST}:{broker.port}",
+        ):
+            client.delete("taken")
+    assert (len(entries(broker, "taken")), len(entries(broker))) == (20, 20)
 
 
 async def test_a_worker_delivers_when_the_server_is_back(dsn: str, db: psycopg.Connection) -> None:

@@ -228,7 +228,7 @@ async def test_a_2xx_status_is_sent(open_transport: Open, status: int) -> None:
         (307, Permanent, "307 Temporary Redirect: redirects are not followed; change the destination"),
         (400, Permanent, "400 Bad Request"),
         (401, Unavailable, "401 Unauthorized"),
-        (403, Permanent, "403 Forbidden"),
+        (403, Transient, "403 Forbidden"),
         (404, Permanent, "404 Not Found"),
         (408, Transient, "408 Request Timeout"),
         (410, Permanent, "410 Gone"),
@@ -747,7 +747,7 @@ async def test_refused_credentials_hold_the_messages_of_their_url(dsn: str, db: 
             query = "SELECT key, last_error FROM pgoutbox.breaker WHERE starts_with(key, 'http:')"
             breakers: dict[str, str] = dict(db.execute(query).fetchall())
             assert len(breakers) == 2, "each URL has a breaker of its own"
-            assert {key.rpartition(" ")[0] for key in breakers} == {f"http:{HOST}:{server.port} credentials"}
+            assert {key.rpartition(" ")[0] for key in breakers} == {f"http:{HOST}:{server.port} access"}
             assert set(breakers.values()) == {"401 Unauthorized"}
             server.answers = [answer(200)]
             await until(lambda: states() == {("sent", True)})
@@ -757,6 +757,51 @@ async def test_refused_credentials_hold_the_messages_of_their_url(dsn: str, db: 
     )
     assert db.execute(f"SELECT count(*) FROM pgoutbox.message WHERE {opened}".encode()).fetchone() == (2,)
     assert {outcome for one in ids for _, outcome, _ in attempts_of(db, one)} == {"snoozed"}
+
+
+async def test_a_forbidden_url_holds_its_messages(dsn: str, db: psycopg.Connection) -> None:
+    """The first five messages use up an attempt: the receiver may refuse their contents alone."""
+    cooldown = {"breaker_cooldown_seconds": 0.1, "breaker_max_cooldown_seconds": 0.2}
+    forbidden = answer(403)
+
+    async with webhook_server(forbidden) as server:
+        outbox = Outbox(settings_for(server.port, dsn=dsn, concurrency=1, **cooldown))
+
+        @outbox.handler("greet", retry=RetryPolicy.steps(3600, jitter=0))
+        async def greet(message: Message, ctx: Context) -> Webhook:
+            return Webhook(body=1)
+
+        ids = [enqueue(db, destination=server.url(scheme="http"), max_attempts=2) for _ in range(30)]
+        key = "SELECT key, last_error FROM pgoutbox.breaker WHERE starts_with(key, 'http:')"
+        async with running(Worker(outbox)):
+            await until(lambda: all(row_of(db, one).attempt_count > 0 for one in ids))
+            ((breaker, error),) = db.execute(key).fetchall()
+            assert (breaker.rpartition(" ")[0], error) == (f"http:{HOST}:{server.port} access", "403 Forbidden")
+            server.answers = [answer(200)]
+            await until(lambda: not db.execute(key).fetchall())
+            db.execute("UPDATE pgoutbox.message SET available_at = now() WHERE state = 'pending'")
+            await until(lambda: {row_of(db, one).state for one in ids} == {"sent"})
+    outcomes = [outcome for one in ids for _, outcome, _ in attempts_of(db, one)]
+    # The failure that opens the breaker uses up no attempt.
+    assert (outcomes.count("retry"), set(outcomes)) == (4, {"retry", "snoozed"})
+
+
+async def test_one_forbidden_content_fails_and_does_not_hold_the_others(dsn: str, db: psycopg.Connection) -> None:
+    async with webhook_server() as server:
+        outbox = Outbox(settings_for(server.port, dsn=dsn, concurrency=1))
+
+        @outbox.handler("greet", retry=RetryPolicy.steps(0.02, jitter=0))
+        async def greet(message: Message, ctx: Context) -> Webhook:
+            server.answers = [answer(403 if message.payload == "refused" else 200)]
+            return Webhook(body=1)
+
+        url = server.url(scheme="http")
+        refused = enqueue(db, payload="refused", destination=url, max_attempts=3)
+        ids = [enqueue(db, destination=url) for _ in range(10)]
+        async with running(Worker(outbox)):
+            await until(lambda: row_of(db, refused).state == "failed")
+            await until(lambda: {row_of(db, one).state for one in ids} == {"sent"})
+    assert db.execute("SELECT count(*) FROM pgoutbox.breaker").fetchone() == (0,)
 
 
 async def test_a_worker_has_the_webhook_transport_by_default(dsn: str, db: psycopg.Connection) -> None:

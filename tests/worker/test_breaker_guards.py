@@ -25,7 +25,7 @@ from tests.support.outbox_actions import PATIENCE_SECONDS, settings_for
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     import psycopg
 
@@ -90,8 +90,8 @@ class Destinations:
     def breaker_key(self, message: Message[object], content: Content | None) -> str | None:
         return message.destination
 
-    def part_key(self, message: Message[object], content: Content) -> str | None:
-        return self.parts.get(message.id)
+    def part_keys(self, message: Message[object], content: Content) -> Sequence[str]:
+        return [self.parts[message.id]] if message.id in self.parts else []
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
         return await self[message.destination or ""].take(message)

@@ -159,11 +159,19 @@ def test_closing_forgets_the_counts() -> None:
 
 
 OUTAGE, MINE, ALL = Transient("down", outage=True), Unavailable("x", breaker="key"), Unavailable("x")
-OTHERS: list[Outcome] = [Unavailable("x", breaker="other"), Transient("full"), Permanent("no"), Sent()]
+REFUSED = Transient("no", outage=True, breaker="key")
+OTHERS: list[Outcome] = [
+    Unavailable("x", breaker="other"),
+    Transient("no", outage=True, breaker="other"),
+    Transient("full", breaker="key"),
+    Transient("full"),
+    Permanent("no"),
+    Sent(),
+]
 
 
-@pytest.mark.parametrize(("is_part", "failures"), [(False, [OUTAGE, MINE, ALL]), (True, [MINE])])
+@pytest.mark.parametrize(("is_part", "failures"), [(False, [OUTAGE, MINE, ALL, REFUSED]), (True, [MINE, REFUSED])])
 def test_an_outcome_is_a_failure_of_the_breaker_that_it_concerns(is_part: bool, failures: list[Outcome]) -> None:
     breaker = breaker_in("closed", is_part=is_part)
-    outcomes: list[Outcome] = [OUTAGE, MINE, ALL, *OTHERS]
+    outcomes: list[Outcome] = [OUTAGE, MINE, ALL, REFUSED, *OTHERS]
     assert [outcome for outcome in outcomes if breaker.failure_of(outcome)] == failures

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pgoutbox.message import Message, Outcome, Permanent, Unavailable
 from pgoutbox.text import one_line
-from pgoutbox.transports.brokers.events import RenderedEvent, part_key, render
+from pgoutbox.transports.brokers.events import CloudEvent, RenderedEvent, render, source_key
 from pgoutbox.transports.tls import describe_refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from pgoutbox.settings import Settings
     from pgoutbox.transports import Content
@@ -37,14 +37,21 @@ class BrokerTransport(ABC, Generic[T]):
         """Hand the event over once. `Sent` means that the broker has acknowledged it."""
         try:
             event = render(content, message, self._settings)
-            target = self._target(message, event)
+            target = self._target(message, event.key)
         except (Permanent, Unavailable) as refusal:
             return refusal
         return await self._publish(target, event)
 
-    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """Return the key of the breaker for events without their own source."""
-        return part_key(content)
+    def part_keys(self, message: Message[object], content: Content) -> Sequence[str]:
+        """Return the keys of the target, and of the source of the settings if the event has none of its own."""
+        if not isinstance(content, CloudEvent):
+            return ()
+        source = source_key(content)
+        try:
+            target_keys = self._target_keys(self._target(message, content.key))
+        except Permanent:  # `send` reports it.
+            target_keys = ()
+        return (*target_keys, *(() if source is None else (source,)))
 
     @abstractmethod
     async def check(self) -> str | None:
@@ -55,8 +62,12 @@ class BrokerTransport(ABC, Generic[T]):
         """Close every connection."""
 
     @abstractmethod
-    def _target(self, message: Message[object], event: RenderedEvent) -> T:
-        """Return the parsed destination. Raises `Permanent` for an invalid one."""
+    def _target(self, message: Message[object], key: str | None) -> T:
+        """Return the parsed destination, for an event with this key. Raises `Permanent` for an invalid one."""
+
+    @abstractmethod
+    def _target_keys(self, target: T) -> Sequence[str]:
+        """Return the keys of the breakers that open while the target is missing, or refuses this user."""
 
     @abstractmethod
     async def _publish(self, target: T, event: RenderedEvent) -> Outcome: ...

@@ -111,9 +111,9 @@ def render(event: Content, message: Message[object], settings: Settings) -> Rend
     return RenderedEvent(message.idempotency_key, event.key, _headers(event.headers), content)
 
 
-def part_key(event: Content) -> str | None:
+def source_key(event: CloudEvent) -> str | None:
     """Return the key of the breaker for events without a source. It opens while the setting is missing."""
-    return _SOURCE_KEY if isinstance(event, CloudEvent) and event.source is None else None
+    return _SOURCE_KEY if event.source is None else None
 
 
 def parse_name(message: Message[object]) -> str:

@@ -25,7 +25,7 @@ except ImportError:
     raise MissingExtraError("the Kafka transport", "kafka") from None
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pgoutbox.settings import KafkaSettings, Settings
 
@@ -43,6 +43,7 @@ _UNKNOWN_OUTCOMES: Final = (
     "_MSG_TIMED_OUT", "_TIMED_OUT", "_TRANSPORT", "_PURGE_INFLIGHT", "_DESTROY", "REQUEST_TIMED_OUT",
     "NETWORK_EXCEPTION", "NOT_ENOUGH_REPLICAS_AFTER_APPEND",
 )  # fmt: skip
+_REFUSED_TOPIC: Final = ("_UNKNOWN_TOPIC", "UNKNOWN_TOPIC_OR_PART", "TOPIC_AUTHORIZATION_FAILED")
 
 
 class KafkaTransport(BrokerTransport[str]):
@@ -61,7 +62,8 @@ class KafkaTransport(BrokerTransport[str]):
     | cannot be reached, or has a wrong certificate | transient |
     | refuses the credentials | unavailable |
     | does not acknowledge in time | transient, "outcome unknown" |
-    | has no such topic, no right for this user, too few replicas, or a batch too large for the topic | transient |
+    | has no such topic, or does not allow it to this user | unavailable: this topic |
+    | has too few replicas, or refuses a batch as too large for the topic | transient |
     | the record is larger than the client's `message.max.bytes` (1 MB) | permanent |
     | calls the topic's name or the record invalid | permanent |
 
@@ -101,11 +103,14 @@ class KafkaTransport(BrokerTransport[str]):
         if link is not None:
             await asyncio.to_thread(link.close)
 
-    def _target(self, message: Message[object], event: RenderedEvent) -> str:  # noqa: ARG002 - the message has it
+    def _target(self, message: Message[object], key: str | None) -> str:  # noqa: ARG002 - it selects the partition
         topic = parse_name(message)
         if not _TOPIC.fullmatch(topic) or topic in {".", ".."}:
             raise Permanent("destination: a topic's name is 1 to 249 letters, digits, dots, underscores and hyphens")
         return topic
+
+    def _target_keys(self, target: str) -> Sequence[str]:
+        return (_topic_key(target),)
 
     async def _publish(self, target: str, event: RenderedEvent) -> Outcome:
         headers = {**event.headers, "ce_id": event.id, "content-type": CONTENT_TYPE}
@@ -125,16 +130,18 @@ class KafkaTransport(BrokerTransport[str]):
         except BufferError:
             return Transient("produce: the producer's queue is full")
         except KafkaException as refused:
-            return self._refusal(refused.args[0], is_local=True)
+            return self._refusal(target, refused.args[0], is_local=True)
         error = await reported
         if error is None:
             return Sent()
         if error.fatal() and self._link is link:  # This producer is unusable; the next send starts another.
             self._link = None
             await asyncio.to_thread(link.close)
-        return self._refusal(error, last_error=link.last_error)
+        return self._refusal(target, error, last_error=link.last_error)
 
-    def _refusal(self, error: KafkaError, *, is_local: bool = False, last_error: str | None = None) -> Outcome:
+    def _refusal(
+        self, topic: str, error: KafkaError, *, is_local: bool = False, last_error: str | None = None
+    ) -> Outcome:
         """Return the outcome of an error. `is_local`: the producer refused it. `last_error`: of its connections."""
         code, reason = error.code(), self._one_line(error.str())
         if any(code == getattr(KafkaError, name) for name in _UNKNOWN_OUTCOMES):
@@ -145,6 +152,8 @@ class KafkaTransport(BrokerTransport[str]):
             return Permanent(f"event.data: {reason}")
         if code in (KafkaError.TOPIC_EXCEPTION, KafkaError.INVALID_RECORD):
             return Permanent(f"produce: {reason}")
+        if any(code == getattr(KafkaError, name) for name in _REFUSED_TOPIC):
+            return Unavailable(f"produce: {reason}", breaker=_topic_key(topic))
         return Transient(f"produce: {reason}")
 
 
@@ -207,6 +216,10 @@ class _Link:
         if error.code() != KafkaError._ALL_BROKERS_DOWN or self.last_error is None:  # It does not give the reason.
             self.last_error = error.str()
             self.is_refused = error.code() in (KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED)
+
+
+def _topic_key(topic: str) -> str:
+    return f"kafka:topic {topic}"
 
 
 def _set(reported: asyncio.Future[KafkaError | None], error: KafkaError | None) -> None:

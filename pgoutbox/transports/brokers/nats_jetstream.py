@@ -29,7 +29,7 @@ except ImportError:
     raise MissingExtraError("the NATS transport", "nats") from None
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pgoutbox.settings import Settings
 
@@ -56,7 +56,7 @@ class NatsTransport(BrokerTransport[str]):
     | a stream acknowledges, as new or as a duplicate | sent |
     | cannot be reached, or has a wrong certificate | transient |
     | refuses the credentials | unavailable |
-    | no stream has the subject, or the account may not publish to it | transient: the operator must fix it |
+    | no stream has the subject, or the account may not publish to it | unavailable: this subject |
     | does not acknowledge in time, or disconnects | transient, "outcome unknown" |
     | the event is larger than the server or the stream accepts | permanent |
     | the stream refuses for another reason: full, sealed, no quorum | transient |
@@ -93,7 +93,7 @@ class NatsTransport(BrokerTransport[str]):
             return Unavailable(text) if _AUTHORIZATION.search(str(error)) else Transient(text, outage=True)
         return await self._publish_on(connection, target, event)
 
-    def _target(self, message: Message[object], event: RenderedEvent) -> str:  # noqa: ARG002 - the message has it
+    def _target(self, message: Message[object], key: str | None) -> str:  # noqa: ARG002 - NATS has no keys of messages
         """Return the subject to publish to: no wildcard, and none of NATS's system subjects."""
         subject = parse_name(message)
         tokens = subject.split(".")
@@ -106,6 +106,9 @@ class NatsTransport(BrokerTransport[str]):
         if subject.startswith(("$", "_INBOX.")):
             raise Permanent("destination: the subject is one of NATS itself")
         return subject
+
+    def _target_keys(self, target: str) -> Sequence[str]:
+        return (_subject_key(target),)
 
     async def check(self) -> str | None:
         """Connect and sign in as for an event, and return the problem, or None."""
@@ -149,12 +152,12 @@ class NatsTransport(BrokerTransport[str]):
         try:
             await connection.publish(subject, event.content, headers, self._seconds)
         except NoStreamResponseError:
-            return Transient(f"no stream has the subject {one_line(subject)!r}")
+            return Unavailable(f"no stream has the subject {one_line(subject)!r}", breaker=_subject_key(subject))
         except APIError as error:
             text = f"publish: {one_line(error.description or '')} ({error.err_code})"
             return Permanent(f"event.data: {text}") if error.err_code in _MESSAGE_ERRORS else Transient(text)
         except PermissionError as error:
-            return Transient(f"publish: {self._error_text(error)}")
+            return Unavailable(f"publish: {self._error_text(error)}", breaker=_subject_key(subject))
         except (Error, OSError, ValueError) as error:
             return Transient(
                 f"outcome unknown: no acknowledgement: {self._error_text(error)}", outage=True, unknown=True
@@ -262,6 +265,10 @@ class _EncryptedTransport(TcpTransport):
     def _refuse_plain_text(self) -> None:
         if not self._is_encrypted:
             raise ConnectionRefusedError("the server does not offer TLS, and plain text is refused")
+
+
+def _subject_key(subject: str) -> str:
+    return f"nats:subject {subject}"
 
 
 def _parse_servers(urls: str) -> list[SplitResult]:

@@ -7,6 +7,7 @@ Each event is published once; its `message_id`, the same at every attempt, lets 
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -27,6 +28,8 @@ except ImportError:
     raise MissingExtraError("the RabbitMQ transport", "rabbitmq") from None
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aiormq.abc import AbstractChannel, AbstractConnection
 
     from pgoutbox.settings import Settings
@@ -35,6 +38,9 @@ __all__ = ["RabbitMQTransport"]
 
 _PERSISTENT: Final = 2
 _REFUSED_CREDENTIALS: Final = (amqp.AuthenticationError, amqp.ConnectionNotAllowed, amqp.ProbableAuthenticationError)
+_REFUSED_EXCHANGE: Final = (amqp.ChannelNotFoundEntity, amqp.ChannelAccessRefused)
+# Only the text names the routing key that the topic permissions of a user refuse.
+_REFUSED_ROUTE: Final = re.compile(r"access to topic '(.*)' in exchange")
 # An event larger than the server accepts ends its channel, and must not end other sends on it.
 _LARGE_BYTES: Final = 1_000_000
 
@@ -42,6 +48,16 @@ _LARGE_BYTES: Final = 1_000_000
 class _Address(NamedTuple):
     exchange: str
     routing_key: str
+
+    @property
+    def exchange_breaker(self) -> str:
+        return f"rabbitmq:exchange {self.exchange or '(default)'}"
+
+    @property
+    def route_breaker(self) -> str:
+        if not self.exchange:
+            return f"rabbitmq:queue {self.routing_key}"
+        return f"{self.exchange_breaker} routing key {self.routing_key or '(none)'}"
 
 
 class RabbitMQTransport(BrokerTransport[_Address]):
@@ -59,7 +75,8 @@ class RabbitMQTransport(BrokerTransport[_Address]):
     | confirms | sent |
     | cannot be reached, or has a wrong certificate | transient |
     | refuses the credentials, or has no such virtual host for them | unavailable |
-    | has no such exchange, no queue for the routing key, or no permission for this user | transient: must be fixed |
+    | has no such exchange, or does not allow it to this user | unavailable: this exchange |
+    | has no queue for the routing key, or does not allow it to this user | unavailable: this routing key |
     | refuses with a nack, for example because of a full queue | transient |
     | does not confirm in time (also after an alarm of memory or disk), or disconnects | transient, "outcome unknown" |
     | refuses an event of a megabyte or more as too large | permanent |
@@ -86,7 +103,7 @@ class RabbitMQTransport(BrokerTransport[_Address]):
         self._connection: SharedConnection[AbstractConnection] = SharedConnection(self._connect, _is_open)
         self._channels: dict[str, SharedConnection[AbstractChannel]] = {}
 
-    def _target(self, message: Message[object], event: RenderedEvent) -> _Address:
+    def _target(self, message: Message[object], key: str | None) -> _Address:
         parse_name(message)
         rest = (message.destination or "").partition(":")[2]
         quoted_exchange, slash, quoted_key = rest.partition("/")
@@ -95,7 +112,10 @@ class RabbitMQTransport(BrokerTransport[_Address]):
             return _Address(exchange, check_name("destination", unquote(quoted_key)))
         if slash and not exchange:
             raise Permanent("destination: names neither an exchange nor a queue")
-        return _Address(exchange, "" if event.key is None else event.key)
+        return _Address(exchange, "" if key is None else key)
+
+    def _target_keys(self, target: _Address) -> Sequence[str]:
+        return target.exchange_breaker, target.route_breaker
 
     async def _publish(self, target: _Address, event: RenderedEvent) -> Outcome:
         # Here and below only Exception is broad enough: when a connection ends without a reason, aiormq raises a bare
@@ -142,14 +162,14 @@ class RabbitMQTransport(BrokerTransport[_Address]):
         except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
             if self._channels.get(address.exchange) is channels:  # Channels of unknown names must not accumulate.
                 del self._channels[address.exchange]
-            return Transient(f"exchange {one_line(address.exchange)!r}: {self._error_text(error)}")
+            return self._no_channel(address, error)
         return await self._publish_on(channel, address, event)
 
     async def _publish_alone(self, connection: AbstractConnection, address: _Address, event: RenderedEvent) -> Outcome:
         try:
             channel = await self._open_channel(address.exchange, connection)
         except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
-            return Transient(f"exchange {one_line(address.exchange)!r}: {self._error_text(error)}")
+            return self._no_channel(address, error)
         try:
             return await self._publish_on(channel, address, event)
         except amqp.ChannelPreconditionFailed as error:
@@ -158,6 +178,12 @@ class RabbitMQTransport(BrokerTransport[_Address]):
             # The outcome of the event is known here. (A closed channel raises RuntimeError.)
             with suppress(amqp.AMQPError, OSError, RuntimeError):
                 await channel.close()
+
+    def _no_channel(self, address: _Address, error: Exception) -> Outcome:
+        text = f"exchange {one_line(address.exchange)!r}: {self._error_text(error)}"
+        if isinstance(error, _REFUSED_EXCHANGE):
+            return Unavailable(text, breaker=address.exchange_breaker)
+        return Transient(text)
 
     async def _open_channel(self, exchange: str, connection: AbstractConnection | None = None) -> AbstractChannel:
         """Open a channel with confirms, and check that the exchange exists."""
@@ -185,13 +211,16 @@ class RabbitMQTransport(BrokerTransport[_Address]):
                     mandatory=True,
                 )
         except amqp.PublishError:
-            return Transient(f"no queue for the routing key {one_line(address.routing_key)!r}")
+            text = f"no queue for the routing key {one_line(address.routing_key)!r}"
+            return Unavailable(text, breaker=address.route_breaker)
         except amqp.DeliveryError:
             return Transient("publish: refused by a queue (nack)")
         except amqp.ChannelPreconditionFailed:
             if len(event.content) >= _LARGE_BYTES:
                 raise
             return Transient("outcome unknown: the channel was closed: PRECONDITION_FAILED", unknown=True)
+        except _REFUSED_EXCHANGE as error:
+            return self._refusal(address, error)
         except amqp.ChannelClosed as error:
             return Transient(f"publish: {self._error_text(error)}")
         except asyncio.CancelledError:
@@ -202,6 +231,16 @@ class RabbitMQTransport(BrokerTransport[_Address]):
         except Exception as error:  # noqa: BLE001 - after any error, the event may have been accepted
             return Transient(f"outcome unknown: no confirmation: {self._error_text(error)}", outage=True, unknown=True)
         return Sent()
+
+    def _refusal(self, address: _Address, error: Exception) -> Outcome:
+        """Return the outcome of an event whose channel RabbitMQ closed: it refuses the exchange, or one routing key."""
+        text = f"publish: {self._error_text(error)}"
+        refused = _REFUSED_ROUTE.search(str(error))
+        if refused is None:
+            return Unavailable(text, breaker=address.exchange_breaker)
+        if refused[1] == address.routing_key:
+            return Unavailable(text, breaker=address.route_breaker)
+        return Transient(text)  # The channel was refused another event.
 
 
 def _is_open(connection: AbstractConnection | AbstractChannel) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Sent, Transient, Unavailable
 from pgoutbox.transports.brokers.broker import BrokerTransport
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
 from pgoutbox.transports.tls import IS_IT_TLS, client_context
@@ -20,14 +20,28 @@ try:
     from redis.asyncio import ConnectionPool
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
-    from redis.exceptions import AuthenticationError, RedisError, ResponseError
+    from redis.exceptions import (
+        AuthenticationError,
+        BusyLoadingError,
+        ClusterDownError,
+        NoPermissionError,
+        OutOfMemoryError,
+        ReadOnlyError,
+        RedisError,
+        ResponseError,
+    )
 except ImportError:
     raise MissingExtraError("the Redis transport", "redis") from None
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pgoutbox.settings import Settings
 
 __all__ = ["RedisTransport"]
+
+# Refusals that concern all streams, and may pass without a repair.
+_SERVER_FAULTS = (BusyLoadingError, ClusterDownError, OutOfMemoryError)
 
 
 class RedisTransport(BrokerTransport[str]):
@@ -45,9 +59,10 @@ class RedisTransport(BrokerTransport[str]):
     | answers XADD with the id of the entry | sent |
     | cannot be reached, or has a wrong certificate | transient |
     | refuses the password, or demands one | unavailable |
+    | is a replica, or does not allow the user to append (NOPERM) | unavailable |
+    | refuses this stream to the user (NOPERM), or the key is not a stream (WRONGTYPE) | unavailable: this stream |
     | does not answer XADD in time, or disconnects | transient, "outcome unknown" |
-    | answers that the key is not a stream (WRONGTYPE) | permanent: the destination is another kind of key |
-    | refuses for another reason: memory, ACL, replica, loading, cluster | transient: the operator must fix it |
+    | refuses for another reason: memory, loading, cluster | transient |
 
     Raises `ConfigurationError` when the setting `redis.url` is missing or unusable, `MissingExtraError` without redis.
     """
@@ -74,8 +89,11 @@ class RedisTransport(BrokerTransport[str]):
         self._secrets = tuple(filter(None, {password, unquote(password), *given}))
         self._slots = asyncio.Semaphore(connection_count)
 
-    def _target(self, message: Message[object], event: RenderedEvent) -> str:  # noqa: ARG002 - the message has it
+    def _target(self, message: Message[object], key: str | None) -> str:  # noqa: ARG002 - Redis has no keys of entries
         return parse_name(message)
+
+    def _target_keys(self, target: str) -> Sequence[str]:
+        return (_stream_key(target),)
 
     async def _publish(self, target: str, event: RenderedEvent) -> Outcome:
         async with self._slots:
@@ -124,8 +142,8 @@ class RedisTransport(BrokerTransport[str]):
                 await connection.read_response(disconnect_on_error=True)
         except AuthenticationError as error:  # Redis demands a password, and none is set.
             return Unavailable(f"XADD: {self._error_text(error)}")
-        except ResponseError as error:
-            return self._refusal(error)
+        except (ResponseError, *_SERVER_FAULTS) as error:
+            return self._refusal(stream, error)
         except (RedisError, OSError) as error:
             return Transient(
                 f"outcome unknown: connection lost after XADD: {self._error_text(error)}", outage=True, unknown=True
@@ -134,9 +152,20 @@ class RedisTransport(BrokerTransport[str]):
             await self._pool.release(connection)
         return Sent()
 
-    def _refusal(self, error: Exception) -> Outcome:
+    def _refusal(self, stream: str, error: RedisError) -> Outcome:
         text = f"XADD: {self._error_text(error)}"
-        return Permanent(f"destination: {text}") if str(error).startswith("WRONGTYPE") else Transient(text)
+        if isinstance(error, NoPermissionError):
+            # Only the text tells a forbidden command from a forbidden stream.
+            return Unavailable(text, breaker=None if "to run the" in str(error) else _stream_key(stream))
+        if isinstance(error, ReadOnlyError):
+            return Unavailable(text)
+        if str(error).startswith("WRONGTYPE"):
+            return Unavailable(text, breaker=_stream_key(stream))
+        return Transient(text, outage=isinstance(error, _SERVER_FAULTS))
+
+
+def _stream_key(stream: str) -> str:
+    return f"redis:stream {stream}"
 
 
 def _verify(pool: ConnectionPool, ca_file: str | None) -> bool:

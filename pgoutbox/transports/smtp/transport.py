@@ -112,7 +112,7 @@ class SmtpTransport:
         """Hand the e-mail over like `send`, or to the receivers of the redirect that is on when MAIL is sent."""
         if not isinstance(content, (Email, RawEmail)):
             return Permanent(f"content: the SMTP transport sends an Email, not {type(content).__name__}")
-        sender_key = self.part_key(message, content)
+        sender_key = self._sender_key(content)
         if self._smtp.sender is None and (missing := _missing_sender(content)) is not None:
             return Unavailable(missing, breaker=sender_key)
 
@@ -133,13 +133,14 @@ class SmtpTransport:
         """Return the server's key, for all recipients."""
         return self._breaker_key
 
-    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
+    def part_keys(self, message: Message[object], content: Content) -> Sequence[str]:  # noqa: ARG002 - the content has it
         """Return the key of the sender at this server: the sender of the settings, or the e-mail's own.
 
         The envelope senders of one domain share a key, because VERP gives each e-mail a different one.
         """
-        if not isinstance(content, (Email, RawEmail)):
-            return None
+        return (self._sender_key(content),) if isinstance(content, (Email, RawEmail)) else ()
+
+    def _sender_key(self, content: Email | RawEmail) -> str:
         if content.envelope_sender is not None:
             domain = _address_in(content.envelope_sender).rpartition("@")[2]
             return f"{self._breaker_key} sender {f'@{domain}' if domain else '<>'}"

@@ -227,11 +227,6 @@ def _keys(webhook: Webhook, rules: Rules) -> Sequence[bytes]:
     return keys
 
 
-def lacks_secret(webhook: Webhook, rules: Rules) -> bool:
-    """Whether the settings lack the secret that would sign the request."""
-    return webhook.signed and not webhook.secrets and (webhook.secret_name or "") not in rules.keys
-
-
 def secret_key(webhook: Webhook) -> str | None:
     """Return the breaker's key for webhooks with this secret of the setting. It opens while the secret is missing."""
     if not webhook.signed or webhook.secrets:

@@ -31,7 +31,7 @@ from pgoutbox.observability.tracing import current_context
 from pgoutbox.text import one_line
 from pgoutbox.transports import breaker_key_of
 from pgoutbox.transports.tls import verifying_context
-from pgoutbox.transports.webhook.request import RenderedRequest, Rules, Webhook, lacks_secret, render, secret_key
+from pgoutbox.transports.webhook.request import RenderedRequest, Rules, Webhook, render, secret_key
 
 if TYPE_CHECKING:
     import httpcore
@@ -52,6 +52,7 @@ _MAX_DIALLED_ADDRESSES = 4
 _MIN_HIDDEN_LENGTH = 6
 _KNOWN_TO_ALL = frozenset({b"host", b"content-type", b"content-length", b"accept-encoding", b"idempotency-key"})
 _UNAUTHORIZED = 401
+_FORBIDDEN = 403
 _TRANSIENT_STATUSES = frozenset({408, 425, 429})
 
 
@@ -90,9 +91,9 @@ class WebhookTransport:
         """Send the request once and classify the answer.
 
         `Sent` means that the receiver answered 2xx. `Permanent` names the wrong field, or the answer that no repetition
-        changes. Refused credentials (401) are `Unavailable`, for this URL alone. Other failures are `Transient`. If the
-        connection breaks after the request was sent, the outcome is unknown: the next attempt may be a duplicate, with
-        the same `webhook-id`.
+        changes. Refused credentials (401) are `Unavailable`, for this URL alone. Other failures are `Transient`; those
+        with the status 403 count for this URL alone. If the connection breaks after the request was sent, the outcome
+        is unknown: the next attempt may be a duplicate, with the same `webhook-id`.
         """
         if not isinstance(content, Webhook):
             return Permanent(f"content: the webhook transport sends a Webhook, not {type(content).__name__}")
@@ -103,28 +104,24 @@ class WebhookTransport:
         if self._settings.trace_context:
             request = request.with_headers(current_context())
         async with self._slots:
-            outcome = await self._exchange(request)
-        if isinstance(outcome, Unavailable):
-            outcome.breaker = self._credentials_key(message, content)
-        return outcome
+            return await self._exchange(request, self._access_key(message, content))
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str | None:
         """Return a key for each scheme, host and port."""
         url = content.url if isinstance(content, Webhook) else None
         return breaker_key_of(url or message.destination or "")
 
-    def part_key(self, message: Message[object], content: Content) -> str | None:
-        """Return the key of a secret that the settings lack, else the key of the credentials for this URL."""
+    def part_keys(self, message: Message[object], content: Content) -> Sequence[str]:
+        """Return the keys of the secret of the settings, if it signs the request, and of the access to this URL."""
         if not isinstance(content, Webhook):
-            return None
-        if lacks_secret(content, self._rules):
-            return secret_key(content)
-        return self._credentials_key(message, content)
+            return ()
+        secret = secret_key(content)
+        return (self._access_key(message, content), *(() if secret is None else (secret,)))
 
-    def _credentials_key(self, message: Message[object], content: Webhook) -> str:
+    def _access_key(self, message: Message[object], content: Webhook) -> str:
         # Receivers may share a host, and a URL may contain a token: its digest tells them apart.
         digest = blake2b(str(content.url or message.destination).encode(), digest_size=4).hexdigest()
-        return f"{self.breaker_key(message, content)} credentials {digest}"
+        return f"{self.breaker_key(message, content)} access {digest}"
 
     async def aclose(self) -> None:
         """Close every connection."""
@@ -133,7 +130,7 @@ class WebhookTransport:
         if "_resolver" in vars(self):
             self._resolver.shutdown(wait=False, cancel_futures=True)
 
-    async def _exchange(self, request: RenderedRequest) -> Outcome:
+    async def _exchange(self, request: RenderedRequest, access_key: str) -> Outcome:
         connection = await self._take_idle(request.endpoint) or self._new_connection(request.endpoint)
         answer = _Answer()
         try:
@@ -156,7 +153,7 @@ class WebhookTransport:
                 return self._broken_off(connection, error)
         finally:
             await self._keep_or_close(connection)
-        return self._classify(request, answer)
+        return self._classify(request, answer, access_key)
 
     def _broken_off(self, connection: _Connection, error: BaseException) -> Outcome:
         import httpcore
@@ -176,7 +173,7 @@ class WebhookTransport:
                 text = "the connection was lost"
         return Transient(f"outcome unknown: {text}", outage=True, unknown=True)
 
-    def _classify(self, request: RenderedRequest, answer: _Answer) -> Outcome:
+    def _classify(self, request: RenderedRequest, answer: _Answer, access_key: str) -> Outcome:
         status = answer.status or 0
         if 200 <= status <= 299:
             return Sent()
@@ -186,7 +183,9 @@ class WebhookTransport:
         if excerpt := answer.excerpt(self._settings.error_body_chars, hide=request):
             error = f"{error}: {excerpt}"
         if status == _UNAUTHORIZED:
-            return Unavailable(error)
+            return Unavailable(error, breaker=access_key)
+        if status == _FORBIDDEN:  # Either no request to this URL is allowed, or the receiver refuses this content.
+            return Transient(error, retry_after=self._retry_after(answer), outage=True, breaker=access_key)
         if status in _TRANSIENT_STATUSES or 500 <= status <= 599:
             return Transient(error, retry_after=self._retry_after(answer), outage=status >= 500)
         return Permanent(error)
