@@ -156,18 +156,26 @@ class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or ra
     """The attempt failed for a temporary reason: retry by the policy, until `max_attempts` is used up.
 
     `retry_after` (seconds or a timedelta) is the delay that the receiver requested. A transport sets `outage` if the
-    destination, or the way to it, is at fault and not this message: such failures open a circuit breaker. `unknown`
-    means that the message may have been sent: then the handler's `on_unknown` decides whether it is tried again.
+    destination, or the way to it, is at fault and not this message: several such failures open a circuit breaker, that
+    of `breaker`, one of the transport's own keys, or else that of the whole transport. `unknown` means that the message
+    may have been sent: then the handler's `on_unknown` decides whether it is tried again.
     """
 
     def __init__(
-        self, error: str, retry_after: Duration | None = None, *, outage: bool = False, unknown: bool = False
+        self,
+        error: str,
+        retry_after: Duration | None = None,
+        *,
+        outage: bool = False,
+        unknown: bool = False,
+        breaker: str | None = None,
     ) -> None:
         super().__init__(error)
         self.error = error
         self.retry_after: float | None = None if retry_after is None else seconds_of(retry_after)
         self.outage = outage
         self.unknown = unknown
+        self.breaker = breaker
 
 
 class Unavailable(Exception):  # noqa: N818 - an outcome; it can be returned or raised

@@ -335,7 +335,8 @@ def check_breakers(context: DoctorContext) -> Iterator[Note]:
             f"the breaker of {one_line(breaker['key'])} has been open for {duration(breaker['open_seconds'])}: "
             f"{_quoted(context, breaker['last_error'])}",
             "messages to it wait, and use up no attempts",
-            "repair the server or the network; then a probe closes the breaker, and delivery resumes",
+            "repair what the error names, such as the server, the account or the target; then a probe closes the "
+            "breaker, and delivery resumes",
         )
     if not found:
         yield ok("no circuit breaker is open")

@@ -128,7 +128,7 @@ def sync_adapter(connection: object, *, function: str, async_function: str) -> S
             return _SYNC_ADAPTERS[name](connection)
         if name in _ASYNC_ADAPTERS:
             raise TypeError(f"{function} takes {_SYNC_TYPES}; for {name} use: await {async_function}(...)")
-    raise TypeError(f"{function} takes {_SYNC_TYPES}, not {_type_names(connection)[0]}")
+    raise _refusal(connection, function, _SYNC_TYPES)
 
 
 def async_adapter(connection: object, *, function: str, sync_function: str) -> AsyncAdapter:
@@ -138,7 +138,14 @@ def async_adapter(connection: object, *, function: str, sync_function: str) -> A
             return _ASYNC_ADAPTERS[name](connection)
         if name in _SYNC_ADAPTERS:
             raise TypeError(f"{function} takes {_ASYNC_TYPES}; for {name} use: {sync_function}(...)")
-    raise TypeError(f"{function} takes {_ASYNC_TYPES}, not {_type_names(connection)[0]}")
+    raise _refusal(connection, function, _ASYNC_TYPES)
+
+
+def _refusal(connection: object, function: str, accepted_types: str) -> TypeError:
+    text = f"{function} takes {accepted_types}, not {_type_names(connection)[0]}"
+    if hasattr(connection, "cursor"):
+        text += "; with another driver of PostgreSQL call the SQL functions: SELECT pgoutbox.enqueue(...)"
+    return TypeError(text)
 
 
 def _type_names(thing: object) -> list[str]:

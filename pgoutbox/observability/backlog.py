@@ -26,6 +26,7 @@ from pgoutbox.observability.measures import (
     OLDEST_DUE,
     OTHER,
     QUEUE_PAUSED,
+    REDIRECTS,
     Metric,
     Sample,
 )
@@ -104,6 +105,7 @@ class Backlog:
                 counts = connection.execute(sql.COUNT_BACKLOG, names).fetchall()
                 paused = connection.execute(sql.PAUSED_QUEUES, names).fetchall()
                 breakers = connection.execute(sql.COUNT_BREAKERS).fetchall()
+                redirects = connection.execute(sql.COUNT_REDIRECTS).fetchall()
                 return {
                     MESSAGES: [
                         Sample((topic, queue, state), number)
@@ -113,6 +115,7 @@ class Backlog:
                     OLDEST_DUE: [Sample((row[0], row[1]), row[-1] or 0.0) for row in counts],
                     QUEUE_PAUSED: [Sample((queue,), 1) for (queue,) in paused],
                     BREAKERS: [Sample((scheme, state), count) for scheme, state, count in breakers],
+                    REDIRECTS: [Sample((source,), count) for source, count in redirects],
                 }
 
             return operator_connection.transact(connection, look)

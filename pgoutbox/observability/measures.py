@@ -112,6 +112,10 @@ BREAKERS: Final = Metric(
     "breakers", Kind.GAUGE, ("scheme", "state"),
     "Open circuit breakers of all workers; half_open means that a probe is due.",
 )  # fmt: skip
+REDIRECTS: Final = Metric(
+    "redirects", Kind.GAUGE, ("source",),
+    "Redirects that are on: 1 if an operator has switched one on, and the workers with PGOUTBOX_REDIRECT_TO.",
+)  # fmt: skip
 BACKLOG_UP: Final = Metric(
     "backlog_up", Kind.GAUGE, (), "1 if the gauges of the database could be read; otherwise they are absent."
 )
@@ -124,7 +128,7 @@ OF_WORKERS: Final = (
     OUTCOMES_REFUSED, BREAKERS_OPEN,
 )  # fmt: skip
 OF_THE_DATABASE: Final = (
-    MESSAGES, OLDEST_DUE, QUEUE_PAUSED, BREAKERS, BACKLOG_UP, BACKLOG_AGE, BACKLOG_READ,
+    MESSAGES, OLDEST_DUE, QUEUE_PAUSED, BREAKERS, REDIRECTS, BACKLOG_UP, BACKLOG_AGE, BACKLOG_READ,
 )  # fmt: skip
 
 _BUCKETS: Final = {metric.name: metric.buckets for metric in OF_WORKERS if metric.kind is Kind.HISTOGRAM}

@@ -92,6 +92,12 @@ def list_workers(connection: psycopg.Connection[TupleRow]) -> list[WorkerActivit
     return [WorkerActivity._make(row) for row in fetch(connection, sql.LIST_WORKERS, {})]
 
 
+def last_run_ended_at(connection: psycopg.Connection[TupleRow]) -> datetime | None:
+    """Return when the last run of `worker --once` or `--drain` ended; None if there was none."""
+    row = next(iter(fetch(connection, sql.LAST_RUN, {})), None)
+    return None if row is None else row[1]
+
+
 class Follower:
     """Reports the outcomes of attempts, from `since` before now on. Call `poll` repeatedly."""
 

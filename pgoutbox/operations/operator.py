@@ -460,6 +460,7 @@ class Operator:
     ) -> Erasure:
         """Delete messages in every state, with payloads, attempts, keys, and their traces in the audit.
 
+        Messages for the hooks of `on_failed` about these messages are deleted, too.
         Give `ids`, an `owner` or a `destination`, which may omit `mailto:`. The attempt of a message in flight is asked
         to stop: erase again after it. Each batch is committed separately. The audit records the ids, and neither the
         owner nor the destination.
@@ -469,7 +470,7 @@ class Operator:
         """
         chosen = _chosen(ids, owner, destination)
         rows = self._fetch(sql.SELECTED_MESSAGES, chosen)
-        found = [row[0] for row in rows] if ids is None else list(dict.fromkeys(ids))
+        found = list(dict.fromkeys([*(ids or ()), *(row[0] for row in rows)]))
         act, results = _Act(_kind_of(chosen)), dict[int, EraseResult]()
         for part in _slices(found, batch_size):
             # A selection without messages is erased too: the audit may contain it.

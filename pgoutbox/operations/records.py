@@ -351,6 +351,7 @@ class ShownMessage(NamedTuple):
     on_failed: str | None
     superseded_by: int | None
     resend_of: int | None
+    failure_of: int | None
     content_id: int | None
     skip_reason: str | None
     last_error: str | None

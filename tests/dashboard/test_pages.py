@@ -152,6 +152,13 @@ def test_the_overview_counts_every_state(site: Site, db: psycopg.Connection) -> 
     assert "w 2 0" in page.words, "the worker with leases is missing"
 
 
+def test_the_overview_of_a_host_with_only_cron_shows_the_last_run(site: Site, db: psycopg.Connection) -> None:
+    assert "The last run with --once" not in get(site.vera, "/").words
+    db.execute("INSERT INTO pgoutbox.worker_run (worker, ended_at) VALUES ('cron', now() - interval '3 days')")
+    site.dashboard.forget()
+    assert "The last run with --once ended 3 d" in get(site.vera, "/").words
+
+
 def test_the_overview_shows_the_queues_and_topics_of_idle_workers(site: Site, db: psycopg.Connection) -> None:
     assert "No worker runs." in get(site.vera, "/").words
     db.execute("INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('idle', '{bulk,default}', '{bye,greet}')")

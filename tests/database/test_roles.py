@@ -31,7 +31,7 @@ from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.message import State
 from pgoutbox.operations import ClosedBreaker, MessageFilter, Operator, Rate
 from pgoutbox.settings import load_settings
-from pgoutbox.worker import QueueShare, Worker
+from pgoutbox.worker import Worker
 from tests.support import races
 from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.messages import ADD_ATTEMPT, put
@@ -106,8 +106,8 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "worker_run UPDATE": "ended_at failures interval_seconds worker",
     },
     OPERATOR: {
-        "queue INSERT": "burst max_in_flight name paused_at rate_count rate_seconds resume_at tokens tokens_at",
-        "queue UPDATE": "burst max_in_flight paused_at rate_count rate_seconds resume_at tokens tokens_at",
+        "queue INSERT": "burst max_in_flight name paused_at rate_count rate_seconds resume_at",
+        "queue UPDATE": "burst max_in_flight paused_at rate_count rate_seconds resume_at",
         "renewal SELECT": "lease_expires_at",
         "worker_run SELECT": "ended_at interval_seconds worker",
     },
@@ -137,6 +137,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "_is_limited",
         "_renewed_until",
         "_newest_is_due",
+        "_enqueue_failure",
         "next_permit_at",
         "_permits",
         "_redacted_text",
@@ -627,7 +628,7 @@ async def test_a_worker_delivers_with_every_outcome(dsn: str, worker_dsn: str, c
     connection.execute("SELECT pgoutbox.cancel(%s)", [ids["cancelled"]])
     lapse(connection, ids["cancelled"])
 
-    await Worker(outbox, queues=[QueueShare("default"), QueueShare("limited")]).run_once()
+    await Worker(outbox, queues=["default", "limited"]).run_once()
     states = {name: state_or_gone(connection, message_id) for name, message_id in ids.items()}
     assert states == {
         "sent": "sent",

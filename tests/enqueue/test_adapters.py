@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sqlite3
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -743,3 +744,12 @@ def test_any_other_object_is_a_type_error(thing: object) -> None:
     outbox: Any = Outbox()
     with pytest.raises(TypeError, match=r"^enqueue takes psycopg\.Connection, .*, not "):
         outbox.enqueue(thing, "mail", 1)
+
+
+def test_the_refusal_of_another_driver_names_the_sql_function() -> None:
+    outbox: Any = Outbox()
+    with (
+        contextlib.closing(sqlite3.connect(":memory:")) as connection,
+        pytest.raises(TypeError, match=r"not sqlite3\.Connection; .* SELECT pgoutbox\.enqueue\(\.\.\.\)$"),
+    ):
+        outbox.enqueue(connection, "mail", 1)

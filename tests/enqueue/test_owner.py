@@ -119,6 +119,18 @@ def test_a_message_that_another_transaction_has_locked_is_named(
     ]
 
 
+def test_many_locked_messages_share_one_wait(outbox: Outbox, db: psycopg.Connection, connect: Connect) -> None:
+    """As after a second click: the first call has locked every message until its commit."""
+    for _ in range(600):
+        enqueue(db, owner="account-7")
+    first, second = connect(), connect()
+    cancelled = outbox.cancel_all(first, owner="account-7")
+    second.execute("SET statement_timeout = '20s'")  # A wait for each message takes a minute.
+    locked = outbox.cancel_all(second, owner="account-7")
+    assert locked == [Cancelled(one.id, CancelResult.LOCKED) for one in cancelled]
+    assert len(locked) == 600
+
+
 @pytest.mark.parametrize("target", [{}, {"owner": "account-7", "destination": ADA}], ids=["neither", "both"])
 def test_either_an_owner_or_a_destination_is_given(
     outbox: Outbox, rolled_back: psycopg.Connection, target: dict[str, str]

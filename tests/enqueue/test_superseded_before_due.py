@@ -56,6 +56,18 @@ def test_of_many_reminders_one_is_owed(connection: psycopg.Connection) -> None:
     assert connection.execute("SELECT id, reason FROM pgoutbox.waiting_view").fetchall() == [(ids[-1], "scheduled")]
 
 
+@pytest.mark.parametrize("payload", [None, "x" * 2_000])
+def test_of_many_reminders_in_one_bulk_one_is_owed(connection: psycopg.Connection, payload: str | None) -> None:
+    items = [NewMessage("greet", payload, coalesce_key=key, delay=DAY) for key in "kklk"]
+    items.insert(0, NewMessage("greet", payload, coalesce_key="k"))
+    due, first, second, other, last = Outbox().enqueue_many(connection, items).ids
+    for message_id in (first, second):
+        row = row_of(connection, message_id)
+        assert (row.state, row.superseded_by, row.skip_reason) == ("skipped", last, f"superseded by {last}")
+    # A message that is due is left to its claim.
+    assert [state_of(connection, i) for i in (due, other, last)] == ["pending"] * 3
+
+
 def test_a_retry_in_its_back_off_is_skipped(connection: psycopg.Connection) -> None:
     older = enqueue(connection, coalesce_key="k", available_at=tomorrow())
     connection.execute(

@@ -25,6 +25,7 @@ from pgoutbox.observability.measures import (
     OF_WORKERS,
     OLDEST_DUE,
     QUEUE_PAUSED,
+    REDIRECTS,
     UNATTEMPTED,
     WAIT_SECONDS,
     Measures,
@@ -284,6 +285,23 @@ def test_the_messages_in_the_database_are_counted_by_state(dsn: str, db: psycopg
     oldest = {s.labels: s.value for s in reading.samples[OLDEST_DUE]}
     assert 100 <= oldest["greet", "default"] < 160
     assert oldest["greet", "bulk"] == 0
+
+
+def test_the_redirects_are_counted_by_source(dsn: str, db: psycopg.Connection) -> None:
+    def counts() -> dict[str, float]:
+        samples = Backlog(settings_for(dsn)).ask().result().samples[REDIRECTS]
+        return {sample.labels[0]: sample.value for sample in samples}
+
+    assert counts() == {"operator": 0, "worker": 0}
+    db.execute("SELECT pgoutbox.set_redirect('testers@example.org')")
+    # The first two have a redirect; the third one has only a blackout.
+    db.execute(
+        "INSERT INTO pgoutbox.redirect_report (worker, reported_at, target, refused_within)"
+        " VALUES ('a', now(), 'a@example.org', NULL), ('b', now(), 'a@example.org', 'x'), ('c', now(), NULL, 'x')"
+    )
+    assert counts() == {"operator": 1, "worker": 2}
+    db.execute("SELECT pgoutbox.clear_redirect()")
+    assert counts() == {"operator": 0, "worker": 2}
 
 
 def test_concurrent_scrapes_share_one_query_of_the_database(dsn: str, db: psycopg.Connection) -> None:

@@ -176,6 +176,10 @@ def test_every_action_can_be_recorded(rolled_back: psycopg.Connection) -> None:
         ("SELECT pgoutbox.resend(%(sent)s)", ("resend", None, 1, "sent", {"copy": 5})),
         ("SELECT pgoutbox.cancel(%(pending)s)", ("cancel", None, 1, "pending", None)),
         ("SELECT pgoutbox.cancel_by_key('mail', 'k')", ("cancel", None, 1, "pending", None)),
+        (
+            "SELECT pgoutbox.cancel_all(destination => 'mailto:ann@example.org')",
+            ("cancel", None, 1, "pending", None),
+        ),
         ("SELECT pgoutbox._cancel_each(ARRAY[%(pending)s], '{pending}')", ("cancel", None, 1, "pending", None)),
         ("SELECT pgoutbox.prune('{sent}', '1 day', NULL, 10)", ("prune", None, 1, None, None)),
         ("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('mail', now())", ("pause", "mail", None, None, None)),
@@ -205,7 +209,7 @@ def test_an_operators_act_by_sql_is_recorded(dsn: str, act: LiteralString, told:
         ids = {
             "failed": [put(owner, State.FAILED) for _ in range(2)],
             "sent": put(owner, State.SENT, age=timedelta(days=2)),
-            "pending": put(owner, coalesce_key="k"),
+            "pending": put(owner, coalesce_key="k", destination="mailto:ann@example.org"),
         }
         owner.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('bulk', now())")
         owner.execute("INSERT INTO pgoutbox.retention (topic, state) VALUES ('*', 'sent')")
@@ -235,13 +239,17 @@ def test_an_act_by_sql_can_name_its_operator(rolled_back: psycopg.Connection) ->
     assert (actor, role) == ("ada", me)
 
 
+@pytest.mark.parametrize(
+    "call",
+    ["SELECT pgoutbox.cancel(1)", "SELECT result FROM pgoutbox.cancel_all(destination => 'mailto:a@example.org')"],
+)
 @pytest.mark.parametrize("role", ["pgoutbox_producer", "pgoutbox_worker", None])
-def test_a_cancel_by_an_application_is_not_recorded_as_an_act(dsn: str, role: str | None) -> None:
+def test_a_cancel_by_an_application_is_not_recorded_as_an_act(dsn: str, role: str | None, call: LiteralString) -> None:
     with psycopg.connect(dsn, autocommit=True) as owner:
-        message_id = put(owner)
+        assert put(owner, destination="mailto:a@example.org") == 1
         with login(dsn, *([role, "pgoutbox_operator"] if role else [])) as its_dsn:
             with psycopg.connect(its_dsn if role else dsn) as application:
-                answer = application.execute("SELECT pgoutbox.cancel(%s)", [message_id]).fetchall()
+                answer = application.execute(call).fetchall()
             assert (answer, Operator(owner).list_acts()) == ([("cancelled",)], [])
 
 

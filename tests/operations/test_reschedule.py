@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from psycopg.errors import SerializationFailure
 
 from pgoutbox import Context, Message, Outbox, PayloadError, RescheduleResult, State
 from pgoutbox.operations import Action, MessageFilter, Operator
 from tests.support.messages import put
-from tests.support.outbox_actions import WatchedWorker, enqueue, running, settings_for, state_of
+from tests.support.outbox_actions import WatchedWorker, cancel, enqueue, running, settings_for, state_of
+from tests.support.races import until_blocked
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -192,3 +195,43 @@ async def test_a_worker_that_slept_since_the_act_finds_the_message_at_its_commit
         assert state_of(db, message_id) != "sent"
         operator.commit()
         await until(lambda: state_of(db, message_id) == "sent")
+
+
+def test_the_rule_newest_supersedes_no_message_of_the_rule_pending(
+    rolled_back: psycopg.Connection,
+) -> None:
+    message_id = enqueue(rolled_back, coalesce_key="k", coalesce_rule="pending", available_at=later())
+    enqueue(rolled_back, coalesce_key="k")
+    assert Operator(rolled_back).reschedule(message_id).is_done
+    Operator(rolled_back).cancel(message_id)
+    assert Operator(rolled_back).redrive(message_id).is_done
+    assert state_of(rolled_back, message_id) == State.PENDING
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_a_message_that_is_finished_at_this_moment_fails_no_transaction(
+    db: psycopg.Connection, connect: Connect, *, is_guarded: bool
+) -> None:
+    """Its row moves to another partition between the snapshot and the lock of the statement."""
+    producer, gate = connect(), connect()
+    db.execute("CREATE FUNCTION public.gate() RETURNS boolean LANGUAGE sql RETURN pg_advisory_xact_lock(1) IS NOT NULL")
+    ((definition,),) = db.execute("SELECT pg_get_functiondef('pgoutbox.reschedule'::regproc)").fetchall()
+    definition = definition.replace("FROM unnest(ids) AS a(id)", "FROM unnest(ids) AS a(id) WHERE public.gate()")
+    if not is_guarded:
+        assert definition.count("IF trial = 50 OR") == 1
+        definition = definition.replace("IF trial = 50 OR", "IF true OR")
+    db.execute(definition.encode())
+    message_id = enqueue(db)
+    gate.execute("SELECT pg_advisory_xact_lock(1)")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(
+            producer.execute, "SELECT result, state FROM pgoutbox.reschedule(ARRAY[%s]::bigint[])", [message_id]
+        )
+        until_blocked(db, producer, waiting)
+        assert cancel(db, message_id) == "cancelled"
+        gate.commit()
+        if is_guarded:
+            assert waiting.result().fetchall() == [("wrong_state", "cancelled")]
+        else:
+            with pytest.raises(SerializationFailure):
+                waiting.result()

@@ -9,8 +9,9 @@ AS $function$
 DECLARE
     stopped bigint[] := '{}';
 BEGIN
-    FOR id IN SELECT DISTINCT asked.id FROM unnest(message_ids) AS asked(id) ORDER BY asked.id LOOP
-        result := pgoutbox._cancel_unrecorded(id, states);
+    FOR id, result IN
+        SELECT c.id, c.result FROM pgoutbox._cancel_unrecorded(message_ids, states) AS c ORDER BY c.id
+    LOOP
         IF result IN ('cancelled', 'requested') THEN
             stopped := stopped || id;
         END IF;

@@ -55,7 +55,11 @@ BEGIN
         WHERE h.replaced_id IS NOT NULL
         HAVING count(*) > 0
     ), numbered AS MATERIALIZED (
-        SELECT i.*, CASE WHEN i.is_newest THEN h.newest_id ELSE i.drawn_id END AS id
+        SELECT
+            i.*,
+            CASE WHEN i.is_newest THEN h.newest_id ELSE i.drawn_id END AS id,
+            h.newest_id,
+            NOT i.is_newest AND i.available_at > now() AS is_ended
         FROM item AS i
         JOIN head AS h ON h.topic = i.topic AND h.coalesce_key = i.coalesce_key
     ), large AS (
@@ -73,6 +77,19 @@ BEGIN
             n.owner, n.coalesce_key, greatest(n.available_at, now()),
             n.expires_at, n.headers, n.max_attempts, n.max_attempts
         FROM numbered AS n
+        WHERE n.is_ended IS NOT TRUE
+    ), ended AS (
+        -- As in _skip_superseded, a superseded message that is not due ends at once.
+        INSERT INTO pgoutbox.message (
+            id, topic, payload, queue, destination, owner, coalesce_key, available_at, expires_at, headers,
+            max_attempts, attempt_budget, state, finished_at, superseded_by, skip_reason
+        )
+        SELECT
+            n.id, n.topic, CASE WHEN NOT pgoutbox._is_large(n.payload) THEN n.payload END, n.queue, n.destination,
+            n.owner, n.coalesce_key, n.available_at, n.expires_at, n.headers, n.max_attempts, n.max_attempts,
+            'skipped', clock_timestamp(), n.newest_id, 'superseded by ' || n.newest_id
+        FROM numbered AS n
+        WHERE n.is_ended
     )
     SELECT n.item_index, n.id
     FROM numbered AS n

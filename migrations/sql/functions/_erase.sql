@@ -27,11 +27,14 @@ DECLARE
     retired jsonb;
     erased bigint[];
     left_behind bigint[];
-    requested bigint[] := '{}';
+    requested bigint[];
     texts text[];
     keys text[];
+    act_count bigint;
 BEGIN
-    LOCK TABLE pgoutbox.retired IN SHARE MODE; -- A partition that is detached meanwhile would hide its messages.
+    -- A partition that is detached meanwhile would hide its messages. Like _retire_partition, lock this table before any
+    -- partition, so that the two do not wait for each other.
+    LOCK TABLE pgoutbox.retired IN SHARE MODE;
 
     WITH asked AS MATERIALIZED (
         SELECT m.id, m.topic, m.queue, m.coalesce_key, m.dedupe_key, m.ordering_key
@@ -82,7 +85,11 @@ BEGIN
         WHERE m.id = ANY (ids)
             AND m.state IN ('pending', 'sent', 'failed', 'skipped', 'cancelled')
             AND (_erase.owner IS NULL OR m.owner = _erase.owner)
-            AND (destinations IS NULL OR m.destination = ANY (destinations))
+            AND (
+                destinations IS NULL
+                OR m.destination = ANY (destinations)
+                OR pgoutbox._is_failure_to(destinations, m.failure_of, m.id, m.payload)
+            )
             AND NOT EXISTS (
                 SELECT
                 FROM pgoutbox.ordering AS t
@@ -124,7 +131,11 @@ BEGIN
                 DELETE FROM pgoutbox.' || quote_ident(part) || ' AS m
                 WHERE m.id = ANY ($1)
                     AND ($2 IS NULL OR m.owner = $2)
-                    AND ($3 IS NULL OR m.destination = ANY ($3))
+                    AND (
+                        $3 IS NULL
+                        OR m.destination = ANY ($3)
+                        OR pgoutbox._is_failure_to($3, m.failure_of, m.id, m.payload)
+                    )
                 RETURNING m.*
             )
             SELECT jsonb_agg(
@@ -155,6 +166,13 @@ BEGIN
         ) AS f(id)
         WHERE f.id = ANY (ids) AND f.id <> ALL (known_ids)
     );
+    -- Another erasure may have deleted the other messages of a content, and not committed. The one that gets this lock
+    -- last sees that no message is left.
+    PERFORM
+    FROM pgoutbox.content AS c
+    WHERE c.id IN (SELECT (g.one ->> 'content_id')::bigint FROM jsonb_array_elements(gone) AS g(one))
+    ORDER BY c.id
+    FOR UPDATE;
     DELETE FROM pgoutbox.content AS c
     WHERE c.id IN (SELECT (g.one ->> 'content_id')::bigint FROM jsonb_array_elements(gone) AS g(one))
         AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.content_id = c.id LIMIT 1) IS NULL;
@@ -184,51 +202,67 @@ BEGIN
         UNION ALL
         SELECT substring(_erase.destination FROM '^[a-z][a-z0-9+.-]*:([^/].*)$'), false
     ) AS t(text, is_key);
-    UPDATE pgoutbox.audit AS a
-    SET details = pgoutbox._erased_values(a.details, texts, keys)
-    WHERE jsonb_typeof(a.details) = 'object'
-        AND a.details <> '{}'
-        AND (NOT by_ids OR a.message_ids && erased)
-        AND a.details <> pgoutbox._erased_values(a.details, texts, keys);
+    act_count := pgoutbox._erase_in_audit(texts, keys, CASE WHEN by_ids THEN erased END);
     UPDATE pgoutbox.breaker AS b
     SET last_error = pgoutbox._erased_text(b.last_error, texts)
     FROM (SELECT open.key FROM pgoutbox.breaker AS open FOR UPDATE SKIP LOCKED) AS locked
     WHERE b.key = locked.key AND b.last_error <> pgoutbox._erased_text(b.last_error, texts);
 
+    requested := ARRAY(
+        SELECT c.id
+        FROM pgoutbox._cancel_unrecorded(
+            ARRAY(
+                SELECT m.id
+                FROM pgoutbox.message_live AS m
+                WHERE m.id = ANY (ids)
+                    AND m.state = 'sending'
+                    AND (_erase.owner IS NULL OR m.owner = _erase.owner)
+                    AND (
+                        destinations IS NULL
+                        OR m.destination = ANY (destinations)
+                        OR pgoutbox._is_failure_to(destinations, m.failure_of, m.id, m.payload)
+                    )
+            ),
+            '{sending}'
+        ) AS c
+        WHERE c.result = 'requested'
+    );
     FOR id IN SELECT DISTINCT a.id FROM unnest(ids) AS a(id) ORDER BY a.id LOOP
         IF id = ANY (erased) OR id = ANY (left_behind) THEN
             result := 'erased';
+        ELSIF id = ANY (requested) THEN
+            result := 'in_flight';
         ELSE
             SELECT CASE
                 WHEN m.owner IS DISTINCT FROM coalesce(_erase.owner, m.owner)
-                    OR destinations IS NOT NULL AND (m.destination = ANY (destinations)) IS NOT TRUE
+                    OR destinations IS NOT NULL
+                    AND (m.destination = ANY (destinations)) IS NOT TRUE
+                    AND NOT pgoutbox._is_failure_to(destinations, m.failure_of, m.id, m.payload)
                     THEN 'changed'
-                WHEN m.state = 'sending' THEN pgoutbox._cancel_unrecorded(m.id, '{sending}')
-                ELSE 'locked'
+                ELSE 'locked' -- Or its attempt has just ended: another call erases it.
             END
             INTO result
             FROM pgoutbox.message AS m
             WHERE m.id = _erase.id;
             IF NOT FOUND THEN
                 result := 'missing';
-            ELSIF result = 'requested' THEN
-                requested := requested || id;
-                result := 'in_flight';
-            ELSIF result IS DISTINCT FROM 'changed' THEN
-                result := 'locked'; -- Or its attempt has just ended: another call erases it.
             END IF;
         END IF;
         RETURN NEXT;
     END LOOP;
     PERFORM pgoutbox._record_act('cancel', message_ids => requested);
-    -- The audit outlives the messages, so it does not name the owner or the address.
-    PERFORM pgoutbox._record_act(
-        'erase',
-        message_ids => ARRAY(SELECT e.id FROM unnest(erased || left_behind) AS e(id) ORDER BY e.id),
-        details => jsonb_build_object(
-            'by', CASE WHEN by_ids THEN 'ids' WHEN _erase.owner IS NOT NULL THEN 'owner' ELSE 'destination' END
-        )
-    );
+    -- The audit outlives the messages, so it does not name the owner or the address. An erasure that only changed acts is
+    -- recorded too: otherwise an operator could change the audit without a trace.
+    erased := ARRAY(SELECT e.id FROM unnest(erased || left_behind) AS e(id) ORDER BY e.id);
+    IF cardinality(erased) + act_count > 0 THEN
+        PERFORM pgoutbox._record_act(
+            'erase',
+            message_ids => nullif(erased, '{}'),
+            details => jsonb_build_object(
+                'by', CASE WHEN by_ids THEN 'ids' WHEN _erase.owner IS NOT NULL THEN 'owner' ELSE 'destination' END
+            )
+        );
+    END IF;
 END
 $function$;
 

@@ -1,7 +1,10 @@
 -- An act on an owner or a destination needs all of its messages at once. No index has the destination, so all messages
--- are read for one.
+-- are read for one. So are they for messages about failures of ids: they have the owner of the failed message.
 CREATE FUNCTION pgoutbox._selected_messages(
-    ids bigint[] DEFAULT NULL, owner text DEFAULT NULL, destination text DEFAULT NULL
+    ids bigint[] DEFAULT NULL,
+    owner text DEFAULT NULL,
+    destination text DEFAULT NULL,
+    with_failures boolean DEFAULT false
 )
 RETURNS TABLE (id bigint, state text, address text)
 LANGUAGE plpgsql
@@ -23,6 +26,12 @@ BEGIN
         SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
         FROM pgoutbox.message AS m
         WHERE m.id = ANY (ids);
+        IF with_failures THEN
+            RETURN QUERY
+            SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
+            FROM pgoutbox.message AS m
+            WHERE m.failure_of = ANY (ids) AND m.id <> ALL (ids);
+        END IF;
     ELSIF _selected_messages.owner IS NOT NULL THEN
         RETURN QUERY
         SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
@@ -32,14 +41,18 @@ BEGIN
         RETURN QUERY
         SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
         FROM pgoutbox.message AS m
-        WHERE m.destination = ANY (destinations);
+        WHERE m.destination = ANY (destinations)
+            OR pgoutbox._is_failure_to(destinations, m.failure_of, m.id, m.payload);
     END IF;
     RETURN QUERY
     SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
-    FROM pgoutbox._retired_messages(ids, _selected_messages.owner, destinations) AS m;
+    FROM pgoutbox._retired_messages(
+        ids, _selected_messages.owner, destinations, CASE WHEN with_failures THEN ids END
+    ) AS m;
 END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._selected_messages IS
-    'The messages with these ids, of this owner, or to this destination, also those of retired partitions. The '
-    'address is the destination, redacted.';
+    'The messages with these ids, of this owner, or to this destination, also those of retired partitions, and those '
+    'for hooks about failed messages to this destination; about failed messages with these ids only with_failures. '
+    'The address is the destination, redacted.';

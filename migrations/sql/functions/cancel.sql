@@ -6,7 +6,7 @@ SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
-    result constant text := pgoutbox._cancel_unrecorded(message_id, states);
+    result constant text := (SELECT c.result FROM pgoutbox._cancel_unrecorded(ARRAY[message_id], states) AS c);
 BEGIN
     IF result IN ('cancelled', 'requested') AND pgoutbox._is_act() THEN
         PERFORM pgoutbox._record_act('cancel', message_ids => ARRAY[message_id]);

@@ -31,8 +31,9 @@ BEGIN
             ORDER BY m.id
         );
     END IF;
-    FOREACH id IN ARRAY found_ids LOOP
-        result := pgoutbox._cancel_unrecorded(id, '{pending,sending}');
+    FOR id, result IN
+        SELECT c.id, c.result FROM pgoutbox._cancel_unrecorded(found_ids, '{pending,sending}') AS c ORDER BY c.id
+    LOOP
         IF result IN ('cancelled', 'requested') THEN
             stopped := stopped || id;
         END IF;

@@ -10,15 +10,15 @@ DECLARE
     found_ids bigint[];
 BEGIN
     found_ids := ARRAY(
-        SELECT m.id FROM pgoutbox._selected_messages(erase.ids, erase.owner, erase.destination) AS m
+        SELECT m.id FROM pgoutbox._selected_messages(erase.ids, erase.owner, erase.destination, true) AS m
     );
     RETURN QUERY
     SELECT e.id, e.result
-    FROM pgoutbox._erase(coalesce(erase.ids, found_ids), erase.owner, erase.destination) AS e;
+    FROM pgoutbox._erase(erase.ids || found_ids, erase.owner, erase.destination) AS e;
 END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox.erase IS
     'Delete the messages with these ids, of this owner, or to this destination, in every state, with payloads, '
-    'attempts, keys and their traces in the audit. Returns for each message erased, in_flight (its attempt is asked to stop: '
+    'attempts, keys and their traces in the audit, and the messages for hooks about their failures. Returns for each message erased, in_flight (its attempt is asked to stop: '
     'call again after it), locked (call again), or missing.';

@@ -33,7 +33,8 @@ BEGIN
         SELECT m.id, m.state, m.topic, m.dedupe_key, head.newest_id
         FROM asked AS a
         JOIN pgoutbox.message AS m ON m.id = a.id
-        LEFT JOIN pgoutbox.coalesce_head AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+        LEFT JOIN pgoutbox.coalesce_head AS head
+            ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
         WHERE m.state IN ('failed', 'cancelled')
             AND m.state = ANY (redrive.states)
             AND m.attempt_count = coalesce(a.attempt_count, m.attempt_count)
@@ -100,7 +101,8 @@ BEGIN
         CASE WHEN d.message_id <> a.id THEN d.message_id END
     FROM asked AS a
     LEFT JOIN pgoutbox.message AS m ON m.id = a.id
-    LEFT JOIN pgoutbox.coalesce_head AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    LEFT JOIN pgoutbox.coalesce_head AS head
+        ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
     LEFT JOIN pgoutbox.dedupe AS d ON d.topic = m.topic AND d.dedupe_key = m.dedupe_key
     LEFT JOIN redriven AS r ON r.id = a.id
     ORDER BY a.id;

@@ -12,6 +12,7 @@ AS $function$
 #variable_conflict use_column
 DECLARE
     shared_id bigint;
+    failed_id bigint;
 BEGIN
     WITH source AS MATERIALIZED (
         SELECT m.id
@@ -26,8 +27,9 @@ BEGIN
         FOR UPDATE OF c
     )
     SELECT
-        copy.id, m.state, CASE WHEN copy.id IS NULL AND head.newest_id <> m.id THEN head.newest_id END, m.content_id
-    INTO resend.id, resend.state, resend.superseded_by, shared_id
+        copy.id, m.state, CASE WHEN copy.id IS NULL AND head.newest_id <> m.id THEN head.newest_id END, m.content_id,
+        m.failure_of
+    INTO resend.id, resend.state, resend.superseded_by, shared_id, failed_id
     FROM pgoutbox.message AS m
     LEFT JOIN head ON true
     LEFT JOIN LATERAL (
@@ -58,7 +60,8 @@ BEGIN
     -- The copy is visible only to this transaction.
     UPDATE pgoutbox.message_live AS m
     SET resend_of = resend.message_id,
-        content_id = shared_id
+        content_id = shared_id,
+        failure_of = failed_id
     WHERE m.id = resend.id AND m.state = 'pending' AND m.resend_of IS NULL;
     IF resend.id IS NOT NULL THEN
         PERFORM pgoutbox._record_act(

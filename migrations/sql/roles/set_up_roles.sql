@@ -47,7 +47,7 @@ BEGIN
             pgoutbox._is_known_topic, pgoutbox.schema_version, pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of,
             pgoutbox._in_flight_of, pgoutbox._newer_pending, pgoutbox._lock_if_due,
             pgoutbox._newest_is_due, pgoutbox._renewed_until, pgoutbox._is_limited, pgoutbox._take_turn,
-            pgoutbox._forget_sent, pgoutbox._redacted_text,
+            pgoutbox._forget_sent, pgoutbox._redacted_text, pgoutbox._enqueue_failure,
             pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule, pgoutbox._prune_coalesce, pgoutbox._prune_ordering,
             pgoutbox._prune_content,
             pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._retire_partition,
@@ -117,8 +117,8 @@ BEGIN
         GRANT SELECT (lease_expires_at), DELETE ON pgoutbox.renewal TO pgoutbox_operator;
         GRANT
             SELECT,
-            INSERT (name, paused_at, resume_at, tokens_at, rate_seconds, tokens, rate_count, burst, max_in_flight),
-            UPDATE (paused_at, resume_at, tokens_at, rate_seconds, tokens, rate_count, burst, max_in_flight)
+            INSERT (name, paused_at, resume_at, rate_seconds, rate_count, burst, max_in_flight),
+            UPDATE (paused_at, resume_at, rate_seconds, rate_count, burst, max_in_flight)
         ON pgoutbox.queue TO pgoutbox_operator;
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.retention TO pgoutbox_operator;
         GRANT SELECT ON pgoutbox.audit TO pgoutbox_operator;

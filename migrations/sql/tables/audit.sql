@@ -31,7 +31,7 @@ COMMENT ON COLUMN pgoutbox.audit.id IS 'Grows with every row.';
 COMMENT ON COLUMN pgoutbox.audit.acted_at IS 'Time of the change.';
 COMMENT ON COLUMN pgoutbox.audit.act_id IS 'The same for all batches of one act.';
 COMMENT ON COLUMN pgoutbox.audit.message_count IS
-    'Number of messages that the batch changed; null for an act on a queue or a rule.';
+    'Number of messages that the batch changed; null for an act on a queue, a rule or the audit.';
 COMMENT ON COLUMN pgoutbox.audit.actor IS 'The person, as known to the command line or the dashboard; else the role.';
 COMMENT ON COLUMN pgoutbox.audit.db_role IS 'The database role of the session.';
 COMMENT ON COLUMN pgoutbox.audit.origin IS 'The command line or the dashboard, and the client address.';
@@ -39,5 +39,5 @@ COMMENT ON COLUMN pgoutbox.audit.action IS
     'enqueue, redrive, resend, cancel, reschedule, dismiss, prune, pause, resume, limit, retention, breaker, erase, '
     'export or redirect.';
 COMMENT ON COLUMN pgoutbox.audit.queue IS 'The queue that was paused, resumed or limited.';
-COMMENT ON COLUMN pgoutbox.audit.message_ids IS 'The changed messages; null for prune.';
+COMMENT ON COLUMN pgoutbox.audit.message_ids IS 'The changed messages; null for a prune, and for an erasure that changed only the audit.';
 COMMENT ON COLUMN pgoutbox.audit.details IS 'Parameters of the act: the filter, the limit or the rule.';

@@ -13,6 +13,7 @@ CREATE TABLE pgoutbox.message (
     finished_at         timestamptz,
     superseded_by       bigint,
     resend_of           bigint,
+    failure_of          bigint,
     content_id          bigint,
     attempt_count       integer     NOT NULL DEFAULT 0,
     max_attempts        integer     NOT NULL DEFAULT 11,
@@ -57,6 +58,8 @@ COMMENT ON COLUMN pgoutbox.message.finished_at IS 'When the message reached its 
 COMMENT ON COLUMN pgoutbox.message.superseded_by IS
     'The newer message of the same coalesce key that superseded this one.';
 COMMENT ON COLUMN pgoutbox.message.resend_of IS 'The message of which an operator enqueued this copy.';
+COMMENT ON COLUMN pgoutbox.message.failure_of IS
+    'The failed message of which this one, for the hook of its topic, has a copy.';
 COMMENT ON COLUMN pgoutbox.message.content_id IS 'The shared content of a fan-out.';
 COMMENT ON COLUMN pgoutbox.message.attempt_count IS
     'Number of attempts so far, and the fencing token: up by one at each claim, never down.';

@@ -1,4 +1,6 @@
-CREATE FUNCTION pgoutbox._check_ceiling()
+-- The ceiling and the tokens of a queue follow from its limits. Operators may not write tokens: otherwise they could refill
+-- the bucket, and exceed the ceiling.
+CREATE FUNCTION pgoutbox._check_limits()
 RETURNS trigger
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
@@ -10,40 +12,49 @@ DECLARE
     is_new constant boolean := (NEW.ceiling_count, NEW.ceiling_seconds)
         IS DISTINCT FROM (OLD.ceiling_count, OLD.ceiling_seconds);
 BEGIN
-    IF NEW.ceiling_count IS NULL OR has_low_rate AND has_low_burst THEN
-        RETURN NEW;
+    IF NEW.ceiling_count IS NOT NULL AND NOT (has_low_rate AND has_low_burst) THEN
+        IF NOT is_new THEN
+            RAISE check_violation USING
+                MESSAGE = format(
+                    '%s: the ceiling of queue %s is %s in %s s, which the owner of the schema has set',
+                    CASE WHEN has_low_rate THEN 'burst ' || NEW.burst
+                        ELSE 'rate ' || coalesce(NEW.rate_count || ' in ' || NEW.rate_seconds || ' s', 'none')
+                    END,
+                    NEW.name, NEW.ceiling_count, NEW.ceiling_seconds
+                ),
+                HINT = 'Set a lower value, or ask the owner to run: pgoutbox limit ' || NEW.name || ' --at-most RATE',
+                SCHEMA = 'pgoutbox',
+                TABLE = 'queue',
+                CONSTRAINT = 'queue_ceiling';
+        END IF;
+        -- A new ceiling lowers the current limit.
+        IF NOT has_low_rate THEN
+            NEW.rate_count := NEW.ceiling_count;
+            NEW.rate_seconds := NEW.ceiling_seconds;
+        END IF;
+        NEW.burst := least(coalesce(NEW.burst, 5), NEW.ceiling_count);
     END IF;
-    IF NOT is_new THEN
-        RAISE check_violation USING
-            MESSAGE = format(
-                '%s: the ceiling of queue %s is %s in %s s, which the owner of the schema has set',
-                CASE WHEN has_low_rate THEN 'burst ' || NEW.burst
-                    ELSE 'rate ' || coalesce(NEW.rate_count || ' in ' || NEW.rate_seconds || ' s', 'none')
-                END,
-                NEW.name, NEW.ceiling_count, NEW.ceiling_seconds
-            ),
-            HINT = 'Set a lower value, or ask the owner to run: pgoutbox limit ' || NEW.name || ' --at-most RATE',
-            SCHEMA = 'pgoutbox',
-            TABLE = 'queue',
-            CONSTRAINT = 'queue_ceiling';
+    IF NEW.rate_count IS NULL THEN
+        NEW.tokens := NULL;
+        NEW.tokens_at := NULL;
+    ELSIF OLD.rate_count IS NOT NULL THEN
+        -- A changed rate keeps the tokens of the bucket, up to the new burst.
+        NEW.tokens := least(NEW.burst, pgoutbox._tokens_of(OLD));
+        NEW.tokens_at := clock_timestamp();
+    ELSE
+        -- A new bucket is full.
+        NEW.tokens := coalesce(NEW.tokens, NEW.burst);
+        NEW.tokens_at := coalesce(NEW.tokens_at, now());
     END IF;
-    -- A new ceiling lowers the current limit.
-    IF NOT has_low_rate THEN
-        NEW.rate_count := NEW.ceiling_count;
-        NEW.rate_seconds := NEW.ceiling_seconds;
-    END IF;
-    NEW.burst := least(coalesce(NEW.burst, 5), NEW.ceiling_count);
-    NEW.tokens := least(coalesce(NEW.tokens, NEW.burst), NEW.burst);
-    NEW.tokens_at := coalesce(NEW.tokens_at, now());
     RETURN NEW;
 END
 $function$;
 
-COMMENT ON FUNCTION pgoutbox._check_ceiling IS
-    'Refuse a rate or a burst above the ceiling of the queue. A new ceiling lowers them.';
+COMMENT ON FUNCTION pgoutbox._check_limits IS
+    'Refuse a rate or a burst above the ceiling of the queue. A new ceiling lowers them. Set the tokens of the bucket.';
 
 -- Claims write only tokens, which does not fire this trigger.
 CREATE TRIGGER queue_ceiling
 BEFORE INSERT OR UPDATE OF rate_count, rate_seconds, burst, ceiling_count, ceiling_seconds ON pgoutbox.queue
 FOR EACH ROW
-EXECUTE FUNCTION pgoutbox._check_ceiling();
+EXECUTE FUNCTION pgoutbox._check_limits();

@@ -26,6 +26,7 @@ SELECT
     m.on_failed,
     m.superseded_by,
     m.resend_of,
+    m.failure_of,
     m.content_id,
     pgoutbox._redacted_text(m.skip_reason) AS skip_reason,
     pgoutbox._redacted_text(m.last_error) AS last_error,

@@ -3,8 +3,7 @@
 -- A coalesce key has one of two rules. `newest` (coalesces_pending is null): a producer locks the row of the key in
 -- pgoutbox.coalesce_head, which names the newest message; older messages are superseded. `pending` (coalesces_pending
 -- is true): a producer locks nothing; of the due messages that a claim finds, the newest one supersedes the others.
-SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.attempt_count, m.expires_at,
-    head.newest_id
+SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.expires_at, head.newest_id
 -- The partition message_live holds only pending and sending messages. Finished messages never slow down a claim.
 FROM pgoutbox.message_live AS m
 -- The head of a key of the rule `newest`. coalesces_pending is never false, and null without a key.

@@ -1,6 +1,6 @@
 -- For each due message: an attempt begins (`sending`), or the message ends (`skipped`) because it is superseded or
 -- expired.
-SELECT d.place, d.id, d.attempt_count, newer.id AS superseded_by,
+SELECT d.place, d.id, newer.id AS superseded_by,
     CASE WHEN newer.id IS NOT NULL OR d.expires_at <= now() THEN 'skipped' ELSE 'sending' END AS state
 FROM due AS d
 CROSS JOIN LATERAL (

@@ -2,7 +2,7 @@
 -- this for queues without limits. Messages with an ordering key have their own lane, see find_ordered.sql.
 -- The parts: `due` chooses and locks rows (_due.sql), `judged` decides between `sending` and `skipped` (_judged.sql),
 -- the UPDATE writes that (_begin.sql). The worker holds the locks until it commits, right after this statement.
--- Guards: row locks, the check of state and attempt count in the UPDATE, the unique index on keys in flight.
+-- Guards: row locks, the place of the row in the UPDATE, the unique index on keys in flight.
 WITH due AS MATERIALIZED (
     \ir _due.sql
         \ir _fresh.sql

@@ -1,6 +1,6 @@
 -- Take over up to `total` lapsed attempts of a queue whose message is tried again. The attempt before is recorded as
 -- lost.
--- Guards: row locks, and the check of state and attempt count in the UPDATE.
+-- Guards: row locks, and the place of the row in the UPDATE.
 WITH judged AS MATERIALIZED (
     \ir _lapsed.sql
         \ir _suspects.sql
@@ -18,7 +18,8 @@ SET attempt_count = m.attempt_count + 1,
     lease_expires_at = now() + make_interval(secs => %(lease_seconds)s::float8),
     last_error = 'attempt ' || j.attempt_count || ': lease of ' || j.worker || ' expired, outcome unknown'
 FROM judged AS j
--- `place` is where the row was locked; the fence refuses a row that has changed since then.
-WHERE m.ctid = j.place AND m.id = j.id AND m.state = 'sending' AND m.attempt_count = j.attempt_count
+-- `place` is where the row was locked. A row that has changed since then is at another place, so it does not match. The
+-- state restricts the plan to one partition.
+WHERE m.ctid = j.place AND m.id = j.id AND m.state = 'sending'
 RETURNING
     \ir _returned.sql

@@ -4,7 +4,7 @@
 -- message_live_ordered_in_flight guards "one message of a key in flight". The parts are those of claim_fresh.sql.
 WITH due AS MATERIALIZED (
     -- Ordered messages have no coalesce key, so newest_id is null.
-    SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.attempt_count, m.expires_at,
+    SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.expires_at,
         NULL::bigint AS newest_id
     FROM unnest(%(ids)s::bigint[]) AS found(id)
     JOIN pgoutbox.message_live AS m ON m.id = found.id

@@ -1,7 +1,7 @@
 -- End up to `total` lapsed attempts of a queue whose message is not tried again. The worker runs this before
 -- claim_lapsed.sql. It is a separate statement because these attempts do not wait for a limit: a newer message of their
 -- key may wait for them. Like finish_if_held.sql, it enqueues the messages for the hooks of messages that fail.
--- Guards: row locks, and the check of state and attempt count in the UPDATE.
+-- Guards: row locks, and the place of the row in the UPDATE.
 WITH judged AS MATERIALIZED (
     \ir _lapsed.sql
         AND m.queue = %(queue)s::text

@@ -1,6 +1,6 @@
 -- End up to `total` superseded lapsed attempts of other queues than `queues`. Every worker runs this periodically: a
 -- newer message of their key cannot be claimed before they end, and their own queue may no longer have a worker.
--- Guards: row locks, and the check of state and attempt count in the UPDATE.
+-- Guards: row locks, and the place of the row in the UPDATE.
 WITH judged AS MATERIALIZED (
     \ir _lapsed.sql
         -- With this condition the index message_live_in_flight applies, which contains only keys in flight.
