@@ -42,7 +42,7 @@ from pgoutbox.message import Message, Outcome, Sent, State
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import RedirectSettings, load_settings
 from pgoutbox.transports import Content
-from pgoutbox.worker import QueueShare, Worker
+from pgoutbox.worker import Worker
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
@@ -297,7 +297,7 @@ class OutboxDriver:
     async def _run_once(self) -> None:
         with self._connect() as connection:
             rows = connection.execute("SELECT DISTINCT queue FROM pgoutbox.message_live ORDER BY queue").fetchall()
-        queues: Sequence[QueueShare] = [QueueShare(queue) for (queue,) in rows] or [QueueShare("default")]
+        queues = [queue for (queue,) in rows]
         transports = _EveryScheme(self._capture)
         worker = _ObservedWorker(self._outbox, settings=self._settings, queues=queues, transports=transports)
         worker.observe(self._exceptions)

@@ -25,13 +25,10 @@ from pgoutbox.message import Message
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
 from pgoutbox.worker import Worker
-from pgoutbox.worker.claim_planner import parse_queues
 from pgoutbox.worker.supervisor import run_worker
-from pgoutbox.worker.worker import QueueShare
 
 _IO_SECONDS = 0.001
 _WAIT_SECONDS = 0.02
-QUEUES = (QueueShare("default"),)
 
 
 def main(mode: str, *arguments: str) -> int:
@@ -67,7 +64,7 @@ def _drain(mode: str) -> int:
 
     replace_method(Store, "claim", before, meter.begin)
     replace_method(Store, "finish_sent", after, meter.end)
-    code = run_worker(outbox, settings, queues=QUEUES, mode="once")
+    code = run_worker(outbox, settings, queues=(), mode="once")
     meter.report(fresh_seconds=last_fresh_at - meter.began_at)
     return code
 
@@ -78,7 +75,7 @@ def _work(kind: str = "noop") -> int:
     tally = Tally()
     _register(outbox, kind, tally.count)
     wait_for_go()
-    asyncio.run(_until_stopped(Worker(outbox, settings=settings, queues=QUEUES)))
+    asyncio.run(_until_stopped(Worker(outbox, settings=settings)))
     tally.report()
     return 0
 
@@ -152,7 +149,7 @@ def _run(mode: str, queues: Sequence[str]) -> int:
         async def noop(message: Message[JsonValue], context: Context) -> None:
             pass
 
-    code = run_worker(outbox, settings, queues=parse_queues(queues), mode="run")
+    code = run_worker(outbox, settings, queues=queues, mode="run")
     say(started_at=started_at)
     return code
 

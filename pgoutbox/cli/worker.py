@@ -71,7 +71,7 @@ def worker(
     if processes > 1:
         raise typer.Exit(_supervise(settings, queues or [], processes, dsn=dsn))
     mode: Literal["run", "once", "drain"] = "once" if once else "drain" if drain else "run"
-    raise typer.Exit(run_worker(outbox, settings, queues=shares, mode=mode))
+    raise typer.Exit(run_worker(outbox, settings, queues=queues or (), mode=mode))
 
 
 def _supervise(settings: Settings, queues: Sequence[str], processes: int, *, dsn: str | None) -> int:

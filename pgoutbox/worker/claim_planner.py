@@ -47,23 +47,22 @@ class Lane(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class QueueShare:
-    """A queue that a worker serves. Without weights, queues are served strictly in the order given.
-
-    The name `*` means `default` and all queues that the outbox's topics define. Without a weight they take turns.
-    """
+    """A queue that a worker serves, and its share of the claims if the queues have weights."""
 
     name: str
     weight: int | None = None
 
 
 def parse_queues(values: Sequence[str]) -> tuple[QueueShare, ...]:
-    """Read `name` or `name:weight` from the command line; all or none have a weight. Without values it is `default`.
+    """Read `name` or `name:weight`; all or none have a weight. Without values it is `default`.
 
-    `*` stands for the other queues of the outbox: see `QueueShare`.
+    `*` stands for `default` and all queues that the outbox's topics define. Without a weight they take turns.
 
     >>> parse_queues(["critical:6", "bulk:1"])
     (QueueShare(name='critical', weight=6), QueueShare(name='bulk', weight=1))
     """
+    if isinstance(values, str):
+        raise ConfigurationError(f"queues: must be a list of names, not the text {values!r}")
     shares = []
     for value in values:
         match = re.fullmatch(rf"({NAME.pattern}|\*)(?::([1-9][0-9]{{0,3}}))?", value)

@@ -21,7 +21,6 @@ from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings
 from pgoutbox.worker.backoff import Backoff
-from pgoutbox.worker.claim_planner import QueueShare
 from pgoutbox.worker.worker import Worker
 
 _log = logging.getLogger("pgoutbox.worker.supervisor")
@@ -33,7 +32,7 @@ _USAGE_ERROR = 2
 _IDLE_THREADS_SECONDS = 1.0
 
 
-def run_worker(outbox: Outbox, settings: Settings, *, queues: Sequence[QueueShare], mode: Mode) -> int:
+def run_worker(outbox: Outbox, settings: Settings, *, queues: Sequence[str], mode: Mode) -> int:
     """Run one worker in this process until it is done or stopped. Return the exit code.
 
     SIGTERM and SIGINT stop it gracefully, a second signal at once. A handler that still runs in its thread after the

@@ -39,7 +39,7 @@ from pgoutbox.transports.redirect import RedirectRules
 from pgoutbox.transports.registry import complete
 from pgoutbox.worker.alert import ALERT_TOPIC, alert_handler
 from pgoutbox.worker.attempt import ABANDONED, Attempt
-from pgoutbox.worker.claim_planner import QueueSchedule, QueueShare, name_all
+from pgoutbox.worker.claim_planner import QueueSchedule, name_all, parse_queues
 from pgoutbox.worker.claimer import Claimer
 from pgoutbox.worker.django_orm import DjangoConnections
 from pgoutbox.worker.doorbell import Doorbell
@@ -78,9 +78,10 @@ class Worker:
 
     `await worker.run()` works until `stop()`; `await worker.run_once()` delivers all due messages and returns;
     `await worker.drain()` also waits for retries. Several workers, on any machines, share the work through the rows.
-    Without `settings` and `transports` it takes those of the outbox.
+    Without `settings` and `transports` it takes those of the outbox. `queues` are served strictly in their order, or by
+    weights: `["critical:6", "default:1"]`. The name `*` means `default` and all queues that the outbox's topics define.
 
-        asyncio.run(Worker(outbox, queues=[QueueShare("critical"), QueueShare("default")]).run_once())
+        asyncio.run(Worker(outbox, queues=["critical", "default"]).run_once())
     """
 
     telemetry_server: TelemetryServer
@@ -90,7 +91,7 @@ class Worker:
         outbox: Outbox,
         *,
         settings: Settings | None = None,
-        queues: Sequence[QueueShare] = (QueueShare("default"),),
+        queues: Sequence[str] = ("default",),
         transports: Mapping[str, Transport] | None = None,
     ) -> None:
         self._settings = settings if settings is not None else outbox.settings
@@ -111,7 +112,7 @@ class Worker:
         self._fixed_destinations = {
             topic.name: topic.destination for topic in outbox.topics.values() if isinstance(topic.destination, str)
         }
-        self._queues = QueueSchedule(name_all(queues, self._defined_queues), now=elapsed_clock())
+        self._queues = QueueSchedule(name_all(parse_queues(queues), self._defined_queues), now=elapsed_clock())
         self.name: str = _name_for(self._settings)
         self.telemetry: Telemetry = Telemetry(_log)
         RedirectRules.of(self._settings.redirect)

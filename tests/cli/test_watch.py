@@ -16,7 +16,6 @@ from pgoutbox.message import State
 from pgoutbox.operations import activity
 from pgoutbox.settings import load_settings
 from pgoutbox.worker import Worker
-from pgoutbox.worker.claim_planner import parse_queues
 from tests.support.messages import put
 from tests.support.outbox_actions import enqueue, lapse, running
 from tests.support.waiting import until
@@ -96,7 +95,7 @@ async def test_an_idle_worker_is_shown_with_its_queues_and_topics(
     @outbox.handler("greet")
     async def greet(message: object, ctx: object) -> None: ...
 
-    worker = Worker(outbox, queues=parse_queues(["*"]))
+    worker = Worker(outbox, queues=["*"])
     async with running(worker):
         await until(lambda: [found.seen_at for found in activity.list_workers(operator) if found.seen_at])
         (found,) = activity.list_workers(operator)
@@ -201,6 +200,10 @@ def test_top_prints_each_refresh(cli: object, database: psycopg.Connection) -> N
 def test_workers_are_listed(cli: object, database: psycopg.Connection) -> None:
     assert callable(cli)
     assert cli("workers") == "no worker runs or holds a message\n"
+    database.execute("INSERT INTO pgoutbox.worker_run (worker, ended_at) VALUES ('cron', '2026-03-01 12:00Z')")
+    first, second = cli("workers").splitlines()
+    assert first == "no worker runs or holds a message"
+    assert second.startswith("the last run of worker --once ended at 2026-03-01 ")
     put(database, State.SENDING)
     assert json.loads(cli("workers", "--json"))["in_flight"] == 1
     assert cli("workers").splitlines()[1].startswith("w\t1\t0\t")

@@ -32,7 +32,6 @@ from pgoutbox import (
 )
 from pgoutbox.operations import Batch, DismissResult, MessageFilter, MessageResult, RedriveResult, ResendResult
 from pgoutbox.operations.records import AnyResult
-from pgoutbox.worker import QueueShare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -246,7 +245,7 @@ async def enqueue_on_drivers_with_type_stubs(django: DjangoStubs, asyncpg: Async
 
 
 async def run_workers() -> None:
-    worker = Worker(outbox, queues=[QueueShare("critical", 3), QueueShare("default")])
+    worker = Worker(outbox, queues=["critical:3", "default:1"])
     assert_type(await worker.run_once(), None)
     worker.stop()
     Worker("shop:outbox")  # type: ignore[arg-type]

@@ -346,6 +346,11 @@ def test_an_invalid_list_of_queues_is_refused(values: list[str], problem: str) -
         parse_queues(values)
 
 
+def test_a_text_instead_of_a_list_of_queues_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"queues: must be a list of names, not the text 'critical'"):
+        parse_queues("critical")
+
+
 def queues_of(*values: str) -> QueueSchedule:
     return QueueSchedule(parse_queues(values), now=0.0)
 

@@ -16,7 +16,6 @@ from pgoutbox import Context, Message, Outbox, Topic
 from pgoutbox.database.store import Store
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.worker import Worker
-from pgoutbox.worker.claim_planner import parse_queues
 from pgoutbox.worker.presence import Presence
 from tests.support.outbox_actions import enqueue, row_of, running, settings_for, state_of
 from tests.support.waiting import until
@@ -107,7 +106,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[tuple[str, list[str], 
 
 
 async def test_an_idle_worker_reports_its_queues_and_topics_until_it_stops(dsn: str, db: psycopg.Connection) -> None:
-    worker = Worker(outbox_for(dsn, topics=("greet", "bye")), queues=parse_queues(["critical", "bulk"]))
+    worker = Worker(outbox_for(dsn, topics=("greet", "bye")), queues=["critical", "bulk"])
     query = "SELECT name, queues, topics, started_at = seen_at FROM pgoutbox.worker_view"
     async with running(worker):
         await until(lambda: names(db))
@@ -185,7 +184,7 @@ async def test_a_worker_warns_about_a_queue_of_its_outbox_that_no_worker_serves(
     async with running(Worker(outbox)):
         await until(lambda: warnings_in(caplog))
         assert warnings_in(caplog) == [("bulk", ["of.bulk"], "no worker serves the queue of due messages")]
-        async with running(Worker(outbox, queues=parse_queues(["bulk"]))):
+        async with running(Worker(outbox, queues=["bulk"])):
             await until(lambda: state_of(db, message_id) == "sent")
     assert len(warnings_in(caplog)) == 1
 
@@ -296,6 +295,6 @@ async def test_a_star_serves_the_default_and_all_defined_queues(dsn: str, db: ps
     outbox = outbox_for(dsn, queues=("bulk", "critical"))
     ids = [enqueue(db, queue=queue) for queue in ("default", "bulk", "critical")]
     other = enqueue(db, queue="other")
-    await Worker(outbox, queues=parse_queues(["*"])).run_once()
+    await Worker(outbox, queues=["*"]).run_once()
     assert {row_of(db, one).state for one in ids} == {"sent"}
     assert state_of(db, other) == "pending"

@@ -22,7 +22,7 @@ import psycopg_pool
 import pytest
 
 import pgoutbox.worker.worker
-from pgoutbox import Outbox
+from pgoutbox import Outbox, Topic
 from pgoutbox.database import sql
 from pgoutbox.database.store import FinishRequest, Store
 from pgoutbox.database.worker_connection import WorkerConnection
@@ -33,7 +33,6 @@ from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
-from pgoutbox.worker.claim_planner import parse_queues
 from pgoutbox.worker.claimer import Claimer
 from pgoutbox.worker.doorbell import lock_keys
 from tests.support.outbox_actions import (
@@ -166,6 +165,47 @@ async def test_a_message_is_retried_until_its_attempts_are_used_up(outbox: Outbo
     assert seen == [1, 2, 3]
     assert state_of(db, message_id) == State.FAILED
     assert attempts_of(db, message_id) == [(1, "retry", "busy 1"), (2, "retry", "busy 2"), (3, "failed", "busy 3")]
+
+
+async def test_each_message_of_a_fan_out_has_its_own_outcome(outbox: Outbox, db: psycopg.Connection) -> None:
+    contents: list[object] = []
+
+    @outbox.handler("relay", retry=MUCH_LATER)
+    async def relay(message: Message, ctx: Context) -> None:
+        contents.append(message.content)
+        match message.destination:
+            case "mailto:refused@example.org":
+                raise Permanent("550 no such user")
+            case "mailto:greylisted@example.org":
+                raise Transient("451 greylisted")
+
+    recipients = [f"mailto:{name}@example.org" for name in ("ann", "refused", "greylisted")]
+    with db.transaction():
+        ids = outbox.enqueue_fanout(db, "relay", None, recipients, content="hello").ids
+    await Worker(outbox).run_once()
+    assert contents == ["hello"] * 3
+    rows = rows_of(db, *ids)
+    assert [(row.state, row.last_error) for row in rows] == [
+        ("sent", None),
+        ("failed", "550 no such user"),
+        ("pending", "451 greylisted"),
+    ]
+
+
+async def test_each_topic_has_its_own_pauses(outbox: Outbox, db: psycopg.Connection) -> None:
+    outbox.define(Topic("urgent", retry=RetryPolicy.steps(3600, jitter=0)))
+    outbox.define(Topic("patient", retry=RetryPolicy.steps(360_000, jitter=0)))
+
+    @outbox.handler("urgent")
+    @outbox.handler("patient")
+    async def fail(message: Message, ctx: Context) -> None:
+        raise Transient("busy")
+
+    urgent, patient = enqueue(db, "urgent"), enqueue(db, "patient")
+    await Worker(outbox).run_once()
+    assert row_of(db, urgent).due_in_seconds <= 3600
+    assert row_of(db, patient).due_in_seconds > 180_000
+    assert [row.attempt_count for row in rows_of(db, urgent, patient)] == [1, 1]
 
 
 async def test_a_message_claimed_again_before_its_finish_is_answered_is_handed_over_again(
@@ -381,7 +421,7 @@ async def delivery_order(dsn: str, db: psycopg.Connection, queues: Sequence[str]
     for queue, count in counts.items():
         for _ in range(count):
             enqueue(db, queue=queue)
-    await Worker(outbox, queues=parse_queues(queues)).run_once()
+    await Worker(outbox, queues=queues).run_once()
     return order
 
 
