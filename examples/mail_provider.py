@@ -47,7 +47,7 @@ class MailProvider:
     def __init__(self, settings: Settings, url: str, key: str, *, timeout: float = 30.0) -> None:
         self._settings = settings
         self._url = url
-        self._headers = {"Authorization": f"Bearer {key}"}
+        self._key = key
         self._timeout = timeout
         self._client: httpx.AsyncClient | None = None
 
@@ -67,8 +67,9 @@ class MailProvider:
         """Hand the e-mail over like `send`, or to the receivers of the redirect that is on."""
         if not isinstance(content, (Email, RawEmail)):
             return Permanent(f"content: must be an Email, not {type(content).__name__}")
-        if not self._url:
-            return Unavailable("MAIL_PROVIDER_URL is not set")
+        for name, value in (("MAIL_PROVIDER_URL", self._url), ("MAIL_PROVIDER_KEY", self._key)):
+            if not value:
+                return Unavailable(f"{name} is not set")
         try:
             mail = render(content, message, self._settings, await redirect())
         except (Permanent, Snooze, Unavailable) as refusal:
@@ -78,7 +79,7 @@ class MailProvider:
             "recipients": mail.recipients,
             "mime": base64.b64encode(mail.content).decode(),
         }
-        headers = self._headers | {"Idempotency-Key": message.idempotency_key}
+        headers = {"Authorization": f"Bearer {self._key}", "Idempotency-Key": message.idempotency_key}
         self._client = self._client or httpx.AsyncClient(timeout=self._timeout)
         try:
             response = await self._client.post(f"{self._url}/send", json=body, headers=headers)
@@ -91,7 +92,7 @@ class MailProvider:
     async def check(self) -> str | None:
         """Let `pgoutbox doctor` try the key. It sends nothing."""
         async with httpx.AsyncClient(timeout=self._timeout) as client:
-            response = await client.get(f"{self._url}/account", headers=self._headers)
+            response = await client.get(f"{self._url}/account", headers={"Authorization": f"Bearer {self._key}"})
         return None if response.is_success else f"mail provider: {response.status_code}"
 
     async def aclose(self) -> None:

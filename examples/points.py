@@ -12,7 +12,6 @@ import psycopg
 from pydantic import BaseModel
 
 from pgoutbox import Context, Message, NewMessage, Outbox, Topic, Worker
-from pgoutbox.worker import QueueShare
 
 
 class Customer(BaseModel):
@@ -58,7 +57,7 @@ def main() -> None:
         connection.execute("INSERT INTO purchase VALUES ('ada', 100), ('ada', 20), ('bob', 5)")
         enqueue_recounts(connection)
         connection.commit()  # The worker sees committed messages only.
-        asyncio.run(Worker(outbox, queues=[QueueShare("points")]).drain())
+        asyncio.run(Worker(outbox, queues=["points"]).drain())
         for customer, total in connection.execute("SELECT customer, total FROM points ORDER BY customer"):
             print(customer, total)
 

@@ -53,8 +53,9 @@ class SmsTransport:
         number = (message.destination or "").partition(":")[2]
         if not isinstance(content, Sms) or not re.fullmatch(r"\+[1-9][0-9]{6,14}", number):
             return Permanent("destination: must be an Sms to a number such as sms:+491701234567")
-        if not self._url:
-            return Unavailable("SMS_GATEWAY_URL is not set")
+        for name, value in (("SMS_GATEWAY_URL", self._url), ("SMS_GATEWAY_KEY", self._key)):
+            if not value:
+                return Unavailable(f"{name} is not set")
         self._client = self._client or httpx.AsyncClient(timeout=self._timeout)
         try:
             response = await self._client.post(

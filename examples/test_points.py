@@ -11,12 +11,11 @@ import psycopg
 
 from examples import points
 from pgoutbox import Settings, Worker
-from pgoutbox.worker import QueueShare
 
 
 def worker(dsn: str) -> Worker:
     """Return a worker of the queue `points`."""
-    return Worker(points.outbox, settings=Settings(dsn=dsn), queues=[QueueShare("points")])
+    return Worker(points.outbox, settings=Settings(dsn=dsn), queues=["points"])
 
 
 def test_each_customer_has_the_sum_of_their_purchases(pgoutbox_dsn: str) -> None:

@@ -1,9 +1,10 @@
-"""Worker processes for the acceptance tests, and the channel on which their handlers report."""
+"""Worker processes and a shell for the acceptance tests, and the channel on which handlers report."""
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -12,7 +13,10 @@ import psycopg
 import pytest
 from psycopg import sql
 
+from pgoutbox.settings import ENVIRONMENT_PREFIX
 from tests.support.app import CHANNEL
+from tests.support.example_shell import Shell
+from tests.support.smtp_server import Inbox, accepting_server
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS
 from tests.support.worker_process import WorkerProcess
 
@@ -64,3 +68,25 @@ def start_worker(dsn: str, tmp_path: Path) -> Iterator[StartWorker]:
             return worker
 
         yield start
+
+
+@pytest.fixture
+async def inbox() -> AsyncIterator[Inbox]:
+    """An SMTP server that accepts every e-mail."""
+    async with accepting_server() as inbox:
+        yield inbox
+
+
+@pytest.fixture
+def shell(dsn: str, inbox: Inbox, tmp_path: Path) -> Shell:
+    """A shell with the settings that examples/README.md names."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    environment |= {
+        "PGOUTBOX_DSN": dsn,
+        "PGOUTBOX_SMTP_HOST": "127.0.0.1",
+        "PGOUTBOX_SMTP_PORT": str(inbox.port),
+        "PGOUTBOX_SMTP_SECURITY": "none",
+        "PGOUTBOX_SMTP_SENDER": "office@club.test",
+        "SEARCH_INDEX": str(tmp_path / "index.jsonl"),
+    }
+    return Shell(environment)

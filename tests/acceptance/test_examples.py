@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
 import signal
-import subprocess
 import sys
-from collections import Counter
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,20 +15,17 @@ import httpx
 import psycopg
 import pytest
 import redis
-from psycopg import sql as composable
 
 from examples.mail_provider import MailProvider
-from examples.password_reset import hash_of
 from examples.sms import Sms, SmsTransport
 from pgoutbox import Email, Permanent, Sent, Transient, Unavailable
-from pgoutbox.settings import ENVIRONMENT_PREFIX
 from pgoutbox.webhooks import verify
 from tests.support import webhook_server as http
 from tests.support.brokers import HOST, accepts, free_port, redis_server
-from tests.support.outbox_actions import make_due, row_of
+from tests.support.example_shell import ROOT, mails, states
 from tests.support.sends import outgoing
 from tests.support.settings import settings_with
-from tests.support.smtp_server import Inbox, Misbehaviour, accepting_server, parsed, scripted_server
+from tests.support.smtp_server import parsed
 from tests.support.waiting import until
 from tests.support.webhook_server import webhook_server
 
@@ -42,78 +35,12 @@ if TYPE_CHECKING:
     from pgoutbox.message import Outcome
     from pgoutbox.transports import Content, Transport
     from tests.conftest import Server
+    from tests.support.example_shell import Shell
+    from tests.support.smtp_server import Inbox
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-
-
-@dataclass(frozen=True, slots=True)
-class Shell:
-    """Runs commands in the checkout, like a reader."""
-
-    environment: dict[str, str]
-
-    async def run(self, *command: str) -> str:
-        """Return the command's output. If it fails, fail with its complete output."""
-        done = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
-        return done.stdout
-
-    async def example(self, name: str, *arguments: str) -> list[str]:
-        """Run an example and return its output."""
-        return (await self.run("-m", f"examples.{name}", *arguments)).splitlines()
-
-    async def deliver(self, name: str, *options: str) -> None:
-        """Run a worker with the example's handlers until no message is due."""
-        await self.run("-m", "pgoutbox", "worker", "--app", f"examples.{name}:outbox", "--once", *options)
-
-
-@pytest.fixture
-async def inbox() -> AsyncIterator[Inbox]:
-    async with accepting_server() as inbox:
-        yield inbox
-
-
-def mails(inbox: Inbox) -> list[tuple[str, str]]:
-    """Return recipient and text of each e-mail that the server received."""
-    found: list[tuple[str, str]] = []
-    for received in inbox.received:
-        body = parsed(received.content).get_body()
-        assert body is not None
-        found += [(recipient, body.get_content().strip()) for recipient in received.recipients]
-    return found
-
-
-@pytest.fixture
-def shell(dsn: str, inbox: Inbox, tmp_path: Path) -> Shell:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
-    environment |= {
-        "PGOUTBOX_DSN": dsn,
-        "PGOUTBOX_SMTP_HOST": "127.0.0.1",
-        "PGOUTBOX_SMTP_PORT": str(inbox.port),
-        "PGOUTBOX_SMTP_SECURITY": "none",
-        "PGOUTBOX_SMTP_SENDER": "office@club.test",
-        "SEARCH_INDEX": str(tmp_path / "index.jsonl"),
-    }
-    return Shell(environment)
-
-
-def states(dsn: str) -> Counter[str]:
-    """Count the messages by state."""
-    with psycopg.connect(dsn) as connection:
-        return Counter(state for (state,) in connection.execute("SELECT state FROM pgoutbox.message"))
 
 
 async def test_a_new_member_is_welcomed_once_and_a_member_who_left_is_not(shell: Shell, inbox: Inbox, dsn: str) -> None:
@@ -141,59 +68,6 @@ async def test_the_customer_is_told_of_the_last_change(shell: Shell, inbox: Inbo
     assert recipient == "ada@example.org"
     assert text == "You will get 3 of them."
     assert states(dsn) == {"sent": 1, "skipped": 2}
-
-
-async def test_the_hash_of_the_sent_token_is_stored(shell: Shell, inbox: Inbox, dsn: str) -> None:
-    await shell.example("password_reset")
-    await shell.deliver("password_reset", "--queue", "critical")
-    ((recipient, text),) = mails(inbox)
-    assert recipient == "ada@example.org"
-    token = text.rpartition("/")[2]
-    with psycopg.connect(dsn) as connection:
-        assert connection.execute("SELECT account_id, token_hash FROM reset_token").fetchall() == [(1, hash_of(token))]
-        reasons = connection.execute("SELECT skip_reason FROM pgoutbox.message WHERE state = 'skipped' ORDER BY id")
-        superseded, gone = (reason for (reason,) in reasons)
-        assert token not in str(connection.execute("SELECT * FROM pgoutbox.message").fetchall())
-    assert superseded.startswith("superseded by")
-    assert gone == "the account is gone"
-    assert states(dsn) == {"sent": 1, "skipped": 2}
-
-
-def tables_of_the_queue(connection: psycopg.Connection) -> dict[str, str]:
-    """Return the contents of all pgoutbox tables as text."""
-    names = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'pgoutbox'").fetchall()
-    every_row = composable.SQL("SELECT * FROM pgoutbox.{}")
-    return {n: str(connection.execute(every_row.format(composable.Identifier(n))).fetchall()) for (n,) in names}
-
-
-def reset_token_in(content: bytes) -> str:
-    body = parsed(content).get_body()
-    assert body is not None
-    return str(body.get_content()).strip().rpartition("/")[2]
-
-
-async def test_a_failed_attempt_leaves_no_token_and_the_next_one_sends_its_own(shell: Shell, dsn: str) -> None:
-    async with scripted_server({".": [Misbehaviour.DROP, "451 4.3.0 later"]}) as server:
-        shell.environment["PGOUTBOX_SMTP_PORT"] = str(server.port)
-        asked = await shell.example("password_reset")
-        reset = int(asked[1].split()[1])
-        with psycopg.connect(dsn, autocommit=True) as connection:
-            for _ in range(2):
-                await shell.deliver("password_reset", "--queue", "critical")
-                assert row_of(connection, reset).state == "pending"
-                # The e-mail was, or may have been, sent, and its token is not valid anywhere.
-                assert connection.execute("SELECT FROM reset_token").fetchall() == []
-                make_due(connection, reset)
-            await shell.deliver("password_reset", "--queue", "critical")
-            tokens = [reset_token_in(content) for content in server.contents]
-            stored = connection.execute("SELECT account_id, token_hash FROM reset_token").fetchall()
-            tables = tables_of_the_queue(connection)
-    assert len(set(tokens)) == 3
-    assert stored == [(1, hash_of(tokens[2]))]
-    assert {"message_done", "attempt", "dedupe"} <= tables.keys()
-    assert "outcome unknown" in tables["attempt"]
-    for secret in (*tokens, *map(hash_of, tokens)):
-        assert not [name for name, text in tables.items() if secret in text]
 
 
 async def test_a_subscriber_gets_a_webhook_that_its_secret_verifies(shell: Shell, dsn: str) -> None:
@@ -341,6 +215,16 @@ async def test_a_wrong_number_is_refused(number: str) -> None:
     assert isinstance(await outcome_of(SmsTransport("http://127.0.0.1:1", ""), number, Sms("Hi")), Permanent)
 
 
+async def test_a_missing_key_holds_messages_back() -> None:
+    """No HTTP client sends `Bearer` without a key, so the error would look like an outage."""
+    email = Email(sender="a@club.test", subject="Hello", text="Hi")
+    sms = await outcome_of(SmsTransport("http://127.0.0.1:1", ""), "sms:+491701234567", Sms("Hi"))
+    provider = MailProvider(settings_with(), "http://127.0.0.1:1", "")
+    mail = await outcome_of(provider, "mailto:ada@example.org", email)
+    assert told(sms) == told(Unavailable("SMS_GATEWAY_KEY is not set"))
+    assert told(mail) == told(Unavailable("MAIL_PROVIDER_KEY is not set"))
+
+
 def indexed_ids(shell: Shell) -> list[int]:
     """Return the documents in the index, once for each write."""
     lines = Path(shell.environment["SEARCH_INDEX"]).read_text().splitlines()
@@ -399,7 +283,7 @@ async def test_the_example_tests_pass(shell: Shell, server: Server, name: str, c
 
 def test_every_example_is_listed_and_tested() -> None:
     listed = (EXAMPLES / "README.md").read_text()
-    tested = Path(__file__).read_text()
+    tested = "".join(path.read_text() for path in Path(__file__).parent.glob("test_example*.py"))
     for path in EXAMPLES.glob("*.py"):
         assert f"({path.name})" in listed
         assert path.stem in tested

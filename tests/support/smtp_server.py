@@ -21,7 +21,7 @@ from aiosmtpd.smtp import SMTP, AuthResult, Envelope, Session
 from tests.support.dialogues import HOST, listening
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 
 def mail_settings(port: int) -> dict[str, object]:
@@ -56,10 +56,16 @@ class Received:
 
 @dataclass
 class Inbox:
-    """The address of an accepting server, and the messages that it received."""
+    """The address of an accepting server, and the messages that it received.
+
+    The server does not answer a message that `delays` selects until `may_go_on` is set; until then it is in `delayed`.
+    """
 
     port: int = 0
     received: list[Received] = field(default_factory=list)
+    delays: Callable[[Received], bool] = lambda _: False
+    delayed: list[Received] = field(default_factory=list)
+    may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
     logins: list[tuple[bytes, bytes]] = field(default_factory=list)
     connection_count: int = 0
     _servers: list[SMTP] = field(default_factory=list)
@@ -73,9 +79,14 @@ class Inbox:
     async def handle_DATA(self, server: SMTP, session: Session, envelope: Envelope) -> str:  # noqa: N802 - aiosmtpd
         content = envelope.original_content or b""
         assert envelope.mail_from is not None
-        self.received.append(
-            Received(envelope.mail_from, envelope.rcpt_tos, envelope.mail_options, content, session.ssl is not None)
+        received = Received(
+            envelope.mail_from, envelope.rcpt_tos, envelope.mail_options, content, session.ssl is not None
         )
+        if self.delays(received):
+            self.delayed.append(received)
+            await self.may_go_on.wait()
+            self.delayed.remove(received)
+        self.received.append(received)
         return "250 2.0.0 taken"
 
 
