@@ -32,12 +32,23 @@ coverage: $(STAMP) ## Run all tests and show the coverage of each package
 	$(BIN)/python -m coverage combine --quiet && \
 	$(BIN)/python -m coverage json --quiet -o - | $(BIN)/python -m tools.coverage_table; exit $$code
 
+# The type checkers are the slowest checks and use one core each.
+CHECKS := check-format check-lint check-mypy check-pyright check-layers check-english
+.PHONY: $(CHECKS)
 check: $(STAMP) ## Check format, lint, types, layers and plain English
+	@$(MAKE) --no-print-directory --jobs 2 $(CHECKS)
+
+check-format:
 	$(BIN)/ruff format --check .
+check-lint:
 	$(BIN)/ruff check .
+check-mypy:
 	$(BIN)/mypy
+check-pyright:
 	$(BIN)/pyright --pythonpath $(BIN)/python
+check-layers:
 	$(BIN)/lint-imports
+check-english:
 	$(BIN)/python -m tools.plain_english
 
 bench: $(STAMP) ## Measure, side by side, and print ratios

@@ -9,13 +9,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, Snooze, SyncContext, Transient
+from pgoutbox import Context, Failure, Message, Outbox, Permanent, RetryPolicy, Snooze, SyncContext, Transient
 from tests.soak.host import NotedLineTransport
 from tests.support.ledger import KEY, told_ledger
 from tests.support.line_server import Line
 
 TOPICS = ("soak.async", "soak.sync", "soak.batch", "soak.effect")
 ORDERED_TOPICS = ("soak.ordered", "soak.arranged")
+OWNERS = 100
+"""Each owner has some of the messages without a dedupe key."""
 LONELY_QUEUE = "lonely"
 """Only one process serves this queue."""
 SWIFT_QUEUE = "swift"
@@ -143,6 +145,15 @@ async def on_effect(message: Message, ctx: Context) -> Transient | Permanent | S
         if outcome is None:
             hand_over(message)
         return outcome
+
+
+@outbox.on_failed("soak.sync", retry=_RETRY, transactional=True, timeout=_TIMEOUT_SECONDS)
+@outbox.on_failed("soak.batch", retry=_RETRY, transactional=True, timeout=_TIMEOUT_SECONDS)
+async def on_failure(message: Message[Failure], ctx: Context) -> None:
+    """Write the effect of the hook in the transaction that ends its attempt."""
+    await ctx.connection.execute(
+        "INSERT INTO soak_effect (message_id, attempt_count) VALUES (%s, %s)", (message.id, message.attempt_count)
+    )
 
 
 @outbox.handler("soak.fanout", retry=_RETRY, timeout=_TIMEOUT_SECONDS)

@@ -27,6 +27,7 @@ WHERE state IN ('pending', 'sending')
 ORDER BY id
 LIMIT 5
 """
+_HOOKS_OWED: Final = "SELECT count(*) FROM pgoutbox.message_live WHERE topic LIKE '%.failed' AND state <> 'failed'"
 DRAIN_SECONDS: Final = 600.0
 REDRIVE_SECONDS: Final = 2.0
 # Sent messages of these topics are not kept.
@@ -63,7 +64,7 @@ def drain(connection: psycopg.Connection, ledger: Ledger, workers: Sequence[Proc
     while (now := time.monotonic()) < began_at + DRAIN_SECONDS:
         for process in workers:
             process.keep_alive()
-        owed = owed_count(connection)
+        owed = owed_count(connection) + connection.execute(_HOOKS_OWED).fetchall()[0][0]
         if owed == 0 or now > redriven_at + REDRIVE_SECONDS:
             redriven_at = now
             try:

@@ -15,14 +15,15 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Final, LiteralString
 
 import psycopg
 
+from pgoutbox import Outbox
 from pgoutbox.embedded import EmbeddedServer
 from pgoutbox.message import State
 from pgoutbox.operations import Operator
-from tests.soak.app import LONELY_QUEUE
+from tests.soak.app import LONELY_QUEUE, OWNERS
 from tests.soak.books import limit
 from tests.soak.crew import LEASE_SECONDS, LONELY_WORKER, WORKER_ROLE, Process
 from tests.support.proxy import Moment, Proxy
@@ -277,14 +278,38 @@ class Nemesis:
         for each.
         """
         with self.fleet.connection() as connection:
-            ids = [
-                message_id
-                for (message_id,) in connection.execute(
-                    "SELECT id FROM pgoutbox.message_live WHERE dedupe_key IS NULL ORDER BY id DESC LIMIT 200"
-                )
-            ]
+            ids = self._ids(
+                connection, "SELECT id FROM pgoutbox.message_live WHERE dedupe_key IS NULL ORDER BY id DESC LIMIT 200"
+            )
             for message_id in self.chance.sample(ids, min(len(ids), 5)):
                 connection.execute("SELECT pgoutbox.cancel(%s)", (message_id,))
+
+    def cancel_owner(self) -> None:
+        """Cancel everything of one owner, as a business transaction does."""
+        with self.fleet.connection() as connection, connection.transaction():
+            Outbox().cancel_all(connection, owner=f"person-{self.chance.randrange(OWNERS)}")
+
+    def reschedule(self) -> None:
+        """Bring some pending messages forward, or put them off for a second."""
+        with self.fleet.connection() as connection:
+            ids = self._ids(connection, "SELECT id FROM pgoutbox.message_live WHERE state = 'pending' LIMIT 200")
+            delay = self.chance.choice([None, 1.0])
+            with connection.transaction():
+                for message_id in self.chance.sample(ids, min(len(ids), 20)):
+                    Outbox().reschedule(connection, message_id, delay=delay)
+
+    def dismiss(self) -> None:
+        """Dismiss some failed messages, also while they halt their ordering key."""
+        with self.fleet.connection() as connection:
+            ids = self._ids(
+                connection,
+                "SELECT id FROM pgoutbox.message WHERE state = 'failed' AND dedupe_key IS NULL ORDER BY id LIMIT 100",
+            )
+            for message_id in self.chance.sample(ids, min(len(ids), 5)):
+                Operator(connection).dismiss(message_id, "planned")
+
+    def _ids(self, connection: psycopg.Connection, query: LiteralString) -> list[int]:
+        return [message_id for (message_id,) in connection.execute(query)]
 
     def redrive(self) -> None:
         """Redrive everything that failed."""
@@ -372,6 +397,9 @@ FAULTS: Final[list[tuple[Callable[[Nemesis], None], int]]] = [
     (Nemesis.lock_table, 2),
     (Nemesis.hold_snapshot, 2),
     (Nemesis.cancel, 3),
+    (Nemesis.cancel_owner, 2),
+    (Nemesis.reschedule, 3),
+    (Nemesis.dismiss, 2),
     (Nemesis.redrive, 2),
     (Nemesis.vacuum, 2),
     (Nemesis.pause_queue, 3),

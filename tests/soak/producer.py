@@ -28,7 +28,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from pgoutbox import Enqueued, NewMessage, Outbox, TransactionError
 from pgoutbox.enqueue.adapters import AsyncConnection, SyncConnection
-from tests.soak.app import LONELY_QUEUE, ORDERED_TOPICS, SWIFT_QUEUE, TEXT, TOPICS, fanout_key
+from tests.soak.app import LONELY_QUEUE, ORDERED_TOPICS, OWNERS, SWIFT_QUEUE, TEXT, TOPICS, fanout_key
 from tests.soak.host import PORT_VARIABLE
 from tests.support.dialogues import HOST
 from tests.support.ledger import KEY, Ledger, told_ledger
@@ -125,6 +125,8 @@ def draw(chance: random.Random, key: str) -> NewMessage[Any]:
         delay=delay,
         queue=chance.choice(["default", "default", "bulk"]),
         max_attempts=10_000,
+        # Messages with a dedupe key are not cancelled: see `Nemesis.cancel`.
+        owner=None if dedupe_key else f"person-{chance.randrange(OWNERS)}",
     )
 
 
@@ -307,6 +309,7 @@ def _one(outbox: Outbox, connection: psycopg.Connection, message: NewMessage[Any
         delay=message.delay,
         queue=message.queue,
         max_attempts=message.max_attempts,
+        owner=message.owner,
     )
 
 

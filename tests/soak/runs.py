@@ -72,7 +72,7 @@ WHERE outcome IN ('retry', 'snoozed', 'released', 'failed')
 _SENT: Final = """
 SELECT id, attempt_count, split_part(worker, ':', 2), extract(epoch FROM finished_at)::float8
 FROM pgoutbox.message
-WHERE state = 'sent' AND topic <> 'soak.effect' AND worker LIKE '%:%:%'
+WHERE state = 'sent' AND topic <> 'soak.effect' AND topic NOT LIKE '%.failed' AND worker LIKE '%:%:%'
 """
 # Every attempt that the database knows: it is over, or it is the last one of its message.
 _KNOWN: Final = """

@@ -80,6 +80,9 @@ FROM (
 ) AS r(id, topic, queue, ordering_key, state, attempt_count, destination);
 INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at)
 VALUES (13, 1, 'snoozed', 'w', now() - interval '5 s', now() - interval '4 s');
+INSERT INTO pgoutbox.message (id, topic, state, attempt_count, worker, claimed_at, finished_at, payload)
+VALUES (15, 'soak.sync.failed', 'sent', 1, 'w', now(), now(), '{"message_id": 4}');
+INSERT INTO soak_effect (message_id, attempt_count) VALUES (15, 1);
 INSERT INTO pgoutbox.retention (topic, state, keep) VALUES ('soak.forgotten', 'sent', interval '0')
 """
 
@@ -141,6 +144,15 @@ DAMAGE: list[tuple[str, LiteralString]] = [
     ("sent without its one effect in the database", "INSERT INTO soak_effect SELECT * FROM soak_effect"),
     ("sent without its one effect in the database", "UPDATE soak_effect SET attempt_count = 2"),
     ("an effect in the database without being sent", "INSERT INTO soak_effect VALUES (4, 1)"),
+    ("a failure without its one message for the hook", "DELETE FROM pgoutbox.message WHERE id = 15"),
+    (
+        "a failure without its one message for the hook",
+        """
+        INSERT INTO pgoutbox.message (topic, state, attempt_count, worker, claimed_at, finished_at, payload)
+        VALUES ('soak.sync.failed', 'sent', 1, 'w', now(), now(), '{"message_id": 4}')
+        """,
+    ),
+    ("a hook that did not run", "UPDATE pgoutbox.message SET state = 'pending', finished_at = NULL WHERE id = 15"),
     (
         "an attempt that was not made is in the history",
         "UPDATE pgoutbox.attempt SET attempt_count = 3 WHERE message_id = 2",

@@ -43,7 +43,9 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
         WHERE m.superseded_by IS NOT NULL
     """,
     "skipped without a reason to be": """
-        SELECT id FROM pgoutbox.message WHERE state = 'skipped' AND superseded_by IS NULL
+        SELECT id
+        FROM pgoutbox.message
+        WHERE state = 'skipped' AND superseded_by IS NULL AND skip_reason NOT LIKE 'dismissed by %'
     """,
     "failed though its plan was to succeed": """
         SELECT m.id
@@ -59,7 +61,7 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
         SELECT m.id
         FROM pgoutbox.message AS m
         LEFT JOIN soak_effect AS e ON e.message_id = m.id
-        WHERE m.topic = 'soak.effect' AND m.state = 'sent'
+        WHERE (m.topic = 'soak.effect' OR m.topic LIKE '%.failed') AND m.state = 'sent'
         GROUP BY m.id, m.attempt_count
         HAVING count(e.message_id) <> 1 OR max(e.attempt_count) <> m.attempt_count
     """,
@@ -68,6 +70,21 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
         FROM soak_effect AS e
         LEFT JOIN pgoutbox.message AS m ON m.id = e.message_id
         WHERE m.state IS DISTINCT FROM 'sent'
+    """,
+    "a failure without its one message for the hook": """
+        SELECT m.id
+        FROM pgoutbox.message AS m
+        WHERE m.topic IN ('soak.sync', 'soak.batch')
+            AND (
+                SELECT count(*) FROM pgoutbox.attempt AS a WHERE a.message_id = m.id AND a.outcome = 'failed'
+            ) <> (
+                SELECT count(*)
+                FROM pgoutbox.message AS h
+                WHERE h.topic = m.topic || '.failed' AND (pgoutbox.payload_of(h) ->> 'message_id')::bigint = m.id
+            )
+    """,
+    "a hook that did not run": """
+        SELECT id FROM pgoutbox.message WHERE topic LIKE '%.failed' AND state <> 'sent'
     """,
     "an attempt that was not made is in the history": """
         SELECT a.message_id
@@ -114,6 +131,7 @@ SELECT
     attempt_count,
     extract(epoch FROM finished_at)::float8 AS finished_at
 FROM pgoutbox.message
+WHERE topic NOT LIKE '%.failed'
 """
 # An attempt whose transaction failed to commit has no effect either, and is retried. A thread continues when its
 # attempt is released, which ends a message that was cancelled or superseded in the meantime.

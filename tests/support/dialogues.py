@@ -20,16 +20,24 @@ async def listening(
     dialogue: Dialogue, *, host: str = HOST, port: int = 0, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[int]:
     """Serve the port, and cancel open dialogues at the end."""
-    tasks: set[asyncio.Task[None]] = set()
+    writers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        tasks.add(asyncio.create_task(dialogue(reader, writer)))
+        writers[asyncio.create_task(dialogue(reader, writer))] = writer
 
     listener = await asyncio.start_server(accept, host, port, ssl=tls)
     try:
         yield listener.sockets[0].getsockname()[1]
     finally:
+        # A server that is closed leaks connections that it has just accepted. So accept no more, and close it after the
+        # three turns of the loop between an accept and the call of `accept` above.
+        for socket in listener.sockets:
+            asyncio.get_running_loop().remove_reader(socket.fileno())
+        for _ in range(3):
+            await asyncio.sleep(0)
         listener.close()
-        for task in tasks:
+        for task in writers:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*writers, return_exceptions=True)
+        for writer in writers.values():
+            writer.transport.abort()  # A task that was cancelled before its first step has not closed its connection.

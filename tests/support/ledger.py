@@ -104,6 +104,7 @@ WHERE m.state IN ('pending', 'sending') AND pgoutbox.payload_of(m) ? 'ledger_key
 
 _OPEN_STATES: Final = frozenset({"pending", "sending"})
 _REDRIVABLE_STATES: Final = frozenset({"failed", "cancelled"})
+_DISMISSED: Final = ("failed", "skipped")
 _SHOWN_KEYS: Final = 5
 
 
@@ -441,6 +442,8 @@ def _histories(connection: psycopg.Connection) -> dict[int, tuple[str, list[str]
 
 def _ended_twice(history: Sequence[str]) -> bool:
     return any(
-        former not in _OPEN_STATES and (former not in _REDRIVABLE_STATES or state not in _OPEN_STATES)
+        former not in _OPEN_STATES
+        and (former not in _REDRIVABLE_STATES or state not in _OPEN_STATES)
+        and (former, state) != _DISMISSED
         for former, state in pairwise(history)
     )

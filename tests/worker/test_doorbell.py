@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -21,7 +22,6 @@ from pgoutbox.message import Message, State, Transient
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
-from pgoutbox.worker.claim_planner import parse_queues
 from pgoutbox.worker.doorbell import Doorbell, LockAnswer
 from pgoutbox.worker.signals import Signals
 from tests.support.outbox_actions import (
@@ -457,6 +457,18 @@ async def test_a_worker_wakes_for_a_message_that_falls_due(dsn: str, db: psycopg
     assert receiver.delivered == [message_id]
 
 
+async def test_a_worker_that_claims_new_messages_wakes_for_a_scheduled_one(dsn: str, db: psycopg.Connection) -> None:
+    receiver = Receiver(dsn)
+    worker = WatchedWorker(receiver.outbox)
+    async with running(worker):
+        await worker.sleeping.wait()
+        # Transactions of other tests, which were open before, may keep the worker from knowing which messages are new.
+        while worker._queues.arrivals.seen_id is None:
+            await worker.polls_and_sleeps()
+        scheduled = enqueue(db, available_at=datetime.now(UTC) + timedelta(milliseconds=200))
+        await until(lambda: scheduled in receiver.delivered)
+
+
 async def test_a_commit_during_a_listener_outage_is_found_after_the_reconnect(
     dsn: str, server: Server, db: psycopg.Connection
 ) -> None:
@@ -744,7 +756,7 @@ async def test_producers_do_not_notify_while_work_is_continuous(
 
 async def test_many_notifications_for_other_queues_do_not_wake_a_worker(dsn: str, db: psycopg.Connection) -> None:
     receiver = Receiver(dsn)
-    worker = WatchedWorker(receiver.outbox, queues=parse_queues(["quiet"]))
+    worker = WatchedWorker(receiver.outbox, queues=["quiet"])
     async with running(worker):
         await worker.asleep.wait()
         worker.asleep.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -21,17 +22,19 @@ import pytest
 import pgoutbox.worker.worker
 from pgoutbox import Outbox
 from pgoutbox.database import sql
-from pgoutbox.database.store import FinishRequest
+from pgoutbox.database.store import DueRow, FinishRequest
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context
-from pgoutbox.message import AttemptOutcome, Message, State
+from pgoutbox.message import AttemptOutcome, Message, ReasonCode, State
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.worker import poll_loop
 from pgoutbox.worker.doorbell import Doorbell, LockAnswer
 from pgoutbox.worker.signals import Signals
+from tests.support import races
 from tests.support.messages import LARGE, PUT_FINAL, put
 from tests.support.outbox_actions import (
     WatchedWorker,
+    cancel,
     claim,
     enqueue,
     expire,
@@ -41,6 +44,7 @@ from tests.support.outbox_actions import (
     first_of,
     ids_in_flight,
     lapse,
+    make_due,
     redrive,
     renew,
     row_of,
@@ -52,7 +56,6 @@ from tests.support.outbox_actions import (
     watch,
 )
 from tests.support.partitions import add_partition
-from tests.support.races import ADVISORY_LOCKS
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -71,6 +74,11 @@ class Stage:
 
 
 HOOKS = '{"greet": 3}'
+
+
+def tomorrow() -> datetime:
+    return datetime.now(UTC) + timedelta(days=1)
+
 
 Scenario = Callable[[Stage], Awaitable[None]]
 Mutation = Callable[[Stage, pytest.MonkeyPatch], None]
@@ -154,6 +162,25 @@ async def a_stale_attempt_cannot_renew(stage: Stage) -> None:
 async def a_stale_attempt_cannot_watch(stage: Stage) -> None:
     message_id = attempted_again(stage)
     assert watch(stage.db, (message_id, 1)) == {}
+
+
+async def a_repeated_finish_does_not_end_a_redriven_message(stage: Stage) -> None:
+    """The answer to the first finish was lost. No attempt has begun since, so the attempt count is the same."""
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    failed = FinishRequest(message_id, 1, AttemptOutcome.FAILED, "no")
+    finish(stage.db, failed, hooks=HOOKS)
+    assert redrive(stage.db, message_id)
+    finish(stage.db, failed, hooks=HOOKS)
+    assert (state_of(stage.db, message_id), failures_announced(stage.db)) == ("pending", 1)
+
+
+async def a_message_that_is_pending_again_is_not_finished_as_sent(stage: Stage) -> None:
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy"))
+    finish_sent(stage.db, (message_id, 1))
+    assert state_of(stage.db, message_id) == "pending"
 
 
 async def a_worker_of_a_lost_timeline_cannot_write_sent(stage: Stage) -> None:
@@ -342,6 +369,55 @@ async def pruning_skips_the_large_payload_of_another_message(stage: Stage) -> No
     assert large_payloads(stage.db) == [message_id]
 
 
+async def erasing_skips_the_large_payload_of_another_message(stage: Stage) -> None:
+    message_id = large_message_of_an_old_id(stage)
+    stage.db.execute("UPDATE pgoutbox.message_done SET owner = 'ada'")
+    stage.db.execute("SELECT pgoutbox.erase(owner => 'ada')")
+    assert [row.state for row in rows_of(stage.db)] == ["pending"]
+    assert large_payloads(stage.db) == [message_id]
+
+
+async def an_erasure_does_not_wait_for_a_breaker(stage: Stage) -> None:
+    holder, message_id = stage.connect(), put(stage.db, destination="mailto:ada@example.org")
+    stage.db.execute(
+        "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
+        " VALUES ('smtp', now(), 1, 'w', 'ada@example.org')"
+    )
+    holder.execute("SELECT FROM pgoutbox.breaker FOR UPDATE")
+    stage.db.execute("SET lock_timeout = '50ms'")
+    try:
+        stage.db.execute("SELECT pgoutbox.erase(%s)", [[message_id]])
+    except psycopg.errors.LockNotAvailable:
+        pytest.fail("the erasure waits")
+
+
+async def a_content_that_a_message_refers_to_is_not_pruned(stage: Stage) -> None:
+    stage.db.execute(
+        "SELECT pgoutbox.enqueue_fanout('news', 'null', ARRAY['mailto:a@example.org', 'mailto:b@example.org'], '1')"
+    )
+    contents = stage.db.execute("SELECT id FROM pgoutbox.content").fetchall()
+    stage.db.execute(sql.PRUNE_CONTENT, {"limit": 9, "after_key": ""})
+    assert stage.db.execute("SELECT id FROM pgoutbox.content").fetchall() == contents != []
+
+
+async def an_erasure_that_waits_for_a_retirement_does_not_block_it(stage: Stage) -> None:
+    """The gate is the first lock of a retirement. An erasure that waits there must not have locked a partition yet."""
+    gate, eraser, name = stage.connect(), stage.connect(autocommit=True), add_partition(stage.db, 40)
+    gate.execute("LOCK TABLE pgoutbox.retired IN SHARE ROW EXCLUSIVE MODE")
+    blocked: asyncio.Task[object] = asyncio.create_task(
+        asyncio.to_thread(eraser.execute, "SELECT pgoutbox._erase('{1}')")
+    )
+    await until_blocked(stage.db, blocked)
+    gate.execute("SET lock_timeout = '50ms'")
+    try:
+        gate.execute(f"LOCK TABLE pgoutbox.{name} IN ACCESS EXCLUSIVE MODE".encode())
+    except psycopg.errors.LockNotAvailable:
+        pytest.fail("the erasure has locked the partition")
+    finally:
+        gate.rollback()
+        await blocked
+
+
 async def retiring_a_partition_skips_large_payloads_of_other_messages(stage: Stage) -> None:
     name = add_partition(stage.db, 40)
     message_id = large_message_of_an_old_id(stage)
@@ -480,16 +556,18 @@ async def two_claims_insert_their_keys_in_one_order(stage: Stage) -> None:
     await until_blocked(stage.db, blocked)
     enqueue(stage.db, coalesce_key="a")
     other.execute("SET lock_timeout = '50ms'")
-    with pytest.raises(psycopg.errors.LockNotAvailable):
-        other.execute(
-            """
-            UPDATE pgoutbox.message_live
-            SET state = 'sending', claimed_at = now(), lease_expires_at = now(), worker = 'w', attempt_count = 1
-            WHERE id = (SELECT max(id) FROM pgoutbox.message_live WHERE coalesce_key = 'a')
-            """
-        )
-    gate.rollback()
-    await blocked
+    try:
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            other.execute(
+                """
+                UPDATE pgoutbox.message_live
+                SET state = 'sending', claimed_at = now(), lease_expires_at = now(), worker = 'w', attempt_count = 1
+                WHERE id = (SELECT max(id) FROM pgoutbox.message_live WHERE coalesce_key = 'a')
+                """
+            )
+    finally:
+        gate.rollback()
+        await blocked
 
 
 async def an_older_attempt_is_not_retried_after_a_newer_message(stage: Stage) -> None:
@@ -498,6 +576,290 @@ async def an_older_attempt_is_not_retried_after_a_newer_message(stage: Stage) ->
     enqueue(stage.db, coalesce_key="k")
     finish(stage.db, FinishRequest(older, 1, AttemptOutcome.RETRY, "busy"))
     assert state_of(stage.db, older) == "skipped"
+
+
+async def a_due_message_is_left_to_its_claim(stage: Stage) -> None:
+    older = enqueue(stage.db, coalesce_key="k")
+    enqueue_bulk(stage.db, coalesce_keys=["k"])
+    assert state_of(stage.db, older) == "pending"
+
+
+async def a_message_that_fell_due_during_the_transaction_is_left_to_its_claim(stage: Stage) -> None:
+    producer = stage.connect()
+    producer.execute("SELECT now()")
+    older = enqueue(stage.db, coalesce_key="k")
+    enqueue_bulk(producer, coalesce_keys=["k"])
+    producer.commit()
+    assert state_of(stage.db, older) == "pending"
+
+
+async def an_enqueue_does_not_wait_for_a_scheduled_message(stage: Stage) -> None:
+    older, holder = enqueue(stage.db, coalesce_key="k", available_at=tomorrow()), stage.connect()
+    holder.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", [older])
+    stage.db.execute("SET lock_timeout = '50ms'")
+    try:
+        enqueue(stage.db, coalesce_key="k")
+    except psycopg.errors.LockNotAvailable:
+        pytest.fail("the enqueue waits for the older message")
+
+
+async def an_enqueue_with_an_older_snapshot_than_a_claim_succeeds(stage: Stage) -> None:
+    older, producer = enqueue(stage.db, coalesce_key="k", available_at=tomorrow()), stage.connect()
+    producer.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    # The scheduled message is moved forward, and the snapshot still shows it as not due.
+    producer.execute("SELECT FROM pgoutbox.message")
+    make_due(stage.db, older)
+    claim(stage.db)
+    try:
+        enqueue(producer, coalesce_key="k")
+    except psycopg.errors.SerializationFailure:
+        pytest.fail("the transaction of the producer fails")
+    producer.commit()
+    assert state_of(stage.db, older) == "sending"
+
+
+async def a_producer_waits_since_a_concurrent_first_message(stage: Stage) -> None:
+    """The gate is the head row: its holder enqueues the first message while the other producer waits there."""
+    first, second = stage.connect(), stage.connect(autocommit=True)
+    enqueue(stage.db, coalesce_key="k")
+    claim(stage.db)
+    first.execute("SELECT FROM pgoutbox.coalesce_head FOR UPDATE")
+    debounced = partial(enqueue, coalesce_key="k", max_delay=timedelta(hours=1), available_at=tomorrow())
+    blocked: asyncio.Task[object] = asyncio.create_task(asyncio.to_thread(debounced, second))
+    await until_blocked(stage.db, blocked)
+    debounced(first)
+    look = "SELECT waiting_since FROM pgoutbox.coalesce_head"
+    since = first.execute(look).fetchone()
+    first.commit()
+    await blocked
+    assert stage.db.execute(look).fetchone() == since
+
+
+# --- cancels and dedupe keys ------------------------------------------------------------------------------------------
+
+
+async def a_cancel_with_an_older_snapshot_than_a_redrive_is_refused(stage: Stage) -> None:
+    """Otherwise its answer would be that the message was cancelled before, and the message would be sent."""
+    message_id, application = put(stage.db, State.CANCELLED), stage.connect()
+    application.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    application.execute("SELECT FROM pgoutbox.message")
+    assert redrive(stage.db, message_id)
+    try:
+        answer = cancel(application, message_id)
+    except psycopg.errors.SerializationFailure:
+        return
+    pytest.fail(f"the answer is {answer}")
+
+
+async def a_cancel_does_not_wait_for_a_row(stage: Stage) -> None:
+    message_id, holder = enqueue(stage.db), stage.connect()
+    holder.execute("SELECT FROM pgoutbox.message_live FOR UPDATE")
+    stage.db.execute("SET lock_timeout = '50ms'")
+    try:
+        assert cancel(stage.db, message_id) == "locked"
+    except psycopg.errors.LockNotAvailable:
+        pytest.fail("the cancel waits")
+
+
+async def a_dedupe_key_stays_with_a_message_that_is_redriven_meanwhile(stage: Stage) -> None:
+    operator, producer = stage.connect(), stage.connect(autocommit=True)
+    first = enqueue(stage.db, dedupe_key="k")
+    cancel(stage.db, first)
+    assert redrive(operator, first)
+    blocked = asyncio.create_task(asyncio.to_thread(enqueue, producer, dedupe_key="k"))
+    await until_blocked(stage.db, blocked)
+    operator.commit()
+    assert await blocked == first
+
+
+async def a_superseded_message_keeps_its_dedupe_key(stage: Stage) -> None:
+    older = enqueue(stage.db, coalesce_key="c", dedupe_key="k", available_at=tomorrow())
+    enqueue(stage.db, coalesce_key="c")
+    assert state_of(stage.db, older) == "skipped"
+    assert enqueue(stage.db, dedupe_key="k") == older
+
+
+# --- acts of operators ------------------------------------------------------------------------------------------------
+
+
+def announced(stage: Stage, act: Callable[[], object]) -> list[str]:
+    """Return the notifications of an act. The last one, of the listener itself, arrives after all of them."""
+    listener, heard = stage.connect(autocommit=True), list[str]()
+    listener.add_notify_handler(lambda notification: heard.append(notification.payload))
+    listener.execute("LISTEN pgoutbox")
+    act()
+    listener.execute("NOTIFY pgoutbox, 'end'")
+    while "end" not in heard:
+        listener.execute("SELECT")
+    return heard[: heard.index("end")]
+
+
+def halting(stage: Stage) -> int:
+    """Create a failed message that halts its ordering key."""
+    message_id = put(stage.db, State.FAILED, ordering_key="k")
+    stage.db.execute("UPDATE pgoutbox.message_failed SET on_failed = 'halt' WHERE id = %s", [message_id])
+    return message_id
+
+
+async def a_redrive_makes_workers_search(stage: Stage) -> None:
+    """A worker has passed over the message before, so the notification of an enqueue is not enough."""
+    message_id = put(stage.db, State.FAILED)
+    assert announced(stage, lambda: redrive(stage.db, message_id)) == ["all default"]
+
+
+async def a_reschedule_makes_workers_search(stage: Stage) -> None:
+    message_id = enqueue(stage.db, available_at=tomorrow())
+    reschedule = partial(stage.db.execute, "SELECT pgoutbox.reschedule(%s)", [[message_id]])
+    assert announced(stage, reschedule) == ["all default"]
+
+
+async def a_dismissal_makes_workers_search_behind_a_halted_key(stage: Stage) -> None:
+    message_id = halting(stage)
+    dismiss = partial(stage.db.execute, "SELECT pgoutbox.dismiss(%s, 'spam')", [[message_id]])
+    assert announced(stage, dismiss) == ["all default"]
+
+
+def held_back(stage: Stage) -> int:
+    """Create a message that a redirect holds back for five minutes."""
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    held = FinishRequest(message_id, 1, AttemptOutcome.SNOOZED, "not sent", 300.0, ReasonCode.REDIRECT)
+    finish(stage.db, held)
+    return message_id
+
+
+async def the_end_of_a_redirect_makes_workers_search(stage: Stage) -> None:
+    held_back(stage)
+    assert announced(stage, lambda: stage.db.execute(sql.CLEAR_REDIRECT)) == ["all default"]
+
+
+async def the_end_of_a_redirect_does_not_wait_for_a_row(stage: Stage) -> None:
+    locked, free, holder = held_back(stage), held_back(stage), stage.connect()
+    holder.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", [locked])
+    stage.db.execute("SET lock_timeout = '50ms'")
+    try:
+        stage.db.execute(sql.CLEAR_REDIRECT)
+    except psycopg.errors.LockNotAvailable:
+        pytest.fail("it waits")
+    assert [row.due_in_seconds < 3 for row in rows_of(stage.db, locked, free)] == [False, True]
+
+
+async def the_end_of_a_redirect_leaves_two_seconds_to_old_answers(stage: Stage) -> None:
+    """A worker may still take the redirect for switched on, and would hold the message back again."""
+    message_id = held_back(stage)
+    with stage.db.transaction():  # One transaction has one time.
+        stage.db.execute(sql.CLEAR_REDIRECT)
+        assert row_of(stage.db, message_id).due_in_seconds == 2
+
+
+async def the_end_of_a_redirect_leaves_a_message_that_was_attempted_since(stage: Stage) -> None:
+    message_id = held_back(stage)
+    make_due(stage.db, message_id)
+    claim(stage.db)
+    finish(stage.db, FinishRequest(message_id, 2, AttemptOutcome.RETRY, "busy", 300.0))
+    stage.db.execute(sql.CLEAR_REDIRECT)
+    assert row_of(stage.db, message_id).due_in_seconds > 3
+
+
+async def a_report_of_a_redirect_does_not_wait_for_a_row(stage: Stage) -> None:
+    """Two reports that delete the same old rows would wait for each other."""
+    holder = stage.connect()
+    stage.db.execute("INSERT INTO pgoutbox.redirect_report VALUES ('gone', now() - interval '1 day', '@example.org')")
+    holder.execute("SELECT FROM pgoutbox.redirect_report FOR UPDATE")
+    stage.db.execute("SET lock_timeout = '50ms'")
+    report = {"worker": "w", "target": "@example.org", "refused_within": None}
+    try:
+        assert stage.db.execute(sql.REPORT_REDIRECT, report).fetchall() == [("w",)]
+    except psycopg.errors.LockNotAvailable:
+        pytest.fail("the report waits")
+
+
+STOP = """
+    CREATE FUNCTION stop() RETURNS trigger LANGUAGE plpgsql AS $$
+    BEGIN
+        IF current_setting('test.stops', true) = 'yes' THEN PERFORM pg_advisory_xact_lock_shared(4711); END IF;
+        RETURN NEW;
+    END $$
+"""
+
+
+def report_presence(connection: psycopg.Connection, worker: str) -> None:
+    parameters = {"worker": worker, "queues": ["default"], "topics": ["greet"], "watched": [], "late_seconds": 60.0}
+    connection.execute(sql.REPORT_PRESENCE, parameters)
+
+
+async def two_late_reports_of_presence_do_not_deadlock(stage: Stage) -> None:
+    """Each finds the row of the other old. The gate stops the first one right before it writes its own row."""
+    gate, first, second = (stage.connect(autocommit=True) for _ in range(3))
+    stage.db.execute(STOP.encode())
+    stage.db.execute("CREATE TRIGGER stop BEFORE INSERT ON pgoutbox.worker FOR EACH ROW EXECUTE FUNCTION stop()")
+    for worker in ("first", "second"):
+        report_presence(stage.db, worker)
+    stage.db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '1 hour'")
+    gate.execute("SELECT pg_advisory_lock(4711)")
+    for connection, stops in ((first, "yes"), (second, "no")):
+        connection.execute(
+            "SELECT set_config('test.stops', %s, false), set_config('deadlock_timeout', '50ms', false)", [stops]
+        )
+    with ThreadPoolExecutor(2) as threads:
+        stopped = threads.submit(report_presence, first, "first")
+        races.until_blocked(stage.db, first, stopped)
+        other = threads.submit(report_presence, second, "second")
+        await until(lambda: other.done() or is_blocked(stage.db, second))
+        gate.execute("SELECT pg_advisory_unlock(4711)")
+    assert (stopped.exception(), other.exception()) == (None, None)
+
+
+def is_blocked(db: psycopg.Connection, other: psycopg.Connection) -> bool:
+    pids = db.execute("SELECT pg_blocking_pids(%s)", [other.info.backend_pid]).fetchone()
+    return pids is not None and bool(pids[0])
+
+
+async def a_cancelled_head_of_an_ordering_key_wakes_an_idle_worker(stage: Stage) -> None:
+    head, idle = enqueue(stage.db, ordering_key="k", available_at=tomorrow()), stage.connect(autocommit=True)
+    idle.execute("SELECT pg_advisory_lock(1885826146, hashtext('default'))")
+    assert announced(stage, lambda: cancel(stage.db, head)) == ["default"]
+
+
+async def a_message_that_has_failed_again_is_not_dismissed(stage: Stage) -> None:
+    message_id = put(stage.db, State.FAILED)
+    before = row_of(stage.db, message_id).attempt_count - 1
+    stage.db.execute("SELECT pgoutbox.dismiss(%s, 'spam', %s)", [[message_id], [before]])
+    assert state_of(stage.db, message_id) == "failed"
+
+
+async def a_dismissal_does_not_wait_for_a_redrive(stage: Stage) -> None:
+    message_id, operator = put(stage.db, State.FAILED), stage.connect()
+    assert redrive(operator, message_id)
+    stage.db.execute("SET lock_timeout = '50ms'")
+    try:
+        stage.db.execute("SELECT pgoutbox.dismiss(%s, 'spam')", [[message_id]])
+    except psycopg.errors.LockNotAvailable:
+        pytest.fail("the dismissal waits")
+
+
+async def a_rate_does_not_evade_a_ceiling_that_commits_meanwhile(stage: Stage) -> None:
+    """Both write the first row of the queue. The operator sees none, and waits for that of the owner."""
+    owner, operator = stage.connect(), stage.connect(autocommit=True)
+    owner.execute(sql.LIMIT_CEILING, {"queue": "mail", "count": 60, "seconds": 3600.0})
+    rate = {"queue": "mail", "count": 61, "seconds": 3600.0, "burst": 5}
+    blocked: asyncio.Task[object] = asyncio.create_task(asyncio.to_thread(operator.execute, sql.LIMIT_RATE, rate))
+    await until_blocked(stage.db, blocked)
+    owner.commit()
+    with contextlib.suppress(psycopg.errors.CheckViolation):
+        await blocked
+    assert stage.db.execute("SELECT rate_count FROM pgoutbox.queue").fetchall() == [(60,)]
+
+
+async def a_ceiling_lowers_a_rate_that_commits_meanwhile(stage: Stage) -> None:
+    owner, operator = stage.connect(autocommit=True), stage.connect()
+    operator.execute(sql.LIMIT_RATE, {"queue": "mail", "count": 61, "seconds": 3600.0, "burst": 61})
+    ceiling = {"queue": "mail", "count": 60, "seconds": 3600.0}
+    blocked: asyncio.Task[object] = asyncio.create_task(asyncio.to_thread(owner.execute, sql.LIMIT_CEILING, ceiling))
+    await until_blocked(stage.db, blocked)
+    operator.commit()
+    await blocked
+    assert stage.db.execute("SELECT rate_count, burst FROM pgoutbox.queue").fetchall() == [(60, 60)]
 
 
 # --- the rule `pending` -----------------------------------------------------------------------------------------------
@@ -721,28 +1083,12 @@ async def claims_of_new_messages_do_not_miss_a_late_commit(stage: Stage) -> None
         assert delivered.is_set()
 
 
-async def a_worker_that_claims_new_messages_wakes_for_a_scheduled_one(stage: Stage) -> None:
-    outbox = Outbox(settings_for(stage.dsn))
-
-    @outbox.handler("greet")
-    async def greet(message: Message, ctx: Context) -> None: ...
-
-    worker = WatchedWorker(outbox)
-    async with running(worker):
-        await worker.sleeping.wait()
-        # The worker knows which messages are new once the transactions of other tests, which were open before, have
-        # ended.
-        while worker._queues.arrivals.seen_id is None:
-            worker.sleeping.clear()
-            message_id = enqueue(stage.db)
-            await until(partial(is_sent, stage.db, message_id))
-            await worker.sleeping.wait()
-        enqueue(stage.db, available_at=datetime.now(UTC) + timedelta(minutes=10))
-        try:
-            async with asyncio.timeout(10):
-                await until(lambda: (worker.sleep_seconds or 3600) <= 600)
-        except TimeoutError:
-            pytest.fail("the worker sleeps until the next poll")
+async def a_scheduled_message_beyond_the_seen_id_has_a_due_time(stage: Stage) -> None:
+    """The claim of new messages finds it only when it is due, so the worker has to know when that is."""
+    enqueue(stage.db, available_at=datetime.now(UTC) + timedelta(minutes=10))
+    parameters = {"queues": ["default"], "since_seconds": 0, "others_since_seconds": 0, "seen_id": 0}
+    (row,) = stage.db.execute(sql.NEXT_DUE, parameters).fetchall()
+    assert DueRow._make(row[: len(DueRow._fields)]).first_due_seconds is not None
 
 
 def is_sent(db: psycopg.Connection, message_id: int) -> bool:
@@ -878,13 +1224,31 @@ OWN_RULE = """
                 )"""
 
 
-def no_guard_in_function(name: str, part: str) -> Mutation:
+def no_guard_in_function(name: str, part: str, instead: str = "") -> Mutation:
     """Return the function of this name without this part."""
 
     def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-        redefine(stage, name, part, "")
+        redefine(stage, name, part, instead)
 
     return mutate
+
+
+def no_check_of_isolation(name: str) -> Mutation:
+    """Return the function of this name, which treats every transaction as read committed."""
+    return no_guard_in_function(name, "<> 'read committed'", "= 'none'")
+
+
+def notifies_like_an_enqueue(name: str) -> Mutation:
+    """Return the function of this name, which notifies only a worker with the wake-up lock."""
+    return no_guard_in_function(name, "_wake_all_workers", "_notify_workers")
+
+
+def no_ceiling_for_updates(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    """Check only new rows of queues."""
+    stage.db.execute(
+        "CREATE OR REPLACE TRIGGER queue_ceiling BEFORE INSERT ON pgoutbox.queue"
+        " FOR EACH ROW EXECUTE FUNCTION pgoutbox._check_limits()"
+    )
 
 
 KEYS_IN_ORDER = "ORDER BY d.coalesce_key, CASE WHEN d.coalesce_key IS NOT NULL THEN d.topic END"
@@ -964,7 +1328,7 @@ def no_memory_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     """Make an enqueue only check whether the bell is armed, and release the lock before its row is visible."""
     lock = "NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue))"
-    looks = f"EXISTS (SELECT FROM {ADVISORY_LOCKS} WHERE l.mode = 'ExclusiveLock')"
+    looks = f"EXISTS (SELECT FROM {races.ADVISORY_LOCKS} WHERE l.mode = 'ExclusiveLock')"
     redefine(stage, "_enqueue_receipt", lock, looks)
 
 
@@ -1047,6 +1411,16 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_worker_ends_an_attempt_in_its_name_that_it_does_not_run,
         no_part_in_claims(" OR m.id <> ALL (%(in_flight)s::bigint[])"),
     ),
+    (
+        "state in finish",
+        a_repeated_finish_does_not_end_a_redriven_message,
+        newer_in("FINISH_IF_HELD", ("m.state = 'sending' AND ", "")),
+    ),
+    (
+        "state in finish sent",
+        a_message_that_is_pending_again_is_not_finished_as_sent,
+        newer_in("FINISH_SENT_IF_HELD", ("AND m.state = 'sending'\n", "")),
+    ),
     ("state in forget", a_message_that_is_pending_again_is_not_deleted, no_state_in_forget),
     ("rule in forget", a_removed_rule_has_no_effect_from_its_commit_on, no_check_of_the_rule_in_forget),
     ("own rule in forget", a_topics_own_rule_holds, no_guard_in_function("_forget_sent", OWN_RULE_IN_FORGET)),
@@ -1077,6 +1451,29 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         "large payload of its message in prune",
         pruning_skips_the_large_payload_of_another_message,
         no_guard_in_function("_delete_messages", " AND g.has_large_payload"),
+    ),
+    (
+        "large payload of its message in an erasure",
+        erasing_skips_the_large_payload_of_another_message,
+        no_guard_in_function("_erase", " AND (g.one ->> 'is_large')::boolean"),
+    ),
+    (
+        "locked breaker in an erasure",
+        an_erasure_does_not_wait_for_a_breaker,
+        no_guard_in_function("_erase", "FOR UPDATE SKIP LOCKED) AS locked", "FOR UPDATE) AS locked"),
+    ),
+    (
+        "content of a message in prune",
+        a_content_that_a_message_refers_to_is_not_pruned,
+        no_guard_in_function(
+            "_prune_content",
+            " AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.content_id = p.id LIMIT 1) IS NULL",
+        ),
+    ),
+    (
+        "order of locks of an erasure",
+        an_erasure_that_waits_for_a_retirement_does_not_block_it,
+        no_guard_in_function("_erase", "LOCK TABLE pgoutbox.retired IN SHARE MODE;"),
     ),
     (
         "large payload of its message in a retired partition",
@@ -1128,6 +1525,103 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         no_check_for_freed_keys,
     ),
     ("supersession in finish", an_older_attempt_is_not_retried_after_a_newer_message, no_supersession_in_finish),
+    (
+        "superseded before due: due",
+        a_due_message_is_left_to_its_claim,
+        no_guard_in_function("_skip_superseded", " AND m.available_at > clock_timestamp()"),
+    ),
+    (
+        "superseded before due: clock",
+        a_message_that_fell_due_during_the_transaction_is_left_to_its_claim,
+        no_guard_in_function("_skip_superseded", "m.available_at > clock_timestamp()", "m.available_at > now()"),
+    ),
+    (
+        "superseded before due: lock",
+        an_enqueue_does_not_wait_for_a_scheduled_message,
+        no_guard_in_function("_skip_superseded", " SKIP LOCKED"),
+    ),
+    (
+        "superseded before due: isolation",
+        an_enqueue_with_an_older_snapshot_than_a_claim_succeeds,
+        no_check_of_isolation("_skip_superseded"),
+    ),
+    (
+        "max_delay: lock on the key",
+        a_producer_waits_since_a_concurrent_first_message,
+        no_guard_in_function("_waiting_since", "\n    FOR UPDATE"),
+    ),
+    (
+        "cancel: older snapshot",
+        a_cancel_with_an_older_snapshot_than_a_redrive_is_refused,
+        no_check_of_isolation("_try_cancel"),
+    ),
+    (
+        "cancel: locked row",
+        a_cancel_does_not_wait_for_a_row,
+        no_guard_in_function("_try_cancel", "UPDATE SKIP LOCKED", "UPDATE"),
+    ),
+    (
+        "dedupe: second look at a freed key",
+        a_dedupe_key_stays_with_a_message_that_is_redriven_meanwhile,
+        no_guard_in_function("_take_dedupe_key", "            CONTINUE WHEN NOT pgoutbox._has_freed_key(known_id);\n"),
+    ),
+    (
+        "dedupe: superseded message",
+        a_superseded_message_keeps_its_dedupe_key,
+        no_guard_in_function("_has_freed_key", " AND m.superseded_by IS NULL"),
+    ),
+    ("redrive: search", a_redrive_makes_workers_search, notifies_like_an_enqueue("redrive")),
+    ("reschedule: search", a_reschedule_makes_workers_search, notifies_like_an_enqueue("reschedule")),
+    ("dismiss: search", a_dismissal_makes_workers_search_behind_a_halted_key, notifies_like_an_enqueue("dismiss")),
+    (
+        "cancel: messages behind it",
+        a_cancelled_head_of_an_ordering_key_wakes_an_idle_worker,
+        no_guard_in_function("_try_cancel", "ordered_queue IS NOT NULL", "false"),
+    ),
+    (
+        "dismiss: attempt count",
+        a_message_that_has_failed_again_is_not_dismissed,
+        no_guard_in_function("dismiss", "WHERE m.attempt_count = coalesce(a.attempt_count, m.attempt_count)"),
+    ),
+    (
+        "dismiss: locked row",
+        a_dismissal_does_not_wait_for_a_redrive,
+        no_guard_in_function("dismiss", " SKIP LOCKED"),
+    ),
+    ("redirect: search", the_end_of_a_redirect_makes_workers_search, notifies_like_an_enqueue("clear_redirect")),
+    (
+        "redirect: locked row",
+        the_end_of_a_redirect_does_not_wait_for_a_row,
+        no_guard_in_function("clear_redirect", " SKIP LOCKED"),
+    ),
+    (
+        "redirect: old answers",
+        the_end_of_a_redirect_leaves_two_seconds_to_old_answers,
+        no_guard_in_function(
+            "clear_redirect", "SET available_at = now() + interval '2 seconds'", "SET available_at = now()"
+        ),
+    ),
+    (
+        "redirect: attempts since",
+        the_end_of_a_redirect_leaves_a_message_that_was_attempted_since,
+        no_guard_in_function("clear_redirect", " AND a.attempt_count = m.attempt_count"),
+    ),
+    (
+        "redirect: locked report",
+        a_report_of_a_redirect_does_not_wait_for_a_row,
+        newer_in("REPORT_REDIRECT", ("FOR UPDATE SKIP LOCKED", "")),
+    ),
+    (
+        "presence: own row first",
+        two_late_reports_of_presence_do_not_deadlock,
+        newer_in("REPORT_PRESENCE", ("CROSS JOIN reported AS r\n", ""), ("r.name\n", "%(worker)s::text\n")),
+    ),
+    (
+        "ceiling: concurrent rate",
+        a_rate_does_not_evade_a_ceiling_that_commits_meanwhile,
+        no_ceiling_for_updates,
+    ),
+    ("ceiling: concurrent ceiling", a_ceiling_lowers_a_rate_that_commits_meanwhile, no_ceiling_for_updates),
     ("rule pending: lock on the newer message", an_attempt_begins_after_every_commit, no_lock_on_the_newer),
     (
         "rule pending: lock on the newer message, all lanes",
@@ -1194,7 +1688,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ),
     (
         "scheduled messages beyond the seen id",
-        a_worker_that_claims_new_messages_wakes_for_a_scheduled_one,
+        a_scheduled_message_beyond_the_seen_id_has_a_due_time,
         no_check_of_scheduled_messages,
     ),
     ("read committed", concurrent_claims_succeed_under_a_strict_default_isolation, no_pinned_isolation),

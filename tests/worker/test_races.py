@@ -19,7 +19,6 @@ from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import Operator, ResendResult
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
-from pgoutbox.worker.claim_planner import parse_queues
 from tests.support import races
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
@@ -350,7 +349,7 @@ async def test_a_successor_is_delivered_as_soon_as_its_predecessor_has_ended(
     with reports() as heard:
         async with (
             running(WatchedWorker(outbox())),
-            running(second := WatchedWorker(outbox(), queues=parse_queues(["bulk"]))),
+            running(second := WatchedWorker(outbox(), queues=["bulk"])),
         ):
             await started.wait()
             await second.asleep.wait()
@@ -388,7 +387,7 @@ async def test_a_successor_follows_when_another_workers_claim_ends_its_lost_pred
     older = enqueue(db, coalesce_key="k")
     assert ids_in_flight(claim(db, worker="lost")) == [older]
     newer = enqueue(db, coalesce_key="k", queue="bulk")
-    async with running(sleeper := WatchedWorker(outbox(), queues=parse_queues(["bulk"]))):
+    async with running(sleeper := WatchedWorker(outbox(), queues=["bulk"])):
         await sleeper.asleep.wait()
         lapse(db, older)
         async with running(Worker(outbox())):

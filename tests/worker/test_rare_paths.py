@@ -14,7 +14,7 @@ from pgoutbox import Context, Message, Outbox, RetryPolicy, Sent, Transient
 from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import Operator, Rate
-from pgoutbox.worker import QueueShare, Worker
+from pgoutbox.worker import Worker
 from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.outbox_actions import (
     WatchedWorker,
@@ -275,7 +275,7 @@ async def test_a_message_that_waited_in_another_queue_for_its_predecessor_wakes_
 
     enqueue(db, coalesce_key="k", queue="slow")
     other = WatchedWorker(quick(dsn))
-    async with running(Worker(slow, queues=[QueueShare("slow")])), running(other):
+    async with running(Worker(slow, queues=["slow"])), running(other):
         await has_begun.wait()
         await other.asleep.wait()
         newer = enqueue(db, coalesce_key="k")

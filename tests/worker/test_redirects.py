@@ -408,19 +408,45 @@ async def test_mail_held_back_in_a_blackout_goes_out_by_itself_when_the_redirect
     assert {outcome for _, outcome, _ in attempts_of(db, message_id)} == {"snoozed"}
 
 
+def test_switching_on_again_replaces_the_target_and_the_end(db: psycopg.Connection) -> None:
+    db.execute("SELECT pgoutbox.set_redirect('a@example.org', '1 hour')")
+    db.execute("SELECT pgoutbox.set_redirect('b@example.org')")
+    assert db.execute("SELECT target, until_at FROM pgoutbox.redirect").fetchall() == [("b@example.org", None)]
+
+
+def record_attempt(db: psycopg.Connection, message_id: int, attempt_count: int, code: str) -> None:
+    """Record an attempt that postponed its message for an hour."""
+    db.execute(
+        "UPDATE pgoutbox.message SET attempt_count = %s, available_at = now() + interval '1 h' WHERE id = %s",
+        (attempt_count, message_id),
+    )
+    db.execute(
+        "INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, reason_code)"
+        " VALUES (%s, %s, 'snoozed', 'w', now(), now(), %s)",
+        (message_id, attempt_count, code),
+    )
+
+
+def test_one_call_wakes_a_limited_number_of_messages_and_the_operator_repeats_it(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    for _ in range(3):
+        record_attempt(db, enqueue(db), 1, "redirect")
+    assert db.execute("SELECT message_count FROM pgoutbox.clear_redirect(at_most => 1)").fetchall() == [(1,)]
+    with Operator(dsn) as operator:
+        assert operator.clear_redirect().message_count == 2
+
+
 def test_switching_off_leaves_other_waiting_messages_alone(dsn: str, db: psycopg.Connection) -> None:
-    held, retried = enqueue(db), enqueue(db)
-    db.execute("UPDATE pgoutbox.message SET attempt_count = 1, available_at = now() + interval '1 h'")
-    for message_id, code in ((held, "redirect"), (retried, "unavailable")):
-        db.execute(
-            "INSERT INTO pgoutbox.attempt"
-            " (message_id, attempt_count, outcome, worker, started_at, ended_at, reason_code)"
-            " VALUES (%s, 1, 'snoozed', 'w', now(), now(), %s)",
-            (message_id, code),
-        )
+    held, retried, retried_since = enqueue(db), enqueue(db), enqueue(db)
+    attempts = [(held, 1, "redirect"), (retried, 1, "unavailable")]
+    attempts += [(retried_since, 1, "redirect"), (retried_since, 2, "unavailable")]
+    for attempt in attempts:
+        record_attempt(db, *attempt)
     with Operator(dsn) as operator:
         assert operator.clear_redirect() == ClearedRedirect(was_on=False, message_count=1)
-    assert (row_of(db, held).due_in_seconds < 3, row_of(db, retried).due_in_seconds > 3000) == (True, True)
+    due_soon = [row_of(db, message_id).due_in_seconds < 3 for message_id in (held, retried, retried_since)]
+    assert due_soon == [True, False, False]
 
 
 # --- contents other than e-mail ---------------------------------------------------------------------------------------

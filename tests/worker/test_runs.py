@@ -6,8 +6,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from psycopg.types.json import Jsonb
 
 from pgoutbox import Context, Email, Message, Outbox, Permanent, RetryPolicy, Skip, Transient
+from pgoutbox.database import sql
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
@@ -91,6 +93,13 @@ async def test_runs_continue_the_count_of_failures_until_a_success(dsn: str, db:
         assert (row_of(db, message_id).state, failures_of(db)) == ("sent", {})
 
 
+async def test_a_first_run_without_failures_records_none(dsn: str, db: psycopg.Connection) -> None:
+    async with line_host(Mood.TAKE) as host:
+        message_id = enqueue(db, destination=host.destination)
+        await line_worker(dsn).run_once()
+    assert (row_of(db, message_id).state, failures_of(db)) == ("sent", {})
+
+
 async def test_a_run_leaves_the_count_of_destinations_that_it_does_not_use(dsn: str, db: psycopg.Connection) -> None:
     async with line_host(Mood.DROP) as dead, line_host(Mood.TAKE) as good:
         enqueue(db, destination=dead.destination)
@@ -98,6 +107,14 @@ async def test_a_run_leaves_the_count_of_destinations_that_it_does_not_use(dsn: 
         sent = enqueue(db, destination=good.destination)
         await line_worker(dsn).run_once()
         assert (row_of(db, sent).state, failures_of(db)) == ("sent", {dead.key: 1})
+
+
+def test_destinations_that_are_never_used_again_do_not_pile_up(rolled_back: psycopg.Connection) -> None:
+    """A destination keeps its count until a run uses it again."""
+    parameters = {"worker": "w", "failures": Jsonb({f"smtp {number:090}": 1 for number in range(1_100)})}
+    rolled_back.execute(sql.END_RUN, parameters)
+    rolled_back.execute(sql.END_RUN, parameters | {"failures": Jsonb({"smtp": 2})})
+    assert failures_of(rolled_back) == {"smtp": 2}
 
 
 async def test_each_failed_run_after_the_pause_doubles_it_even_if_runs_are_hours_apart(
@@ -170,6 +187,12 @@ async def test_a_run_records_its_end_and_the_time_since_the_last_one(outbox: Out
     await second.drain()
     ((name, seconds),) = db.execute("SELECT worker, interval_seconds FROM pgoutbox.worker_run").fetchall()
     assert (name, round(seconds / 3600)) == (second.name, 1)
+    was_now = "SELECT abs(extract(epoch FROM now() - ended_at)) < 1800, interval_seconds FROM pgoutbox.worker_run"
+    assert db.execute(was_now).fetchall() == [(True, seconds)]
+    # The server's clock has been set back since the last run.
+    db.execute("UPDATE pgoutbox.worker_run SET ended_at = ended_at + interval '1 hour'")
+    await second.drain()
+    assert db.execute(was_now).fetchall() == [(True, 0)]
 
 
 async def test_a_worker_that_keeps_running_hands_no_failures_on(dsn: str, db: psycopg.Connection) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -24,6 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from pgoutbox import RescheduleResult
 from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
 from pgoutbox.operations import Operator
@@ -167,9 +169,12 @@ class Outboxes(RuleBasedStateMachine):
         rows = claim(self.db, worker=worker, total=total, suspect_limit=suspect_limit, fresh_only=fresh_only)
         expected = [message for message in self._claimable() if not fresh_only or message.attempt_count == 0]
         suspects = {message.id for message in expected if self._is_suspect(message)}
-        assert {row.id for row in rows} <= {message.id for message in expected}
-        assert len(suspects & {row.id for row in rows}) <= suspect_limit
-        assert len(rows) == min(total, len(expected) - len(suspects) + min(suspect_limit, len(suspects)))
+        freed = set() if fresh_only else self._freed_by_endings()
+        claimed = {row.id for row in rows}
+        assert claimed <= {message.id for message in expected} | freed
+        assert len(suspects & claimed) <= suspect_limit
+        count = len(expected) - len(suspects) + min(suspect_limit, len(suspects))
+        assert min(total, count) <= len(rows) <= min(total, count + len(freed))
         for row in rows:
             self._judge(self.messages[row.id], worker)
         return multiple(*(Attempt(row.id, row.attempt_count, worker) for row in rows if row.state == State.SENDING))
@@ -189,6 +194,23 @@ class Outboxes(RuleBasedStateMachine):
             if message.key is None or not in_flight or self._is_superseded(message):
                 found.append(message)
         return found
+
+    def _freed_by_endings(self) -> set[int]:
+        """Return due messages that wait only for lost attempts that a claim ends. The same claim may begin them."""
+        if self.is_paused:
+            return set()
+        return {
+            message.id
+            for message in self.messages.values()
+            if message.state is State.PENDING
+            and message.due
+            and message.key is not None
+            and all(
+                other.lapsed and not self._is_suspect(other)
+                for other in self.messages.values()
+                if other.state is State.SENDING and other.key == message.key
+            )
+        } - {message.id for message in self._claimable()}
 
     def _is_suspect(self, message: Model) -> bool:
         """Return whether its attempt was lost and it is to be retried."""
@@ -324,6 +346,35 @@ class Outboxes(RuleBasedStateMachine):
             message.due = True
             message.cancel_requested = False
             message.max_attempts = message.attempt_count + MAX_ATTEMPTS
+
+    @precondition(lambda self: self.messages)
+    @rule(choice=st.integers(0, 99), is_later=st.booleans())
+    def reschedule(self, choice: int, *, is_later: bool) -> None:
+        """Make one message due now or tomorrow, as an operator."""
+        message = self._one(choice)
+        expected = RescheduleResult.RESCHEDULED
+        if message.state is not State.PENDING:
+            expected = RescheduleResult.WRONG_STATE
+        elif self._is_superseded(message):
+            expected = RescheduleResult.SUPERSEDED
+        elif message.expired:
+            expected = RescheduleResult.EXPIRES
+        elif message.ended_by is not None:
+            expected = RescheduleResult.LOCKED
+        due_at = datetime.now(UTC) + timedelta(days=1) if is_later else None
+        assert Operator(self.db).reschedule(message.id, due_at).result is expected
+        if expected is RescheduleResult.RESCHEDULED:
+            message.due = not is_later
+
+    @precondition(lambda self: self.messages)
+    @rule(choice=st.integers(0, 99))
+    def dismiss(self, choice: int) -> None:
+        """Dismiss one message as an operator."""
+        message = self._one(choice)
+        can_be = message.state is State.FAILED
+        assert Operator(self.db).dismiss(message.id, "nobody needs it").is_done == can_be
+        if can_be:
+            self._end(message, State.SKIPPED)
 
     @rule()
     def pause_or_resume(self) -> None:

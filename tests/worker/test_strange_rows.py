@@ -32,7 +32,11 @@ STRANGE = [
     *(f"{column} = {value}" for column in NUMBERS for value in (-1, 0, 2**31 - 2, 2**31 - 1)),
     *(f"{column} = {value}" for column in TEXTS for value in ("''", "chr(1) || chr(1114111)", "repeat('x', 2000)")),
     *(f"{column} = {value}::jsonb" for column in ("payload", "headers") for value in DOCUMENTS),
-    *(f"{column} = {value}" for column in ("content_id", "resend_of") for value in (-(2**63), 0, 2**63 - 1)),
+    *(
+        f"{column} = {value}"
+        for column in ("content_id", "resend_of", "failure_of")
+        for value in (-(2**63), 0, 2**63 - 1)
+    ),
     "topic = ''",
     "payload = NULL",
     "max_attempts = 2147483647, attempt_budget = 1",
