@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -16,7 +18,6 @@ from urllib.parse import quote, urlencode
 
 import psycopg
 import pytest
-from pytest_postgresql import factories
 from pytest_postgresql.janitor import DatabaseJanitor
 
 from pgoutbox import Outbox, migrate
@@ -27,9 +28,8 @@ from tests.support.outbox_actions import settings_for
 from tests.support.pooler import pooled
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
-
-    from pytest_postgresql.executors import NoopExecutor
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from datetime import date
 
 # A statement that unexpectedly waits for a lock fails instead of hanging. Tests that expect the wait use a longer
 # limit, because the lock may be released slowly.
@@ -112,11 +112,18 @@ def server() -> Iterator[Server]:
         yield found
 
 
-def _migrate(*, host: str, port: int, user: str, password: str | None, dbname: str, autocommit: bool) -> None:
-    migrate.upgrade(Server(host, port, user, password, dbname).dsn_for(dbname))
+@pytest.fixture(scope="session")
+def template_of_today(server: Server) -> Iterator[Callable[[], str]]:
+    """Return the name of a migrated database. Each day has its own: which partitions exist depends on the day."""
+    with ExitStack() as stack:
 
+        @cache
+        def template_of(_: date) -> str:
+            database = stack.enter_context(server.database())
+            migrate.upgrade(server.dsn_for(database.dbname))
+            return str(database.dbname)
 
-migrated = factories.postgresql_noproc(depends_on="server", dbname=DATABASE_PREFIX, load=[_migrate])
+        yield lambda: template_of(datetime.now(UTC).date())
 
 
 @pytest.fixture
@@ -127,9 +134,9 @@ def empty_dsn(server: Server) -> Iterator[str]:
 
 
 @pytest.fixture
-def dsn(server: Server, migrated: NoopExecutor) -> Iterator[str]:
+def dsn(server: Server, template_of_today: Callable[[], str]) -> Iterator[str]:
     """Return the DSN of a new migrated database that only this test uses."""
-    with server.database(template=migrated.template_dbname) as database:
+    with server.database(template=template_of_today()) as database:
         yield server.dsn_for(database.dbname)
 
 
@@ -166,9 +173,9 @@ def connection(connect: Connect) -> psycopg.Connection:
 
 
 @pytest.fixture(scope="session")
-def shared_dsn(server: Server, migrated: NoopExecutor) -> Iterator[str]:
+def shared_dsn(server: Server, template_of_today: Callable[[], str]) -> Iterator[str]:
     """Return the DSN of the migrated database that all tests with `rolled_back` share."""
-    with server.database(template=migrated.template_dbname) as database:
+    with server.database(template=template_of_today()) as database:
         yield server.dsn_for(database.dbname)
 
 

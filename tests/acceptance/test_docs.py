@@ -44,8 +44,6 @@ from tools import generate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_postgresql.executors import NoopExecutor
-
     from tests.conftest import Server
 
 # --- pages ------------------------------------------------------------------------------------------------------------
@@ -318,10 +316,10 @@ def test_named_make_targets_exist() -> None:
 
 
 @pytest.fixture(scope="module")
-def history(server: Server, migrated: NoopExecutor) -> Iterator[psycopg.Connection]:
+def history(server: Server, template_of_today: Callable[[], str]) -> Iterator[psycopg.Connection]:
     """Create a database with matching rows for every query."""
     with (
-        server.database(template=migrated.template_dbname) as database,
+        server.database(template=template_of_today()) as database,
         psycopg.connect(server.dsn_for(database.dbname)) as connection,
     ):
         put(connection, State.SENT, topic="mail.welcome", destination="mailto:ada@example.org")

@@ -27,10 +27,9 @@ from tests.support.web_server import OPERATOR_TOKEN, VIEWER_TOKEN, serving, web_
 from tools import screenshots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Page, Request
-    from pytest_postgresql.executors import NoopExecutor
 
     from pgoutbox import Outbox
     from pgoutbox.dashboard.dashboard import Dashboard
@@ -140,9 +139,9 @@ def site_with_topics(dsn: str, browser: Browser) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
-def shop_dsn(server: Server, migrated: NoopExecutor) -> Iterator[str]:
+def shop_dsn(server: Server, template_of_today: Callable[[], str]) -> Iterator[str]:
     """Return the DSN of a database with an hour of a shop's traffic, for reading only."""
-    with server.database(template=migrated.template_dbname) as database:
+    with server.database(template=template_of_today()) as database:
         dsn = server.dsn_for(database.dbname)
         with psycopg.connect(dsn) as connection:
             screenshots.fill(connection)

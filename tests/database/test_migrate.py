@@ -29,8 +29,6 @@ from tests.support.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_postgresql.executors import NoopExecutor
-
 CATALOG = """
     SELECT 'column' AS kind,
            format('%s.%s', c.relname, a.attname) AS name,
@@ -270,9 +268,9 @@ class TestRoles:
     separate server."""
 
     @pytest.fixture
-    def owner_dsn(self, migrated: NoopExecutor, empty_dsn: str) -> Iterator[str]:
-        """Create an owner of a database on a server with the roles; the owner may create no roles, and is not a
-        superuser."""
+    def owner_dsn(self, dsn: str, empty_dsn: str) -> Iterator[str]:
+        """Create an owner of a database on a server with the roles, which the other database brings. The owner may
+        create no roles, and is not a superuser."""
         with login(empty_dsn) as owner, psycopg.connect(empty_dsn, autocommit=True) as superuser:
             name = psycopg.conninfo.conninfo_to_dict(owner)["user"]
             database = composable.Identifier(superuser.info.dbname)

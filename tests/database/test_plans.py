@@ -20,9 +20,7 @@ from pgoutbox.database.worker_connection import timeouts
 from pgoutbox.settings import load_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from pytest_postgresql.executors import NoopExecutor
+    from collections.abc import Callable, Mapping
 
     from tests.conftest import Server
 
@@ -151,9 +149,11 @@ class Plan:
 
 
 @pytest.fixture(scope="module", params=["analyzed", "never analyzed"])
-def filled(server: Server, migrated: NoopExecutor, request: pytest.FixtureRequest) -> Iterator[psycopg.Connection]:
+def filled(
+    server: Server, template_of_today: Callable[[], str], request: pytest.FixtureRequest
+) -> Iterator[psycopg.Connection]:
     """Open a worker's session on a database with many finished rows and a backlog."""
-    with server.database(template=migrated.template_dbname) as database:
+    with server.database(template=template_of_today()) as database:
         connection = psycopg.connect(server.dsn_for(database.dbname), autocommit=True)
         with connection:
             connection.execute("ALTER TABLE pgoutbox.message_live SET (autovacuum_enabled = off)")
@@ -171,9 +171,9 @@ def filled(server: Server, migrated: NoopExecutor, request: pytest.FixtureReques
 
 
 @pytest.fixture(scope="module")
-def empty(server: Server, migrated: NoopExecutor) -> Iterator[psycopg.Connection]:
+def empty(server: Server, template_of_today: Callable[[], str]) -> Iterator[psycopg.Connection]:
     """Open a worker's session on a database whose statistics say that there are no messages."""
-    with server.database(template=migrated.template_dbname) as database:
+    with server.database(template=template_of_today()) as database:
         connection = psycopg.connect(server.dsn_for(database.dbname), autocommit=True)
         with connection:
             connection.execute("VACUUM (ANALYZE) pgoutbox.message_live")
