@@ -182,20 +182,22 @@ async def test_a_target_that_is_not_an_address_holds_email_back(dsn: str, db: ps
 
 
 @pytest.mark.parametrize(
-    ("arguments", "field"),
+    ("function", "arguments", "field"),
     [
-        ("'tester'", "target"),
-        ("NULL", "target"),
-        ("'a b@c'", "target"),
-        ("'a@b@c'", "target"),
-        ("'@c', '0 s'", "duration"),
+        ("set_redirect", "'tester'", "target"),
+        ("set_redirect", "NULL", "target"),
+        ("set_redirect", "'a b@c'", "target"),
+        ("set_redirect", "'a@b@c'", "target"),
+        ("set_redirect", "'@c', '0 s'", "duration"),
+        ("clear_redirect", "0", "at_most"),
+        ("clear_redirect", "NULL", "at_most"),
     ],
 )
-def test_the_sql_function_refuses_a_wrong_argument_by_name(db: psycopg.Connection, arguments: str, field: str) -> None:
-    with pytest.raises(
-        psycopg.errors.InvalidParameterValue, match=f"pgoutbox.set_redirect: {field}: must be"
-    ) as caught:
-        db.execute(f"SELECT pgoutbox.set_redirect({arguments})".encode())
+def test_the_sql_functions_refuse_a_wrong_argument_by_name(
+    db: psycopg.Connection, function: str, arguments: str, field: str
+) -> None:
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match=f"pgoutbox.{function}: {field}: must be") as caught:
+        db.execute(f"SELECT pgoutbox.{function}({arguments})".encode())
     assert caught.value.diag.column_name == field
 
 

@@ -11,6 +11,11 @@ AS $function$
 DECLARE
     woken text[];
 BEGIN
+    IF (clear_redirect.at_most >= 1) IS NOT TRUE THEN
+        RAISE EXCEPTION USING
+            ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = 'at_most',
+            MESSAGE = 'pgoutbox.clear_redirect: at_most: must be at least 1';
+    END IF;
     WITH cleared AS (
         DELETE FROM pgoutbox.redirect AS r
         RETURNING (r.until_at > clock_timestamp()) IS NOT FALSE AS was_on
