@@ -39,10 +39,11 @@ def subjects(inbox: Inbox) -> dict[str, list[str]]:
 
 
 def used_attempts(dsn: str) -> list[int]:
-    """Return the number of used attempts of each text message that waits. A snooze gives its attempt back."""
+    """Return the number of used attempts of each text message that waits. A snooze gives its attempt back, so the
+    attempt of a probe in flight does not count."""
     with psycopg.connect(dsn) as connection:
         rows = connection.execute(
-            "SELECT topic, max_attempts - attempt_count FROM pgoutbox.message"
+            "SELECT topic, max_attempts - attempt_count + (state = 'sending')::integer FROM pgoutbox.message"
             " WHERE state <> 'sent' AND destination LIKE 'sms:%'"
         )
         policies = {topic.name: topic.retry for topic in (URGENT, ROUTINE)}
