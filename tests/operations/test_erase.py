@@ -381,6 +381,33 @@ def test_rows_that_outlived_their_message_are_erased_by_its_id(db: psycopg.Conne
     assert Operator(db).erase(ids=gone).results == dict.fromkeys(gone, "missing")
 
 
+async def test_the_key_of_a_message_that_was_deleted_as_it_was_sent_is_erased_by_its_owner(
+    outbox: Outbox, db: psycopg.Connection, dsn: str
+) -> None:
+    @outbox.handler("mail")
+    async def mail(message: Message, ctx: Context) -> None:
+        """Send nothing."""
+
+    operator = Operator(db)
+    operator.set_retention("mail", "sent", timedelta())
+
+    def welcome(name: str, owner: str | None) -> int:
+        return enqueue(db, "mail", owner=owner, dedupe_key=f"welcome-{name}")
+
+    mine, other, nobodys = welcome("lovelace", OWNER), welcome("babbage", "other"), welcome("turing", None)
+    await Worker(outbox).run_once()
+    assert count(db, "message") == 0
+    operator.redrive_all(MessageFilter(key="welcome-lovelace"))  # The audit has the key, too.
+    assert operator.mentions(OWNER) == [Mention("dedupe", "owner", mine)]
+    assert operator.erase(owner=OWNER).results == {mine: "erased"}
+    dump = dump_of(dsn)
+    assert [text for text in ("lovelace", OWNER, "babbage", "turing") if text in dump] == ["babbage", "turing"]
+    assert [act.action for act in operator.list_acts(message_id=mine)] == [Action.ERASE]
+    kept = db.execute("SELECT message_id, owner FROM pgoutbox.dedupe ORDER BY message_id").fetchall()
+    assert kept == [(other, "other"), (nobodys, None)]
+    assert operator.erase(owner=OWNER).results == {}
+
+
 def test_the_copies_of_an_erased_message_are_named(db: psycopg.Connection) -> None:
     sent = put(db, State.SENT)
     copy = Operator(db).resend(sent).other_id

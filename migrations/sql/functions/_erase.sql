@@ -27,6 +27,7 @@ DECLARE
     retired jsonb;
     erased bigint[];
     left_behind bigint[];
+    freed_keys text[];
     requested bigint[];
     texts text[];
     keys text[];
@@ -166,6 +167,12 @@ BEGIN
         ) AS f(id)
         WHERE f.id = ANY (ids) AND f.id <> ALL (known_ids)
     );
+    WITH freed AS (
+        DELETE FROM pgoutbox.dedupe AS d WHERE d.owner = _erase.owner RETURNING d.message_id, d.dedupe_key
+    )
+    SELECT left_behind || array_agg(f.message_id), array_agg(f.dedupe_key)
+    INTO left_behind, freed_keys
+    FROM freed AS f;
     -- Another erasure may have deleted the other messages of a content, and not committed. The one that gets this lock
     -- last sees that no message is left.
     PERFORM
@@ -198,6 +205,8 @@ BEGIN
         SELECT substring(g.one ->> 'destination' FROM '^[a-z][a-z0-9+.-]*:([^/].*)$'), false
         FROM jsonb_array_elements(gone) AS g(one)
         UNION ALL
+        SELECT k.text, true FROM unnest(freed_keys) AS k(text)
+        UNION ALL
         SELECT s.text, false FROM unnest(destinations || _erase.owner) AS s(text)
         UNION ALL
         SELECT substring(_erase.destination FROM '^[a-z][a-z0-9+.-]*:([^/].*)$'), false
@@ -227,7 +236,7 @@ BEGIN
         ) AS c
         WHERE c.result = 'requested'
     );
-    FOR id IN SELECT DISTINCT a.id FROM unnest(ids) AS a(id) ORDER BY a.id LOOP
+    FOR id IN SELECT DISTINCT a.id FROM unnest(ids || left_behind) AS a(id) ORDER BY a.id LOOP
         IF id = ANY (erased) OR id = ANY (left_behind) THEN
             result := 'erased';
         ELSIF id = ANY (requested) THEN

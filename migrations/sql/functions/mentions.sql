@@ -51,7 +51,9 @@ BEGIN
         UNION ALL
         SELECT 'attempt', 'error', a.message_id, a.error FROM pgoutbox.attempt AS a
         UNION ALL
-        SELECT 'dedupe', 'dedupe_key', d.message_id, d.dedupe_key FROM pgoutbox.dedupe AS d
+        SELECT 'dedupe', v.field, d.message_id, v.value
+        FROM pgoutbox.dedupe AS d
+        CROSS JOIN LATERAL (VALUES ('dedupe_key', d.dedupe_key), ('owner', d.owner)) AS v(field, value)
         UNION ALL
         SELECT 'coalesce_head', 'coalesce_key', h.newest_id, h.coalesce_key FROM pgoutbox.coalesce_head AS h
         UNION ALL

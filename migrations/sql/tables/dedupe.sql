@@ -4,9 +4,11 @@ CREATE TABLE pgoutbox.dedupe (
     topic          text COLLATE "C" NOT NULL,
     dedupe_key     text COLLATE "C" NOT NULL,
     payload_digest bytea       NOT NULL,
+    owner          text COLLATE "C",
     CONSTRAINT dedupe_pkey PRIMARY KEY (topic, dedupe_key),
     CONSTRAINT dedupe_sound CHECK (dedupe_key <> '')
 );
+CREATE INDEX dedupe_owner ON pgoutbox.dedupe (owner) WHERE owner IS NOT NULL;
 
 COMMENT ON TABLE pgoutbox.dedupe IS 'The message of each topic and dedupe key.';
 COMMENT ON COLUMN pgoutbox.dedupe.message_id IS
@@ -17,3 +19,5 @@ COMMENT ON COLUMN pgoutbox.dedupe.dedupe_key IS 'The key.';
 COMMENT ON COLUMN pgoutbox.dedupe.payload_digest IS
     'SHA-256 of the payload, or of the digest in an encrypted one. It tells a repeated message from a different one '
     'with the same key.';
+COMMENT ON COLUMN pgoutbox.dedupe.owner IS
+    'The owner of the message, if the message was deleted as it was sent. erase needs it.';
