@@ -167,6 +167,7 @@ BEGIN
         ) AS f(id)
         WHERE f.id = ANY (ids) AND f.id <> ALL (known_ids)
     );
+    -- _forget_sent left these keys without a message.
     WITH freed AS (
         DELETE FROM pgoutbox.dedupe AS d WHERE d.owner = _erase.owner RETURNING d.message_id, d.dedupe_key
     )

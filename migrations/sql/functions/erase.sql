@@ -20,5 +20,5 @@ $function$;
 
 COMMENT ON FUNCTION pgoutbox.erase IS
     'Delete the messages with these ids, of this owner, or to this destination, in every state, with payloads, '
-    'attempts, keys and their traces in the audit, and the messages for hooks about their failures. Returns for each message erased, in_flight (its attempt is asked to stop: '
-    'call again after it), locked (call again), or missing.';
+    'attempts, keys and their traces in the audit, and the messages for hooks about their failures. Returns for each '
+    'message erased, in_flight (its attempt is asked to stop: call again after it), locked (call again), or missing.';
