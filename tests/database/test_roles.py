@@ -914,9 +914,26 @@ BEGIN
         EXECUTE format('GRANT ALL ON evil.%1$I, pg_temp.%1$I TO PUBLIC', thing.name);
     END LOOP;
     FOR thing IN
-        SELECT unnest(ARRAY['text', 'int8', 'int4', 'bool', 'jsonb', 'timestamptz', 'interval', 'bytea']) AS name
+        SELECT ty.typname AS name
+        FROM pg_catalog.pg_type AS ty
+        WHERE ty.typnamespace = 'pg_catalog'::regnamespace
+            AND ty.typtype = 'b'
+            AND ty.typname IN (
+                SELECT DISTINCT found.word[1]
+                FROM pg_catalog.pg_proc AS ours
+                CROSS JOIN regexp_matches(ours.prosrc, '\m([a-z][a-z0-9_]+)\M', 'g') AS found(word)
+                WHERE ours.pronamespace = 'pgoutbox'::regnamespace
+            )
     LOOP
         EXECUTE format('CREATE DOMAIN evil.%I AS pg_catalog.%I CHECK (evil.trap())', thing.name, thing.name);
+    END LOOP;
+    -- A function that this session has compiled keeps the types of its variables until its row changes.
+    FOR thing IN
+        SELECT ours.oid::regprocedure AS name, ours.procost AS cost
+        FROM pg_catalog.pg_proc AS ours
+        WHERE ours.pronamespace = 'pgoutbox'::regnamespace
+    LOOP
+        EXECUTE format('ALTER FUNCTION %s COST %s', thing.name, thing.cost);
     END LOOP;
 END
 $block$;
@@ -994,6 +1011,18 @@ def test_no_function_resolves_a_name_in_the_callers_search_path(
     trapped.execute(call)
 
 
+def test_a_producers_temporary_type_does_not_run_with_the_owners_rights(dsn: str) -> None:
+    """PostgreSQL looks up type names among the temporary objects first, whatever the search_path."""
+    with login(dsn, PRODUCER) as producer, psycopg.connect(producer) as attacker:
+        attacker.execute(
+            "CREATE FUNCTION pg_temp.trap(pg_catalog.xid8) RETURNS boolean LANGUAGE plpgsql AS"
+            " $$BEGIN RAISE EXCEPTION 'trapped as %', current_user; END$$;"
+            "CREATE DOMAIN pg_temp.xid8 AS pg_catalog.xid8 CHECK (pg_temp.trap(VALUE))"
+        )
+        for call in ("enqueue('mail', '{}')", "enqueue('mail', '{}', dedupe_key => 'd')"):
+            attacker.execute(f"SELECT pgoutbox.{call}".encode())
+
+
 def test_the_hostile_objects_catch_a_function_without_a_pinned_path(trapped: psycopg.Connection) -> None:
     trapped.execute("ALTER FUNCTION pgoutbox.cancel RESET search_path")
     trapped.execute("SET LOCAL search_path = evil, pg_temp, pg_catalog")
@@ -1002,11 +1031,11 @@ def test_the_hostile_objects_catch_a_function_without_a_pinned_path(trapped: psy
         trapped.execute("SELECT pgoutbox.cancel(1)")
 
 
-@pytest.mark.parametrize("name", ["nextval", "pg_try_advisory_xact_lock_shared", "hashtext"])
+@pytest.mark.parametrize("name", ["xid8", "nextval", "pg_try_advisory_xact_lock_shared", "hashtext"])
 def test_the_hostile_objects_catch_each_unqualified_name_of_enqueue(trapped: psycopg.Connection, name: str) -> None:
     row = trapped.execute("SELECT pg_get_functiondef('pgoutbox._enqueue_receipt'::regproc)").fetchone()
     assert row is not None
-    forgetful = row[0].replace(f"pg_catalog.{name}(", f"{name}(")
+    forgetful = row[0].replace(f"pg_catalog.{name}", name)
     assert forgetful != row[0]
     trapped.execute(forgetful)
     trapped.execute("SET LOCAL search_path = evil, pg_temp, pg_catalog")

@@ -1,7 +1,8 @@
 -- Its callers need no privilege on any table: it runs with the owner's privileges. So it must check the arguments
--- itself. It is the only function without a search_path, which would cost a tenth of an enqueue: it has no operator,
--- and every name is qualified (docs/decisions/0016). The plain case is here, because another function would cost as
--- much again, and so would a row as the result. The id is negative if the message already existed.
+-- itself. It is the only function without a search_path, which would cost several percent of an enqueue: it has no
+-- operator, and every name is qualified, also of the types (docs/decisions/0016). The plain case is here, because
+-- another function would cost as much again, and so would a row as the result. The id is negative if the message already
+-- existed.
 CREATE FUNCTION pgoutbox._enqueue_receipt(
     topic text,
     payload jsonb,
@@ -27,7 +28,7 @@ SECURITY DEFINER
 AS $function$
 DECLARE
     -- The transaction has its id before its messages have theirs: CLAIM_NEW of the worker relies on it.
-    own_xid constant xid8 := pg_catalog.pg_current_xact_id();
+    own_xid constant pg_catalog.xid8 := pg_catalog.pg_current_xact_id();
     new_id bigint;
 BEGIN
     IF pgoutbox._is_plain(
