@@ -54,7 +54,7 @@ class PollState(enum.Enum):
     ACQUIRING = "acquire the wake-up lock"
     CONFIRMING = "poll for all due messages once more, with the wake-up lock"
     PAUSING = "sleep for some milliseconds, without the wake-up lock: the rate is high"
-    IDLE = "sleep until a notification, the next due time or the end of the poll interval"
+    IDLE = "sleep until a notification, the next due time or the next sweep"
 
 
 class PollResult(enum.Enum):
@@ -151,15 +151,23 @@ class PollLoop:
         self.surplus = 0
         """The number of messages that may wait for a handler."""
         self._asked_for_idle_at = -math.inf
+        self._sweep_due_at = -math.inf
         self._was_notified = False  # A notification was answered, and no message was found since.
         self._false_notification_count = 0
         self.woken_at: deque[float] = deque(maxlen=_HIGH_RATE_WAKES)
         self._producers_pause = Backoff(0.001, 0.1)
 
     async def run(self) -> None:
-        """Poll and sleep until the worker stops."""
+        """Poll and sleep until the worker stops. Search all lanes from the beginning in every poll interval.
+
+        A search passes over messages that another session has locked. Only this clock brings the worker back to them:
+        the next due time and the searches for new messages leave them out, and traffic may never pause.
+        """
         signals = self._signals
         while not self._stopping.is_set():
+            if (now := elapsed_clock()) >= self._sweep_due_at:
+                self._sweep_due_at = now + self._settings.poll_interval_seconds
+                signals.poll_all_lanes()
             result = await self._step(self.state)
             self.state = next_state(
                 self.state, result, is_notified=signals.is_notified, needs_full_poll=signals.needs_full_poll
@@ -201,7 +209,7 @@ class PollLoop:
             case PollState.PAUSING:
                 return await self._sleep_until_due(_HIGH_RATE_PAUSE_SECONDS)
             case PollState.IDLE:
-                return await self._sleep_until_due(self._settings.poll_interval_seconds)
+                return await self._sleep_until_due(self._sweep_due_at - elapsed_clock())
             case _:
                 return await self._poll(state)
 

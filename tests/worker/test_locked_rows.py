@@ -16,6 +16,7 @@ from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.worker import Worker
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
+    WatchedWorker,
     attempts_of,
     cancel,
     claim,
@@ -30,6 +31,10 @@ from tests.support.outbox_actions import (
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+
     from pgoutbox.database.round_trip import Step
     from tests.conftest import Connect
 
@@ -52,6 +57,71 @@ async def test_a_row_locked_by_a_long_cancel_delays_no_other_outcomes(dsn: str, 
         canceller.commit()
         await until(lambda: state_of(db, locked) == State.SENT)
     assert attempts_of(db, locked) == []
+
+
+def new(db: psycopg.Connection) -> int:
+    return enqueue(db)
+
+
+def new_and_ordered(db: psycopg.Connection) -> int:
+    return enqueue(db, ordering_key="k")
+
+
+def retried(db: psycopg.Connection) -> int:
+    message_id = enqueue(db)
+    claim(db)
+    finish(db, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy", delay_seconds=0))
+    return message_id
+
+
+def left_by_a_dead_worker(db: psycopg.Connection) -> int:
+    message_id = enqueue(db)
+    claim(db, worker="killed")
+    return message_id
+
+
+@pytest.mark.parametrize("make", [new, new_and_ordered, retried, left_by_a_dead_worker])
+async def test_traffic_does_not_hide_a_message_that_was_locked_when_it_was_due(
+    dsn: str, connect: Connect, make: Callable[[psycopg.Connection], int]
+) -> None:
+    """Traffic never pauses for a poll interval, so only a sweep by the clock finds the message again."""
+    db, holder = connect(autocommit=True), connect()
+    outbox = Outbox(settings_for(dsn, poll_interval_seconds=0.5))
+    delivered: asyncio.Queue[int] = asyncio.Queue()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        delivered.put_nowait(message.id)
+
+    victim = make(db)
+    fall_due = (
+        "UPDATE pgoutbox.message_live AS m"
+        " SET available_at = CASE state WHEN 'pending' THEN due_at ELSE available_at END,"
+        " lease_expires_at = CASE state WHEN 'sending' THEN due_at END"
+        " FROM (SELECT clock_timestamp() + %s * interval '1 s' AS due_at) AS d WHERE m.id = %s RETURNING due_at"
+    )
+    db.execute(fall_due, [3600, victim])
+    async with asyncio.timeout(PATIENCE_SECONDS), running(worker := WatchedWorker(outbox)):
+        await worker.falls_asleep()
+        ((due_at,),) = db.execute(fall_due, [1, victim]).fetchall()
+        holder.execute("SELECT FROM pgoutbox.message_live WHERE id = %s FOR UPDATE", [victim])
+        is_due = False
+        while not is_due:
+            ((is_due,),) = db.execute("SELECT clock_timestamp() > %s", [due_at]).fetchall()
+            assert await next_delivered(db, worker, delivered) != victim
+        holder.rollback()
+        while await next_delivered(db, worker, delivered) != victim:
+            pass
+    assert state_of(db, victim) == State.SENT
+
+
+async def next_delivered(db: psycopg.Connection, worker: WatchedWorker, delivered: asyncio.Queue[int]) -> int:
+    """Enqueue one more message, wait until the worker sleeps again, and return the next delivered message."""
+    worker.sleeping.clear()
+    enqueue(db)
+    message_id = await delivered.get()
+    await worker.sleeping.wait()
+    return message_id
 
 
 async def test_a_row_that_moves_while_its_finish_waits_delays_no_other_outcomes(
