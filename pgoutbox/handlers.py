@@ -115,9 +115,10 @@ class Context(ABC):
     @property
     @abstractmethod
     def connection(self) -> psycopg.AsyncConnection[TupleRow]:
-        """The transaction of a transactional handler: write with it and do not commit.
+        """The connection of a transactional handler, in a transaction that the worker opened and will end.
 
-        The handler's writes and the completion of the message commit together or not at all.
+        The handler's writes and the completion of the message commit together or not at all. `transaction()` makes a
+        savepoint. `commit()` and `rollback()` raise `psycopg.ProgrammingError`.
         """
 
     @property
@@ -155,7 +156,7 @@ class SyncContext:
 
     @property
     def connection(self) -> psycopg.Connection[TupleRow]:
-        """The transaction of a transactional handler: write with it and do not commit."""
+        """The connection of a transactional handler, in a transaction that the worker opened and will end."""
         return lent(self._connection)
 
     @property

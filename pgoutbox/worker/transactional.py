@@ -1,7 +1,8 @@
 """Transactional handlers: the handler's own writes and the completion of its message commit together.
 
-The completion is the last statement of the handler's transaction and is fenced like any other. If the attempt no longer
-holds its message, all writes of the handler are rolled back.
+The worker opens the transaction before the handler, so that the driver's own `transaction()` makes a savepoint in it,
+and `commit()` raises. The completion is the last statement and is fenced like any other. If the attempt no longer holds
+its message, all writes of the handler are rolled back.
 """
 
 from __future__ import annotations
@@ -73,15 +74,16 @@ class Transactions:
             if self._may_have_lapsed(attempt):
                 await _make_sure(attempt)
             attempt.connection = connection
-            with self._lent(connection, attempt):
-                (outcome,) = await self._dispatcher.run((attempt,))
-            _require_sent(outcome, connection, attempt)
             message = attempt.message
             forgets = await self._store.forgets_sent((message.topic,))
-            if not await complete_within(
-                connection, message.id, attempt.attempt_count, worker=self._store.worker, forgets=forgets
-            ):
-                raise _lost(message)
+            async with connection.transaction():
+                with self._lent(connection, attempt):
+                    (outcome,) = await self._dispatcher.run((attempt,))
+                _require_sent(outcome, connection, attempt)
+                if not await complete_within(
+                    connection, message.id, attempt.attempt_count, worker=self._store.worker, forgets=forgets
+                ):
+                    raise _lost(message)
 
     async def _run_in_thread(self, attempt: Attempt) -> None:
         pool = self._open_sync_pool()
@@ -94,15 +96,16 @@ class Transactions:
             with pool.connection() as connection:
                 if self._may_have_lapsed(attempt):
                     asyncio.run_coroutine_threadsafe(_make_sure(attempt), loop).result()
-                with self._lent(connection, attempt):
-                    result = handler.function(message, SyncContext(attempt, loop, connection))
-                sending = asyncio.run_coroutine_threadsafe(self._dispatcher.conclude(attempt, message, result), loop)
-                outcome = sending.result()
-                _require_sent(outcome, connection, attempt)
-                if not complete_within_sync(
-                    connection, message.id, attempt.attempt_count, worker=self._store.worker, forgets=forgets
-                ):
-                    raise _lost(message)
+                with connection.transaction():
+                    with self._lent(connection, attempt):
+                        result = handler.function(message, SyncContext(attempt, loop, connection))
+                    conclusion = self._dispatcher.conclude(attempt, message, result)
+                    outcome = asyncio.run_coroutine_threadsafe(conclusion, loop).result()
+                    _require_sent(outcome, connection, attempt)
+                    if not complete_within_sync(
+                        connection, message.id, attempt.attempt_count, worker=self._store.worker, forgets=forgets
+                    ):
+                        raise _lost(message)
 
         await in_thread(self._threads, work)
 
@@ -205,10 +208,11 @@ def _require_sent(
     """Raise unless the attempt's message may be completed on its handler's connection."""
     if not isinstance(outcome, Sent):
         raise _NotSentError(outcome)
-    if connection.autocommit:
-        raise _NotSentError(Transient("the handler switched its connection to autocommit"))
-    if connection.info.transaction_status == psycopg.pq.TransactionStatus.INERROR:
-        raise _NotSentError(Transient("the handler returned with its transaction aborted; nothing was committed"))
+    match connection.info.transaction_status:
+        case psycopg.pq.TransactionStatus.INERROR:
+            raise _NotSentError(Transient("the handler returned with its transaction aborted; nothing was committed"))
+        case psycopg.pq.TransactionStatus.IDLE:
+            raise _NotSentError(Transient("the handler ended its transaction, by COMMIT or ROLLBACK as a statement"))
     if attempt.done:
         raise _lost(attempt.message)
 

@@ -1060,6 +1060,80 @@ async def test_an_aborted_transaction_of_a_handler_is_not_a_completion(
     assert "aborted" in (row.last_error or "")
 
 
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_a_block_of_the_drivers_own_transaction_commits_with_the_completion(
+    outbox: Outbox, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str
+) -> None:
+    at_once = RetryPolicy.steps(0, jitter=0)
+    if kind == "async":
+
+        @outbox.handler("greet", transactional=True, retry=at_once)
+        async def greet(message: Message, ctx: Context) -> None:
+            async with ctx.connection.transaction():
+                await ctx.connection.execute(WRITE_EFFECT, [message.id])
+            if message.attempt_count < 3:
+                raise Transient("after the block")
+
+    else:
+
+        @outbox.handler("greet", transactional=True, retry=at_once)
+        def greet_in_thread(message: Message, ctx: SyncContext) -> None:
+            with ctx.connection.transaction():
+                ctx.connection.execute(WRITE_EFFECT, [message.id])
+            if message.attempt_count < 3:
+                raise Transient("after the block")
+
+    message_id = enqueue(db)
+    await Worker(outbox).run_once()
+    row = row_of(db, message_id)
+    assert (row.state, row.attempt_count) == (State.SENT, 3)
+    assert effects() == [message_id]
+
+
+@pytest.mark.parametrize("how", ["commit", "rollback", "autocommit", "COMMIT", "ROLLBACK"])
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_a_handler_that_ends_its_transaction_is_not_a_completion(
+    outbox: Outbox, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str, how: str
+) -> None:
+    """The driver refuses its own methods. A statement ends the transaction, and the attempt fails."""
+    if kind == "async":
+
+        @outbox.handler("greet", transactional=True, retry=MUCH_LATER)
+        async def greet(message: Message, ctx: Context) -> None:
+            await ctx.connection.execute(WRITE_EFFECT, [message.id])
+            match how:
+                case "commit":
+                    await ctx.connection.commit()
+                case "rollback":
+                    await ctx.connection.rollback()
+                case "autocommit":
+                    await ctx.connection.set_autocommit(True)
+                case _:
+                    await ctx.connection.execute(how.encode())
+
+    else:
+
+        @outbox.handler("greet", transactional=True, retry=MUCH_LATER)
+        def greet_in_thread(message: Message, ctx: SyncContext) -> None:
+            ctx.connection.execute(WRITE_EFFECT, [message.id])
+            match how:
+                case "commit":
+                    ctx.connection.commit()
+                case "rollback":
+                    ctx.connection.rollback()
+                case "autocommit":
+                    ctx.connection.autocommit = True
+                case _:
+                    ctx.connection.execute(how.encode())
+
+    message_id = enqueue(db)
+    await Worker(outbox).run_once()
+    row = row_of(db, message_id)
+    assert row.state == State.PENDING
+    assert row.last_error
+    assert effects() == ([message_id] if how == "COMMIT" else [])
+
+
 async def test_only_a_transactional_handler_has_a_connection(outbox: Outbox, db: psycopg.Connection) -> None:
     @outbox.handler("greet", retry=MUCH_LATER)
     async def greet(message: Message, ctx: Context) -> None:
