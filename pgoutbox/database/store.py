@@ -541,13 +541,23 @@ class Store:
         rows = await self.claims.fetch(sql.BREAKERS, {"keys": keys})
         return {row[0]: BreakerRow._make(row[1:]) for row in rows}
 
-    async def breaker_close(self, key: str, probe_id: str, *, alert_queue: str | None) -> float | None:
-        """Close the breaker after a successful probe. Returns its open seconds, or None if the probe was given up."""
+    async def breaker_keys(self) -> set[str]:
+        """Return the keys of the open breakers."""
+        return {key for (key,) in await self.claims.fetch(sql.BREAKER_KEYS, {})}
+
+    async def breaker_close(
+        self, key: str, probe_id: str | None, *, send_seconds: float | None, alert_queue: str | None
+    ) -> float | None:
+        """Close the breaker after a successful probe, or after another send that took `send_seconds`.
+
+        Returns its open seconds, or None if the probe was given up or the last failure is newer than the send.
+        """
         rows = await self.claims.fetch(
-            sql.BREAKER_CLOSE_IF_PROBING,
+            sql.BREAKER_CLOSE_IF_NEWER,
             {
                 "key": key,
                 "probe_id": probe_id,
+                "send_seconds": send_seconds,
                 "alert_queue": alert_queue,
                 "alert_destination": self._settings.alert_destination,
             },

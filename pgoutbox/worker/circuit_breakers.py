@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import BreakerRow, Store
+from pgoutbox.database.store import Store
 from pgoutbox.message import Message, Outcome, Postponed, ReasonCode, Sent, Transient, Unavailable
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.settings import Settings
@@ -128,11 +128,13 @@ class CircuitBreakers:
         for part in part_keys(transport, message, content):
             call = partial(self._send_through, part, message, call, is_part=True)
         key = breaker_key(transport, message, content)
+        began_at = self._clock()
         outcome = await (call() if key is None else self._send_through(key, message, call))
-        if message.attempt_count > 1 and isinstance(outcome, Sent):
+        if isinstance(outcome, Sent) and message.topic != ALERT_TOPIC:
             # The message may have waited for a worker that has this transport.
             scheme = content.scheme if message.destination is None else scheme_of(message.destination)
-            self._shared.close_if_stale(missing_key(scheme), on_open=lambda _: None)
+            keys = (missing_key(scheme), *part_keys(transport, message, content))
+            self._shared.note_success(*keys, *((key,) if key is not None else ()), began_at=began_at)
         return outcome
 
     async def _send_through(self, key: str, message: Message[object], call: _Call, *, is_part: bool = False) -> Outcome:
@@ -188,8 +190,6 @@ class CircuitBreakers:
         # Other sends may have opened the breaker during this one.
         if isinstance(outcome, Sent):
             breaker.record_success()
-            if message.attempt_count > 1:
-                self._shared.close_if_stale(breaker.key, on_open=partial(self._open, circuit))
         elif counts and (failure := breaker.failure_of(outcome)) is not None:
             trips = isinstance(failure, Unavailable) or breaker.record_failure(self._clock())
             await self._shared.record_failure(breaker, failure.error, trips=trips)
@@ -197,10 +197,6 @@ class CircuitBreakers:
             if not breaker.is_closed:
                 return self._postpone(breaker, failure)
         return outcome
-
-    def _open(self, circuit: _Circuit, row: BreakerRow) -> None:
-        # The circuit may have been forgotten since its send, and another one may have taken its place.
-        self._circuits.setdefault(circuit.breaker.key, circuit).breaker.open(row, self._clock())
 
     async def _ask_and_probe(self, circuit: _Circuit, message: Message[object], call: _Call) -> Outcome:
         """Send the message if the database grants it the probe, or if the breaker is closed there."""

@@ -1,8 +1,8 @@
 """The breakers that all workers share: an open breaker is a row of `pgoutbox.breaker`. Times come from the database.
 
 The row is read after a failure, before a probe when a pause is over, at most once a second while messages are held
-back, and at most once a minute when a message arrives that had to wait. It is not read for a send that succeeds at
-once, nor while there is nothing to send. The SQL statement decides whether a probe may close or reopen the breaker.
+back, and once a minute, together with all others, while sends succeed. It is not read while there is nothing to send.
+The SQL statement decides whether a success may close, or a probe may reopen the breaker.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from pgoutbox.text import clean_text
 from pgoutbox.worker.circuit_breaker import CircuitBreaker
 
 _REFRESH_SECONDS = 1.0
-_STALE_CHECK_SECONDS = 60.0
-_MAX_CHECKED_COUNT = 1_000
+_LIST_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
 
 T = TypeVar("T")
@@ -40,7 +39,9 @@ class SharedBreakers:
         self._telemetry = telemetry
         self._alert_queue = alert_queue
         self._clock = clock
-        self._checked_at: dict[str, float] = {}
+        self._listed_at = float("-inf")
+        self._listing: asyncio.Task[None] | None = None
+        self._open_keys: set[str] = set()
         self._refreshed_at = float("-inf")
         self._reading: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[object]] = set()
@@ -88,9 +89,14 @@ class SharedBreakers:
             return row.probe_id
         return None
 
-    async def close(self, key: str, probe_id: str) -> None:
-        """Close the row after a successful probe. If this fails, the probe counts as lost once its time is over."""
-        open_seconds = await self._ask(self._store.breaker_close(key, probe_id, alert_queue=self._alert_queue))
+    async def close(self, key: str, probe_id: str | None, *, send_seconds: float | None = None) -> None:
+        """Close the row after a successful probe, or after another send that took `send_seconds`.
+
+        If this fails, the probe counts as lost once its time is over.
+        """
+        open_seconds = await self._ask(
+            self._store.breaker_close(key, probe_id, send_seconds=send_seconds, alert_queue=self._alert_queue)
+        )
         if isinstance(open_seconds, float):
             self._telemetry.report(
                 logging.INFO, LogEvent.BREAKER_CLOSED, "breaker closed", breaker=key, open_seconds=open_seconds
@@ -115,23 +121,28 @@ class SharedBreakers:
         """Give a probe without a result back."""
         await self._ask(self._store.breaker_release(key, probe_id))
 
-    def close_if_stale(self, key: str, *, on_open: Callable[[BreakerRow], None]) -> None:
-        """Close the row after a send succeeded, in case the worker that opened it is gone. At most once a minute.
+    def note_success(self, *keys: str, began_at: float) -> None:
+        """Close the breakers through which a send succeeded, if they are open for other workers.
 
-        `on_open` gets the row if it cannot be probed yet.
+        The worker that opened one may be gone, or may not know yet that the destination works again.
         """
         now = self._clock()
-        if now < self._checked_at.get(key, 0.0) + _STALE_CHECK_SECONDS:
-            return
-        if len(self._checked_at) >= _MAX_CHECKED_COUNT:
-            self._checked_at.clear()
-        self._checked_at[key] = now
-        self.start(self._close_if_stale(key, on_open))
+        if self._listing is None or now >= self._listed_at + _LIST_SECONDS:
+            self._listed_at = now
+            self._listing = self.start(self._list_open())
+        if self._listing.done():
+            self._close_open(keys, began_at)
+        else:
+            self._listing.add_done_callback(lambda _: self._close_open(keys, began_at))
 
-    async def _close_if_stale(self, key: str, on_open: Callable[[BreakerRow], None]) -> None:
-        row = await self._ask(self._store.breaker_probe(key))
-        if isinstance(row, BreakerRow):
-            await self.close(key, row.probe_id) if row.probe_id is not None else on_open(row)
+    async def _list_open(self) -> None:
+        open_keys = await self._ask(self._store.breaker_keys())
+        self._open_keys = open_keys if isinstance(open_keys, set) else set()
+
+    def _close_open(self, keys: Sequence[str], began_at: float) -> None:
+        for key in self._open_keys.intersection(keys):
+            self._open_keys.discard(key)
+            self.start(self.close(key, None, send_seconds=self._clock() - began_at))
 
     async def refresh(self, breakers: Iterable[CircuitBreaker]) -> None:
         """Read the rows of paused breakers again, at most once a second. Concurrent callers share one query.

@@ -18,7 +18,7 @@ class Guard(enum.Enum):
 
     ONE_PROBE = "BREAKER_PROBE allows no probe while another is in progress"
     PROBE_LAPSES = "BREAKER_PROBE allows another probe when one has taken too long"
-    FENCE_IN_CLOSE = "the probe's id in BREAKER_CLOSE_IF_PROBING"
+    FENCE_IN_CLOSE = "the probe's id in BREAKER_CLOSE_IF_NEWER"
     FENCE_IN_REOPEN = "the probe's id in BREAKER_REOPEN_IF_PROBING"
     FENCE_IN_RELEASE = "the probe's id in BREAKER_RELEASE_IF_PROBING"
     ASKED_AFTER_FAILURE = "a worker asks the row after every failure, not only after the one that trips"

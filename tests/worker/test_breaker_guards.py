@@ -176,7 +176,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(Store, name, noted)
 
-    for name in ("breaker_failed", "breaker_probe", "breakers", "breaker_close", "breaker_reopen", "breaker_release"):
+    for name in (
+        *("breaker_failed", "breaker_probe", "breakers", "breaker_close", "breaker_reopen", "breaker_release"),
+        "breaker_keys",
+    ):
         note(name)
     return asked
 
@@ -508,15 +511,6 @@ async def test_a_worker_with_the_transport_is_not_held_back_by_workers_without_i
 # --- queries ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_success_queries_nothing(member: Callable[..., Member], asked: list[str], clock: Clock) -> None:
-    one = member()
-    for number in range(5):
-        assert await one.send(number) is SENT
-        clock.now += HOUR
-    await one.breakers.close()
-    assert asked == []
-
-
 async def test_a_failure_after_the_opening_queries_nothing(member: Callable[..., Member], asked: list[str]) -> None:
     one = member()
     async with one.sending(1), one.sending(2) as second:
@@ -545,34 +539,41 @@ async def test_a_worker_that_loses_the_race_to_open_learns_that_it_is_open(
     assert one.count_of(LogEvent.BREAKER_OPENED) == 0  # Another worker opened it.
 
 
-async def test_delayed_messages_check_once_a_minute_for_an_abandoned_open_breaker(
-    member: Callable[..., Member], asked: list[str], clock: Clock, monkeypatch: pytest.MonkeyPatch
+async def test_sends_that_succeed_ask_once_a_minute_for_open_breakers(
+    member: Callable[..., Member], asked: list[str], clock: Clock
 ) -> None:
     one = member()
-    for _ in range(3):
-        assert await one.send(1, attempt_count=2) is SENT
-    assert asked.count("breaker_probe") <= 2
+    for number in range(3):
+        assert await one.send(1, f"line://{number}") is SENT
     clock.now += 61
-    await one.send(1, attempt_count=2)
+    assert await one.send(1) is SENT
     await one.breakers.close()
-    assert asked == ["breaker_probe"] * 4  # It queries its own key, and the key of workers without its transport.
-    monkeypatch.setattr(shared_breakers, "_MAX_CHECKED_COUNT", 3)
-    for number in range(10):
-        await one.send(1, f"line://{number}", attempt_count=2)
-    assert len(one.breakers._shared._checked_at) <= 3
+    assert asked == ["breaker_keys"] * 2
 
 
-async def test_a_breaker_opened_elsewhere_is_known_after_that_check(
-    member: Callable[..., Member], db: psycopg.Connection
+@pytest.mark.parametrize("attempt_count", [1, 2])
+async def test_a_send_that_succeeds_closes_a_breaker_opened_elsewhere(
+    member: Callable[..., Member], db: psycopg.Connection, attempt_count: int
 ) -> None:
-    """This worker has seen no failure of its own."""
+    """This worker has seen no failure of its own, and its messages do not wait."""
     one = member()
-    open_elsewhere(db)
-    assert await one.send(1, attempt_count=2) is SENT
-    await until(lambda: one.breakers.open_count)
-    for number in (2, 3):
-        assert isinstance(await one.send(number), Snooze)
-    assert one.at[KEY].received == [1]
+    open_elsewhere(db, retry_seconds=COOLDOWN_SECONDS)
+    assert await one.send(1, "line://other") is SENT
+    assert await one.send(2, attempt_count=attempt_count) is SENT
+    await until(lambda: not is_open(db))
+    assert await one.send(3) is SENT
+    assert one.count_of(LogEvent.BREAKER_CLOSED) == 1
+
+
+async def test_a_send_that_began_before_the_failure_closes_nothing(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock
+) -> None:
+    one = member()
+    async with one.sending(1):
+        open_elsewhere(db, retry_seconds=COOLDOWN_SECONDS)
+        clock.now += 1
+        one.at[KEY].end(1)
+    await one.breakers.close()
     assert is_open(db)
 
 
@@ -582,10 +583,10 @@ async def test_a_check_without_an_answer_of_the_database_changes_nothing(
     one = member()
     open_elsewhere(db)
     db.execute("ALTER TABLE pgoutbox.breaker RENAME TO elsewhere")
-    assert await one.send(1, attempt_count=2) is SENT
+    assert await one.send(1) is SENT
     await one.breakers.close()
     assert not one.breakers.watches_any
-    assert one.count_of(LogEvent.BREAKER_UNKNOWN) == 2
+    assert one.count_of(LogEvent.BREAKER_UNKNOWN) == 1
 
 
 async def test_a_send_cancelled_during_a_query_leaves_the_connection_intact(

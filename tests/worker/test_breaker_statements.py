@@ -60,9 +60,17 @@ def won_probe(db: psycopg.Connection) -> str:
     return leave.probe_id
 
 
-def close(db: psycopg.Connection, probe_id: str, *, alert_queue: str | None = None) -> bool:
-    parameters = {"key": KEY, "probe_id": probe_id, "alert_queue": alert_queue, "alert_destination": None}
-    return db.execute(sql.BREAKER_CLOSE_IF_PROBING, parameters).fetchone() is not None
+def close(
+    db: psycopg.Connection, probe_id: str | None, *, send_seconds: float | None = None, alert_queue: str | None = None
+) -> bool:
+    parameters = {
+        "key": KEY,
+        "probe_id": probe_id,
+        "send_seconds": send_seconds,
+        "alert_queue": alert_queue,
+        "alert_destination": None,
+    }
+    return db.execute(sql.BREAKER_CLOSE_IF_NEWER, parameters).fetchone() is not None
 
 
 def reopen(db: psycopg.Connection, probe_id: str, *, max_cooldown_seconds: float = 600.0) -> float | None:
@@ -255,6 +263,13 @@ def test_a_failed_probe_doubles_the_pause_up_to_a_limit(rolled_back: psycopg.Con
         refused = probe(rolled_back)
         assert refused == BreakerRow(pauses[-1], pauses[-1], "again", False, None)
     assert pauses == [60, 100, 100]
+
+
+def test_a_send_that_began_after_the_last_failure_closes_the_breaker(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    rolled_back.execute("UPDATE pgoutbox.breaker SET retry_at = retry_at - interval '10 s'")
+    assert not close(rolled_back, None, send_seconds=11)
+    assert close(rolled_back, None, send_seconds=9)
 
 
 def test_a_failed_probe_is_over(rolled_back: psycopg.Connection) -> None:

@@ -138,8 +138,9 @@ async def test_a_hundred_messages_survive_a_refusal_at_mail_and_are_sent_after_t
     ("step", "answer", "state"),
     [
         ("RCPT", "550 5.1.1 no such user", "failed"),
-        ("RCPT", "550 5.7.1 not to this recipient", "failed"),
-        ("DATA", "554 5.7.1 refused by policy", "failed"),
+        ("RCPT", "550 5.7.1 not to this recipient", "pending"),
+        ("DATA", "554 5.7.1 refused by policy", "pending"),
+        ("DATA", "554 5.7.1 looks like spam", "failed"),
         ("MAIL", "552 5.3.4 too big", "failed"),
         ("MAIL", "553 5.6.7 not in this encoding", "failed"),
         ("MAIL", "451 4.7.1 this sender must wait", "pending"),
@@ -156,6 +157,68 @@ async def test_a_refusal_of_one_email_uses_up_its_attempt_and_delays_no_other(
     assert attempts_left(db, [refused]) == {BUDGET - 1}
     assert row_of(db, other).state == "sent"
     assert open_breakers(db) == []
+
+
+REFUSED_LATE = [
+    ("RCPT", "554 5.7.1 <{rcpt}>: Relay access denied", ""),
+    ("RCPT", "550 relay not permitted", ""),
+    ("RCPT", "550 5.7.54 Unable to relay", ""),
+    ("RCPT", "554 5.7.1 <app[192.0.2.7]>: Client host rejected: Access denied", ""),
+    ("RCPT", "504 5.5.2 <bare>: Helo command rejected: need fully-qualified hostname", ""),
+    ("RCPT", "554 5.7.1 Service unavailable; Client host [192.0.2.7] blocked using bl.example.org", ""),
+    ("RCPT", "553 5.7.1 <{sender}>: Sender address rejected: not owned by user club", " sender PGOUTBOX_SMTP_SENDER"),
+    (".", "550 5.7.1 From header does not match the account", " sender PGOUTBOX_SMTP_SENDER"),
+    ("RCPT", "550 Domain club.test has exceeded the max emails per hour (60/60 (100%)) allowed", ""),
+    (".", "552 5.7.0 quota", ""),
+    (".", "554 5.7.1 no", ""),
+    ("RCPT", "550 no", ""),
+]
+
+
+@pytest.mark.parametrize(("step", "answer", "part"), REFUSED_LATE)
+async def test_forty_messages_survive_a_refusal_that_is_not_their_own_fault(
+    dsn: str, db: psycopg.Connection, step: str, answer: str, part: str
+) -> None:
+    async with scripted_server({}) as server:
+        settings = mail_settings(server.port) | BRIEF | {"alert_destination": ALERT}
+        text = answer.format(rcpt="person0@example.com", sender=settings["smtp_sender"])
+        server.answers = {step: text}
+        ids = [enqueue(db, destination=f"mailto:person{n}@example.com", max_attempts=3) for n in range(40)]
+        async with running(Worker(outbox_for(dsn, settings))):
+            await until(lambda: are_held(db, ids))
+            assert open_breakers(db) == [f"smtp:{HOST}:{server.port}{part}"]
+            assert opening_alerts(db) == open_breakers(db)
+            assert text in error_of(db, ids[0])
+            server.answers = {}
+            await until(lambda: are_sent(db, ids))
+            await until(lambda: not open_breakers(db))
+
+
+@pytest.mark.parametrize("answer", ["550 5.1.1 no such user", "554 5.7.1 no"])
+async def test_one_refused_recipient_among_others_holds_nothing(dsn: str, db: psycopg.Connection, answer: str) -> None:
+    async with scripted_server({"RCPT TO:<bad@example.com>": answer}) as server:
+        settings = mail_settings(server.port) | LONG | {"concurrency": 1, "alert_destination": ALERT}
+        bad = enqueue(db, destination="mailto:bad@example.com", max_attempts=6)
+        others = [enqueue(db, destination=f"mailto:person{n}@example.com") for n in range(3)]
+        async with running(Worker(outbox_for(dsn, settings))):
+            await until(lambda: row_of(db, bad).state == "failed")
+            await until(lambda: are_sent(db, others))
+        assert open_breakers(db) == opening_alerts(db) == []
+
+
+@pytest.mark.parametrize("runs", [1, 4])
+async def test_messages_with_three_attempts_survive_a_wrong_host(dsn: str, db: psycopg.Connection, runs: int) -> None:
+    message_id = enqueue(db, destination=ANN, max_attempts=3)
+    wrong = mail_settings(25) | LONG | {"smtp_host": "no-such-host.invalid", "alert_destination": ALERT}
+    for _ in range(runs):
+        await Worker(outbox_for(dsn, wrong)).run_once()
+        db.execute("UPDATE pgoutbox.breaker SET retry_at = now()")
+        make_due(db, message_id)
+    assert attempts_left(db, [message_id]) == {3}
+    assert len(opening_alerts(db)) == 1
+    async with accepting_server() as inbox:
+        await Worker(outbox_for(dsn, mail_settings(inbox.port) | LONG)).run_once()
+    assert are_sent(db, [message_id])
 
 
 @pytest.mark.parametrize("step", ["RCPT", "."])

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import re
+import socket
 import ssl
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from logging import getLogger
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 from pgoutbox.errors import ConfigurationError, require_extra
 from pgoutbox.message import Message, Outcome, Permanent, Postponed, Sent, Transient, Unavailable
@@ -31,6 +31,7 @@ from pgoutbox.transports.smtp.mail import (
     RenderedEmail,
     render,
 )
+from pgoutbox.transports.smtp.refusals import Cause, Refusal, cause_of
 from pgoutbox.transports.tls import client_context
 
 if TYPE_CHECKING:
@@ -48,18 +49,10 @@ _QUIT_SECONDS = 2.0
 _NAMED_REFUSAL_COUNT = 5
 # The timeout of a large content grows: the server answers after the last byte.
 _SLOWEST_BYTES_PER_SECOND = 100_000
-_ENHANCED_CODE = re.compile(r"([245])\.(\d{1,3})\.(\d{1,3})\b")
-
-# Refusals that can be fixed without changing the message: an account, a DNS record, a full disk or mailbox.
-_AUTHENTICATION_CODES = frozenset({530, 534, 535, 538})
-_ACCOUNT_CODES = frozenset({"7.8", "7.9", "7.11", "7.13"})
-_REPAIRABLE_CODES = _ACCOUNT_CODES | {"2.2", "3.1", "3.2", "3.5", "4.5"} | {f"7.{detail}" for detail in range(20, 27)}
-# Codes about the sender by RFC 3463, and two of Exchange: this account may not send as that sender.
-_SENDER_CODES = frozenset({"1.7", "1.8", "7.60", "2.252"})
-# Refusals of MAIL that concern this e-mail: its size.
-_SIZE_CODES = frozenset({"2.3", "3.4"})
-
-Fault = Literal["server", "sender"]
+# So many different recipients in a row are not all at fault.
+_REFUSED_RECIPIENTS = 3
+# The name does not resolve, or nothing listens on the port.
+_NO_SERVER = (socket.gaierror, UnicodeError, ConnectionRefusedError)
 
 
 class SmtpTransport:
@@ -92,6 +85,8 @@ class SmtpTransport:
         self._idle: list[_Connection] = []
         self._slots = asyncio.Semaphore(smtp.connections)
         self._ehlo_name = smtp.ehlo_name
+        # Recipients of unclear refusals since the server accepted an e-mail.
+        self._refused: set[tuple[str, ...]] = set()
         self._breaker_key = f"smtp:{smtp.host}:{_port_of(smtp)}"
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
@@ -123,11 +118,18 @@ class SmtpTransport:
         try:
             await mail.newest()
             async with self._slots:
-                return await self._hand_over(mail)
+                outcome = await self._hand_over(mail)
         except (Permanent, Unavailable, Postponed) as refusal:
             return refusal
         except _Failure as failure:
+            if failure.cause is Cause.UNCLEAR:
+                self._refused |= {(await mail.newest()).recipients}
+                if len(self._refused) >= _REFUSED_RECIPIENTS:
+                    return Unavailable(f"{len(self._refused)} recipients in a row refused, the last: {failure.text}")
             return failure.outcome(sender_key)
+        if isinstance(outcome, Sent):
+            self._refused.clear()
+        return outcome
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - one server for all
         """Return the server's key, for all recipients."""
@@ -283,92 +285,30 @@ def _check_settings(settings: SmtpSettings) -> None:
 
 @dataclass(eq=False)
 class _Failure(Exception):  # noqa: N818 - it becomes an outcome
-    """A step of the dialogue that the server refused, with its code, or that broke off, without a code.
-
-    `fault` names the part to fix before the server accepts any e-mail, or any e-mail of this sender.
-    """
+    """A step of the dialogue that the server refused, with its code, or that broke off, without a code."""
 
     step: str
     code: int | None
     text: str
-    transient: bool = True
+    cause: Cause = Cause.CONNECTION
     unknown: bool = False
-    fault: Fault | None = None
 
     @property
     def ends_connection(self) -> bool:
         """No answer, or an answer about the connection and not about the message."""
         return self.code in {None, 421} or (self.step == "MAIL" and self.code == 503)
 
-    @property
-    def is_outage(self) -> bool:
-        """The next e-mail may fail too: the server or the way to it is at fault."""
-        return self.step not in {"MAIL", "RCPT", "DATA"} or self.ends_connection
-
-    def outcome(self, sender_key: str | None) -> Outcome:
+    def outcome(self, sender_key: str) -> Outcome:
         """Return the outcome of the attempt. `sender_key`: the breaker of the e-mail's sender."""
-        if self.fault is not None:
-            return Unavailable(self.text, breaker=sender_key if self.fault == "sender" else None)
-        if not self.transient:
-            return Permanent(self.text)
-        return Transient(self.text, outage=self.is_outage, unknown=self.unknown)
-
-
-def fault_of(step: str, code: int, text: str) -> Fault | None:
-    """Return the part to fix after a refusal: the server's settings and account, or the sender; else None.
-
-    `text` starts with the enhanced code, if any. Until the fix no repetition helps, and every other e-mail fails too. A
-    refusal of RCPT and DATA concerns one e-mail, unless its code is about the account or, by RFC 3463, about the
-    sender.
-
-    | step | reply | |
-    |---|---|---|
-    | AUTH | 5xx | server: the password is wrong, or no login method is available |
-    | MAIL, RCPT, DATA | 530, 534, 535, 538; 5xx with 5.7.8, 5.7.9, 5.7.11, 5.7.13 | server: its account |
-    | MAIL | 503 | server: another form of 530, on a new connection |
-    | MAIL, RCPT, DATA | x.1.7, x.1.8, x.7.60, x.2.252 | sender |
-    | MAIL | 552, 555, or 5xx with 5.2.3, 5.3.4 or 5.6.x | none: this e-mail's size, encoding or options |
-    | | any other 5xx that is not 4.x.x, 550 5.7.1 and a bare 553 among them | sender |
-    """
-    is_refused = 500 <= code <= 599
-    if step not in {"MAIL", "RCPT", "DATA"}:
-        return "server" if step == "AUTH" and is_refused else None
-    enhanced = _ENHANCED_CODE.match(text)
-    status = "" if enhanced is None else f"{enhanced[2]}.{enhanced[3]}"
-    if status in _SENDER_CODES:
-        return "sender"
-    if not is_refused or (enhanced is not None and enhanced[1] == "4"):
-        return None
-    if code in _AUTHENTICATION_CODES or status in _ACCOUNT_CODES or (step == "MAIL" and code == 503):
-        return "server"
-    is_about_mail = code in {552, 555} or status in _SIZE_CODES or status.startswith("6.")
-    return None if step != "MAIL" or is_about_mail else "sender"
-
-
-def is_transient(step: str, code: int, text: str) -> bool:
-    """Whether a refusal without a `fault_of` can pass without a change to the message.
-
-    RFC 3463 defines the class of the enhanced code (4: a later try may succeed, 5: it will not in this form), and RFC
-    2034 demands the same class of the basic code. Some servers contradict themselves: greylisting answers 450 5.7.1,
-    and Exchange answers 451 5.7.3 to a client without encryption. Then the code for "later" counts: an unneeded retry
-    costs little, and an e-mail that was given up is lost.
-
-    | step | reply | |
-    |---|---|---|
-    | greeting, EHLO, STARTTLS, AUTH | any | transient: the operator must fix the server |
-    | MAIL, RCPT, DATA | 4xx, also with 5.x.x, and answers that are not a refusal | transient |
-    | RCPT | 552 without an enhanced code | transient: too many recipients (RFC 5321, 4.5.3.1.10) |
-    | MAIL, RCPT, DATA | 5xx with 4.x.x | transient: the more specific code counts |
-    | | 5xx with 5.2.2, 5.3.1, 5.3.2, 5.3.5, 5.4.5 | transient: full, not accepting, misconfigured, congested |
-    | | 5xx with 5.7.20 to 5.7.26 | transient: DKIM, SPF or reverse DNS of the sender (RFC 7372) |
-    | | any other 5xx, 554 5.7.1 among them | permanent |
-    """
-    if step not in {"MAIL", "RCPT", "DATA"} or not 500 <= code <= 599:
-        return True
-    enhanced = _ENHANCED_CODE.match(text)
-    if enhanced is None:
-        return step == "RCPT" and code == 552
-    return enhanced[1] == "4" or f"{enhanced[2]}.{enhanced[3]}" in _REPAIRABLE_CODES
+        match self.cause:
+            case Cause.SERVER | Cause.LIMIT:
+                return Unavailable(self.text)
+            case Cause.SENDER:
+                return Unavailable(self.text, breaker=sender_key)
+            case Cause.RECIPIENT:
+                return Permanent(self.text)
+            case Cause.CONNECTION | Cause.LATER | Cause.UNCLEAR:
+                return Transient(self.text, outage=self.cause is Cause.CONNECTION, unknown=self.unknown)
 
 
 class _Connection:
@@ -402,7 +342,7 @@ class _Connection:
         return self._client.local_hostname
 
     async def open(self) -> None:
-        """Greet, encrypt as configured, authenticate. Raises `_Failure`, always transient."""
+        """Greet, encrypt as configured, authenticate. Raises `_Failure`."""
         with self._step("connect"):
             await self._client.connect()
         with self._step("EHLO"):
@@ -410,7 +350,7 @@ class _Connection:
         if self._settings.security == "starttls":
             if not self._client.supports_extension("starttls"):
                 text = "STARTTLS: the server does not offer it, and plain text is refused"
-                raise _Failure("STARTTLS", None, text, fault="server")
+                raise _Failure("STARTTLS", None, text, Cause.SERVER)
             with self._step("STARTTLS"):
                 await self._client.starttls()
             with self._step("EHLO"):
@@ -425,10 +365,10 @@ class _Connection:
             return
         if self._settings.security == "none":
             text = "AUTH: refused on a connection in plain text"
-            raise _Failure("AUTH", None, text, fault="server")
+            raise _Failure("AUTH", None, text, Cause.SERVER)
         if not self._client.supported_auth_methods:
             text = "AUTH: the server offers no way to sign in that is known here"
-            raise _Failure("AUTH", None, text, fault="server")
+            raise _Failure("AUTH", None, text, Cause.SERVER)
         secret = password.get_secret_value()
         with self._step("AUTH", hide=_spellings(username, secret)):
             await self._client.login(username, secret)
@@ -466,15 +406,16 @@ class _Connection:
 
     async def offer(self, sender: str, options: Sequence[str] = ()) -> None:
         """Name the sender of an e-mail."""
-        with self._step("MAIL"):
+        with self._step("MAIL", sender=sender):
             await self._client.mail(sender, options=options, encoding="utf-8")
 
     async def _rcpt(self, mail: RenderedEmail) -> None:
         """Name the recipients. One refusal refuses all: otherwise a retry would be a duplicate for the others."""
         refusals: list[_Failure] = []
-        for recipient in mail.recipients:
+        for number, recipient in enumerate(mail.recipients):
+            is_first = number == len(refusals)
             try:
-                with self._step("RCPT", subject=recipient):
+                with self._step("RCPT", sender=mail.sender, recipient=recipient, has_accepted_others=not is_first):
                     await self._client.rcpt(recipient, encoding="utf-8")
             except _Failure as failure:
                 if failure.ends_connection:
@@ -484,14 +425,12 @@ class _Connection:
             named = "; ".join(refusal.text for refusal in refusals[:_NAMED_REFUSAL_COUNT])
             rest = len(refusals) - _NAMED_REFUSAL_COUNT
             text = f"{named}; and {rest} more" if rest > 0 else named
-            transient = any(refusal.transient for refusal in refusals)
-            fault = next((refusal.fault for refusal in refusals if refusal.fault is not None), None)
-            raise _Failure("RCPT", refusals[0].code, text, transient, fault=fault)
+            raise _Failure("RCPT", refusals[0].code, text, max(refusal.cause for refusal in refusals))
 
     async def _data(self, mail: RenderedEmail) -> None:
         seconds = self._settings.timeout_seconds + len(mail.content) // _SLOWEST_BYTES_PER_SECOND
         try:
-            with self._step("DATA", seconds=seconds):
+            with self._step("DATA", sender=mail.sender, seconds=seconds):
                 await self._client.data(mail.content, timeout=seconds)
         except _Failure as failure:
             if failure.code is not None:
@@ -524,25 +463,34 @@ class _Connection:
 
     @contextmanager
     def _step(
-        self, step: str, *, subject: str = "", hide: Sequence[str] = (), seconds: float | None = None
+        self,
+        step: str,
+        *,
+        sender: str = "",
+        recipient: str = "",
+        has_accepted_others: bool = False,
+        hide: Sequence[str] = (),
+        seconds: float | None = None,
     ) -> Iterator[None]:
         """Turn errors of aiosmtplib in one step of the dialogue into a `_Failure`."""
         import aiosmtplib
 
-        where = f"{step} {subject}".rstrip()
+        where = f"{step} {recipient}".rstrip()
         try:
             yield
         except aiosmtplib.SMTPResponseException as error:
             reply = one_line(error.message, hide=hide)
             code = error.code if 200 <= error.code <= 599 else None
-            transient, fault = is_transient(step, error.code, reply), fault_of(step, error.code, reply)
-            text = f"{where}: {error.code} {reply}".rstrip()
-            raise _Failure(step, code, text, transient, fault=fault) from error
+            cause = cause_of(Refusal(step, error.code, reply, sender, recipient, has_accepted_others))
+            raise _Failure(step, code, f"{where}: {error.code} {reply}".rstrip(), cause) from error
         except aiosmtplib.SMTPReadTimeoutError as error:
             text = f"{where}: no answer within {seconds or self._settings.timeout_seconds:g} s"
             raise _Failure(step, None, text) from error
         except (aiosmtplib.SMTPException, OSError, UnicodeError) as error:
-            raise _Failure(step, None, f"{where}: {one_line(str(error), hide=hide)}") from error
+            # A wrong name or port is a setting. A server that restarts refuses connections too: the probe finds it.
+            is_setting = step == "connect" and isinstance(error.__cause__ or error, _NO_SERVER)
+            cause = Cause.SERVER if is_setting else Cause.CONNECTION
+            raise _Failure(step, None, f"{where}: {one_line(str(error), hide=hide)}", cause) from error
 
 
 def _spellings(username: str, password: str) -> tuple[str, ...]:

@@ -1,0 +1,178 @@
+"""Whose fault a refusal of a mail server is. Pure.
+
+An answer is judged by its parts, not by one list of sentences: the step, the basic code (RFC 5321), the enhanced code
+(RFC 3463), the addresses that it quotes, and words about the client, the sender, a limit or the recipient. A server may
+delay every refusal to RCPT, as Postfix does by default, so the step alone says little.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Cause(enum.IntEnum):
+    """What an answer is about. If the recipients of one e-mail get several answers, the greatest one counts."""
+
+    RECIPIENT = 1
+    """This recipient or this e-mail: no repetition helps."""
+    LATER = 2
+    """This recipient or this e-mail, for a time: greylisting, a full mailbox."""
+    UNCLEAR = 3
+    """Anything: a refusal for good that names no reason."""
+    CONNECTION = 4
+    """The server or the way to it is down."""
+    LIMIT = 5
+    """A limit of the account or of the client address: every e-mail has to wait."""
+    SENDER = 6
+    """The sender: refused until a setting, an account or a DNS record is fixed."""
+    SERVER = 7
+    """The account, the client address, its name or the relaying: refused until a setting is fixed."""
+
+
+class Refusal(NamedTuple):
+    """An answer of the server. `text` begins with the enhanced code, if any."""
+
+    step: str
+    code: int
+    text: str
+    sender: str = ""
+    recipient: str = ""
+    has_accepted_others: bool = False
+    """Whether the server has accepted another recipient of this e-mail."""
+
+
+_MAIL_STEPS: Final = frozenset({"MAIL", "RCPT", "DATA"})
+_ENHANCED_CODE: Final = re.compile(r"([245])\.(\d{1,3})\.(\d{1,3})\b")
+
+_ADDRESS: Final = re.compile(r"\S+@\S+")
+
+# By RFC 3463, RFC 7372 and Exchange Online: the cause of a final refusal, and that of a temporary one.
+_BY_STATUS: Final = (
+    (r"1\.[78]|2\.252|7\.(2[0-7]|60|509|515)", Cause.SENDER, Cause.SENDER),
+    (r"1\.([1-6]|10)|2\.[134]|3\.4|4\.[14]|6\.\d+", Cause.RECIPIENT, Cause.LATER),
+    (r"2\.2|3\.[125]|4\.3", Cause.LATER, Cause.LATER),
+    (r"4\.5|7\.70[58]", Cause.LIMIT, Cause.LATER),
+    (r"7\.(8|9|11|13|54|57|64|6\d\d)", Cause.SERVER, Cause.LATER),
+)
+_BY_CODE: Final = {530: Cause.SERVER, 534: Cause.SERVER, 535: Cause.SERVER, 538: Cause.SERVER, 555: Cause.RECIPIENT}
+# A refusal for one of these reasons names the sender or the client only as the one that is counted.
+_REASONS: Final = (
+    (r"gr[ae]y-?list", Cause.LATER),
+    (r"\btoo (big|large)\b|\bmessage size\b|\bsize (exceeds|limit)", Cause.RECIPIENT),
+    (r"\b(mailbox|recipient|user)\b.*\b(full|quota)\b|\bover ?quota\b", Cause.LATER),
+    (
+        (
+            r"\b(exceed(s|ed|ing)?|reached|over|above)\b.*\b(limit|rate|quota|max(imum)?|messages?|e-?mails?)\b"
+            r"|\bmax(imum)?\b.*\bexceeded\b"
+            r"|\btoo (many|much) (messages|e-?mails?|mails?|connections|recipients|requests)\b"
+            r"|\b(rate|sending|daily|hourly|message) ?-?(limit|quota)|\blimit (exceeded|reached)\b"
+            r"|\bquota\b|\bthrottl|\bper (minute|hour|day)\b"
+        ),
+        Cause.LIMIT,
+    ),
+)
+_SUBJECTS: Final = (
+    (
+        (
+            r"\brelay|\brcpthosts\b|\bauthenticat|\bmust (first )?(log|sign) ?in\b|\baccount\b.*\b(disabled|suspended)"
+            r"|\bstarttls\b|\bencryption\b|\b(client|your) (host|ip|address)\b|\bhelo\b|\behlo\b|\bip address\b"
+            r"|\bblock(ed)? ?(using|list)|\bblacklist|\b(dns|r)bl\b|\bspamhaus\b|\breputation\b|\breverse dns\b"
+        ),
+        Cause.SERVER,
+    ),
+    (
+        (
+            r"\bsender\b.*\b(address|domain|reject|denied|refused|verif|not|unknown|invalid)|\bnot owned by\b"
+            r"|\bfrom (header|address|field)\b|\bheader from\b|\bsend ?as\b|\breturn.path\b|\b(spf|dkim|dmarc)\b"
+        ),
+        Cause.SENDER,
+    ),
+    (
+        (
+            r"\b(no|unknown|invalid|nonexistent) (such )?(user|mailbox|recipient|address|person|account)\b"
+            r"|\b(user|mailbox|recipient|address|account)\b.*"
+            r"\b(unknown|not found|unavailable|disabled|inactive|(does|do)( not|n.t) exist)"
+            r"|\b(spam|virus|malware|attachment)\b|\bphish"
+        ),
+        Cause.RECIPIENT,
+    ),
+)
+
+
+def cause_of(refusal: Refusal) -> Cause:
+    """Return whose fault a refusal is.
+
+    The first row that fits decides. The class of the enhanced code counts more than the basic code: 5xx with 4.x.x is
+    temporary.
+
+    | step | answer | cause |
+    |---|---|---|
+    | greeting, EHLO, STARTTLS, AUTH | 5xx; else | server; connection |
+    | MAIL, RCPT, DATA | too many recipients, x.5.3 | this e-mail, if others were accepted; else a limit |
+    | | 421 | limit if words say so; else connection |
+    | | an enhanced code that names its subject | see `_BY_STATUS` |
+    | | words about greylisting, size, a full mailbox, a limit | see `_REASONS` |
+    | | the sender's own address is quoted, and not the recipient's | sender |
+    | | 530, 534, 535, 538; 503 to MAIL | server |
+    | | words about relaying, the client, the sender, the recipient | see `_SUBJECTS` |
+    | | another temporary refusal; 552 to RCPT | later |
+    | MAIL | 552; another final refusal | this e-mail: its size; sender |
+    | RCPT, DATA | another final refusal | unclear |
+    """
+    step, code, text = refusal.step, refusal.code, refusal.text
+    is_final = 500 <= code <= 599
+    if step not in _MAIL_STEPS:
+        return Cause.SERVER if is_final else Cause.CONNECTION
+    enhanced = _ENHANCED_CODE.match(text)
+    status = "" if enhanced is None else f"{enhanced[2]}.{enhanced[3]}"
+    is_final = is_final and (enhanced is None or enhanced[1] != "4")
+    words = _ADDRESS.sub("", text).lower()
+    if status == "5.3" or (not status.startswith("7.") and re.search(r"\b(too many|number of) recipients", words)):
+        return Cause.RECIPIENT if refusal.has_accepted_others else Cause.LIMIT
+    reason = _by_words(_REASONS, words, is_final=is_final)
+    if code == 421:
+        return Cause.LIMIT if reason is Cause.LIMIT else Cause.CONNECTION
+    is_senders = _quotes(text, refusal.sender) and not _quotes(text, refusal.recipient)
+    return (
+        _by_status(status, is_final=is_final)
+        or reason
+        or (Cause.SENDER if is_senders else None)
+        or _by_code(step, code, is_final=is_final)
+        or _by_words(_SUBJECTS, words, is_final=is_final)
+        or _by_step(step, code, is_final=is_final)
+    )
+
+
+def _by_status(status: str, *, is_final: bool) -> Cause | None:
+    causes = ((final, temporary) for pattern, final, temporary in _BY_STATUS if re.fullmatch(pattern, status))
+    final, temporary = next(causes, (None, None))
+    return final if is_final else temporary
+
+
+def _by_words(table: Sequence[tuple[str, Cause]], words: str, *, is_final: bool) -> Cause | None:
+    cause = next((cause for pattern, cause in table if re.search(pattern, words)), None)
+    return Cause.LATER if cause is Cause.RECIPIENT and not is_final else cause
+
+
+def _by_code(step: str, code: int, *, is_final: bool) -> Cause | None:
+    """Return the cause if the code says that the server wants a sign-in or other options."""
+    if not is_final:
+        return None
+    return Cause.SERVER if step == "MAIL" and code == 503 else _BY_CODE.get(code)
+
+
+def _by_step(step: str, code: int, *, is_final: bool) -> Cause:
+    if not is_final:
+        return Cause.LATER
+    if step == "MAIL":
+        return Cause.RECIPIENT if code == 552 else Cause.SENDER
+    return Cause.LATER if step == "RCPT" and code == 552 else Cause.UNCLEAR
+
+
+def _quotes(text: str, address: str) -> bool:
+    return bool(address) and address.lower() in text.lower()

@@ -1,0 +1,145 @@
+"""Tests the judgement of the answers of real mail servers, by the step at which they come."""
+
+from __future__ import annotations
+
+import pytest
+
+from pgoutbox.transports.smtp.refusals import Cause, Refusal, cause_of
+
+ME = "club@club.test"
+ADA = "ada@x.test"
+
+SERVER, SENDER, LIMIT, LATER = Cause.SERVER, Cause.SENDER, Cause.LIMIT, Cause.LATER
+RECIPIENT, UNCLEAR, CONNECTION = Cause.RECIPIENT, Cause.UNCLEAR, Cause.CONNECTION
+
+ANSWERS = [
+    # The dialogue before the e-mail.
+    ("connect", "421 4.3.2 busy", CONNECTION),
+    ("connect", "554 5.7.1 Service unavailable; Client host [192.0.2.7] blocked using zen.example.org", SERVER),
+    ("EHLO", "550 5.7.1 not for you", SERVER),
+    ("STARTTLS", "454 4.7.0 TLS not available due to local problem", CONNECTION),
+    ("STARTTLS", "502 not implemented", SERVER),
+    ("AUTH", "535 5.7.8 Error: authentication failed", SERVER),
+    ("AUTH", "454 4.7.0 Temporary authentication failure", CONNECTION),
+    # Postfix, which delays refusals to RCPT.
+    ("RCPT", f"554 5.7.1 <{ADA}>: Relay access denied", SERVER),
+    ("RCPT", f"454 4.7.1 <{ADA}>: Relay access denied", SERVER),
+    ("RCPT", f"553 5.7.1 <{ME}>: Sender address rejected: not owned by user club", SENDER),
+    ("RCPT", f"553 5.7.1 <{ME}>: Sender address rejected: not logged in", SENDER),
+    ("RCPT", f"554 5.7.1 <{ME}>: Sender address rejected: Access denied", SENDER),
+    ("RCPT", f"450 4.1.8 <{ME}>: Sender address rejected: Domain not found", SENDER),
+    ("RCPT", f"550 5.1.8 <{ME}>: Sender address rejected: Domain not found", SENDER),
+    ("RCPT", "554 5.7.1 <host.test[192.0.2.7]>: Client host rejected: Access denied", SERVER),
+    ("RCPT", "450 4.7.25 Client host rejected: cannot find your hostname, [192.0.2.7]", SENDER),
+    ("RCPT", "504 5.5.2 <bare>: Helo command rejected: need fully-qualified hostname", SERVER),
+    ("RCPT", "450 4.7.1 <bare>: Helo command rejected: Host not found", SERVER),
+    ("RCPT", "554 5.7.1 Service unavailable; Client host [192.0.2.7] blocked using zen.example.org", SERVER),
+    ("RCPT", "450 4.7.1 Error: too much mail from 192.0.2.7", LIMIT),
+    ("RCPT", "450 4.7.1 Error: too many recipients from 192.0.2.7", LIMIT),
+    ("RCPT", f"450 4.2.0 <{ADA}>: Recipient address rejected: Greylisted, see http://postgrey.example.org", LATER),
+    ("RCPT", f"450 4.7.1 <{ME}>: Sender address rejected: Greylisted", LATER),
+    ("RCPT", f"550 5.1.1 <{ADA}>: Recipient address rejected: User unknown in local recipient table", RECIPIENT),
+    ("RCPT", f"450 4.1.1 <{ADA}>: Recipient address rejected: unverified address", LATER),
+    ("RCPT", f"554 5.7.1 <{ADA}>: Recipient address rejected: Access denied", UNCLEAR),
+    ("MAIL", "552 5.3.4 Message size exceeds fixed limit", RECIPIENT),
+    ("DATA", "552 5.3.4 Error: message file too big", RECIPIENT),
+    ("DATA", "452 4.3.1 Insufficient system storage", LATER),
+    # Exim.
+    ("RCPT", "550 relay not permitted", SERVER),
+    ("RCPT", "550 Sender verify failed", SENDER),
+    ("RCPT", "550 Unrouteable address", UNCLEAR),
+    ("RCPT", "550 Unknown user", RECIPIENT),
+    ("MAIL", "552 Message size exceeds maximum permitted", RECIPIENT),
+    ("RCPT", "451 greylisted, please try again later", LATER),
+    ("RCPT", "452 mailbox is full", LATER),
+    ("RCPT", "550 Domain club.test has exceeded the max emails per hour (60/60 (100%)) allowed", LIMIT),
+    # Exchange and Exchange Online.
+    ("RCPT", "550 5.7.54 SMTP; Unable to relay recipient in non-accepted domain", SERVER),
+    ("MAIL", "530 5.7.57 SMTP; Client was not authenticated to send anonymous mail during MAIL FROM", SERVER),
+    ("RCPT", "550 5.7.1 Unable to relay", SERVER),
+    ("DATA", "550 5.7.60 SMTP; Client does not have permissions to send as this sender", SENDER),
+    ("DATA", "554 5.2.252 SendAsDenied", SENDER),
+    ("RCPT", "550 5.4.1 Recipient address rejected: Access denied", RECIPIENT),
+    ("RCPT", "550 5.7.606 Access denied, banned sending IP [192.0.2.7]", SERVER),
+    ("DATA", "550 5.7.705 Access denied, tenant has exceeded threshold", LIMIT),
+    ("RCPT", "550 5.1.10 RESOLVER.ADR.RecipientNotFound; Recipient not found by SMTP address lookup", RECIPIENT),
+    ("RCPT", "452 4.5.3 Too many recipients", LIMIT),
+    # Gmail, SES, SendGrid and others.
+    ("DATA", "550 5.4.5 Daily user sending limit exceeded", LIMIT),
+    ("RCPT", "452 4.2.2 The email account that you tried to reach is over quota", LATER),
+    ("RCPT", "552 5.2.2 The email account that you tried to reach is over quota", LATER),
+    ("RCPT", "450 4.2.1 The user you are trying to contact is receiving mail at a rate that prevents more", LATER),
+    ("DATA", "550 5.7.26 This mail is unauthenticated, which poses a security risk to the sender", SENDER),
+    ("DATA", "550 5.7.1 Message likely unsolicited: very low reputation of the sending domain", SERVER),
+    ("DATA", f"554 Message rejected: Email address is not verified. The identities failed the check: {ME}", SENDER),
+    ("DATA", "454 Throttling failure: Maximum sending rate exceeded.", LIMIT),
+    ("DATA", "454 Throttling failure: Daily message quota exceeded.", LIMIT),
+    ("DATA", "550 The from address does not match a verified Sender Identity", SENDER),
+    ("DATA", "550 5.7.1 From header does not match the account", SENDER),
+    ("RCPT", "550 5.7.1 too many messages", LIMIT),
+    ("DATA", "554 5.7.0 rate limit exceeded", LIMIT),
+    ("MAIL", "552 5.7.0 quota", LIMIT),
+    ("MAIL", f"550 5.7.1 <{ME}> exceeded 60 messages per hour", LIMIT),
+    ("MAIL", "451 4.7.0 Rate limit exceeded, try again in an hour", LIMIT),
+    # qmail and sendmail.
+    ("RCPT", "553 sorry, that domain isn't in my list of allowed rcpthosts (#5.7.1)", SERVER),
+    ("RCPT", f"550 5.7.1 {ADA}... Relaying denied", SERVER),
+    ("RCPT", f"550 5.1.1 {ADA}... User unknown", RECIPIENT),
+    ("RCPT", "550 sorry, no mailbox here by that name (#5.1.1)", RECIPIENT),
+    # Codes without words that say more.
+    ("MAIL", "530 authenticate first", SERVER),
+    ("MAIL", "503 5.5.4 AUTH first", SERVER),
+    ("MAIL", "538 encrypt first", SERVER),
+    ("MAIL", "553 sorry", SENDER),
+    ("MAIL", "550 5.7.1 not from you", SENDER),
+    ("MAIL", "552 no", RECIPIENT),
+    ("MAIL", "555 5.5.4 unknown option", RECIPIENT),
+    ("MAIL", "550 5.6.7 not in this encoding", RECIPIENT),
+    ("MAIL", "451 4.7.1 this sender must wait", LATER),
+    ("MAIL", "451 5.7.3 STARTTLS is required", SERVER),
+    ("MAIL", "550 4.7.1 says two things", LATER),
+    ("RCPT", "421 4.4.5 busy", CONNECTION),
+    ("RCPT", "421 4.7.0 Too many messages from your account", LIMIT),
+    ("RCPT", "550 5.7.13 disabled", SERVER),
+    ("RCPT", "550 5.7.1 no", UNCLEAR),
+    ("RCPT", "554 no", UNCLEAR),
+    ("RCPT", "503 5.5.1 MAIL first", UNCLEAR),
+    ("RCPT", "552 no", LATER),
+    ("RCPT", "550 5.2.2 no", LATER),
+    ("RCPT", "550 5.2.21 not the code of a full mailbox", UNCLEAR),
+    ("RCPT", "450 5.7.1 greylisted", LATER),
+    ("DATA", "554 5.5.1 no valid recipients", UNCLEAR),
+    ("DATA", "554 5.7.1 spam", RECIPIENT),
+    ("DATA", "550 5.7.23 SPF", SENDER),
+    ("DATA", "252 perhaps", LATER),
+]
+
+
+@pytest.mark.parametrize(("step", "answer", "cause"), ANSWERS)
+def test_the_cause_of_each_known_answer(step: str, answer: str, cause: Cause) -> None:
+    code, _, text = answer.partition(" ")
+    recipient = ADA if step == "RCPT" else ""
+    assert cause_of(Refusal(step, int(code), text, ME, recipient)) is cause
+
+
+@pytest.mark.parametrize("answer", ["452 4.5.3 Too many recipients", "452 too many recipients", "550 5.5.3 enough"])
+def test_too_many_recipients_are_the_fault_of_an_email_if_others_were_accepted(answer: str) -> None:
+    code, _, text = answer.partition(" ")
+    refusal = Refusal("RCPT", int(code), text, ME, ADA)
+    assert cause_of(refusal) is LIMIT
+    assert cause_of(refusal._replace(has_accepted_others=True)) is RECIPIENT
+
+
+@pytest.mark.parametrize(
+    "address", ["relay@x.test", "spam@limit.test", "too.many.messages@quota.test", "sender@rejected.test"]
+)
+def test_words_in_a_quoted_address_decide_nothing(address: str) -> None:
+    for quoted in (f"<{address}>", address):
+        assert cause_of(Refusal("RCPT", 550, f"5.7.1 {quoted}: no", ME, address)) is UNCLEAR
+
+
+def test_an_answer_about_the_sender_to_itself_is_not_judged_by_the_quoted_address() -> None:
+    """The doctor names the sender as the recipient."""
+    assert cause_of(Refusal("RCPT", 550, f"5.1.1 <{ME}>: User unknown", ME, ME)) is RECIPIENT
+    assert cause_of(Refusal("RCPT", 554, f"5.7.1 <{ME}>: no", ME, ME)) is UNCLEAR
+    assert cause_of(Refusal("RCPT", 553, f"5.7.1 <{ME}>: Sender address rejected: not owned", ME, ME)) is SENDER
