@@ -21,6 +21,7 @@ from psycopg.errors import (
     DuplicateTable,
     InvalidSchemaName,
     LockNotAvailable,
+    ObjectInUse,
     UndefinedTable,
     UniqueViolation,
 )
@@ -138,20 +139,38 @@ def downgrade(
     dsn: str,
     revision: str,
     *,
+    delete_messages: bool = False,
     report: Callable[[str], None] | None = None,
     lock_timeout_seconds: float = DEFAULT_LOCK_TIMEOUT_SECONDS,
 ) -> None:
     """Revert the revisions after `revision` in one transaction; "base" reverts all and deletes all messages.
 
-    It waits and gives up like `upgrade`. "base" also drops the schema, unless it contains your own objects.
+    It waits and gives up like `upgrade`. "base" also drops the schema, unless it contains your own objects. It raises
+    `SchemaError` without any change while a worker runs, and without `delete_messages` if messages are not delivered.
     """
     with _migration(dsn, report, lock_timeout_seconds) as connection:
         if _revision_of(connection) is None:
             return
+        if delete_messages:
+            _execute(connection, "SET LOCAL pgoutbox.delete_messages = 'on'")
         _run_alembic("downgrade", _config(connection), revision)
         if _revision_of(connection) is None:
             _execute(connection, "DROP TABLE pgoutbox.alembic_version")
             _drop_schema_if_empty(connection)
+
+
+def count_rows(dsn: str) -> dict[str, int]:
+    """Return the number of messages in each state, and of rows of the `audit`: all that "base" would delete."""
+    with _transaction(dsn) as connection:
+        if not _has_tables(connection):
+            return {}
+        rows = connection.execute(
+            _sql(
+                "SELECT m.state, count(*) FROM pgoutbox.message AS m GROUP BY m.state"
+                " UNION ALL SELECT 'audit', count(*) FROM pgoutbox.audit HAVING count(*) > 0"
+            )
+        )
+        return {str(name): int(count) for name, count in rows}
 
 
 def current(dsn: str) -> str | None:
@@ -271,6 +290,8 @@ def _transaction(dsn: str) -> Iterator[Connection]:
                 "the migration gave up waiting for a lock that another transaction holds; nothing was changed. "
                 "End that transaction, or stop the workers, and run `pgoutbox migrate` again"
             ) from error
+        if isinstance(error.orig, ObjectInUse):
+            raise SchemaError(f"{error.orig.diag.message_primary}. {error.orig.diag.message_hint}") from error
         raise error.orig or error from None
     finally:
         engine.dispose()

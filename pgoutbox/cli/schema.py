@@ -46,16 +46,27 @@ def downgrade(
     context: typer.Context,
     revision: Annotated[str, typer.Argument(help="Target revision; base removes the schema with all messages.")],
     *,
+    delete_messages: Annotated[
+        bool, typer.Option("--delete-messages", help="Delete messages that are not delivered too.")
+    ] = False,
     yes: Yes = False,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """Downgrade the schema, in one transaction."""
+    """Downgrade the schema, in one transaction.
+
+    Changes nothing while a worker runs, or while messages are pending, in flight or failed, unless --delete-messages
+    is given.
+    """
     target = read_settings(dsn or context.obj).require_dsn()
-    confirm(f"downgrade the schema to {revision} and delete the data of later revisions", yes=yes)
     with interruptible("nothing was changed; run the command again"):
+        lost = "the data of later revisions"
+        if revision == "base":
+            counts = [f"{count:,} {name}" for name, count in sorted(migrations.count_rows(target).items())]
+            lost = f"all messages and the audit ({', '.join(counts) or 'no rows'})"
+        confirm(f"downgrade the schema to {revision} and delete {lost}", yes=yes)
         before = migrations.current(target)
-        migrations.downgrade(target, revision, report=print_note)
+        migrations.downgrade(target, revision, delete_messages=delete_messages, report=print_note)
         _print_revision(before, migrations.current(target), as_json=as_json)
 
 

@@ -258,6 +258,21 @@ class TestMigrate:
         assert (done.exit_code, "--yes" in done.err) == (2, True)
         assert migrate.current(empty_dsn) == migrate.head()
 
+    def test_downgrade_names_the_messages_and_keeps_undelivered_ones(
+        self, cli_anywhere: Callable[..., Done], empty_dsn: str
+    ) -> None:
+        cli_anywhere("migrate")
+        with psycopg.connect(empty_dsn, autocommit=True) as db:
+            for state in (State.PENDING, State.PENDING, State.FAILED, State.SENT):
+                put(db, state)
+        done = cli_anywhere("migrate", "downgrade", "base")
+        assert "1 failed, 2 pending, 1 sent" in done.err
+        done = cli_anywhere("migrate", "downgrade", "base", "--yes")
+        assert (done.exit_code, "1 failed, 2 pending" in done.err) == (1, True)
+        assert migrate.current(empty_dsn) == migrate.head()
+        assert cli_anywhere("migrate", "downgrade", "base", "--yes", "--delete-messages").exit_code == 0
+        assert migrate.current(empty_dsn) is None
+
     def test_grants_are_repeatable_and_name_missing_parts(
         self, cli_anywhere: Callable[..., Done], empty_dsn: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

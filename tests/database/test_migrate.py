@@ -28,6 +28,7 @@ from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import LiteralString
 
 CATALOG = """
     SELECT 'column' AS kind,
@@ -152,6 +153,36 @@ class TestAlone:
             connection.execute("CREATE TABLE pgoutbox.mine (id integer)")
         migrate.downgrade(dsn, "base")
         assert tables(dsn) == {"pgoutbox.mine"}
+
+    @pytest.mark.parametrize(
+        ("evidence", "words"),
+        [
+            ("INSERT INTO pgoutbox.worker VALUES ('host-7', '{default}', '{mail}')", "workers are running: host-7"),
+            (
+                (
+                    "UPDATE pgoutbox.message SET state = 'sending', attempt_count = 1, claimed_at = now(),"
+                    " worker = 'host-8', lease_expires_at = now() + interval '1 min'"
+                ),
+                "workers are running: host-8",
+            ),
+            ("SELECT", "messages that are not delivered would be deleted: 1 pending"),
+        ],
+    )
+    def test_downgrade_to_base_refuses_beside_a_worker_or_undelivered_messages(
+        self, dsn: str, evidence: LiteralString, words: str
+    ) -> None:
+        with psycopg.connect(dsn) as connection:
+            connection.execute("SELECT pgoutbox.enqueue('mail', '{}')")
+            connection.execute(evidence)
+        with pytest.raises(SchemaError, match=words):
+            migrate.downgrade(dsn, "base", delete_messages="workers" in words)
+        assert migrate.current(dsn) == migrate.head()
+
+    def test_downgrade_to_base_deletes_undelivered_messages_on_request(self, dsn: str) -> None:
+        with psycopg.connect(dsn) as connection:
+            connection.execute("SELECT pgoutbox.enqueue('mail', '{}')")
+        migrate.downgrade(dsn, "base", delete_messages=True)
+        assert migrate.current(dsn) is None
 
     def test_downgrade_of_a_database_without_pgoutbox_does_nothing(self, empty_dsn: str) -> None:
         migrate.downgrade(empty_dsn, "base")
@@ -440,7 +471,7 @@ class TestBesideTheApplication:
     def test_a_downgrade_to_base_takes_its_locks_in_the_order_of_an_enqueue(self, dsn: str) -> None:
         with psycopg.connect(dsn) as producer, ThreadPoolExecutor(1) as threads:
             producer.execute("SELECT FROM pgoutbox.dedupe")
-            downgrade = threads.submit(migrate.downgrade, dsn, "base", lock_timeout_seconds=60)
+            downgrade = threads.submit(migrate.downgrade, dsn, "base", delete_messages=True, lock_timeout_seconds=60)
             wait_until(lambda: is_blocking(producer), lambda: "the downgrade did not wait")
             producer.execute("SELECT pgoutbox.enqueue('mail', '1', coalesce_key => 'a')")
             producer.commit()

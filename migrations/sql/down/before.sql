@@ -7,6 +7,44 @@ LOCK TABLE
     pgoutbox.large_payload, pgoutbox.message
 IN ACCESS EXCLUSIVE MODE;
 
+-- The locks above keep both answers true until the end: no worker can claim, and nobody can enqueue.
+DO $block$
+DECLARE
+    running text;
+    undelivered text;
+BEGIN
+    SELECT string_agg(w.name, ', ' ORDER BY w.name)
+    INTO running
+    FROM (
+        SELECT v.name FROM pgoutbox.worker_view AS v
+        UNION
+        -- Runs with --once and --drain do not report.
+        SELECT m.worker FROM pgoutbox.message_live AS m WHERE m.state = 'sending' AND m.lease_expires_at > now()
+    ) AS w(name);
+    IF running IS NOT NULL THEN
+        RAISE EXCEPTION 'pgoutbox: workers are running: %', running USING
+            ERRCODE = 'object_in_use',
+            HINT = 'Stop them. A killed worker counts for three minutes, and for the lease of its messages.';
+    END IF;
+    IF coalesce(current_setting('pgoutbox.delete_messages', true), '') <> 'on' THEN
+        SELECT string_agg(c.number || ' ' || c.state, ', ' ORDER BY c.state)
+        INTO undelivered
+        FROM (
+            SELECT m.state, count(*) AS number
+            FROM pgoutbox.message AS m
+            WHERE m.state IN ('pending', 'sending', 'failed')
+            GROUP BY m.state
+        ) AS c;
+        IF undelivered IS NOT NULL THEN
+            RAISE EXCEPTION 'pgoutbox: messages that are not delivered would be deleted: %', undelivered USING
+                ERRCODE = 'object_in_use',
+                HINT = 'Deliver or cancel them, or pass --delete-messages. Alembic needs the setting '
+                    'pgoutbox.delete_messages = on.';
+        END IF;
+    END IF;
+END
+$block$;
+
 -- A detached partition is not dropped with the table message.
 DO $block$
 DECLARE
