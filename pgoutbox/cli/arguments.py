@@ -198,7 +198,8 @@ RuleTopic = Annotated[str, typer.Argument(metavar="TOPIC", help="A topic, or * f
 RuleState = Annotated[
     str,
     typer.Argument(
-        metavar="STATE", help="sent, failed, skipped or cancelled; or dedupe_key, for keys of deleted messages."
+        metavar="STATE",
+        help="sent, failed, skipped or cancelled; dedupe_key, for keys of deleted messages; or audit, for old acts.",
     ),
 ]
 InQueue = Annotated[str | None, typer.Option("--queue", help="Only messages of this queue.")]

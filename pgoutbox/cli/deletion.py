@@ -26,7 +26,7 @@ from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.operations import RetentionRule
 from pgoutbox.operations.retention import PRUNED_BY_DEFAULT
 
-_COUNTED: Final = ("coalesce_keys", "dedupe_keys", "partitions_dropped")
+_COUNTED: Final = ("coalesce_keys", "dedupe_keys", "acts", "partitions_dropped")
 
 retention_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(retention_app, name="retention")
@@ -85,8 +85,9 @@ def prune(
         deleted = {state.value: totals.messages.get(state, 0) for state in sorted(chosen)}
         print_json({"deleted": deleted} | {name: getattr(totals, name) for name in _COUNTED})
         return
-    dropped = f", and {pluralize(totals.partitions_dropped, 'whole partition')}" if totals.partitions_dropped else ""
-    print_line(f"{pluralize(totals.total, 'message')} deleted{dropped}")
+    others = ((totals.partitions_dropped, "whole partition"), (totals.acts, "old act"))
+    rest = "".join(f", and {pluralize(count, noun)}" for count, noun in others if count)
+    print_line(f"{pluralize(totals.total, 'message')} deleted{rest}")
 
 
 @retention_app.callback(invoke_without_command=True)

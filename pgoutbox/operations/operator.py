@@ -687,7 +687,8 @@ class Operator:
 
         The topic `*` stands for every topic without a rule of its own. With zero for `sent`, workers delete a message
         instead of setting it to `sent`; this takes effect within a minute. All other messages are deleted by
-        `prune_by_retention`. Raises `ConfigurationError`.
+        `prune_by_retention`. The state `audit` stands for the acts of the audit. Its rule keeps at least 30 days, and
+        only a member of the schema's owner may set it. Raises `ConfigurationError`.
         """
         if topic != "*":
             try:
@@ -698,6 +699,11 @@ class Operator:
             raise ConfigurationError(f"state={state!r}: must be one of {', '.join(retention.RETAINED)}")
         if keep is not None and not timedelta() <= keep <= retention.MAX_AGE:
             raise ConfigurationError(f"keep={keep}: must be from 0 to {retention.MAX_AGE.days} days")
+        if state == retention.AUDIT and (topic != "*" or (keep is not None and keep < retention.AUDIT_AT_LEAST)):
+            raise ConfigurationError(
+                f"state=audit: needs the topic * and at least {retention.AUDIT_AT_LEAST.days} days, "
+                f"got topic={topic!r}, keep={keep}"
+            )
         seconds = None if keep is None else keep.total_seconds()
         self._act(sql.SET_RETENTION, {"topic": topic, "state": state, "keep_seconds": seconds}, _Act({}))
 

@@ -240,7 +240,7 @@ class ClosedBreaker(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PruneTotals:
-    """The number of deleted messages by state, and the number of deleted keys without a message.
+    """The number of deleted messages by state, of deleted keys without a message, and of deleted acts of the audit.
 
     The messages of dropped partitions are not counted, because they are not read.
     """
@@ -248,6 +248,7 @@ class PruneTotals:
     messages: Mapping[State, int]
     coalesce_keys: int
     dedupe_keys: int = 0
+    acts: int = 0
     partitions_made: int = 0
     partitions_dropped: int = 0
 
@@ -539,7 +540,7 @@ class OpenBreaker(NamedTuple):
 class RetentionRule(NamedTuple):
     """How long final messages of a topic, or of `*`, are kept in one state; None means forever.
 
-    The state is a final one, or `dedupe_key` for the dedupe keys of deleted messages.
+    The state is a final one, `dedupe_key` for the dedupe keys of deleted messages, or `audit` for acts.
     """
 
     topic: str

@@ -29,7 +29,9 @@ from pgoutbox.operations.records import Progress, PruneTotals, RetentionRule
 PRUNED_BY_DEFAULT: Final = (State.SENT, State.SKIPPED, State.CANCELLED)
 MAX_AGE: Final = timedelta(days=36_500)
 DEDUPE_KEY: Final = "dedupe_key"
-RETAINED: Final = (*(state.value for state in State if state in FINAL_STATES), DEDUPE_KEY)
+AUDIT: Final = "audit"
+AUDIT_AT_LEAST: Final = timedelta(days=30)
+RETAINED: Final = (*(state.value for state in State if state in FINAL_STATES), DEDUPE_KEY, AUDIT)
 
 PRUNE_BATCH: Final = 5_000
 _PARTITIONED_BY_TIME: Final = frozenset(state.value for state in PRUNED_BY_DEFAULT)
@@ -356,11 +358,14 @@ class MaintenanceRun:
             for rule in self._facts.rules:
                 if rule.state == DEDUPE_KEY and rule.keep is not None:
                     passes[KeyPass(sql.PRUNE_DEDUPE_BY_RULE, rule.topic)] = _FIRST_PAGE
+                elif rule.state == AUDIT:
+                    passes[KeyPass(sql.PRUNE_AUDIT)] = _FIRST_PAGE
             passes.update(dict.fromkeys(_PASSES, _FIRST_PAGE))
             self._cache.keys_at = time.monotonic()
         forgotten = _take_passes(self._fetch, passes, self._limit, self._is_over)
         self._counts["coalesce_keys"] = forgotten[sql.PRUNE_COALESCE]
         self._counts["dedupe_keys"] = forgotten[sql.PRUNE_DEDUPE_BY_RULE]
+        self._counts["acts"] = forgotten[sql.PRUNE_AUDIT]
 
     def _fetch(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> list[TupleRow]:
         return fetch(self._connection, statement, parameters or {})

@@ -160,7 +160,7 @@ class Maintenance:
 
     def _report(self, turn: MaintenanceRun) -> None:
         totals = turn.totals
-        if totals.total or totals.partitions_made or totals.partitions_dropped or totals.coalesce_keys:
+        if totals.total or totals.partitions_made or totals.partitions_dropped or totals.coalesce_keys or totals.acts:
             self._telemetry.report(
                 logging.INFO,
                 LogEvent.MAINTENANCE_DONE,
@@ -170,6 +170,7 @@ class Maintenance:
                 partitions_dropped=totals.partitions_dropped,
                 coalesce_keys=totals.coalesce_keys,
                 dedupe_keys=totals.dedupe_keys,
+                acts=totals.acts,
             )
 
     def _report_trouble(self, error: Exception) -> None:

@@ -119,7 +119,7 @@ ENQUEUE_FUNCTIONS: Final = {
     "reschedule", "_state_of",
 }  # fmt: skip
 PRUNE_BY_RULES: Final = {
-    "_prune_by_rule", "_prune_coalesce", "_prune_content", "_prune_dedupe_by_rule", "_prune_ordering",
+    "_prune_audit", "_prune_by_rule", "_prune_coalesce", "_prune_content", "_prune_dedupe_by_rule", "_prune_ordering",
 }  # fmt: skip
 MAINTENANCE_FUNCTIONS: Final = {"_clear_retired", "_kept_until", "make_partition", "partitions", "_retire_partition"}
 LOOK_FUNCTIONS: Final = {"_done_estimate", "_redacted_json", "_redacted_text", "schema_version", "_tokens_of"}
@@ -975,6 +975,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (WORKER, "SELECT pgoutbox._prune_coalesce(10)"),
     (WORKER, "SELECT pgoutbox._prune_ordering(10)"),
     (WORKER, "SELECT pgoutbox._prune_content(10)"),
+    (WORKER, "SELECT pgoutbox._prune_audit(10)"),
     (OPERATOR, "SELECT FROM pgoutbox.redrive('{1,2,3}')"),
     (OPERATOR, "SELECT FROM pgoutbox.resend(2)"),
     (OPERATOR, ENQUEUE_ACT),

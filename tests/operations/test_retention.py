@@ -364,6 +364,7 @@ def test_prune_without_arguments_applies_the_rules(cli: Callable[..., str], db: 
         "deleted": {"cancelled": 0, "failed": 0, "sent": 0, "skipped": 0},
         "coalesce_keys": 0,
         "dedupe_keys": 0,
+        "acts": 0,
         "partitions_dropped": 0,
     }
 

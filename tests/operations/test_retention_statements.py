@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, LiteralString
@@ -26,6 +27,7 @@ from tests.support.outbox_actions import (
     rows_of,
     state_of,
 )
+from tests.support.roles import login
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -270,6 +272,50 @@ class TestPrune:
         assert Operator(rolled_back).prune(DAY, topic="sms").dedupe_keys == 0
         assert Operator(rolled_back).prune(DAY).dedupe_keys == 1
         assert keys_of(rolled_back) == ["live"]
+
+    def test_old_acts_are_deleted_by_the_rule_of_the_audit(self, rolled_back: psycopg.Connection) -> None:
+        operator = Operator(rolled_back)
+        operator.set_retention("*", "sent", DAY)
+        operator.set_retention("*", "sent", 2 * DAY)
+        rolled_back.execute("UPDATE pgoutbox.audit SET acted_at = now() - interval '40 days'")
+        assert operator.prune_by_retention().acts == 0
+        operator.set_retention("*", "audit", 50 * DAY)
+        assert operator.prune_by_retention().acts == 0
+        operator.set_retention("*", "audit", 30 * DAY)
+        assert operator.prune_by_retention(batch_size=1).acts == 2
+        kept = rolled_back.execute("SELECT details->>'state' FROM pgoutbox.audit").fetchall()
+        assert kept == [("audit",), ("audit",)]
+
+    @pytest.mark.parametrize(("topic", "keep"), [("mail", 90 * DAY), ("*", 29 * DAY)])
+    def test_a_rule_of_the_audit_is_for_all_topics_and_keeps_thirty_days(
+        self, rolled_back: psycopg.Connection, topic: str, keep: timedelta
+    ) -> None:
+        with pytest.raises(ConfigurationError, match="at least 30 days"):
+            Operator(rolled_back).set_retention(topic, "audit", keep)
+        with pytest.raises(psycopg.errors.CheckViolation, match="retention_audit_sound"):
+            rolled_back.execute("INSERT INTO pgoutbox.retention VALUES (%s, %s, 'audit')", [keep, topic])
+
+    @pytest.mark.parametrize("statement", ["INSERT", "UPDATE", "DELETE"])
+    def test_an_operator_cannot_change_the_rule_of_the_audit(
+        self, dsn: str, db: psycopg.Connection, statement: str
+    ) -> None:
+        if statement != "INSERT":
+            Operator(db).set_retention("*", "audit", 90 * DAY)
+        with login(dsn, "pgoutbox_operator") as theirs, psycopg.connect(theirs, autocommit=True) as connection:
+            operator = Operator(connection)
+            change = (
+                functools.partial(operator.unset_retention, "*", "audit")
+                if statement == "DELETE"
+                else functools.partial(operator.set_retention, "*", "audit", 30 * DAY)
+            )
+            with pytest.raises(psycopg.errors.InsufficientPrivilege, match="only the owner of the schema"):
+                change()
+            operator.set_retention("*", "sent", DAY)
+
+    def test_a_member_of_the_owner_may_change_the_rule_of_the_audit(self, dsn: str) -> None:
+        roles = ("pgoutbox_owner", "pgoutbox_operator")
+        with login(dsn, *roles) as theirs, psycopg.connect(theirs, autocommit=True) as connection:
+            Operator(connection).set_retention("*", "audit", 30 * DAY)
 
     def test_a_locked_message_is_skipped(self, operator: psycopg.Connection, connect: Connect) -> None:
         Operator(operator).set_retention("*", "sent", DAY)

@@ -49,7 +49,7 @@ BEGIN
             pgoutbox._newest_is_due, pgoutbox._renewed_until, pgoutbox._is_limited, pgoutbox._take_turn,
             pgoutbox._forget_sent, pgoutbox._redacted_text, pgoutbox._enqueue_failure,
             pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule, pgoutbox._prune_coalesce, pgoutbox._prune_ordering,
-            pgoutbox._prune_content,
+            pgoutbox._prune_content, pgoutbox._prune_audit,
             pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._retire_partition,
             pgoutbox._clear_retired
         TO pgoutbox_worker;
@@ -108,7 +108,7 @@ BEGIN
             pgoutbox.set_redirect, pgoutbox.clear_redirect,
             pgoutbox.erase, pgoutbox._erase, pgoutbox._selected_messages,
             pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,
-            pgoutbox._prune_coalesce, pgoutbox._prune_ordering, pgoutbox._prune_content,
+            pgoutbox._prune_coalesce, pgoutbox._prune_ordering, pgoutbox._prune_content, pgoutbox._prune_audit,
             pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._retire_partition,
             pgoutbox._clear_retired
         TO pgoutbox_operator;

@@ -6,7 +6,9 @@ CREATE TABLE pgoutbox.retention (
     state text COLLATE "C" NOT NULL,
     CONSTRAINT retention_pkey PRIMARY KEY (topic, state),
     CONSTRAINT retention_topic_sound CHECK (topic = '*' OR (length(topic) <= 63 AND topic ~ '^[a-z][a-z0-9_.-]*$')),
-    CONSTRAINT retention_state_known CHECK (state IN ('sent', 'failed', 'skipped', 'cancelled', 'dedupe_key')),
+    CONSTRAINT retention_state_known CHECK (state IN ('sent', 'failed', 'skipped', 'cancelled', 'dedupe_key', 'audit')),
+    -- Whoever sets this rule cannot hide it: the act stays in the audit for as long.
+    CONSTRAINT retention_audit_sound CHECK (state <> 'audit' OR (topic = '*' AND keep >= interval '30 days')),
     CONSTRAINT retention_keep_sound CHECK (keep >= interval '0' AND keep <= interval '36500 days')
 );
 
@@ -16,4 +18,4 @@ COMMENT ON COLUMN pgoutbox.retention.keep IS
     'Time to keep the messages. Zero deletes sent messages as they are sent; null never deletes them.';
 COMMENT ON COLUMN pgoutbox.retention.topic IS 'A topic, or * for every topic without a rule of its own for the state.';
 COMMENT ON COLUMN pgoutbox.retention.state IS
-    'sent, failed, skipped or cancelled; or dedupe_key, for keys whose message is deleted.';
+    'sent, failed, skipped or cancelled; dedupe_key, for keys whose message is deleted; or audit, for acts.';

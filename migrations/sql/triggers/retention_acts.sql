@@ -7,6 +7,12 @@ AS $function$
 DECLARE
     rule constant pgoutbox.retention := CASE WHEN TG_OP = 'DELETE' THEN OLD ELSE NEW END;
 BEGIN
+    -- The audit is evidence against operators too, so only its owner may shorten it.
+    IF rule.state = 'audit' AND NOT pg_has_role(session_user, current_user, 'MEMBER') THEN
+        RAISE EXCEPTION 'pgoutbox: only the owner of the schema may change the retention of the audit' USING
+            ERRCODE = 'insufficient_privilege',
+            HINT = format('Connect as a member of the role %I.', current_user);
+    END IF;
     PERFORM pgoutbox._record_act(
         'retention',
         details => jsonb_build_object(
