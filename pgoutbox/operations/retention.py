@@ -237,10 +237,11 @@ class MaintenanceRun:
         self._limit = {"limit": batch_size}
         self._is_over = is_over
         self._pause = pause
-        self._progress = progress
+        self._progress = progress or (lambda _: None)
         self._is_workers = write is None
         self._write = write or self._fetch
         self._retired: set[str] = set()
+        self._cleared_count = 0  # Messages of retired partitions.
         self._deleted: Counter[State] = Counter()
         self._counts = Counter(coalesce_keys=0)
         cache.refresh(facts.rules)
@@ -311,8 +312,10 @@ class MaintenanceRun:
     def _clear(self) -> None:
         """Delete the attempts and keys of detached partitions page by page, then the partitions themselves."""
         while not self._is_over() and (rows := self._fetch(sql.CLEAR_RETIRED, self._limit)):
-            ((_, _, is_dropped),) = rows
+            ((_, count, is_dropped),) = rows
             self._counts["partitions_dropped"] += is_dropped
+            self._cleared_count += count
+            self._progress(self._cleared_count)
 
     def _patiently(self, run: Run, statement: LiteralString, **parameters: object) -> str | None:
         """Return the answer of the statement; None if every try met a lock of another transaction.
@@ -335,7 +338,12 @@ class MaintenanceRun:
         for rule, since, until, partition in self._plan().delete:
             parameters = {"topic": rule.topic, "state": rule.state, "since": since, "until": until} | self._limit
             if not _delete_batches(
-                self._write, sql.PRUNE_BY_RULE, parameters, self._deleted, self._progress, self._is_over
+                self._write,
+                sql.PRUNE_BY_RULE,
+                parameters,
+                self._deleted,
+                lambda count: self._progress(self._cleared_count + count),
+                self._is_over,
             ):
                 break
             if partition and rule.keep is not None:

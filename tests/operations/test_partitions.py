@@ -455,6 +455,29 @@ class TestClear:
         assert self.left(operator) == (1, ["k3", "young"])
         assert name not in tables_of_partitions(operator)
 
+    def test_a_page_does_not_read_the_keys_of_other_messages(self, operator: psycopg.Connection) -> None:
+        name = self.fill(operator)
+        operator.execute(
+            "INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)"
+            " SELECT 1000 + i, 'mail', 'other-' || i, '' FROM generate_series(1, 5000) AS i"
+        )
+        operator.execute("VACUUM ANALYZE pgoutbox.dedupe")
+        operator.execute(RETIRE, [name])
+        with operator.transaction():
+            operator.execute("SELECT pgoutbox._clear_retired(5000)")
+            read = operator.execute(
+                "SELECT s.seq_tup_read + coalesce(s.idx_tup_fetch, 0) FROM pg_stat_xact_user_tables AS s"
+                " WHERE s.relname = 'dedupe'"
+            ).fetchall()
+        assert [count < 50 for (count,) in read] == [True], read
+
+    def test_a_prune_reports_the_messages_of_retired_partitions(self, operator: psycopg.Connection) -> None:
+        keep(operator)
+        self.fill(operator)
+        seen: list[int] = []
+        totals = Operator(operator).prune_by_retention(batch_size=3, progress=seen.append)
+        assert (seen, totals.partitions_dropped) == ([3, 6, 7], 1)
+
     def test_without_retired_partitions_the_table_is_not_read(self, operator: psycopg.Connection) -> None:
         keep(operator)
         name = add_partition(operator, 40)

@@ -8,6 +8,9 @@ SET search_path = pg_catalog, pg_temp
 SET timezone = 'UTC'
 SET datestyle = 'ISO, YMD'
 SET lock_timeout = '100ms'
+-- A page is small beside the tables of keys: their indexes find its rows, and a hash join would read all keys each time.
+SET enable_hashjoin = off
+SET enable_mergejoin = off
 AS $function$
 DECLARE
     chosen pgoutbox.retired;
@@ -51,7 +54,8 @@ BEGIN
             ), keys AS (
                 DELETE FROM pgoutbox.dedupe AS d
                 USING page AS p
-                WHERE d.topic = p.topic
+                WHERE p.dedupe_key IS NOT NULL
+                    AND d.topic = p.topic
                     AND d.dedupe_key = p.dedupe_key
                     AND d.message_id = p.id
                     AND (

@@ -6,6 +6,9 @@ CREATE FUNCTION pgoutbox._delete_messages(
 RETURNS SETOF text
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
+-- The ids are few beside the tables: their indexes find the rows, and a hash join would read all keys each time.
+SET enable_hashjoin = off
+SET enable_mergejoin = off
 AS $function$
 BEGIN
     RETURN QUERY
