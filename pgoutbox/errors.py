@@ -2,7 +2,8 @@
 
     PgOutboxError
     ├── ConfigurationError      a setting or a registration is invalid; names it
-    │   └── MissingExtraError   an optional dependency is not installed; names the command
+    │   ├── MissingExtraError   an optional dependency is not installed; names the command
+    │   └── NotReadyError       a setting is valid, and what it names cannot be used yet
     ├── SchemaError             the schema is missing, too old or damaged; names the command
     ├── TransactionError        the caller's connection is not in a usable transaction
     ├── PayloadError            an argument of enqueue is invalid; names the field
@@ -34,6 +35,10 @@ class MissingExtraError(ConfigurationError):
     def __init__(self, feature: str, extra: str) -> None:
         super().__init__(f"{feature} needs an optional dependency: pip install 'pgoutbox[{extra}]'")
         self.extra = extra
+
+
+class NotReadyError(ConfigurationError):
+    """A setting is valid, and what it names cannot be used now: a file, a module or a port. It may be later."""
 
 
 def require_extra(module: str, feature: str, extra: str) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from pgoutbox.enqueue.payloads import from_json
-from pgoutbox.errors import ConfigurationError, PayloadError, PgOutboxError
+from pgoutbox.errors import ConfigurationError, NotReadyError, PayloadError, PgOutboxError
 from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.operations import MessageFilter, Rate
 from pgoutbox.operations.retention import MAX_AGE
@@ -318,7 +318,7 @@ def _read_file(file: Path, limit: int) -> bytes:
 def load_outbox(where: str) -> Outbox:
     """Import the outbox `module:attribute`, with the current directory on the path.
 
-    Raises `ConfigurationError` for a wrong name, and with another text for a module that fails on import.
+    Raises `ConfigurationError` for a wrong name, and `NotReadyError` for a module that is missing or fails on import.
     """
     module_name, separator, attribute = where.partition(":")
     if not (separator and module_name and attribute):
@@ -344,10 +344,10 @@ def _import_module(name: str) -> object:
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and (name == missing or name.startswith(f"{missing}.")):
-            raise ConfigurationError(
+            raise NotReadyError(
                 f"no module {missing!r}; looked in {Path.cwd()} and in the installed packages"
             ) from None
         place = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigurationError(
+        raise NotReadyError(
             f"module {name!r} failed on import: {type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
         ) from error

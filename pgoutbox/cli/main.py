@@ -14,7 +14,7 @@ import psycopg
 
 from pgoutbox.cli.console import DONE, FAILED, MISUSED, mask, print_error, secrets_in, tokens_in
 from pgoutbox.database.server import missing_object
-from pgoutbox.errors import ConfigurationError, MissingExtraError, PayloadError, PgOutboxError
+from pgoutbox.errors import ConfigurationError, MissingExtraError, NotReadyError, PayloadError, PgOutboxError
 from pgoutbox.text import one_line
 
 if TYPE_CHECKING:
@@ -93,11 +93,11 @@ def _run(arguments: list[str]) -> None:
 
 
 def explain(error: PgOutboxError | psycopg.Error) -> tuple[str, int]:
-    """Return the text of an error for the operator, and the exit code.
+    """Return the text of an error for the operator, and the exit code: 2 if only a change of the command helps.
 
     Leaves out the DETAIL of a driver's error, which can quote values of rows.
     """
-    if isinstance(error, (ConfigurationError, PayloadError)):
+    if isinstance(error, (ConfigurationError, PayloadError)) and not isinstance(error, NotReadyError):
         return str(error), MISUSED
     if isinstance(error, PgOutboxError):
         return str(error), FAILED

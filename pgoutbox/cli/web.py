@@ -12,7 +12,7 @@ import typer
 
 from pgoutbox.cli.arguments import App, Dsn, load_outbox
 from pgoutbox.cli.console import configure_logging, print_line, print_note, print_warning
-from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.errors import ConfigurationError, MissingExtraError, NotReadyError
 from pgoutbox.settings import load_settings
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def web(
     try:
         server = Server(pages, settings, host=host, port=port, started=_print_url)
     except OSError as error:
-        raise ConfigurationError(f"--host {host} --port {port}: {error.strerror or error}") from None
+        raise NotReadyError(f"--host {host} --port {port}: {error.strerror or error}") from None
     server.serve_until_stopped()
 
 

@@ -45,7 +45,7 @@ class LogEvent(enum.StrEnum):
     RETRY = "retry", "An attempt failed and its message is pending again."
     HANDLER_RAISED = (
         "handler_raised",
-        "A handler raised an exception that is not an outcome. The record has its redacted traceback.",
+        "A handler raised an exception that is not an outcome, with its traceback. Logged once a minute for its place.",
     )
     ATTEMPT_STARTED = "attempt_started", "A handler starts. Only if DEBUG was on when the worker started."
     ATTEMPT_ENDED = "attempt_ended", "A handler and its send have ended. Only if DEBUG was on when the worker started."

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from typing import Final
 
-from pgoutbox.errors import ConfigurationError
+from pgoutbox.errors import NotReadyError
 from pgoutbox.observability.prometheus import Page
 
 _MAX_CONNECTIONS: Final = 32
@@ -33,7 +33,7 @@ Answer = Callable[[str, str | None], Page | None]
 class HttpServer(ThreadingTCPServer):
     """Serves what `answer` returns, in threads of its own, from `start` to `stop`.
 
-    Raises `ConfigurationError` if the address is not available.
+    Raises `NotReadyError` if the address is not available.
     """
 
     allow_reuse_address = True
@@ -51,7 +51,7 @@ class HttpServer(ThreadingTCPServer):
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
-            raise ConfigurationError(
+            raise NotReadyError(
                 f"PGOUTBOX_METRICS_ADDRESS: cannot listen on {host} port {port}: {error.strerror or error}"
             ) from None
 

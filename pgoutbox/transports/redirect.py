@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, tzinfo
 from email.headerregistry import Address
 from typing import TYPE_CHECKING, Self
-from zoneinfo import ZoneInfo
+from zoneinfo import ZoneInfo, available_timezones
 
-from pgoutbox.errors import ConfigurationError
+from pgoutbox.errors import ConfigurationError, NotReadyError
 from pgoutbox.message import Message, Permanent, Postponed, ReasonCode
 from pgoutbox.transports.addresses import Mailbox, parse_mailbox
 
@@ -58,6 +58,8 @@ class Window:
         except (ValueError, OSError) as error:
             raise ConfigurationError(f"{_BLACKOUT}: {text!r}: {error}") from None
         except KeyError:
+            if not available_timezones():
+                raise NotReadyError(f"{_BLACKOUT}: {text!r}: this machine has no time zones; install tzdata") from None
             raise ConfigurationError(f"{_BLACKOUT}: {text!r}: no time zone {zone!r} on this machine") from None
         if window.last < window.first:
             raise ConfigurationError(f"{_BLACKOUT}: {text!r}: ends before it begins")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from typing import Final
 
-from pgoutbox.errors import ConfigurationError
+from pgoutbox.errors import ConfigurationError, NotReadyError
 
 IS_IT_TLS: Final = "does the server speak TLS on this port?"
 
@@ -13,7 +13,7 @@ IS_IT_TLS: Final = "does the server speak TLS on this port?"
 def verifying_context(*, variable: str | None = None, ca_file: str | None = None) -> ssl.SSLContext:
     """Return a context for TLS 1.2 or newer, which verifies certificate and host name by the CAs of system and file.
 
-    Raises `ConfigurationError`, naming the `variable` that the file comes from, if it cannot be read.
+    Raises `NotReadyError`, naming the `variable` that the file comes from, if it cannot be read.
     """
     context = ssl.create_default_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -21,7 +21,7 @@ def verifying_context(*, variable: str | None = None, ca_file: str | None = None
         try:
             context.load_verify_locations(cafile=ca_file)
         except (OSError, ssl.SSLError) as error:
-            raise ConfigurationError(f"{variable}={ca_file!r}: {error}") from None
+            raise NotReadyError(f"{variable}={ca_file!r}: {error}") from None
     return context
 
 

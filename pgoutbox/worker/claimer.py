@@ -122,6 +122,7 @@ class Claimer:
                 return False
             self._unanswered.note_searched(span, now)
             if count:
+                self._signals.poll_all_lanes()  # They lie before the places where the next searches begin.
                 self._telemetry.report(
                     logging.WARNING, LogEvent.CLAIM_LOST, "claim whose answer was lost, released", released_count=count
                 )

@@ -105,14 +105,14 @@ class Doorbell:
         self._is_full = False
 
     @property
-    def is_up(self) -> bool:
-        """Whether the listener is connected."""
-        return self._connection is not None and not self._lost.is_set()
+    def is_up(self) -> bool | None:
+        """Whether the listener is connected; None behind a pooler that keeps no session, where the worker polls."""
+        return None if self._has_no_session else self._connection is not None and not self._lost.is_set()
 
     @property
     def is_reliable(self) -> bool:
         """Whether every commit notifies: the listener is connected, and the notification queue has room."""
-        return self.is_up and not self._is_full
+        return bool(self.is_up) and not self._is_full
 
     @property
     def has_wake_up_lock(self) -> bool:

@@ -39,7 +39,7 @@ from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
 from pgoutbox.worker.attempt import Abandoned, AlreadyFinished, Attempt, AttemptResult, Released
 from pgoutbox.worker.backoff import Backoff
 from pgoutbox.worker.dispatcher import MIN_SNOOZE_SECONDS
-from pgoutbox.worker.handler_errors import RaisedPermanent, RaisedTransient, place_of, traceback_of
+from pgoutbox.worker.handler_errors import RaisedPermanent, RaisedTransient, RepeatedErrors, place_of, traceback_of
 from pgoutbox.worker.notifier import Notifier
 from pgoutbox.worker.refused_outcomes import RefusedOutcomes
 from pgoutbox.worker.signals import Signals
@@ -77,6 +77,7 @@ class Finisher:
         self._batch_size = batch_size
         self._redacted_names = redacted_names
         self._error_texts = error_texts
+        self._repeated = RepeatedErrors()
         self._signals = signals
         self._notifier = notifier
         self._telemetry = telemetry
@@ -217,25 +218,35 @@ class Finisher:
     def _with_place(
         self, attempt: Attempt, ending: RaisedTransient | RaisedPermanent, request: FinishRequest, names: Sequence[str]
     ) -> FinishRequest:
-        """Log the exception of a handler, once for a batch, and return the request with its place."""
+        """Log the exception of a handler, unless it repeats one, and return the request with its place."""
         error = ending.__cause__
         if error is None:
             return request
         place = place_of(error)
         if not ending.is_logged:
             ending.is_logged = True
-            text = traceback_of(error, with_texts=self._error_texts)
-            self._report(
-                logging.WARNING,
-                LogEvent.HANDLER_RAISED,
-                "handler raised an exception",
-                attempt.message,
-                error_type=type(error).__name__,
-                error_place=place,
-                traceback=redact_text(text, names),
-            )
+            self._log_exception(attempt.message, error, place, names)
         reason = request.reason if self._error_texts else type(error).__name__
         return replace(request, reason=reason, error_place=place)
+
+    def _log_exception(
+        self, message: Message[object], error: BaseException, place: str | None, names: Sequence[str]
+    ) -> None:
+        error_type = type(error).__name__
+        omitted_count = self._repeated.admit(message.topic, error_type, place)
+        if omitted_count is None:
+            self._telemetry.count(LogEvent.HANDLER_RAISED)
+            return
+        self._report(
+            logging.WARNING,
+            LogEvent.HANDLER_RAISED,
+            "handler raised an exception",
+            message,
+            error_type=error_type,
+            error_place=place,
+            omitted_count=omitted_count,
+            traceback=redact_text(traceback_of(error, with_texts=self._error_texts), names),
+        )
 
     def _note_unwritten(self, message: Message[object], ending: AlreadyFinished | Abandoned) -> None:
         if isinstance(ending, Abandoned):
@@ -339,7 +350,7 @@ class Finisher:
         elif state is State.FAILED:
             self._report(logging.WARNING, LogEvent.FAILED, "message failed", message)
         elif state is State.PENDING and request is not None:
-            self._report(logging.INFO, event_of_outcome(request.outcome), "attempt ended, pending again", message)
+            self._report(logging.DEBUG, event_of_outcome(request.outcome), "attempt ended, pending again", message)
         else:
             self._report(logging.INFO, event_of_state(state), "message ended", message)
 

@@ -5,12 +5,16 @@ Neither contains values of variables. Without PGOUTBOX_ERROR_TEXTS they contain 
 
 from __future__ import annotations
 
+import math
 import sysconfig
 import traceback
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from pgoutbox.clock import elapsed_clock
 from pgoutbox.message import Permanent, Transient
 from pgoutbox.text import clean_text, describe
 
@@ -18,6 +22,8 @@ _OURS: Final = ("pgoutbox", "asyncio", "concurrent")
 _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MAX_TRACEBACK_LENGTH: Final = 20_000
 _MAX_CHAIN: Final = 10
+_LOG_SECONDS: Final = 60.0
+_MAX_KINDS: Final = 1_000
 
 
 class RaisedTransient(Transient):
@@ -30,6 +36,27 @@ class RaisedPermanent(Permanent):
     """An exception of a handler that is not retried. It is the `__cause__`."""
 
     is_logged = False
+
+
+class RepeatedErrors:
+    """Decides which exceptions are logged: one a minute of each topic, type and place. The others are counted."""
+
+    def __init__(self, clock: Callable[[], float] = elapsed_clock) -> None:
+        self._clock = clock
+        self._logged_at: dict[tuple[str, str, str | None], float] = {}
+        self._omitted: Counter[tuple[str, str, str | None]] = Counter()
+
+    def admit(self, topic: str, error_type: str, place: str | None) -> int | None:
+        """Return how many of its kind were omitted since the last logged one; None if this one is omitted too."""
+        kind, now = (topic, error_type, place), self._clock()
+        if now - self._logged_at.get(kind, -math.inf) < _LOG_SECONDS:
+            self._omitted[kind] += 1
+            return None
+        if len(self._logged_at) >= _MAX_KINDS:
+            self._logged_at.clear()
+            self._omitted.clear()
+        self._logged_at[kind] = now
+        return self._omitted.pop(kind, 0)
 
 
 def outcome_of_exception(error: BaseException, *, is_permanent: bool) -> RaisedTransient | RaisedPermanent:

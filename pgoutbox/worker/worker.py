@@ -215,7 +215,7 @@ class Worker:
             slots=self._pool.capacity if is_started else 0,
             busy=self._pool.running_count if is_started else 0,
             abandoned=self._pool.outlived_count if is_started else 0,
-            is_listener_up=None if not is_started or self._doorbell is None else self._doorbell.is_up,
+            is_listener_up=self._doorbell.is_up if is_started and self._doorbell is not None else None,
             is_database_up=is_started and not self._outage.is_ongoing,
             polled_seconds_ago=now - self._queues.polled_at,
             claimed_seconds_ago=None if claimed_at is None else now - claimed_at,

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from datetime import datetime, timedelta
@@ -1141,29 +1142,60 @@ class TestWorker:
         assert cli("worker").err == "error: no outbox given: set PGOUTBOX_APP, or pass --app module:attribute\n"
 
     @pytest.mark.parametrize(
-        ("where", "reason"),
+        ("where", "reason", "exit_code"),
         [
-            ("no_colon", "app 'no_colon': must be module:attribute"),
-            ("missing_module:outbox", "no module 'missing_module'; looked in "),
-            ("missing_package.part:outbox", "no module 'missing_package'; looked in "),
-            ("app_plain:absent", "app 'app_plain:absent': app_plain has no attribute 'absent'"),
-            ("app_plain:number", "app 'app_plain:number': is a int, not an Outbox"),
-            ("app_importing:outbox", "module 'app_importing' failed on import: ModuleNotFoundError: "),
-            ("app_failing:outbox", "module 'app_failing' failed on import: KeyError: 'SHOP'"),
-            ("app_misspelt:outbox", "module 'app_misspelt' failed on import: SyntaxError: "),
+            ("no_colon", "app 'no_colon': must be module:attribute", 2),
+            ("missing_module:outbox", "no module 'missing_module'; looked in ", 1),
+            ("missing_package.part:outbox", "no module 'missing_package'; looked in ", 1),
+            ("app_plain:absent", "app 'app_plain:absent': app_plain has no attribute 'absent'", 2),
+            ("app_plain:number", "app 'app_plain:number': is a int, not an Outbox", 2),
+            ("app_importing:outbox", "module 'app_importing' failed on import: ModuleNotFoundError: ", 1),
+            ("app_failing:outbox", "module 'app_failing' failed on import: KeyError: 'SHOP'", 1),
+            ("app_misspelt:outbox", "module 'app_misspelt' failed on import: SyntaxError: ", 1),
+            ("app_connecting:outbox", "module 'app_connecting' failed on import: ConnectionRefusedError: ", 1),
         ],
     )
     def test_an_app_that_cannot_be_loaded_is_explained(
-        self, cli: Callable[..., Done], tmp_path: Path, where: str, reason: str
+        self, cli: Callable[..., Done], tmp_path: Path, where: str, reason: str, exit_code: int
     ) -> None:
+        """A restart may help against 1, because the module may load later. It does not help against 2."""
+        (tmp_path / "app_connecting.py").write_text("import socket\nsocket.create_connection(('127.0.0.1', 1))\n")
         (tmp_path / "app_plain.py").write_text("number = 5\n")
         (tmp_path / "app_importing.py").write_text("import absent_dependency\n")
         (tmp_path / "app_failing.py").write_text("import os\nos.environ['SHOP']\n")
         (tmp_path / "app_misspelt.py").write_text("def\n")
         done = cli("worker", "--app", where)
-        assert (done.exit_code, done.out) == (2, "")
+        assert (done.exit_code, done.out) == (exit_code, "")
         assert done.err.startswith(f"error: {reason}")
         assert done.err.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        ("name", "value", "exit_code"),
+        [
+            ("SMTP_CA_FILE", "not-mounted-yet.pem", 1),
+            ("METRICS_ADDRESS", "taken", 1),
+            ("METRICS_ADDRESS", "no address", 2),
+            ("SMTP_PORT", "no port", 2),
+        ],
+    )
+    def test_a_worker_exits_with_2_only_if_no_restart_can_help(
+        self,
+        cli: Callable[..., Done],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        name: str,
+        value: str,
+        exit_code: int,
+    ) -> None:
+        (tmp_path / "app_ready.py").write_text(
+            "from pgoutbox import Outbox\noutbox = Outbox()\noutbox.handler('greet')(lambda message, ctx: None)\n"
+        )
+        monkeypatch.setenv("PGOUTBOX_SMTP_HOST", "mail.example.org")
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+            monkeypatch.setenv(f"PGOUTBOX_{name}", address if value == "taken" else value)
+            done = cli("worker", "--app", "app_ready:outbox")
+        assert (done.exit_code, f"PGOUTBOX_{name}" in done.err) == (exit_code, True), done.err
 
     @pytest.mark.parametrize("queues", [("a:0",), ("A",), ("a", "a"), ("a:1", "b")])
     def test_invalid_queues_are_refused(self, cli: Callable[..., Done], queues: tuple[str, ...]) -> None:

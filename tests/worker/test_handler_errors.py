@@ -13,6 +13,7 @@ from pgoutbox.cli.console import JsonFormatter, TextFormatter
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
+from pgoutbox.worker.handler_errors import RepeatedErrors
 from tests.support.outbox_actions import attempts_of, enqueue, reports, settings_for
 
 if TYPE_CHECKING:
@@ -67,6 +68,39 @@ async def test_the_innermost_frame_of_the_application_is_stored_and_the_tracebac
         assert "Traceback (most recent call last)" in text
         assert f'test_handler_errors.py", line {line}, in parse' in text
     assert "JSONDecodeError: Expecting property name" in logging.Formatter("%(message)s").format(record)
+
+
+async def test_a_repeated_exception_is_logged_once_a_minute_for_each_topic_and_place(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+
+    async def fail(message: Message, ctx: Context) -> None:
+        if message.payload == "elsewhere":
+            raise ValueError(message.id)
+        raise ValueError(message.id)
+
+    outbox.handler("greet", retry=LATER)(fail)
+    outbox.handler("other", retry=LATER)(fail)
+    for topic, payload in (("greet", None), ("greet", "elsewhere"), ("other", None)):
+        for _ in range(10):
+            enqueue(db, topic, payload)
+    worker = Worker(outbox)
+    with reports() as heard:
+        await worker.run_once()
+    assert len(raised(heard.records)) == 3
+    assert worker.telemetry.counts[LogEvent.HANDLER_RAISED] == 30
+
+
+def test_the_next_record_has_the_number_of_omitted_ones() -> None:
+    now = 0.0
+    repeated = RepeatedErrors(lambda: now)
+    assert [repeated.admit("greet", "ValueError", "a.py:1 f") for _ in range(3)] == [0, None, None]
+    now += 60
+    assert [repeated.admit("greet", "ValueError", "a.py:1 f") for _ in range(2)] == [2, None]
+    for number in range(2_000):
+        repeated.admit("greet", "ValueError", f"a.py:{number} f")
+    assert len(repeated._logged_at) <= 1_000
 
 
 async def test_secrets_in_the_text_of_an_exception_and_of_its_cause_are_redacted_in_the_log(

@@ -16,6 +16,7 @@ from pgoutbox.database.store import Store
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, State, Transient
 from pgoutbox.observability.events import LogEvent
+from pgoutbox.observability.health import reasons_not_ready
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.claimer import Claimer
@@ -519,6 +520,8 @@ async def test_a_listener_behind_a_pooler_logs_a_warning_and_leaves_no_session_s
         await worker.sleeping.wait()
         message_id = enqueue(db)
         await receiver.has_all.wait()
+        assert (status := worker.status()).is_listener_up is None
+        assert reasons_not_ready(status, poll_interval_seconds=3600) == []
         # A bell in a session of the pool would outlive a killed worker.
         assert db.execute(BELLS).fetchall() == []
     assert session_of_pool(pooled_dsn) == before

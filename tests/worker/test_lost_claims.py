@@ -1,0 +1,86 @@
+"""Tests claims whose answers are lost: the messages are released, and the worker looks for them at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+import pytest
+
+from pgoutbox import Context, Message, Outbox, migrate
+from pgoutbox.database import sql
+from pgoutbox.database.worker_connection import WorkerConnection
+from pgoutbox.embedded import embedded_server
+from pgoutbox.message import State
+from pgoutbox.observability.events import LogEvent
+from pgoutbox.worker import Worker
+from tests.support.outbox_actions import PATIENCE_SECONDS, enqueue, rows_of, running, settings_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COUNT: Final = 60
+CLAIMS: Final = {sql.CLAIM_FRESH, sql.CLAIM_NEW, sql.CLAIM_FRESH_BY_PERMITS}
+
+
+async def deliver_all(dsn: str, db: psycopg.Connection, *, at_each: Callable[[int], None] = lambda _: None) -> Worker:
+    """Deliver messages by a worker that polls once an hour, so that only a search of its own finds released ones."""
+    outbox = Outbox(settings_for(dsn, lease_seconds=5, batch_size=5, concurrency=5))
+    delivered: Counter[int] = Counter()
+    has_all = asyncio.Event()
+    ids = [enqueue(db) for _ in range(COUNT)]
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        delivered[message.id] += 1
+        at_each(delivered.total())
+        if len(delivered) == COUNT:
+            has_all.set()
+
+    async with asyncio.timeout(PATIENCE_SECONDS), running(worker := Worker(outbox)):
+        await has_all.wait()
+    assert {row.state for row in rows_of(db, *ids)} == {State.SENT}
+    return worker
+
+
+@pytest.mark.parametrize("nth", [1, 2, 6, 11, 12])
+async def test_messages_of_a_lost_claim_are_delivered_at_once(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    fetch = WorkerConnection.fetch
+    filled = 0
+
+    async def lose(self: WorkerConnection, statement: Any, parameters: Any, *, first: Any = None) -> Any:  # noqa: ANN401 - passed on
+        nonlocal filled
+        rows = await fetch(self, statement, parameters, first=first)
+        if statement in CLAIMS and rows:
+            filled += 1
+            if filled == nth:
+                raise psycopg.OperationalError("the connection broke after the commit")
+        return rows
+
+    monkeypatch.setattr(WorkerConnection, "fetch", lose)
+    worker = await deliver_all(dsn, db)
+    assert worker.telemetry.counts[LogEvent.CLAIM_LOST] == 1
+
+
+@pytest.mark.slow
+async def test_sessions_terminated_on_a_durable_server_delay_no_message() -> None:
+    """Without fsync a claim is committed so fast that its answer is hardly ever lost."""
+    with embedded_server() as server:
+        migrate.upgrade(server.dsn)
+        with psycopg.connect(server.dsn, autocommit=True) as db:
+
+            def terminate(number: int) -> None:
+                if number % 7 == 0:
+                    purpose = ("claim", "finish", "lease", "listen", "")[number // 7 % 5]
+                    db.execute(
+                        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                        " WHERE datname = current_database() AND application_name LIKE %s",
+                        [f"pgoutbox {purpose}%"],
+                    )
+
+            for _ in range(5):
+                await deliver_all(server.dsn, db, at_each=terminate)
