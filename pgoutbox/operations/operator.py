@@ -254,7 +254,8 @@ class Operator:
         """
         ((is_operator,),) = self._fetch(sql.MAY_ENQUEUE_AS_OPERATOR)
         adapter = sync_adapter(self._connection, function="enqueue", async_function="asyncio.to_thread")
-        return self._announced(_Act({}), lambda: run(adapter, insert(draft, notify=True, as_act=is_operator)))
+        statement = sql.ENQUEUE_ACT if is_operator else sql.ENQUEUE
+        return self._announced(_Act({}), lambda: run(adapter, insert(draft, notify=True, statement=statement)))
 
     def redrive(
         self, message_id: int, *, states: Collection[State] = REDRIVABLE, destination: str | None = None
