@@ -10,7 +10,7 @@ CREATE TABLE pgoutbox.queue (
     max_in_flight   integer,
     ceiling_count   integer,
     ceiling_seconds double precision,
-    -- At most rate_count attempts begin in any period: a full bucket, and what is added in the rest of the period.
+    -- At most rate_count attempts begin in any period: those of a full bucket, and those of the tokens that are added.
     tokens_per_second double precision GENERATED ALWAYS AS (
         greatest(1, rate_count - burst) / nullif(rate_seconds, 0)
     ) STORED,
