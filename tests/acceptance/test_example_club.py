@@ -409,9 +409,8 @@ async def test_a_strict_provider_refuses_none_of_the_clubs_mails(
         outbox.handler(club.REGISTRATION_MAIL, transactional=True)(club.write_mail)
         for number in range(1, 91):
             db.execute("INSERT INTO registration (number, name, email) VALUES (%s, 'Ada', 'ada@club.test')", [number])
-            outbox.enqueue(
-                db, club.REGISTRATION_MAIL, {"registration": number, "mail": "member"}, require_transaction=False
-            )
+            mail = club.RegistrationMail(registration=number, mail="member")
+            outbox.enqueue(db, club.REGISTRATION_MAIL, mail, require_transaction=False)
         while len(inbox.received) + provider.refused_count < 90:
             await Worker(outbox, queues=["mail"]).run_once()
             ((seconds,),) = db.execute(
