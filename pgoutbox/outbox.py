@@ -808,7 +808,7 @@ class Outbox:
         try:
             settings = self.settings
         except ConfigurationError as invalid:
-            return str(invalid)  # It is the error itself: without settings no message is written.
+            return str(invalid)  # Without settings no message can be written.
         if not settings.error_texts:
             return None
         if isinstance(error, PgOutboxError):
