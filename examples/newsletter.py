@@ -48,7 +48,7 @@ def publish(connection: psycopg.Connection, number: int, text: str, addresses: l
 def main(recipients: int) -> None:
     """Set the rate limit of the queue, and publish an issue."""
     with psycopg.connect(os.environ["PGOUTBOX_DSN"]) as connection:
-        Operator(connection).limit_rate("bulk", Rate(20, 1), burst=20)
+        Operator(connection).limit_rate("bulk", Rate(20, 1))
         today = datetime.now(UTC).date().isoformat()
         count = publish(connection, 12, f"News of {today}", [f"reader{n}@example.org" for n in range(recipients)])
         print("messages", count)

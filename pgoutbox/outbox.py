@@ -18,13 +18,15 @@ from pydantic import BaseModel
 from typing_extensions import Unpack
 
 from pgoutbox.clock import Duration
+from pgoutbox.database import sql
 from pgoutbox.encryption import Keyring, keyring_of
 from pgoutbox.enqueue.adapters import (
+    Answer,
     AsyncConnection,
     ClosedError,
     SyncConnection,
+    answer_of,
     async_adapter,
-    sqlstate_of,
     sync_adapter,
 )
 from pgoutbox.enqueue.generators import (
@@ -51,21 +53,29 @@ from pgoutbox.enqueue.generators import (
 )
 from pgoutbox.enqueue.payloads import Serializer
 from pgoutbox.enqueue.validation import Route, ValidatedMessage, carrying, prepare, prepare_fanout
-from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
+from pgoutbox.errors import ConfigurationError, PayloadError, PgOutboxError, UnknownTopicError
 from pgoutbox.handlers import Context, Handler, Middleware, OnUnknown, SyncContext
 from pgoutbox.message import Failure, Message, Outcome, P
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.tracing import UNTRACED, Producing, producing
 from pgoutbox.options import check_name
+from pgoutbox.redaction import redact_text
 from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.signatures import is_async
-from pgoutbox.text import MAX_NAME_LENGTH
+from pgoutbox.text import MAX_NAME_LENGTH, describe, one_line
 from pgoutbox.topics import CoalesceRule, NewMessage, OnDuplicate, OnFailed, Recipient, Topic
 from pgoutbox.transports import Content, Transport
 
 _logger = logging.getLogger(__name__)
 
+# The names of a message in the log of a failed enqueue, besides its topic.
+_KEYS: Final = ("coalesce_key", "dedupe_key", "ordering_key", "owner")
+# What that log adds to an error of PostgreSQL.
+_NEXT_STEPS: Final[Mapping[str, str]] = {
+    "40001": "; its key was used after this transaction's snapshot: repeat the whole transaction",
+    "55P03": "; another session held the lock for a second, or for the caller's shorter lock_timeout",
+}
 _FAILED: Final = ".failed"  # The end of a hook's topic; finish_if_held.sql appends it too.
 
 Result: TypeAlias = Outcome | Content | None
@@ -429,9 +439,10 @@ class Outbox:
         `TransactionError` outside a transaction, or in an aborted one; `SchemaError` without the schema, or if the
         sequence of ids is behind the messages; `ConfigurationError` if the connection's encoding lacks a character;
         `TypeError` for another kind of connection. The driver's own errors pass through. With `best_effort` all but the
-        `TypeError` are logged instead, rolled back to a savepoint, and None is returned: the caller's transaction stays
-        usable. An error that ends the whole transaction, such as a lost connection, is still raised: None never hides
-        the loss of the caller's own writes.
+        `TypeError` are logged instead, with the keys and the owner, rolled back to a savepoint, and None is returned:
+        the caller's transaction stays usable. Such a call waits at most a second for a lock, or less if the caller's
+        `lock_timeout` is shorter. An error that ends the whole transaction, such as a lost connection, is still raised:
+        None never hides the loss of the caller's own writes.
 
             with psycopg.connect(dsn) as connection:
                 connection.execute("INSERT INTO account ...")
@@ -446,7 +457,7 @@ class Outbox:
                 require_transaction=require_transaction,
                 best_effort=best_effort,
             )
-            enqueued = run(adapter, _logged(steps, topic) if best_effort else steps)
+            enqueued = run(adapter, steps)
             span.wrote([] if enqueued is None else [enqueued.id])
         return enqueued
 
@@ -499,7 +510,7 @@ class Outbox:
                 require_transaction=require_transaction,
                 best_effort=best_effort,
             )
-            enqueued = await arun(adapter, _logged(steps, topic) if best_effort else steps)
+            enqueued = await arun(adapter, steps)
             span.wrote([] if enqueued is None else [enqueued.id])
         return enqueued
 
@@ -750,10 +761,64 @@ class Outbox:
         require_transaction: bool,
         best_effort: bool,
     ) -> Steps[Enqueued | None]:
-        draft = prepare(message, self._route(message.topic, serializer))
-        inside = yield from transaction(required=require_transaction)
-        write = insert(draft, notify=notify)
-        return (yield from (in_savepoint(write) if best_effort and inside else write))
+        known: NewMessage[P] | ValidatedMessage = message
+        try:
+            known = draft = prepare(message, self._route(message.topic, serializer))
+            inside = yield from transaction(required=require_transaction)
+            write = insert(draft, notify=notify, statement=sql.ENQUEUE_BEST_EFFORT if best_effort else sql.ENQUEUE)
+            return (yield from (in_savepoint(write) if best_effort and inside else write))
+        except UnprotectedError as unprotected:
+            # The caller gets the same error as without best effort: the driver's error with the driver's cause.
+            raise unprotected.error from unprotected.error.__cause__
+        except Exception as error:  # best effort: the caller continues after any error
+            if not best_effort or isinstance(error, ClosedError):
+                raise
+            self._log_lost(known, error)
+            return None
+
+    def _log_lost(self, message: NewMessage[Any] | ValidatedMessage, error: Exception) -> None:
+        """Log a message that a best-effort call could not enqueue, without parts of its payload."""
+        answer = answer_of(error)
+        topic = message.topic.name if isinstance(message.topic, Topic) else str(message.topic)
+        keys = {name: one_line(str(value)) for name in _KEYS if (value := getattr(message, name)) is not None}
+        error_type, sqlstate = type(error).__name__, None if answer is None else answer.sqlstate
+        # The names of a payload's members may be values, so only the first part of a path is logged.
+        field = re.split(r"[.\[]", error.field)[0] if isinstance(error, PayloadError) else None
+        text = self._text_of(error, answer)
+        _logger.error(
+            "a message could not be enqueued; the caller continues without it: %s: %s",
+            ", ".join(f"{name} {value}" for name, value in {"topic": one_line(topic), **keys}.items()),
+            ": ".join(filter(None, (error_type, sqlstate, field, text))),
+            extra={
+                "event": LogEvent.ENQUEUE_FAILED.value,
+                "topic": topic,
+                "coalesce_key": keys.get("coalesce_key"),
+                "dedupe_key": keys.get("dedupe_key"),
+                "ordering_key": keys.get("ordering_key"),
+                "owner": keys.get("owner"),
+                "error_type": error_type,
+                "sqlstate": sqlstate,
+                "field": field,
+                "error": text,
+            },
+        )
+
+    def _text_of(self, error: Exception, answer: Answer | None) -> str | None:
+        """Return the error's text for a log, redacted; None if the settings forbid it."""
+        try:
+            settings = self.settings
+        except ConfigurationError as invalid:
+            return str(invalid)  # Without settings no message can be written.
+        if not settings.error_texts:
+            return None
+        if isinstance(error, PgOutboxError):
+            text = error.reason if isinstance(error, PayloadError) else str(error)
+        elif answer is not None:
+            # Without the detail, which may be a whole row, and the statement's parameters.
+            text = f"{answer.message}{_NEXT_STEPS.get(answer.sqlstate, '')}"
+        else:
+            text = describe(error)
+        return one_line(redact_text(text, settings.redacted_names))
 
     def _producing(self, topic: str | Topic[P] | None) -> AbstractContextManager[Producing]:
         """Open a span for enqueuing, if tracing is on."""
@@ -818,29 +883,6 @@ def _require_topic(name: str, topic: object) -> None:
         function_name = getattr(topic, "__qualname__", None) if callable(topic) else None
         got = repr(topic) if function_name is None else f"the function {function_name}"
         raise ConfigurationError(f'{name}: needs a topic, as in @outbox.{name}("mail.welcome"); got {got}')
-
-
-def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
-    try:
-        return (yield from steps)
-    except UnprotectedError as unprotected:
-        # The caller gets the same error as without best effort: the driver's error with the driver's cause.
-        raise unprotected.error from unprotected.error.__cause__
-    except ClosedError:
-        raise
-    except Exception as error:  # noqa: BLE001 - best effort: the caller continues after any error
-        # Not the text, the traceback or the whole path: they contain keys and parts of payloads.
-        _logger.error(  # noqa: TRY400
-            "a message could not be enqueued; the caller continues without it",
-            extra={
-                "event": LogEvent.ENQUEUE_FAILED.value,
-                "topic": topic.name if isinstance(topic, Topic) else str(topic),
-                "error_type": type(error).__name__,
-                "sqlstate": sqlstate_of(error),
-                "field": re.split(r"[.\[]", error.field)[0] if isinstance(error, PayloadError) else None,
-            },
-        )
-        return None
 
 
 class HandlerDecorator(Protocol[P]):

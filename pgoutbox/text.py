@@ -15,6 +15,8 @@ NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 """The names of topics, queues and entries of settings."""
 
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+# Control characters except tab and newline, marks that reverse the direction of text, and lone surrogates.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,62}")
 _PREVIEW_LENGTH = 80
 
@@ -30,9 +32,9 @@ def describe(error: BaseException) -> str:
 
 
 def clean_text(text: str) -> str:
-    """Return text that PostgreSQL can store: no NUL, no lone surrogates, at most 4000 characters."""
+    """Return text that PostgreSQL stores and a terminal shows: escaped where unprintable, at most 4000 characters."""
     cut = text if len(text) <= MAX_TEXT_LENGTH else text[: MAX_TEXT_LENGTH - 1] + "…"
-    return cut.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode("utf-8")[:MAX_TEXT_LENGTH]
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), cut)[:MAX_TEXT_LENGTH]
 
 
 def one_line(text: str, *, hide: Iterable[str] = (), length: int = 500) -> str:

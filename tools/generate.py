@@ -637,7 +637,8 @@ def _fixtures(module: ModuleType) -> Iterator[str]:
 
 _EVENTS: Final = """
 This page lists the events that pgoutbox logs. A log record has a constant text. Its `extra` has the field `event` with
-the name below, and the fields of the last column. It never contains a payload, a key or a secret.
+the name below, and the fields of the last column. It never contains a payload or a secret. Only `enqueue_failed` has
+keys and an owner, because its message has no id; its text repeats them.
 
 The loggers are called `pgoutbox.<module>`. `pgoutbox worker` writes to stderr or to `PGOUTBOX_LOG_FILE`, as text. With
 `PGOUTBOX_LOG_FORMAT=json` it writes one JSON object per line. Your own program configures logging itself. The metric

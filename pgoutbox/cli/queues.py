@@ -76,11 +76,13 @@ def limit(
     queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE", help="Name of the queue.")],
     *,
     rate: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Maximum rate of attempts, such as 20/s or 60/hour; or none.")
+        str | None, typer.Option(metavar="RATE", help="Most attempts in any period, such as 20/s or 60/hour; or none.")
     ] = None,
     burst: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_RATE_COUNT, help="Attempts that may begin at once (default: the rate, at most 5)."),
+        typer.Option(
+            min=1, max=MAX_RATE_COUNT, help="Attempts of the rate that may begin at once (default: a tenth, 1 to 5)."
+        ),
     ] = None,
     in_flight: Annotated[
         str | None, typer.Option(metavar="NUMBER", help="Maximum number of attempts in flight; or none.")
@@ -88,7 +90,8 @@ def limit(
     at_most: Annotated[
         str | None,
         typer.Option(
-            metavar="RATE", help="Highest rate that operators may set; or none. Only the schema's owner may change it."
+            metavar="RATE",
+            help="Most attempts in any period that operators may allow; or none. Only the schema's owner sets it.",
         ),
     ] = None,
     dsn: Dsn = None,

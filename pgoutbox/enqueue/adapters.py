@@ -371,7 +371,7 @@ def _own_error(error: Exception) -> PgOutboxError | None:
             f"client_encoding: the connection's encoding {error.encoding} lacks {error.object[error.start]!a};"
             " set client_encoding to UTF8 for the role or the connection"
         )
-    match _answer_of(error):
+    match answer_of(error):
         case Answer(sqlstate="25P02"):
             return _aborted()
         case Answer(sqlstate="22023" | "22004", schema="pgoutbox", column=str(column), message=message):
@@ -386,17 +386,12 @@ def _own_error(error: Exception) -> PgOutboxError | None:
             return None
 
 
-def sqlstate_of(error: Exception) -> str | None:
-    """Return the SQLSTATE behind an error of any driver, or of pgoutbox; None if PostgreSQL did not raise it."""
-    cause = error.__cause__
-    answer = _answer_of(error) or (_answer_of(cause) if isinstance(cause, Exception) else None)
-    return None if answer is None else answer.sqlstate
-
-
-def _answer_of(error: Exception) -> Answer | None:
-    # SQLAlchemy has the driver's error in `orig`, for asyncpg within a wrapper; Django has it as the cause.
-    wrapped = getattr(error, "orig", None)
-    for candidate in (error, wrapped, getattr(wrapped, "__cause__", None), error.__cause__):
+def answer_of(error: Exception) -> Answer | None:
+    """Return PostgreSQL's answer behind an error of any driver, or of pgoutbox; None if there is none."""
+    # SQLAlchemy has the driver's error in `orig`, for asyncpg within a wrapper; others have it as the cause.
+    causes = (error, error.__cause__, getattr(error.__cause__, "__cause__", None))
+    wrapped = [getattr(cause, "orig", None) for cause in causes]
+    for candidate in (*causes, *wrapped, *(getattr(inner, "__cause__", None) for inner in wrapped)):
         if isinstance(candidate, psycopg.Error) and candidate.sqlstate is not None:
             source, message = candidate.diag, candidate.diag.message_primary or ""
         elif "asyncpg.exceptions._base.PostgresError" in _type_names(candidate):

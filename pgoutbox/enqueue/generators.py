@@ -11,7 +11,7 @@ import operator
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar, cast, overload
+from typing import Any, ClassVar, Final, LiteralString, NamedTuple, TypeAlias, TypeVar, cast, overload
 
 from pgoutbox.clock import Duration
 from pgoutbox.database import sql
@@ -177,9 +177,8 @@ def transaction(*, required: bool) -> Steps[bool]:
     return inside
 
 
-def insert(draft: ValidatedMessage, *, notify: bool, as_act: bool = False) -> Steps[Enqueued]:
-    """Write one message, with `as_act` as an act of an operator."""
-    statement = sql.ENQUEUE_ACT if as_act else sql.ENQUEUE
+def insert(draft: ValidatedMessage, *, notify: bool, statement: LiteralString = sql.ENQUEUE) -> Steps[Enqueued]:
+    """Write one message by `sql.ENQUEUE`, or by another statement with the same parameters and columns."""
     ((message_id, duplicate, state),) = yield Call(statement, (*draft, notify))
     return Enqueued(message_id, True, _state_of(state)) if duplicate else Enqueued(message_id, False)
 

@@ -1,7 +1,7 @@
 """The catalogue of events: one name for each, in logs and counters alike.
 
-A log record has a constant text, and the event with its fields in `extra`. It never contains a payload, a key or a
-secret.
+A log record has a constant text, and the event with its fields in `extra`. It never contains a payload or a secret.
+Only `enqueue_failed` has keys, because its message has no id.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class LogEvent(enum.StrEnum):
     )
     ENQUEUE_FAILED = (
         "enqueue_failed",
-        "`best_effort=True` caught an error. The transaction continues without the message.",
+        "`best_effort=True` caught an error. The transaction continues without the message. `error` is redacted.",
     )
     REDIRECTING = (
         "redirecting",

@@ -78,7 +78,6 @@ BATCH_SIZE: Final = 500
 # A bulk act searches so many rows at a time, and fewer if it has to normalise the error of each.
 _SEARCHED_ROWS: Final = 20_000
 _SEARCHED_GROUP_ROWS: Final = 3_000
-_USUAL_BURST: Final = 5
 _SHOWN_ATTEMPTS: Final = 100
 _SHOWN_CHARACTERS: Final = 65_536
 _ALL: Final = 2**31 - 1
@@ -254,7 +253,8 @@ class Operator:
         """
         ((is_operator,),) = self._fetch(sql.MAY_ENQUEUE_AS_OPERATOR)
         adapter = sync_adapter(self._connection, function="enqueue", async_function="asyncio.to_thread")
-        return self._announced(_Act({}), lambda: run(adapter, insert(draft, notify=True, as_act=is_operator)))
+        statement = sql.ENQUEUE_ACT if is_operator else sql.ENQUEUE
+        return self._announced(_Act({}), lambda: run(adapter, insert(draft, notify=True, statement=statement)))
 
     def redrive(
         self, message_id: int, *, states: Collection[State] = REDRIVABLE, destination: str | None = None
@@ -568,29 +568,29 @@ class Operator:
         return bool(self._act(sql.RESUME_QUEUE, {"queue": queue}, _Act({})))
 
     def limit_rate(self, queue: str, rate: Rate | None, *, burst: int | None = None) -> None:
-        """Limit the number of attempts of a queue that begin in a period, in all workers together; None removes it.
+        """Limit the attempts of a queue that begin in any period of the rate, in all workers together; None removes it.
 
-        Up to `burst` of them begin at once after an idle time (default: 5, or the rate's count if that is smaller). The
-        limit applies from the next claim of each worker. Raises `StateError` if it is above the queue's ceiling,
-        which the owner of the schema has set.
+        Up to `burst` of them begin at once after an idle time, the others evenly in the rest of the period. The default
+        is a tenth of the rate's count, from 1 to 5. The limit applies from the next claim of each worker. Raises
+        `PayloadError` if the burst is above the rate's count, and `StateError` if the limit is above the queue's
+        ceiling, which the owner of the schema has set.
         """
-        asked: dict[str, JsonValue] = {"count": None, "seconds": None, "burst": None}
-        if rate is not None:
-            usual = min(rate.count, _USUAL_BURST)
-            asked = {"count": rate.count, "seconds": rate.seconds, "burst": usual if burst is None else burst}
-        act = _Act({"rate": _shown(rate), "burst": asked["burst"]})
+        count, seconds = (None, None) if rate is None else (rate.count, rate.seconds)
+        if burst is not None and count is not None and not 1 <= burst <= count:
+            raise PayloadError("burst", f"must be from 1 to {count}, because it is a part of the rate; got {burst}")
+        asked = {"queue": queue, "count": count, "seconds": seconds, "burst": burst}
         try:
-            self._act(sql.LIMIT_RATE, {"queue": queue, **asked}, act)
+            self._act(sql.LIMIT_RATE, asked, _Act({}))
         except CheckViolation as error:
             if error.diag.constraint_name != "queue_ceiling":
                 raise
             raise StateError(f"{error.diag.message_primary}. {error.diag.message_hint}") from None
 
     def limit_ceiling(self, queue: str, at_most: Rate | None) -> None:
-        """Set the highest rate and burst that operators may set for a queue; None removes the ceiling.
+        """Set the most attempts in any period that operators may allow for a queue; None removes the ceiling.
 
-        A higher or missing rate is lowered to the ceiling. Only the owner of the schema may do this. For other roles it
-        raises the driver's `InsufficientPrivilege`.
+        A higher or missing rate is lowered to the ceiling, and so is its burst. Only the owner of the schema may do
+        this. For other roles it raises the driver's `InsufficientPrivilege`.
         """
         count, seconds = (None, None) if at_most is None else (at_most.count, at_most.seconds)
         asked = {"queue": queue, "count": count, "seconds": seconds}

@@ -437,8 +437,8 @@ class AuditRow(NamedTuple):
 class QueueControls(NamedTuple):
     """A queue that is paused or has limits, in the order of LIST_QUEUES.
 
-    Up to `rate_count` attempts may begin in `rate_seconds`, up to `burst` at once, and `tokens` now. Operators may
-    raise the rate up to `ceiling_count` in `ceiling_seconds`.
+    Up to `rate_count` attempts may begin in any `rate_seconds`, up to `burst` at once, and `tokens` now. Operators may
+    allow up to `ceiling_count` in any `ceiling_seconds`.
     """
 
     queue: str

@@ -106,7 +106,7 @@ class Dispatcher:
             return [None] * len(messages)
         if not isinstance(results, Sequence) or isinstance(results, (str, bytes)) or len(results) != len(messages):
             problem = f"the batch handler must return None or {len(messages)} outcomes, one per message, in their order"
-            return [Permanent(problem)] * len(messages)
+            return [Transient(problem, unknown=True)] * len(messages)
         return results
 
     async def _conclude_safely(self, attempt: Attempt, message: Message[object], result: object) -> Outcome:
@@ -133,9 +133,11 @@ class Dispatcher:
                         return Snooze(0)  # Nothing was handed over, so no attempt is used up.
                 return await self.deliver(message, result)
             case _:
-                return Permanent(
+                # The next release of the handler can deliver the message. Its effects may have happened.
+                return Transient(
                     f"the handler returned a {type(result).__name__}; it must return None, an outcome, or a content "
-                    "such as Email"
+                    "such as Email",
+                    unknown=True,
                 )
 
     async def deliver(self, message: Message[object], content: Content) -> Outcome:

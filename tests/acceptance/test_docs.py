@@ -353,13 +353,19 @@ def history(server: Server, template_of_today: Callable[[], str]) -> Iterator[ps
 
 
 QUERIES: Final = [
-    block for name in ("sql-queries", "mails-do-not-arrive") for block in blocks_of(DOCS / f"how-to/{name}.md", "sql")
+    block
+    for name in ("sql-queries", "mails-do-not-arrive", "limits")
+    for block in blocks_of(DOCS / f"how-to/{name}.md", "sql")
 ]
 
 
+@pytest.mark.parametrize("role", ["pgoutbox_viewer", "pgoutbox_operator"])
 @pytest.mark.parametrize("block", QUERIES, ids=lambda block: block.place)
-def test_queries_run(block: Block, history: psycopg.Connection) -> None:
+def test_queries_run(block: Block, role: str, history: psycopg.Connection) -> None:
     with history.transaction(force_rollback=True):
+        if block.directive != "as the owner":
+            role = block.directive.removeprefix("as ") or role  # The page names another role that it needs.
+            history.execute(psycopg.sql.SQL("SET LOCAL ROLE {}").format(psycopg.sql.Identifier(role)))
         assert history.execute(block.text.encode()).fetchall() != []
 
 

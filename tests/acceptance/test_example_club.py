@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
@@ -24,18 +25,23 @@ import pytest
 from psycopg import sql as composable
 
 from examples.club import club
-from pgoutbox import State, Transient
+from pgoutbox import Outbox, State, Transient
+from pgoutbox.operations import Operator, Rate
 from pgoutbox.testing import OutboxDriver
+from pgoutbox.worker import Worker
 from tests.support.dialogues import HOST
 from tests.support.missing import server_missing
+from tests.support.outbox_actions import settings_for
 from tests.support.pages import DOCS, ROOT, blocks_of
 from tests.support.roles import login
-from tests.support.smtp_server import Inbox, accepting_server, parsed
+from tests.support.smtp_server import Inbox, accepting_server, mail_settings, parsed
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
+
+    from aiosmtpd.smtp import SMTP, Envelope, Session
 
 pytestmark = pytest.mark.slow
 
@@ -370,6 +376,60 @@ def test_a_withdrawal_outlives_a_lost_schema(host: Host, db: psycopg.Connection,
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
+
+
+class StrictProvider(Inbox):
+    """A mail server that takes 60 mails in any hour of its clock, and refuses the next one for good, as cPanel does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.played_seconds = 0.0  # They pass in addition to the real time, as for the bucket.
+        self.taken_at: list[float] = []
+        self.refused_count = 0
+
+    async def handle_DATA(self, server: SMTP, session: Session, envelope: Envelope) -> str:  # noqa: N802 - aiosmtpd
+        # The first mails take a minute to arrive, later ones none: that must not squeeze 61 into an hour.
+        arrived_at = time.monotonic() + self.played_seconds + (60 if len(self.taken_at) < 5 else 0)
+        if sum(taken > arrived_at - 3600 for taken in self.taken_at) >= 60:
+            self.refused_count += 1
+            return "550 Domain club.test has exceeded the max emails per hour (60/60 (100%)) allowed"
+        self.taken_at.append(arrived_at)
+        return await super().handle_DATA(server, session, envelope)
+
+
+async def test_a_strict_provider_refuses_none_of_the_clubs_mails(
+    db: psycopg.Connection, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """90 registrations after an idle time. The hours are played: the bucket and the provider's clock age together."""
+    monkeypatch.setenv("CLUB_ORGANISERS", "organisers@example.org")
+    Operator(db).limit_ceiling("mail", Rate(60, 3600))  # `pgoutbox limit mail --at-most 60/hour` sets the rate too.
+    db.execute((CLUB / "schema.sql").read_text().encode())
+    provider = StrictProvider()
+    async with accepting_server(provider) as inbox:
+        outbox = Outbox(settings_for(dsn, **mail_settings(inbox.port)))
+        outbox.handler(club.REGISTRATION_MAIL, transactional=True)(club.write_mail)
+        for number in range(1, 91):
+            db.execute("INSERT INTO registration (number, name, email) VALUES (%s, 'Ada', 'ada@club.test')", [number])
+            mail = club.RegistrationMail(registration=number, mail="member")
+            outbox.enqueue(db, club.REGISTRATION_MAIL, mail, require_transaction=False)
+        while len(inbox.received) + provider.refused_count < 90:
+            await Worker(outbox, queues=["mail"]).run_once()
+            ((seconds,),) = db.execute(
+                """
+                WITH permit AS (
+                    SELECT extract(epoch FROM pgoutbox.next_permit_at('mail') - clock_timestamp())::float8 AS seconds
+                )
+                UPDATE pgoutbox.queue SET tokens_at = tokens_at - make_interval(secs => p.seconds)
+                FROM permit AS p
+                RETURNING p.seconds
+                """
+            ).fetchall()
+            provider.played_seconds += seconds
+    assert db.execute("SELECT state, attempt_count, count(*) FROM pgoutbox.message GROUP BY 1, 2").fetchall() == [
+        ("sent", 1, 90)
+    ]
+    assert provider.refused_count == 0
+    assert provider.taken_at[59] - provider.taken_at[0] < 3600  # The rate is used, too.
 
 
 async def test_an_hour_has_60_mails_of_which_five_may_go_at_once(host: Host, db: psycopg.Connection, dsn: str) -> None:

@@ -100,7 +100,8 @@ async def test_the_bookings_of_an_account_arrive_in_order(shell: Shell, dsn: str
 
 async def test_every_reader_gets_the_newsletter_which_is_stored_once(shell: Shell, dsn: str, inbox: Inbox) -> None:
     assert await shell.example("newsletter", "12") == ["messages 12", "contents 1"]
-    await shell.deliver("newsletter", "--queue", "bulk")
+    # A drain waits for the tokens of the rate.
+    await shell.pgoutbox("worker", "--app", "examples.newsletter:outbox", "--drain", "--queue", "bulk")
     got = mails(inbox)
     assert {recipient for recipient, _ in got} == {f"reader{n}@example.org" for n in range(12)}
     assert len({text for _, text in got}) == 1

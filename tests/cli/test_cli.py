@@ -996,7 +996,7 @@ class TestDeciding:
         assert (limited["rate_count"], limited["rate_seconds"], limited["burst"]) == (60, 3600, 5)
         assert (limited["tokens"], limited["max_in_flight"], limited["in_flight"]) == (5, 10, 0)
         (limited,) = cli("limit", "mail", "--rate", "3/15m", "--json").json
-        assert (limited["rate_count"], limited["rate_seconds"], limited["burst"]) == (3, 900, 3)
+        assert (limited["rate_count"], limited["rate_seconds"], limited["burst"]) == (3, 900, 1)
         assert limited["max_in_flight"] == 10
         assert "mail" in cli("queues").out
         assert cli("limit", "mail", "--rate", "none", "--in-flight", "none").out == "queue mail: no limits\n"

@@ -498,6 +498,48 @@ def test_best_effort_keeps_the_callers_transaction_usable(caller: Caller, observ
     assert observer.execute("SELECT id FROM account").fetchall() == [(7,)]
 
 
+def logged_failures(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [vars(record)["sqlstate"] for record in caplog.records if record.name == "pgoutbox.outbox"]
+
+
+def lock_timeout_of(caller: Caller, observer: psycopg.Connection) -> str:
+    """Return the setting in the caller's transaction, and commit."""
+    observer.execute("CREATE TABLE IF NOT EXISTS seen (value text)")
+    caller.execute("INSERT INTO seen SELECT current_setting('lock_timeout')")
+    caller.commit()
+    ((value,),) = observer.execute("DELETE FROM seen RETURNING value").fetchall()
+    return str(value)
+
+
+def test_best_effort_never_waits_longer_than_its_own_lock_timeout(
+    caller: Caller, connect: Connect, observer: psycopg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    locker = connect()
+    locker.execute("LOCK TABLE pgoutbox.message")
+    caller.execute("SET LOCAL lock_timeout = 0")
+    caller.execute("SET LOCAL statement_timeout = '20s'")  # Ends the wait if there is no lock_timeout.
+    caller.execute("CREATE TABLE account (id bigint)")
+    assert caller.enqueue("mail", 1, best_effort=True) is None
+    assert logged_failures(caplog) == ["55P03"]
+    assert lock_timeout_of(caller, observer) == "0"
+    locker.rollback()
+    assert observer.execute("SELECT count(*) FROM account").fetchall() == [(0,)]
+    assert caller.enqueue("mail", 2, best_effort=True) is not None
+    caller.commit()
+    assert payloads(observer) == [2]
+
+
+def test_best_effort_leaves_the_callers_lock_timeout_alone(caller: Caller, observer: psycopg.Connection) -> None:
+    before = lock_timeout_of(caller, observer)
+    caller.execute("SET LOCAL lock_timeout = '7s'")
+    assert caller.enqueue("mail", 1, dedupe_key="k", best_effort=True) is not None
+    assert lock_timeout_of(caller, observer) == "7s"
+    caller.execute("SET LOCAL lock_timeout = '7s'")
+    assert caller.enqueue("mail", 2, dedupe_key="k", best_effort=True) is None
+    assert lock_timeout_of(caller, observer) == "7s"
+    assert lock_timeout_of(caller, observer) == before
+
+
 @contextlib.contextmanager
 def raises_what_tells_of_a_lost_connection(caller: Caller) -> Iterator[None]:
     with pytest.raises((TransactionError, caller.driver_error, asyncpg.InterfaceError)) as raised:

@@ -422,6 +422,53 @@ def test_of_64_producers_of_one_key_the_last_committed_one_is_delivered(outbox: 
     assert [r.id for r in rows if r.state == "skipped"] == committed[:-1]
 
 
+# --- isolation levels -------------------------------------------------------------------------------------------------
+
+STRICT_LEVELS = [psycopg.IsolationLevel.REPEATABLE_READ, psycopg.IsolationLevel.SERIALIZABLE]
+
+
+@pytest.fixture(params=STRICT_LEVELS, ids=lambda level: level.name)
+def strict(request: pytest.FixtureRequest, connect: Connect) -> psycopg.Connection:
+    connection = connect()
+    connection.isolation_level = request.param
+    return connection
+
+
+@pytest.mark.parametrize("key", ["coalesce_key", "dedupe_key", "ordering_key"])
+def test_a_strict_transaction_cannot_use_a_key_that_was_used_since_its_snapshot(
+    outbox: Outbox, strict: psycopg.Connection, connect: Connect, key: str
+) -> None:
+    options: dict[str, Any] = {key: "k"}
+    strict.execute("SELECT FROM pgoutbox.message")
+    outbox.enqueue(connect(autocommit=True), "mail", 1, require_transaction=False, **options)
+    with pytest.raises(errors.SerializationFailure):
+        outbox.enqueue(strict, "mail", 1, **options)
+    strict.rollback()
+    assert outbox.enqueue(strict, "mail", 1, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"coalesce_key": "k", "coalesce_rule": "pending"}])
+def test_a_strict_transaction_enqueues_what_takes_no_lock(
+    outbox: Outbox, strict: psycopg.Connection, connect: Connect, options: dict[str, Any]
+) -> None:
+    strict.execute("SELECT FROM pgoutbox.message")
+    outbox.enqueue(connect(autocommit=True), "mail", 1, require_transaction=False, **options)
+    outbox.enqueue(strict, "mail", 2, **options)
+    strict.commit()
+    assert count(strict) == 2
+
+
+def test_a_strict_transaction_cannot_cancel_what_changed_since_its_snapshot(
+    outbox: Outbox, strict: psycopg.Connection, connect: Connect
+) -> None:
+    other = connect(autocommit=True)
+    enqueued = outbox.enqueue(other, "mail", 1, owner="7", require_transaction=False)
+    strict.execute("SELECT FROM pgoutbox.message")
+    outbox.reschedule(other, enqueued.id, delay=60, require_transaction=False)
+    with pytest.raises(errors.SerializationFailure):
+        outbox.cancel_all(strict, owner="7")
+
+
 # --- best effort ------------------------------------------------------------------------------------------------------
 
 
@@ -439,14 +486,20 @@ def accounts(connection: psycopg.Connection) -> list[tuple[int]]:
 
 
 def failure(caplog: pytest.LogCaptureFixture) -> dict[str, object]:
-    """Return the only log record, after checking that it contains no secret."""
+    """Return the fields of the only log record, after checking that its text names them and shows no secret."""
     (record,) = caplog.records
     assert record.name == "pgoutbox.outbox"
     assert record.levelno == logging.ERROR
     assert record.exc_info is None
     assert CANARY not in str(vars(record))
-    names = ("event", "topic", "error_type", "sqlstate", "field")
-    return {name: vars(record)[name] for name in names}
+    names = ("topic", "coalesce_key", "dedupe_key", "ordering_key", "owner", "error_type", "sqlstate", "field", "error")
+    fields = {name: vars(record)[name] for name in names}
+    known = {name: value for name, value in fields.items() if value is not None}
+    keys = ", ".join(f"{name} {known[name]}" for name in names[:5] if name in known)
+    reason = ": ".join(str(known[name]) for name in names[5:] if name in known)
+    assert record.getMessage() == f"a message could not be enqueued; the caller continues without it: {keys}: {reason}"
+    assert vars(record)["event"] == "enqueue_failed"
+    return known
 
 
 def test_best_effort_returns_the_receipt_without_an_error(outbox: Outbox, business: psycopg.Connection) -> None:
@@ -460,33 +513,132 @@ def test_best_effort_returns_the_receipt_without_an_error(outbox: Outbox, busine
 def test_best_effort_logs_an_error_and_the_caller_continues(
     outbox: Outbox, business: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert outbox.enqueue(business, "mail", {CANARY: [CANARY, "\0"]}, dedupe_key=CANARY, best_effort=True) is None
+    payload = {CANARY: [CANARY, "\0"]}
+    assert outbox.enqueue(business, "mail", payload, dedupe_key="welcome-7", owner="7", best_effort=True) is None
     business.commit()
     assert accounts(business) == [(7,)]
     assert failure(caplog) == {
-        "event": "enqueue_failed",
         "topic": "mail",
+        "dedupe_key": "welcome-7",
+        "owner": "7",
         "error_type": "PayloadError",
-        "sqlstate": None,
         "field": "payload",
+        "error": "NUL at character 0 is not storable",
     }
 
 
 def test_best_effort_rolls_back_only_the_enqueue(
     outbox: Outbox, business: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outbox.enqueue(business, "mail", 1, dedupe_key=CANARY)
-    assert outbox.enqueue(business, "mail", {"a": CANARY}, dedupe_key=CANARY, best_effort=True) is None
+    outbox.enqueue(business, "mail", 1, dedupe_key="k")
+    assert outbox.enqueue(business, "mail", {"a": CANARY}, dedupe_key="k", best_effort=True) is None
     business.commit()
     assert accounts(business) == [(7,)]
     assert count(business) == 1
     assert failure(caplog) == {
-        "event": "enqueue_failed",
         "topic": "mail",
+        "dedupe_key": "k",
         "error_type": "DedupeConflictError",
         "sqlstate": "23505",
-        "field": None,
+        "error": "dedupe_key: message 1 of topic mail has this key and another payload",
     }
+
+
+def test_best_effort_names_the_keys_that_the_topic_computes(
+    outbox: Outbox, business: psycopg.Connection, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic: Topic[Any] = Topic(
+        "mail", coalesce_key=lambda p: p["key"], dedupe_key=lambda p: p["key"] * 2, owner=lambda p: p["owner"]
+    )
+    connect().execute("LOCK TABLE pgoutbox.message")
+    payload = {"key": "a\nERROR forged", "owner": "7", "secret": CANARY}
+    business.execute("SET LOCAL lock_timeout = '10ms'")
+    assert outbox.enqueue(business, topic, payload, best_effort=True) is None
+    assert failure(caplog) == {
+        "topic": "mail",
+        "coalesce_key": "a ERROR forged",
+        "dedupe_key": "a ERROR forgeda ERROR forged",
+        "owner": "7",
+        "error_type": "LockNotAvailable",
+        "sqlstate": "55P03",
+        "error": "canceling statement due to lock timeout; another session held the lock for a second, or for the "
+        "caller's shorter lock_timeout",
+    }
+
+
+def test_best_effort_names_the_fix_for_a_key_that_was_used_since_the_snapshot(
+    outbox: Outbox, strict: psycopg.Connection, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    strict.execute("CREATE TABLE account (id bigint)")
+    strict.commit()
+    strict.execute("INSERT INTO account VALUES (7)")
+    outbox.enqueue(connect(autocommit=True), "mail", 2, coalesce_key="k", require_transaction=False)
+    assert outbox.enqueue(strict, "mail", 3, coalesce_key="k", best_effort=True) is None
+    strict.commit()
+    assert accounts(strict) == [(7,)]
+    logged = failure(caplog)
+    assert logged["sqlstate"] == "40001"
+    assert str(logged["error"]).endswith(
+        "; its key was used after this transaction's snapshot: repeat the whole transaction"
+    )
+
+
+def test_best_effort_logs_no_row_and_no_secret_of_an_error(
+    outbox: Outbox, business: psycopg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    business.execute(
+        """
+        CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            RAISE EXCEPTION 'capped, token=%', NEW.payload->>'a' USING DETAIL = NEW.payload::text;
+        END
+        $$;
+        CREATE TRIGGER refuse BEFORE INSERT ON pgoutbox.message FOR EACH ROW EXECUTE FUNCTION refuse()
+        """
+    )
+    assert outbox.enqueue(business, "mail", {"a": CANARY}, best_effort=True) is None
+    assert failure(caplog)["error"] == "capped, token=(redacted)"
+
+
+def test_best_effort_logs_no_text_of_an_error_without_error_texts(
+    business: psycopg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox = Outbox(Settings(error_texts=False))
+    topic: Topic[Any] = Topic("mail", owner=lambda p: p["owner"][CANARY])
+    assert outbox.enqueue(business, topic, {"owner": {}}, best_effort=True) is None
+    assert failure(caplog) == {"topic": "mail", "error_type": "KeyError"}
+
+
+@pytest.mark.parametrize(
+    ("callers", "inside"), [("0", "1s"), ("250ms", "250ms"), ("1s", "1s"), ("7s", "1s"), ("2min", "1s")]
+)
+@pytest.mark.parametrize(("scope", "autocommit"), [("SET", True), ("SET", False), ("SET LOCAL", False)])
+def test_best_effort_shortens_a_lock_timeout_for_its_own_statement_only(
+    outbox: Outbox, connect: Connect, callers: str, inside: str, scope: str, *, autocommit: bool
+) -> None:
+    connection = connect(autocommit=autocommit)
+    connection.execute(
+        """
+        CREATE TABLE seen (value text);
+        CREATE FUNCTION see() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
+        BEGIN
+            INSERT INTO public.seen VALUES (current_setting('lock_timeout'));
+            RETURN NEW;
+        END
+        $$;
+        CREATE TRIGGER see BEFORE INSERT ON pgoutbox.message FOR EACH ROW EXECUTE FUNCTION see()
+        """
+    )
+    connection.commit()
+    before = connection.execute("SHOW lock_timeout").fetchall()
+    connection.execute(f"{scope} lock_timeout = '{callers}'".encode())
+    in_force = connection.execute("SHOW lock_timeout").fetchall()
+    for payload in (1, 2):  # The second one is refused.
+        outbox.enqueue(connection, "mail", payload, dedupe_key="k", best_effort=True, require_transaction=False)
+        assert connection.execute("SHOW lock_timeout").fetchall() == in_force
+    assert connection.execute("SELECT value FROM seen").fetchall() == [(inside,)]
+    connection.commit()
+    assert connection.execute("SHOW lock_timeout").fetchall() == (in_force if scope == "SET" else before)
 
 
 def test_best_effort_leaves_no_savepoint_behind(outbox: Outbox, business: psycopg.Connection) -> None:
@@ -504,7 +656,9 @@ def test_best_effort_survives_a_missing_schema(
         assert outbox.enqueue(connection, "mail", 1, best_effort=True) is None
         connection.commit()
         assert accounts(connection) == []
-    assert failure(caplog)["error_type"] == "SchemaError"
+    logged = failure(caplog)
+    assert logged["error_type"] == "SchemaError"
+    assert "pgoutbox migrate" in str(logged["error"])
 
 
 def test_best_effort_does_not_let_a_transaction_block_end_as_committed(

@@ -20,7 +20,7 @@ from psycopg.rows import namedtuple_row
 from pgoutbox import CancelResult, Enqueued, NewMessage, Outbox, migrate
 from pgoutbox.database import sql
 from pgoutbox.embedded import embedded_server
-from pgoutbox.enqueue.adapters import sqlstate_of
+from pgoutbox.enqueue.adapters import answer_of
 from pgoutbox.errors import SchemaError
 from pgoutbox.message import State
 from tests.support.messages import put
@@ -783,7 +783,9 @@ def test_an_id_below_the_greatest_of_its_key_is_refused_with_the_command_to_fix_
     keyed: dict[str, Any] = {key: "k"}
     with pytest.raises(SchemaError, match=SEQUENCE_IS_BEHIND) as caught:
         Outbox().enqueue(first, "greet", 1, require_transaction=False, **keyed)
-    assert sqlstate_of(caught.value) == "55000"
+    answer = answer_of(caught.value)
+    assert answer is not None
+    assert answer.sqlstate == "55000"
     ((before,),) = second.execute("SELECT max(id) FROM pgoutbox.message").fetchall()
     fix = re.search(SEQUENCE_IS_BEHIND, str(caught.value))
     assert fix is not None

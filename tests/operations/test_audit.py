@@ -78,7 +78,7 @@ def test_acts_on_queues_and_rules_record_their_arguments(rolled_back: psycopg.Co
     assert told == [
         ("pause", "mail", {"seconds": 300.0}),
         ("resume", "mail", None),
-        ("limit", "mail", {"rate": "20/60s", "burst": 5}),
+        ("limit", "mail", {"rate": "20/60s", "burst": 2}),
         ("limit", "mail", {"max_in_flight": 7}),
         ("limit", "mail", {"max_in_flight": "none"}),
         ("retention", None, {"topic": "greet", "state": "sent", "keep_seconds": "for ever"}),

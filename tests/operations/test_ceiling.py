@@ -47,7 +47,8 @@ def limits(operator: Operator) -> tuple[int | None, float | None, int | None]:
         (Rate(61, 3600), None, "rate 61 in 3600 s"),
         (Rate(1, 59), None, "rate 1 in 59 s"),
         (None, None, "rate none"),
-        (Rate(60, 3600), 61, "burst 61"),
+        (Rate(1440, 86400), None, "burst 5"),
+        (Rate(100, 86400), 60, "burst 60"),
     ],
 )
 def test_an_operator_cannot_exceed_the_ceiling(
@@ -60,11 +61,22 @@ def test_an_operator_cannot_exceed_the_ceiling(
     assert limits(operator) == before
 
 
-@pytest.mark.parametrize("rate", [Rate(60, 3600), Rate(1, 60), Rate(1, 3600), Rate(1440, 86400)])
-def test_an_operator_may_set_a_rate_up_to_the_ceiling(theirs: psycopg.Connection, rate: Rate) -> None:
+@pytest.mark.parametrize(
+    ("rate", "burst"),
+    [
+        (Rate(60, 3600), 5),
+        (Rate(60, 3600), 60),
+        (Rate(1, 60), 1),
+        (Rate(1, 3600), 1),
+        (Rate(1440, 86400), 1),
+        (Rate(100, 86400), 5),
+        (Rate(7, 420), 7),
+    ],
+)
+def test_an_operator_may_set_a_rate_up_to_the_ceiling(theirs: psycopg.Connection, rate: Rate, burst: int) -> None:
     operator = Operator(theirs)
-    operator.limit_rate("mail", rate)
-    assert limits(operator)[:2] == (rate.count, rate.seconds)
+    operator.limit_rate("mail", rate, burst=burst)
+    assert limits(operator) == (rate.count, rate.seconds, burst)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +103,8 @@ def test_an_operator_cannot_change_or_evade_a_ceiling_in_sql(theirs: psycopg.Con
     [
         "rate_count = 61",
         "rate_seconds = 3599",
-        "burst = 61",
+        "rate_count = 1440, rate_seconds = 86400",
+        "rate_count = 1440, rate_seconds = 86400, burst = NULL",
         "rate_count = NULL, rate_seconds = NULL, burst = NULL",
     ],
 )
@@ -105,11 +118,18 @@ def test_a_new_ceiling_lowers_the_limits_that_are_above_it(db: psycopg.Connectio
     owner = Operator(db)
     owner.limit_rate("mail", Rate(1000, 3600), burst=500)
     owner.limit_ceiling("mail", Rate(60, 3600))
-    assert limits(owner) == (60, 3600, 60)
+    assert limits(owner) == (60, 3600, 5)
     owner.limit_ceiling("mail", Rate(10, 60))
-    assert limits(owner) == (60, 3600, 10)
+    assert limits(owner) == (60, 3600, 5)
     owner.limit_ceiling("mail", Rate(3, 3600))
-    assert limits(owner) == (3, 3600, 3)
+    assert limits(owner) == (3, 3600, 1)
+
+
+def test_a_new_ceiling_lowers_the_burst_of_a_longer_period(db: psycopg.Connection) -> None:
+    owner = Operator(db)
+    owner.limit_rate("mail", Rate(100, 86400), burst=100)
+    owner.limit_ceiling("mail", Rate(60, 3600))
+    assert limits(owner) == (100, 86400, 1)
 
 
 def test_a_queue_without_a_rate_gets_that_of_its_ceiling(owner: Operator) -> None:
@@ -137,7 +157,7 @@ def test_a_pause_and_the_limit_in_flight_do_not_touch_the_ceiling(theirs: psycop
 def test_the_audit_records_a_ceiling(owner: Operator, db: psycopg.Connection) -> None:
     db.execute("UPDATE pgoutbox.queue SET ceiling_count = 30")
     assert [act.details for act in owner.list_acts()] == [
-        {"rate": "30/3600s", "burst": 5, "at_most": "30/3600s"},
+        {"rate": "30/3600s", "burst": 3, "at_most": "30/3600s"},
         {"at_most": "60/3600s"},
     ]
 

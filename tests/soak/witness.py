@@ -111,7 +111,7 @@ CREATE TABLE soak_bucket (
 CREATE FUNCTION soak_tokens() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
 BEGIN
     INSERT INTO public.soak_bucket (queue, rate, burst, at)
-    VALUES (NEW.name, NEW.rate_count / NEW.rate_seconds, NEW.burst, extract(epoch FROM NEW.tokens_at));
+    VALUES (NEW.name, NEW.tokens_per_second, NEW.burst, extract(epoch FROM NEW.tokens_at));
     RETURN NULL;
 END
 $function$;

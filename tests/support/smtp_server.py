@@ -92,6 +92,7 @@ class Inbox:
 
 @asynccontextmanager
 async def accepting_server(
+    inbox: Inbox | None = None,
     *,
     port: int = 0,
     starttls: ssl.SSLContext | None = None,
@@ -100,7 +101,7 @@ async def accepting_server(
     smtputf8: bool = False,
 ) -> AsyncIterator[Inbox]:
     """Run a server that accepts every message; with `password`, only after STARTTLS and AUTH."""
-    inbox = Inbox()
+    inbox = inbox or Inbox()
     loop = asyncio.get_running_loop()
 
     def authenticate(server: SMTP, session: Session, envelope: Envelope, mechanism: str, data: object) -> AuthResult:

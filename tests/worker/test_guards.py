@@ -859,7 +859,7 @@ async def a_ceiling_lowers_a_rate_that_commits_meanwhile(stage: Stage) -> None:
     await until_blocked(stage.db, blocked)
     operator.commit()
     await blocked
-    assert stage.db.execute("SELECT rate_count, burst FROM pgoutbox.queue").fetchall() == [(60, 60)]
+    assert stage.db.execute("SELECT rate_count, burst FROM pgoutbox.queue").fetchall() == [(60, 5)]
 
 
 # --- the rule `pending` -----------------------------------------------------------------------------------------------

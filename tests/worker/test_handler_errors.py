@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox import Context, Message, Outbox, RetryPolicy, SyncContext, Transient
+from pgoutbox import Context, Message, Outbox, RetryPolicy, Skip, SyncContext, Transient
 from pgoutbox.cli.console import JsonFormatter, TextFormatter
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import Operator
@@ -145,6 +145,20 @@ async def test_without_error_texts_only_type_place_and_frames_are_stored_and_log
     text = str(record.exc_text)
     assert address not in text
     assert [line for line in text.splitlines() if line.endswith("Error")] == ["KeyError", "ValueError"]
+
+
+@pytest.mark.parametrize("error", [ValueError("\x1b[2Jgone"), Transient("\x1b[2Jgone"), Skip("\x1b[2Jgone")])
+async def test_control_characters_of_a_handlers_text_are_stored_printable(
+    outbox: Outbox, db: psycopg.Connection, error: Exception
+) -> None:
+    @outbox.handler("greet", retry=LATER)
+    async def greet(message: Message, ctx: Context) -> None:
+        raise error
+
+    message_id = enqueue(db)
+    await Worker(outbox).run_once()
+    row, _ = Operator(db).show_message(message_id)
+    assert str(row.last_error or row.skip_reason).endswith("\\x1b[2Jgone")
 
 
 async def test_an_outcome_that_a_handler_raises_is_not_reported_as_an_exception(

@@ -404,7 +404,7 @@ def test_an_error_in_a_fan_out_names_the_destination_and_stores_nothing(dsn: str
 
 async def test_workers_together_begin_no_more_attempts_than_the_bucket_holds(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db) for _ in range(20)]
-    Operator(db).limit_rate("default", Rate(1, 3600), burst=1)
+    Operator(db).limit_rate("default", Rate(8, 3600), burst=1)
     db.execute("UPDATE pgoutbox.queue SET burst = 7; UPDATE pgoutbox.queue SET tokens = 7")
     lines = [Line(dsn), Line(dsn)]
     workers = [WatchedWorker(line.outbox) for line in lines]

@@ -10,6 +10,7 @@ import pytest
 
 from pgoutbox.database import sql
 from pgoutbox.database.store import DueRow
+from pgoutbox.errors import PayloadError
 from pgoutbox.operations import Operator, Rate
 from tests.support import outbox_actions, races
 from tests.support.outbox_actions import ask_for_locks, enqueue, expire, finish_sent, ids_in_flight, lapse, state_of
@@ -88,15 +89,47 @@ def test_a_claim_without_permits_takes_nothing_from_a_queue_with_limits(
     assert ids_in_flight(claim(rolled_back)) == [message_id]
 
 
-@pytest.mark.parametrize(("count", "burst"), [(3, 3), (60, 5)])
-def test_the_burst_is_five_unless_the_rate_is_smaller(rolled_back: psycopg.Connection, count: int, burst: int) -> None:
+@pytest.mark.parametrize(("count", "burst"), [(1, 1), (3, 1), (20, 2), (60, 5), (1000, 5)])
+def test_the_default_burst_is_a_tenth_of_the_rate_from_one_to_five(
+    rolled_back: psycopg.Connection, count: int, burst: int
+) -> None:
     limit(rolled_back, count)
     assert tokens(rolled_back) == burst
 
 
-def test_tokens_refill_at_the_rate_up_to_the_burst(rolled_back: psycopg.Connection) -> None:
+@pytest.mark.parametrize("burst", [0, 61])
+def test_a_burst_is_a_part_of_the_rate(rolled_back: psycopg.Connection, burst: int) -> None:
+    with pytest.raises(PayloadError, match=r"^burst: must be from 1 to 60, because it is a part of the rate; got"):
+        limit(rolled_back, 60, burst=burst)
+
+
+@pytest.mark.parametrize(
+    ("count", "seconds", "burst", "fewest"),
+    [(60, 3600, None, 59), (60, 3600, 1, 59), (60, 3600, 60, 60), (3, 900, None, 2), (1, 60, None, 1), (20, 1, 19, 19)],
+)
+def test_no_period_sees_more_attempts_than_its_rate(
+    rolled_back: psycopg.Connection, count: int, seconds: float, burst: int | None, fewest: int
+) -> None:
+    """A backlog is delivered after an idle time. The time between two claims is played."""
+    rolled_back.execute("SELECT pgoutbox.enqueue('greet', '1') FROM generate_series(1, %s)", [4 * count])
+    limit(rolled_back, count, seconds, burst=burst)
+    played, begun = 0.0, list[float]()
+    while len(begun) <= 2 * count:
+        claimed = len(claim(rolled_back, total=count))
+        ((claimed_at,),) = rolled_back.execute(
+            "SELECT extract(epoch FROM tokens_at - now())::float8 FROM pgoutbox.queue"
+        ).fetchall()
+        begun += [played + claimed_at] * claimed
+        wait = next_permit(rolled_back) or 0.0
+        pass_time(rolled_back, wait)
+        played += wait
+    most = max(sum(start <= other < start + seconds for other in begun) for start in begun)
+    assert fewest <= most <= count
+
+
+def test_tokens_refill_with_the_rest_of_the_rate_up_to_the_burst(rolled_back: psycopg.Connection) -> None:
     ids = enqueued(rolled_back, 8)
-    limit(rolled_back, 60, burst=2)
+    limit(rolled_back, 62, burst=2)
     claim(rolled_back)
     pass_time(rolled_back, 59)
     assert claim(rolled_back) == []
@@ -212,7 +245,7 @@ def test_concurrent_claims_share_the_in_flight_limit(connect: Connect) -> None:
 def test_the_next_permit_is_due_when_the_bucket_holds_one(rolled_back: psycopg.Connection) -> None:
     enqueued(rolled_back, 1)
     assert next_permit(rolled_back) is None
-    limit(rolled_back, 60, burst=1)
+    limit(rolled_back, 61, burst=1)
     assert next_permit(rolled_back) is None
     claim(rolled_back)
     seconds = next_permit(rolled_back)
@@ -231,7 +264,7 @@ def test_a_full_queue_is_polled_again_within_a_second(rolled_back: psycopg.Conne
 
 def test_the_next_due_time_of_a_limited_queue_is_that_of_its_permit(rolled_back: psycopg.Connection) -> None:
     enqueued(rolled_back, 2)
-    limit(rolled_back, 60, burst=1)
+    limit(rolled_back, 61, burst=1)
     claim(rolled_back)
     assert 50 < (next_due(rolled_back) or 0) <= 61
     # Messages that could not be claimed a moment ago may be claimable now, so the worker must poll again soon.
@@ -261,7 +294,7 @@ def test_no_worker_has_the_wake_up_lock_of_a_queue_at_its_limit(connect: Connect
     """Otherwise every enqueue behind the limit would ring for nothing."""
     db = connect(autocommit=True)
     enqueued(db, 1)
-    limit(db, 60, burst=1)
+    limit(db, 61, burst=1)
     ((_, answer, seconds),) = answers_of_arm(db)
     assert (answer, seconds) == ("acquired", None)
     db.execute("SELECT pg_advisory_unlock_all()")
@@ -278,7 +311,7 @@ def test_changing_the_rate_keeps_the_tokens_in_the_bucket(rolled_back: psycopg.C
     enqueued(rolled_back, 3)
     limit(rolled_back, 60, burst=5)
     claim(rolled_back)
-    limit(rolled_back, 6, burst=10)
+    limit(rolled_back, 16, burst=10)
     assert 2 <= tokens(rolled_back) < 2.1
     limit(rolled_back, 6, burst=1)
     assert tokens(rolled_back) == 1
@@ -292,6 +325,7 @@ def test_changing_the_rate_keeps_the_tokens_in_the_bucket(rolled_back: psycopg.C
         "rate_count = 5",
         "rate_count = 5, rate_seconds = 0, burst = 1, tokens = 1, tokens_at = now()",
         "rate_count = 5, rate_seconds = 1, burst = 1, tokens = 2, tokens_at = now()",
+        "rate_count = 5, rate_seconds = 1, burst = 6, tokens = 1, tokens_at = now()",
         "max_in_flight = 0",
         "resume_at = now()",
         "name = 'Bulk'",

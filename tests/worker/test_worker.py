@@ -794,21 +794,57 @@ async def test_after_any_exception_the_message_is_retried_and_the_others_are_sen
     assert max(map(len, errors.values())) <= 4000
 
 
-async def test_an_invalid_result_of_a_handler_fails_its_message_at_once(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_a_message_is_retried_until_a_release_returns_a_valid_result(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
     nonsense = [42, "done", b"\x00", ["x" * 50_000_000], object(), Sent]
+    results = dict(enumerate(nonsense))
 
-    @outbox.handler("greet")
+    @outbox.handler("greet", retry=MUCH_LATER)
     async def greet(message: Message, ctx: Context) -> Sent:
-        return cast("Sent", nonsense[int(str(message.payload))]) if message.payload != "good" else Sent()
+        return cast("Sent", results.get(int(str(message.payload)), Sent()))
 
     bad = [enqueue(db, payload=i) for i in range(len(nonsense))]
-    good = enqueue(db, payload="good")
+    good = enqueue(db, payload=len(nonsense))
     await Worker(outbox).run_once()
     rows = rows_of(db, *bad)
-    assert [row.state for row in rows] == ["failed"] * len(bad)
+    assert [(row.state, row.attempt_count) for row in rows] == [("pending", 1)] * len(bad)
     told = [(row.last_error or "").partition(";")[0] for row in rows]
     assert told == [f"the handler returned a {type(value).__name__}" for value in nonsense]
     assert state_of(db, good) == State.SENT
+
+    results.clear()  # The next release.
+    db.execute("UPDATE pgoutbox.message SET available_at = now() WHERE state = 'pending'")
+    await Worker(outbox).run_once()
+    assert [row.state for row in rows_of(db, *bad)] == ["sent"] * len(bad)
+
+
+@pytest.mark.parametrize("kind", ["async", "sync", "batch", "count of a batch"])
+async def test_an_invalid_result_is_an_unknown_outcome(outbox: Outbox, db: psycopg.Connection, kind: str) -> None:
+    result = cast("Any", object())
+    if "batch" in kind:
+
+        @outbox.batch_handler("greet", retry=MUCH_LATER, on_unknown="hold")
+        async def greet_all(messages: Sequence[Message], contexts: Sequence[Context]) -> list[Outcome]:
+            return [result] if kind == "batch" else []
+
+    elif kind == "sync":
+
+        @outbox.handler("greet", retry=MUCH_LATER, on_unknown="hold")
+        def greet_in_thread(message: Message, ctx: SyncContext) -> Sent:
+            return cast("Sent", result)
+
+    else:
+
+        @outbox.handler("greet", retry=MUCH_LATER, on_unknown="hold")
+        async def greet(message: Message, ctx: Context) -> Sent:
+            return cast("Sent", result)
+
+    message_id = enqueue(db)
+    await Worker(outbox).run_once()
+    row = row_of(db, message_id)
+    assert (row.state, row.attempt_count) == ("failed", 1)
+    assert "must return None" in str(row.last_error)
 
 
 async def test_an_unstorable_reason_is_sanitized(outbox: Outbox, db: psycopg.Connection) -> None:
@@ -895,21 +931,21 @@ async def test_a_batch_handler_gets_its_messages_together_and_returns_an_outcome
     assert [row.state for row in rows_of(db, *ids)] == ["sent", "failed", "sent", "failed"]
 
 
-async def test_a_batch_with_the_wrong_number_of_outcomes_fails_with_that_reason(
+async def test_a_batch_with_the_wrong_number_of_outcomes_is_retried_with_that_reason(
     dsn: str, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(dsn, concurrency=50))
     answers: list[object] = [[], [Sent()], [Sent()] * 3, "ab", 2, Sent()]
     given = iter(answers)
 
-    @outbox.batch_handler("index", max_size=2)
+    @outbox.batch_handler("index", max_size=2, retry=MUCH_LATER)
     async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> list[Outcome]:
         return cast("list[Outcome]", next(given))
 
     ids = [enqueue(db, topic="index") for _ in range(2 * len(answers))]
     await Worker(outbox).run_once()
     rows = rows_of(db, *ids)
-    assert [row.state for row in rows] == ["failed"] * len(ids)
+    assert [row.state for row in rows] == ["pending"] * len(ids)
     assert all("2 outcomes" in (row.last_error or "") for row in rows)
 
 
@@ -932,16 +968,16 @@ async def test_an_exception_in_a_batch_is_the_outcome_of_each_message(outbox: Ou
     assert [(row.state, row.last_error) for row in rows_of(db, *ids)] == [("pending", "SystemExit: index is down")] * 3
 
 
-async def test_an_invalid_outcome_of_one_batch_message_fails_only_that_message(
+async def test_an_invalid_outcome_of_one_batch_message_retries_only_that_message(
     outbox: Outbox, db: psycopg.Connection
 ) -> None:
-    @outbox.batch_handler("index")
+    @outbox.batch_handler("index", retry=MUCH_LATER)
     async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> list[Outcome]:
         return [cast("Outcome", 42), Sent()]
 
     ids = [enqueue(db, topic="index") for _ in range(2)]
     await Worker(outbox).run_once()
-    assert [row.state for row in rows_of(db, *ids)] == ["failed", "sent"]
+    assert [row.state for row in rows_of(db, *ids)] == ["pending", "sent"]
 
 
 # --- transactional handlers -------------------------------------------------------------------------------------------
@@ -972,6 +1008,17 @@ def register_transactional(outbox: Outbox, kind: str, then: Callable[[Message], 
         def greet_in_thread(message: Message, ctx: SyncContext) -> Outcome | None:
             ctx.connection.execute(WRITE_EFFECT, [message.id])
             return then(message)
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_the_writes_of_a_transactional_handler_with_an_invalid_result_are_rolled_back(
+    outbox: Outbox, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str
+) -> None:
+    register_transactional(outbox, kind, lambda _: cast("Outcome", "done"))
+    message_id = enqueue(db)
+    await Worker(outbox).run_once()
+    assert row_of(db, message_id).state == "pending"
+    assert effects() == []
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])

@@ -9,7 +9,7 @@ RETURN least(
         greatest(
             0,
             extract(epoch FROM pg_catalog.clock_timestamp() OPERATOR(pg_catalog.-) limited.tokens_at)::double precision
-        ) OPERATOR(pg_catalog.*) (limited.rate_count OPERATOR(pg_catalog./) limited.rate_seconds)
+        ) OPERATOR(pg_catalog.*) limited.tokens_per_second
     )
 );
 

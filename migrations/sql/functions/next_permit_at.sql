@@ -18,7 +18,7 @@ BEGIN
     END IF;
     tokens_now := pgoutbox._tokens_of(limits);
     IF tokens_now < 1 THEN
-        RETURN clock_timestamp() + make_interval(secs => (1 - tokens_now) * limits.rate_seconds / limits.rate_count);
+        RETURN clock_timestamp() + make_interval(secs => (1 - tokens_now) / limits.tokens_per_second);
     END IF;
     IF limits.max_in_flight IS NOT NULL
         AND pgoutbox._in_flight_of(p_queue, limits.max_in_flight) >= limits.max_in_flight

@@ -10,6 +10,10 @@ CREATE TABLE pgoutbox.queue (
     max_in_flight   integer,
     ceiling_count   integer,
     ceiling_seconds double precision,
+    -- At most rate_count attempts begin in any period: those of a full bucket, and those of the tokens that are added.
+    tokens_per_second double precision GENERATED ALWAYS AS (
+        greatest(1, rate_count - burst) / nullif(rate_seconds, 0)
+    ) STORED,
     CONSTRAINT queue_pkey PRIMARY KEY (name),
     CONSTRAINT queue_sound CHECK (
         length(name) <= 63
@@ -18,7 +22,7 @@ CREATE TABLE pgoutbox.queue (
         AND num_nulls(rate_count, rate_seconds, burst, tokens, tokens_at) IN (0, 5)
         AND rate_count BETWEEN 1 AND 1000000
         AND rate_seconds BETWEEN 0.001 AND 2592000
-        AND burst BETWEEN 1 AND 1000000
+        AND burst BETWEEN 1 AND rate_count
         AND tokens BETWEEN 0 AND burst
         AND max_in_flight BETWEEN 1 AND 1000000
         AND num_nulls(ceiling_count, ceiling_seconds) IN (0, 2)
@@ -36,12 +40,13 @@ COMMENT ON COLUMN pgoutbox.queue.rate_seconds IS 'Length of the period in which 
 COMMENT ON COLUMN pgoutbox.queue.tokens IS
     'Tokens in the bucket at tokens_at. Each claim takes its tokens before it sends.';
 COMMENT ON COLUMN pgoutbox.queue.rate_count IS
-    'Number of attempts that may begin in each period, in the whole fleet. Null: unlimited.';
+    'Largest number of attempts that may begin in any period, in the whole fleet. Null: unlimited.';
 COMMENT ON COLUMN pgoutbox.queue.burst IS
-    'Capacity of the bucket: the number of attempts that may begin at once after an idle time.';
+    'Capacity of the bucket: the number of attempts that may begin at once after an idle time. A part of rate_count.';
 COMMENT ON COLUMN pgoutbox.queue.max_in_flight IS
     'Number of attempts that may be in flight at once, in the whole fleet. Null: unlimited.';
 COMMENT ON COLUMN pgoutbox.queue.ceiling_count IS
-    'Highest rate that operators may set, in attempts for each ceiling_seconds, and highest burst. Null: no ceiling. '
+    'Largest number of attempts in any ceiling_seconds that a rate of operators may allow. Null: no ceiling. '
     'Only the owner of the schema changes it.';
 COMMENT ON COLUMN pgoutbox.queue.ceiling_seconds IS 'Length of the period of ceiling_count.';
+COMMENT ON COLUMN pgoutbox.queue.tokens_per_second IS 'Tokens that are added to the bucket.';

@@ -1,5 +1,5 @@
--- The ceiling and the tokens of a queue follow from its limits. Operators may not write tokens: otherwise they could refill
--- the bucket, and exceed the ceiling.
+-- The default burst, the ceiling and the tokens of a queue follow from its limits. Operators may not write tokens:
+-- otherwise they could refill the bucket, and exceed the ceiling.
 CREATE FUNCTION pgoutbox._check_limits()
 RETURNS trigger
 LANGUAGE plpgsql
@@ -8,10 +8,19 @@ AS $function$
 DECLARE
     has_low_rate constant boolean :=
         (NEW.rate_count * NEW.ceiling_seconds <= NEW.ceiling_count * NEW.rate_seconds) IS TRUE;
-    has_low_burst constant boolean := (NEW.burst <= NEW.ceiling_count) IS TRUE;
     is_new constant boolean := (NEW.ceiling_count, NEW.ceiling_seconds)
         IS DISTINCT FROM (OLD.ceiling_count, OLD.ceiling_seconds);
+    has_low_burst boolean;
 BEGIN
+    IF NEW.rate_count IS NOT NULL THEN
+        NEW.burst := coalesce(NEW.burst, least(5, greatest(1, NEW.rate_count / 10)));
+    END IF;
+    -- A full bucket and the tokens of one ceiling_seconds, of which the last one arrives too late. The period of the
+    -- rate may be longer than that of the ceiling. The column tokens_per_second is not computed yet.
+    has_low_burst := (
+        NEW.ceiling_seconds * greatest(1, NEW.rate_count - NEW.burst)
+        <= (NEW.ceiling_count + 1 - NEW.burst) * NEW.rate_seconds
+    ) IS TRUE;
     IF NEW.ceiling_count IS NOT NULL AND NOT (has_low_rate AND has_low_burst) THEN
         IF NOT is_new THEN
             RAISE check_violation USING
@@ -28,11 +37,13 @@ BEGIN
                 CONSTRAINT = 'queue_ceiling';
         END IF;
         -- A new ceiling lowers the current limit.
-        IF NOT has_low_rate THEN
+        IF has_low_rate THEN
+            NEW.burst := 1;
+        ELSE
             NEW.rate_count := NEW.ceiling_count;
             NEW.rate_seconds := NEW.ceiling_seconds;
+            NEW.burst := least(NEW.burst, 5, greatest(1, NEW.rate_count / 10));
         END IF;
-        NEW.burst := least(coalesce(NEW.burst, 5), NEW.ceiling_count);
     END IF;
     IF NEW.rate_count IS NULL THEN
         NEW.tokens := NULL;

@@ -12,6 +12,7 @@ SELECT
     q.max_in_flight,
     q.ceiling_count,
     q.ceiling_seconds,
+    q.tokens_per_second,
     (
         SELECT count(*)
         FROM pgoutbox.message_live AS m

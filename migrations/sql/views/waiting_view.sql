@@ -3,7 +3,7 @@
 -- rows.
 CREATE VIEW pgoutbox.waiting_view AS
 WITH control AS MATERIALIZED (
-    SELECT q.name, q.is_paused, q.resume_at, q.rate_count, q.rate_seconds, q.tokens, q.max_in_flight, q.in_flight
+    SELECT q.name, q.is_paused, q.resume_at, q.tokens, q.tokens_per_second, q.max_in_flight, q.in_flight
     FROM pgoutbox.queue_view AS q
 )
 SELECT
@@ -28,9 +28,7 @@ SELECT
         WHEN 'breaker' THEN m.available_at
         WHEN 'unavailable' THEN m.available_at
         WHEN 'redirect' THEN m.available_at
-        WHEN 'rate' THEN now() + make_interval(
-            secs => (1 - control.tokens) * control.rate_seconds / control.rate_count
-        )
+        WHEN 'rate' THEN now() + make_interval(secs => (1 - control.tokens) / control.tokens_per_second)
     END AS until
 FROM pgoutbox.message_live AS m
 LEFT JOIN control ON control.name = m.queue
