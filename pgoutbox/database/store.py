@@ -588,6 +588,10 @@ class Store:
         )
         return rows[0] if rows else None
 
+    async def maintenance_succeeded(self) -> None:
+        """Record that a turn of maintenance ended without an error."""
+        await self.claims.fetch(sql.MAINTENANCE_SUCCEEDED, {})
+
     async def report_presence(
         self, queues: Sequence[str], *, topics: Sequence[str], watched: Sequence[str], late_seconds: float
     ) -> list[Trouble]:

@@ -1,4 +1,4 @@
-"""The gauges of the database: due, scheduled, in-flight and failed messages, read on request.
+"""The gauges of the database, read on request: counts of messages, and the ages and faults that alerts read.
 
 Readings are cached for a few seconds, longer if they are slow, so that monitoring cannot overload the database. Only
 one reading runs at a time, in a thread of its own, so that callers can stop waiting even if the network is dead.
@@ -6,14 +6,16 @@ one reading runs at a time, in a thread of its own, so that callers can stop wai
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, LiteralString
 
 import psycopg
+from psycopg.errors import LockNotAvailable, QueryCanceled
 
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.errors import PgOutboxError
@@ -22,10 +24,12 @@ from pgoutbox.observability.measures import (
     BACKLOG_READ,
     BACKLOG_UP,
     BREAKERS,
+    LATELY_FAILED,
+    MAINTENANCE_AGE,
     MESSAGES,
+    OLDEST_ATTEMPT,
     OLDEST_DUE,
     OTHER,
-    QUEUE_PAUSED,
     REDIRECTS,
     Metric,
     Sample,
@@ -34,7 +38,7 @@ from pgoutbox.settings import Settings
 
 PATIENCE_SECONDS: Final = 3.0
 _SHARE: Final = 20
-_STATES: Final = ("due", "scheduled", "sending", "failed")
+_QUEUES: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +101,35 @@ class Backlog:
             future.set_result(Reading(is_up=True, samples=samples, read_at=ended_at, seconds=ended_at - began_at))
 
     def _read(self) -> dict[Metric, list[Sample]]:
-        names = {"max_label_values": self._settings.metrics.max_label_values, "other": OTHER}
+        names = {
+            "max_label_values": self._settings.metrics.max_label_values,
+            "other": OTHER,
+            "queue": None,
+            "queues": _QUEUES,
+        }
         with operator_connection.connect(self._settings, read_only=True) as connection:
 
             def look() -> dict[Metric, list[Sample]]:
+                def samples(statement: LiteralString) -> list[Sample]:
+                    return [
+                        Sample(tuple(labels), value)
+                        for *labels, value in connection.execute(statement, names).fetchall()
+                    ]
+
                 connection.execute(sql.LIMIT_GAUGES)
-                counts = connection.execute(sql.COUNT_BACKLOG, names).fetchall()
-                paused = connection.execute(sql.PAUSED_QUEUES, names).fetchall()
-                breakers = connection.execute(sql.COUNT_BREAKERS).fetchall()
-                redirects = connection.execute(sql.COUNT_REDIRECTS).fetchall()
+                messages = []
+                # All messages may be too many to count. The other gauges read a few rows each.
+                with contextlib.suppress(QueryCanceled, LockNotAvailable), connection.transaction():
+                    messages = samples(sql.COUNT_BACKLOG)
+                connection.execute(sql.PREPARE_PAGE)
                 return {
-                    MESSAGES: [
-                        Sample((topic, queue, state), number)
-                        for topic, queue, *numbers, _ in counts
-                        for state, number in zip(_STATES, numbers, strict=True)
-                    ],
-                    OLDEST_DUE: [Sample((row[0], row[1]), row[-1] or 0.0) for row in counts],
-                    QUEUE_PAUSED: [Sample((queue,), 1) for (queue,) in paused],
-                    BREAKERS: [Sample((scheme, state), count) for scheme, state, count in breakers],
-                    REDIRECTS: [Sample((source,), count) for source, count in redirects],
+                    MESSAGES: messages,
+                    OLDEST_DUE: samples(sql.OLDEST_DUE),
+                    OLDEST_ATTEMPT: samples(sql.OLDEST_ATTEMPTS),
+                    LATELY_FAILED: samples(sql.COUNT_LATELY_FAILED),
+                    MAINTENANCE_AGE: samples(sql.MAINTENANCE_AGE),
+                    BREAKERS: samples(sql.COUNT_BREAKERS),
+                    REDIRECTS: samples(sql.COUNT_REDIRECTS),
                 }
 
             return operator_connection.transact(connection, look)

@@ -16,6 +16,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pgoutbox.message import State
+from pgoutbox.observability.events import LogEvent
 
 if TYPE_CHECKING:
     from pgoutbox.message import Message
@@ -102,12 +103,22 @@ BREAKERS_OPEN: Final = Metric(
 
 MESSAGES: Final = Metric(
     "messages", Kind.GAUGE, ("topic", "queue", "state"),
-    "Messages in the database that are due, scheduled, sending or failed.",
+    "Messages in the database that are due, scheduled, sending or failed. Absent if counting takes two seconds.",
 )  # fmt: skip
 OLDEST_DUE: Final = Metric(
-    "oldest_due_seconds", Kind.GAUGE, ("topic", "queue"), "Waiting time of the oldest due message."
+    "oldest_due_seconds", Kind.GAUGE, ("queue", "paused"),
+    "Waiting time of the oldest due message; 0 without one. `paused` is true while the queue is paused.",
+)  # fmt: skip
+OLDEST_ATTEMPT: Final = Metric(
+    "oldest_attempt_seconds", Kind.GAUGE, ("topic", "queue"), "Time since the claim of the oldest attempt in flight."
 )
-QUEUE_PAUSED: Final = Metric("queue_paused", Kind.GAUGE, ("queue",), "1 for each queue that is paused.")
+LATELY_FAILED: Final = Metric(
+    "lately_failed", Kind.GAUGE, ("topic", "queue"),
+    "Messages that failed permanently within the last hour and are still failed.",
+)  # fmt: skip
+MAINTENANCE_AGE: Final = Metric(
+    "maintenance_age_seconds", Kind.GAUGE, (), "Time since the last successful turn of maintenance of any worker."
+)
 BREAKERS: Final = Metric(
     "breakers", Kind.GAUGE, ("scheme", "state"),
     "Open circuit breakers of all workers; half_open means that a probe is due.",
@@ -128,7 +139,8 @@ OF_WORKERS: Final = (
     OUTCOMES_REFUSED, BREAKERS_OPEN,
 )  # fmt: skip
 OF_THE_DATABASE: Final = (
-    MESSAGES, OLDEST_DUE, QUEUE_PAUSED, BREAKERS, REDIRECTS, BACKLOG_UP, BACKLOG_AGE, BACKLOG_READ,
+    MESSAGES, OLDEST_DUE, OLDEST_ATTEMPT, LATELY_FAILED, MAINTENANCE_AGE, BREAKERS, REDIRECTS,
+    BACKLOG_UP, BACKLOG_AGE, BACKLOG_READ,
 )  # fmt: skip
 
 _BUCKETS: Final = {metric.name: metric.buckets for metric in OF_WORKERS if metric.kind is Kind.HISTOGRAM}
@@ -312,7 +324,8 @@ class Watched(NamedTuple):
             BREAKERS_OPEN: status.breakers_open,
         }
         known = {metric: [] if value is None else [Sample((), float(value))] for metric, value in gauges.items()} | {
-            EVENTS: [Sample((event,), count) for event, count in counts.items()],
+            # From 0 on: Prometheus does not see the increase of a series that appears with its first event.
+            EVENTS: [Sample((event,), counts.get(event, 0)) for event in LogEvent],
             LEASES_LOST: [Sample((), counts.get("lease_lost", 0))],
             ABANDONED: [Sample((), counts.get("attempt_abandoned", 0))],
             RECONNECTS: [Sample((place,), counts.get(f"{place}_back", 0)) for place in ("database", "listener")],

@@ -129,9 +129,11 @@ class Maintenance:
                 raise error
         if turn.errors:
             self._report_trouble(turn.errors[0])
-        elif self._trouble is not None:
-            self._trouble = None
-            self._telemetry.report(logging.INFO, LogEvent.MAINTENANCE_BACK, "maintenance works again")
+        else:
+            await self._store.maintenance_succeeded()
+            if self._trouble is not None:
+                self._trouble = None
+                self._telemetry.report(logging.INFO, LogEvent.MAINTENANCE_BACK, "maintenance works again")
         self._report(turn)
 
     def _work(self, turn: MaintenanceRun, taking: Future[Exception | None]) -> None:

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from pydantic import BaseModel, Field
 
-from pgoutbox.database import sql
+from pgoutbox.database import operator_connection, sql
 from pgoutbox.database.worker_connection import timeouts
 from pgoutbox.settings import load_settings
 
@@ -115,6 +115,7 @@ class Node(BaseModel):
     relation: str | None = Field(None, alias="Relation Name")
     alias: str | None = Field(None, alias="Alias")
     index: str | None = Field(None, alias="Index Name")
+    rows: float = Field(0, alias="Actual Rows")
     condition: str = Field("", alias="Index Cond")
     children: list[Node] = Field([], alias="Plans")
 
@@ -340,3 +341,48 @@ def test_statements_for_live_messages_never_touch_finished_rows(
 ) -> None:
     plan = plan_of(filled, statement, parameters)
     assert plan.relations() <= {"message_live", "large_payload", "coalesce_head", "queue", "renewal"}
+
+
+IN_FLIGHT_COUNT = 1_699
+GAUGE_PARAMETERS: Mapping[str, object] = {"max_label_values": 100, "other": "other", "queue": None, "queues": 100_000}
+
+
+@pytest.fixture(params=["analyzed", "never analyzed"])
+def monitored(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -> psycopg.Connection:
+    """Return a transaction of the gauges on a database with a backlog and failed messages."""
+    rolled_back.execute(FILL, {"done": 10, "pending": 20_000})
+    rolled_back.execute(
+        "UPDATE pgoutbox.message SET state = 'failed', finished_at = now() - (id - 999) * interval '1 min',"
+        " attempt_count = 1,"
+        " lease_expires_at = NULL WHERE id BETWEEN 1000 AND 4000"
+    )
+    if request.param == "analyzed":
+        rolled_back.execute("ANALYZE pgoutbox.message")
+    with operator_connection.limiting(30):
+        operator_connection.prepare(rolled_back)
+    rolled_back.execute(sql.PREPARE_PAGE)
+    return rolled_back
+
+
+@pytest.mark.parametrize(
+    ("statement", "indexes", "most"),
+    [
+        pytest.param(
+            sql.OLDEST_DUE,
+            {"message_live_fresh", "message_live_retry", "message_live_ordered_due", "message_live_lease"},
+            1,
+            id="oldest due",
+        ),
+        pytest.param(sql.OLDEST_ATTEMPTS, {"message_live_lease"}, IN_FLIGHT_COUNT, id="oldest attempts"),
+        pytest.param(sql.COUNT_LATELY_FAILED, {"message_failed_finished_at"}, 60, id="lately failed"),
+    ],
+)
+def test_the_gauges_of_alerts_read_few_rows_of_a_backlog(
+    monitored: psycopg.Connection, statement: LiteralString, indexes: set[str], most: int
+) -> None:
+    explain = f"EXPLAIN (ANALYZE, FORMAT JSON, TIMING OFF) {statement}".encode()
+    ((plans,),) = monitored.execute(explain, GAUGE_PARAMETERS).fetchall()
+    nodes = list(Node.model_validate(plans[0]["Plan"]).walk())
+    reads = [node for node in nodes if node.relation in ("message_live", "message_failed")]
+    assert {node.index for node in reads} == indexes
+    assert max(node.rows for node in reads) <= most

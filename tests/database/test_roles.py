@@ -101,7 +101,7 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "message_live UPDATE": "lease_expires_at",
         "queue UPDATE": "tokens tokens_at",
         "maintenance_run INSERT": "began_at due_at worker",
-        "maintenance_run UPDATE": "began_at due_at worker",
+        "maintenance_run UPDATE": "began_at due_at succeeded_at worker",
         "worker_run INSERT": "failures worker",
         "worker_run UPDATE": "ended_at failures interval_seconds worker",
     },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -20,11 +21,13 @@ from pgoutbox.message import Message, Permanent, Skip, Snooze, State, Transient
 from pgoutbox.observability.backlog import Backlog
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import (
+    LATELY_FAILED,
+    MAINTENANCE_AGE,
     MESSAGES,
     OF_THE_DATABASE,
     OF_WORKERS,
+    OLDEST_ATTEMPT,
     OLDEST_DUE,
-    QUEUE_PAUSED,
     REDIRECTS,
     UNATTEMPTED,
     WAIT_SECONDS,
@@ -35,6 +38,7 @@ from pgoutbox.worker import Worker
 from tests.support.http_client import ask, exchange
 from tests.support.messages import put
 from tests.support.outbox_actions import PATIENCE_SECONDS, WatchedWorker, enqueue, lapse, reports, running, settings_for
+from tests.support.prometheus import port_of
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS, until
 
 if TYPE_CHECKING:
@@ -57,12 +61,6 @@ OUTCOMES: dict[str, Outcome] = {
 def outbox(dsn: str) -> Outbox:
     """Build an outbox whose workers serve metrics on any free port, and query the database at each scrape."""
     return Outbox(settings_for(dsn, metrics_address="127.0.0.1:0", metrics_cache_seconds=0.1))
-
-
-def port_of(worker: Worker) -> int:
-    port = worker.telemetry_server.port
-    assert port is not None
-    return port
 
 
 async def scrape(worker: Worker) -> dict[str, Family]:
@@ -264,27 +262,97 @@ def test_topics_and_queues_beyond_the_limit_are_counted_as_other(dsn: str, db: p
 
 
 def test_the_messages_in_the_database_are_counted_by_state(dsn: str, db: psycopg.Connection) -> None:
-    old = enqueue(db)
-    db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '100 s' WHERE id = %s", [old])
+    enqueue(db)
     enqueue(db)
     later = enqueue(db, queue="bulk")
     db.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 h' WHERE id = %s", [later])
     for state in (State.SENDING, State.FAILED, State.FAILED, State.SENT):
         put(db, state)
-    db.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('bulk', now()), ('open', NULL)")
-    db.execute(
-        "INSERT INTO pgoutbox.queue (name, paused_at, resume_at)"
-        " VALUES ('over', now() - interval '2 s', now() - interval '1 s')"
-    )
     reading = Backlog(settings_for(dsn)).ask().result()
     total: dict[str, float] = {}
     for sample in reading.samples[MESSAGES]:
         total[sample.labels[2]] = total.get(sample.labels[2], 0) + sample.value
     assert total == {"due": 2, "scheduled": 1, "sending": 1, "failed": 2}
-    assert [s.labels for s in reading.samples[QUEUE_PAUSED]] == [("bulk",)]
-    oldest = {s.labels: s.value for s in reading.samples[OLDEST_DUE]}
-    assert 100 <= oldest["greet", "default"] < 160
-    assert oldest["greet", "bulk"] == 0
+
+
+def age(db: psycopg.Connection, column: str, seconds: int, *message_ids: int) -> None:
+    """Move a time of these messages into the past."""
+    db.execute(
+        f"UPDATE pgoutbox.message SET {column} = now() - make_interval(secs => %s) WHERE id = ANY (%s)".encode(),
+        [seconds, list(message_ids)],
+    )
+
+
+def test_the_oldest_due_message_of_each_lane_counts_and_a_pause_is_a_label(dsn: str, db: psycopg.Connection) -> None:
+    age(db, "available_at", 100, enqueue(db, queue="fresh"), enqueue(db, queue="paused"), enqueue(db, queue="over"))
+    enqueue(db, queue="fresh")
+    age(db, "available_at", 200, retried := enqueue(db, queue="retry"))
+    db.execute("UPDATE pgoutbox.message SET attempt_count = 1 WHERE id = %s", [retried])
+    age(db, "available_at", 300, enqueue(db, queue="ordered", ordering_key="k"))
+    age(db, "available_at", -300, enqueue(db, queue="scheduled"))
+    age(db, "available_at", 400, put(db, State.SENDING, queue="sending"))
+    put(db, State.FAILED, queue="failed")
+    db.execute(
+        "INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES"
+        " ('paused', now(), NULL), ('idle', now(), NULL), ('over', now() - interval '2 s', now() - interval '1 s')"
+    )
+
+    def seconds(most: int) -> dict[tuple[str, ...], int]:
+        samples = Backlog(settings_for(dsn, metrics_max_label_values=most)).ask().result().samples[OLDEST_DUE]
+        return {sample.labels: int(sample.value // 100) * 100 for sample in samples}
+
+    assert seconds(100) == {
+        ("fresh", "false"): 100,
+        ("idle", "true"): 0,
+        ("ordered", "false"): 300,
+        ("over", "false"): 100,
+        ("paused", "true"): 100,
+        ("retry", "false"): 200,
+        ("scheduled", "false"): 0,
+        ("sending", "false"): 0,
+    }
+    assert seconds(2) == {
+        ("ordered", "false"): 300,
+        ("retry", "false"): 200,
+        ("other", "false"): 100,
+        ("other", "true"): 100,
+    }
+
+
+def test_the_oldest_attempt_in_flight_is_known_by_topic_and_queue(dsn: str, db: psycopg.Connection) -> None:
+    age(db, "claimed_at", 100, put(db, State.SENDING), put(db, State.SENDING, queue="bulk"))
+    age(db, "claimed_at", 200, put(db, State.SENDING), put(db, State.SENT))
+    enqueue(db)
+
+    def seconds(most: int) -> dict[tuple[str, ...], int]:
+        samples = Backlog(settings_for(dsn, metrics_max_label_values=most)).ask().result().samples[OLDEST_ATTEMPT]
+        return {sample.labels: int(sample.value // 100) * 100 for sample in samples}
+
+    assert seconds(100) == {("mail", "default"): 200, ("mail", "bulk"): 100}
+    assert seconds(1) == {("mail", "default"): 200}
+
+
+def test_messages_that_failed_within_the_last_hour_are_counted(dsn: str, db: psycopg.Connection) -> None:
+    put(db, State.FAILED, queue="bulk")
+    for minutes in (0, 59, 61):
+        put(db, State.FAILED, age=timedelta(minutes=minutes))
+    put(db, State.SENT)
+
+    def counts(most: int) -> dict[tuple[str, ...], float]:
+        samples = Backlog(settings_for(dsn, metrics_max_label_values=most)).ask().result().samples[LATELY_FAILED]
+        return {sample.labels: sample.value for sample in samples}
+
+    assert counts(100) == {("mail", "default"): 2, ("mail", "bulk"): 1}
+    assert counts(1) == {("mail", "default"): 2}
+
+
+def test_the_age_of_maintenance_is_absent_until_a_worker_has_begun_a_turn(dsn: str, db: psycopg.Connection) -> None:
+    def ages() -> list[int]:
+        return [int(sample.value) for sample in Backlog(settings_for(dsn)).ask().result().samples[MAINTENANCE_AGE]]
+
+    assert ages() == []
+    db.execute("INSERT INTO pgoutbox.maintenance_run (due_at, began_at, worker) VALUES (now(), now(), 'w')")
+    assert ages() == [0]
 
 
 def test_the_redirects_are_counted_by_source(dsn: str, db: psycopg.Connection) -> None:
@@ -327,9 +395,41 @@ async def test_a_locked_table_costs_only_the_gauges(outbox: Outbox, db: psycopg.
     assert value(families, "pgoutbox_slots") == 4
 
 
-def test_a_slow_count_is_abandoned(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_count_costs_only_the_counts(dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sql, "COUNT_BACKLOG", "SELECT pg_sleep(600)")
+    enqueue(db)
+    reading = Backlog(settings_for(dsn)).ask().result(PATIENCE_SECONDS)
+    assert (reading.is_up, reading.samples[MESSAGES]) == (True, [])
+    assert [sample.labels for sample in reading.samples[OLDEST_DUE]] == [("default", "false")]
+
+
+def test_a_slow_gauge_that_alerts_read_is_abandoned(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql, "OLDEST_DUE", "SELECT pg_sleep(600)")
     assert not Backlog(settings_for(dsn)).ask().result(PATIENCE_SECONDS).is_up
+
+
+def test_the_gauges_of_alerts_run_with_the_settings_of_their_tested_plans(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sql, "OLDEST_DUE", "SELECT current_setting('enable_seqscan'), 'false', 1")
+    monkeypatch.setattr(sql, "COUNT_BACKLOG", "SELECT 'greet', current_setting('enable_seqscan'), 'due', 1")
+    samples = Backlog(settings_for(dsn)).ask().result().samples
+    assert (samples[OLDEST_DUE][0].labels[0], samples[MESSAGES][0].labels[1]) == ("off", "on")
+
+
+async def test_each_event_is_counted_from_zero(outbox: Outbox, db: psycopg.Connection) -> None:
+    """Prometheus sees no increase in a series that appears with its first event."""
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: worker.status().is_started)
+        families = await scrape(worker)
+    counted = {sample.labels["event"]: sample.value for sample in families["pgoutbox_events"].samples}
+    assert counted.keys() == {event.value for event in LogEvent}
+    assert counted["lease_expired"] == 0
 
 
 async def test_the_dashboard_can_serve_the_gauges_without_a_worker(dsn: str, db: psycopg.Connection) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from contextlib import ExitStack
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -175,7 +175,7 @@ async def test_the_next_turn_is_due_at_once_after_a_clock_was_ahead(
     assert not await one.maintenance.turn()
 
 
-async def test_a_turn_with_nothing_to_do_is_one_statement(
+async def test_a_turn_with_nothing_to_do_is_two_statements(
     member: Callable[..., Member], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(db)
@@ -192,7 +192,7 @@ async def test_a_turn_with_nothing_to_do_is_one_statement(
     monkeypatch.setattr(WorkerConnection, "fetch", counted)
     monkeypatch.delattr("pgoutbox.database.operator_connection.connect")
     assert await one.maintenance.turn()
-    assert statements == [sql.BEGIN_MAINTENANCE_IF_DUE]
+    assert statements == [sql.BEGIN_MAINTENANCE_IF_DUE, sql.MAINTENANCE_SUCCEEDED]
     assert one.count_of(LogEvent.MAINTENANCE_FAILED) == 0
 
 
@@ -262,6 +262,28 @@ async def test_only_lasting_errors_of_the_turn_query_are_logged(
         db.execute("ALTER TABLE pgoutbox.maintenance_run RENAME TO elsewhere")
     assert not await one.maintenance.turn()
     assert one.count_of(LogEvent.MAINTENANCE_FAILED) == (0 if passes else 1)
+
+
+async def test_only_a_turn_without_errors_counts_as_success(
+    member: Callable[..., Member], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def succeeded_at() -> datetime:
+        ((at,),) = db.execute("SELECT succeeded_at FROM pgoutbox.maintenance_run").fetchall()
+        assert isinstance(at, datetime)
+        return at
+
+    keep(db)
+    one = member()
+    assert await one.maintenance.turn()
+    first = succeeded_at()
+    for is_broken in (True, False):
+        drop_partitions(db)
+        make_due(db)
+        with monkeypatch.context() as patch:
+            if is_broken:
+                patch.setattr(sql, "MAKE_PARTITION", "SELECT 1/0")
+            assert await one.maintenance.turn()
+        assert (succeeded_at() > first) is not is_broken
 
 
 async def test_a_turn_without_a_connection_is_logged_and_ends_nothing(

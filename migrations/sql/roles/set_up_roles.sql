@@ -64,8 +64,8 @@ BEGIN
             pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view, pgoutbox.maintenance_run,
             pgoutbox.retired
         TO pgoutbox_worker;
-        GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, worker) ON pgoutbox.maintenance_run
-        TO pgoutbox_worker;
+        GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, succeeded_at, worker)
+        ON pgoutbox.maintenance_run TO pgoutbox_worker;
         GRANT SELECT, INSERT (worker, failures), UPDATE (ended_at, interval_seconds, worker, failures)
         ON pgoutbox.worker_run TO pgoutbox_worker;
         GRANT UPDATE (

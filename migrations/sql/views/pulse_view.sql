@@ -1,9 +1,10 @@
--- Counters for a dashboard that change with the outbox, and the last id drawn. They reveal no data of the tables that
+-- Counters for a dashboard that change with the outbox, the last id drawn, and when maintenance succeeded. They reveal no data of the tables that
 -- only the owner may read. All of them together are cheap, and unused columns cost nothing.
 CREATE VIEW pgoutbox.pulse_view AS
 SELECT
     (SELECT s.last_value FROM pgoutbox.message_id_seq AS s) AS last_id,
     (SELECT max(a.id) FROM pgoutbox.audit AS a) AS last_act,
+    (SELECT r.succeeded_at FROM pgoutbox.maintenance_run AS r) AS maintained_at,
     (
         SELECT count(*)
         FROM (SELECT FROM pgoutbox.message_live AS m WHERE m.lease_expires_at IS NOT NULL LIMIT 1000) AS held

@@ -1,43 +1,6 @@
 -- The queues with live messages and queues with limits or a pause; or the given queue. Messages are counted lane by
 -- lane up to `cap`: fresh ones, retries, those with an ordering key, and those in flight. Each lane has its own index.
-WITH RECURSIVE named(queue, number) AS (
-    SELECT coalesce(%(queue)s::text, '') COLLATE "C", 0
-    UNION ALL
-    -- This leaps along the index of each lane to the next name, because DISTINCT would read every message.
-    SELECT next.queue, n.number + 1
-    FROM named AS n
-    CROSS JOIN LATERAL (
-        SELECT min(found.queue)
-        FROM (
-            (
-                SELECT m.queue FROM pgoutbox.message_view AS m
-                WHERE m.attempt_count = 0 AND m.state = 'pending' AND m.ordering_key IS NULL AND m.queue > n.queue
-                ORDER BY m.queue LIMIT 1
-            )
-            UNION ALL
-            (
-                SELECT m.queue FROM pgoutbox.message_view AS m
-                WHERE m.attempt_count > 0 AND m.state = 'pending' AND m.ordering_key IS NULL AND m.queue > n.queue
-                ORDER BY m.queue LIMIT 1
-            )
-            UNION ALL
-            (
-                SELECT m.queue FROM pgoutbox.message_view AS m
-                WHERE m.ordering_key IS NOT NULL AND m.state = 'pending' AND m.queue > n.queue
-                ORDER BY m.queue LIMIT 1
-            )
-            UNION ALL
-            (
-                SELECT m.queue FROM pgoutbox.message_view AS m
-                WHERE m.lease_expires_at IS NOT NULL AND m.state = 'sending' AND m.queue > n.queue
-                ORDER BY m.queue LIMIT 1
-            )
-            UNION ALL
-            (SELECT q.name FROM pgoutbox.queue_view AS q WHERE q.name > n.queue ORDER BY q.name LIMIT 1)
-        ) AS found(queue)
-    ) AS next(queue)
-    WHERE next.queue IS NOT NULL AND n.number < %(queues)s::bigint AND %(queue)s::text IS NULL
-)
+\ir _live_queue_names.sql
 SELECT
     n.queue,
     counted.due,

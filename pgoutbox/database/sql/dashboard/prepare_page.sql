@@ -1,5 +1,5 @@
--- Planner settings of a page of the dashboard. Every statement of this folder reads an index from one end, and stops at
--- its limit.
+-- Planner settings of a page of the dashboard, and of the gauges that must not disappear. Each of their statements reads an
+-- index from one end, and stops early.
 -- A bitmap would read all matching rows before the limit applies. A sequential scan would only seem cheaper because of
 -- outdated statistics, and its estimated cost would start JIT compilation or parallel workers, which takes longer than
 -- the statement.

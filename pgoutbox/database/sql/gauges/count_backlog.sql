@@ -1,7 +1,7 @@
 -- The number of pending, in-flight and failed messages, by queue and topic. At most `max_label_values` queues and topics are
 -- reported separately, those with the most messages; all others have the name `other`.
 -- It reads all rows without a LIMIT, because a sample is not a count. limit_gauges.sql bounds its time, and callers run
--- it less often the longer it takes. Finished messages are in another partition.
+-- it less often the longer it takes. No alert about late messages reads it. Finished messages are in another partition.
 WITH counted AS MATERIALIZED (
     SELECT
         m.queue,
@@ -10,8 +10,7 @@ WITH counted AS MATERIALIZED (
         count(*) FILTER (WHERE m.state = 'pending' AND m.available_at <= now()) AS due,
         count(*) FILTER (WHERE m.state = 'pending' AND m.available_at > now()) AS scheduled,
         count(*) FILTER (WHERE m.state = 'sending') AS sending,
-        count(*) FILTER (WHERE m.state = 'failed') AS failed,
-        min(m.available_at) FILTER (WHERE m.state = 'pending' AND m.available_at <= now()) AS due_since
+        count(*) FILTER (WHERE m.state = 'failed') AS failed
     FROM pgoutbox.message_view AS m
     WHERE m.state IN ('pending', 'sending', 'failed')
     GROUP BY m.queue, m.topic
@@ -30,20 +29,15 @@ WITH counted AS MATERIALIZED (
         c.due,
         c.scheduled,
         c.sending,
-        c.failed,
-        c.due_since
+        c.failed
     FROM counted AS c
     JOIN ranked_topic AS t ON t.topic = c.topic
     JOIN ranked_queue AS q ON q.queue = c.queue
 )
-SELECT
-    l.topic,
-    l.queue,
-    sum(l.due)::bigint AS due,
-    sum(l.scheduled)::bigint AS scheduled,
-    sum(l.sending)::bigint AS sending,
-    sum(l.failed)::bigint AS failed,
-    extract(epoch FROM now() - min(l.due_since))::float8 AS oldest_due_seconds
+SELECT l.topic, l.queue, s.state, sum(s.messages)::bigint AS messages
 FROM labelled AS l
-GROUP BY l.topic, l.queue
-ORDER BY l.topic, l.queue
+CROSS JOIN LATERAL (
+    VALUES ('due', l.due), ('scheduled', l.scheduled), ('sending', l.sending), ('failed', l.failed)
+) AS s(state, messages)
+GROUP BY l.topic, l.queue, s.state
+ORDER BY l.topic, l.queue, s.state

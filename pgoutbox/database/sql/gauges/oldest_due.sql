@@ -1,0 +1,50 @@
+-- The waiting time of the oldest due message of each queue, 0 without one, and whether the queue is paused: for queues
+-- with live messages, limits or a pause. It reads one row of each lane, whatever the size of the backlog: this gauge must
+-- not disappear when the backlog is largest. At most `max_label_values` queues, those that wait longest, are reported
+-- separately; all others have the name `other`.
+\ir _live_queue_names.sql
+, waiting AS (
+    SELECT
+        n.queue,
+        coalesce(q.is_paused, false) AS is_paused,
+        greatest(
+            0,
+            extract(epoch FROM now() - (
+                SELECT min(lane.available_at)
+                FROM (
+                    (
+                        SELECT m.available_at FROM pgoutbox.message_view AS m
+                        WHERE m.queue = n.queue AND m.attempt_count = 0 AND m.state = 'pending'
+                            AND m.ordering_key IS NULL
+                        ORDER BY m.available_at LIMIT 1
+                    )
+                    UNION ALL
+                    (
+                        SELECT m.available_at FROM pgoutbox.message_view AS m
+                        WHERE m.queue = n.queue AND m.attempt_count > 0 AND m.state = 'pending'
+                            AND m.ordering_key IS NULL
+                        ORDER BY m.available_at LIMIT 1
+                    )
+                    UNION ALL
+                    (
+                        SELECT m.available_at FROM pgoutbox.message_view AS m
+                        WHERE m.queue = n.queue AND m.ordering_key IS NOT NULL AND m.state = 'pending'
+                        ORDER BY m.available_at LIMIT 1
+                    )
+                ) AS lane
+            ))::float8
+        ) AS seconds
+    FROM named AS n
+    LEFT JOIN pgoutbox.queue_view AS q ON q.name = n.queue
+    WHERE n.number > 0
+), ranked AS (
+    SELECT w.queue, w.is_paused, w.seconds, row_number() OVER (ORDER BY w.seconds DESC, w.queue) AS place
+    FROM waiting AS w
+)
+SELECT
+    CASE WHEN r.place <= %(max_label_values)s::bigint THEN r.queue ELSE %(other)s::text END AS queue,
+    r.is_paused::text AS paused,
+    max(r.seconds) AS seconds
+FROM ranked AS r
+GROUP BY 1, 2
+ORDER BY 1, 2

@@ -1,0 +1,477 @@
+"""Tests the alert rules fault by fault: scrapes of a real worker before and during the fault, judged by promtool."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import psycopg
+import pytest
+import yaml
+
+from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, SyncContext
+from pgoutbox.database import sql
+from pgoutbox.database.store import Store
+from pgoutbox.message import State
+from pgoutbox.observability.events import LogEvent
+from pgoutbox.observability.measures import WAIT_SECONDS
+from pgoutbox.worker import Worker
+from pgoutbox.worker.maintenance import Maintenance
+from tests.support.messages import put
+from tests.support.outbox_actions import enqueue, lapse, reports, running, settings_for
+from tests.support.partitions import drop_partitions
+from tests.support.prometheus import Scrapes, promtool
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from tests.conftest import Connect
+
+RULES: Final = Path(__file__).parents[2] / "examples" / "deploy" / "alerts.yaml"
+WATCHDOG: Final = {"PgoutboxWatchdog": "none"}
+
+
+@pytest.fixture
+def scrapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scrapes:
+    monkeypatch.setattr("pgoutbox.observability.backlog._SHARE", 1)  # Readings are cached for 0.1 s.
+    return Scrapes(tmp_path, RULES)
+
+
+def outbox_at(dsn: str, **settings: object) -> Outbox:
+    """Build an outbox whose workers serve metrics on any free port, and query the database at each scrape."""
+    return Outbox(settings_for(dsn, metrics_address="127.0.0.1:0", metrics_cache_seconds=0.1, **settings))
+
+
+@pytest.fixture
+def outbox(dsn: str) -> Outbox:
+    return outbox_at(dsn)
+
+
+@pytest.fixture
+def worker(outbox: Outbox) -> Worker:
+    """Build a worker of the queue `default` whose handler succeeds."""
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    return Worker(outbox)
+
+
+async def started(worker: Worker) -> None:
+    await until(lambda: worker.status().is_started)
+
+
+async def reported(worker: Worker, event: LogEvent, count: int) -> None:
+    await until(lambda: worker.telemetry.counts[event] == count)
+
+
+def age(db: psycopg.Connection, message_id: int, column: str, interval: str) -> None:
+    """Move a time of a message into the past, instead of waiting."""
+    db.execute(
+        f"UPDATE pgoutbox.message SET {column} = now() - %s::interval WHERE id = %s".encode(), [interval, message_id]
+    )
+
+
+def open_breakers(db: psycopg.Connection, *keys: str) -> None:
+    for key in keys:
+        db.execute(
+            "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
+            " VALUES (%s, now() + interval '1 h', 30, 'w', 'refused')",
+            [key],
+        )
+
+
+# --- the rules --------------------------------------------------------------------------------------------------------
+
+
+def rules() -> dict[str, str]:
+    """Return the expression of each alert."""
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+
+
+def test_prometheus_accepts_the_rules() -> None:
+    promtool("check", "rules", RULES)
+
+
+def test_each_alert_has_a_test_in_which_it_fires() -> None:
+    expected = re.findall(r'"(Pgoutbox\w+)": "(?:page|ticket|none)"', Path(__file__).read_text())
+    assert set(expected) == rules().keys()
+
+
+# --- no fault ---------------------------------------------------------------------------------------------------------
+
+
+async def test_half_an_hour_of_deliveries_raises_no_alert_but_the_watchdog(
+    worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    put(db, State.FAILED, age=timedelta(hours=2))
+    async with running(worker):
+        for round_number in range(1, 7):
+            enqueue(db)
+            await reported(worker, LogEvent.SENT, round_number)
+            await scrapes.take(worker, minutes=5)
+    scrapes.assert_firing(WATCHDOG)
+
+
+async def test_each_metric_of_a_rule_is_served_by_a_worker(
+    worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    enqueue(db, payload="x")
+    put(db, State.FAILED)
+    put(db, State.SENDING)
+    open_breakers(db, "smtp:mail.example.org:25")
+    db.execute("INSERT INTO pgoutbox.maintenance_run (due_at, began_at, worker) VALUES (now(), now(), 'w')")
+    async with running(worker):
+        measures = worker.telemetry.measures
+        assert measures is not None
+        await until(lambda: measures.distributions(WAIT_SECONDS))
+        await scrapes.take(worker, minutes=1)
+    read = {name for expression in rules().values() for name in re.findall(r"\b(?:pgoutbox_\w+|up)\b", expression)}
+    assert read <= scrapes.names()
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+async def test_the_first_permanent_failure_of_a_new_worker_is_a_ticket(
+    outbox: Outbox, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        raise Permanent("refused")
+
+    worker = Worker(outbox)
+    async with running(worker):
+        await started(worker)
+        await scrapes.take(worker, minutes=5)
+        enqueue(db)
+        await until(lambda: worker.telemetry.counts[LogEvent.FAILED])
+        await scrapes.take(worker, minutes=5)
+    scrapes.assert_firing({"PgoutboxMessagesFailed": "ticket"} | WATCHDOG)
+
+
+async def test_a_failure_is_told_even_if_its_worker_died_before_the_next_scrape(
+    worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    put(db, State.FAILED)
+    async with running(worker):
+        await started(worker)
+        await scrapes.take(worker, minutes=2)
+        scrapes.assert_firing({"PgoutboxMessagesFailed": "ticket"} | WATCHDOG)
+        db.execute("UPDATE pgoutbox.message_failed SET finished_at = now() - interval '61 min'")
+        await scrapes.take(worker, minutes=1)
+    scrapes.assert_firing(WATCHDOG)
+
+
+async def test_a_hundred_failed_messages_are_a_ticket_until_someone_decides(
+    worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    for _ in range(101):
+        put(db, State.FAILED, age=timedelta(hours=2))
+    async with running(worker):
+        await started(worker)
+        await scrapes.take(worker, minutes=62)
+    scrapes.assert_firing({"PgoutboxFailedMessagesPileUp": "ticket"} | WATCHDOG)
+
+
+async def test_a_handler_that_fails_each_attempt_is_a_ticket(
+    outbox: Outbox, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    @outbox.handler("greet", retry=RetryPolicy.steps(3600, jitter=0))
+    async def greet(message: Message, ctx: Context) -> None:
+        raise ValueError
+
+    worker = Worker(outbox)
+    async with running(worker):
+        for round_number in range(1, 8):
+            enqueue(db)
+            await reported(worker, LogEvent.RETRY, round_number)
+            await scrapes.take(worker, minutes=5)
+    scrapes.assert_firing({"PgoutboxRetriesDominate": "ticket"} | WATCHDOG)
+
+
+async def test_messages_that_start_late_are_a_ticket(worker: Worker, db: psycopg.Connection, scrapes: Scrapes) -> None:
+    async with running(worker):
+        await started(worker)
+        for round_number in range(1, 8):
+            with db.transaction():
+                age(db, enqueue(db), "available_at", "10 min")
+            await reported(worker, LogEvent.SENT, round_number)
+            await scrapes.take(worker, minutes=5)
+    scrapes.assert_firing({"PgoutboxSlowStart": "ticket"} | WATCHDOG)
+
+
+async def test_messages_that_no_worker_claims_are_a_page(
+    worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    """Their queue has no worker, or their topic no handler."""
+    async with running(worker):
+        await started(worker)
+        age(db, enqueue(db, queue="bulk"), "available_at", "10 min")
+        await scrapes.take(worker, minutes=7)
+    scrapes.assert_firing({"PgoutboxDueMessagesWait": "page"} | WATCHDOG)
+
+
+async def test_messages_behind_a_halted_ordering_key_are_a_page(
+    worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    failed = put(db, State.FAILED, topic="greet", ordering_key="k", age=timedelta(hours=2))
+    db.execute("UPDATE pgoutbox.message SET on_failed = 'halt' WHERE id = %s", [failed])
+    with db.transaction():
+        age(db, enqueue(db, ordering_key="k"), "available_at", "10 min")
+    async with running(worker):
+        await started(worker)
+        await scrapes.take(worker, minutes=7)
+    scrapes.assert_firing({"PgoutboxDueMessagesWait": "page"} | WATCHDOG)
+
+
+async def test_a_backlog_too_large_to_count_is_still_a_page(
+    worker: Worker, db: psycopg.Connection, scrapes: Scrapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sql, "COUNT_BACKLOG", "SELECT pg_sleep(600)")
+    age(db, enqueue(db, queue="bulk"), "available_at", "10 min")
+    async with running(worker):
+        await started(worker)
+        await scrapes.take(worker, minutes=7)
+    assert "pgoutbox_messages" not in scrapes.names()
+    scrapes.assert_firing({"PgoutboxDueMessagesWait": "page"} | WATCHDOG)
+
+
+async def test_a_forgotten_pause_is_a_ticket_and_no_page(
+    worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    db.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
+    waiting = enqueue(db)
+    async with running(worker):
+        await started(worker)
+        age(db, waiting, "available_at", "50 min")
+        await scrapes.take(worker, minutes=7)
+        scrapes.assert_firing(WATCHDOG)
+        age(db, waiting, "available_at", "70 min")
+        await scrapes.take(worker, minutes=2)
+    scrapes.assert_firing({"PgoutboxPausedQueueWaits": "ticket"} | WATCHDOG)
+
+
+async def test_a_hung_handler_is_a_ticket(outbox: Outbox, db: psycopg.Connection, scrapes: Scrapes) -> None:
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        has_begun.set()
+        await may_end.wait()
+
+    hung = enqueue(db)
+    worker = Worker(outbox)
+    async with running(worker):
+        await has_begun.wait()
+        await scrapes.take(worker, minutes=2)
+        scrapes.assert_firing(WATCHDOG)
+        age(db, hung, "claimed_at", "16 min")
+        await scrapes.take(worker, minutes=2)
+        may_end.set()
+    scrapes.assert_firing({"PgoutboxAttemptHangs": "ticket"} | WATCHDOG)
+
+
+async def test_a_thread_that_outlives_its_timeout_is_a_ticket(
+    dsn: str, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    outbox = outbox_at(dsn, lease_seconds=1)
+    may_end = threading.Event()
+
+    @outbox.handler("greet", timeout=0.1, retry=RetryPolicy.steps(3600))
+    def greet(message: Message, ctx: SyncContext) -> None:
+        may_end.wait(30)
+
+    enqueue(db)
+    worker = Worker(outbox)
+    async with running(worker):
+        try:
+            await until(lambda: worker.telemetry.counts[LogEvent.ATTEMPT_ABANDONED])
+            await scrapes.take(worker, minutes=17)
+        finally:
+            may_end.set()
+    scrapes.assert_firing({"PgoutboxHandlersAbandoned": "ticket"} | WATCHDOG)
+
+
+async def test_attempts_that_died_with_their_process_are_a_ticket(
+    worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    async with running(worker):
+        await started(worker)
+        await scrapes.take(worker, minutes=5)
+        lapse(db, put(db, State.SENDING, topic="greet"))
+        enqueue(db)
+        await until(lambda: worker.telemetry.counts[LogEvent.LEASE_EXPIRED])
+        await scrapes.take(worker, minutes=2)
+    scrapes.assert_firing({"PgoutboxAttemptsLost": "ticket"} | WATCHDOG)
+
+
+async def test_a_lost_lease_is_a_ticket(outbox: Outbox, db: psycopg.Connection, scrapes: Scrapes) -> None:
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        has_begun.set()
+        await may_end.wait()
+
+    message_id = enqueue(db)
+    worker = Worker(outbox)
+    with reports() as log:
+        async with running(worker):
+            await has_begun.wait()
+            await scrapes.take(worker, minutes=5)
+            db.execute("UPDATE pgoutbox.message SET attempt_count = attempt_count + 1 WHERE id = %s", [message_id])
+            may_end.set()
+            await log.wait_for(LogEvent.LEASE_LOST)
+            await scrapes.take(worker, minutes=2)
+    scrapes.assert_firing({"PgoutboxLeasesLost": "ticket"} | WATCHDOG)
+
+
+async def test_outcomes_that_the_database_refuses_are_a_page(
+    worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    db.execute("CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RAISE ''full''; END'")
+    db.execute("CREATE TRIGGER refuse BEFORE INSERT ON pgoutbox.message_done FOR EACH ROW EXECUTE FUNCTION refuse()")
+    enqueue(db)
+    async with running(worker):
+        await until(lambda: worker.status().outcomes_refused == 1)
+        await scrapes.take(worker, minutes=7)
+        db.execute("DROP FUNCTION refuse CASCADE")
+        await until(lambda: worker.status().outcomes_refused == 0)
+    scrapes.assert_firing({"PgoutboxOutcomesRefused": "page"} | WATCHDOG)
+
+
+# --- receivers --------------------------------------------------------------------------------------------------------
+
+SHOPS: Final = [f"https:shop{number}.example.org:443" for number in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (SHOPS[:1], {"PgoutboxReceiverDown": "ticket"}),
+        (["apprise:ops"], {"PgoutboxReceiverDown": "ticket"}),
+        (SHOPS, {"PgoutboxReceiverDown": "ticket", "PgoutboxTransportDown": "page"}),
+        (["smtp:mail.example.org:587"], {"PgoutboxTransportDown": "page"}),
+        (["kafka"], {"PgoutboxTransportDown": "page"}),
+    ],
+    ids=["one web host", "one notification service", "six web hosts", "the mail server", "a broker"],
+)
+async def test_one_receiver_of_many_is_a_ticket_and_a_transport_is_a_page(
+    worker: Worker, db: psycopg.Connection, scrapes: Scrapes, keys: list[str], told: dict[str, str]
+) -> None:
+    async with running(worker):
+        await started(worker)
+        open_breakers(db, *keys)
+        # A probe is due at one of them.
+        db.execute("UPDATE pgoutbox.breaker SET retry_at = now() WHERE key = %s", keys[:1])
+        await scrapes.take(worker, minutes=12)
+    scrapes.assert_firing(told | WATCHDOG)
+
+
+async def test_a_redirect_that_was_left_on_is_a_ticket(
+    worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    db.execute("SELECT pgoutbox.set_redirect('testers@example.org')")
+    async with running(worker):
+        await started(worker)
+        await scrapes.take(worker, minutes=62)
+    scrapes.assert_firing({"PgoutboxRedirectOn": "ticket"} | WATCHDOG)
+
+
+# --- workers and the database -----------------------------------------------------------------------------------------
+
+
+async def test_one_of_two_workers_that_is_gone_is_a_ticket(
+    outbox: Outbox, worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    other = Worker(outbox)
+    async with running(worker):
+        async with running(other):
+            await started(worker)
+            await started(other)
+            await scrapes.take(worker, other, minutes=5)
+            scrapes.assert_firing(WATCHDOG)
+        await scrapes.take(worker, None, minutes=7)
+    scrapes.assert_firing({"PgoutboxWorkerDown": "ticket"} | WATCHDOG)
+
+
+async def test_all_workers_that_are_gone_are_a_page(worker: Worker, db: psycopg.Connection, scrapes: Scrapes) -> None:
+    async with running(worker):
+        await started(worker)
+        await scrapes.take(worker, minutes=5)
+    await scrapes.take(None, minutes=7)
+    scrapes.assert_firing({"PgoutboxNoWorker": "page", "PgoutboxWorkerDown": "ticket"} | WATCHDOG)
+
+
+async def test_a_database_that_is_down_is_one_page(
+    worker: Worker, db: psycopg.Connection, dsn: str, scrapes: Scrapes
+) -> None:
+    name = psycopg.conninfo.conninfo_to_dict(dsn)["dbname"]
+    with psycopg.connect(dsn, dbname="postgres", autocommit=True) as admin, reports() as log:
+        async with running(worker):
+            await started(worker)
+            await scrapes.take(worker, minutes=5)
+            admin.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS false'.encode())
+            admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name])
+            await log.wait_for(LogEvent.DATABASE_LOST)
+            await log.wait_for(LogEvent.LISTENER_LOST)
+            await scrapes.take(worker, minutes=7)
+            admin.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS true'.encode())
+    scrapes.assert_firing({"PgoutboxDatabaseDown": "page", "PgoutboxListenerDown": "ticket"} | WATCHDOG)
+
+
+async def test_gauges_that_are_missing_are_a_page(
+    worker: Worker, db: psycopg.Connection, connect: Connect, scrapes: Scrapes
+) -> None:
+    blocker = connect()
+    async with running(worker):
+        await started(worker)
+        await scrapes.take(worker, minutes=5)
+        await asyncio.to_thread(blocker.execute, "LOCK TABLE pgoutbox.message IN ACCESS EXCLUSIVE MODE")
+        await scrapes.take(worker, minutes=7)
+        blocker.rollback()
+        await until(lambda: worker.status().is_database_up)
+    scrapes.assert_firing({"PgoutboxGaugesMissing": "page"} | WATCHDOG)
+
+
+async def test_workers_that_all_omit_the_gauges_are_a_page(dsn: str, db: psycopg.Connection, scrapes: Scrapes) -> None:
+    outbox = outbox_at(dsn, metrics_backlog=False)
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    worker = Worker(outbox)
+    async with running(worker):
+        await started(worker)
+        await scrapes.take(worker, minutes=7)
+    scrapes.assert_firing({"PgoutboxGaugesMissing": "page"} | WATCHDOG)
+
+
+async def test_maintenance_that_fails_is_a_ticket_until_a_turn_succeeds(
+    dsn: str, worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    settings = settings_for(dsn, maintenance_interval_seconds=300)
+    store = Store(settings, worker="w")
+    maintenance = Maintenance(settings, store, worker.telemetry)
+    drop_partitions(db)
+    db.execute("ALTER FUNCTION pgoutbox.make_partition RENAME TO elsewhere")
+    async with running(worker):
+        await started(worker)
+        assert await maintenance.turn()
+        assert worker.telemetry.counts[LogEvent.MAINTENANCE_FAILED] == 1
+        db.execute(
+            "UPDATE pgoutbox.maintenance_run"
+            " SET succeeded_at = succeeded_at - interval '3 h', due_at = now() - interval '1 s'"
+        )
+        await scrapes.take(worker, minutes=2)
+        scrapes.assert_firing({"PgoutboxMaintenanceFails": "ticket"} | WATCHDOG)
+        db.execute("ALTER FUNCTION pgoutbox.elsewhere RENAME TO make_partition")
+        assert await maintenance.turn()
+        await scrapes.take(worker, minutes=1)
+    await store.close()
+    scrapes.assert_firing(WATCHDOG)
