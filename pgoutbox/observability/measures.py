@@ -16,7 +16,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pgoutbox.message import State
-from pgoutbox.observability.events import LogEvent
 
 if TYPE_CHECKING:
     from pgoutbox.message import Message
@@ -324,8 +323,7 @@ class Watched(NamedTuple):
             BREAKERS_OPEN: status.breakers_open,
         }
         known = {metric: [] if value is None else [Sample((), float(value))] for metric, value in gauges.items()} | {
-            # From 0 on: Prometheus does not see the increase of a series that appears with its first event.
-            EVENTS: [Sample((event,), counts.get(event, 0)) for event in LogEvent],
+            EVENTS: [Sample((event,), count) for event, count in counts.items()],
             LEASES_LOST: [Sample((), counts.get("lease_lost", 0))],
             ABANDONED: [Sample((), counts.get("attempt_abandoned", 0))],
             RECONNECTS: [Sample((place,), counts.get(f"{place}_back", 0)) for place in ("database", "listener")],

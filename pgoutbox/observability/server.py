@@ -110,7 +110,8 @@ class TelemetryServer:
         return Watched(measures, self._worker.status, self._event_counts)
 
     def _event_counts(self) -> Mapping[str, int]:
-        return {event.value: count for event, count in dict(self._telemetry.counts).items()}
+        # From 0 on: Prometheus does not see the increase of a series that appears with its first event.
+        return {event.value: self._telemetry.counts[event] for event in LogEvent}
 
     # --- pages --------------------------------------------------------------------------------------------------------
 

@@ -211,7 +211,7 @@ async def test_messages_that_no_worker_claims_are_a_page(
     """Their queue has no worker, or their topic no handler."""
     async with running(worker):
         await started(worker)
-        age(db, enqueue(db, queue="bulk"), "available_at", "10 min")
+        age(db, enqueue(db, queue="bulk"), "available_at", "2 h")
         await scrapes.take(worker, minutes=7)
     scrapes.assert_firing({"PgoutboxDueMessagesWait": "page"} | WATCHDOG)
 

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -22,6 +23,8 @@ from tests.support.missing import server_missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    import psycopg
 
 ROOT: Final = Path(__file__).parents[2]
 DEPLOY: Final = ROOT / "examples" / "deploy"
@@ -182,6 +185,12 @@ def test_each_alert_uses_exported_metrics_and_gives_an_instruction(rule: dict[st
     assert told <= kept
 
 
+def test_the_commands_that_an_alert_names_exist() -> None:
+    commands = re.findall(r"^## pgoutbox (\w+)", (ROOT / "docs" / "reference" / "cli.md").read_text(), re.MULTILINE)
+    named = re.findall(r"pgoutbox ([a-z]+)", " ".join(rule["annotations"]["description"] for rule in alerts()))
+    assert set(named) <= set(commands)
+
+
 def test_the_alert_rules_that_prometheus_loads_exist() -> None:
     config = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
     assert all((DEPLOY / name).exists() for name in config["rule_files"])
@@ -231,6 +240,11 @@ def test_each_worker_metric_is_in_a_panel_or_an_alert() -> None:
 
 # --- Kubernetes -------------------------------------------------------------------------------------------------------
 
+RELEASE: Final = "1.0.0"
+MIGRATION: Final = ("Job", f"pgoutbox-migrate-{RELEASE.replace('.', '-')}")
+WORKER: Final = ("Deployment", "pgoutbox-worker")
+DASHBOARD: Final = ("Deployment", "pgoutbox-dashboard")
+
 
 def manifests() -> dict[tuple[str, str], dict[str, Any]]:
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
@@ -248,79 +262,216 @@ def sources_of(container: dict[str, Any]) -> list[tuple[str, str]]:
     return [(kinds[kind], reference["name"]) for entry in container["envFrom"] for kind, reference in entry.items()]
 
 
-def test_the_settings_in_the_manifests_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment_of(container: dict[str, Any]) -> dict[str, str]:
     found = manifests()
-    worker = container_of(found["Deployment", "pgoutbox-worker"])
     values: dict[str, str] = {}
-    for source in sources_of(worker):
+    for source in sources_of(container):
         values |= found[source].get("data", {}) | found[source].get("stringData", {})
     assert values.keys() <= VARIABLES
-    for name, value in values.items():
+    return values
+
+
+def settings_of(environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> Settings:
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    settings = load_settings()
+    return load_settings()
+
+
+def test_the_settings_of_the_worker_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment = manifests()[WORKER]
+    worker = container_of(deployment)
+    settings = settings_of(environment_of(worker), monkeypatch)
     port = next(port["containerPort"] for port in worker["ports"] if port["name"] == "metrics")
     assert settings.metrics.address == f"0.0.0.0:{port}"
-    spec = found["Deployment", "pgoutbox-worker"]["spec"]["template"]["spec"]
+    spec = deployment["spec"]["template"]["spec"]
     assert spec["terminationGracePeriodSeconds"] >= settings.shutdown_grace_seconds + CLOSING_SECONDS
 
 
 def test_the_worker_is_probed_at_its_address_and_disrupted_one_at_a_time() -> None:
     found = manifests()
-    deployment = found["Deployment", "pgoutbox-worker"]
+    deployment = found[WORKER]
     worker = container_of(deployment)
     assert worker["livenessProbe"]["httpGet"] == {"path": "/livez", "port": "metrics"}
     assert worker["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "metrics"}
     budget = found["PodDisruptionBudget", "pgoutbox-worker"]["spec"]
     assert budget["selector"] == deployment["spec"]["selector"]
     assert budget["minAvailable"] < deployment["spec"]["replicas"]
+    # While the database is down no worker is ready. Nodes can still be drained.
+    assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
 
 
-def test_migrations_and_workers_have_separate_passwords_and_no_node_rights() -> None:
+def test_each_release_migrates_by_a_job_of_its_own_that_ends() -> None:
+    """The image of a Job cannot change, so a fixed name would refuse a second release, or show the old success."""
     found = manifests()
-    worker, job = found["Deployment", "pgoutbox-worker"], found["Job", "pgoutbox-migrate"]
-    secrets = [{name for kind, name in sources_of(container_of(m)) if kind == "Secret"} for m in (worker, job)]
-    assert secrets == [{"pgoutbox-worker"}, {"pgoutbox-owner"}]
+    images = {container_of(found[key])["image"] for key in (MIGRATION, WORKER, DASHBOARD)}
+    assert images == {f"registry.example.org/club:{RELEASE}"}
+    assert found[MIGRATION]["spec"]["activeDeadlineSeconds"] <= 3600
+    text = (DEPLOY / "kubernetes.yaml").read_text()
+    (waited,) = re.findall(r"--timeout=(\d+)s job/(\S+)", text)
+    assert waited == (str(found[MIGRATION]["spec"]["activeDeadlineSeconds"]), MIGRATION[1])
+
+
+def test_each_process_has_its_own_password_and_no_node_rights() -> None:
+    found = manifests()
+    pods = [found[key] for key in (WORKER, MIGRATION, DASHBOARD)]
+    secrets = [{name for kind, name in sources_of(container_of(m)) if kind == "Secret"} for m in pods]
+    assert secrets == [{"pgoutbox-worker"}, {"pgoutbox-owner"}, {"pgoutbox-dashboard"}]
     users = [
         found["Secret", name]["stringData"]["PGOUTBOX_DSN"].split("//")[1].split(":")[0]
-        for name in ("pgoutbox-worker", "pgoutbox-owner")
+        for name in ("pgoutbox-worker", "pgoutbox-owner", "pgoutbox-dashboard")
     ]
-    assert len(set(users)) == 2
-    for manifest in (worker, job):
+    assert len(set(users)) == 3
+    for manifest in pods:
         pod = manifest["spec"]["template"]["spec"]
         assert pod["automountServiceAccountToken"] is False
         assert pod["securityContext"]["runAsNonRoot"] is True
         container = container_of(manifest)
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["resources"]["limits"]["memory"]
         name, *arguments = container["command"]
-        assert (name, arguments[0] in {"worker", "migrate"}) == ("pgoutbox", True)
+        assert (name, arguments[0] in {"worker", "migrate", "web"}) == ("pgoutbox", True)
+        # The root file system is read-only. Libraries that spool files need one directory that is not.
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        (mount,) = container["volumeMounts"]
+        (volume,) = pod["volumes"]
+        assert (mount["mountPath"], mount["name"]) == ("/tmp", volume["name"])
+        assert volume["emptyDir"]["sizeLimit"]
+
+
+def test_the_dashboard_is_reached_only_by_its_host_name_and_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = manifests()
+    dashboard = container_of(found[DASHBOARD])
+    settings = settings_of(environment_of(dashboard), monkeypatch)
+    assert settings.web.hosts == "outbox.example.org"
+    assert settings.web.trusted_proxies is not None
+    assert settings.web.secret is not None, "sessions would end with each pod"
+    arguments = dashboard["command"]
+    assert arguments[arguments.index("--host") + 1] == "0.0.0.0"
+    port = next(port["containerPort"] for port in dashboard["ports"] if port["name"] == "http")
+    assert arguments[arguments.index("--port") + 1] == str(port)
+    assert dashboard["readinessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
+    service = found["Service", "pgoutbox-dashboard"]["spec"]
+    assert service["selector"] == found[DASHBOARD]["spec"]["template"]["metadata"]["labels"]
+    assert [port["targetPort"] for port in service["ports"]] == ["http"]
 
 
 # --- systemd ----------------------------------------------------------------------------------------------------------
 
 UNIT: Final = DEPLOY / "pgoutbox-worker@.service"
+REPORT: Final = DEPLOY / "pgoutbox-failed@.service"
 
 
-def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+def unit_options() -> list[tuple[str, str]]:
+    lines = [line.partition("=") for line in UNIT.read_text().splitlines() if "=" in line and not line.startswith("#")]
+    return [(name, value) for name, _, value in lines]
+
+
+def unit_environment(instance: str) -> dict[str, str]:
+    assignments = [value.replace("%i", instance) for name, value in unit_options() if name == "Environment"]
+    environment = dict(value.split("=", 1) for value in assignments)
+    assert environment.keys() <= VARIABLES
+    return environment
+
+
+def systemd_analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     if shutil.which("systemd-analyze") is None:
         server_missing("systemd-analyze is not installed")
+    return subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     # The program need not exist, but systemd looks for it.
     text = re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", UNIT.read_text(), flags=re.MULTILINE)
-    unit = tmp_path / UNIT.name
-    unit.write_text(text)
-    done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60, check=False
-    )
+    (tmp_path / UNIT.name).write_text(text)
+    (tmp_path / REPORT.name).write_text(REPORT.read_text())
+    done = systemd_analyze("verify", "--man=no", tmp_path / UNIT.name, tmp_path / REPORT.name)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_systemd_judges_the_exposure_of_the_unit_as_ok() -> None:
+    done = systemd_analyze("security", "--offline=true", "--threshold=20", UNIT)
+    assert done.returncode == 0, done.stdout
+
+
 def test_the_unit_allows_the_worker_its_stop_time_and_uses_its_watchdog() -> None:
-    lines = [line.partition("=") for line in UNIT.read_text().splitlines() if "=" in line and not line.startswith("#")]
-    options = {name: value for name, _, value in lines if name != "Environment"}
+    options = dict(unit_options())
     assert (options["Type"], options["KillMode"], options["WatchdogSec"]) == ("notify", "mixed", "30s")
     assert int(options["TimeoutStopSec"].rstrip("s")) >= GRACE_SECONDS + CLOSING_SECONDS
+
+
+def test_the_unit_is_restarted_without_a_limit_and_reports_when_it_fails() -> None:
+    options = dict(unit_options())
+    # By default systemd gives up after five starts in ten seconds.
+    assert (options["Restart"], options["StartLimitIntervalSec"]) == ("always", "0")
     assert options["RestartPreventExitStatus"] == "2"
-    environment = dict(value.split("=", 1) for name, _, value in lines if name == "Environment")
-    assert environment.keys() <= VARIABLES
+    assert options["OnFailure"] == "pgoutbox-failed@%n.service"
+
+
+def test_the_name_of_an_instance_is_its_port_and_prometheus_scrapes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = r"systemctl enable --now ((?:pgoutbox-worker@\d+ ?)+)"
+    started = {
+        tuple(re.findall(r"@(\d+)", found))
+        for path in (UNIT, ROOT / "docs" / "how-to" / "deploy.md")
+        for found in re.findall(command, path.read_text())
+    }
+    (instances,) = started
+    addresses = []
+    for instance in instances:
+        with monkeypatch.context() as patch:
+            addresses.append(settings_of(unit_environment(instance), patch).metrics.address)
+    config = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
+    (job,) = config["scrape_configs"]
+    assert job["job_name"] == "pgoutbox", "the alert PgoutboxWorkerDown names the job"
+    assert [target for group in job["static_configs"] for target in group["targets"]] == addresses
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+HANDLERS: Final = """
+from pgoutbox import Outbox
+
+outbox = Outbox()
+
+
+@outbox.handler("big")
+async def big(message, ctx):
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_a_backlog_of_the_largest_payloads_fits_into_the_limits_of_unit_and_pod(
+    db: psycopg.Connection, dsn: str, tmp_path: Path
+) -> None:
+    """A parsed payload of many small values takes about eight times its size."""
+    pod = container_of(manifests()[WORKER])
+    limits = {
+        pod["resources"]["limits"]["memory"].removesuffix("Mi"),
+        dict(unit_options())["MemoryMax"].removesuffix("M"),
+    }
+    sizes = {environment_of(pod)["PGOUTBOX_BATCH_SIZE"], unit_environment("9181")["PGOUTBOX_BATCH_SIZE"]}
+    ((limit,), (batch_size,)) = limits, sizes
+    item = '{"n": 12345, "t": "xxxxxxxxxxxxxxxx"}'
+    count = Settings.model_fields["max_payload_bytes"].default // (len(item) + 2)
+    db.execute(
+        "SELECT pgoutbox.enqueue('big', p.payload) FROM (SELECT jsonb_agg(%s::jsonb) FROM generate_series(1, %s))"
+        " AS p(payload), generate_series(1, 3 * %s)",
+        [item, count, int(batch_size)],
+    )
+    (tmp_path / "big.py").write_text(HANDLERS)
+    environment = os.environ | {
+        "PGOUTBOX_DSN": dsn,
+        "PGOUTBOX_APP": "big:outbox",
+        "PGOUTBOX_BATCH_SIZE": batch_size,
+        "PYTHONPATH": str(tmp_path),
+    }
+    command = [sys.executable, "-m", "pgoutbox", "worker", "--drain"]
+    _, status, usage = os.wait4(os.posix_spawn(sys.executable, command, environment), 0)
+    assert status == 0
+    assert db.execute("SELECT state, count(*) FROM pgoutbox.message GROUP BY 1").fetchall() == [
+        ("sent", 3 * int(batch_size))
+    ]
+    assert usage.ru_maxrss / 1024 < int(limit)

@@ -39,6 +39,7 @@ from tests.support.http_client import ask, exchange
 from tests.support.messages import put
 from tests.support.outbox_actions import PATIENCE_SECONDS, WatchedWorker, enqueue, lapse, reports, running, settings_for
 from tests.support.prometheus import port_of
+from tests.support.roles import ROLES, login
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS, until
 
 if TYPE_CHECKING:
@@ -370,6 +371,22 @@ def test_the_redirects_are_counted_by_source(dsn: str, db: psycopg.Connection) -
     assert counts() == {"operator": 1, "worker": 2}
     db.execute("SELECT pgoutbox.clear_redirect()")
     assert counts() == {"operator": 0, "worker": 2}
+
+
+@pytest.mark.parametrize("role", [role for role in ROLES if role != "pgoutbox_producer"])
+def test_a_worker_and_a_dashboard_may_read_every_gauge(dsn: str, db: psycopg.Connection, role: str) -> None:
+    enqueue(db)
+    put(db, State.SENDING)
+    put(db, State.FAILED)
+    db.execute("INSERT INTO pgoutbox.maintenance_run (due_at, began_at, worker) VALUES (now(), now(), 'w')")
+    db.execute(
+        "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
+        " VALUES ('k', now(), 1, 'w', '')"
+    )
+    with login(dsn, role) as login_dsn:
+        reading = Backlog(settings_for(login_dsn)).ask().result()
+    assert reading.is_up
+    assert all(reading.samples.values())
 
 
 def test_concurrent_scrapes_share_one_query_of_the_database(dsn: str, db: psycopg.Connection) -> None:
