@@ -2,7 +2,7 @@
 -- with live messages, limits or a pause. It reads one row of each lane, whatever the size of the backlog: this gauge must
 -- not disappear when the backlog is largest. At most `max_label_values` queues, those that wait longest, are reported
 -- separately; all others have the name `other`.
-\ir _live_queue_names.sql
+\ir ../dashboard/_live_queue_names.sql
 , waiting AS (
     SELECT
         n.queue,
