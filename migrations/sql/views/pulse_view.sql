@@ -1,5 +1,5 @@
--- Counters for a dashboard that change with the outbox, the last id drawn, and when maintenance succeeded. They reveal no data of the tables that
--- only the owner may read. All of them together are cheap, and unused columns cost nothing.
+-- Counters for a dashboard that change with the outbox, the last id drawn, and when maintenance succeeded. They reveal no
+-- data of the tables that only the owner may read. All of them together are cheap, and unused columns cost nothing.
 CREATE VIEW pgoutbox.pulse_view AS
 SELECT
     (SELECT s.last_value FROM pgoutbox.message_id_seq AS s) AS last_id,
