@@ -14,7 +14,7 @@ from benchmarks.report import Result, Table, median, percentile
 from benchmarks.server import Server, load_pending, load_sent, settle
 from pgoutbox.database import sql
 from pgoutbox.database.store import BEGINNING, ClaimedRow
-from pgoutbox.database.worker_connection import timeouts
+from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.settings import load_settings
 
 _AVAILABLE_AT = ClaimedRow._fields.index("available_at")
@@ -37,7 +37,7 @@ def run(server: Server, options: Options) -> Result:
             load_pending(connection, options.pending_messages, topic=TOPIC)
             settle(connection, "pgoutbox.message")
         with psycopg.connect(dsn, autocommit=True) as connection:
-            connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()), prepare=False)
+            connection.execute(sql.PREPARE_SESSION, session_parameters(load_settings()), prepare=False)
             result.texts.append(("sql.CLAIM_FRESH, rolled back", _plan_of_claim(connection)))
             from_beginning = _time_claims(connection, options.claims, with_position=False)
             with_position = _time_claims(connection, options.claims, with_position=True)

@@ -21,7 +21,7 @@ from benchmarks.options import CLAIM_PARAMETERS, TOPIC, Options
 from benchmarks.report import Result, Table, Verdict
 from benchmarks.server import Server, empty_outbox, pgbench_program, settle
 from pgoutbox.database import sql
-from pgoutbox.database.worker_connection import timeouts
+from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
 from pgoutbox.topics import NewMessage
@@ -45,7 +45,7 @@ def run(server: Server, options: Options) -> Result:
     result = Result("wal", settings={"messages": count, "messages of one claim and finish": load_settings().batch_size})
     rows: list[tuple[str | float, ...]] = []
     with server.database() as dsn, psycopg.connect(dsn, autocommit=True) as connection, _quiet(server, connection):
-        connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()), prepare=False)
+        connection.execute(sql.PREPARE_SESSION, session_parameters(load_settings()), prepare=False)
         for size in _SIZES:
             for how, enqueue in _ENQUEUES.items():
                 written, parts = _measure(server, connection, enqueue, count, size)

@@ -335,6 +335,9 @@ class Settings(_Group, BaseSettings):
     """Database to connect to: a libpq connection string or a URL."""
     listen_dsn: SecretStr | None = None
     """Direct connection for LISTEN. Set it if `dsn` goes through a transaction pooler."""
+    deployment: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]{1,63}$")
+    """Name of this deployment, such as `production`. After `pgoutbox adopt`, only workers with this name send from the
+    database."""
     app: str | None = None
     """Outbox that the worker runs, as `module:attribute`."""
     listen: bool = True

@@ -121,6 +121,8 @@ def template_of_today(server: Server) -> Iterator[Callable[[], str]]:
         def template_of(_: date) -> str:
             database = stack.enter_context(server.database())
             migrate.upgrade(server.dsn_for(database.dbname))
+            with psycopg.connect(server.dsn_for(database.dbname)) as connection:
+                connection.execute("UPDATE pgoutbox.home SET database_id = NULL")  # Its copies may send.
             return str(database.dbname)
 
         yield lambda: template_of(datetime.now(UTC).date())

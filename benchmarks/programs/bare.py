@@ -16,7 +16,7 @@ from benchmarks.options import CLAIM_PARAMETERS
 from benchmarks.programs.lifeline import Meter, hold_lifeline
 from pgoutbox.database import sql
 from pgoutbox.database.store import BEGINNING, ClaimedRow
-from pgoutbox.database.worker_connection import timeouts
+from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.settings import load_settings
 
 AVAILABLE_AT = ClaimedRow._fields.index("available_at")
@@ -27,7 +27,7 @@ def main(batch_size: int) -> int:
     settings = load_settings()
     meter = Meter()
     with psycopg.connect(os.environ["PGOUTBOX_DSN"], autocommit=True) as connection:
-        connection.execute(sql.PREPARE_SESSION, timeouts(settings), prepare=False)
+        connection.execute(sql.PREPARE_SESSION, session_parameters(settings), prepare=False)
         cursor = connection.cursor(binary=True)
         position: tuple[datetime | None, int] = BEGINNING
         while True:

@@ -20,7 +20,7 @@ import psycopg
 from benchmarks.options import CLAIM_PARAMETERS, TOPIC
 from benchmarks.programs.lifeline import hold_lifeline, say
 from pgoutbox.database import sql
-from pgoutbox.database.worker_connection import timeouts
+from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.settings import load_settings
 
 _PRODUCERS = 4
@@ -75,7 +75,7 @@ def _enqueue(connection: psycopg.Connection[tuple[object, ...]], rate: float) ->
 
 
 def _finish(connection: psycopg.Connection[tuple[object, ...]]) -> Iterator[tuple[float, float]]:
-    connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()))
+    connection.execute(sql.PREPARE_SESSION, session_parameters(load_settings()))
     yield 0.0, 0.0
     while True:
         rows = connection.execute(sql.CLAIM_FRESH, CLAIM_PARAMETERS).fetchall()

@@ -1,3 +1,9 @@
+-- A new schema belongs to this database.
+INSERT INTO pgoutbox.home (server_id, database_id)
+SELECT here.server_id, here.database_id
+FROM pgoutbox._here() AS here
+ON CONFLICT ON CONSTRAINT home_pkey DO NOTHING;
+
 -- The partitions of the next seven days.
 DO $block$
 BEGIN

@@ -53,7 +53,7 @@ _ROLES: Final = (
     (r"enqueue\w*|is_known_topic", "pgoutbox_producer"),
     (r"\w+_view|done_estimate|redacted_\w+", "pgoutbox_viewer or pgoutbox_operator"),
     (
-        r"redrive|resend|dismiss|reschedule|close_breaker|\w+_redirect|prune\w*|cancel\w*|queue|retention|audit|erase|selected_\w+",
+        r"redrive|resend|dismiss|reschedule|close_breaker|\w+_redirect|adopt|prune\w*|cancel\w*|queue|retention|audit|erase|selected_\w+",
         "pgoutbox_operator",
     ),
     (

@@ -23,7 +23,7 @@ from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings, load_settings, u
 _ORDER: Final = (
     *("demo", "migrate", "worker", "topics", "enqueue", "list", "show", "stats", "top", "tail", "workers"),
     *("redrive", "dismiss", "reschedule", "resend", "cancel", "prune", "retention", "queues", "pause", "resume"),
-    *("limit", "redirect", "audit"),
+    *("limit", "redirect", "adopt", "audit"),
     *("export", "erase", "mentions"),
     *("doctor", "web"),
 )

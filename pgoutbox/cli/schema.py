@@ -9,8 +9,9 @@ import typer
 
 from pgoutbox import migrate as migrations
 from pgoutbox.cli.arguments import Dsn, Json, Yes
-from pgoutbox.cli.console import print_json, print_line, print_note
-from pgoutbox.cli.program import app, confirm, interruptible, read_settings
+from pgoutbox.cli.console import pluralize, print_json, print_line, print_note
+from pgoutbox.cli.program import app, confirm, interruptible, open_operator, read_settings
+from pgoutbox.operations import Home
 
 migrate_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(migrate_app, name="migrate")
@@ -112,3 +113,34 @@ def _print_revision(before: str | None, after: str | None, *, as_json: bool) -> 
         print_line(f"schema pgoutbox: up to date at {after or 'base'}")
     else:
         print_line(f"schema pgoutbox: {before or 'base'} -> {after or 'base'}")
+
+
+@app.command()
+def adopt(*, yes: Yes = False, dsn: Dsn = None, as_json: Json = False) -> None:
+    """Let workers send from this database, which is a copy.
+
+    Records this database and PGOUTBOX_DEPLOYMENT, if it is set. Then only workers with the same value send from it.
+    """
+    settings = read_settings(dsn)
+    with open_operator(settings) as operator, interruptible("see `pgoutbox doctor`"):
+        home = operator.home()
+        if not (home.is_here and home.deployment == settings.deployment):
+            senders = "any worker" if settings.deployment is None else f"workers of deployment {settings.deployment}"
+            confirm(
+                f"let {senders} send from {_content_of(home)}. "
+                "If the original sends these messages too, their receivers get them twice",
+                yes=yes,
+            )
+            operator.adopt(settings.deployment)
+            home = operator.home()
+    if as_json:
+        print_json(home._asdict())
+    else:
+        print_line(f"workers send from {_content_of(home)}")
+
+
+def _content_of(home: Home) -> str:
+    return (
+        f"database {home.database_name}: {pluralize(home.due, 'due message')}, "
+        f"{home.in_flight} in flight, {home.scheduled} scheduled"
+    )

@@ -45,6 +45,13 @@ class Overview(NamedTuple):
     minutes: list[Minute]
 
 
+class Notices(NamedTuple):
+    """The warnings of every page."""
+
+    redirects: Redirects
+    is_copy: bool
+
+
 class Dashboard:
     """The state of one dashboard application. Requests get it from `dashboard_of`."""
 
@@ -56,7 +63,7 @@ class Dashboard:
         self.outbox = outbox
         self._history = History()
         self._overview: tuple[float, Overview] | None = None
-        self._redirects: tuple[float, Redirects] | None = None
+        self._notices: tuple[float, Notices] | None = None
         self._one_reads = anyio.Lock()
 
     def names_of(self, topic: str | None) -> Sequence[str]:
@@ -94,24 +101,28 @@ class Dashboard:
             self._history.of_last_hour(connection, now),
         )
 
-    async def redirects(self) -> Redirects:
-        """Return the redirects that are on, at most a second old."""
-        known = self._redirects
+    async def notices(self) -> Notices:
+        """Return the redirects that are on, and whether the database is a copy, at most a second old."""
+        known = self._notices
         if known is None or time.monotonic() - known[0] > _FRESH_SECONDS:
             asked_at = time.monotonic()
-            known = (asked_at, await self.database.read(lambda connection: Operator(connection).redirects()))
-            self._redirects = known
+            known = (asked_at, await self.database.read(_read_notices))
+            self._notices = known
         return known[1]
 
     def forget(self) -> None:
         """Drop the cached data."""
         self._overview = None
-        self._redirects = None
+        self._notices = None
 
     def close(self) -> None:
         """Stop bulk actions and close idle connections. Committed changes remain."""
         self.bulks.stop()
         self.database.close()
+
+
+def _read_notices(connection: Connection) -> Notices:
+    return Notices(Operator(connection).redirects(), reads.is_copy(connection))
 
 
 def dashboard_of(request: Request) -> Dashboard:

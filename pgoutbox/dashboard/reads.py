@@ -208,6 +208,12 @@ def newest_id(connection: Connection) -> int:
     return int(found)
 
 
+def is_copy(connection: Connection) -> bool:
+    """Return whether the schema belongs to another database."""
+    ((found,),) = connection.execute(sql.IS_COPY)
+    return bool(found)
+
+
 def search(
     connection: Connection, which: MessageFilter, *, before_id: int | None = None, limit: int, seconds: float = 0.0
 ) -> Found:

@@ -58,9 +58,10 @@ def render(
 async def render_page(
     request: Request, template: str, context: Mapping[str, object] | None = None, *, status: int = 200
 ) -> HTMLResponse:
-    """Render a page in a thread, so that a long page does not block other requests. Each page warns of redirects."""
-    redirects = await request.app.state.dashboard.redirects()
-    known = {"redirects": redirects, **(context or {})}
+    """Render a page in a thread, so that a long page does not block other requests. Each page warns of redirects
+    and copies."""
+    notices = await request.app.state.dashboard.notices()
+    known = {**notices._asdict(), **(context or {})}
     return await anyio.to_thread.run_sync(lambda: render(request, template, known, status=status))
 
 

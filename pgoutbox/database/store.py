@@ -19,9 +19,10 @@ import psycopg
 from psycopg.rows import TupleRow
 
 from pgoutbox.database import sql
+from pgoutbox.database.connections import deadline
 from pgoutbox.database.round_trip import Step
 from pgoutbox.database.server import ServerFacts, judge_schema, judge_server
-from pgoutbox.database.worker_connection import WorkerConnection, is_of_a_row
+from pgoutbox.database.worker_connection import WorkerConnection, connect, is_of_a_row
 from pgoutbox.message import AttemptOutcome, ReasonCode, State
 from pgoutbox.settings import Settings
 
@@ -211,8 +212,9 @@ class Store:
         self._retention_read_at = -math.inf
 
     async def check_server(self) -> None:
-        """Raise an error for an unusable server, with the fix."""
-        await check_server(self.claims)
+        """Raise an error for an unusable server, with the fix, and `CopyError` in a copy of the database."""
+        await check_server(self._settings)
+        await self.claims.fetch(sql.SERVER_TIME, {})
 
     async def server_time(self) -> datetime:
         """Return the time of the database's clock."""
@@ -660,12 +662,18 @@ def _is_locked(current: TupleRow | None) -> bool:
     return current is not None and State(current[1]) is State.SENDING
 
 
-async def check_server(link: WorkerConnection) -> None:
-    """Refuse an old server, a standby, a database without the schema, and an old schema."""
-    (facts,) = await link.fetch(sql.SERVER_FACTS, {})
-    judge_server(ServerFacts._make(facts), writes=True)
-    ((found,),) = await link.fetch(sql.SCHEMA_VERSION, {})
-    judge_schema(found)
+async def check_server(settings: Settings) -> None:
+    """Refuse an old server, a standby, a database without the schema, and an old schema.
+
+    On a connection of its own: the session of a worker cannot be prepared without the schema.
+    """
+    connection, _ = await connect(settings.require_dsn(), settings, purpose="start")
+    async with connection:
+        with deadline(connection, settings.connect_timeout_seconds):
+            (facts,) = await (await connection.execute(sql.SERVER_FACTS, prepare=False)).fetchall()
+            judge_server(ServerFacts._make(facts), writes=True)
+            ((found,),) = await (await connection.execute(sql.SCHEMA_VERSION, prepare=False)).fetchall()
+            judge_schema(found)
 
 
 async def renew(

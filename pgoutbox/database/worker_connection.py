@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, LiteralString
 
 import psycopg
@@ -21,6 +21,7 @@ from psycopg.rows import TupleRow
 from pgoutbox.database import connections, sql
 from pgoutbox.database.connections import deadline
 from pgoutbox.database.round_trip import Pipeline, Step
+from pgoutbox.errors import SchemaError
 from pgoutbox.settings import Settings
 
 _REFUSED_PAUSE_SECONDS: Final = 1.0
@@ -32,11 +33,20 @@ _PASSING_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57014", "25006", "25
 _PASSING_CLASSES = ("08", "53", "54", "57P", "58")
 # Data, constraints, check options, errors of triggers, damage.
 _OF_A_ROW_CLASSES: Final = ("22", "23", "44", "P0", "XX")
+_NOT_HOME: Final = "OB001"  # Of pgoutbox._require_home.
 _FULL: Final = ("too many clients", "too many connections", "remaining connection slots", "no more connections allowed")
 
 
 class StrandedError(psycopg.OperationalError):
     """An abandoned statement still runs on the server: repeating it would only add load."""
+
+
+class CopyError(SchemaError, psycopg.OperationalError):
+    """The database is a copy: the schema belongs to another one. It is transient, because an operator may adopt it."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(f"workers send nothing from this database: {problem}. To send from it, run: pgoutbox adopt")
 
 
 class WorkerConnection:
@@ -125,11 +135,12 @@ class WorkerConnection:
         # transaction pooler gives each transaction another server session, so the settings come along.
         steps: list[Step] = [(sql.BEGIN, {})]
         if self._pooled:
-            steps.append((sql.PREPARE_TRANSACTION, timeouts(self._settings)))
+            steps.append((sql.PREPARE_TRANSACTION, session_parameters(self._settings)))
         if first is not None:
             steps.append(first)
         try:
-            return await trips.fetch([*steps, step, (sql.COMMIT, {})], index=len(steps))
+            with refusing_copies():
+                return await trips.fetch([*steps, step, (sql.COMMIT, {})], index=len(steps))
         except psycopg.Error:
             if self.is_open:
                 await trips.fetch([(sql.ROLLBACK, {})], index=0)
@@ -207,19 +218,34 @@ async def keeps_session(connection: psycopg.AsyncConnection[TupleRow], dsn: str,
 
 
 async def prepare_session(connection: psycopg.AsyncConnection[TupleRow], settings: Settings) -> None:
-    """Set pgoutbox's own settings, independent of the role's defaults, on a direct connection; close it on failure."""
+    """Set pgoutbox's own settings, independent of the role's defaults, on a direct connection; close it on failure.
+
+    Raises `CopyError` in a copy of the database.
+    """
     connection.prepare_threshold = 1
     try:
-        with deadline(connection, settings.connect_timeout_seconds):
-            await connection.execute(sql.PREPARE_SESSION, timeouts(settings), prepare=False)
+        with deadline(connection, settings.connect_timeout_seconds), refusing_copies():
+            await connection.execute(sql.PREPARE_SESSION, session_parameters(settings), prepare=False)
     except BaseException:
         await connection.close()
         raise
 
 
-def timeouts(settings: Settings) -> dict[str, object]:
-    """Return the time limits of the worker's statements, as PostgreSQL settings."""
+@contextlib.contextmanager
+def refusing_copies() -> Iterator[None]:
+    """Raise the schema's refusal of a copy as `CopyError`."""
+    try:
+        yield
+    except psycopg.Error as error:
+        if error.sqlstate == _NOT_HOME:
+            raise CopyError(str(error.diag.message_primary)) from error
+        raise
+
+
+def session_parameters(settings: Settings) -> dict[str, object]:
+    """Return the parameters of the statements that prepare a session or a transaction."""
     return {
+        "deployment": settings.deployment,
         "statement_timeout": f"{int(settings.statement_timeout_seconds * 1000)}ms",
         "lock_timeout": f"{int(settings.lock_timeout_seconds * 1000)}ms",
     }
@@ -265,12 +291,16 @@ def is_lost_key(error: BaseException) -> bool:
 async def is_unreachable(error: psycopg.Error | OSError, dsn: str, settings: Settings) -> bool:
     """Whether a first connection failed because the server is down, starting or full, and not for a permanent reason.
 
+    A copy also counts: it may be adopted.
+
     The driver gives no SQLSTATE for a refused connection. libpq's ping shows that a server is down or starting. Only
     the text shows that it is full: in another language than English it counts as a permanent refusal.
     """
     if not is_transient_error(error):
         return False
-    if isinstance(error, TimeoutError) or not isinstance(error, psycopg.OperationalError) or error.sqlstate is not None:
+    if isinstance(error, (CopyError, TimeoutError)):
+        return True
+    if not isinstance(error, psycopg.OperationalError) or error.sqlstate is not None:
         return True
     if _says_full(error):
         return True

@@ -32,6 +32,7 @@ _SERVER_CHECKS: Final[Mapping[str, Check]] = {
 
 _SCHEMA_CHECKS: Final[Mapping[str, Check]] = {
     "rights": server.check_rights,
+    "copy": server.check_copy,
     "sequence": server.check_sequence,
     "vacuum": server.check_vacuum,
     "partitions": delivery.check_partitions,

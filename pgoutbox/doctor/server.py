@@ -11,6 +11,7 @@ from psycopg.rows import DictRow
 
 from pgoutbox.database import sql
 from pgoutbox.database.server import MIGRATE_HINT, MINIMUM_SERVER_VERSION, judge_schema
+from pgoutbox.database.worker_connection import CopyError, refusing_copies
 from pgoutbox.doctor.context import DoctorContext, connected, run
 from pgoutbox.doctor.findings import (
     Note,
@@ -112,6 +113,32 @@ def check_rights(context: DoctorContext) -> Iterator[Note]:
         member = f"; it has the rights of {join_names(rights['granted_roles'])}" if rights["granted_roles"] else ""
         yield ok(f"{user} may {', '.join(parts)}{member}")
     yield from _public(rights)
+
+
+def check_copy(context: DoctorContext) -> Iterator[Note]:
+    """Check that the schema belongs to this database and this deployment."""
+    deployment = context.settings.deployment
+    try:
+        with refusing_copies():
+            context.ask(sql.REQUIRE_HOME, {"deployment": deployment})
+    except CopyError as error:
+        yield problem(
+            error.problem,
+            "workers send nothing from this database",
+            "if this database replaces the original, or is for testing, run: pgoutbox adopt. "
+            "See docs/how-to/restore-clone-failover.md",
+        )
+        return
+    home = context.ask_one(sql.HOME)
+    if deployment is not None and home["deployment"] is None:
+        yield warning(
+            f"PGOUTBOX_DEPLOYMENT={deployment} is not recorded in the schema",
+            "workers do not compare it, so a copy of the server sends too",
+            "when all workers have this setting, run: pgoutbox adopt",
+        )
+    else:
+        name = "" if home["deployment"] is None else f" and to deployment {home['deployment']}"
+        yield ok(f"the schema belongs to this database{name}")
 
 
 def check_sequence(context: DoctorContext) -> Iterator[Note]:

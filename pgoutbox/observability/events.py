@@ -97,6 +97,11 @@ class LogEvent(enum.StrEnum):
     )
     DATABASE_LOST = "database_lost", "The database does not answer; the worker tries again with growing pauses."
     DATABASE_BACK = "database_back", "The database answers again."
+    HELD_IN_COPY = (
+        "held_in_copy",
+        "The database is a copy: nothing is claimed until `pgoutbox adopt`. Repeated once a minute, with the reason.",
+    )
+    COPY_ADOPTED = "copy_adopted", "The database is no longer a copy. The worker claims again."
     SERVER_CLOCK_STEPPED = (
         "server_clock_stepped",
         "The server's clock was set forward. For one lease, lapsed leases are left alone.",

@@ -24,6 +24,8 @@ def reasons_not_ready(status: WorkerStatus, *, poll_interval_seconds: float) -> 
     """Return the reasons why a worker is not ready, for operators; none if it is."""
     if status.is_stopping:
         return ["the worker is stopping"]
+    if status.is_copy:
+        return ["the database is a copy, nothing is claimed: see `pgoutbox doctor` and `pgoutbox adopt`"]
     if not status.is_started:
         return ["the worker has not started: it has not reached the database yet"]
     reasons = []

@@ -89,6 +89,9 @@ SLOTS_ABANDONED: Final = Metric(
 )
 LISTENER_UP: Final = Metric("listener_up", Kind.GAUGE, (), "1 while the listener is connected. Absent when polling.")
 DATABASE_UP: Final = Metric("database_up", Kind.GAUGE, (), "1 while the database answers this worker.")
+HELD_IN_COPY: Final = Metric(
+    "held_in_copy", Kind.GAUGE, (), "1 while the worker claims nothing because the database is a copy."
+)
 LAST_POLL: Final = Metric("last_poll_seconds", Kind.GAUGE, (), "Time since the worker last polled for messages.")
 LAST_CLAIM: Final = Metric(
     "last_claim_seconds", Kind.GAUGE, (), "Time since the worker last claimed a message. Absent before the first."
@@ -134,7 +137,7 @@ BACKLOG_READ: Final = Metric("backlog_read_seconds", Kind.GAUGE, (), "Duration o
 
 OF_WORKERS: Final = (
     ATTEMPTS, UNATTEMPTED, CLAIMS, CLAIMED, HANDLER_SECONDS, WAIT_SECONDS, EVENTS, LEASES_LOST, RECONNECTS, ABANDONED,
-    IN_FLIGHT, SLOTS, SLOTS_BUSY, SLOTS_ABANDONED, LISTENER_UP, DATABASE_UP, LAST_POLL, LAST_CLAIM,
+    IN_FLIGHT, SLOTS, SLOTS_BUSY, SLOTS_ABANDONED, LISTENER_UP, DATABASE_UP, HELD_IN_COPY, LAST_POLL, LAST_CLAIM,
     OUTCOMES_REFUSED, BREAKERS_OPEN,
 )  # fmt: skip
 OF_THE_DATABASE: Final = (
@@ -213,6 +216,7 @@ class WorkerStatus:
     abandoned: int
     is_listener_up: bool | None
     is_database_up: bool
+    is_copy: bool
     polled_seconds_ago: float
     claimed_seconds_ago: float | None
     outcomes_refused: int
@@ -317,6 +321,7 @@ class Watched(NamedTuple):
             SLOTS_ABANDONED: status.abandoned,
             LISTENER_UP: status.is_listener_up,
             DATABASE_UP: status.is_database_up,
+            HELD_IN_COPY: status.is_copy,
             LAST_POLL: status.polled_seconds_ago,
             LAST_CLAIM: status.claimed_seconds_ago,
             OUTCOMES_REFUSED: status.outcomes_refused,

@@ -49,6 +49,7 @@ from pgoutbox.operations.records import (
     DismissResult,
     EraseResult,
     Erasure,
+    Home,
     JsonText,
     ListedMessage,
     Mention,
@@ -675,6 +676,20 @@ class Operator:
             message_count += batch_count
             if not batch_count:
                 return ClearedRedirect(was_on, message_count)
+
+    # --- copies of the database ---------------------------------------------------------------------------------------
+
+    def home(self) -> Home:
+        """Return the database that the schema belongs to, and the numbers of unfinished messages in this one."""
+        (row,) = self._fetch(sql.SHOW_HOME)
+        return Home._make(row)
+
+    def adopt(self, deployment: str | None = None) -> None:
+        """Let workers send from this database: after a restore, an upgrade of the server, or in a copy.
+
+        With `deployment`, only workers with this `PGOUTBOX_DEPLOYMENT` send from it. Workers follow within seconds.
+        """
+        self._act(sql.ADOPT, {"deployment": deployment}, _Act({}))
 
     # --- retention ----------------------------------------------------------------------------------------------------
 

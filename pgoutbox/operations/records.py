@@ -46,6 +46,7 @@ class Action(enum.StrEnum):
     REDIRECT = "redirect"
     ERASE = "erase"
     EXPORT = "export"
+    ADOPT = "adopt"
 
 
 # Called after each committed batch of a prune, with the number of messages deleted so far.
@@ -523,6 +524,21 @@ class ClearedRedirect(NamedTuple):
 
     was_on: bool
     message_count: int
+
+
+class Home(NamedTuple):
+    """The database that the schema belongs to, and the messages that workers would send from this one.
+
+    In a copy `is_here` is false, and workers send nothing. Without a `deployment`, they need no PGOUTBOX_DEPLOYMENT.
+    """
+
+    database_name: str
+    home_name: str | None
+    deployment: str | None
+    is_here: bool
+    due: int
+    scheduled: int
+    in_flight: int
 
 
 class OpenBreaker(NamedTuple):

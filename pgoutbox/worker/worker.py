@@ -128,7 +128,7 @@ class Worker:
     # --- lifecycle ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Work until `stop()`. Wait first for a server that is down, starting or full.
+        """Work until `stop()`. Wait first for a server that is down, starting or full, or for the adoption of a copy.
 
         Raises `ConfigurationError` or `SchemaError` for an unsuitable database, and the driver's error for a permanent
         refusal, such as a wrong password.
@@ -149,7 +149,8 @@ class Worker:
     async def run_once(self) -> None:
         """Deliver all messages that are due now, then return. Overlapping runs share the work.
 
-        Unlike `run`, it and `drain` do not wait for the server: they raise an error of the first connection.
+        Unlike `run`, it and `drain` do not wait for the server: they raise an error of the first connection, and
+        `SchemaError` in a copy of the database.
         """
         async with self._one_run():
             await self._poll_loop.deliver_due()
@@ -217,6 +218,7 @@ class Worker:
             abandoned=self._pool.outlived_count if is_started else 0,
             is_listener_up=self._doorbell.is_up if is_started and self._doorbell is not None else None,
             is_database_up=is_started and not self._outage.is_ongoing,
+            is_copy=self._outage.is_copy,
             polled_seconds_ago=now - self._queues.polled_at,
             claimed_seconds_ago=None if claimed_at is None else now - claimed_at,
             outcomes_refused=self._finisher.refusals.count if is_started else 0,

@@ -721,6 +721,36 @@ class TestLooking:
         assert cli("redirect", "off", "--json").json == {"was_on": False, "message_count": 0}
         assert cli("redirect", "show", "--json").json["workers"][0]["target"] == "other@example.org"
 
+    def test_a_copy_is_adopted_after_a_confirmation(
+        self, cli: Callable[..., Done], database: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        put(database)
+        database.execute("UPDATE pgoutbox.home SET database_id = 1, database_name = 'prod'")
+        name = database.info.dbname
+        refused = cli("adopt")
+        assert (refused.exit_code, refused.out) == (2, "")
+        assert refused.err == (
+            f"error: this would let any worker send from database {name}: 1 due message, 0 in flight, 0 scheduled. "
+            "If the original sends these messages too, their receivers get them twice; pass --yes to do it\n"
+        )
+        assert cli("audit", "--json").lines == []
+        monkeypatch.setenv("PGOUTBOX_DEPLOYMENT", "staging")
+        adopted = cli("adopt", "--yes", "--json").json
+        assert (adopted["is_here"], adopted["home_name"], adopted["deployment"]) == (True, name, "staging")
+        (act,) = cli("audit", "--json").lines
+        assert act["action"] == "adopt"
+        assert act["details"] == {"database": name, "deployment": "staging", "previous_database": "prod"}
+        assert cli("adopt").out == f"workers send from database {name}: 1 due message, 0 in flight, 0 scheduled\n"
+        assert len(cli("audit", "--json").lines) == 1
+
+    def test_a_name_of_a_deployment_that_cannot_be_one_is_refused(
+        self, cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PGOUTBOX_DEPLOYMENT", "two words")
+        done = cli("adopt", "--yes")
+        assert done.exit_code == 2
+        assert "PGOUTBOX_DEPLOYMENT" in done.err
+
     def test_a_wrong_redirect_is_refused(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         refused = cli("redirect", "set", "tester")
         assert (refused.exit_code, refused.out) == (2, "")

@@ -1705,6 +1705,14 @@ def test_every_page_warns_of_a_redirect(site: Site, db: psycopg.Connection) -> N
         assert "the blackout 2026-04-01/2026-09-30 forbids the redirect: e-mail of 1 worker waits" in page.words, path
 
 
+def test_every_page_warns_of_a_copy(site: Site, db: psycopg.Connection) -> None:
+    assert not [path for path in WARNING_PAGES if "Copy:" in get(site.ada, path).words]
+    db.execute("UPDATE pgoutbox.home SET database_id = 1")
+    site.dashboard.forget()
+    for path in WARNING_PAGES:
+        assert "workers send nothing from this one. pgoutbox doctor" in get(site.ada, path).words, path
+
+
 def test_an_operator_switches_the_redirect(site: Site, db: psycopg.Connection) -> None:
     form = {"target": "tester@example.org", "duration": "2", "unit": "hours"}
     answer = site.ada.post("/redirect", data=form, follow_redirects=True)

@@ -16,7 +16,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from pgoutbox.database import operator_connection, sql
-from pgoutbox.database.worker_connection import timeouts
+from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.settings import load_settings
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def filled(
             connection.execute(RENEWALS)
             if request.param == "analyzed":
                 connection.execute("ANALYZE")
-            connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()))
+            connection.execute(sql.PREPARE_SESSION, session_parameters(load_settings()))
             yield connection
         connection.close()
 
@@ -178,7 +178,7 @@ def empty(server: Server, template_of_today: Callable[[], str]) -> Iterator[psyc
         connection = psycopg.connect(server.dsn_for(database.dbname), autocommit=True)
         with connection:
             connection.execute("VACUUM (ANALYZE) pgoutbox.message_live")
-            connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()))
+            connection.execute(sql.PREPARE_SESSION, session_parameters(load_settings()))
             yield connection
         connection.close()
 

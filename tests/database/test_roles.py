@@ -49,8 +49,8 @@ PRODUCER, WORKER, OPERATOR, VIEWER = ROLES
 # --- the catalog ------------------------------------------------------------------------------------------------------
 
 VIEWS: Final = (
-    "attempt_view", "breaker_view", "message_view", "pulse_view", "queue_view", "redirect_view", "retention_view",
-    "waiting_view", "worker_view",
+    "attempt_view", "breaker_view", "home_view", "message_view", "pulse_view", "queue_view", "redirect_view",
+    "retention_view", "waiting_view", "worker_view",
 )  # fmt: skip
 
 TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
@@ -61,6 +61,7 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "breaker_view": "SELECT",
         "coalesce_head": "SELECT",
         "content": "SELECT",
+        "home_view": "SELECT",
         "large_payload": "SELECT",
         "message": "SELECT",
         "message_live": "SELECT",
@@ -122,7 +123,9 @@ PRUNE_BY_RULES: Final = {
     "_prune_audit", "_prune_by_rule", "_prune_coalesce", "_prune_content", "_prune_dedupe_by_rule", "_prune_ordering",
 }  # fmt: skip
 MAINTENANCE_FUNCTIONS: Final = {"_clear_retired", "_kept_until", "make_partition", "partitions", "_retire_partition"}
-LOOK_FUNCTIONS: Final = {"_done_estimate", "_redacted_json", "_redacted_text", "schema_version", "_tokens_of"}
+LOOK_FUNCTIONS: Final = {
+    "_done_estimate", "_here", "_redacted_json", "_redacted_text", "_require_home", "schema_version", "_tokens_of",
+}  # fmt: skip
 FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     PRODUCER: ENQUEUE_FUNCTIONS | {"_cancel_each", "_is_known_topic", "schema_version"},
     WORKER: ENQUEUE_FUNCTIONS
@@ -130,6 +133,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     | MAINTENANCE_FUNCTIONS
     | {
         "_forget_sent",
+        "_here",
         "_in_flight_of",
         "_is_known_topic",
         "_newer_pending",
@@ -141,6 +145,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "next_permit_at",
         "_permits",
         "_redacted_text",
+        "_require_home",
         "schema_version",
         "_take_turn",
         "_tokens_of",
@@ -149,6 +154,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     | PRUNE_BY_RULES
     | MAINTENANCE_FUNCTIONS
     | {
+        "adopt",
         "cancel",
         "cancel_all",
         "cancel_by_key",
@@ -486,6 +492,8 @@ CONTROLS: Final = (
     "SELECT pgoutbox.set_redirect('a@b.example')",
     "SELECT pgoutbox.clear_redirect()",
     "DELETE FROM pgoutbox.redirect",
+    "SELECT pgoutbox.adopt()",
+    "UPDATE pgoutbox.home SET database_id = NULL",
     "SELECT pgoutbox.prune(ARRAY['sent'], '0 s', NULL, 1)",
     "SELECT a.actor FROM pgoutbox.audit AS a",
     "INSERT INTO pgoutbox.audit (act_id, actor, action) VALUES (gen_random_uuid(), 'a', 'pause')",
@@ -775,9 +783,12 @@ def test_an_operator_can_run_every_operator_action(
     Operator(operator).set_redirect("tester@example.org")
     assert Operator(operator).redirects().switched
     assert Operator(operator).clear_redirect().was_on
+    Operator(operator).adopt("production")
+    assert Operator(operator).home().deployment == "production"
     acts = {act.action for act in Operator(operator).list_acts()}
     assert acts == {
         "redrive", "resend", "cancel", "pause", "resume", "limit", "retention", "prune", "breaker", "redirect",
+        "adopt",
     }  # fmt: skip
     assert {act.db_role for act in Operator(operator).list_acts()} == {operator.info.user}
 

@@ -27,6 +27,7 @@ from pgoutbox.database.sql import MISSING_RELATIONS, REPORT_PRESENCE
 from pgoutbox.doctor import Finding, Level, Limits, examine
 from pgoutbox.encryption import Identity, Keyring
 from pgoutbox.message import Message, State
+from pgoutbox.operations import Operator
 from pgoutbox.settings import Settings, load_settings
 from tests.support.messages import put
 from tests.support.outbox_actions import WatchedWorker, claim, enqueue, lapse, running
@@ -168,6 +169,17 @@ def test_a_redirect_is_a_warning_and_a_forbidden_redirect_is_a_problem(dsn: str)
     expect(found(forbidden, "settings"), Level.PROBLEM, "PGOUTBOX_REDIRECT_BLACKOUT", "e-mail waits")
     invalid = settings_of(dsn, redirect_to="tester")
     expect(found(invalid, "settings"), Level.PROBLEM, "PGOUTBOX_REDIRECT_TO: has no @", "does not start")
+
+
+def test_a_copy_is_a_problem_and_an_unrecorded_deployment_a_warning(dsn: str, db: psycopg.Connection) -> None:
+    expect(found(dsn, "copy"), Level.OK, "the schema belongs to this database")
+    named = settings_of(dsn, deployment="production")
+    expect(found(named, "copy"), Level.WARNING, "PGOUTBOX_DEPLOYMENT=production is not recorded", "pgoutbox adopt")
+    Operator(named).adopt("production")
+    expect(found(named, "copy"), Level.OK, "the schema belongs to this database and to deployment production")
+    expect(found(dsn, "copy"), Level.PROBLEM, "PGOUTBOX_DEPLOYMENT is not set", "pgoutbox adopt")
+    db.execute("UPDATE pgoutbox.home SET database_id = 1, database_name = 'prod'")
+    expect(found(named, "copy"), Level.PROBLEM, "belongs to database prod of server", "workers send nothing", "adopt")
 
 
 def test_redirects_of_operators_and_workers_are_found(dsn: str, db: psycopg.Connection) -> None:
@@ -600,7 +612,7 @@ def test_a_viewer_gets_the_same_findings_as_the_owner(
         ("worker", {"transactions"}),
         ("operator", {"transactions"}),
         ("viewer", {"transactions"}),
-        ("producer", {"transactions", "sequence", "redirect", "workers", *OWED}),
+        ("producer", {"transactions", "copy", "sequence", "redirect", "workers", *OWED}),
     ],
 )
 def test_checks_without_privileges_are_skipped_with_the_missing_grant(

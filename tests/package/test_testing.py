@@ -142,6 +142,17 @@ def test_an_expectation_ends_with_its_block(driver: OutboxDriver, db: psycopg.Co
 # --- clear ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "change",
+    ["SET database_id = 1", "SET server_id = 1", "SET deployment = 'production'", None],
+)
+def test_the_driver_delivers_in_a_copy(driver: OutboxDriver, db: psycopg.Connection, change: str | None) -> None:
+    db.execute(b"DELETE FROM pgoutbox.home" if change is None else f"UPDATE pgoutbox.home {change}".encode())
+    put(db, "test.busy")
+    driver.drain()
+    assert [row.state for row in driver.messages()] == [State.SENT]
+
+
 def test_clear_deletes_messages_of_every_state_with_their_keys(driver: OutboxDriver, db: psycopg.Connection) -> None:
     everything: EnqueueOptions = {"dedupe_key": "d", "coalesce_key": "c", "destination": "mailto:ada@example.org"}
     put(db, "test.busy", **everything)

@@ -137,7 +137,7 @@ class Workshop:
     """Makes servers from a template that is initialised and migrated once."""
 
     def __init__(self, binaries: Path, base: Path, account: pwd.struct_passwd | None) -> None:
-        self._binaries = binaries
+        self.binaries = binaries
         self._base = base
         self._account = account
         self._numbers = count(1)
@@ -148,7 +148,7 @@ class Workshop:
         """Create a directory that the servers' account owns."""
         home = self._base / str(next(self._numbers))
         home.mkdir(mode=0o700)
-        self._give(home)
+        self.give(home)
         return home
 
     @contextlib.contextmanager
@@ -161,6 +161,22 @@ class Workshop:
             self._copy(wal, wal_directory / "pg_wal")
             shutil.rmtree(wal)
             wal.symlink_to(wal_directory / "pg_wal")
+        with self._removed_at_the_end(OwnServer(self, home)) as server:
+            yield server
+
+    @contextlib.contextmanager
+    def empty_server(self) -> Iterator[OwnServer]:
+        """Yield a new server without the migrated database, not started."""
+        server = OwnServer(self, self.new_home())
+        self._initialise(server)
+        with self._removed_at_the_end(server):
+            yield server
+
+    @contextlib.contextmanager
+    def clone_of(self, stopped: OwnServer) -> Iterator[OwnServer]:
+        """Yield a server with a copy of a stopped server's volume, not started."""
+        home = self.new_home()
+        self._copy(stopped.data, home / "data")
         with self._removed_at_the_end(OwnServer(self, home)) as server:
             yield server
 
@@ -203,17 +219,21 @@ class Workshop:
             subprocess.run(["umount", "-l", str(mount_point)], check=True)
 
     def run(
-        self, program: str, *words: str, environment: Mapping[str, str] = MappingProxyType({})
+        self,
+        program: str,
+        *words: str,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        directory: Path = Path("/"),
     ) -> subprocess.CompletedProcess[str]:
         """Run one of PostgreSQL's programs as the servers' account. Its output goes to a file, because the servers that
         it starts keep the output open."""
         with tempfile.TemporaryFile("w+") as output:
             done = subprocess.run(
-                [str(self._binaries / program), *words],
+                [str(self.binaries / program), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                cwd="/",
+                cwd=directory,
                 env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", **environment},
                 start_new_session=True,
                 user=self._account.pw_uid if self._account else None,
@@ -227,9 +247,7 @@ class Workshop:
 
     def _make_template(self) -> None:
         server = OwnServer(self, self._template)
-        made = self.run("initdb", "-D", str(server.data), *_INITDB)
-        if made.returncode != 0:
-            server_missing(f"a server cannot be initialised: {made.stdout}")
+        self._initialise(server)
         server.start(fsync="off")
         try:
             with server.connect("postgres") as connection:
@@ -238,12 +256,18 @@ class Workshop:
         finally:
             server.stop()
 
+    def _initialise(self, server: OwnServer) -> None:
+        made = self.run("initdb", "-D", str(server.data), *_INITDB)
+        if made.returncode != 0:
+            server_missing(f"a server cannot be initialised: {made.stdout}")
+
     def _copy(self, source: Path, target: Path) -> None:
         shutil.copytree(source, target, symlinks=True)
         target.chmod(0o700)
-        self._give(target)
+        self.give(target)
 
-    def _give(self, directory: Path) -> None:
+    def give(self, directory: Path) -> None:
+        """Give a directory to the servers' account."""
         if self._account is None:
             return
         for path in (directory, *directory.rglob("*")):

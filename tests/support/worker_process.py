@@ -98,6 +98,11 @@ class WorkerProcess(subprocess.Popen[bytes]):
                 found.append(record.get("event") or line)
         return found
 
+    def records(self, event: str) -> list[dict[str, object]]:
+        """Return the records of an event in its log."""
+        lines = [line for line in self.log.splitlines(keepends=True) if line.startswith("{") and line.endswith("}\n")]
+        return [record for line in lines if (record := json.loads(line)).get("event") == event]
+
     def cpu_seconds(self) -> float:
         """Return its CPU time."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].split()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import psycopg
 import pytest
@@ -22,8 +22,8 @@ import pytest
 import pgoutbox.worker.worker
 from pgoutbox import Outbox
 from pgoutbox.database import sql
-from pgoutbox.database.store import DueRow, FinishRequest
-from pgoutbox.database.worker_connection import WorkerConnection
+from pgoutbox.database.store import DueRow, FinishRequest, Store
+from pgoutbox.database.worker_connection import CopyError, WorkerConnection
 from pgoutbox.handlers import Context
 from pgoutbox.message import AttemptOutcome, Message, ReasonCode, State
 from pgoutbox.observability.events import Telemetry
@@ -61,6 +61,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pgoutbox.settings import Settings
     from tests.conftest import Connect
 
 
@@ -88,6 +89,42 @@ Mutation = Callable[[Stage, pytest.MonkeyPatch], None]
 def stage(dsn: str, connect: Connect) -> Stage:
     """Use the test's own database."""
     return Stage(dsn, connect, connect(autocommit=True))
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+async def claims_nothing(stage: Stage, *, settings: Settings, change: str) -> None:
+    enqueue(stage.db)
+    stage.db.execute("SELECT pgoutbox.adopt()")
+    stage.db.execute(f"UPDATE pgoutbox.home {change}".encode())
+    store = Store(settings, worker="w")
+    try:
+        with pytest.raises(CopyError):
+            await store.claim("default", topics=["greet"], total=1, position=None)
+    finally:
+        await store.close()
+
+
+async def a_worker_claims_nothing_in_another_database(stage: Stage) -> None:
+    await claims_nothing(stage, settings=settings_for(stage.dsn), change="SET database_id = 1")
+
+
+async def a_worker_behind_a_pooler_claims_nothing_in_another_database(stage: Stage) -> None:
+    await claims_nothing(stage, settings=settings_for(stage.dsn, listen=False), change="SET database_id = 1")
+
+
+async def a_worker_claims_nothing_on_another_server(stage: Stage) -> None:
+    await claims_nothing(stage, settings=settings_for(stage.dsn), change="SET server_id = 1")
+
+
+async def a_worker_of_another_deployment_claims_nothing(stage: Stage) -> None:
+    settings = settings_for(stage.dsn, deployment="staging")
+    await claims_nothing(stage, settings=settings, change="SET deployment = 'production'")
+
+
+async def a_worker_without_a_deployment_claims_nothing_from_a_named_one(stage: Stage) -> None:
+    await claims_nothing(stage, settings=settings_for(stage.dsn), change="SET deployment = 'production'")
 
 
 # --- the fence --------------------------------------------------------------------------------------------------------
@@ -1351,12 +1388,55 @@ def no_check_of_open_writers(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sql, "NEXT_DUE", sql.NEXT_DUE.replace("asked.xmin,\n", "1 << 62,\n"))
 
 
+def no_home_of_a_session(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "PREPARE_SESSION", without(sql.PREPARE_SESSION, REQUIRE_HOME))
+
+
+def no_home_of_a_transaction(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "PREPARE_TRANSACTION", without(sql.PREPARE_TRANSACTION, REQUIRE_HOME))
+
+
+def no_comparison_of(column: str) -> Mutation:
+    def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+        ((view,),) = stage.db.execute("SELECT pg_get_viewdef('pgoutbox.home_view'::regclass)").fetchall()
+        comparison = f"h.{column} = here.{column}"
+        assert view.count(comparison) == 1
+        without_it = view.replace(comparison, "true")
+        stage.db.execute(f"CREATE OR REPLACE VIEW pgoutbox.home_view AS {without_it}".encode())
+
+    return mutate
+
+
+def no_comparison_of_deployments(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    redefine(stage, "_require_home", "home.deployment <> coalesce(_require_home.deployment, '')", "false")
+
+
+def no_comparison_without_a_deployment(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    redefine(stage, "_require_home", "<> coalesce(_require_home.deployment, '')", "<> _require_home.deployment")
+
+
 def no_pinned_isolation(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     pin = "    set_config('default_transaction_isolation', 'read committed', false),\n"
     patch.setattr(sql, "PREPARE_SESSION", without(sql.PREPARE_SESSION, pin))
 
 
+REQUIRE_HOME: Final = "    pgoutbox._require_home(%(deployment)s::text),\n"
+
 GUARDED: list[tuple[str, Scenario, Mutation]] = [
+    ("home of a session", a_worker_claims_nothing_in_another_database, no_home_of_a_session),
+    (
+        "home of a transaction",
+        a_worker_behind_a_pooler_claims_nothing_in_another_database,
+        no_home_of_a_transaction,
+    ),
+    ("home: database", a_worker_claims_nothing_in_another_database, no_comparison_of("database_id")),
+    ("home: server", a_worker_claims_nothing_on_another_server, no_comparison_of("server_id")),
+    ("home: deployment", a_worker_of_another_deployment_claims_nothing, no_comparison_of_deployments),
+    (
+        "home: missing deployment",
+        a_worker_without_a_deployment_claims_nothing_from_a_named_one,
+        no_comparison_without_a_deployment,
+    ),
     ("fence in finish sent", a_stale_attempt_cannot_write_sent, NO_FENCE_IN_SENT),
     ("fence after redrive", an_attempt_from_before_a_redrive_cannot_write, NO_FENCE_IN_SENT),
     ("fence after release", a_released_attempt_cannot_write, NO_FENCE_IN_SENT),

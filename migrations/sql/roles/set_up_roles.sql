@@ -44,8 +44,8 @@ BEGIN
         GRANT EXECUTE ON FUNCTION
             pgoutbox.enqueue, pgoutbox._enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout, pgoutbox._state_of,
             pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
-            pgoutbox._is_known_topic, pgoutbox.schema_version, pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of,
-            pgoutbox._in_flight_of, pgoutbox._newer_pending, pgoutbox._lock_if_due,
+            pgoutbox._is_known_topic, pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here,
+            pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of, pgoutbox._in_flight_of, pgoutbox._newer_pending, pgoutbox._lock_if_due,
             pgoutbox._newest_is_due, pgoutbox._renewed_until, pgoutbox._is_limited, pgoutbox._take_turn,
             pgoutbox._forget_sent, pgoutbox._redacted_text, pgoutbox._enqueue_failure,
             pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule, pgoutbox._prune_coalesce, pgoutbox._prune_ordering,
@@ -61,8 +61,8 @@ BEGIN
         GRANT SELECT (id, queue, ordering_key, on_failed) ON pgoutbox.message_failed TO pgoutbox_worker;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.queue_view, pgoutbox.breaker_view, pgoutbox.retention_view,
-            pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view, pgoutbox.maintenance_run,
-            pgoutbox.retired
+            pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view, pgoutbox.home_view,
+            pgoutbox.maintenance_run, pgoutbox.retired
         TO pgoutbox_worker;
         GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, succeeded_at, worker)
         ON pgoutbox.maintenance_run TO pgoutbox_worker;
@@ -85,12 +85,13 @@ BEGIN
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_viewer;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
-            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view
+            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view,
+            pgoutbox.home_view
         TO pgoutbox_viewer;
         GRANT SELECT (ended_at, interval_seconds, worker) ON pgoutbox.worker_run TO pgoutbox_viewer;
         GRANT EXECUTE ON FUNCTION
-            pgoutbox.schema_version, pgoutbox._redacted_text, pgoutbox._redacted_json, pgoutbox._tokens_of,
-            pgoutbox._done_estimate
+            pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here, pgoutbox._redacted_text,
+            pgoutbox._redacted_json, pgoutbox._tokens_of, pgoutbox._done_estimate
         TO pgoutbox_viewer;
     END IF;
 
@@ -98,14 +99,15 @@ BEGIN
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_operator;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
-            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view
+            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view,
+            pgoutbox.home_view
         TO pgoutbox_operator;
         GRANT EXECUTE ON FUNCTION
-            pgoutbox.schema_version, pgoutbox._redacted_text, pgoutbox._redacted_json, pgoutbox._tokens_of,
-            pgoutbox._done_estimate, pgoutbox._enqueue_act, pgoutbox._state_of, pgoutbox._is_known_topic,
+            pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here, pgoutbox._redacted_text,
+            pgoutbox._redacted_json, pgoutbox._tokens_of, pgoutbox._done_estimate, pgoutbox._enqueue_act, pgoutbox._state_of, pgoutbox._is_known_topic,
             pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
             pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.resend, pgoutbox.close_breaker,
-            pgoutbox.set_redirect, pgoutbox.clear_redirect,
+            pgoutbox.set_redirect, pgoutbox.clear_redirect, pgoutbox.adopt,
             pgoutbox.erase, pgoutbox._erase, pgoutbox._selected_messages,
             pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,
             pgoutbox._prune_coalesce, pgoutbox._prune_ordering, pgoutbox._prune_content, pgoutbox._prune_audit,

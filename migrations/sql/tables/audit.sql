@@ -15,7 +15,7 @@ CREATE TABLE pgoutbox.audit (
     CONSTRAINT audit_sound CHECK (
         action IN (
             'enqueue', 'redrive', 'resend', 'cancel', 'reschedule', 'dismiss', 'prune', 'pause', 'resume', 'limit',
-            'retention', 'breaker', 'erase', 'export', 'redirect'
+            'retention', 'breaker', 'erase', 'export', 'redirect', 'adopt'
         )
         AND length(actor) BETWEEN 1 AND 200
         AND (origin IS NULL OR length(origin) BETWEEN 1 AND 200)
@@ -37,7 +37,7 @@ COMMENT ON COLUMN pgoutbox.audit.db_role IS 'The database role of the session.';
 COMMENT ON COLUMN pgoutbox.audit.origin IS 'The command line or the dashboard, and the client address.';
 COMMENT ON COLUMN pgoutbox.audit.action IS
     'enqueue, redrive, resend, cancel, reschedule, dismiss, prune, pause, resume, limit, retention, breaker, erase, '
-    'export or redirect.';
+    'export, redirect or adopt.';
 COMMENT ON COLUMN pgoutbox.audit.queue IS 'The queue that was paused, resumed or limited.';
 COMMENT ON COLUMN pgoutbox.audit.message_ids IS 'The changed messages; null for a prune, and for an erasure that changed only the audit.';
 COMMENT ON COLUMN pgoutbox.audit.details IS 'Parameters of the act: the filter, the limit or the rule.';

@@ -1,0 +1,2 @@
+-- Let the workers of this deployment send from this database.
+SELECT pgoutbox.adopt(%(deployment)s::text)
