@@ -2,7 +2,7 @@
 
 Each call is a transaction of its own; a bulk act commits each batch. So an interruption loses no reported result. Every
 write checks the expected state in SQL: it reports a concurrent change by a worker or another operator, and never
-overwrites it. The schema records each act in its own transaction; this module gives it the actor and the details.
+overwrites it. The schema records each act in its own transaction; this module states the actor, the origin and the filter.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class _Act:
-    """One act, which may consist of several batches. Without details, the schema records its own."""
+    """One act, which may consist of several batches. The schema records what it finds, and `stated` apart from it."""
 
-    details: Mapping[str, JsonValue]
+    stated: Mapping[str, JsonValue] = field(default_factory=dict)
     changes: Mapping[str, object] = field(default_factory=dict)  # Further parameters of its statement.
     id: UUID = field(default_factory=uuid4)
 
@@ -116,8 +116,8 @@ class Operator:
     the `with` block close. Or it is your own psycopg connection, which stays open. If that is in a transaction, the
     acts become part of it, and change its `search_path` and timeouts until it ends.
 
-    The audit records each act with the `actor` and its `origin`, for example "deploy script". Without an actor it
-    records the database role. With `read_only` the operator only reads, also on a standby.
+    The audit records each act with the `actor` and its `origin`, for example "deploy script", as statements of the
+    database role. Without an actor it records the role. With `read_only` the operator only reads, also on a standby.
 
     An operator serves one thread at a time. In async code, call it in a thread, as by `asyncio.to_thread`. Raises
     `ConfigurationError` or `SchemaError` for an unsuitable database, and the errors of psycopg.
@@ -133,6 +133,7 @@ class Operator:
     ) -> None:
         self._resources = contextlib.ExitStack()
         self._actor = {"actor": actor, "origin": origin}
+        self._may_act: bool | None = None
         self._redirect_rules: RedirectRules | None = None
         self._keyring: Keyring | None = None
         if isinstance(database, psycopg.Connection):
@@ -251,10 +252,13 @@ class Operator:
 
             operator.enqueue(outbox.draft("mail.welcome", {"user_id": 7}))
         """
-        ((is_operator,),) = self._fetch(sql.MAY_ENQUEUE_AS_OPERATOR)
         adapter = sync_adapter(self._connection, function="enqueue", async_function="asyncio.to_thread")
-        statement = sql.ENQUEUE_ACT if is_operator else sql.ENQUEUE
-        return self._announced(_Act({}), lambda: run(adapter, insert(draft, notify=True, statement=statement)))
+
+        def write() -> Enqueued:
+            statement = sql.ENQUEUE_ACT if self._is_operator() else sql.ENQUEUE
+            return run(adapter, insert(draft, notify=True, statement=statement))
+
+        return self._announced(_Act(), write)
 
     def redrive(
         self, message_id: int, *, states: Collection[State] = REDRIVABLE, destination: str | None = None
@@ -291,11 +295,11 @@ class Operator:
 
         No copy is made if the message is in another state, or superseded by a newer message of its key.
         """
-        return self._resend(message_id, _Act({}))
+        return self._resend(message_id, _Act())
 
     def cancel(self, message_id: int) -> MessageResult[CancelResult]:
         """Cancel a message, as the SQL function `pgoutbox.cancel` does."""
-        (result,) = self._cancel([message_id], OWED, _Act({}))
+        (result,) = self._cancel([message_id], OWED, _Act())
         return result
 
     def cancel_by_key(
@@ -355,7 +359,7 @@ class Operator:
 
         Raises `StateError` for states that the action cannot change.
         """
-        act = _Act({})
+        act = _Act()
         if action == "redrive":
             act = _redriving(changes.get("destination"))
         elif action == "dismiss":
@@ -364,7 +368,7 @@ class Operator:
             act = _rescheduling(changes.get("available_at"))
         if isinstance(which, MessageFilter):
             which = which.limited_to(action)
-            act = replace(act, details={**which.given(), **act.details})
+            act = replace(act, stated=which.given())
             states: Collection[State] = which.states
             found = self._search(which, batch_size)
         else:
@@ -471,7 +475,7 @@ class Operator:
         chosen = _chosen(ids, owner, destination)
         rows = self._fetch(sql.SELECTED_MESSAGES, chosen)
         found = list(dict.fromkeys([*(ids or ()), *(row[0] for row in rows)]))
-        act, results = _Act(_kind_of(chosen)), dict[int, EraseResult]()
+        act, results = _Act(), dict[int, EraseResult]()
         for part in _slices(found, batch_size):
             # A selection without messages is erased too: the audit may contain it.
             for message_id, result in self._act(sql.ERASE, {**chosen, "ids": part}, act):
@@ -508,7 +512,7 @@ class Operator:
         """
         chosen = _chosen(ids, owner, destination)
         rows = self._fetch(sql.SELECTED_MESSAGES, chosen)
-        act = _Act(_kind_of(chosen))
+        act = _Act()
         for part in _slices(rows, batch_size):
             for message, *texts in self._act(sql.EXPORT, {"ids": [row[0] for row in part]}, act):
                 yield message | {
@@ -560,12 +564,12 @@ class Operator:
         """
         seconds = None if duration is None else duration.total_seconds()
         parameters = {"queue": queue, "seconds": seconds}
-        ((paused_at, resume_at, _),) = self._act(sql.PAUSE_QUEUE, parameters, _Act({"seconds": seconds}))
+        ((paused_at, resume_at, _),) = self._act(sql.PAUSE_QUEUE, parameters, _Act())
         return Pause(paused_at, resume_at)
 
     def resume(self, queue: str) -> bool:
         """Allow claims again and wake a worker. Return False if the queue was not paused."""
-        return bool(self._act(sql.RESUME_QUEUE, {"queue": queue}, _Act({})))
+        return bool(self._act(sql.RESUME_QUEUE, {"queue": queue}, _Act()))
 
     def limit_rate(self, queue: str, rate: Rate | None, *, burst: int | None = None) -> None:
         """Limit the attempts of a queue that begin in any period of the rate, in all workers together; None removes it.
@@ -580,7 +584,7 @@ class Operator:
             raise PayloadError("burst", f"must be from 1 to {count}, because it is a part of the rate; got {burst}")
         asked = {"queue": queue, "count": count, "seconds": seconds, "burst": burst}
         try:
-            self._act(sql.LIMIT_RATE, asked, _Act({}))
+            self._act(sql.LIMIT_RATE, asked, _Act())
         except CheckViolation as error:
             if error.diag.constraint_name != "queue_ceiling":
                 raise
@@ -594,12 +598,11 @@ class Operator:
         """
         count, seconds = (None, None) if at_most is None else (at_most.count, at_most.seconds)
         asked = {"queue": queue, "count": count, "seconds": seconds}
-        self._act(sql.LIMIT_CEILING, asked, _Act({"at_most": _shown(at_most)}))
+        self._act(sql.LIMIT_CEILING, asked, _Act())
 
     def limit_in_flight(self, queue: str, max_in_flight: int | None) -> None:
         """Limit the number of attempts of a queue in flight, in all workers together; None removes the limit."""
-        act = _Act({"max_in_flight": "none" if max_in_flight is None else max_in_flight})
-        self._act(sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight}, act)
+        self._act(sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight}, _Act())
 
     # --- circuit breakers ---------------------------------------------------------------------------------------------
 
@@ -612,7 +615,7 @@ class Operator:
 
         Workers send them after a second. Each batch of messages has its own transaction. Idempotent.
         """
-        act = _Act({"key": key})
+        act = _Act()
         was_open, message_count = False, 0
         while True:
             ((found_open, batch_count),) = self._act(sql.CLOSE_BREAKER, {"key": key}, act)
@@ -655,8 +658,8 @@ class Operator:
         if self._redirect_rules is not None:
             self._redirect_rules.require_allowed()
         seconds = None if duration is None else duration.total_seconds()
-        act = _Act({"target": target, "seconds": seconds})
-        ((set_by, set_at, until_at),) = self._act(sql.SET_REDIRECT, {"target": target, "seconds": seconds}, act)
+        parameters = {"target": target, "seconds": seconds}
+        ((set_by, set_at, until_at),) = self._act(sql.SET_REDIRECT, parameters, _Act())
         if self._connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE:
             time.sleep(REDIRECT_SECONDS)  # So long a worker may rely on what it has read.
         return SwitchedRedirect(target, set_by, set_at, until_at)
@@ -667,7 +670,7 @@ class Operator:
         Workers follow within two seconds. A redirect in the environment of a worker stays on. Each batch of messages
         has its own transaction. Idempotent.
         """
-        act = _Act({"target": "none"})
+        act = _Act()
         was_on, message_count = False, 0
         while True:
             ((found_on, batch_count),) = self._act(sql.CLEAR_REDIRECT, {}, act)
@@ -705,11 +708,11 @@ class Operator:
                 f"got topic={topic!r}, keep={keep}"
             )
         seconds = None if keep is None else keep.total_seconds()
-        self._act(sql.SET_RETENTION, {"topic": topic, "state": state, "keep_seconds": seconds}, _Act({}))
+        self._act(sql.SET_RETENTION, {"topic": topic, "state": state, "keep_seconds": seconds}, _Act())
 
     def unset_retention(self, topic: str, state: str) -> bool:
         """Remove a rule. Return False if there was none."""
-        return bool(self._act(sql.UNSET_RETENTION, {"topic": topic, "state": state}, _Act({})))
+        return bool(self._act(sql.UNSET_RETENTION, {"topic": topic, "state": state}, _Act()))
 
     def count_prunable(
         self,
@@ -757,7 +760,7 @@ class Operator:
         keeps nothing: then the rule for `dedupe_key` applies to them. Any number of sessions may run it at once. Keys
         and contents without a message are deleted last.
         """
-        act = _Act({})
+        act = _Act()
         turn = retention.MaintenanceRun(
             retention.read_maintenance_facts(self._connection),
             retention.PartitionCache(),
@@ -782,23 +785,26 @@ class Operator:
         """Run one statement in a transaction that the schema records as this act, if it changes something."""
         return self._announced(act, lambda: self._connection.execute(statement, parameters).fetchall())
 
+    def _is_operator(self) -> bool:
+        """Whether the role may announce acts. A producer enqueues and cancels without a record."""
+        if self._may_act is None:
+            ((self._may_act,),) = self._connection.execute(sql.MAY_ACT).fetchall()
+        return bool(self._may_act)
+
     def _announced(self, act: _Act, work: Callable[[], _T]) -> _T:
         """Run `work` in a transaction with the name of this act."""
-        details = {name: value for name, value in act.details.items() if value not in (None, [])}
-        announced = {**self._actor, "act_id": act.id, "details": Jsonb(details) if details else None}
+        stated = {name: value for name, value in act.stated.items() if value not in (None, [])}
+        announced = {**self._actor, "act_id": act.id, "stated": Jsonb(stated) if stated else None}
 
         def announce_and_run() -> _T:
-            self._connection.execute(sql.ANNOUNCE_ACT, announced)
+            if self._is_operator():
+                self._connection.execute(sql.ANNOUNCE_ACT, announced)
             return work()
 
         return operator_connection.transact(self._connection, announce_and_run)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
-
-
-def _shown(rate: Rate | None) -> str:
-    return "none" if rate is None else f"{rate.count}/{rate.seconds:g}s"
 
 
 def _redriven(row: TupleRow, states: Collection[State], expected_count: int | None) -> MessageResult[RedriveResult]:
@@ -848,12 +854,12 @@ def _dismissing(reason: str | None) -> _Act:
     text = reason.strip() if isinstance(reason, str) else ""
     if not 1 <= len(text) <= _MAX_REASON:
         raise PayloadError("reason", f"must have 1 to {_MAX_REASON:,} characters")
-    return _Act({"reason": text}, {"reason": text})
+    return _Act(changes={"reason": text})
 
 
 def _rescheduling(available_at: datetime | None) -> _Act:
     due_at = if_given(check_available_at, "available_at", available_at)
-    return _Act({"available_at": "now" if due_at is None else due_at.isoformat()}, {"available_at": due_at})
+    return _Act(changes={"available_at": due_at})
 
 
 def _chosen(ids: Sequence[int] | None, owner: str | None, destination: str | None) -> dict[str, object]:
@@ -865,11 +871,6 @@ def _chosen(ids: Sequence[int] | None, owner: str | None, destination: str | Non
         if chosen[name] == "":
             raise ConfigurationError(f"{name}: must not be empty")
     return chosen
-
-
-def _kind_of(chosen: Mapping[str, object]) -> dict[str, JsonValue]:
-    """Return the details for the audit. It outlives the messages, so it does not name the owner or the address."""
-    return {"by": next(name for name, value in chosen.items() if value is not None)}
 
 
 def _attempts(counts: Mapping[int, int | None]) -> dict[str, object]:

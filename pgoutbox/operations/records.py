@@ -410,7 +410,10 @@ class TopicCounts(NamedTuple):
 
 
 class AuditRow(NamedTuple):
-    """One batch of one act, in the order of LIST_ACTS. It lists the first twenty messages."""
+    """One batch of one act, in the order of LIST_ACTS. It lists the first twenty messages.
+
+    The login `db_role` states `actor`, `origin` and `stated`. The database finds the rest.
+    """
 
     id: int
     act_id: UUID
@@ -423,15 +426,16 @@ class AuditRow(NamedTuple):
     message_count: int | None
     first_ids: list[int] | None
     details: dict[str, JsonValue] | None
+    stated: dict[str, JsonValue] | None
+
+    @property
+    def stated_by(self) -> str | None:
+        """The database role that states the actor; None if the actor is the role itself."""
+        return None if self.actor == self.db_role else self.db_role
 
     def redacted(self, names: Collection[str]) -> AuditRow:
         """Return the act without values whose name matches `names`: the text of a filter may be sensitive."""
-        if self.details is None:
-            return self
-        values: dict[str, JsonValue] = {
-            name: redact_text(value, names) if isinstance(value, str) else value for name, value in self.details.items()
-        }
-        return self._replace(details=cast("dict[str, JsonValue]", redact(values, names)))
+        return self._replace(details=_redact_values(self.details, names), stated=_redact_values(self.stated, names))
 
 
 class QueueControls(NamedTuple):
@@ -550,6 +554,15 @@ class RetentionRule(NamedTuple):
 
 def _redact_text(text: str | None, names: Collection[str]) -> str | None:
     return None if text is None else redact_text(text, names)
+
+
+def _redact_values(values: dict[str, JsonValue] | None, names: Collection[str]) -> dict[str, JsonValue] | None:
+    if values is None:
+        return None
+    texts: dict[str, JsonValue] = {
+        name: redact_text(value, names) if isinstance(value, str) else value for name, value in values.items()
+    }
+    return cast("dict[str, JsonValue]", redact(texts, names))
 
 
 def _redact_json(value: JsonValue, names: Collection[str]) -> JsonValue:

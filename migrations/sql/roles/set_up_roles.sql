@@ -102,7 +102,7 @@ BEGIN
         TO pgoutbox_operator;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox._redacted_text, pgoutbox._redacted_json, pgoutbox._tokens_of,
-            pgoutbox._done_estimate, pgoutbox._enqueue_act, pgoutbox._state_of, pgoutbox._is_known_topic,
+            pgoutbox._done_estimate, pgoutbox.announce_act, pgoutbox._enqueue_act, pgoutbox._state_of, pgoutbox._is_known_topic,
             pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
             pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.resend, pgoutbox.close_breaker,
             pgoutbox.set_redirect, pgoutbox.clear_redirect,
