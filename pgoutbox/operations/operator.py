@@ -72,7 +72,7 @@ from pgoutbox.operations.records import (
 )
 from pgoutbox.options import check_available_at, check_destination, check_name, if_given
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.transports.redirect import REDIRECT_SECONDS, RedirectRules, check_target
+from pgoutbox.transports.redirect import REDIRECT_SECONDS, check_target
 
 BATCH_SIZE: Final = 500
 # A bulk act searches so many rows at a time, and fewer if it has to normalise the error of each.
@@ -86,6 +86,7 @@ _MOST_LEVELS: Final = 100
 
 _MISSING: Final = "does not exist"
 _LOCKED: Final = "is locked by another transaction; try again"
+_ENCRYPTED: Final = "is encrypted for its destination; let the application enqueue it again for the other one"
 _CHANGED: Final = "was attempted again"
 _MAX_REASON: Final = 1_000
 _MAX_REDIRECT: Final = timedelta(days=3_650)
@@ -134,7 +135,6 @@ class Operator:
         self._resources = contextlib.ExitStack()
         self._actor = {"actor": actor, "origin": origin}
         self._may_act: bool | None = None
-        self._redirect_rules: RedirectRules | None = None
         self._keyring: Keyring | None = None
         if isinstance(database, psycopg.Connection):
             self._connection = database
@@ -145,7 +145,6 @@ class Operator:
             raise ConfigurationError(
                 f"database: give a connection string, Settings or a psycopg.Connection, not {kind}"
             )
-        self._redirect_rules = RedirectRules.of(settings.redirect)
         self._keyring = keyring_of(settings.encryption_keys)
         opened = operator_connection.connect(settings, read_only=read_only)
         self._connection = self._resources.enter_context(opened)
@@ -213,6 +212,11 @@ class Operator:
         ((may,),) = self._fetch(sql.READS_PAYLOADS)
         return bool(may)
 
+    def corrects_destinations(self) -> bool:
+        """Whether the role may redrive messages to another destination."""
+        ((may,),) = self._fetch(sql.MAY_REDRIVE_TO)
+        return bool(may)
+
     def reads_audit(self) -> bool:
         """Whether the role may read the audit."""
         ((may,),) = self._fetch(sql.READS_AUDIT)
@@ -266,8 +270,10 @@ class Operator:
         """Make a failed or cancelled message pending again, with its original budget of attempts.
 
         It is left alone if it is in none of `states`, or superseded by a newer message of its key. So is a cancelled
-        message if a later message has its dedupe key. A `destination` replaces that of the message. The audit does not
-        record the address.
+        message if a later message has its dedupe key. A `destination` replaces that of the message: the operator
+        can then read it there, so the owner may have revoked this right, and the audit records digests of the old and
+        the new destination. An encrypted message is left alone. Raises `StateError` with a `destination` during a
+        blackout.
         """
         (result,) = self._redrive({message_id: None}, states, _redriving(destination))
         return result
@@ -422,7 +428,8 @@ class Operator:
     ) -> list[MessageResult[RedriveResult]]:
         """Redrive these messages in one transaction, if they still have these numbers of attempts; None means any."""
         parameters = {**_attempts(counts), "states": list(states), **act.changes}
-        return [_redriven(row, states, counts[row[0]]) for row in self._act(sql.REDRIVE, parameters, act)]
+        statement = sql.REDRIVE_TO if act.changes else sql.REDRIVE
+        return [_redriven(row, states, counts[row[0]]) for row in self._act(statement, parameters, act)]
 
     def _dismiss(self, counts: Mapping[int, int | None], act: _Act) -> list[MessageResult[DismissResult]]:
         """Dismiss these messages in one transaction, if they still have these numbers of attempts; None means any."""
@@ -512,7 +519,8 @@ class Operator:
         """
         chosen = _chosen(ids, owner, destination)
         rows = self._fetch(sql.SELECTED_MESSAGES, chosen)
-        act = _Act()
+        # The audit outlives the messages, so it does not name the owner or the address.
+        act = _Act({"by": next(name for name, value in chosen.items() if value is not None)})
         for part in _slices(rows, batch_size):
             for message, *texts in self._act(sql.EXPORT, {"ids": [row[0] for row in part]}, act):
                 yield message | {
@@ -583,12 +591,7 @@ class Operator:
         if burst is not None and count is not None and not 1 <= burst <= count:
             raise PayloadError("burst", f"must be from 1 to {count}, because it is a part of the rate; got {burst}")
         asked = {"queue": queue, "count": count, "seconds": seconds, "burst": burst}
-        try:
-            self._act(sql.LIMIT_RATE, asked, _Act())
-        except CheckViolation as error:
-            if error.diag.constraint_name != "queue_ceiling":
-                raise
-            raise StateError(f"{error.diag.message_primary}. {error.diag.message_hint}") from None
+        self._act(sql.LIMIT_RATE, asked, _Act())
 
     def limit_ceiling(self, queue: str, at_most: Rate | None) -> None:
         """Set the most attempts in any period that operators may allow for a queue; None removes the ceiling.
@@ -627,19 +630,16 @@ class Operator:
     # --- redirect -----------------------------------------------------------------------------------------------------
 
     def redirects(self) -> Redirects:
-        """Return the redirect that an operator has switched on, and the redirects and blackouts of workers."""
+        """Return the redirect that an operator has switched on, the redirects of workers, and the blackout of today."""
         rows = self._fetch(sql.READ_REDIRECTS)
         switched = [
             SwitchedRedirect(target, name, since, until_at)
-            for source, target, name, since, until_at, _ in rows
+            for source, target, name, since, until_at in rows
             if source == "operator"
         ]
-        workers = [
-            WorkerRedirect(name, target, refused_within, since)
-            for source, target, name, since, _, refused_within in rows
-            if source == "worker"
-        ]
-        return Redirects(switched[0] if switched else None, tuple(workers))
+        workers = [WorkerRedirect(name, target, since) for source, target, name, since, _ in rows if source == "worker"]
+        blackouts = [name for source, _, name, *_ in rows if source == "blackout"]
+        return Redirects(switched[0] if switched else None, tuple(workers), blackouts[0] if blackouts else None)
 
     def set_redirect(self, target: str, *, duration: timedelta | None = None) -> SwitchedRedirect:
         """Redirect all e-mail of all workers to `target`, for some time or until `clear_redirect`.
@@ -650,13 +650,11 @@ class Operator:
         The call waits for two seconds after its commit. When it returns, no worker begins to hand an e-mail over to
         its real recipients, except to the exempt addresses of its settings. In a transaction of your own connection it
         does not wait: count the two seconds from your commit. Raises `ConfigurationError` for an invalid target or
-        duration, and on a day of `PGOUTBOX_REDIRECT_BLACKOUT` in the settings of this process.
+        duration, and `StateError` during a blackout.
         """
         check_target(target)
         if duration is not None and not timedelta(seconds=1) <= duration <= _MAX_REDIRECT:
             raise ConfigurationError(f"duration={duration}: must be from 1 second to {_MAX_REDIRECT.days} days")
-        if self._redirect_rules is not None:
-            self._redirect_rules.require_allowed()
         seconds = None if duration is None else duration.total_seconds()
         parameters = {"target": target, "seconds": seconds}
         ((set_by, set_at, until_at),) = self._act(sql.SET_REDIRECT, parameters, _Act())
@@ -801,14 +799,19 @@ class Operator:
                 self._connection.execute(sql.ANNOUNCE_ACT, announced)
             return work()
 
-        return operator_connection.transact(self._connection, announce_and_run)
+        try:
+            return operator_connection.transact(self._connection, announce_and_run)
+        except CheckViolation as error:
+            if error.diag.constraint_name not in ("queue_ceiling", "blackout"):
+                raise
+            raise StateError(f"{error.diag.message_primary}. {error.diag.message_hint}") from None
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
 def _redriven(row: TupleRow, states: Collection[State], expected_count: int | None) -> MessageResult[RedriveResult]:
-    message_id, is_done, state, newer_id, attempt_count, dedupe_key_of = row
+    message_id, is_done, state, newer_id, attempt_count, dedupe_key_of, is_bound = row
 
     def left_alone(
         result: RedriveResult, explanation: str, other_id: int | None = None
@@ -826,6 +829,8 @@ def _redriven(row: TupleRow, states: Collection[State], expected_count: int | No
         return left_alone(RedriveResult.CHANGED, _CHANGED)
     if newer_id is not None:
         return left_alone(RedriveResult.SUPERSEDED, _superseded(newer_id), newer_id)
+    if is_bound:
+        return left_alone(RedriveResult.ENCRYPTED, _ENCRYPTED)
     if dedupe_key_of is not None:
         explanation = f"has lost its dedupe key to message {dedupe_key_of}"
         return left_alone(RedriveResult.DEDUPE_KEY_TAKEN, explanation, dedupe_key_of)
@@ -846,8 +851,7 @@ def _cancelled(message_id: int, answer: str) -> MessageResult[CancelResult]:
 
 def _redriving(destination: str | None) -> _Act:
     changed = if_given(check_destination, "destination", destination)
-    # The audit outlives the message, so it does not name the address.
-    return _Act({} if changed is None else {"destination": "corrected"}, {"destination": changed})
+    return _Act(changes={} if changed is None else {"destination": changed})
 
 
 def _dismissing(reason: str | None) -> _Act:

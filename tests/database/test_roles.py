@@ -149,6 +149,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     | PRUNE_BY_RULES
     | MAINTENANCE_FUNCTIONS
     | {
+        "announce_act",
         "cancel",
         "cancel_all",
         "cancel_by_key",
@@ -164,6 +165,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "prune",
         "_prune_dedupe",
         "redrive",
+        "redrive_to",
         "reschedule",
         "resend",
         "set_redirect",
@@ -463,6 +465,13 @@ WRITES: Final = (
     "SET ROLE pgoutbox_owner",
     "SET SESSION AUTHORIZATION pgoutbox_owner",
     "SELECT d.payload_digest FROM pgoutbox.dedupe AS d",
+    "SELECT s.key FROM pgoutbox.secret AS s",
+    "UPDATE pgoutbox.secret SET is_only = true",
+    "SELECT pgoutbox._keyed_digest('act', '1')",
+    "SELECT pgoutbox.destination_digest('mailto:ada@example.org')",
+    "INSERT INTO pgoutbox.blackout VALUES ('2026-01-01', '2026-01-02')",
+    "DELETE FROM pgoutbox.blackout",
+    "SELECT pgoutbox._record_act('pause')",
 )
 LOOKS_AT_PAYLOADS: Final = (
     "SELECT m.payload FROM pgoutbox.message AS m",
@@ -485,6 +494,7 @@ CONTROLS: Final = (
     "SELECT pgoutbox.close_breaker('k')",
     "SELECT pgoutbox.set_redirect('a@b.example')",
     "SELECT pgoutbox.clear_redirect()",
+    "SELECT pgoutbox.announce_act('ada')",
     "DELETE FROM pgoutbox.redirect",
     "SELECT pgoutbox.prune(ARRAY['sent'], '0 s', NULL, 1)",
     "SELECT a.actor FROM pgoutbox.audit AS a",
@@ -976,7 +986,9 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (WORKER, "SELECT pgoutbox._prune_ordering(10)"),
     (WORKER, "SELECT pgoutbox._prune_content(10)"),
     (WORKER, "SELECT pgoutbox._prune_audit(10)"),
+    (OPERATOR, "SELECT pgoutbox.announce_act('ada')"),
     (OPERATOR, "SELECT FROM pgoutbox.redrive('{1,2,3}')"),
+    (OPERATOR, "SELECT FROM pgoutbox.redrive_to('{1,2,3}', 'mailto:ada@example.org')"),
     (OPERATOR, "SELECT FROM pgoutbox.resend(2)"),
     (OPERATOR, ENQUEUE_ACT),
     (PRODUCER, "SELECT pgoutbox._is_known_topic('mail')"),
@@ -1025,11 +1037,11 @@ def test_a_producers_temporary_type_does_not_run_with_the_owners_rights(dsn: str
 
 
 def test_the_hostile_objects_catch_a_function_without_a_pinned_path(trapped: psycopg.Connection) -> None:
-    trapped.execute("ALTER FUNCTION pgoutbox.cancel RESET search_path")
+    trapped.execute("ALTER FUNCTION pgoutbox._cancel_each RESET search_path")
     trapped.execute("SET LOCAL search_path = evil, pg_temp, pg_catalog")
     trapped.execute(f"SET LOCAL ROLE {PRODUCER}".encode())
     with pytest.raises(psycopg.errors.RaiseException, match="trapped as pgoutbox_owner"):
-        trapped.execute("SELECT pgoutbox.cancel(1)")
+        trapped.execute("SELECT pgoutbox._cancel_each('{1}', '{pending}')")
 
 
 @pytest.mark.parametrize("name", ["xid8", "nextval", "pg_try_advisory_xact_lock_shared", "hashtext"])

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 import psycopg
 import pytest
-from psycopg.errors import CheckViolation, InsufficientPrivilege, InvalidParameterValue
+from cryptography.fernet import Fernet
+from psycopg.errors import (
+    CheckViolation,
+    InsufficientPrivilege,
+    InvalidParameterValue,
+)
 
+from pgoutbox import Context, Message, Outbox, StateError, Topic
 from pgoutbox.message import State
-from pgoutbox.operations import Action, MessageFilter, Operator
+from pgoutbox.operations import Action, MessageFilter, Operator, RedriveResult
+from pgoutbox.worker import Worker
+from tests.support.messages import PUT_FINAL
 from tests.support.messages import put as put_message
+from tests.support.outbox_actions import settings_for
 from tests.support.roles import login
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import LiteralString
 
 FORGERY: Final = {
@@ -192,6 +203,151 @@ def test_a_producer_cancels_by_the_command_without_an_act(dsn: str, db: psycopg.
     assert rows_of(db) == []
 
 
+# --- corrected destinations -------------------------------------------------------------------------------------------
+
+CEO: Final = "mailto:ceo@example.org"
+EVIL: Final = "mailto:mallory@evil.example"
+BLACKOUT: Final = "INSERT INTO pgoutbox.blackout SELECT d, d FROM (SELECT (now() AT TIME ZONE 'UTC')::date) AS t(d)"
+COMPARE: Final = """
+    SELECT a.db_role, a.message_ids
+    FROM pgoutbox.audit AS a
+    WHERE a.details ->> %s = pgoutbox.destination_digest(%s)
+    ORDER BY a.id
+"""
+
+
+def test_the_owner_finds_who_has_redriven_which_message_to_which_destination(dsn: str, db: psycopg.Connection) -> None:
+    """Also after an erasure of both addresses, which an operator can run too."""
+    ids = [put(db, State.CANCELLED, destination=to) for to in (CEO, "mailto:cto@example.org", CEO)]
+    with login(dsn, "pgoutbox_operator") as its_dsn, psycopg.connect(its_dsn, autocommit=True) as session:
+        session.execute("SELECT pgoutbox.redrive_to(%s, 'mailto:Mallory@evil.example')", (ids,))
+        for address in (CEO, EVIL):
+            session.execute("SELECT pgoutbox.erase(destination => %s)", (address,))
+        name = user_of(its_dsn)
+        assert db.execute(COMPARE, ("new_destination_digest", EVIL)).fetchall() == [(name, ids[::2]), (name, [ids[1]])]
+        assert db.execute(COMPARE, ("old_destination_digest", CEO)).fetchall() == [(name, ids[::2])]
+        seen = session.execute("SELECT string_agg(a::text, '') FROM pgoutbox.audit AS a").fetchall()
+        assert ("mallory" in str(seen).lower(), "ceo@" in str(seen)) == (False, False)
+        with pytest.raises(InsufficientPrivilege):
+            session.execute("SELECT pgoutbox.destination_digest(%s)", (CEO,))
+
+
+def test_the_enqueue_of_an_operator_leaves_a_digest_of_its_destination(db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(db.info.dsn))
+    Operator(db).enqueue(outbox.draft("mail", {"user_id": 1}, destination=EVIL))
+    assert [ids for _, ids in db.execute(COMPARE, ("new_destination_digest", EVIL)).fetchall()] == [[1]]
+
+
+@pytest.mark.parametrize("is_blackout", [False, True])
+def test_a_blackout_refuses_every_way_to_another_destination(
+    dsn: str, db: psycopg.Connection, *, is_blackout: bool
+) -> None:
+    """No worker runs, and no environment names the blackout."""
+    failed = put(db, State.FAILED, destination=CEO)
+    draft = Outbox(settings_for(dsn)).draft("mail", {"user_id": 1}, destination=EVIL)
+    with login(dsn, "pgoutbox_operator") as its_dsn, Operator(its_dsn) as operator:
+        with psycopg.connect(its_dsn) as early:
+            early.execute("SELECT 1")
+            if is_blackout:
+                db.execute(BLACKOUT)
+            ways: dict[str, Callable[[], object]] = {
+                "set_redirect: target": lambda: operator.set_redirect("mallory@evil.example"),
+                "redrive_to: destination": lambda: operator.redrive(failed, destination=EVIL),
+                "enqueue: destination": lambda: operator.enqueue(draft),
+            }
+            for name, way in ways.items():
+                with pytest.raises(StateError, match=f"{name}: refused within") if is_blackout else nullcontext():
+                    way()
+            db.execute(PUT_FINAL, {"id": failed, "state": "failed", "age": timedelta()})
+            with pytest.raises(CheckViolation, match="redrive_to: destination: refused within") if is_blackout else nullcontext():
+                early.execute("SELECT pgoutbox.redrive_to(%s, %s)", ([failed], EVIL))
+    to = [CEO] if is_blackout else [EVIL, EVIL]
+    assert db.execute("SELECT destination FROM pgoutbox.message ORDER BY id").fetchall() == [(one,) for one in to]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "zone", "is_on"),
+    [
+        (0, 0, "UTC", True),
+        (-1, -1, "UTC", False),
+        (1, 1, "UTC", False),
+        (-1, -1, "Etc/GMT+12", "before noon"),
+        (1, 1, "Etc/GMT-14", "after ten"),
+    ],
+)
+def test_the_days_of_a_blackout_begin_and_end_in_its_time_zone(
+    rolled_back: psycopg.Connection, first: int, last: int, zone: str, is_on: bool | str
+) -> None:
+    ((hour,),) = rolled_back.execute("SELECT extract(hour FROM now() AT TIME ZONE 'UTC')::integer").fetchall()
+    expected = {"before noon": hour < 12, "after ten": hour >= 10}.get(str(is_on), is_on)
+    rolled_back.execute(
+        "INSERT INTO pgoutbox.blackout SELECT d + %s, d + %s, %s FROM (SELECT (now() AT TIME ZONE 'UTC')::date) AS t(d)",
+        (first, last, zone),
+    )
+    assert rolled_back.execute("SELECT is_on FROM pgoutbox.blackout_view").fetchall() == [(expected,)]
+
+
+@pytest.mark.parametrize(
+    "days", ["'2026-09-30', '2026-04-01'", "'2026-01-01', 'infinity'", "'1999-01-01', '2026-01-01'", "NULL, now()"]
+)
+def test_a_blackout_with_impossible_days_is_refused(rolled_back: psycopg.Connection, days: str) -> None:
+    with pytest.raises(psycopg.errors.IntegrityError):
+        rolled_back.execute(f"INSERT INTO pgoutbox.blackout VALUES ({days})".encode())
+
+
+def test_a_blackout_in_an_unknown_time_zone_is_refused(rolled_back: psycopg.Connection) -> None:
+    with pytest.raises(InvalidParameterValue, match="Mars"):
+        rolled_back.execute("INSERT INTO pgoutbox.blackout VALUES ('2026-01-01', '2026-01-02', 'Mars/Base')")
+
+
+def test_the_owner_takes_the_right_to_another_destination_away(dsn: str, db: psycopg.Connection) -> None:
+    """And an upgrade, which grants all rights again, does not give it back."""
+    failed = [put(db, State.FAILED, destination=CEO) for _ in range(2)]
+    db.execute("REVOKE EXECUTE ON FUNCTION pgoutbox.redrive_to FROM pgoutbox_operator")
+    db.execute("SELECT pgoutbox.set_up_roles()")
+    with login(dsn, "pgoutbox_operator") as its_dsn, Operator(its_dsn) as operator:
+        assert not operator.corrects_destinations()
+        with pytest.raises(InsufficientPrivilege, match="redrive_to"):
+            operator.redrive(failed[0], destination=EVIL)
+        with pytest.raises(InsufficientPrivilege, match="redrive_to"):
+            list(operator.bulk("redrive", failed, destination=EVIL))
+        assert operator.redrive(failed[1]).is_done
+    db.execute("GRANT EXECUTE ON FUNCTION pgoutbox.redrive_to TO pgoutbox_operator")
+    assert db.execute("SELECT destination FROM pgoutbox.message").fetchall() == [(CEO,)] * 2
+
+
+@pytest.mark.parametrize("size", [1, 20_000])
+def test_an_encrypted_message_keeps_its_destination(dsn: str, db: psycopg.Connection, size: int) -> None:
+    outbox = Outbox(settings_for(dsn, encryption_keys=Fernet.generate_key().decode()))
+    outbox.define(Topic("reset", encrypted=True))
+    with db.transaction():
+        sealed = outbox.enqueue(db, "reset", {"code": "x" * size}, destination=CEO).id
+    plain = put(db, State.FAILED, destination=CEO)
+    db.execute(PUT_FINAL, {"id": sealed, "state": "failed", "age": timedelta()})
+    left, done = (result for batch in Operator(db).bulk("redrive", [sealed, plain], destination=EVIL) for result in batch.results)
+    assert (left.result, left.is_done, done.is_done) == (RedriveResult.ENCRYPTED, False, True)
+    assert "is encrypted for its destination" in left.explanation
+    assert Operator(db).redrive(sealed).is_done
+    rows = db.execute("SELECT state, destination FROM pgoutbox.message ORDER BY id").fetchall()
+    assert rows == [("pending", CEO), ("pending", EVIL)]
+
+
+async def test_an_encrypted_fan_out_is_delivered_to_another_destination(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, encryption_keys=Fernet.generate_key().decode()))
+    seen = []
+
+    @outbox.handler(Topic("news", encrypted=True))
+    async def news(message: Message, ctx: Context) -> None:
+        seen.append((message.destination, ctx.content))
+
+    with db.transaction():
+        outbox.enqueue_fanout(db, "news", {"n": 1}, [CEO], content={"html": "<p>"})
+    db.execute(PUT_FINAL, {"id": 1, "state": "failed", "age": timedelta()})
+    assert Operator(db).redrive(1, destination=EVIL).is_done
+    await Worker(outbox).run_once()
+    assert seen == [(EVIL, {"html": "<p>"})]
+
+
 # --- erasures ---------------------------------------------------------------------------------------------------------
 
 MALLORY: Final = "mallory@evil.example"
@@ -233,7 +389,7 @@ def test_an_erasure_finds_a_person_in_acts_on_messages(db: psycopg.Connection) -
     operator.redrive_all(MessageFilter(destination="mailto:ada@example.org", topic="greet"))
     operator.cancel(mine)
     operator.redrive_all(MessageFilter(text="550 Ada@example.org unknown", states=[State.CANCELLED], topic="greet"))
-    db.execute("UPDATE pgoutbox.message SET state = 'failed', finished_at = now() WHERE id = %s", (mine,))
+    db.execute(PUT_FINAL, {"id": mine, "state": "failed", "age": timedelta()})
     operator.dismiss(mine, "customer ada-17 has left")
     operator.dismiss(other, "same mailbox as ada@example.org")
     operator.erase(owner="ada-17")

@@ -767,7 +767,7 @@ async def a_report_of_a_redirect_does_not_wait_for_a_row(stage: Stage) -> None:
     stage.db.execute("INSERT INTO pgoutbox.redirect_report VALUES ('gone', now() - interval '1 day', '@example.org')")
     holder.execute("SELECT FROM pgoutbox.redirect_report FOR UPDATE")
     stage.db.execute("SET lock_timeout = '50ms'")
-    report = {"worker": "w", "target": "@example.org", "refused_within": None}
+    report = {"worker": "w", "target": "@example.org"}
     try:
         assert stage.db.execute(sql.REPORT_REDIRECT, report).fetchall() == [("w",)]
     except psycopg.errors.LockNotAvailable:

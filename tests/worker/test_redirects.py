@@ -12,7 +12,7 @@ import pytest
 
 from pgoutbox import Context, Email, Message, Outbox
 from pgoutbox.database.store import Store
-from pgoutbox.errors import ConfigurationError
+from pgoutbox.errors import ConfigurationError, StateError
 from pgoutbox.message import Postponed, Sent
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations import ClearedRedirect, Operator
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 ANN, ORGANISER, TESTER = "ann@example.com", "org@club.example", "tester@example.org"
 TODAY = datetime.now(UTC).date()
 AROUND_TODAY = f"{TODAY - timedelta(days=2)}/{TODAY + timedelta(days=2)}"
+BLACKOUT = "INSERT INTO pgoutbox.blackout SELECT d - 2, d + 2 FROM (SELECT (now() AT TIME ZONE 'UTC')::date) AS t(d)"
 SWITCH_ON = f"SELECT pgoutbox.set_redirect('{TESTER}')"
 
 
@@ -91,19 +92,16 @@ async def test_the_redirect_of_the_environment_is_followed_logged_and_reported(
     assert worker.telemetry.counts[LogEvent.REDIRECTING] == 1
     with Operator(dsn) as operator:
         found = operator.redirects()
-    assert [(report.target, report.refused_within) for report in found.workers] == [("@test.example.org", None)]
+    assert ([report.target for report in found.workers], found.blackout) == (["@test.example.org"], None)
     assert found.warnings() == ["PGOUTBOX_REDIRECT_TO=@test.example.org redirects all e-mail of 1 worker"]
 
 
-async def test_a_report_ends_with_its_reason_and_with_its_age(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_report_ends_with_its_age(dsn: str, db: psycopg.Connection) -> None:
     store = Store(load_settings(dsn=dsn), worker="w")
     count = "SELECT count(*) FROM pgoutbox.redirect_view"
-    await store.report_redirect(TESTER, None)
-    await store.report_redirect(TESTER, AROUND_TODAY)
+    await store.report_redirect(TESTER)
+    await store.report_redirect(TESTER)
     assert db.execute(count).fetchone() == (1,)
-    await store.report_redirect(None, None)
-    assert db.execute(count).fetchone() == (0,)
-    await store.report_redirect(TESTER, None)
     db.execute("UPDATE pgoutbox.redirect_report SET reported_at = now() - interval '91 s'")
     assert db.execute(count).fetchone() == (0,)
     await store.close()
@@ -111,11 +109,11 @@ async def test_a_report_ends_with_its_reason_and_with_its_age(dsn: str, db: psyc
 
 async def test_old_reports_of_other_workers_are_deleted(dsn: str, db: psycopg.Connection) -> None:
     db.execute(
-        "INSERT INTO pgoutbox.redirect_report VALUES ('gone', now() - interval '61 min', 'x@y.example', NULL), "
-        "('live', now() - interval '59 min', 'x@y.example', NULL)"
+        "INSERT INTO pgoutbox.redirect_report VALUES ('gone', now() - interval '61 min', 'x@y.example'), "
+        "('live', now() - interval '59 min', 'x@y.example')"
     )
     store = Store(load_settings(dsn=dsn), worker="w")
-    await store.report_redirect(TESTER, None)
+    await store.report_redirect(TESTER)
     await store.close()
     assert db.execute("SELECT worker FROM pgoutbox.redirect_report ORDER BY 1").fetchall() == [("live",), ("w",)]
 
@@ -207,11 +205,10 @@ def test_an_operator_refuses_a_wrong_target_and_a_blackout(dsn: str, db: psycopg
             operator.set_redirect("tester")
         with pytest.raises(ConfigurationError, match="duration=0:00:00: must be from 1 second to 3650 days"):
             operator.set_redirect(TESTER, duration=timedelta())
+    db.execute(BLACKOUT)
     with (
-        Operator(settings_for(dsn, redirect_blackout=AROUND_TODAY)) as operator,
-        pytest.raises(
-            ConfigurationError, match=f"PGOUTBOX_REDIRECT_BLACKOUT forbids to redirect within {AROUND_TODAY}"
-        ),
+        Operator(dsn) as operator,
+        pytest.raises(StateError, match=f"set_redirect: target: refused within the blackout {AROUND_TODAY}. Only the owner"),
     ):
         operator.set_redirect(TESTER)
     assert db.execute("SELECT count(*) FROM pgoutbox.redirect").fetchone() == (0,)
@@ -357,18 +354,19 @@ async def test_a_worker_starts_in_a_blackout_and_holds_user_mail_back_but_not_ex
     dsn: str, db: psycopg.Connection, inbox: Inbox
 ) -> None:
     user, organiser = mail_to(db, ANN), mail_to(db, ORGANISER)
-    worker = mailing(dsn, inbox, redirect_to=TESTER, redirect_exempt="@club.example", redirect_blackout=AROUND_TODAY)
+    db.execute(BLACKOUT)
+    worker = mailing(dsn, inbox, redirect_to=TESTER, redirect_exempt="@club.example")
     await worker.run_once()
     make_due(db, user)
     await worker.run_once()
     assert (row_of(db, user).state, budget_of(db, user), row_of(db, organiser).state) == ("pending", 11, "sent")
     assert recipients(inbox) == [ORGANISER]
-    reason = f"refuses to redirect to {TESTER} within {AROUND_TODAY} (PGOUTBOX_REDIRECT_BLACKOUT)"
+    reason = f"refuses to redirect to {TESTER} within the blackout {AROUND_TODAY}"
     assert [outcome[1:] for outcome in attempts_of(db, user)] == [("snoozed", reason)] * 2
     assert db.execute("SELECT reason FROM pgoutbox.waiting_view").fetchall() == [("redirect",)]
     with Operator(dsn) as operator:
         warnings = operator.redirects().warnings()
-    assert f"the blackout {AROUND_TODAY} forbids the redirect: e-mail of 2 workers waits" in warnings[1]
+    assert f"the blackout {AROUND_TODAY} forbids to redirect: this e-mail waits" in warnings[1]
 
 
 async def test_each_change_of_a_redirect_is_logged_once(dsn: str, db: psycopg.Connection) -> None:
@@ -385,7 +383,8 @@ async def test_each_change_of_a_redirect_is_logged_once(dsn: str, db: psycopg.Co
 
 
 async def test_a_refusal_is_logged_once(dsn: str, db: psycopg.Connection) -> None:
-    sending = Sending(dsn, redirect_to=TESTER, redirect_blackout=AROUND_TODAY)
+    db.execute(BLACKOUT)
+    sending = Sending(dsn, redirect_to=TESTER)
     for _ in range(3):
         await sending.send()
         sending.now += 1
@@ -398,9 +397,10 @@ async def test_mail_held_back_in_a_blackout_goes_out_by_itself_when_the_redirect
     dsn: str, db: psycopg.Connection, inbox: Inbox
 ) -> None:
     db.execute(SWITCH_ON)
+    db.execute(BLACKOUT)
     message_id = mail_to(db, ANN)
     with Operator(dsn) as operator:
-        async with running(mailing(dsn, inbox, redirect_blackout=AROUND_TODAY)):
+        async with running(mailing(dsn, inbox)):
             await until(lambda: bool(attempts_of(db, message_id)) and row_of(db, message_id).state == "pending")
             # As after many attempts: without the switch off, it would be due in five minutes.
             db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '5 min'")
@@ -487,7 +487,9 @@ async def test_contents_that_cannot_be_redirected_wait_until_the_redirect_is_off
 
 async def test_a_transport_that_follows_redirects_gets_the_one_that_is_on(dsn: str, db: psycopg.Connection) -> None:
     sink = Following()
-    for overrides in ({}, {"redirect_to": TESTER}, {"redirect_to": TESTER, "redirect_blackout": AROUND_TODAY}):
+    for overrides, is_blackout in (({}, False), ({"redirect_to": TESTER}, False), ({"redirect_to": TESTER}, True)):
+        if is_blackout:
+            db.execute(BLACKOUT)
         enqueue(db, destination="https://example.com/hook")
         await hooking(dsn, sink, **overrides).run_once()
     assert (sink.targets, sink.sent) == ([None, TESTER], [])

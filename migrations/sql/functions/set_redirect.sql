@@ -25,6 +25,7 @@ BEGIN
             ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = wrong,
             MESSAGE = 'pgoutbox.set_redirect: ' || wrong || ': ' || problem;
     END IF;
+    PERFORM pgoutbox._refuse_in_blackout('set_redirect: target');
     RETURN QUERY
     INSERT INTO pgoutbox.redirect AS r (target, set_by, set_at, until_at)
     VALUES (set_redirect.target, actor, clock_timestamp(), clock_timestamp() + set_redirect.duration)

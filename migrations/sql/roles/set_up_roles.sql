@@ -61,7 +61,7 @@ BEGIN
         GRANT SELECT (id, queue, ordering_key, on_failed) ON pgoutbox.message_failed TO pgoutbox_worker;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.queue_view, pgoutbox.breaker_view, pgoutbox.retention_view,
-            pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view, pgoutbox.maintenance_run,
+            pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.blackout_view, pgoutbox.worker_view, pgoutbox.maintenance_run,
             pgoutbox.retired
         TO pgoutbox_worker;
         GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, worker) ON pgoutbox.maintenance_run
@@ -85,7 +85,7 @@ BEGIN
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_viewer;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
-            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view
+            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.blackout_view, pgoutbox.worker_view
         TO pgoutbox_viewer;
         GRANT SELECT (ended_at, interval_seconds, worker) ON pgoutbox.worker_run TO pgoutbox_viewer;
         GRANT EXECUTE ON FUNCTION
@@ -95,14 +95,18 @@ BEGIN
     END IF;
 
     IF to_regrole('pgoutbox_operator') IS NOT NULL THEN
+        IF NOT has_schema_privilege('pgoutbox_operator', 'pgoutbox', 'USAGE') THEN
+            -- An operator can read messages at a destination that it sets. If the owner revokes this, it stays revoked.
+            GRANT EXECUTE ON FUNCTION pgoutbox.redrive_to, pgoutbox._enqueue_act TO pgoutbox_operator;
+        END IF;
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_operator;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
-            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view
+            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.blackout_view, pgoutbox.worker_view
         TO pgoutbox_operator;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox._redacted_text, pgoutbox._redacted_json, pgoutbox._tokens_of,
-            pgoutbox._done_estimate, pgoutbox.announce_act, pgoutbox._enqueue_act, pgoutbox._state_of, pgoutbox._is_known_topic,
+            pgoutbox._done_estimate, pgoutbox.announce_act, pgoutbox._state_of, pgoutbox._is_known_topic,
             pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
             pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.resend, pgoutbox.close_breaker,
             pgoutbox.set_redirect, pgoutbox.clear_redirect,
