@@ -710,7 +710,8 @@ class Operator:
 
     def unset_retention(self, topic: str, state: str) -> bool:
         """Remove a rule. Return False if there was none."""
-        return bool(self._act(sql.UNSET_RETENTION, {"topic": topic, "state": state}, _Act()))
+        ((was_set,),) = self._act(sql.UNSET_RETENTION, {"topic": topic, "state": state}, _Act())
+        return bool(was_set)
 
     def count_prunable(
         self,

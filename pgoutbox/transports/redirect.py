@@ -102,7 +102,11 @@ def check_target(target: str) -> None:
 
 def _target(name: str, target: str) -> Address:
     # The longest name for a redirected address must fit before the domain.
-    return _address(name, "x" * _MAX_LOCAL_BYTES + target if target.startswith("@") else target)
+    address = _address(name, "x" * _MAX_LOCAL_BYTES + target if target.startswith("@") else target)
+    # The rule of pgoutbox.set_redirect: no display name, and ASCII alone.
+    if not target.isascii() or re.search(r"[\s<]", target):
+        raise ConfigurationError(f"{name}: {target!r} is not plain ASCII; give an address, or @ and a domain")
+    return address
 
 
 def _items(text: str | None) -> list[str]:

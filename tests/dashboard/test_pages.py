@@ -708,9 +708,9 @@ def test_an_operator_enqueues_by_the_definition_of_the_topic(shop: Site, db: psy
         "SELECT id, queue, max_attempts, dedupe_key FROM pgoutbox.message"
     ).fetchall()
     assert (queue, attempts, key) == ("critical", 4, "welcome-7")
-    assert audit_of(db) == [
-        ("ada", "web 127.0.0.1", "enqueue", None, [message_id], {"topic": "mail.welcome"}),
-    ]
+    ((digest,),) = db.execute("SELECT pgoutbox.destination_digest('mailto:ada@example.org')").fetchall()
+    details = {"topic": "mail.welcome", "new_destination_digest": digest}
+    assert audit_of(db) == [("ada", "web 127.0.0.1", "enqueue", None, [message_id], details)]
     again = Page(shop.ada.post("/enqueue", data=form, follow_redirects=True).text)
     assert "No message was enqueued: this message has the dedupe key already." in again.words
     assert len(audit_of(db)) == 1

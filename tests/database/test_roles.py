@@ -49,7 +49,7 @@ PRODUCER, WORKER, OPERATOR, VIEWER = ROLES
 # --- the catalog ------------------------------------------------------------------------------------------------------
 
 VIEWS: Final = (
-    "attempt_view", "breaker_view", "message_view", "pulse_view", "queue_view", "redirect_view", "retention_view",
+    "attempt_view", "blackout_view", "breaker_view", "message_view", "pulse_view", "queue_view", "redirect_view", "retention_view",
     "waiting_view", "worker_view",
 )  # fmt: skip
 
@@ -68,11 +68,12 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "message_view": "SELECT",
         "pulse_view": "SELECT",
         "redirect_view": "SELECT",
+        "blackout_view": "SELECT",
         "queue": "SELECT",
         "queue_view": "SELECT",
         "redirect": "SELECT",
         "redirect_report": "DELETE INSERT SELECT UPDATE",
-        "renewal": "DELETE INSERT SELECT UPDATE",
+        "renewal": "INSERT SELECT UPDATE",
         "retention": "SELECT",
         "retention_view": "SELECT",
         "retired": "SELECT",
@@ -84,8 +85,7 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
     OPERATOR: {
         "audit": "SELECT",
         "queue": "SELECT",
-        "renewal": "DELETE",
-        "retention": "DELETE INSERT SELECT UPDATE",
+        "retention": "SELECT",
         "retired": "SELECT",
         **dict.fromkeys(VIEWS, "SELECT"),
     },
@@ -108,7 +108,6 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
     OPERATOR: {
         "queue INSERT": "burst max_in_flight name paused_at rate_count rate_seconds resume_at",
         "queue UPDATE": "burst max_in_flight paused_at rate_count rate_seconds resume_at",
-        "renewal SELECT": "lease_expires_at",
         "worker_run SELECT": "ended_at interval_seconds worker",
     },
     VIEWER: {"worker_run SELECT": "ended_at interval_seconds worker"},
@@ -129,6 +128,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     | PRUNE_BY_RULES
     | MAINTENANCE_FUNCTIONS
     | {
+        "_forget_renewals",
         "_forget_sent",
         "_in_flight_of",
         "_is_known_topic",
@@ -149,6 +149,9 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     | PRUNE_BY_RULES
     | MAINTENANCE_FUNCTIONS
     | {
+        "_forget_renewals",
+        "set_retention",
+        "unset_retention",
         "announce_act",
         "cancel",
         "cancel_all",
@@ -487,6 +490,8 @@ LOOKS_AT_PAYLOADS: Final = (
 CONTROLS: Final = (
     "UPDATE pgoutbox.queue SET paused_at = now()",
     "INSERT INTO pgoutbox.queue (name) VALUES ('bulk')",
+    "SELECT pgoutbox.set_retention('*', 'sent', '0 s')",
+    "SELECT pgoutbox.unset_retention('*', 'sent')",
     "DELETE FROM pgoutbox.retention",
     "INSERT INTO pgoutbox.retention VALUES ('0 s', '*', 'sent')",
     "SELECT pgoutbox.redrive(ARRAY[1::bigint])",

@@ -189,11 +189,11 @@ def test_every_action_can_be_recorded(rolled_back: psycopg.Connection) -> None:
             ("limit", "bulk", None, None, {"max_in_flight": 3}),
         ),
         (
-            "INSERT INTO pgoutbox.retention (topic, state, keep) VALUES ('mail', 'sent', '1 hour')",
+            "SELECT pgoutbox.set_retention('mail', 'sent', '1 hour')",
             ("retention", None, None, None, {"topic": "mail", "state": "sent", "keep_seconds": 3600}),
         ),
         (
-            "DELETE FROM pgoutbox.retention WHERE topic = '*'",
+            "SELECT pgoutbox.unset_retention('*', 'sent')",
             ("retention", None, None, None, {"topic": "*", "state": "sent", "keep_seconds": "no rule"}),
         ),
         ("SELECT pgoutbox.close_breaker('smtp')", ("breaker", None, None, None, {"key": "smtp"})),

@@ -162,6 +162,7 @@ def test_a_statement_about_an_act_is_bounded(rolled_back: psycopg.Connection, gi
 
 @pytest.mark.parametrize("column", ["details", "stated"])
 def test_a_row_of_the_audit_is_bounded(rolled_back: psycopg.Connection, column: str) -> None:
+    put(rolled_back)
     Operator(rolled_back).set_retention("greet", "sent", timedelta(1))
     with pytest.raises(CheckViolation, match="audit_sound"):
         rolled_back.execute(
@@ -338,7 +339,7 @@ async def test_an_encrypted_fan_out_is_delivered_to_another_destination(dsn: str
 
     @outbox.handler(Topic("news", encrypted=True))
     async def news(message: Message, ctx: Context) -> None:
-        seen.append((message.destination, ctx.content))
+        seen.append((message.destination, message.content))
 
     with db.transaction():
         outbox.enqueue_fanout(db, "news", {"n": 1}, [CEO], content={"html": "<p>"})
@@ -346,6 +347,75 @@ async def test_an_encrypted_fan_out_is_delivered_to_another_destination(dsn: str
     assert Operator(db).redrive(1, destination=EVIL).is_done
     await Worker(outbox).run_once()
     assert seen == [(EVIL, {"html": "<p>"})]
+
+
+# --- values and locks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "is_read"),
+    [
+        ("paused_at = now()", True),
+        ("paused_at = now(), resume_at = now() + interval '10 years'", True),
+        ("paused_at = 'infinity'", False),
+        ("paused_at = '-infinity'", False),
+        ("paused_at = '0044-03-15 BC'", False),
+        ("paused_at = '200000-01-01'", False),
+        ("paused_at = now(), resume_at = 'infinity'", False),
+        ("paused_at = now(), resume_at = '200000-01-01'", False),
+        ("paused_at = now(), resume_at = '0044-03-15 BC'", False),
+        ("rate_count = 1, burst = 1, rate_seconds = 'NaN'", False),
+        ("rate_count = 1, burst = 1, rate_seconds = 'infinity'", False),
+    ],
+)
+def test_an_operator_writes_no_value_of_a_queue_that_python_cannot_read(
+    dsn: str, db: psycopg.Connection, change: str, *, is_read: bool
+) -> None:
+    db.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('mail', now())")
+    with login(dsn, "pgoutbox_operator") as its_dsn, psycopg.connect(its_dsn, autocommit=True) as session:
+        with nullcontext() if is_read else pytest.raises(CheckViolation, match="queue_sound"):
+            session.execute(f"UPDATE pgoutbox.queue SET {change}".encode())
+    assert [queue.queue for queue in Operator(db).list_queues()] == ["mail"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "is_kept"),
+    [
+        ("1 year", True),
+        ("1200 months", True),
+        ("36500 days", True),
+        ("36501 days", False),
+        ("-1 second", False),
+        ("1000000 months -29990000 days", False),
+        ("-1000 months 30001 days", False),
+    ],
+)
+def test_an_operator_sets_no_retention_that_queries_cannot_use(
+    dsn: str, db: psycopg.Connection, keep: str, *, is_kept: bool
+) -> None:
+    with login(dsn, "pgoutbox_operator") as its_dsn, psycopg.connect(its_dsn, autocommit=True) as session:
+        with nullcontext() if is_kept else pytest.raises(CheckViolation, match="retention_keep_sound"):
+            session.execute("SELECT pgoutbox.set_retention('mail', 'sent', %s)", (keep,))
+    assert len(Operator(db).retention_rules()) == is_kept
+    assert len(db.execute("SELECT now() - keep, now() + keep FROM pgoutbox.retention").fetchall()) == is_kept
+
+
+LOCKABLE: Final = """
+    SELECT c.relname::text
+    FROM pg_class AS c
+    WHERE c.relnamespace = 'pgoutbox'::regnamespace
+        AND c.relkind IN ('r', 'p', 'v')
+        AND has_table_privilege(%s, c.oid, 'INSERT, UPDATE, DELETE, TRUNCATE')
+"""
+
+
+@pytest.mark.parametrize("role", ["pgoutbox_operator", "pgoutbox_viewer", "pgoutbox_producer"])
+def test_nobody_but_a_worker_locks_a_table_against_others(dsn: str, db: psycopg.Connection, role: str) -> None:
+    assert db.execute(LOCKABLE, (role,)).fetchall() == []
+    with login(dsn, role) as its_dsn, psycopg.connect(its_dsn, autocommit=True) as session:
+        for (name,) in db.execute(LOCKABLE, (db.info.user,)).fetchall():
+            with pytest.raises(InsufficientPrivilege), session.transaction():
+                session.execute(f"LOCK TABLE pgoutbox.{name} IN SHARE MODE".encode())
 
 
 # --- erasures ---------------------------------------------------------------------------------------------------------

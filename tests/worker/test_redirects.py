@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from pgoutbox.message import Postponed, Sent
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations import ClearedRedirect, Operator
 from pgoutbox.settings import load_settings
-from pgoutbox.transports.redirect import RedirectRules
+from pgoutbox.transports.redirect import RedirectRules, check_target
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker
 from pgoutbox.worker.redirects import Redirects
@@ -197,6 +198,61 @@ def test_the_sql_functions_refuse_a_wrong_argument_by_name(
     with pytest.raises(psycopg.errors.InvalidParameterValue, match=f"pgoutbox.{function}: {field}: must be") as caught:
         db.execute(f"SELECT pgoutbox.{function}({arguments})".encode())
     assert caught.value.diag.column_name == field
+
+
+LONG_DOMAIN = ".".join(["a" * 60] * 3)  # 182 characters
+
+
+@pytest.mark.parametrize(
+    ("target", "is_accepted"),
+    [
+        ("tester@example.org", True),
+        ("@example.org", True),
+        ("o'brien+test.1@mail-2.example.org", True),
+        ("TESTER@localhost", True),
+        ("a@xn--bcher-kva.example", True),
+        ("a@_spf.example.org", True),
+        ("x" * 64 + "@example.org", True),
+        ("x" * 65 + "@example.org", False),
+        ("@" + LONG_DOMAIN + ".aaaaaa", True),
+        ("@" + LONG_DOMAIN + ".aaaaaaa", False),
+        ("x" * 64 + "@" + LONG_DOMAIN + ".aaaaaa", True),
+        ("x" * 64 + "@" + LONG_DOMAIN + ".aaaaaaa", False),
+        ("x@" + "a" * 63 + ".org", True),
+        ("x@" + "a" * 64 + ".org", False),
+        ("", False),
+        ("tester", False),
+        ("@", False),
+        ("a@", False),
+        ("a@b@c.example", False),
+        ("a@b.example,c@d.example", False),
+        ("a@b.example\n", False),
+        (" a@b.example", False),
+        ("Ann <ann@b.example>", False),
+        ("Ann<ann@b.example>", False),
+        ("a@b\u00fccher.example", False),
+        ("m\u00fcller@b.example", False),
+        (".a@b.example", False),
+        ("a..b@b.example", False),
+        ("a.@b.example", False),
+        ("a@-b.example", False),
+        ("a@b.example.", False),
+        ("a@b..example", False),
+        ("a@[127.0.0.1]", False),
+        ('"a b"@b.example', False),
+        ("=?utf-8?q?a?=@b.example", False),
+        ("a(comment)@b.example", False),
+        ('a"><img/src=x/onerror=alert(9)>@\u202eexample.org', False),
+    ],
+)
+def test_an_operator_can_set_exactly_the_targets_that_workers_accept(
+    db: psycopg.Connection, target: str, *, is_accepted: bool
+) -> None:
+    with nullcontext() if is_accepted else pytest.raises(ConfigurationError, match="target: "):
+        check_target(target)
+    with nullcontext() if is_accepted else pytest.raises(psycopg.errors.InvalidParameterValue, match="target: must be"):
+        db.execute("SELECT pgoutbox.set_redirect(%s)", (target,))
+    assert db.execute("SELECT target FROM pgoutbox.redirect").fetchall() == [(target,)] * is_accepted
 
 
 def test_an_operator_refuses_a_wrong_target_and_a_blackout(dsn: str, db: psycopg.Connection) -> None:

@@ -9,13 +9,20 @@ AS $function$
 #variable_conflict use_column
 DECLARE
     actor constant text := coalesce(pgoutbox._announced() ->> 'actor', session_user);
+    atom constant text := '[A-Za-z0-9!#$%&''*+/=?^_`{|}~-]+';
+    label constant text := '[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?';
     problem text;
     wrong text;
 BEGIN
-    -- Workers check the address itself, and hold all e-mail back while it is invalid.
-    IF (set_redirect.target ~ '^[^@\s]*@[^@\s]+$' AND length(set_redirect.target) <= 254) IS NOT TRUE THEN
+    -- The rule of workers, which hold all e-mail back for another target. With a domain, the longest name is 64 characters.
+    IF (
+        set_redirect.target ~ ('^(' || atom || '(\.' || atom || ')*)?@' || label || '(\.' || label || ')*$')
+        AND strpos(set_redirect.target, '=?') = 0
+        AND strpos(set_redirect.target, '@') <= 65
+        AND length(set_redirect.target) <= CASE WHEN set_redirect.target LIKE '@%' THEN 190 ELSE 254 END
+    ) IS NOT TRUE THEN
         wrong := 'target';
-        problem := 'must be an address, or @ and a domain';
+        problem := 'must be an address, or @ and a domain, in plain ASCII';
     ELSIF set_redirect.duration NOT BETWEEN interval '1 second' AND interval '10 years' THEN
         wrong := 'duration';
         problem := 'must be from 1 second to 10 years';

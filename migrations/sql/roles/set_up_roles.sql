@@ -49,7 +49,7 @@ BEGIN
             pgoutbox._newest_is_due, pgoutbox._renewed_until, pgoutbox._is_limited, pgoutbox._take_turn,
             pgoutbox._forget_sent, pgoutbox._redacted_text, pgoutbox._enqueue_failure,
             pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule, pgoutbox._prune_coalesce, pgoutbox._prune_ordering,
-            pgoutbox._prune_content, pgoutbox._prune_audit,
+            pgoutbox._prune_content, pgoutbox._prune_audit, pgoutbox._forget_renewals,
             pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._retire_partition,
             pgoutbox._clear_retired
         TO pgoutbox_worker;
@@ -74,7 +74,7 @@ BEGIN
         ) ON pgoutbox.message TO pgoutbox_worker;
         GRANT UPDATE (lease_expires_at) ON pgoutbox.message_live TO pgoutbox_worker;
         GRANT INSERT ON pgoutbox.attempt TO pgoutbox_worker;
-        GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.renewal TO pgoutbox_worker;
+        GRANT SELECT, INSERT, UPDATE ON pgoutbox.renewal TO pgoutbox_worker;
         GRANT UPDATE (tokens, tokens_at) ON pgoutbox.queue TO pgoutbox_worker;
         GRANT INSERT, UPDATE, DELETE ON pgoutbox.breaker TO pgoutbox_worker;
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.redirect_report TO pgoutbox_worker;
@@ -113,19 +113,18 @@ BEGIN
             pgoutbox.erase, pgoutbox._erase, pgoutbox._selected_messages,
             pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,
             pgoutbox._prune_coalesce, pgoutbox._prune_ordering, pgoutbox._prune_content, pgoutbox._prune_audit,
+            pgoutbox._forget_renewals, pgoutbox.set_retention, pgoutbox.unset_retention,
             pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._retire_partition,
             pgoutbox._clear_retired
         TO pgoutbox_operator;
         GRANT SELECT ON pgoutbox.retired TO pgoutbox_operator;
         GRANT SELECT (ended_at, interval_seconds, worker) ON pgoutbox.worker_run TO pgoutbox_operator;
-        GRANT SELECT (lease_expires_at), DELETE ON pgoutbox.renewal TO pgoutbox_operator;
         GRANT
             SELECT,
             INSERT (name, paused_at, resume_at, rate_seconds, rate_count, burst, max_in_flight),
             UPDATE (paused_at, resume_at, rate_seconds, rate_count, burst, max_in_flight)
         ON pgoutbox.queue TO pgoutbox_operator;
-        GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.retention TO pgoutbox_operator;
-        GRANT SELECT ON pgoutbox.audit TO pgoutbox_operator;
+        GRANT SELECT ON pgoutbox.retention, pgoutbox.audit TO pgoutbox_operator;
     END IF;
     RETURN missing;
 END
