@@ -1570,7 +1570,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_superseded_message_keeps_its_dedupe_key,
         no_guard_in_function("_has_freed_key", " AND m.superseded_by IS NULL"),
     ),
-    ("redrive: search", a_redrive_makes_workers_search, notifies_like_an_enqueue("redrive")),
+    ("redrive: search", a_redrive_makes_workers_search, notifies_like_an_enqueue("_redrive")),
     ("reschedule: search", a_reschedule_makes_workers_search, notifies_like_an_enqueue("reschedule")),
     ("dismiss: search", a_dismissal_makes_workers_search_behind_a_halted_key, notifies_like_an_enqueue("dismiss")),
     (
