@@ -216,7 +216,9 @@ def audit(
                 act.queue,
                 act.message_count,
                 ", ".join(map(str, (act.first_ids or [])[:5])) + ("…" if len(act.first_ids or []) > 5 else ""),
-                ", ".join(f"{name}={value}" for part in (act.stated, act.details) for name, value in (part or {}).items()),
+                ", ".join(
+                    f"{name}={value}" for part in (act.stated, act.details) for name, value in (part or {}).items()
+                ),
             )
             for act in acts
         ],

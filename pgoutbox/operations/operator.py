@@ -2,7 +2,8 @@
 
 Each call is a transaction of its own; a bulk act commits each batch. So an interruption loses no reported result. Every
 write checks the expected state in SQL: it reports a concurrent change by a worker or another operator, and never
-overwrites it. The schema records each act in its own transaction; this module states the actor, the origin and the filter.
+overwrites it. The schema records each act in its own transaction; this module states the actor, the origin and
+the filter.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class RedirectRules:
     def redirect(self, switched_to: str | None = None, *, blackout: str | None = None) -> Redirect | None:
         """Return the redirect to the target that an operator has switched on, or else to that of the settings.
 
-        `blackout` is the name of the one that forbids to redirect now. Raises `ConfigurationError` for a target that is not an address, or `@` and a domain.
+        `blackout` is the name of the one that forbids to redirect now. Raises `ConfigurationError` for a target that is
+        not an address, or `@` and a domain.
         """
         if switched_to is not None:
             return Redirect(switched_to, _target("target", switched_to), self, blackout)

@@ -119,9 +119,7 @@ class Redirects:
             self._telemetry.report(logging.WARNING, LogEvent.REDIRECTING, text, target=target)
         else:
             text = "a blackout forbids the redirect that is on; e-mail is held back"
-            self._telemetry.report(
-                logging.WARNING, LogEvent.REDIRECT_REFUSED, text, target=target, blackout=blackout
-            )
+            self._telemetry.report(logging.WARNING, LogEvent.REDIRECT_REFUSED, text, target=target, blackout=blackout)
 
     def _note_unknown(self, error: Exception) -> None:
         reason = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".rstrip()

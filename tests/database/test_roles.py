@@ -49,8 +49,8 @@ PRODUCER, WORKER, OPERATOR, VIEWER = ROLES
 # --- the catalog ------------------------------------------------------------------------------------------------------
 
 VIEWS: Final = (
-    "attempt_view", "blackout_view", "breaker_view", "message_view", "pulse_view", "queue_view", "redirect_view", "retention_view",
-    "waiting_view", "worker_view",
+    "attempt_view", "blackout_view", "breaker_view", "message_view", "pulse_view", "queue_view", "redirect_view",
+    "retention_view", "waiting_view", "worker_view",
 )  # fmt: skip
 
 TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {

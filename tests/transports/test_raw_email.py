@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from email import policy
 from email.message import EmailMessage
 from typing import TYPE_CHECKING, Any

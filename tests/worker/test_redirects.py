@@ -264,7 +264,9 @@ def test_an_operator_refuses_a_wrong_target_and_a_blackout(dsn: str, db: psycopg
     db.execute(BLACKOUT)
     with (
         Operator(dsn) as operator,
-        pytest.raises(StateError, match=f"set_redirect: target: refused within the blackout {AROUND_TODAY}. Only the owner"),
+        pytest.raises(
+            StateError, match=f"set_redirect: target: refused within the blackout {AROUND_TODAY}. Only the owner"
+        ),
     ):
         operator.set_redirect(TESTER)
     assert db.execute("SELECT count(*) FROM pgoutbox.redirect").fetchone() == (0,)
