@@ -463,13 +463,22 @@ def test_an_erasure_leaves_the_words_of_other_acts_alone(db: psycopg.Connection)
     put(db, State.FAILED, topic="greet", owner="8")
     operator.redrive_all(MessageFilter(topic="greet"))
     before = operator.list_acts()
-    for owner in ("notice", "greet", "failed"):
-        operator.erase(owner=owner)
+    for word in ("notice", "greet", "failed"):
+        operator.erase(owner=word)
+        operator.erase(destination=f"mailto:{word}")
     assert operator.list_acts()[-len(before) :] == before
     assert [act.action for act in operator.list_acts(action=Action.ERASE)] == []
 
 
-def test_an_erasure_finds_a_person_in_acts_on_messages(db: psycopg.Connection) -> None:
+def test_an_erasure_of_an_owner_leaves_a_topic_of_the_same_name_alone(db: psycopg.Connection) -> None:
+    put(db, State.FAILED, owner="greet", topic="greet")
+    Operator(db).redrive_all(MessageFilter(topic="greet", owner="greet"))
+    Operator(db).erase(owner="greet")
+    (act,) = Operator(db).list_acts(action=Action.REDRIVE)
+    assert act.stated == {"topic": "greet", "owner": "(erased)", "states": ["failed"]}
+
+
+def test_an_erasure_finds_a_person_in_statements_and_reasons(db: psycopg.Connection) -> None:
     operator = Operator(db)
     mine = put(db, State.FAILED, owner="ada-17", destination="mailto:ada@example.org", topic="greet")
     other = put(db, State.FAILED, topic="greet")

@@ -1,5 +1,5 @@
--- Acts repeat the same values, such as topics and states. So each different value is compared once. Acts on queues, rules
--- and redirects are about no person, so their parameters stay. So does the rest of details: the database wrote it.
+-- Acts repeat the same values, such as topics and states. So each different value is compared once. Only statements and
+-- reasons name persons. The rest of details is what the database found, for example a limit or the target of a redirect.
 CREATE FUNCTION pgoutbox._erase_in_audit(
     addresses text[], texts text[], keys text[], erased_ids bigint[], only_erased boolean
 )
@@ -18,8 +18,7 @@ BEGIN
             UNION ALL
             SELECT a.details -> 'reason' WHERE a.action = 'dismiss'
         ) AS v
-        WHERE a.message_ids IS NOT NULL
-            AND (a.message_ids && erased_ids OR NOT only_erased)
+        WHERE (a.message_ids && erased_ids OR NOT only_erased)
             AND jsonb_typeof(v.value) = 'string'
     ), word AS MATERIALIZED (
         SELECT DISTINCT lower(t.text) AS text FROM unnest(texts) AS t(text) WHERE t.text <> ''
@@ -56,5 +55,5 @@ END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._erase_in_audit IS
-    'Replace by (erased) what acts on messages state about a person: the addresses, the texts in acts on the erased '
-    'messages, and values that equal one of the keys. Returns the number of changed acts.';
+    'Replace by (erased) what acts state about a person: the addresses, the texts in acts on the erased messages, and '
+    'values that equal one of the keys. Returns the number of changed acts.';
