@@ -697,6 +697,18 @@ def test_the_form_offers_the_options_that_the_topic_leaves_open(shop: Site) -> N
     assert "topic 'mail.welcom' is neither defined nor handled by the application; did you mean" in unknown.words
 
 
+def test_the_form_for_another_destination_is_hidden_without_the_right(dsn: str, open_site: Callable[..., Site]) -> None:
+    with psycopg.connect(dsn, autocommit=True) as owner, login(dsn, "pgoutbox_operator") as its_dsn:
+        message_id = put(owner, State.FAILED, destination="mailto:ada@example.org")
+        site = open_site(its_dsn)
+        assert "Correct the destination" in get(site.ada, f"/messages/{message_id}").words
+        owner.execute("REVOKE EXECUTE ON FUNCTION pgoutbox.redrive_to FROM pgoutbox_operator")
+        assert "Correct the destination" not in get(site.ada, f"/messages/{message_id}").words
+        refused = site.ada.post(f"/messages/{message_id}/redrive", data={"to": "mailto:eve@example.org"})
+        assert refused.status_code in (403, 409), refused.text
+        owner.execute("GRANT EXECUTE ON FUNCTION pgoutbox.redrive_to TO pgoutbox_operator")
+
+
 def test_an_operator_enqueues_by_the_definition_of_the_topic(shop: Site, db: psycopg.Connection) -> None:
     form = {"topic": "mail.welcome", "payload": WELCOME}
     answer = shop.ada.post("/enqueue", data=form, follow_redirects=True)

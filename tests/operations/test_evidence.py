@@ -17,6 +17,7 @@ from psycopg.errors import (
 )
 
 from pgoutbox import Context, Message, Outbox, StateError, Topic
+from pgoutbox.cli.main import explain
 from pgoutbox.message import State
 from pgoutbox.operations import Action, MessageFilter, Operator, RedriveResult
 from pgoutbox.worker import Worker
@@ -476,6 +477,21 @@ def test_an_erasure_of_an_owner_leaves_a_topic_of_the_same_name_alone(db: psycop
     Operator(db).erase(owner="greet")
     (act,) = Operator(db).list_acts(action=Action.REDRIVE)
     assert act.stated == {"topic": "greet", "owner": "(erased)", "states": ["failed"]}
+
+
+def test_a_search_finds_a_person_in_a_statement(db: psycopg.Connection) -> None:
+    put(db, State.FAILED)
+    Operator(db).redrive_all(MessageFilter(topic="mail"))
+    db.execute("UPDATE pgoutbox.audit SET stated = jsonb_build_object('text', %s::text)", ("about ada@example.org",))
+    assert [(found.table, found.column) for found in Operator(db).mentions("ada@example.org")] == [("audit", "stated")]
+
+
+def test_a_value_that_python_cannot_read_is_no_fault_of_the_connection(db: psycopg.Connection) -> None:
+    with pytest.raises(psycopg.DataError) as unread:
+        db.execute("SELECT 'infinity'::timestamptz").fetchall()
+    text, exit_code = explain(unread.value)
+    assert (text.startswith("Python cannot read a value of the database: timestamp"), exit_code) == (True, 1)
+    assert "PGOUTBOX_DSN" not in text
 
 
 def test_an_erasure_finds_a_person_in_statements_and_reasons(db: psycopg.Connection) -> None:
