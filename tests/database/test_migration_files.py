@@ -43,7 +43,7 @@ def test_the_statements_of_a_file_are_its_whole_text(path: Path) -> None:
 def test_a_statement_is_not_several(path: Path) -> None:
     for statement in statements_of(path):
         top_level = re.sub(r"--[^\n]*|'[^']*'|(\$\w*\$).*?\1|BEGIN ATOMIC.*", "", statement, flags=re.DOTALL)
-        assert len(re.findall(r"^(?:CREATE|ALTER|COMMENT|DO|LOCK)\b", top_level, re.MULTILINE)) == 1, statement
+        assert len(re.findall(r"^(?:CREATE|ALTER|COMMENT|DO|INSERT|LOCK)\b", top_level, re.MULTILINE)) == 1, statement
 
 
 @pytest.mark.parametrize("path", OBJECTS, ids=name_of)

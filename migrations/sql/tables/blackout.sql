@@ -1,8 +1,8 @@
 -- Only the owner of the schema writes it. In the environment of workers, it would not hold for acts by SQL.
 CREATE TABLE pgoutbox.blackout (
-    first_day date NOT NULL,
-    last_day  date NOT NULL,
-    time_zone text NOT NULL DEFAULT 'UTC',
+    first_day date             NOT NULL,
+    last_day  date             NOT NULL,
+    time_zone text COLLATE "C" NOT NULL DEFAULT 'UTC',
     CONSTRAINT blackout_pkey PRIMARY KEY (first_day, last_day, time_zone),
     CONSTRAINT blackout_sound CHECK (
         first_day <= last_day
