@@ -111,14 +111,12 @@ class MailSettings(_Group):
 
 
 class RedirectSettings(_Group):
-    """The redirect of all e-mail for testing. Exempt addresses and blackouts also apply to an operator's redirect."""
+    """The redirect of all e-mail for testing. Exempt addresses also apply to an operator's redirect."""
 
     to: str | None = None
     """The address, or `@domain`, that receives all e-mail. Other contents are held back. Operators cannot end it."""
     exempt: str | None = None
     """Addresses and `@domain`s that are exempt from the redirect, separated by commas."""
-    blackout: str | None = None
-    """Date ranges in which redirects hold e-mail back, separated by commas: `2026-04-01/2026-09-30[Europe/Berlin]`."""
 
 
 class WebhookSettings(_Group):

@@ -96,8 +96,6 @@ _TOGETHER: Final = """
 
 - `PGOUTBOX_LEASE_SECONDS` is at least three times `PGOUTBOX_RENEW_SECONDS`, so that a renewal may fail twice.
 - `PGOUTBOX_LISTENER_HEARTBEAT_TIMEOUT_SECONDS` does not exceed `PGOUTBOX_LISTENER_HEARTBEAT_SECONDS`.
-- On a day of `PGOUTBOX_REDIRECT_BLACKOUT` a worker with `PGOUTBOX_REDIRECT_TO` holds e-mail back, except to exempt
-  addresses.
 - `PGOUTBOX_BREAKER_COOLDOWN_SECONDS` does not exceed `PGOUTBOX_BREAKER_MAX_COOLDOWN_SECONDS`.
 - `PGOUTBOX_SMTP_PASSWORD` needs `PGOUTBOX_SMTP_USERNAME`, and is refused with `PGOUTBOX_SMTP_SECURITY=none`.
 - `PGOUTBOX_MAIL_TRANSPORT=log` is refused with `PGOUTBOX_SMTP_HOST`, and `PGOUTBOX_MAIL_DIRECTORY` needs it.

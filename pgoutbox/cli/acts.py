@@ -204,18 +204,21 @@ def audit(
             print_json(act._asdict() | {"act_id": str(act.act_id)})
         return
     print_table(
-        ("id", "time", "actor", "origin", "action", "queue", "messages", "message ids", "details"),
+        ("id", "time", "actor", "stated by", "origin", "action", "queue", "messages", "message ids", "details"),
         [
             (
                 act.id,
                 act.acted_at,
                 act.actor,
+                act.stated_by,
                 act.origin,
                 act.action,
                 act.queue,
                 act.message_count,
                 ", ".join(map(str, (act.first_ids or [])[:5])) + ("…" if len(act.first_ids or []) > 5 else ""),
-                None if act.details is None else ", ".join(f"{name}={value}" for name, value in act.details.items()),
+                ", ".join(
+                    f"{name}={value}" for part in (act.stated, act.details) for name, value in (part or {}).items()
+                ),
             )
             for act in acts
         ],

@@ -103,6 +103,8 @@ def explain(error: PgOutboxError | psycopg.Error) -> tuple[str, int]:
         return str(error), FAILED
     if error.sqlstate is None and isinstance(error, psycopg.ProgrammingError):
         return _BAD_DSN, MISUSED
+    if error.diag.message_primary is None and isinstance(error, psycopg.DataError):
+        return f"Python cannot read a value of the database: {one_line(str(error))}; correct it by SQL", FAILED
     if error.diag.message_primary is None:
         return f"{one_line(str(error))}; check PGOUTBOX_DSN and that the server is running", FAILED
     if error.sqlstate in _MISSING and (lacking := missing_object(error.diag.message_primary)):

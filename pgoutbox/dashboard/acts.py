@@ -18,7 +18,6 @@ from pgoutbox.dashboard.rendering import link, query
 from pgoutbox.errors import MessageNotFoundError
 from pgoutbox.message import State
 from pgoutbox.operations import RedriveResult
-from pgoutbox.transports.redirect import RedirectRules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,8 +108,7 @@ async def limit_in_flight(request: Request) -> Response:
 @operators_only
 async def set_redirect(request: Request) -> Response:
     """Redirect all e-mail of all workers, for some time or without end."""
-    rules = RedirectRules.of(dashboard_of(request).settings.redirect)
-    target, duration = inputs.redirect_of(await inputs.read_form(request), rules)
+    target, duration = inputs.redirect_of(await inputs.read_form(request))
     await _act(request, lambda operator: operator.set_redirect(target, duration=duration))
     return _to_redirect(request, done="redirected")
 

@@ -145,6 +145,7 @@ async def show_message(request: Request, message_id: int, *, refusal: str | None
         return {
             "now": reads.now(connection),
             "message": details.redacted(names),
+            "corrects_destinations": operator.corrects_destinations(),
             "attempts": [attempt.redacted(names) for attempt in attempts],
             "acts": None if acts is None else _redacted_acts(dashboard, acts),
             "supersedes": supersedes,
@@ -177,7 +178,6 @@ async def queues(request: Request) -> Response:
         "looked_at": reads.SEARCH_ROWS,
         "periods": inputs.PERIODS,
         "notice": _notice(request),
-        "blackout": dashboard_of(request).settings.redirect.blackout,
     }
     return await render_page(request, "queues.html", {**context, **known})
 

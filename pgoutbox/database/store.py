@@ -487,15 +487,14 @@ class Store:
         )
         return [row[0] for row in rows]
 
-    async def redirect_target(self) -> str | None:
-        """Return the target of the redirect that an operator has switched on; None without one."""
-        rows = await self.claims.fetch(sql.REDIRECT_TARGET, {})
-        return rows[0][0] if rows else None
+    async def redirect_target(self) -> tuple[str | None, str | None]:
+        """Return the target of the redirect that an operator has switched on, and the blackout of today, or None."""
+        ((target, blackout),) = await self.claims.fetch(sql.REDIRECT_TARGET, {})
+        return target, blackout
 
-    async def report_redirect(self, target: str | None, refused_within: str | None) -> None:
-        """Report this worker's own redirect and its current blackout. Without both, delete its report."""
-        parameters = {"worker": self.worker, "target": target, "refused_within": refused_within}
-        await self.claims.fetch(sql.REPORT_REDIRECT, parameters)
+    async def report_redirect(self, target: str) -> None:
+        """Report this worker's own redirect."""
+        await self.claims.fetch(sql.REPORT_REDIRECT, {"worker": self.worker, "target": target})
 
     async def breaker_failed(self, key: str, *, trips: bool, error: str, alert_queue: str | None) -> BreakerRow | None:
         """Record one failure. Returns the breaker if it is open; `opened` if this call opened it."""

@@ -346,12 +346,13 @@ def check_redirect(context: DoctorContext) -> Iterator[Note]:
     """Find redirects that are on, and blackouts that forbid them."""
     rows = context.ask(sql.READ_REDIRECTS)
     for row in rows:
-        if row["refused_within"] is not None:
-            yield problem(
-                f"worker {row['name']}: the blackout {row['refused_within']} forbids the redirect that is on",
-                "e-mail waits, except to exempt addresses; notifications, webhooks and events wait too",
-                "run `pgoutbox redirect off`, or unset PGOUTBOX_REDIRECT_TO and restart the worker",
-            )
+        if row["source"] == "blackout":
+            if len(rows) > 1:
+                yield problem(
+                    f"the blackout {row['name']} forbids the redirect that is on",
+                    "e-mail waits, except to exempt addresses; notifications, webhooks and events wait too",
+                    "run `pgoutbox redirect off`, or unset PGOUTBOX_REDIRECT_TO and restart the workers",
+                )
         elif row["source"] == "operator":
             until = "" if row["until_at"] is None else f" until {row['until_at'].isoformat(timespec='seconds')}"
             yield warning(
@@ -365,7 +366,7 @@ def check_redirect(context: DoctorContext) -> Iterator[Note]:
                 "your users get no e-mail, and notifications, webhooks and events are held back",
                 "unset PGOUTBOX_REDIRECT_TO and restart the worker, unless this is a test system",
             )
-    if not rows:
+    if all(row["source"] == "blackout" for row in rows):
         yield ok("no redirect is on")
 
 

@@ -45,19 +45,12 @@ def _redirected(settings: Settings) -> Iterator[Note]:
         return
     if rules.to is None:
         return
-    if (window := rules.refused_within()) is not None:
-        yield problem(
-            f"PGOUTBOX_REDIRECT_TO={rules.to}, and PGOUTBOX_REDIRECT_BLACKOUT forbids to redirect within {window}",
-            "e-mail waits, except to exempt addresses; notifications, webhooks and events wait too",
-            "unset PGOUTBOX_REDIRECT_TO, and restart the workers",
-        )
-    else:
-        exceptions = f", except for {settings.redirect.exempt}" if settings.redirect.exempt else ""
-        yield warning(
-            f"PGOUTBOX_REDIRECT_TO={settings.redirect.to}: all e-mail goes there{exceptions}",
-            "your users get no e-mail, and notifications, webhooks and events are held back",
-            "unset PGOUTBOX_REDIRECT_TO, unless this is a test system",
-        )
+    exceptions = f", except for {settings.redirect.exempt}" if settings.redirect.exempt else ""
+    yield warning(
+        f"PGOUTBOX_REDIRECT_TO={settings.redirect.to}: all e-mail goes there{exceptions}",
+        "your users get no e-mail, and notifications, webhooks and events are held back",
+        "unset PGOUTBOX_REDIRECT_TO, unless this is a test system",
+    )
 
 
 def _for_testing(settings: Settings) -> Iterator[Note]:

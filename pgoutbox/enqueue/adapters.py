@@ -25,6 +25,7 @@ from pgoutbox.errors import (
     PayloadError,
     PgOutboxError,
     SchemaError,
+    StateError,
     TransactionError,
 )
 
@@ -378,6 +379,8 @@ def _own_error(error: Exception) -> PgOutboxError | None:
             return _refused(column, message)
         case Answer(schema="pgoutbox", constraint="dedupe_payload", message=message):
             return DedupeConflictError(message.removeprefix("pgoutbox.enqueue: "))
+        case Answer(schema="pgoutbox", constraint="blackout", message=message):
+            return StateError(message)
         case Answer(sqlstate="55000", schema="pgoutbox", message=message):
             return SchemaError(message.removeprefix("pgoutbox.enqueue: "))
         case Answer(sqlstate="42883" | "42P01" | "3F000", message=message):

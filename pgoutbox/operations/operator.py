@@ -2,7 +2,8 @@
 
 Each call is a transaction of its own; a bulk act commits each batch. So an interruption loses no reported result. Every
 write checks the expected state in SQL: it reports a concurrent change by a worker or another operator, and never
-overwrites it. The schema records each act in its own transaction; this module gives it the actor and the details.
+overwrites it. The schema records each act in its own transaction; this module states the actor, the origin and
+the filter.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ from pgoutbox.operations.records import (
 )
 from pgoutbox.options import check_available_at, check_destination, check_name, if_given
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.transports.redirect import REDIRECT_SECONDS, RedirectRules, check_target
+from pgoutbox.transports.redirect import REDIRECT_SECONDS, check_target
 
 BATCH_SIZE: Final = 500
 # A bulk act searches so many rows at a time, and fewer if it has to normalise the error of each.
@@ -87,6 +88,7 @@ _MOST_LEVELS: Final = 100
 
 _MISSING: Final = "does not exist"
 _LOCKED: Final = "is locked by another transaction; try again"
+_ENCRYPTED: Final = "is encrypted for its destination; let the application enqueue it again for the other one"
 _CHANGED: Final = "was attempted again"
 _MAX_REASON: Final = 1_000
 _MAX_REDIRECT: Final = timedelta(days=3_650)
@@ -98,9 +100,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class _Act:
-    """One act, which may consist of several batches. Without details, the schema records its own."""
+    """One act, which may consist of several batches. The schema records what it finds, and `stated` apart from it."""
 
-    details: Mapping[str, JsonValue]
+    stated: Mapping[str, JsonValue] = field(default_factory=dict)
     changes: Mapping[str, object] = field(default_factory=dict)  # Further parameters of its statement.
     id: UUID = field(default_factory=uuid4)
 
@@ -117,8 +119,8 @@ class Operator:
     the `with` block close. Or it is your own psycopg connection, which stays open. If that is in a transaction, the
     acts become part of it, and change its `search_path` and timeouts until it ends.
 
-    The audit records each act with the `actor` and its `origin`, for example "deploy script". Without an actor it
-    records the database role. With `read_only` the operator only reads, also on a standby.
+    The audit records each act with the `actor` and its `origin`, for example "deploy script", as statements of the
+    database role. Without an actor it records the role. With `read_only` the operator only reads, also on a standby.
 
     An operator serves one thread at a time. In async code, call it in a thread, as by `asyncio.to_thread`. Raises
     `ConfigurationError` or `SchemaError` for an unsuitable database, and the errors of psycopg.
@@ -134,7 +136,7 @@ class Operator:
     ) -> None:
         self._resources = contextlib.ExitStack()
         self._actor = {"actor": actor, "origin": origin}
-        self._redirect_rules: RedirectRules | None = None
+        self._may_act: bool | None = None
         self._keyring: Keyring | None = None
         if isinstance(database, psycopg.Connection):
             self._connection = database
@@ -145,7 +147,6 @@ class Operator:
             raise ConfigurationError(
                 f"database: give a connection string, Settings or a psycopg.Connection, not {kind}"
             )
-        self._redirect_rules = RedirectRules.of(settings.redirect)
         self._keyring = keyring_of(settings.encryption_keys)
         opened = operator_connection.connect(settings, read_only=read_only)
         self._connection = self._resources.enter_context(opened)
@@ -213,6 +214,11 @@ class Operator:
         ((may,),) = self._fetch(sql.READS_PAYLOADS)
         return bool(may)
 
+    def corrects_destinations(self) -> bool:
+        """Whether the role may redrive messages to another destination."""
+        ((may,),) = self._fetch(sql.MAY_REDRIVE_TO)
+        return bool(may)
+
     def reads_audit(self) -> bool:
         """Whether the role may read the audit."""
         ((may,),) = self._fetch(sql.READS_AUDIT)
@@ -252,10 +258,13 @@ class Operator:
 
             operator.enqueue(outbox.draft("mail.welcome", {"user_id": 7}))
         """
-        ((is_operator,),) = self._fetch(sql.MAY_ENQUEUE_AS_OPERATOR)
         adapter = sync_adapter(self._connection, function="enqueue", async_function="asyncio.to_thread")
-        statement = sql.ENQUEUE_ACT if is_operator else sql.ENQUEUE
-        return self._announced(_Act({}), lambda: run(adapter, insert(draft, notify=True, statement=statement)))
+
+        def write() -> Enqueued:
+            statement = sql.ENQUEUE_ACT if self._is_operator() else sql.ENQUEUE
+            return run(adapter, insert(draft, notify=True, statement=statement))
+
+        return self._announced(_Act(), write)
 
     def redrive(
         self, message_id: int, *, states: Collection[State] = REDRIVABLE, destination: str | None = None
@@ -263,8 +272,10 @@ class Operator:
         """Make a failed or cancelled message pending again, with its original budget of attempts.
 
         It is left alone if it is in none of `states`, or superseded by a newer message of its key. So is a cancelled
-        message if a later message has its dedupe key. A `destination` replaces that of the message. The audit does not
-        record the address.
+        message if a later message has its dedupe key. A `destination` replaces that of the message: the operator
+        can then read it there, so the owner may have revoked this right, and the audit records digests of the old and
+        the new destination. An encrypted message is left alone. Raises `StateError` with a `destination` during a
+        blackout.
         """
         (result,) = self._redrive({message_id: None}, states, _redriving(destination))
         return result
@@ -292,11 +303,11 @@ class Operator:
 
         No copy is made if the message is in another state, or superseded by a newer message of its key.
         """
-        return self._resend(message_id, _Act({}))
+        return self._resend(message_id, _Act())
 
     def cancel(self, message_id: int) -> MessageResult[CancelResult]:
         """Cancel a message, as the SQL function `pgoutbox.cancel` does."""
-        (result,) = self._cancel([message_id], OWED, _Act({}))
+        (result,) = self._cancel([message_id], OWED, _Act())
         return result
 
     def cancel_by_key(
@@ -356,7 +367,7 @@ class Operator:
 
         Raises `StateError` for states that the action cannot change.
         """
-        act = _Act({})
+        act = _Act()
         if action == "redrive":
             act = _redriving(changes.get("destination"))
         elif action == "dismiss":
@@ -365,7 +376,7 @@ class Operator:
             act = _rescheduling(changes.get("available_at"))
         if isinstance(which, MessageFilter):
             which = which.limited_to(action)
-            act = replace(act, details={**which.given(), **act.details})
+            act = replace(act, stated=which.given())
             states: Collection[State] = which.states
             found = self._search(which, batch_size)
         else:
@@ -419,7 +430,8 @@ class Operator:
     ) -> list[MessageResult[RedriveResult]]:
         """Redrive these messages in one transaction, if they still have these numbers of attempts; None means any."""
         parameters = {**_attempts(counts), "states": list(states), **act.changes}
-        return [_redriven(row, states, counts[row[0]]) for row in self._act(sql.REDRIVE, parameters, act)]
+        statement = sql.REDRIVE_TO if act.changes else sql.REDRIVE
+        return [_redriven(row, states, counts[row[0]]) for row in self._act(statement, parameters, act)]
 
     def _dismiss(self, counts: Mapping[int, int | None], act: _Act) -> list[MessageResult[DismissResult]]:
         """Dismiss these messages in one transaction, if they still have these numbers of attempts; None means any."""
@@ -472,7 +484,7 @@ class Operator:
         chosen = _chosen(ids, owner, destination)
         rows = self._fetch(sql.SELECTED_MESSAGES, chosen)
         found = list(dict.fromkeys([*(ids or ()), *(row[0] for row in rows)]))
-        act, results = _Act(_kind_of(chosen)), dict[int, EraseResult]()
+        act, results = _Act(), dict[int, EraseResult]()
         for part in _slices(found, batch_size):
             # A selection without messages is erased too: the audit may contain it.
             for message_id, result in self._act(sql.ERASE, {**chosen, "ids": part}, act):
@@ -509,7 +521,8 @@ class Operator:
         """
         chosen = _chosen(ids, owner, destination)
         rows = self._fetch(sql.SELECTED_MESSAGES, chosen)
-        act = _Act(_kind_of(chosen))
+        # The audit outlives the messages, so it does not name the owner or the address.
+        act = _Act({"by": next(name for name, value in chosen.items() if value is not None)})
         for part in _slices(rows, batch_size):
             for message, *texts in self._act(sql.EXPORT, {"ids": [row[0] for row in part]}, act):
                 yield message | {
@@ -561,12 +574,12 @@ class Operator:
         """
         seconds = None if duration is None else duration.total_seconds()
         parameters = {"queue": queue, "seconds": seconds}
-        ((paused_at, resume_at, _),) = self._act(sql.PAUSE_QUEUE, parameters, _Act({"seconds": seconds}))
+        ((paused_at, resume_at, _),) = self._act(sql.PAUSE_QUEUE, parameters, _Act())
         return Pause(paused_at, resume_at)
 
     def resume(self, queue: str) -> bool:
         """Allow claims again and wake a worker. Return False if the queue was not paused."""
-        return bool(self._act(sql.RESUME_QUEUE, {"queue": queue}, _Act({})))
+        return bool(self._act(sql.RESUME_QUEUE, {"queue": queue}, _Act()))
 
     def limit_rate(self, queue: str, rate: Rate | None, *, burst: int | None = None) -> None:
         """Limit the attempts of a queue that begin in any period of the rate, in all workers together; None removes it.
@@ -580,12 +593,7 @@ class Operator:
         if burst is not None and count is not None and not 1 <= burst <= count:
             raise PayloadError("burst", f"must be from 1 to {count}, because it is a part of the rate; got {burst}")
         asked = {"queue": queue, "count": count, "seconds": seconds, "burst": burst}
-        try:
-            self._act(sql.LIMIT_RATE, asked, _Act({}))
-        except CheckViolation as error:
-            if error.diag.constraint_name != "queue_ceiling":
-                raise
-            raise StateError(f"{error.diag.message_primary}. {error.diag.message_hint}") from None
+        self._act(sql.LIMIT_RATE, asked, _Act())
 
     def limit_ceiling(self, queue: str, at_most: Rate | None) -> None:
         """Set the most attempts in any period that operators may allow for a queue; None removes the ceiling.
@@ -595,12 +603,11 @@ class Operator:
         """
         count, seconds = (None, None) if at_most is None else (at_most.count, at_most.seconds)
         asked = {"queue": queue, "count": count, "seconds": seconds}
-        self._act(sql.LIMIT_CEILING, asked, _Act({"at_most": _shown(at_most)}))
+        self._act(sql.LIMIT_CEILING, asked, _Act())
 
     def limit_in_flight(self, queue: str, max_in_flight: int | None) -> None:
         """Limit the number of attempts of a queue in flight, in all workers together; None removes the limit."""
-        act = _Act({"max_in_flight": "none" if max_in_flight is None else max_in_flight})
-        self._act(sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight}, act)
+        self._act(sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight}, _Act())
 
     # --- circuit breakers ---------------------------------------------------------------------------------------------
 
@@ -613,7 +620,7 @@ class Operator:
 
         Workers send them after a second. Each batch of messages has its own transaction. Idempotent.
         """
-        act = _Act({"key": key})
+        act = _Act()
         was_open, message_count = False, 0
         while True:
             ((found_open, batch_count),) = self._act(sql.CLOSE_BREAKER, {"key": key}, act)
@@ -625,19 +632,16 @@ class Operator:
     # --- redirect -----------------------------------------------------------------------------------------------------
 
     def redirects(self) -> Redirects:
-        """Return the redirect that an operator has switched on, and the redirects and blackouts of workers."""
+        """Return the redirect that an operator has switched on, the redirects of workers, and the blackout of today."""
         rows = self._fetch(sql.READ_REDIRECTS)
         switched = [
             SwitchedRedirect(target, name, since, until_at)
-            for source, target, name, since, until_at, _ in rows
+            for source, target, name, since, until_at in rows
             if source == "operator"
         ]
-        workers = [
-            WorkerRedirect(name, target, refused_within, since)
-            for source, target, name, since, _, refused_within in rows
-            if source == "worker"
-        ]
-        return Redirects(switched[0] if switched else None, tuple(workers))
+        workers = [WorkerRedirect(name, target, since) for source, target, name, since, _ in rows if source == "worker"]
+        blackouts = [name for source, _, name, *_ in rows if source == "blackout"]
+        return Redirects(switched[0] if switched else None, tuple(workers), blackouts[0] if blackouts else None)
 
     def set_redirect(self, target: str, *, duration: timedelta | None = None) -> SwitchedRedirect:
         """Redirect all e-mail of all workers to `target`, for some time or until `clear_redirect`.
@@ -648,16 +652,14 @@ class Operator:
         The call waits for two seconds after its commit. When it returns, no worker begins to hand an e-mail over to
         its real recipients, except to the exempt addresses of its settings. In a transaction of your own connection it
         does not wait: count the two seconds from your commit. Raises `ConfigurationError` for an invalid target or
-        duration, and on a day of `PGOUTBOX_REDIRECT_BLACKOUT` in the settings of this process.
+        duration, and `StateError` during a blackout.
         """
         check_target(target)
         if duration is not None and not timedelta(seconds=1) <= duration <= _MAX_REDIRECT:
             raise ConfigurationError(f"duration={duration}: must be from 1 second to {_MAX_REDIRECT.days} days")
-        if self._redirect_rules is not None:
-            self._redirect_rules.require_allowed()
         seconds = None if duration is None else duration.total_seconds()
-        act = _Act({"target": target, "seconds": seconds})
-        ((set_by, set_at, until_at),) = self._act(sql.SET_REDIRECT, {"target": target, "seconds": seconds}, act)
+        parameters = {"target": target, "seconds": seconds}
+        ((set_by, set_at, until_at),) = self._act(sql.SET_REDIRECT, parameters, _Act())
         if self._connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE:
             time.sleep(REDIRECT_SECONDS)  # So long a worker may rely on what it has read.
         return SwitchedRedirect(target, set_by, set_at, until_at)
@@ -668,7 +670,7 @@ class Operator:
         Workers follow within two seconds. A redirect in the environment of a worker stays on. Each batch of messages
         has its own transaction. Idempotent.
         """
-        act = _Act({"target": "none"})
+        act = _Act()
         was_on, message_count = False, 0
         while True:
             ((found_on, batch_count),) = self._act(sql.CLEAR_REDIRECT, {}, act)
@@ -720,11 +722,12 @@ class Operator:
                 f"got topic={topic!r}, keep={keep}"
             )
         seconds = None if keep is None else keep.total_seconds()
-        self._act(sql.SET_RETENTION, {"topic": topic, "state": state, "keep_seconds": seconds}, _Act({}))
+        self._act(sql.SET_RETENTION, {"topic": topic, "state": state, "keep_seconds": seconds}, _Act())
 
     def unset_retention(self, topic: str, state: str) -> bool:
         """Remove a rule. Return False if there was none."""
-        return bool(self._act(sql.UNSET_RETENTION, {"topic": topic, "state": state}, _Act({})))
+        ((was_set,),) = self._act(sql.UNSET_RETENTION, {"topic": topic, "state": state}, _Act())
+        return bool(was_set)
 
     def count_prunable(
         self,
@@ -772,7 +775,7 @@ class Operator:
         keeps nothing: then the rule for `dedupe_key` applies to them. Any number of sessions may run it at once. Keys
         and contents without a message are deleted last.
         """
-        act = _Act({})
+        act = _Act()
         turn = retention.MaintenanceRun(
             retention.read_maintenance_facts(self._connection),
             retention.PartitionCache(),
@@ -797,27 +800,35 @@ class Operator:
         """Run one statement in a transaction that the schema records as this act, if it changes something."""
         return self._announced(act, lambda: self._connection.execute(statement, parameters).fetchall())
 
+    def _is_operator(self) -> bool:
+        """Whether the role may announce acts. A producer enqueues and cancels without a record."""
+        if self._may_act is None:
+            ((self._may_act,),) = self._connection.execute(sql.MAY_ACT).fetchall()
+        return bool(self._may_act)
+
     def _announced(self, act: _Act, work: Callable[[], _T]) -> _T:
         """Run `work` in a transaction with the name of this act."""
-        details = {name: value for name, value in act.details.items() if value not in (None, [])}
-        announced = {**self._actor, "act_id": act.id, "details": Jsonb(details) if details else None}
+        stated = {name: value for name, value in act.stated.items() if value not in (None, [])}
+        announced = {**self._actor, "act_id": act.id, "stated": Jsonb(stated) if stated else None}
 
         def announce_and_run() -> _T:
-            self._connection.execute(sql.ANNOUNCE_ACT, announced)
+            if self._is_operator():
+                self._connection.execute(sql.ANNOUNCE_ACT, announced)
             return work()
 
-        return operator_connection.transact(self._connection, announce_and_run)
+        try:
+            return operator_connection.transact(self._connection, announce_and_run)
+        except CheckViolation as error:
+            if error.diag.constraint_name not in ("queue_ceiling", "blackout"):
+                raise
+            raise StateError(f"{error.diag.message_primary}. {error.diag.message_hint}") from None
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def _shown(rate: Rate | None) -> str:
-    return "none" if rate is None else f"{rate.count}/{rate.seconds:g}s"
-
-
 def _redriven(row: TupleRow, states: Collection[State], expected_count: int | None) -> MessageResult[RedriveResult]:
-    message_id, is_done, state, newer_id, attempt_count, dedupe_key_of = row
+    message_id, is_done, state, newer_id, attempt_count, dedupe_key_of, is_bound = row
 
     def left_alone(
         result: RedriveResult, explanation: str, other_id: int | None = None
@@ -835,6 +846,8 @@ def _redriven(row: TupleRow, states: Collection[State], expected_count: int | No
         return left_alone(RedriveResult.CHANGED, _CHANGED)
     if newer_id is not None:
         return left_alone(RedriveResult.SUPERSEDED, _superseded(newer_id), newer_id)
+    if is_bound:
+        return left_alone(RedriveResult.ENCRYPTED, _ENCRYPTED)
     if dedupe_key_of is not None:
         explanation = f"has lost its dedupe key to message {dedupe_key_of}"
         return left_alone(RedriveResult.DEDUPE_KEY_TAKEN, explanation, dedupe_key_of)
@@ -855,20 +868,19 @@ def _cancelled(message_id: int, answer: str) -> MessageResult[CancelResult]:
 
 def _redriving(destination: str | None) -> _Act:
     changed = if_given(check_destination, "destination", destination)
-    # The audit outlives the message, so it does not name the address.
-    return _Act({} if changed is None else {"destination": "corrected"}, {"destination": changed})
+    return _Act(changes={} if changed is None else {"destination": changed})
 
 
 def _dismissing(reason: str | None) -> _Act:
     text = reason.strip() if isinstance(reason, str) else ""
     if not 1 <= len(text) <= _MAX_REASON:
         raise PayloadError("reason", f"must have 1 to {_MAX_REASON:,} characters")
-    return _Act({"reason": text}, {"reason": text})
+    return _Act(changes={"reason": text})
 
 
 def _rescheduling(available_at: datetime | None) -> _Act:
     due_at = if_given(check_available_at, "available_at", available_at)
-    return _Act({"available_at": "now" if due_at is None else due_at.isoformat()}, {"available_at": due_at})
+    return _Act(changes={"available_at": due_at})
 
 
 def _chosen(ids: Sequence[int] | None, owner: str | None, destination: str | None) -> dict[str, object]:
@@ -880,11 +892,6 @@ def _chosen(ids: Sequence[int] | None, owner: str | None, destination: str | Non
         if chosen[name] == "":
             raise ConfigurationError(f"{name}: must not be empty")
     return chosen
-
-
-def _kind_of(chosen: Mapping[str, object]) -> dict[str, JsonValue]:
-    """Return the details for the audit. It outlives the messages, so it does not name the owner or the address."""
-    return {"by": next(name for name, value in chosen.items() if value is not None)}
 
 
 def _attempts(counts: Mapping[int, int | None]) -> dict[str, object]:

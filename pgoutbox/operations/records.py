@@ -134,8 +134,8 @@ class RedriveResult(enum.StrEnum):
 
     `redriven`: the message is pending again. `missing`: no such message exists. `wrong_state`: its state is not one of
     the given states. `changed`: it was attempted again since it was listed. `superseded`: a newer message of its
-    coalesce key exists. `dedupe_key_taken`: another message has its dedupe key. `locked`: another transaction has
-    locked its row; try again.
+    coalesce key exists. `dedupe_key_taken`: another message has its dedupe key. `encrypted`: its payload can only
+    be opened for its own destination. `locked`: another transaction has locked its row; try again.
     """
 
     REDRIVEN = "redriven"
@@ -143,6 +143,7 @@ class RedriveResult(enum.StrEnum):
     WRONG_STATE = "wrong_state"
     CHANGED = "changed"
     SUPERSEDED = "superseded"
+    ENCRYPTED = "encrypted"
     DEDUPE_KEY_TAKEN = "dedupe_key_taken"
     LOCKED = "locked"
 
@@ -411,7 +412,10 @@ class TopicCounts(NamedTuple):
 
 
 class AuditRow(NamedTuple):
-    """One batch of one act, in the order of LIST_ACTS. It lists the first twenty messages."""
+    """One batch of one act, in the order of LIST_ACTS. It lists the first twenty messages.
+
+    The login `db_role` states `actor`, `origin` and `stated`. The database finds the rest.
+    """
 
     id: int
     act_id: UUID
@@ -424,15 +428,16 @@ class AuditRow(NamedTuple):
     message_count: int | None
     first_ids: list[int] | None
     details: dict[str, JsonValue] | None
+    stated: dict[str, JsonValue] | None
+
+    @property
+    def stated_by(self) -> str | None:
+        """The database role that states the actor; None if the actor is the role itself."""
+        return None if self.actor == self.db_role else self.db_role
 
     def redacted(self, names: Collection[str]) -> AuditRow:
         """Return the act without values whose name matches `names`: the text of a filter may be sensitive."""
-        if self.details is None:
-            return self
-        values: dict[str, JsonValue] = {
-            name: redact_text(value, names) if isinstance(value, str) else value for name, value in self.details.items()
-        }
-        return self._replace(details=cast("dict[str, JsonValue]", redact(values, names)))
+        return self._replace(details=_redact_values(self.details, names), stated=_redact_values(self.stated, names))
 
 
 class QueueControls(NamedTuple):
@@ -473,45 +478,45 @@ class SwitchedRedirect(NamedTuple):
 
 
 class WorkerRedirect(NamedTuple):
-    """A worker's own redirect, `PGOUTBOX_REDIRECT_TO`, and the blackout because of which it holds e-mail back."""
+    """A worker's own redirect, `PGOUTBOX_REDIRECT_TO`."""
 
     worker: str
-    target: str | None
-    refused_within: str | None
+    target: str
     reported_at: datetime
 
 
 class Redirects(NamedTuple):
-    """All redirects that are on: the operator's, and those that workers have reported in the last 90 seconds."""
+    """All redirects that are on, the operator's and those that workers have reported, and the blackout of today."""
 
     switched: SwitchedRedirect | None
     workers: tuple[WorkerRedirect, ...]
+    blackout: str | None
 
     def warnings(self) -> list[str]:
-        """Return a sentence for each redirect that is on and each blackout that forbids it; none if all is as usual."""
+        """Return a sentence for each redirect that is on, and one for a blackout that forbids them."""
         found = []
         if self.switched is not None:
             target, set_by, set_at, until_at = self.switched
             until = "" if until_at is None else f" until {until_at.isoformat(timespec='seconds')}"
             since = set_at.isoformat(timespec="seconds")
             found.append(f"{set_by} redirects all e-mail to {target} since {since}{until}")
-        targets = Counter(report.target for report in self.workers if report.target is not None)
+        targets = Counter(report.target for report in self.workers)
         found += [
             f"PGOUTBOX_REDIRECT_TO={target} redirects all e-mail of {_workers(count)}"
             for target, count in targets.items()
         ]
-        windows = Counter(report.refused_within for report in self.workers if report.refused_within is not None)
-        found += [
-            f"the blackout {window} forbids the redirect: e-mail of {_workers(count)} waits, except to exempt addresses"
-            for window, count in windows.items()
-        ]
+        if found and self.blackout is not None:
+            found.append(
+                f"the blackout {self.blackout} forbids to redirect: this e-mail waits, except to exempt addresses"
+            )
         return found
 
     def as_json(self) -> dict[str, object]:
-        """Return both as JSON values."""
+        """Return all of them as JSON values."""
         return {
             "switched": None if self.switched is None else self.switched._asdict(),
             "workers": [report._asdict() for report in self.workers],
+            "blackout": self.blackout,
         }
 
 
@@ -566,6 +571,15 @@ class RetentionRule(NamedTuple):
 
 def _redact_text(text: str | None, names: Collection[str]) -> str | None:
     return None if text is None else redact_text(text, names)
+
+
+def _redact_values(values: dict[str, JsonValue] | None, names: Collection[str]) -> dict[str, JsonValue] | None:
+    if values is None:
+        return None
+    texts: dict[str, JsonValue] = {
+        name: redact_text(value, names) if isinstance(value, str) else value for name, value in values.items()
+    }
+    return cast("dict[str, JsonValue]", redact(texts, names))
 
 
 def _redact_json(value: JsonValue, names: Collection[str]) -> JsonValue:

@@ -90,8 +90,8 @@ class FollowsRedirect(Protocol):
         """Hand the content over as `send` does, or to the receivers of the redirect that is on.
 
         The worker calls this in place of `send`. Call `await redirect()` right before the hand-over: it returns the
-        redirect that is on, or None. On a day of `PGOUTBOX_REDIRECT_BLACKOUT`, `redirect.refusal(message)` is the
-        outcome to return.
+        redirect that is on, or None. During a blackout, `redirect.refusal(message)` is the outcome to
+        return.
         """
         ...
 

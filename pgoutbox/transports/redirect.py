@@ -11,12 +11,10 @@ import hashlib
 import random
 import re
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, tzinfo
 from email.headerregistry import Address
 from typing import TYPE_CHECKING, Self
-from zoneinfo import ZoneInfo, available_timezones
 
-from pgoutbox.errors import ConfigurationError, NotReadyError
+from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Message, Permanent, Postponed, ReasonCode
 from pgoutbox.transports.addresses import Mailbox, parse_mailbox
 
@@ -28,101 +26,53 @@ REDIRECT_SECONDS = 2.0
 
 _TO = "PGOUTBOX_REDIRECT_TO"
 _EXEMPT = "PGOUTBOX_REDIRECT_EXEMPT"
-_BLACKOUT = "PGOUTBOX_REDIRECT_BLACKOUT"
 _MAX_LOCAL_BYTES = 64
 _MAX_PAUSE_SECONDS = 300.0
-_WINDOW = re.compile(r"(\d{4}-\d\d-\d\d)/(\d{4}-\d\d-\d\d)(?:\[([A-Za-z0-9_+/-]+)\])?")
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A blackout: days on which nothing may be redirected, the first and the last included."""
-
-    first: date
-    last: date
-    zone: tzinfo
-    text: str
-
-    @classmethod
-    def parse(cls, text: str) -> Window:
-        """Read `2026-04-01/2026-09-30`, days in UTC, or `2026-04-01/2026-09-30[Europe/Berlin]`."""
-        matched = _WINDOW.fullmatch(text)
-        if matched is None:
-            raise ConfigurationError(
-                f"{_BLACKOUT}: {text!r}: give FIRST/LAST, two dates, for example 2026-04-01/2026-09-30 or "
-                "2026-04-01/2026-09-30[Europe/Berlin]"
-            )
-        first, last, zone = matched.groups()
-        try:
-            window = cls(date.fromisoformat(first), date.fromisoformat(last), ZoneInfo(zone) if zone else UTC, text)
-        except (ValueError, OSError) as error:
-            raise ConfigurationError(f"{_BLACKOUT}: {text!r}: {error}") from None
-        except KeyError:
-            if not available_timezones():
-                raise NotReadyError(f"{_BLACKOUT}: {text!r}: this machine has no time zones; install tzdata") from None
-            raise ConfigurationError(f"{_BLACKOUT}: {text!r}: no time zone {zone!r} on this machine") from None
-        if window.last < window.first:
-            raise ConfigurationError(f"{_BLACKOUT}: {text!r}: ends before it begins")
-        return window
-
-    def __contains__(self, moment: datetime) -> bool:
-        return self.first <= moment.astimezone(self.zone).date() <= self.last
 
 
 @dataclass(frozen=True, slots=True)
 class RedirectRules:
-    """The settings of the redirect: its target if the environment has one, exempt recipients and blackouts."""
+    """The settings of the redirect: its target if the environment has one, and exempt recipients."""
 
     to: str | None
     exempt: frozenset[str]
-    windows: tuple[Window, ...]
 
     @classmethod
     def of(cls, settings: RedirectSettings) -> Self:
         """Return the rules of the settings. Raises `ConfigurationError` for an invalid setting."""
-        windows = tuple(Window.parse(text) for text in _items(settings.blackout))
         exempt = frozenset(_exemption(text) for text in _items(settings.exempt))
-        rules = cls(settings.to, exempt, windows)
+        rules = cls(settings.to, exempt)
         rules.redirect()
         return rules
 
-    def redirect(self, switched_to: str | None = None) -> Redirect | None:
+    def redirect(self, switched_to: str | None = None, *, blackout: str | None = None) -> Redirect | None:
         """Return the redirect to the target that an operator has switched on, or else to that of the settings.
 
-        Raises `ConfigurationError` for a target that is not an address, or `@` and a domain.
+        `blackout` is the name of the one that forbids to redirect now. Raises `ConfigurationError` for a target that is
+        not an address, or `@` and a domain.
         """
         if switched_to is not None:
-            return Redirect(switched_to, _target("target", switched_to), self)
-        return None if self.to is None else Redirect(self.to, _target(_TO, self.to), self)
-
-    def refused_within(self) -> str | None:
-        """Return the blackout that forbids to redirect now, as the setting has it; None without one."""
-        now = datetime.now(UTC)
-        return next((window.text for window in self.windows if now in window), None)
-
-    def require_allowed(self) -> None:
-        """Raise `ConfigurationError` during a blackout."""
-        if (window := self.refused_within()) is not None:
-            raise ConfigurationError(f"{_BLACKOUT} forbids to redirect within {window}")
+            return Redirect(switched_to, _target("target", switched_to), self, blackout)
+        return None if self.to is None else Redirect(self.to, _target(_TO, self.to), self, blackout)
 
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """A redirect that is on: its target, an address or `@` and a domain, and the rules of the worker."""
+    """A redirect that is on: its target, an address or `@` and a domain, the rules of the worker, and the blackout."""
 
     target: str
     address: Address
     rules: RedirectRules
+    blackout: str | None = None
 
     def refusal(self, message: Message[object]) -> Postponed | None:
         """Return the outcome of a content that a blackout forbids to redirect; None on other days.
 
         Neither its receiver nor the testers get it. It waits, and uses up no attempt.
         """
-        window = self.rules.refused_within()
-        if window is None:
+        if self.blackout is None:
             return None
-        return held_back(message, f"refuses to redirect to {self.target} within {window} ({_BLACKOUT})")
+        return held_back(message, f"refuses to redirect to {self.target} within the blackout {self.blackout}")
 
     def is_exempt(self, box: Mailbox) -> bool:
         """Whether this recipient is exempt from the redirect."""
@@ -153,7 +103,11 @@ def check_target(target: str) -> None:
 
 def _target(name: str, target: str) -> Address:
     # The longest name for a redirected address must fit before the domain.
-    return _address(name, "x" * _MAX_LOCAL_BYTES + target if target.startswith("@") else target)
+    address = _address(name, "x" * _MAX_LOCAL_BYTES + target if target.startswith("@") else target)
+    # The rule of pgoutbox.set_redirect: no display name, and ASCII alone.
+    if not target.isascii() or re.search(r"[\s<]", target):
+        raise ConfigurationError(f"{name}: {target!r} is not plain ASCII; give an address, or @ and a domain")
+    return address
 
 
 def _items(text: str | None) -> list[str]:

@@ -4,7 +4,7 @@ The redirect of the settings is fixed. An operator's redirect is a row of `pgout
 an answer of the database that is older than two seconds. So a redirect holds for every hand-over that begins more than
 two seconds after its commit. The row is read at most once a second, and only while contents are handed over.
 
-A worker with a redirect or a blackout in its settings also reports them to the database.
+A worker with a redirect in its settings also reports it to the database.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Redirects:
         self._noted: tuple[str | None, str | None] = (None, None)
 
     async def start(self) -> None:
-        """Report the redirect and the blackout of the settings, if there is one, now and periodically."""
-        if self._rules.to is not None or self._rules.windows:
+        """Report the redirect of the settings, if there is one, now and periodically."""
+        if self._rules.to is not None:
             await self._report()
             self._reporting = asyncio.create_task(self._keep_reporting(), name="pgoutbox-redirect")
 
@@ -95,7 +95,8 @@ class Redirects:
     async def _read(self) -> None:
         asked_at = self._clock()
         try:
-            redirect = self._rules.redirect(await self._store.redirect_target())
+            target, blackout = await self._store.redirect_target()
+            redirect = self._rules.redirect(target, blackout=blackout)
         except (psycopg.Error, OSError, ConfigurationError) as error:
             self._note_unknown(error)
             raise RedirectUnknownError(f"not sent: the redirect is unknown: {type(error).__name__}") from error
@@ -107,20 +108,18 @@ class Redirects:
     def _note(self, redirect: Redirect | None) -> None:
         """Log a change of the redirect, once."""
         target = None if redirect is None else redirect.target
-        refused_within = None if redirect is None else self._rules.refused_within()
-        noted, self._noted = self._noted, (target, refused_within)
+        blackout = None if redirect is None else redirect.blackout
+        noted, self._noted = self._noted, (target, blackout)
         if noted == self._noted:
             return
         if redirect is None:
             self._telemetry.report(logging.INFO, LogEvent.REDIRECT_ENDED, "the redirect is off")
-        elif refused_within is None:
+        elif blackout is None:
             text = "e-mail is redirected, the rest held back"
             self._telemetry.report(logging.WARNING, LogEvent.REDIRECTING, text, target=target)
         else:
             text = "a blackout forbids the redirect that is on; e-mail is held back"
-            self._telemetry.report(
-                logging.WARNING, LogEvent.REDIRECT_REFUSED, text, target=target, blackout=refused_within
-            )
+            self._telemetry.report(logging.WARNING, LogEvent.REDIRECT_REFUSED, text, target=target, blackout=blackout)
 
     def _note_unknown(self, error: Exception) -> None:
         reason = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".rstrip()
@@ -133,10 +132,7 @@ class Redirects:
             await self._report()
 
     async def _report(self) -> None:
-        with contextlib.suppress(RedirectUnknownError):
-            redirect = await self.current()
-            refused_within = None if redirect is None else self._rules.refused_within()
-            try:
-                await self._store.report_redirect(self._rules.to, refused_within)
-            except (psycopg.Error, OSError) as error:
-                self._note_unknown(error)
+        try:
+            await self._store.report_redirect(str(self._rules.to))
+        except (psycopg.Error, OSError) as error:
+            self._note_unknown(error)

@@ -470,6 +470,24 @@ def test_the_privacy_role_of_the_page_exports_and_the_application_erases(roles: 
         assert roles.execute(erase).fetchall() == [(message_id, "erased")]
 
 
+def test_the_owner_finds_and_forbids_other_destinations_as_the_pages_say(rolled_back: psycopg.Connection) -> None:
+    blackout, revoke, compare = (
+        block.text.encode()
+        for name in ("blackout", "revoke", "compare")
+        for block in all_blocks("sql")
+        if block.directive == f"run as the owner: {name}"
+    )
+    message_id = put(rolled_back, State.FAILED, destination="mailto:ada@example.org")
+    rolled_back.execute("SELECT pgoutbox.redrive_to(%s, 'mailto:eve@example.com')", ([message_id],))
+    assert [row[3] for row in rolled_back.execute(compare).fetchall()] == [[message_id]]
+    rolled_back.execute(revoke)
+    rolled_back.execute("SET LOCAL ROLE pgoutbox_operator")
+    assert not Operator(rolled_back).corrects_destinations()
+    rolled_back.execute("RESET ROLE")
+    rolled_back.execute(blackout)
+    assert rolled_back.execute("SELECT count(*) FROM pgoutbox.blackout_view").fetchone() == (2,)
+
+
 def test_the_application_role_of_the_page_enqueues_and_cancels(roles: psycopg.Connection) -> None:
     roles.execute("SET LOCAL ROLE club_app")
     first = enqueue(roles, coalesce_key="k", dedupe_key="d")

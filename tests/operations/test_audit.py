@@ -74,9 +74,9 @@ def test_acts_on_queues_and_rules_record_their_arguments(rolled_back: psycopg.Co
     Operator(rolled_back).limit_in_flight("mail", None)
     Operator(rolled_back).set_retention("greet", "sent", None)
     Operator(rolled_back).unset_retention("greet", "sent")
-    told = [(act.action, act.queue, act.details) for act in reversed(Operator(rolled_back).list_acts())]
+    paused, *told = [(act.action, act.queue, act.details) for act in reversed(Operator(rolled_back).list_acts())]
+    assert (*paused[:2], list(paused[2] or ())) == ("pause", "mail", ["resume_at"])
     assert told == [
-        ("pause", "mail", {"seconds": 300.0}),
         ("resume", "mail", None),
         ("limit", "mail", {"rate": "20/60s", "burst": 2}),
         ("limit", "mail", {"max_in_flight": 7}),
@@ -112,7 +112,7 @@ def test_a_bulk_is_one_act_with_its_filter_and_a_row_for_each_batch(operator: ps
     acts = Operator(operator).list_acts()
     assert [act.first_ids for act in reversed(acts)] == [ids[:2], ids[2:4], ids[4:]]
     assert len({act.act_id for act in acts}) == 1
-    assert acts[0].details == {"topic": "mail", "states": ["failed"]}
+    assert (acts[0].stated, acts[0].details) == ({"topic": "mail", "states": ["failed"]}, None)
 
 
 def test_a_prune_records_the_number_of_messages(rolled_back: psycopg.Connection) -> None:
@@ -121,7 +121,7 @@ def test_a_prune_records_the_number_of_messages(rolled_back: psycopg.Connection)
     Operator(rolled_back).prune(timedelta(days=8), topic="mail")
     (act,) = Operator(rolled_back).list_acts(action=Action.PRUNE)
     assert (act.message_count, act.first_ids) == (3, None)
-    assert act.details == {"states": ["cancelled", "sent", "skipped"], "older_than_seconds": 691200.0, "topic": "mail"}
+    assert act.stated == {"states": ["cancelled", "sent", "skipped"], "older_than_seconds": 691200.0, "topic": "mail"}
 
 
 def test_without_an_actor_the_role_is_recorded(rolled_back: psycopg.Connection) -> None:
@@ -186,14 +186,14 @@ def test_every_action_can_be_recorded(rolled_back: psycopg.Connection) -> None:
         ("UPDATE pgoutbox.queue SET paused_at = NULL WHERE name = 'bulk'", ("resume", "bulk", None, None, None)),
         (
             "UPDATE pgoutbox.queue SET max_in_flight = 3 WHERE name = 'bulk'",
-            ("limit", "bulk", None, None, {"rate": "none", "max_in_flight": 3}),
+            ("limit", "bulk", None, None, {"max_in_flight": 3}),
         ),
         (
-            "INSERT INTO pgoutbox.retention (topic, state, keep) VALUES ('mail', 'sent', '1 hour')",
+            "SELECT pgoutbox.set_retention('mail', 'sent', '1 hour')",
             ("retention", None, None, None, {"topic": "mail", "state": "sent", "keep_seconds": 3600}),
         ),
         (
-            "DELETE FROM pgoutbox.retention WHERE topic = '*'",
+            "SELECT pgoutbox.unset_retention('*', 'sent')",
             ("retention", None, None, None, {"topic": "*", "state": "sent", "keep_seconds": "no rule"}),
         ),
         ("SELECT pgoutbox.close_breaker('smtp')", ("breaker", None, None, None, {"key": "smtp"})),
@@ -233,7 +233,7 @@ def test_an_operators_act_by_sql_is_recorded(dsn: str, act: LiteralString, told:
 
 
 def test_an_act_by_sql_can_name_its_operator(rolled_back: psycopg.Connection) -> None:
-    rolled_back.execute("SET LOCAL pgoutbox.act_actor = 'ada'")
+    rolled_back.execute("SELECT pgoutbox.announce_act('ada')")
     rolled_back.execute("SELECT pgoutbox.redrive(ARRAY[%s], '{failed}', NULL)", [put(rolled_back, State.FAILED)])
     ((actor, role, me),) = rolled_back.execute("SELECT actor, db_role, session_user FROM pgoutbox.audit").fetchall()
     assert (actor, role) == ("ada", me)

@@ -158,7 +158,7 @@ def test_the_audit_records_a_ceiling(owner: Operator, db: psycopg.Connection) ->
     db.execute("UPDATE pgoutbox.queue SET ceiling_count = 30")
     assert [act.details for act in owner.list_acts()] == [
         {"rate": "30/3600s", "burst": 3, "at_most": "30/3600s"},
-        {"at_most": "60/3600s"},
+        {"rate": "60/3600s", "burst": 5, "at_most": "60/3600s"},
     ]
 
 

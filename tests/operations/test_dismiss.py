@@ -104,8 +104,7 @@ def test_a_redrive_sends_to_a_corrected_destination(db: psycopg.Connection) -> N
     assert Operator(db, actor="bob").redrive(message_id, destination="mailto:ada@example.org").is_done
     row = db.execute("SELECT state, destination FROM pgoutbox.message WHERE id = %s", [message_id]).fetchone()
     assert row == ("pending", "mailto:ada@example.org")
-    (act,) = Operator(db).list_acts(message_id=message_id)
-    assert (act.action, act.details) == (Action.REDRIVE, {"destination": "corrected"})
+    assert [act.action for act in Operator(db).list_acts(message_id=message_id)] == [Action.REDRIVE]
 
 
 def test_without_a_correction_a_redrive_keeps_the_destination(db: psycopg.Connection) -> None:
@@ -119,4 +118,4 @@ def test_an_invalid_destination_is_refused(rolled_back: psycopg.Connection) -> N
     with pytest.raises(PayloadError, match="destination: must be a URI"):
         Operator(rolled_back).redrive(1, destination="ada")
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="destination: must be a URI"):
-        rolled_back.execute("SELECT pgoutbox.redrive('{1}', destination => 'ada')")
+        rolled_back.execute("SELECT pgoutbox.redrive_to('{1}', 'ada')")

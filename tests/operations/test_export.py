@@ -50,7 +50,7 @@ def test_an_export_is_an_act_of_the_audit(db: psycopg.Connection) -> None:
     exported = list(Operator(db, actor="olga").export(destination="ada@example.org", batch_size=2))
     assert [one["id"] for one in exported] == ids
     acts = Operator(db).list_acts(action=Action.EXPORT)
-    assert [(act.actor, act.first_ids, act.details) for act in acts] == [
+    assert [(act.actor, act.first_ids, act.stated) for act in acts] == [
         ("olga", ids[2:], {"by": "destination"}),
         ("olga", ids[:2], {"by": "destination"}),
     ]

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
-
 import pytest
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Postponed, ReasonCode
 from pgoutbox.settings import Settings
-from pgoutbox.transports.redirect import RedirectRules, Window, held_back
+from pgoutbox.transports.redirect import RedirectRules, held_back
 from pgoutbox.transports.smtp.mail import Email, RenderedEmail, render
 from tests.support.sends import outgoing
 from tests.support.settings import settings_with
 from tests.support.smtp_server import parsed
 
-TODAY = datetime.now(UTC).date()
-AROUND_TODAY = f"{TODAY - timedelta(days=2)}/{TODAY + timedelta(days=2)}"
-LONG_AGO = "2001-04-01/2001-09-30"
+BLACKOUT = "2026-04-01/2026-09-30"
 EMAIL = Email(to="Ann Lee <ann@example.com>", cc="bob@example.com", bcc="eve@example.net", subject="Hello", text="Hi")
 
 
@@ -26,8 +22,9 @@ def settings_for(to: str | None, **overrides: object) -> Settings:
 
 
 def redirected(email: Email, to: str | None, **overrides: object) -> RenderedEmail:
+    blackout = overrides.pop("blackout", None)
     settings = settings_for(to, **overrides)
-    redirect = RedirectRules.of(settings.redirect).redirect()
+    redirect = RedirectRules.of(settings.redirect).redirect(blackout=None if blackout is None else str(blackout))
     return render(email, outgoing(destination="mailto:dan@example.com"), settings, redirect)
 
 
@@ -120,17 +117,17 @@ def test_a_handler_cannot_set_the_redirect_header() -> None:
 
 
 def test_without_a_redirect_the_allowlist_and_the_days_have_no_effect() -> None:
-    mail = redirected(EMAIL, None, redirect_exempt="ann@example.com", redirect_blackout=AROUND_TODAY)
+    mail = redirected(EMAIL, None, redirect_exempt="ann@example.com", blackout=BLACKOUT)
     assert mail.recipients == ("ann@example.com", "bob@example.com", "eve@example.net")
 
 
 def test_on_forbidden_days_an_email_waits_unless_all_its_recipients_are_exempt() -> None:
-    overrides = {"redirect_exempt": "@example.com", "redirect_blackout": f"{LONG_AGO},{AROUND_TODAY}"}
+    overrides = {"redirect_exempt": "@example.com", "blackout": BLACKOUT}
     with pytest.raises(Postponed) as caught:
         redirected(EMAIL, "tester@example.org", **overrides)
     assert (caught.value.code, caught.value.reason) == (
         ReasonCode.REDIRECT,
-        f"refuses to redirect to tester@example.org within {AROUND_TODAY} (PGOUTBOX_REDIRECT_BLACKOUT)",
+        f"refuses to redirect to tester@example.org within the blackout {BLACKOUT}",
     )
     mail = redirected(Email(to="ann@example.com", subject="Hello", text="Hi"), "tester@example.org", **overrides)
     assert mail.recipients == ("ann@example.com",)
@@ -143,27 +140,6 @@ def test_the_pauses_of_held_back_messages_grow_to_five_minutes() -> None:
     assert all(150 <= pause <= 300 for pause in pauses[2:])
 
 
-def test_on_other_days_email_is_redirected() -> None:
-    assert redirected(EMAIL, "tester@example.org", redirect_blackout=LONG_AGO).recipients == ("tester@example.org",)
-
-
-@pytest.mark.parametrize(
-    ("window", "moment", "inside"),
-    [
-        ("2026-04-01/2026-09-30", "2026-03-31T23:59:59+00:00", False),
-        ("2026-04-01/2026-09-30", "2026-04-01T00:00:00+00:00", True),
-        ("2026-04-01/2026-09-30", "2026-09-30T23:59:59+00:00", True),
-        ("2026-04-01/2026-09-30", "2026-10-01T00:00:00+00:00", False),
-        ("2026-04-01/2026-04-01", "2026-04-01T12:00:00+00:00", True),
-        ("2026-04-01/2026-09-30", "2026-04-01T00:30:00+02:00", False),
-        ("2026-04-01/2026-09-30[Europe/Berlin]", "2026-04-01T00:30:00+02:00", True),
-        ("2026-04-01/2026-09-30[Europe/Berlin]", "2026-09-30T22:30:00+00:00", False),
-    ],
-)
-def test_the_first_and_the_last_day_are_forbidden_in_their_time_zone(window: str, moment: str, inside: bool) -> None:
-    assert (datetime.fromisoformat(moment) in Window.parse(window)) is inside
-
-
 @pytest.mark.parametrize(
     ("overrides", "error"),
     [
@@ -173,12 +149,6 @@ def test_the_first_and_the_last_day_are_forbidden_in_their_time_zone(window: str
         ({"redirect_to": "@" + "a." * 95 + "org"}, "PGOUTBOX_REDIRECT_TO: is too long for an address"),
         ({"redirect_exempt": "example.org"}, "PGOUTBOX_REDIRECT_EXEMPT: has no @; give an address, or @ and a domain"),
         ({"redirect_exempt": "@example.org,"}, "PGOUTBOX_REDIRECT_EXEMPT: is empty"),
-        ({"redirect_blackout": "2026-04-01"}, "PGOUTBOX_REDIRECT_BLACKOUT: '2026-04-01': give FIRST/LAST"),
-        ({"redirect_blackout": "2026-04-01/2026-09-31"}, "PGOUTBOX_REDIRECT_BLACKOUT: '2026-04-01/2026-09-31': day"),
-        ({"redirect_blackout": "2026-09-30/2026-04-01"}, "PGOUTBOX_REDIRECT_BLACKOUT: .* ends before it begins"),
-        ({"redirect_blackout": f"{LONG_AGO},"}, "PGOUTBOX_REDIRECT_BLACKOUT: '': give FIRST/LAST"),
-        ({"redirect_blackout": f"{LONG_AGO}[Mars/Base]"}, "PGOUTBOX_REDIRECT_BLACKOUT: .* no time zone 'Mars/Base'"),
-        ({"redirect_blackout": f"{LONG_AGO}[../etc]"}, "PGOUTBOX_REDIRECT_BLACKOUT: .*etc"),
     ],
 )
 def test_an_invalid_setting_is_refused_by_name(overrides: dict[str, object], error: str) -> None:

@@ -804,7 +804,7 @@ async def a_report_of_a_redirect_does_not_wait_for_a_row(stage: Stage) -> None:
     stage.db.execute("INSERT INTO pgoutbox.redirect_report VALUES ('gone', now() - interval '1 day', '@example.org')")
     holder.execute("SELECT FROM pgoutbox.redirect_report FOR UPDATE")
     stage.db.execute("SET lock_timeout = '50ms'")
-    report = {"worker": "w", "target": "@example.org", "refused_within": None}
+    report = {"worker": "w", "target": "@example.org"}
     try:
         assert stage.db.execute(sql.REPORT_REDIRECT, report).fetchall() == [("w",)]
     except psycopg.errors.LockNotAvailable:
@@ -1650,7 +1650,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_superseded_message_keeps_its_dedupe_key,
         no_guard_in_function("_has_freed_key", " AND m.superseded_by IS NULL"),
     ),
-    ("redrive: search", a_redrive_makes_workers_search, notifies_like_an_enqueue("redrive")),
+    ("redrive: search", a_redrive_makes_workers_search, notifies_like_an_enqueue("_redrive")),
     ("reschedule: search", a_reschedule_makes_workers_search, notifies_like_an_enqueue("reschedule")),
     ("dismiss: search", a_dismissal_makes_workers_search_behind_a_halted_key, notifies_like_an_enqueue("dismiss")),
     (

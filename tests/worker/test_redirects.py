@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,12 @@ import pytest
 
 from pgoutbox import Context, Email, Message, Outbox
 from pgoutbox.database.store import Store
-from pgoutbox.errors import ConfigurationError
+from pgoutbox.errors import ConfigurationError, StateError
 from pgoutbox.message import Postponed, Sent
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations import ClearedRedirect, Operator
 from pgoutbox.settings import load_settings
-from pgoutbox.transports.redirect import RedirectRules
+from pgoutbox.transports.redirect import RedirectRules, check_target
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker
 from pgoutbox.worker.redirects import Redirects
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 ANN, ORGANISER, TESTER = "ann@example.com", "org@club.example", "tester@example.org"
 TODAY = datetime.now(UTC).date()
 AROUND_TODAY = f"{TODAY - timedelta(days=2)}/{TODAY + timedelta(days=2)}"
+BLACKOUT = "INSERT INTO pgoutbox.blackout SELECT d - 2, d + 2 FROM (SELECT (now() AT TIME ZONE 'UTC')::date) AS t(d)"
 SWITCH_ON = f"SELECT pgoutbox.set_redirect('{TESTER}')"
 
 
@@ -91,19 +93,16 @@ async def test_the_redirect_of_the_environment_is_followed_logged_and_reported(
     assert worker.telemetry.counts[LogEvent.REDIRECTING] == 1
     with Operator(dsn) as operator:
         found = operator.redirects()
-    assert [(report.target, report.refused_within) for report in found.workers] == [("@test.example.org", None)]
+    assert ([report.target for report in found.workers], found.blackout) == (["@test.example.org"], None)
     assert found.warnings() == ["PGOUTBOX_REDIRECT_TO=@test.example.org redirects all e-mail of 1 worker"]
 
 
-async def test_a_report_ends_with_its_reason_and_with_its_age(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_report_ends_with_its_age(dsn: str, db: psycopg.Connection) -> None:
     store = Store(load_settings(dsn=dsn), worker="w")
     count = "SELECT count(*) FROM pgoutbox.redirect_view"
-    await store.report_redirect(TESTER, None)
-    await store.report_redirect(TESTER, AROUND_TODAY)
+    await store.report_redirect(TESTER)
+    await store.report_redirect(TESTER)
     assert db.execute(count).fetchone() == (1,)
-    await store.report_redirect(None, None)
-    assert db.execute(count).fetchone() == (0,)
-    await store.report_redirect(TESTER, None)
     db.execute("UPDATE pgoutbox.redirect_report SET reported_at = now() - interval '91 s'")
     assert db.execute(count).fetchone() == (0,)
     await store.close()
@@ -111,11 +110,11 @@ async def test_a_report_ends_with_its_reason_and_with_its_age(dsn: str, db: psyc
 
 async def test_old_reports_of_other_workers_are_deleted(dsn: str, db: psycopg.Connection) -> None:
     db.execute(
-        "INSERT INTO pgoutbox.redirect_report VALUES ('gone', now() - interval '61 min', 'x@y.example', NULL), "
-        "('live', now() - interval '59 min', 'x@y.example', NULL)"
+        "INSERT INTO pgoutbox.redirect_report VALUES ('gone', now() - interval '61 min', 'x@y.example'), "
+        "('live', now() - interval '59 min', 'x@y.example')"
     )
     store = Store(load_settings(dsn=dsn), worker="w")
-    await store.report_redirect(TESTER, None)
+    await store.report_redirect(TESTER)
     await store.close()
     assert db.execute("SELECT worker FROM pgoutbox.redirect_report ORDER BY 1").fetchall() == [("live",), ("w",)]
 
@@ -173,7 +172,7 @@ async def test_a_redirect_for_a_time_ends_by_itself(dsn: str, db: psycopg.Connec
 
 
 async def test_a_target_that_is_not_an_address_holds_email_back(dsn: str, db: psycopg.Connection, inbox: Inbox) -> None:
-    db.execute("SELECT pgoutbox.set_redirect('tester@-')")
+    db.execute("INSERT INTO pgoutbox.redirect (target, set_by, set_at) VALUES ('tester@-', 'owner', now())")
     message_id = mail_to(db, ANN)
     worker = mailing(dsn, inbox)
     await worker.run_once()
@@ -201,16 +200,72 @@ def test_the_sql_functions_refuse_a_wrong_argument_by_name(
     assert caught.value.diag.column_name == field
 
 
+LONG_DOMAIN = ".".join(["a" * 60] * 3)  # 182 characters
+
+
+@pytest.mark.parametrize(
+    ("target", "is_accepted"),
+    [
+        ("tester@example.org", True),
+        ("@example.org", True),
+        ("o'brien+test.1@mail-2.example.org", True),
+        ("TESTER@localhost", True),
+        ("a@xn--bcher-kva.example", True),
+        ("a@_spf.example.org", True),
+        ("x" * 64 + "@example.org", True),
+        ("x" * 65 + "@example.org", False),
+        ("@" + LONG_DOMAIN + ".aaaaaa", True),
+        ("@" + LONG_DOMAIN + ".aaaaaaa", False),
+        ("x" * 64 + "@" + LONG_DOMAIN + ".aaaaaa", True),
+        ("x" * 64 + "@" + LONG_DOMAIN + ".aaaaaaa", False),
+        ("x@" + "a" * 63 + ".org", True),
+        ("x@" + "a" * 64 + ".org", False),
+        ("", False),
+        ("tester", False),
+        ("@", False),
+        ("a@", False),
+        ("a@b@c.example", False),
+        ("a@b.example,c@d.example", False),
+        ("a@b.example\n", False),
+        (" a@b.example", False),
+        ("Ann <ann@b.example>", False),
+        ("Ann<ann@b.example>", False),
+        ("a@b\u00fccher.example", False),
+        ("m\u00fcller@b.example", False),
+        (".a@b.example", False),
+        ("a..b@b.example", False),
+        ("a.@b.example", False),
+        ("a@-b.example", False),
+        ("a@b.example.", False),
+        ("a@b..example", False),
+        ("a@[127.0.0.1]", False),
+        ('"a b"@b.example', False),
+        ("=?utf-8?q?a?=@b.example", False),
+        ("a(comment)@b.example", False),
+        ('a"><img/src=x/onerror=alert(9)>@\u202eexample.org', False),
+    ],
+)
+def test_an_operator_can_set_exactly_the_targets_that_workers_accept(
+    db: psycopg.Connection, target: str, *, is_accepted: bool
+) -> None:
+    with nullcontext() if is_accepted else pytest.raises(ConfigurationError, match="target: "):
+        check_target(target)
+    with nullcontext() if is_accepted else pytest.raises(psycopg.errors.InvalidParameterValue, match="target: must be"):
+        db.execute("SELECT pgoutbox.set_redirect(%s)", (target,))
+    assert db.execute("SELECT target FROM pgoutbox.redirect").fetchall() == [(target,)] * is_accepted
+
+
 def test_an_operator_refuses_a_wrong_target_and_a_blackout(dsn: str, db: psycopg.Connection) -> None:
     with Operator(dsn) as operator:
         with pytest.raises(ConfigurationError, match="target: has no @; give an address, or @ and a domain"):
             operator.set_redirect("tester")
         with pytest.raises(ConfigurationError, match="duration=0:00:00: must be from 1 second to 3650 days"):
             operator.set_redirect(TESTER, duration=timedelta())
+    db.execute(BLACKOUT)
     with (
-        Operator(settings_for(dsn, redirect_blackout=AROUND_TODAY)) as operator,
+        Operator(dsn) as operator,
         pytest.raises(
-            ConfigurationError, match=f"PGOUTBOX_REDIRECT_BLACKOUT forbids to redirect within {AROUND_TODAY}"
+            StateError, match=f"set_redirect: target: refused within the blackout {AROUND_TODAY}. Only the owner"
         ),
     ):
         operator.set_redirect(TESTER)
@@ -357,18 +412,19 @@ async def test_a_worker_starts_in_a_blackout_and_holds_user_mail_back_but_not_ex
     dsn: str, db: psycopg.Connection, inbox: Inbox
 ) -> None:
     user, organiser = mail_to(db, ANN), mail_to(db, ORGANISER)
-    worker = mailing(dsn, inbox, redirect_to=TESTER, redirect_exempt="@club.example", redirect_blackout=AROUND_TODAY)
+    db.execute(BLACKOUT)
+    worker = mailing(dsn, inbox, redirect_to=TESTER, redirect_exempt="@club.example")
     await worker.run_once()
     make_due(db, user)
     await worker.run_once()
     assert (row_of(db, user).state, budget_of(db, user), row_of(db, organiser).state) == ("pending", 11, "sent")
     assert recipients(inbox) == [ORGANISER]
-    reason = f"refuses to redirect to {TESTER} within {AROUND_TODAY} (PGOUTBOX_REDIRECT_BLACKOUT)"
+    reason = f"refuses to redirect to {TESTER} within the blackout {AROUND_TODAY}"
     assert [outcome[1:] for outcome in attempts_of(db, user)] == [("snoozed", reason)] * 2
     assert db.execute("SELECT reason FROM pgoutbox.waiting_view").fetchall() == [("redirect",)]
     with Operator(dsn) as operator:
         warnings = operator.redirects().warnings()
-    assert f"the blackout {AROUND_TODAY} forbids the redirect: e-mail of 2 workers waits" in warnings[1]
+    assert f"the blackout {AROUND_TODAY} forbids to redirect: this e-mail waits" in warnings[1]
 
 
 async def test_each_change_of_a_redirect_is_logged_once(dsn: str, db: psycopg.Connection) -> None:
@@ -385,7 +441,8 @@ async def test_each_change_of_a_redirect_is_logged_once(dsn: str, db: psycopg.Co
 
 
 async def test_a_refusal_is_logged_once(dsn: str, db: psycopg.Connection) -> None:
-    sending = Sending(dsn, redirect_to=TESTER, redirect_blackout=AROUND_TODAY)
+    db.execute(BLACKOUT)
+    sending = Sending(dsn, redirect_to=TESTER)
     for _ in range(3):
         await sending.send()
         sending.now += 1
@@ -398,9 +455,10 @@ async def test_mail_held_back_in_a_blackout_goes_out_by_itself_when_the_redirect
     dsn: str, db: psycopg.Connection, inbox: Inbox
 ) -> None:
     db.execute(SWITCH_ON)
+    db.execute(BLACKOUT)
     message_id = mail_to(db, ANN)
     with Operator(dsn) as operator:
-        async with running(mailing(dsn, inbox, redirect_blackout=AROUND_TODAY)):
+        async with running(mailing(dsn, inbox)):
             await until(lambda: bool(attempts_of(db, message_id)) and row_of(db, message_id).state == "pending")
             # As after many attempts: without the switch off, it would be due in five minutes.
             db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '5 min'")
@@ -487,7 +545,9 @@ async def test_contents_that_cannot_be_redirected_wait_until_the_redirect_is_off
 
 async def test_a_transport_that_follows_redirects_gets_the_one_that_is_on(dsn: str, db: psycopg.Connection) -> None:
     sink = Following()
-    for overrides in ({}, {"redirect_to": TESTER}, {"redirect_to": TESTER, "redirect_blackout": AROUND_TODAY}):
+    for overrides, is_blackout in (({}, False), ({"redirect_to": TESTER}, False), ({"redirect_to": TESTER}, True)):
+        if is_blackout:
+            db.execute(BLACKOUT)
         enqueue(db, destination="https://example.com/hook")
         await hooking(dsn, sink, **overrides).run_once()
     assert (sink.targets, sink.sent) == ([None, TESTER], [])

@@ -1,4 +1,4 @@
--- The audit gets one row for all messages of the call.
+-- The audit gets one row for all messages of the call. Cancels of applications in their business transactions are no acts.
 CREATE FUNCTION pgoutbox._cancel_each(message_ids bigint[], states text[])
 RETURNS TABLE (id bigint, result text)
 LANGUAGE plpgsql
@@ -17,8 +17,10 @@ BEGIN
         END IF;
         RETURN NEXT;
     END LOOP;
-    PERFORM pgoutbox._record_act('cancel', message_ids => stopped);
+    IF pgoutbox._is_act() THEN
+        PERFORM pgoutbox._record_act('cancel', message_ids => stopped);
+    END IF;
 END
 $function$;
 
-COMMENT ON FUNCTION pgoutbox._cancel_each IS 'Cancel messages like cancel, and record it as one act of an operator.';
+COMMENT ON FUNCTION pgoutbox._cancel_each IS 'cancel for several messages, as one act.';

@@ -44,9 +44,16 @@ DECLARE
         notify => _enqueue_act.notify
     );
 BEGIN
+    IF _enqueue_act.destination IS NOT NULL THEN
+        PERFORM pgoutbox._refuse_in_blackout('enqueue: destination');
+    END IF;
     IF receipt > 0 THEN
         PERFORM pgoutbox._record_act(
-            'enqueue', message_ids => ARRAY[receipt], details => jsonb_build_object('topic', topic)
+            'enqueue',
+            message_ids => ARRAY[receipt],
+            details => jsonb_strip_nulls(jsonb_build_object(
+                'topic', topic, 'new_destination_digest', pgoutbox.destination_digest(_enqueue_act.destination)
+            ))
         );
     END IF;
     RETURN receipt;
@@ -54,4 +61,5 @@ END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._enqueue_act IS
-    '_enqueue_receipt as an act of an operator: the audit records the topic and the id, not the payload.';
+    '_enqueue_receipt as an act of an operator: the audit records the topic, the id and a digest of the '
+    'destination, not the payload. Refused with a destination during a blackout.';

@@ -16,6 +16,9 @@ AS $function$
 DECLARE
     destinations constant text[] := pgoutbox._destinations_of(_erase.destination);
     by_ids constant boolean := num_nonnulls(_erase.owner, destinations) = 0;
+    selection constant jsonb := jsonb_build_object(
+        'by', CASE WHEN by_ids THEN 'ids' WHEN _erase.owner IS NOT NULL THEN 'owner' ELSE 'destination' END
+    );
     known_ids bigint[];
     tail_queues text[];
     tail_keys text[];
@@ -29,6 +32,7 @@ DECLARE
     left_behind bigint[];
     freed_keys text[];
     requested bigint[];
+    addresses text[];
     texts text[];
     keys text[];
     act_count bigint;
@@ -194,25 +198,31 @@ BEGIN
     ) AS q;
 
     SELECT
-        array_agg(DISTINCT t.text) FILTER (WHERE NOT t.is_key),
+        -- Without this condition, a made-up destination could erase any word of the audit.
+        array_agg(DISTINCT t.text) FILTER (WHERE t.kind = 'address' AND t.text ~ '[^[:alpha:]]'),
+        array_agg(DISTINCT t.text) FILTER (WHERE t.kind <> 'key'),
         array_agg(DISTINCT t.text)
-    INTO texts, keys
+    INTO addresses, texts, keys
     FROM (
-        SELECT g.one ->> n.name, n.name <> 'destination'
+        SELECT g.one ->> n.name, CASE n.name WHEN 'destination' THEN 'address' ELSE 'key' END
         FROM jsonb_array_elements(gone) AS g(one)
         CROSS JOIN unnest('{destination,owner,coalesce_key,dedupe_key,ordering_key}'::text[]) AS n(name)
         UNION ALL
         -- An address, also without its scheme.
-        SELECT substring(g.one ->> 'destination' FROM '^[a-z][a-z0-9+.-]*:([^/].*)$'), false
-        FROM jsonb_array_elements(gone) AS g(one)
+        SELECT substring(s.text FROM '^[a-z][a-z0-9+.-]*:([^/].*)$'), 'address'
+        FROM (
+            SELECT g.one ->> 'destination' FROM jsonb_array_elements(gone) AS g(one)
+            UNION ALL
+            SELECT _erase.destination
+        ) AS s(text)
         UNION ALL
-        SELECT k.text, true FROM unnest(freed_keys) AS k(text)
+        SELECT k.text, 'key' FROM unnest(freed_keys) AS k(text)
         UNION ALL
-        SELECT s.text, false FROM unnest(destinations || _erase.owner) AS s(text)
+        SELECT s.text, 'address' FROM unnest(destinations) AS s(text)
         UNION ALL
-        SELECT substring(_erase.destination FROM '^[a-z][a-z0-9+.-]*:([^/].*)$'), false
-    ) AS t(text, is_key);
-    act_count := pgoutbox._erase_in_audit(texts, keys, CASE WHEN by_ids THEN erased END);
+        SELECT _erase.owner, 'owner'
+    ) AS t(text, kind);
+    act_count := pgoutbox._erase_in_audit(addresses, texts, keys, erased || left_behind, by_ids);
     UPDATE pgoutbox.breaker AS b
     SET last_error = pgoutbox._erased_text(b.last_error, texts)
     FROM (SELECT open.key FROM pgoutbox.breaker AS open FOR UPDATE SKIP LOCKED) AS locked
@@ -260,18 +270,12 @@ BEGIN
         END IF;
         RETURN NEXT;
     END LOOP;
-    PERFORM pgoutbox._record_act('cancel', message_ids => requested);
+    PERFORM pgoutbox._record_act('cancel', message_ids => requested, details => selection);
     -- The audit outlives the messages, so it does not name the owner or the address. An erasure that only changed acts is
     -- recorded too: otherwise an operator could change the audit without a trace.
     erased := ARRAY(SELECT e.id FROM unnest(erased || left_behind) AS e(id) ORDER BY e.id);
     IF cardinality(erased) + act_count > 0 THEN
-        PERFORM pgoutbox._record_act(
-            'erase',
-            message_ids => nullif(erased, '{}'),
-            details => jsonb_build_object(
-                'by', CASE WHEN by_ids THEN 'ids' WHEN _erase.owner IS NOT NULL THEN 'owner' ELSE 'destination' END
-            )
-        );
+        PERFORM pgoutbox._record_act('erase', message_ids => nullif(erased, '{}'), details => selection);
     END IF;
 END
 $function$;

@@ -1,5 +1,5 @@
--- The database records each act itself, with the role of the session, so that every act has a row. Command line and
--- dashboard pass the person and the parameters of the act in settings of the transaction.
+-- The database records each act itself, with the role of the session. Only the actor, the origin and `stated` come from the
+-- caller.
 CREATE FUNCTION pgoutbox._record_act(
     action text,
     message_ids bigint[] DEFAULT NULL,
@@ -11,18 +11,20 @@ RETURNS void
 LANGUAGE sql
 SET search_path = pg_catalog, pg_temp
 AS $function$
-INSERT INTO pgoutbox.audit (act_id, actor, origin, action, queue, message_count, message_ids, details)
+INSERT INTO pgoutbox.audit (act_id, actor, origin, action, queue, message_count, message_ids, details, stated)
 SELECT
-    coalesce(nullif(current_setting('pgoutbox.act_id', true), '')::uuid, gen_random_uuid()),
-    coalesce(nullif(current_setting('pgoutbox.act_actor', true), ''), session_user),
-    nullif(current_setting('pgoutbox.act_origin', true), ''),
+    coalesce((told.act ->> 'id')::uuid, gen_random_uuid()),
+    coalesce(told.act ->> 'actor', session_user),
+    told.act ->> 'origin',
     _record_act.action,
     _record_act.queue,
     coalesce(cardinality(_record_act.message_ids), _record_act.message_count),
     _record_act.message_ids,
-    coalesce(nullif(current_setting('pgoutbox.act_details', true), '')::jsonb, _record_act.details)
+    _record_act.details,
+    nullif(told.act -> 'stated', 'null')
+FROM (SELECT pgoutbox._announced()) AS told(act)
 WHERE coalesce(cardinality(_record_act.message_ids), _record_act.message_count, 1) > 0
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._record_act IS
-    'Add a row to the audit, with the actor of the transaction, or else the role of the session.';
+    'Add a row to the audit, with the announced actor of the transaction, or else the role of the session.';

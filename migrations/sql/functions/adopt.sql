@@ -13,7 +13,7 @@ BEGIN
     SELECT
         here.server_id,
         here.database_id,
-        coalesce(nullif(current_setting('pgoutbox.act_actor', true), ''), session_user),
+        coalesce(pgoutbox._announced() ->> 'actor', session_user),
         adopt.deployment
     FROM pgoutbox._here() AS here;
     PERFORM pgoutbox._record_act(

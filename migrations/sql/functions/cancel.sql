@@ -1,18 +1,10 @@
--- `is_act` excludes the cancels of applications in their business transactions.
 CREATE FUNCTION pgoutbox.cancel(message_id bigint, states text[] DEFAULT '{pending,sending}')
 RETURNS text
-LANGUAGE plpgsql
+LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
-DECLARE
-    result constant text := (SELECT c.result FROM pgoutbox._cancel_unrecorded(ARRAY[message_id], states) AS c);
-BEGIN
-    IF result IN ('cancelled', 'requested') AND pgoutbox._is_act() THEN
-        PERFORM pgoutbox._record_act('cancel', message_ids => ARRAY[message_id]);
-    END IF;
-    RETURN result;
-END
+SELECT c.result FROM pgoutbox._cancel_each(ARRAY[cancel.message_id], cancel.states) AS c
 $function$;
 
 COMMENT ON FUNCTION pgoutbox.cancel IS

@@ -9,7 +9,6 @@ AS $function$
 #variable_conflict use_column
 DECLARE
     found_ids bigint[];
-    stopped bigint[] := '{}';
 BEGIN
     IF num_nonnulls(cancel_all.owner, cancel_all.destination) <> 1 THEN
         RAISE EXCEPTION USING
@@ -31,17 +30,7 @@ BEGIN
             ORDER BY m.id
         );
     END IF;
-    FOR id, result IN
-        SELECT c.id, c.result FROM pgoutbox._cancel_unrecorded(found_ids, '{pending,sending}') AS c ORDER BY c.id
-    LOOP
-        IF result IN ('cancelled', 'requested') THEN
-            stopped := stopped || id;
-        END IF;
-        RETURN NEXT;
-    END LOOP;
-    IF pgoutbox._is_act() THEN
-        PERFORM pgoutbox._record_act('cancel', message_ids => stopped);
-    END IF;
+    RETURN QUERY SELECT c.id, c.result FROM pgoutbox._cancel_each(found_ids, '{pending,sending}') AS c;
 END
 $function$;
 

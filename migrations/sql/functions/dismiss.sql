@@ -9,7 +9,7 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 #variable_conflict use_column
 DECLARE
-    actor constant text := coalesce(nullif(current_setting('pgoutbox.act_actor', true), ''), session_user);
+    actor constant text := coalesce(pgoutbox._announced() ->> 'actor', session_user);
 BEGIN
     IF coalesce(length(reason), 0) NOT BETWEEN 1 AND 1000 THEN
         RAISE EXCEPTION USING

@@ -66,7 +66,8 @@ BEGIN
         SELECT 'audit', v.field, a.id, v.value
         FROM pgoutbox.audit AS a
         CROSS JOIN LATERAL (
-            VALUES ('actor', a.actor), ('origin', a.origin), ('details', a.details::text)
+            VALUES ('actor', a.actor), ('origin', a.origin), ('details', a.details::text),
+                ('stated', a.stated::text)
         ) AS v(field, value)
     )
     SELECT DISTINCT s.relation, s.field, s.id

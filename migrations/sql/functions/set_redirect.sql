@@ -8,14 +8,21 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 #variable_conflict use_column
 DECLARE
-    actor constant text := coalesce(nullif(current_setting('pgoutbox.act_actor', true), ''), session_user);
+    actor constant text := coalesce(pgoutbox._announced() ->> 'actor', session_user);
+    atom constant text := '[A-Za-z0-9!#$%&''*+/=?^_`{|}~-]+';
+    label constant text := '[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?';
     problem text;
     wrong text;
 BEGIN
-    -- Workers check the address itself, and hold all e-mail back while it is invalid.
-    IF (set_redirect.target ~ '^[^@\s]*@[^@\s]+$' AND length(set_redirect.target) <= 254) IS NOT TRUE THEN
+    -- The rule of workers, which hold all e-mail back for another target. With a domain, the longest name is 64 characters.
+    IF (
+        set_redirect.target ~ ('^(' || atom || '(\.' || atom || ')*)?@' || label || '(\.' || label || ')*$')
+        AND strpos(set_redirect.target, '=?') = 0
+        AND strpos(set_redirect.target, '@') <= 65
+        AND length(set_redirect.target) <= CASE WHEN set_redirect.target LIKE '@%' THEN 190 ELSE 254 END
+    ) IS NOT TRUE THEN
         wrong := 'target';
-        problem := 'must be an address, or @ and a domain';
+        problem := 'must be an address, or @ and a domain, in plain ASCII';
     ELSIF set_redirect.duration NOT BETWEEN interval '1 second' AND interval '10 years' THEN
         wrong := 'duration';
         problem := 'must be from 1 second to 10 years';
@@ -25,6 +32,7 @@ BEGIN
             ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = wrong,
             MESSAGE = 'pgoutbox.set_redirect: ' || wrong || ': ' || problem;
     END IF;
+    PERFORM pgoutbox._refuse_in_blackout('set_redirect: target');
     RETURN QUERY
     INSERT INTO pgoutbox.redirect AS r (target, set_by, set_at, until_at)
     VALUES (set_redirect.target, actor, clock_timestamp(), clock_timestamp() + set_redirect.duration)

@@ -49,7 +49,7 @@ BEGIN
             pgoutbox._newest_is_due, pgoutbox._renewed_until, pgoutbox._is_limited, pgoutbox._take_turn,
             pgoutbox._forget_sent, pgoutbox._redacted_text, pgoutbox._enqueue_failure,
             pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule, pgoutbox._prune_coalesce, pgoutbox._prune_ordering,
-            pgoutbox._prune_content, pgoutbox._prune_audit,
+            pgoutbox._prune_content, pgoutbox._prune_audit, pgoutbox._forget_renewals,
             pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._retire_partition,
             pgoutbox._clear_retired
         TO pgoutbox_worker;
@@ -61,8 +61,8 @@ BEGIN
         GRANT SELECT (id, queue, ordering_key, on_failed) ON pgoutbox.message_failed TO pgoutbox_worker;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.queue_view, pgoutbox.breaker_view, pgoutbox.retention_view,
-            pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view, pgoutbox.home_view,
-            pgoutbox.maintenance_run, pgoutbox.retired
+            pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.blackout_view, pgoutbox.worker_view,
+            pgoutbox.home_view, pgoutbox.maintenance_run, pgoutbox.retired
         TO pgoutbox_worker;
         GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, succeeded_at, worker)
         ON pgoutbox.maintenance_run TO pgoutbox_worker;
@@ -74,7 +74,7 @@ BEGIN
         ) ON pgoutbox.message TO pgoutbox_worker;
         GRANT UPDATE (lease_expires_at) ON pgoutbox.message_live TO pgoutbox_worker;
         GRANT INSERT ON pgoutbox.attempt TO pgoutbox_worker;
-        GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.renewal TO pgoutbox_worker;
+        GRANT SELECT, INSERT, UPDATE ON pgoutbox.renewal TO pgoutbox_worker;
         GRANT UPDATE (tokens, tokens_at) ON pgoutbox.queue TO pgoutbox_worker;
         GRANT INSERT, UPDATE, DELETE ON pgoutbox.breaker TO pgoutbox_worker;
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.redirect_report TO pgoutbox_worker;
@@ -85,8 +85,8 @@ BEGIN
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_viewer;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
-            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view,
-            pgoutbox.home_view
+            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view,
+            pgoutbox.blackout_view, pgoutbox.worker_view, pgoutbox.home_view
         TO pgoutbox_viewer;
         GRANT SELECT (ended_at, interval_seconds, worker) ON pgoutbox.worker_run TO pgoutbox_viewer;
         GRANT EXECUTE ON FUNCTION
@@ -96,34 +96,38 @@ BEGIN
     END IF;
 
     IF to_regrole('pgoutbox_operator') IS NOT NULL THEN
+        IF NOT has_schema_privilege('pgoutbox_operator', 'pgoutbox', 'USAGE') THEN
+            -- An operator can read messages at a destination that it sets. If the owner revokes this, it stays revoked.
+            GRANT EXECUTE ON FUNCTION pgoutbox.redrive_to, pgoutbox._enqueue_act TO pgoutbox_operator;
+        END IF;
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_operator;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
-            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.worker_view,
-            pgoutbox.home_view
+            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view,
+            pgoutbox.blackout_view, pgoutbox.worker_view, pgoutbox.home_view
         TO pgoutbox_operator;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here, pgoutbox._redacted_text,
-            pgoutbox._redacted_json, pgoutbox._tokens_of, pgoutbox._done_estimate, pgoutbox._enqueue_act, pgoutbox._state_of, pgoutbox._is_known_topic,
+            pgoutbox._redacted_json, pgoutbox._tokens_of, pgoutbox._done_estimate, pgoutbox.announce_act,
+            pgoutbox._state_of, pgoutbox._is_known_topic,
             pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
             pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.resend, pgoutbox.close_breaker,
             pgoutbox.set_redirect, pgoutbox.clear_redirect, pgoutbox.adopt,
             pgoutbox.erase, pgoutbox._erase, pgoutbox._selected_messages,
             pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,
             pgoutbox._prune_coalesce, pgoutbox._prune_ordering, pgoutbox._prune_content, pgoutbox._prune_audit,
+            pgoutbox._forget_renewals, pgoutbox.set_retention, pgoutbox.unset_retention,
             pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._retire_partition,
             pgoutbox._clear_retired
         TO pgoutbox_operator;
         GRANT SELECT ON pgoutbox.retired TO pgoutbox_operator;
         GRANT SELECT (ended_at, interval_seconds, worker) ON pgoutbox.worker_run TO pgoutbox_operator;
-        GRANT SELECT (lease_expires_at), DELETE ON pgoutbox.renewal TO pgoutbox_operator;
         GRANT
             SELECT,
             INSERT (name, paused_at, resume_at, rate_seconds, rate_count, burst, max_in_flight),
             UPDATE (paused_at, resume_at, rate_seconds, rate_count, burst, max_in_flight)
         ON pgoutbox.queue TO pgoutbox_operator;
-        GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.retention TO pgoutbox_operator;
-        GRANT SELECT ON pgoutbox.audit TO pgoutbox_operator;
+        GRANT SELECT ON pgoutbox.retention, pgoutbox.audit TO pgoutbox_operator;
     END IF;
     RETURN missing;
 END

@@ -19,6 +19,10 @@ CREATE TABLE pgoutbox.queue (
         length(name) <= 63
         AND name ~ '^[a-z][a-z0-9_.-]*$'
         AND (resume_at IS NULL OR paused_at IS NOT NULL)
+        -- Python reads no other times.
+        AND paused_at BETWEEN timestamptz '2000-01-01 00:00Z' AND timestamptz '3000-01-01 00:00Z'
+        AND resume_at BETWEEN timestamptz '2000-01-01 00:00Z' AND timestamptz '3000-01-01 00:00Z'
+        AND tokens_at BETWEEN timestamptz '2000-01-01 00:00Z' AND timestamptz '3000-01-01 00:00Z'
         AND num_nulls(rate_count, rate_seconds, burst, tokens, tokens_at) IN (0, 5)
         AND rate_count BETWEEN 1 AND 1000000
         AND rate_seconds BETWEEN 0.001 AND 2592000

@@ -9,8 +9,6 @@ CREATE TABLE pgoutbox.redirect (
     CONSTRAINT redirect_sound CHECK (
         is_only
         AND until_at > set_at
-        AND length(target) <= 254
-        AND target ~ '^[^@\s]*@[^@\s]+$'
         AND length(set_by) BETWEEN 1 AND 200
     )
 );

@@ -9,7 +9,12 @@ CREATE TABLE pgoutbox.retention (
     CONSTRAINT retention_state_known CHECK (state IN ('sent', 'failed', 'skipped', 'cancelled', 'dedupe_key', 'audit')),
     -- Whoever sets this rule cannot hide it: the act stays in the audit for as long.
     CONSTRAINT retention_audit_sound CHECK (state <> 'audit' OR (topic = '*' AND keep >= interval '30 days')),
-    CONSTRAINT retention_keep_sound CHECK (keep >= interval '0' AND keep <= interval '36500 days')
+    CONSTRAINT retention_keep_sound CHECK (
+        keep >= interval '0'
+        AND keep <= interval '36500 days'
+        -- Months count as 30 days above. Opposite months and days would overflow in a query.
+        AND timestamp '2000-01-01' + keep BETWEEN timestamp '2000-01-01' AND timestamp '2101-01-01'
+    )
 );
 
 COMMENT ON TABLE pgoutbox.retention IS

@@ -4,6 +4,8 @@ LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
+DECLARE
+    limits jsonb := '{}';
 BEGIN
     IF (NEW.paused_at, NEW.resume_at) IS DISTINCT FROM (OLD.paused_at, OLD.resume_at) THEN
         PERFORM pgoutbox._record_act(
@@ -12,20 +14,21 @@ BEGIN
             details => CASE WHEN NEW.resume_at IS NOT NULL THEN jsonb_build_object('resume_at', NEW.resume_at) END
         );
     END IF;
-    IF (NEW.rate_count, NEW.rate_seconds, NEW.burst, NEW.max_in_flight, NEW.ceiling_count, NEW.ceiling_seconds)
-        IS DISTINCT FROM
-        (OLD.rate_count, OLD.rate_seconds, OLD.burst, OLD.max_in_flight, OLD.ceiling_count, OLD.ceiling_seconds)
-    THEN
-        PERFORM pgoutbox._record_act(
-            'limit',
-            queue => NEW.name,
-            details => jsonb_strip_nulls(jsonb_build_object(
-                'rate', coalesce(NEW.rate_count || '/' || NEW.rate_seconds || 's', 'none'),
-                'burst', NEW.burst,
-                'max_in_flight', NEW.max_in_flight,
-                'at_most', NEW.ceiling_count || '/' || NEW.ceiling_seconds || 's'
-            ))
+    IF (NEW.rate_count, NEW.rate_seconds, NEW.burst) IS DISTINCT FROM (OLD.rate_count, OLD.rate_seconds, OLD.burst) THEN
+        limits := jsonb_strip_nulls(jsonb_build_object(
+            'rate', coalesce(NEW.rate_count || '/' || NEW.rate_seconds || 's', 'none'), 'burst', NEW.burst
+        ));
+    END IF;
+    IF NEW.max_in_flight IS DISTINCT FROM OLD.max_in_flight THEN
+        limits := limits || jsonb_build_object('max_in_flight', coalesce(to_jsonb(NEW.max_in_flight), '"none"'));
+    END IF;
+    IF (NEW.ceiling_count, NEW.ceiling_seconds) IS DISTINCT FROM (OLD.ceiling_count, OLD.ceiling_seconds) THEN
+        limits := limits || jsonb_build_object(
+            'at_most', coalesce(NEW.ceiling_count || '/' || NEW.ceiling_seconds || 's', 'none')
         );
+    END IF;
+    IF limits <> '{}' THEN
+        PERFORM pgoutbox._record_act('limit', queue => NEW.name, details => limits);
     END IF;
     RETURN NULL;
 END

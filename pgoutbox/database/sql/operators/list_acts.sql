@@ -10,7 +10,8 @@ SELECT
     a.queue,
     a.message_count,
     a.message_ids[1:20] AS first_ids,
-    a.details
+    a.details,
+    a.stated
 FROM pgoutbox.audit AS a
 -- A batch may have many ids, of which only 20 are returned, so the acts on one message are selected by its id.
 WHERE (%(message_id)s::bigint IS NULL OR a.message_ids @> ARRAY[%(message_id)s::bigint])

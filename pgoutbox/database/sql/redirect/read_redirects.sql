@@ -1,4 +1,9 @@
--- The redirect that an operator has switched on, and the reports of workers, by name.
-SELECT v.source, v.target, v.name, v.since, v.until_at, v.refused_within
+-- The redirect that an operator has switched on, and the reports of workers, by name; and the blackout of today.
+SELECT v.source, v.target, v.name, v.since, v.until_at
 FROM pgoutbox.redirect_view AS v
-ORDER BY v.source, v.name
+UNION ALL
+SELECT 'blackout', NULL, min(b.name), NULL, NULL
+FROM pgoutbox.blackout_view AS b
+WHERE b.is_on
+HAVING count(*) > 0
+ORDER BY 1, 3

@@ -1,4 +1,2 @@
--- Delete old renewals of locked rows. A renewal lasts for one lease, which is at most a day.
-DELETE FROM pgoutbox.renewal AS r
-WHERE r.lease_expires_at < now() - interval '1 day'
-RETURNING r.lease_expires_at
+-- Delete old renewals of locked rows.
+SELECT pgoutbox._forget_renewals()

@@ -1,4 +1,2 @@
--- Remove the retention rule of a topic and state.
-DELETE FROM pgoutbox.retention AS r
-WHERE r.topic = %(topic)s::text AND r.state = %(state)s::text
-RETURNING r.topic
+-- Remove the retention rule of a topic and state, and return whether there was one.
+SELECT pgoutbox.unset_retention(%(topic)s::text, %(state)s::text) AS was_set

@@ -1,0 +1,19 @@
+-- The form of HMAC: two passes, so that a digest cannot be extended. The purpose keeps a digest from being used for another.
+CREATE FUNCTION pgoutbox._keyed_digest(purpose text, value text)
+RETURNS text
+LANGUAGE plpgsql
+STABLE
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DECLARE
+    key constant bytea := (SELECT s.key FROM pgoutbox.secret AS s);
+BEGIN
+    IF key IS NULL THEN
+        RAISE EXCEPTION 'pgoutbox: the table pgoutbox.secret has no row' USING
+            HINT = 'Run as the owner: INSERT INTO pgoutbox.secret DEFAULT VALUES;';
+    END IF;
+    RETURN encode(sha256(key || sha256(key || convert_to(purpose || chr(10) || value, 'UTF8'))), 'hex');
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._keyed_digest IS 'A digest that only this database computes, in 64 hexadecimal digits.';

@@ -1,0 +1,113 @@
+-- The result has for each id the state before, the newer message if it was superseded, and the message that has its
+-- dedupe key if another one has it. A message can change between the query of a filter and this call: an operator
+-- cancelled a failed message, or it was tried again and failed with another error, perhaps with an unknown outcome. The
+-- caller did not ask for these messages.
+CREATE FUNCTION pgoutbox._redrive(ids bigint[], states text[], attempt_counts integer[], destination text)
+RETURNS TABLE (
+    id bigint, redriven boolean, state text, superseded_by bigint, attempt_count integer, dedupe_key_of bigint,
+    is_bound boolean
+)
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $function$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+    WITH asked AS (
+        SELECT DISTINCT ON (a.id) a.id, a.attempt_count
+        FROM unnest(ids, attempt_counts) AS a(id, attempt_count)
+        ORDER BY a.id
+    ), locked AS MATERIALIZED (
+        SELECT
+            m.id, m.state, m.topic, m.dedupe_key, m.destination, head.newest_id,
+            -- An encrypted payload can only be opened for its destination; that of a fan-out for every one.
+            _redrive.destination IS NOT NULL
+                AND m.content_id IS NULL
+                AND pgoutbox.payload_of(m) ? 'pgoutbox.encrypted' AS is_bound
+        FROM asked AS a
+        JOIN pgoutbox.message AS m ON m.id = a.id
+        LEFT JOIN pgoutbox.coalesce_head AS head
+            ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
+        WHERE m.state IN ('failed', 'cancelled')
+            AND m.state = ANY (_redrive.states)
+            AND m.attempt_count = coalesce(a.attempt_count, m.attempt_count)
+        ORDER BY m.id
+        FOR UPDATE OF m SKIP LOCKED
+    ), keyed AS MATERIALIZED (
+        -- enqueue gives the dedupe key of a cancelled message to the next one while it holds this lock.
+        SELECT l.id
+        FROM locked AS l
+        JOIN pgoutbox.dedupe AS d ON d.topic = l.topic AND d.dedupe_key = l.dedupe_key
+        WHERE d.message_id = l.id
+        FOR UPDATE OF d SKIP LOCKED
+    ), rekeyed AS (
+        -- The message that took over the key may be deleted, and its key too.
+        INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
+        SELECT l.id, l.topic, l.dedupe_key, (pgoutbox._payload_digests(pgoutbox.payload_of(m)))[1]
+        FROM locked AS l
+        JOIN pgoutbox.message AS m ON m.id = l.id AND m.state = l.state
+        WHERE l.dedupe_key IS NOT NULL
+            AND NOT EXISTS (
+                SELECT FROM pgoutbox.dedupe AS d WHERE d.topic = l.topic AND d.dedupe_key = l.dedupe_key
+            )
+        ORDER BY l.id DESC
+        ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING
+        RETURNING message_id
+    ), redriven AS (
+        UPDATE pgoutbox.message AS m
+        SET state = 'pending',
+            destination = coalesce(_redrive.destination, m.destination),
+            available_at = now(),
+            finished_at = NULL,
+            cancel_requested_at = NULL,
+            max_attempts = m.attempt_count + m.attempt_budget
+        FROM locked AS l
+        WHERE m.id = l.id
+            AND m.state = l.state
+            AND m.state IN ('failed', 'cancelled')
+            AND coalesce(l.newest_id <= m.id, true)
+            AND NOT l.is_bound
+            AND (
+                l.dedupe_key IS NULL
+                OR EXISTS (SELECT FROM keyed AS k WHERE k.id = l.id)
+                OR EXISTS (SELECT FROM rekeyed AS k WHERE k.message_id = l.id)
+            )
+        RETURNING m.id, m.queue, l.destination
+    ), notified AS MATERIALIZED (
+        SELECT pgoutbox._wake_all_workers(q.queue)
+        FROM (SELECT DISTINCT r.queue FROM redriven AS r) AS q
+    ), recorded AS MATERIALIZED (
+        -- A row for each old destination. The audit outlives the messages, so it has digests and no addresses.
+        SELECT pgoutbox._record_act(
+            'redrive',
+            message_ids => array_agg(r.id ORDER BY r.id),
+            details => CASE WHEN _redrive.destination IS NOT NULL THEN jsonb_build_object(
+                'old_destination_digest', pgoutbox.destination_digest(min(r.destination)),
+                'new_destination_digest', pgoutbox.destination_digest(_redrive.destination)
+            ) END
+        )
+        FROM redriven AS r
+        GROUP BY CASE WHEN _redrive.destination IS NOT NULL THEN r.destination END
+    )
+    SELECT
+        a.id,
+        r.id IS NOT NULL AND (SELECT count(*) FROM notified) >= 0 AND (SELECT count(*) FROM recorded) >= 0,
+        m.state,
+        CASE WHEN head.newest_id > a.id THEN head.newest_id END,
+        m.attempt_count,
+        CASE WHEN d.message_id <> a.id THEN d.message_id END,
+        coalesce(l.is_bound, false)
+    FROM asked AS a
+    LEFT JOIN pgoutbox.message AS m ON m.id = a.id
+    LEFT JOIN pgoutbox.coalesce_head AS head
+        ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
+    LEFT JOIN pgoutbox.dedupe AS d ON d.topic = m.topic AND d.dedupe_key = m.dedupe_key
+    LEFT JOIN locked AS l ON l.id = a.id
+    LEFT JOIN redriven AS r ON r.id = a.id
+    ORDER BY a.id;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._redrive IS
+    'redrive and redrive_to. Returns also whether a message was left alone because its payload is encrypted for its '
+    'destination.';

@@ -1,0 +1,20 @@
+CREATE FUNCTION pgoutbox._refuse_in_blackout(argument text)
+RETURNS void
+LANGUAGE plpgsql
+STABLE
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DECLARE
+    blackout constant text := (SELECT b.name FROM pgoutbox.blackout_view AS b WHERE b.is_on ORDER BY b.name LIMIT 1);
+BEGIN
+    IF blackout IS NOT NULL THEN
+        RAISE check_violation USING
+            SCHEMA = 'pgoutbox', TABLE = 'blackout', CONSTRAINT = 'blackout',
+            MESSAGE = 'pgoutbox.' || argument || ': refused within the blackout ' || blackout,
+            HINT = 'Only the owner of the schema changes pgoutbox.blackout.';
+    END IF;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._refuse_in_blackout IS
+    'Raise 23514 during a blackout. The argument is the name of a function and its argument.';

@@ -1,0 +1,39 @@
+-- The given id becomes one that depends on the login and the actor. So nobody adds to the act of another one.
+CREATE FUNCTION pgoutbox.announce_act(
+    actor text DEFAULT NULL, origin text DEFAULT NULL, stated jsonb DEFAULT NULL, act_id uuid DEFAULT gen_random_uuid()
+)
+RETURNS void
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DECLARE
+    person constant text := coalesce(announce_act.actor, session_user);
+    wrong constant text := CASE
+        WHEN length(person) NOT BETWEEN 1 AND 200 THEN 'actor: must have 1 to 200 characters'
+        WHEN length(announce_act.origin) NOT BETWEEN 1 AND 200 THEN 'origin: must have 1 to 200 characters'
+        WHEN jsonb_typeof(announce_act.stated) <> 'object' OR octet_length(announce_act.stated::text) > 8192
+            THEN 'stated: must be an object of at most 8192 bytes'
+    END;
+    act constant text := jsonb_build_object(
+        'id', left(pgoutbox._keyed_digest('id', jsonb_build_array(session_user, person, announce_act.act_id)::text), 32),
+        'actor', person,
+        'origin', announce_act.origin,
+        'stated', announce_act.stated
+    );
+BEGIN
+    IF wrong IS NOT NULL THEN
+        RAISE EXCEPTION USING
+            ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = split_part(wrong, ':', 1),
+            MESSAGE = 'pgoutbox.announce_act: ' || wrong;
+    END IF;
+    PERFORM set_config(
+        'pgoutbox.act', pgoutbox._keyed_digest('act', pg_current_xact_id()::text || act) || act, true
+    );
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox.announce_act IS
+    'Name the person behind the acts of this transaction, and where they come from. The audit records both as statements '
+    'of the database role, and `stated` apart from the details that it finds itself. Acts with the same act_id belong '
+    'together, if their role and actor are the same.';
