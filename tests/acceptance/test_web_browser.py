@@ -283,8 +283,8 @@ def test_a_message_is_enqueued_with_the_keyboard_alone(site_with_topics: Site) -
     page.keyboard.press("Enter")
     expect(page.get_by_role("status").filter(has_text="The message is enqueued.")).to_be_visible()
     expect(page.get_by_role("main")).to_contain_text("mailto:ada@example.org")
-    acts = site.db.execute("SELECT actor, action, details FROM pgoutbox.audit").fetchall()
-    assert acts == [("ada", "enqueue", {"topic": "mail.welcome"})]
+    acts = site.db.execute("SELECT actor, action, details ->> 'topic' FROM pgoutbox.audit").fetchall()
+    assert acts == [("ada", "enqueue", "mail.welcome")]
 
 
 def test_a_topic_is_chosen_and_enqueued_without_scripts(site_with_topics: Site) -> None:
