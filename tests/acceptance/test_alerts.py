@@ -383,6 +383,18 @@ async def test_a_redirect_that_was_left_on_is_a_ticket(
     scrapes.assert_firing({"PgoutboxRedirectOn": "ticket"} | WATCHDOG)
 
 
+async def test_a_worker_that_holds_everything_in_a_copy_is_a_page(
+    worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    db.execute("UPDATE pgoutbox.home SET server_id = 1, database_id = 1")
+    async with running(worker):
+        await until(lambda: worker.status().is_copy)
+        await scrapes.take(worker, minutes=7)
+    # It has not started, so it counts as no worker too, and its database as down.
+    others = {"PgoutboxDatabaseDown": "page", "PgoutboxNoWorker": "page"}
+    scrapes.assert_firing({"PgoutboxHeldInCopy": "page"} | others | WATCHDOG)
+
+
 # --- workers and the database -----------------------------------------------------------------------------------------
 
 
