@@ -388,7 +388,8 @@ class _Connection:
             await self._rcpt(mail)
             await self._data(mail)
         except _Failure as failure:
-            if not failure.ends_connection:
+            # A server that was repaired may judge only new connections by its new settings, as Postfix does.
+            if not failure.ends_connection and failure.cause < Cause.CONNECTION:
                 await self._reset()
             raise
         self.is_ready = True

@@ -1,0 +1,248 @@
+"""Tests refusals of real mail servers, which are Debian's Postfix and Exim: none loses e-mail that a setting refuses.
+
+Each refusal is made by the server's own means. The repair is a change of the server's configuration. Nobody changes
+the messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from pgoutbox import Context, Email, Message, Outbox, RetryPolicy
+from pgoutbox.message import State
+from pgoutbox.worker import Worker
+from tests.support.dialogues import HOST
+from tests.support.mail_servers import (
+    LOCAL_DOMAIN,
+    LOCAL_USER,
+    Exim,
+    Postfix,
+    running_exim,
+    running_postfix,
+)
+from tests.support.outbox_actions import attempts_of, enqueue, row_of, rows_of, running, settings_for
+from tests.support.smtp_server import mail_settings
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    import psycopg
+
+COUNT: Final = 20
+BRIEF: Final[dict[str, Any]] = {"breaker_cooldown_seconds": 0.1, "breaker_max_cooldown_seconds": 0.4}
+SENDER: Final = "club@example.org"
+NOT_OURS: Final = {"mynetworks": "192.0.2.1/32"}
+UNKNOWN_NETWORK: Final = {"smtpd_client_event_limit_exceptions": ""}
+
+# Each with the settings that refuse, words of Postfix' answer, and the part that a person has to repair.
+REFUSALS: Final[dict[str, tuple[dict[str, str], str, str]]] = {
+    "relay by default": (NOT_OURS, "454 4.7.1 <person", ""),
+    "relay": (NOT_OURS | {"smtpd_relay_restrictions": "reject_unauth_destination"}, "554 5.7.1 <person", ""),
+    "sender": (
+        {"smtpd_sender_restrictions": f"check_sender_access inline:{{ {SENDER}=REJECT }}"},
+        f"554 5.7.1 <{SENDER}>: Sender address rejected",
+        "sender",
+    ),
+    "sender of another": (
+        {
+            "smtpd_sender_restrictions": "check_sender_access inline:{ {"
+            f"{SENDER} = 553 5.7.1 <{SENDER}>: Sender address rejected: not owned by user club" + "} }"
+        },
+        "not owned by user club",
+        "sender",
+    ),
+    "client": ({"smtpd_client_restrictions": "reject"}, "Client host rejected: Access denied", ""),
+    "helo": (
+        {
+            "smtpd_helo_required": "yes",
+            "smtpd_helo_restrictions": "check_helo_access inline:{ app.example.org=REJECT }",
+        },
+        "Helo command rejected",
+        "",
+    ),
+    "blocklist": (
+        {
+            "smtpd_client_restrictions": "check_client_access inline:{ {127.0.0.1 = 554 5.7.1 Service unavailable; "
+            "Client host [127.0.0.1] blocked using bl.example.org} }"
+        },
+        "blocked using bl.example.org",
+        "",
+    ),
+    "client at connect": (
+        {"smtpd_client_restrictions": "reject", "smtpd_delay_reject": "no"},
+        "Client host rejected",
+        "",
+    ),
+    "rate": (UNKNOWN_NETWORK | {"smtpd_client_message_rate_limit": "3"}, "too much mail", ""),
+    "rate of recipients": (UNKNOWN_NETWORK | {"smtpd_client_recipient_rate_limit": "3"}, "too many recipients", ""),
+}
+OTHERS: Final[dict[str, dict[str, str]]] = {
+    "plain": {},
+    "size": {"message_size_limit": "100"},
+    "recipients": {"smtpd_recipient_limit": "2"},
+}
+
+
+@pytest.fixture(scope="module")
+def policy_port() -> int:
+    """Return the port of the policy service of the tests, which is free until a test starts it."""
+    return free_ports(1)[0]
+
+
+@pytest.fixture(scope="module")
+def postfix(policy_port: int) -> Iterator[Postfix]:
+    policy = {"smtpd_recipient_restrictions": f"check_policy_service inet:{HOST}:{policy_port}"}
+    services = {name: settings for name, (settings, _, _) in REFUSALS.items()}
+    with running_postfix({**services, **OTHERS, "greylist": policy}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def exim() -> Iterator[Exim]:
+    with running_exim() as server:
+        yield server
+
+
+def outbox_at(dsn: str, port: int, *, to: Sequence[str] = (), retry: RetryPolicy | None = None) -> Outbox:
+    settings = mail_settings(port) | BRIEF | {"alert_destination": "mailto:ops@example.org"}
+    outbox = Outbox(settings_for(dsn, **settings))
+
+    @outbox.handler("greet", retry=retry or RetryPolicy.steps(0.02))
+    async def greet(message: Message, ctx: Context) -> Email:
+        text = "Hi " * 100
+        return Email(subject="Hello", text=text, to=list(to)) if to else Email(subject="Hello", text=text)
+
+    return outbox
+
+
+def alerts(db: psycopg.Connection) -> list[str]:
+    return [
+        breaker
+        for (breaker,) in db.execute(
+            "SELECT payload ->> 'breaker' FROM pgoutbox.message"
+            " WHERE topic = 'pgoutbox.alert' AND payload ->> 'event' = 'opened' ORDER BY id"
+        ).fetchall()
+    ]
+
+
+def persons(db: psycopg.Connection) -> list[int]:
+    return [enqueue(db, destination=f"mailto:person{n}@x.test", max_attempts=3) for n in range(COUNT)]
+
+
+def are_sent(db: psycopg.Connection, ids: Sequence[int]) -> bool:
+    return {row.state for row in rows_of(db, *ids)} == {State.SENT}
+
+
+def has_error(db: psycopg.Connection, ids: Sequence[int], words: str) -> bool:
+    return any(words in (error or "") for one in ids for _, _, error in attempts_of(db, one))
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+async def test_a_refusal_by_postfix_loses_nothing_and_everything_is_sent_after_the_repair(
+    dsn: str, db: psycopg.Connection, postfix: Postfix, reason: str
+) -> None:
+    _, words, part = REFUSALS[reason]
+    port = postfix.ports[reason]
+    async with running(Worker(outbox_at(dsn, port))):
+        ids = persons(db)
+        await until(lambda: has_error(db, ids, words) and alerts(db))
+        key = f"smtp:{HOST}:{port}" + (" sender PGOUTBOX_SMTP_SENDER" if part else "")
+        assert set(alerts(db)) == {key}
+        assert State.FAILED not in {row.state for row in rows_of(db, *ids)}
+        postfix.repair(reason)
+        await until(lambda: are_sent(db, ids))
+
+
+@pytest.mark.parametrize(
+    ("reason", "words", "part"),
+    [
+        ("relay", "550 relay not permitted", ""),
+        ("sender", "550 Sender verify failed", "sender"),
+        ("helo", "550 Administrative prohibition", ""),
+        ("rate", "has exceeded the max emails per hour", ""),
+        ("silent", "550 Administrative prohibition", ""),
+    ],
+)
+async def test_a_refusal_by_exim_loses_nothing_and_everything_is_sent_after_the_repair(
+    dsn: str, db: psycopg.Connection, exim: Exim, reason: str, words: str, part: str
+) -> None:
+    exim.refuse(reason)
+    with contextlib.ExitStack() as repair:
+        repair.callback(lambda: exim.repair(reason))
+        async with running(Worker(outbox_at(dsn, exim.port))):
+            ids = persons(db)
+            await until(lambda: has_error(db, ids, words) and alerts(db))
+            assert set(alerts(db)) == {f"smtp:{HOST}:{exim.port}" + (" sender PGOUTBOX_SMTP_SENDER" if part else "")}
+            assert State.FAILED not in {row.state for row in rows_of(db, *ids)}
+            repair.close()
+            await until(lambda: are_sent(db, ids))
+
+
+@pytest.mark.parametrize("server", ["postfix", "exim"])
+async def test_an_unknown_user_fails_alone(
+    dsn: str, db: psycopg.Connection, postfix: Postfix, exim: Exim, server: str
+) -> None:
+    port = postfix.ports["plain"] if server == "postfix" else exim.port
+    ids = [enqueue(db, destination=f"mailto:{LOCAL_USER}@{LOCAL_DOMAIN}") for _ in range(5)]
+    unknown = enqueue(db, destination=f"mailto:nobody@{LOCAL_DOMAIN}")
+    await Worker(outbox_at(dsn, port)).run_once()
+    assert are_sent(db, ids)
+    row = row_of(db, unknown)
+    assert (row.state, "nknown" in (row.last_error or "")) == (State.FAILED, True), row.last_error
+    assert alerts(db) == []
+
+
+async def test_an_email_beyond_the_size_of_postfix_fails_alone(
+    dsn: str, db: psycopg.Connection, postfix: Postfix
+) -> None:
+    message_id = enqueue(db, destination="mailto:person@x.test")
+    await Worker(outbox_at(dsn, postfix.ports["size"])).run_once()
+    row = row_of(db, message_id)
+    assert (row.state, "552 5.3.4" in (row.last_error or "")) == (State.FAILED, True), row.last_error
+    assert alerts(db) == []
+
+
+async def test_an_email_with_more_recipients_than_postfix_accepts_fails_alone(
+    dsn: str, db: psycopg.Connection, postfix: Postfix
+) -> None:
+    message_id = enqueue(db)
+    many = [f"person{n}@x.test" for n in range(3)]
+    await Worker(outbox_at(dsn, postfix.ports["recipients"], to=many)).run_once()
+    row = row_of(db, message_id)
+    assert (row.state, "452 4.5.3" in (row.last_error or "")) == (State.FAILED, True), row.last_error
+    assert alerts(db) == []
+
+
+@asynccontextmanager
+async def greylisting(port: int) -> AsyncIterator[None]:
+    """Run a policy service of Postfix that defers each recipient once."""
+    seen: set[bytes] = set()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                request = await reader.readuntil(b"\n\n")
+                (recipient,) = (line for line in request.splitlines() if line.startswith(b"recipient="))
+                action = b"DUNNO" if recipient in seen else b"DEFER Greylisted for a moment"
+                seen.add(recipient)
+                writer.write(b"action=" + action + b"\n\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, HOST, port):
+        yield
+
+
+async def test_greylisting_by_postfix_delays_each_email_and_holds_nothing(
+    dsn: str, db: psycopg.Connection, postfix: Postfix, policy_port: int
+) -> None:
+    async with greylisting(policy_port), running(Worker(outbox_at(dsn, postfix.ports["greylist"]))):
+        ids = persons(db)
+        await until(lambda: are_sent(db, ids))
+    assert has_error(db, ids, "Greylisted")
+    assert alerts(db) == []
