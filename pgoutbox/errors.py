@@ -38,7 +38,7 @@ class MissingExtraError(ConfigurationError):
 
 
 class NotReadyError(ConfigurationError):
-    """A setting is valid, and what it names cannot be used now: a file, a module or a port. It may be later."""
+    """A setting is valid, and what it names cannot be used now: a file, a module, a port, a server. It may be later."""
 
 
 def require_extra(module: str, feature: str, extra: str) -> None:

@@ -46,6 +46,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 _database_numbers = count(1)
 
 
+# A value of the fixture `dsn`: a database on a server with fsync on. There a terminated session often has committed and
+# does not answer. Without fsync it hardly ever does.
+DURABLE = pytest.param("durable", marks=pytest.mark.slow)
+
+
 @pytest.hookimpl(tryfirst=True)  # Before pytest selects by markers.
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
@@ -113,6 +118,21 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def durable_server() -> Iterator[Server]:
+    """Start a server that waits for its disk at each commit, for tests with `DURABLE`."""
+    try:
+        with embedded_server() as started, psycopg.connect(started.dsn, autocommit=True) as connection:
+            info = connection.info
+            # A fast disk behaves like a slow one. PostgreSQL ignores the delay if fsync is off.
+            connection.execute("ALTER SYSTEM SET commit_delay = 5000")
+            connection.execute("ALTER SYSTEM SET commit_siblings = 0")
+            connection.execute("SELECT pg_reload_conf()")
+            yield Server(info.host, info.port, info.user, info.password or None, info.dbname)
+    except ConfigurationError as error:
+        server_missing(f"no durable PostgreSQL server: {error}")
+
+
+@pytest.fixture(scope="session")
 def template_of_today(server: Server) -> Iterator[Callable[[], str]]:
     """Return the name of a migrated database. Each day has its own: which partitions exist depends on the day."""
     with ExitStack() as stack:
@@ -136,8 +156,14 @@ def empty_dsn(server: Server) -> Iterator[str]:
 
 
 @pytest.fixture
-def dsn(server: Server, template_of_today: Callable[[], str]) -> Iterator[str]:
+def dsn(request: pytest.FixtureRequest, server: Server, template_of_today: Callable[[], str]) -> Iterator[str]:
     """Return the DSN of a new migrated database that only this test uses."""
+    if getattr(request, "param", None) == "durable":
+        durable: Server = request.getfixturevalue("durable_server")
+        with durable.database() as database:
+            migrate.upgrade(durable.dsn_for(database.dbname))
+            yield durable.dsn_for(database.dbname)
+        return
     with server.database(template=template_of_today()) as database:
         yield server.dsn_for(database.dbname)
 

@@ -173,8 +173,8 @@ _EXIT_CODES: Final = """
 | exit code | meaning |
 | --- | --- |
 | 0 | success |
-| 1 | refused or failed; the reason is on stderr |
-| 2 | invalid usage or configuration |
+| 1 | refused or failed, perhaps only for now; the reason is on stderr |
+| 2 | invalid usage or configuration: the same command fails until somebody corrects it |
 | 130 | interrupted |
 
 Data goes to stdout, everything else to stderr. On a terminal the output is a table. In a pipe it is lines with tabs

@@ -100,7 +100,7 @@ def _is_loopback(host: str) -> bool:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
-        raise ConfigurationError(f"--host {host}: not an address of this machine") from None
+        raise NotReadyError(f"--host {host}: not an address of this machine") from None
     return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
 
 

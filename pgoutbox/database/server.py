@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-from pgoutbox.errors import ConfigurationError, SchemaError
+from pgoutbox.errors import ConfigurationError, NotReadyError, SchemaError
 
 MINIMUM_SERVER_VERSION: Final = 150_000
 REQUIRED_SCHEMA_VERSION: Final = 1
@@ -27,9 +27,9 @@ def judge_server(facts: ServerFacts, *, writes: bool) -> None:
     if facts.server_version < MINIMUM_SERVER_VERSION:
         raise ConfigurationError(f"PostgreSQL {facts.server_version // 10_000} is too old: pgoutbox needs 15 or newer")
     if facts.in_recovery and writes:
-        raise ConfigurationError("PGOUTBOX_DSN leads to a standby, which is read-only: give the DSN of the primary")
+        raise NotReadyError("PGOUTBOX_DSN leads to a standby, which is read-only: give the DSN of the primary")
     if facts.read_only and writes:
-        raise ConfigurationError("PGOUTBOX_DSN leads to a read-only session: check default_transaction_read_only")
+        raise NotReadyError("PGOUTBOX_DSN leads to a read-only session: check default_transaction_read_only")
     if facts.encoding != "UTF8":
         raise ConfigurationError(f"the database's encoding is {facts.encoding}: pgoutbox needs UTF8")
     if not facts.has_schema:

@@ -404,7 +404,7 @@ class Worker:
             async with asyncio.timeout(max(5.0, deadline - asyncio.get_running_loop().time())):
                 await self._until_idle(finished=True)
                 # Released messages are due, and no other worker knows of retries and successors.
-                if self.telemetry.counts[LogEvent.CLAIMED]:
+                if self.telemetry.counts[LogEvent.CLAIMED] or self.telemetry.counts[LogEvent.CLAIM_LOST]:
                     await self._notifier.notify(self._queues.names)
         self._finishing.cancel()
         with contextlib.suppress(asyncio.CancelledError):

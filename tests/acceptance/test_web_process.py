@@ -61,8 +61,8 @@ def started(tmp_path: Path) -> Iterator[list[WebProcess]]:
             process.wait()
 
 
-def refusal(*arguments: str, **settings: str) -> str:
-    """Return the error output of a `pgoutbox web` that refuses to start because of wrong usage or configuration."""
+def refusal(*arguments: str, exit_code: int = 2, **settings: str) -> str:
+    """Return the error output of a `pgoutbox web` that refuses to start, by default because of a wrong setting."""
     result = subprocess.run(
         [sys.executable, "-m", "pgoutbox", "web", "--port", "0", *arguments],
         env=environment_with(**({"dsn": "host=/nowhere"} | settings)),
@@ -71,7 +71,7 @@ def refusal(*arguments: str, **settings: str) -> str:
         check=False,
         timeout=PROCESS_PATIENCE_SECONDS,
     )
-    assert (result.returncode, result.stdout) == (2, "")
+    assert (result.returncode, result.stdout) == (exit_code, "")
     assert CANARY not in result.stderr
     return result.stderr
 
@@ -93,8 +93,8 @@ def test_it_refuses_anonymous_access_with_credentials_or_an_unknown_role() -> No
 
 
 def test_an_address_of_another_machine_is_named_in_the_error() -> None:
-    assert "--host 192.0.2.1" in refusal("--host", "192.0.2.1", web_viewer_tokens=VIEWER_TOKEN)
-    assert "--host nowhere.invalid" in refusal("--host", "nowhere.invalid", web_viewer_tokens=VIEWER_TOKEN)
+    for host in ("192.0.2.1", "nowhere.invalid"):  # The machine may get the address, or the name, later.
+        assert f"--host {host}" in refusal("--host", host, exit_code=1, web_viewer_tokens=VIEWER_TOKEN)
 
 
 @pytest.mark.parametrize(

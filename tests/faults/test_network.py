@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 import threading
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -235,6 +235,23 @@ async def test_a_claim_with_a_stalled_answer_is_abandoned_and_its_message_releas
     assert row_of(db, message_id).attempt_count == 2
     assert attempts_of(db, message_id) == [(1, "released", None)]
     assert proxy.cancel_request_count == 0
+
+
+async def test_a_worker_that_stops_during_its_first_claim_wakes_an_idle_one_for_its_messages(
+    proxy: Proxy, dsn: str, db: psycopg.Connection
+) -> None:
+    first, second = Receiver(proxy.dsn, **SHORT_OF_TIME), Receiver(dsn)
+    stopped, remaining = WatchedWorker(first.outbox), WatchedWorker(second.outbox)
+    async with AsyncExitStack() as stack, running(stopped):
+        await stopped.sleeping.wait()
+        with proxy.stalled("pgoutbox claim", replies_only=True, open_connections_only=True):
+            message_id = enqueue(db)
+            await until(lambda: row_of(db, message_id).state == "sending")
+            await stack.enter_async_context(running(remaining))
+            await remaining.sleeping.wait()
+            stopped.stop()
+            await until(lambda: row_of(db, message_id).state == "sent")
+    assert (first.delivered, second.delivered) == ([], [message_id])
 
 
 async def test_a_claim_that_never_arrives_is_abandoned_and_repeated_on_another_connection(

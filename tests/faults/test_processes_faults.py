@@ -27,6 +27,7 @@ from pgoutbox.observability.events import LogEvent
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.supervisor import supervise
+from tests.conftest import DURABLE
 from tests.support.judge import violations
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
@@ -75,6 +76,7 @@ def held_by(db: psycopg.Connection, process: subprocess.Popen[bytes]) -> set[int
 # --- killed -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dsn", [DURABLE], indirect=True)
 def test_random_kills_lose_nothing_and_repeat_only_messages_in_flight(
     connect: Connect, db: psycopg.Connection, fleet: Fleet, choice: random.Random
 ) -> None:
@@ -115,6 +117,7 @@ def test_random_kills_lose_nothing_and_repeat_only_messages_in_flight(
     assert violations(db) == []
 
 
+@pytest.mark.parametrize("dsn", [DURABLE], indirect=True)
 def test_a_kill_during_the_finish_repeats_nothing(db: psycopg.Connection, fleet: Fleet) -> None:
     """The statement has reached the server, which commits it; the worker is gone and cannot read the answer."""
     db.execute(
@@ -241,6 +244,7 @@ def test_a_message_that_exhausts_memory_fails_and_the_others_are_delivered(
 # --- told to stop -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dsn", [DURABLE], indirect=True)
 def test_stops_under_load_leave_nothing_in_flight_and_lose_or_repeat_nothing(
     db: psycopg.Connection, fleet: Fleet, choice: random.Random
 ) -> None:
@@ -282,6 +286,7 @@ def test_a_stopping_worker_renews_the_leases_of_its_running_handlers(db: psycopg
     assert fleet.deliveries() == {message_id: 1}
 
 
+@pytest.mark.parametrize("dsn", [DURABLE], indirect=True)
 def test_a_second_signal_under_load_loses_nothing(db: psycopg.Connection, fleet: Fleet) -> None:
     ids = [enqueue(db, topic) for topic in ("fault.gated", "fault.deliver") for _ in range(20)]
     worker = fleet.start(concurrency="4", shutdown_grace_seconds="3600")

@@ -536,10 +536,10 @@ def test_a_worker_refuses_a_standby_at_the_start(workshop: Workshop, own_server:
 
 
 def assert_refused(dsn: str, directory: Path, reason: str) -> None:
-    """Assert that a worker ends immediately with this reason and the exit code of a wrong configuration."""
+    """Assert that a worker ends immediately with this reason and the exit code after which a unit starts it again."""
     worker = start_worker(dsn, directory / "ledger", directory / "log", {})
     try:
-        assert worker.wait() == 2
+        assert worker.wait() == 1
     finally:
         worker.end()
     assert f"error: {reason}" in worker.log

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 import pytest
 
-from pgoutbox import Context, Message, Outbox, migrate
+from pgoutbox import Context, Message, Outbox
 from pgoutbox.database import sql
 from pgoutbox.database.worker_connection import WorkerConnection
-from pgoutbox.embedded import embedded_server
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
+from tests.conftest import DURABLE
 from tests.support.outbox_actions import PATIENCE_SECONDS, enqueue, rows_of, running, settings_for
 
 if TYPE_CHECKING:
@@ -66,21 +66,16 @@ async def test_messages_of_a_lost_claim_are_delivered_at_once(
     assert worker.telemetry.counts[LogEvent.CLAIM_LOST] == 1
 
 
-@pytest.mark.slow
-async def test_sessions_terminated_on_a_durable_server_delay_no_message() -> None:
-    """Without fsync a claim is committed so fast that its answer is hardly ever lost."""
-    with embedded_server() as server:
-        migrate.upgrade(server.dsn)
-        with psycopg.connect(server.dsn, autocommit=True) as db:
+@pytest.mark.parametrize("dsn", [DURABLE], indirect=True)
+async def test_terminated_sessions_delay_no_message(dsn: str, db: psycopg.Connection) -> None:
+    def terminate(number: int) -> None:
+        if number % 7 == 0:
+            purpose = ("claim", "finish", "lease", "listen", "")[number // 7 % 5]
+            db.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND application_name LIKE %s",
+                [f"pgoutbox {purpose}%"],
+            )
 
-            def terminate(number: int) -> None:
-                if number % 7 == 0:
-                    purpose = ("claim", "finish", "lease", "listen", "")[number // 7 % 5]
-                    db.execute(
-                        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-                        " WHERE datname = current_database() AND application_name LIKE %s",
-                        [f"pgoutbox {purpose}%"],
-                    )
-
-            for _ in range(5):
-                await deliver_all(server.dsn, db, at_each=terminate)
+    for _ in range(5):
+        await deliver_all(dsn, db, at_each=terminate)

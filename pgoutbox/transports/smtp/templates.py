@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pgoutbox.errors import ConfigurationError, require_extra
+from pgoutbox.errors import ConfigurationError, NotReadyError, require_extra
 from pgoutbox.message import Permanent, Transient
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Templates:
         loader: jinja2.BaseLoader
         if package is None:
             if not Path(directory).is_dir():
-                raise ConfigurationError(f"templates: {str(directory)!r} is not a directory")
+                raise NotReadyError(f"templates: {str(directory)!r} is not a directory")
             loader = jinja2.FileSystemLoader(directory)
         else:
             try:
