@@ -144,8 +144,7 @@ def running_postfix(services: Mapping[str, Mapping[str, str]]) -> Iterator[Postf
         (place / "etc/main.cf").write_text(_MAIN_CF.format(place=place, domain=LOCAL_DOMAIN, user=LOCAL_USER))
         _run("postfix", "-c", str(place / "etc"), "start")
         try:
-            for port in ports.values():
-                wait_until(lambda port=port: _answers(port), (place / "log").read_text)
+            wait_until(lambda: all(_answers(port) for port in ports.values()), (place / "log").read_text)
             yield Postfix(place, ports)
         finally:
             _run("postfix", "-c", str(place / "etc"), "stop")

@@ -22,6 +22,7 @@ from tests.support.mail_servers import (
     LOCAL_USER,
     Exim,
     Postfix,
+    free_ports,
     running_exim,
     running_postfix,
 )
@@ -184,11 +185,11 @@ async def test_a_refusal_by_exim_loses_nothing_and_everything_is_sent_after_the_
             await until(lambda: are_sent(db, ids))
 
 
-@pytest.mark.parametrize("server", ["postfix", "exim"])
+@pytest.mark.parametrize("program", ["postfix", "exim"])
 async def test_an_unknown_user_fails_alone(
-    dsn: str, db: psycopg.Connection, postfix: Postfix, exim: Exim, server: str
+    dsn: str, db: psycopg.Connection, postfix: Postfix, exim: Exim, program: str
 ) -> None:
-    port = postfix.ports["plain"] if server == "postfix" else exim.port
+    port = postfix.ports["plain"] if program == "postfix" else exim.port
     ids = [enqueue(db, destination=f"mailto:{LOCAL_USER}@{LOCAL_DOMAIN}") for _ in range(5)]
     unknown = enqueue(db, destination=f"mailto:nobody@{LOCAL_DOMAIN}")
     await Worker(outbox_at(dsn, port)).run_once()
