@@ -9,7 +9,7 @@ import pytest
 from psycopg.types.json import Jsonb
 
 from pgoutbox.message import State
-from pgoutbox.redaction import REDACTED, REDACTED_NAMES, redact_text
+from pgoutbox.redaction import REDACTED
 from tests.support.messages import put
 from tests.support.outbox_actions import claim, claim_ordered, enqueue, ids_in_flight
 
@@ -185,63 +185,6 @@ def test_values_without_secrets_are_shown_unchanged(rolled_back: psycopg.Connect
 
 
 # --- redaction --------------------------------------------------------------------------------------------------------
-
-SECRETS = [
-    *(f"{name}=s3cret" for name in REDACTED_NAMES),
-    *(f"{name.replace('_', '-').upper()} = 's3cret and more'" for name in REDACTED_NAMES),
-    *(f'{{"user_{name}": "s3cret", "a": 1}}' for name in REDACTED_NAMES),
-    *(f"{{'{name}s': ['s3cret', 's3cret']}}" for name in REDACTED_NAMES),
-    "https://ada:s3cret@example.org/path",
-    "postgresql://s3cret@db/app and smtp://:s3cret@mail",
-    "GET https://example.org/?page=1&access_token=s3cret&x=s3cret failed",
-    "Authorization: Bearer s3cret12345",
-    "header was Bearer s3cret12345, Basic s3cret12345=",
-    "Set-Cookie: sid=s3cret",
-    "1 validation error\n  Input should be a number [type=x, input_value='s3cret', input_type=str]",
-    "DETAIL: Key (token)=(s3cret) already exists.",
-    "line one\npassword=line\ntwo s3cret",
-    'nested \\"password\\": \\"s3cret\\"',
-    "smtp_pass=s3cret",
-    "{'pass': 's3cret'}",
-    "Pwd=s3cret",
-    "passwd s3cret",
-    "https://example.org/maps?key=s3cret",
-    "https://example.org/a?X-Amz-Signature=s3cret",
-    "https://example.org/a?sv=1&sig=s3cret",
-    "https://example.org/a?jwt=s3cret",
-    "eyJhbGciOiJub25lIn0.s3cret.s3cret is expired",
-    "key AIzaSyA-s3cret-1234567890",
-    "-----BEGIN RSA PRIVATE KEY-----\ns3cret\n-----END RSA PRIVATE KEY-----",
-    "amqp://user:pa/s3cret@h",
-    "redis://:p#s3cret@h",
-    "amqp://user:pa s3cret@h",
-]
-
-
-@pytest.mark.parametrize("text", SECRETS)
-def test_secrets_in_a_text_are_hidden(rolled_back: psycopg.Connection, text: str) -> None:
-    (shown,) = rolled_back.execute("SELECT pgoutbox._redacted_text(%s)", [text]).fetchone() or ("",)
-    assert "s3cret" not in shown
-    assert REDACTED in shown
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "550 5.1.1 no such mailbox",
-        "mailto:ada@example.org",
-        "connection refused: 10.0.0.7:25",
-        "tel:1",
-        "timed out after 3 s",
-        "https://example.org:8443/users/ada@example.org",
-        "cannot reach nats://example.org:4222, asked ada@example.org",
-        'password authentication failed for user "ada"',
-        "3 passengers=3, compass=4, design=5",
-    ],
-)
-def test_a_text_without_secrets_is_not_changed(rolled_back: psycopg.Connection, text: str) -> None:
-    assert rolled_back.execute("SELECT pgoutbox._redacted_text(%s)", [text]).fetchone() == (text,)
-    assert redact_text(text) == text
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.redaction import REDACTED, REDACTED_NAMES, redact, redact_text
+from pgoutbox.redaction import MAX_TEXT_CHARS, REDACTED, REDACTED_NAMES, redact, redact_text, text_forms
 from pgoutbox.settings import load_settings
 from pgoutbox.topics import Topic
 
@@ -49,6 +49,11 @@ def test_a_value_of_any_type_is_hidden() -> None:
 )
 def test_a_name_with_dots_matches_the_end_of_a_path(value: JsonValue, hidden: bool) -> None:
     assert (CANARY not in json.dumps(redact(value, ("user.email",)))) == hidden
+
+
+def test_a_text_in_a_payload_is_masked_like_an_error() -> None:
+    value: JsonValue = {"link": f"https://example.org/reset/{CANARY}", "lines": [f"iban: {CANARY}"]}
+    assert redact(value, ("iban",)) == {"link": f"https://example.org/reset/{REDACTED}", "lines": [f"iban: {REDACTED}"]}
 
 
 def test_the_input_is_not_modified() -> None:
@@ -174,12 +179,20 @@ def test_in_a_text_the_last_part_of_a_path_counts() -> None:
     [
         "a", "a=", "'", "password=", "\\", "://", "password=[", '"password": "', "x@", "eyJ", "eyJa.", "eyJa.b", "AKIA",
         "AIza", "-----BEGIN ", "-----BEGIN PRIVATE KEY-----", "-----END ", "://a:", "://a:b ", "redis://:a/", "passwd ",
-        "pwd\t", "?key", "&key=", "pass", "aB", "AB",
+        "pwd\t", "?key", "&key=", "pass", "aB", "AB", "token", "/reset/", "4111 ", "password=(", "token=a(", "token=x,a",
+        "password: ", "password:\n", "cookie:", "basic a", "--token ", "AUTH PLAIN ", "curl -u a", "secret\\\"",
+        "-",
     ],
 )  # fmt: skip
 def test_a_long_text_is_masked_in_linear_time(piece: str) -> None:
     # The number of steps grows with the length, not with its square: at this length the difference is minutes.
-    assert isinstance(redact_text(piece * 40_000), str)
+    long = piece * (MAX_TEXT_CHARS // len(piece) // 3)
+    hints = " ".join(hint for form in text_forms() for hint in form.hints)
+    assert isinstance(redact_text(f"?{long} --{long} {hints}://{long}"), str)
+
+
+def test_a_text_is_cut_off_before_it_is_searched() -> None:
+    assert redact_text("a" * MAX_TEXT_CHARS + "b") == "a" * MAX_TEXT_CHARS
 
 
 def test_names_can_be_added() -> None:
