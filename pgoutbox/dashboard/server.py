@@ -14,6 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pgoutbox.dashboard.responses import SECURITY_HEADERS
+from pgoutbox.observability.connection_limit import ConnectionLimit
 from pgoutbox.observability.events import LogEvent, Telemetry
 
 if TYPE_CHECKING:
@@ -53,13 +54,13 @@ class _RequestTimeoutProtocol(H11Protocol):
     uvicorn itself has no timeout for the head of a request, and refuses connections without our headers.
     """
 
-    most_connections = 200
+    limit: ConnectionLimit[_RequestTimeoutProtocol]
     request_seconds = REQUEST_SECONDS
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.most_connections:
+        if not self.limit.admit(self):
             transport.write(_FULL)
             transport.close()
             return
@@ -69,8 +70,13 @@ class _RequestTimeoutProtocol(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
+        self.limit.forget(self)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the name is uvicorn's
@@ -83,11 +89,13 @@ class _RequestTimeoutProtocol(H11Protocol):
             self._forget()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(self.request_seconds, self.transport.abort)
+            self.limit.mark_waiting(self)
 
     def _forget(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+            self.limit.mark_arrived(self)
 
 
 class Server(uvicorn.Server):
@@ -102,7 +110,8 @@ class Server(uvicorn.Server):
         self._listener = _listen(host, port)
         self._when_started = started
         proxies = [part.strip() for part in (settings.web.trusted_proxies or "").split(",") if part.strip()]
-        protocol = type("Protocol", (_RequestTimeoutProtocol,), {"most_connections": settings.web.connections})
+        limit = ConnectionLimit[_RequestTimeoutProtocol](settings.web.connections, lambda one: one.transport.abort())
+        protocol = type("Protocol", (_RequestTimeoutProtocol,), {"limit": limit})
         super().__init__(
             uvicorn.Config(
                 app,

@@ -1,8 +1,7 @@
 """A small HTTP server in threads, for probes and scrapes: it answers while the application's event loop is blocked.
 
 It accepts only GET and HEAD without bodies, and one request for each connection. The number of connections is limited,
-and each has a deadline. At the limit, the connection that has waited longest for its request is closed, so that slow
-clients never keep a probe out. Needs the extra `metrics`.
+and each has a deadline. Needs the extra `metrics`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import io
 import socket
 import threading
-import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -19,6 +17,7 @@ from socketserver import ThreadingTCPServer
 from typing import Final
 
 from pgoutbox.errors import NotReadyError
+from pgoutbox.observability.connection_limit import ConnectionLimit
 from pgoutbox.observability.prometheus import Page
 
 _MAX_CONNECTIONS: Final = 32
@@ -43,10 +42,7 @@ class HttpServer(ThreadingTCPServer):
     def __init__(self, host: str, port: int, answer: Answer) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.answer = answer
-        self._lock = threading.Lock()
-        # The deadlines of the open connections, and the connections whose request has not arrived, oldest first.
-        self._deadlines: dict[socket.socket, float] = {}
-        self._waiting: dict[socket.socket, None] = {}
+        self.connections: ConnectionLimit[socket.socket] = ConnectionLimit(_MAX_CONNECTIONS, _abort)
         self._thread = threading.Thread(target=self.serve_forever, name="pgoutbox-http", daemon=True)
         try:
             super().__init__((host, port), _Handler)
@@ -68,47 +64,25 @@ class HttpServer(ThreadingTCPServer):
         """End the thread and close every connection."""
         self.shutdown()
         self.server_close()
-        with self._lock:
-            for connection in list(self._deadlines):
-                self._abort(connection)
-
-    def mark_arrived(self, connection: socket.socket) -> None:
-        """Keep this connection until its deadline, because its request has arrived."""
-        with self._lock:
-            self._waiting.pop(connection, None)
+        self.connections.close_older_than(0)
 
     def verify_request(self, request: socket.socket, client_address: object) -> bool:  # type: ignore[override] # noqa: ARG002
         """Register a connection; return False if there is no room for it."""
-        with self._lock:
-            if len(self._deadlines) >= _MAX_CONNECTIONS:
-                if not self._waiting:
-                    return False
-                self._abort(next(iter(self._waiting)))
-            self._deadlines[request] = time.monotonic() + _DEADLINE_SECONDS
-            self._waiting[request] = None
-        return True
+        return self.connections.admit(request)
 
     def service_actions(self) -> None:
         """Close connections at their deadline. Called several times a second."""
-        now = time.monotonic()
-        with self._lock:
-            for connection in [connection for connection, ends_at in self._deadlines.items() if ends_at <= now]:
-                self._abort(connection)
+        self.connections.close_older_than(_DEADLINE_SECONDS)
 
     def shutdown_request(self, request: socket.socket) -> None:  # type: ignore[override]
         """Close a connection after its response."""
-        with self._lock:
-            self._forget(request)
+        self.connections.forget(request)
         super().shutdown_request(request)
 
-    def _abort(self, connection: socket.socket) -> None:
-        self._forget(connection)
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)  # Its thread wakes up and closes it.
 
-    def _forget(self, connection: socket.socket) -> None:
-        self._deadlines.pop(connection, None)
-        self._waiting.pop(connection, None)
+def _abort(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)  # Its thread wakes up and closes it.
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -119,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer one request."""
         with contextlib.suppress(OSError):  # The client may disconnect.
             self.rfile = io.BytesIO(self._read_head())
-            self.server.mark_arrived(self.connection)
+            self.server.connections.mark_arrived(self.connection)
             self.handle_one_request()
 
     def _read_head(self) -> bytes:

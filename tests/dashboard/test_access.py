@@ -698,16 +698,45 @@ def test_invalid_http_is_refused_with_our_headers(site: Site, sent: bytes) -> No
 def test_connections_above_the_limit_are_refused_with_our_headers(stack: ExitStack) -> None:
     settings = web_settings(web_connections=2)
     site = open_site(stack, Access.from_settings(settings), settings)
-    kept, other = site.raw(), site.raw()
-    for raw in (kept, other):
-        raw.send(head_of(site, method="GET", path="/healthz"))
-        assert raw.head().startswith("http/1.1 200 ")
+    live = [site.raw(), site.raw()]
+    for raw in live:
+        raw.send(head_of(site, AS_OPERATOR, method="GET", path="/live"))
+        raw.read_until(b"data: first\n\n")
     answer = site.raw().head()
     assert answer.startswith("http/1.1 503 ")
     assert f"content-security-policy: {POLICY}" in answer
-    kept.send(head_of(site, method="GET", path="/healthz"))
-    kept.read_until(b"ok\n")
-    assert kept.head().startswith("http/1.1 200 ")
+    site.pages.next_event.set()
+    for raw in live:
+        raw.read_until(b"data: second\n\n")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: loc"], ids=["nothing", "half a head"])
+def test_slow_clients_never_keep_a_probe_out(stack: ExitStack, sent: bytes) -> None:
+    settings = web_settings(web_connections=4)
+    site = open_site(stack, Access.from_settings(settings), settings)
+    live = site.raw()
+    live.send(head_of(site, AS_OPERATOR, method="GET", path="/live"))
+    live.read_until(b"data: first\n\n")
+    slow = [site.raw() for _ in range(4)]
+    for raw in slow:
+        raw.send(sent)
+    assert site.client().get("/healthz").status_code == 200
+    assert slow[0].rest() == b""  # The one that has waited longest is closed.
+    site.pages.next_event.set()
+    live.read_until(b"data: second\n\n")
+
+
+def test_a_connection_that_has_had_its_answer_makes_room_too(stack: ExitStack) -> None:
+    settings = web_settings(web_connections=2)
+    site = open_site(stack, Access.from_settings(settings), settings)
+    kept, other = site.raw(), site.raw()
+    for raw in (kept, other):
+        raw.send(head_of(site, method="GET", path="/healthz"))
+        raw.read_until(b"ok\n")
+    assert site.client().get("/healthz").status_code == 200
+    kept.rest()
+    other.send(head_of(site, method="GET", path="/healthz"))
+    other.read_until(b"ok\n")
 
 
 def test_websockets_are_refused(site: Site) -> None:

@@ -179,9 +179,9 @@ def test_in_a_text_the_last_part_of_a_path_counts() -> None:
     [
         "a", "a=", "'", "password=", "\\", "://", "password=[", '"password": "', "x@", "eyJ", "eyJa.", "eyJa.b", "AKIA",
         "AIza", "-----BEGIN ", "-----BEGIN PRIVATE KEY-----", "-----END ", "://a:", "://a:b ", "redis://:a/", "passwd ",
-        "pwd\t", "?key", "&key=", "pass", "aB", "AB", "token", "/reset/", "4111 ", "password=(", "token=a(", "token=x,a",
-        "password: ", "password:\n", "cookie:", "basic a", "--token ", "AUTH PLAIN ", "curl -u a", "secret\\\"",
-        "-",
+        "pwd\t", "?key", "&key=", "pass", "aB", "AB", "token", "/reset/", "4111 ", "password=(", "token=a(", "x,a",
+        "password: ", "password:\n", "cookie:", "basic a", "--token ", "AUTH PLAIN ", "curl -u a",
+        "-", "secret\\\"",
     ],
 )  # fmt: skip
 def test_a_long_text_is_masked_in_linear_time(piece: str) -> None:
