@@ -443,7 +443,10 @@ def _new_database(server_dsn: str, template: str = "template0") -> Iterator[str]
 def _pgoutbox_template(pgoutbox_server_dsn: str, pgoutbox_migrate: Callable[[str], None]) -> Iterator[str]:
     """The name of a migrated database, which each test copies."""
     with _new_database(pgoutbox_server_dsn) as name:
-        pgoutbox_migrate(psycopg.conninfo.make_conninfo(pgoutbox_server_dsn, dbname=name))
+        template = psycopg.conninfo.make_conninfo(pgoutbox_server_dsn, dbname=name)
+        pgoutbox_migrate(template)
+        with connections.connect(template, purpose="testing", answer_seconds=None) as connection:
+            connection.execute(_ALLOW_COPIES)  # A test may run a worker of its own.
         with connections.connect(pgoutbox_server_dsn, purpose="testing", answer_seconds=None) as connection:
             # A database with connections cannot be copied, and the application's migration may have left some.
             database = composable.Identifier(name)

@@ -224,8 +224,10 @@ async def test_an_email_with_more_recipients_than_postfix_accepts_fails_alone(
 async def greylisting(port: int) -> AsyncIterator[None]:
     """Run a policy service of Postfix that defers each recipient once."""
     seen: set[bytes] = set()
+    writers: list[asyncio.StreamWriter] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
         with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
                 request = await reader.readuntil(b"\n\n")
@@ -237,6 +239,9 @@ async def greylisting(port: int) -> AsyncIterator[None]:
 
     async with await asyncio.start_server(answer, HOST, port):
         yield
+        for writer in writers:  # Postfix keeps its connections.
+            writer.close()
+            await writer.wait_closed()
 
 
 async def test_greylisting_by_postfix_delays_each_email_and_holds_nothing(
