@@ -157,8 +157,9 @@ class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or ra
 
     `retry_after` (seconds or a timedelta) is the delay that the receiver requested. A transport sets `outage` if the
     destination, or the way to it, is at fault and not this message: several such failures open a circuit breaker, that
-    of `breaker`, one of the transport's own keys, or else that of the whole transport. `unknown` means that the message
-    may have been sent: then the handler's `on_unknown` decides whether it is tried again.
+    of `breaker`, one of the transport's own keys, or else that of the whole transport. It sets `doubtful` too if this
+    message may be at fault instead: then only failures of different destinations count. `unknown` means that the
+    message may have been sent: then the handler's `on_unknown` decides whether it is tried again.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or ra
         retry_after: Duration | None = None,
         *,
         outage: bool = False,
+        doubtful: bool = False,
         unknown: bool = False,
         breaker: str | None = None,
     ) -> None:
@@ -174,6 +176,7 @@ class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or ra
         self.error = error
         self.retry_after: float | None = None if retry_after is None else seconds_of(retry_after)
         self.outage = outage
+        self.doubtful = doubtful
         self.unknown = unknown
         self.breaker = breaker
 
@@ -184,13 +187,17 @@ class Unavailable(Exception):  # noqa: N818 - an outcome; it can be returned or 
     Nothing was handed over. The message stays pending and uses up no attempt, however often this happens. A transport
     that returns it opens a circuit breaker at once: that of `breaker`, one of the transport's own keys, or else that of
     the whole transport. Without a breaker the delay grows by the handler's retry policy, from one second on.
-    `retry_after` (seconds or a timedelta) is the minimum delay.
+    `retry_after` (seconds or a timedelta) is the minimum delay. `doubtful` means that the destination of this message
+    may be at fault instead: then it opens no breaker again after messages for others were sent.
     """
 
-    def __init__(self, error: str, retry_after: Duration | None = None, *, breaker: str | None = None) -> None:
+    def __init__(
+        self, error: str, retry_after: Duration | None = None, *, doubtful: bool = False, breaker: str | None = None
+    ) -> None:
         super().__init__(error)
         self.error = error
         self.retry_after: float | None = None if retry_after is None else seconds_of(retry_after)
+        self.doubtful = doubtful
         self.breaker = breaker
 
 

@@ -13,10 +13,11 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final, Literal, LiteralString, NamedTuple, TypedDict, Unpack
+from typing import Any, Final, Literal, LiteralString, NamedTuple, TypedDict, Unpack
 
 import psycopg
 from psycopg.rows import TupleRow
+from pydantic import JsonValue
 
 from pgoutbox.database import sql
 from pgoutbox.database.connections import deadline
@@ -515,8 +516,8 @@ class Store:
         )
         return BreakerRow._make(rows[0]) if rows else None
 
-    async def failures_of_last_run(self) -> dict[str, int]:
-        """Return the failures in a row, by breaker key, that the last run of `run_once` or `drain` hands on.
+    async def failures_of_last_run(self) -> dict[str, dict[str, Any]]:
+        """Return the memory of each breaker, by its key, that the last run of `run_once` or `drain` hands on.
 
         From now on an open breaker is believed for two days, because runs may be a day apart.
         """
@@ -524,10 +525,10 @@ class Store:
         rows = await self.claims.fetch(sql.FAILURES_OF_LAST_RUN, {})
         return dict(rows[0][0]) if rows else {}
 
-    async def end_run(self, failures: Mapping[str, int]) -> None:
-        """Record the end of a run, and the failures in a row of the breakers that it has used; 0 after a success."""
-        counts = {key: count or None for key, count in failures.items()}
-        await self.claims.fetch(sql.END_RUN, {"worker": self.worker, "failures": json.dumps(counts)})
+    async def end_run(self, failures: Mapping[str, Mapping[str, JsonValue]]) -> None:
+        """Record the end of a run, and the memory of the breakers that it has used; an empty one deletes it."""
+        memories = {key: memory or None for key, memory in failures.items()}
+        await self.claims.fetch(sql.END_RUN, {"worker": self.worker, "failures": json.dumps(memories)})
 
     async def breaker_probe(self, key: str) -> BreakerRow | None:
         """Ask for a probe: granted if the answer has a `probe_id`. None if the breaker is closed."""

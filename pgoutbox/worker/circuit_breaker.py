@@ -2,12 +2,19 @@
 
 Closed: messages are sent, and failures are counted. Open: messages wait until `retry_at`. Half-open, after that: one
 message of this process, the probe holder, may ask the database for a probe. Times come from the caller's clock.
+
+A doubtful failure may be the fault of its destination alone. Destinations that failed since the last success are
+suspects: several of them are not all at fault. A suspect becomes an outlier when another destination succeeds: the
+failures of an outlier are its own, until it succeeds too.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pydantic import JsonValue
 
 from pgoutbox.database.store import BreakerRow
 from pgoutbox.message import Outcome, Transient, Unavailable
@@ -16,6 +23,8 @@ WINDOW_SECONDS = 60.0
 _WINDOW_MIN_COUNT = 20
 _MIN_PAUSE_SECONDS = 0.05
 _MAX_PAUSE_SECONDS = 10.0
+_SUSPECT_LIMIT = 3
+_MAX_REMEMBERED_COUNT = 1_000
 
 
 class Admission(enum.Enum):
@@ -44,6 +53,8 @@ class CircuitBreaker:
     pause_seconds: float = _MIN_PAUSE_SECONDS
     probe_holder: int | None = None
     failure_count: int = 0
+    suspects: set[str] = field(default_factory=set)
+    outliers: set[str] = field(default_factory=set)
     _window_began_at: float = 0.0
     _window_sent_count: int = 0
     _window_failed_count: int = 0
@@ -74,9 +85,11 @@ class CircuitBreaker:
         if self.probe_holder == message_id:
             self.probe_holder = None
 
-    def failure_of(self, outcome: Outcome) -> Transient | Unavailable | None:
+    def failure_of(self, outcome: Outcome, destination: str) -> Transient | Unavailable | None:
         """Return the outcome if it is a failure of this breaker's transport, host or part."""
         match outcome:
+            case Unavailable(doubtful=True) | Transient(doubtful=True) if destination in self.outliers:
+                return None
             case Unavailable(breaker=key) | Transient(outage=True, breaker=key) if key == self.key or (
                 key is None and not self.is_part
             ):
@@ -84,12 +97,22 @@ class CircuitBreaker:
             case _:
                 return None
 
-    def record_success(self) -> None:
+    def record_success(self, destination: str) -> None:
         self.failure_count = 0
         self._window_sent_count += 1
+        if self.suspects or self.outliers:
+            known = self.outliers if len(self.outliers) < _MAX_REMEMBERED_COUNT else set()
+            self.outliers = (known | self.suspects) - {destination}
+            self.suspects = set()
 
-    def record_failure(self, now: float) -> bool:
-        """Count a failure. Return whether the limit is reached."""
+    def record_failure(self, failure: Transient | Unavailable, destination: str, now: float) -> bool:
+        """Count a failure. Return whether it opens the breaker."""
+        if failure.doubtful and len(self.suspects) < _MAX_REMEMBERED_COUNT:
+            self.suspects.add(destination)
+        if isinstance(failure, Unavailable):
+            return True
+        if failure.doubtful:
+            return len(self.suspects) >= _SUSPECT_LIMIT
         if now - self._window_began_at > WINDOW_SECONDS:
             self._window_began_at = now
             self._window_sent_count = self._window_failed_count = 0
@@ -127,10 +150,23 @@ class CircuitBreaker:
         """Return the time until the next probe; while one is in progress, the pause between two looks."""
         return self.retry_at - now if self.retry_at is not None and now < self.retry_at else self.pause_seconds
 
+    def memory(self) -> dict[str, JsonValue]:
+        """Return the facts that the next run continues with."""
+        facts: dict[str, JsonValue] = {
+            "failures": self.failure_count,
+            "suspects": [*self.suspects],
+            "outliers": [*self.outliers],
+        }
+        return {name: fact for name, fact in facts.items() if fact}
+
+    def remember(self, failures: int = 0, suspects: Sequence[str] = (), outliers: Sequence[str] = ()) -> None:
+        """Continue with the `memory` of the last run."""
+        self.failure_count, self.suspects, self.outliers = failures, set(suspects), set(outliers)
+
     def is_forgettable(self, now: float) -> bool:
         """Whether it is like a new one."""
         return (
             self.retry_at is None
-            and not self.failure_count
+            and not self.memory()
             and (not self._window_failed_count or now - self._window_began_at > WINDOW_SECONDS)
         )

@@ -11,7 +11,8 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import Store
@@ -28,7 +29,7 @@ from pgoutbox.worker.shared_breakers import SharedBreakers
 
 _STALLED_PAUSE_SECONDS = 5.0
 _MAX_CIRCUITS = 1_000
-_TIMED_OUT = "no answer within the time limit of the handler"
+_TIMED_OUT = Transient("no answer within the time limit of the handler", outage=True)
 
 _Call = Callable[[], Awaitable[Outcome]]
 
@@ -63,7 +64,7 @@ class CircuitBreakers:
         self._probed_by: dict[int, CircuitBreaker] = {}
         self._rendering_topics: set[str] = set()
         self._is_stopping = False
-        self._inherited: dict[str, int] | None = None
+        self._inherited: dict[str, dict[str, Any]] | None = None
         self._used_keys: set[str] = set()
 
     async def inherit(self) -> None:
@@ -172,7 +173,7 @@ class CircuitBreakers:
         room = Room(self._no_bulkhead if is_part else self._bulkhead)
         breaker = CircuitBreaker(key, *limits, is_part=is_part)
         if self._inherited is not None:
-            breaker.failure_count = self._inherited.pop(key, 0)
+            breaker.remember(**self._inherited.pop(key, {}))
             self._used_keys.add(key)
         circuit = self._circuits[key] = _Circuit(breaker, room)
         return circuit
@@ -184,14 +185,14 @@ class CircuitBreakers:
             outcome = await circuit.room.use(call)
         except asyncio.CancelledError:
             if counts and not breaker.is_part and not self._is_stopping:
-                trips = breaker.record_failure(self._clock())
-                self._shared.start(self._shared.record_failure(breaker, _TIMED_OUT, trips=trips))
+                trips = breaker.record_failure(_TIMED_OUT, _digest_of(message), self._clock())
+                self._shared.start(self._shared.record_failure(breaker, _TIMED_OUT.error, trips=trips))
             raise
         # Other sends may have opened the breaker during this one.
         if isinstance(outcome, Sent):
-            breaker.record_success()
-        elif counts and (failure := breaker.failure_of(outcome)) is not None:
-            trips = isinstance(failure, Unavailable) or breaker.record_failure(self._clock())
+            breaker.record_success(_digest_of(message))
+        elif counts and (failure := breaker.failure_of(outcome, _digest_of(message))) is not None:
+            trips = breaker.record_failure(failure, _digest_of(message), self._clock())
             await self._shared.record_failure(breaker, failure.error, trips=trips)
             # A probe of another message may have closed it again.
             if not breaker.is_closed:
@@ -204,7 +205,7 @@ class CircuitBreakers:
         try:
             probe_id = await self._shared.begin_probe(breaker)
             if probe_id is not None:
-                return await self._probe(circuit, probe_id, call)
+                return await self._probe(circuit, probe_id, message, call)
             # The answer has closed or paused the breaker.
             if breaker.is_closed:
                 return await self._send_and_record(circuit, message, call)
@@ -212,7 +213,7 @@ class CircuitBreakers:
         finally:
             breaker.release(message.id)
 
-    async def _probe(self, circuit: _Circuit, probe_id: str, call: _Call) -> Outcome:
+    async def _probe(self, circuit: _Circuit, probe_id: str, message: Message[object], call: _Call) -> Outcome:
         breaker, shared = circuit.breaker, self._shared
         try:
             outcome = await circuit.room.use(call)
@@ -220,15 +221,17 @@ class CircuitBreakers:
             if isinstance(error, asyncio.CancelledError):
                 breaker.pause(self._clock())
             if isinstance(error, asyncio.CancelledError) and not self._is_stopping:
-                shared.start(shared.reopen(breaker, probe_id, _TIMED_OUT))
+                shared.start(shared.reopen(breaker, probe_id, _TIMED_OUT.error))
             else:
                 shared.start(shared.release(breaker.key, probe_id))
             raise
         # The breaker may have changed by a refresh. The result of the probe is newer.
         if isinstance(outcome, Sent):
+            breaker.record_success(_digest_of(message))
             breaker.close()
             shared.start(shared.close(breaker.key, probe_id))
-        elif (failure := breaker.failure_of(outcome)) is not None:
+        elif (failure := breaker.failure_of(outcome, _digest_of(message))) is not None:
+            breaker.record_failure(failure, _digest_of(message), self._clock())
             await shared.reopen(breaker, probe_id, failure.error)
             return self._postpone(breaker, failure)
         else:
@@ -258,8 +261,12 @@ class CircuitBreakers:
         await self._shared.aclose()
         if self._inherited is not None:
             circuits = self._circuits
-            counts = {k: circuits[k].breaker.failure_count if k in circuits else 0 for k in self._used_keys}
-            await self._shared.end_run(counts)
+            await self._shared.end_run({k: circuits[k].breaker.memory() if k in circuits else {} for k in self._used_keys})
+
+
+def _digest_of(message: Message[object]) -> str:
+    """Return a digest of the destination, so short that it identifies nobody: the database stores it between runs."""
+    return blake2b((message.destination or str(message.id)).encode(), digest_size=2).hexdigest()
 
 
 def _stalled(circuit: _Circuit) -> Postponed:

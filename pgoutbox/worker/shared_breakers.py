@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psycopg
+from pydantic import JsonValue
 
 from pgoutbox.database.store import BreakerRow, Store
 from pgoutbox.observability.events import LogEvent, Telemetry
@@ -66,13 +67,13 @@ class SharedBreakers:
             )
         return row
 
-    async def failures_of_last_run(self) -> dict[str, int]:
-        """Return the failures in a row of the last run, by key. None of them if the database does not answer."""
+    async def failures_of_last_run(self) -> dict[str, dict[str, Any]]:
+        """Return the memory of the last run, by key. None of it if the database does not answer."""
         failures = await self._ask(self._store.failures_of_last_run())
         return failures if isinstance(failures, dict) else {}
 
-    async def end_run(self, failures: Mapping[str, int]) -> None:
-        """Record the end of a run, and its failures in a row."""
+    async def end_run(self, failures: Mapping[str, Mapping[str, JsonValue]]) -> None:
+        """Record the end of a run, and its memory."""
         await self._ask(self._store.end_run(failures))
 
     async def begin_probe(self, breaker: CircuitBreaker) -> str | None:

@@ -284,24 +284,6 @@ async def test_more_recipients_than_a_server_accepts_are_the_fault_of_the_email(
         error_of(await open_transport(server.port).send(outgoing(), TWO), Unavailable)
 
 
-async def test_unclear_refusals_of_three_recipients_in_a_row_are_not_their_fault(open_transport: Open) -> None:
-    async with scripted_server({"RCPT": "554 5.7.1 no"}) as server:
-        transport = open_transport(server.port)
-
-        async def send(name: str) -> Outcome:
-            return await transport.send(outgoing(), Email(to=[f"{name}@example.com"], subject="Hello", text="Hi"))
-
-        for name in ("ann", "bob", "ann", "bob"):
-            assert isinstance(await send(name), Transient)
-        assert error_of(await send("cid"), Unavailable) == (
-            "3 recipients in a row refused, the last: RCPT cid@example.com: 554 5.7.1 no"
-        )
-        server.answers = {}
-        assert isinstance(await send("ann"), Sent)
-        server.answers = {"RCPT": "554 5.7.1 no"}
-        assert isinstance(await send("bob"), Transient)
-
-
 async def test_the_closing_text_of_a_server_amid_the_recipients_is_quoted(open_transport: Open) -> None:
     async with scripted_server({"RCPT TO:<ann@example.com>": "421 4.3.2 going down"}) as server:
         outcome = await open_transport(server.port).send(outgoing(), TWO)

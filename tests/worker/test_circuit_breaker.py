@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pgoutbox.message import Outcome
 
 NOW = 1_000.0
+OUTAGE = Transient("down", outage=True)
 SEND, PROBE, BYPASS, WAIT = Admission.SEND, Admission.PROBE, Admission.BYPASS, Admission.WAIT
 SOON, LATER = BreakerRow(10.0, 50.0, "down", False, None), BreakerRow(100.0, 50.0, "still down", False, None)
 PROBED_ELSEWHERE = BreakerRow(-1.0, 50.0, "down", False, None)
@@ -61,8 +62,8 @@ EVENTS: dict[str, Callable[[CircuitBreaker], object]] = {
     "open, probed elsewhere": lambda breaker: breaker.open(PROBED_ELSEWHERE, NOW),
     "pause": lambda breaker: breaker.pause(NOW),
     "close": lambda breaker: breaker.close(),
-    "failure": lambda breaker: breaker.record_failure(NOW),
-    "success": lambda breaker: breaker.record_success(),
+    "failure": lambda breaker: breaker.record_failure(OUTAGE, "ann", NOW),
+    "success": lambda breaker: breaker.record_success("ann"),
     "admit": lambda breaker: breaker.admit(1, NOW),
     "admit an alert": lambda breaker: breaker.admit(1, NOW, may_probe=False),
     "release the holder": lambda breaker: breaker.release(1),
@@ -120,10 +121,10 @@ def count(breaker: CircuitBreaker, sends: str, now: float = NOW) -> str:
     answers = ""
     for send in sends:
         if send == "s":
-            breaker.record_success()
+            breaker.record_success("ann")
             answers += send
         else:
-            answers += "F" if breaker.record_failure(now) else "f"
+            answers += "F" if breaker.record_failure(OUTAGE, "ann", now) else "f"
     return answers
 
 
@@ -152,13 +153,13 @@ def test_the_rate_begins_again_after_a_minute() -> None:
 
 def test_closing_forgets_the_counts() -> None:
     breaker = breaker_in("closed")
-    assert [breaker.record_failure(NOW) for _ in range(3)] == [False, False, True]
+    assert [breaker.record_failure(OUTAGE, "ann", NOW) for _ in range(3)] == [False, False, True]
     breaker.close()
     assert breaker.is_forgettable(NOW)
-    assert not breaker.record_failure(NOW)
+    assert not breaker.record_failure(OUTAGE, "ann", NOW)
 
 
-OUTAGE, MINE, ALL = Transient("down", outage=True), Unavailable("x", breaker="key"), Unavailable("x")
+MINE, ALL = Unavailable("x", breaker="key"), Unavailable("x")
 REFUSED = Transient("no", outage=True, breaker="key")
 OTHERS: list[Outcome] = [
     Unavailable("x", breaker="other"),
@@ -174,4 +175,65 @@ OTHERS: list[Outcome] = [
 def test_an_outcome_is_a_failure_of_the_breaker_that_it_concerns(is_part: bool, failures: list[Outcome]) -> None:
     breaker = breaker_in("closed", is_part=is_part)
     outcomes: list[Outcome] = [OUTAGE, MINE, ALL, REFUSED, *OTHERS]
-    assert [outcome for outcome in outcomes if breaker.failure_of(outcome)] == failures
+    assert [outcome for outcome in outcomes if breaker.failure_of(outcome, "ann")] == failures
+
+
+DOUBTFUL, DOUBTFUL_FAULT = Transient("no", outage=True, doubtful=True), Unavailable("no", doubtful=True)
+
+
+def doubt(breaker: CircuitBreaker, sends: str, failure: Transient | Unavailable = DOUBTFUL) -> str:
+    """Send to destinations: `a` is refused, `A` succeeds. Return `!` for each failure that opens the breaker."""
+    answers = ""
+    for send in sends:
+        destination = send.lower()
+        if send.isupper():
+            breaker.record_success(destination)
+            answers += "."
+        elif (counted := breaker.failure_of(failure, destination)) is None:
+            answers += "-"
+        else:
+            answers += "!" if breaker.record_failure(counted, destination, NOW) else "."
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("sends", "answers"),
+    [
+        ("aaaaaaaa", "........"),  # One destination is no reason to hold others.
+        ("abab", "...."),
+        ("abac", "...!"),
+        ("abCc", "...."),
+        ("aBacd", "..-.."),  # `b` has shown that the fault is `a`'s own.
+        ("aBAacd", ".....!"),
+        ("abcdCab", "..!!.--"),
+    ],
+)
+def test_doubtful_failures_of_three_destinations_in_a_row_open_the_breaker(sends: str, answers: str) -> None:
+    assert doubt(breaker_in("closed"), sends) == answers
+
+
+def test_a_doubtful_fault_opens_the_breaker_until_another_destination_succeeds() -> None:
+    assert doubt(breaker_in("closed"), "aaBaabAaB", DOUBTFUL_FAULT) == "!!.--!.!."
+
+
+def test_doubtful_failures_count_for_no_rate() -> None:
+    assert "!" not in doubt(breaker_in("closed"), "aZbZ" * 20)
+
+
+def test_the_next_run_continues_with_suspects_and_outliers() -> None:
+    breaker, later = breaker_in("closed"), breaker_in("closed")
+    assert doubt(breaker, "xYab") == "...."
+    assert not breaker.is_forgettable(NOW)
+    later.remember(**breaker.memory())
+    assert doubt(later, "xc") == "-!"
+    assert breaker_in("closed").memory() == {}
+
+
+def test_the_number_of_remembered_destinations_has_a_limit() -> None:
+    breaker = breaker_in("closed")
+    for number in range(5_000):
+        breaker.record_failure(DOUBTFUL, str(number), NOW)
+        if number % 700 == 0:
+            breaker.record_success("good")
+    assert len(breaker.suspects) <= 1_000
+    assert len(breaker.outliers) <= 2_000

@@ -99,6 +99,13 @@ def error_of(db: psycopg.Connection, message_id: int) -> str:
     return error or ""
 
 
+def let_pass(db: psycopg.Connection, ids: Sequence[int]) -> None:
+    """Age breakers and messages, as if the next run began when they are due."""
+    db.execute("UPDATE pgoutbox.breaker SET retry_at = now()")
+    for message_id in ids:
+        make_due(db, message_id)
+
+
 # --- the mail server refuses ------------------------------------------------------------------------------------------
 
 OF_SENDER = [
@@ -219,6 +226,88 @@ async def test_messages_with_three_attempts_survive_a_wrong_host(dsn: str, db: p
     async with accepting_server() as inbox:
         await Worker(outbox_for(dsn, mail_settings(inbox.port) | LONG)).run_once()
     assert are_sent(db, [message_id])
+
+
+async def test_cron_runs_hold_refusals_without_a_reason_after_three_recipients(dsn: str, db: psycopg.Connection) -> None:
+    """Each run is a process of its own, and sends to one new recipient."""
+    async with scripted_server({"RCPT": "554 5.7.1 no"}) as server:
+        settings = mail_settings(server.port) | LONG | {"alert_destination": ALERT}
+        ids: list[int] = []
+        for number in range(12):
+            ids.append(enqueue(db, destination=f"mailto:person{number}@example.com", max_attempts=6))
+            await Worker(outbox_for(dsn, settings)).run_once()
+            let_pass(db, ids)
+        assert opening_alerts(db) == [f"smtp:{HOST}:{server.port}"]
+        assert {row.state for row in rows_of(db, *ids)} == {"pending"}
+        assert min(attempts_left(db, ids)) >= 6 - 3
+        server.answers = {}
+        await Worker(outbox_for(dsn, settings)).run_once()
+        assert are_sent(db, ids)
+
+
+async def test_cron_runs_hold_nothing_for_one_recipient_that_is_refused_without_a_reason(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    async with scripted_server({"RCPT": "554 5.7.1 no"}) as server:
+        bad = enqueue(db, destination=ANN, max_attempts=7)
+        for _ in range(7):
+            await Worker(outbox_for(dsn, mail_settings(server.port) | LONG)).run_once()
+            assert open_breakers(db) == []
+            make_due(db, bad)
+        assert row_of(db, bad).state == "failed"
+
+
+async def test_a_worker_that_starts_while_refusals_without_a_reason_hold_e_mail_uses_up_no_attempt(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    async with scripted_server({"RCPT": "554 5.7.1 no"}) as server:
+        settings = mail_settings(server.port) | LONG
+        ids = [enqueue(db, destination=f"mailto:person{number}@example.com") for number in range(4)]
+        await Worker(outbox_for(dsn, settings)).run_once()
+        assert len(open_breakers(db)) == 1
+        left = attempts_left(db, ids)
+        attempted = rows_of(db, *ids)[0].attempt_count
+        let_pass(db, ids)
+        async with running(Worker(outbox_for(dsn, settings))):
+            await until(lambda: all(row.attempt_count > attempted and row.state == "pending" for row in rows_of(db, *ids)))
+        assert attempts_left(db, ids) == left
+
+
+GROUP = "550 5.7.1 RESOLVER.RST.AuthRequired; authentication required"
+
+
+async def test_a_recipient_that_only_insiders_may_write_to_holds_the_others_once(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    """The answer reads like one about the account. Other recipients that are accepted show that it is not."""
+    async with scripted_server({"RCPT TO:<group@example.com>": GROUP}) as server:
+        settings = mail_settings(server.port) | BRIEF | {"alert_destination": ALERT, "concurrency": 1}
+        group = enqueue(db, destination="mailto:group@example.com", max_attempts=3)
+        async with running(Worker(outbox_for(dsn, settings))):
+            await until(lambda: opening_alerts(db))
+            for number in range(4):
+                tried = row_of(db, group).attempt_count
+                other = enqueue(db, destination=f"mailto:person{number}@example.com")
+                await until(lambda other=other: are_sent(db, [other]))  # type: ignore[misc]
+                await until(lambda tried=tried: row_of(db, group).attempt_count > tried)  # type: ignore[misc]
+            await until(lambda: not open_breakers(db))
+            assert len(opening_alerts(db)) == 1
+            assert attempts_left(db, [group]) == {3}
+            server.answers = {}
+            await until(lambda: are_sent(db, [group]))
+
+
+async def test_cron_runs_remember_the_recipient_that_is_refused_alone(dsn: str, db: psycopg.Connection) -> None:
+    async with scripted_server({"RCPT TO:<group@example.com>": GROUP}) as server:
+        settings = mail_settings(server.port) | LONG | {"alert_destination": ALERT, "concurrency": 1}
+        ids = [enqueue(db, destination="mailto:group@example.com")]
+        for number in range(6):
+            ids.append(enqueue(db, destination=f"mailto:person{number}@example.com"))
+            await Worker(outbox_for(dsn, settings)).run_once()
+            let_pass(db, ids)
+        assert opening_alerts(db) == [f"smtp:{HOST}:{server.port}"]
+        assert are_sent(db, ids[1:])
+        assert open_breakers(db) == []
 
 
 @pytest.mark.parametrize("step", ["RCPT", "."])

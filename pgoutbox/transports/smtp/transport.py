@@ -49,8 +49,6 @@ _QUIT_SECONDS = 2.0
 _NAMED_REFUSAL_COUNT = 5
 # The timeout of a large content grows: the server answers after the last byte.
 _SLOWEST_BYTES_PER_SECOND = 100_000
-# So many different recipients in a row are not all at fault.
-_REFUSED_RECIPIENTS = 3
 # The name does not resolve, or nothing listens on the port.
 _NO_SERVER = (socket.gaierror, UnicodeError, ConnectionRefusedError)
 
@@ -85,8 +83,6 @@ class SmtpTransport:
         self._idle: list[_Connection] = []
         self._slots = asyncio.Semaphore(smtp.connections)
         self._ehlo_name = smtp.ehlo_name
-        # Recipients of unclear refusals since the server accepted an e-mail.
-        self._refused: set[tuple[str, ...]] = set()
         self._breaker_key = f"smtp:{smtp.host}:{_port_of(smtp)}"
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
@@ -118,18 +114,11 @@ class SmtpTransport:
         try:
             await mail.newest()
             async with self._slots:
-                outcome = await self._hand_over(mail)
+                return await self._hand_over(mail)
         except (Permanent, Unavailable, Postponed) as refusal:
             return refusal
         except _Failure as failure:
-            if failure.cause is Cause.UNCLEAR:
-                self._refused |= {(await mail.newest()).recipients}
-                if len(self._refused) >= _REFUSED_RECIPIENTS:
-                    return Unavailable(f"{len(self._refused)} recipients in a row refused, the last: {failure.text}")
             return failure.outcome(sender_key)
-        if isinstance(outcome, Sent):
-            self._refused.clear()
-        return outcome
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - one server for all
         """Return the server's key, for all recipients."""
@@ -300,15 +289,23 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
 
     def outcome(self, sender_key: str) -> Outcome:
         """Return the outcome of the attempt. `sender_key`: the breaker of the e-mail's sender."""
+        # The server knows the recipient. A group that only insiders may write to is refused like a missing password.
+        doubtful = self.step in {"RCPT", "DATA"}
         match self.cause:
-            case Cause.SERVER | Cause.LIMIT:
+            case Cause.LIMIT:
                 return Unavailable(self.text)
+            case Cause.SERVER:
+                return Unavailable(self.text, doubtful=doubtful)
             case Cause.SENDER:
-                return Unavailable(self.text, breaker=sender_key)
+                return Unavailable(self.text, doubtful=doubtful, breaker=sender_key)
             case Cause.RECIPIENT:
                 return Permanent(self.text)
-            case Cause.CONNECTION | Cause.LATER | Cause.UNCLEAR:
-                return Transient(self.text, outage=self.cause is Cause.CONNECTION, unknown=self.unknown)
+            case Cause.LATER:
+                return Transient(self.text)
+            case Cause.CONNECTION:
+                return Transient(self.text, outage=True, unknown=self.unknown)
+            case Cause.UNCLEAR:
+                return Transient(self.text, outage=True, doubtful=True)
 
 
 class _Connection:

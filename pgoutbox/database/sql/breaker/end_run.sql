@@ -1,5 +1,5 @@
--- Record the end of a run of `worker --once` or `--drain`. `failures` are the failures in a row of the breakers that this
--- run has used; the numbers of others stay. Overlapping runs may lose a failure, and then the breaker opens a run later.
+-- Record the end of a run of `worker --once` or `--drain`. `failures` has the failures in a row of each breaker that this
+-- run has used; those of others stay. Overlapping runs may lose a failure, and then the breaker opens a run later.
 INSERT INTO pgoutbox.worker_run AS r (worker, failures)
 VALUES (%(worker)s::text, jsonb_strip_nulls(%(failures)s::jsonb))
 ON CONFLICT ON CONSTRAINT worker_run_pkey DO UPDATE
