@@ -10,7 +10,7 @@ ME = "club@club.test"
 ADA = "ada@x.test"
 
 SERVER, SENDER, LIMIT, LATER = Cause.SERVER, Cause.SENDER, Cause.LIMIT, Cause.LATER
-RECIPIENT, UNCLEAR, CONNECTION = Cause.RECIPIENT, Cause.UNCLEAR, Cause.CONNECTION
+RECIPIENT, EMAIL, UNCLEAR, CONNECTION = Cause.RECIPIENT, Cause.EMAIL, Cause.UNCLEAR, Cause.CONNECTION
 
 ANSWERS = [
     # The dialogue before the e-mail.
@@ -41,15 +41,23 @@ ANSWERS = [
     ("RCPT", f"550 5.1.1 <{ADA}>: Recipient address rejected: User unknown in local recipient table", RECIPIENT),
     ("RCPT", f"450 4.1.1 <{ADA}>: Recipient address rejected: unverified address", LATER),
     ("RCPT", f"554 5.7.1 <{ADA}>: Recipient address rejected: Access denied", UNCLEAR),
-    ("MAIL", "552 5.3.4 Message size exceeds fixed limit", RECIPIENT),
-    ("DATA", "552 5.3.4 Error: message file too big", RECIPIENT),
-    ("DATA", "452 4.3.1 Insufficient system storage", LATER),
+    ("MAIL", "552 5.3.4 Message size exceeds fixed limit", EMAIL),
+    ("DATA", "552 5.3.4 Error: message file too big", EMAIL),
+    ("DATA", "452 4.3.1 Insufficient system storage", UNCLEAR),
+    ("MAIL", "451 4.3.0 Error: queue file write error", UNCLEAR),
+    ("RCPT", f"451 4.3.0 <{ADA}>: Temporary lookup failure", UNCLEAR),
+    ("RCPT", "451 4.3.5 Server configuration error", UNCLEAR),
+    ("RCPT", f"550 5.1.1 <{ME}>: Sender address rejected: User unknown in local recipient table", SENDER),
     # Exim.
     ("RCPT", "550 relay not permitted", SERVER),
     ("RCPT", "550 Sender verify failed", SENDER),
-    ("RCPT", "550 Unrouteable address", UNCLEAR),
+    ("RCPT", "550 Unrouteable address", RECIPIENT),
+    ("RCPT", f"550 Verification failed for <{ME}> Unrouteable address Sender verify failed", SENDER),
+    ("RCPT", "550 Administrative prohibition", UNCLEAR),
+    ("RCPT", "550 SMTP AUTH is required for message submission on port 587", SERVER),
+    ("RCPT", "550 authentication required", SERVER),
     ("RCPT", "550 Unknown user", RECIPIENT),
-    ("MAIL", "552 Message size exceeds maximum permitted", RECIPIENT),
+    ("MAIL", "552 Message size exceeds maximum permitted", EMAIL),
     ("RCPT", "451 greylisted, please try again later", LATER),
     ("RCPT", "452 mailbox is full", LATER),
     ("RCPT", "550 Domain club.test has exceeded the max emails per hour (60/60 (100%)) allowed", LIMIT),
@@ -62,12 +70,19 @@ ANSWERS = [
     ("RCPT", "550 5.4.1 Recipient address rejected: Access denied", RECIPIENT),
     ("RCPT", "550 5.7.606 Access denied, banned sending IP [192.0.2.7]", SERVER),
     ("DATA", "550 5.7.705 Access denied, tenant has exceeded threshold", LIMIT),
+    ("DATA", "550 5.7.501 Access denied, spam abuse detected", SERVER),
+    ("DATA", "550 5.7.502 Access denied, banned sender", SERVER),
+    ("RCPT", "550 5.7.133 SenderNotAuthenticatedForGroup; authentication required", RECIPIENT),
+    ("DATA", "550 5.1.90 You have reached your daily limit for message recipients", LIMIT),
     ("RCPT", "550 5.1.10 RESOLVER.ADR.RecipientNotFound; Recipient not found by SMTP address lookup", RECIPIENT),
     ("RCPT", "452 4.5.3 Too many recipients", LIMIT),
     # Gmail, SES, SendGrid and others.
     ("DATA", "550 5.4.5 Daily user sending limit exceeded", LIMIT),
     ("RCPT", "452 4.2.2 The email account that you tried to reach is over quota", LATER),
     ("RCPT", "552 5.2.2 The email account that you tried to reach is over quota", LATER),
+    ("RCPT", "552 Quota exceeded", LATER),
+    ("RCPT", f"552 <{ADA}>: Quota exceeded (mailbox for user is full)", LATER),
+    ("DATA", "554 Sending quota exceeded", LIMIT),
     ("RCPT", "450 4.2.1 The user you are trying to contact is receiving mail at a rate that prevents more", LATER),
     ("DATA", "550 5.7.26 This mail is unauthenticated, which poses a security risk to the sender", SENDER),
     ("DATA", "550 5.7.1 Message likely unsolicited: very low reputation of the sending domain", SERVER),
@@ -91,10 +106,12 @@ ANSWERS = [
     ("MAIL", "503 5.5.4 AUTH first", SERVER),
     ("MAIL", "538 encrypt first", SERVER),
     ("MAIL", "553 sorry", SENDER),
+    ("MAIL", "550 5.1.1 User unknown", SENDER),
+    ("MAIL", "501 5.5.4 Invalid Address", SENDER),
     ("MAIL", "550 5.7.1 not from you", SENDER),
-    ("MAIL", "552 no", RECIPIENT),
-    ("MAIL", "555 5.5.4 unknown option", RECIPIENT),
-    ("MAIL", "550 5.6.7 not in this encoding", RECIPIENT),
+    ("MAIL", "552 no", EMAIL),
+    ("MAIL", "555 5.5.4 unknown option", EMAIL),
+    ("MAIL", "550 5.6.7 not in this encoding", EMAIL),
     ("MAIL", "451 4.7.1 this sender must wait", LATER),
     ("MAIL", "451 5.7.3 STARTTLS is required", SERVER),
     ("MAIL", "550 4.7.1 says two things", LATER),
@@ -109,7 +126,10 @@ ANSWERS = [
     ("RCPT", "550 5.2.21 not the code of a full mailbox", UNCLEAR),
     ("RCPT", "450 5.7.1 greylisted", LATER),
     ("DATA", "554 5.5.1 no valid recipients", UNCLEAR),
-    ("DATA", "554 5.7.1 spam", RECIPIENT),
+    ("DATA", "554 5.7.1 spam", EMAIL),
+    ("DATA", "550 High probability of spam", EMAIL),
+    ("DATA", "554 5.7.1 Blocked: known spam source", UNCLEAR),
+    ("RCPT", "554 5.7.1 spam", UNCLEAR),
     ("DATA", "550 5.7.23 SPF", SENDER),
     ("DATA", "252 perhaps", LATER),
 ]
@@ -127,7 +147,7 @@ def test_too_many_recipients_are_the_fault_of_an_email_if_others_were_accepted(a
     code, _, text = answer.partition(" ")
     refusal = Refusal("RCPT", int(code), text, ME, ADA)
     assert cause_of(refusal) is LIMIT
-    assert cause_of(refusal._replace(has_accepted_others=True)) is RECIPIENT
+    assert cause_of(refusal._replace(has_accepted_others=True)) is EMAIL
 
 
 @pytest.mark.parametrize(
@@ -143,3 +163,9 @@ def test_an_answer_about_the_sender_to_itself_is_not_judged_by_the_quoted_addres
     assert cause_of(Refusal("RCPT", 550, f"5.1.1 <{ME}>: User unknown", ME, ME)) is RECIPIENT
     assert cause_of(Refusal("RCPT", 554, f"5.7.1 <{ME}>: no", ME, ME)) is UNCLEAR
     assert cause_of(Refusal("RCPT", 553, f"5.7.1 <{ME}>: Sender address rejected: not owned", ME, ME)) is SENDER
+
+
+def test_a_quoted_sender_beside_other_addresses_decides_nothing() -> None:
+    for text in (f"5.1.1 <{ADA}>: User unknown (from <{ME}>)", f"5.1.1 {ME} -> {ADA}: no such user"):
+        for step in ("RCPT", "DATA"):
+            assert cause_of(Refusal(step, 550, text, ME, ADA if step == "RCPT" else "")) is RECIPIENT

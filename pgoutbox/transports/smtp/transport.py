@@ -298,7 +298,7 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
                 return Unavailable(self.text, doubtful=doubtful)
             case Cause.SENDER:
                 return Unavailable(self.text, doubtful=doubtful, breaker=sender_key)
-            case Cause.RECIPIENT:
+            case Cause.RECIPIENT | Cause.EMAIL:
                 return Permanent(self.text)
             case Cause.LATER:
                 return Transient(self.text)
