@@ -8,7 +8,7 @@ import re
 import socket
 import ssl
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trustme
@@ -313,6 +313,25 @@ async def test_a_refused_connection_needs_a_repair(open_transport: Open) -> None
     assert error_of(outcome, Unavailable).startswith("connect: ")
 
 
+async def test_a_refusal_at_every_address_of_a_host_needs_a_repair(
+    open_transport: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This replaces `socket.getaddrinfo`, because the test cannot give a name several addresses."""
+    real = socket.getaddrinfo
+
+    def look_up(host: str | bytes | None, port: int, *arguments: Any, **options: Any) -> list[Any]:
+        hosts = ("127.0.0.1", "::1") if host in {"mx.test", b"mx.test"} else (host,)
+        return [found for one in hosts for found in real(one, port, *arguments, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with socket.socket() as deaf:
+        deaf.bind((HOST, 0))
+        outcome = await open_transport(deaf.getsockname()[1], smtp_host="mx.test").send(outgoing(), EMAIL)
+    error = error_of(outcome, Unavailable)
+    assert "127.0.0.1" in error
+    assert "::1" in error
+
+
 async def test_a_host_that_does_not_resolve_needs_a_repair(open_transport: Open) -> None:
     for host in ("no-such-host.invalid", "x" * 70 + ".invalid"):
         outcome = await open_transport(25, smtp_host=host).send(outgoing(), EMAIL)
@@ -412,7 +431,7 @@ async def test_a_certificate_of_an_unknown_authority_is_refused(
     starttls, tls = (server_tls, None) if security == "starttls" else (None, server_tls)
     async with scripted_server(extensions=["STARTTLS"], starttls=starttls, tls=tls) as server:
         transport = open_transport(server.port, smtp_security=security)
-        error = error_of(await transport.send(outgoing(), EMAIL), Transient)
+        error = error_of(await transport.send(outgoing(), EMAIL), Unavailable)
     assert "certificate verify failed" in error
     assert "MAIL" not in server.verbs
 
@@ -426,7 +445,7 @@ async def test_a_certificate_for_another_host_is_refused(
     starttls, tls = (context, None) if security == "starttls" else (None, context)
     async with scripted_server(extensions=["STARTTLS"], starttls=starttls, tls=tls) as server:
         transport = open_transport(server.port, smtp_security=security, tls_context=client_tls)
-        error = error_of(await transport.send(outgoing(), EMAIL), Transient)
+        error = error_of(await transport.send(outgoing(), EMAIL), Unavailable)
     assert "IP address mismatch" in error
     assert "MAIL" not in server.verbs
 
@@ -441,7 +460,7 @@ async def test_a_certificate_that_has_expired_is_refused(
     starttls, tls = (context, None) if security == "starttls" else (None, context)
     async with scripted_server(extensions=["STARTTLS"], starttls=starttls, tls=tls) as server:
         transport = open_transport(server.port, smtp_security=security, tls_context=client_tls)
-        error = error_of(await transport.send(outgoing(), EMAIL), Transient)
+        error = error_of(await transport.send(outgoing(), EMAIL), Unavailable)
     assert "certificate has expired" in error
     assert "MAIL" not in server.verbs
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import socket
 import ssl
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -49,8 +48,9 @@ _QUIT_SECONDS = 2.0
 _NAMED_REFUSAL_COUNT = 5
 # The timeout of a large content grows: the server answers after the last byte.
 _SLOWEST_BYTES_PER_SECOND = 100_000
-# The name does not resolve, or nothing listens on the port.
-_NO_SERVER = (socket.gaierror, UnicodeError, ConnectionRefusedError)
+# A server that is busy may cause these. Other failures to connect need a repair: name, port, route or protocol. They
+# have no common class: if a name has several addresses, asyncio joins their errors into one text.
+_BUSY = (TimeoutError, ConnectionResetError, ConnectionAbortedError)
 
 
 class SmtpTransport:
@@ -485,9 +485,11 @@ class _Connection:
             text = f"{where}: no answer within {seconds or self._settings.timeout_seconds:g} s"
             raise _Failure(step, None, text) from error
         except (aiosmtplib.SMTPException, OSError, UnicodeError) as error:
-            # A wrong name or port is a setting. A server that restarts refuses connections too: the probe finds it.
-            is_setting = step == "connect" and isinstance(error.__cause__ or error, _NO_SERVER)
-            cause = Cause.SERVER if is_setting else Cause.CONNECTION
+            # A server that restarts refuses connections too: the probe finds it.
+            reason = error.__cause__ or error
+            is_unconnected = step == "connect" and not isinstance(reason, (*_BUSY, aiosmtplib.SMTPException))
+            needs_repair = is_unconnected or isinstance(reason, ssl.SSLCertVerificationError)
+            cause = Cause.SERVER if needs_repair else Cause.CONNECTION
             raise _Failure(step, None, f"{where}: {one_line(str(error), hide=hide)}", cause) from error
 
 
