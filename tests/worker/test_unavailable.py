@@ -273,6 +273,21 @@ async def test_a_worker_that_starts_while_refusals_without_a_reason_hold_e_mail_
         assert attempts_left(db, ids) == left
 
 
+async def test_refused_recipients_do_not_keep_the_breaker_open_for_others(dsn: str, db: psycopg.Connection) -> None:
+    """One message at a time is the probe, and each may be one of those that are refused."""
+    refused = [f"bad{number}@example.com" for number in range(3)]
+    async with scripted_server({f"RCPT TO:<{one}>": "554 5.7.1 no" for one in refused}) as server:
+        settings = mail_settings(server.port) | BRIEF | {"alert_destination": ALERT, "concurrency": 1}
+        bad = [enqueue(db, destination=f"mailto:{one}", max_attempts=4) for one in refused]
+        async with running(Worker(outbox_for(dsn, settings))):
+            await until(lambda: opening_alerts(db))
+            good = [enqueue(db, destination=f"mailto:person{number}@example.com") for number in range(3)]
+            await until(lambda: are_sent(db, good))
+            await until(lambda: {row.state for row in rows_of(db, *bad)} == {"failed"})
+            await until(lambda: not open_breakers(db))
+        assert len(opening_alerts(db)) == 1
+
+
 GROUP = "550 5.7.1 RESOLVER.RST.AuthRequired; authentication required"
 
 
