@@ -261,7 +261,9 @@ class CircuitBreakers:
         await self._shared.aclose()
         if self._inherited is not None:
             circuits = self._circuits
-            await self._shared.end_run({k: circuits[k].breaker.memory() if k in circuits else {} for k in self._used_keys})
+            await self._shared.end_run(
+                {k: circuits[k].breaker.memory() if k in circuits else {} for k in self._used_keys}
+            )
 
 
 def _digest_of(message: Message[object]) -> str:

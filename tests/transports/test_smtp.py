@@ -8,13 +8,13 @@ import re
 import socket
 import ssl
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import trustme
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.settings import Settings
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.transports.smtp.mail import Attachment, Email
@@ -319,9 +319,9 @@ async def test_a_refusal_at_every_address_of_a_host_needs_a_repair(
     """This replaces `socket.getaddrinfo`, because the test cannot give a name several addresses."""
     real = socket.getaddrinfo
 
-    def look_up(host: str | bytes | None, port: int, *arguments: Any, **options: Any) -> list[Any]:
+    def look_up(host: str | bytes | None, port: int, *rest: int, **options: int) -> list[object]:
         hosts = ("127.0.0.1", "::1") if host in {"mx.test", b"mx.test"} else (host,)
-        return [found for one in hosts for found in real(one, port, *arguments, **options)]
+        return [found for one in hosts for found in real(one, port, *rest, **options)]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with socket.socket() as deaf:

@@ -228,7 +228,9 @@ async def test_messages_with_three_attempts_survive_a_wrong_host(dsn: str, db: p
     assert are_sent(db, [message_id])
 
 
-async def test_cron_runs_hold_refusals_without_a_reason_after_three_recipients(dsn: str, db: psycopg.Connection) -> None:
+async def test_cron_runs_hold_refusals_without_a_reason_after_three_recipients(
+    dsn: str, db: psycopg.Connection
+) -> None:
     """Each run is a process of its own, and sends to one new recipient."""
     async with scripted_server({"RCPT": "554 5.7.1 no"}) as server:
         settings = mail_settings(server.port) | LONG | {"alert_destination": ALERT}
@@ -269,7 +271,9 @@ async def test_a_worker_that_starts_while_refusals_without_a_reason_hold_e_mail_
         attempted = rows_of(db, *ids)[0].attempt_count
         let_pass(db, ids)
         async with running(Worker(outbox_for(dsn, settings))):
-            await until(lambda: all(row.attempt_count > attempted and row.state == "pending" for row in rows_of(db, *ids)))
+            await until(
+                lambda: all(row.attempt_count > attempted and row.state == "pending" for row in rows_of(db, *ids))
+            )
         assert attempts_left(db, ids) == left
 
 

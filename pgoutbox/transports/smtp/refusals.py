@@ -83,8 +83,8 @@ _REASONS: Final = (
 _SUBJECTS: Final = (
     (
         (
-            r"\brelay|\brcpthosts\b|\bauth(enticat|\b)|\bmust (first )?(log|sign) ?in\b|\baccount\b.*\b(disabled|suspended)"
-            r"|\bstarttls\b|\bencryption\b|\b(client|your) (host|ip|address)\b|\bhelo\b|\behlo\b|\bip address\b"
+            r"\brelay|\brcpthosts\b|\bauth(enticat|\b)|\bmust (first )?(log|sign) ?in\b"
+            r"|\baccount\b.*\b(disabled|suspended)|\bstarttls\b|\bencryption\b|\b(client|your) (host|ip|address)\b|\bhelo\b|\behlo\b|\bip address\b"
             r"|\bblock(ed)? ?(using|list)|\bblacklist|\b(dns|r)bl\b|\bspamhaus\b|\breputation\b|\breverse dns\b"
         ),
         Cause.SERVER,
