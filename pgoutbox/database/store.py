@@ -17,7 +17,6 @@ from typing import Any, Final, Literal, LiteralString, NamedTuple, TypedDict, Un
 
 import psycopg
 from psycopg.rows import TupleRow
-from pydantic import JsonValue
 
 from pgoutbox.database import sql
 from pgoutbox.database.connections import deadline
@@ -525,7 +524,7 @@ class Store:
         rows = await self.claims.fetch(sql.FAILURES_OF_LAST_RUN, {})
         return dict(rows[0][0]) if rows else {}
 
-    async def end_run(self, failures: Mapping[str, Mapping[str, JsonValue]]) -> None:
+    async def end_run(self, failures: Mapping[str, Mapping[str, Any]]) -> None:
         """Record the end of a run, and the memory of the breakers that it has used; an empty one deletes it."""
         memories = {key: memory or None for key, memory in failures.items()}
         await self.claims.fetch(sql.END_RUN, {"worker": self.worker, "failures": json.dumps(memories)})

@@ -13,8 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from pydantic import JsonValue
+from typing import Any
 
 from pgoutbox.database.store import BreakerRow
 from pgoutbox.message import Outcome, Transient, Unavailable
@@ -150,13 +149,9 @@ class CircuitBreaker:
         """Return the time until the next probe; while one is in progress, the pause between two looks."""
         return self.retry_at - now if self.retry_at is not None and now < self.retry_at else self.pause_seconds
 
-    def memory(self) -> dict[str, JsonValue]:
+    def memory(self) -> dict[str, Any]:
         """Return the facts that the next run continues with."""
-        facts: dict[str, JsonValue] = {
-            "failures": self.failure_count,
-            "suspects": [*self.suspects],
-            "outliers": [*self.outliers],
-        }
+        facts = {"failures": self.failure_count, "suspects": [*self.suspects], "outliers": [*self.outliers]}
         return {name: fact for name, fact in facts.items() if fact}
 
     def remember(self, failures: int = 0, suspects: Sequence[str] = (), outliers: Sequence[str] = ()) -> None:
@@ -167,6 +162,6 @@ class CircuitBreaker:
         """Whether it is like a new one."""
         return (
             self.retry_at is None
-            and not self.memory()
+            and not (self.failure_count or self.suspects or self.outliers)
             and (not self._window_failed_count or now - self._window_began_at > WINDOW_SECONDS)
         )

@@ -13,7 +13,6 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import psycopg
-from pydantic import JsonValue
 
 from pgoutbox.database.store import BreakerRow, Store
 from pgoutbox.observability.events import LogEvent, Telemetry
@@ -72,7 +71,7 @@ class SharedBreakers:
         failures = await self._ask(self._store.failures_of_last_run())
         return failures if isinstance(failures, dict) else {}
 
-    async def end_run(self, failures: Mapping[str, Mapping[str, JsonValue]]) -> None:
+    async def end_run(self, failures: Mapping[str, Mapping[str, Any]]) -> None:
         """Record the end of a run, and its memory."""
         await self._ask(self._store.end_run(failures))
 

@@ -84,7 +84,8 @@ _SUBJECTS: Final = (
     (
         (
             r"\brelay|\brcpthosts\b|\bauth(enticat|\b)|\bmust (first )?(log|sign) ?in\b"
-            r"|\baccount\b.*\b(disabled|suspended)|\bstarttls\b|\bencryption\b|\b(client|your) (host|ip|address)\b|\bhelo\b|\behlo\b|\bip address\b"
+            r"|\baccount\b.*\b(disabled|suspended)|\bstarttls\b|\bencryption\b"
+            r"|\b(client|your) (host|ip|address)\b|\bhelo\b|\behlo\b|\bip address\b"
             r"|\bblock(ed)? ?(using|list)|\bblacklist|\b(dns|r)bl\b|\bspamhaus\b|\breputation\b|\breverse dns\b"
         ),
         Cause.SERVER,
