@@ -268,12 +268,11 @@ async def test_a_worker_that_starts_while_refusals_without_a_reason_hold_e_mail_
         await Worker(outbox_for(dsn, settings)).run_once()
         assert len(open_breakers(db)) == 1
         left = attempts_left(db, ids)
-        attempted = rows_of(db, *ids)[0].attempt_count
+        attempted = sum(row.attempt_count for row in rows_of(db, *ids))
         let_pass(db, ids)
         async with running(Worker(outbox_for(dsn, settings))):
-            await until(
-                lambda: all(row.attempt_count > attempted and row.state == "pending" for row in rows_of(db, *ids))
-            )
+            await until(lambda: sum(row.attempt_count for row in rows_of(db, *ids)) >= attempted + len(ids))
+            await until(lambda: are_held(db, ids))
         assert attempts_left(db, ids) == left
 
 
@@ -285,8 +284,8 @@ async def test_refused_recipients_do_not_keep_the_breaker_open_for_others(dsn: s
         bad = [enqueue(db, destination=f"mailto:{one}", max_attempts=4) for one in refused]
         async with running(Worker(outbox_for(dsn, settings))):
             await until(lambda: opening_alerts(db))
-            good = [enqueue(db, destination=f"mailto:person{number}@example.com") for number in range(3)]
-            await until(lambda: are_sent(db, good))
+            good = enqueue(db, destination=ANN)
+            await until(lambda: are_sent(db, [good]))
             await until(lambda: {row.state for row in rows_of(db, *bad)} == {"failed"})
             await until(lambda: not open_breakers(db))
         assert len(opening_alerts(db)) == 1
