@@ -111,8 +111,8 @@ def _sender(settings: Settings) -> Iterator[Note]:
 def _doubtful_sender(answer: str) -> Note:
     return warning(
         answer,
-        "the server does not accept the sender as a recipient: nobody gets replies and bounces, and it may refuse other "
-        "recipients",
+        "the server does not accept the sender as a recipient: nobody gets replies and bounces, and it may refuse "
+        "other recipients",
         "set PGOUTBOX_SMTP_SENDER to an address that receives e-mail, or fix the reason in the answer",
     )
 
