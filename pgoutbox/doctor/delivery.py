@@ -385,7 +385,7 @@ def check_failed(context: DoctorContext) -> Iterator[Note]:
             f"{count} of {row['topic']} {within}: {_quoted(context, row['error'])}",
             why,
             f"list them: pgoutbox list --state failed --topic {row['topic']}; fix the cause, then run: "
-            f"pgoutbox redrive --all-failed --topic {row['topic']}; nobody can deliver them? pgoutbox dismiss",
+            f"pgoutbox redrive --all-failed --topic {row['topic']}; if nobody can deliver them: pgoutbox dismiss",
         )
     if not causes:
         yield ok(f"no message {within}")
