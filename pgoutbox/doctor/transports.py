@@ -271,8 +271,8 @@ def _try_transport(
         case Sent():
             yield ok(in_order)
         case Permanent() | Transient(outage=False):
-            error = one_line(outcome.error)
-            yield warning(error, why, fix) if doubtful is None else doubtful(error)
+            answer = one_line(outcome.error)
+            yield warning(answer, why, fix) if doubtful is None else doubtful(answer)
         case _:
             yield problem(one_line(str(outcome)), why, fix)
 
