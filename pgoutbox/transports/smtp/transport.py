@@ -444,11 +444,13 @@ class _Connection:
         await self._reset()
         if [refusal.cause for refusal in refusals.values()] == [Cause.UNCLEAR, Cause.UNCLEAR]:
             raise replace(refusals[sender], cause=Cause.SERVER)  # It refuses everybody.
-        elsewhere = refusals.pop(_ELSEWHERE, None)
-        if elsewhere is not None and elsewhere.cause >= Cause.CONNECTION:
-            raise elsewhere
-        if refusals:
-            raise refusals[sender]
+        counted = [
+            refusal
+            for recipient, refusal in refusals.items()
+            if recipient == sender or refusal.cause >= Cause.CONNECTION
+        ]
+        if counted:
+            raise max(counted, key=lambda refusal: refusal.cause)
 
     async def _data(self, mail: RenderedEmail) -> None:
         seconds = self._settings.timeout_seconds + len(mail.content) // _SLOWEST_BYTES_PER_SECOND
