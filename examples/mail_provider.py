@@ -89,11 +89,11 @@ class MailProvider:
             return Transient(f"mail provider: {type(error).__name__}", outage=True, unknown=True)
         return outcome_of(response)
 
-    async def check(self) -> str | None:
+    async def check(self) -> Outcome:
         """Let `pgoutbox doctor` try the key. It sends nothing."""
         async with httpx.AsyncClient(timeout=self._timeout) as client:
             response = await client.get(f"{self._url}/account", headers={"Authorization": f"Bearer {self._key}"})
-        return None if response.is_success else f"mail provider: {response.status_code}"
+        return Sent() if response.is_success else Unavailable(f"mail provider: {response.status_code}")
 
     async def aclose(self) -> None:
         """Close the connections. A later send opens new ones."""

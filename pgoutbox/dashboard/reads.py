@@ -99,7 +99,7 @@ class FailedMinute(NamedTuple):
 
 
 class FailedGroup(NamedTuple):
-    """Failures of one topic whose errors differ only in numbers; columns in the order of FAILED_GROUPS."""
+    """Failures of one topic whose errors differ only in numbers and addresses; columns as in FAILED_GROUPS."""
 
     topic: str
     error: str

@@ -38,7 +38,7 @@ class Limits:
     late_seconds: float = 60.0
     in_flight_seconds: float = 900.0
     attempts: int = 20
-    failed_a_day: int = 10
+    failed_seconds: float = 90_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from pgoutbox.message import Transient
 from pgoutbox.redaction import redact_text
 from pgoutbox.text import one_line
 from pgoutbox.transports.registry import hint_for
+from pgoutbox.worker.alert import ALERT_TOPIC, handlers_of
 
 if TYPE_CHECKING:
     from psycopg.rows import DictRow
@@ -131,7 +132,7 @@ def check_handlers(context: DoctorContext) -> Iterator[Note]:
     if context.outbox is None:
         yield skipped("no application given", _WITHOUT_APP)
         return
-    handlers = context.outbox.handlers
+    handlers = handlers_of(context.outbox, context.settings)
     waiting: dict[str, int] = {}
     for row in context.ask(sql.PENDING_TOPICS):
         if row["topic"] not in handlers:
@@ -140,7 +141,9 @@ def check_handlers(context: DoctorContext) -> Iterator[Note]:
         yield problem(
             f"topic {topic} has no handler and {pluralize(count, 'pending message')}",
             "workers never claim messages without a handler",
-            "register a handler, or deploy the release that has it; or cancel the messages: "
+            "set PGOUTBOX_ALERT_DESTINATION for the workers and for the doctor"
+            if topic == ALERT_TOPIC
+            else "register a handler, or deploy the release that has it; or cancel the messages: "
             f"pgoutbox cancel --all --topic {topic}",
         )
     idle = sorted(set(context.outbox.topics) - set(handlers) - set(waiting))
@@ -306,7 +309,7 @@ def _cause_of_workers(
         )
     handled = {topic for worker in serving for topic in worker["topics"]}
     if not serving and context.outbox is not None:
-        handled.update(context.outbox.handlers)
+        handled.update(handlers_of(context.outbox, context.settings))
     missing = [topic for topic in queue["topics"] if topic not in handled]
     if missing and handled:
         return problem(
@@ -371,20 +374,28 @@ def check_redirect(context: DoctorContext) -> Iterator[Note]:
 
 
 def check_failed(context: DoctorContext) -> Iterator[Note]:
-    """Find topics with a growing number of failed messages."""
-    topics = context.ask(sql.FAILING_TOPICS)
-    growing = [row for row in topics if row["today"] >= max(context.limits.failed_a_day, 2 * row["yesterday"])]
-    for row in growing:
-        today = pluralize(row["today"], "message")
+    """Name the causes for which messages failed lately."""
+    seconds = context.limits.failed_seconds
+    causes = context.ask(sql.FAILURE_CAUSES, {"seconds": seconds})
+    why = "failed messages are not retried, so their receivers get nothing"
+    within = f"failed within the last {duration(seconds)}"
+    for row in causes:
+        count = pluralize(row["messages"], "message") + (" or more" if row["message_count"] >= 10_000 else "")
         yield warning(
-            f"{today} of {row['topic']} failed in the last day, {row['yesterday']} in the day before; last error: "
-            f"{_quoted(context, row['last_error'])}",
-            "failed messages are not retried, so their receivers get nothing",
-            f"fix the cause, then run: pgoutbox redrive --all-failed --topic {row['topic']}",
+            f"{count} of {row['topic']} {within}: {_quoted(context, row['error'])}",
+            why,
+            f"list them: pgoutbox list --state failed --topic {row['topic']}; fix the cause, then run: "
+            f"pgoutbox redrive --all-failed --topic {row['topic']}; if nobody can deliver them: pgoutbox dismiss",
         )
-    if not growing:
-        total = sum(row["failed"] for row in topics)
-        yield ok(f"{pluralize(total, 'failed message')}, no more than usual" if total else "no failed messages")
+    if not causes:
+        yield ok(f"no message {within}")
+    elif more := causes[0]["cause_count"] - len(causes):
+        rest = causes[0]["message_count"] - sum(row["messages"] for row in causes)
+        yield warning(
+            f"{pluralize(rest, 'message')} {within} for {pluralize(more, 'more cause')}",
+            why,
+            "list them: pgoutbox list --state failed",
+        )
 
 
 def check_destinations(context: DoctorContext) -> Iterator[Note]:

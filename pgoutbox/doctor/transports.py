@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 from pgoutbox.doctor.environment import LOOPBACK
 from pgoutbox.doctor.findings import Level, Note, Notes, ok, problem, skipped, warning
 from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import Outcome, Permanent, Sent, Transient
 from pgoutbox.settings import variable_of
 from pgoutbox.text import one_line
 from pgoutbox.transports import ChecksItself
-from pgoutbox.transports.readiness import is_example, is_reserved
+from pgoutbox.transports.readiness import is_placeholder, is_reserved
 from pgoutbox.transports.registry import build, is_configured
 from pgoutbox.transports.smtp import SmtpTransport
 
@@ -62,7 +63,7 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     yield from _sender(settings)
     yield from _alert_destination(settings)
     host = settings.smtp.host or ""
-    if is_example(host) and host.lower() not in LOOPBACK:
+    if is_placeholder(host) and host.lower() not in LOOPBACK:
         yield _placeholder("PGOUTBOX_SMTP_HOST", host, "this server does not exist, so no e-mail is sent")
     if settings.smtp.host is not None and settings.smtp.security == "none" and host.lower() not in LOOPBACK:
         yield problem(
@@ -76,7 +77,9 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         in_order=f"{host or 'the server'} accepts e-mail: {_SECURITY[settings.smtp.security]}"
         + (", signed in" if settings.smtp.username else ""),
         why="no e-mail is sent; messages wait and are retried",
-        fix="check PGOUTBOX_SMTP_HOST, _PORT, _SECURITY, _USERNAME, _PASSWORD and _SENDER; see docs/how-to/email.md",
+        fix="check PGOUTBOX_SMTP_HOST, _PORT, _SECURITY, _USERNAME, _PASSWORD and _SENDER, and that the server lets "
+        "this account or machine send to other servers; see docs/how-to/email.md",
+        doubtful=_doubtful_sender,
     )
 
 
@@ -96,17 +99,26 @@ def _sender(settings: Settings) -> Iterator[Note]:
             "mail servers outside a test system refuse it, and you get neither replies nor bounces",
             "set it to your own address before this system sends to real receivers",
         )
-    elif is_example(settings.smtp.sender):
+    elif is_placeholder(settings.smtp.sender):
         yield _placeholder(
             "PGOUTBOX_SMTP_SENDER",
             settings.smtp.sender,
-            "every e-mail claims to come from a domain that is not yours: servers refuse it or treat it as spam, and "
+            "every e-mail claims to come from an address that is not yours: servers refuse it or treat it as spam, and "
             "you get neither replies nor bounces",
         )
 
 
+def _doubtful_sender(answer: str) -> Note:
+    return warning(
+        answer,
+        "the server does not accept the sender as a recipient: nobody gets replies and bounces, and it may refuse "
+        "other recipients",
+        "set PGOUTBOX_SMTP_SENDER to an address that receives e-mail, or fix the reason in the answer",
+    )
+
+
 def _alert_destination(settings: Settings) -> Iterator[Note]:
-    if settings.alert_destination is not None and is_example(settings.alert_destination):
+    if settings.alert_destination is not None and is_placeholder(settings.alert_destination):
         yield _placeholder(
             "PGOUTBOX_ALERT_DESTINATION", settings.alert_destination, "alerts about a dead server do not reach you"
         )
@@ -114,7 +126,7 @@ def _alert_destination(settings: Settings) -> Iterator[Note]:
 
 def _placeholder(variable: str, value: str, why: str) -> Note:
     return problem(
-        f"{variable}={value} is still the placeholder from the documentation",
+        f"{variable}={value} is still a placeholder",
         why,
         f"set {variable} to your own value first",
     )
@@ -237,37 +249,50 @@ def _try_transport(
     in_order: str,
     why: str,
     fix: str,
+    doubtful: Callable[[str], Note] | None = None,
     connects: bool = True,
 ) -> Iterator[Note]:
-    """Build the transport, and let it open the connection that a send needs."""
+    """Build the transport, and let it open the connection that a send needs.
+
+    `doubtful` reports a failure that need not concern every message.
+    """
     try:
-        fault = asyncio.run(_fault(make, settings, connects=connects))
+        outcome = asyncio.run(_tried(make, settings, connects=connects))
     except ConfigurationError as error:
         yield problem(one_line(str(error)), "a worker with these settings does not start", fix)
+        return
     except _UntriableError:
         yield skipped("the application's own transport has no check", "give it a method `check`")
+        return
     except Exception as error:  # noqa: BLE001 - transports and client libraries may raise anything
         yield problem(f"the check failed: {one_line(str(error)) or type(error).__name__}", why, fix)
-    else:
-        yield ok(in_order) if fault is None else problem(one_line(fault), why, fix)
+        return
+    match outcome:
+        case Sent():
+            yield ok(in_order)
+        case Permanent() | Transient(outage=False) | Transient(doubtful=True):
+            answer = one_line(outcome.error)
+            yield warning(answer, why, fix) if doubtful is None else doubtful(answer)
+        case _:
+            yield problem(one_line(str(outcome)), why, fix)
 
 
 class _UntriableError(Exception):
     """The transport cannot be checked without a send."""
 
 
-async def _fault(make: Callable[[Settings], Transport], settings: Settings, *, connects: bool) -> str | None:
+async def _tried(make: Callable[[Settings], Transport], settings: Settings, *, connects: bool) -> Outcome:
     transport = make(settings)
     if not connects:
         await transport.aclose()
-        return None
+        return Sent()
     if not isinstance(transport, ChecksItself):
         raise _UntriableError
     try:
         async with asyncio.timeout(_PATIENCE_SECONDS):
             return await transport.check()
     except TimeoutError:
-        return f"no answer within {_PATIENCE_SECONDS:g} s"
+        return Transient(f"no answer within {_PATIENCE_SECONDS:g} s", outage=True)
     finally:
         await transport.aclose()
 

@@ -100,10 +100,11 @@ class FollowsRedirect(Protocol):
 class ChecksItself(Protocol):
     """A transport that `pgoutbox doctor` can check. Optional."""
 
-    async def check(self) -> str | None:
-        """Connect as for a send, hand nothing over, and return the problem in one line without a secret.
+    async def check(self) -> Outcome:
+        """Connect as for a send, hand nothing over, and return the outcome that a send would have.
 
-        Returns None without a problem. No send runs meanwhile, and `aclose` follows.
+        `Unavailable` and an outage are problems, another failure is a warning. Errors are one line without a secret. No
+        send runs meanwhile, and `aclose` follows.
         """
         ...
 

@@ -17,8 +17,15 @@ from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.smtp.mail import Email, RawEmail
 from pgoutbox.transports.webhook.request import Webhook
 
-# The names for documentation (RFC 2606): they have no owner.
-_EXAMPLE: Final = re.compile(r"(?:^|[@.])example(?:\.(?:com|org|net|edu))?\.?>?\s*$", re.IGNORECASE)
+# Names for documentation (RFC 2606), which have no owner, and other values that are to be replaced.
+_TO_REPLACE: Final = re.compile(
+    r"(?:^|[@.])example(?:\.(?:com|org|net|edu))?\.?>?\s*$"
+    r"|\.tld\.?>?\s*$"
+    r"|(?:^|[@.])(?:(?:your|ihre?|deine?)[-_]?(?:domain|company|host|provider|server)|(?:my|meine?)[-_]?domain)\."
+    r"|(?<![a-z])change[-_.]?me(?![a-z])"
+    r"|(?:^|[<:])\s*(?:you|your[-_.]?(?:name|e?-?mail|address)|x{3,})@",
+    re.IGNORECASE,
+)
 # The names for tests and for the local machine (RFC 6761).
 _RESERVED: Final = re.compile(r"(?:^|[@.])(?:test|invalid|localhost|localdomain)\.?>?\s*$", re.IGNORECASE)
 
@@ -32,6 +39,7 @@ class Lack(NamedTuple):
 
 
 _NOT_SET: Final = "is not set"
+_PLACEHOLDER: Final = "is a placeholder"
 # What a scheme needs to have a transport.
 _NEEDS: Final = {
     "mailto": Lack("PGOUTBOX_SMTP_HOST", _NOT_SET),
@@ -44,9 +52,9 @@ _NEEDS: Final = {
 }
 
 
-def is_example(address: str) -> bool:
-    """Whether an address or a host name is reserved for documentation."""
-    return _EXAMPLE.search(address) is not None
+def is_placeholder(address: str) -> bool:
+    """Whether an address or a host name is one that the reader of an example should replace."""
+    return _TO_REPLACE.search(address) is not None
 
 
 def is_reserved(address: str) -> bool:
@@ -76,8 +84,8 @@ def lacks_of(
         yield Lack("PGOUTBOX_WEBHOOK_SECRETS", _NOT_SET, topics)
     if settings.event_source is None and (topics := _topics_with(contents, "event")):
         yield Lack("PGOUTBOX_EVENT_SOURCE", _NOT_SET, topics)
-    if settings.alert_destination is not None and is_example(settings.alert_destination):
-        yield Lack("PGOUTBOX_ALERT_DESTINATION", "is an example of the documentation")
+    if settings.alert_destination is not None and is_placeholder(settings.alert_destination):
+        yield Lack("PGOUTBOX_ALERT_DESTINATION", _PLACEHOLDER)
 
 
 def _missing_transports(
@@ -102,12 +110,12 @@ def _topics_with(contents: Mapping[str, set[str]], kind: str) -> tuple[str, ...]
 
 
 def _lacks_of_server(settings: SmtpSettings) -> Iterator[Lack]:
-    if is_example(settings.host or ""):
-        yield Lack("PGOUTBOX_SMTP_HOST", "is an example of the documentation")
+    if is_placeholder(settings.host or ""):
+        yield Lack("PGOUTBOX_SMTP_HOST", _PLACEHOLDER)
     if settings.sender is None:
         yield Lack("PGOUTBOX_SMTP_SENDER", "is not set")
-    elif is_example(settings.sender):
-        yield Lack("PGOUTBOX_SMTP_SENDER", "is an example of the documentation")
+    elif is_placeholder(settings.sender):
+        yield Lack("PGOUTBOX_SMTP_SENDER", _PLACEHOLDER)
 
 
 _KINDS: Final[Mapping[str, tuple[type[Content], ...]]] = {

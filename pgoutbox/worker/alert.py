@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from pgoutbox.handlers import Context, Handler
 from pgoutbox.message import Message
 from pgoutbox.transports.smtp.mail import Email
+
+if TYPE_CHECKING:
+    from pgoutbox.outbox import Outbox
+    from pgoutbox.settings import Settings
 
 ALERT_TOPIC: Final = "pgoutbox.alert"
 
@@ -33,6 +37,7 @@ async def render_alert(message: Message[object], _: Context) -> Email:
     return Email(subject=" ".join(subject.split()), text="\n\n".join(lines) + "\n")
 
 
-def alert_handler() -> Handler:
-    """Return the default handler of `pgoutbox.alert`, for applications without one."""
-    return Handler(ALERT_TOPIC, render_alert)
+def handlers_of(outbox: Outbox, settings: Settings) -> dict[str, Handler]:
+    """Return the handlers of a worker: those of the application, and the default one of alerts if it sends alerts."""
+    default = {} if settings.alert_destination is None else {ALERT_TOPIC: Handler(ALERT_TOPIC, render_alert)}
+    return {**default, **outbox.handlers}

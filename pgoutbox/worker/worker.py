@@ -37,7 +37,7 @@ from pgoutbox.transports import Transport
 from pgoutbox.transports.readiness import lacks_of
 from pgoutbox.transports.redirect import RedirectRules
 from pgoutbox.transports.registry import complete
-from pgoutbox.worker.alert import ALERT_TOPIC, alert_handler
+from pgoutbox.worker.alert import ALERT_TOPIC, handlers_of
 from pgoutbox.worker.attempt import ABANDONED, Attempt
 from pgoutbox.worker.claim_planner import QueueSchedule, name_all, parse_queues
 from pgoutbox.worker.claimer import Claimer
@@ -95,11 +95,9 @@ class Worker:
         transports: Mapping[str, Transport] | None = None,
     ) -> None:
         self._settings = settings if settings is not None else outbox.settings
-        self._handlers = dict(outbox.handlers)
-        if not self._handlers:
+        if not outbox.handlers:
             raise ConfigurationError("the outbox has no handlers: register one with @outbox.handler(topic)")
-        if self._settings.alert_destination is not None:
-            self._handlers.setdefault(ALERT_TOPIC, alert_handler())
+        self._handlers = handlers_of(outbox, self._settings)
         for topic in sorted(outbox.hooks.keys() - self._handlers.keys()):
             raise ConfigurationError(
                 f"on_failed: topic {topic!r} has a hook and no handler in this outbox: register both in the same outbox"

@@ -140,7 +140,7 @@ async def test_an_email_reaches_its_recipient_by_the_providers_api(shell: Shell,
         shell.environment.update(MAIL_PROVIDER_URL=api.url("/v1", scheme="http"), MAIL_PROVIDER_KEY="k3y")
         assert await shell.example("mail_provider", "ada@example.org") == ["enqueued 1"]
         await shell.deliver("mail_provider")
-        assert await MailProvider(settings_with(), api.url("/v1", scheme="http"), "k3y").check() is None
+        assert await MailProvider(settings_with(), api.url("/v1", scheme="http"), "k3y").check() == Sent()
     sent, checked = api.received
     body = json.loads(sent.body)
     mail = parsed(base64.b64decode(body.pop("mime")))

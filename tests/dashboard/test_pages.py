@@ -390,19 +390,22 @@ def test_supersession_is_shown_in_both_directions(site: Site, db: psycopg.Connec
     assert f"Supersedes message {older}" in get(site.vera, f"/messages/{newer}").words
 
 
-def test_errors_that_differ_only_in_numbers_are_one_group(site: Site, db: psycopg.Connection) -> None:
+def test_errors_that_differ_only_in_numbers_and_addresses_are_one_group(site: Site, db: psycopg.Connection) -> None:
     for number in range(3):
         fail_with(db, f"user {number} is unknown")
     fail_with(db, "user 1 is unknown", topic="sms")
     fail_with(db, "HTTP 503 after 7 s")
     fail_with(db, "HTTP 503 after 12 s")
     fail_with(db, "HTTP 404 after 12 s")
+    for name in ("ada", "grace"):
+        fail_with(db, f"RCPT {name}@club.org: 550 <{name}@club.org>: no such user")
     words = get(site.vera, "/failed").words
     for told in (
         "3 messages of this group mail user # is unknown",
         "1 messages of this group sms user # is unknown",
         "2 messages of this group mail HTTP 503 after # s",
         "1 messages of this group mail HTTP 404 after # s",
+        "2 messages of this group mail RCPT (address): 550 <(address)>: no such user",
     ):
         assert told in words, told
 

@@ -842,6 +842,18 @@ def test_topics_without_a_handler_are_named(dsn: str, db: psycopg.Connection, ha
     expect(findings, Level.WARNING, "topics without a handler: later.perhaps")
 
 
+def test_alerts_have_the_handler_of_a_worker_that_sends_them(
+    dsn: str, db: psycopg.Connection, handled: Outbox, posing: psycopg.Connection
+) -> None:
+    enqueue(db, "pgoutbox.alert", destination="mailto:ops@club.org")
+    db.execute(HOUR_AGO)
+    settings = settings_of(dsn, alert_destination="mailto:ops@club.org")
+    expect(found(settings, "handlers", outbox=handled), Level.OK, "no message without one")
+    expect(found(settings, "due", outbox=handled), Level.PROBLEM, "does not claim them")
+    expect(found(dsn, "handlers", outbox=handled), Level.PROBLEM, "PGOUTBOX_ALERT_DESTINATION")
+    expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "no handler for pgoutbox.alert")
+
+
 def test_attempts_longer_than_their_lease_are_a_warning(dsn: str, db: psycopg.Connection) -> None:
     for _ in range(20):
         put(db, State.SENT)
@@ -861,19 +873,66 @@ def test_messages_long_in_flight_are_a_warning(dsn: str, db: psycopg.Connection)
     assert levels(found(dsn, "leases")) == ["ok"]
 
 
-def test_a_growing_number_of_failures_is_a_warning_without_secrets(dsn: str, db: psycopg.Connection) -> None:
-    for _ in range(9):
-        put(db, State.FAILED)
-    expect(found(dsn, "failed"), Level.OK, "9 failed messages, no more than usual")
-    put(db, State.FAILED)
-    db.execute("UPDATE pgoutbox.message SET last_error = %s", (f"refused: password={CANARY}",))
+def fail(db: psycopg.Connection, error: str | None, *, topic: str = "mail", hours: float = 0) -> int:
+    message_id = put(db, State.FAILED, topic=topic, age=timedelta(hours=hours))
+    db.execute("UPDATE pgoutbox.message SET last_error = %s WHERE id = %s", (error, message_id))
+    return message_id
+
+
+def test_one_failed_message_of_the_last_day_is_a_warning_without_secrets(dsn: str, db: psycopg.Connection) -> None:
+    expect(found(dsn, "failed"), Level.OK, "no message failed within the last 25 h")
+    fail(db, f"refused: password={CANARY}")
     finding = expect(
-        found(dsn, "failed"), Level.WARNING, "10 messages of mail failed", "redrive --all-failed --topic mail"
+        found(dsn, "failed"),
+        Level.WARNING,
+        "1 message of mail failed within the last 25 h: refused: password=",
+        "pgoutbox list --state failed --topic mail",
+        "pgoutbox redrive --all-failed --topic mail",
+        "pgoutbox dismiss",
     )
     assert CANARY not in str(finding)
-    for _ in range(6):
-        put(db, State.FAILED, age=timedelta(hours=30))
-    assert levels(found(dsn, "failed")) == ["ok"]
+
+
+def test_a_daily_run_of_the_doctor_misses_no_failure(dsn: str, db: psycopg.Connection) -> None:
+    """A cron job starts some seconds later than on the day before."""
+    fail(db, "550 no", hours=24.1)
+    expect(found(dsn, "failed"), Level.WARNING, "1 message of mail")
+    db.execute("UPDATE pgoutbox.message SET finished_at = now() - interval '26 hours'")
+    expect(found(dsn, "failed"), Level.OK, "no message failed within the last 25 h")
+
+
+def test_every_cause_of_failures_is_named_once_for_each_topic(dsn: str, db: psycopg.Connection) -> None:
+    for name in ("ada", "grace", "linus"):
+        fail(db, f"550 5.1.1 <{name}@club.org>: user unknown")
+    fail(db, "552 5.3.4 message size exceeds the limit")
+    fail(db, "404 Not Found", topic="hook")
+    fail(db, None, topic="hook")
+    findings = found(dsn, "failed")
+    assert [finding.what for finding in findings] == [
+        "3 messages of mail failed within the last 25 h: 550 5.1.1 <linus@club.org>: user unknown",
+        "1 message of hook failed within the last 25 h: no error recorded",
+        "1 message of hook failed within the last 25 h: 404 Not Found",
+        "1 message of mail failed within the last 25 h: 552 5.3.4 message size exceeds the limit",
+    ]
+    assert set(levels(findings)) == {"warning"}
+
+
+def test_the_causes_of_failures_are_bounded_and_the_rest_is_counted(dsn: str, db: psycopg.Connection) -> None:
+    for letter in "abcdefghijklm":
+        fail(db, f"the parcel {letter} is lost")
+    findings = found(dsn, "failed")
+    assert levels(findings) == ["warning"] * 11
+    rest = findings[-1]
+    assert rest.what == "3 messages failed within the last 25 h for 3 more causes"
+    assert "pgoutbox list --state failed" in (rest.fix or "")
+
+
+def test_a_message_that_was_redriven_or_dismissed_is_no_failure(dsn: str, db: psycopg.Connection) -> None:
+    first, second = (fail(db, "550 no") for _ in range(2))
+    operator = Operator(db)
+    operator.redrive(first)
+    operator.dismiss(second, "told by phone")
+    expect(found(dsn, "failed"), Level.OK, "no message failed")
 
 
 def test_an_open_breaker_is_named_with_its_error_but_no_secret(dsn: str, db: psycopg.Connection) -> None:

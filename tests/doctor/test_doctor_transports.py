@@ -14,7 +14,7 @@ from cryptography.fernet import Fernet
 
 from pgoutbox import Outbox
 from pgoutbox.doctor import Finding, Level, examine
-from pgoutbox.message import Message, Sent
+from pgoutbox.message import Message, Permanent, Sent, Transient, Unavailable
 from pgoutbox.transports.smtp import SmtpTransport
 from tests.support.brokers import HOST, kafka_server, nats_server, rabbitmq_server, redis_server
 from tests.support.command_line import run_on_terminal, run_process
@@ -67,14 +67,11 @@ def expect(findings: list[Finding], level: Level, *words: str) -> Finding:
 # --- e-mail -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "sender",
-    ["club@example.org", "Club <no-reply@mail.example.com>", "a@b.EXAMPLE"],
-)
+@pytest.mark.parametrize("sender", ["Club <no-reply@mail.example.com>", "you@gmail.com"])
 async def test_an_unedited_example_sender_is_a_problem(sender: str) -> None:
     async with accepting_server() as inbox:
         findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_sender": sender})
-    expect(findings, Level.PROBLEM, f"PGOUTBOX_SMTP_SENDER={sender} is still the placeholder", "not yours")
+    expect(findings, Level.PROBLEM, f"PGOUTBOX_SMTP_SENDER={sender} is still a placeholder", "not yours")
     expect(findings, Level.OK, "accepts e-mail")
 
 
@@ -87,18 +84,72 @@ async def test_a_sender_of_a_test_system_is_a_warning_that_says_so(sender: str) 
     expect(findings, Level.OK, "accepts e-mail")
 
 
-async def test_a_refused_sender_is_a_problem() -> None:
-    async with scripted_server({"MAIL": "553 5.1.8 unknown"}) as server:
-        given = mail_settings(server.port) | {"smtp_sender": "Club <a@club.org>"}
-        expect(await afound("smtp", **given), Level.PROBLEM, "MAIL: 553 5.1.8 unknown", "_SENDER")
-    assert "MAIL FROM:<a@club.org>" in server.commands
-    assert "RCPT" not in server.verbs
+CLUB: Final = {"smtp_sender": "Club <a@club.org>"}
+OWN: Final = "RCPT TO:<a@club.org>"
+ELSEWHERE: Final = "RCPT TO:<pgoutbox-doctor@example.com>"
+
+
+async def test_the_check_of_email_ends_before_the_content() -> None:
+    async with scripted_server() as server:
+        findings = await afound("smtp", **mail_settings(server.port) | CLUB)
+    assert [finding.level for finding in findings] == [Level.OK]
+    assert server.commands[1:] == ["MAIL FROM:<a@club.org>", OWN, ELSEWHERE, "RSET", "QUIT"]
+
+
+RELAY: Final = "554 5.7.1 <pgoutbox-doctor@example.com>: Relay access denied"
+NOT_OWNED: Final = "553 5.7.1 <a@club.org>: Sender address rejected: not owned by user club"
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ({"MAIL": "553 5.1.8 unknown"}, "MAIL: 553 5.1.8 unknown"),
+        ({"RCPT": NOT_OWNED}, NOT_OWNED),
+        # The server of the sender's domain takes e-mail to the sender from everybody.
+        ({ELSEWHERE: RELAY}, f"RCPT pgoutbox-doctor@example.com: {RELAY}"),
+        ({"RCPT": "454 4.7.1 <a@club.org>: Relay access denied"}, "Relay access denied"),
+        ({"RCPT": "550 5.7.1 Client host rejected: Access denied"}, "Client host rejected"),
+        ({"RCPT": "550 Domain club.org has exceeded the max emails per hour (60/60)"}, "exceeded the max emails"),
+        ({"RCPT": "550 Administrative prohibition"}, "RCPT a@club.org: 550 Administrative prohibition"),
+        ({"RCPT": "421 4.3.0 closing"}, "421 4.3.0 closing"),
+    ],
+)
+async def test_a_refusal_that_holds_every_email_is_a_problem(answers: dict[str, str], words: str) -> None:
+    async with scripted_server(answers) as server:
+        expect(await afound("smtp", **mail_settings(server.port) | CLUB), Level.PROBLEM, words, "_SENDER")
+    assert "DATA" not in server.verbs
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "550 5.1.1 <a@club.org>: user unknown",
+        "550 Administrative prohibition",
+        "450 4.2.0 greylisted",
+        "552 5.2.2 full",
+    ],
+)
+async def test_a_sender_that_the_server_does_not_accept_as_a_recipient_is_a_warning(answer: str) -> None:
+    async with scripted_server({OWN: answer}) as server:
+        findings = await afound("smtp", **mail_settings(server.port) | CLUB)
+    assert [finding.level for finding in findings] == [Level.WARNING]
+    expect(findings, Level.WARNING, f"RCPT a@club.org: {answer}", "replies and bounces", "PGOUTBOX_SMTP_SENDER")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["556 5.1.10 Recipient address rejected: Domain example.com does not accept mail (nullMX)", "550 no such domain"],
+)
+async def test_a_server_that_knows_that_no_email_reaches_the_other_address_is_in_order(answer: str) -> None:
+    async with scripted_server({ELSEWHERE: answer}) as server:
+        findings = await afound("smtp", **mail_settings(server.port) | CLUB)
+    assert [finding.level for finding in findings] == [Level.OK]
 
 
 async def test_an_example_server_and_an_example_alert_address_are_problems() -> None:
     findings = await afound("smtp", smtp_host="smtp.example.com", smtp_sender="a@club.org", smtp_timeout_seconds=1)
     assert findings[0].level is Level.PROBLEM
-    assert "PGOUTBOX_SMTP_HOST=smtp.example.com is still the placeholder" in findings[0].what
+    assert "PGOUTBOX_SMTP_HOST=smtp.example.com is still a placeholder" in findings[0].what
     async with accepting_server() as inbox:
         given = mail_settings(inbox.port) | {"smtp_sender": "a@club.org", "alert_destination": "mailto:ops@example.org"}
         expect(await afound("smtp", **given), Level.PROBLEM, "PGOUTBOX_ALERT_DESTINATION=mailto:ops@example.org")
@@ -122,25 +173,38 @@ class Provider:
 
     schemes = ("mailto",)
 
-    def __init__(self, fault: str | None = None) -> None:
-        self._fault = fault
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
         return Sent()
 
-    async def check(self) -> str | None:
-        return self._fault
+    async def check(self) -> Outcome:
+        return self._outcome
 
     async def aclose(self) -> None: ...
 
 
 def test_the_applications_own_transport_for_email_needs_no_smtp_settings() -> None:
-    finding = expect(found("smtp", Outbox(transports=[Provider()])), Level.OK, "own transport for e-mail works")
-    assert found("smtp", Outbox(transports=[Provider()])) == [finding], "and no warning of a missing sender"
-    broken = found("smtp", Outbox(transports=[Provider("mail provider: 401")]))
-    expect(broken, Level.PROBLEM, "mail provider: 401", "docs/how-to/mail-providers.md")
+    works = Outbox(transports=[Provider(Sent())])
+    finding = expect(found("smtp", works), Level.OK, "own transport for e-mail works")
+    assert found("smtp", works) == [finding], "and no warning of a missing sender"
     given = {"alert_destination": "mailto:ops@example.org"}
-    expect(found("smtp", Outbox(transports=[Provider()]), **given), Level.PROBLEM, "PGOUTBOX_ALERT_DESTINATION")
+    expect(found("smtp", works, **given), Level.PROBLEM, "PGOUTBOX_ALERT_DESTINATION")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "level"),
+    [
+        (Unavailable("mail provider: 401"), Level.PROBLEM),
+        (Transient("mail provider: 503", outage=True), Level.PROBLEM),
+        (Transient("mail provider: 429"), Level.WARNING),
+        (Permanent("mail provider: 404"), Level.WARNING),
+    ],
+)
+def test_the_outcome_of_a_check_is_judged_as_that_of_a_send(outcome: Outcome, level: Level) -> None:
+    findings = found("smtp", Outbox(transports=[Provider(outcome)]))
+    expect(findings, level, str(outcome), "docs/how-to/mail-providers.md")
 
 
 def test_plain_text_to_another_machine_is_a_problem() -> None:

@@ -86,6 +86,7 @@ check_rcpt:
   deny condition = ${{if exists{{{place}/sender}}}}
        message = Sender verify failed
   deny condition = ${{if exists{{{place}/rate}}}}
+       ratelimit = 3 / 1h / per_rcpt / strict / $sender_address_domain
        message = Domain $sender_address_domain has exceeded the max emails per hour (60/60 (100%)) allowed
   deny condition = ${{if exists{{{place}/silent}}}}
   defer condition = ${{if exists{{{place}/greylist}}}}
@@ -157,11 +158,14 @@ class Exim:
     place: Path
     port: int
 
-    def refuse(self, reason: str) -> None:
+    @contextlib.contextmanager
+    def refusing(self, reason: str) -> Iterator[None]:
+        """Refuse for this reason until the context ends."""
         (self.place / reason).touch()
-
-    def repair(self, reason: str) -> None:
-        (self.place / reason).unlink()
+        try:
+            yield
+        finally:
+            (self.place / reason).unlink()
 
 
 @contextlib.contextmanager

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from pgoutbox import Context, Email, Message, Outbox, RetryPolicy
+from pgoutbox.doctor import Finding, Level, examine
 from pgoutbox.message import State
 from pgoutbox.worker import Worker
-from tests.support.dialogues import HOST
+from tests.support.dialogues import HOST, listening
 from tests.support.mail_servers import (
     LOCAL_DOMAIN,
     LOCAL_USER,
@@ -27,6 +29,7 @@ from tests.support.mail_servers import (
     running_postfix,
 )
 from tests.support.outbox_actions import attempts_of, enqueue, row_of, rows_of, running, settings_for
+from tests.support.settings import settings_with
 from tests.support.smtp_server import mail_settings
 from tests.support.waiting import until
 
@@ -43,8 +46,12 @@ UNKNOWN_NETWORK: Final = {"smtpd_client_event_limit_exceptions": ""}
 
 # Each with the settings that refuse, words of Postfix' answer, and the part that a person has to repair.
 REFUSALS: Final[dict[str, tuple[dict[str, str], str, str]]] = {
-    "relay by default": (NOT_OURS, "454 4.7.1 <person", ""),
-    "relay": (NOT_OURS | {"smtpd_relay_restrictions": "reject_unauth_destination"}, "554 5.7.1 <person", ""),
+    "relay by default": (NOT_OURS, "454 4.7.1 .*Relay access denied", ""),
+    "relay": (
+        NOT_OURS | {"smtpd_relay_restrictions": "reject_unauth_destination"},
+        "554 5.7.1 .*Relay access denied",
+        "",
+    ),
     "sender": (
         {"smtpd_sender_restrictions": f"check_sender_access inline:{{ {SENDER}=REJECT }}"},
         f"554 5.7.1 <{SENDER}>: Sender address rejected",
@@ -85,8 +92,13 @@ REFUSALS: Final[dict[str, tuple[dict[str, str], str, str]]] = {
 }
 OTHERS: Final[dict[str, dict[str, str]]] = {
     "plain": {},
+    "no relay": NOT_OURS,
     "size": {"message_size_limit": "100"},
     "recipients": {"smtpd_recipient_limit": "2"},
+    "connections": UNKNOWN_NETWORK | {"smtpd_client_connection_count_limit": "2"},
+    "quota": {
+        "smtpd_recipient_restrictions": "check_recipient_access inline:{ {person7@x.test = 552 5.2.2 Mailbox full} }"
+    },
 }
 
 
@@ -141,7 +153,21 @@ def are_sent(db: psycopg.Connection, ids: Sequence[int]) -> bool:
 
 
 def has_error(db: psycopg.Connection, ids: Sequence[int], words: str) -> bool:
-    return any(words in (error or "") for one in ids for _, _, error in attempts_of(db, one))
+    return any(re.search(words, error or "") for one in ids for _, _, error in attempts_of(db, one))
+
+
+async def doctor_says(port: int, sender: str = SENDER) -> list[Finding]:
+    """Return the findings about the server of the doctor that is run before the first e-mail."""
+    given = mail_settings(port) | {"smtp_sender": sender, "dsn": "host=127.0.0.1 port=1"}
+    findings = await asyncio.to_thread(lambda: list(examine(settings_with(**given))))
+    return [finding for finding in findings if finding.check == "smtp" and "PGOUTBOX_SMTP_SENDER=" not in finding.what]
+
+
+async def expect_doctor(port: int, words: str, *, is_limit: bool) -> None:
+    """Check that the doctor names a refusal before the first e-mail, unless only many e-mails meet it."""
+    (finding,) = await doctor_says(port)
+    assert finding.level is (Level.OK if is_limit else Level.PROBLEM), finding
+    assert is_limit or re.search(words, finding.what), finding
 
 
 @pytest.mark.parametrize("reason", REFUSALS)
@@ -150,6 +176,7 @@ async def test_a_refusal_by_postfix_loses_nothing_and_everything_is_sent_after_t
 ) -> None:
     _, words, part = REFUSALS[reason]
     port = postfix.ports[reason]
+    await expect_doctor(port, words, is_limit=reason.startswith("rate"))
     async with running(Worker(outbox_at(dsn, port))):
         ids = persons(db)
         await until(lambda: has_error(db, ids, words) and alerts(db))
@@ -173,9 +200,9 @@ async def test_a_refusal_by_postfix_loses_nothing_and_everything_is_sent_after_t
 async def test_a_refusal_by_exim_loses_nothing_and_everything_is_sent_after_the_repair(
     dsn: str, db: psycopg.Connection, exim: Exim, reason: str, words: str, part: str
 ) -> None:
-    exim.refuse(reason)
     with contextlib.ExitStack() as repair:
-        repair.callback(lambda: exim.repair(reason))
+        repair.enter_context(exim.refusing(reason))
+        await expect_doctor(exim.port, words, is_limit=reason == "rate")
         async with running(Worker(outbox_at(dsn, exim.port))):
             ids = persons(db)
             await until(lambda: has_error(db, ids, words) and alerts(db))
@@ -183,6 +210,22 @@ async def test_a_refusal_by_exim_loses_nothing_and_everything_is_sent_after_the_
             assert State.FAILED not in {row.state for row in rows_of(db, *ids)}
             repair.close()
             await until(lambda: are_sent(db, ids))
+
+
+async def test_the_doctor_tells_servers_apart_that_accept_the_sender_as_a_recipient(postfix: Postfix) -> None:
+    """The server of the sender's domain takes e-mail to the sender, and may still refuse to relay."""
+    local = f"{LOCAL_USER}@{LOCAL_DOMAIN}"
+    levels = {
+        (service, sender): [finding.level for finding in await doctor_says(postfix.ports[service], sender)]
+        for service in ("plain", "no relay")
+        for sender in (local, f"nobody@{LOCAL_DOMAIN}")
+    }
+    assert levels == {
+        ("plain", local): [Level.OK],
+        ("plain", f"nobody@{LOCAL_DOMAIN}"): [Level.WARNING],
+        ("no relay", local): [Level.PROBLEM],
+        ("no relay", f"nobody@{LOCAL_DOMAIN}"): [Level.PROBLEM],
+    }
 
 
 @pytest.mark.parametrize("program", ["postfix", "exim"])
@@ -199,13 +242,24 @@ async def test_an_unknown_user_fails_alone(
     assert alerts(db) == []
 
 
-async def test_an_email_beyond_the_size_of_postfix_fails_alone(
-    dsn: str, db: psycopg.Connection, postfix: Postfix
+@pytest.mark.parametrize("program", ["postfix", "exim"])
+async def test_an_email_beyond_the_size_limit_fails_alone(
+    dsn: str, db: psycopg.Connection, postfix: Postfix, exim: Exim, program: str
 ) -> None:
     message_id = enqueue(db, destination="mailto:person@x.test")
-    await Worker(outbox_at(dsn, postfix.ports["size"])).run_once()
+    with exim.refusing("size"):
+        await Worker(outbox_at(dsn, postfix.ports["size"] if program == "postfix" else exim.port)).run_once()
     row = row_of(db, message_id)
-    assert (row.state, "552 5.3.4" in (row.last_error or "")) == (State.FAILED, True), row.last_error
+    assert (row.state, "MAIL: 552" in (row.last_error or "")) == (State.FAILED, True), row.last_error
+    assert alerts(db) == []
+
+
+async def test_a_full_mailbox_is_retried_alone(dsn: str, db: psycopg.Connection, postfix: Postfix) -> None:
+    ids = persons(db)
+    await Worker(outbox_at(dsn, postfix.ports["quota"], retry=RetryPolicy.steps(60))).run_once()
+    full = row_of(db, ids.pop(7))
+    assert (full.state, "552 5.2.2" in (full.last_error or "")) == (State.PENDING, True), full.last_error
+    assert are_sent(db, ids)
     assert alerts(db) == []
 
 
@@ -218,6 +272,15 @@ async def test_an_email_with_more_recipients_than_postfix_accepts_fails_alone(
     row = row_of(db, message_id)
     assert (row.state, "452 4.5.3" in (row.last_error or "")) == (State.FAILED, True), row.last_error
     assert alerts(db) == []
+
+
+async def test_more_connections_than_postfix_accepts_lose_nothing(
+    dsn: str, db: psycopg.Connection, postfix: Postfix
+) -> None:
+    async with running(Worker(outbox_at(dsn, postfix.ports["connections"]))):
+        ids = [enqueue(db, destination=f"mailto:person{n}@x.test") for n in range(COUNT)]
+        await until(lambda: are_sent(db, ids))
+    assert has_error(db, ids, "connect: 421 .*too many connections")
 
 
 @asynccontextmanager
@@ -235,9 +298,8 @@ async def greylisting(port: int) -> AsyncIterator[None]:
                 action = b"DUNNO" if recipient in seen else b"DEFER Greylisted for a moment"
                 seen.add(recipient)
                 writer.write(b"action=" + action + b"\n\n")
-        writer.close()
 
-    async with await asyncio.start_server(answer, HOST, port):
+    async with listening(answer, port=port):
         yield
         for writer in writers:  # Postfix keeps its connections.
             writer.close()
@@ -251,4 +313,18 @@ async def test_greylisting_by_postfix_delays_each_email_and_holds_nothing(
         ids = persons(db)
         await until(lambda: are_sent(db, ids))
     assert has_error(db, ids, "Greylisted")
+    assert alerts(db) == []
+
+
+async def test_greylisting_by_exim_delays_each_email_and_holds_nothing(
+    dsn: str, db: psycopg.Connection, exim: Exim
+) -> None:
+    ids = persons(db)
+    worker = Worker(outbox_at(dsn, exim.port, retry=RetryPolicy.steps(3600)))
+    with exim.refusing("greylist"):
+        await worker.run_once()
+    assert all(has_error(db, [one], "greylisted") for one in ids)
+    db.execute("UPDATE pgoutbox.message SET available_at = now()")
+    await worker.run_once()
+    assert are_sent(db, ids)
     assert alerts(db) == []

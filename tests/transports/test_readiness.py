@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgoutbox import CloudEvent, Context, Email, Message, Notification, Skip, Webhook
-from pgoutbox.transports.readiness import Lack, is_example, is_reserved, lacks_of
+from pgoutbox.transports.readiness import Lack, is_placeholder, is_reserved, lacks_of
 from pgoutbox.worker.alert import render_alert
 from tests.support.settings import settings_with
 
@@ -119,11 +119,11 @@ def test_email_settings_without_a_server_are_a_problem(settings: dict[str, objec
     ("overrides", "lack"),
     [
         ({"smtp_sender": None}, Lack("PGOUTBOX_SMTP_SENDER", "is not set")),
-        ({"smtp_sender": "Club <you@example.org>"}, Lack("PGOUTBOX_SMTP_SENDER", "is an example of the documentation")),
-        ({"smtp_host": "smtp.example.com"}, Lack("PGOUTBOX_SMTP_HOST", "is an example of the documentation")),
+        ({"smtp_sender": "Club <you@example.org>"}, Lack("PGOUTBOX_SMTP_SENDER", "is a placeholder")),
+        ({"smtp_host": "smtp.example.com"}, Lack("PGOUTBOX_SMTP_HOST", "is a placeholder")),
         (
             {"alert_destination": "mailto:ops@example.org"},
-            Lack("PGOUTBOX_ALERT_DESTINATION", "is an example of the documentation"),
+            Lack("PGOUTBOX_ALERT_DESTINATION", "is a placeholder"),
         ),
     ],
 )
@@ -132,18 +132,54 @@ def test_a_missing_sender_and_example_values_are_problems(overrides: dict[str, o
 
 
 @pytest.mark.parametrize(
-    ("address", "example", "reserved"),
+    "address",
     [
-        ("a@example.org", True, False),
-        ("A <a@mail.example.com>", True, False),
-        ("a@b.example", True, False),
-        ("a@shop.test", False, True),
-        ("root@localhost", False, True),
-        ("a@club.invalid", False, True),
-        ("a@example-club.org", False, False),
-        ("a@contest", False, False),
-        ("a@example.org.uk", False, False),
+        "a@example.org",
+        "A <a@mail.example.com>",
+        "a@b.example",
+        "a@b.EXAMPLE",
+        "smtp.example.net",
+        "mailto:you@example.edu",
+        "you@gmail.com",
+        "You <you@club.org>",
+        "mailto:you@club.org",
+        "your.name@gmail.com",
+        "your-email@club.org",
+        "user@domain.tld",
+        "smtp.provider.tld",
+        "CHANGE_ME@club.de",
+        "changeme@club.de",
+        "info@change-me.de",
+        "CHANGE_ME",
+        "noreply@yourdomain.com",
+        "noreply@your-company.de",
+        "mail.my-domain.org",
+        "info@ihre-domain.de",
+        "xxx@club.org",
     ],
 )
-def test_example_domains_are_distinguished_from_test_domains(address: str, example: bool, reserved: bool) -> None:
-    assert (is_example(address), is_reserved(address)) == (example, reserved)
+def test_placeholders_are_found(address: str) -> None:
+    assert is_placeholder(address)
+    assert not is_reserved(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "reserved"),
+    [
+        ("a@shop.test", True),
+        ("root@localhost", True),
+        ("a@club.invalid", True),
+        ("a@example-club.org", False),
+        ("a@contest", False),
+        ("a@example.org.uk", False),
+        ("thankyou@club.org", False),
+        ("youth@club.org", False),
+        ("you.and.me@club.org", False),
+        ("a@exchange-media.org", False),
+        ("name@domain.com.au", False),
+        ("user@club.org", False),
+        ("info@your-garden.org", False),
+    ],
+)
+def test_other_addresses_are_not_placeholders(address: str, reserved: bool) -> None:
+    assert (is_placeholder(address), is_reserved(address)) == (False, reserved)

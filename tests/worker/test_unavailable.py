@@ -592,7 +592,7 @@ async def test_a_breaker_key_unknown_before_the_send_opens_nothing(dsn: str, db:
         (
             {"smtp_host": "mail.club.org", "smtp_sender": "you@example.org"},
             "PGOUTBOX_SMTP_SENDER",
-            "is an example of the documentation",
+            "is a placeholder",
             (),
         ),
     ],

@@ -54,8 +54,8 @@ class BrokerTransport(ABC, Generic[T]):
         return (*target_keys, *(() if source is None else (source,)))
 
     @abstractmethod
-    async def check(self) -> str | None:
-        """Connect and sign in as for an event, and return the problem, or None."""
+    async def check(self) -> Outcome:
+        """Connect and sign in as for an event, and return the outcome."""
 
     @abstractmethod
     async def aclose(self) -> None:

@@ -79,11 +79,11 @@ class KafkaTransport(BrokerTransport[str]):
         self._secrets = (password.get_secret_value(),) if password is not None else ()
         self._link: _Link | None = None
 
-    async def check(self) -> str | None:
-        """Connect and sign in as for an event, and return the problem, or None."""
+    async def check(self) -> Outcome:
+        """Connect and sign in as for an event, and return the outcome."""
         return await asyncio.to_thread(self._ask_for_brokers)
 
-    def _ask_for_brokers(self) -> str | None:
+    def _ask_for_brokers(self) -> Outcome:
         reasons: list[str] = []
         configuration = {**self._configuration, "error_cb": lambda error: reasons.append(error.str())}
         try:
@@ -94,8 +94,8 @@ class KafkaTransport(BrokerTransport[str]):
                 producer.poll(0)  # Only this call reports errors of the connections.
         except KafkaException as error:
             why = self._one_line(": ".join([error.args[0].str(), *reasons[:1]]))
-            return f"connect: no broker within {self._seconds:g} s: {why}"
-        return None
+            return Transient(f"connect: no broker within {self._seconds:g} s: {why}", outage=True)
+        return Sent()
 
     async def aclose(self) -> None:
         """Stop the producer and drop its queue, which has only records of cancelled sends."""

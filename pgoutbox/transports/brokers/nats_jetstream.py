@@ -110,15 +110,15 @@ class NatsTransport(BrokerTransport[str]):
     def _target_keys(self, target: str) -> Sequence[str]:
         return (_subject_key(target),)
 
-    async def check(self) -> str | None:
-        """Connect and sign in as for an event, and return the problem, or None."""
+    async def check(self) -> Outcome:
+        """Connect and sign in as for an event, and return the outcome."""
         try:
             async with asyncio.timeout(self._seconds):
                 connection = await self._connection.get()
                 await connection.client.flush(timeout=max(1, int(self._seconds)))
         except (OSError, Error) as error:
-            return f"connect: {self._error_text(error)}"
-        return None
+            return Transient(f"connect: {self._error_text(error)}", outage=True)
+        return Sent()
 
     async def aclose(self) -> None:
         """Close the connection."""

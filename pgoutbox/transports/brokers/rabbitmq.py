@@ -130,14 +130,14 @@ class RabbitMQTransport(BrokerTransport[_Address]):
             return await self._publish_with_others(target, event)
         return await self._publish_alone(connection, target, event)
 
-    async def check(self) -> str | None:
-        """Connect, sign in and open a channel as for an event, and return the problem, or None."""
+    async def check(self) -> Outcome:
+        """Connect, sign in and open a channel as for an event, and return the outcome."""
         try:
             async with asyncio.timeout(self._seconds):
                 await self._open_channel("")
         except Exception as error:  # noqa: BLE001 - as when a connection is made for an event
-            return f"connect: {self._error_text(error)}"
-        return None
+            return Transient(f"connect: {self._error_text(error)}", outage=True)
+        return Sent()
 
     async def aclose(self) -> None:
         """Close the connection and its channels."""

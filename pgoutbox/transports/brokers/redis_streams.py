@@ -99,22 +99,22 @@ class RedisTransport(BrokerTransport[str]):
         async with self._slots:
             return await self._append(target, event)
 
-    async def check(self) -> str | None:
-        """Connect and sign in as for an event, and return the problem, or None."""
+    async def check(self) -> Outcome:
+        """Connect and sign in as for an event, and return the outcome."""
         try:
             async with asyncio.timeout(self._seconds):
                 connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis is typed in part
         except (RedisError, OSError) as error:
-            return f"connect: {self._error_text(error)}"
+            return Transient(f"connect: {self._error_text(error)}", outage=True)
         try:
             async with asyncio.timeout(self._seconds):
                 await connection.send_command("PING")
                 await connection.read_response(disconnect_on_error=True)
         except (RedisError, OSError) as error:
-            return f"PING: {self._error_text(error)}"
+            return Transient(f"PING: {self._error_text(error)}", outage=True)
         finally:
             await self._pool.release(connection)
-        return None
+        return Sent()
 
     async def aclose(self) -> None:
         """Close every connection."""

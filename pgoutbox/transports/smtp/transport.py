@@ -11,7 +11,7 @@ import asyncio
 import base64
 import ssl
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import getLogger
 from typing import TYPE_CHECKING, cast
 
@@ -46,6 +46,8 @@ logger = getLogger("pgoutbox.transports.smtp")
 _DEFAULT_PORTS = {"starttls": 587, "tls": 465, "none": 25}
 _QUIT_SECONDS = 2.0
 _NAMED_REFUSAL_COUNT = 5
+# A server that does not relay refuses this address. It exists nowhere, by RFC 2606.
+_ELSEWHERE = "pgoutbox-doctor@example.com"
 # The timeout of a large content grows: the server answers after the last byte.
 _SLOWEST_BYTES_PER_SECOND = 100_000
 # A server that is busy may cause these. Other failures to connect need a repair: name, port, route or protocol. They
@@ -140,25 +142,24 @@ class SmtpTransport:
             return f"{self._breaker_key} sender PGOUTBOX_SMTP_SENDER"
         return f"{self._breaker_key} sender {_address_in(sender)}"
 
-    async def check(self) -> str | None:
-        """Connect, encrypt, sign in and name the sender as for an e-mail, and return the problem, or None.
+    async def check(self) -> Outcome:
+        """Name the sender and two recipients as for an e-mail, and return the outcome. No content follows.
 
-        It sends no recipient and no content.
+        The recipients are the sender itself, and an address elsewhere, because the server of the sender's domain may
+        accept e-mail to the sender from everybody.
         """
         try:
             connection = await self._open()
+            try:
+                if self._smtp.sender is not None:
+                    sender = parse_mailbox("PGOUTBOX_SMTP_SENDER", self._smtp.sender).address.addr_spec
+                    if sender.isascii():  # Other senders need SMTPUTF8, which only an e-mail requests.
+                        await connection.rehearse(sender)
+            finally:
+                await connection.quit()
         except _Failure as failure:
-            return failure.text
-        try:
-            if self._smtp.sender is not None:
-                sender = parse_mailbox("PGOUTBOX_SMTP_SENDER", self._smtp.sender).address.addr_spec
-                if sender.isascii():  # Other senders need SMTPUTF8, which only an e-mail requests.
-                    await connection.offer(sender)
-        except _Failure as failure:
-            return failure.text
-        finally:
-            await connection.quit()
-        return None
+            return failure.outcome(f"{self._breaker_key} sender PGOUTBOX_SMTP_SENDER")
+        return Sent()
 
     async def aclose(self) -> None:
         """Close every open connection with QUIT."""
@@ -400,30 +401,53 @@ class _Connection:
             options.append("BODY=8BITMIME")
         if mail.smtputf8_problem is not None:
             options.append("SMTPUTF8")
-        await self.offer(mail.sender, options)
+        await self._offer(mail.sender, options)
 
-    async def offer(self, sender: str, options: Sequence[str] = ()) -> None:
+    async def _offer(self, sender: str, options: Sequence[str] = ()) -> None:
         """Name the sender of an e-mail."""
         with self._step("MAIL", sender=sender):
             await self._client.mail(sender, options=options, encoding="utf-8")
 
     async def _rcpt(self, mail: RenderedEmail) -> None:
         """Name the recipients. One refusal refuses all: otherwise a retry would be a duplicate for the others."""
-        refusals: list[_Failure] = []
-        for number, recipient in enumerate(mail.recipients):
-            is_first = number == len(refusals)
-            try:
-                with self._step("RCPT", sender=mail.sender, recipient=recipient, has_accepted_others=not is_first):
-                    await self._client.rcpt(recipient, encoding="utf-8")
-            except _Failure as failure:
-                if failure.ends_connection:
-                    raise
-                refusals.append(failure)
+        refusals = [*(await self._refusals(mail.sender, mail.recipients)).values()]
         if refusals:
             named = "; ".join(refusal.text for refusal in refusals[:_NAMED_REFUSAL_COUNT])
             rest = len(refusals) - _NAMED_REFUSAL_COUNT
             text = f"{named}; and {rest} more" if rest > 0 else named
             raise _Failure("RCPT", refusals[0].code, text, max(refusal.cause for refusal in refusals))
+
+    async def _refusals(self, sender: str, recipients: Sequence[str]) -> dict[str, _Failure]:
+        """Name the recipients, and return those that the server refuses."""
+        refusals: dict[str, _Failure] = {}
+        for number, recipient in enumerate(recipients):
+            is_first = number == len(refusals)
+            try:
+                with self._step("RCPT", sender=sender, recipient=recipient, has_accepted_others=not is_first):
+                    await self._client.rcpt(recipient, encoding="utf-8")
+            except _Failure as failure:
+                if failure.ends_connection:
+                    raise
+                refusals[recipient] = failure
+        return refusals
+
+    async def rehearse(self, sender: str) -> None:
+        """Name the sender, and as recipients the sender itself and an address elsewhere. Raises `_Failure`.
+
+        A refusal of the other address counts only if it would hold every e-mail: nobody reads there.
+        """
+        await self._offer(sender)
+        refusals = await self._refusals(sender, (sender, _ELSEWHERE))
+        await self._reset()
+        if [refusal.cause for refusal in refusals.values()] == [Cause.UNCLEAR, Cause.UNCLEAR]:
+            raise replace(refusals[sender], cause=Cause.SERVER)  # It refuses everybody.
+        counted = [
+            refusal
+            for recipient, refusal in refusals.items()
+            if recipient == sender or refusal.cause >= Cause.CONNECTION
+        ]
+        if counted:
+            raise max(counted, key=lambda refusal: refusal.cause)
 
     async def _data(self, mail: RenderedEmail) -> None:
         seconds = self._settings.timeout_seconds + len(mail.content) // _SLOWEST_BYTES_PER_SECOND
