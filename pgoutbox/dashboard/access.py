@@ -11,7 +11,7 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Collection
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, Self, TypeAlias, get_args
 from urllib.parse import quote, urlsplit
 
 from starlette.authentication import AuthCredentials, requires
@@ -103,8 +103,8 @@ class Access:
     def delegated(cls, authenticate: Authenticate, settings: Settings) -> Self:
         """Use the host application's sign-in: `authenticate(request)`, sync or async, returns the viewer.
 
-        Return `Viewer(name, role)`, or None to answer with 401. With several processes, set `web.secret`, so that each
-        accepts the forms of the others.
+        Return `Viewer(name, role)`, or None to answer with 401. An empty name or an unknown role is answered with 403.
+        With several processes, set `web.secret`, so that each accepts the forms of the others.
         """
         return cls(settings, authenticate=authenticate)
 
@@ -123,6 +123,9 @@ class Access:
             viewer = await answered if inspect.isawaitable(answered) else answered
             if viewer is None:
                 raise HTTPException(401, "sign in to the application first")
+            if not viewer.name.strip() or viewer.role not in get_args(Role):
+                text = f"the application signed you in as {viewer.name!r} with the role {viewer.role!r}"
+                raise HTTPException(403, f"{text}: it must give a name, and the role viewer or operator")
             viewer = dataclasses.replace(viewer, csrf_token="", origin=viewer.origin or origin, can_sign_out=False)
             return self._with_csrf_token(viewer) if token is None else viewer
         if token is not None:

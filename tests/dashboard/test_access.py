@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 import pytest
@@ -785,6 +785,18 @@ def test_a_host_application_authenticates_users_and_forms_are_still_checked(
     script = client.post("/outbox/act", headers={"X-User": "ada", "Authorization": "Bearer the application's own"})
     assert script.status_code == 200, "browsers do not send this header by themselves"
     assert client.get("/outbox/login", headers=ada).status_code == 404
+
+
+@pytest.mark.parametrize(("name", "role"), [("", "operator"), (" ", "viewer"), ("bob", "root"), ("bob", "")])
+def test_a_viewer_without_a_name_or_with_an_unknown_role_is_refused(
+    stack: ExitStack,
+    name: str,
+    role: Any,  # noqa: ANN401 - hosts without a type checker give any role
+) -> None:
+    access = Access.delegated(lambda _: Viewer(name, role), load_settings())
+    answer = open_site(stack, access).client().get("/")
+    assert answer.status_code == 403
+    assert "the role viewer or operator" in answer.text
 
 
 def test_a_host_application_keeps_its_own_user(stack: ExitStack) -> None:
