@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
-from pgoutbox.transports.brokers.broker import BrokerTransport
+from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
 from pgoutbox.transports.tls import client_context
 
@@ -79,8 +79,7 @@ class KafkaTransport(BrokerTransport[str]):
         self._secrets = (password.get_secret_value(),) if password is not None else ()
         self._link: _Link | None = None
 
-    async def check(self) -> str | None:
-        """Connect and sign in as for an event, and return the problem, or None."""
+    async def _check(self) -> str | None:
         return await asyncio.to_thread(self._ask_for_brokers)
 
     def _ask_for_brokers(self) -> str | None:
@@ -246,6 +245,7 @@ def _configuration(settings: KafkaSettings, timeout_seconds: float) -> dict[str,
         "message.timeout.ms": milliseconds,
         "topic.metadata.propagation.max.ms": milliseconds // 2,
         "socket.connection.setup.timeout.ms": max(1_000, milliseconds),
+        "receive.message.max.bytes": MAX_ANSWER_BYTES * 10,  # The topics of a large cluster are one answer.
         "reconnect.backoff.ms": 400,  # While it looks for a broker, it connects at this interval.
         "reconnect.backoff.max.ms": 1_000,
         # The default of the Java clients, so that all producers of a topic agree on the partition of a key.
