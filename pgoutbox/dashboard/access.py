@@ -10,6 +10,7 @@ import inspect
 import logging
 import re
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, Self, TypeAlias, get_args
 from urllib.parse import quote, urlsplit
@@ -79,6 +80,8 @@ class Access:
         # Wrong tries per address: five at once, then one per 12 s. For all addresses together: one per second.
         self.address_limit: Final = RateLimiter(burst=5, interval_seconds=12)
         self.common_limit: Final = RateLimiter(burst=60, interval_seconds=1, capacity=1)
+        # Addresses that have signed in with a password: guesses from elsewhere do not lock them out.
+        self._known_addresses: Final[deque[str]] = deque(maxlen=1_000)
         self._telemetry: Final = Telemetry(logging.getLogger("pgoutbox.dashboard"))
 
     def __repr__(self) -> str:
@@ -150,7 +153,9 @@ class Access:
         person = self.credentials.by_token(secret)
         if person is None:
             address = address_of(request)
-            attempts = [(self.address_limit, address)] + ([(self.common_limit, "all")] if name is not None else [])
+            attempts = [(self.address_limit, address)]
+            if name is not None and address not in self._known_addresses:
+                attempts.append((self.common_limit, "all"))
             for limiter, key in attempts:
                 if (wait_seconds := limiter.take(key)) > 0:
                     self._report(request, LogEvent.WEB_SIGN_IN_BRAKED, "too many sign-in attempts")
@@ -164,6 +169,8 @@ class Access:
                 raise HTTPException(401, "sign-in failed: check the token, or the name and the password", headers)
             for limiter, key in attempts:
                 limiter.refund(key)
+            if address not in self._known_addresses:
+                self._known_addresses.append(address)
         return person
 
     def _report(self, request: Request, event: LogEvent, text: str) -> None:
