@@ -128,7 +128,7 @@ def print_messages(messages: Sequence[ListedMessage]) -> None:
                 m.topic,
                 m.queue,
                 m.destination,
-                f"{m.attempt_count}/{m.max_attempts}",
+                m.attempts,
                 m.created_at,
                 m.available_at,
                 shorten(m.skip_reason or m.last_error),

@@ -10,8 +10,9 @@ import inspect
 import logging
 import re
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, Self, TypeAlias, get_args
 from urllib.parse import quote, urlsplit
 
 from starlette.authentication import AuthCredentials, requires
@@ -79,6 +80,8 @@ class Access:
         # Wrong tries per address: five at once, then one per 12 s. For all addresses together: one per second.
         self.address_limit: Final = RateLimiter(burst=5, interval_seconds=12)
         self.common_limit: Final = RateLimiter(burst=60, interval_seconds=1, capacity=1)
+        # Addresses that have signed in with a password: guesses from elsewhere do not lock them out.
+        self._known_addresses: Final[deque[str]] = deque(maxlen=1_000)
         self._telemetry: Final = Telemetry(logging.getLogger("pgoutbox.dashboard"))
 
     def __repr__(self) -> str:
@@ -103,8 +106,8 @@ class Access:
     def delegated(cls, authenticate: Authenticate, settings: Settings) -> Self:
         """Use the host application's sign-in: `authenticate(request)`, sync or async, returns the viewer.
 
-        Return `Viewer(name, role)`, or None to answer with 401. With several processes, set `web.secret`, so that each
-        accepts the forms of the others.
+        Return `Viewer(name, role)`, or None to answer with 401. An empty name or an unknown role is answered with 403.
+        With several processes, set `web.secret`, so that each accepts the forms of the others.
         """
         return cls(settings, authenticate=authenticate)
 
@@ -123,6 +126,9 @@ class Access:
             viewer = await answered if inspect.isawaitable(answered) else answered
             if viewer is None:
                 raise HTTPException(401, "sign in to the application first")
+            if not viewer.name.strip() or viewer.role not in get_args(Role):
+                text = f"the application signed you in as {viewer.name!r} with the role {viewer.role!r}"
+                raise HTTPException(403, f"{text}: it must give a name, and the role viewer or operator")
             viewer = dataclasses.replace(viewer, csrf_token="", origin=viewer.origin or origin, can_sign_out=False)
             return self._with_csrf_token(viewer) if token is None else viewer
         if token is not None:
@@ -147,7 +153,9 @@ class Access:
         person = self.credentials.by_token(secret)
         if person is None:
             address = address_of(request)
-            attempts = [(self.address_limit, address)] + ([(self.common_limit, "all")] if name is not None else [])
+            attempts = [(self.address_limit, address)]
+            if name is not None and address not in self._known_addresses:
+                attempts.append((self.common_limit, "all"))
             for limiter, key in attempts:
                 if (wait_seconds := limiter.take(key)) > 0:
                     self._report(request, LogEvent.WEB_SIGN_IN_BRAKED, "too many sign-in attempts")
@@ -161,6 +169,8 @@ class Access:
                 raise HTTPException(401, "sign-in failed: check the token, or the name and the password", headers)
             for limiter, key in attempts:
                 limiter.refund(key)
+            if address not in self._known_addresses:
+                self._known_addresses.append(address)
         return person
 
     def _report(self, request: Request, event: LogEvent, text: str) -> None:

@@ -135,10 +135,12 @@ async def message(request: Request) -> Response:
 async def show_message(request: Request, message_id: int, *, refusal: str | None = None) -> Response:
     """Render the page of one message, with a reason if an action was refused."""
     dashboard = dashboard_of(request)
+    # The login of the dashboard may read the tables, but a viewer sees no more than the views show.
+    may_see_values = viewer_of(request).role == "operator"
 
     def load(connection: Connection) -> dict[str, object]:
         operator = Operator(connection)
-        details, attempts = operator.show_message(message_id)
+        details, attempts = operator.show_message(message_id, with_values=may_see_values)
         names = dashboard.names_of(details.topic)
         acts = reads.acts_on(connection, message_id)
         supersedes = reads.superseded_by(connection, message_id) if details.coalesce_key is not None else []
@@ -149,7 +151,7 @@ async def show_message(request: Request, message_id: int, *, refusal: str | None
             "attempts": [attempt.redacted(names) for attempt in attempts],
             "acts": None if acts is None else _redacted_acts(dashboard, acts),
             "supersedes": supersedes,
-            "has_values": operator.reads_payloads(),
+            "has_values": may_see_values and operator.reads_payloads(),
         }
 
     known = await dashboard.database.read(load)

@@ -186,15 +186,17 @@ class Operator:
         """Return the numbers of messages by queue and topic. Reads all messages."""
         return [TopicCounts._make(row) for row in self._fetch(sql.STATS, {"queue": queue})]
 
-    def show_message(self, message_id: int, *, whole: bool = False) -> tuple[ShownMessage, list[ShownAttempt]]:
+    def show_message(
+        self, message_id: int, *, whole: bool = False, with_values: bool = True
+    ) -> tuple[ShownMessage, list[ShownAttempt]]:
         """Return one message and its attempts that did not end `sent`, newest first.
 
         Without `whole`: the newest 100 attempts, and the first 65,536 characters of headers, payload and each error.
 
-        Neither is redacted: call `redacted` before you show them. A role that may not read the table gets the payload
-        and headers of `pgoutbox.message_view`. Raises `MessageNotFoundError`.
+        Neither is redacted: call `redacted` before you show them. Without `with_values`, and for a role that may not
+        read the table, payload and headers are those of `pgoutbox.message_view`. Raises `MessageNotFoundError`.
         """
-        statement = sql.SHOW_MESSAGE if self.reads_payloads() else sql.SHOW_MESSAGE_VIEW
+        statement = sql.SHOW_MESSAGE if with_values and self.reads_payloads() else sql.SHOW_MESSAGE_VIEW
         bounds = (_ALL, _ALL) if whole else (_SHOWN_CHARACTERS, _SHOWN_ATTEMPTS)
         parameters = {"id": message_id, "characters": bounds[0], "limit": bounds[1]}
         rows = self._fetch(statement, parameters)

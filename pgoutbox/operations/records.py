@@ -307,6 +307,7 @@ class ListedMessage(NamedTuple):
     state: State
     attempt_count: int
     max_attempts: int
+    attempt_budget: int
     created_at: datetime
     available_at: datetime
     finished_at: datetime | None
@@ -314,6 +315,11 @@ class ListedMessage(NamedTuple):
     dedupe_key: str | None
     skip_reason: str | None
     last_error: str | None
+
+    @property
+    def attempts(self) -> str:
+        """The attempts that count, of those that the policy grants."""
+        return _attempts(self)
 
     def redacted(self, names: Collection[str]) -> ListedMessage:
         """Return the message without values whose name matches `names`."""
@@ -338,6 +344,7 @@ class ShownMessage(NamedTuple):
     state: State
     attempt_count: int
     max_attempts: int
+    attempt_budget: int
     created_at: datetime
     available_at: datetime
     expires_at: datetime | None
@@ -364,6 +371,11 @@ class ShownMessage(NamedTuple):
     payload: JsonValue
     payload_bytes: int
 
+    @property
+    def attempts(self) -> str:
+        """The attempts that count, of those that the policy grants."""
+        return _attempts(self)
+
     def redacted(self, names: Collection[str]) -> ShownMessage:
         """Return the message without an encrypted payload, and without values whose name matches `names`."""
         return self._replace(
@@ -373,6 +385,11 @@ class ShownMessage(NamedTuple):
             headers=_redact_json(self.headers, names),
             payload=_redact_json(self.payload, names),
         )
+
+
+def _attempts(message: ListedMessage | ShownMessage) -> str:
+    free_count = message.max_attempts - message.attempt_budget  # Of snoozes, releases, and before a redrive.
+    return f"{message.attempt_count - free_count}/{message.attempt_budget}"
 
 
 class ShownAttempt(NamedTuple):

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 import pytest
@@ -519,6 +519,26 @@ def test_guessing_from_many_addresses_is_limited_in_total(stack: ExitStack) -> N
     assert 429 in answers
 
 
+def test_guesses_from_elsewhere_do_not_lock_out_an_address_that_has_signed_in(stack: ExitStack) -> None:
+    settings = web_settings(web_trusted_proxies="127.0.0.1", web_viewer_tokens=f"vera:{PASSWORD_HASH}")
+    site = open_site(stack, Access.from_settings(settings), settings)
+    client = site.client()
+
+    def sign_in(address: str, password: str) -> int:
+        headers = {**OURS, "X-Forwarded-For": address}
+        return client.post("/login", data={"name": "vera", "secret": password}, headers=headers).status_code
+
+    def sign_in_rightly(address: str) -> int:
+        return sign_in(address, PASSWORD)
+
+    assert sign_in_rightly("203.0.113.1") == 303
+    while site.access.common_limit.take("all") == 0:
+        pass  # Wrong guesses from everywhere.
+    assert sign_in_rightly("203.0.113.2") == 429
+    assert sign_in_rightly("203.0.113.1") == 303
+    assert [sign_in("203.0.113.1", "wrong") for _ in range(6)] == [401] * 5 + [429]
+
+
 # --- headers, errors --------------------------------------------------------------------------------------------------
 
 
@@ -785,6 +805,18 @@ def test_a_host_application_authenticates_users_and_forms_are_still_checked(
     script = client.post("/outbox/act", headers={"X-User": "ada", "Authorization": "Bearer the application's own"})
     assert script.status_code == 200, "browsers do not send this header by themselves"
     assert client.get("/outbox/login", headers=ada).status_code == 404
+
+
+@pytest.mark.parametrize(("name", "role"), [("", "operator"), (" ", "viewer"), ("bob", "root"), ("bob", "")])
+def test_a_viewer_without_a_name_or_with_an_unknown_role_is_refused(
+    stack: ExitStack,
+    name: str,
+    role: Any,  # noqa: ANN401 - hosts without a type checker give any role
+) -> None:
+    access = Access.delegated(lambda _: Viewer(name, role), load_settings())
+    answer = open_site(stack, access).client().get("/")
+    assert answer.status_code == 403
+    assert "the role viewer or operator" in answer.text
 
 
 def test_a_host_application_keeps_its_own_user(stack: ExitStack) -> None:

@@ -357,7 +357,7 @@ def test_a_message_is_shown_with_its_history(site: Site, db: psycopg.Connection)
     db.execute("UPDATE pgoutbox.message SET headers = %s WHERE id = %s", [Jsonb({"trace": "7"}), message_id])
     Operator(db, actor="grace", origin="cli").redrive(message_id)
     Operator(db, actor="grace", origin="cli").cancel(message_id)
-    page = get(site.vera, f"/messages/{message_id}")
+    page = get(site.ada, f"/messages/{message_id}")
     for told in (
         "cancelled",
         "grace",
@@ -373,6 +373,15 @@ def test_a_message_is_shown_with_its_history(site: Site, db: psycopg.Connection)
         f"SELECT * FROM pgoutbox.message WHERE id = {message_id};",
     ):
         assert told in page.words, told
+
+
+@pytest.mark.parametrize("shown_at", ["/messages/{}", "/messages"])
+def test_attempts_that_a_snooze_gave_back_do_not_count(site: Site, db: psycopg.Connection, shown_at: str) -> None:
+    message_id = put(db, State.PENDING)
+    db.execute("UPDATE pgoutbox.message SET attempt_count = 9, max_attempts = 10, attempt_budget = 2")
+    words = get(site.vera, shown_at.format(message_id)).words
+    assert ("1 of 2" if shown_at.endswith("{}") else "1/2") in words
+    assert not re.search(r"9( of |/)10", words)
 
 
 def test_supersession_is_shown_in_both_directions(site: Site, db: psycopg.Connection) -> None:
@@ -1606,6 +1615,22 @@ def test_a_login_with_one_role_sees_the_same_as_the_owner(
     assert '"to": "(redacted)"' in page.words
     assert "cannot read the values" in page.words
     assert "ada@" in get(owners.ada, f"/messages/{message_id}").text
+
+
+def test_a_viewer_sees_no_value_that_the_views_hide(site: Site, db: psycopg.Connection) -> None:
+    message_id = put(db, State.FAILED)
+    db.execute(
+        """
+        UPDATE pgoutbox.message
+        SET payload = '{"note": "c4n4ry"}', headers = '{"x-note": "c4n4ry"}', last_error = 'X-Api-Key: c4n4ry'
+        """
+    )
+    for client, is_shown in ((site.vera, False), (site.ada, True)):
+        page = get(client, f"/messages/{message_id}")
+        assert page.text.count("c4n4ry") == (2 if is_shown else 0)
+        assert ("A viewer cannot read the values" in page.words) != is_shown
+        assert all(told in page.words for told in ("note", "x-note", "X-Api-Key: (redacted)"))
+        assert "c4n4ry" not in get(client, "/failed").text + get(client, "/messages").text
 
 
 def told_on(site: Site, path: str) -> list[str]:

@@ -240,7 +240,7 @@ async def test_a_repetition_after_a_lost_confirmation_has_the_same_id(
     assert await transport.send(outgoing(message_id=1, destination=MESSAGE.destination), EVENT) == Sent()
     with broker.frozen():
         error = error_of(await transport.send(MESSAGE, EVENT), Transient)
-    assert error == "outcome unknown: no confirmation: no answer within 2 s"
+    assert error == "outcome unknown: no acknowledgement: no answer within 2 s"
     again = outgoing(destination=MESSAGE.destination, attempt_count=2)
     assert await transport.send(again, EVENT) == Sent()
     assert [message.header.properties.message_id for message in await queued(channel)][1:] == [ID, ID]

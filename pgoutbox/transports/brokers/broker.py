@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from pgoutbox.message import Message, Outcome, Permanent, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.text import one_line
 from pgoutbox.transports.brokers.events import CloudEvent, RenderedEvent, render, source_key
 from pgoutbox.transports.tls import describe_refusal
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from pgoutbox.settings import Settings
     from pgoutbox.transports import Content
+
+# Acknowledgements are short. A broker that announces a longer answer is disconnected before it arrives.
+MAX_ANSWER_BYTES: Final = 1_000_000
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -34,13 +37,20 @@ class BrokerTransport(ABC, Generic[T]):
         self._seconds = settings.broker_timeout_seconds
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
-        """Hand the event over once. `Sent` means that the broker has acknowledged it."""
+        """Hand the event over once. `Sent` means that the broker has acknowledged it.
+
+        Any error of a driver is an outcome: hostile answers raise errors that no driver documents.
+        """
         try:
             event = render(content, message, self._settings)
             target = self._target(message, event.key)
         except (Permanent, Unavailable) as refusal:
             return refusal
-        return await self._publish(target, event)
+        try:
+            return await self._publish(target, event)
+        except Exception as error:  # noqa: BLE001 - the event may have been accepted, whatever it was
+            text = f"outcome unknown: no acknowledgement: {self._error_text(error)}"
+            return Transient(text, outage=True, unknown=True)
 
     def part_keys(self, message: Message[object], content: Content) -> Sequence[str]:
         """Return the keys of the target, and of the source of the settings if the event has none of its own."""
@@ -53,9 +63,17 @@ class BrokerTransport(ABC, Generic[T]):
             target_keys = ()
         return (*target_keys, *(() if source is None else (source,)))
 
-    @abstractmethod
     async def check(self) -> Outcome:
         """Connect and sign in as for an event, and return the outcome."""
+        try:
+            await self._check()
+        except Exception as error:  # noqa: BLE001 - as in `send`
+            return Transient(f"connect: {self._error_text(error)}", outage=True)
+        return Sent()
+
+    @abstractmethod
+    async def _check(self) -> None:
+        """Connect and sign in as for an event. Raises the error."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -70,7 +88,8 @@ class BrokerTransport(ABC, Generic[T]):
         """Return the keys of the breakers that open while the target is missing, or refuses this user."""
 
     @abstractmethod
-    async def _publish(self, target: T, event: RenderedEvent) -> Outcome: ...
+    async def _publish(self, target: T, event: RenderedEvent) -> Outcome:
+        """Hand the event over once. Raises errors after which the event may have been accepted."""
 
     def _error_text(self, error: BaseException) -> str:
         if isinstance(error, TimeoutError):

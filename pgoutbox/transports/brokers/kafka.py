@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
-from pgoutbox.transports.brokers.broker import BrokerTransport
+from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
 from pgoutbox.transports.tls import client_context
 
@@ -79,11 +79,10 @@ class KafkaTransport(BrokerTransport[str]):
         self._secrets = (password.get_secret_value(),) if password is not None else ()
         self._link: _Link | None = None
 
-    async def check(self) -> Outcome:
-        """Connect and sign in as for an event, and return the outcome."""
-        return await asyncio.to_thread(self._ask_for_brokers)
+    async def _check(self) -> None:
+        await asyncio.to_thread(self._ask_for_brokers)
 
-    def _ask_for_brokers(self) -> Outcome:
+    def _ask_for_brokers(self) -> None:
         reasons: list[str] = []
         configuration = {**self._configuration, "error_cb": lambda error: reasons.append(error.str())}
         try:
@@ -94,8 +93,7 @@ class KafkaTransport(BrokerTransport[str]):
                 producer.poll(0)  # Only this call reports errors of the connections.
         except KafkaException as error:
             why = self._one_line(": ".join([error.args[0].str(), *reasons[:1]]))
-            return Transient(f"connect: no broker within {self._seconds:g} s: {why}", outage=True)
-        return Sent()
+            raise ConnectionError(f"no broker within {self._seconds:g} s: {why}") from error
 
     async def aclose(self) -> None:
         """Stop the producer and drop its queue, which has only records of cancelled sends."""
@@ -246,6 +244,7 @@ def _configuration(settings: KafkaSettings, timeout_seconds: float) -> dict[str,
         "message.timeout.ms": milliseconds,
         "topic.metadata.propagation.max.ms": milliseconds // 2,
         "socket.connection.setup.timeout.ms": max(1_000, milliseconds),
+        "receive.message.max.bytes": MAX_ANSWER_BYTES * 10,  # The topics of a large cluster are one answer.
         "reconnect.backoff.ms": 400,  # While it looks for a broker, it connects at this interval.
         "reconnect.backoff.max.ms": 1_000,
         # The default of the Java clients, so that all producers of a topic agree on the partition of a key.

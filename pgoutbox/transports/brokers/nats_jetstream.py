@@ -16,15 +16,15 @@ from urllib.parse import ParseResult, SplitResult, unquote, urlsplit
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.text import one_line
-from pgoutbox.transports.brokers.broker import BrokerTransport, SharedConnection
+from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport, SharedConnection
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
 from pgoutbox.transports.tls import client_context
 
 try:
     from nats.aio.client import Client
     from nats.aio.transport import TcpTransport
-    from nats.errors import Error
     from nats.js.errors import APIError, NoStreamResponseError
+    from nats.protocol.parser import Parser
 except ImportError:
     raise MissingExtraError("the NATS transport", "nats") from None
 
@@ -88,7 +88,7 @@ class NatsTransport(BrokerTransport[str]):
         try:
             async with asyncio.timeout(self._seconds):
                 connection = await self._connection.get()
-        except (OSError, Error) as error:
+        except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
             text = f"connect: {self._error_text(error)}"
             return Unavailable(text) if _AUTHORIZATION.search(str(error)) else Transient(text, outage=True)
         return await self._publish_on(connection, target, event)
@@ -110,15 +110,10 @@ class NatsTransport(BrokerTransport[str]):
     def _target_keys(self, target: str) -> Sequence[str]:
         return (_subject_key(target),)
 
-    async def check(self) -> Outcome:
-        """Connect and sign in as for an event, and return the outcome."""
-        try:
-            async with asyncio.timeout(self._seconds):
-                connection = await self._connection.get()
-                await connection.client.flush(timeout=max(1, int(self._seconds)))
-        except (OSError, Error) as error:
-            return Transient(f"connect: {self._error_text(error)}", outage=True)
-        return Sent()
+    async def _check(self) -> None:
+        async with asyncio.timeout(self._seconds):
+            connection = await self._connection.get()
+            await connection.client.flush(timeout=max(1, int(self._seconds)))
 
     async def aclose(self) -> None:
         """Close the connection."""
@@ -158,10 +153,6 @@ class NatsTransport(BrokerTransport[str]):
             return Permanent(f"event.data: {text}") if error.err_code in _MESSAGE_ERRORS else Transient(text)
         except PermissionError as error:
             return Unavailable(f"publish: {self._error_text(error)}", breaker=_subject_key(subject))
-        except (Error, OSError, ValueError) as error:
-            return Transient(
-                f"outcome unknown: no acknowledgement: {self._error_text(error)}", outage=True, unknown=True
-            )
         return Sent()
 
 
@@ -180,8 +171,7 @@ class _Connection:
 
     async def open(self, *, tls: ssl.SSLContext | None, **options: Any) -> None:  # noqa: ANN401 - nats-py's
         """Connect to the first of the servers that answers."""
-        if tls is not None:
-            self.client._transport = _EncryptedTransport()  # type: ignore[no-untyped-call] # nats-py is typed in part
+        self.client._transport = _Transport(self.client._ps, needs_tls=tls is not None)
         try:
             await self.client.connect(
                 error_cb=self._note_error,
@@ -236,10 +226,17 @@ class _Connection:
             self._lost.set_result(None)
 
 
-class _EncryptedTransport(TcpTransport):
-    """nats-py's transport without plain text: nats-py itself lets the server decide about TLS."""
+class _Transport(TcpTransport):
+    """nats-py's transport without long answers, and without plain text if TLS is configured.
 
-    _is_encrypted = False
+    nats-py itself keeps an answer of any length, and lets the server decide about TLS.
+    """
+
+    def __init__(self, parser: Parser, *, needs_tls: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # nats-py is typed in part
+        self._parser = parser
+        self._needs_tls = needs_tls
+        self._is_encrypted = False
 
     def __bool__(self) -> bool:
         return True  # Otherwise nats-py uses another transport until this one is connected.
@@ -254,6 +251,11 @@ class _EncryptedTransport(TcpTransport):
         await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
         self._is_encrypted = True
 
+    async def read(self, buffer_size: int) -> bytes:
+        if len(self._parser.buf) > MAX_ANSWER_BYTES:
+            raise ConnectionAbortedError("the answer is longer than that of any NATS server")
+        return bytes(await super().read(buffer_size))
+
     def write(self, payload: bytes) -> None:
         self._refuse_plain_text()
         super().write(payload)  # type: ignore[no-untyped-call] # nats-py is typed in part
@@ -263,7 +265,7 @@ class _EncryptedTransport(TcpTransport):
         super().writelines(payload)  # type: ignore[no-untyped-call] # nats-py is typed in part
 
     def _refuse_plain_text(self) -> None:
-        if not self._is_encrypted:
+        if self._needs_tls and not self._is_encrypted:
             raise ConnectionRefusedError("the server does not offer TLS, and plain text is refused")
 
 

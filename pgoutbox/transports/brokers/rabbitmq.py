@@ -10,19 +10,20 @@ import asyncio
 import re
 import ssl
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.text import one_line
-from pgoutbox.transports.brokers.broker import BrokerTransport, SharedConnection
+from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport, SharedConnection
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, check_name, parse_name
 from pgoutbox.transports.tls import client_context
 
 try:
     import aiormq
     from aiormq import exceptions as amqp
+    from aiormq.connection import TCPTransportFactory, TLSTransportFactory, TransportFactory
     from pamqp.commands import Basic
 except ImportError:
     raise MissingExtraError("the RabbitMQ transport", "rabbitmq") from None
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiormq.abc import AbstractChannel, AbstractConnection
+    from yarl import URL
 
     from pgoutbox.settings import Settings
 
@@ -118,8 +120,8 @@ class RabbitMQTransport(BrokerTransport[_Address]):
         return target.exchange_breaker, target.route_breaker
 
     async def _publish(self, target: _Address, event: RenderedEvent) -> Outcome:
-        # Here and below only Exception is broad enough: when a connection ends without a reason, aiormq raises a bare
-        # Exception, and errors of its codec have no common class.
+        # Only Exception is broad enough: when a connection ends without a reason, aiormq raises a bare Exception, and
+        # errors of its codec have no common class.
         try:
             async with asyncio.timeout(self._seconds):
                 connection = await self._connection.get()
@@ -130,14 +132,9 @@ class RabbitMQTransport(BrokerTransport[_Address]):
             return await self._publish_with_others(target, event)
         return await self._publish_alone(connection, target, event)
 
-    async def check(self) -> Outcome:
-        """Connect, sign in and open a channel as for an event, and return the outcome."""
-        try:
-            async with asyncio.timeout(self._seconds):
-                await self._open_channel("")
-        except Exception as error:  # noqa: BLE001 - as when a connection is made for an event
-            return Transient(f"connect: {self._error_text(error)}", outage=True)
-        return Sent()
+    async def _check(self) -> None:
+        async with asyncio.timeout(self._seconds):
+            await self._open_channel("")
 
     async def aclose(self) -> None:
         """Close the connection and its channels."""
@@ -150,7 +147,8 @@ class RabbitMQTransport(BrokerTransport[_Address]):
 
     async def _connect(self) -> AbstractConnection:
         async with asyncio.timeout(self._seconds):
-            return await aiormq.connect(self._url, context=self._tls_context)
+            factory = _Transport(has_tls=self._tls_context is not None)
+            return await aiormq.connect(self._url, context=self._tls_context, transport_factory=factory)
 
     async def _publish_with_others(self, address: _Address, event: RenderedEvent) -> Outcome:
         channels = self._channels.get(address.exchange)
@@ -228,8 +226,6 @@ class RabbitMQTransport(BrokerTransport[_Address]):
             if task is None or task.cancelling():
                 raise
             return Transient("outcome unknown: connection lost before the confirmation", outage=True, unknown=True)
-        except Exception as error:  # noqa: BLE001 - after any error, the event may have been accepted
-            return Transient(f"outcome unknown: no confirmation: {self._error_text(error)}", outage=True, unknown=True)
         return Sent()
 
     def _refusal(self, address: _Address, error: Exception) -> Outcome:
@@ -241,6 +237,25 @@ class RabbitMQTransport(BrokerTransport[_Address]):
         if refused[1] == address.routing_key:
             return Unavailable(text, breaker=address.route_breaker)
         return Transient(text)  # The channel was refused another event.
+
+
+class _Transport(TransportFactory):
+    """aiormq's transport without long frames. aiormq itself waits for a frame of any length."""
+
+    def __init__(self, *, has_tls: bool) -> None:
+        self._factory = TLSTransportFactory() if has_tls else TCPTransportFactory()
+
+    async def create(self, url: URL, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:  # noqa: ANN401
+        reader, writer = await self._factory.create(url, **options)
+        reader.__class__ = _FrameReader  # asyncio itself creates it.
+        return reader, writer
+
+
+class _FrameReader(asyncio.StreamReader):
+    async def readexactly(self, n: int) -> bytes:
+        if n > MAX_ANSWER_BYTES:
+            raise ConnectionAbortedError("a frame is longer than those of any RabbitMQ")
+        return await super().readexactly(n)
 
 
 def _is_open(connection: AbstractConnection | AbstractChannel) -> bool:

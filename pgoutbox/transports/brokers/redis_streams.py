@@ -12,11 +12,12 @@ from urllib.parse import unquote, urlsplit
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Sent, Transient, Unavailable
-from pgoutbox.transports.brokers.broker import BrokerTransport
+from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
 from pgoutbox.transports.tls import IS_IT_TLS, client_context
 
 try:
+    from redis._parsers import _AsyncRESP2Parser
     from redis.asyncio import ConnectionPool
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
@@ -24,6 +25,7 @@ try:
         AuthenticationError,
         BusyLoadingError,
         ClusterDownError,
+        InvalidResponse,
         NoPermissionError,
         OutOfMemoryError,
         ReadOnlyError,
@@ -77,7 +79,12 @@ class RedisTransport(BrokerTransport[str]):
         try:
             # Connecting is tried once; the retry policy repeats. The time limits are our own.
             self._pool: ConnectionPool = ConnectionPool.from_url(
-                url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=None, socket_connect_timeout=None
+                url,
+                protocol=2,
+                parser_class=_Parser,
+                retry=Retry(NoBackoff(), 0),
+                socket_timeout=None,
+                socket_connect_timeout=None,
             )
         except (ValueError, TypeError):
             raise ConfigurationError(
@@ -99,22 +106,15 @@ class RedisTransport(BrokerTransport[str]):
         async with self._slots:
             return await self._append(target, event)
 
-    async def check(self) -> Outcome:
-        """Connect and sign in as for an event, and return the outcome."""
-        try:
-            async with asyncio.timeout(self._seconds):
-                connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis is typed in part
-        except (RedisError, OSError) as error:
-            return Transient(f"connect: {self._error_text(error)}", outage=True)
+    async def _check(self) -> None:
+        async with asyncio.timeout(self._seconds):
+            connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis is typed in part
         try:
             async with asyncio.timeout(self._seconds):
                 await connection.send_command("PING")
                 await connection.read_response(disconnect_on_error=True)
-        except (RedisError, OSError) as error:
-            return Transient(f"PING: {self._error_text(error)}", outage=True)
         finally:
             await self._pool.release(connection)
-        return Sent()
 
     async def aclose(self) -> None:
         """Close every connection."""
@@ -129,7 +129,7 @@ class RedisTransport(BrokerTransport[str]):
                 connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis is typed in part
         except AuthenticationError as error:
             return Unavailable(f"connect: {self._error_text(error)}")
-        except (RedisError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
             text = f"connect: {self._error_text(error)}"
             if self._has_tls and isinstance(error, TimeoutError):
                 text += f"; {IS_IT_TLS}"  # A Redis without TLS reads it as an incomplete command, and waits.
@@ -144,10 +144,6 @@ class RedisTransport(BrokerTransport[str]):
             return Unavailable(f"XADD: {self._error_text(error)}")
         except (ResponseError, *_SERVER_FAULTS) as error:
             return self._refusal(stream, error)
-        except (RedisError, OSError) as error:
-            return Transient(
-                f"outcome unknown: connection lost after XADD: {self._error_text(error)}", outage=True, unknown=True
-            )
         finally:
             await self._pool.release(connection)
         return Sent()
@@ -162,6 +158,16 @@ class RedisTransport(BrokerTransport[str]):
         if str(error).startswith("WRONGTYPE"):
             return Unavailable(text, breaker=_stream_key(stream))
         return Transient(text, outage=isinstance(error, _SERVER_FAULTS))
+
+
+class _Parser(_AsyncRESP2Parser):
+    """redis-py's parser without long answers and without arrays, which no command of ours gets."""
+
+    async def _readline(self) -> bytes:
+        line = bytes(await super()._readline())
+        if line[:1] == b"*" or (line[:1] == b"$" and int(line[1:]) > MAX_ANSWER_BYTES):
+            raise InvalidResponse("the answer is longer than that of any Redis")
+        return line
 
 
 def _stream_key(stream: str) -> str:
