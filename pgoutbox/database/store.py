@@ -32,7 +32,6 @@ _PERMIT_PAUSE_SECONDS = 0.25
 _MAX_ID = 2**63 - 1
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _RETENTION_SECONDS = 30.0
-_RUNS_APART_SECONDS = 172_800.0
 _NO_HOOKS: Final = "{}"
 _SHOWN_NAME_LENGTH = 48  # With "pgoutbox claim " the 63 bytes that PostgreSQL keeps of an application_name.
 
@@ -202,7 +201,6 @@ class Store:
         self.worker = worker
         self.lease_seconds = settings.lease_seconds
         self._settings = settings
-        self._forget_seconds = settings.breaker.max_cooldown_seconds
         self._hooks = json.dumps(dict(hooks or {}))
         self.claims = WorkerConnection(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
         self._finishes = WorkerConnection(dsn, settings, purpose="finish", spare=self.claims)
@@ -507,7 +505,6 @@ class Store:
                 "error": error,
                 "cooldown_seconds": settings.breaker.cooldown_seconds,
                 "max_cooldown_seconds": settings.breaker.max_cooldown_seconds,
-                "forget_seconds": self._forget_seconds,
                 "worker": self.worker,
                 "alert_queue": alert_queue,
                 "alert_destination": settings.alert_destination,
@@ -516,11 +513,7 @@ class Store:
         return BreakerRow._make(rows[0]) if rows else None
 
     async def failures_of_last_run(self) -> dict[str, dict[str, Any]]:
-        """Return the memory of each breaker, by its key, that the last run of `run_once` or `drain` hands on.
-
-        From now on an open breaker is believed for two days, because runs may be a day apart.
-        """
-        self._forget_seconds = max(self._forget_seconds, _RUNS_APART_SECONDS)
+        """Return the memory of each breaker, by its key, that the last run of `run_once` or `drain` hands on."""
         rows = await self.claims.fetch(sql.FAILURES_OF_LAST_RUN, {})
         return dict(rows[0][0]) if rows else {}
 

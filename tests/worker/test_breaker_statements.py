@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 KEY = "smtp:mail.example.org:587"
 COOLDOWN_SECONDS = 30.0
-FORGET_SECONDS = 600.0
+MAX_COOLDOWN_SECONDS = 600.0
+STALE_SECONDS = 172_800.0
 
 
 def fail(
@@ -37,8 +38,7 @@ def fail(
             "trips": trips,
             "error": error,
             "cooldown_seconds": COOLDOWN_SECONDS,
-            "max_cooldown_seconds": FORGET_SECONDS,
-            "forget_seconds": FORGET_SECONDS,
+            "max_cooldown_seconds": MAX_COOLDOWN_SECONDS,
             "worker": "worker-1",
             "alert_queue": alert_queue,
             "alert_destination": "mailto:ops@example.org",
@@ -123,7 +123,7 @@ def test_one_failure_opens_the_breaker_and_the_next_ones_learn_it(rolled_back: p
 def test_an_abandoned_row_is_replaced_by_a_new_opening(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back)
     stale = won_probe_after_cooldown(rolled_back)
-    age(rolled_back, FORGET_SECONDS + 61)
+    age(rolled_back, STALE_SECONDS + 61)
     assert fail(rolled_back, trips=False) is None
     assert fail(rolled_back, error="new") == BreakerRow(COOLDOWN_SECONDS, COOLDOWN_SECONDS, "new", True, None)
     assert not close(rolled_back, stale)
@@ -131,7 +131,7 @@ def test_an_abandoned_row_is_replaced_by_a_new_opening(rolled_back: psycopg.Conn
 
 def test_a_row_with_a_probe_in_progress_is_not_replaced(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back)
-    age(rolled_back, COOLDOWN_SECONDS + FORGET_SECONDS + 1)
+    age(rolled_back, COOLDOWN_SECONDS + STALE_SECONDS + 1)
     probe_id = won_probe(rolled_back)
     answer = fail(rolled_back)
     assert answer is not None

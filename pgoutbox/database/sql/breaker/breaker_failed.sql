@@ -17,9 +17,9 @@ WITH reopened AS (
         AND b.key = %(key)s::text
         AND b.retry_at <= now()
         AND (b.probe_until IS NULL OR b.probe_until <= now())
-        -- If no worker has probed for `forget_seconds` after the probe was due, no message waits for the breaker. The
-        -- row is stale, and the next CTE opens the breaker like a new one.
-        AND greatest(b.retry_at, b.probe_until) >= now() - make_interval(secs => %(forget_seconds)s::float8)
+        -- If no worker has probed for two days after the probe was due, no message waits for the breaker. The row is
+        -- stale, and the next CTE opens the breaker like a new one. Runs from cron may be a day apart.
+        AND greatest(b.retry_at, b.probe_until) >= now() - interval '2 days'
     RETURNING b.retry_at, b.cooldown_seconds, b.last_error
 ), opened AS (
     INSERT INTO pgoutbox.breaker AS b (key, opened_at, retry_at, cooldown_seconds, worker, last_error)
@@ -34,7 +34,7 @@ WITH reopened AS (
         probe_until = NULL,
         worker = EXCLUDED.worker,
         last_error = EXCLUDED.last_error
-    WHERE greatest(b.retry_at, b.probe_until) < now() - make_interval(secs => %(forget_seconds)s::float8)
+    WHERE greatest(b.retry_at, b.probe_until) < now() - interval '2 days'
     RETURNING b.key, b.opened_at, b.retry_at, b.cooldown_seconds, b.last_error
 ), announced AS MATERIALIZED (
     -- The outer join below makes PostgreSQL run this CTE, which is a SELECT.
@@ -58,7 +58,7 @@ WITH reopened AS (
     FROM pgoutbox.breaker AS b
     WHERE b.key = %(key)s::text
         AND NOT EXISTS (SELECT FROM reopened)
-        AND greatest(b.retry_at, b.probe_until) >= now() - make_interval(secs => %(forget_seconds)s::float8)
+        AND greatest(b.retry_at, b.probe_until) >= now() - interval '2 days'
 )
 SELECT
     extract(epoch FROM k.retry_at - now())::float8 AS retry_seconds, k.cooldown_seconds, k.last_error, k.opened,
