@@ -1702,7 +1702,7 @@ def test_a_login_with_a_viewer_role_learns_that_it_may_not_read_acts(
             next(line for line in lines if line.startswith("event:"))
             before = site.dashboard.feed.changes
             Operator(db, actor="ada").pause("bulk")
-            wait_until(lambda: site.dashboard.feed.changes > before, lambda: "nobody is told of the pause")
+            wait_until(lambda: site.dashboard.feed.changes > before, lambda: "nobody is told about the pause")
 
 
 @pytest.mark.parametrize("roles", [(), ("pgoutbox_producer",)])

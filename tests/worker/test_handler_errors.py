@@ -1,4 +1,4 @@
-"""Tests what is logged and stored about an exception of a handler: its traceback and its place, and no secrets."""
+"""An exception of a handler: the log gets its traceback, the attempt its place, and neither gets secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
--- The audit gets one row for all messages of the call. Cancels of applications in their business transactions are no acts.
+-- The audit gets one row for all messages of the call. Cancels of applications in their business transactions are not acts.
 CREATE FUNCTION pgoutbox._cancel_each(message_ids bigint[], states text[])
 RETURNS TABLE (id bigint, result text)
 LANGUAGE plpgsql
