@@ -15,6 +15,7 @@ RECIPIENT, EMAIL, UNCLEAR, CONNECTION = Cause.RECIPIENT, Cause.EMAIL, Cause.UNCL
 ANSWERS = [
     # The dialogue before the e-mail.
     ("connect", "421 4.3.2 busy", CONNECTION),
+    ("connect", "421 4.7.0 mx.club.test Error: too many connections from 192.0.2.1", LIMIT),
     ("connect", "554 5.7.1 Service unavailable; Client host [192.0.2.7] blocked using zen.example.org", SERVER),
     ("EHLO", "550 5.7.1 not for you", SERVER),
     ("STARTTLS", "454 4.7.0 TLS not available due to local problem", CONNECTION),

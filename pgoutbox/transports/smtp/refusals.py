@@ -117,9 +117,9 @@ def cause_of(refusal: Refusal) -> Cause:
 
     | step | answer | cause |
     |---|---|---|
+    | any | 421 | limit if words say so; else connection |
     | greeting, EHLO, STARTTLS, AUTH | 5xx; else | server; connection |
     | MAIL, RCPT, DATA | too many recipients, x.5.3 | e-mail, if others were accepted; else a limit |
-    | | 421 | limit if words say so; else connection |
     | | an enhanced code that names its subject | see `_BY_STATUS` |
     | | words about greylisting, size, a full mailbox, a limit | see `_REASONS` |
     | | the sender's own address is quoted, and no other | sender |
@@ -134,7 +134,7 @@ def cause_of(refusal: Refusal) -> Cause:
     """
     step, code, text = refusal.step, refusal.code, refusal.text
     is_final = 500 <= code <= 599
-    if step not in _MAIL_STEPS:
+    if step not in _MAIL_STEPS and code != 421:
         return Cause.SERVER if is_final else Cause.CONNECTION
     enhanced = _ENHANCED_CODE.match(text)
     status = "" if enhanced is None else f"{enhanced[2]}.{enhanced[3]}"
