@@ -81,7 +81,6 @@ class ResponseMiddleware:
 
         try:
             await self._app(scope, receive, send_safely)
-            return
         except ClientDisconnect:
             return
         except Exception as error:  # noqa: BLE001 - the answer must not reveal the error
@@ -94,6 +93,8 @@ class ResponseMiddleware:
                 error_type=type(error).__name__,
                 error_place=_place_of(error),
             )
+        else:
+            return
         # Outside of `except`: the traceback of an error in this page must not quote the first error.
         if not has_begun:  # Otherwise the server detects the incomplete answer, and closes the connection.
             failed = refuse(request, 500, "The dashboard failed. See its log for the error.")

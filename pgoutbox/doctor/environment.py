@@ -63,7 +63,7 @@ def _for_testing(settings: Settings) -> Iterator[Note]:
     if settings.webhook.error_body_chars:
         yield warning(
             f"PGOUTBOX_WEBHOOK_ERROR_BODY_CHARS={settings.webhook.error_body_chars}",
-            "errors contain the receivers' answers, so a person who can choose a webhook URL can read from your network",
+            "errors contain the receivers' answers: a person who can choose a webhook URL can read from your network",
             "unset it when you have finished debugging the receiver",
         )
     if not settings.breaker.enabled:
