@@ -99,6 +99,31 @@ def test_a_changed_setting_is_worth_nothing_in_its_own_transaction(dsn: str, db:
         assert [row[1] for row in rows_of(db)] == [user_of(its_dsn)]
 
 
+def test_no_setting_of_a_session_changes_the_details_of_an_act(dsn: str, db: psycopg.Connection) -> None:
+    """They are numbers and times in the database's own notation, which Python reads."""
+    put(db)
+    settings = {"extra_float_digits": "-15", "timezone": "<x>-150", "datestyle": "German", "intervalstyle": "iso_8601"}
+    acts: tuple[LiteralString, ...] = (
+        "INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES ('mail', now(), '2027-12-24 00:00Z')",
+        "UPDATE pgoutbox.queue SET rate_count = 1, rate_seconds = 149.9, burst = 1",
+        "SELECT pgoutbox.set_retention('mail', 'sent', '149 days 1.5 seconds')",
+        "SELECT pgoutbox.set_redirect('ann@example.org', '1499999 seconds')",
+        "SELECT pgoutbox.reschedule('{1}', '2027-12-24 00:00Z')",
+    )
+    with login(dsn, "pgoutbox_operator") as its_dsn, psycopg.connect(its_dsn, autocommit=True) as session:
+        for name, value in settings.items():
+            session.execute("SELECT set_config(%s, %s, false)", (name, value))
+        for act in acts:
+            session.execute(act)
+    assert [act.details for act in reversed(Operator(db).list_acts())] == [
+        {"resume_at": "2027-12-24T00:00:00+00:00"},
+        {"rate": "1/149.9s", "burst": 1},
+        {"topic": "mail", "state": "sent", "keep_seconds": 149 * 86400 + 1.5},
+        {"target": "ann@example.org", "seconds": 1499999},
+        {"available_at": "2027-12-24T00:00:00+00:00"},
+    ]
+
+
 # --- announced acts ---------------------------------------------------------------------------------------------------
 
 
