@@ -14,6 +14,7 @@ from psycopg.errors import (
     CheckViolation,
     InsufficientPrivilege,
     InvalidParameterValue,
+    InvalidTransactionState,
 )
 
 from pgoutbox import Context, Message, Outbox, StateError, Topic
@@ -297,6 +298,21 @@ def test_a_blackout_refuses_every_way_to_another_destination(
             early.execute("SELECT pgoutbox.redrive_to(%s, %s)", ([failed], EVIL))
     to = [CEO] if is_blackout else [EVIL, EVIL]
     assert db.execute("SELECT destination FROM pgoutbox.message ORDER BY id").fetchall() == [(one,) for one in to]
+
+
+def test_a_transaction_that_may_not_see_a_new_blackout_sets_no_destination(dsn: str, db: psycopg.Connection) -> None:
+    """Otherwise an operator opens one in advance, and keeps it open."""
+    failed = put(db, State.FAILED, destination=CEO)
+    with login(dsn, "pgoutbox_operator") as its_dsn, psycopg.connect(its_dsn) as early:
+        early.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        early.execute("SELECT 1")
+        db.execute(BLACKOUT)
+        for call in (
+            "SELECT pgoutbox.set_redirect('mallory@evil.example')",
+            f"SELECT pgoutbox.redrive_to('{{{failed}}}', '{EVIL}')",
+        ):
+            with pytest.raises(InvalidTransactionState, match="may not see a new blackout"), early.transaction():
+                early.execute(call.encode())
 
 
 @pytest.mark.parametrize(
