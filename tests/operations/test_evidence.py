@@ -500,12 +500,12 @@ def test_an_erasure_leaves_acts_alone_that_are_not_about_a_person(db: psycopg.Co
 def test_an_erasure_leaves_the_words_of_other_acts_alone(db: psycopg.Connection) -> None:
     """Otherwise an operator erases any word of a colleague's act: no message has to have this owner."""
     operator = Operator(db)
-    operator.dismiss(put(db, State.FAILED, owner="7", topic="greet"), "nobody will notice")
+    operator.dismiss(put(db, State.FAILED, owner="7", topic="greet"), "nobody will notice, ticket 4711")
     operator.redrive_all(MessageFilter(topic="greet"))
     put(db, State.FAILED, topic="greet", owner="8")
     operator.redrive_all(MessageFilter(topic="greet"))
     before = operator.list_acts()
-    for word in ("notice", "greet", "failed"):
+    for word in ("notice", "greet", "failed", "4711", "nobody will notice", "will notice, ticket 4711"):
         operator.erase(owner=word)
         operator.erase(destination=f"mailto:{word}")
     assert operator.list_acts()[-len(before) :] == before
