@@ -176,6 +176,11 @@ def test_nobody_joins_the_act_of_another_login_or_actor(dsn: str, db: psycopg.Co
         ({"actor": "ada", "origin": "o" * 201}, "origin"),
         ({"actor": "ada", "stated": '{"text": "' + "x" * 8200 + '"}'}, "stated"),
         ({"actor": "ada", "stated": '"text"'}, "stated"),
+        ({"actor": "ada", "stated": '["text"]'}, "stated"),
+        ({"actor": "ada", "stated": '{"n": 1e5000}'}, "stated"),
+        ({"actor": "ada", "stated": '{"n": [1e5000]}'}, "stated"),
+        ({"actor": "ada", "stated": '{"n": {"a": ["b"]}}'}, "stated"),
+        ({"actor": "ada", "stated": '{"n": ' + "[" * 3000 + "]" * 3000 + "}"}, "stated"),
     ],
 )
 def test_a_statement_about_an_act_is_bounded(
