@@ -202,6 +202,19 @@ def test_a_row_of_the_audit_is_bounded(rolled_back: psycopg.Connection, column: 
         )
 
 
+def test_an_operator_frees_no_dedupe_key_without_an_act(dsn: str, db: psycopg.Connection) -> None:
+    """After that, a producer that repeats its call sends the message again."""
+    for key in ("a", "b"):
+        put(db, State.SENT, dedupe_key=key)
+    db.execute("DELETE FROM pgoutbox.message")
+    with login(dsn, "pgoutbox_operator") as its_dsn, psycopg.connect(its_dsn, autocommit=True) as session:
+        for _ in range(2):
+            session.execute("SELECT pgoutbox._prune_dedupe('0', NULL, 100)")
+    assert [(act.action, act.message_count, act.details) for act in Operator(db).list_acts()] == [
+        (Action.PRUNE, None, {"dedupe_keys": 2})
+    ]
+
+
 # --- logins that are no operators -------------------------------------------------------------------------------------
 
 
