@@ -17,7 +17,7 @@ from psycopg.errors import (
     InvalidTransactionState,
 )
 
-from pgoutbox import Context, Message, Outbox, StateError, Topic
+from pgoutbox import Context, Failure, Message, Outbox, Permanent, StateError, Topic
 from pgoutbox.cli.main import explain
 from pgoutbox.message import State
 from pgoutbox.operations import Action, MessageFilter, Operator, RedriveResult
@@ -416,6 +416,29 @@ async def test_an_encrypted_fan_out_is_delivered_to_another_destination(dsn: str
     assert Operator(db).redrive(1, destination=EVIL).is_done
     await Worker(outbox).run_once()
     assert seen == [(EVIL, {"html": "<p>"})]
+
+
+async def test_the_hook_of_an_encrypted_message_keeps_its_destination(dsn: str, db: psycopg.Connection) -> None:
+    """Its handler gets the payload of the failed message decrypted."""
+    outbox = Outbox(settings_for(dsn, encryption_keys=Fernet.generate_key().decode()))
+    seen = []
+
+    @outbox.handler(Topic("reset", encrypted=True))
+    async def reset(message: Message, ctx: Context) -> None:
+        raise Permanent("no such mailbox")
+
+    @outbox.on_failed("reset")
+    async def tell(message: Message[Failure], ctx: Context) -> None:
+        seen.append((message.destination, message.payload.payload))
+        raise Permanent("no such mailbox")
+
+    with db.transaction():
+        outbox.enqueue(db, "reset", {"code": "x"}, destination=CEO)
+    await Worker(outbox).run_once()
+    ((hook_id,),) = db.execute("SELECT id FROM pgoutbox.message WHERE failure_of IS NOT NULL").fetchall()
+    assert seen == [(None, {"code": "x"})]
+    assert Operator(db).redrive(hook_id, destination=EVIL).result == RedriveResult.ENCRYPTED
+    assert Operator(db).redrive(hook_id).is_done
 
 
 # --- values and locks -------------------------------------------------------------------------------------------------
