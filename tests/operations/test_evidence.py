@@ -441,6 +441,16 @@ async def test_the_hook_of_an_encrypted_message_keeps_its_destination(dsn: str, 
     assert Operator(db).redrive(hook_id).is_done
 
 
+def test_an_operator_guesses_no_payload_by_its_dedupe_key(dsn: str, db: psycopg.Connection) -> None:
+    """The views show the key and the names in the payload, and a guess is no act."""
+    outbox = Outbox(settings_for(dsn))
+    with db.transaction():
+        first = outbox.enqueue(db, "mail", {"code": "4711"}, dedupe_key="k").id
+    with login(dsn, "pgoutbox_operator") as its_dsn, Operator(its_dsn) as operator:
+        answers = [operator.enqueue(outbox.draft("mail", {"code": c}, dedupe_key="k")) for c in ("4711", "0815")]
+    assert [(answer.id, answer.duplicate) for answer in answers] == [(first, True)] * 2
+
+
 # --- values and locks -------------------------------------------------------------------------------------------------
 
 
