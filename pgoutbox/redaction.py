@@ -63,8 +63,9 @@ _SENTENCE: Final = (
     r"(?:(?:[Mm]ust|[Ss]hould|[Mm]ay|[Cc]annot|[Cc]ould|[Ii]s|[Aa]re|[Ww]as|[Hh]as|[Dd]oes|[Dd]id|[Nn]o|[Nn]ot|[Tt]oo"
     r"|[Rr]equired|[Mm]issing|[Ii]nvalid|[Ee]xpired|[Dd]enied|[Uu]nknown|[Uu]nexpected|[Ff]ailed|[Ww]rong|[Ee]mpty"
     r"|[Uu]nable|[Uu]nsupported|[Cc]losed)(?![A-Za-z0-9_@#$%^&*=+/-])"
-    r"|(?:[Ff]ield|[Ii]nput|[Vv]alue|[Ss]tring|[Dd]ata|[Ll]ist|[Ee]xtra|[Ss]ignature|[Tt]oken|[Aa]ccess|[Pp]ermission"
-    r"|[Cc]onnection|[Tt]he|[Aa]|[Aa]n|[Tt]his|[Aa]uthentication) [a-z]{2,})"
+    r"|[Tt]oken (?:is|has|was|must|expired|missing|invalid|required|not)(?![A-Za-z0-9])"
+    r"|(?:[Ff]ield|[Ii]nput|[Vv]alue|[Ss]tring|[Dd]ata|[Ll]ist|[Ee]xtra|[Ss]ignature|[Aa]ccess|[Pp]ermission"
+    r"|[Cc]onnection|[Tt]he|[Aa]|[Aa]n|[Tt]his|[Aa]uthentication) [a-z]{2,15}(?![A-Za-z0-9_@#$%^&*=+/~-]))"
 )
 _STRING: Final = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
 _BRACKETS_BEGIN, _BRACKETS_END = rf"""[(\[{{](?:[^\[\](){{}}"'\\]|\\.|{_STRING}""", r")*[)\]}]"
@@ -102,6 +103,11 @@ class Form(NamedTuple):
 
 _SEPARATOR: Final = r"""(?:\\{0,8}["'])?[)\]]{0,2}[ \t]{0,8}"""
 _INDENT: Final = r"[ \t]*(?:\r?\n[ \t]+(?:- |(?!- )))?"
+# Between name and value: `=`, `:` and `->`, also percent-encoded; a tag of XML; the comma of ('name', 'value').
+_SIGN: Final = (
+    rf"(?:=[=>]*(?![=>])[ \t]*|%3[ADad]|:(?![:/]){_INDENT}(?!{_SENTENCE})|->[ \t]*"
+    rf"""|>(?=[^{_SPACE}<>"':;,.)\]}}])|(?<=["']),[ \t]{{0,2}}(?=[bB]?["']))"""
+)
 _HOST_PORT: Final = rf"[0-9]{{1,5}}(?:[{_SPACE},;.)\]}}/?#]|\Z)"
 # A password that is not percent-encoded may contain `/`, `?`, `#`, `@` or a blank: then it ends at the last `@`.
 _USER: Final = rf"""[^{_SPACE}/?#"'<>:@]*:(?!{_HOST_PORT})"""
@@ -116,16 +122,27 @@ _FORMS: Final = (
     Form(rf"(?i)((?<!http)(?<!https)://)(?:{_UNENCODED}|(?!{_UNENCODED}){_ENCODED}|{_WITH_BLANKS})", ("://",)),
     # A link that lets its holder in: /reset/TOKEN, /reset/UID/TOKEN. Not the path of a file.
     Form(
-        r"(?i)(/[a-z_-]{0,20}(?:reset|verif|activat|confirm|invit|magic|unsubscri|token|login|signin)[a-z_-]{0,20}/)"
+        r"(?i)(/[a-z_-]{0,20}(?:reset|verif|activat|confirm|invit|magic|unsubscri|token|login|signin|signup|passw|session)[a-z_-]{0,20}/)"
         rf"{_NOT_YET}(?![A-Za-z0-9_~=%.:/-]{{0,100}}\.(?:[a-z]{{1,2}}|html?|json|java|php|txt|tsx)(?!{_PATH_CHAR}))"
         rf"(?:[a-z0-9_=-]{{1,20}}/)?(?:(?={_PATH_CHAR}{{0,40}}[0-9])(?={_PATH_CHAR}{{0,40}}[a-z]){_PATH_CHAR}{{6,}}"
         rf"|(?!{_PATH_CHAR}{{0,40}}[0-9]){_PATH_CHAR}{{20,}})",
-        ("reset", "verif", "activat", "confirm", "invit", "magic", "unsubscri", "token", "login", "signin"),
+        (
+            *("reset", "verif", "activat", "confirm", "invit", "magic", "unsubscri", "token", "login", "signin"),
+            *("signup", "passw", "session"),
+        ),
     ),
     Form(
-        r"(?i)(hooks\.slack\.com/(?:services|workflows|triggers)/|/api/webhooks/[0-9]+/|api\.telegram\.org/bot)"
+        r"(?i)(hooks\.slack\.com/(?:services|workflows|triggers)/|/api/webhooks/[0-9]+/|api\.telegram\.org/bot"
+        r"|\.office\.com/webhook(?:b2)?/|hooks\.zapier\.com/hooks/catch/|events\.pagerduty\.com/integration/)"
         rf"{_NOT_YET}[^{_SPACE}?#\"'<>]+",
-        ("hooks.slack.com", "/api/webhooks/", "api.telegram.org"),
+        (
+            "hooks.slack.com",
+            "/api/webhooks/",
+            "api.telegram.org",
+            "office.com",
+            "hooks.zapier.com",
+            "events.pagerduty.com",
+        ),
     ),
     Form(
         rf"(?i)((?:authorization|cookie)[ \t]*:[ \t]*)(?![{_SPACE}\"']){_NOT_YET}(?!{_SENTENCE})"
@@ -133,7 +150,8 @@ _FORMS: Final = (
         ("authorization", "cookie"),
     ),
     Form(
-        rf"({_WORD_START}(?:[Bb]earer|BEARER)[ \t]+)(?!(?:auth[a-z]*|realm|scheme|error|scope|is|of|has|was|and|or|not"
+        rf"({_WORD_START}(?:[Bb]earer|BEARER)(?:[ \t]+|%20|[:=][ \t]*)[\"']?)"
+        r"(?!(?:auth[a-z]*|realm|scheme|error|scope|is|of|has|was|and|or|not"
         r"|for|in|with|must|format|type|header|(?:token|credential)s?|required|expected|missing|invalid)"
         r"(?![A-Za-z0-9._~+/-]))[A-Za-z0-9._~+/=-]+",
         ("bearer",),
@@ -144,9 +162,10 @@ _FORMS: Final = (
         ("basic", "digest", "negotiate"),
     ),
     Form(
-        rf"({_WORD_START}AUTH[ \t]+(?:PLAIN|LOGIN|XOAUTH2|OAUTHBEARER)[ \t]+)"
+        rf"({_WORD_START}(?:AUTH|auth)(?:ENTICATE|enticate)?[ \t]+"
+        r"(?:PLAIN|LOGIN|XOAUTH2|OAUTHBEARER|plain|login)[ \t]+)"
         r"(?=[A-Z0-9+/=]*[a-z])(?![A-Z]?[a-z]+(?![A-Za-z0-9+/=]))[A-Za-z0-9+/]{4,}=*",
-        ("authplain", "authlogin", "authxoauth2", "authoauthbearer"),
+        ("authplain", "authlogin", "authxoauth2", "authoauthbearer", "authenticate"),
     ),
     Form(  # Of curl.
         rf"((?:\A|[^A-Za-z0-9-])(?:-u|--(?:proxy-)?user)[ \t=]+[\"']?[A-Za-z][^{_SPACE}:\"'=]{{0,100}}:)"
@@ -154,9 +173,10 @@ _FORMS: Final = (
         ("curl",),
     ),
     Form(
-        rf"(?i)({_WORD_START}(?:passw(?:or)?d|pass(?:phrase|code)|pwd|otp|(?:verification|security|login)[ -]code)"
-        rf"[ \t]+(?:is[ \t]+)?)(?=[^{_SPACE}0-9]{{0,100}}[0-9])[^{_SPACE}]+",
-        ("pass", "pwd", "otp", "code"),
+        rf"(?i)({_WORD_START}(?:(?:passw(?:or)?d|pass(?:phrase|code)|pwd|otp|(?:verification|security|login)[ -]code)"
+        rf"(?:[ \t]*:[ \t]*|[ \t]+(?:(?:is|was)[ \t]+)?)|(?:token|secret|api[ _-]?key)[ \t]+(?=[^{_SPACE}]{{8}})))"
+        rf"(?=[^{_SPACE}0-9]{{0,100}}[0-9])[^{_SPACE}]+",
+        ("pass", "pwd", "otp", "code", "token", "secret", "apikey"),
     ),
     # Secrets that are recognised by themselves: private keys, tokens of known issuers; seeds of NATS, payment cards.
     Form(
@@ -170,7 +190,9 @@ _FORMS: Final = (
         r"|[sr]k_(?:live|test)_[A-Za-z0-9]{6,}|whsec_[A-Za-z0-9+/=_-]{6,}|sk-[A-Za-z0-9_-]{20,}"
         r"|SG\.[A-Za-z0-9_-]{6,}(?:\.[A-Za-z0-9_-]+)?|(?:npm|hf|shp(?:at|ss|ca)|dop_v1)_[A-Za-z0-9]{16,}"
         r"|pypi-[A-Za-z0-9_-]{16,}|key-[0-9a-f]{32}|AGE-SECRET-KEY-[A-Z0-9]+"
-        r"|[0-9]{8,10}:AA[A-Za-z0-9_-]{30,})",
+        r"|x(?:key|smtp)sib-[a-z0-9]{16,}(?:-[A-Za-z0-9]+)?|re_[A-Za-z0-9]{6,}_[A-Za-z0-9]{10,}|mlsn\.[a-z0-9]{16,}"
+        r"|hvs\.[A-Za-z0-9_-]{16,}|dapi[0-9a-f]{32}|SK[0-9a-f]{32}|(?:glsa|dckr_pat|lin_api)_[A-Za-z0-9_-]{16,}"
+        r"|(?:bot)?[0-9]{8,10}:AA[A-Za-z0-9_-]{30,})",
         (
             *("eyj", "gaaaa", "akia", "asia", "aiza", "ya29.", "ghp", "gho", "ghs", "ghu", "ghr", "githubpat", "gl"),
             *(
@@ -188,7 +210,21 @@ _FORMS: Final = (
                 "shpat",
                 "shpss",
             ),
-            *("shpca", "dopv1", "pypi", "key", "agesecretkey", ":aa"),
+            *(
+                "shpca",
+                "dopv1",
+                "pypi",
+                "key",
+                "agesecretkey",
+                ":aa",
+                "sib",
+                "re",
+                "mlsn.",
+                "hvs.",
+                "dapi",
+                "dckrpat",
+                "linapi",
+            ),
         ),
     ),
     Form(
@@ -215,7 +251,7 @@ def text_forms(names: tuple[str, ...] = REDACTED_NAMES) -> tuple[Form, ...]:
     option = rf"(?:\A|[^A-Za-z0-9-])--[a-z0-9_-]*(?:{name}|(?:{any_word})(?![a-z])){suffix}"
     option_value = rf"(?:{_STRING}|[^{_SPACE}\"'-][^{_SPACE}\"']*)"
     value = (
-        rf"{suffix}{_SEPARATOR}(?:=[=>]*(?![=>])[ \t]*|:(?![:/]){_INDENT}(?!{_SENTENCE})))"
+        rf"(?:[A-Za-z0-9_.-]|%(?!3[ADad])){{0,64}}{_SEPARATOR}{_SIGN})"
         rf"(?![{_SPACE}]){_NOT_YET}{_VALUE}"
     )
     return (

@@ -97,7 +97,7 @@ def redacted_text_sql() -> str:
     """Return the SQL function that hides the same secrets in a text as `redact_text`."""
     statements = []
     for form in text_forms():
-        replacement = f"$form${form.pattern}$form$, '\\1{REDACTED}', 'g'"
+        replacement = f"$form${form.pattern}$form$, $form$\\1{REDACTED}$form$, 'g'"
         statement = f"value := pg_catalog.regexp_replace(value, {replacement});"
         hints = ", ".join(f"'%{hint}%'" for hint in form.hints)
         statements.append(_HINTED.format(hints=hints, statement=statement) if hints else statement)

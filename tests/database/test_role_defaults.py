@@ -43,6 +43,8 @@ HOSTILE: Final = {
     "escaped bytes and short floats": {"bytea_output": "escape", "extra_float_digits": "-15"},
     "LATIN1": {"client_encoding": "LATIN1"},
     "SQL_ASCII": {"client_encoding": "SQL_ASCII"},
+    "old strings": {"standard_conforming_strings": "off"},
+    "repeatable reads": {"default_transaction_isolation": "repeatable read"},
 }
 
 

@@ -415,6 +415,29 @@ def test_security_definer_functions_pin_their_path_and_belong_to_no_superuser(ro
     assert sorted(rolled_back.execute(UNSAFE_DEFINERS).fetchall()) == [("cancel",), ("resend",)]
 
 
+BACKSLASHES: Final = r"""
+    SELECT p.proname
+    FROM pg_proc AS p
+    WHERE p.pronamespace = 'pgoutbox'::regnamespace
+        AND strpos(regexp_replace(p.prosrc, '\$(form|pattern)\$.*?\$\1\$|--[^\n]*|E''[^'']*''', '', 'g'), '\') > 0
+"""
+
+
+def test_no_literal_of_a_function_depends_on_the_session(rolled_back: psycopg.Connection) -> None:
+    """A function is parsed in its caller's session. There, `standard_conforming_strings` changes a backslash."""
+    assert rolled_back.execute(BACKSLASHES).fetchall() == []
+    rolled_back.execute(r"CREATE FUNCTION pgoutbox.f() RETURNS text LANGUAGE sql AS $f$ SELECT 'a\.b' $f$")
+    assert rolled_back.execute(BACKSLASHES).fetchall() == [("f",)]
+
+
+def test_a_caller_with_old_strings_sets_no_redirect_that_workers_refuse(dsn: str) -> None:
+    with login(dsn, "pgoutbox_operator") as its_dsn, psycopg.connect(its_dsn, autocommit=True) as session:
+        session.execute("SET standard_conforming_strings = off")
+        for target in ("a b@example.org", "ann@example org", "ann,bob@example.org", "@a,b"):
+            with pytest.raises(psycopg.errors.InvalidParameterValue, match="set_redirect: target: must be an address"):
+                session.execute("SELECT pgoutbox.set_redirect(%s)", [target])
+
+
 def test_dynamic_sql_quotes_every_name(rolled_back: psycopg.Connection) -> None:
     rows = rolled_back.execute(
         r"""

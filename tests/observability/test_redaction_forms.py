@@ -82,6 +82,16 @@ NAMED = [
     f"password: is{S}",
     f"password: must={S}",
     f"a_token_of_{'x' * 50}: {S}",
+    f"secret: data {S}",
+    f"api_key: Token {S}",
+    f"password -> {S}",
+    f"<soap:password>{S}</soap:password>",
+    f"Headers([('x-api-key', '{S}'), ('accept', '*/*')])",
+    f"[(b'set-cookie', b'sid={S}; Path=/')]",
+    f'["authorization", "Bearer {S}"]',
+    f"body: password%3D{S}%26to%3Dann",
+    f"body: %7B%22password%22%3A%22{S}%22%7D",
+    f"body: password%3A%20{S}",
 ]
 HEADERS = [
     f"Authorization: Bearer {S}",
@@ -96,7 +106,14 @@ HEADERS = [
     "Bearer hunterkey",
     f"Basic {S}=",
     f"Digest {S}",
+    f"Authorization: Token {S}",
+    f"authorization: token {S}",
+    f"Bearer: {S}",
+    f"bearer '{S}'",
+    f"sent Bearer%20{S}",
     "AUTH PLAIN AGFubgBodW50ZXIya2V5",
+    "auth plain AGFubgBodW50ZXIya2V5",
+    "a1 AUTHENTICATE PLAIN AGFubgBodW50ZXIya2V5",
     "AUTH LOGIN aHVudGVyMmtleQ==",
 ]
 URLS = [
@@ -127,6 +144,10 @@ URLS = [
     f"https://hooks.slack.com/services/T0000/B0000/{S}",
     f"https://discord.com/api/webhooks/123/{S}",
     f"https://api.telegram.org/bot123:{S}/sendMessage",
+    f"https://club.webhook.office.com/webhookb2/{S}/IncomingWebhook/1",
+    f"https://hooks.zapier.com/hooks/catch/123/{S}/",
+    f"https://example.org/set-password/{S}",
+    f"https://example.org/sign-in?next=%2Freset%3Ftoken%3D{S}",
 ]
 # Secrets without a name; none of their characters may stay, so that they are compared as a whole.
 BARE = [
@@ -152,6 +173,11 @@ BARE = [
     "key-3ax6xnjp29jd6fds4gc373sgvjxteol0".replace("x", "a").replace("n", "b").replace("j", "c").replace("p", "d")
     .replace("s", "e").replace("g", "f").replace("v", "1").replace("t", "2").replace("o", "3").replace("l", "4"),
     "123456789:AAHdqTcvCH1vGWJxfSeofSAs0K5PALDsaw",
+    "bot123456789:AAHdqTcvCH1vGWJxfSeofSAs0K5PALDsaw",
+    "xkeysib-0123456789abcdef0123456789abcdef-aBcDeFgHiJkLmNoP",
+    "re_123456789_AbCdEfGhIjKlMnOpQrStUvWx",
+    "hvs.CAESIAbCdEfGhIjKlMnOpQrStUv",
+    "SK0123456789abcdef0123456789abcdef",
     "4111 1111 1111 1111",
     "4111-1111-1111-1111",
     "5500000000000004",
@@ -166,6 +192,10 @@ SPOKEN = [
     "PWD\thunter2key",
     f"your OTP is {S}",
     f"the verification code is {S}",
+    f"verification code: {S}",
+    f"the password was {S}",
+    f"invalid token {S}",
+    f"no such API key {S}",
 ]
 HIDDEN = [*NAMED, *HEADERS, *URLS, *SPOKEN, *(f"refused {secret}" for secret in BARE)]
 
@@ -197,6 +227,10 @@ READABLE = [
     "--password is required",
     "the token has expired",
     "token expired",
+    "Authorization: token is missing",
+    "unexpected token 7 of 9",
+    "give a <token> here, not <class 'app.Token'>: it has no text",
+    "re_raise_7 and hvs.example and SK1",
     "pin 3 is high",
     "session closed",
     "SSH session: closed by the server",

@@ -14,9 +14,10 @@ from psycopg.errors import (
     CheckViolation,
     InsufficientPrivilege,
     InvalidParameterValue,
+    InvalidTransactionState,
 )
 
-from pgoutbox import Context, Message, Outbox, StateError, Topic
+from pgoutbox import Context, Failure, Message, Outbox, Permanent, StateError, Topic
 from pgoutbox.cli.main import explain
 from pgoutbox.message import State
 from pgoutbox.operations import Action, MessageFilter, Operator, RedriveResult
@@ -99,6 +100,31 @@ def test_a_changed_setting_is_worth_nothing_in_its_own_transaction(dsn: str, db:
         assert [row[1] for row in rows_of(db)] == [user_of(its_dsn)]
 
 
+def test_no_setting_of_a_session_changes_the_details_of_an_act(dsn: str, db: psycopg.Connection) -> None:
+    """They are numbers and times in the database's own notation, which Python reads."""
+    put(db)
+    settings = {"extra_float_digits": "-15", "timezone": "<x>-150", "datestyle": "German", "intervalstyle": "iso_8601"}
+    acts: tuple[LiteralString, ...] = (
+        "INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES ('mail', now(), '2027-12-24 00:00Z')",
+        "UPDATE pgoutbox.queue SET rate_count = 1, rate_seconds = 149.9, burst = 1",
+        "SELECT pgoutbox.set_retention('mail', 'sent', '149 days 1.5 seconds')",
+        "SELECT pgoutbox.set_redirect('ann@example.org', '1499999 seconds')",
+        "SELECT pgoutbox.reschedule('{1}', '2027-12-24 00:00Z')",
+    )
+    with login(dsn, "pgoutbox_operator") as its_dsn, psycopg.connect(its_dsn, autocommit=True) as session:
+        for name, value in settings.items():
+            session.execute("SELECT set_config(%s, %s, false)", (name, value))
+        for act in acts:
+            session.execute(act)
+    assert [act.details for act in reversed(Operator(db).list_acts())] == [
+        {"resume_at": "2027-12-24T00:00:00+00:00"},
+        {"rate": "1/149.9s", "burst": 1},
+        {"topic": "mail", "state": "sent", "keep_seconds": 149 * 86400 + 1.5},
+        {"target": "ann@example.org", "seconds": 1499999},
+        {"available_at": "2027-12-24T00:00:00+00:00"},
+    ]
+
+
 # --- announced acts ---------------------------------------------------------------------------------------------------
 
 
@@ -150,6 +176,11 @@ def test_nobody_joins_the_act_of_another_login_or_actor(dsn: str, db: psycopg.Co
         ({"actor": "ada", "origin": "o" * 201}, "origin"),
         ({"actor": "ada", "stated": '{"text": "' + "x" * 8200 + '"}'}, "stated"),
         ({"actor": "ada", "stated": '"text"'}, "stated"),
+        ({"actor": "ada", "stated": '["text"]'}, "stated"),
+        ({"actor": "ada", "stated": '{"n": 1e5000}'}, "stated"),
+        ({"actor": "ada", "stated": '{"n": [1e5000]}'}, "stated"),
+        ({"actor": "ada", "stated": '{"n": {"a": ["b"]}}'}, "stated"),
+        ({"actor": "ada", "stated": '{"n": ' + "[" * 3000 + "]" * 3000 + "}"}, "stated"),
     ],
 )
 def test_a_statement_about_an_act_is_bounded(
@@ -169,6 +200,19 @@ def test_a_row_of_the_audit_is_bounded(rolled_back: psycopg.Connection, column: 
         rolled_back.execute(
             f"UPDATE pgoutbox.audit SET {column} = jsonb_build_object('text', repeat('x', 8200))".encode()
         )
+
+
+def test_an_operator_frees_no_dedupe_key_without_an_act(dsn: str, db: psycopg.Connection) -> None:
+    """After that, a producer that repeats its call sends the message again."""
+    for key in ("a", "b"):
+        put(db, State.SENT, dedupe_key=key)
+    db.execute("DELETE FROM pgoutbox.message")
+    with login(dsn, "pgoutbox_operator") as its_dsn, psycopg.connect(its_dsn, autocommit=True) as session:
+        for _ in range(2):
+            session.execute("SELECT pgoutbox._prune_dedupe('0', NULL, 100)")
+    assert [(act.action, act.message_count, act.details) for act in Operator(db).list_acts()] == [
+        (Action.PRUNE, None, {"dedupe_keys": 2})
+    ]
 
 
 # --- logins that are no operators -------------------------------------------------------------------------------------
@@ -274,6 +318,21 @@ def test_a_blackout_refuses_every_way_to_another_destination(
     assert db.execute("SELECT destination FROM pgoutbox.message ORDER BY id").fetchall() == [(one,) for one in to]
 
 
+def test_a_transaction_that_may_not_see_a_new_blackout_sets_no_destination(dsn: str, db: psycopg.Connection) -> None:
+    """Otherwise an operator opens one in advance, and keeps it open."""
+    failed = put(db, State.FAILED, destination=CEO)
+    with login(dsn, "pgoutbox_operator") as its_dsn, psycopg.connect(its_dsn) as early:
+        early.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        early.execute("SELECT 1")
+        db.execute(BLACKOUT)
+        for call in (
+            "SELECT pgoutbox.set_redirect('mallory@evil.example')",
+            f"SELECT pgoutbox.redrive_to('{{{failed}}}', '{EVIL}')",
+        ):
+            with pytest.raises(InvalidTransactionState, match="may not see a new blackout"), early.transaction():
+                early.execute(call.encode())
+
+
 @pytest.mark.parametrize(
     ("first", "last", "zone", "is_on"),
     [
@@ -357,6 +416,39 @@ async def test_an_encrypted_fan_out_is_delivered_to_another_destination(dsn: str
     assert Operator(db).redrive(1, destination=EVIL).is_done
     await Worker(outbox).run_once()
     assert seen == [(EVIL, {"html": "<p>"})]
+
+
+async def test_the_hook_of_an_encrypted_message_keeps_its_destination(dsn: str, db: psycopg.Connection) -> None:
+    """Its handler gets the payload of the failed message decrypted."""
+    outbox = Outbox(settings_for(dsn, encryption_keys=Fernet.generate_key().decode()))
+    seen = []
+
+    @outbox.handler(Topic("reset", encrypted=True))
+    async def reset(message: Message, ctx: Context) -> None:
+        raise Permanent("no such mailbox")
+
+    @outbox.on_failed("reset")
+    async def tell(message: Message[Failure], ctx: Context) -> None:
+        seen.append((message.destination, message.payload.payload))
+        raise Permanent("no such mailbox")
+
+    with db.transaction():
+        outbox.enqueue(db, "reset", {"code": "x"}, destination=CEO)
+    await Worker(outbox).run_once()
+    ((hook_id,),) = db.execute("SELECT id FROM pgoutbox.message WHERE failure_of IS NOT NULL").fetchall()
+    assert seen == [(None, {"code": "x"})]
+    assert Operator(db).redrive(hook_id, destination=EVIL).result == RedriveResult.ENCRYPTED
+    assert Operator(db).redrive(hook_id).is_done
+
+
+def test_an_operator_guesses_no_payload_by_its_dedupe_key(dsn: str, db: psycopg.Connection) -> None:
+    """The views show the key and the names in the payload, and a guess is no act."""
+    outbox = Outbox(settings_for(dsn))
+    with db.transaction():
+        first = outbox.enqueue(db, "mail", {"code": "4711"}, dedupe_key="k").id
+    with login(dsn, "pgoutbox_operator") as its_dsn, Operator(its_dsn) as operator:
+        answers = [operator.enqueue(outbox.draft("mail", {"code": c}, dedupe_key="k")) for c in ("4711", "0815")]
+    assert [(answer.id, answer.duplicate) for answer in answers] == [(first, True)] * 2
 
 
 # --- values and locks -------------------------------------------------------------------------------------------------
@@ -459,12 +551,12 @@ def test_an_erasure_leaves_acts_alone_that_are_not_about_a_person(db: psycopg.Co
 def test_an_erasure_leaves_the_words_of_other_acts_alone(db: psycopg.Connection) -> None:
     """Otherwise an operator erases any word of a colleague's act: no message has to have this owner."""
     operator = Operator(db)
-    operator.dismiss(put(db, State.FAILED, owner="7", topic="greet"), "nobody will notice")
+    operator.dismiss(put(db, State.FAILED, owner="7", topic="greet"), "nobody will notice, ticket 4711")
     operator.redrive_all(MessageFilter(topic="greet"))
     put(db, State.FAILED, topic="greet", owner="8")
     operator.redrive_all(MessageFilter(topic="greet"))
     before = operator.list_acts()
-    for word in ("notice", "greet", "failed"):
+    for word in ("notice", "greet", "failed", "4711", "nobody will notice", "will notice, ticket 4711"):
         operator.erase(owner=word)
         operator.erase(destination=f"mailto:{word}")
     assert operator.list_acts()[-len(before) :] == before

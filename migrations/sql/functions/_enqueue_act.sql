@@ -1,4 +1,5 @@
--- Operators have no right to call `enqueue`, which records nothing. A found duplicate is not an act.
+-- Operators have no right to call `enqueue`, which records nothing. A found duplicate is not an act. So for them it does
+-- not depend on the payload: otherwise an operator could guess one, without a trace.
 CREATE FUNCTION pgoutbox._enqueue_act(
     topic text,
     payload jsonb,
@@ -40,7 +41,11 @@ DECLARE
         max_delay => _enqueue_act.max_delay,
         coalesce_rule => _enqueue_act.coalesce_rule,
         owner => _enqueue_act.owner,
-        on_duplicate => _enqueue_act.on_duplicate,
+        on_duplicate => CASE
+            WHEN _enqueue_act.dedupe_key IS NULL OR pg_has_role(session_user, current_user, 'MEMBER')
+                THEN _enqueue_act.on_duplicate
+            ELSE 'ignore'
+        END,
         notify => _enqueue_act.notify
     );
 BEGIN

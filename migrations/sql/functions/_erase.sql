@@ -198,8 +198,11 @@ BEGIN
     ) AS q;
 
     SELECT
-        -- Without this condition, a made-up destination could erase any word of the audit.
-        array_agg(DISTINCT t.text) FILTER (WHERE t.kind = 'address' AND t.text ~ '[^[:alpha:]]'),
+        -- Without this condition, a made-up destination could erase any words of another one's act.
+        array_agg(DISTINCT t.text) FILTER (
+            WHERE t.kind = 'address'
+                AND t.text ~ '^([^[:space:]]+@[^[:space:]]+|[+][0-9]{6,}|[a-z][a-z0-9+.-]*://[^[:space:]]+)$'
+        ),
         array_agg(DISTINCT t.text) FILTER (WHERE t.kind <> 'key'),
         array_agg(DISTINCT t.text)
     INTO addresses, texts, keys

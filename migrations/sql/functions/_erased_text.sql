@@ -14,7 +14,7 @@ BEGIN
         CONTINUE WHEN (one <> '' AND strpos(lower(value), lower(one)) > 0) IS NOT TRUE;
         value := regexp_replace(
             value,
-            '(?<![[:alnum:]])' || regexp_replace(one, '([].^$*+?(){}|\\[-])', '\\\1', 'g') || '(?![[:alnum:]])',
+            '(?<![[:alnum:]])' || regexp_replace(one, $form$([].^$*+?(){}|\\[-])$form$, $form$\\\1$form$, 'g') || '(?![[:alnum:]])',
             '(erased)',
             'gi'
         );

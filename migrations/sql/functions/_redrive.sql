@@ -20,10 +20,13 @@ BEGIN
     ), locked AS MATERIALIZED (
         SELECT
             m.id, m.state, m.topic, m.dedupe_key, m.destination, head.newest_id,
-            -- An encrypted payload can only be opened for its destination; that of a fan-out for every one.
+            -- An encrypted payload can only be opened for its destination; that of a fan-out for every one. The message
+            -- for a hook contains the payload of the failed message, and its handler gets it decrypted.
             _redrive.destination IS NOT NULL
                 AND m.content_id IS NULL
-                AND pgoutbox.payload_of(m) ? 'pgoutbox.encrypted' AS is_bound
+                AND (
+                    pgoutbox.payload_of(m) #> CASE WHEN m.failure_of IS NULL THEN '{}' ELSE '{payload}' END::text[]
+                ) ? 'pgoutbox.encrypted' IS TRUE AS is_bound
         FROM asked AS a
         JOIN pgoutbox.message AS m ON m.id = a.id
         LEFT JOIN pgoutbox.coalesce_head AS head

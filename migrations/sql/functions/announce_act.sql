@@ -13,7 +13,10 @@ DECLARE
         WHEN length(person) NOT BETWEEN 1 AND 200 THEN 'actor: must have 1 to 200 characters'
         WHEN length(announce_act.origin) NOT BETWEEN 1 AND 200 THEN 'origin: must have 1 to 200 characters'
         WHEN jsonb_typeof(announce_act.stated) <> 'object' OR octet_length(announce_act.stated::text) > 8192
-            THEN 'stated: must be an object of at most 8192 bytes'
+            -- Python reads no whole number of 5000 digits, and no list of 3000 levels. Then it would read no act at all.
+            OR jsonb_path_exists(announce_act.stated, 'strict $.**{3 to last}')
+            OR jsonb_path_exists(announce_act.stated, 'strict $.** ? (@.type() == "number" && (@ > 1e15 || @ < -1e15))')
+            THEN 'stated: must be an object of at most 8192 bytes and two levels, with numbers of at most 15 digits'
     END;
     act constant text := jsonb_build_object(
         'id', left(pgoutbox._keyed_digest('id', jsonb_build_array(session_user, person, announce_act.act_id)::text), 32),

@@ -15,7 +15,7 @@ DECLARE
         SELECT substr(to_json(t.text)::text, 2, length(to_json(t.text)::text) - 2) FROM unnest(texts) AS t(text)
     );
     patterns constant text[] := ARRAY(
-        SELECT '%' || regexp_replace(lower(f.text), '([%_\\])', '\\\1', 'g') || '%'
+        SELECT '%' || regexp_replace(lower(f.text), $form$([%_\\])$form$, $form$\\\1$form$, 'g') || '%'
         FROM unnest(forms) AS f(text)
         WHERE f.text <> ''
     );

@@ -16,7 +16,7 @@ DECLARE
 BEGIN
     -- The rule of workers, which hold all e-mail back for another target. With a domain, the longest name is 64 characters.
     IF (
-        set_redirect.target ~ ('^(' || atom || '(\.' || atom || ')*)?@' || label || '(\.' || label || ')*$')
+        set_redirect.target ~ ('^(' || atom || '([.]' || atom || ')*)?@' || label || '([.]' || label || ')*$')
         AND strpos(set_redirect.target, '=?') = 0
         AND strpos(set_redirect.target, '@') <= 65
         AND length(set_redirect.target) <= CASE WHEN set_redirect.target LIKE '@%' THEN 190 ELSE 254 END
@@ -42,7 +42,7 @@ BEGIN
     PERFORM pgoutbox._record_act(
         'redirect',
         details => jsonb_strip_nulls(jsonb_build_object(
-            'target', set_redirect.target, 'seconds', extract(epoch FROM set_redirect.duration)::float8
+            'target', set_redirect.target, 'seconds', trim_scale(extract(epoch FROM set_redirect.duration))
         ))
     );
 END

@@ -3,6 +3,7 @@ RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET timezone = 'UTC' -- The details do not depend on the session.
 AS $function$
 DECLARE
     limits jsonb := '{}';
@@ -16,7 +17,7 @@ BEGIN
     END IF;
     IF (NEW.rate_count, NEW.rate_seconds, NEW.burst) IS DISTINCT FROM (OLD.rate_count, OLD.rate_seconds, OLD.burst) THEN
         limits := jsonb_strip_nulls(jsonb_build_object(
-            'rate', coalesce(NEW.rate_count || '/' || NEW.rate_seconds || 's', 'none'), 'burst', NEW.burst
+            'rate', coalesce(NEW.rate_count || '/' || NEW.rate_seconds::numeric || 's', 'none'), 'burst', NEW.burst
         ));
     END IF;
     IF NEW.max_in_flight IS DISTINCT FROM OLD.max_in_flight THEN
@@ -24,7 +25,7 @@ BEGIN
     END IF;
     IF (NEW.ceiling_count, NEW.ceiling_seconds) IS DISTINCT FROM (OLD.ceiling_count, OLD.ceiling_seconds) THEN
         limits := limits || jsonb_build_object(
-            'at_most', coalesce(NEW.ceiling_count || '/' || NEW.ceiling_seconds || 's', 'none')
+            'at_most', coalesce(NEW.ceiling_count || '/' || NEW.ceiling_seconds::numeric || 's', 'none')
         );
     END IF;
     IF limits <> '{}' THEN

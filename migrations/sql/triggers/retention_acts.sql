@@ -21,7 +21,7 @@ BEGIN
             'keep_seconds', CASE
                 WHEN TG_OP = 'DELETE' THEN '"no rule"'::jsonb
                 WHEN rule.keep IS NULL THEN '"for ever"'::jsonb
-                ELSE to_jsonb(extract(epoch FROM rule.keep)::float8)
+                ELSE to_jsonb(trim_scale(extract(epoch FROM rule.keep)))
             END
         )
     );

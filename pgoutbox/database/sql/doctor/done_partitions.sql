@@ -6,7 +6,7 @@ WITH dated AS MATERIALIZED (
     FROM pg_catalog.pg_inherits AS i
     JOIN pg_catalog.pg_class AS c ON c.oid = i.inhrelid
     CROSS JOIN LATERAL regexp_match(
-        pg_get_expr(c.relpartbound, c.oid), 'FROM \(''([^'']+)''\) TO \(''([^'']+)''\)$'
+        pg_get_expr(c.relpartbound, c.oid), $pattern$FROM \('([^']+)'\) TO \('([^']+)'\)$$pattern$
     ) AS bounds
     WHERE i.inhparent = 'pgoutbox.message_done'::regclass AND bounds IS NOT NULL
 )
