@@ -20,7 +20,7 @@ from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker
 from tests.support.dialogues import HOST
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, row_of, rows_of, running, settings_for
-from tests.support.smtp_server import accepting_server, mail_settings, scripted_server
+from tests.support.smtp_server import Misbehaviour, accepting_server, mail_settings, scripted_server
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -211,6 +211,40 @@ async def test_one_refused_recipient_among_others_holds_nothing(dsn: str, db: ps
             await until(lambda: row_of(db, bad).state == "failed")
             await until(lambda: are_sent(db, others))
         assert open_breakers(db) == opening_alerts(db) == []
+
+
+BEFORE_MAIL = [
+    {"connect": "421 4.3.2 busy"},
+    {"connect": Misbehaviour.DROP},
+    {"EHLO": Misbehaviour.DROP},
+    {"STARTTLS": "454 4.7.0 TLS not available due to local problem"},
+    {"STARTTLS": "220 go ahead, without TLS"},
+    {"AUTH": "454 4.7.0 Temporary authentication failure"},
+]
+
+
+@pytest.mark.parametrize("answers", BEFORE_MAIL)
+async def test_a_single_attempt_survives_every_fault_before_the_email(
+    dsn: str, db: psycopg.Connection, answers: dict[str, str]
+) -> None:
+    """Each run is a process of its own, as from cron. The fault lasts too short for a breaker."""
+    authority = trustme.CA()
+    server_tls, client_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert(HOST).configure_cert(server_tls)
+    authority.configure_trust(client_tls)
+    has_tls = "without TLS" not in answers.get("STARTTLS", "")
+    message_id = enqueue(db, destination=ANN, max_attempts=1)
+    async with scripted_server(answers, extensions=["STARTTLS", "AUTH PLAIN"], starttls=server_tls) as server:
+        settings = mail_settings(server.port) | LONG | {"smtp_security": "starttls"}
+        outbox = outbox_for(dsn, settings | {"smtp_username": "club", "smtp_password": "x"}, tls_context=client_tls)
+        server.tls_context = server_tls if has_tls else None
+        for _ in range(2):
+            await Worker(outbox).run_once()
+            make_due(db, message_id)
+        assert (attempts_left(db, [message_id]), open_breakers(db)) == ({1}, [])
+        server.answers, server.tls_context = {}, server_tls
+        await Worker(outbox).run_once()
+        assert are_sent(db, [message_id])
 
 
 @pytest.mark.parametrize("runs", [1, 4])

@@ -291,6 +291,7 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
     def outcome(self, sender_key: str) -> Outcome:
         """Return the outcome of the attempt. `sender_key`: the breaker of the e-mail's sender."""
         # The server knows the recipient. A group that only insiders may write to is refused like a missing password.
+        # Until then no fault is one of this e-mail, so it uses up no attempt.
         doubtful = self.step in {"RCPT", "DATA"}
         match self.cause:
             case Cause.LIMIT:
@@ -303,8 +304,10 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
                 return Permanent(self.text)
             case Cause.LATER:
                 return Transient(self.text)
-            case Cause.CONNECTION:
+            case Cause.CONNECTION if doubtful:
                 return Transient(self.text, outage=True, unknown=self.unknown)
+            case Cause.CONNECTION:
+                return Unavailable(self.text, outage=True)
             case Cause.UNCLEAR:
                 return Transient(self.text, outage=True, doubtful=True)
 
