@@ -87,6 +87,12 @@ REFUSALS: Final[dict[str, tuple[dict[str, str], str, str]]] = {
         "Client host rejected",
         "",
     ),
+    "milter": ({"smtpd_milters": f"inet:{HOST}:1"}, "451 4.7.1 Service unavailable", ""),
+    "soft bounce": (
+        {"soft_bounce": "yes", "smtpd_recipient_restrictions": "reject"},
+        "454 4.7.1 .*Recipient address rejected: Access denied",
+        "",
+    ),
     "rate": (UNKNOWN_NETWORK | {"smtpd_client_message_rate_limit": "3"}, "too much mail", ""),
     "rate of recipients": (UNKNOWN_NETWORK | {"smtpd_client_recipient_rate_limit": "3"}, "too many recipients", ""),
 }

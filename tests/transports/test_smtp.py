@@ -219,7 +219,7 @@ async def test_a_content_of_another_transport_is_permanent(open_transport: Open)
         ("connect", "421 4.3.2 busy", Unavailable, "connect: 421 4.3.2 busy"),
         ("connect", "554 mx.test no service", Unavailable, "connect: 554 mx.test no service"),
         ("EHLO", "550 5.7.1 who are you", Unavailable, "EHLO: 550 5.7.1 who are you"),
-        ("MAIL", "451 4.3.0 try later", Transient, "MAIL: 451 4.3.0 try later"),
+        ("MAIL", "451 4.3.0 try later", Unavailable, "MAIL: 451 4.3.0 try later"),
         ("MAIL", "530 5.7.0 authenticate first", Unavailable, "MAIL: 530 5.7.0 authenticate first"),
         ("MAIL", "550 5.7.1 not from you", Unavailable, "MAIL: 550 5.7.1 not from you"),
         ("MAIL", "552 5.3.4 too big", Permanent, "MAIL: 552 5.3.4 too big"),

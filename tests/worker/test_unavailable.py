@@ -150,7 +150,8 @@ async def test_a_hundred_messages_survive_a_refusal_at_mail_and_are_sent_after_t
         ("DATA", "554 5.7.1 looks like spam", "failed"),
         ("MAIL", "552 5.3.4 too big", "failed"),
         ("MAIL", "553 5.6.7 not in this encoding", "failed"),
-        ("MAIL", "451 4.7.1 this sender must wait", "pending"),
+        ("RCPT", "451 4.7.1 try later", "pending"),
+        ("MAIL", "451 4.7.1 greylisted", "pending"),
     ],
 )
 async def test_a_refusal_of_one_email_uses_up_its_attempt_and_delays_no_other(
@@ -178,7 +179,10 @@ REFUSED_LATE = [
     ("RCPT", "550 Domain club.test has exceeded the max emails per hour (60/60 (100%)) allowed", ""),
     (".", "552 5.7.0 quota", ""),
     (".", "554 5.7.1 no", ""),
+    (".", "451 4.7.1 Service unavailable - try again later", ""),
     ("RCPT", "550 no", ""),
+    ("RCPT", "451 Temporary local problem - please try later", ""),
+    ("RCPT", "450 4.7.650 The mail server [192.0.2.7] has been temporarily rate limited", ""),
 ]
 
 
@@ -220,6 +224,8 @@ BEFORE_MAIL = [
     {"STARTTLS": "454 4.7.0 TLS not available due to local problem"},
     {"STARTTLS": "220 go ahead, without TLS"},
     {"AUTH": "454 4.7.0 Temporary authentication failure"},
+    {"MAIL": "451 4.7.1 Service unavailable - try again later"},
+    {"MAIL": "452 4.3.1 Insufficient system storage"},
 ]
 
 

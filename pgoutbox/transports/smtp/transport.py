@@ -304,10 +304,10 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
                 return Permanent(self.text)
             case Cause.LATER:
                 return Transient(self.text)
-            case Cause.CONNECTION if doubtful:
-                return Transient(self.text, outage=True, unknown=self.unknown)
-            case Cause.CONNECTION:
+            case Cause.CONNECTION | Cause.UNCLEAR if not doubtful:
                 return Unavailable(self.text, outage=True)
+            case Cause.CONNECTION:
+                return Transient(self.text, outage=True, unknown=self.unknown)
             case Cause.UNCLEAR:
                 return Transient(self.text, outage=True, doubtful=True)
 
