@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import trustme
+from aiosmtpd.smtp import SMTP, Envelope, Session
 
 from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Unavailable
 from pgoutbox.message import Outcome, Sent
@@ -20,7 +21,7 @@ from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker
 from tests.support.dialogues import HOST
 from tests.support.outbox_actions import attempts_of, cancel, enqueue, make_due, row_of, rows_of, running, settings_for
-from tests.support.smtp_server import Misbehaviour, accepting_server, mail_settings, scripted_server
+from tests.support.smtp_server import Inbox, Misbehaviour, accepting_server, mail_settings, scripted_server
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -397,6 +398,45 @@ async def test_a_refused_sender_of_an_email_holds_back_only_emails_of_that_sende
             server.answers = {}
             await until(lambda: are_sent(db, own))
             await until(lambda: not open_breakers(db))
+
+
+class TenantRefused(Inbox):
+    """Refuses the `From` of one tenant after the content, as Exchange and providers do."""
+
+    is_refusing = True
+
+    async def handle_DATA(self, server: SMTP, session: Session, envelope: Envelope) -> str:  # noqa: N802 - aiosmtpd
+        if self.is_refusing and b"tenant@example.net" in (envelope.original_content or b""):
+            return "550 5.7.60 may not send as this sender"
+        return await super().handle_DATA(server, session, envelope)
+
+
+async def test_a_refused_from_holds_no_other_sender_with_an_envelope_sender_of_the_same_domain(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    refusing = TenantRefused()
+    async with accepting_server(refusing) as inbox:
+        settings = mail_settings(inbox.port)
+        outbox = Outbox(settings_for(dsn, **settings | BRIEF | {"alert_destination": ALERT}))
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> Email:
+            bounces = f"bounces+{message.id}@lists.example.org"
+            return Email(subject="Hello", text="Hi", sender=str(message.payload), envelope_sender=bounces)
+
+        async with running(Worker(outbox)):
+            refused = [
+                enqueue(db, payload="tenant@example.net", destination=f"mailto:person{n}@example.com", max_attempts=1)
+                for n in range(5)
+            ]
+            await until(lambda: are_held(db, refused))
+            others = [enqueue(db, payload="club@example.org", destination=ANN) for _ in range(5)]
+            await until(lambda: are_sent(db, others))
+            assert open_breakers(db) == [f"smtp:{HOST}:{inbox.port} sender tenant@example.net"]
+            assert opening_alerts(db) == open_breakers(db)
+            assert outcomes_of(db, others) <= {"sent"}
+            refusing.is_refusing = False
+            await until(lambda: are_sent(db, refused))
 
 
 async def test_a_refused_sender_is_probed_by_one_message(dsn: str, db: psycopg.Connection) -> None:
