@@ -186,17 +186,25 @@ class Unavailable(Exception):  # noqa: N818 - an outcome; it can be returned or 
 
     Nothing was handed over. The message stays pending and uses up no attempt, however often this happens. A transport
     that returns it opens a circuit breaker at once: that of `breaker`, one of the transport's own keys, or else that of
-    the whole transport. Without a breaker the delay grows by the handler's retry policy, from one second on.
+    the whole transport. With `outage` the fault may pass by itself: then only several in a row open the breaker, as
+    those of `Transient` do. Without a breaker the delay grows by the handler's retry policy, from one second on.
     `retry_after` (seconds or a timedelta) is the minimum delay. `doubtful` means that the destination of this message
     may be at fault instead: then it opens no breaker again after messages for others were sent.
     """
 
     def __init__(
-        self, error: str, retry_after: Duration | None = None, *, doubtful: bool = False, breaker: str | None = None
+        self,
+        error: str,
+        retry_after: Duration | None = None,
+        *,
+        outage: bool = False,
+        doubtful: bool = False,
+        breaker: str | None = None,
     ) -> None:
         super().__init__(error)
         self.error = error
         self.retry_after: float | None = None if retry_after is None else seconds_of(retry_after)
+        self.outage = outage
         self.doubtful = doubtful
         self.breaker = breaker
 

@@ -108,7 +108,7 @@ class CircuitBreaker:
         """Count a failure. Return whether it opens the breaker."""
         if failure.doubtful and len(self.suspects) < _MAX_REMEMBERED_COUNT:
             self.suspects.add(destination)
-        if isinstance(failure, Unavailable):
+        if isinstance(failure, Unavailable) and not failure.outage:
             return True
         if failure.doubtful:
             return len(self.suspects) >= _SUSPECT_LIMIT

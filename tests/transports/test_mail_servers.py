@@ -87,6 +87,12 @@ REFUSALS: Final[dict[str, tuple[dict[str, str], str, str]]] = {
         "Client host rejected",
         "",
     ),
+    "milter": ({"smtpd_milters": f"inet:{HOST}:1"}, "451 4.7.1 Service unavailable", ""),
+    "soft bounce": (
+        {"soft_bounce": "yes", "smtpd_recipient_restrictions": "reject"},
+        "454 4.7.1 .*Recipient address rejected: Access denied",
+        "",
+    ),
     "rate": (UNKNOWN_NETWORK | {"smtpd_client_message_rate_limit": "3"}, "too much mail", ""),
     "rate of recipients": (UNKNOWN_NETWORK | {"smtpd_client_recipient_rate_limit": "3"}, "too many recipients", ""),
 }
@@ -96,6 +102,7 @@ OTHERS: Final[dict[str, dict[str, str]]] = {
     "size": {"message_size_limit": "100"},
     "recipients": {"smtpd_recipient_limit": "2"},
     "connections": UNKNOWN_NETWORK | {"smtpd_client_connection_count_limit": "2"},
+    "connection rate": UNKNOWN_NETWORK | {"smtpd_client_connection_rate_limit": "2"},
     "quota": {
         "smtpd_recipient_restrictions": "check_recipient_access inline:{ {person7@x.test = 552 5.2.2 Mailbox full} }"
     },
@@ -274,13 +281,15 @@ async def test_an_email_with_more_recipients_than_postfix_accepts_fails_alone(
     assert alerts(db) == []
 
 
+@pytest.mark.parametrize("limit", ["connections", "connection rate"])
 async def test_more_connections_than_postfix_accepts_lose_nothing(
-    dsn: str, db: psycopg.Connection, postfix: Postfix
+    dsn: str, db: psycopg.Connection, postfix: Postfix, limit: str
 ) -> None:
-    async with running(Worker(outbox_at(dsn, postfix.ports["connections"]))):
+    async with running(Worker(outbox_at(dsn, postfix.ports[limit]))):
         ids = [enqueue(db, destination=f"mailto:person{n}@x.test", max_attempts=1) for n in range(COUNT)]
+        await until(lambda: has_error(db, ids, "connect: 421 .*too many connections"))
+        postfix.repair(limit)
         await until(lambda: are_sent(db, ids))
-    assert has_error(db, ids, "connect: 421 .*too many connections")
 
 
 @asynccontextmanager

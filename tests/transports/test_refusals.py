@@ -48,6 +48,9 @@ ANSWERS = [
     ("MAIL", "451 4.3.0 Error: queue file write error", UNCLEAR),
     ("RCPT", f"451 4.3.0 <{ADA}>: Temporary lookup failure", UNCLEAR),
     ("RCPT", "451 4.3.5 Server configuration error", UNCLEAR),
+    ("MAIL", "451 4.7.1 Service unavailable - try again later", UNCLEAR),
+    ("RCPT", f"454 4.7.1 <{ADA}>: Recipient address rejected: Access denied", UNCLEAR),
+    ("RCPT", f"450 4.2.0 <{ADA}>: Recipient address rejected: come back", LATER),
     ("RCPT", f"550 5.1.1 <{ME}>: Sender address rejected: User unknown in local recipient table", SENDER),
     # Exim.
     ("RCPT", "550 relay not permitted", SERVER),
@@ -60,6 +63,7 @@ ANSWERS = [
     ("RCPT", "550 Unknown user", RECIPIENT),
     ("MAIL", "552 Message size exceeds maximum permitted", EMAIL),
     ("RCPT", "451 greylisted, please try again later", LATER),
+    ("RCPT", "451 Temporary local problem - please try later", UNCLEAR),
     ("RCPT", "452 mailbox is full", LATER),
     ("RCPT", "550 Domain club.test has exceeded the max emails per hour (60/60 (100%)) allowed", LIMIT),
     # Exchange and Exchange Online.
@@ -71,6 +75,8 @@ ANSWERS = [
     ("RCPT", "550 5.4.1 Recipient address rejected: Access denied", RECIPIENT),
     ("RCPT", "550 5.7.606 Access denied, banned sending IP [192.0.2.7]", SERVER),
     ("DATA", "550 5.7.705 Access denied, tenant has exceeded threshold", LIMIT),
+    ("RCPT", "451 4.7.500 Server busy. Please try again later from [192.0.2.7].", UNCLEAR),
+    ("RCPT", "450 4.7.650 The mail server [192.0.2.7] has been temporarily rate limited", LIMIT),
     ("DATA", "550 5.7.501 Access denied, spam abuse detected", SERVER),
     ("DATA", "550 5.7.502 Access denied, banned sender", SERVER),
     ("RCPT", "550 5.7.133 SenderNotAuthenticatedForGroup; authentication required", RECIPIENT),
@@ -113,9 +119,9 @@ ANSWERS = [
     ("MAIL", "552 no", EMAIL),
     ("MAIL", "555 5.5.4 unknown option", EMAIL),
     ("MAIL", "550 5.6.7 not in this encoding", EMAIL),
-    ("MAIL", "451 4.7.1 this sender must wait", LATER),
+    ("MAIL", "451 4.7.1 this sender must wait", UNCLEAR),
     ("MAIL", "451 5.7.3 STARTTLS is required", SERVER),
-    ("MAIL", "550 4.7.1 says two things", LATER),
+    ("MAIL", "550 4.7.1 says two things", UNCLEAR),
     ("RCPT", "421 4.4.5 busy", CONNECTION),
     ("RCPT", "421 4.7.0 Too many messages from your account", LIMIT),
     ("RCPT", "550 5.7.13 disabled", SERVER),
@@ -132,7 +138,7 @@ ANSWERS = [
     ("DATA", "554 5.7.1 Blocked: known spam source", UNCLEAR),
     ("RCPT", "554 5.7.1 spam", UNCLEAR),
     ("DATA", "550 5.7.23 SPF", SENDER),
-    ("DATA", "252 perhaps", LATER),
+    ("DATA", "252 perhaps", UNCLEAR),
 ]
 
 

@@ -216,10 +216,10 @@ async def test_a_content_of_another_transport_is_permanent(open_transport: Open)
 @pytest.mark.parametrize(
     ("step", "answer", "kind", "error"),
     [
-        ("connect", "421 4.3.2 busy", Transient, "connect: 421 4.3.2 busy"),
+        ("connect", "421 4.3.2 busy", Unavailable, "connect: 421 4.3.2 busy"),
         ("connect", "554 mx.test no service", Unavailable, "connect: 554 mx.test no service"),
         ("EHLO", "550 5.7.1 not for you", Unavailable, "EHLO: 550 5.7.1 not for you"),
-        ("MAIL", "451 4.3.0 try later", Transient, "MAIL: 451 4.3.0 try later"),
+        ("MAIL", "451 4.3.0 try later", Unavailable, "MAIL: 451 4.3.0 try later"),
         ("MAIL", "530 5.7.0 authenticate first", Unavailable, "MAIL: 530 5.7.0 authenticate first"),
         ("MAIL", "550 5.7.1 not from you", Unavailable, "MAIL: 550 5.7.1 not from you"),
         ("MAIL", "552 5.3.4 too big", Permanent, "MAIL: 552 5.3.4 too big"),
@@ -339,9 +339,12 @@ async def test_a_host_that_does_not_resolve_needs_a_repair(open_transport: Open)
 
 
 @pytest.mark.parametrize("step", ["connect", "EHLO", "MAIL", "RCPT", "DATA"])
-async def test_a_connection_lost_before_the_content_is_transient(open_transport: Open, step: str) -> None:
+async def test_a_connection_lost_before_the_content_is_an_outage(open_transport: Open, step: str) -> None:
     async with scripted_server({step: DROP}) as server:
-        error = error_of(await open_transport(server.port).send(outgoing(), EMAIL), Transient)
+        outcome = await open_transport(server.port).send(outgoing(), EMAIL)
+    assert isinstance(outcome, Transient if step in {"RCPT", "DATA"} else Unavailable)
+    assert outcome.outage
+    error = outcome.error
     assert step in error
     assert server.connection_count == 1
     assert server.contents == []
@@ -371,7 +374,8 @@ async def test_a_connection_lost_after_the_final_dot_leaves_the_outcome_unknown(
 async def test_a_silent_server_is_abandoned(open_transport: Open, step: str, error: str) -> None:
     async with scripted_server({step: HANG}) as server:
         transport = open_transport(server.port, smtp_timeout_seconds=SILENCE_SECONDS)
-        assert error_of(await transport.send(outgoing(), EMAIL), Transient) == error
+        outcome = await transport.send(outgoing(), EMAIL)
+        assert error_of(outcome, Transient if error.startswith("outcome unknown") else Unavailable) == error
         await server.was_left.wait()
 
 
@@ -418,7 +422,7 @@ async def test_a_refused_starttls_sends_nothing_in_plain_text(open_transport: Op
         transport = open_transport(
             server.port, smtp_security="starttls", smtp_username="app", smtp_password=CANARY, tls_context=client_tls
         )
-        error = error_of(await transport.send(outgoing(), EMAIL), Transient)
+        error = error_of(await transport.send(outgoing(), EMAIL), Unavailable)
         await server.was_left.wait()
     assert error == "STARTTLS: 454 4.7.0 no TLS today"
     assert server.verbs == ["EHLO", "STARTTLS"]
@@ -602,7 +606,7 @@ async def test_a_dead_connection_is_replaced_only_once(open_transport: Open) -> 
     async with scripted_server({"MAIL": ["250 ok", DROP, DROP]}) as server:
         transport = open_transport(server.port)
         assert await transport.send(outgoing(), EMAIL) == Sent()
-        assert isinstance(await transport.send(outgoing(), EMAIL), Transient)
+        assert isinstance(await transport.send(outgoing(), EMAIL), Unavailable)
     assert server.connection_count == 2
 
 

@@ -529,7 +529,9 @@ def mail_app(dsn: str, port: int, *, retry: RetryPolicy = SOON, **settings: obje
         ("connect", "554 mx.test no service here", True),
         ("EHLO", "451 4.3.0 not today", True),
         ("MAIL", "421 4.7.0 too many connections", True),
-        ("MAIL", "451 4.7.1 this sender must wait", False),
+        ("MAIL", "451 4.7.1 Service unavailable", True),
+        ("MAIL", "451 4.7.1 greylisted", False),
+        ("RCPT", "451 4.7.1 Service unavailable", False),  # It is one recipient.
         ("RCPT", "450 4.2.1 this mailbox is busy", False),
         ("RCPT", "452 4.2.2 this mailbox is full", False),
         ("DATA", "451 4.6.0 this content must wait", False),

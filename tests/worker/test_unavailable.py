@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import trustme
+from aiosmtpd.smtp import SMTP, Envelope, Session
 
 from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Unavailable
 from pgoutbox.message import Outcome, Sent
@@ -20,7 +21,7 @@ from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker
 from tests.support.dialogues import HOST
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, row_of, rows_of, running, settings_for
-from tests.support.smtp_server import accepting_server, mail_settings, scripted_server
+from tests.support.smtp_server import Inbox, Misbehaviour, accepting_server, mail_settings, scripted_server
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -150,7 +151,8 @@ async def test_a_hundred_messages_survive_a_refusal_at_mail_and_are_sent_after_t
         ("DATA", "554 5.7.1 looks like spam", "failed"),
         ("MAIL", "552 5.3.4 too big", "failed"),
         ("MAIL", "553 5.6.7 not in this encoding", "failed"),
-        ("MAIL", "451 4.7.1 this sender must wait", "pending"),
+        ("RCPT", "451 4.7.1 try later", "pending"),
+        ("MAIL", "451 4.7.1 greylisted", "pending"),
     ],
 )
 async def test_a_refusal_of_one_email_uses_up_its_attempt_and_delays_no_other(
@@ -178,7 +180,10 @@ REFUSED_LATE = [
     ("RCPT", "550 Domain club.test has exceeded the max emails per hour (60/60 (100%)) allowed", ""),
     (".", "552 5.7.0 quota", ""),
     (".", "554 5.7.1 no", ""),
+    (".", "451 4.7.1 Service unavailable - try again later", ""),
     ("RCPT", "550 no", ""),
+    ("RCPT", "451 Temporary local problem - please try later", ""),
+    ("RCPT", "450 4.7.650 The mail server [192.0.2.7] has been temporarily rate limited", ""),
 ]
 
 
@@ -213,6 +218,42 @@ async def test_one_refused_recipient_among_others_holds_nothing(dsn: str, db: ps
         assert open_breakers(db) == opening_alerts(db) == []
 
 
+BEFORE_MAIL = [
+    {"connect": "421 4.3.2 busy"},
+    {"connect": Misbehaviour.DROP},
+    {"EHLO": Misbehaviour.DROP},
+    {"STARTTLS": "454 4.7.0 TLS not available due to local problem"},
+    {"STARTTLS": "220 go ahead, without TLS"},
+    {"AUTH": "454 4.7.0 Temporary authentication failure"},
+    {"MAIL": "451 4.7.1 Service unavailable - try again later"},
+    {"MAIL": "452 4.3.1 Insufficient system storage"},
+]
+
+
+@pytest.mark.parametrize("answers", BEFORE_MAIL)
+async def test_a_single_attempt_survives_every_fault_before_the_email(
+    dsn: str, db: psycopg.Connection, answers: dict[str, str]
+) -> None:
+    """Each run is a process of its own, as from cron. The fault lasts too short for a breaker."""
+    authority = trustme.CA()
+    server_tls, client_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert(HOST).configure_cert(server_tls)
+    authority.configure_trust(client_tls)
+    has_tls = "without TLS" not in answers.get("STARTTLS", "")
+    message_id = enqueue(db, destination=ANN, max_attempts=1)
+    async with scripted_server(answers, extensions=["STARTTLS", "AUTH PLAIN"], starttls=server_tls) as server:
+        settings = mail_settings(server.port) | LONG | {"smtp_security": "starttls"}
+        outbox = outbox_for(dsn, settings | {"smtp_username": "club", "smtp_password": "x"}, tls_context=client_tls)
+        server.tls_context = server_tls if has_tls else None
+        for _ in range(2):
+            await Worker(outbox).run_once()
+            make_due(db, message_id)
+        assert (attempts_left(db, [message_id]), open_breakers(db)) == ({1}, [])
+        server.answers, server.tls_context = {}, server_tls
+        await Worker(outbox).run_once()
+        assert are_sent(db, [message_id])
+
+
 @pytest.mark.parametrize("runs", [1, 4])
 async def test_messages_with_three_attempts_survive_a_wrong_host(dsn: str, db: psycopg.Connection, runs: int) -> None:
     message_id = enqueue(db, destination=ANN, max_attempts=3)
@@ -237,13 +278,13 @@ async def test_cron_runs_hold_refusals_without_a_reason_after_three_recipients(
         ids: list[int] = []
         for number in range(12):
             ids.append(enqueue(db, destination=f"mailto:person{number}@example.com", max_attempts=6))
-            await Worker(outbox_for(dsn, settings)).run_once()
+            await Worker(outbox_for(dsn, settings, retry=RetryPolicy.steps(3600, jitter=0))).run_once()
             let_pass(db, ids)
         assert opening_alerts(db) == [f"smtp:{HOST}:{server.port}"]
         assert {row.state for row in rows_of(db, *ids)} == {"pending"}
         assert min(attempts_left(db, ids)) >= 6 - 3
         server.answers = {}
-        await Worker(outbox_for(dsn, settings)).run_once()
+        await Worker(outbox_for(dsn, settings, retry=RetryPolicy.steps(3600, jitter=0))).run_once()
         assert are_sent(db, ids)
 
 
@@ -357,6 +398,45 @@ async def test_a_refused_sender_of_an_email_holds_back_only_emails_of_that_sende
             server.answers = {}
             await until(lambda: are_sent(db, own))
             await until(lambda: not open_breakers(db))
+
+
+class TenantRefused(Inbox):
+    """Refuses the `From` of one tenant after the content, as Exchange and providers do."""
+
+    is_refusing = True
+
+    async def handle_DATA(self, server: SMTP, session: Session, envelope: Envelope) -> str:  # noqa: N802 - aiosmtpd
+        if self.is_refusing and b"tenant@example.net" in (envelope.original_content or b""):
+            return "550 5.7.60 may not send as this sender"
+        return await super().handle_DATA(server, session, envelope)
+
+
+async def test_a_refused_from_holds_no_other_sender_with_an_envelope_sender_of_the_same_domain(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    refusing = TenantRefused()
+    async with accepting_server(refusing) as inbox:
+        settings = mail_settings(inbox.port)
+        outbox = Outbox(settings_for(dsn, **settings | BRIEF | {"alert_destination": ALERT}))
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> Email:
+            bounces = f"bounces+{message.id}@lists.example.org"
+            return Email(subject="Hello", text="Hi", sender=str(message.payload), envelope_sender=bounces)
+
+        async with running(Worker(outbox)):
+            refused = [
+                enqueue(db, payload="tenant@example.net", destination=f"mailto:person{n}@example.com", max_attempts=1)
+                for n in range(5)
+            ]
+            await until(lambda: are_held(db, refused))
+            others = [enqueue(db, payload="club@example.org", destination=ANN) for _ in range(5)]
+            await until(lambda: are_sent(db, others))
+            assert open_breakers(db) == [f"smtp:{HOST}:{inbox.port} sender tenant@example.net"]
+            assert opening_alerts(db) == open_breakers(db)
+            assert outcomes_of(db, others) <= {"sent"}
+            refusing.is_refusing = False
+            await until(lambda: are_sent(db, refused))
 
 
 async def test_a_refused_sender_is_probed_by_one_message(dsn: str, db: psycopg.Connection) -> None:

@@ -25,7 +25,7 @@ class Cause(enum.IntEnum):
     LATER = 3
     """This recipient or this e-mail, for a time: greylisting, a full mailbox."""
     UNCLEAR = 4
-    """Anything: a refusal for good that names no reason, or a fault of the server."""
+    """Anything: a refusal that names no reason, or a fault of the server."""
     CONNECTION = 5
     """The server or the way to it is down."""
     LIMIT = 6
@@ -53,15 +53,16 @@ _ENHANCED_CODE: Final = re.compile(r"([245])\.(\d{1,3})\.(\d{1,3})\b")
 
 _ADDRESS: Final = re.compile(r"[^\s<>()\[\],;:'\"]+@[^\s<>()\[\],;:'\"]+")
 
-# By RFC 3463, RFC 7372 and Exchange Online: the cause of a final refusal, and that of a temporary one.
-_BY_STATUS: Final = (
+# By RFC 3463, RFC 7372 and Exchange Online: the cause of a final refusal, and that of a temporary one, if it names it.
+_BY_STATUS: Final[tuple[tuple[str, Cause | None, Cause | None], ...]] = (
     (r"1\.[78]|2\.252|7\.(2[0-7]|60|509|515)", Cause.SENDER, Cause.SENDER),
     (r"1\.([1-6]|10)|2\.[14]|4\.[14]|7\.1(2[4-9]|3\d)", Cause.RECIPIENT, Cause.LATER),
     (r"2\.3|3\.4|6\.\d+", Cause.EMAIL, Cause.LATER),
     (r"2\.2|4\.3", Cause.LATER, Cause.LATER),
+    (r"2\.0", None, Cause.LATER),
     (r"3\.[125]", Cause.UNCLEAR, Cause.UNCLEAR),
-    (r"4\.5|7\.70[58]", Cause.LIMIT, Cause.LATER),
-    (r"7\.(8|9|11|13|54|57|64|50[123]|511|6\d\d)", Cause.SERVER, Cause.LATER),
+    (r"4\.5|7\.70[58]", Cause.LIMIT, None),
+    (r"7\.(8|9|11|13|54|57|64|50[123]|511|6\d\d)", Cause.SERVER, None),
 )
 _BY_CODE: Final = {530: Cause.SERVER, 534: Cause.SERVER, 535: Cause.SERVER, 538: Cause.SERVER, 555: Cause.EMAIL}
 # A refusal for one of these reasons names the sender or the client only as the one that is counted.
@@ -126,9 +127,9 @@ def cause_of(refusal: Refusal) -> Cause:
     | | 530, 534, 535, 538; 503 to MAIL | server |
     | | words about relaying, the client, the sender, the recipient | see `_SUBJECTS` |
     | DATA | words about the content, which no server knows earlier | e-mail |
-    | MAIL, RCPT, DATA | temporary, x.3.x; another temporary refusal; 552 to RCPT | unclear; later; later |
+    | RCPT | 552 | later |
     | MAIL | 552; another final refusal | e-mail: its size; sender |
-    | RCPT, DATA | another final refusal | unclear |
+    | MAIL, RCPT, DATA | another refusal | unclear |
 
     A refused recipient is the sender instead, if the server knows no other address, or quotes no other.
     """
@@ -153,7 +154,7 @@ def cause_of(refusal: Refusal) -> Cause:
         or (Cause.SENDER if is_senders else None)
         or _by_code(step, code, is_final=is_final)
         or _by_words(_SUBJECTS + (_CONTENT if step == "DATA" else ()), words, is_final=is_final)
-        or _by_step(step, code, status, is_final=is_final)
+        or _by_step(step, code, is_final=is_final)
     )
     return Cause.SENDER if cause is Cause.RECIPIENT and (is_senders or step == "MAIL") else cause
 
@@ -176,9 +177,7 @@ def _by_code(step: str, code: int, *, is_final: bool) -> Cause | None:
     return Cause.SERVER if step == "MAIL" and code == 503 else _BY_CODE.get(code)
 
 
-def _by_step(step: str, code: int, status: str, *, is_final: bool) -> Cause:
-    if not is_final:
-        return Cause.UNCLEAR if status.startswith("3.") else Cause.LATER
-    if step == "MAIL":
+def _by_step(step: str, code: int, *, is_final: bool) -> Cause:
+    if is_final and step == "MAIL":
         return Cause.EMAIL if code == 552 else Cause.SENDER
-    return Cause.LATER if step == "RCPT" and code == 552 else Cause.UNCLEAR
+    return Cause.LATER if is_final and step == "RCPT" and code == 552 else Cause.UNCLEAR

@@ -105,9 +105,9 @@ class SmtpTransport:
         """Hand the e-mail over like `send`, or to the receivers of the redirect that is on when MAIL is sent."""
         if not isinstance(content, (Email, RawEmail)):
             return Permanent(f"content: the SMTP transport sends an Email, not {type(content).__name__}")
-        sender_key = self._sender_key(content)
+        sender_keys = self.part_keys(message, content)
         if self._smtp.sender is None and (missing := _missing_sender(content)) is not None:
-            return Unavailable(missing, breaker=sender_key)
+            return Unavailable(missing, breaker=sender_keys[-1])
 
         async def current() -> Redirect | None:
             return await redirect() or self._own_redirect
@@ -120,27 +120,29 @@ class SmtpTransport:
         except (Permanent, Unavailable, Postponed) as refusal:
             return refusal
         except _Failure as failure:
-            return failure.outcome(sender_key)
+            return failure.outcome(sender_keys)
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - one server for all
         """Return the server's key, for all recipients."""
         return self._breaker_key
 
     def part_keys(self, message: Message[object], content: Content) -> Sequence[str]:  # noqa: ARG002 - the content has it
-        """Return the key of the sender at this server: the sender of the settings, or the e-mail's own.
+        """Return the keys of the senders at this server: that of the envelope, if it is another one, and of the e-mail.
 
-        The envelope senders of one domain share a key, because VERP gives each e-mail a different one.
+        The sender of an e-mail is the one of the settings, or its own. The envelope senders of one domain share a key,
+        because VERP gives each e-mail a different one.
         """
-        return (self._sender_key(content),) if isinstance(content, (Email, RawEmail)) else ()
-
-    def _sender_key(self, content: Email | RawEmail) -> str:
+        if not isinstance(content, (Email, RawEmail)):
+            return ()
+        keys = []
         if content.envelope_sender is not None:
             domain = _address_in(content.envelope_sender).rpartition("@")[2]
-            return f"{self._breaker_key} sender {f'@{domain}' if domain else '<>'}"
-        sender = content.sender if isinstance(content, Email) else None
-        if sender in (None, self._smtp.sender):
-            return f"{self._breaker_key} sender PGOUTBOX_SMTP_SENDER"
-        return f"{self._breaker_key} sender {_address_in(sender)}"
+            keys.append(f"{self._breaker_key} sender {f'@{domain}' if domain else '<>'}")
+        if isinstance(content, Email) and content.sender not in (None, self._smtp.sender):
+            keys.append(f"{self._breaker_key} sender {_address_in(content.sender)}")
+        elif isinstance(content, Email) or not keys:
+            keys.append(f"{self._breaker_key} sender PGOUTBOX_SMTP_SENDER")
+        return keys
 
     async def check(self) -> Outcome:
         """Name the sender and two recipients as for an e-mail, and return the outcome. No content follows.
@@ -158,7 +160,7 @@ class SmtpTransport:
             finally:
                 await connection.quit()
         except _Failure as failure:
-            return failure.outcome(f"{self._breaker_key} sender PGOUTBOX_SMTP_SENDER")
+            return failure.outcome((f"{self._breaker_key} sender PGOUTBOX_SMTP_SENDER",))
         return Sent()
 
     async def aclose(self) -> None:
@@ -288,9 +290,13 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
         """No answer, or an answer about the connection and not about the message."""
         return self.code in {None, 421} or (self.step == "MAIL" and self.code == 503)
 
-    def outcome(self, sender_key: str) -> Outcome:
-        """Return the outcome of the attempt. `sender_key`: the breaker of the e-mail's sender."""
+    def outcome(self, sender_keys: Sequence[str]) -> Outcome:
+        """Return the outcome of the attempt. `sender_keys`: see `SmtpTransport.part_keys`.
+
+        Before the content the server knows only the sender of the envelope.
+        """
         # The server knows the recipient. A group that only insiders may write to is refused like a missing password.
+        # Until then no fault is one of this e-mail, so it uses up no attempt.
         doubtful = self.step in {"RCPT", "DATA"}
         match self.cause:
             case Cause.LIMIT:
@@ -298,11 +304,14 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
             case Cause.SERVER:
                 return Unavailable(self.text, doubtful=doubtful)
             case Cause.SENDER:
+                sender_key = sender_keys[-1 if self.step == "DATA" else 0]
                 return Unavailable(self.text, doubtful=doubtful, breaker=sender_key)
             case Cause.RECIPIENT | Cause.EMAIL:
                 return Permanent(self.text)
             case Cause.LATER:
                 return Transient(self.text)
+            case Cause.CONNECTION | Cause.UNCLEAR if not doubtful:
+                return Unavailable(self.text, outage=True)
             case Cause.CONNECTION:
                 return Transient(self.text, outage=True, unknown=self.unknown)
             case Cause.UNCLEAR:
