@@ -150,11 +150,9 @@ class CircuitBreakers:
             match admission:
                 case Admission.WAIT:
                     return self._postpone(circuit.breaker)
-                case Admission.BYPASS:
-                    return await room.use(call)
                 case Admission.PROBE:
                     return await self._ask_and_probe(circuit, message, call)
-                case Admission.SEND:
+                case Admission.SEND | Admission.BYPASS:
                     return await self._send_and_record(circuit, message, call)
         finally:
             # Another circuit may have taken its place in the table during the send.
@@ -189,14 +187,15 @@ class CircuitBreakers:
                 self._shared.start(self._shared.record_failure(breaker, _TIMED_OUT.error, trips=trips))
             raise
         # Other sends may have opened the breaker during this one.
-        if isinstance(outcome, Sent):
+        if isinstance(outcome, Sent) and counts:
             breaker.record_success(_digest_of(message))
-        elif counts and (failure := breaker.failure_of(outcome, _digest_of(message))) is not None:
-            trips = breaker.record_failure(failure, _digest_of(message), self._clock())
+        elif (failure := breaker.failure_of(outcome, _digest_of(message))) is not None:
+            trips = counts and breaker.record_failure(failure, _digest_of(message), self._clock())
             await self._shared.record_failure(breaker, failure.error, trips=trips)
             # A probe of another message may have closed it again.
             if not breaker.is_closed:
-                return self._postpone(breaker, failure)
+                # No probe may come while the breaker is half-open. So the pauses of an alert grow.
+                return self._postpone(breaker, failure) if counts else Unavailable(failure.error, failure.retry_after)
         return outcome
 
     async def _ask_and_probe(self, circuit: _Circuit, message: Message[object], call: _Call) -> Outcome:

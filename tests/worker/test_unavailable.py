@@ -20,7 +20,7 @@ from pgoutbox.observability.events import LogEvent
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker
 from tests.support.dialogues import HOST
-from tests.support.outbox_actions import attempts_of, enqueue, make_due, row_of, rows_of, running, settings_for
+from tests.support.outbox_actions import attempts_of, cancel, enqueue, make_due, row_of, rows_of, running, settings_for
 from tests.support.smtp_server import Inbox, Misbehaviour, accepting_server, mail_settings, scripted_server
 from tests.support.waiting import until
 
@@ -603,6 +603,40 @@ async def test_an_alert_for_a_missing_transport_waits_and_creates_no_other_alert
     assert opening_alerts(db) == ["mailto:no-transport"]
     (alert,) = (row for row in rows_of(db) if row.id == max(row.id for row in rows_of(db)))
     assert (alert.state, alert.max_attempts - alert.attempt_count) == ("pending", BUDGET)
+
+
+def alert_ids(db: psycopg.Connection) -> list[int]:
+    return [one for (one,) in db.execute("SELECT id FROM pgoutbox.message WHERE topic = 'pgoutbox.alert'").fetchall()]
+
+
+async def test_an_alert_uses_up_no_attempt_while_its_own_breaker_is_open(dsn: str, db: psycopg.Connection) -> None:
+    """An alert never probes, so it may be sent while the breaker is half-open."""
+    async with scripted_server({"RCPT": "554 5.7.1 no"}) as server:
+        outbox = outbox_for(dsn, mail_settings(server.port) | BRIEF | {"alert_destination": ALERT})
+        ids = [enqueue(db, destination=f"mailto:person{n}@example.com") for n in range(3)]
+        async with running(Worker(outbox)):
+            await until(lambda: are_held(db, ids) and opening_alerts(db))
+            for message_id in ids:
+                cancel(db, message_id)
+            (alert,) = alert_ids(db)
+            await until(lambda: "ops@" in str(server.commands) and row_of(db, alert).state == "pending")
+            assert attempts_left(db, [alert]) == {BUDGET}
+            server.answers = {}
+            await until(lambda: are_sent(db, [alert]))
+
+
+async def test_an_alert_uses_up_no_attempt_in_a_run_that_begins_with_it(dsn: str, db: psycopg.Connection) -> None:
+    async with scripted_server({"RCPT": "554 5.7.1 no"}) as server:
+        settings = mail_settings(server.port) | LONG | {"alert_destination": ALERT}
+        for number in range(3):
+            enqueue(db, destination=f"mailto:person{number}@example.com")
+        await Worker(outbox_for(dsn, settings)).run_once()
+        (alert,) = alert_ids(db)
+        for _ in range(3):
+            make_due(db, alert)
+            await Worker(outbox_for(dsn, settings)).run_once()
+        assert attempts_left(db, [alert]) == {BUDGET}
+        assert "ops@" in str(server.commands)
 
 
 # --- custom handlers and transports -----------------------------------------------------------------------------------
