@@ -157,9 +157,9 @@ class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or ra
 
     `retry_after` (seconds or a timedelta) is the delay that the receiver requested. A transport sets `outage` if the
     destination, or the way to it, is at fault and not this message: several such failures open a circuit breaker, that
-    of `breaker`, one of the transport's own keys, or else that of the whole transport. It sets `doubtful` too if this
-    message may be at fault instead: then only failures of different destinations count. `unknown` means that the
-    message may have been sent: then the handler's `on_unknown` decides whether it is tried again.
+    of `breaker`, one of the transport's own keys, or else that of the whole transport. With `doubtful` it
+    names what else may be at fault, for example the recipient: then only failures of different ones count. `unknown`
+    means that the message may have been sent: then the handler's `on_unknown` decides whether it is tried again.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or ra
         retry_after: Duration | None = None,
         *,
         outage: bool = False,
-        doubtful: bool = False,
+        doubtful: str | None = None,
         unknown: bool = False,
         breaker: str | None = None,
     ) -> None:
@@ -188,8 +188,8 @@ class Unavailable(Exception):  # noqa: N818 - an outcome; it can be returned or 
     that returns it opens a circuit breaker at once: that of `breaker`, one of the transport's own keys, or else that of
     the whole transport. With `outage` the fault may pass by itself: then only several in a row open the breaker, as
     those of `Transient` do. Without a breaker the delay grows by the handler's retry policy, from one second on.
-    `retry_after` (seconds or a timedelta) is the minimum delay. `doubtful` means that the destination of this message
-    may be at fault instead: then it opens no breaker again after messages for others were sent.
+    `retry_after` (seconds or a timedelta) is the minimum delay. `doubtful` names what else may be at fault, for
+    example the recipient: then it opens no breaker again after messages for others were sent.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Unavailable(Exception):  # noqa: N818 - an outcome; it can be returned or 
         retry_after: Duration | None = None,
         *,
         outage: bool = False,
-        doubtful: bool = False,
+        doubtful: str | None = None,
         breaker: str | None = None,
     ) -> None:
         super().__init__(error)

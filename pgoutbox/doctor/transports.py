@@ -270,7 +270,7 @@ def _try_transport(
     match outcome:
         case Sent():
             yield ok(in_order)
-        case Permanent() | Transient(outage=False) | Transient(doubtful=True):
+        case Permanent() | Transient(outage=False) | Transient(doubtful=str()):
             answer = one_line(outcome.error)
             yield warning(answer, why, fix) if doubtful is None else doubtful(answer)
         case _:

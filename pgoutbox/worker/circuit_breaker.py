@@ -3,8 +3,8 @@
 Closed: messages are sent, and failures are counted. Open: messages wait until `retry_at`. Half-open, after that: one
 message of this process, the probe holder, may ask the database for a probe. Times come from the caller's clock.
 
-A doubtful failure may be the fault of its destination alone. Destinations that failed since the last success are
-suspects: several of them are not all at fault. A suspect becomes an outlier when another destination succeeds: the
+A doubtful failure may be the fault of its recipient alone. Recipients that failed since the last success are
+suspects: several of them are not all at fault. A suspect becomes an outlier when another recipient succeeds: the
 failures of an outlier are its own, until it succeeds too.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 from pgoutbox.database.store import BreakerRow
@@ -84,10 +85,10 @@ class CircuitBreaker:
         if self.probe_holder == message_id:
             self.probe_holder = None
 
-    def failure_of(self, outcome: Outcome, destination: str) -> Transient | Unavailable | None:
+    def failure_of(self, outcome: Outcome) -> Transient | Unavailable | None:
         """Return the outcome if it is a failure of this breaker's transport, host or part."""
         match outcome:
-            case Unavailable(doubtful=True) | Transient(doubtful=True) if destination in self.outliers:
+            case Unavailable(doubtful=str(one)) | Transient(doubtful=str(one)) if digest_of(one) in self.outliers:
                 return None
             case Unavailable(breaker=key) | Transient(outage=True, breaker=key) if key == self.key or (
                 key is None and not self.is_part
@@ -96,21 +97,21 @@ class CircuitBreaker:
             case _:
                 return None
 
-    def record_success(self, destination: str) -> None:
+    def record_success(self, recipient: str) -> None:
         self.failure_count = 0
         self._window_sent_count += 1
         if self.suspects or self.outliers:
             known = self.outliers if len(self.outliers) < _MAX_REMEMBERED_COUNT else set()
-            self.outliers = (known | self.suspects) - {destination}
+            self.outliers = (known | self.suspects) - {digest_of(recipient)}
             self.suspects = set()
 
-    def record_failure(self, failure: Transient | Unavailable, destination: str, now: float) -> bool:
+    def record_failure(self, failure: Transient | Unavailable, now: float) -> bool:
         """Count a failure. Return whether it opens the breaker."""
-        if failure.doubtful and len(self.suspects) < _MAX_REMEMBERED_COUNT:
-            self.suspects.add(destination)
+        if failure.doubtful is not None and len(self.suspects) < _MAX_REMEMBERED_COUNT:
+            self.suspects.add(digest_of(failure.doubtful))
         if isinstance(failure, Unavailable) and not failure.outage:
             return True
-        if failure.doubtful:
+        if failure.doubtful is not None:
             return len(self.suspects) >= _SUSPECT_LIMIT
         if now - self._window_began_at > WINDOW_SECONDS:
             self._window_began_at = now
@@ -165,3 +166,8 @@ class CircuitBreaker:
             and not (self.failure_count or self.suspects or self.outliers)
             and (not self._window_failed_count or now - self._window_began_at > WINDOW_SECONDS)
         )
+
+
+def digest_of(recipient: str) -> str:
+    """Return a digest that is so short that it identifies nobody: the database stores it between runs."""
+    return blake2b(recipient.encode(), digest_size=2).hexdigest()

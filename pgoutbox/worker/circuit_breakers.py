@@ -11,7 +11,6 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from pgoutbox.clock import elapsed_clock
@@ -183,14 +182,14 @@ class CircuitBreakers:
             outcome = await circuit.room.use(call)
         except asyncio.CancelledError:
             if counts and not breaker.is_part and not self._is_stopping:
-                trips = breaker.record_failure(_TIMED_OUT, _digest_of(message), self._clock())
+                trips = breaker.record_failure(_TIMED_OUT, self._clock())
                 self._shared.start(self._shared.record_failure(breaker, _TIMED_OUT.error, trips=trips))
             raise
         # Other sends may have opened the breaker during this one.
         if isinstance(outcome, Sent) and counts:
-            breaker.record_success(_digest_of(message))
-        elif (failure := breaker.failure_of(outcome, _digest_of(message))) is not None:
-            trips = counts and breaker.record_failure(failure, _digest_of(message), self._clock())
+            breaker.record_success(_recipient_of(message))
+        elif (failure := breaker.failure_of(outcome)) is not None:
+            trips = counts and breaker.record_failure(failure, self._clock())
             await self._shared.record_failure(breaker, failure.error, trips=trips)
             # A probe of another message may have closed it again.
             if not breaker.is_closed:
@@ -226,11 +225,11 @@ class CircuitBreakers:
             raise
         # The breaker may have changed by a refresh. The result of the probe is newer.
         if isinstance(outcome, Sent):
-            breaker.record_success(_digest_of(message))
+            breaker.record_success(_recipient_of(message))
             breaker.close()
             shared.start(shared.close(breaker.key, probe_id))
-        elif (failure := breaker.failure_of(outcome, _digest_of(message))) is not None:
-            breaker.record_failure(failure, _digest_of(message), self._clock())
+        elif (failure := breaker.failure_of(outcome)) is not None:
+            breaker.record_failure(failure, self._clock())
             await shared.reopen(breaker, probe_id, failure.error)
             return self._postpone(breaker, failure)
         else:
@@ -265,9 +264,8 @@ class CircuitBreakers:
             )
 
 
-def _digest_of(message: Message[object]) -> str:
-    """Return a digest of the destination, so short that it identifies nobody: the database stores it between runs."""
-    return blake2b((message.destination or str(message.id)).encode(), digest_size=2).hexdigest()
+def _recipient_of(message: Message[object]) -> str:
+    return message.destination or str(message.id)
 
 
 def _stalled(circuit: _Circuit) -> Postponed:

@@ -62,7 +62,7 @@ EVENTS: dict[str, Callable[[CircuitBreaker], object]] = {
     "open, probed elsewhere": lambda breaker: breaker.open(PROBED_ELSEWHERE, NOW),
     "pause": lambda breaker: breaker.pause(NOW),
     "close": lambda breaker: breaker.close(),
-    "failure": lambda breaker: breaker.record_failure(OUTAGE, "ann", NOW),
+    "failure": lambda breaker: breaker.record_failure(OUTAGE, NOW),
     "success": lambda breaker: breaker.record_success("ann"),
     "admit": lambda breaker: breaker.admit(1, NOW),
     "admit an alert": lambda breaker: breaker.admit(1, NOW, may_probe=False),
@@ -124,7 +124,7 @@ def count(breaker: CircuitBreaker, sends: str, now: float = NOW) -> str:
             breaker.record_success("ann")
             answers += send
         else:
-            answers += "F" if breaker.record_failure(OUTAGE, "ann", now) else "f"
+            answers += "F" if breaker.record_failure(OUTAGE, now) else "f"
     return answers
 
 
@@ -153,10 +153,10 @@ def test_the_rate_begins_again_after_a_minute() -> None:
 
 def test_closing_forgets_the_counts() -> None:
     breaker = breaker_in("closed")
-    assert [breaker.record_failure(OUTAGE, "ann", NOW) for _ in range(3)] == [False, False, True]
+    assert [breaker.record_failure(OUTAGE, NOW) for _ in range(3)] == [False, False, True]
     breaker.close()
     assert breaker.is_forgettable(NOW)
-    assert not breaker.record_failure(OUTAGE, "ann", NOW)
+    assert not breaker.record_failure(OUTAGE, NOW)
 
 
 MINE, ALL = Unavailable("x", breaker="key"), Unavailable("x")
@@ -175,24 +175,29 @@ OTHERS: list[Outcome] = [
 def test_an_outcome_is_a_failure_of_the_breaker_that_it_concerns(is_part: bool, failures: list[Outcome]) -> None:
     breaker = breaker_in("closed", is_part=is_part)
     outcomes: list[Outcome] = [OUTAGE, MINE, ALL, REFUSED, *OTHERS]
-    assert [outcome for outcome in outcomes if breaker.failure_of(outcome, "ann")] == failures
+    assert [outcome for outcome in outcomes if breaker.failure_of(outcome)] == failures
 
 
-DOUBTFUL, DOUBTFUL_FAULT = Transient("no", outage=True, doubtful=True), Unavailable("no", doubtful=True)
+def doubtful(recipient: str) -> Transient:
+    return Transient("no", outage=True, doubtful=recipient)
 
 
-def doubt(breaker: CircuitBreaker, sends: str, failure: Transient | Unavailable = DOUBTFUL) -> str:
-    """Send to destinations: `a` is refused, `A` succeeds. Return `!` for each failure that opens the breaker."""
+def doubtful_fault(recipient: str) -> Unavailable:
+    return Unavailable("no", doubtful=recipient)
+
+
+def doubt(breaker: CircuitBreaker, sends: str, failure_of: Callable[[str], Transient | Unavailable] = doubtful) -> str:
+    """Send to recipients: `a` is refused, `A` succeeds. Return `!` for each failure that opens the breaker."""
     answers = ""
     for send in sends:
-        destination = send.lower()
+        recipient = send.lower()
         if send.isupper():
-            breaker.record_success(destination)
+            breaker.record_success(recipient)
             answers += "."
-        elif (counted := breaker.failure_of(failure, destination)) is None:
+        elif (counted := breaker.failure_of(failure_of(recipient))) is None:
             answers += "-"
         else:
-            answers += "!" if breaker.record_failure(counted, destination, NOW) else "."
+            answers += "!" if breaker.record_failure(counted, NOW) else "."
     return answers
 
 
@@ -213,7 +218,7 @@ def test_doubtful_failures_of_three_destinations_in_a_row_open_the_breaker(sends
 
 
 def test_a_doubtful_fault_opens_the_breaker_until_another_destination_succeeds() -> None:
-    assert doubt(breaker_in("closed"), "aaBaabAaB", DOUBTFUL_FAULT) == "!!.--!.!."
+    assert doubt(breaker_in("closed"), "aaBaabAaB", doubtful_fault) == "!!.--!.!."
 
 
 def test_doubtful_failures_count_for_no_rate() -> None:
@@ -232,7 +237,7 @@ def test_the_next_run_continues_with_suspects_and_outliers() -> None:
 def test_the_number_of_remembered_destinations_has_a_limit() -> None:
     breaker = breaker_in("closed")
     for number in range(5_000):
-        breaker.record_failure(DOUBTFUL, str(number), NOW)
+        breaker.record_failure(doubtful(str(number)), NOW)
         if number % 700 == 0:
             breaker.record_success("good")
     assert len(breaker.suspects) <= 1_000

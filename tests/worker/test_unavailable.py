@@ -332,6 +332,24 @@ async def test_refused_recipients_do_not_keep_the_breaker_open_for_others(dsn: s
         assert len(opening_alerts(db)) == 1
 
 
+@pytest.mark.parametrize("others", [(), ("good@example.com",)])
+async def test_one_refused_recipient_of_many_emails_holds_no_others(
+    dsn: str, db: psycopg.Connection, others: tuple[str, ...]
+) -> None:
+    """The messages have different destinations. Only the answer names the recipient that is the same in all."""
+    async with scripted_server({"RCPT TO:<bad@example.com>": "554 5.7.1 no"}) as server:
+        outbox = Outbox(settings_for(dsn, **mail_settings(server.port), **LONG))
+
+        @outbox.handler("greet", retry=RetryPolicy.steps(3600))
+        async def greet(message: Message, ctx: Context) -> Email:
+            return Email(to=("bad@example.com", *others), subject="Hello", text="Hello")
+
+        for number in range(6):
+            enqueue(db, destination=f"mailto:person{number}@example.com")
+        await Worker(outbox).run_once()
+        assert open_breakers(db) == []
+
+
 GROUP = "550 5.7.1 RESOLVER.RST.AuthRequired; authentication required"
 
 

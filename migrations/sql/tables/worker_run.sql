@@ -16,4 +16,4 @@ COMMENT ON COLUMN pgoutbox.worker_run.interval_seconds IS 'Time between the ends
 COMMENT ON COLUMN pgoutbox.worker_run.is_single IS 'Always true: limits the table to one row.';
 COMMENT ON COLUMN pgoutbox.worker_run.worker IS 'The worker of the last run.';
 COMMENT ON COLUMN pgoutbox.worker_run.failures IS
-    'Failures in a row of each transport, by circuit breaker, and digests of destinations with doubtful ones. The next run continues.';
+    'Failures in a row of each transport, by circuit breaker, and digests of recipients with doubtful ones. The next run continues.';

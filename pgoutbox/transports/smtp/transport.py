@@ -284,6 +284,8 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
     text: str
     cause: Cause = Cause.CONNECTION
     unknown: bool = False
+    recipients: Sequence[str] = ()
+    """The recipients that may be at fault."""
 
     @property
     def ends_connection(self) -> bool:
@@ -297,7 +299,7 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
         """
         # The server knows the recipient. A group that only insiders may write to is refused like a missing password.
         # Until then no fault is one of this e-mail, so it uses up no attempt.
-        doubtful = self.step in {"RCPT", "DATA"}
+        doubtful = f"mailto:{','.join(self.recipients)}" if self.recipients else None
         match self.cause:
             case Cause.LIMIT:
                 return Unavailable(self.text)
@@ -310,12 +312,12 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
                 return Permanent(self.text)
             case Cause.LATER:
                 return Transient(self.text)
-            case Cause.CONNECTION | Cause.UNCLEAR if not doubtful:
+            case Cause.CONNECTION | Cause.UNCLEAR if self.step not in {"RCPT", "DATA"}:
                 return Unavailable(self.text, outage=True)
             case Cause.CONNECTION:
                 return Transient(self.text, outage=True, unknown=self.unknown)
             case Cause.UNCLEAR:
-                return Transient(self.text, outage=True, doubtful=True)
+                return Transient(self.text, outage=True, doubtful=doubtful)
 
 
 class _Connection:
@@ -419,12 +421,16 @@ class _Connection:
 
     async def _rcpt(self, mail: RenderedEmail) -> None:
         """Name the recipients. One refusal refuses all: otherwise a retry would be a duplicate for the others."""
-        refusals = [*(await self._refusals(mail.sender, mail.recipients)).values()]
-        if refusals:
+        refused = await self._refusals(mail.sender, mail.recipients)
+        if refused:
+            refusals = [*refused.values()]
             named = "; ".join(refusal.text for refusal in refusals[:_NAMED_REFUSAL_COUNT])
             rest = len(refusals) - _NAMED_REFUSAL_COUNT
             text = f"{named}; and {rest} more" if rest > 0 else named
-            raise _Failure("RCPT", refusals[0].code, text, max(refusal.cause for refusal in refusals))
+            cause = max(refusal.cause for refusal in refusals)
+            if cause is Cause.UNCLEAR and len(refused) < len(mail.recipients):
+                cause = Cause.LATER  # The server takes e-mail for others.
+            raise _Failure("RCPT", refusals[0].code, text, cause, recipients=[*refused])
 
     async def _refusals(self, sender: str, recipients: Sequence[str]) -> dict[str, _Failure]:
         """Name the recipients, and return those that the server refuses."""
@@ -437,7 +443,7 @@ class _Connection:
             except _Failure as failure:
                 if failure.ends_connection:
                     raise
-                refusals[recipient] = failure
+                refusals[recipient] = replace(failure, recipients=[recipient])
         return refusals
 
     async def rehearse(self, sender: str) -> None:
@@ -465,7 +471,7 @@ class _Connection:
                 await self._client.data(mail.content, timeout=seconds)
         except _Failure as failure:
             if failure.code is not None:
-                raise
+                raise replace(failure, recipients=mail.recipients) from failure
             text = f"outcome unknown: connection lost after {failure.text}"
             raise _Failure("DATA", None, text, unknown=True) from failure
 
