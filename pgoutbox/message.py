@@ -158,7 +158,7 @@ class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or ra
     `retry_after` (seconds or a timedelta) is the delay that the receiver requested. A transport sets `outage` if the
     destination, or the way to it, is at fault and not this message: several such failures open a circuit breaker, that
     of `breaker`, one of the transport's own keys, or else that of the whole transport. With `doubtful` it
-    names what else may be at fault, for example the recipient: then only failures of different ones count. `unknown`
+    names the recipient, or another part that may be at fault: then only failures of different ones count. `unknown`
     means that the message may have been sent: then the handler's `on_unknown` decides whether it is tried again.
     """
 
@@ -188,8 +188,8 @@ class Unavailable(Exception):  # noqa: N818 - an outcome; it can be returned or 
     that returns it opens a circuit breaker at once: that of `breaker`, one of the transport's own keys, or else that of
     the whole transport. With `outage` the fault may pass by itself: then only several in a row open the breaker, as
     those of `Transient` do. Without a breaker the delay grows by the handler's retry policy, from one second on.
-    `retry_after` (seconds or a timedelta) is the minimum delay. `doubtful` names what else may be at fault, for
-    example the recipient: then it opens no breaker again after messages for others were sent.
+    `retry_after` (seconds or a timedelta) is the minimum delay. `doubtful` names the recipient, or another part
+    that may be at fault: then it opens no breaker again after messages for others were sent.
     """
 
     def __init__(

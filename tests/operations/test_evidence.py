@@ -215,7 +215,7 @@ def test_an_operator_frees_no_dedupe_key_without_an_act(dsn: str, db: psycopg.Co
     ]
 
 
-# --- logins that are no operators -------------------------------------------------------------------------------------
+# --- logins without the role operator ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ["pgoutbox_producer", "pgoutbox_worker"])
@@ -442,7 +442,7 @@ async def test_the_hook_of_an_encrypted_message_keeps_its_destination(dsn: str, 
 
 
 def test_an_operator_guesses_no_payload_by_its_dedupe_key(dsn: str, db: psycopg.Connection) -> None:
-    """The views show the key and the names in the payload, and a guess is no act."""
+    """The views show the key and the names in the payload, and a guess is not an act."""
     outbox = Outbox(settings_for(dsn))
     with db.transaction():
         first = outbox.enqueue(db, "mail", {"code": "4711"}, dedupe_key="k").id

@@ -204,7 +204,7 @@ def doubt(breaker: CircuitBreaker, sends: str, failure_of: Callable[[str], Trans
 @pytest.mark.parametrize(
     ("sends", "answers"),
     [
-        ("aaaaaaaa", "........"),  # One destination is no reason to hold others.
+        ("aaaaaaaa", "........"),  # One recipient does not hold others.
         ("abab", "...."),
         ("abac", "...!"),
         ("abCc", "...."),
