@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any
 
 import psycopg
 from psycopg import sql as composing
@@ -13,7 +12,7 @@ from benchmarks.options import CLAIM_PARAMETERS, TOPIC, Options
 from benchmarks.report import Result, Table, median, percentile
 from benchmarks.server import Server, load_pending, load_sent, settle
 from pgoutbox.database import sql
-from pgoutbox.database.store import BEGINNING, ClaimedRow
+from pgoutbox.database.store import BEGINNING, ClaimedRow, Place
 from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.settings import load_settings
 
@@ -81,15 +80,13 @@ def _plan_of_claim(connection: psycopg.Connection[tuple[object, ...]]) -> str:
 def _time_claims(connection: psycopg.Connection[tuple[object, ...]], count: int, *, with_position: bool) -> list[float]:
     cursor = connection.cursor(binary=True)
     times = []
-    position: tuple[Any, Any] = BEGINNING
+    place = BEGINNING
     for _ in range(count + 1):
         began_at = time.perf_counter()
-        cursor.execute(
-            sql.CLAIM_FRESH, {**CLAIM_PARAMETERS, "after_due_at": position[0], "after_id": position[1]}, prepare=True
-        )
+        cursor.execute(sql.CLAIM_FRESH, {**CLAIM_PARAMETERS, **place._asdict()}, prepare=True)
         rows = cursor.fetchall()
         times.append(1e3 * (time.perf_counter() - began_at))
         if with_position and rows:
             last = max(rows, key=lambda row: (row[_AVAILABLE_AT], row[0]))
-            position = (last[_AVAILABLE_AT], last[0])
+            place = Place(last[_AVAILABLE_AT], last[0])
     return times[1:]

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from datetime import datetime
 
 import psycopg
 
 from benchmarks.options import CLAIM_PARAMETERS
 from benchmarks.programs.lifeline import Meter, hold_lifeline
 from pgoutbox.database import sql
-from pgoutbox.database.store import BEGINNING, ClaimedRow
+from pgoutbox.database.store import BEGINNING, ClaimedRow, Place
 from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.settings import load_settings
 
@@ -29,7 +28,7 @@ def main(batch_size: int) -> int:
     with psycopg.connect(os.environ["PGOUTBOX_DSN"], autocommit=True) as connection:
         connection.execute(sql.PREPARE_SESSION, session_parameters(settings), prepare=False)
         cursor = connection.cursor(binary=True)
-        position: tuple[datetime | None, int] = BEGINNING
+        place = BEGINNING
         while True:
             meter.begin()
             cursor.execute(
@@ -37,15 +36,15 @@ def main(batch_size: int) -> int:
                 {
                     **CLAIM_PARAMETERS,
                     "total": batch_size,
-                    "after_due_at": position[0],
-                    "after_id": position[1],
+                    **place._asdict(),
                 },
                 prepare=True,
             )
             rows = cursor.fetchall()
-            if not rows and position == BEGINNING:
+            if not rows and place == BEGINNING:
                 break
-            position = max((row[AVAILABLE_AT], row[0]) for row in rows) if len(rows) == batch_size else BEGINNING
+            last = max((row[AVAILABLE_AT], row[0]) for row in rows) if len(rows) == batch_size else None
+            place = Place(*last) if last else BEGINNING
             if rows:
                 parameters = {
                     "ids": [row[0] for row in rows],

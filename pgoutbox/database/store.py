@@ -29,7 +29,6 @@ from pgoutbox.settings import Settings
 _LOCKED_PAUSE_SECONDS = 0.02
 _PASS_OVER_SECONDS = 1.0
 _PERMIT_PAUSE_SECONDS = 0.25
-_MAX_ID = 2**63 - 1
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _RETENTION_SECONDS = 30.0
 _NO_HOOKS: Final = "{}"
@@ -60,18 +59,6 @@ class ClaimedRow(NamedTuple):
     queue: str
     was_lapsed: bool = False
     """Whether the previous attempt was lost."""
-
-
-class Horizon(NamedTuple):
-    """The coverage of a snapshot of the database: see `NEXT_DUE`."""
-
-    started_at: datetime
-    """The server's identity: transactions and ids of different servers cannot be compared."""
-    xmin: int
-    """All transactions before this one have ended."""
-    next_xid: int
-    """No transaction from this one on had begun to write."""
-    last_id: int
 
 
 class DueRow(NamedTuple):
@@ -144,10 +131,17 @@ class ClaimRefusedError(psycopg.DatabaseError):
         self.sqlstate = cause.sqlstate
 
 
-Position = tuple[datetime, int]
-"""Due time and id of the last message that a claim has reached."""
+class Place(NamedTuple):
+    """Where the scan of a claim starts: after this message, or at those that fell due in the last `since_seconds`."""
 
-BEGINNING: Final[tuple[datetime | None, int]] = (None, 0)
+    after_due_at: datetime | None
+    after_id: int = 0
+    since_seconds: float = 0.0
+
+
+ALL_TIME_SECONDS: Final = 1e9
+"""About 32 years."""
+BEGINNING: Final = Place(None, since_seconds=ALL_TIME_SECONDS)
 
 
 class HeldRow(NamedTuple):
@@ -226,13 +220,13 @@ class Store:
         *,
         topics: Sequence[str],
         total: int,
-        position: Position | None,
+        place: Place,
         retries: bool = False,
         by_permits: bool = False,
         in_turn: bool = False,
         set_aside: Sequence[int] = (),
     ) -> list[ClaimedRow]:
-        """Claim up to `total` due messages after the position, fresh ones or with `retries` those attempted before.
+        """Claim up to `total` due messages from the place on, fresh ones or with `retries` those attempted before.
 
         With `in_turn`, for a backlog, it waits until at most one other such claim chooses from the queue. A queue that
         is paused or has limits yields messages only with `by_permits`. Messages in `set_aside` are passed over. Rows
@@ -243,31 +237,15 @@ class Store:
             statement, find = sql.CLAIM_RETRIES_BY_PERMITS if by_permits else sql.CLAIM_RETRIES, sql.FIND_RETRIES
         else:
             statement, find = sql.CLAIM_FRESH_BY_PERMITS if by_permits else sql.CLAIM_FRESH, sql.FIND_FRESH
-        due_at, message_id = position or BEGINNING
         parameters = {
             "queue": queue,
             "topics": topics,
             "total": total,
-            "after_due_at": due_at,
-            "after_id": message_id,
+            **place._asdict(),
             "set_aside": _array_of(set_aside),
         }
         turn: Step | None = (sql.TAKE_TURN, {"queue": queue}) if in_turn else None
         rows = await self._claim(statement, find, parameters, first=turn)
-        return _claimed(rows, queue)
-
-    async def claim_new(
-        self, queue: str, *, topics: Sequence[str], total: int, seen_id: int, set_aside: Sequence[int]
-    ) -> list[ClaimedRow]:
-        """Claim up to `total` fresh messages beyond this id from a queue without limits, like `claim`."""
-        parameters = {
-            "queue": queue,
-            "topics": topics,
-            "total": total,
-            "seen_id": seen_id,
-            "set_aside": _array_of(set_aside),
-        }
-        rows = await self._claim(sql.CLAIM_NEW, sql.FIND_NEW, parameters)
         return _claimed(rows, queue)
 
     async def end_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
@@ -332,11 +310,12 @@ class Store:
         return message_ids or (), last_key if count == key_limit else ""
 
     async def find_new_ordered(
-        self, queue: str, *, topics: Sequence[str], seen_id: int, key_limit: int
+        self, queue: str, *, topics: Sequence[str], since_seconds: float, key_limit: int
     ) -> Sequence[int]:
-        """Return the claimable messages of the ordering keys of `key_limit` messages beyond `seen_id`."""
+        """Return the claimable messages of the ordering keys of `key_limit` messages that fell due lately."""
         rows = await self.claims.fetch(
-            sql.FIND_NEW_ORDERED, {"queue": queue, "topics": topics, "seen_id": seen_id, "key_limit": key_limit}
+            sql.FIND_NEW_ORDERED,
+            {"queue": queue, "topics": topics, "since_seconds": since_seconds, "key_limit": key_limit},
         )
         return [message_id for (message_id,) in rows]
 
@@ -386,21 +365,20 @@ class Store:
         return dict(await self.claims.fetch(sql.CONTENTS, {"ids": content_ids}))
 
     async def next_due(
-        self, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float, seen_id: int | None
-    ) -> tuple[list[DueRow], datetime, Horizon]:
-        """Describe each of these queues, with the time of the database's clock and the coverage of the answer.
+        self, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float
+    ) -> tuple[list[DueRow], datetime]:
+        """Describe each of these queues, with the time of the database's clock.
 
         Messages that fell due within the last `since_seconds` are due, or `others_since_seconds` for retries and
-        leases: their seconds are zero or negative. Fresh messages beyond `seen_id` do not count.
+        leases: their seconds are zero or negative.
         """
         parameters = {
             "queues": queues,
             "since_seconds": since_seconds,
             "others_since_seconds": others_since_seconds,
-            "seen_id": _MAX_ID if seen_id is None else seen_id,
         }
         rows = await self.claims.fetch(sql.NEXT_DUE, parameters)
-        return [DueRow(*row[:5]) for row in rows], rows[0][5], Horizon(*rows[0][6:])
+        return [DueRow(*row[:5]) for row in rows], rows[0][5]
 
     async def idle_queues(self, queues: Sequence[str], watch_keys: Sequence[int]) -> list[str]:
         """Return the queues whose messages an idle worker may take; without a listener, all without a rate."""

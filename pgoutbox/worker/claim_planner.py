@@ -5,9 +5,11 @@ poll reads fresh messages. It reads another lane when a message there is due, by
 worker slept, and a few times a second under load. Lanes with a backlog take turns at being first.
 
 Dead index entries at the head of a lane make every claim slower than the one before, especially while an old
-transaction blocks vacuum. So a claim starts at the position of its cursor, where the last one ended. Messages may
-exist before it (a transaction that committed late, a released message). So it starts from the beginning again when a
-claim was not filled, when the worker was notified, and a few times a second under load.
+transaction blocks vacuum; so do messages that wait for another worker. So a claim starts where the last one ended.
+Messages may exist before that place (a transaction that committed late, a released message), so it starts from the
+beginning again when a claim was not filled, when the worker was notified, and a few times a second under load. One rule
+bounds the cost: searches from the beginning that are slow take up at most a tenth of the time. A search that this rule
+puts off is owed: the worker does not sleep longer.
 """
 
 from __future__ import annotations
@@ -19,15 +21,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pgoutbox.database.store import ClaimedRow, DueRow, Position
+from pgoutbox.database.store import ALL_TIME_SECONDS, BEGINNING, ClaimedRow, DueRow, Place
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.text import NAME
-from pgoutbox.worker.arrivals import Arrivals
 from pgoutbox.worker.crash_suspects import CrashSuspects
 
-FULL_CLAIM_SECONDS: Final = 0.25
-# A claim from the beginning may be slow; then it becomes less frequent, so that its share of the time stays small.
-FULL_CLAIM_SHARE: Final = 0.05
+SEARCH_SECONDS: Final = 0.25
+"""The pause between two searches from the beginning of a lane whose claims are filled."""
+# A search that takes no longer is as cheap as one from the last place.
+_CHEAP_SEARCH_SECONDS: Final = 0.005
+# The pause after a slow search, as a multiple of its time.
+_PAUSE_AFTER_SEARCH: Final = 9
+_MAX_PAUSE_SECONDS: Final = 60.0
+# A search from the last place goes back so far, because messages become visible only when their transaction commits.
+_LATE_COMMIT_SECONDS: Final = 2.0
 ALL_QUEUES: Final = "*"
 # Ordering keys that one claim reads until a page has a due message; a few milliseconds of the server's time.
 _SEARCHED_KEYS: Final = 100
@@ -107,7 +114,6 @@ class QueueSchedule:
         self._credits = {share.name: 0 for share in shares}
         self._planners = {share.name: ClaimPlanner(share.name) for share in shares}
         self.polled_at = now  # The start of their last poll.
-        self.arrivals = Arrivals()
 
     def __contains__(self, queue: str) -> bool:
         return queue in self._planners
@@ -150,6 +156,11 @@ class QueueSchedule:
             planner.search(now=now)
 
     @property
+    def search_owed_at(self) -> float:
+        """When a search from the beginning that was put off may begin; infinity if none was."""
+        return min(planner.search_owed_at for planner in self._planners.values())
+
+    @property
     def may_wait_for_ends(self) -> bool:
         """Whether the end of an attempt may make another message claimable."""
         return any(planner.is_limited or planner.has_ordered for planner in self._planners.values())
@@ -163,32 +174,43 @@ class Cursor:
     """The progress of the claims of one lane."""
 
     def __init__(self) -> None:
-        self.position: Position | None = None
+        self._place: Place | None = None
+        """The end of the last claim, if it was filled."""
+        self._is_search = False
         self.restarted_at = -math.inf
         """When the last claim from the beginning began."""
         self.searched_at = -math.inf
-        """The time up to which all due messages are claimed: by that claim, or by the database's answer."""
+        """The time up to which all due messages are claimed: by the last claim, or by the database's answer."""
         self.is_waiting = False
         """Whether the last claim was filled, so that more messages are likely to wait."""
         self.search_due_at = -math.inf
+        self.search_owed_at = math.inf
+        """When a search from the beginning that was put off may begin; infinity if none was."""
+        self._may_search_at = -math.inf
 
-    def start(self, now: float, *, from_beginning: bool, wanted_at: float = -math.inf) -> Position | None:
-        """Return the starting place; None for the beginning, also if its last claim began before `wanted_at`."""
-        if from_beginning or now >= self.search_due_at or self.restarted_at <= wanted_at:
-            self.position = None
-        return self.position
+    def start(self, now: float, *, from_beginning: bool, wanted_at: float = -math.inf) -> Place:
+        """Return the starting place: the beginning too if the last search from there began before `wanted_at`."""
+        wants = from_beginning or self.restarted_at <= wanted_at
+        self._is_search = now >= self.search_due_at or (wants and now >= self._may_search_at)
+        self.search_owed_at = math.inf if self._is_search or not wants else self._may_search_at
+        if self._is_search:
+            return BEGINNING
+        return self._place or Place(None, since_seconds=self.since_seconds(now))
+
+    def since_seconds(self, now: float) -> float:
+        """Return the time before `now` in which all messages fell due that a claim from the last place finds."""
+        return min(now - self.searched_at + _LATE_COMMIT_SECONDS, ALL_TIME_SECONDS)
 
     def record(self, rows: Sequence[ClaimedRow], limit: int, *, began_at: float, ended_at: float) -> None:
-        """Remember the end of a claim of up to `limit` messages that started at the position."""
+        """Remember the end of a claim of up to `limit` messages from the place that `start` returned."""
         self.is_waiting = len(rows) == limit
-        if self.position is None:
-            self.restarted_at = self.searched_at = began_at
-            self.search_due_at = _due_after(began_at, ended_at)
-        self.position = max((row.available_at, row.id) for row in rows) if self.is_waiting else None
-
-    def record_new(self, rows: Sequence[ClaimedRow], limit: int) -> None:
-        """Remember a claim of new messages. It does not cover other messages."""
-        self.is_waiting = len(rows) == limit
+        self._place = Place(*max((row.available_at, row.id) for row in rows)) if self.is_waiting else None
+        if self._is_search:
+            self.restarted_at = began_at
+            self.search_due_at = ended_at + max(SEARCH_SECONDS, _pause_after(ended_at - began_at))
+            self._may_search_at = ended_at + _pause_after(ended_at - began_at)
+        if self._is_search or not self.is_waiting:
+            self.searched_at = began_at
 
 
 class ClaimPlanner:
@@ -211,23 +233,14 @@ class ClaimPlanner:
         self._lapsed_polled_at = -math.inf
         self._lapsed_searched_at = -math.inf
         self._lapsed_due_at = -math.inf
-        self._scheduled_due_at = -math.inf  # When the next message falls due, apart from new ones.
         self._others_are_older = False  # Whether a retry fell due before all fresh messages, in a queue with limits.
         self._is_known = False
         self._first = Lane.RETRIES
 
-    def is_for_new_alone(self, now: float) -> bool:
-        """Whether a claim of new messages finds all due messages in the lane of fresh ones."""
-        return (
-            now < self._scheduled_due_at
-            and self.fresh.restarted_at > self.wanted_at
-            and not self.fresh.is_waiting
-            and not self.is_limited
-        )
-
-    def record_searched(self) -> None:
-        """Remember that all fresh messages were searched: the database's answer gives the next due time."""
-        self._scheduled_due_at = math.inf
+    @property
+    def search_owed_at(self) -> float:
+        """When a search from the beginning that was put off may begin; infinity if none was."""
+        return min(self.fresh.search_owed_at, self.retries.search_owed_at)
 
     @property
     def others_searched_at(self) -> float:
@@ -259,7 +272,7 @@ class ClaimPlanner:
     def record_lapsed(self, *, began_at: float, ended_at: float) -> None:
         """Remember the time of a search for both kinds of lapsed attempts."""
         self._lapsed_polled_at = self._lapsed_searched_at = began_at
-        self._lapsed_due_at = _due_after(began_at, ended_at)
+        self._lapsed_due_at = ended_at + max(SEARCH_SECONDS, _pause_after(ended_at - began_at))
 
     def record_due(self, row: DueRow, *, asked_at: float | None, now: float) -> bool:
         """Remember the database's answer for the queue. Return whether a poll would now find messages."""
@@ -268,14 +281,13 @@ class ClaimPlanner:
         first, other = row.first_due_seconds, row.other_due_seconds
         self._others_are_older = other is not None and (first is None or other < first)
         self.is_limited, self.has_ordered = row.is_limited, row.has_ordered
-        self._scheduled_due_at = math.inf if row.first_seconds is None else now + row.first_seconds
         # Under a limit every poll includes them, because the next permit may come at any time.
         other_seconds = row.other_due_seconds if row.is_limited else row.other_seconds
         due_at = math.inf if other_seconds is None else now + other_seconds
         self.retries.search_due_at = self._lapsed_due_at = due_at
         if asked_at is not None:
             # No message fell due in the lane before the query.
-            if self._scheduled_due_at > now:
+            if row.first_seconds is None or row.first_seconds > 0:
                 self.fresh.searched_at = max(asked_at, self.fresh.searched_at)
             if due_at > now:
                 self.retries.searched_at = self._lapsed_searched_at = asked_at
@@ -313,5 +325,6 @@ class ClaimPlanner:
         self.wanted_at = now
 
 
-def _due_after(began_at: float, ended_at: float) -> float:
-    return ended_at + max(FULL_CLAIM_SECONDS, (ended_at - began_at) / FULL_CLAIM_SHARE)
+def _pause_after(seconds: float) -> float:
+    """Return the pause after a search that took so long."""
+    return min(seconds * _PAUSE_AFTER_SEARCH, _MAX_PAUSE_SECONDS) if seconds > _CHEAP_SEARCH_SECONDS else 0.0

@@ -20,7 +20,7 @@ from typing import Final
 import psycopg
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import ClaimedRow, ClaimRefusedError, LapsedOptions, Store
+from pgoutbox.database.store import ALL_TIME_SECONDS, ClaimedRow, ClaimRefusedError, LapsedOptions, Store
 from pgoutbox.database.worker_connection import is_lost_key, is_of_a_row, is_refusal
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent, Telemetry
@@ -38,7 +38,6 @@ _CONFLICT_PAUSE_SECONDS: Final = 0.01  # Time for the other claim, which has the
 _ENDED_ELSEWHERE: Final = 100
 _ELSEWHERE_SECONDS: Final = 300.0
 _SURVEY_SECONDS: Final = 1.0
-_LONG_AGO_SECONDS: Final = 1e9
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 
 
@@ -73,7 +72,6 @@ class Claimer:
         self._set_aside = SetAside(telemetry)
         self._elsewhere_due_at = -math.inf
         self._conflict_count = 0
-        self._searched_count = 0  # Queues in which the current poll left no fresh message.
         self._busy_since = -math.inf  # When a poll first found a message since the last survey.
         self._unanswered = UnansweredClaims(again_seconds=store.lease_seconds)
         self.work_ahead = False
@@ -91,7 +89,6 @@ class Claimer:
             return None
         if not fresh_only and self._is_check_due(self._queues.polled_at) and not await self._check():
             return None
-        visible_id, self._searched_count = self._queues.arrivals.visible_id, 0
         if self._conflict_count > _STUBBORN_CONFLICTS:
             room = 1  # Claims of several rows can conflict at a coalesce key repeatedly: a claim of one row cannot.
         for planner in self._queues.in_turn():
@@ -103,8 +100,6 @@ class Claimer:
             room -= count
             if room <= 0:
                 break
-        if self._searched_count == len(self._queues.names):
-            self._queues.arrivals.note_searched(visible_id)
         if found:
             self._busy_since = min(self._busy_since, self._queues.polled_at)
         return found
@@ -138,13 +133,11 @@ class Claimer:
         slack = _ROUND_TRIP_SECONDS
         while True:
             asked_at = elapsed_clock()
-            rows, now, horizon = await self._store.next_due(
+            rows, now = await self._store.next_due(
                 self._queues.names,
-                since_seconds=min(asked_at - self._queues.searched_at + slack, _LONG_AGO_SECONDS),
-                others_since_seconds=min(asked_at - self._queues.others_searched_at + slack, _LONG_AGO_SECONDS),
-                seen_id=self._queues.arrivals.seen_id,
+                since_seconds=min(asked_at - self._queues.searched_at + slack, ALL_TIME_SECONDS),
+                others_since_seconds=min(asked_at - self._queues.others_searched_at + slack, ALL_TIME_SECONDS),
             )
-            self._queues.arrivals.record(horizon)
             answered_at = elapsed_clock()
             took = answered_at - asked_at
             self._busy_since = math.inf
@@ -229,48 +222,18 @@ class Claimer:
                 case Lane.RETRIES:
                     count = await self._claim_due(planner, planner.retries, room - found, from_beginning=False)
                 case Lane.FRESH:
-                    count = await self._claim_fresh(planner, room - found, from_beginning=from_beginning or fresh_only)
+                    from_beginning |= fresh_only
+                    count = await self._claim_due(planner, planner.fresh, room - found, from_beginning=from_beginning)
             if count is None:
                 return None
             found += count
         return found
 
-    async def _claim_fresh(self, planner: ClaimPlanner, room: int, *, from_beginning: bool) -> int | None:
-        """Claim fresh messages. If all others have been seen, search only the new ones."""
-        seen_id = self._queues.arrivals.seen_id
-        if from_beginning and seen_id is not None and planner.is_for_new_alone(elapsed_clock()):
-            return await self._claim_new(planner, room, seen_id)
-        return await self._claim_due(planner, planner.fresh, room, from_beginning=from_beginning)
-
-    async def _claim_new(self, planner: ClaimPlanner, room: int, seen_id: int) -> int | None:
-        began_at = elapsed_clock()
-        kind = f"{planner.queue} fresh"
-        total = self._set_aside.within(kind, room)
-        rows = await self._run(
-            planner.queue,
-            kind,
-            total,
-            self._store.claim_new(
-                planner.queue,
-                topics=self._topics,
-                total=total,
-                seen_id=seen_id,
-                set_aside=self._set_aside.ids(began_at),
-            ),
-        )
-        if rows is None:
-            return None
-        planner.fresh.record_new(rows, total)
-        self._searched_count += not planner.fresh.is_waiting
-        self.work_ahead |= planner.fresh.is_waiting
-        await self._hand_over(rows, began_at)
-        return len(rows)
-
     async def _claim_due(self, planner: ClaimPlanner, cursor: Cursor, room: int, *, from_beginning: bool) -> int | None:
         """Claim fresh messages or retries."""
         began_at = elapsed_clock()
         is_retries = cursor is planner.retries
-        position = cursor.start(began_at, from_beginning=from_beginning, wanted_at=planner.wanted_at)
+        place = cursor.start(began_at, from_beginning=from_beginning, wanted_at=planner.wanted_at)
         kind = f"{planner.queue} {'retries' if is_retries else 'fresh'}"
         total = self._set_aside.within(kind, room)
         rows = await self._run(
@@ -281,7 +244,7 @@ class Claimer:
                 planner.queue,
                 topics=self._topics,
                 total=total,
-                position=position,
+                place=place,
                 retries=is_retries,
                 by_permits=planner.is_limited,
                 in_turn=cursor.is_waiting and not planner.is_limited,
@@ -291,9 +254,6 @@ class Claimer:
         if rows is None:
             return None
         cursor.record(rows, total, began_at=began_at, ended_at=elapsed_clock())
-        if not is_retries and position is None:
-            planner.record_searched()
-            self._searched_count += not cursor.is_waiting
         self.work_ahead |= cursor.is_waiting
         await self._hand_over(rows, began_at)
         return len(rows)
@@ -383,12 +343,14 @@ class Claimer:
             found, last_key = await self._store.find_ordered(
                 planner.queue, topics=self._topics, after_key=planner.after_key, key_limit=planner.page_limit(room)
             )
-            seen_id = self._queues.arrivals.seen_id
             is_whole = planner.after_key == last_key == ""
             # A message with a new key need not wait for its turn in the round.
-            if not is_whole and seen_id is not None and room > len(found):
+            if not is_whole and room > len(found):
                 new = await self._store.find_new_ordered(
-                    planner.queue, topics=self._topics, seen_id=seen_id, key_limit=room - len(found)
+                    planner.queue,
+                    topics=self._topics,
+                    since_seconds=planner.fresh.since_seconds(began_at),
+                    key_limit=room - len(found),
                 )
                 found = list({*found, *new})
             message_ids = [message_id for message_id in found if message_id not in set_aside]

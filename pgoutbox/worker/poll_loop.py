@@ -188,9 +188,12 @@ class PollLoop:
                 self._queues.search(now=elapsed_clock())
             found = await self._claimer.poll(room, from_beginning=from_beginning)
             if found == 0 and from_beginning and not self._claimer.work_ahead:
-                if was_idle:
+                if (owed_at := self._queues.search_owed_at) < math.inf:
+                    await self.sleep(owed_at - elapsed_clock())
+                elif was_idle:
                     return
-                await self._until_progress()
+                else:
+                    await self._until_progress()
             from_beginning = found == 0
 
     async def sleep(self, seconds: float) -> bool:
@@ -354,6 +357,7 @@ class PollLoop:
         except (psycopg.Error, OSError) as error:
             await self._outage.pause_or_raise(error)
         else:
+            limit = min(limit, self._queues.search_owed_at - elapsed_clock())
             seconds = limit if due is None else min(limit, due)
             if not await self.sleep(seconds) and seconds > _HIGH_RATE_PAUSE_SECONDS:
                 self._queues.search(now=elapsed_clock())

@@ -66,7 +66,7 @@ CLAIM_PARAMETERS: Mapping[str, object] = {
     "total": 200,
     "after_due_at": None,
     "after_id": 0,
-    "seen_id": 0,
+    "since_seconds": 1e9,
     "clock_limit": None,
     "in_flight": "{}",
     "set_aside": [],
@@ -205,7 +205,6 @@ def plan_of(connection: psycopg.Connection, statement: LiteralString, parameters
 LANES = [
     pytest.param(sql.CLAIM_FRESH, "message_live_fresh", id="fresh"),
     pytest.param(sql.CLAIM_FRESH_BY_PERMITS, "message_live_fresh", id="fresh by permits"),
-    pytest.param(sql.CLAIM_NEW, "message_live_pkey", id="new"),
     pytest.param(sql.CLAIM_RETRIES, "message_live_retry", id="retries"),
     pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, "message_live_retry", id="retries by permits"),
     pytest.param(sql.CLAIM_LAPSED, "message_live_lease", id="lapsed"),
@@ -221,8 +220,8 @@ def test_a_claim_reads_only_its_lane_from_its_own_index(
     lane, updated = plan.reads("message_live", "m")
     assert (lane.index, updated.type) == (index, "Tid Scan")
     # A dollar sign shows that this is the generic plan, as the worker runs it.
-    assert re.search(r"id > \$\d" if index == "message_live_pkey" else r"queue = \$\d", lane.condition)
-    assert "<= now()" in lane.condition or index == "message_live_pkey"
+    assert re.search(r"queue = \$\d", lane.condition)
+    assert "<= now()" in lane.condition
     if index in ("message_live_fresh", "message_live_retry"):
         assert re.search(r"> ROW\(COALESCE\(\$\d", lane.condition), "the position is not an index condition"
 
@@ -266,7 +265,7 @@ def test_the_next_due_time_is_read_from_the_head_of_each_lane(filled: psycopg.Co
     plan = plan_of(
         filled,
         sql.NEXT_DUE,
-        {"queues": ["default", "bulk"], "since_seconds": 0, "others_since_seconds": 0, "seen_id": 1000},
+        {"queues": ["default", "bulk"], "since_seconds": 0, "others_since_seconds": 0},
     )
     assert {node.index for node in plan.reads("message_live")} == {
         "message_live_fresh",
@@ -306,7 +305,7 @@ def test_attempts_in_flight_are_found_by_primary_key(
         pytest.param(sql.END_SUPERSEDED_ELSEWHERE, ELSEWHERE_PARAMETERS, id="end superseded elsewhere"),
         pytest.param(
             sql.NEXT_DUE,
-            {"queues": ["default"], "since_seconds": 0, "others_since_seconds": 0, "seen_id": 1000},
+            {"queues": ["default"], "since_seconds": 0, "others_since_seconds": 0},
             id="next due",
         ),
         pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),

@@ -1084,7 +1084,7 @@ def test_the_hostile_objects_catch_a_function_without_a_pinned_path(trapped: psy
         trapped.execute("SELECT pgoutbox._cancel_each('{1}', '{pending}')")
 
 
-@pytest.mark.parametrize("name", ["xid8", "nextval", "pg_try_advisory_xact_lock_shared", "hashtext"])
+@pytest.mark.parametrize("name", ["nextval", "pg_try_advisory_xact_lock_shared", "hashtext"])
 def test_the_hostile_objects_catch_each_unqualified_name_of_enqueue(trapped: psycopg.Connection, name: str) -> None:
     row = trapped.execute("SELECT pg_get_functiondef('pgoutbox._enqueue_receipt'::regproc)").fetchone()
     assert row is not None
@@ -1133,5 +1133,5 @@ async def test_many_notifications_cause_a_limited_number_of_claims(
             connection.commit()
             await until(lambda: row_of(connection, message_id).state == "sent")
             connection.rollback()
-    claims = [one for one in statements if one in (sql.CLAIM_NEW, sql.CLAIM_FRESH, sql.CLAIM_FRESH_BY_PERMITS)]
+    claims = [one for one in statements if one in (sql.CLAIM_FRESH, sql.CLAIM_FRESH_BY_PERMITS)]
     assert 1 <= len(claims) <= 20

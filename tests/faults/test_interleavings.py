@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
-    from pgoutbox.database.store import ClaimedRow, DueRow, Horizon
+    from pgoutbox.database.store import ClaimedRow, DueRow
     from tests.conftest import Connect
 
 
@@ -632,8 +632,8 @@ async def test_a_message_that_falls_due_during_the_due_time_query_is_delivered(
         delivered.set()
 
     async def ask_late(
-        self: Store, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float, seen_id: int | None
-    ) -> tuple[list[DueRow], datetime, Horizon]:
+        self: Store, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float
+    ) -> tuple[list[DueRow], datetime]:
         if since_seconds < PATIENCE_SECONDS:  # The first query, before any claim, has no lower bound.
             questions.append(since_seconds)
         if len(questions) == 1:
@@ -644,7 +644,6 @@ async def test_a_message_that_falls_due_during_the_due_time_query_is_delivered(
             queues,
             since_seconds=since_seconds,
             others_since_seconds=others_since_seconds,
-            seen_id=seen_id,
         )
 
     async def note_oversleeping(self: Claimer) -> float | None:

@@ -186,9 +186,6 @@ async def test_a_worker_that_slept_since_the_act_finds_the_message_at_its_commit
     worker, operator = WatchedWorker(outbox), connect()
     async with running(worker):
         await worker.sleeping.wait()
-        while worker._queues.arrivals.seen_id is None:  # Until then the worker searches all messages.
-            enqueue(db)
-            await worker.polls_and_sleeps()
         operator.execute("SELECT")
         assert getattr(Operator(operator), act)(message_id).is_done
         await worker.polls_and_sleeps()

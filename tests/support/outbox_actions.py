@@ -16,7 +16,7 @@ from psycopg.rows import class_row
 from psycopg.types.json import Jsonb
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import BEGINNING, ClaimedRow, FinishRequest, HeldRow, Position
+from pgoutbox.database.store import BEGINNING, ClaimedRow, FinishRequest, HeldRow, Place
 from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.settings import Settings
 from pgoutbox.worker import Worker
@@ -93,8 +93,8 @@ def claim(
     hold_topics: Sequence[str] = (),
     total: int = 100,
     fresh_limit: int | None = None,
-    fresh_position: Position | None = None,
-    retry_position: Position | None = None,
+    fresh_position: Place = BEGINNING,
+    retry_position: Place = BEGINNING,
     suspect_limit: int = 1,
     clock_limit: datetime | None = None,
     fresh_only: bool = False,
@@ -122,17 +122,12 @@ def claim(
     }
     rows: list[ClaimedRow] = []
 
-    def run(
-        statement: LiteralString, limit: int, position: Position | None = None, *, was_lapsed: bool = False
-    ) -> None:
+    def run(statement: LiteralString, limit: int, place: Place = BEGINNING, *, was_lapsed: bool = False) -> None:
         if limit <= 0:
             return
-        due_at, message_id = position or BEGINNING
         while True:
             try:
-                answer = connection.execute(
-                    statement, {**parameters, "total": limit, "after_due_at": due_at, "after_id": message_id}
-                )
+                answer = connection.execute(statement, {**parameters, "total": limit, **place._asdict()})
                 break
             except again_on:
                 continue
@@ -164,11 +159,18 @@ def find_ordered(
     return ids or [], last_key, count
 
 
+def due_earlier(connection: psycopg.Connection, message_id: int, seconds: float) -> None:
+    connection.execute(
+        "UPDATE pgoutbox.message_live SET available_at = now() - make_interval(secs => %s) WHERE id = %s",
+        [seconds, message_id],
+    )
+
+
 def find_new_ordered(
-    connection: psycopg.Connection, seen_id: int, *, topics: Sequence[str] = ("greet",), key_limit: int = 100
+    connection: psycopg.Connection, since_seconds: float, *, topics: Sequence[str] = ("greet",), key_limit: int = 100
 ) -> list[int]:
-    """Return the claimable messages of the keys of messages beyond `seen_id`."""
-    parameters = {"queue": "default", "topics": list(topics), "seen_id": seen_id, "key_limit": key_limit}
+    """Return the claimable messages of the keys of messages that fell due in the last `since_seconds`."""
+    parameters = {"queue": "default", "topics": list(topics), "since_seconds": since_seconds, "key_limit": key_limit}
     return sorted(row[0] for row in connection.execute(sql.FIND_NEW_ORDERED, parameters).fetchall())
 
 

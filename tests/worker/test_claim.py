@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, LiteralString, Unpack
 import pytest
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import ClaimedRow, FinishRequest
+from pgoutbox.database.store import ClaimedRow, FinishRequest, Place
 from pgoutbox.message import AttemptOutcome, State
 from tests.support.messages import PUT_FINAL
 from tests.support.outbox_actions import (
@@ -17,6 +17,7 @@ from tests.support.outbox_actions import (
     attempts_of,
     cancel,
     claim,
+    due_earlier,
     enqueue,
     expire,
     finish,
@@ -31,13 +32,6 @@ if TYPE_CHECKING:
     import psycopg
 
     from tests.conftest import Connect
-
-
-def due_earlier(connection: psycopg.Connection, message_id: int, seconds: float) -> None:
-    connection.execute(
-        "UPDATE pgoutbox.message_live SET available_at = now() - make_interval(secs => %s) WHERE id = %s",
-        [seconds, message_id],
-    )
 
 
 def retried(connection: psycopg.Connection, **arguments: Unpack[Options]) -> int:
@@ -64,19 +58,6 @@ def lost(connection: psycopg.Connection, **arguments: Unpack[Options]) -> int:
     return message_id
 
 
-def claim_new(connection: psycopg.Connection, *, seen_id: int, total: int = 100) -> list[int]:
-    parameters = {
-        "queue": "default",
-        "topics": ["greet"],
-        "total": total,
-        "seen_id": seen_id,
-        "set_aside": [],
-        "worker": "w",
-        "lease_seconds": LEASE_SECONDS,
-    }
-    return sorted(row[0] for row in connection.execute(sql.CLAIM_NEW, parameters).fetchall())
-
-
 def test_a_claim_leases_the_message_and_counts_the_attempt(rolled_back: psycopg.Connection) -> None:
     message_id = enqueue(rolled_back, payload={"name": "Ann"}, destination="mailto:ann@example.org")
     (claimed,) = claim(rolled_back, worker="w")
@@ -93,7 +74,6 @@ def test_a_claim_leases_the_message_and_counts_the_attempt(rolled_back: psycopg.
     [
         pytest.param(sql.CLAIM_FRESH, False, id="fresh"),
         pytest.param(sql.CLAIM_FRESH_BY_PERMITS, False, id="fresh by permits"),
-        pytest.param(sql.CLAIM_NEW, False, id="new"),
         pytest.param(sql.CLAIM_RETRIES, False, id="retries"),
         pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, False, id="retries by permits"),
         pytest.param(sql.CLAIM_ORDERED, False, id="ordered"),
@@ -114,7 +94,7 @@ def test_every_claim_returns_the_columns_of_the_row_in_their_order(
         "total": 1,
         "after_due_at": None,
         "after_id": 0,
-        "seen_id": 0,
+        "since_seconds": 0,
         "ids": [1],
         "clock_limit": None,
         "in_flight": [],
@@ -214,7 +194,7 @@ def test_a_position_skips_messages_that_were_due_before_it(rolled_back: psycopg.
     below_again, at_position_again, after_position_again = (retried(rolled_back) for _ in range(3))
     due_earlier(rolled_back, at_position_again, 0)
     due_earlier(rolled_back, after_position_again, 0)
-    rows = claim(rolled_back, fresh_position=(now, at_position), retry_position=(now, at_position_again))
+    rows = claim(rolled_back, fresh_position=Place(now, at_position), retry_position=Place(now, at_position_again))
     assert ids_in_flight(rows) == [after_position, after_position_again]
     assert ids_in_flight(claim(rolled_back)) == [below, at_position, below_again, at_position_again]
 
@@ -223,8 +203,8 @@ def test_the_position_of_one_lane_does_not_affect_the_other(rolled_back: psycopg
     ((now,),) = rolled_back.execute("SELECT now()").fetchall()
     fresh, retry = enqueue(rolled_back), retried(rolled_back)
     due_earlier(rolled_back, fresh, 5)
-    assert ids_in_flight(claim(rolled_back, retry_position=(now, retry))) == [fresh]
-    assert ids_in_flight(claim(rolled_back, fresh_position=(now, retry))) == [retry]
+    assert ids_in_flight(claim(rolled_back, retry_position=Place(now, retry))) == [fresh]
+    assert ids_in_flight(claim(rolled_back, fresh_position=Place(now, retry))) == [retry]
 
 
 def test_a_superseded_message_ends_skipped_and_names_its_successor(rolled_back: psycopg.Connection) -> None:
@@ -494,12 +474,11 @@ def test_rows_locked_by_another_session_are_skipped(connect: Connect) -> None:
     assert ids_in_flight(claim(ours)) == locked
 
 
-def due_of(connection: psycopg.Connection, *, since_seconds: float, seen_id: int | None = None) -> float | None:
+def due_of(connection: psycopg.Connection, *, since_seconds: float) -> float | None:
     parameters = {
         "queues": ["default", "bulk"],
         "since_seconds": since_seconds,
         "others_since_seconds": since_seconds,
-        "seen_id": 2**63 - 1 if seen_id is None else seen_id,
     }
     rows = connection.execute(sql.NEXT_DUE, parameters).fetchall()
     return min((float(seconds) for row in rows for seconds in row[3:5] if seconds is not None), default=None)
@@ -527,34 +506,6 @@ def test_messages_due_since_the_last_claim_began_are_included(rolled_back: psyco
     due_earlier(rolled_back, message_id, 3)
     assert due_of(rolled_back, since_seconds=5) == -3.0
     assert due_of(rolled_back, since_seconds=2) is None
-
-
-def test_new_due_messages_are_excluded_because_every_claim_takes_them(
-    rolled_back: psycopg.Connection,
-) -> None:
-    old, new = enqueue(rolled_back), enqueue(rolled_back)
-    due_earlier(rolled_back, old, 3)
-    due_earlier(rolled_back, new, 4)
-    assert due_of(rolled_back, since_seconds=5, seen_id=old) == -3.0
-    rolled_back.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('default', 1)")
-    assert due_of(rolled_back, since_seconds=5, seen_id=old) == -4.0
-
-
-def test_a_scheduled_new_message_is_the_next_due_time(rolled_back: psycopg.Connection) -> None:
-    old, scheduled = enqueue(rolled_back), enqueue(rolled_back)
-    due_earlier(rolled_back, scheduled, -60)
-    assert due_of(rolled_back, since_seconds=0, seen_id=old) == 60
-
-
-def test_a_claim_of_new_messages_takes_fresh_ones_beyond_an_id(rolled_back: psycopg.Connection) -> None:
-    old, first, retry, second = enqueue(rolled_back), enqueue(rolled_back), retried(rolled_back), enqueue(rolled_back)
-    scheduled = enqueue(rolled_back)
-    due_earlier(rolled_back, scheduled, -60)
-    due_earlier(rolled_back, second, 60)
-    assert claim_new(rolled_back, seen_id=old, total=1) == [first]
-    assert claim_new(rolled_back, seen_id=old) == [second]
-    assert claim_new(rolled_back, seen_id=0) == [old]
-    assert state_of(rolled_back, retry) == "pending"
 
 
 def owed(connection: psycopg.Connection) -> int:

@@ -7,11 +7,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from pgoutbox.database.store import ClaimedRow, DueRow, Position
+from pgoutbox.database.store import BEGINNING, ClaimedRow, DueRow, Place
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.worker.claim_planner import (
-    FULL_CLAIM_SECONDS,
-    FULL_CLAIM_SHARE,
+    SEARCH_SECONDS,
     ClaimPlanner,
     Cursor,
     Lane,
@@ -60,7 +59,7 @@ class Clock:
         self.cursor = Cursor()
         self.now = 1000.0
 
-    def start(self, *, from_beginning: bool = False) -> Position | None:
+    def start(self, *, from_beginning: bool = False) -> Place:
         return self.cursor.start(self.now, from_beginning=from_beginning)
 
     def claim(self, *seconds: int, from_beginning: bool = False, took: float = 0.001) -> None:
@@ -70,46 +69,61 @@ class Clock:
 
 
 def test_the_first_claim_starts_at_the_beginning() -> None:
-    assert Clock().start() is None
+    assert Clock().start() == BEGINNING
 
 
 def test_a_filled_claim_sets_the_position_where_it_ended() -> None:
     clock = Clock()
     clock.claim(1, 2, 3, 4)
     assert clock.cursor.is_waiting
-    assert clock.start() == (NOON + timedelta(seconds=4), 4)
+    assert clock.start() == Place(NOON + timedelta(seconds=4), 4)
 
 
-def test_a_partial_claim_removes_the_floor() -> None:
+def test_after_a_partial_claim_the_next_one_goes_back_to_transactions_that_committed_late() -> None:
     clock = Clock()
     clock.claim(1, 2, 3, 4)
     clock.claim(5)
     assert not clock.cursor.is_waiting
-    assert clock.start() is None
+    clock.now += 0.1
+    assert clock.start().after_due_at is None
+    assert 1.0 < clock.start().since_seconds < 10.0
 
 
 def test_a_notified_worker_starts_at_the_beginning() -> None:
     clock = Clock()
     clock.claim(1, 2, 3, 4)
-    assert clock.start(from_beginning=True) is None
+    assert clock.start(from_beginning=True) == BEGINNING
+    assert clock.cursor.search_owed_at == math.inf
 
 
 def test_under_load_claims_start_at_the_beginning_a_few_times_a_second() -> None:
     clock = Clock()
     clock.claim(1, 2, 3, 4)
-    clock.now += 0.9 * FULL_CLAIM_SECONDS
-    assert clock.start() is not None
-    clock.now += 0.2 * FULL_CLAIM_SECONDS
-    assert clock.start() is None
+    clock.now += 0.9 * SEARCH_SECONDS
+    assert clock.start() != BEGINNING
+    clock.now += 0.2 * SEARCH_SECONDS
+    assert clock.start() == BEGINNING
 
 
-def test_slow_claims_from_the_beginning_become_rarer() -> None:
+@pytest.mark.parametrize(("took", "pause"), [(1.0, 9.0), (3600.0, 60.0)])
+def test_slow_searches_from_the_beginning_take_a_tenth_of_the_time_and_are_owed(took: float, pause: float) -> None:
     clock = Clock()
-    clock.claim(1, 2, 3, 4, took=1.0)
-    clock.now += 0.9 / FULL_CLAIM_SHARE
-    assert clock.start() is not None
-    clock.now += 0.2 / FULL_CLAIM_SHARE
-    assert clock.start() is None
+    clock.claim(1, 2, 3, took=took)
+    clock.now += 0.9 * pause
+    assert clock.start(from_beginning=True) != BEGINNING
+    assert clock.cursor.search_owed_at == 1000.0 + took + pause
+    clock.now += 0.2 * pause
+    assert clock.start(from_beginning=True) == BEGINNING
+    assert clock.cursor.search_owed_at == math.inf
+
+
+def test_a_search_that_is_wanted_since_the_last_one_is_owed_too() -> None:
+    clock = Clock()
+    clock.claim(1, 2, 3, took=1.0)
+    assert clock.cursor.start(clock.now, from_beginning=False, wanted_at=1000.5) != BEGINNING
+    assert clock.cursor.search_owed_at == 1010.0
+    assert clock.cursor.start(clock.now, from_beginning=False, wanted_at=999.0) != BEGINNING
+    assert clock.cursor.search_owed_at == math.inf
 
 
 def test_a_claim_from_the_position_of_the_cursor_searches_nothing_before_it() -> None:
@@ -129,6 +143,7 @@ def plain(now: float = 1000.0) -> ClaimPlanner:
     """Return the lanes of a queue without limits and ordering keys, in which nothing is due."""
     lanes = ClaimPlanner("default")
     for cursor in (lanes.fresh, lanes.retries):
+        cursor.start(now - 1, from_beginning=True)
         cursor.record([], LIMIT, began_at=now - 1, ended_at=now - 1)
     lanes.record_lapsed(began_at=now - 1, ended_at=now - 1)
     lanes.record_due(due("default"), asked_at=now, now=now)
@@ -158,41 +173,17 @@ def test_the_other_lanes_are_polled_when_something_falls_due() -> None:
 def test_the_other_lanes_are_polled_a_few_times_a_second() -> None:
     lanes = plain()
     lanes.record_lapsed(began_at=1000.0, ended_at=1000.0)
+    lanes.retries.start(1000.0, from_beginning=True)
     lanes.retries.record([], LIMIT, began_at=1000.0, ended_at=1000.0)
-    assert lanes.turns(1000.0 + 0.9 * FULL_CLAIM_SECONDS) == [FRESH]
-    assert set(lanes.turns(1000.0 + 1.1 * FULL_CLAIM_SECONDS)) == {ENDING, LAPSED, FRESH, RETRIES}
+    assert lanes.turns(1000.0 + 0.9 * SEARCH_SECONDS) == [FRESH]
+    assert set(lanes.turns(1000.0 + 1.1 * SEARCH_SECONDS)) == {ENDING, LAPSED, FRESH, RETRIES}
 
 
 def test_slow_polls_of_lapsed_attempts_become_rarer() -> None:
     lanes = plain()
     lanes.record_lapsed(began_at=999.0, ended_at=1000.0)
-    assert lanes.turns(1000.0 + 0.9 / FULL_CLAIM_SHARE) == [FRESH]
-    assert ENDING in lanes.turns(1000.0 + 1.1 / FULL_CLAIM_SHARE)
-
-
-def test_new_messages_are_enough_until_another_message_falls_due() -> None:
-    lanes = plain()
-    assert lanes.is_for_new_alone(1e6)
-    row = DueRow("default", has_ordered=False, permit_seconds=None, first_due_seconds=3.0, other_due_seconds=None)
-    lanes.record_due(row, asked_at=1000.0, now=1000.0)
-    assert lanes.is_for_new_alone(1002.9)
-    assert not lanes.is_for_new_alone(1003.1)
-    lanes.record_searched()
-    assert lanes.is_for_new_alone(1e6)
-    lanes.search(now=1000.0)
-    assert not lanes.is_for_new_alone(1000.0)
-
-
-def test_new_messages_are_not_enough_with_a_backlog_or_a_limit() -> None:
-    lanes = plain()
-    lanes.fresh.record_new(rows(1, 2, 3, 4), LIMIT)
-    assert not lanes.is_for_new_alone(1000.0)
-    lanes.fresh.record_new(rows(1, 2, 3), LIMIT)
-    assert lanes.is_for_new_alone(1000.0)
-    assert lanes.record_due(due("default", is_limited=True), asked_at=1000.0, now=1000.0)
-    assert not lanes.is_for_new_alone(1000.0)
-    assert lanes.record_due(due("default"), asked_at=1000.0, now=1000.0)
-    assert not lanes.is_for_new_alone(1000.0)  # There may be messages without a permit.
+    assert lanes.turns(1000.0 + 8.9) == [FRESH]
+    assert ENDING in lanes.turns(1000.0 + 9.1)
 
 
 def test_a_round_ends_where_it_began() -> None:
@@ -239,11 +230,9 @@ def test_a_search_that_began_before_the_request_does_not_count() -> None:
     for began_at, is_enough in ((999.9, False), (1000.1, True)):
         for cursor in (lanes.fresh, lanes.retries):
             cursor.start(began_at, from_beginning=True)
-            cursor.record([], LIMIT, began_at=began_at, ended_at=1000.2)
-        lanes.record_searched()
-        lanes.record_lapsed(began_at=began_at, ended_at=1000.2)
+            cursor.record([], LIMIT, began_at=began_at, ended_at=began_at)
+        lanes.record_lapsed(began_at=began_at, ended_at=began_at)
         lanes.record_due(due("default"), asked_at=1000.2, now=1000.2)
-        assert lanes.is_for_new_alone(1000.2) is is_enough
         assert (set(lanes.turns(1000.2)) == {FRESH}) is is_enough
 
 
@@ -251,7 +240,7 @@ def test_a_search_claims_from_all_lanes_once() -> None:
     lanes = plain()
     lanes.search(now=1000.0)
     assert set(lanes.turns(1000.0)) == {ENDING, LAPSED, FRESH, RETRIES}
-    assert lanes.fresh.start(1000.0, from_beginning=False) is None
+    assert lanes.fresh.start(1000.0, from_beginning=False) == BEGINNING
 
 
 def test_lanes_with_a_backlog_alternate_in_coming_first() -> None:

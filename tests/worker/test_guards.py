@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,12 +23,12 @@ import pytest
 import pgoutbox.worker.worker
 from pgoutbox import Outbox
 from pgoutbox.database import sql
-from pgoutbox.database.store import DueRow, FinishRequest, Store
+from pgoutbox.database.store import BEGINNING, FinishRequest, Store
 from pgoutbox.database.worker_connection import CopyError, WorkerConnection
 from pgoutbox.handlers import Context
 from pgoutbox.message import AttemptOutcome, Message, ReasonCode, State
 from pgoutbox.observability.events import Telemetry
-from pgoutbox.worker import poll_loop
+from pgoutbox.worker import claim_planner, poll_loop
 from pgoutbox.worker.doorbell import Doorbell, LockAnswer
 from pgoutbox.worker.signals import Signals
 from tests.support import races
@@ -101,7 +102,7 @@ async def claims_nothing(stage: Stage, *, settings: Settings, change: str) -> No
     store = Store(settings, worker="w")
     try:
         with pytest.raises(CopyError):
-            await store.claim("default", topics=["greet"], total=1, position=None)
+            await store.claim("default", topics=["greet"], total=1, place=BEGINNING)
     finally:
         await store.close()
 
@@ -1094,38 +1095,37 @@ async def a_commit_between_the_claim_and_the_lock_is_not_missed(stage: Stage) ->
             assert delivered.is_set()
 
 
-async def claims_of_new_messages_do_not_miss_a_late_commit(stage: Stage) -> None:
-    """Its id is smaller than those of messages that the worker has delivered since."""
+async def a_search_that_was_put_off_is_not_forgotten(stage: Stage) -> None:
+    """A message that was committed late lies before the place where the next claim starts."""
     outbox = Outbox(settings_for(stage.dsn))
-    delivered = asyncio.Event()
+    delivered, overslept = asyncio.Event(), asyncio.Event()
+    sleep = poll_loop.PollLoop.sleep
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
         if message.id == late:
             delivered.set()
 
-    writer = stage.connect()
+    async def watched(loop: poll_loop.PollLoop, seconds: float) -> bool:
+        if is_committed and seconds > 2 * pause:
+            overslept.set()
+        return await sleep(loop, seconds)
+
+    writer, is_committed, pause = stage.connect(), False, 3.0
     worker = WatchedWorker(outbox)
-    async with running(worker):
-        await worker.sleeping.wait()
-        late = enqueue(writer)
-        for _ in range(5):
-            worker.sleeping.clear()
-            message_id = enqueue(stage.db)
-            await until(partial(is_sent, stage.db, message_id))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(poll_loop.PollLoop, "sleep", watched)
+        patch.setattr(claim_planner, "_pause_after", lambda _: pause)  # As if every search were slow.
+        patch.setattr(claim_planner, "_LATE_COMMIT_SECONDS", 0.0)
+        async with running(worker):
             await worker.sleeping.wait()
-        worker.sleeping.clear()
-        writer.commit()
-        await first_of(delivered, worker.sleeping)
-        assert delivered.is_set()
-
-
-async def a_scheduled_message_beyond_the_seen_id_has_a_due_time(stage: Stage) -> None:
-    """The claim of new messages finds it only when it is due, so the worker has to know when that is."""
-    enqueue(stage.db, available_at=datetime.now(UTC) + timedelta(minutes=10))
-    parameters = {"queues": ["default"], "since_seconds": 0, "others_since_seconds": 0, "seen_id": 0}
-    (row,) = stage.db.execute(sql.NEXT_DUE, parameters).fetchall()
-    assert DueRow._make(row[: len(DueRow._fields)]).first_due_seconds is not None
+            late = enqueue(writer)
+            early = enqueue(stage.db)
+            await until(partial(is_sent, stage.db, early))
+            writer.commit()
+            is_committed = True
+            await first_of(delivered, overslept)
+    assert delivered.is_set()
 
 
 def is_sent(db: psycopg.Connection, message_id: int) -> bool:
@@ -1380,12 +1380,8 @@ def no_poll_after_acquiring(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(poll_loop, "next_state", skip_confirming)
 
 
-def no_check_of_scheduled_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "NEXT_DUE", without(sql.NEXT_DUE, " OR m.available_at > now()"))
-
-
-def no_check_of_open_writers(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "NEXT_DUE", sql.NEXT_DUE.replace("asked.xmin,\n", "1 << 62,\n"))
+def no_owed_search(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(claim_planner.QueueSchedule, "search_owed_at", math.inf)
 
 
 def no_home_of_a_session(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -1761,16 +1757,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ("suspects: memory", a_worker_claims_no_second_suspect_while_one_is_in_flight, no_memory_of_suspects),
     ("shared doorbell lock", acquiring_does_not_miss_an_open_enqueue, no_shared_lock),
     ("poll after acquiring", a_commit_between_the_claim_and_the_lock_is_not_missed, no_poll_after_acquiring),
-    (
-        "transactions still open",
-        claims_of_new_messages_do_not_miss_a_late_commit,
-        no_check_of_open_writers,
-    ),
-    (
-        "scheduled messages beyond the seen id",
-        a_scheduled_message_beyond_the_seen_id_has_a_due_time,
-        no_check_of_scheduled_messages,
-    ),
+    ("search put off", a_search_that_was_put_off_is_not_forgotten, no_owed_search),
     ("read committed", concurrent_claims_succeed_under_a_strict_default_isolation, no_pinned_isolation),
 ]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 COUNT: Final = 60
-CLAIMS: Final = {sql.CLAIM_FRESH, sql.CLAIM_NEW, sql.CLAIM_FRESH_BY_PERMITS}
+CLAIMS: Final = {sql.CLAIM_FRESH, sql.CLAIM_FRESH_BY_PERMITS}
 
 
 async def deliver_all(dsn: str, db: psycopg.Connection, *, at_each: Callable[[int], None] = lambda _: None) -> Worker:

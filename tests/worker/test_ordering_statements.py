@@ -20,6 +20,7 @@ from tests.support.outbox_actions import (
     cancel,
     claim,
     claim_ordered,
+    due_earlier,
     enqueue,
     expire,
     find_new_ordered,
@@ -239,14 +240,17 @@ def test_one_query_covers_at_most_the_given_number_of_keys(rolled_back: psycopg.
 
 def test_a_query_for_new_messages_finds_the_first_of_their_keys(rolled_back: psycopg.Connection) -> None:
     first, old = ordered(rolled_back, 1, "a")[0], ordered(rolled_back, 1, "b")[0]
+    for one in (first, old):
+        due_earlier(rolled_back, one, 60)
     ordered(rolled_back, 2, "a")
     new = [ordered(rolled_back, 1, key)[0] for key in ("c", "d")]
-    assert find_new_ordered(rolled_back, old) == [first, *new]
-    assert find_new_ordered(rolled_back, old, key_limit=3) == [first, new[0]]
-    assert find_new_ordered(rolled_back, new[0]) == new[1:]
-    assert find_new_ordered(rolled_back, old, topics=["another"]) == []
+    due_earlier(rolled_back, new[0], 3)
+    assert find_new_ordered(rolled_back, 5) == [first, *new]
+    assert find_new_ordered(rolled_back, 5, key_limit=1) == [new[0]]
+    assert find_new_ordered(rolled_back, 1) == [first, new[1]]
+    assert find_new_ordered(rolled_back, 5, topics=["another"]) == []
     assert ids_in_flight(claim_ordered(rolled_back, first)) == [first]
-    assert find_new_ordered(rolled_back, old) == new
+    assert find_new_ordered(rolled_back, 5) == new
 
 
 def test_a_message_of_a_topic_without_handler_blocks_its_key(rolled_back: psycopg.Connection) -> None:

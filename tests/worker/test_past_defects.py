@@ -12,7 +12,7 @@ import pytest
 
 import pgoutbox.worker.worker
 from pgoutbox import Outbox
-from pgoutbox.database.store import Store
+from pgoutbox.database.store import BEGINNING, Store
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, State, Transient
 from pgoutbox.observability.events import LogEvent
@@ -375,7 +375,7 @@ async def test_a_claim_reports_an_older_message_that_a_newer_one_has_overtaken(d
             "default",
             topics=["greet"],
             total=10,
-            position=None,
+            place=BEGINNING,
         )
     )
     try:

@@ -58,7 +58,7 @@ def next_permit(connection: psycopg.Connection) -> float | None:
 
 
 def next_due(connection: psycopg.Connection) -> float | None:
-    parameters = {"queues": ["default"], "since_seconds": 0, "others_since_seconds": 0, "seen_id": 0}
+    parameters = {"queues": ["default"], "since_seconds": 0, "others_since_seconds": 0}
     (row,) = connection.execute(sql.NEXT_DUE, parameters).fetchall()
     return DueRow._make(row[:5]).first_seconds
 

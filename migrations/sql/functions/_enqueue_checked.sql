@@ -24,8 +24,6 @@ LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
-    -- The transaction has its id before its messages have theirs: CLAIM_NEW of the worker relies on it.
-    own_xid constant pg_catalog.xid8 := pg_catalog.pg_current_xact_id();
     -- True or null: a message of this rule has no head, and its enqueue takes no lock.
     coalesces_pending constant boolean := nullif(p_coalesce_rule = 'pending', false);
     problem constant text := pgoutbox._argument_error(

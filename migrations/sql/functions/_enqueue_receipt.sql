@@ -27,8 +27,6 @@ LANGUAGE plpgsql
 SECURITY DEFINER
 AS $function$
 DECLARE
-    -- The transaction has its id before its messages have theirs: CLAIM_NEW of the worker relies on it.
-    own_xid constant pg_catalog.xid8 := pg_catalog.pg_current_xact_id();
     new_id bigint;
 BEGIN
     IF pgoutbox._is_plain(

@@ -25,8 +25,6 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 #variable_conflict use_column
 DECLARE
-    -- The transaction has its id before its messages have theirs: CLAIM_NEW of the worker relies on it.
-    own_xid constant pg_catalog.xid8 := pg_catalog.pg_current_xact_id();
     bad record;
 BEGIN
     IF topics IS NULL THEN

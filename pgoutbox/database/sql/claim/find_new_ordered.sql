@@ -1,10 +1,11 @@
--- The claimable messages of the ordering keys of up to `key_limit` messages beyond `seen_id`, so that new messages do
--- not wait until a round over many keys reaches theirs. find_ordered.sql finds all other messages.
+-- The claimable messages of the ordering keys of up to `key_limit` messages that fell due in the last `since_seconds`, so
+-- that new messages do not wait until a round over many keys reaches theirs. find_ordered.sql finds all other messages.
 WITH new AS MATERIALIZED (
     SELECT m.ordering_key
     FROM pgoutbox.message_live AS m
-    WHERE m.queue = %(queue)s::text AND m.ordering_key IS NOT NULL AND m.id > %(seen_id)s::bigint
-    ORDER BY m.id
+    WHERE m.queue = %(queue)s::text AND m.ordering_key IS NOT NULL AND m.state = 'pending'
+        AND m.available_at BETWEEN now() - make_interval(secs => %(since_seconds)s::float8) AND now()
+    ORDER BY m.available_at
     LIMIT %(key_limit)s::integer
 )
 SELECT first.id
