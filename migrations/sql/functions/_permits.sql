@@ -1,4 +1,5 @@
--- Claims of a limited queue run one after the other: its row stays locked until the claim has taken its tokens.
+-- One claim of a limited queue at a time: its row stays locked until the claim has taken its tokens. Another claim does
+-- not wait for it, nor for a session that changes the limits: it has no permit, and other queues go on.
 CREATE FUNCTION pgoutbox._permits(p_queue text, wanted bigint)
 RETURNS bigint
 LANGUAGE plpgsql
@@ -20,7 +21,10 @@ BEGIN
         RETURN wanted;
     END IF;
     had_rate := limits.rate_count IS NOT NULL;
-    SELECT q.* INTO limits FROM pgoutbox.queue AS q WHERE q.name = p_queue FOR UPDATE;
+    SELECT q.* INTO limits FROM pgoutbox.queue AS q WHERE q.name = p_queue FOR UPDATE SKIP LOCKED;
+    IF NOT FOUND THEN
+        RETURN 0;
+    END IF;
     IF limits.paused_at IS NOT NULL AND (limits.resume_at > clock_timestamp()) IS NOT FALSE THEN
         RETURN 0;
     END IF;
