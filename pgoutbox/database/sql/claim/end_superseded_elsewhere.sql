@@ -7,7 +7,6 @@ WITH judged AS MATERIALIZED (
         AND m.coalesce_key IS NOT NULL
         AND m.queue <> ALL (%(queues)s::text[])
         AND head.newest_id IS NOT NULL
-        AND ending.state IS NOT NULL
     ORDER BY m.lease_expires_at, m.id
     \ir _locked.sql
 ), lost AS (
