@@ -16,7 +16,6 @@ CLAIM_PARAMETERS: Final[Mapping[str, Any]] = {
     "total": 500,
     "after_due_at": None,
     "after_id": 0,
-    "set_aside": [],
     "worker": "benchmark",
     "lease_seconds": 60.0,
 }

@@ -1015,6 +1015,13 @@ async def a_strict_message_that_waits_for_a_newer_attempt_is_found_when_it_ends(
     assert stage.db.execute(sql.QUEUES_OF_SUCCESSORS, done).fetchall() == [("default",)]
 
 
+async def an_attempt_of_an_answered_claim_is_not_released(stage: Stage) -> None:
+    enqueue(stage.db)
+    (row,) = claim(stage.db, worker="w")
+    parameters = {"queues": ["default"], "worker": "w", "after": row.claimed_at}
+    assert stage.db.execute(sql.UNANSWERED_ATTEMPTS, parameters).fetchall() == []
+
+
 # --- suspects ---------------------------------------------------------------------------------------------------------
 
 
@@ -1037,8 +1044,8 @@ async def a_suspect_on_its_last_attempt_is_claimed_alone(stage: Stage) -> None:
     assert ids_in_flight(claim(stage.db, suspect_limit=3)) == []
 
 
-async def a_worker_claims_no_second_suspect_while_one_is_in_flight(stage: Stage) -> None:
-    lost_together(stage, 2)
+async def a_worker_claims_no_second_suspect_while_one_is_alone(stage: Stage) -> None:
+    lost_together(stage, 2, max_attempts=2)
     outbox = Outbox(settings_for(stage.dsn))
     opened = asyncio.Event()
     in_flight: list[int] = []
@@ -1051,6 +1058,8 @@ async def a_worker_claims_no_second_suspect_while_one_is_in_flight(stage: Stage)
     worker = WatchedWorker(outbox)
     async with running(worker):
         await worker.asleep.wait()
+        worker._signals.poll_all_lanes()
+        await worker.falls_asleep()
         opened.set()
         assert len(in_flight) == 1
 
@@ -1354,8 +1363,13 @@ def no_limit_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_check_of_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    budget = "AND (%(total)s::bigint = 1 OR m.max_attempts - m.attempt_count > m.attempt_budget / 2)"
+    budget = "AND (%(alone)s::boolean OR m.max_attempts - m.attempt_count > m.attempt_budget / 2)"
     patch.setattr(sql, "CLAIM_LAPSED", without(sql.CLAIM_LAPSED, budget))
+
+
+def no_time_of_the_answered_claim(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    after = " AND m.claimed_at > coalesce(%(after)s::timestamptz, '-infinity')"
+    patch.setattr(sql, "UNANSWERED_ATTEMPTS", without(sql.UNANSWERED_ATTEMPTS, after))
 
 
 def no_memory_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -1752,13 +1766,14 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_strict_message_that_waits_for_a_newer_attempt_is_found_when_it_ends,
         newer_in("QUEUES_OF_SUCCESSORS", ("head.newest_id <> d.id", "head.newest_id > d.id")),
     ),
+    ("time of the answered claim", an_attempt_of_an_answered_claim_is_not_released, no_time_of_the_answered_claim),
     ("suspects: limit", suspects_are_claimed_one_by_one, no_limit_of_suspects),
     (
         "suspects: last attempt",
         a_suspect_on_its_last_attempt_is_claimed_alone,
         no_check_of_the_budget_of_a_suspect,
     ),
-    ("suspects: memory", a_worker_claims_no_second_suspect_while_one_is_in_flight, no_memory_of_suspects),
+    ("suspects: memory", a_worker_claims_no_second_suspect_while_one_is_alone, no_memory_of_suspects),
     ("shared doorbell lock", acquiring_does_not_miss_an_open_enqueue, no_shared_lock),
     ("poll after acquiring", a_commit_between_the_claim_and_the_lock_is_not_missed, no_poll_after_acquiring),
     (

@@ -17,8 +17,7 @@ LEFT JOIN LATERAL (
 ) AS sibling ON true
 -- now() can be an index condition; clock_timestamp(), which is volatile, cannot.
 WHERE m.queue = %(queue)s::text AND m.ordering_key IS NULL AND m.available_at <= now()
-    -- set_aside: messages whose claim the database refused in the last minute, for example by a trigger.
-    AND m.topic = ANY (%(topics)s::text[]) AND m.id <> ALL (%(set_aside)s::bigint[])
+    AND m.topic = ANY (%(topics)s::text[])
     -- Whether the message may begin or end now; the first true condition decides.
     AND CASE
         WHEN m.coalesce_key IS NULL THEN true

@@ -1,5 +1,5 @@
 -- When to poll each of these queues again. The worker asks before it sleeps. One row per queue, in the order of
--- `DueRow`, then the server's time and the horizon of the answer (`Horizon`).
+-- `DueRow`, then the horizon of the answer (`Horizon`).
 -- Messages that were already due at the worker's last poll (`since_seconds`, `others_since_seconds` for retries and
 -- leases) do not count. In a queue with limits they count, because the worker may have had no permit for them.
 SELECT
@@ -14,7 +14,6 @@ SELECT
     -- The horizon: server start, oldest open transaction, next transaction id, last message id. Every transaction that
     -- enqueues has its id before it draws the ids of its messages. So all messages up to the last message id are
     -- visible to any later snapshot in which no transaction before that next one is open.
-    now(),
     pg_postmaster_start_time(),
     asked.xmin,
     -- The next transaction id. The xmax of a snapshot is not that, because it counts completed transactions only. age()
