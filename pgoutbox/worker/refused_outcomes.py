@@ -27,7 +27,7 @@ class RefusedOutcome:
 
     request: FinishRequest | None
     reason: str
-    backoff: Backoff = field(default_factory=lambda: Backoff(1.0, 60.0))
+    backoff: Backoff = field(default_factory=lambda: Backoff(1.0, 15.0))
     timer: asyncio.TimerHandle | None = None
 
 
