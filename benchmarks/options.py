@@ -17,7 +17,6 @@ CLAIM_PARAMETERS: Final[Mapping[str, Any]] = {
     "after_due_at": None,
     "after_id": 0,
     "since_seconds": 1e9,
-    "set_aside": [],
     "worker": "benchmark",
     "lease_seconds": 60.0,
 }

@@ -22,7 +22,7 @@ from pgoutbox.database import sql
 from pgoutbox.database.connections import deadline
 from pgoutbox.database.round_trip import Step
 from pgoutbox.database.server import ServerFacts, judge_schema, judge_server
-from pgoutbox.database.worker_connection import WorkerConnection, connect, is_of_a_row
+from pgoutbox.database.worker_connection import WorkerConnection, connect
 from pgoutbox.message import AttemptOutcome, ReasonCode, State
 from pgoutbox.settings import Settings
 
@@ -96,16 +96,13 @@ class DueRow(NamedTuple):
 class LapsedOptions(TypedDict):
     """Which lapsed attempts to end or to take over.
 
-    No lease counts as lapsed while the server's clock is beyond `clock_limit`. Attempts of this worker in `in_flight`
-    are passed over: the worker renews their leases.
+    Attempts of this worker in `in_flight` are passed over: the worker renews their leases.
     """
 
     topics: Sequence[str]
     hold_topics: Sequence[str]
     total: int
     in_flight: Collection[int]
-    clock_limit: datetime | None
-    set_aside: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +117,6 @@ class FinishRequest:
     reason_code: ReasonCode | None = None
     breaker_key: str | None = None
     error_place: str | None = None
-
-
-class ClaimRefusedError(psycopg.DatabaseError):
-    """The database refuses the claim of these messages: because of a trigger, a constraint or a damaged value."""
-
-    def __init__(self, message_ids: Sequence[int], cause: psycopg.Error) -> None:
-        super().__init__(str(cause))
-        self.message_ids = message_ids
-        self.sqlstate = cause.sqlstate
 
 
 class Place(NamedTuple):
@@ -224,47 +212,41 @@ class Store:
         retries: bool = False,
         by_permits: bool = False,
         in_turn: bool = False,
-        set_aside: Sequence[int] = (),
     ) -> list[ClaimedRow]:
         """Claim up to `total` due messages from the place on, fresh ones or with `retries` those attempted before.
 
         With `in_turn`, for a backlog, it waits until at most one other such claim chooses from the queue. A queue that
-        is paused or has limits yields messages only with `by_permits`. Messages in `set_aside` are passed over. Rows
-        are in the order of their due times. Raises `ClaimRefusedError` if the database refuses a claim of a single
-        message because of its row.
+        is paused or has limits yields messages only with `by_permits`. Rows are in the order of their due times.
         """
         if retries:
-            statement, find = sql.CLAIM_RETRIES_BY_PERMITS if by_permits else sql.CLAIM_RETRIES, sql.FIND_RETRIES
+            statement = sql.CLAIM_RETRIES_BY_PERMITS if by_permits else sql.CLAIM_RETRIES
         else:
-            statement, find = sql.CLAIM_FRESH_BY_PERMITS if by_permits else sql.CLAIM_FRESH, sql.FIND_FRESH
+            statement = sql.CLAIM_FRESH_BY_PERMITS if by_permits else sql.CLAIM_FRESH
         parameters = {
             "queue": queue,
             "topics": topics,
             "total": total,
             **place._asdict(),
-            "set_aside": _array_of(set_aside),
         }
         turn: Step | None = (sql.TAKE_TURN, {"queue": queue}) if in_turn else None
-        rows = await self._claim(statement, find, parameters, first=turn)
+        rows = await self._claim(statement, parameters, first=turn)
         return _claimed(rows, queue)
 
     async def end_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
-        """End up to `total` lapsed attempts whose message is not tried again. Raises like `claim`."""
-        rows = await self._claim(
-            sql.END_LAPSED, sql.FIND_ENDING, {**_lapsed_parameters(queue, options), "hooks": self._hooks}
-        )
+        """End up to `total` lapsed attempts whose message is not tried again."""
+        rows = await self._claim(sql.END_LAPSED, {**_lapsed_parameters(queue, options), "hooks": self._hooks})
         return [_ended(row) for row in rows]
 
-    async def claim_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
-        """Take over up to `total` lapsed attempts whose message is tried again. Raises like `claim`.
+    async def claim_lapsed(self, queue: str, *, alone: bool, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
+        """Take over up to `total` lapsed attempts whose message is tried again.
 
-        A total of 1 takes the oldest one, a greater total only messages with more than half of their attempts left.
+        One that is claimed `alone` may have any history. Others have more than half of their attempts left.
         """
-        rows = await self._claim(sql.CLAIM_LAPSED, sql.FIND_LAPSED, _lapsed_parameters(queue, options))
+        rows = await self._claim(sql.CLAIM_LAPSED, {**_lapsed_parameters(queue, options), "alone": alone})
         return _claimed(rows, queue, was_lapsed=True)
 
     async def end_superseded_elsewhere(
-        self, queues: Sequence[str], *, topics: Sequence[str], total: int, clock_limit: datetime | None
+        self, queues: Sequence[str], *, topics: Sequence[str], total: int
     ) -> list[ClaimedRow]:
         """End up to `total` superseded messages of other queues than these whose attempt was lost."""
         parameters = {
@@ -273,8 +255,6 @@ class Store:
             "hold_topics": [],
             "total": total,
             "in_flight": "{}",
-            "clock_limit": clock_limit,
-            "set_aside": "{}",
             "worker": self.worker,
         }
         rows = await self.claims.fetch(sql.END_SUPERSEDED_ELSEWHERE, parameters)
@@ -283,19 +263,12 @@ class Store:
     async def _claim(
         self,
         statement: LiteralString,
-        find: LiteralString,
-        parameters: dict[str, object],
+        parameters: Mapping[str, object],
         *,
         first: Step | None = None,
     ) -> list[TupleRow]:
-        parameters |= {"worker": self.worker, "lease_seconds": self.lease_seconds}
-        try:
-            return await self.claims.fetch(statement, parameters, first=first)
-        except psycopg.Error as error:
-            if parameters["total"] != 1 or not is_of_a_row(error):
-                raise
-            refused = await self.claims.fetch(find, parameters)
-            raise ClaimRefusedError([row[0] for row in refused], error) from error
+        own = {"worker": self.worker, "lease_seconds": self.lease_seconds}
+        return await self.claims.fetch(statement, {**parameters, **own}, first=first)
 
     async def find_ordered(
         self, queue: str, *, topics: Sequence[str], after_key: str, key_limit: int
@@ -320,23 +293,8 @@ class Store:
         return [message_id for (message_id,) in rows]
 
     async def claim_ordered(self, queue: str, message_ids: Sequence[int]) -> list[ClaimedRow]:
-        """Claim found messages, unless they have changed.
-
-        Raises `ClaimRefusedError` if the database refuses a claim of a single message because of its row.
-        """
-        parameters = {
-            "queue": queue,
-            "ids": message_ids,
-            "total": len(message_ids),
-            "worker": self.worker,
-            "lease_seconds": self.lease_seconds,
-        }
-        try:
-            rows = await self.claims.fetch(sql.CLAIM_ORDERED, parameters)
-        except psycopg.Error as error:
-            if len(message_ids) > 1 or not is_of_a_row(error):
-                raise
-            raise ClaimRefusedError(message_ids, error) from error
+        """Claim found messages, unless they have changed."""
+        rows = await self._claim(sql.CLAIM_ORDERED, {"queue": queue, "ids": message_ids, "total": len(message_ids)})
         return _claimed(rows, queue)
 
     async def mark_superseded(self, rows: list[ClaimedRow]) -> list[ClaimedRow]:
@@ -347,15 +305,13 @@ class Store:
         overtaken = {message_id for (message_id,) in await self.claims.fetch(sql.OVERTAKEN, {"ids": _array_of(keyed)})}
         return [row._replace(superseded=True) if row.id in overtaken else row for row in rows]
 
-    async def release_unanswered(
-        self, queues: Sequence[str], held: Collection[int], *, after: datetime | None, before: datetime | None
-    ) -> int:
-        """Release attempts of this worker that were claimed between two times in these queues, except those in `held`.
+    async def release_unanswered(self, queues: Sequence[str], held: Collection[int], *, after: datetime | None) -> int:
+        """Release attempts of this worker that it claimed from these queues after a claim, except those in `held`.
 
-        Returns their number. `after` and `before` are times of claims by the server's clock; None for no bound.
+        Returns their number. `after` is the time of that claim by the server's clock; None for all claims.
         """
         rows = await self.claims.fetch(
-            sql.UNANSWERED_ATTEMPTS, {"queues": queues, "worker": self.worker, "after": after, "before": before}
+            sql.UNANSWERED_ATTEMPTS, {"queues": queues, "worker": self.worker, "after": after}
         )
         lost = [FinishRequest(row[0], row[1], AttemptOutcome.RELEASED) for row in rows if row[0] not in held]
         return len(await self.finish(lost)) if lost else 0
@@ -366,8 +322,8 @@ class Store:
 
     async def next_due(
         self, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float
-    ) -> tuple[list[DueRow], datetime]:
-        """Describe each of these queues, with the time of the database's clock.
+    ) -> list[DueRow]:
+        """Describe each of these queues.
 
         Messages that fell due within the last `since_seconds` are due, or `others_since_seconds` for retries and
         leases: their seconds are zero or negative.
@@ -378,7 +334,7 @@ class Store:
             "others_since_seconds": others_since_seconds,
         }
         rows = await self.claims.fetch(sql.NEXT_DUE, parameters)
-        return [DueRow(*row[:5]) for row in rows], rows[0][5]
+        return [DueRow._make(row) for row in rows]
 
     async def idle_queues(self, queues: Sequence[str], watch_keys: Sequence[int]) -> list[str]:
         """Return the queues whose messages an idle worker may take; without a listener, all without a rate."""
@@ -697,8 +653,7 @@ def _array_of(numbers: Iterable[int]) -> str:
 
 
 def _lapsed_parameters(queue: str, options: LapsedOptions) -> dict[str, object]:
-    arrays = {"in_flight": _array_of(options["in_flight"]), "set_aside": _array_of(options["set_aside"])}
-    return {**options, **arrays, "queue": queue}
+    return {**options, "in_flight": _array_of(options["in_flight"]), "queue": queue}
 
 
 def _claimed(rows: Iterable[TupleRow], queue: str, *, was_lapsed: bool = False) -> list[ClaimedRow]:

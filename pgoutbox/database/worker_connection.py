@@ -31,8 +31,6 @@ _POOLER_TRIALS: Final = 3
 # full, broken connection, a limit of the server such as a full notification queue or no transaction numbers.
 _PASSING_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57014", "25006", "25P03", "25P04"})
 _PASSING_CLASSES = ("08", "53", "54", "57P", "58")
-# Data, constraints, check options, errors of triggers, damage.
-_OF_A_ROW_CLASSES: Final = ("22", "23", "44", "P0", "XX")
 _NOT_HOME: Final = "OB001"  # Of pgoutbox._require_home.
 _FULL: Final = ("too many clients", "too many connections", "remaining connection slots", "no more connections allowed")
 
@@ -77,8 +75,9 @@ class WorkerConnection:
     ) -> list[TupleRow]:
         """Run one statement in its own transaction, `first` before it, and return its rows.
 
-        After an error that broke the connection, or after the deadline, the next call opens another connection. It
-        raises `StrandedError` while the session abandoned at the deadline still hangs in its COMMIT.
+        After an error that broke the connection, or after the deadline, the next call opens another connection, and
+        first ends the abandoned session: its statement must not commit later. The call raises `StrandedError` while
+        that session still hangs in its COMMIT.
         """
         if self._spare is not None and self._spare.is_open and not await self._can_open():
             return await self._spare.fetch_from_anywhere(statement, parameters, first=first)
@@ -93,7 +92,7 @@ class WorkerConnection:
                 # If the session is now read-only, the server has become a standby: reconnect.
                 keeps = isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
                 if not keeps:
-                    if isinstance(error, TimeoutError) and not self._pooled:
+                    if not self._pooled:
                         self._stranded_pid = self._pid
                     await self.close()
                 raise
@@ -269,15 +268,6 @@ def is_refusal(error: BaseException) -> bool:
     """
     sqlstate = error.sqlstate if isinstance(error, psycopg.Error) else None
     return sqlstate is not None and not sqlstate.startswith(("08", "57P"))
-
-
-def is_of_a_row(error: BaseException) -> bool:
-    """Whether the server refused a statement because of one row: a trigger, a constraint or a damaged value.
-
-    This excludes a lost race.
-    """
-    sqlstate = error.sqlstate if isinstance(error, psycopg.Error) else None
-    return sqlstate is not None and sqlstate.startswith(_OF_A_ROW_CLASSES) and not is_lost_key(error)
 
 
 def is_lost_key(error: BaseException) -> bool:

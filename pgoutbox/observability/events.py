@@ -63,7 +63,7 @@ class LogEvent(enum.StrEnum):
     CLAIM_LOST = "claim_lost", "The answer to a claim was lost. Its messages, which no handler has seen, were released."
     CLAIM_REFUSED = (
         "claim_refused",
-        "PostgreSQL refused to claim or to end a message. The worker tries again once a minute.",
+        "PostgreSQL refused a claim, for example by a trigger or because of damage. The worker ends.",
     )
     LEASE_EXPIRED = (
         "lease_expired",
@@ -86,11 +86,6 @@ class LogEvent(enum.StrEnum):
         "finish_refused",
         "PostgreSQL refused to write an outcome. The worker keeps the message and tries again.",
     )
-    TOPIC_HALTED = (
-        "topic_halted",
-        "PostgreSQL refuses the outcomes of a topic; the worker claims no more of its messages.",
-    )
-    TOPIC_RESUMED = "topic_resumed", "A refused outcome of the topic was written; the worker claims its messages again."
     OUTCOME_UNWRITTEN = (
         "outcome_unwritten",
         "The worker stopped with a refused outcome. The lease ends and the message is retried.",
@@ -102,10 +97,6 @@ class LogEvent(enum.StrEnum):
         "The database is a copy: nothing is claimed until `pgoutbox adopt`. Repeated once a minute, with the reason.",
     )
     COPY_ADOPTED = "copy_adopted", "The database is no longer a copy. The worker claims again."
-    SERVER_CLOCK_STEPPED = (
-        "server_clock_stepped",
-        "The server's clock was set forward. For one lease, lapsed leases are left alone.",
-    )
     LISTENER_LOST = (
         "listener_lost",
         "The listener's connection is lost. The worker polls once a second until it is back.",

@@ -33,8 +33,6 @@ def reasons_not_ready(status: WorkerStatus, *, poll_interval_seconds: float) -> 
         reasons.append("the database does not answer")
     if status.is_listener_up is False:
         reasons.append("the listener is not connected")
-    if status.topics_halted:
-        reasons.append(f"the database refuses the outcomes of {status.topics_halted} topic(s)")
     # A worker without a free slot does not poll, and need not.
     limit = _STALE_FACTOR * poll_interval_seconds + _STALE_SLACK_SECONDS
     if status.polled_seconds_ago > limit and status.busy < status.slots:

@@ -220,7 +220,6 @@ class WorkerStatus:
     polled_seconds_ago: float
     claimed_seconds_ago: float | None
     outcomes_refused: int
-    topics_halted: int
     breakers_open: int
 
 

@@ -24,7 +24,6 @@ from typing import Final
 from pgoutbox.database.store import ALL_TIME_SECONDS, BEGINNING, ClaimedRow, DueRow, Place
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.text import NAME
-from pgoutbox.worker.crash_suspects import CrashSuspects
 
 SEARCH_SECONDS: Final = 0.25
 """The pause between two searches from the beginning of a lane whose claims are filled."""
@@ -165,10 +164,6 @@ class QueueSchedule:
         """Whether the end of an attempt may make another message claimable."""
         return any(planner.is_limited or planner.has_ordered for planner in self._planners.values())
 
-    def may_take_suspects(self, in_flight: int) -> bool:
-        """Whether more suspects may be claimed from one of the queues, with `in_flight` in flight."""
-        return any(planner.suspects.may_come(in_flight) for planner in self._planners.values())
-
 
 class Cursor:
     """The progress of the claims of one lane."""
@@ -223,7 +218,6 @@ class ClaimPlanner:
         self.has_ordered = True
         self.fresh = Cursor()
         self.retries = Cursor()
-        self.suspects = CrashSuspects()
         self.after_key = ""  # The last ordering key that was read.
         self._round_began_after: str | None = None
         self._round_has_wrapped = False
@@ -265,7 +259,7 @@ class ClaimPlanner:
         if self.is_limited and Lane.RETRIES in lanes:
             lanes.remove(Lane.RETRIES)
             lanes.insert(0 if self._others_are_older else len(lanes), Lane.RETRIES)
-        if self.suspects.are_waiting or now >= self._lapsed_due_at or self._lapsed_polled_at <= self.wanted_at:
+        if now >= self._lapsed_due_at or self._lapsed_polled_at <= self.wanted_at:
             lanes[:0] = [Lane.ENDING, Lane.LAPSED]
         return lanes
 

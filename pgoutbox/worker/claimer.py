@@ -5,7 +5,7 @@ are claimed. If two workers claim one coalesce key at the same time, one of them
 again.
 
 A claim whose answer was lost may have been committed. Its attempts have the worker's name and no handler: they are
-released before the next claim.
+released before the next claim. A claim that the database refuses, for example by a trigger, ends the worker.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ from typing import Final
 import psycopg
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import ALL_TIME_SECONDS, ClaimedRow, ClaimRefusedError, LapsedOptions, Store
-from pgoutbox.database.worker_connection import is_lost_key, is_of_a_row, is_refusal
+from pgoutbox.database.store import ALL_TIME_SECONDS, ClaimedRow, LapsedOptions, Store
+from pgoutbox.database.worker_connection import is_lost_key, is_refusal
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent, Telemetry
-from pgoutbox.worker.claim_planner import ClaimPlanner, Cursor, Lane, QueueSchedule
+from pgoutbox.worker.claim_planner import ALL_QUEUES, ClaimPlanner, Cursor, Lane, QueueSchedule
 from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.outage import Outage
-from pgoutbox.worker.server_clock import ServerClock
-from pgoutbox.worker.set_aside import SetAside
 from pgoutbox.worker.signals import Signals
-from pgoutbox.worker.unanswered_claims import UnansweredClaims
 
 _ROUND_TRIP_SECONDS: Final = 0.002
 _STUBBORN_CONFLICTS: Final = 3
@@ -68,12 +65,11 @@ class Claimer:
         self._loader = loader
         self._stopping = stopping
         self._telemetry = telemetry
-        self._clock = ServerClock(store.lease_seconds)
-        self._set_aside = SetAside(telemetry)
         self._elsewhere_due_at = -math.inf
         self._conflict_count = 0
         self._busy_since = -math.inf  # When a poll first found a message since the last survey.
-        self._unanswered = UnansweredClaims(again_seconds=store.lease_seconds)
+        self._answered_at: datetime | None = None  # The time of the last answered claim, by the server's clock.
+        self._is_unanswered = False  # Whether a later claim may have begun attempts that no handler knows.
         self.work_ahead = False
 
     async def poll(self, room: int, *, from_beginning: bool, fresh_only: bool = False) -> int | None:
@@ -105,22 +101,20 @@ class Claimer:
         return found
 
     async def release_unanswered(self) -> bool:
-        """Release the attempts of claims whose answer was lost. Return False after a database error."""
-        now = elapsed_clock()
-        for span in self._unanswered.due(now):
-            try:
-                count = await self._store.release_unanswered(
-                    self._queues.names, self._in_flight, after=span.after, before=span.before
-                )
-            except (psycopg.Error, OSError) as error:
-                await self._outage.pause_or_raise(error)
-                return False
-            self._unanswered.note_searched(span, now)
-            if count:
-                self._signals.poll_all_lanes()  # They lie before the places where the next searches begin.
-                self._telemetry.report(
-                    logging.WARNING, LogEvent.CLAIM_LOST, "claim whose answer was lost, released", released_count=count
-                )
+        """Release the attempts of a claim whose answer was lost. Return False after a database error."""
+        if not self._is_unanswered:
+            return True
+        try:
+            count = await self._store.release_unanswered(self._queues.names, self._in_flight, after=self._answered_at)
+        except (psycopg.Error, OSError) as error:
+            await self._outage.pause_or_raise(error)
+            return False
+        self._is_unanswered = False
+        if count:
+            self._signals.poll_all_lanes()  # They lie before the places where the next searches begin.
+            self._telemetry.report(
+                logging.WARNING, LogEvent.CLAIM_LOST, "claim whose answer was lost, released", released_count=count
+            )
         return True
 
     async def next_due_seconds(self) -> float | None:
@@ -133,7 +127,7 @@ class Claimer:
         slack = _ROUND_TRIP_SECONDS
         while True:
             asked_at = elapsed_clock()
-            rows, now = await self._store.next_due(
+            rows = await self._store.next_due(
                 self._queues.names,
                 since_seconds=min(asked_at - self._queues.searched_at + slack, ALL_TIME_SECONDS),
                 others_since_seconds=min(asked_at - self._queues.others_searched_at + slack, ALL_TIME_SECONDS),
@@ -141,7 +135,6 @@ class Claimer:
             answered_at = elapsed_clock()
             took = answered_at - asked_at
             self._busy_since = math.inf
-            self._note_server_time(now, asked_at, answered_at)
             # A late query does not cover the time before it arrived.
             if self._queues.record_due(rows, asked_at=asked_at if took <= slack else None, now=answered_at):
                 return 0.0
@@ -154,51 +147,24 @@ class Claimer:
             slack = 2 * took
 
     def _is_check_due(self, at: float) -> bool:
-        return self._clock.is_due(at) or at >= self._elsewhere_due_at or at >= self._busy_since + _SURVEY_SECONDS
+        return at >= self._elsewhere_due_at or at >= self._busy_since + _SURVEY_SECONDS
 
     async def _check(self) -> bool:
-        """Survey the queues and compare the clocks; periodically end attempts of other queues that block a key.
-
-        Return False after an error.
-        """
+        """Survey the queues, and periodically end attempts of other queues that block a key; False after an error."""
         try:
             if elapsed_clock() >= self._busy_since + _SURVEY_SECONDS:
                 await self.next_due_seconds()
-            if self._clock.is_due(asked_at := elapsed_clock()):
-                self._note_server_time(await self._store.server_time(), asked_at, elapsed_clock())
             if (began_at := elapsed_clock()) >= self._elsewhere_due_at:
                 rows = await self._store.end_superseded_elsewhere(
-                    self._queues.names,
-                    topics=self._topics,
-                    total=_ENDED_ELSEWHERE,
-                    clock_limit=self._clock.limit(began_at),
+                    self._queues.names, topics=self._topics, total=_ENDED_ELSEWHERE
                 )
                 self._elsewhere_due_at = began_at + _ELSEWHERE_SECONDS
                 if rows:
                     await self._loader.take_over(rows, began_at)
         except (psycopg.Error, OSError) as error:
-            if is_of_a_row(error):
-                self._elsewhere_due_at = elapsed_clock() + _ELSEWHERE_SECONDS
-                self._telemetry.report(
-                    logging.ERROR,
-                    LogEvent.CLAIM_REFUSED,
-                    "the database refuses to end superseded messages of other queues, trying again later",
-                    reason=getattr(error, "sqlstate", None),
-                )
-                return True
-            await self._outage.pause_or_raise(error)
+            await self._handle_error(error, ALL_QUEUES, "survey")
             return False
         return True
-
-    def _note_server_time(self, now: datetime, asked_at: float, answered_at: float) -> None:
-        stepped = self._clock.note(now, asked_at=asked_at, answered_at=answered_at)
-        if stepped is not None:
-            self._telemetry.report(
-                logging.WARNING,
-                LogEvent.SERVER_CLOCK_STEPPED,
-                "server clock stepped forward, ignoring lapsed leases for the duration of a lease",
-                seconds=round(stepped),
-            )
 
     async def _claim(self, planner: ClaimPlanner, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:
         """Claim from the lanes of one queue in their order."""
@@ -234,26 +200,22 @@ class Claimer:
         began_at = elapsed_clock()
         is_retries = cursor is planner.retries
         place = cursor.start(began_at, from_beginning=from_beginning, wanted_at=planner.wanted_at)
-        kind = f"{planner.queue} {'retries' if is_retries else 'fresh'}"
-        total = self._set_aside.within(kind, room)
         rows = await self._run(
             planner.queue,
-            kind,
-            total,
+            Lane.RETRIES if is_retries else Lane.FRESH,
             self._store.claim(
                 planner.queue,
                 topics=self._topics,
-                total=total,
+                total=room,
                 place=place,
                 retries=is_retries,
                 by_permits=planner.is_limited,
                 in_turn=cursor.is_waiting and not planner.is_limited,
-                set_aside=self._set_aside.ids(began_at),
             ),
         )
         if rows is None:
             return None
-        cursor.record(rows, total, began_at=began_at, ended_at=elapsed_clock())
+        cursor.record(rows, room, began_at=began_at, ended_at=elapsed_clock())
         self.work_ahead |= cursor.is_waiting
         await self._hand_over(rows, began_at)
         return len(rows)
@@ -261,56 +223,51 @@ class Claimer:
     async def _end_lapsed(self, planner: ClaimPlanner, room: int) -> int | None:
         """End lapsed attempts whose message is not tried again."""
         began_at = elapsed_clock()
-        kind = f"{planner.queue} ending"
-        total = self._set_aside.within(kind, room)
-        rows = await self._run(
-            planner.queue, kind, total, self._store.end_lapsed(planner.queue, **self._lapsed(total, began_at))
-        )
+        rows = await self._run(planner.queue, Lane.ENDING, self._store.end_lapsed(planner.queue, **self._lapsed(room)))
         if rows is None:
             return None
-        self.work_ahead |= len(rows) == total
+        self.work_ahead |= len(rows) == room
         await self._hand_over(rows, began_at)
         return len(rows)
 
     async def _claim_lapsed(self, planner: ClaimPlanner, room: int) -> int | None:
-        """Claim some messages of the other lapsed attempts."""
-        began_at = elapsed_clock()
-        kind = f"{planner.queue} lapsed"
-        in_flight = len(self._signals.suspects)
-        total = planner.suspects.limit(self._set_aside.within(kind, room), in_flight)
+        """Claim some suspects that can afford another loss. If there are none, claim the oldest one alone."""
+        total = min(room, self._signals.suspect_room)
         if total == 0:
             return 0
+        count = await self._claim_suspects(planner, total, alone=False)
+        if count == 0 and self._signals.suspect_count == 0:
+            count = await self._claim_suspects(planner, 1, alone=True)
+        return count
+
+    async def _claim_suspects(self, planner: ClaimPlanner, total: int, *, alone: bool) -> int | None:
+        began_at = elapsed_clock()
         rows = await self._run(
-            planner.queue, kind, total, self._store.claim_lapsed(planner.queue, **self._lapsed(total, began_at))
+            planner.queue, Lane.LAPSED, self._store.claim_lapsed(planner.queue, alone=alone, **self._lapsed(total))
         )
         if rows is None:
             return None
-        self.work_ahead |= planner.suspects.record(total, len(rows), in_flight=in_flight, is_filled=len(rows) == room)
+        self._signals.is_suspect_alone = alone
         await self._hand_over(rows, began_at)
         return len(rows)
 
-    def _lapsed(self, total: int, now: float) -> LapsedOptions:
+    def _lapsed(self, total: int) -> LapsedOptions:
         return {
             "topics": self._topics,
             "hold_topics": self._hold_topics,
             "total": total,
             "in_flight": self._in_flight,
-            "clock_limit": self._clock.limit(now),
-            "set_aside": self._set_aside.ids(now),
         }
 
-    async def _run(
-        self, queue: str, kind: str, total: int, claim: Awaitable[list[ClaimedRow]]
-    ) -> list[ClaimedRow] | None:
-        """Return the rows of a claim of up to `total` messages; None after a database error."""
-        self._unanswered.begin()
+    async def _run(self, queue: str, lane: Lane, claim: Awaitable[list[ClaimedRow]]) -> list[ClaimedRow] | None:
+        """Return the rows of a claim; None after a transient error of the database."""
+        self._is_unanswered = True
         try:
             rows = await claim
         except (psycopg.Error, OSError) as error:
-            await self._handle_error(error, queue, kind, total)
+            await self._handle_error(error, queue, lane.value)
             return None
         self._outage.end()
-        self._set_aside.note_claimed(kind, total)
         return await self._mark_superseded(queue, rows)
 
     async def _mark_superseded(self, queue: str, rows: list[ClaimedRow]) -> list[ClaimedRow] | None:
@@ -329,15 +286,12 @@ class Claimer:
     async def _hand_over(self, rows: Sequence[ClaimedRow], began_at: float) -> None:
         if rows:
             await self._loader.take_over(rows, began_at)
-        self._unanswered.end(_time_of(rows))
+        self._is_unanswered = False
+        self._answered_at = _time_of(rows) or self._answered_at
 
     async def _claim_ordered(self, planner: ClaimPlanner, room: int, *, complete: bool) -> int | None:
         """Claim from the next page of ordering keys. A complete poll continues until it has read all keys."""
-        kind = f"{planner.queue} ordered"
-        room = self._set_aside.within(kind, room)
         began_at = elapsed_clock()
-        set_aside = self._set_aside.ids(began_at)
-        message_ids: Sequence[int] = ()
         rows: Sequence[ClaimedRow] = ()
         try:
             found, last_key = await self._store.find_ordered(
@@ -353,37 +307,41 @@ class Claimer:
                     key_limit=room - len(found),
                 )
                 found = list({*found, *new})
-            message_ids = [message_id for message_id in found if message_id not in set_aside]
-            if message_ids:
-                self._unanswered.begin()
-                rows = await self._store.claim_ordered(planner.queue, message_ids)
+            if found:
+                self._is_unanswered = True
+                rows = await self._store.claim_ordered(planner.queue, found)
                 self._outage.end()  # A search proves nothing: a server that has become read-only answers it, too.
         except (psycopg.Error, OSError) as error:
-            await self._handle_error(error, planner.queue, kind, len(message_ids))
+            await self._handle_error(error, planner.queue, Lane.ORDERED.value)
             return None
         self._measure(planner.queue, rows)
-        if rows:
-            self._set_aside.note_claimed(kind, room)
         is_round_over = planner.turn_page(last_key, found=len(rows))
         self.work_ahead |= bool(rows) or (complete and not is_round_over)
         await self._hand_over(rows, began_at)
         return len(rows)
 
-    async def _handle_error(self, error: psycopg.Error | OSError, queue: str, kind: str, total: int) -> None:
+    async def _handle_error(self, error: psycopg.Error | OSError, queue: str, lane: str) -> None:
+        """Pause after a transient error. Report and raise a permanent one: waiting does not change it."""
         if is_refusal(error):
-            self._unanswered.end()
+            self._is_unanswered = False
         if is_lost_key(error):
             self._conflict_count += 1
             if self._conflict_count > _STUBBORN_CONFLICTS:
                 await asyncio.sleep(_CONFLICT_PAUSE_SECONDS)
-        elif is_of_a_row(error) and (total > 1 or isinstance(error, ClaimRefusedError)):
-            self._set_aside.note_refused(kind, total)
-            if self._set_aside.is_hopeless(kind):
-                raise error
-            if isinstance(error, ClaimRefusedError):
-                self._set_aside.add(error.message_ids, queue, error.sqlstate or "", elapsed_clock())
-        else:
+            return
+        try:
             await self._outage.pause_or_raise(error)
+        except psycopg.Error as refusal:
+            self._telemetry.report(
+                logging.ERROR,
+                LogEvent.CLAIM_REFUSED,
+                "the database refuses a claim, the worker ends: look for triggers, constraints, rights and damage of "
+                "the tables in the schema pgoutbox",
+                queue=queue,
+                lane=lane,
+                reason=refusal.sqlstate,
+            )
+            raise
 
     def _measure(self, queue: str, rows: Sequence[ClaimedRow]) -> None:
         if (measures := self._telemetry.measures) is not None:

@@ -55,7 +55,6 @@ class Finisher:
     """Writes the outcomes of attempts and removes the attempts from `in_flight`.
 
     It wakes a worker for a message that is pending again, was released, or waited for a message of the batch.
-    `on_halted` and `on_resumed` get a topic whose outcomes the database refuses.
     """
 
     def __init__(
@@ -68,8 +67,6 @@ class Finisher:
         error_texts: bool = True,
         signals: Signals,
         notifier: Notifier,
-        on_halted: Callable[[str], None],
-        on_resumed: Callable[[str], None],
         telemetry: Telemetry,
     ) -> None:
         self._store = store
@@ -81,9 +78,7 @@ class Finisher:
         self._signals = signals
         self._notifier = notifier
         self._telemetry = telemetry
-        self.refusals = RefusedOutcomes(
-            write_again=self._collect_refused, on_halted=on_halted, on_resumed=on_resumed, telemetry=telemetry
-        )
+        self.refusals = RefusedOutcomes(write_again=self._collect_refused, telemetry=telemetry)
         self._endings: deque[tuple[Attempt, AttemptResult]] = deque()
         self._refused: deque[Attempt] = deque()
         self._ready = asyncio.Event()

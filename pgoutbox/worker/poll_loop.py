@@ -174,12 +174,17 @@ class PollLoop:
             )
 
     async def deliver_due(self) -> None:
-        """Poll until no message is due and none is in flight, or the worker stops."""
+        """Poll until no message is due and none is in flight, or the worker stops.
+
+        Also return if the database refuses so many outcomes that the worker may claim nothing more.
+        """
         from_beginning = True
         while not self._stopping.is_set():
             self._signals.progress.clear()
             room = self._room()
             if room == 0:
+                if self._finisher.refusals.are_many and not self._finisher.unwritten_count:
+                    return
                 await self._until_progress()
                 continue
             # A message whose attempt ends during the claim may be due again, and the claim does not find it.
@@ -266,7 +271,9 @@ class PollLoop:
             self.surplus = min(2 * batch_size, max(1, self.surplus * 2))
         pool.longest_wait_seconds = 0.0
         open_limit = pool.capacity + self.surplus
-        if pool.capacity == 0 or (pool.open_count >= pool.capacity and pool.waiting_count > self.surplus // 2):
+        if self._finisher.refusals.are_many or pool.capacity == 0:
+            return 0
+        if pool.open_count >= pool.capacity and pool.waiting_count > self.surplus // 2:
             return 0
         in_flight_limit = open_limit + 2 * batch_size
         return max(0, min(batch_size, open_limit - pool.open_count, in_flight_limit - self._finisher.unwritten_count))

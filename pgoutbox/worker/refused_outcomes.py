@@ -1,16 +1,14 @@
-"""Outcomes that PostgreSQL refuses to write, and the topics that stop because of them.
+"""Outcomes that PostgreSQL refuses to write.
 
 A trigger, a constraint or a missing right can refuse the outcome of a message that was handed over. The worker keeps
 such a message in flight. So its lease is renewed, no worker hands it over again, and the outcome is written again with
-growing pauses. After several refusals in a row, or with many kept outcomes, the worker stops claiming the topic until
-one of them is written.
+growing pauses. With many kept outcomes the worker claims nothing until one of them is written.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -20,8 +18,7 @@ from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.worker.attempt import Attempt
 from pgoutbox.worker.backoff import Backoff
 
-_IN_A_ROW: Final = 5
-_KEPT_OF_A_TOPIC: Final = 100
+_MAX_KEPT: Final = 100
 
 
 @dataclass(slots=True)
@@ -30,31 +27,20 @@ class RefusedOutcome:
 
     request: FinishRequest | None
     reason: str
-    backoff: Backoff = field(default_factory=lambda: Backoff(1.0, 60.0))
+    backoff: Backoff = field(default_factory=lambda: Backoff(1.0, 15.0))
     timer: asyncio.TimerHandle | None = None
 
 
 class RefusedOutcomes:
     """The refused outcomes of one worker. `write_again` is called when it is time to try one again.
 
-    `on_halted` and `on_resumed` are called with the topic. Used on the event loop only.
+    Used on the event loop only.
     """
 
-    def __init__(
-        self,
-        *,
-        write_again: Callable[[Attempt], None],
-        on_halted: Callable[[str], None],
-        on_resumed: Callable[[str], None],
-        telemetry: Telemetry,
-    ) -> None:
+    def __init__(self, *, write_again: Callable[[Attempt], None], telemetry: Telemetry) -> None:
         self._write_again = write_again
-        self._on_halted = on_halted
-        self._on_resumed = on_resumed
         self._telemetry = telemetry
         self._kept: dict[Attempt, RefusedOutcome] = {}
-        self._in_a_row: Counter[str] = Counter()
-        self.halted_topics: set[str] = set()
 
     @property
     def count(self) -> int:
@@ -62,9 +48,9 @@ class RefusedOutcomes:
         return len(self._kept)
 
     @property
-    def count_of_open_topics(self) -> int:
-        """The number of kept outcomes of topics that are still claimed."""
-        return sum(attempt.message.topic not in self.halted_topics for attempt in self._kept)
+    def are_many(self) -> bool:
+        """Whether so many outcomes are kept that the worker must claim nothing more."""
+        return len(self._kept) >= _MAX_KEPT
 
     def __contains__(self, attempt: Attempt) -> bool:
         """Whether the outcome of this attempt is kept."""
@@ -81,7 +67,6 @@ class RefusedOutcomes:
         refusal = self._kept.get(attempt)
         if refusal is None:
             self._kept[attempt] = refusal = RefusedOutcome(request, reason)
-            self._in_a_row[message.topic] += 1
             self._telemetry.report(
                 logging.ERROR,
                 LogEvent.FINISH_REFUSED,
@@ -95,7 +80,6 @@ class RefusedOutcomes:
         else:
             refusal.reason = reason
         self.wait(attempt)
-        self._halt_if_many(message.topic, reason)
 
     def wait(self, attempt: Attempt) -> None:
         """Write a kept outcome again after its pause."""
@@ -105,16 +89,12 @@ class RefusedOutcomes:
 
     def forget(self, attempts: Iterable[Attempt]) -> None:
         """Forget the outcomes of these attempts: they are written, or other attempts own the messages."""
-        if not self._kept and not self._in_a_row:
+        if not self._kept:
             return
         for attempt in attempts:
-            topic = attempt.message.topic
-            self._in_a_row.pop(topic, None)
             refusal = self._kept.pop(attempt, None)
             if refusal is not None and refusal.timer is not None:
                 refusal.timer.cancel()
-            if refusal is not None and topic in self.halted_topics:
-                self._resume(topic)
 
     def stop(self) -> dict[Attempt, RefusedOutcome]:
         """Stop trying again. Return the kept outcomes."""
@@ -122,33 +102,6 @@ class RefusedOutcomes:
             if refusal.timer is not None:
                 refusal.timer.cancel()
         return dict(self._kept)
-
-    def _halt_if_many(self, topic: str, reason: str) -> None:
-        if topic in self.halted_topics:
-            return
-        kept_count = sum(attempt.message.topic == topic for attempt in self._kept)
-        if self._in_a_row[topic] >= _IN_A_ROW or kept_count >= _KEPT_OF_A_TOPIC:
-            self.halted_topics.add(topic)
-            self._telemetry.report(
-                logging.ERROR,
-                LogEvent.TOPIC_HALTED,
-                "topic halted: the database refuses its outcomes",
-                topic=topic,
-                refused_count=kept_count,
-                reason=reason,
-            )
-            self._on_halted(topic)
-
-    def _resume(self, topic: str) -> None:
-        self.halted_topics.discard(topic)
-        self._telemetry.report(
-            logging.INFO, LogEvent.TOPIC_RESUMED, "topic resumed: an outcome was written", topic=topic
-        )
-        for attempt, refusal in self._kept.items():
-            if attempt.message.topic == topic and refusal.timer is not None:
-                refusal.timer.cancel()
-                self._try(attempt)
-        self._on_resumed(topic)
 
     def _try(self, attempt: Attempt) -> None:
         self._kept[attempt].timer = None

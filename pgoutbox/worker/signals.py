@@ -1,13 +1,20 @@
-"""What the parts of a worker report to its poll loop: reasons to poll or to wake up, and the suspects in flight."""
+"""What the parts of a worker report to its poll loop: reasons to poll or to wake up, and the suspects in flight.
+
+Suspects are messages whose previous attempt was lost: one of them may have crashed its process and ended the other
+attempts there. So a worker has only few of them in flight, all of which can afford another loss, or a single one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.worker.attempt import Attempt
 from pgoutbox.worker.claim_planner import QueueSchedule
+
+_MAX_SUSPECTS: Final = 8
 
 
 class Signals:
@@ -27,6 +34,8 @@ class Signals:
         """Messages may have become claimable anywhere since the last full poll began."""
         self.suspects: list[Attempt] = []
         """The attempts in flight whose previous attempt was lost: any of them may crash this process."""
+        self.is_suspect_alone = False
+        """Whether the last suspect was claimed alone, so that no other may be in flight beside it."""
 
     def note_notification(self, queue: str | None, /, *, is_new: bool = False) -> None:
         """Poll a queue, or with None all of them. `is_new` means that a new message was enqueued there."""
@@ -69,6 +78,19 @@ class Signals:
 
     def _remove_suspects(self, suspects: Sequence[Attempt]) -> None:
         self.suspects[:] = [attempt for attempt in self.suspects if attempt not in suspects]
-        if self._queues.may_take_suspects(len(self.suspects)):
+        if self.suspect_room:
             self.progress.set()
             self.poll_all_lanes()
+
+    @property
+    def suspect_count(self) -> int:
+        """The number of suspects in flight."""
+        return sum(self._in_flight.get(attempt.message.id) is attempt for attempt in self.suspects)
+
+    @property
+    def suspect_room(self) -> int:
+        """The number of suspects that may be claimed now: when half of them have ended, others take their places."""
+        count = self.suspect_count
+        if count and (self.is_suspect_alone or 2 * count > _MAX_SUSPECTS):
+            return 0
+        return _MAX_SUSPECTS - count

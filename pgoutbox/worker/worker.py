@@ -116,7 +116,6 @@ class Worker:
         RedirectRules.of(self._settings.redirect)
         self._keyring = keyring_of(self._settings.encryption_keys)
         self._transports = transports if transports is not None else complete(outbox.transports, self._settings)
-        self._open_topics = list(self._topics)  # Topics whose outcomes the database does not refuse.
         self._in_flight: dict[int, Attempt] = {}
         self._is_started = False
         self._stopping = asyncio.Event()
@@ -162,8 +161,9 @@ class Worker:
             while not self._stopping.is_set():
                 self._signals.wake.clear()
                 await self._poll_loop.deliver_due()
-                refused_count = self._finisher.refusals.count_of_open_topics
-                if await self._store.count_owed(self._queues.names, self._open_topics) <= refused_count:
+                refusals = self._finisher.refusals
+                owed_count = await self._store.count_owed(self._queues.names, self._topics)
+                if refusals.are_many or owed_count <= refusals.count:
                     return
                 due = await self._claimer.next_due_seconds()
                 # Another worker's messages may be pending again at any time, and no notification wakes a drain.
@@ -220,7 +220,6 @@ class Worker:
             polled_seconds_ago=now - self._queues.polled_at,
             claimed_seconds_ago=None if claimed_at is None else now - claimed_at,
             outcomes_refused=self._finisher.refusals.count if is_started else 0,
-            topics_halted=len(self._finisher.refusals.halted_topics) if is_started else 0,
             breakers_open=self._executor.breakers.open_count if is_started else 0,
         )
 
@@ -294,8 +293,6 @@ class Worker:
             error_texts=settings.error_texts,
             signals=self._signals,
             notifier=self._notifier,
-            on_halted=self._halt_topic,
-            on_resumed=self._resume_topic,
             telemetry=self.telemetry,
         )
         self._executor = AttemptExecutor(
@@ -340,7 +337,7 @@ class Worker:
             self._store,
             self._queues,
             self._outage,
-            topics=self._open_topics,
+            topics=self._topics,
             hold_topics=self._hold_topics,
             in_flight=self._in_flight,
             signals=self._signals,
@@ -352,7 +349,7 @@ class Worker:
         if listen:
             self._doorbell = Doorbell(
                 settings,
-                self._open_topics,
+                self._topics,
                 on_notification=self._signals.note_notification,
                 on_deputy_due=self._signals.poll_again,
                 telemetry=self.telemetry,
@@ -362,7 +359,7 @@ class Worker:
             self._store,
             self._queues,
             self._signals,
-            topics=self._open_topics,
+            topics=self._topics,
             claimer=self._claimer,
             pool=self._pool,
             finisher=self._finisher,
@@ -426,18 +423,6 @@ class Worker:
         while (self._finisher.unwritten_count and not self._finishing.done()) if finished else self._pool.open_count:
             self._signals.progress.clear()
             await self._signals.progress.wait()
-
-    # --- topics -------------------------------------------------------------------------------------------------------
-
-    def _halt_topic(self, topic: str) -> None:
-        """Stop claiming a topic whose outcomes the database refuses, and release its waiting messages."""
-        self._open_topics.remove(topic)
-        self._signals.poll_all_lanes()  # The watch belongs to this set of topics.
-        self._pool.release_waiting(lambda attempt: attempt.message.topic == topic)
-
-    def _resume_topic(self, topic: str) -> None:
-        self._open_topics.append(topic)
-        self._signals.poll_all_lanes()
 
 
 def _name_for(settings: Settings) -> str:

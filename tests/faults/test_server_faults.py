@@ -441,11 +441,9 @@ def test_a_full_disk_refuses_enqueues_and_loses_nothing(
             own_server.stop("immediate")  # It uses the disk that is about to be unmounted.
 
 
-async def test_a_message_with_a_payload_damaged_on_disk_does_not_block_others(own_server: OwnServer) -> None:
+async def test_a_payload_damaged_on_disk_ends_the_worker_with_the_error(own_server: OwnServer) -> None:
     with own_server.connect() as db:
-        before = enqueue(db, payload={})
         damaged = enqueue(db, payload={"text": secrets.token_hex(20_000)})
-        behind = [enqueue(db, payload={}) for _ in range(20)]
         row = db.execute(
             "SELECT pg_relation_filepath(reltoastrelid) FROM pg_class WHERE oid = 'pgoutbox.large_payload'::regclass"
         ).fetchone()
@@ -454,16 +452,15 @@ async def test_a_message_with_a_payload_damaged_on_disk_does_not_block_others(ow
     os.truncate(own_server.data / row[0], 0)
     own_server.start()
     outbox = Outbox(settings_for(own_server.dsn))
-    handed_over = []
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
-        handed_over.append(message.id)
+        """Do nothing; no worker calls it."""
 
     worker = Worker(outbox)
-    async with running(worker):
-        await until(lambda: worker.telemetry.counts[LogEvent.CLAIM_REFUSED] == 1)
-        await until(lambda: set(handed_over) == {before, *behind})
+    with pytest.raises(psycopg.DatabaseError):
+        await worker.run()
+    assert worker.telemetry.counts[LogEvent.CLAIM_REFUSED] == 1
     with own_server.connect() as db:
         found = db.execute("SELECT state FROM pgoutbox.message_live WHERE id = %s", [damaged]).fetchall()
     assert found == [("pending",)]

@@ -32,7 +32,6 @@ WELL = WorkerStatus(
     polled_seconds_ago=1.0,
     claimed_seconds_ago=None,
     outcomes_refused=0,
-    topics_halted=0,
     breakers_open=0,
 )
 

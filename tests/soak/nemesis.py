@@ -196,17 +196,11 @@ class Nemesis:
 
     def refuse_finishes(self) -> None:
         """Refuse the finishes of some messages by a user trigger, for several leases."""
-        self._refuse("finish", self.chance.choice([2, 5, 20]), LEASE_SECONDS * self.chance.uniform(4.0, 5.0))
-
-    def refuse_claims(self) -> None:
-        """Refuse the claims of a few messages by a user trigger."""
-        self._refuse("claim", self.chance.choice([50, 200]), self.chance.uniform(1.0, 5.0))
-
-    def _refuse(self, what: str, modulus: int, seconds: float) -> None:
-        refusal = [modulus, self.chance.randrange(modulus), what]
+        modulus = self.chance.choice([2, 5, 20])
+        refusal = [modulus, self.chance.randrange(modulus)]
         with self.fleet.connection() as connection:
-            connection.execute("INSERT INTO soak_refusal (modulus, remainder, what) VALUES (%s, %s, %s)", refusal)
-            self._wait(seconds)
+            connection.execute("INSERT INTO soak_refusal (modulus, remainder) VALUES (%s, %s)", refusal)
+            self._wait(LEASE_SECONDS * self.chance.uniform(4.0, 5.0))
         self._try_until_done("UPDATE soak_refusal SET until_at = clock_timestamp() WHERE until_at IS NULL")
 
     def change_encoding(self) -> None:
@@ -382,7 +376,6 @@ FAULTS: Final[list[tuple[Callable[[Nemesis], None], int]]] = [
     (Nemesis.suspend_worker, 8),
     (Nemesis.suspend_only_worker, 4),
     (Nemesis.refuse_finishes, 2),
-    (Nemesis.refuse_claims, 2),
     (Nemesis.change_encoding, 2),
     (Nemesis.fill_notify_queue, 2),
     (Nemesis.stall_network, 6),

@@ -28,15 +28,14 @@ CREATE TABLE soak_refusal (
     modulus   integer NOT NULL,
     remainder integer NOT NULL,
     from_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
-    until_at  timestamptz,
-    what      text NOT NULL DEFAULT 'finish'
+    until_at  timestamptz
 );
 CREATE FUNCTION soak_refuse() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
 BEGIN
     IF EXISTS (
         SELECT
         FROM public.soak_refusal AS r
-        WHERE r.until_at IS NULL AND r.what = TG_ARGV[0] AND NEW.id % r.modulus = r.remainder
+        WHERE r.until_at IS NULL AND NEW.id % r.modulus = r.remainder
     ) THEN
         RAISE EXCEPTION 'a trigger of the user refuses message %', NEW.id USING ERRCODE = 'check_violation';
     END IF;
@@ -44,16 +43,13 @@ BEGIN
 END
 $function$;
 CREATE TRIGGER soak_refuse BEFORE INSERT ON pgoutbox.message_done FOR EACH ROW
-    WHEN (NEW.state = 'sent') EXECUTE FUNCTION soak_refuse('finish');
-CREATE TRIGGER soak_refuse BEFORE UPDATE ON pgoutbox.message_live FOR EACH ROW
-    WHEN (NEW.attempt_count > OLD.attempt_count) EXECUTE FUNCTION soak_refuse('claim')
+    WHEN (NEW.state = 'sent') EXECUTE FUNCTION soak_refuse()
 """
 _REFUSALS: Final = """
 SELECT
     modulus, remainder, extract(epoch FROM from_at)::float8,
     extract(epoch FROM coalesce(until_at, clock_timestamp()))::float8
 FROM soak_refusal
-WHERE what = 'finish'
 """
 _MESSAGES: Final = """
 SELECT
@@ -132,7 +128,7 @@ class _Account(NamedTuple):
 
 
 def install_refusals(connection: psycopg.Connection) -> None:
-    """Refuse the finishes, or the claims, of messages whose number a row of `soak_refusal` names, from now on."""
+    """Refuse the finishes of messages whose number a row of `soak_refusal` names, from now on."""
     connection.execute(REFUSALS)
 
 

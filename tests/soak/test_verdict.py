@@ -633,16 +633,6 @@ def test_the_trigger_refuses_exactly_the_chosen_finishes(run: tuple[Path, psycop
     assert finish_sent(connection, (refused, 1)) == {refused}
 
 
-def test_the_trigger_refuses_exactly_the_chosen_claims(run: tuple[Path, psycopg.Connection]) -> None:
-    _, connection = run
-    refused, accepted = (enqueue(connection, payload={KEY: key, "plan": ["ok"]}) for key in ("k50", "k51"))
-    connection.execute("INSERT INTO soak_refusal (modulus, remainder, what) VALUES (2, %s, 'claim')", [refused % 2])
-    with pytest.raises(psycopg.errors.CheckViolation), connection.transaction():
-        claim(connection)
-    connection.execute("UPDATE soak_refusal SET until_at = now()")
-    assert {row.id for row in claim(connection)} >= {refused, accepted}
-
-
 @pytest.mark.parametrize(
     ("state", "finished_at", "process", "expected"),
     [

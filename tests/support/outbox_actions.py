@@ -95,7 +95,6 @@ def claim(
     fresh_position: Place = BEGINNING,
     retry_position: Place = BEGINNING,
     suspect_limit: int = 1,
-    clock_limit: datetime | None = None,
     fresh_only: bool = False,
     by_permits: bool = False,
     worker: str = "worker-1",
@@ -113,9 +112,7 @@ def claim(
         "topics": list(topics),
         "hold_topics": list(hold_topics),
         "hooks": hooks,
-        "clock_limit": clock_limit,
         "in_flight": list(held),
-        "set_aside": [],
         "worker": worker,
         "lease_seconds": LEASE_SECONDS,
     }
@@ -134,6 +131,7 @@ def claim(
 
     if not fresh_only:
         run(sql.END_LAPSED, total, was_lapsed=True)
+        parameters["alone"] = suspect_limit == 1
         run(sql.CLAIM_LAPSED, min(suspect_limit, total - len(rows)), was_lapsed=True)
     fresh = total - len(rows) if fresh_limit is None else min(fresh_limit, total - len(rows))
     run(sql.CLAIM_FRESH_BY_PERMITS if by_permits else sql.CLAIM_FRESH, fresh, fresh_position)

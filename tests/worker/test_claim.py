@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, LiteralString, Unpack
 
 import pytest
@@ -96,9 +95,8 @@ def test_every_claim_returns_the_columns_of_the_row_in_their_order(
         "after_id": 0,
         "since_seconds": 0,
         "ids": [1],
-        "clock_limit": None,
         "in_flight": [],
-        "set_aside": [],
+        "alone": True,
         "worker": "w",
         "lease_seconds": 1,
     }
@@ -386,16 +384,6 @@ def test_a_lost_attempt_that_ends_does_not_wait_for_a_turn_of_suspects(
     assert ids_in_flight(rows) == successors
     assert [outcome for _, outcome, _ in attempts_of(rolled_back, ends)] == ["lost"]
     assert ids_in_flight(claim(rolled_back)) == suspects[:1]
-
-
-def test_no_lease_counts_as_lapsed_beyond_the_limit_of_the_clock(rolled_back: psycopg.Connection) -> None:
-    (ends,) = lost_one_after_the_other(rolled_back, 1, max_attempts=1)
-    (suspect,) = lost_one_after_the_other(rolled_back, 1)
-    fresh = enqueue(rolled_back)
-    (now,) = rolled_back.execute("SELECT now()").fetchone() or (None,)
-    assert now is not None
-    assert [row.id for row in claim(rolled_back, clock_limit=now - timedelta(seconds=1))] == [fresh]
-    assert [row.id for row in claim(rolled_back, clock_limit=now)] == [ends, suspect]
 
 
 def test_a_suspect_locked_by_another_session_is_skipped(connect: Connect) -> None:

@@ -272,12 +272,6 @@ def test_in_a_queue_with_limits_the_lane_of_the_oldest_message_comes_first(
         assert next(lane for lane in turns if lane in (FRESH, RETRIES)) is first
 
 
-def test_lapsed_attempts_are_in_every_poll_while_suspects_wait() -> None:
-    lanes = plain()
-    lanes.suspects.record(1, 1, in_flight=0, is_filled=False)
-    assert lanes.turns(1000.0) == [ENDING, LAPSED, FRESH]
-
-
 def test_the_oldest_search_gives_the_time_since_when_messages_may_have_fallen_due() -> None:
     lanes = ClaimPlanner("default")
     assert lanes.others_searched_at == -math.inf

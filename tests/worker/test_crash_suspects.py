@@ -1,5 +1,4 @@
-"""Tests messages with a lost attempt: any of them may crash its process, so they are claimed in small growing
-groups."""
+"""Tests messages with a lost attempt: any of them may crash its process, so few of them are in flight at once."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ class Gate:
 
 
 async def test_a_suspect_in_flight_delays_only_other_suspects(dsn: str, db: psycopg.Connection) -> None:
-    first, second = lost(db), lost(db)
+    first, second = lost(db, max_attempts=2), lost(db, max_attempts=2)
     all_due(db)
     gate = Gate(dsn)
     worker = WatchedWorker(gate.outbox)
@@ -94,7 +93,7 @@ async def test_a_suspect_in_flight_delays_only_other_suspects(dsn: str, db: psyc
 async def test_a_worker_sleeps_while_its_suspect_is_in_flight_and_others_are_due(
     dsn: str, db: psycopg.Connection
 ) -> None:
-    lost(db), lost(db)
+    lost(db, max_attempts=2), lost(db, max_attempts=2)
     all_due(db)
     gate = Gate(dsn)
     worker = WatchedWorker(gate.outbox)
@@ -106,7 +105,7 @@ async def test_a_worker_sleeps_while_its_suspect_is_in_flight_and_others_are_due
 
 
 async def test_each_of_several_workers_has_its_own_suspect(dsn: str, db: psycopg.Connection) -> None:
-    suspects = [lost(db) for _ in range(3)]
+    suspects = [lost(db, max_attempts=2) for _ in range(3)]
     all_due(db)
     gates = [Gate(dsn), Gate(dsn)]
     async with running(Worker(gates[0].outbox)), running(Worker(gates[1].outbox)):
@@ -130,8 +129,8 @@ async def test_a_message_that_ends_without_an_attempt_does_not_wait_for_a_suspec
 
 
 async def test_a_suspect_longer_than_a_lease_does_not_delay_others(dsn: str, db: psycopg.Connection) -> None:
-    lost(db)
-    other = lost(db, "bill")
+    lost(db, max_attempts=2)
+    other = lost(db, "bill", max_attempts=2)
     all_due(db)
     gate = Gate(dsn, lease_seconds=5)
     async with running(Worker(gate.outbox)):
@@ -163,7 +162,7 @@ async def test_one_run_delivers_many_suspects_with_any_history(dsn: str, db: psy
 async def test_a_run_continues_if_a_suspect_ends_during_a_claim_that_skipped_the_next(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = [lost(db, times=2) for _ in range(3)]
+    ids = [lost(db, max_attempts=2) for _ in range(3)]
     all_due(db)
     gate = Gate(dsn)
     worker = Worker(gate.outbox)
@@ -185,42 +184,86 @@ async def test_a_run_continues_if_a_suspect_ends_during_a_claim_that_skipped_the
     assert {row.state for row in rows_of(db, *ids)} == {"sent"}
 
 
-async def test_groups_of_suspects_grow_as_half_of_them_end(dsn: str, db: psycopg.Connection) -> None:
-    ids = [lost(db) for _ in range(16)]
+class Stations:
+    """An outbox whose topic `greet` lets each message end when the test says so."""
+
+    def __init__(self, dsn: str, ids: Sequence[int]) -> None:
+        self.outbox = Outbox(settings_for(dsn, concurrency=50))
+        self.in_flight: set[int] = set()
+        self._told_to_end = {message_id: asyncio.Event() for message_id in ids}
+
+        @self.outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            self.in_flight.add(message.id)
+            await self._told_to_end[message.id].wait()
+            self.in_flight.remove(message.id)
+
+    def end(self, ids: Sequence[int]) -> None:
+        for message_id in ids:
+            self._told_to_end[message_id].set()
+
+    async def are(self, worker: WatchedWorker, ids: Sequence[int]) -> None:
+        """Wait until the worker sleeps with exactly these in flight."""
+        await until(lambda: self.in_flight == set(ids))
+        worker._signals.poll_all_lanes()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await worker.falls_asleep()
+        assert self.in_flight == set(ids)
+
+
+async def test_eight_suspects_are_in_flight_and_others_follow_when_half_of_them_have_ended(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    ids = [lost(db) for _ in range(20)]
     all_due(db)
-    outbox = Outbox(settings_for(dsn, concurrency=50))
-    told_to_end = {message_id: asyncio.Event() for message_id in ids}
-    in_flight: set[int] = set()
-
-    @outbox.handler("greet")
-    async def greet(message: Message, ctx: Context) -> None:
-        in_flight.add(message.id)
-        await told_to_end[message.id].wait()
-        in_flight.remove(message.id)
-
-    worker = WatchedWorker(outbox)
+    stations = Stations(dsn, ids)
+    worker = WatchedWorker(stations.outbox)
     async with running(worker):
-        ended = 0
-        for size in (1, 2, 4, 8):
-            expected = set(ids[ended : ended + size])
-            await until(lambda: in_flight == expected)  # noqa: B023 - it is not called after this line
-            # When the worker sleeps, it has its maximum number of suspects in flight.
-            await worker.asleep.wait()
-            worker.asleep.clear()
-            assert in_flight == expected
-            ending = max(1, size // 2)
-            for message_id in ids[ended : ended + ending]:
-                told_to_end[message_id].set()
-            ended += ending
-        for event in told_to_end.values():
-            event.set()
+        await stations.are(worker, ids[:8])
+        stations.end(ids[:3])
+        await stations.are(worker, ids[3:8])
+        stations.end(ids[3:4])
+        await stations.are(worker, ids[4:12])
+        stations.end(ids)
         await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
 
 
-async def test_a_batch_of_suspects_is_as_large_as_their_group(dsn: str, db: psycopg.Connection) -> None:
-    ids = [lost(db) for _ in range(4)]
+async def test_a_suspect_that_cannot_afford_another_loss_is_alone(dsn: str, db: psycopg.Connection) -> None:
+    first, second = lost(db, max_attempts=2), lost(db, max_attempts=2)
+    others = [lost(db) for _ in range(3)]
     all_due(db)
-    outbox = Outbox(settings_for(dsn))
+    stations = Stations(dsn, [first, second, *others])
+    worker = WatchedWorker(stations.outbox)
+    async with running(worker):
+        await stations.are(worker, others)
+        stations.end(others[:2])
+        await stations.are(worker, others[2:])
+        stations.end(others[2:])
+        await stations.are(worker, [first])
+        db.execute("UPDATE pgoutbox.message_live SET max_attempts = 11 WHERE id = %s", [second])
+        await stations.are(worker, [first])
+        stations.end([first, second])
+        await until(lambda: state_of(db, second) == "sent")
+
+
+async def test_a_suspect_that_is_alone_is_alone_in_all_queues_of_its_worker(dsn: str, db: psycopg.Connection) -> None:
+    first, second = lost(db, max_attempts=2), lost(db)
+    all_due(db)
+    db.execute("UPDATE pgoutbox.message_live SET queue = 'other' WHERE id = %s", [second])
+    stations = Stations(dsn, [first, second])
+    worker = WatchedWorker(stations.outbox, queues=["default", "other"])
+    async with running(worker):
+        await stations.are(worker, [first])
+        stations.end([first])
+        await stations.are(worker, [second])
+        stations.end([second])
+        await until(lambda: state_of(db, second) == "sent")
+
+
+async def test_a_batch_of_suspects_is_as_large_as_their_group(dsn: str, db: psycopg.Connection) -> None:
+    ids = [lost(db) for _ in range(10)]
+    all_due(db)
+    outbox = Outbox(settings_for(dsn, concurrency=10))
     batches: list[list[int]] = []
 
     @outbox.batch_handler("greet", max_size=10)
@@ -228,5 +271,5 @@ async def test_a_batch_of_suspects_is_as_large_as_their_group(dsn: str, db: psyc
         batches.append([message.id for message in messages])
 
     await Worker(outbox).drain()
-    assert batches == [ids[:1], ids[1:3], ids[3:]]
+    assert batches == [ids[:8], ids[8:]]
     assert all(attempts_of(db, i) == [(1, "lost", "lease expired, outcome unknown")] for i in ids)

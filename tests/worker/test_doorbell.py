@@ -674,19 +674,6 @@ async def test_a_full_worker_does_not_go_on_watch_when_the_watch_dies(
         go_on.set()
 
 
-async def test_a_worker_that_halts_a_topic_leaves_its_watch_to_an_idle_worker(dsn: str) -> None:
-    watch, idle = [WatchedWorker(Receiver(dsn).outbox) for _ in range(2)]
-    async with running(watch):
-        await watch.sleeping.wait()
-        async with running(idle):
-            await idle.sleeping.wait()
-            successor = idle._doorbell
-            assert successor is not None
-            assert not successor.is_on_watch
-            watch._halt_topic("greet")
-            await until(lambda: successor.is_on_watch)
-
-
 async def test_one_message_wakes_one_worker_and_its_deputy(dsn: str, db: psycopg.Connection) -> None:
     receiver = Receiver(dsn)
     watch, deputy, idle = [WatchedWorker(receiver.outbox) for _ in range(3)]

@@ -912,6 +912,13 @@ def lost_together(stage: Stage, count: int, *, max_attempts: int = 11) -> list[i
     return ids
 
 
+async def an_attempt_of_an_answered_claim_is_not_released(stage: Stage) -> None:
+    enqueue(stage.db)
+    (row,) = claim(stage.db, worker="w")
+    parameters = {"queues": ["default"], "worker": "w", "after": row.claimed_at}
+    assert stage.db.execute(sql.UNANSWERED_ATTEMPTS, parameters).fetchall() == []
+
+
 async def suspects_are_claimed_one_by_one(stage: Stage) -> None:
     ids = lost_together(stage, 3)
     assert ids_in_flight(claim(stage.db, suspect_limit=1)) == ids[:1]
@@ -922,8 +929,8 @@ async def a_suspect_on_its_last_attempt_is_claimed_alone(stage: Stage) -> None:
     assert ids_in_flight(claim(stage.db, suspect_limit=3)) == []
 
 
-async def a_worker_claims_no_second_suspect_while_one_is_in_flight(stage: Stage) -> None:
-    lost_together(stage, 2)
+async def a_worker_claims_no_second_suspect_while_one_is_alone(stage: Stage) -> None:
+    lost_together(stage, 2, max_attempts=2)
     outbox = Outbox(settings_for(stage.dsn))
     opened = asyncio.Event()
     in_flight: list[int] = []
@@ -936,6 +943,8 @@ async def a_worker_claims_no_second_suspect_while_one_is_in_flight(stage: Stage)
     worker = WatchedWorker(outbox)
     async with running(worker):
         await worker.asleep.wait()
+        worker._signals.poll_all_lanes()
+        await worker.falls_asleep()
         opened.set()
         assert len(in_flight) == 1
 
@@ -1213,8 +1222,13 @@ def no_limit_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_check_of_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    budget = "AND (%(total)s::bigint = 1 OR m.max_attempts - m.attempt_count > m.attempt_budget / 2)"
+    budget = "AND (%(alone)s::boolean OR m.max_attempts - m.attempt_count > m.attempt_budget / 2)"
     patch.setattr(sql, "CLAIM_LAPSED", without(sql.CLAIM_LAPSED, budget))
+
+
+def no_time_of_the_answered_claim(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    after = " AND m.claimed_at > coalesce(%(after)s::timestamptz, '-infinity')"
+    patch.setattr(sql, "UNANSWERED_ATTEMPTS", without(sql.UNANSWERED_ATTEMPTS, after))
 
 
 def no_memory_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -1555,13 +1569,14 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         no_ceiling_for_updates,
     ),
     ("ceiling: concurrent ceiling", a_ceiling_lowers_a_rate_that_commits_meanwhile, no_ceiling_for_updates),
+    ("time of the answered claim", an_attempt_of_an_answered_claim_is_not_released, no_time_of_the_answered_claim),
     ("suspects: limit", suspects_are_claimed_one_by_one, no_limit_of_suspects),
     (
         "suspects: last attempt",
         a_suspect_on_its_last_attempt_is_claimed_alone,
         no_check_of_the_budget_of_a_suspect,
     ),
-    ("suspects: memory", a_worker_claims_no_second_suspect_while_one_is_in_flight, no_memory_of_suspects),
+    ("suspects: memory", a_worker_claims_no_second_suspect_while_one_is_alone, no_memory_of_suspects),
     ("shared doorbell lock", acquiring_does_not_miss_an_open_enqueue, no_shared_lock),
     ("poll after acquiring", a_commit_between_the_claim_and_the_lock_is_not_missed, no_poll_after_acquiring),
     ("search put off", a_search_that_was_put_off_is_not_forgotten, no_owed_search),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +18,17 @@ from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
 from tests.conftest import DURABLE
-from tests.support.outbox_actions import PATIENCE_SECONDS, enqueue, rows_of, running, settings_for
+from tests.support.outbox_actions import (
+    PATIENCE_SECONDS,
+    attempts_of,
+    enqueue,
+    row_of,
+    rows_of,
+    running,
+    settings_for,
+    state_of,
+)
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,10 +57,8 @@ async def deliver_all(dsn: str, db: psycopg.Connection, *, at_each: Callable[[in
     return worker
 
 
-@pytest.mark.parametrize("nth", [1, 2, 6, 11, 12])
-async def test_messages_of_a_lost_claim_are_delivered_at_once(
-    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, nth: int
-) -> None:
+def lose_answer(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+    """Lose the answer to the nth claim that found messages."""
     fetch = WorkerConnection.fetch
     filled = 0
 
@@ -62,8 +72,71 @@ async def test_messages_of_a_lost_claim_are_delivered_at_once(
         return rows
 
     monkeypatch.setattr(WorkerConnection, "fetch", lose)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 6, 11, 12])
+async def test_messages_of_a_lost_claim_are_delivered_at_once(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    lose_answer(monkeypatch, nth)
     worker = await deliver_all(dsn, db)
     assert worker.telemetry.counts[LogEvent.CLAIM_LOST] == 1
+
+
+async def test_an_attempt_whose_outcome_a_failover_lost_is_not_released_with_a_lost_claim(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    handed_over: Counter[int] = Counter()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        handed_over[message.id] += 1
+
+    lose_answer(monkeypatch, 2)
+    first = enqueue(db)
+    async with running(worker := Worker(outbox)):
+        await until(lambda: state_of(db, first) == State.SENT)
+        db.execute(
+            "UPDATE pgoutbox.message"
+            " SET state = 'sending', finished_at = NULL, lease_expires_at = now() + interval '1 h' WHERE id = %s",
+            [first],
+        )
+        second = enqueue(db)
+        await until(lambda: state_of(db, second) == State.SENT)
+    assert worker.telemetry.counts[LogEvent.CLAIM_LOST] == 1
+    assert (state_of(db, first), handed_over) == (State.SENDING, {first: 1, second: 1})
+
+
+async def test_a_claim_cannot_commit_after_its_connection_broke(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        """Do nothing; the message is then sent."""
+
+    db.execute(
+        "CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS "
+        "'BEGIN PERFORM pg_advisory_xact_lock_shared(7); RETURN NEW; END'"
+    )
+    db.execute("CREATE TRIGGER wait BEFORE UPDATE ON pgoutbox.message_live FOR EACH ROW EXECUTE FUNCTION wait()")
+    db.execute("SELECT pg_advisory_lock(7)")
+    message_id = enqueue(db)
+    waiting = (
+        "SELECT array_agg(pid) FROM pg_stat_activity WHERE wait_event = 'advisory' AND datname = current_database()"
+    )
+    async with running(worker := Worker(outbox)):
+        await until(lambda: db.execute(waiting).fetchone() != (None,))
+        before = db.execute(waiting).fetchone()
+        connection = worker._store.claims._connection
+        assert connection is not None
+        with socket.socket(fileno=os.dup(connection.fileno())) as broken:
+            broken.shutdown(socket.SHUT_RDWR)
+        # The first session has ended, and another one waits for the lock.
+        await until(lambda: db.execute(waiting).fetchone() not in (before, (None,)))
+        db.execute("SELECT pg_advisory_unlock(7)")
+        await until(lambda: state_of(db, message_id) == State.SENT)
+    assert (row_of(db, message_id).attempt_count, attempts_of(db, message_id)) == (1, [])
 
 
 @pytest.mark.parametrize("dsn", [DURABLE], indirect=True)

@@ -16,7 +16,6 @@ LEFT JOIN LATERAL (
 ) AS sibling ON true
 -- now() can be an index condition; clock_timestamp(), which is volatile, cannot.
 WHERE m.queue = %(queue)s::text AND m.ordering_key IS NULL AND m.available_at <= now()
-    -- set_aside: messages whose claim the database refused in the last minute, for example by a trigger.
-    AND m.topic = ANY (%(topics)s::text[]) AND m.id <> ALL (%(set_aside)s::bigint[])
+    AND m.topic = ANY (%(topics)s::text[])
     -- Two messages of a key are never in flight: this one waits for its sibling, unless it ends as superseded.
     AND (sibling.id IS NULL OR head.newest_id IS NOT NULL)

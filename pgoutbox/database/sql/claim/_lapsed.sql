@@ -16,13 +16,9 @@ CROSS JOIN LATERAL (
 ) AS ending(state)
 WHERE m.state = 'sending'
     AND m.lease_expires_at <= now()
-    -- clock_limit: beyond this time no lease counts as lapsed. After the server's clock has stepped forward, live
-    -- workers need time to renew their leases.
-    AND now() <= coalesce(%(clock_limit)s::timestamptz, 'infinity')
     -- A lease is also renewed in the table renewal, while another transaction has locked the message's row.
     AND greatest(m.lease_expires_at, pgoutbox._renewed_until(m.id, m.attempt_count, m.worker)) <= now()
     AND m.topic = ANY (%(topics)s::text[])
-    AND m.id <> ALL (%(set_aside)s::bigint[])
     -- in_flight: the attempts of this worker. After a suspension or an outage it renews their leases instead.
     -- Other attempts in its name are lost, for example by a failover.
     AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(in_flight)s::bigint[]))

@@ -1,5 +1,5 @@
 -- When to poll each of these queues again. The worker asks before it sleeps. One row per queue, in the order of
--- `DueRow`, then the server's time.
+-- `DueRow`.
 -- Messages that were already due at the worker's last poll (`since_seconds`, `others_since_seconds` for retries and
 -- leases) do not count. In a queue with limits they count, because the worker may have had no permit for them.
 SELECT
@@ -11,7 +11,6 @@ SELECT
     -- Seconds until the next message falls due, null if there is none: fresh and ordered ones, then retries and leases.
     extract(epoch FROM due.first_at - now())::float8,
     extract(epoch FROM due.other_at - now())::float8,
-    now()
 FROM (
     SELECT
         served.name,
