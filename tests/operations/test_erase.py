@@ -190,6 +190,19 @@ def test_a_dump_contains_nothing_of_an_erased_person(db: psycopg.Connection, dsn
         assert before.count(text) == dump_of(dsn).count(text), text
 
 
+def test_an_erasure_locks_no_breaker_of_another_person(connect: Connect, db: psycopg.Connection) -> None:
+    """Workers would wait for it, with the messages of all topics behind them."""
+    eraser, worker = connect(), connect(autocommit=True)
+    db.execute(
+        "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
+        " VALUES ('smtp', now(), 5, 'w', '550 bob@example.org unknown')"
+    )
+    enqueue(db, owner=OWNER)
+    eraser.execute("SELECT")  # Begun here, so that the erasure stays open.
+    assert Operator(eraser).erase(owner=OWNER).is_complete
+    worker.execute("SELECT FROM pgoutbox.breaker FOR UPDATE NOWAIT")
+
+
 def others_of(db: psycopg.Connection, ids: list[int]) -> tuple[list[tuple[object, ...]], list[tuple[object, ...]]]:
     """Return the attempts and large payloads of messages."""
     return (

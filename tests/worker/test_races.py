@@ -264,6 +264,20 @@ def test_a_cancel_with_an_old_snapshot_does_not_return_the_state_before_a_redriv
         cancel(application, message_id)
 
 
+@pytest.mark.parametrize("level", psycopg.IsolationLevel)
+def test_one_function_knows_which_transactions_see_new_commits(
+    connect: Connect, db: psycopg.Connection, level: psycopg.IsolationLevel
+) -> None:
+    reader = connect()
+    reader.isolation_level = level
+    reader.execute("SELECT FROM pgoutbox.message")
+    enqueue(db)
+    sees_it = reader.execute("SELECT count(*) > 0 FROM pgoutbox.message").fetchone()
+    assert reader.execute("SELECT pgoutbox._reads_committed()").fetchone() == sees_it
+    others = "SELECT proname FROM pg_proc WHERE prosrc LIKE '%transaction\\_isolation%'"
+    assert db.execute(f"{others} AND pronamespace = 'pgoutbox'::regnamespace").fetchall() == [("_reads_committed",)]
+
+
 def test_a_renewal_skips_a_row_that_is_being_cancelled(connect: Connect, db: psycopg.Connection) -> None:
     business = connect()
     locked, free = enqueue(db), enqueue(db)

@@ -23,7 +23,7 @@ BEGIN
             BEGIN
                 result := pgoutbox._try_cancel(id, states);
             EXCEPTION WHEN serialization_failure THEN
-                IF current_setting('transaction_isolation') <> 'read committed' THEN
+                IF NOT pgoutbox._reads_committed() THEN
                     RAISE;
                 END IF;
             END;

@@ -228,8 +228,14 @@ BEGIN
     act_count := pgoutbox._erase_in_audit(addresses, texts, keys, erased || left_behind, by_ids);
     UPDATE pgoutbox.breaker AS b
     SET last_error = pgoutbox._erased_text(b.last_error, texts)
-    FROM (SELECT open.key FROM pgoutbox.breaker AS open FOR UPDATE SKIP LOCKED) AS locked
-    WHERE b.key = locked.key AND b.last_error <> pgoutbox._erased_text(b.last_error, texts);
+    FROM (
+        SELECT open.key
+        FROM pgoutbox.breaker AS open
+        WHERE open.last_error <> pgoutbox._erased_text(open.last_error, texts)
+        -- Only these: workers wait for a locked breaker.
+        FOR UPDATE SKIP LOCKED
+    ) AS locked
+    WHERE b.key = locked.key;
 
     requested := ARRAY(
         SELECT c.id

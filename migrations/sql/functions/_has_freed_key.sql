@@ -10,7 +10,7 @@ BEGIN
     IF EXISTS (SELECT FROM pgoutbox.message_live AS m WHERE m.id = p_id) THEN
         RETURN false;
     END IF;
-    IF current_setting('transaction_isolation') <> 'read committed' THEN
+    IF NOT pgoutbox._reads_committed() THEN
         -- The snapshot may be older than a redrive of the message. Then the lock is refused with 40001.
         PERFORM FROM pgoutbox.message AS m WHERE m.id = p_id AND m.state IN ('cancelled', 'skipped')
         FOR KEY SHARE SKIP LOCKED;

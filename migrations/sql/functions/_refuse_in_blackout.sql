@@ -8,7 +8,7 @@ AS $function$
 DECLARE
     blackout constant text := (SELECT b.name FROM pgoutbox.blackout_view AS b WHERE b.is_on ORDER BY b.name LIMIT 1);
 BEGIN
-    IF current_setting('transaction_isolation') <> 'read committed' THEN
+    IF NOT pgoutbox._reads_committed() THEN
         RAISE EXCEPTION USING
             ERRCODE = 'invalid_transaction_state',
             MESSAGE = 'pgoutbox.' || argument || ': refused in a transaction that may not see a new blackout',

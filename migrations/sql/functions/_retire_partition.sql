@@ -14,7 +14,7 @@ DECLARE
     found_lower_at timestamptz;
     found_upper_at timestamptz;
 BEGIN
-    IF current_setting('transaction_isolation') <> 'read committed' THEN
+    IF NOT pgoutbox._reads_committed() THEN
         RAISE EXCEPTION 'pgoutbox: the isolation level of the transaction does not allow to retire a partition' USING
             ERRCODE = 'invalid_transaction_state',
             HINT = 'Use READ COMMITTED.';

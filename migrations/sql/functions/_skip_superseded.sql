@@ -9,7 +9,7 @@ SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = off
 AS $function$
 BEGIN
-    IF current_setting('transaction_isolation') <> 'read committed' THEN
+    IF NOT pgoutbox._reads_committed() THEN
         RETURN;
     END IF;
     WITH locked AS MATERIALIZED (

@@ -36,7 +36,7 @@ BEGIN
     ELSIF found_state IN ('pending', 'sending') THEN
         RETURN CASE WHEN found_state = ANY (states) THEN NULL ELSE found_state END;
     END IF;
-    IF current_setting('transaction_isolation') <> 'read committed' THEN
+    IF NOT pgoutbox._reads_committed() THEN
         -- The snapshot may be older than a redrive. Then the lock is refused, and the caller has to try again.
         PERFORM FROM pgoutbox.message AS m WHERE m.id = message_id AND m.state = found_state
         FOR KEY SHARE SKIP LOCKED;

@@ -76,7 +76,7 @@ BEGIN
             ORDER BY a.id;
             RETURN;
         EXCEPTION WHEN serialization_failure THEN
-            IF trial = 50 OR current_setting('transaction_isolation') <> 'read committed' THEN
+            IF trial = 50 OR NOT pgoutbox._reads_committed() THEN
                 RAISE;
             END IF;
         END;
