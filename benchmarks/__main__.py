@@ -19,7 +19,6 @@ from benchmarks import (
     explain,
     fleet,
     handlers,
-    hot_key,
     idle,
     latency,
     load,
@@ -39,7 +38,6 @@ Scenario = Callable[[Server, Options], Result]
 
 SCENARIOS: Mapping[str, Scenario] = {
     "doorbell": doorbell.run,
-    "hot_key": hot_key.run,
     "drain": drain.run,
     "handlers": handlers.run,
     "lanes": handlers.run_lanes,

@@ -20,7 +20,7 @@ from pgoutbox.handlers import OnUnknown
 from pgoutbox.options import check_delay, check_name, if_given
 from pgoutbox.outbox import MessageOptions, Outbox
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.topics import CoalesceRule, OnDuplicate, OnFailed, Topic
+from pgoutbox.topics import OnDuplicate, OnFailed, Topic
 
 # The options of a message that a topic can compute from the payload.
 _COMPUTABLE: Final = ("destination", "owner", "coalesce_key", "dedupe_key", "ordering_key")
@@ -57,7 +57,6 @@ class TopicFacts(NamedTuple):
     delay_seconds: float | None
     max_delay_seconds: float | None
     expires_after_seconds: float | None
-    coalesce_rule: CoalesceRule | None
     on_failed: OnFailed | None
     on_duplicate: OnDuplicate | None
     encrypted: bool
@@ -104,7 +103,6 @@ def _facts(outbox: Outbox, name: str) -> TopicFacts:
         delay_seconds=if_given(check_delay, "delay", topic.delay),
         max_delay_seconds=if_given(check_delay, "max_delay", topic.max_delay),
         expires_after_seconds=if_given(check_delay, "expires_after", topic.expires_after),
-        coalesce_rule=topic.coalesce_rule,
         on_failed=topic.on_failed,
         on_duplicate=topic.on_duplicate,
         encrypted=topic.encrypted,

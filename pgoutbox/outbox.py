@@ -64,7 +64,7 @@ from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.signatures import is_async
 from pgoutbox.text import MAX_NAME_LENGTH, describe, one_line
-from pgoutbox.topics import CoalesceRule, NewMessage, OnDuplicate, OnFailed, Recipient, Topic
+from pgoutbox.topics import NewMessage, OnDuplicate, OnFailed, Recipient, Topic
 from pgoutbox.transports import Content, Transport
 
 _logger = logging.getLogger(__name__)
@@ -101,7 +101,6 @@ class MessageOptions(TypedDict, total=False):
     ordering_key: str | None
     on_failed: OnFailed | None
     max_delay: Duration | None
-    coalesce_rule: CoalesceRule | None
     owner: str | None
     on_duplicate: OnDuplicate | None
 
@@ -422,12 +421,11 @@ class Outbox:
         Takes a psycopg `Connection`, SQLAlchemy's `Connection` or `Session` (on psycopg), or Django's `connection`.
         Never commits, and makes no savepoint unless `best_effort` is set. Of the messages with one topic and
         `coalesce_key` only the newest committed one is delivered; transactions that enqueue for one key wait for each
-        other. With `coalesce_rule="pending"` they do not wait: of the due messages of a key that a claim sees, the
-        newest is delivered, and at least one delivery begins after each commit. If another message has the
-        `dedupe_key`, the result is a duplicate with that message's id and state: calling again, for example after a
-        lost reply to COMMIT, is harmless. If that message was cancelled or skipped, the new message takes the key.
-        Without either key each call writes a separate message. Messages with one queue and `ordering_key` are delivered
-        one after the other, in the order of their commits. For other messages the order is not guaranteed.
+        other. If another message has the `dedupe_key`, the result is a duplicate with that message's id and state:
+        calling again, for example after a lost reply to COMMIT, is harmless. If that message was cancelled or skipped,
+        the new message takes the key. Without either key each call writes a separate message. Messages with one queue
+        and `ordering_key` are delivered one after the other, in the order of their commits. For other messages the
+        order is not guaranteed.
 
         `delay` (seconds or a timedelta) counts on PostgreSQL's clock; `available_at` and `expires_at` are datetimes
         with a time zone. A pydantic model is dumped as JSON; `serializer` is called with other values that are not
@@ -631,9 +629,7 @@ class Outbox:
         Name it by id, by topic and coalesce key (the newest one), or by topic and dedupe key: exactly one of the three,
         or this raises `PayloadError`. A pending message is not delivered after the transaction commits. The handler of
         a message in flight is notified (`ctx.should_stop`, `ctx.ensure_lease()`). The message is not retried, but may
-        still be handed over. A coalesce key of the rule `pending` cancels all its pending messages and notifies the
-        handler of the one in flight; the result is that of the newest. Idempotent. Waits for no lock. Raises like
-        `enqueue`.
+        still be handed over. Idempotent. Waits for no lock. Raises like `enqueue`.
 
             outbox.cancel(connection, topic="mail.reminder", coalesce_key="event-7")
         """

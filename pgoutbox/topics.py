@@ -21,9 +21,7 @@ from pgoutbox.text import preview
 
 OnDuplicate = Literal["error", "ignore"]
 OnFailed = Literal["continue", "halt"]
-CoalesceRule = Literal["newest", "pending"]
 
-NO_DEBOUNCE: Final = 'not together with coalesce_rule="pending": its messages keep their own delay'
 NOT_BOTH: Final = "give ordering_key or coalesce_key, not both: newer messages replace older ones, or follow them"
 
 
@@ -37,11 +35,10 @@ class Topic(Generic[P]):
     timedeltas; `expires_after` counts from the due time of the message. Messages with one queue and `ordering_key` are
     delivered one after the other, in the order of their commits. With `on_failed="halt"` the messages behind a failed
     one wait until an operator has redriven or pruned it. Each newer coalesced message restarts the `delay`, but for no
-    longer than `max_delay` since the first waiting one. `coalesce_rule="pending"` coalesces without locks, for
-    messages that mean "look again": the newest of the due messages of a key is delivered. The payloads of an
-    `encrypted` topic, and the contents of its fan-outs, are stored encrypted with PGOUTBOX_ENCRYPTION_KEYS; its keys,
-    destinations and headers stay readable. `redact` names further values to hide, besides passwords and similar ones:
-    names, or paths such as `user.email`. Raises `ConfigurationError` for a mistake.
+    longer than `max_delay` since the first waiting one. The payloads of an `encrypted` topic, and the contents of
+    its fan-outs, are stored encrypted with PGOUTBOX_ENCRYPTION_KEYS; its keys, destinations and headers stay readable.
+    `redact` names further values to hide, besides passwords and similar ones: names, or paths such as `user.email`.
+    Raises `ConfigurationError` for a mistake.
 
         activation = Topic(
             "mail.activation",
@@ -65,7 +62,6 @@ class Topic(Generic[P]):
     ordering_key: Callable[[P], str | None] | None = None
     on_failed: OnFailed | None = None
     max_delay: Duration | None = None
-    coalesce_rule: CoalesceRule | None = None
     owner: Callable[[P], str | None] | None = None
     on_duplicate: OnDuplicate | None = None
     encrypted: bool = False
@@ -80,12 +76,9 @@ class Topic(Generic[P]):
             if_given(check_delay, "delay", self.delay)
             if_given(check_delay, "max_delay", self.max_delay)
             if_given(check_on_failed, "on_failed", self.on_failed)
-            if_given(check_coalesce_rule, "coalesce_rule", self.coalesce_rule)
             if_given(check_on_duplicate, "on_duplicate", self.on_duplicate)
             if self.ordering_key is not None and self.coalesce_key is not None:
                 raise PayloadError("ordering_key", NOT_BOTH)  # noqa: TRY301 - leaves as the others do
-            if self.max_delay is not None and self.coalesce_rule == "pending":
-                raise PayloadError("max_delay", NO_DEBOUNCE)  # noqa: TRY301 - leaves as the others do
             if if_given(check_delay, "expires_after", self.expires_after) == 0:
                 raise PayloadError("expires_after", "must be more than 0")  # noqa: TRY301 - leaves as the others do
             if not callable(self.destination):
@@ -96,7 +89,7 @@ class Topic(Generic[P]):
             raise ConfigurationError(f"topic {self.name!r}: {error}") from None
 
 
-# Not frozen: a frozen dataclass sets its 17 fields one call at a time, which takes five times as long.
+# Not frozen: a frozen dataclass sets its 16 fields one call at a time, which takes five times as long.
 @dataclass(slots=True)
 class NewMessage(Generic[P]):
     """A message to enqueue: topic, payload, and the options that the topic's definition leaves open.
@@ -122,7 +115,6 @@ class NewMessage(Generic[P]):
     ordering_key: str | None = None
     on_failed: OnFailed | None = None
     max_delay: Duration | None = None
-    coalesce_rule: CoalesceRule | None = None
     owner: str | None = None
     on_duplicate: OnDuplicate | None = None
 
@@ -156,11 +148,10 @@ _topic_options = attrgetter(
     "ordering_key",
     "on_failed",
     "max_delay",
-    "coalesce_rule",
     "owner",
     "on_duplicate",
 )
-_NO_TOPIC_OPTIONS = (None,) * 13
+_NO_TOPIC_OPTIONS = (None,) * 12
 
 
 def check_on_failed(field: str, value: object) -> str:
@@ -174,11 +165,4 @@ def check_on_duplicate(field: str, value: object) -> str:
     """Return the rule for a dedupe key that a message with another payload has."""
     if value not in get_args(OnDuplicate):
         raise PayloadError(field, f"must be error or ignore, not {preview(value)}")
-    return str(value)
-
-
-def check_coalesce_rule(field: str, value: object) -> str:
-    """Return the rule for messages with one coalesce key."""
-    if value not in get_args(CoalesceRule):
-        raise PayloadError(field, f"must be newest or pending, not {preview(value)}")
     return str(value)

@@ -40,7 +40,7 @@ from pgoutbox.errors import PayloadError
 from pgoutbox.operations import JsonText, TopicCounts
 from pgoutbox.options import check_name
 from pgoutbox.outbox import Outbox
-from pgoutbox.topics import CoalesceRule, OnDuplicate, Topic
+from pgoutbox.topics import OnDuplicate, Topic
 
 
 @app.command()
@@ -57,12 +57,6 @@ def enqueue(
     destination: Annotated[str | None, typer.Option(help="Receiver of the message, as a URI.")] = None,
     coalesce_key: Annotated[
         str | None, typer.Option(help="Only the newest message with this key is delivered.")
-    ] = None,
-    coalesce_rule: Annotated[
-        CoalesceRule | None,
-        typer.Option(
-            help="`newest`, or `pending`: takes no locks and delivers the newest due message (default: newest)."
-        ),
     ] = None,
     dedupe_key: Annotated[
         str | None, typer.Option(help="At most one message with this key is pending, in flight, sent or failed.")
@@ -115,7 +109,6 @@ def enqueue(
         queue=queue,
         destination=destination,
         coalesce_key=coalesce_key,
-        coalesce_rule=coalesce_rule,
         dedupe_key=dedupe_key,
         on_duplicate=on_duplicate,
         owner=owner,

@@ -40,7 +40,6 @@ def _row(facts: TopicFacts) -> tuple[object, ...]:
     options: list[str] = [
         f"{name}={value}"
         for name, value in (
-            ("coalesce_rule", facts.coalesce_rule),
             ("on_failed", facts.on_failed),
             ("on_duplicate", facts.on_duplicate),
             ("max_delay", _seconds(facts.max_delay_seconds)),

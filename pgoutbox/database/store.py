@@ -720,7 +720,7 @@ def _array_of(numbers: Iterable[int]) -> str:
 
 def _lapsed_parameters(queue: str, options: LapsedOptions) -> dict[str, object]:
     arrays = {"in_flight": _array_of(options["in_flight"]), "set_aside": _array_of(options["set_aside"])}
-    return {**options, **arrays, "queue": queue, "queues": [queue]}
+    return {**options, **arrays, "queue": queue}
 
 
 def _claimed(rows: Iterable[TupleRow], queue: str, *, was_lapsed: bool = False) -> list[ClaimedRow]:

@@ -33,12 +33,10 @@ from pgoutbox.options import (
     if_given,
 )
 from pgoutbox.topics import (
-    NO_DEBOUNCE,
     NOT_BOTH,
     NewMessage,
     Recipient,
     Topic,
-    check_coalesce_rule,
     check_on_duplicate,
     check_on_failed,
 )
@@ -65,7 +63,6 @@ class ValidatedMessage(NamedTuple):
     ordering_key: str | None = None
     on_failed: str | None = None
     max_delay_seconds: float | None = None
-    coalesce_rule: str | None = None
     owner: str | None = None
     on_duplicate: str | None = None
 
@@ -117,15 +114,14 @@ _CHECKS: Final[Mapping[str, Callable[[str, object], object]]] = {
     "ordering_key": check_key,
     "on_failed": check_on_failed,
     "max_delay": check_delay,
-    "coalesce_rule": check_coalesce_rule,
     "owner": check_owner,
     "on_duplicate": check_on_duplicate,
 }
 # Only a topic has `expires_after`.
 _message_options = attrgetter(*(field for field in _CHECKS if field != "expires_after"))
-_NO_MESSAGE_OPTIONS = (None,) * 15
+_NO_MESSAGE_OPTIONS = (None,) * 14
 _NO_CHECKED_OPTIONS = (None,) * 9
-_NO_LAST_OPTIONS = (None,) * 6
+_NO_LAST_OPTIONS = (None,) * 5
 
 
 def carrying(message: NewMessage[P], context: Mapping[str, str]) -> NewMessage[P]:
@@ -302,7 +298,7 @@ class Chunk(NamedTuple):
 def chunks(drafts: Sequence[tuple[object, ...]]) -> Iterator[Chunk]:
     """Return the drafts in pieces, one for each statement.
 
-    All drafts with keys that enqueue locks come last, sorted over the whole call in the order of
+    All drafts with keys come last, sorted over the whole call in the order of
     `pgoutbox.enqueue_many`. So every transaction locks the keys in the same order, and two bulks never deadlock. An
     array that no draft of the call uses is None.
     """
@@ -333,7 +329,6 @@ def _locking_order(columns: ValidatedMessage) -> Sequence[int]:
         columns.coalesce_key,
         columns.dedupe_key,
         columns.ordering_key,
-        columns.coalesce_rule,
     )
     locks = list(map(_lock, *(itertools.repeat(None) if column is None else column for column in names)))
     return sorted(everything, key=locks.__getitem__)
@@ -345,7 +340,6 @@ def _lock(
     coalesce_key: str | None,
     dedupe_key: str | None,
     ordering_key: str | None,
-    coalesce_rule: str | None,
 ) -> str:
     """Return the sort key of a draft in the order of locks; it is empty for a draft without such a key.
 
@@ -355,7 +349,7 @@ def _lock(
     """
     if ordering_key is not None:
         return f"1{queue or 'default'}\0{ordering_key}"
-    if coalesce_key is not None and coalesce_rule != "pending":
+    if coalesce_key is not None:
         return f"2{topic}\0{coalesce_key}"
     return "" if dedupe_key is None else f"3{topic}\0{dedupe_key}"
 
@@ -410,10 +404,6 @@ def _check_together(draft: ValidatedMessage) -> None:
         raise PayloadError("on_failed", "only together with ordering_key")
     if draft.max_delay_seconds is not None and draft.coalesce_key is None:
         raise PayloadError("max_delay", "only together with coalesce_key")
-    if draft.coalesce_rule is not None and draft.coalesce_key is None:
-        raise PayloadError("coalesce_rule", "only together with coalesce_key")
-    if draft.max_delay_seconds is not None and draft.coalesce_rule == "pending":
-        raise PayloadError("max_delay", NO_DEBOUNCE)
     if draft.on_duplicate is not None and draft.dedupe_key is None:
         raise PayloadError("on_duplicate", "only together with dedupe_key")
 

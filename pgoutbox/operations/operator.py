@@ -315,10 +315,7 @@ class Operator:
     def cancel_by_key(
         self, topic: str, *, coalesce_key: str | None = None, dedupe_key: str | None = None
     ) -> list[MessageResult[CancelResult]]:
-        """Cancel the newest message of a coalesce key and the message of a dedupe key. Return none if there is none.
-
-        With the rule `pending`, cancel all pending messages of the coalesce key and the one in flight, newest first.
-        """
+        """Cancel the newest message of a coalesce key and the message of a dedupe key. Return none if there is none."""
         target: dict[str, JsonValue] = {"topic": topic, "coalesce_key": coalesce_key, "dedupe_key": dedupe_key}
         return [_cancelled(*row) for row in self._act(sql.CANCEL_BY_KEY, target, _Act(target))]
 

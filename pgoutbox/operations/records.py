@@ -354,7 +354,6 @@ class ShownMessage(NamedTuple):
     finished_at: datetime | None
     worker: str | None
     coalesce_key: str | None
-    coalesces_pending: bool | None
     dedupe_key: str | None
     ordering_key: str | None
     owner: str | None

@@ -137,11 +137,8 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "_here",
         "_in_flight_of",
         "_is_known_topic",
-        "_newer_pending",
-        "_lock_if_due",
         "_is_limited",
         "_renewed_until",
-        "_newest_is_due",
         "_enqueue_failure",
         "next_permit_at",
         "_permits",
@@ -455,7 +452,7 @@ def test_dynamic_sql_quotes_every_name(rolled_back: psycopg.Connection) -> None:
 
 ENQUEUE_CHECKED: Final = (
     "SELECT pgoutbox._enqueue_checked"
-    "('t', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, NULL, NULL, true)"
+    "('t', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, NULL, true)"
 )
 WRITES: Final = (
     "INSERT INTO pgoutbox.message (topic, payload) VALUES ('t', '1')",
@@ -990,7 +987,7 @@ $block$;
 """
 ENQUEUE_ACT: Final[LiteralString] = (
     "SELECT pgoutbox._enqueue_act"
-    "('mail', '{}', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, NULL, NULL, true)"
+    "('mail', '{}', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, NULL, true)"
 )
 # Each call by a role that may make it, with all names qualified that the attacker resolves himself.
 CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
@@ -1003,7 +1000,6 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
         "SELECT pgoutbox.enqueue('mail', '{\"pgoutbox.encrypted\": {\"digests\": [\"a\"]}}', dedupe_key => 'e')",
     ),
     (PRODUCER, "SELECT pgoutbox.enqueue('mail', '{}', ordering_key => 'o', on_failed => 'halt')"),
-    (PRODUCER, "SELECT pgoutbox.enqueue('mail', '{}', coalesce_key => 'k', coalesce_rule => 'pending')"),
     (
         PRODUCER,
         "SELECT FROM pgoutbox.enqueue_many('{mail,mail}', '{1,2}', coalesce_keys => '{NULL,k}', delays => '{1,NULL}')",
@@ -1013,9 +1009,6 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (PRODUCER, "SELECT FROM pgoutbox.cancel_by_key('mail', coalesce_key => 'k', dedupe_key => 'd')"),
     (WORKER, "SELECT pgoutbox._forget_sent('{1}', '{1}', 'w')"),
     (WORKER, "SELECT pgoutbox._permits('limited', 5)"),
-    (WORKER, "SELECT pgoutbox._newer_pending('mail', 'k', 'default', 1)"),
-    (WORKER, "SELECT pgoutbox._lock_if_due(1)"),
-    (WORKER, "SELECT pgoutbox._newest_is_due('mail', 'k', 'default')"),
     (WORKER, "SELECT pgoutbox._is_limited('default')"),
     (WORKER, "SELECT pgoutbox._take_turn('default')"),
     (WORKER, "SELECT pgoutbox._renewed_until(1, 1, 'w')"),

@@ -301,7 +301,6 @@ def test_live_messages_have_no_more_indexes_than_claims_need(rolled_back: psycop
         "message_live_fresh",
         "message_live_in_flight",
         "message_live_lease",
-        "message_live_newer",
         "message_live_ordered",
         "message_live_ordered_due",
         "message_live_ordered_in_flight",

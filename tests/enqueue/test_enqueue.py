@@ -447,13 +447,12 @@ def test_a_strict_transaction_cannot_use_a_key_that_was_used_since_its_snapshot(
     assert outbox.enqueue(strict, "mail", 1, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"coalesce_key": "k", "coalesce_rule": "pending"}])
 def test_a_strict_transaction_enqueues_what_takes_no_lock(
-    outbox: Outbox, strict: psycopg.Connection, connect: Connect, options: dict[str, Any]
+    outbox: Outbox, strict: psycopg.Connection, connect: Connect
 ) -> None:
     strict.execute("SELECT FROM pgoutbox.message")
-    outbox.enqueue(connect(autocommit=True), "mail", 1, require_transaction=False, **options)
-    outbox.enqueue(strict, "mail", 2, **options)
+    outbox.enqueue(connect(autocommit=True), "mail", 1, require_transaction=False)
+    outbox.enqueue(strict, "mail", 2)
     strict.commit()
     assert count(strict) == 2
 

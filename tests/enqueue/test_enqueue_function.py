@@ -191,11 +191,11 @@ JUDGED: LiteralString = """
 SELECT
     pgoutbox._is_plain(
         a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL, NULL,
-        NULL, NULL
+        NULL
     ),
     pgoutbox._argument_error(
         a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL, NULL,
-        NULL, NULL
+        NULL
     )
 FROM (
     VALUES (%(topic)s::text, %(payload)s::text::jsonb, %(queue)s::text, %(max_attempts)s::integer)
@@ -223,32 +223,12 @@ def test_the_short_check_agrees_with_the_full_check(
     assert bool(is_plain) == (problem is None)
 
 
-COALESCING: LiteralString = """
-SELECT
-    pgoutbox._is_plain('a', '1', 'a', NULL, a.key, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, a.rule,
-        NULL, NULL),
-    pgoutbox._argument_error('a', '1', 'a', NULL, a.key, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, a.rule,
-        NULL, NULL)
-FROM (VALUES (%(key)s::text, %(rule)s::text)) AS a(key, rule)
-"""
-
-
-@pytest.mark.parametrize("rule", [None, "pending", "newest", "another"])
-@pytest.mark.parametrize("key", [None, "", "k", "é" * 256, "é" * 257], ids=["none", "empty", "one", "512", "514"])
-def test_the_short_check_agrees_with_the_full_check_for_the_rule_pending(
-    rolled_back: psycopg.Connection, key: str | None, rule: str | None
-) -> None:
-    ((is_plain, problem),) = rolled_back.execute(COALESCING, {"key": key, "rule": rule}).fetchall()
-    may_be_plain = rule == "pending" or (key is None and rule is None)
-    assert bool(is_plain) == (may_be_plain and problem is None)
-
-
 def test_the_short_check_is_inlined(rolled_back: psycopg.Connection) -> None:
     plan = rolled_back.execute(
         """
         EXPLAIN (VERBOSE) SELECT pgoutbox._is_plain(
             m.topic, m.payload, m.queue, NULL, NULL, NULL, NULL, NULL, NULL, m.max_attempts, NULL, NULL, NULL, NULL,
-            NULL, NULL
+            NULL
         )
         FROM pgoutbox.message_live AS m
         """
@@ -282,7 +262,7 @@ def test_optional_arguments_are_left_to_the_full_check(
             coalesce_key => draft.coalesce_key, dedupe_key => draft.dedupe_key, available_at => draft.available_at,
             expires_at => draft.expires_at, headers => draft.headers, max_attempts => draft.max_attempts,
             ordering_key => draft.ordering_key, on_failed => draft.on_failed, max_delay => NULL,
-            coalesce_rule => NULL, owner => draft.owner, on_duplicate => NULL
+            owner => draft.owner, on_duplicate => NULL
         )
         FROM jsonb_populate_record(
             NULL::pgoutbox.message,

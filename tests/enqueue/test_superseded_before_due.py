@@ -138,8 +138,3 @@ def test_a_repeatable_read_transaction_does_not_fail_because_a_worker_claimed(
     newer = enqueue_newer(producer)
     producer.commit()
     assert [state_of(db, i) for i in (older, newer)] == ["sending", "pending"]
-
-
-def test_messages_of_the_rule_pending_stay_scheduled(connection: psycopg.Connection) -> None:
-    ids = [enqueue(connection, coalesce_key="k", coalesce_rule="pending", available_at=tomorrow()) for _ in range(2)]
-    assert [state_of(connection, i) for i in ids] == ["pending", "pending"]

@@ -328,7 +328,7 @@ def test_topics_and_payloads_are_lines_and_options_are_arrays() -> None:
     (chunk,) = chunks(drafts)
     assert chunk.parameters == (
         "a\nb", '{"x":"1\\n2"}\nnull', None, None, '{NULL,"k\n"}', None, None, [None, 2.0], None, None, None,
-        [DEFAULT, DEFAULT], None, None, None, None, None, None,
+        [DEFAULT, DEFAULT], None, None, None, None, None,
     )  # fmt: skip
 
 
@@ -365,13 +365,3 @@ def test_a_chunk_is_limited_in_rows_and_in_characters(monkeypatch: pytest.Monkey
     monkeypatch.setattr("pgoutbox.enqueue.validation.CHUNK_CHARACTERS", 10)
     large = [draft_of("a", "x" * size) for size in (3, 3, 3, 30, 3)]
     assert positions(large) == [[0, 1], [2], [3], [4]]
-
-
-def test_messages_of_the_rule_pending_are_sorted_by_their_locks() -> None:
-    drafts = [
-        draft_of("a", None, coalesce_key="x", coalesce_rule="pending", dedupe_key="b"),
-        draft_of("a", None, coalesce_key="y", coalesce_rule="pending", dedupe_key="a"),
-        draft_of("a", None, coalesce_key="a", coalesce_rule="pending"),
-        draft_of("a", None),
-    ]
-    assert positions(drafts) == [[2, 3, 1, 0]]

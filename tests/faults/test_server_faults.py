@@ -111,7 +111,7 @@ def assert_agree(verdict: Verdict) -> None:
     assert verdict.violations == {}, verdict
     assert verdict.acknowledged_count > 0, verdict
     assert verdict.rolled_back_count > 0, verdict
-    # Only messages of the rule `pending` are superseded.
+    # Messages with a coalesce key may be superseded.
     assert set(verdict.states) <= {"sent", "skipped"}, verdict
 
 

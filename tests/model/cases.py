@@ -7,20 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from tests.model import breaker, delivery, doorbell, limits, ordering, pending, retention
+from tests.model import breaker, delivery, doorbell, limits, ordering, retention
 from tests.model.breaker import Breaker
 from tests.model.delivery import Delivery
 from tests.model.doorbell import Doorbell
 from tests.model.explorer import Exploration, explore
 from tests.model.limits import Limited
 from tests.model.ordering import Ordering
-from tests.model.pending import PendingRule
 from tests.model.retention import Retention
 
-Model = Delivery | Doorbell | Ordering | Limited | Breaker | Retention | PendingRule
-Guard = (
-    delivery.Guard | doorbell.Guard | ordering.Guard | limits.Guard | breaker.Guard | retention.Guard | pending.Guard
-)
+Model = Delivery | Doorbell | Ordering | Limited | Breaker | Retention
+Guard = delivery.Guard | doorbell.Guard | ordering.Guard | limits.Guard | breaker.Guard | retention.Guard
 
 ATTEMPTS = Delivery(max_attempts=2, redrives=1, releases=1, renews=True)
 FEW_ATTEMPTS = replace(ATTEMPTS, max_attempts=1)
@@ -63,8 +60,6 @@ DESTINATION_AND_SURVIVORS = Breaker(may_lose=False)
 ZERO = Retention(changes=2)
 ZERO_AND_REDRIVE = Retention(changes=1, redrives=1)
 RESEND = Retention(changes=0, resends=True)
-LOOK_AGAIN = PendingRule()
-LOOK_AGAIN_LATER = PendingRule(messages=2, scheduled=1, max_attempts=2)
 
 NAMES: dict[Model, str] = {
     ATTEMPTS: "one message, two attempts, a release, a redrive",
@@ -108,8 +103,6 @@ NAMES: dict[Model, str] = {
     ZERO: "one message, a rule that is set and unset",
     ZERO_AND_REDRIVE: "one message, a rule that is set, a redrive",
     RESEND: "one message, a resend, prunes",
-    LOOK_AGAIN: "three messages of the rule pending",
-    LOOK_AGAIN_LATER: "two messages of the rule pending, one is scheduled, two attempts",
     replace(CUT_OFF, breaks=0, deaths=1): "one producer, two equal workers, one is killed",
     replace(ROLLING, sends=((1,),), breaks=1): "one producer, two workers with a topic each, a listener breaks",
 }
@@ -129,7 +122,6 @@ OVERTAKEN = "a message was handed over before one that was committed earlier"
 OVERSPENT = "more attempts began than there were tokens"
 CROWDED = "more attempts are in flight than the limit allows"
 GIVEN_UP = "a probe that was given up decides"
-NOT_AGAIN = "a message was committed, and no attempt began afterwards"
 USED_UP = "an attempt is used up though the breaker was open"
 
 
@@ -159,7 +151,6 @@ _HOLDING: tuple[Model, ...] = (
     RATE, RATE_AND_PAUSE, IN_FLIGHT, IN_FLIGHT_CUT, RATE_AND_IN_FLIGHT,
     DESTINATION, DESTINATION_OF_THREE, DESTINATION_AND_SURVIVORS,
     ZERO, ZERO_AND_REDRIVE, RESEND,
-    LOOK_AGAIN, LOOK_AGAIN_LATER,
 )  # fmt: skip
 HOLD = [Case(model) for model in _HOLDING]
 
@@ -181,7 +172,6 @@ _O = ordering.Guard
 _L = limits.Guard
 _C = breaker.Guard
 _R = retention.Guard
-_P = pending.Guard
 
 BREAK = [
     Case(FEW_ATTEMPTS, (_D.TOKEN_IN_SENT,), STALE, 22),
@@ -288,28 +278,6 @@ BREAK = [
     Case(ZERO_AND_REDRIVE, (_R.STATE_IN_PRUNE,), "a prune deleted an owed message", 8),
     Case(RESEND, (_R.SOURCE_LOCKED,), "a copy lost the content of its source", 8),
     Case(RESEND, (_R.CONTENT_IS_NAMED,), "a message names a content that is deleted", 2),
-    Case(LOOK_AGAIN, (_P.NEWER_LOCKED,), NOT_AGAIN, 19),
-    Case(LOOK_AGAIN, (_P.NEWER_IS_PENDING,), NOT_AGAIN, 13),
-    Case(LOOK_AGAIN_LATER, (_P.NEWER_IS_DUE,), "a message that is due waits for one that is not", 5),
-    Case(LOOK_AGAIN, (_P.IN_FLIGHT_INDEX,), TWO, 12),
-    Case(
-        LOOK_AGAIN,
-        (_P.SIBLINGS,),
-        "a whole claim fails because of a message that it could have skipped",
-        11,
-    ),
-    Case(
-        LOOK_AGAIN,
-        (_P.LOST_SUPERSEDED,),
-        "a lost attempt is made again although a newer message was pending",
-        11,
-    ),
-    Case(
-        LOOK_AGAIN_LATER,
-        (_P.RETRY_SUPERSEDED,),
-        "an attempt is made again although a newer message was pending",
-        10,
-    ),
 ]
 
 # Promises with two guards: with one of the two the hand-overs are still right, without both they are not.
@@ -361,8 +329,6 @@ def explored(case: Case) -> Exploration:
             return explore(replace(model, without=taken_out(breaker.Guard)))
         case Retention() as model:
             return explore(replace(model, without=taken_out(retention.Guard)))
-        case PendingRule() as model:
-            return explore(replace(model, without=taken_out(pending.Guard)))
 
 
 # The tables of the documentation: their cases and their headers.

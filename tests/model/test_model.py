@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.model import breaker, cases, delivery, doorbell, limits, ordering, pending, retention
+from tests.model import breaker, cases, delivery, doorbell, limits, ordering, retention
 from tests.model.cases import Case, explored, row_of, trace_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "model.md"
@@ -54,7 +54,6 @@ def test_each_guard_is_left_out_in_one_case() -> None:
         limits.Guard,
         breaker.Guard,
         retention.Guard,
-        pending.Guard,
     )
     assert taken_out == {guard for guards in every for guard in guards}
 

@@ -84,7 +84,6 @@ def live_of_a_person(outbox: Outbox, db: psycopg.Connection, owner: str, address
         ("mail", payload, {**common, "coalesce_key": f"coalesce-{name}"}),
         ("mail", payload, {**common, "coalesce_key": f"coalesce-{name}"}),
         ("mail", payload, {**common, "ordering_key": f"ordering-{name}"}),
-        ("mail", payload, {**common, "coalesce_key": f"pending-{name}", "coalesce_rule": "pending"}),
     ]
     with db.transaction():
         ids = [outbox.enqueue(db, topic, body, **options).id for topic, body, options in items]

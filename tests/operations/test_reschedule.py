@@ -197,17 +197,6 @@ async def test_a_worker_that_slept_since_the_act_finds_the_message_at_its_commit
         await until(lambda: state_of(db, message_id) == "sent")
 
 
-def test_the_rule_newest_supersedes_no_message_of_the_rule_pending(
-    rolled_back: psycopg.Connection,
-) -> None:
-    message_id = enqueue(rolled_back, coalesce_key="k", coalesce_rule="pending", available_at=later())
-    enqueue(rolled_back, coalesce_key="k")
-    assert Operator(rolled_back).reschedule(message_id).is_done
-    Operator(rolled_back).cancel(message_id)
-    assert Operator(rolled_back).redrive(message_id).is_done
-    assert state_of(rolled_back, message_id) == State.PENDING
-
-
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_a_message_that_is_finished_at_this_moment_fails_no_transaction(
     db: psycopg.Connection, connect: Connect, *, is_guarded: bool

@@ -20,8 +20,6 @@ OWNERS = 100
 """Each owner has some of the messages without a dedupe key."""
 LONELY_QUEUE = "lonely"
 """Only one process serves this queue."""
-SWIFT_QUEUE = "swift"
-"""This queue has its own worker besides the others, so that its messages are delivered soon after their commit."""
 THREAD_TIMEOUT_SECONDS = 1.0
 
 outbox = Outbox(transports=[NotedLineTransport(timeout_seconds=1.0)])

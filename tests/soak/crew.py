@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
-from tests.soak.app import LONELY_QUEUE, SWIFT_QUEUE
+from tests.soak.app import LONELY_QUEUE
 from tests.soak.host import PORT_VARIABLE
 from tests.soak.witness import MAX_COOLDOWN_SECONDS
 from tests.support import dialogues
@@ -26,14 +26,13 @@ STOP_SECONDS: Final = 60.0
 LONELY_WORKER: Final = "lonely"
 WORKER_ROLE: Final = "soak_worker"
 """The role of every worker. Only workers get this role's defaults."""
-QUEUES: Final = [f"--queue={name}" for name in ("default", "bulk", "ordered", "rated", "crowded", SWIFT_QUEUE)]
+QUEUES: Final = [f"--queue={name}" for name in ("default", "bulk", "ordered", "rated", "crowded")]
 WORKERS: Final[dict[str, tuple[list[str], dict[str, str]]]] = {
     "plain": (QUEUES, {}),
     "narrow": (QUEUES, {"PGOUTBOX_CONCURRENCY": "3", "PGOUTBOX_BATCH_SIZE": "7"}),
     "supervised": ([*QUEUES, "--processes", "2"], {}),
     "polling": (QUEUES, {"PGOUTBOX_LISTEN": "false", "PGOUTBOX_POLL_INTERVAL_SECONDS": "0.5"}),
     LONELY_WORKER: ([f"--queue={LONELY_QUEUE}"], {}),
-    "swift": ([f"--queue={SWIFT_QUEUE}"], {}),
 }
 
 

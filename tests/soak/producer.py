@@ -28,7 +28,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from pgoutbox import Enqueued, NewMessage, Outbox, TransactionError
 from pgoutbox.enqueue.adapters import AsyncConnection, SyncConnection
-from tests.soak.app import LONELY_QUEUE, ORDERED_TOPICS, OWNERS, SWIFT_QUEUE, TEXT, TOPICS, fanout_key
+from tests.soak.app import LONELY_QUEUE, ORDERED_TOPICS, OWNERS, TEXT, TOPICS, fanout_key
 from tests.soak.host import PORT_VARIABLE
 from tests.support.dialogues import HOST
 from tests.support.ledger import KEY, Ledger, told_ledger
@@ -39,7 +39,7 @@ COALESCE_KEYS: Final = 40
 DEDUPE_KEYS: Final = 2_000
 ORDERING_KEYS: Final = 40
 THREAD_KEYS: Final = 20
-PENDING_KEYS: Final = 4
+HOT_KEYS: Final = 4
 """Few keys, so that several producers enqueue for one key at once."""
 SPECIAL: Final = [
     "ordered", "ordered", "halted", "halted", "rated", "crowded", "forgotten", "forgotten", "line", "lonely", "thread",
@@ -100,10 +100,8 @@ def draw(chance: random.Random, key: str) -> NewMessage[Any]:
         number = chance.randrange(DEDUPE_KEYS)
         key = dedupe_key = f"once-{number}"
         chance = random.Random(number)
-    elif kind < 0.4:
-        coalesce_key = f"key-{chance.randrange(COALESCE_KEYS)}"
     elif kind < 0.5:
-        return draw_pending(chance, key)
+        coalesce_key = f"key-{chance.randrange(COALESCE_KEYS)}"
     elif kind < 0.75:
         return draw_special(chance, key)
     topic = chance.choice(TOPICS)
@@ -127,21 +125,6 @@ def draw(chance: random.Random, key: str) -> NewMessage[Any]:
         max_attempts=10_000,
         # Messages with a dedupe key are not cancelled: see `Nemesis.cancel`.
         owner=None if dedupe_key else f"person-{chance.randrange(OWNERS)}",
-    )
-
-
-def draw_pending(chance: random.Random, key: str) -> NewMessage[Any]:
-    """Draw a message of the rule `pending` with one of a few hot keys. Each key has its queues and its topic."""
-    number = chance.randrange(PENDING_KEYS)
-    queues = [[SWIFT_QUEUE], [SWIFT_QUEUE], ["default", "bulk"], ["default"]]
-    return NewMessage(
-        TOPICS[number],
-        {KEY: key, "plan": plan(chance), "seconds": chance.choice([0, 0, 0, 0.01, 0.1]), "text": TEXT},
-        coalesce_key=f"again-{number}",
-        coalesce_rule="pending",
-        delay=chance.choice([0.2, 1.0]) if chance.random() < 0.1 else None,
-        queue=chance.choice(queues[number]),
-        max_attempts=10_000,
     )
 
 
@@ -189,8 +172,7 @@ def draw_special(chance: random.Random, key: str) -> NewMessage[Any]:
                 "soak.async",
                 payload,
                 queue=queue,
-                coalesce_key=f"{queue}-{chance.randrange(PENDING_KEYS)}" if coalesces else None,
-                coalesce_rule="pending" if coalesces else None,
+                coalesce_key=f"{queue}-{chance.randrange(HOT_KEYS)}" if coalesces else None,
                 max_attempts=10_000,
             )
 
@@ -258,9 +240,6 @@ async def produce(transaction: Transaction, chance: random.Random, ledger: Ledge
                 await enlist.enqueue(messages)
                 if fan_out is not None:
                     await enlist.fan_out(fan_out)
-                if any(message.coalesce_rule == "pending" for message in messages):
-                    # Messages with greater ids commit and are delivered before these.
-                    await asyncio.sleep(chance.choice([0, 0, 0.1, 0.5]))
                 _change_mind(rolls_back)
                 ledger.write("intended", *keys)
             ledger.write("acknowledged", *keys)
@@ -301,7 +280,6 @@ def _one(outbox: Outbox, connection: psycopg.Connection, message: NewMessage[Any
         message.topic,
         message.payload,
         coalesce_key=message.coalesce_key,
-        coalesce_rule=message.coalesce_rule,
         dedupe_key=message.dedupe_key,
         ordering_key=message.ordering_key,
         on_failed=message.on_failed,

@@ -27,16 +27,14 @@ if TYPE_CHECKING:
 
     from tests.conftest import Connect
 
-# Two messages of one key, of which the second superseded the first, one with an effect, one that failed, and two of a
-# key of the rule `pending`.
+# Two messages of one key, of which the second superseded the first, one with an effect, and one that failed.
 GOOD_RUN: LiteralString = """
 INSERT INTO pgoutbox.message (
-    id, topic, state, coalesce_key, coalesces_pending, dedupe_key, attempt_count, worker, claimed_at, finished_at,
-    superseded_by, skip_reason, payload
+    id, topic, state, coalesce_key, dedupe_key, attempt_count, worker, claimed_at, finished_at, superseded_by,
+    skip_reason, payload
 )
 SELECT
-    r.id, r.topic, r.state, r.coalesce_key, nullif(r.coalesce_key = 'again', false), r.dedupe_key, r.attempt_count, 'w',
-    now(),
+    r.id, r.topic, r.state, r.coalesce_key, r.dedupe_key, r.attempt_count, 'w', now(),
     now() + interval '1 minute', r.superseded_by,
     CASE WHEN r.state = 'skipped' THEN 'superseded' END,
     jsonb_build_object('ledger_key', 'k' || r.id, 'plan', jsonb_build_array(r.plan))
@@ -45,9 +43,7 @@ FROM (
         (1, 'soak.async', 'skipped', 'key', NULL, 0, 2, 'ok'),
         (2, 'soak.async', 'sent', 'key', NULL, 2, NULL, 'ok'),
         (3, 'soak.effect', 'sent', NULL, 'once', 1, NULL, 'ok'),
-        (4, 'soak.sync', 'failed', NULL, NULL, 1, NULL, 'permanent'),
-        (7, 'soak.async', 'skipped', 'again', NULL, 0, 8, 'ok'),
-        (8, 'soak.async', 'sent', 'again', NULL, 1, NULL, 'ok')
+        (4, 'soak.sync', 'failed', NULL, NULL, 1, NULL, 'permanent')
 ) AS r(id, topic, state, coalesce_key, dedupe_key, attempt_count, superseded_by, plan);
 INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at)
 VALUES (2, 1, 'lost', 'w', now(), now()), (4, 1, 'failed', 'w', now(), now());
@@ -125,11 +121,6 @@ DAMAGE: list[tuple[str, LiteralString]] = [
     ("lost", "DELETE FROM pgoutbox.message WHERE id = 4; DELETE FROM ledger_audit WHERE message_id = 4"),
     ("two messages of one dedupe key", "UPDATE pgoutbox.message SET dedupe_key = 'once', topic = 'soak.effect'"),
     ("superseded by nothing newer that exists", "UPDATE pgoutbox.message SET superseded_by = 3 WHERE id = 1"),
-    (
-        "superseded by nothing newer that exists",
-        "UPDATE pgoutbox.message SET coalesces_pending = NULL WHERE id = 7",
-    ),
-    ("superseded by nothing newer that exists", "UPDATE pgoutbox.message SET queue = 'bulk' WHERE id = 7"),
     ("the newest of a key was superseded", "DELETE FROM pgoutbox.message WHERE id = 2"),
     ("skipped without a reason to be", "UPDATE pgoutbox.message SET superseded_by = NULL WHERE id = 1"),
     (
@@ -279,54 +270,35 @@ def test_each_damage_is_detected(run: tuple[Path, psycopg.Connection], invariant
     assert invariant in broken(path, connection)
 
 
-@pytest.mark.parametrize(("message_id", "is_seen"), [(1, True), (7, False)], ids=["newest", "pending"])
-def test_an_older_message_after_a_newer_one_is_detected_unless_its_rule_is_pending(
-    run: tuple[Path, psycopg.Connection], message_id: int, is_seen: bool
-) -> None:
+def test_an_older_message_after_a_newer_one_is_detected(run: tuple[Path, psycopg.Connection]) -> None:
     path, connection = run
     connection.execute(
         "UPDATE pgoutbox.message SET state = 'sent', superseded_by = NULL, skip_reason = NULL, "
-        "attempt_count = 1 WHERE id = %s",
-        [message_id],
+        "attempt_count = 1 WHERE id = 1"
     )
     with Ledger(path, fsync=False) as ledger:
-        ledger.hand_over({KEY: f"k{message_id}"}, 1)
-    assert ("an older message handed over after a newer one" in broken(path, connection)) is is_seen
+        ledger.hand_over({KEY: "k1"}, 1)
+    assert "an older message handed over after a newer one" in broken(path, connection)
 
 
-@pytest.mark.parametrize(("message_id", "attempt_count"), [(1, 0), (7, 1)], ids=["rule newest", "lost attempt"])
-def test_a_message_may_be_superseded_by_one_of_another_queue(
-    run: tuple[Path, psycopg.Connection], message_id: int, attempt_count: int
-) -> None:
+def test_a_message_may_be_superseded_by_one_of_another_queue(run: tuple[Path, psycopg.Connection]) -> None:
     path, connection = run
-    connection.execute(
-        "UPDATE pgoutbox.message SET queue = 'bulk', attempt_count = %s WHERE id = %s", [attempt_count, message_id]
-    )
+    connection.execute("UPDATE pgoutbox.message SET queue = 'bulk' WHERE id = 1")
     assert "superseded by nothing newer that exists" not in broken(path, connection)
 
 
-@pytest.mark.parametrize(("rule", "is_violation"), [("newest", True), ("pending", False)])
-def test_a_pending_message_needs_the_head_of_its_key_unless_its_rule_is_pending(
-    run: tuple[Path, psycopg.Connection], rule: str, is_violation: bool
-) -> None:
+def test_a_pending_message_needs_the_head_of_its_key(run: tuple[Path, psycopg.Connection]) -> None:
     _, connection = run
-    message_id = enqueue(connection, payload={KEY: "k50"}, coalesce_key="c", coalesce_rule=rule)
+    message_id = enqueue(connection, payload={KEY: "k50"}, coalesce_key="c")
     connection.execute("DELETE FROM pgoutbox.coalesce_head WHERE coalesce_key = 'c'")
-    rule_of_the_head = message_id, "a message that is owed is newer than the head of its key"
-    assert (rule_of_the_head in violations(connection)) is is_violation
+    assert (message_id, "a message that is owed is newer than the head of its key") in violations(connection)
 
 
-@pytest.mark.parametrize(("rule", "is_violation"), [("newest", True), ("pending", False)])
-def test_a_copy_may_not_supersede_newer_messages_unless_its_rule_is_pending(
-    run: tuple[Path, psycopg.Connection], rule: str, is_violation: bool
-) -> None:
+def test_a_copy_may_not_supersede_newer_messages(run: tuple[Path, psycopg.Connection]) -> None:
     _, connection = run
-    original, _, copy = (
-        enqueue(connection, payload={KEY: f"k5{n}"}, coalesce_key="c", coalesce_rule=rule) for n in range(3)
-    )
+    original, _, copy = (enqueue(connection, payload={KEY: f"k5{n}"}, coalesce_key="c") for n in range(3))
     connection.execute("UPDATE pgoutbox.message SET resend_of = %s WHERE id = %s", [original, copy])
-    rule_of_copies = copy, "a copy supersedes messages newer than its original"
-    assert (rule_of_copies in violations(connection)) is is_violation
+    assert (copy, "a copy supersedes messages newer than its original") in violations(connection)
 
 
 def test_an_ordered_message_after_a_later_one_of_its_key_is_detected(run: tuple[Path, psycopg.Connection]) -> None:
@@ -555,13 +527,7 @@ def test_an_attempt_of_a_killed_process_breaks_no_invariant(handlers: Handlers) 
 
 
 @pytest.mark.parametrize(
-    "key",
-    [
-        {"coalesce_key": "c"},
-        {"coalesce_key": "c", "coalesces_pending": True},
-        {"ordering_key": "o", "queue": "ordered"},
-    ],
-    ids=["coalesce", "coalesce, rule pending", "ordering"],
+    "key", [{"coalesce_key": "c"}, {"ordering_key": "o", "queue": "ordered"}], ids=["coalesce", "ordering"]
 )
 @pytest.mark.parametrize(("began_at", "expected"), [(105.0, {BESIDE}), (111.0, set())], ids=["beside", "after"])
 def test_overlapping_messages_of_a_key_are_detected(
@@ -580,14 +546,13 @@ def test_overlapping_messages_of_a_key_are_detected(
 @pytest.mark.parametrize(
     ("began_at", "expected"), [(99.0, {NO_ATTEMPT}), (101.0, set())], ids=["before the commit", "after it"]
 )
-def test_an_attempt_of_the_key_has_to_begin_after_each_commit_of_the_rule_pending(
+def test_an_attempt_of_the_key_has_to_begin_after_each_commit_of_a_coalesce_key(
     handlers: Handlers, began_at: float, expected: set[str]
 ) -> None:
     """A hand-over after the commit is not enough: the attempt may have read the data before."""
-    key = {"coalesce_key": "c", "coalesces_pending": True}
     superseded = {"state": "skipped", "attempt_count": 0, "superseded_by": 22, "skip_reason": "superseded by 22"}
-    handlers.message(21, intended_at=100.0, **key, **superseded)
-    handlers.message(22, intended_at=90.0, **key)
+    handlers.message(21, intended_at=100.0, coalesce_key="c", **superseded)
+    handlers.message(22, intended_at=90.0, coalesce_key="c")
     handlers.ran(22, 1, "p", began_at, 102.0)
     assert handlers.broken == expected
 

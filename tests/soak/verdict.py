@@ -29,9 +29,6 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
         FROM pgoutbox.message AS m
         LEFT JOIN pgoutbox.message AS newer
             ON newer.id = m.superseded_by AND newer.topic = m.topic AND newer.coalesce_key = m.coalesce_key
-                AND newer.coalesces_pending IS NOT DISTINCT FROM m.coalesces_pending
-                -- By the rule pending, only a lost attempt is superseded by a message of another queue.
-                AND (m.coalesces_pending IS NOT TRUE OR newer.queue = m.queue OR m.attempt_count > 0)
         WHERE m.superseded_by IS NOT NULL AND (newer.id IS NULL OR newer.id <= m.id)
     """,
     "the newest of a key was superseded": """
@@ -127,7 +124,7 @@ _MESSAGES: Final = """
 SELECT
     pgoutbox.payload_of(message) ->> 'ledger_key'
         || CASE WHEN content_id IS NULL THEN '' ELSE '/' || destination END AS key,
-    id, topic, queue, CASE WHEN coalesces_pending THEN NULL ELSE coalesce_key END AS strict_key, ordering_key, state,
+    id, topic, queue, coalesce_key, ordering_key, state,
     attempt_count,
     extract(epoch FROM finished_at)::float8 AS finished_at
 FROM pgoutbox.message
@@ -152,7 +149,7 @@ class _Row(NamedTuple):
     id: int
     topic: str
     queue: str
-    strict_key: str | None
+    coalesce_key: str | None
     ordering_key: str | None
     state: str
     attempt_count: int
@@ -242,8 +239,8 @@ def _by_order(
             continue
         if row.state != "sent" or hand_over.attempt_count != row.attempt_count:
             unfenced.append(row.id)
-        if row.strict_key is not None:
-            place = (row.topic, row.strict_key)
+        if row.coalesce_key is not None:
+            place = (row.topic, row.coalesce_key)
             if row.id < latest.get(place, 0):
                 stale.append(row.id)
             latest[place] = max(latest.get(place, 0), row.id)

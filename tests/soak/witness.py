@@ -181,9 +181,6 @@ WHERE o.what <> 'closed'
     )
 ORDER BY a.message_id
 """
-_OF_RULE_PENDING: Final = """
-SELECT count(*), count(*) FILTER (WHERE superseded_by IS NOT NULL) FROM pgoutbox.message WHERE coalesces_pending
-"""
 _FINAL: Final = frozenset({"sent", "skipped", "cancelled", "failed", "gone"})
 
 
@@ -321,9 +318,8 @@ def account(lines: Sequence[Flight], connection: psycopg.Connection) -> str:
     halted = sum(line.what == "failed" and line.halts for line in lines)
     opened = connection.execute("SELECT count(*) FROM soak_breaker WHERE what = 'opened'").fetchall()[0][0]
     revived = sum(line.what == "revived" for line in lines)
-    of_rule, superseded = connection.execute(_OF_RULE_PENDING).fetchall()[0]
     return (
         f"{counts['ordered']} ordered attempts ({halted} halted their key), {counts['rated']} under a rate, "
         f"{counts['crowded']} under a number in flight, {gone} deleted as they were sent, {opened} breakers opened, "
-        f"{revived} leases renewed after their end, {of_rule} of the rule pending ({superseded} superseded)"
+        f"{revived} leases renewed after their end"
     )

@@ -46,13 +46,12 @@ RULES = {
     "a message that is owed is newer than the head of its key": """
         SELECT m.id FROM pgoutbox.message_live AS m
         LEFT JOIN pgoutbox.coalesce_head AS head USING (topic, coalesce_key)
-        WHERE m.coalesce_key IS NOT NULL AND m.coalesces_pending IS NOT TRUE AND coalesce(head.newest_id < m.id, true)
+        WHERE m.coalesce_key IS NOT NULL AND coalesce(head.newest_id < m.id, true)
     """,
     "a copy supersedes messages newer than its original": """
         SELECT copy.id FROM pgoutbox.message AS copy
         JOIN pgoutbox.message AS newer USING (topic, coalesce_key)
         WHERE newer.id > copy.resend_of AND newer.id < copy.id AND newer.resend_of IS DISTINCT FROM copy.resend_of
-            AND copy.coalesces_pending IS NOT TRUE AND newer.coalesces_pending IS NOT TRUE
     """,
     "a dedupe key does not lead to its message": """
         SELECT m.id FROM pgoutbox.message AS m

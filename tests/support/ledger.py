@@ -407,8 +407,7 @@ def _without_attempt(entries: Entries, connection: psycopg.Connection) -> Iterat
     """Return the keys of messages with a coalesce key for which no attempt began after their commit.
 
     For a superseded message, the message at the end of its chain counts. An attempt of another message of the key does
-    not count: it would not have begun if this message had been the last one. The rule `newest` keeps this promise with
-    locks, and the rule `pending` without.
+    not count: it would not have begun if this message had been the last one.
     """
     latest: dict[str, float] = {}
     for key, at in _beginnings(entries):

@@ -32,8 +32,6 @@ TOPIC: Final = "faults.deliver"
 
 _EVERY_SO_MANY_ROLLS_BACK: Final = 7
 _EVERY_SO_MANY_COALESCES: Final = 4
-_COALESCE_KEY: Final = "faults"
-"""The coalesce key of all producers, without locks, by the rule `pending`."""
 
 
 def start_worker(dsn: str, ledger: Path, log: Path, settings: Mapping[str, str]) -> WorkerProcess:
@@ -155,7 +153,8 @@ class Load:
         """Enqueue one message."""
         payload = {KEY: key, "padding": secrets.token_hex(self._padding_bytes // 2)}
         if coalesces:
-            self._outbox.enqueue(connection, TOPIC, payload, coalesce_key=_COALESCE_KEY, coalesce_rule="pending")
+            # Each connection has its own key: after a network failure, a lost transaction may hold its lock for long.
+            self._outbox.enqueue(connection, TOPIC, payload, coalesce_key=f"faults-{connection.info.backend_pid}")
         else:
             self._outbox.enqueue(connection, TOPIC, payload)
 

@@ -69,7 +69,6 @@ class Options(TypedDict, total=False):
     ordering_key: str | None
     on_failed: str | None
     max_delay: timedelta | None
-    coalesce_rule: str | None
     owner: str | None
     on_duplicate: str | None
 

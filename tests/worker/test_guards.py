@@ -899,122 +899,6 @@ async def a_ceiling_lowers_a_rate_that_commits_meanwhile(stage: Stage) -> None:
     assert stage.db.execute("SELECT rate_count, burst FROM pgoutbox.queue").fetchall() == [(60, 5)]
 
 
-# --- the rule `pending` -----------------------------------------------------------------------------------------------
-
-
-def look_again(connection: psycopg.Connection, *, queue: str = "default", available_at: datetime | None = None) -> int:
-    """Enqueue a message of the rule `pending`."""
-    return enqueue(connection, coalesce_key="k", coalesce_rule="pending", queue=queue, available_at=available_at)
-
-
-async def an_attempt_begins_after_every_commit(stage: Stage) -> None:
-    """An older id commits late, while a claim skips the next one in favour of a third that another claim would
-    deliver."""
-    late, skipping = stage.connect(), stage.connect()
-    oldest = look_again(late)
-    look_again(stage.db)
-    newest = look_again(stage.db)
-    claim(skipping, total=1, fresh_only=True)
-    for row in claim(stage.db, fresh_only=True):
-        finish_sent(stage.db, (row.id, row.attempt_count))
-    late.commit()
-    begun = ids_in_flight(claim(stage.db, fresh_only=True))
-    skipping.commit()
-    begun += ids_in_flight(claim(stage.db, fresh_only=True))
-    assert begun in ([oldest], [newest])
-
-
-async def an_attempt_of_any_lane_begins_after_every_commit(stage: Stage) -> None:
-    """Run the same scenario with the claim from all lanes."""
-    late, skipping = stage.connect(), stage.connect()
-    oldest = look_again(late)
-    look_again(stage.db)
-    newest = look_again(stage.db)
-    claim(skipping, total=1)
-    for row in claim(stage.db):
-        finish_sent(stage.db, (row.id, row.attempt_count))
-    late.commit()
-    begun = ids_in_flight(claim(stage.db))
-    skipping.commit()
-    begun += ids_in_flight(claim(stage.db))
-    assert begun in ([oldest], [newest])
-
-
-async def a_scheduled_message_supersedes_nothing(stage: Stage) -> None:
-    due = look_again(stage.db)
-    look_again(stage.db, available_at=datetime.now(UTC) + timedelta(hours=1))
-    assert ids_in_flight(claim(stage.db)) == [due]
-
-
-async def a_message_that_has_ended_supersedes_nothing(stage: Stage) -> None:
-    late = stage.connect()
-    older = look_again(late)
-    newer = look_again(stage.db)
-    assert ids_in_flight(claim(stage.db)) == [newer]
-    finish(stage.db, FinishRequest(newer, 1, AttemptOutcome.FAILED, "no"))
-    late.commit()
-    assert ids_in_flight(claim(stage.db)) == [older]
-
-
-async def a_message_of_another_queue_supersedes_nothing(stage: Stage) -> None:
-    older = look_again(stage.db)
-    look_again(stage.db, queue="bulk")
-    assert ids_in_flight(claim(stage.db)) == [older]
-
-
-async def an_expired_message_supersedes_nothing(stage: Stage) -> None:
-    older = look_again(stage.db)
-    expire(stage.db, look_again(stage.db))
-    assert ids_in_flight(claim(stage.db)) == [older]
-
-
-async def a_message_waits_for_a_strict_one_of_its_key(stage: Stage) -> None:
-    strict = enqueue(stage.db, coalesce_key="k")
-    look_again(stage.db)
-    assert ids_in_flight(claim(stage.db, fresh_only=True)) == [strict]
-
-
-async def a_retry_ends_if_a_newer_message_is_pending(stage: Stage) -> None:
-    older = look_again(stage.db)
-    claim(stage.db)
-    look_again(stage.db)
-    finish(stage.db, FinishRequest(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
-    assert state_of(stage.db, older) == "skipped"
-
-
-async def a_retry_does_not_wait_for_a_message_that_is_due_later(stage: Stage) -> None:
-    older = look_again(stage.db)
-    claim(stage.db)
-    look_again(stage.db, available_at=datetime.now(UTC) + timedelta(hours=1))
-    finish(stage.db, FinishRequest(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
-    assert state_of(stage.db, older) == "pending"
-
-
-async def a_message_that_waits_for_an_attempt_is_found_when_it_ends(stage: Stage) -> None:
-    """The older of two ids commits while the newer one is in flight: no head names it."""
-    late = stage.connect()
-    look_again(late)
-    newer = look_again(stage.db)
-    claim(stage.db)
-    late.commit()
-    assert claim(stage.db) == []
-    finish_sent(stage.db, (newer, 1))
-    done = {"ids": [newer], "topics": ["greet"], "coalesce_keys": ["k"]}
-    assert stage.db.execute(sql.QUEUES_OF_SUCCESSORS, done).fetchall() == [("default",)]
-
-
-async def a_strict_message_that_waits_for_a_newer_attempt_is_found_when_it_ends(stage: Stage) -> None:
-    late = stage.connect()
-    enqueue(late, coalesce_key="k")
-    newer = look_again(stage.db)
-    claim(stage.db)
-    late.commit()
-    assert claim(stage.db) == []
-    finish_sent(stage.db, (newer, 1))
-    done = {"ids": [newer], "topics": ["greet"], "coalesce_keys": ["k"]}
-    assert stage.db.execute(sql.QUEUES_OF_SUCCESSORS, done).fetchall() == [("default",)]
-
-
 # --- suspects ---------------------------------------------------------------------------------------------------------
 
 
@@ -1288,9 +1172,9 @@ def no_ceiling_for_updates(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     )
 
 
-KEYS_IN_ORDER = "ORDER BY d.coalesce_key, CASE WHEN d.coalesce_key IS NOT NULL THEN d.topic END"
+KEYS_IN_ORDER = "ORDER BY coalesce_key, CASE WHEN coalesce_key IS NOT NULL THEN topic END"
 
-SIBLING = "WHEN sibling.id IS NOT NULL THEN false"
+SIBLING = "AND (sibling.id IS NULL OR head.newest_id IS NOT NULL)"
 
 
 def no_unique_index(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -1298,7 +1182,8 @@ def no_unique_index(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_supersession_in_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "FINISH_IF_HELD", without(sql.FINISH_IF_HELD, "WHEN newer.id IS NOT NULL THEN 'skipped'\n"))
+    skipped = "WHEN head.newest_id IS NOT NULL THEN 'skipped'\n"
+    patch.setattr(sql, "FINISH_IF_HELD", without(sql.FINISH_IF_HELD, skipped))
 
 
 def newer_in(statement: str, *parts: tuple[str, str]) -> Mutation:
@@ -1314,38 +1199,12 @@ def newer_in(statement: str, *parts: tuple[str, str]) -> Mutation:
     return mutate
 
 
-NEWEST_DUE = "NOT pgoutbox._newest_is_due(m.topic, m.coalesce_key, m.queue)"
-NEWER_BY_RETRY = "now() + make_interval(secs => coalesce(o.delay_seconds, 0))"
-PENDING_SUCCESSORS = """UNION
-SELECT m.queue
-FROM done AS d
-JOIN pgoutbox.message_live AS m ON m.topic = d.topic AND m.coalesce_key = d.coalesce_key
-WHERE m.coalesces_pending AND m.state = 'pending' AND m.available_at <= now() AND m.id <> d.id"""
-
-
-def no_lock_on_the_newer(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    redefine(stage, "_lock_if_due", "FOR SHARE SKIP LOCKED", "")
-    redefine(stage, "_lock_if_due", "RETURN FOUND", "RETURN true")
-
-
 def no_newer_id_of_a_changed_head(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     redefine(stage, "_enqueue_coalesced", "ELSE pgoutbox._next_id(head.newest_id)", "ELSE head.newest_id")
 
 
 def no_check_for_freed_keys(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     redefine(stage, "_has_freed_keys", "pgoutbox._has_freed_key(d.message_id)", "false")
-
-
-def ended_supersede(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    """Let messages in any state supersede, without locks."""
-    state = "m.state OPERATOR(pg_catalog.=) 'pending'"
-    redefine(stage, "_newer_pending", state, "true")
-    redefine(stage, "_newer_pending", "pgoutbox.message_live", "pgoutbox.message")
-    no_lock_on_the_newer(stage, patch)
-
-
-def no_rule_in_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "FINISH_IF_HELD", sql.FINISH_IF_HELD.replace("WHEN m.coalesces_pending THEN", "WHEN false THEN"))
 
 
 def no_limit_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -1584,14 +1443,12 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "supersession in claim",
         an_older_message_is_not_delivered_after_a_newer_one,
-        no_part_in_claims(
-            "WHEN newer.id IS NOT NULL OR d.expires_at <= now() THEN 'skipped'", instead="WHEN false THEN ''"
-        ),
+        no_part_in_claims("CASE WHEN head.newest_id IS NOT NULL OR m.expires_at <= now()", instead="CASE WHEN false"),
     ),
     (
         "supersession of a lapsed attempt",
         a_lapsed_attempt_is_not_repeated_after_a_newer_message,
-        no_part_in_claims("WHEN newer.id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'\n"),
+        no_part_in_claims("WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'\n"),
     ),
     ("order of keys", two_claims_insert_their_keys_in_one_order, no_part_in_claims(KEYS_IN_ORDER)),
     (
@@ -1702,56 +1559,6 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         no_ceiling_for_updates,
     ),
     ("ceiling: concurrent ceiling", a_ceiling_lowers_a_rate_that_commits_meanwhile, no_ceiling_for_updates),
-    ("rule pending: lock on the newer message", an_attempt_begins_after_every_commit, no_lock_on_the_newer),
-    (
-        "rule pending: lock on the newer message, all lanes",
-        an_attempt_of_any_lane_begins_after_every_commit,
-        no_lock_on_the_newer,
-    ),
-    (
-        "rule pending: due",
-        a_scheduled_message_supersedes_nothing,
-        no_guard_in_function("_newer_pending", "AND m.available_at OPERATOR(pg_catalog.<=) due_by\n"),
-    ),
-    (
-        "rule pending: state",
-        a_message_that_has_ended_supersedes_nothing,
-        ended_supersede,
-    ),
-    (
-        "rule pending: queue",
-        a_message_of_another_queue_supersedes_nothing,
-        no_guard_in_function("_newer_pending", "AND m.queue OPERATOR(pg_catalog.=) p_queue\n"),
-    ),
-    (
-        "rule pending: expiry",
-        an_expired_message_supersedes_nothing,
-        no_guard_in_function(
-            "_newer_pending",
-            "AND (m.expires_at IS NULL OR m.expires_at OPERATOR(pg_catalog.>) pg_catalog.now())\n",
-        ),
-    ),
-    (
-        "rule pending: strict message",
-        a_message_waits_for_a_strict_one_of_its_key,
-        no_part_in_claims(NEWEST_DUE, instead="true"),
-    ),
-    ("rule pending: retry", a_retry_ends_if_a_newer_message_is_pending, no_rule_in_finish),
-    (
-        "rule pending: retry that comes first",
-        a_retry_does_not_wait_for_a_message_that_is_due_later,
-        newer_in("FINISH_IF_HELD", (NEWER_BY_RETRY, "'infinity'")),
-    ),
-    (
-        "rule pending: successors",
-        a_message_that_waits_for_an_attempt_is_found_when_it_ends,
-        newer_in("QUEUES_OF_SUCCESSORS", (PENDING_SUCCESSORS, "")),
-    ),
-    (
-        "rule pending: strict successors",
-        a_strict_message_that_waits_for_a_newer_attempt_is_found_when_it_ends,
-        newer_in("QUEUES_OF_SUCCESSORS", ("head.newest_id <> d.id", "head.newest_id > d.id")),
-    ),
     ("suspects: limit", suspects_are_claimed_one_by_one, no_limit_of_suspects),
     (
         "suspects: last attempt",

@@ -70,6 +70,7 @@ def test_the_answer_reports_a_cancellation(rolled_back: psycopg.Connection, ask:
 @pytest.mark.parametrize("ask", [renew, watch])
 def test_the_answer_reports_a_successor(rolled_back: psycopg.Connection, ask: Ask) -> None:
     message_id = in_flight(rolled_back, coalesce_key="k")
+    assert ask(rolled_back, (message_id, 1)) == {message_id: HeldRow(message_id, False, False, True)}
     enqueue(rolled_back, coalesce_key="k")
     assert ask(rolled_back, (message_id, 1)) == {message_id: HeldRow(message_id, False, True, True)}
 

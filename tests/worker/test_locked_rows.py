@@ -184,7 +184,6 @@ async def test_a_refused_statement_costs_no_attempt_and_no_lease(
     while has_refused:
         has_refused = False
         ids = [enqueue(db), enqueue(db, coalesce_key="k"), enqueue(db, ordering_key="k")]
-        ids.append(enqueue(db, coalesce_key="pending", coalesce_rule="pending"))
         budgets = [row.max_attempts - 1 for row in rows_of(db, *ids)]
         met.clear()
         await Worker(outbox).run_once()

@@ -15,7 +15,6 @@ CREATE FUNCTION pgoutbox._argument_error(
     ordering_key text,
     on_failed text,
     max_delay interval,
-    coalesce_rule text,
     owner text,
     on_duplicate text
 )
@@ -51,11 +50,6 @@ SELECT CASE
     WHEN max_delay IS NOT NULL AND coalesce_key IS NULL THEN 'max_delay: must not be given without coalesce_key'
     WHEN max_delay NOT BETWEEN interval '0' AND interval '3650 days'
         THEN 'max_delay: must not be negative nor longer than 3650 days'
-    WHEN coalesce_rule NOT IN ('newest', 'pending') THEN 'coalesce_rule: must be newest or pending'
-    WHEN coalesce_rule IS NOT NULL AND coalesce_key IS NULL
-        THEN 'coalesce_rule: must not be given without coalesce_key'
-    WHEN max_delay IS NOT NULL AND coalesce_rule = 'pending'
-        THEN 'max_delay: must not be given together with coalesce_rule pending'
     WHEN on_duplicate NOT IN ('error', 'ignore') THEN 'on_duplicate: must be error or ignore'
     WHEN on_duplicate IS NOT NULL AND dedupe_key IS NULL THEN 'on_duplicate: must not be given without dedupe_key'
     WHEN octet_length(destination) > 2048 OR destination !~ '^[A-Za-z][A-Za-z0-9+.-]*:[^[:cntrl:]]+$'

@@ -14,7 +14,6 @@ CREATE FUNCTION pgoutbox._enqueue_act(
     ordering_key text,
     on_failed text,
     max_delay interval,
-    coalesce_rule text,
     owner text,
     on_duplicate text,
     notify boolean
@@ -39,7 +38,6 @@ DECLARE
         ordering_key => _enqueue_act.ordering_key,
         on_failed => _enqueue_act.on_failed,
         max_delay => _enqueue_act.max_delay,
-        coalesce_rule => _enqueue_act.coalesce_rule,
         owner => _enqueue_act.owner,
         on_duplicate => CASE
             WHEN _enqueue_act.dedupe_key IS NULL OR pg_has_role(session_user, current_user, 'MEMBER')

@@ -14,7 +14,6 @@ CREATE FUNCTION pgoutbox._enqueue_checked(
     p_ordering_key text,
     p_on_failed text,
     p_max_delay interval,
-    p_coalesce_rule text,
     p_owner text,
     p_on_duplicate text,
     p_notify boolean
@@ -26,12 +25,10 @@ AS $function$
 DECLARE
     -- The transaction has its id before its messages have theirs: CLAIM_NEW of the worker relies on it.
     own_xid constant pg_catalog.xid8 := pg_catalog.pg_current_xact_id();
-    -- True or null: a message of this rule has no head, and its enqueue takes no lock.
-    coalesces_pending constant boolean := nullif(p_coalesce_rule = 'pending', false);
     problem constant text := pgoutbox._argument_error(
         p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
         p_available_at, p_expires_at, p_headers, p_max_attempts, p_ordering_key, p_on_failed, p_max_delay,
-        p_coalesce_rule, p_owner, p_on_duplicate
+        p_owner, p_on_duplicate
     );
     new_id bigint;
     known_id bigint;
@@ -62,7 +59,7 @@ BEGIN
         since := pgoutbox._waiting_since(p_topic, p_coalesce_key, new_id);
         p_available_at := least(coalesce(p_available_at, now()), since + p_max_delay);
     END IF;
-    IF p_coalesce_key IS NOT NULL AND coalesces_pending IS NULL THEN
+    IF p_coalesce_key IS NOT NULL THEN
         INSERT INTO pgoutbox.coalesce_head AS head (newest_id, waiting_since, topic, coalesce_key)
         VALUES (new_id, since, p_topic, p_coalesce_key)
         ON CONFLICT ON CONSTRAINT coalesce_head_pkey DO UPDATE
@@ -90,11 +87,11 @@ BEGIN
     END IF;
     INSERT INTO pgoutbox.message_live (
         id, topic, payload, queue, destination, coalesce_key, dedupe_key, ordering_key, owner, on_failed,
-        available_at, expires_at, headers, max_attempts, attempt_budget, coalesces_pending
+        available_at, expires_at, headers, max_attempts, attempt_budget
     ) VALUES (
         new_id, p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key, p_ordering_key, p_owner,
         nullif(p_on_failed, 'continue'), greatest(p_available_at, now()), p_expires_at, p_headers, p_max_attempts,
-        p_max_attempts, coalesces_pending
+        p_max_attempts
     );
     IF p_notify IS NOT FALSE THEN
         PERFORM pgoutbox._notify_workers(p_queue);

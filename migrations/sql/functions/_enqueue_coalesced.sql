@@ -1,7 +1,7 @@
--- Items whose only key is a coalesce key of the rule `newest`. The ids are drawn first. If another transaction has
--- written a greater id into the head meanwhile, a new id is drawn while the head is locked. So the order of the newest
--- ids of a key is the order of commits. Earlier items of the same key are superseded at once. The planner does not know
--- how long the arrays are, and would join them row by row.
+-- Items whose only key is a coalesce key. The ids are drawn first. If another transaction has written a greater id into
+-- the head meanwhile, a new id is drawn while the head is locked. So the order of the newest ids of a key is the order
+-- of commits. Earlier items of the same key are superseded at once. The planner does not know how long the arrays are,
+-- and would join them row by row.
 CREATE FUNCTION pgoutbox._enqueue_coalesced(
     topics text[],
     payloads jsonb[],
@@ -13,7 +13,6 @@ CREATE FUNCTION pgoutbox._enqueue_coalesced(
     expires_ats timestamptz[],
     headers jsonb[],
     max_attempts integer[],
-    coalesce_rules text[],
     owners text[]
 )
 RETURNS TABLE (item_index integer, id bigint)
@@ -32,9 +31,9 @@ BEGIN
             ) IS NULL AS is_newest
             FROM pgoutbox._bulk_items(
                 topics, payloads, queues, destinations, coalesce_keys, NULL, available_ats, delays, expires_ats,
-                headers, max_attempts, NULL, NULL, NULL, coalesce_rules, owners, NULL
+                headers, max_attempts, NULL, NULL, NULL, owners, NULL
             ) AS a
-            WHERE a.coalesce_key IS NOT NULL AND a.coalesce_rule IS DISTINCT FROM 'pending'
+            WHERE a.coalesce_key IS NOT NULL
             ORDER BY a.topic COLLATE "C", a.coalesce_key COLLATE "C", a.item_index
         ) AS s
     ), head AS (
@@ -98,4 +97,4 @@ END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._enqueue_coalesced IS
-    'Enqueue the items of enqueue_many that have only a coalesce key of the rule newest.';
+    'Enqueue the items of enqueue_many that have only a coalesce key.';

@@ -26,7 +26,7 @@ BEGIN
             SELECT a.*
             FROM pgoutbox._bulk_items(
                 topics, payloads, queues, destinations, NULL, dedupe_keys, available_ats, delays, expires_ats, headers,
-                max_attempts, NULL, NULL, NULL, NULL, owners, NULL
+                max_attempts, NULL, NULL, NULL, owners, NULL
             ) AS a
             WHERE a.dedupe_key IS NOT NULL
             ORDER BY a.topic COLLATE "C", a.dedupe_key COLLATE "C", a.item_index

@@ -1,8 +1,8 @@
--- Items with keys that enqueue locks. Every transaction locks ordering keys first, then coalesce keys, then dedupe
--- keys, and keys of one kind in their order. So two bulks do not wait for each other in a circle. (Messages with two
--- keys that combine them differently can; then PostgreSQL ends one of the two.) Messages of one coalesce or ordering
--- key keep the order of the items. A bulk that has only coalesce keys, or only dedupe keys, is written by one
--- statement. A freed dedupe key is locked by a statement of its own, so then all keys of the bulk are taken one by one.
+-- Every transaction locks ordering keys first, then coalesce keys, then dedupe keys, and keys of one kind in their
+-- order. So two bulks do not wait for each other in a circle. (Messages with two keys that combine them differently
+-- can; then PostgreSQL ends one of the two.) Messages of one coalesce or ordering key keep the order of the items. A
+-- bulk that has only coalesce keys, or only dedupe keys, is written by one statement. A freed dedupe key is locked by a
+-- statement of its own, so then all keys of the bulk are taken one by one.
 CREATE FUNCTION pgoutbox._enqueue_keyed(
     topics text[],
     payloads jsonb[],
@@ -18,7 +18,6 @@ CREATE FUNCTION pgoutbox._enqueue_keyed(
     ordering_keys text[],
     on_failed text[],
     max_delays double precision[],
-    coalesce_rules text[],
     owners text[],
     on_duplicates text[]
 )
@@ -38,7 +37,7 @@ BEGIN
         SELECT c.item_index, c.id, false
         FROM pgoutbox._enqueue_coalesced(
             topics, payloads, queues, destinations, coalesce_keys, available_ats, delays, expires_ats, headers,
-            max_attempts, coalesce_rules, owners
+            max_attempts, owners
         ) AS c;
         RETURN;
     END IF;
@@ -60,30 +59,23 @@ BEGIN
         SELECT a.*
         FROM pgoutbox._bulk_items(
             topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
-            headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules, owners, on_duplicates
+            headers, max_attempts, ordering_keys, on_failed, max_delays, owners, on_duplicates
         ) AS a
-        WHERE (
-                num_nonnulls(a.dedupe_key, a.ordering_key) > 0
-                OR (a.coalesce_key IS NOT NULL AND a.coalesce_rule IS DISTINCT FROM 'pending')
-            )
+        WHERE num_nonnulls(a.coalesce_key, a.dedupe_key, a.ordering_key) > 0
             AND a.item_index NOT IN (SELECT unnest(written_indexes))
         ORDER BY
             CASE WHEN a.ordering_key IS NOT NULL THEN a.queue END COLLATE "C",
             a.ordering_key COLLATE "C",
-            CASE WHEN a.coalesce_key IS NOT NULL AND a.coalesce_rule IS DISTINCT FROM 'pending' THEN a.topic END
-                COLLATE "C",
-            CASE WHEN a.coalesce_rule IS DISTINCT FROM 'pending' THEN a.coalesce_key END COLLATE "C",
+            CASE WHEN a.coalesce_key IS NOT NULL THEN a.topic END COLLATE "C",
+            a.coalesce_key COLLATE "C",
             CASE WHEN a.ordering_key IS NULL THEN a.topic END COLLATE "C",
-            CASE
-                WHEN a.ordering_key IS NULL AND (a.coalesce_key IS NULL OR a.coalesce_rule = 'pending')
-                    THEN a.dedupe_key
-            END COLLATE "C",
+            CASE WHEN num_nonnulls(a.ordering_key, a.coalesce_key) = 0 THEN a.dedupe_key END COLLATE "C",
             a.item_index
     LOOP
         receipt := pgoutbox._enqueue_checked(
             item.topic, item.payload, item.queue, item.destination, item.coalesce_key, item.dedupe_key,
             item.available_at, item.expires_at, item.headers, item.max_attempts, item.ordering_key, item.on_failed,
-            item.max_delay, item.coalesce_rule, item.owner, item.on_duplicate, false
+            item.max_delay, item.owner, item.on_duplicate, false
         );
         item_index := item.item_index;
         id := abs(receipt);
@@ -94,4 +86,4 @@ END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._enqueue_keyed IS
-    'Enqueue the items of enqueue_many that have keys which are locked, in the order of the keys.';
+    'Enqueue the items of enqueue_many that have keys, in the order of the keys.';

@@ -17,7 +17,6 @@ CREATE FUNCTION pgoutbox._enqueue_receipt(
     ordering_key text,
     on_failed text,
     max_delay interval,
-    coalesce_rule text,
     owner text,
     on_duplicate text,
     notify boolean
@@ -33,14 +32,13 @@ DECLARE
 BEGIN
     IF pgoutbox._is_plain(
         topic, payload, queue, destination, coalesce_key, dedupe_key, available_at, expires_at, headers, max_attempts,
-        ordering_key, on_failed, max_delay, coalesce_rule, owner, on_duplicate
+        ordering_key, on_failed, max_delay, owner, on_duplicate
     ) THEN
         new_id := pg_catalog.nextval('pgoutbox.message_id_seq');
         INSERT INTO pgoutbox.message_live (
-            id, topic, payload, queue, max_attempts, attempt_budget, coalesce_key, coalesces_pending
+            id, topic, payload, queue, max_attempts, attempt_budget
         ) VALUES (
-            new_id, topic, payload, queue, max_attempts, max_attempts, coalesce_key,
-            coalesce_rule OPERATOR(pg_catalog.=) 'pending'
+            new_id, topic, payload, queue, max_attempts, max_attempts
         );
         IF notify IS NOT FALSE
             AND NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue))
@@ -52,8 +50,8 @@ BEGIN
     END IF;
     RETURN pgoutbox._enqueue_checked(
         topic, payload, queue, destination, coalesce_key, dedupe_key,
-        available_at, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, coalesce_rule,
-        owner, on_duplicate, notify
+        available_at, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, owner, on_duplicate,
+        notify
     );
 END
 $function$;

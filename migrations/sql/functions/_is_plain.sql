@@ -1,4 +1,4 @@
--- The short check, for most messages and for those that coalesce without locks. _argument_error checks all others.
+-- The short check, for most messages. _argument_error checks all others.
 -- PostgreSQL inlines the body only if the function has the volatility of pg_column_size: STABLE.
 CREATE FUNCTION pgoutbox._is_plain(
     topic text,
@@ -14,7 +14,6 @@ CREATE FUNCTION pgoutbox._is_plain(
     ordering_key text,
     on_failed text,
     max_delay interval,
-    coalesce_rule text,
     owner text,
     on_duplicate text
 )
@@ -23,15 +22,9 @@ LANGUAGE sql
 STABLE
 PARALLEL SAFE
 RETURN pg_catalog.num_nonnulls(
-        destination, dedupe_key, available_at, expires_at, headers, ordering_key, on_failed, max_delay, owner,
-        on_duplicate
+        destination, coalesce_key, dedupe_key, available_at, expires_at, headers, ordering_key, on_failed, max_delay,
+        owner, on_duplicate
     ) OPERATOR(pg_catalog.=) 0
-    AND (
-        pg_catalog.num_nonnulls(coalesce_key, coalesce_rule) OPERATOR(pg_catalog.=) 0
-        OR coalesce_rule OPERATOR(pg_catalog.=) 'pending'
-        AND pg_catalog.octet_length(coalesce_key) OPERATOR(pg_catalog.>=) 1
-        AND pg_catalog.octet_length(coalesce_key) OPERATOR(pg_catalog.<=) 512
-    )
     AND topic OPERATOR(pg_catalog.~) '^[a-z][a-z0-9_.-]*$'
     AND queue OPERATOR(pg_catalog.~) '^[a-z][a-z0-9_.-]*$'
     AND pg_catalog.length(topic) OPERATOR(pg_catalog.<=) 63
@@ -41,5 +34,4 @@ RETURN pg_catalog.num_nonnulls(
     AND max_attempts OPERATOR(pg_catalog.<=) 10000;
 
 COMMENT ON FUNCTION pgoutbox._is_plain IS
-    'Whether no more than topic, payload, queue, max_attempts and a coalesce key of the rule pending are given, and '
-    'these are valid.';
+    'Whether no more than topic, payload, queue and max_attempts are given, and these are valid.';

@@ -30,7 +30,7 @@ BEGIN
         FROM asked AS a
         JOIN pgoutbox.message AS m ON m.id = a.id
         LEFT JOIN pgoutbox.coalesce_head AS head
-            ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
+            ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
         WHERE m.state IN ('failed', 'cancelled')
             AND m.state = ANY (_redrive.states)
             AND m.attempt_count = coalesce(a.attempt_count, m.attempt_count)
@@ -103,7 +103,7 @@ BEGIN
     FROM asked AS a
     LEFT JOIN pgoutbox.message AS m ON m.id = a.id
     LEFT JOIN pgoutbox.coalesce_head AS head
-        ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
+        ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
     LEFT JOIN pgoutbox.dedupe AS d ON d.topic = m.topic AND d.dedupe_key = m.dedupe_key
     LEFT JOIN locked AS l ON l.id = a.id
     LEFT JOIN redriven AS r ON r.id = a.id

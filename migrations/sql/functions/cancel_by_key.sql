@@ -16,25 +16,10 @@ FROM (
     SELECT d.message_id
     FROM pgoutbox.dedupe AS d
     WHERE d.topic = cancel_by_key.topic AND d.dedupe_key = cancel_by_key.dedupe_key
-    UNION ALL
-    -- With the rule `pending`, an older message would be delivered if only the newest one were cancelled.
-    SELECT m.id
-    FROM pgoutbox.message_live AS m
-    WHERE m.topic = cancel_by_key.topic
-        AND m.coalesce_key = cancel_by_key.coalesce_key
-        AND m.coalesces_pending
-        AND m.state = 'pending'
-    UNION ALL
-    SELECT m.id
-    FROM pgoutbox.message_live AS m
-    WHERE m.topic = cancel_by_key.topic
-        AND m.coalesce_key = cancel_by_key.coalesce_key
-        AND m.coalesces_pending
-        AND m.state = 'sending'
 ) AS target(id)
 ORDER BY target.id DESC
 $function$;
 
 COMMENT ON FUNCTION pgoutbox.cancel_by_key IS
-    'Cancel the newest message of a coalesce key (by the rule pending, every pending one and the one in flight), and '
-    'the message of a dedupe key, like cancel. The newest message comes first.';
+    'Cancel the newest message of a coalesce key, and the message of a dedupe key, like cancel. The newest message '
+    'comes first.';

@@ -14,7 +14,6 @@ CREATE FUNCTION pgoutbox.enqueue(
     ordering_key text DEFAULT NULL,
     on_failed text DEFAULT NULL,
     max_delay interval DEFAULT NULL,
-    coalesce_rule text DEFAULT NULL,
     owner text DEFAULT NULL,
     on_duplicate text DEFAULT NULL
 )
@@ -22,8 +21,8 @@ RETURNS bigint
 LANGUAGE sql
 RETURN pg_catalog.abs(pgoutbox._enqueue_receipt(
     topic, payload, queue, destination, coalesce_key, dedupe_key,
-    available_at, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, coalesce_rule,
-    owner, on_duplicate, notify
+    available_at, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, owner,
+    on_duplicate, notify
 ));
 
 COMMENT ON FUNCTION pgoutbox.enqueue IS

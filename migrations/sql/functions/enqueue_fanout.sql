@@ -44,7 +44,7 @@ BEGIN
     FROM (
         SELECT f.item_index, pgoutbox._argument_error(
             enqueue_fanout.topic, f.payload, enqueue_fanout.queue, f.destination, NULL, NULL, f.available_at,
-            enqueue_fanout.expires_at, f.headers, enqueue_fanout.max_attempts, NULL, NULL, NULL, NULL, f.owner, NULL
+            enqueue_fanout.expires_at, f.headers, enqueue_fanout.max_attempts, NULL, NULL, NULL, f.owner, NULL
         ) AS problem
         FROM pgoutbox._fanout_items(
             destinations, enqueue_fanout.payload, enqueue_fanout.available_at, enqueue_fanout.headers,

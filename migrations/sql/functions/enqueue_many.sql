@@ -14,7 +14,6 @@ CREATE FUNCTION pgoutbox.enqueue_many(
     ordering_keys text[] DEFAULT NULL,
     on_failed text[] DEFAULT NULL,
     max_delays double precision[] DEFAULT NULL,
-    coalesce_rules text[] DEFAULT NULL,
     owners text[] DEFAULT NULL,
     on_duplicates text[] DEFAULT NULL
 )
@@ -39,7 +38,7 @@ BEGIN
         cardinality(queues), cardinality(destinations), cardinality(coalesce_keys), cardinality(dedupe_keys),
         cardinality(available_ats), cardinality(delays), cardinality(expires_ats), cardinality(headers),
         cardinality(max_attempts), cardinality(ordering_keys), cardinality(on_failed), cardinality(max_delays),
-        cardinality(coalesce_rules), cardinality(owners), cardinality(on_duplicates)
+        cardinality(owners), cardinality(on_duplicates)
     ) > cardinality(topics) THEN
         PERFORM pgoutbox._raise_argument_error('topics: no other array may have more elements');
     END IF;
@@ -50,18 +49,18 @@ BEGIN
         SELECT a.item_index, CASE
             WHEN pgoutbox._is_plain(
                 a.topic, a.payload, a.queue, a.destination, a.coalesce_key, a.dedupe_key, a.available_at,
-                a.expires_at, a.headers, a.max_attempts, a.ordering_key, a.on_failed, a.max_delay, a.coalesce_rule,
-                a.owner, a.on_duplicate
+                a.expires_at, a.headers, a.max_attempts, a.ordering_key, a.on_failed, a.max_delay, a.owner,
+                a.on_duplicate
             ) THEN NULL
             ELSE pgoutbox._argument_error(
                 a.topic, a.payload, a.queue, a.destination, a.coalesce_key, a.dedupe_key, a.available_at,
-                a.expires_at, a.headers, a.max_attempts, a.ordering_key, a.on_failed, a.max_delay, a.coalesce_rule,
-                a.owner, a.on_duplicate
+                a.expires_at, a.headers, a.max_attempts, a.ordering_key, a.on_failed, a.max_delay, a.owner,
+                a.on_duplicate
             )
         END AS problem
         FROM pgoutbox._bulk_items(
             topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
-            headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules, owners, on_duplicates
+            headers, max_attempts, ordering_keys, on_failed, max_delays, owners, on_duplicates
         ) AS a
     ) AS i
     WHERE i.problem IS NOT NULL
@@ -86,7 +85,7 @@ BEGIN
                 a.headers, a.max_attempts, a.max_attempts
             FROM pgoutbox._bulk_items(
                 topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
-                headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules, owners, on_duplicates
+                headers, max_attempts, ordering_keys, on_failed, max_delays, owners, on_duplicates
             ) AS a
             RETURNING m.id
         )
@@ -98,10 +97,9 @@ BEGIN
             SELECT a.*, nextval('pgoutbox.message_id_seq') AS id
             FROM pgoutbox._bulk_items(
                 topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
-                headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules, owners, on_duplicates
+                headers, max_attempts, ordering_keys, on_failed, max_delays, owners, on_duplicates
             ) AS a
-            WHERE num_nonnulls(a.dedupe_key, a.ordering_key) = 0
-                AND (a.coalesce_key IS NULL OR a.coalesce_rule = 'pending')
+            WHERE num_nonnulls(a.coalesce_key, a.dedupe_key, a.ordering_key) = 0
         ), large AS (
             INSERT INTO pgoutbox.large_payload (message_id, body)
             SELECT i.id, i.payload
@@ -110,12 +108,12 @@ BEGIN
         ), inserted AS (
             INSERT INTO pgoutbox.message_live (
                 id, topic, payload, queue, destination, owner, available_at, expires_at, headers, max_attempts,
-                attempt_budget, coalesce_key, coalesces_pending
+                attempt_budget
             )
             SELECT
                 i.id, i.topic, CASE WHEN NOT pgoutbox._is_large(i.payload) THEN i.payload END, i.queue, i.destination,
                 i.owner, greatest(i.available_at, now()), i.expires_at,
-                i.headers, i.max_attempts, i.max_attempts, i.coalesce_key, nullif(i.coalesce_key IS NOT NULL, false)
+                i.headers, i.max_attempts, i.max_attempts
             FROM item AS i
         )
         SELECT i.item_index, i.id, false
@@ -124,7 +122,7 @@ BEGIN
         SELECT k.item_index, k.id, k.duplicate
         FROM pgoutbox._enqueue_keyed(
             topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
-            headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules, owners, on_duplicates
+            headers, max_attempts, ordering_keys, on_failed, max_delays, owners, on_duplicates
         ) AS k;
     END IF;
 

@@ -17,7 +17,7 @@ DECLARE
     problem constant text := CASE
         WHEN redrive_to.destination IS NULL THEN 'destination: must not be null'
         ELSE pgoutbox._argument_error(
-            'a', '1', 'a', redrive_to.destination, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, NULL, NULL
+            'a', '1', 'a', redrive_to.destination, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, NULL
         )
     END;
 BEGIN

@@ -1,5 +1,5 @@
--- A claim that lets a message wait for a newer one of the rule `pending` has locked the newer one (_lock_if_due). A row
--- that is locked is left alone. The result has for each id the state before, and the newer message if it is superseded.
+-- A row that is locked is left alone. The result has for each id the state before, and the newer message if it is
+-- superseded.
 CREATE FUNCTION pgoutbox.reschedule(ids bigint[], available_at timestamptz DEFAULT NULL)
 RETURNS TABLE (id bigint, result text, state text, superseded_by bigint)
 LANGUAGE plpgsql
@@ -30,7 +30,7 @@ BEGIN
                 FROM asked AS a
                 JOIN pgoutbox.message_live AS m ON m.id = a.id
                 LEFT JOIN pgoutbox.coalesce_head AS head
-                    ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
+                    ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
                 WHERE m.state = 'pending'
                 ORDER BY m.id
                 FOR NO KEY UPDATE OF m SKIP LOCKED
@@ -71,7 +71,7 @@ BEGIN
             FROM asked AS a
             LEFT JOIN pgoutbox.message AS m ON m.id = a.id
             LEFT JOIN pgoutbox.coalesce_head AS head
-                ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
+                ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
             LEFT JOIN rescheduled AS r ON r.id = a.id
             ORDER BY a.id;
             RETURN;

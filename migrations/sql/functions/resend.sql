@@ -39,18 +39,13 @@ BEGIN
             queue => m.queue,
             destination => m.destination,
             coalesce_key => m.coalesce_key,
-            coalesce_rule => CASE WHEN m.coalesces_pending THEN 'pending' END,
             headers => m.headers,
             max_attempts => m.attempt_budget,
             ordering_key => m.ordering_key,
             on_failed => m.on_failed,
             owner => m.owner
         ) AS id
-        WHERE m.state = 'sent' AND (
-                m.coalesce_key IS NULL
-                OR head.newest_id = m.id
-                OR (m.coalesces_pending AND coalesce(head.newest_id < m.id, true))
-            )
+        WHERE m.state = 'sent' AND (m.coalesce_key IS NULL OR head.newest_id = m.id)
     ) AS copy ON true
     WHERE m.id = resend.message_id
         AND (m.state <> 'sent' OR EXISTS (SELECT FROM source AS s WHERE s.id = m.id));

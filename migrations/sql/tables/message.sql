@@ -18,7 +18,6 @@ CREATE TABLE pgoutbox.message (
     attempt_count       integer     NOT NULL DEFAULT 0,
     max_attempts        integer     NOT NULL DEFAULT 11,
     attempt_budget      integer     NOT NULL DEFAULT 11,
-    coalesces_pending   boolean,
     state               text        NOT NULL DEFAULT 'pending',
     topic               text COLLATE "C" NOT NULL,
     queue               text COLLATE "C" NOT NULL DEFAULT 'default',
@@ -73,8 +72,6 @@ COMMENT ON COLUMN pgoutbox.message.queue IS 'The queue, which has its own worker
 COMMENT ON COLUMN pgoutbox.message.destination IS 'The receiver, as a URI.';
 COMMENT ON COLUMN pgoutbox.message.coalesce_key IS
     'Of the messages with one topic and coalesce key only the newest committed one is delivered.';
-COMMENT ON COLUMN pgoutbox.message.coalesces_pending IS
-    'True: the rule pending. Of the due messages of a key, a claim delivers the newest.';
 COMMENT ON COLUMN pgoutbox.message.dedupe_key IS
     'At most one message has this topic and dedupe key, besides cancelled and skipped ones.';
 COMMENT ON COLUMN pgoutbox.message.ordering_key IS

@@ -46,10 +46,6 @@ WHERE lease_expires_at IS NOT NULL;
 CREATE UNIQUE INDEX message_live_in_flight ON pgoutbox.message_live (topic, coalesce_key)
 WHERE state = 'sending' AND coalesce_key IS NOT NULL;
 
--- A claim looks here for the message that supersedes another by the rule `pending`: the one that fell due last.
-CREATE INDEX message_live_newer ON pgoutbox.message_live (topic, coalesce_key, queue, available_at, id)
-WHERE coalesces_pending AND state = 'pending';
-
 -- Messages with an ordering key have their own lane. A claim reads only the first message of each key, and none of the
 -- messages behind it.
 CREATE INDEX message_live_ordered ON pgoutbox.message_live (queue, ordering_key, id)

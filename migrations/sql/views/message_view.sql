@@ -19,7 +19,6 @@ SELECT
     m.finished_at,
     m.worker,
     m.coalesce_key,
-    m.coalesces_pending,
     m.dedupe_key,
     m.ordering_key,
     m.owner,

@@ -34,7 +34,6 @@ FROM pgoutbox.message_live AS m
 LEFT JOIN control ON control.name = m.queue
 LEFT JOIN pgoutbox.coalesce_head AS head
     ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
-        AND m.coalesces_pending IS NOT TRUE
 LEFT JOIN LATERAL (
     SELECT f.id
     FROM pgoutbox.message_failed AS f

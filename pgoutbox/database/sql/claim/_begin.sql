@@ -7,9 +7,15 @@ SET state = j.state,
     worker = CASE WHEN j.state = 'sending' THEN %(worker)s::text ELSE m.worker END,
     lease_expires_at = CASE WHEN j.state = 'sending' THEN now() + make_interval(secs => %(lease_seconds)s::float8) END,
     finished_at = CASE WHEN j.state = 'skipped' THEN now() END,
-    skip_reason = CASE WHEN j.state = 'skipped' THEN coalesce('superseded by ' || j.superseded_by, 'expired') END,
-    superseded_by = j.superseded_by
-FROM judged AS j
+    skip_reason = CASE WHEN j.state = 'skipped' THEN coalesce('superseded by ' || j.newer_id, 'expired') END,
+    superseded_by = j.newer_id
+FROM (
+    SELECT *
+    FROM judged
+    -- The UPDATE enters the coalesce keys into the unique index message_live_in_flight in this order. Without one order
+    -- for all claims, two claims could deadlock. Messages without a key enter nothing: the CASE spares comparing topics.
+    ORDER BY coalesce_key, CASE WHEN coalesce_key IS NOT NULL THEN topic END
+) AS j
 -- `place` is where the row was locked. By its id alone PostgreSQL may plan to scan the whole primary key with its dead
 -- entries, because statistics may describe an empty table. A row that moved since this statement began is left to the
 -- next claim.

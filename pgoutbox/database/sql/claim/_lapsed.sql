@@ -1,25 +1,15 @@
 -- Attempts whose lease has lapsed, and their decision: the message ends as cancelled, skipped or failed, or `sending`
 -- because it is tried again. The including statement adds conditions, an order, a limit and row locks.
-SELECT m.ctid AS place, m.id, m.attempt_count, m.worker, m.claimed_at, newer.id AS newer_id,
+SELECT m.ctid AS place, m.id, m.attempt_count, m.worker, m.claimed_at, head.newest_id AS newer_id,
     coalesce(ending.state, 'sending') AS state
 FROM pgoutbox.message_live AS m
--- coalesces_pending is true for the rule `pending`, otherwise null.
+-- The newer message of the same key that supersedes this one.
 LEFT JOIN pgoutbox.coalesce_head AS head
-    ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
-CROSS JOIN LATERAL (
-    SELECT CASE
-        WHEN head.newest_id > m.id THEN head.newest_id
-        -- The newer message may be in any queue that this worker serves.
-        WHEN m.coalesces_pending THEN (
-            SELECT max(pgoutbox._newer_pending(m.topic, m.coalesce_key, served.name, m.id))
-            FROM unnest(%(queues)s::text[]) AS served(name)
-        )
-    END
-) AS newer(id)
+    ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
 CROSS JOIN LATERAL (
     SELECT CASE
         WHEN m.cancel_requested_at IS NOT NULL THEN 'cancelled'
-        WHEN newer.id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'
+        WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'
         -- hold_topics: topics that hold a message with an unknown outcome for a person instead of trying it again.
         WHEN m.attempt_count >= m.max_attempts OR m.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
     END

@@ -1,16 +1,14 @@
 -- Claim up to `total` due messages that were never attempted, those with the earliest due time first. The worker runs
 -- this for queues without limits. Messages with an ordering key have their own lane, see find_ordered.sql.
--- The parts: `due` chooses and locks rows (_due.sql), `judged` decides between `sending` and `skipped` (_judged.sql),
--- the UPDATE writes that (_begin.sql). The worker holds the locks until it commits, right after this statement.
+-- The parts: `judged` chooses and locks rows, and decides between `sending` and `skipped` (_due.sql); the UPDATE writes
+-- that (_begin.sql). The worker holds the locks until it commits, right after this statement.
 -- Guards: row locks, the place of the row in the UPDATE, the unique index on keys in flight.
-WITH due AS MATERIALIZED (
+WITH judged AS MATERIALIZED (
     \ir _due.sql
         \ir _fresh.sql
         -- Queues that are paused or have limits are left to the claims by permits.
         AND NOT pgoutbox._is_limited(%(queue)s::text)
     ORDER BY m.available_at, m.id
     \ir _locked.sql
-), judged AS MATERIALIZED (
-    \ir _judged.sql
 )
 \ir _begin.sql

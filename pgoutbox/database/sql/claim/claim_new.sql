@@ -1,7 +1,7 @@
 -- Claim up to `total` fresh messages that were enqueued recently, in the order of ids. The worker runs this for queues
 -- without limits when it has already seen every message up to `seen_id`: the scan reads only the end of the primary
 -- key. The parts are those of claim_fresh.sql.
-WITH due AS MATERIALIZED (
+WITH judged AS MATERIALIZED (
     \ir _due.sql
         -- A message that was never attempted is always pending.
         AND m.attempt_count = 0
@@ -10,7 +10,5 @@ WITH due AS MATERIALIZED (
         AND NOT pgoutbox._is_limited(%(queue)s::text)
     ORDER BY m.id
     \ir _locked.sql
-), judged AS MATERIALIZED (
-    \ir _judged.sql
 )
 \ir _begin.sql

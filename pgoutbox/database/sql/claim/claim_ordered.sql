@@ -2,10 +2,10 @@
 -- limits. It checks again the conditions that may have changed since then. If another worker claimed a message
 -- meanwhile, PostgreSQL checks state and due time on the newest version. The unique index
 -- message_live_ordered_in_flight guards "one message of a key in flight". The parts are those of claim_fresh.sql.
-WITH due AS MATERIALIZED (
-    -- Ordered messages have no coalesce key, so newest_id is null.
-    SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.expires_at,
-        NULL::bigint AS newest_id
+WITH judged AS MATERIALIZED (
+    -- Ordered messages have no coalesce key, so no newer message supersedes them.
+    SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, NULL::bigint AS newer_id,
+        CASE WHEN m.expires_at <= now() THEN 'skipped' ELSE 'sending' END AS state
     FROM unnest(%(ids)s::bigint[]) AS found(id)
     JOIN pgoutbox.message_live AS m ON m.id = found.id
     WHERE m.state = 'pending'
@@ -25,8 +25,6 @@ WITH due AS MATERIALIZED (
         )
     ORDER BY m.available_at, m.id
     \ir _locked_by_permits.sql
-), judged AS MATERIALIZED (
-    \ir _judged.sql
 ), spent AS (
     \ir _spent.sql
 )

@@ -6,8 +6,7 @@ WITH judged AS MATERIALIZED (
         -- With this condition the index message_live_in_flight applies, which contains only keys in flight.
         AND m.coalesce_key IS NOT NULL
         AND m.queue <> ALL (%(queues)s::text[])
-        AND newer.id IS NOT NULL
-        AND ending.state IS NOT NULL
+        AND head.newest_id IS NOT NULL
     ORDER BY m.lease_expires_at, m.id
     \ir _locked.sql
 ), lost AS (

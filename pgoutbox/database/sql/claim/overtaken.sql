@@ -4,5 +4,4 @@
 SELECT m.id
 FROM pgoutbox.message_live AS m
 JOIN pgoutbox.coalesce_head AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
--- The rule `pending` promises only that an attempt begins after each commit; an older message may follow a newer one.
-WHERE m.id = ANY (%(ids)s::bigint[]) AND m.coalesces_pending IS NOT TRUE AND head.newest_id > m.id
+WHERE m.id = ANY (%(ids)s::bigint[]) AND head.newest_id > m.id

@@ -15,7 +15,6 @@ max_attempts => draft.max_attempts,
 ordering_key => draft.ordering_key,
 on_failed => draft.on_failed,
 max_delay => draft.max_delay,
-coalesce_rule => draft.coalesce_rule,
 owner => draft.owner,
 on_duplicate => draft.on_duplicate,
 notify => draft.notify

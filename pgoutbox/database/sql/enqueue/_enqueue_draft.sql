@@ -18,7 +18,6 @@ SELECT
     %s::pg_catalog.text AS ordering_key,
     %s::pg_catalog.text AS on_failed,
     pg_catalog.make_interval(secs => %s::pg_catalog.float8) AS max_delay,
-    %s::pg_catalog.text AS coalesce_rule,
     %s::pg_catalog.text AS owner,
     %s::pg_catalog.text AS on_duplicate,
     %s::pg_catalog.bool AS notify

@@ -25,7 +25,6 @@ FROM (
         %s::pg_catalog.text::pg_catalog.text[] AS ordering_keys,
         %s::pg_catalog.text::pg_catalog.text[] AS on_failed,
         %s::pg_catalog.float8[] AS max_delays,
-        %s::pg_catalog.text::pg_catalog.text[] AS coalesce_rules,
         %s::pg_catalog.text::pg_catalog.text[] AS owners,
         %s::pg_catalog.text::pg_catalog.text[] AS on_duplicates,
         %s::pg_catalog.bool AS notify
@@ -62,7 +61,6 @@ CROSS JOIN LATERAL pgoutbox.enqueue_many(
     ordering_keys => draft.ordering_keys,
     on_failed => draft.on_failed,
     max_delays => draft.max_delays,
-    coalesce_rules => draft.coalesce_rules,
     owners => draft.owners,
     on_duplicates => draft.on_duplicates,
     notify => draft.notify

@@ -7,14 +7,13 @@
 WITH held AS MATERIALIZED (
     SELECT
         o.id, o.attempt_count, o.outcome, o.reason, o.reason_code, o.breaker_key, o.error_place, o.delay_seconds,
-        -- `newer` is the message that supersedes this one. It matters only if this one would become pending again.
-        newer.id AS newer_id,
+        head.newest_id AS newer_id,
         CASE
             -- A message that would become pending again ends instead if it was cancelled or superseded, or has no
             -- attempt left.
             WHEN o.outcome IN ('sent', 'failed', 'skipped') THEN o.outcome
             WHEN m.cancel_requested_at IS NOT NULL THEN 'cancelled'
-            WHEN newer.id IS NOT NULL THEN 'skipped'
+            WHEN head.newest_id IS NOT NULL THEN 'skipped'
             WHEN o.outcome = 'retry' AND o.attempt_count >= m.max_attempts THEN 'failed'
             ELSE 'pending'
         END AS state
@@ -24,19 +23,9 @@ WITH held AS MATERIALIZED (
         %(delays)s::float8[]
     ) AS o(id, attempt_count, outcome, reason, reason_code, breaker_key, error_place, delay_seconds)
     JOIN pgoutbox.message_live AS m ON m.id = o.id
-    -- Rule `newest`. coalesces_pending is true for the rule `pending`, otherwise null.
+    -- The newer message that supersedes this one. It matters only if this one would become pending again.
     LEFT JOIN pgoutbox.coalesce_head AS head
-        ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
-    CROSS JOIN LATERAL (
-        SELECT CASE
-            WHEN head.newest_id > m.id THEN head.newest_id
-            -- By the rule `pending` a message that is due no later supersedes this one. It cannot begin before this
-            -- attempt has ended.
-            WHEN m.coalesces_pending THEN pgoutbox._newer_pending(
-                m.topic, m.coalesce_key, m.queue, m.id, now() + make_interval(secs => coalesce(o.delay_seconds, 0))
-            )
-        END AS id
-    ) AS newer
+        ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
     WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
     -- Another transaction may hold these locks for long, for example to cancel a message; do not wait for it.
     FOR UPDATE OF m SKIP LOCKED

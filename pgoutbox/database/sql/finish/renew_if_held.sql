@@ -35,12 +35,12 @@ WITH asked(id, attempt_count) AS (
 SELECT
     m.id,
     m.cancel_requested_at IS NOT NULL AS cancelled,
-    coalesce(head.newest_id > m.id, false) AS superseded,
+    head.newest_id IS NOT NULL AS superseded,
     r.id IS NOT NULL OR b.message_id IS NOT NULL OR m.lease_expires_at > now() AS in_lease
 FROM asked AS a
 JOIN pgoutbox.message_live AS m ON m.id = a.id
 LEFT JOIN pgoutbox.coalesce_head AS head
-    ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
+    ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
 LEFT JOIN renewed AS r ON r.id = m.id
 LEFT JOIN beside AS b ON b.message_id = m.id
 WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count AND m.worker = %(worker)s::text
