@@ -131,6 +131,10 @@ class Late:
             [state, superseded_by, skip_reason, message_id],
         )
 
+    def forget_head(self) -> None:
+        """Delete the head that names `newer`, so that a claim begins the late message."""
+        self.db.execute("DELETE FROM pgoutbox.coalesce_head")
+
     def supersede(self, by: int) -> None:
         """Skip it in favour of this message."""
         self.end(self.id, "skipped", by, f"superseded by {by}")
@@ -148,7 +152,7 @@ def late(db: psycopg.Connection, connect: Connect, ledger: Ledger) -> Late:
 
 
 def is_delivered(late: Late) -> None:
-    late.db.execute("DELETE FROM pgoutbox.coalesce_head")
+    late.forget_head()
     deliver(late.db, late.ledger)
     assert state_of(late.db, late.id) == "sent"
 
@@ -201,6 +205,7 @@ def is_superseded_by_one_that_is_superseded(late: Late) -> None:
 
 def is_tried_and_then_superseded(late: Late) -> None:
     """Its own attempt began after its commit."""
+    late.forget_head()
     claim(late.db)
     with late.ledger.running({KEY: "late"}, 1):
         late.supersede(late.newer)

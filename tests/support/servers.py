@@ -114,11 +114,12 @@ class OwnServer:
         return Counter(found)
 
     def claim_milliseconds(self) -> list[float]:
-        """Return the duration of each claim; the server must log the duration of every statement."""
+        """Return the duration of each claim of due messages; the server must log the duration of every statement."""
         return [
             float(found)
             for found in re.findall(
-                r"^pgoutbox claim [^|\n]*\|LOG: +\w{5}: +duration: ([\d.]+) ms +execute [^\n]*\n*\s*WITH due AS",
+                r"^pgoutbox claim [^|\n]*\|LOG: +\w{5}: +duration: ([\d.]+) ms +execute [^\n]*\n*\s*"
+                r"WITH judged AS[^\n]*\n\s*SELECT m\.ctid AS place, m\.id, m\.topic",
                 self.log.read_text(),
                 re.MULTILINE,
             )
