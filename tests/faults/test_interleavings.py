@@ -15,7 +15,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -633,7 +633,7 @@ async def test_a_message_that_falls_due_during_the_due_time_query_is_delivered(
 
     async def ask_late(
         self: Store, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float, seen_id: int | None
-    ) -> tuple[list[DueRow], datetime, Horizon]:
+    ) -> tuple[list[DueRow], Horizon]:
         if since_seconds < PATIENCE_SECONDS:  # The first query, before any claim, has no lower bound.
             questions.append(since_seconds)
         if len(questions) == 1:
