@@ -92,8 +92,8 @@ class WorkerConnection:
                 # If the session is now read-only, the server has become a standby: reconnect.
                 keeps = isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
                 if not keeps:
-                    if not self._pooled:
-                        self._stranded_pid = self._pid
+                    if not self._pooled and self._stranded_pid is None:
+                        self._stranded_pid = self._pid  # Otherwise this session has only tried to end that one.
                     await self.close()
                 raise
 

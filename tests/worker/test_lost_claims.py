@@ -108,6 +108,13 @@ async def test_an_attempt_whose_outcome_a_failover_lost_is_not_released_with_a_l
     assert (state_of(db, first), handed_over) == (State.SENDING, {first: 1, second: 1})
 
 
+def break_connection(link: WorkerConnection) -> None:
+    """Break the connection on this side. The server does not notice it while a statement runs."""
+    assert link._connection is not None
+    with socket.socket(fileno=os.dup(link._connection.fileno())) as broken:
+        broken.shutdown(socket.SHUT_RDWR)
+
+
 async def test_a_claim_cannot_commit_after_its_connection_broke(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn))
 
@@ -128,15 +135,37 @@ async def test_a_claim_cannot_commit_after_its_connection_broke(dsn: str, db: ps
     async with running(worker := Worker(outbox)):
         await until(lambda: db.execute(waiting).fetchone() != (None,))
         before = db.execute(waiting).fetchone()
-        connection = worker._store.claims._connection
-        assert connection is not None
-        with socket.socket(fileno=os.dup(connection.fileno())) as broken:
-            broken.shutdown(socket.SHUT_RDWR)
+        break_connection(worker._store.claims)
         # The first session has ended, and another one waits for the lock.
         await until(lambda: db.execute(waiting).fetchone() not in (before, (None,)))
         db.execute("SELECT pg_advisory_unlock(7)")
         await until(lambda: state_of(db, message_id) == State.SENT)
     assert (row_of(db, message_id).attempt_count, attempts_of(db, message_id)) == (1, [])
+
+
+async def test_an_abandoned_session_is_ended_even_if_the_next_connection_breaks_too(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asleep_there = "SELECT FROM pg_stat_activity WHERE wait_event = 'PgSleep' AND datname = current_database()"
+    link = WorkerConnection(dsn, settings_for(dsn), purpose="abandons")
+
+    async def break_again(pid: int) -> None:
+        break_connection(link)
+        await link._trips.fetch([("SELECT 1", {})], index=0)
+
+    asleep = asyncio.create_task(link.fetch("SELECT pg_sleep(600)", {}))
+    await until(lambda: db.execute(asleep_there).rowcount == 1)
+    break_connection(link)
+    with pytest.raises(psycopg.OperationalError):
+        await asleep
+    with monkeypatch.context() as broken:
+        broken.setattr(link, "_end_stranded", break_again)
+        with pytest.raises(psycopg.OperationalError):
+            await link.fetch("SELECT 1", {})
+    assert db.execute(asleep_there).rowcount == 1
+    assert await link.fetch("SELECT 1", {}) == [(1,)]
+    assert db.execute(asleep_there).rowcount == 0
+    await link.close()
 
 
 @pytest.mark.parametrize("dsn", [DURABLE], indirect=True)
