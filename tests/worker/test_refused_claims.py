@@ -193,7 +193,11 @@ async def test_a_worker_process_exits_with_code_1_after_a_refused_claim(dsn: str
         *(sys.executable, "-m", "pgoutbox", "worker", "--app", "tests.support.app:outbox", "--dsn", dsn),
         stderr=asyncio.subprocess.PIPE,
     )
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        _, log = await process.communicate()
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            _, log = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
     assert (process.returncode, log.count(b"claim_refused")) == (1, 1)
     assert b"PostgreSQL: not this one [P0001]" in log
