@@ -298,9 +298,9 @@ class Chunk(NamedTuple):
 def chunks(drafts: Sequence[tuple[object, ...]]) -> Iterator[Chunk]:
     """Return the drafts in pieces, one for each statement.
 
-    All drafts with keys come last, sorted over the whole call in the order of
-    `pgoutbox.enqueue_many`. So every transaction locks the keys in the same order, and two bulks never deadlock. An
-    array that no draft of the call uses is None.
+    All drafts with keys come last, sorted over the whole call in the order of `pgoutbox.enqueue_many`. So every
+    transaction locks the keys in the same order, and two bulks never deadlock. An array that no draft of the call uses
+    is None.
     """
     if not drafts:
         return

@@ -151,7 +151,7 @@ def test_the_head_stays_while_its_newest_message_exists(
         assert Operator(db).resend(newest).result is ResendResult.SUPERSEDED
 
 
-RESEND_NEWEST = "OR head.newest_id = m.id\n"
+RESEND_NEWEST = "OR head.newest_id = m.id)\n"
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
@@ -159,7 +159,7 @@ def test_an_older_message_cannot_be_resent_after_its_head_is_pruned(
     db: psycopg.Connection, *, is_guarded: bool
 ) -> None:
     if not is_guarded:
-        remove(db, "resend", RESEND_NEWEST, "OR coalesce(head.newest_id <= m.id, true)\n")
+        remove(db, "resend", RESEND_NEWEST, "OR coalesce(head.newest_id <= m.id, true))\n")
     older, newest = (put(db, State.SENT, coalesce_key="k") for _ in range(2))
     delete(db, newest)
     page(db, sql.PRUNE_COALESCE)
@@ -210,7 +210,7 @@ def test_a_producer_with_an_early_id_supersedes_earlier_commits(
     db: psycopg.Connection, connect: Connect, *, is_guarded: bool
 ) -> None:
     if not is_guarded:
-        remove(db, "resend", RESEND_NEWEST, "OR coalesce(head.newest_id <= m.id, true)\n")
+        remove(db, "resend", RESEND_NEWEST, "OR coalesce(head.newest_id <= m.id, true))\n")
     rival, producer = connect(), connect(autocommit=True)
     put(rival, dedupe_key="d")
     with ThreadPoolExecutor(1) as threads:
