@@ -472,7 +472,8 @@ class TestBesideTheApplication:
         with psycopg.connect(dsn) as producer, ThreadPoolExecutor(1) as threads:
             producer.execute("SELECT FROM pgoutbox.dedupe")
             downgrade = threads.submit(migrate.downgrade, dsn, "base", delete_messages=True, lock_timeout_seconds=60)
-            wait_until(lambda: is_blocking(producer), lambda: "the downgrade did not wait")
+            wait_until(lambda: is_blocking(producer) or downgrade.done(), lambda: "the downgrade did not wait")
+            assert not downgrade.done(), downgrade.exception()
             producer.execute("SELECT pgoutbox.enqueue('mail', '1', coalesce_key => 'a')")
             producer.commit()
             downgrade.result()
