@@ -194,7 +194,9 @@ class PollLoop:
             found = await self._claimer.poll(room, from_beginning=from_beginning)
             if found == 0 and from_beginning and not self._claimer.work_ahead:
                 if (owed_at := self._queues.search_owed_at) < math.inf:
-                    await self.sleep(owed_at - elapsed_clock())
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(max(0.0, owed_at - elapsed_clock())):
+                            await self._stopping.wait()
                 elif was_idle:
                     return
                 else:

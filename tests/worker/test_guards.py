@@ -1165,7 +1165,7 @@ def no_guard_in_function(name: str, part: str, instead: str = "") -> Mutation:
 
 def no_check_of_isolation(name: str) -> Mutation:
     """Return the function of this name, which treats every transaction as read committed."""
-    return no_guard_in_function(name, "<> 'read committed'", "= 'none'")
+    return no_guard_in_function(name, "NOT pgoutbox._reads_committed()", "false")
 
 
 def notifies_like_an_enqueue(name: str) -> Mutation:
@@ -1409,7 +1409,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "locked breaker in an erasure",
         an_erasure_does_not_wait_for_a_breaker,
-        no_guard_in_function("_erase", "FOR UPDATE SKIP LOCKED) AS locked", "FOR UPDATE) AS locked"),
+        no_guard_in_function("_erase", "FOR UPDATE SKIP LOCKED\n    ) AS locked", "FOR UPDATE\n    ) AS locked"),
     ),
     (
         "content of a message in prune",

@@ -10,7 +10,7 @@ SELECT
     CASE WHEN asked.permit_at = 'infinity' THEN 'infinity' ELSE extract(epoch FROM asked.permit_at - now())::float8 END,
     -- Seconds until the next message falls due, null if there is none: fresh and ordered ones, then retries and leases.
     extract(epoch FROM due.first_at - now())::float8,
-    extract(epoch FROM due.other_at - now())::float8,
+    extract(epoch FROM due.other_at - now())::float8
 FROM (
     SELECT
         served.name,
