@@ -18,7 +18,7 @@ from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.worker.attempt import Attempt
 from pgoutbox.worker.backoff import Backoff
 
-_MAX_KEPT: Final = 100
+_MAX_KEPT: Final = 10  # If the process is killed, these are handed over again.
 
 
 @dataclass(slots=True)

@@ -88,10 +88,9 @@ async def test_a_refused_outcome_is_written_later_without_a_second_hand_over(dsn
     assert worker.telemetry.counts[LogEvent.OUTCOME_UNWRITTEN] == 0
 
 
-async def test_a_worker_with_many_refused_outcomes_claims_nothing_until_one_is_written(
-    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+async def test_a_worker_with_ten_refused_outcomes_claims_nothing_until_one_is_written(
+    dsn: str, db: psycopg.Connection
 ) -> None:
-    monkeypatch.setattr("pgoutbox.worker.refused_outcomes._MAX_KEPT", 10)
     outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=5))
     handed_over = counting(outbox, "greet", "other")
     refuse(db, "sent")
