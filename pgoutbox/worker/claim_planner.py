@@ -216,6 +216,11 @@ class ClaimPlanner:
         self._is_known = False
         self._first = Lane.RETRIES
 
+    @property
+    def has_limits(self) -> bool:
+        """Whether the queue had limits in the database's last answer. Without an answer, `is_limited` is true too."""
+        return self._is_known and self.is_limited
+
     def is_for_new_alone(self, now: float) -> bool:
         """Whether a claim of new messages finds all due messages in the lane of fresh ones."""
         return (

@@ -359,10 +359,8 @@ class Worker:
             )
         self._poll_loop = PollLoop(
             settings,
-            self._store,
             self._queues,
             self._signals,
-            topics=self._open_topics,
             claimer=self._claimer,
             pool=self._pool,
             finisher=self._finisher,
