@@ -225,6 +225,8 @@ class PollLoop:
             signals.is_notified, self._was_notified = False, True
         elif state is PollState.FULL_POLL:
             signals.needs_full_poll = False
+            if self._doorbell is not None:
+                await self._doorbell.announce_look()
         found = await self._claimer.poll(
             room,
             from_beginning=state in (PollState.FULL_POLL, PollState.CONFIRMING),
@@ -295,7 +297,7 @@ class PollLoop:
     async def _let_others_help(self) -> None:
         """Release the locks, so that an idle worker goes on watch. Producers need not notify a worker that polls."""
         if self._doorbell is not None:
-            if self._doorbell.is_on_duty:
+            if self._doorbell.is_on_watch:
                 await asyncio.sleep(0)  # Handlers of claimed messages start first.
             await self._doorbell.release()
 

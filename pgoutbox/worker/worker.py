@@ -354,7 +354,7 @@ class Worker:
                 settings,
                 self._open_topics,
                 on_notification=self._signals.note_notification,
-                on_deputy_due=self._signals.poll_again,
+                on_look_due=self._signals.poll_again,
                 telemetry=self.telemetry,
             )
         self._poll_loop = PollLoop(
