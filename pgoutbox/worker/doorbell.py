@@ -196,7 +196,7 @@ class Doorbell:
     def _forget_locks(self) -> None:
         for queues in (self._on_watch, self._wake_up_locks, self._relied_on, self._unanswered, self._looking):
             queues.clear()
-        self._cancel_idle_timer()
+        self._cancel_needless_timer()
 
     def _watches(self, queues: Sequence[str]) -> dict[str, object]:
         keys = [key_of_watch(queue, self._topics_on_watch) for queue in queues]
@@ -303,7 +303,7 @@ class Doorbell:
         if kind.startswith("look "):
             if queue in self._unanswered and kind == f"look {key_of_watch(queue, self._topics_on_watch)}":
                 self._unanswered.discard(queue)
-                self._cancel_idle_timer()
+                self._cancel_needless_timer()
                 if queue not in self._relied_on:
                     self._look_later(queue)  # The watch polls, so later messages send no notification.
             return
@@ -323,7 +323,7 @@ class Doorbell:
             seconds = random.uniform(*_LOOK_SECONDS)  # So that one worker looks first.
             self._look_timer = asyncio.get_running_loop().call_later(seconds, self._look)
 
-    def _cancel_idle_timer(self) -> None:
+    def _cancel_needless_timer(self) -> None:
         if self._look_timer is not None and not self._unanswered:
             self._look_timer.cancel()
             self._look_timer = None
