@@ -78,7 +78,7 @@ def is_armed(dsn: str) -> bool:
 
 
 def are_asleep(connection: psycopg.Connection[tuple[object, ...]], worker_count: int) -> bool:
-    """Return whether this number of workers has sent no query for a second: then watch and deputy are stable."""
+    """Return whether this number of workers has sent no query for a second: then the watch is stable."""
     row = connection.execute(
         """
         SELECT count(*)

@@ -336,14 +336,6 @@ class Store:
         rows = await self.claims.fetch(sql.NEXT_DUE, parameters)
         return [DueRow._make(row) for row in rows]
 
-    async def idle_queues(self, queues: Sequence[str], watch_keys: Sequence[int]) -> list[str]:
-        """Return the queues whose messages an idle worker may take; without a listener, all without a rate."""
-        rows = await self.claims.fetch(
-            sql.IDLE_QUEUES,
-            {"queues": queues, "watch_keys": watch_keys, "is_unknown": not self._settings.listen},
-        )
-        return [queue for (queue,) in rows]
-
     async def notify_workers(self, queues: Sequence[str]) -> None:
         """Wake all sleeping workers of these queues."""
         await self.claims.fetch(sql.NOTIFY_WORKERS, {"queues": queues})

@@ -108,9 +108,9 @@ class LogEvent(enum.StrEnum):
     LISTENER_BACK = "listener_back", "The listener is connected again."
     NOTIFY_QUEUE_FILLING = (
         "notify_queue_filling",
-        "The server's notification queue is a tenth full: a session listens in a long transaction. See `usage`.",
+        "The server's notification queue is half full, so workers poll. A session listens in a long transaction.",
     )
-    NOTIFY_QUEUE_DRAINED = "notify_queue_drained", "The notification queue is nearly empty again."
+    NOTIFY_QUEUE_DRAINED = "notify_queue_drained", "The notification queue has room again."
     LOOP_BLOCKED = (
         "loop_blocked",
         "A handler has blocked the event loop for two seconds, and with it its whole process.",

@@ -232,6 +232,11 @@ class ClaimPlanner:
         self._first = Lane.RETRIES
 
     @property
+    def has_limits(self) -> bool:
+        """Whether the queue had limits in the database's last answer. Without an answer, `is_limited` is true too."""
+        return self._is_known and self.is_limited
+
+    @property
     def search_owed_at(self) -> float:
         """When a search from the beginning that was put off may begin; infinity if none was."""
         return min(self.fresh.search_owed_at, self.retries.search_owed_at)

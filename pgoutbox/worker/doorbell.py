@@ -1,8 +1,8 @@
 """The doorbell: a commit wakes an idle worker, and producers do not notify while no worker is idle.
 
 One worker of a queue is on watch: a notification wakes only this worker. It holds the wake-up lock, so that producers
-notify, or polls at high rates, so that they need not. Its deputy polls a little later, in case the watch does not
-answer. The other idle workers rely on the watch until it notifies them of its end.
+notify, or polls at high rates, so that they need not. The other idle workers rely on the watch until it notifies them
+of its end. They poll a little later than the watch, in case it does not answer.
 
 One connection listens and holds the locks (session-level advisory locks), so that all of them end together. Nothing
 else runs on it, and its socket is always read, so that it never keeps the server's notification queue from shrinking.
@@ -16,9 +16,10 @@ import contextlib
 import enum
 import logging
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
-from typing import Literal, LiteralString, Protocol
+from typing import LiteralString, Protocol
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -31,15 +32,11 @@ from pgoutbox.settings import Settings
 from pgoutbox.worker.backoff import Backoff
 
 CHANNEL = "pgoutbox"
-_ANSWER_SECONDS = 0.25  # If a watch has not answered a notification by then, its deputy polls.
-
-# Shares of the server's notification queue: the start and the end of the report, and the share above which a worker
-# releases its locks and the share below which it acquires them again. PostgreSQL lets an idle listener stay four pages
-# behind until the next notification, and the smallest queue has 64 pages: the usage may never fall below that share.
-_FILLING = 0.1
-_CALM = 0.08
-_FULL = 0.5
-_ROOM_AGAIN = 0.25
+# A worker that is not on watch polls at a random time after a notification, because the watch, which answers at once,
+# may be frozen.
+_LOOK_SECONDS = (0.25, 1.0)
+# The share of the server's notification queue from which workers poll. The workers' statements notify up to this share.
+_NEARLY_FULL = 0.5
 
 
 class LockAnswer(enum.Enum):
@@ -63,7 +60,7 @@ class OnNotification(Protocol):
 class Doorbell:
     """Listens, and holds the locks of an idle worker.
 
-    `on_notification` is called on the event loop. `on_deputy_due` is called when the watch has had time to answer, or
+    `on_notification` is called on the event loop, and so is `on_look_due`, when the watch has had time to answer, or
     polls. Workers with the same `topics`, which may change, share a watch.
     """
 
@@ -73,14 +70,14 @@ class Doorbell:
         topics: Sequence[str],
         *,
         on_notification: OnNotification,
-        on_deputy_due: Callable[[], None],
+        on_look_due: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
         self._dsn = settings.require_listen_dsn()
         self._settings = settings
         self._topics = topics
         self._on_notification = on_notification
-        self._on_deputy_due = on_deputy_due
+        self._on_look_due = on_look_due
         self._telemetry = telemetry
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self._statement = asyncio.Lock()
@@ -88,21 +85,21 @@ class Doorbell:
         self._locking = asyncio.Lock()
         self._on_watch: set[str] = set()
         self._wake_up_locks: set[str] = set()
-        self._deputy_of: set[str] = set()
-        self._relied_on: set[str] = set()  # Queues with a watch in another session, until it notifies otherwise.
-        self._polled: set[str] = set()  # This worker is the deputy of a watch that polls.
+        self._relied_on: set[str] = set()  # Another session has their wake-up lock, until it notifies otherwise.
         self._asking: set[str] = set()
         self._news: set[str] = set()  # Another session has released a lock while this one asked for it.
         self._topics_on_watch: tuple[str, ...] = ()
-        self._deputy_timer: asyncio.TimerHandle | None = None
+        # Relied-on queues with a notification that the watch may not have answered, and those to look at now.
+        self._unanswered: set[str] = set()
+        self._looking: set[str] = set()
+        self._look_timer: asyncio.TimerHandle | None = None
         self._permit_seconds: dict[str, float] = {}  # Of queues at their limit, at the time of the question.
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._watched_fd: int | None = None
         self._is_pooled = False
         self._has_no_session = False
-        self._is_filling = False
-        self._is_full = False
+        self._is_nearly_full = False
 
     @property
     def is_up(self) -> bool | None:
@@ -112,7 +109,7 @@ class Doorbell:
     @property
     def is_reliable(self) -> bool:
         """Whether every commit notifies: the listener is connected, and the notification queue has room."""
-        return bool(self.is_up) and not self._is_full
+        return bool(self.is_up) and not self._is_nearly_full
 
     @property
     def has_wake_up_lock(self) -> bool:
@@ -125,18 +122,9 @@ class Doorbell:
         return bool(self._on_watch)
 
     @property
-    def is_on_duty(self) -> bool:
-        """Whether other workers rely on this one, as watch or as deputy."""
-        return bool(self._on_watch or self._deputy_of)
-
-    @property
     def max_sleep_seconds(self) -> float:
-        """The maximum sleep of the caller since it asked for the locks, in seconds.
-
-        After that a queue at its limit has its next permit, or the polling watch has had time to answer.
-        """
-        polled = _ANSWER_SECONDS if self._polled else math.inf
-        return min([*self._permit_seconds.values(), polled])
+        """The seconds from the caller's question for the locks to the next permit of a queue at its limit."""
+        return min(self._permit_seconds.values(), default=math.inf)
 
     async def start(self) -> None:
         """Connect and listen before the first claim. From then on it reconnects automatically.
@@ -167,7 +155,7 @@ class Doorbell:
     async def acquire(self, queues: Sequence[str]) -> LockAnswer:
         """Ask for the locks of these queues. After `ACQUIRED` the caller must claim once more before it sleeps."""
         async with self._locking:
-            if self._connection is None or self._is_full:
+            if self._connection is None or self._is_nearly_full:
                 return LockAnswer.NO_LISTENER
             if self._topics_on_watch != (topics := tuple(self._topics)):
                 await self._release()  # The previous watch does not cover these topics.
@@ -178,7 +166,14 @@ class Doorbell:
             answers = await self._ask_for(unasked)
             if answers is None:
                 return LockAnswer.NO_LISTENER
-            return LockAnswer.PRODUCERS if "producers" in answers.values() else LockAnswer.ACQUIRED
+            has_producers = any(lock == "free" and queue in self._on_watch for queue, lock in answers.items())
+            return LockAnswer.PRODUCERS if has_producers else LockAnswer.ACQUIRED
+
+    async def announce_look(self) -> None:
+        """Spare the other idle workers their look, if one is due here: the caller polls afterwards."""
+        if self._looking:
+            queues, self._looking = sorted(self._looking), set()
+            await self._ask(sql.NOTIFY_LOOK, self._watches(queues))
 
     async def release_wake_up_locks(self) -> None:
         """Release the wake-up locks and stay on watch: the worker polls, and producers need not notify."""
@@ -193,47 +188,42 @@ class Doorbell:
             await self._release()
 
     async def _release(self) -> None:
-        held = self._on_watch | self._deputy_of | self._wake_up_locks
+        queues = sorted(self._on_watch)
         self._forget_locks()
-        if held:
-            await self._ask(sql.RELEASE_LOCKS, {"queues": sorted(held)})
+        if queues:
+            await self._ask(sql.RELEASE_LOCKS, {"queues": queues})
 
     def _forget_locks(self) -> None:
-        for queues in (self._on_watch, self._wake_up_locks, self._deputy_of, self._relied_on, self._polled):
+        for queues in (self._on_watch, self._wake_up_locks, self._relied_on, self._unanswered, self._looking):
             queues.clear()
-        if self._deputy_timer is not None:
-            self._deputy_timer.cancel()
-            self._deputy_timer = None
+        self._cancel_needless_timer()
 
-    async def _ask_for(self, queues: Sequence[str]) -> dict[str, str] | None:
+    def _watches(self, queues: Sequence[str]) -> dict[str, object]:
+        keys = [key_of_watch(queue, self._topics_on_watch) for queue in queues]
+        return {"queues": queues, "watch_keys": keys}
+
+    async def _ask_for(self, queues: Sequence[str]) -> dict[str, str | None] | None:
+        """Ask for the locks of these queues. Return who has their wake-up locks, or None without a listener."""
         self._asking, self._news = set(queues), set()
-        rows = await self._ask(
-            sql.ACQUIRE_LOCKS,
-            {
-                "queues": queues,
-                "watch_keys": lock_keys("watch", queues, self._topics_on_watch),
-                "deputy_keys": lock_keys("deputy", queues, self._topics_on_watch),
-                "deputy_of": sorted(self._deputy_of),
-            },
-        )
+        rows = await self._ask(sql.ACQUIRE_LOCKS, self._watches(queues))
         self._asking = set()
         if rows is None:
             return None
-        for queue, answer, permit_seconds in rows:
+        for queue, is_on_watch, wake_up_lock, permit_seconds in rows:
             self._permit_seconds.pop(queue, None)
             if permit_seconds is not None:
                 self._permit_seconds[queue] = permit_seconds
-            self._record(queue, answer)
-        return {queue: answer for queue, answer, _ in rows}
+            self._record(queue, is_on_watch=is_on_watch, wake_up_lock=wake_up_lock)
+        return {queue: wake_up_lock for queue, _, wake_up_lock, _ in rows}
 
-    def _record(self, queue: str, answer: str) -> None:
+    def _record(self, queue: str, *, is_on_watch: bool | None, wake_up_lock: str | None) -> None:
         has_news = queue in self._news
-        if answer != "limited":  # In that case the session keeps its locks.
-            _put(self._on_watch, queue, is_in=answer in ("acquired", "notified", "producers"))
-            _put(self._wake_up_locks, queue, is_in=answer == "acquired")
-            _put(self._deputy_of, queue, is_in=answer in ("deputy", "polled"))
-        _put(self._polled, queue, is_in=answer == "polled")
-        _put(self._relied_on, queue, is_in=answer in ("notified", "deputy", "idle") and not has_news)
+        if is_on_watch is not None:  # In a queue at its limit the session keeps its locks.
+            _put(self._on_watch, queue, is_in=is_on_watch)
+            _put(self._wake_up_locks, queue, is_in=wake_up_lock == "own")
+        _put(self._relied_on, queue, is_in=wake_up_lock == "other" and not has_news)
+        if is_on_watch is False and wake_up_lock == "free":
+            self._look_later(queue)  # The watch polls.
         if has_news:
             self._on_notification(queue)  # The notification may be later than the answer: ask again.
 
@@ -241,8 +231,8 @@ class Doorbell:
         """Request the locks of other sessions again: a lock that ends with its session sends no notification."""
         async with self._locking:
             answers = await self._ask_for(sorted(self._relied_on)) if self._relied_on else None
-        for queue, answer in (answers or {}).items():
-            if answer not in ("notified", "deputy", "idle"):
+        for queue, wake_up_lock in (answers or {}).items():
+            if wake_up_lock != "other":
                 self._on_notification(queue)  # No worker was notified of messages committed since then.
 
     async def _ask(self, statement: LiteralString, parameters: dict[str, object]) -> list[TupleRow] | None:
@@ -310,19 +300,39 @@ class Doorbell:
         if sender == connection.pgconn.backend_pid:
             return  # This session's own notifications are for the others.
         kind, _, queue = message.rpartition(" ")
+        if kind.startswith("look "):
+            if queue in self._unanswered and kind == f"look {key_of_watch(queue, self._topics_on_watch)}":
+                self._unanswered.discard(queue)
+                self._cancel_needless_timer()
+                if queue not in self._relied_on:
+                    self._look_later(queue)  # The watch polls, so later messages send no notification.
+            return
         is_for_all = kind == "all"
         if kind and queue in self._asking:
             self._news.add(queue)
-        if is_for_all or (kind and queue in self._on_watch | self._deputy_of):
-            self._relied_on.discard(queue)
         if is_for_all or queue in self._on_watch:
             self._on_notification(queue, is_new=not is_for_all)
-        elif queue in self._deputy_of and self._deputy_timer is None:
-            self._deputy_timer = asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._end_deputy_timer)
+        elif queue in self._relied_on:
+            self._look_later(queue)
+        if kind:
+            self._relied_on.discard(queue)
 
-    def _end_deputy_timer(self) -> None:
-        self._deputy_timer = None
-        self._on_deputy_due()
+    def _look_later(self, queue: str) -> None:
+        self._unanswered.add(queue)
+        if self._look_timer is None:
+            seconds = random.uniform(*_LOOK_SECONDS)  # So that one worker looks first.
+            self._look_timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _cancel_needless_timer(self) -> None:
+        if self._look_timer is not None and not self._unanswered:
+            self._look_timer.cancel()
+            self._look_timer = None
+
+    def _look(self) -> None:
+        self._look_timer = None
+        self._looking |= self._unanswered
+        self._unanswered.clear()
+        self._on_look_due()
 
     async def _connect(self) -> None:
         connection, is_direct = await connect(self._dsn, self._settings, purpose="listen")
@@ -404,32 +414,24 @@ class Doorbell:
         await self._check_usage(usage)
 
     async def _check_usage(self, usage: float) -> None:
-        """Release the locks while the notification queue fills up: when it is full, every notifying COMMIT fails.
+        """Poll without locks while the notification queue is nearly full: when it is full, a notifying COMMIT fails.
 
         The reason is a listening session that stays in a transaction. All databases share this queue.
         """
-        is_full = usage >= (_ROOM_AGAIN if self._is_full else _FULL)
-        if is_full != self._is_full:
-            self._is_full = is_full
-            if is_full:
-                await self.release()
-            self._on_notification(
-                None
-            )  # From now on the worker polls, or acquires its locks again: in both cases it polls first.
-        is_filling = usage >= (_CALM if self._is_filling else _FILLING)
-        if is_filling != self._is_filling:
-            self._is_filling = is_filling
-            if is_filling:
-                self._telemetry.report(
-                    logging.WARNING,
-                    LogEvent.NOTIFY_QUEUE_FILLING,
-                    "the server's notification queue is filling up: a session that listens stays in a transaction",
-                    usage=round(usage, 3),
-                )
-            else:
-                self._telemetry.report(
-                    logging.INFO, LogEvent.NOTIFY_QUEUE_DRAINED, "the notification queue has drained"
-                )
+        if (usage >= _NEARLY_FULL) == self._is_nearly_full:
+            return
+        self._is_nearly_full = not self._is_nearly_full
+        if self._is_nearly_full:
+            self._telemetry.report(
+                logging.WARNING,
+                LogEvent.NOTIFY_QUEUE_FILLING,
+                "the server's notification queue is filling up: a session that listens stays in a transaction",
+                usage=round(usage, 3),
+            )
+            await self.release()
+        else:
+            self._telemetry.report(logging.INFO, LogEvent.NOTIFY_QUEUE_DRAINED, "the notification queue has drained")
+        self._on_notification(None)  # The worker polls, and then sleeps without or with its locks.
 
     async def _reconnect(self) -> None:
         async with self._statement:
@@ -449,10 +451,10 @@ class Doorbell:
         self._on_notification(None)
 
 
-def lock_keys(role: Literal["watch", "deputy"], queues: Sequence[str], topics: Sequence[str]) -> list[int]:
-    """Return the advisory lock key of a role for each queue. Workers with other topics have separate roles."""
-    texts = [" ".join([role, queue, *sorted(topics)]) for queue in queues]
-    return [int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True) for text in texts]
+def key_of_watch(queue: str, topics: Sequence[str]) -> int:
+    """Return the key of a queue's watch. Workers of other topics have a watch of their own."""
+    text = " ".join(["watch", queue, *sorted(topics)])
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def _put(queues: set[str], queue: str, *, is_in: bool) -> None:

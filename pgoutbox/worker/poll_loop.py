@@ -11,18 +11,16 @@ import contextlib
 import enum
 import math
 from collections import deque
-from collections.abc import Sequence
 from typing import Final
 
 import psycopg
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import Store
 from pgoutbox.settings import Settings
 from pgoutbox.worker.backoff import Backoff
 from pgoutbox.worker.claim_planner import QueueSchedule
 from pgoutbox.worker.claimer import Claimer
-from pgoutbox.worker.doorbell import Doorbell, LockAnswer, lock_keys
+from pgoutbox.worker.doorbell import Doorbell, LockAnswer
 from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.notifier import Notifier
 from pgoutbox.worker.outage import Outage
@@ -32,8 +30,9 @@ from pgoutbox.worker.signals import Signals
 _POLL_WITHOUT_LISTENER_SECONDS: Final = 1.0
 # A worker halves its surplus of claimed messages if one waited this long for its handler.
 _LONG_WAIT_SECONDS: Final = 0.1
-# It releases waiting messages to idle workers after this time.
+# It releases messages that waited this long, and then claims no surplus for a while: handlers are slow.
 _RELEASE_WAITING_SECONDS: Final = 1.0
+_WITHOUT_SURPLUS_SECONDS: Final = 10.0
 _NOTIFY_SECONDS: Final = 1.0
 # After this many notifications in a row without a message, a worker pauses before each poll.
 _FALSE_NOTIFICATIONS: Final = 20
@@ -117,16 +116,14 @@ def next_state(
 
 
 class PollLoop:
-    """The poll loop of one run of a worker. `topics` are those that it claims."""
+    """The poll loop of one run of a worker."""
 
     def __init__(
         self,
         settings: Settings,
-        store: Store,
         queues: QueueSchedule,
         signals: Signals,
         *,
-        topics: Sequence[str],
         claimer: Claimer,
         pool: AttemptPool,
         finisher: Finisher,
@@ -136,8 +133,6 @@ class PollLoop:
         stopping: asyncio.Event,
     ) -> None:
         self._settings = settings
-        self._store = store
-        self._topics = topics
         self._queues = queues
         self._signals = signals
         self._claimer = claimer
@@ -150,7 +145,7 @@ class PollLoop:
         self.state = PollState.FULL_POLL
         self.surplus = 0
         """The number of messages that may wait for a handler."""
-        self._asked_for_idle_at = -math.inf
+        self._surplus_grows_at = -math.inf
         self._sweep_due_at = -math.inf
         self._was_notified = False  # A notification was answered, and no message was found since.
         self._false_notification_count = 0
@@ -240,6 +235,8 @@ class PollLoop:
             signals.is_notified, self._was_notified = False, True
         elif state is PollState.FULL_POLL:
             signals.needs_full_poll = False
+            if self._doorbell is not None:
+                await self._doorbell.announce_look()
         found = await self._claimer.poll(
             room,
             from_beginning=state in (PollState.FULL_POLL, PollState.CONFIRMING),
@@ -263,15 +260,14 @@ class PollLoop:
         """Return the number of messages to claim now: up to a batch, or none while enough wait for their handlers.
 
         It exceeds the free handlers only while they keep up: the surplus doubles when it was used up while more
-        messages waited in the table, and halves when a message waited long in this process.
+        messages waited in the table, and halves while a message has waited long in this process.
         """
         pool = self._pool
         batch_size = self._settings.batch_size
-        if pool.longest_wait_seconds > _LONG_WAIT_SECONDS:
+        if pool.oldest_wait_seconds > _LONG_WAIT_SECONDS:
             self.surplus //= 2
-        elif pool.waiting_count == 0 and self._claimer.work_ahead:
+        elif pool.waiting_count == 0 and self._claimer.work_ahead and elapsed_clock() >= self._surplus_grows_at:
             self.surplus = min(2 * batch_size, max(1, self.surplus * 2))
-        pool.longest_wait_seconds = 0.0
         open_limit = pool.capacity + self.surplus
         if self._finisher.refusals.are_many or pool.capacity == 0:
             return 0
@@ -288,39 +284,32 @@ class PollLoop:
         await self._until_progress()
 
     async def _until_progress(self) -> None:
-        """Wait until an attempt has ended. Meanwhile messages that wait long for a handler go to idle workers."""
+        """Wait until an attempt has ended. Meanwhile release messages that wait long for a handler."""
         while True:
-            await self._release_waiting()
+            if self._pool.oldest_wait_seconds >= _RELEASE_WAITING_SECONDS:
+                self._release_waiting()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RELEASE_WAITING_SECONDS if self._pool.waiting_count else None):
                     await self._signals.progress.wait()
                     return
 
-    async def _release_waiting(self) -> None:
-        """Release messages that wait too long if another worker is idle. The finisher notifies it.
+    def _release_waiting(self) -> None:
+        """Leave the waiting messages to idle workers, which the finisher notifies.
 
-        Suspects stay: a released message is no longer known as a suspect.
+        Suspects stay: a released message is no longer known as a suspect. Messages of a queue with limits stay too: a
+        second claim would take a second token.
         """
-        now = elapsed_clock()
-        if min(self._pool.oldest_wait_seconds, now - self._asked_for_idle_at) < _RELEASE_WAITING_SECONDS:
-            return
-        self._asked_for_idle_at = now
-        try:
-            watch_keys = lock_keys("watch", self._queues.names, self._topics)
-            idle = set(await self._store.idle_queues(self._queues.names, watch_keys))
-        except (psycopg.Error, OSError) as error:
-            await self._outage.pause_or_raise(error)
-            return
-        if idle:
-            suspects = set(self._signals.suspects)
-            self._pool.release_waiting(lambda attempt: attempt.message.queue in idle and attempt not in suspects)
-            self.surplus = 0
-            self._claimer.work_ahead = False  # The surplus does not grow until a poll finds other messages.
+        kept = set(self._signals.suspects)
+        self._pool.release_waiting(
+            lambda attempt: attempt not in kept and not self._queues[attempt.message.queue].has_limits
+        )
+        self.surplus = 0
+        self._surplus_grows_at = elapsed_clock() + _WITHOUT_SURPLUS_SECONDS
 
     async def _let_others_help(self) -> None:
         """Release the locks, so that an idle worker goes on watch. Producers need not notify a worker that polls."""
         if self._doorbell is not None:
-            if self._doorbell.is_on_duty:
+            if self._doorbell.is_on_watch:
                 await asyncio.sleep(0)  # Handlers of claimed messages start first.
             await self._doorbell.release()
 

@@ -96,7 +96,6 @@ class AttemptPool:
         self._stopping = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
-        self.longest_wait_seconds = 0.0
 
     @property
     def capacity(self) -> int:
@@ -197,14 +196,12 @@ class AttemptPool:
             now = loop.time()
             turn_ends_at = now + _TURN_SECONDS
             while self._ready:
-                work, put_at = self._ready.popleft()
+                work, _ = self._ready.popleft()
                 size = len(work)
                 self._ready_count -= size
                 self._running_count += size
                 if not self._waking:
                     self._wake_one()
-                if now - put_at > self.longest_wait_seconds:
-                    self.longest_wait_seconds = now - put_at
                 await self._attempt(slot, work, now)
                 began_at, now = now, loop.time()
                 if self._measured is not None:

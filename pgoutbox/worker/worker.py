@@ -351,15 +351,13 @@ class Worker:
                 settings,
                 self._topics,
                 on_notification=self._signals.note_notification,
-                on_deputy_due=self._signals.poll_again,
+                on_look_due=self._signals.poll_again,
                 telemetry=self.telemetry,
             )
         self._poll_loop = PollLoop(
             settings,
-            self._store,
             self._queues,
             self._signals,
-            topics=self._topics,
             claimer=self._claimer,
             pool=self._pool,
             finisher=self._finisher,

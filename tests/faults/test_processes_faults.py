@@ -241,6 +241,36 @@ def test_a_message_that_exhausts_memory_fails_and_the_others_are_delivered(
     assert {row.state for row in rows_of(db, *good)} == {"sent"}
 
 
+# --- frozen -----------------------------------------------------------------------------------------------------------
+
+
+def is_asleep(db: psycopg.Connection, worker: subprocess.Popen[bytes]) -> bool:
+    """Return whether the last statement of this worker asked when the next message falls due."""
+    row = db.execute(
+        "SELECT FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle' "
+        "AND application_name LIKE 'pgoutbox claim %%:' || %s || ':%%' AND query LIKE '%%pg_postmaster_start_time%%'",
+        [worker.pid],
+    ).fetchone()
+    return row is not None
+
+
+@pytest.mark.slow
+def test_frozen_idle_workers_do_not_keep_a_message_from_a_healthy_one(db: psycopg.Connection, fleet: Fleet) -> None:
+    """No poll and no heartbeat is due, so only the notification can help."""
+    workers = []
+    for _ in range(3):
+        worker = fleet.start(poll_interval_seconds="3600", listener_heartbeat_seconds="600")
+        fleet.until(lambda worker=worker: is_asleep(db, worker), "it falls asleep")  # type: ignore[misc] # each round has its own worker
+        workers.append(worker)
+    for frozen in workers[:2]:
+        os.kill(frozen.pid, signal.SIGSTOP)
+    ids = []
+    for _ in range(2):
+        ids.append(enqueue(db, "fault.deliver"))
+        fleet.until(lambda: len(fleet.hand_overs()) == len(ids), "the healthy worker delivers")
+    assert fleet.deliveries() == dict.fromkeys(ids, 1)
+
+
 # --- told to stop -----------------------------------------------------------------------------------------------------
 
 

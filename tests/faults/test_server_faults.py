@@ -275,7 +275,7 @@ async def test_a_listener_that_leaves_during_notifications_logs_no_server_error(
                 settings,
                 ["greet"],
                 on_notification=lambda _, *, is_new=False: rung.set(),
-                on_deputy_due=lambda: None,
+                on_look_due=lambda: None,
                 telemetry=Telemetry(_figures),
             )
             rung.clear()

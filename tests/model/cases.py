@@ -35,6 +35,9 @@ FLEET = Doorbell(sends=((0,), (1,)), handles=(0b11, 0b11), fills=True)
 ROLLING = Doorbell(sends=((0,), (1,)), handles=(0b01, 0b10))
 ROLLING_POLLS = Doorbell(sends=((1,),), handles=(0b01, 0b10), polls=True)
 FROZEN = Doorbell(sends=((0,),), handles=(0b01, 0b01), polls=True, freezes=1)
+BEGINS_FROZEN = Doorbell(sends=((0,), (1,)), handles=(0b11, 0b11, 0b11), begins_frozen=True)
+BEGINS_FROZEN_POLLING = replace(BEGINS_FROZEN, sends=((0,),), polls=True)
+BEGINS_FROZEN_ROLLING = replace(BEGINS_FROZEN, handles=(0b01, 0b01, 0b10, 0b10))
 ALONE = Doorbell(sends=((0,), (1,)), handles=(0b11,), breaks=2)
 CUT_OFF = Doorbell(sends=((0,),), handles=(0b01, 0b01), breaks=1)
 SUCCESSOR = Doorbell(sends=((0, 1),), handles=(0b11,), has_key=True)
@@ -79,6 +82,9 @@ NAMES: dict[Model, str] = {
     ROLLING: "two producers, two workers with a topic each",
     ROLLING_POLLS: "one producer, two workers with a topic each, which may poll",
     FROZEN: "one producer, two equal workers, which may poll, one hangs",
+    BEGINS_FROZEN: "two producers, three equal workers, the watch hangs",
+    BEGINS_FROZEN_POLLING: "one producer, three equal workers, the watch hangs while it polls",
+    BEGINS_FROZEN_ROLLING: "two producers, two workers of each topic, both watches hang",
     ALONE: "two producers, one worker, its listener breaks twice",
     CUT_OFF: "one producer, two equal workers, a listener breaks",
     SUCCESSOR: "a message that waits for the one before it",
@@ -146,7 +152,8 @@ class Case:
 
 _HOLDING: tuple[Model, ...] = (
     ATTEMPTS, FAILOVER, FAILOVER_OF_ONE, FAILOVER_UNANSWERED, SUSPENDED, UNANSWERED,
-    KEY, FLEET, ROLLING, ROLLING_POLLS, FROZEN, ALONE, CUT_OFF, SUCCESSOR,
+    KEY, FLEET, ROLLING, ROLLING_POLLS, FROZEN,
+    BEGINS_FROZEN, BEGINS_FROZEN_POLLING, BEGINS_FROZEN_ROLLING, ALONE, CUT_OFF, SUCCESSOR,
     LINE_OF_BULKS, LINE_FORGOTTEN, LINE_OF_THREE, LINE_AND_ALL, LINE_AND_ALL_GOES_ON,
     RATE, RATE_AND_PAUSE, IN_FLIGHT, IN_FLIGHT_CUT, RATE_AND_IN_FLIGHT,
     DESTINATION, DESTINATION_OF_THREE, DESTINATION_AND_SURVIVORS,
@@ -221,15 +228,18 @@ BREAK = [
     Case(ROLLING, (_B.WAKE_KEPT_WHILE_CONFIRMING,), MISSED_1, 25),
     Case(FLEET, (_B.RELEASE_ANNOUNCED,), MISSED_0, 22),
     Case(ROLLING, (_B.RELEASE_ANNOUNCED,), MISSED_1, 24),
-    Case(FLEET, (_B.FULL_RELEASES,), MISSED_0, 21),
+    Case(FLEET, (_B.FULL_RELEASES,), MISSED_0, 22),
     Case(FLEET, (_B.NEWS_KEPT_WHILE_ASKING,), MISSED_0, 28),
     Case(ROLLING_POLLS, (_B.NEWS_KEPT_WHILE_ASKING,), MISSED_1, 26),
     Case(ROLLING_POLLS, (_B.LOCK_RELEASE_ANNOUNCED,), MISSED_1, 25),
     Case(FROZEN, (_B.LOCK_RELEASE_ANNOUNCED,), MISSED_0, 24),
     Case(ROLLING, (_B.WATCH_OF_TOPICS,), MISSED_0, 12),
     Case(ROLLING, (_B.EVERY_WATCH_ANSWERS,), MISSED_1, 17),
-    Case(FROZEN, (_B.DEPUTY_CHECKS,), MISSED_0, 20),
-    Case(FROZEN, (_B.DEPUTY_POLLS,), MISSED_0, 17),
+    Case(FROZEN, (_B.IDLE_LOOKS,), MISSED_0, 20),
+    Case(FROZEN, (_B.IDLE_LOOKS_WHILE_POLLED,), MISSED_0, 17),
+    Case(BEGINS_FROZEN, (_B.LOOK_ANNOUNCED_FIRST,), MISSED_0, 29),
+    Case(BEGINS_FROZEN_POLLING, (_B.LOOK_ONLY_POSTPONED_WHILE_POLLED,), MISSED_0, 24),
+    Case(BEGINS_FROZEN_ROLLING, (_B.LOOK_OF_TOPICS,), MISSED_0, 9),
     Case(ALONE, (_B.LISTEN_FIRST,), MISSED_0, 15),
     Case(ALONE, (_B.POLL_AFTER_RECONNECT,), MISSED_0, 10),
     Case(SUCCESSOR, (_B.SUCCESSORS_ASKED_FOR,), MISSED_1, 18),

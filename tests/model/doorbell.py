@@ -7,7 +7,7 @@ one step. A statement is two steps: its effect on locks and its commit. A messag
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,8 +28,11 @@ class Guard(enum.Enum):
     FULL_RELEASES = "a worker without room releases its watch"
     WATCH_OF_TOPICS = "workers of other topics have a watch of their own"
     EVERY_WATCH_ANSWERS = "a watch answers notifications whether or not it has the wake-up lock itself"
-    DEPUTY_CHECKS = "a deputy polls some time after each notification"
-    DEPUTY_POLLS = "a deputy polls now and then while no worker has the wake-up lock"
+    IDLE_LOOKS = "a worker that relies on the watch polls some time after each notification"
+    IDLE_LOOKS_WHILE_POLLED = "it also polls now and then while no worker has the wake-up lock"
+    LOOK_OF_TOPICS = "an announced look spares only workers of the same topics theirs"
+    LOOK_ANNOUNCED_FIRST = "a look is announced before its poll, not after it"
+    LOOK_ONLY_POSTPONED_WHILE_POLLED = "while no worker has the wake-up lock, it only postpones theirs"
     LISTEN_FIRST = "a listener that reconnects listens before its worker polls"
     POLL_AFTER_RECONNECT = "a worker polls when its listener is back"
     POLL_WHEN_LOST = "a worker polls when its listener is lost"
@@ -52,24 +55,21 @@ class Worker(NamedTuple):
 
     The locks of a worker end with its link. The link is up, broken (not noticed yet), lost (noticed), gone (closed)
     or deaf (connected, but not listening yet). `knows_watch` and `news` belong to the answer to its query for locks.
-    `notifications`, `ends` and `lock_releases` are notifications in transit: of a message, of the end of a watch, and
-    of a released wake-up lock.
+    `inbox` are the notifications in transit, in their order: of a message (m), of the end of a watch (e), of a released
+    wake-up lock (r) and of a look (l). `owes_look` means that its timer for a look runs, `looks` that it has ended.
     """
 
     at: str = "polls"
     wake: bool = False
     link: str = "up"
-    notifications: int = 0
-    ends: int = 0
-    lock_releases: int = 0
+    inbox: str = ""
     wake_up_lock: bool = False
     watch: bool = False
-    deputy: bool = False
     knows_watch: bool = False
     relies: bool = False
-    is_polled: bool = False
     news: bool = False
-    checks: bool = False
+    owes_look: bool = False
+    looks: bool = False
     answer: str = ""
     seen: int = 0
     locked: int = 0
@@ -89,6 +89,12 @@ class World(NamedTuple):
 
 
 Step = tuple[str, World]
+_HEARD = {
+    "m": "of a message",
+    "e": "that a watch has ended",
+    "r": "that a lock was released",
+    "l": "that another worker looks",
+}
 _SWAPPED = (0b00, 0b10, 0b01, 0b11)
 
 
@@ -99,7 +105,9 @@ class Doorbell:
     `sends` names the messages of each producer, one transaction each; `handles` is each worker's mask of messages.
     With `has_key`, message 1 supersedes message 0 and has to wait while message 0 is in flight. With `polls`, a
     worker on watch may poll instead of sleeping. With `fills`, it may have no room after a claim. A frozen worker
-    keeps its locks and does nothing more.
+    keeps its locks and does nothing more. With `begins_frozen`, the first worker of each mask is on watch and frozen
+    from the start, asleep or with `polls` polling, and the others rely on it. Only then looks are announced: the model
+    is too large otherwise.
     """
 
     sends: tuple[tuple[int, ...], ...]
@@ -110,17 +118,30 @@ class Doorbell:
     breaks: int = 0
     deaths: int = 0
     freezes: int = 0
+    begins_frozen: bool = False
     without: frozenset[Guard] = frozenset()
 
     def initial(self) -> World:
         workers = (Worker(),) * len(self.handles)
+        if self.begins_frozen:
+            first = [self.handles.index(handled) == index for index, handled in enumerate(self.handles)]
+            has_lock = [not self.polls and index == 0 for index in range(len(first))]
+            workers = tuple(
+                Worker("frozen", watch=True, knows_watch=True, wake_up_lock=lock)
+                if is_first
+                else Worker("sleeps", relies=not self.polls, owes_look=self.polls)
+                for is_first, lock in zip(first, has_lock, strict=True)
+            )
         return World(0, (Producer(),) * len(self.sends), workers, self.breaks, self.deaths, self.freezes)
+
+    @property
+    def _may_freeze(self) -> bool:
+        return self.freezes > 0 or self.begins_frozen
 
     def canonical(self, state: World) -> World:
         if len(set(self.handles)) > 1:
             return state
-        if len(state.workers) > 1 and state.workers[1] < state.workers[0]:
-            state = state._replace(workers=state.workers[::-1])
+        state = state._replace(workers=tuple(sorted(state.workers)))
         if self.sends == ((0,), (1,)):
             # Producers and their messages are also interchangeable.
             swapped = _swapped(state)
@@ -169,7 +190,9 @@ class Doorbell:
             yield "is killed", dead._replace(deaths=state.deaths - 1)
         if state.freezes and worker.at in ("sleeps", "pauses", "awaits producers"):
             frozen = _with(
-                state, index, worker._replace(at="frozen", notifications=0, ends=0, lock_releases=0, wake=False)
+                state,
+                index,
+                worker._replace(at="frozen", inbox="", owes_look=False, looks=False, wake=False),
             )
             yield "freezes", frozen._replace(freezes=state.freezes - 1)
 
@@ -197,7 +220,7 @@ class Doorbell:
                 message = self.sends[index][producer.done]
                 yield f"commits message {message}", now(at="visible")._replace(due=state.due | 1 << message)
             case "visible" if producer.notifies:
-                yield "notifies", _notify(now(**done._asdict()), -1, "notifications")
+                yield "notifies", _notify(now(**done._asdict()), -1, "m")
             case "visible":
                 yield "releases the lock", now(**done._asdict())
 
@@ -237,19 +260,26 @@ class Doorbell:
                 )
             case "sleeps" if worker.wake:
                 yield "wakes", _with(state, index, worker._replace(at="polls"))
-            case "sleeps" if worker.is_polled:
-                yield "polls while the watch polls", _with(state, index, worker._replace(at="polls"))
             case "sleeps" if self.polls and worker.knows_watch:
                 yield "wakes for another message", _with(state, index, worker._replace(at="polls"))
             case "naps":
                 yield "wakes by itself", _with(state, index, worker._replace(at="polls"))
 
     def _poll(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        if worker.looks and not worker.answer and Guard.LOOK_ANNOUNCED_FIRST not in self.without:
+            yield from self._announce_look(state, index, worker)
+            return
         seen = state.due & self.handles[index] & ~self._waiting(state)
         forgets = Guard.WAKE_KEPT_WHILE_CONFIRMING in self.without if worker.answer else True
         wake = worker.wake and (not forgets or Guard.WAKE_CLEARED_FIRST in self.without)
         claiming = worker._replace(at="claims", seen=seen, wake=wake)
         yield f"begins a claim that sees {_names(seen)}", _with(state, index, claiming)
+
+    def _announce_look(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        now = _with(state, index, worker._replace(looks=False))
+        any_topics = Guard.LOOK_OF_TOPICS in self.without
+        spared = {number for number, handled in enumerate(self.handles) if any_topics or handled == self.handles[index]}
+        yield "announces its look", _notify(now, index, "l", spared) if worker.link == "up" else now
 
     def _take(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         taken = worker.seen & state.due & ~_union(other.locked for other in state.workers)
@@ -260,6 +290,8 @@ class Doorbell:
                 f"locks message {_names(taken)}",
                 _with(state, index, worker._replace(at="takes", seen=0, locked=taken)),
             )
+        elif worker.looks and not worker.answer:
+            yield from self._announce_look(state, index, worker)
         else:
             wake = worker.wake and (bool(worker.answer) or Guard.WAKE_CLEARED_FIRST not in self.without)
             after = "falls asleep" if worker.answer else "acquires"
@@ -277,10 +309,10 @@ class Doorbell:
         label = f"has claimed message {_names(worker.locked)}"
         taken = state._replace(due=state.due & ~worker.locked)
         yield label, _with(taken, index, now)
-        is_on_duty = worker.wake_up_lock or worker.watch or worker.deputy
-        if is_on_duty:
+        is_on_watch = worker.wake_up_lock or worker.watch
+        if is_on_watch:
             yield f"{label}, and more may wait", _with(taken, index, now._replace(at="releases all"))
-        if self.fills and (not is_on_duty or Guard.FULL_RELEASES in self.without):
+        if self.fills and (not is_on_watch or Guard.FULL_RELEASES in self.without):
             yield f"{label}, and is full", _with(taken, index, now._replace(at="full"))
 
     def _fail_claim(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
@@ -301,7 +333,7 @@ class Doorbell:
                 if Guard.RELEASE_ANNOUNCED in self.without:
                     yield f"does not notify{how}", now
                 else:
-                    yield f"notifies the other idle workers{how}", _notify(now, index, "ends")
+                    yield f"notifies the other idle workers{how}", _notify(now, index, "e")
 
     def _pause(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         """Let a worker on watch poll instead of sleeping, at any time."""
@@ -326,7 +358,7 @@ class Doorbell:
         else:
             now = _with(state, index, worker._replace(at="pauses"))
             announced = Guard.LOCK_RELEASE_ANNOUNCED not in self.without
-            yield "notifies the deputy", _notify(now, index, "lock_releases") if announced else now
+            yield "notifies the other idle workers", _notify(now, index, "r") if announced else now
 
     def _acquire(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         """ACQUIRE_LOCKS tries several locks in turn. Each try is a step, and so is the answer."""
@@ -336,14 +368,11 @@ class Doorbell:
             lost = worker if worker.link == "gone" else self._lost(worker)
             yield "has no listener to ask", _with(state, index, lost._replace(at="falls asleep"))
         elif worker.watch or not self._has_other_watch(state, index):
-            now = worker._replace(at="tries", watch=True, deputy=False, is_polled=False, news=False)
+            now = worker._replace(at="tries", watch=True, news=False)
             yield "is on watch", _with(state, index, now)
         else:
-            is_first = not any(_is_up(other) and other.deputy for other in state.workers)
-            deputy = worker.deputy or (self.freezes > 0 and is_first)
             has_lock = any(_has_lock(other) for other in state.workers)
-            is_polled = deputy and not has_lock and Guard.DEPUTY_POLLS not in self.without
-            now = worker._replace(at="answered", deputy=deputy, is_polled=is_polled, news=False, answer="relies")
+            now = worker._replace(at="answered", news=False, answer="relies" if has_lock else "is polled")
             yield "finds another one on watch", _with(state, index, now)
 
     def _ask(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
@@ -370,12 +399,20 @@ class Doorbell:
 
     def _after_answer(self, worker: Worker) -> Worker:
         has_news = worker.news and Guard.NEWS_KEPT_WHILE_ASKING not in self.without
-        relies = worker.answer == "relies" and not worker.is_polled and not has_news
+        relies = worker.answer == "relies" and not has_news
+        owes_look = worker.owes_look
+        if worker.answer == "is polled" and self._may_freeze and Guard.IDLE_LOOKS_WHILE_POLLED not in self.without:
+            owes_look = True
         answer = "producers" if worker.answer == "producers" else "acquired"
         if answer == "producers" and Guard.PRODUCERS_AWAITED in self.without:
             answer = "acquired"
         answered = worker._replace(
-            knows_watch=worker.watch, relies=relies, wake=worker.wake or has_news, news=False, answer=answer
+            knows_watch=worker.watch,
+            relies=relies,
+            owes_look=owes_look,
+            wake=worker.wake or has_news,
+            news=False,
+            answer=answer,
         )
         if answer == "producers":
             return answered._replace(at="awaits producers", answer="")
@@ -414,34 +451,34 @@ class Doorbell:
             case "deaf":
                 yield "listens", _with(state, index, worker._replace(link="up"))
         if worker.link in ("up", "deaf") and state.breaks:
-            broken = _with(state, index, worker._replace(link="broken", notifications=0, ends=0, lock_releases=0))
+            broken = _with(state, index, worker._replace(link="broken", inbox=""))
             yield "has its listener cut off, and its locks with it", broken._replace(breaks=state.breaks - 1)
 
     def _hear(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         """Deliver notifications between any two steps, also before the answer to the worker's query."""
-        answers = worker.knows_watch and (worker.wake_up_lock or Guard.EVERY_WATCH_ANSWERS not in self.without)
+        if worker.inbox:
+            heard = self._after_hearing(worker._replace(inbox=worker.inbox[1:]), worker.inbox[0])
+            yield f"hears {_HEARD[worker.inbox[0]]}", _with(state, index, heard)
+        if worker.owes_look:
+            now = worker._replace(owes_look=False, looks=self.begins_frozen, wake=True)
+            yield "is to look, in case the watch hangs", _with(state, index, now)
+
+    def _after_hearing(self, worker: Worker, notification: str) -> Worker:
+        if notification == "l":
+            is_spared = worker.relies or Guard.LOOK_ONLY_POSTPONED_WHILE_POLLED in self.without
+            return worker._replace(owes_look=worker.owes_look and not is_spared)
         is_asking = worker.at in ("tries", "asks", "unlocks", "answered")
-        if worker.notifications:
-            heard = worker._replace(notifications=worker.notifications - 1)
-            if answers:
-                heard = heard._replace(wake=True)
-            elif worker.deputy and Guard.DEPUTY_CHECKS not in self.without:
-                heard = heard._replace(checks=True)
-            yield "hears of a message", _with(state, index, heard)
-        if worker.ends:
-            heard = worker._replace(ends=0, relies=False, wake=True, news=is_asking)
-            yield "hears that a watch has ended", _with(state, index, heard)
-        if worker.lock_releases:
-            heard = worker._replace(lock_releases=0, news=worker.news or is_asking)
-            if worker.knows_watch or worker.deputy:
-                heard = heard._replace(relies=False)
-            if worker.knows_watch:
-                heard = heard._replace(wake=True)
-            elif worker.deputy and Guard.DEPUTY_CHECKS not in self.without:
-                heard = heard._replace(checks=True)
-            yield "hears that a lock was released", _with(state, index, heard)
-        if worker.checks:
-            yield "polls for the watch", _with(state, index, worker._replace(checks=False, wake=True))
+        is_end = notification == "e"
+        answers = worker.knows_watch and (
+            worker.wake_up_lock or notification == "r" or Guard.EVERY_WATCH_ANSWERS not in self.without
+        )
+        looks = self._may_freeze and worker.relies and Guard.IDLE_LOOKS not in self.without
+        return worker._replace(
+            wake=worker.wake or is_end or answers,
+            owes_look=worker.owes_look or (looks and not is_end and not answers),
+            relies=worker.relies and notification == "m",
+            news=worker.news or (is_asking and notification != "m"),
+        )
 
     def _lost(self, worker: Worker) -> Worker:
         wake = worker.wake or Guard.POLL_WHEN_LOST not in self.without
@@ -481,10 +518,8 @@ def _bits(mask: int) -> Iterator[int]:
 def _swapped(state: World) -> World:
     """Return the state with the two producers and their messages exchanged."""
     workers = tuple(
-        worker._replace(seen=_SWAPPED[worker.seen], locked=_SWAPPED[worker.locked]) for worker in state.workers
+        sorted(worker._replace(seen=_SWAPPED[worker.seen], locked=_SWAPPED[worker.locked]) for worker in state.workers)
     )
-    if len(workers) > 1 and workers[1] < workers[0]:
-        workers = workers[::-1]
     return state._replace(due=_SWAPPED[state.due], producers=state.producers[::-1], workers=workers)
 
 
@@ -503,22 +538,32 @@ def _with(state: World, index: int, worker: Worker) -> World:
     return state._replace(workers=(*state.workers[:index], worker, *state.workers[index + 1 :]))
 
 
-def _notify(state: World, sender: int, kind: str) -> World:
-    """Send a notification to every listening session, but not to the sender."""
-    limit = 2 if kind == "notifications" else 1
+def _notify(state: World, sender: int, notification: str, receivers: Collection[int] | None = None) -> World:
+    """Send a notification to every listening session, but not to the sender. PostgreSQL delivers them in order."""
     return state._replace(
         workers=tuple(
-            worker._replace(**{kind: min(getattr(worker, kind) + 1, limit)})
-            if worker.link == "up" and worker.at != "frozen" and index != sender
+            worker._replace(inbox=_with_notification(worker.inbox, notification))
+            if worker.link == "up"
+            and worker.at != "frozen"
+            and index != sender
+            and (receivers is None or index in receivers)
             else worker
             for index, worker in enumerate(state.workers)
         )
     )
 
 
+def _with_notification(inbox: str, notification: str) -> str:
+    """Add a notification. A repeated one, which changes nothing, is left out: it keeps the model finite."""
+    if notification == "l":
+        return inbox.replace("l", "") + "l"
+    later_than_look = inbox[inbox.rfind("l") + 1 :]
+    return inbox if later_than_look.count(notification) == (2 if notification == "m" else 1) else inbox + notification
+
+
 def _without_locks(worker: Worker) -> Worker:
     return worker._replace(
-        wake_up_lock=False, watch=False, deputy=False, knows_watch=False, relies=False, is_polled=False, checks=False
+        wake_up_lock=False, watch=False, knows_watch=False, relies=False, owes_look=False, looks=False
     )
 
 
@@ -538,22 +583,17 @@ def _is_free(state: World) -> bool:
 
 
 def _is_at_rest(worker: Worker) -> bool:
-    is_pending = (
-        worker.wake or worker.notifications or worker.ends or worker.lock_releases or worker.checks or worker.held
-    )
+    is_pending = worker.wake or worker.inbox or (worker.owes_look and worker.relies) or worker.held
     return worker.at == "sleeps" and worker.link == "up" and not is_pending
 
 
 def _may_poll(worker: Worker) -> bool:
-    """Return whether a worker is awake or a notification in transit will wake it."""
+    """Return whether a worker is awake, or its timer or a notification in transit will wake it."""
     if worker.at in ("dead", "frozen"):
         return False
     if worker.at != "sleeps" or worker.link in ("broken", "lost", "gone"):
         return True
-    # Only its watch and its deputy react to the notification of a message.
-    heeds = worker.knows_watch or worker.deputy
-    is_called = heeds and (worker.notifications or worker.lock_releases)
-    return bool(worker.wake or worker.ends or worker.is_polled or worker.checks or is_called)
+    return bool(worker.wake or worker.owes_look or worker.looks or worker.inbox.strip("l"))
 
 
 def _has_successor(state: World, done: int) -> bool:

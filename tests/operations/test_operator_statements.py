@@ -722,6 +722,6 @@ class TestQueues:
 
     def test_resume_wakes_a_sleeping_worker(self, operator: psycopg.Connection, connect: Connect) -> None:
         Operator(operator).pause("default")
-        with sleeping_worker(connect, "limited") as rings:
+        with sleeping_worker(connect, None) as rings:
             Operator(operator).resume("default")
             assert rings() == ["all default"]

@@ -20,7 +20,7 @@ from pgoutbox.database.store import BEGINNING, ClaimedRow, FinishRequest, HeldRo
 from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.settings import Settings
 from pgoutbox.worker import Worker
-from pgoutbox.worker.doorbell import lock_keys
+from pgoutbox.worker.doorbell import key_of_watch
 from pgoutbox.worker.poll_loop import PollResult, PollState
 from tests.support.settings import settings_with
 
@@ -474,20 +474,11 @@ async def first_of(*events: asyncio.Event) -> None:
 
 
 def ask_for_locks(
-    connection: psycopg.Connection,
-    *queues: str,
-    topics: Sequence[str] = ("greet",),
-    deputy_of: Sequence[str] = (),
-) -> list[tuple[str, str, float | None]]:
-    """Query like the listener of a worker with these topics that is deputy of some queues."""
+    connection: psycopg.Connection, *queues: str, topics: Sequence[str] = ("greet",)
+) -> list[tuple[str, bool | None, str | None, float | None]]:
+    """Query like the listener of a worker with these topics."""
     return connection.execute(
-        sql.ACQUIRE_LOCKS,
-        {
-            "queues": list(queues),
-            "watch_keys": lock_keys("watch", queues, topics),
-            "deputy_keys": lock_keys("deputy", queues, topics),
-            "deputy_of": list(deputy_of),
-        },
+        sql.ACQUIRE_LOCKS, {"queues": list(queues), "watch_keys": [key_of_watch(queue, topics) for queue in queues]}
     ).fetchall()
 
 

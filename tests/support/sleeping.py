@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def sleeping_worker(connect: Connect, bell: str = "acquired") -> Iterator[Callable[[], list[str]]]:
+def sleeping_worker(connect: Connect, bell: str | None = "own") -> Iterator[Callable[[], list[str]]]:
     """Open a session that listens and has armed the bell. Yield a function that returns the rung queues so far."""
     listener = connect(autocommit=True)
     listener.execute(sql.LISTEN)
-    assert ask_for_locks(listener, "default") == [("default", bell, None)]
+    ((_, _, wake_up_lock, _),) = ask_for_locks(listener, "default")
+    assert wake_up_lock == bell
     yield lambda: [notification.payload for notification in listener.notifies(timeout=10, stop_after=1)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import psycopg
 import psycopg.sql
 import pytest
 
+import pgoutbox.worker.doorbell
 from pgoutbox import Outbox
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database import sql
@@ -47,25 +47,25 @@ if TYPE_CHECKING:
 
 # It answers when the lock is free, but from its old snapshot.
 GATED_ACQUIRE = f"""
-    WITH answer(queue, answer, permit_seconds) AS MATERIALIZED ({sql.ACQUIRE_LOCKS})
-    SELECT queue, answer, permit_seconds FROM answer WHERE pg_advisory_lock_shared(1) IS NOT NULL
+    WITH answer AS MATERIALIZED ({sql.ACQUIRE_LOCKS})
+    SELECT answer.* FROM answer WHERE pg_advisory_lock_shared(1) IS NOT NULL
 """
 
 
 class Notified:
-    """A doorbell and the queues of its notifications; `checked` is set when a deputy should poll."""
+    """A doorbell and the queues of its notifications; `looks` is set when a look is due."""
 
     def __init__(self, dsn: str, topics: Sequence[str]) -> None:
         self.queues: list[str | None] = []
         self.heard = asyncio.Event()
-        self.checked = asyncio.Event()
+        self.looks = asyncio.Event()
         self.telemetry = Telemetry(logging.getLogger("pgoutbox.test"))
         self.topics = list(topics)
         self.doorbell = Doorbell(
             settings_for(dsn),
             self.topics,
             on_notification=self._on_notification,
-            on_deputy_due=self.checked.set,
+            on_look_due=self.looks.set,
             telemetry=self.telemetry,
         )
 
@@ -160,22 +160,44 @@ async def test_of_two_idle_workers_the_one_on_watch_is_notified(
     assert await second.doorbell.acquire(["default"]) is LockAnswer.UNCHANGED
 
 
-async def test_of_the_other_idle_workers_one_polls_after_the_watch_had_time_to_answer(
+async def test_the_other_idle_workers_poll_after_the_watch_had_time_to_answer(
     notified: Callable[..., Notified], db: psycopg.Connection
 ) -> None:
-    watch, deputy, idle = [await started(notified) for _ in range(3)]
-    for one in (watch, deputy, idle):
+    watch, second, third = [await started(notified) for _ in range(3)]
+    for one in (watch, second, third):
         await one.doorbell.acquire(["default"])
     enqueue(db)
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await deputy.checked.wait()
-    assert not watch.checked.is_set()
-    assert not idle.checked.is_set()
-    assert (await watch.queues_so_far(), await deputy.queues_so_far(), await idle.queues_so_far()) == (
-        ["default"],
-        [],
-        [],
-    )
+        await second.looks.wait()
+        await third.looks.wait()
+    assert not watch.looks.is_set()
+    assert (watch.queues, second.queues, third.queues) == (["default"], [], [])
+
+
+async def test_an_announced_look_spares_the_workers_of_the_same_topics_theirs(
+    notified: Callable[..., Notified], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, first, second = [await started(notified) for _ in range(3)]
+    other_watch, other = [await started(notified, "bill") for _ in range(2)]
+    for one in (watch, first, second, other_watch, other):
+        await one.doorbell.acquire(["default"])
+    monkeypatch.setattr(pgoutbox.worker.doorbell, "_LOOK_SECONDS", (3600, 3600))
+    enqueue(db)
+    for one in (first, second, other):
+        await one.queues_so_far()
+        assert one.doorbell._unanswered == {"default"}
+    first.doorbell._look()
+    await first.doorbell.announce_look()
+    await second.queues_so_far()
+    assert second.doorbell._look_timer is None
+    await other.queues_so_far()
+    assert other.doorbell._unanswered == {"default"}
+    assert other.doorbell._look_timer is not None
+    # The next message needs a look again, and a poll without a look announces nothing.
+    enqueue(db)
+    await first.doorbell.announce_look()
+    await second.queues_so_far()
+    assert second.doorbell._unanswered == {"default"}
 
 
 async def test_the_watches_of_different_topics_are_both_notified(
@@ -191,42 +213,58 @@ async def test_the_watches_of_different_topics_are_both_notified(
 async def test_an_enqueue_does_not_notify_while_the_watch_polls(
     notified: Callable[..., Notified], db: psycopg.Connection
 ) -> None:
-    watch, deputy = await started(notified), await started(notified)
+    watch, second = await started(notified), await started(notified)
     await watch.doorbell.acquire(["default"])
-    await deputy.doorbell.acquire(["default"])
+    await second.doorbell.acquire(["default"])
     await watch.doorbell.release_wake_up_locks()
     assert watch.doorbell.is_on_watch
     enqueue(db)
-    assert (await watch.queues_so_far(), await deputy.queues_so_far()) == ([], [])
-    # The deputy has heard of it, and polls in place of the watch.
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        await deputy.checked.wait()
-    assert await deputy.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
-    assert math.isfinite(deputy.doorbell.max_sleep_seconds)
+    assert (await watch.queues_so_far(), await second.queues_so_far()) == ([], [])
+    # The second one has heard of it, and polls in case the watch freezes: now, and after each question for the locks.
+    for _ in range(2):
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await second.looks.wait()
+        second.looks.clear()
+        assert await second.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
     enqueue(db)
-    assert (await watch.queues_so_far(), await deputy.queues_so_far()) == ([], [])
+    assert (await watch.queues_so_far(), await second.queues_so_far()) == ([], [])
     assert await watch.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
-    assert await deputy.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
-    assert deputy.doorbell.max_sleep_seconds == math.inf
+    assert await second.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
+    assert second.doorbell._relied_on == {"default"}
 
 
-async def test_a_lock_released_while_a_deputy_asks_for_it_makes_it_ask_again(
+async def test_an_announced_look_only_postpones_others_while_the_watch_polls(
+    notified: Callable[..., Notified], db: psycopg.Connection
+) -> None:
+    watch, first, second = [await started(notified) for _ in range(3)]
+    await watch.doorbell.acquire(["default"])
+    await watch.doorbell.release_wake_up_locks()
+    for one in (first, second):
+        await one.doorbell.acquire(["default"])
+    first.doorbell._look()
+    await first.doorbell.announce_look()
+    await second.queues_so_far()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await second.looks.wait()
+
+
+async def test_a_lock_released_while_another_worker_asks_for_it_makes_that_one_ask_again(
     notified: Callable[..., Notified], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The notification arrives with the answer that the watch has the wake-up lock."""
-    watch, deputy = await started(notified), await started(notified)
+    watch, second = await started(notified), await started(notified)
     await watch.doorbell.acquire(["default"])
     monkeypatch.setattr(sql, "ACQUIRE_LOCKS", GATED_ACQUIRE)
     db.execute("SELECT pg_advisory_lock(1)")
-    asking: asyncio.Task[object] = asyncio.create_task(deputy.doorbell.acquire(["default"]))
+    asking: asyncio.Task[object] = asyncio.create_task(second.doorbell.acquire(["default"]))
     await until_blocked(db, asking)
     await watch.doorbell.release_wake_up_locks()
     db.execute("SELECT pg_advisory_unlock(1)")
     await asking
-    assert deputy.queues == ["default"]
-    assert deputy.doorbell.max_sleep_seconds == math.inf
-    assert await deputy.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
-    assert math.isfinite(deputy.doorbell.max_sleep_seconds)
+    assert second.queues == ["default"]
+    assert second.doorbell._unanswered == set()
+    assert await second.doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
+    assert second.doorbell._unanswered == {"default"}
 
 
 async def test_a_released_wake_up_lock_is_taken_over_by_the_watch_of_other_topics(
@@ -274,36 +312,34 @@ async def test_a_released_watch_wakes_the_other_idle_workers_and_is_not_notified
     assert await second.queues_so_far() == ["default", "default"]
 
 
-def test_the_wake_up_locks_of_two_queues_are_two_locks(connect: Connect) -> None:
+def test_the_locks_of_two_queues_are_separate(connect: Connect) -> None:
     idle, other = connect(autocommit=True), connect(autocommit=True)
-    assert ask_for_locks(idle, "a") == [("a", "acquired", None)]
-    assert ask_for_locks(other, "a", "b") == [("a", "deputy", None), ("b", "acquired", None)]
+    assert ask_for_locks(idle, "a") == [("a", True, "own", None)]
+    assert ask_for_locks(other, "a", "b") == [("a", False, "other", None), ("b", True, "own", None)]
 
 
-def test_each_post_belongs_to_one_session(connect: Connect) -> None:
-    sessions = [connect(autocommit=True) for _ in range(4)]
-    assert [ask_for_locks(session, "a")[0][1] for session in sessions] == ["acquired", "deputy", "idle", "idle"]
-    sessions[0].execute(sql.RELEASE_WAKE_UP_LOCKS, {"queues": ["a"]})
-    assert ask_for_locks(sessions[1], "a", deputy_of=["a"]) == [("a", "polled", None)]
-    assert ask_for_locks(sessions[2], "a") == [("a", "idle", None)]
-    assert ask_for_locks(sessions[0], "a") == [("a", "acquired", None)]
-    sessions[0].execute(sql.RELEASE_LOCKS, {"queues": ["a"]})
-    # A deputy that goes on watch leaves its post to the next worker.
-    assert ask_for_locks(sessions[1], "a", deputy_of=["a"]) == [("a", "acquired", None)]
-    assert ask_for_locks(sessions[3], "a") == [("a", "deputy", None)]
-    assert ask_for_locks(sessions[2], "a", topics=["bill"]) == [("a", "notified", None)]
+def test_one_session_of_each_set_of_topics_is_on_watch(connect: Connect) -> None:
+    first, second, third = [connect(autocommit=True) for _ in range(3)]
+    assert ask_for_locks(first, "a") == [("a", True, "own", None)]
+    assert ask_for_locks(second, "a") == [("a", False, "other", None)]
+    assert ask_for_locks(third, "a", topics=["bill"]) == [("a", True, "other", None)]
+    first.execute(sql.RELEASE_WAKE_UP_LOCKS, {"queues": ["a"]})
+    assert ask_for_locks(second, "a") == [("a", False, "free", None)]
+    assert ask_for_locks(first, "a") == [("a", True, "own", None)]
+    first.execute(sql.RELEASE_LOCKS, {"queues": ["a"]})
+    assert ask_for_locks(second, "a") == [("a", True, "own", None)]
 
 
 def test_trying_a_lock_that_producers_hold_leaves_no_share_of_it(connect: Connect) -> None:
     idle, producer, other = connect(autocommit=True), connect(), connect(autocommit=True)
     enqueue(producer)
-    assert ask_for_locks(idle, "default") == [("default", "producers", None)]
-    assert ask_for_locks(other, "default") == [("default", "polled", None)]
+    assert ask_for_locks(idle, "default") == [("default", True, "free", None)]
+    assert ask_for_locks(other, "default") == [("default", False, "free", None)]
     producer.commit()
-    assert ask_for_locks(other, "default", topics=["bill"]) == [("default", "acquired", None)]
-    assert ask_for_locks(idle, "default") == [("default", "notified", None)]
+    assert ask_for_locks(other, "default", topics=["bill"]) == [("default", True, "own", None)]
+    assert ask_for_locks(idle, "default") == [("default", True, "other", None)]
     other.execute("SELECT pg_advisory_unlock_all()")
-    assert ask_for_locks(idle, "default") == [("default", "acquired", None)]
+    assert ask_for_locks(idle, "default") == [("default", True, "own", None)]
 
 
 @pytest.mark.slow
@@ -338,7 +374,7 @@ async def test_two_concurrent_requests_for_a_lock_take_it_once(
     notified: Callable[..., Notified], connect: Connect
 ) -> None:
     idle, doorbell = connect(autocommit=True), (await started(notified)).doorbell
-    assert ask_for_locks(idle, "default") == [("default", "acquired", None)]
+    assert ask_for_locks(idle, "default") == [("default", True, "own", None)]
     assert await doorbell.acquire(["default"]) is LockAnswer.ACQUIRED
     assert doorbell._relied_on == {"default"}
     idle.execute("SELECT pg_advisory_unlock_all()")
@@ -351,7 +387,7 @@ async def test_two_concurrent_requests_for_a_lock_take_it_once(
     assert doorbell._wake_up_locks == {"default"}
     # A session that has locked twice still holds the lock after one release.
     await doorbell.release_wake_up_locks()
-    assert ask_for_locks(idle, "default", topics=["bill"]) == [("default", "acquired", None)]
+    assert ask_for_locks(idle, "default", topics=["bill"]) == [("default", True, "own", None)]
 
 
 async def test_acquiring_without_a_listener_reports_that(notified: Callable[..., Notified]) -> None:
@@ -644,7 +680,7 @@ async def test_a_full_worker_leaves_its_watch_to_an_idle_worker(
 async def test_a_full_worker_does_not_go_on_watch_when_the_watch_dies(
     dsn: str, db: psycopg.Connection, notified: Callable[..., Notified]
 ) -> None:
-    """It has no post, so no other worker would be notified of a release."""
+    """It is not on watch, so no other worker would be notified of a release."""
     go_on = asyncio.Event()
     outbox = Outbox(settings_for(dsn, concurrency=1, listener_heartbeat_seconds=600))
 
@@ -652,14 +688,13 @@ async def test_a_full_worker_does_not_go_on_watch_when_the_watch_dies(
     async def greet(message: Message, ctx: Context) -> None:
         await go_on.wait()
 
-    for _ in range(2):
-        await (await started(notified)).doorbell.acquire(["default"])
+    await (await started(notified)).doorbell.acquire(["default"])
     worker = WatchedWorker(outbox)
     async with running(worker):
         await worker.sleeping.wait()
         doorbell = worker._doorbell
         assert doorbell is not None
-        assert not doorbell.is_on_duty
+        assert not doorbell.is_on_watch
         enqueue(db, notify=False)
         worker._notifier.notified_at = elapsed_clock() + 3600  # Its own call for help would end the trust as well.
         worker._signals.poll_all_lanes()
@@ -670,28 +705,36 @@ async def test_a_full_worker_does_not_go_on_watch_when_the_watch_dies(
             "WHERE l.locktype = 'advisory' AND d.datname = current_database()"
         )
         await doorbell._recheck()
-        assert not doorbell.is_on_duty
+        assert not doorbell.is_on_watch
         go_on.set()
 
 
-async def test_one_message_wakes_one_worker_and_its_deputy(dsn: str, db: psycopg.Connection) -> None:
+async def test_one_message_wakes_the_watch_and_then_costs_one_look(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     receiver = Receiver(dsn)
-    watch, deputy, idle = [WatchedWorker(receiver.outbox) for _ in range(3)]
+    watch, looking, spared = [WatchedWorker(receiver.outbox) for _ in range(3)]
     async with contextlib.AsyncExitStack() as stack:
-        for worker in (watch, deputy, idle):
+        for worker in (watch, looking, spared):
             await stack.enter_async_context(running(worker))
             await worker.sleeping.wait()
-        polled_at = [worker._queues.polled_at for worker in (watch, deputy, idle)]
+        polled_at = [worker._queues.polled_at for worker in (watch, looking, spared)]
+        monkeypatch.setattr(pgoutbox.worker.doorbell, "_LOOK_SECONDS", (3600, 3600))
+        first, second = looking._doorbell, spared._doorbell
+        assert first is not None
+        assert second is not None
         enqueue(db)
         await receiver.heard.wait()
-        await until(lambda: deputy._queues.polled_at > polled_at[1])
+        await until(lambda: first._unanswered == second._unanswered == {"default"})
+        first._look()
+        await until(lambda: looking._queues.polled_at > polled_at[1] and second._unanswered == set())
         assert watch._queues.polled_at > polled_at[0]
-        assert idle._queues.polled_at == polled_at[2]
+        assert spared._queues.polled_at == polled_at[2]
         assert watch.telemetry.counts[LogEvent.CLAIMED] == 1
 
 
 @pytest.mark.parametrize("polls", [False, True])
-async def test_a_message_that_the_watch_misses_is_found_by_its_deputy(
+async def test_a_message_that_the_watch_misses_is_found_by_another_idle_worker(
     dsn: str, db: psycopg.Connection, notified: Callable[..., Notified], *, polls: bool
 ) -> None:
     watch, receiver = await started(notified), Receiver(dsn)
@@ -701,12 +744,24 @@ async def test_a_message_that_the_watch_misses_is_found_by_its_deputy(
         await worker.sleeping.wait()
         if polls:
             await watch.doorbell.release_wake_up_locks()
-            # It polls once for that, and repeatedly because it is told that no worker has the doorbell.
-            await until(lambda: worker._doorbell is not None and bool(worker._doorbell._polled))
+            # It polls once for that, and repeatedly because no session has the wake-up lock.
+            await until(lambda: worker._doorbell is not None and not worker._doorbell._relied_on)
             await worker.polls_and_sleeps()
         message_id = enqueue(db)
         await receiver.heard.wait()
     assert receiver.delivered == [message_id]
+
+
+async def test_a_scheduled_message_that_the_watch_misses_wakes_another_worker_at_its_time(
+    dsn: str, db: psycopg.Connection, notified: Callable[..., Notified]
+) -> None:
+    watch, receiver = await started(notified), Receiver(dsn)
+    await watch.doorbell.acquire(["default"])
+    async with running(worker := WatchedWorker(receiver.outbox)):
+        await worker.sleeping.wait()
+        scheduled = enqueue(db, available_at=datetime.now(UTC) + timedelta(seconds=1.5))
+        await receiver.heard.wait()
+    assert receiver.delivered == [scheduled]
 
 
 async def test_producers_do_not_notify_while_work_is_continuous(

@@ -960,7 +960,7 @@ async def acquiring_does_not_miss_an_open_enqueue(stage: Stage) -> None:
         settings_for(stage.dsn),
         ["greet"],
         on_notification=lambda queue, *, is_new=False: rings.append((queue, is_new)),
-        on_deputy_due=lambda: None,
+        on_look_due=lambda: None,
         telemetry=Telemetry(pgoutbox.worker.worker._log),
     )
     await doorbell.start()

@@ -289,16 +289,16 @@ def test_no_worker_has_the_wake_up_lock_of_a_queue_at_its_limit(connect: Connect
     db = connect(autocommit=True)
     enqueued(db, 1)
     limit(db, 61, burst=1)
-    ((_, answer, seconds),) = answers_of_arm(db)
-    assert (answer, seconds) == ("acquired", None)
+    ((_, is_on_watch, lock, seconds),) = answers_of_arm(db)
+    assert (is_on_watch, lock, seconds) == (True, "own", None)
     db.execute("SELECT pg_advisory_unlock_all()")
     claim(db)
-    ((_, answer, seconds),) = answers_of_arm(db)
-    assert answer == "limited"
+    ((_, is_on_watch, lock, seconds),) = answers_of_arm(db)
+    assert (is_on_watch, lock) == (None, None)
     assert isinstance(seconds, float)
     assert 50 < seconds <= 60
     Operator(db).pause("default")
-    assert answers_of_arm(db) == [("default", "limited", None)]
+    assert answers_of_arm(db) == [("default", None, None, None)]
 
 
 def test_changing_the_rate_keeps_the_tokens_in_the_bucket(rolled_back: psycopg.Connection) -> None:

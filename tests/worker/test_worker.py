@@ -21,9 +21,9 @@ import psycopg.sql
 import psycopg_pool
 import pytest
 
+import pgoutbox.worker.poll_loop
 import pgoutbox.worker.worker
 from pgoutbox import Outbox, Topic
-from pgoutbox.database import sql
 from pgoutbox.database.store import FinishRequest, Store
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.errors import ConfigurationError, LeaseLostError
@@ -34,12 +34,10 @@ from pgoutbox.operations import Operator, Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.claimer import Claimer
-from pgoutbox.worker.doorbell import lock_keys
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     Options,
     WatchedWorker,
-    ask_for_locks,
     attempts_of,
     cancel,
     claim,
@@ -377,28 +375,57 @@ async def test_messages_that_wait_for_slow_handlers_go_to_an_idle_worker(dsn: st
         await until(lambda: {row.state for row in rows_of(db, *slow)} == {"sent"})
 
 
-async def test_a_worker_keeps_its_messages_if_no_other_worker_can_take_them(dsn: str, db: psycopg.Connection) -> None:
-    store = Store(settings_for(dsn), worker="busy")
-    unheard = Store(settings_for(dsn, listen=False), worker="busy")
-    Operator(db).limit_rate("limited", Rate(10, 60))
-    queues = ["default", "limited"]
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(store.close)
-        stack.push_async_callback(unheard.close)
-        keys = lock_keys("watch", queues, ["greet"])
-        assert await store.idle_queues(queues, keys) == []
-        assert await unheard.idle_queues(queues, keys) == ["default"]
-        db.execute("SELECT pg_advisory_lock_shared(1885826146, hashtext(q)) FROM unnest(%s::text[]) AS q", [queues])
-        assert await store.idle_queues(queues, keys) == []
-        db.execute("SELECT pg_advisory_unlock_all()")
-        db.execute("SELECT pg_advisory_lock(1885826146, hashtext(q)) FROM unnest(%s::text[]) AS q", [queues])
-        assert await store.idle_queues(queues, keys) == ["default"]
-        db.execute("SELECT pg_advisory_unlock_all()")
-        # The worker on watch polls, so no worker holds the bell.
-        assert ask_for_locks(db, "default")[0][1] == "acquired"
-        db.execute(sql.RELEASE_WAKE_UP_LOCKS, {"queues": ["default"]})
-        assert await store.idle_queues(queues, keys) == ["default"]
-        assert await store.idle_queues(queues, lock_keys("watch", queues, ["bill"])) == []
+async def test_waiting_messages_are_released_unless_a_second_claim_would_take_a_second_token(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=1))
+    may_end = asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        await may_end.wait()
+
+    Operator(db).limit_rate("limited", Rate(1000, 1))
+    worker = WatchedWorker(outbox, queues=["default", "limited"])
+    async with running(worker):
+        await worker.sleeping.wait()
+        worker._poll_loop.surplus = 8
+        with db.transaction():
+            ids = [enqueue(db, queue=queue) for queue in ("default", "default", "limited", "limited")]
+        await until(lambda: len(worker._in_flight) == len(ids))
+        await until(lambda: state_of(db, ids[1]) == "pending")
+        assert [state_of(db, message_id) for message_id in ids] == ["sending", "pending", "sending", "sending"]
+        may_end.set()
+        await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
+
+
+async def test_a_worker_alone_with_slow_handlers_does_not_claim_and_release_repeatedly(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a release it claims only for free handlers for a while."""
+    monkeypatch.setattr(pgoutbox.worker.poll_loop, "_WITHOUT_SURPLUS_SECONDS", 3600)
+    outbox = Outbox(settings_for(dsn, concurrency=1))
+    turns: asyncio.Queue[None] = asyncio.Queue()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        await turns.get()
+
+    ids = [enqueue(db) for _ in range(8)]
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: worker._in_flight)
+        turns.put_nowait(None)
+        await until(lambda: worker.telemetry.counts[LogEvent.RELEASED])
+        claimed = worker.telemetry.counts[LogEvent.CLAIMED]
+        for number in range(1, 5):
+            turns.put_nowait(None)
+            await until(lambda number=number: worker.telemetry.counts[LogEvent.CLAIMED] == claimed + number)  # type: ignore[misc] # each round has its own number
+            await until(lambda: worker._pool.running_count)
+            assert worker._pool.waiting_count == 0
+        for _ in ids:
+            turns.put_nowait(None)
+        await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
 
 
 def test_a_worker_without_handlers_is_refused(outbox: Outbox) -> None:

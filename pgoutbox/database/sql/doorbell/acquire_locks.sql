@@ -1,44 +1,31 @@
--- Take the advisory locks of a worker that becomes idle. A queue has one wake-up lock: while a session has it, every
--- enqueue notifies. Workers of the same topics also share two roles, watch and deputy, whose lock keys they compute.
--- One row per queue: its name, an answer, and for `limited` the seconds until the next permit. The answers:
---   acquired   This session is on watch and has the wake-up lock: every enqueue notifies.
---   notified   This session is on watch, and the watch of other topics has the wake-up lock: every enqueue notifies.
---   producers  This session is on watch, and enqueuing transactions hold the lock: poll again after their commit.
---   deputy     Another session is on watch, and this one is its deputy.
---   polled     As deputy, but no session has the wake-up lock.
---   idle       Both roles are taken.
---   limited    The queue is paused or at its limit. An enqueue need not notify before the next permit, or before the
---              queue is resumed.
+-- Take the advisory locks of a worker that becomes idle. Workers of the same topics share the watch of a queue, and
+-- compute its key. All workers share the wake-up lock of a queue: while a session has it, every enqueue notifies.
+-- One row per queue: its name, and
+--   is_on_watch     Whether this session is on watch. Null if the queue is paused or at its limit: then no lock is tried,
+--                   because an enqueue need not notify before the next permit, or before the queue is resumed.
+--   wake_up_lock    `own`: this session has it. `other`: the watch of other topics, or the watch on which this session
+--                   relies. `free`: no session, because enqueuing transactions share it or because the watch polls.
+--   permit_seconds  The seconds until the next permit of a queue at its limit.
 SELECT
     q.queue,
+    q.is_on_watch,
     CASE
-        WHEN q.permit_at IS NOT NULL THEN 'limited'
-        -- The session on watch may take the watch again, because it releases all its locks together.
-        WHEN NOT pg_try_advisory_lock(q.watch_key)
-        THEN CASE
-            -- A session must not take the role of a deputy twice, because it releases it separately.
-            WHEN CASE WHEN q.is_deputy THEN false ELSE NOT pg_try_advisory_lock(q.deputy_key) END THEN 'idle'
-            -- 1885826146 is the class of the wake-up locks. A shared lock is refused only while a session has the
-            -- lock. It is released at once.
-            WHEN NOT pg_try_advisory_lock_shared(1885826146, hashtext(q.queue)) THEN 'deputy'
-            WHEN pg_advisory_unlock_shared(1885826146, hashtext(q.queue)) THEN 'polled'
-        END
-        -- A deputy that gets the watch releases its role. This condition is never true.
-        WHEN CASE WHEN q.is_deputy THEN NOT pg_advisory_unlock(q.deputy_key) END THEN NULL
-        WHEN pg_try_advisory_lock(1885826146, hashtext(q.queue)) THEN 'acquired'
-        WHEN NOT pg_try_advisory_lock_shared(1885826146, hashtext(q.queue)) THEN 'notified'
-        WHEN pg_advisory_unlock_shared(1885826146, hashtext(q.queue)) THEN 'producers'
-    END,
-    extract(epoch FROM nullif(q.permit_at, 'infinity') - clock_timestamp())::float8
+        WHEN q.is_on_watch IS NULL THEN NULL
+        WHEN q.is_on_watch AND pg_try_advisory_lock(1885826146, hashtext(q.queue)) THEN 'own'
+        -- 1885826146 is the class of the wake-up locks. A share is refused only while a session has the lock, and ends
+        -- with this statement.
+        WHEN pg_try_advisory_xact_lock_shared(1885826146, hashtext(q.queue)) THEN 'free'
+        ELSE 'other'
+    END AS wake_up_lock,
+    extract(epoch FROM nullif(q.permit_at, 'infinity') - clock_timestamp())::float8 AS permit_seconds
 FROM (
     SELECT
         asked.queue,
-        asked.watch_key,
-        asked.deputy_key,
-        asked.queue = ANY(%(deputy_of)s::text[]) AS is_deputy,
-        pgoutbox.next_permit_at(asked.queue) AS permit_at
-    FROM unnest(%(queues)s::text[], %(watch_keys)s::bigint[], %(deputy_keys)s::bigint[])
-        AS asked(queue, watch_key, deputy_key)
-    -- OFFSET 0 keeps PostgreSQL from computing next_permit_at several times.
+        permit.at AS permit_at,
+        -- The session on watch may take the watch again, because it releases all its locks together.
+        CASE WHEN permit.at IS NULL THEN pg_try_advisory_lock(asked.watch_key) END AS is_on_watch
+    FROM unnest(%(queues)s::text[], %(watch_keys)s::bigint[]) AS asked(queue, watch_key)
+    CROSS JOIN LATERAL (SELECT pgoutbox.next_permit_at(asked.queue) AS at OFFSET 0) AS permit
+    -- OFFSET 0 keeps PostgreSQL from computing a column several times.
     OFFSET 0
 ) AS q
