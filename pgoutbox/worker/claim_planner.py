@@ -182,6 +182,7 @@ class Cursor:
         self.search_owed_at = math.inf
         """When a search from the beginning that was put off may begin; infinity if none was."""
         self._may_search_at = -math.inf
+        self._search_seconds = 0.0
 
     def start(self, now: float, *, from_beginning: bool, wanted_at: float = -math.inf) -> Place:
         """Return the starting place: the beginning too if the last search from there began before `wanted_at`."""
@@ -201,9 +202,12 @@ class Cursor:
         self.is_waiting = len(rows) == limit
         self._place = Place(*max((row.available_at, row.id) for row in rows)) if self.is_waiting else None
         if self._is_search:
+            # A process that was suspended, or whose event loop was blocked, measures one long search.
+            last_seconds, self._search_seconds = self._search_seconds, ended_at - began_at
+            pause = _pause_after(min(last_seconds, self._search_seconds))
             self.restarted_at = began_at
-            self.search_due_at = ended_at + max(SEARCH_SECONDS, _pause_after(ended_at - began_at))
-            self._may_search_at = ended_at + _pause_after(ended_at - began_at)
+            self.search_due_at = ended_at + max(SEARCH_SECONDS, pause)
+            self._may_search_at = ended_at + pause
         if self._is_search or not self.is_waiting:
             self.searched_at = began_at
 

@@ -109,9 +109,11 @@ def test_under_load_claims_start_at_the_beginning_a_few_times_a_second() -> None
 def test_slow_searches_from_the_beginning_take_a_tenth_of_the_time_and_are_owed(took: float, pause: float) -> None:
     clock = Clock()
     clock.claim(1, 2, 3, took=took)
+    assert clock.start(from_beginning=True) == BEGINNING, "the process may have been suspended"
+    clock.claim(1, 2, 3, from_beginning=True, took=took)
     clock.now += 0.9 * pause
     assert clock.start(from_beginning=True) != BEGINNING
-    assert clock.cursor.search_owed_at == 1000.0 + took + pause
+    assert clock.cursor.search_owed_at == 1000.0 + 2 * took + pause
     clock.now += 0.2 * pause
     assert clock.start(from_beginning=True) == BEGINNING
     assert clock.cursor.search_owed_at == math.inf
@@ -120,8 +122,9 @@ def test_slow_searches_from_the_beginning_take_a_tenth_of_the_time_and_are_owed(
 def test_a_search_that_is_wanted_since_the_last_one_is_owed_too() -> None:
     clock = Clock()
     clock.claim(1, 2, 3, took=1.0)
-    assert clock.cursor.start(clock.now, from_beginning=False, wanted_at=1000.5) != BEGINNING
-    assert clock.cursor.search_owed_at == 1010.0
+    clock.claim(1, 2, 3, from_beginning=True, took=1.0)
+    assert clock.cursor.start(clock.now, from_beginning=False, wanted_at=1001.5) != BEGINNING
+    assert clock.cursor.search_owed_at == 1011.0
     assert clock.cursor.start(clock.now, from_beginning=False, wanted_at=999.0) != BEGINNING
     assert clock.cursor.search_owed_at == math.inf
 
