@@ -188,8 +188,9 @@ class Claimer:
                 case Lane.RETRIES:
                     count = await self._claim_due(planner, planner.retries, room - found, from_beginning=False)
                 case Lane.FRESH:
-                    from_beginning |= fresh_only
-                    count = await self._claim_due(planner, planner.fresh, room - found, from_beginning=from_beginning)
+                    count = await self._claim_due(
+                        planner, planner.fresh, room - found, from_beginning=from_beginning or fresh_only
+                    )
             if count is None:
                 return None
             found += count
