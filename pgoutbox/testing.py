@@ -59,7 +59,8 @@ DELETE FROM pgoutbox.content;
 DELETE FROM pgoutbox.dedupe;
 DELETE FROM pgoutbox.coalesce_head;
 DELETE FROM pgoutbox.ordering;
-DELETE FROM pgoutbox.renewal;
+DELETE FROM pgoutbox.claim;
+DELETE FROM pgoutbox.cancel_request;
 DELETE FROM pgoutbox.breaker;
 """
 
@@ -242,13 +243,8 @@ class OutboxDriver:
     def make_due(self) -> None:
         """Let time pass: make every pending message due, and let every lease lapse."""
         with self._connect() as connection:
-            connection.execute(
-                """
-                UPDATE pgoutbox.message_live
-                SET available_at = now(),
-                    lease_expires_at = CASE WHEN state = 'sending' THEN now() END
-                """
-            )
+            connection.execute("UPDATE pgoutbox.message_live SET available_at = now()")
+            connection.execute("UPDATE pgoutbox.claim SET lease_expires_at = now()")
 
     def messages(self, topic: str | None = None, *, state: State | str | None = None) -> list[Row]:
         """Return the committed messages in the order of their ids."""

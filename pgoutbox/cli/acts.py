@@ -304,7 +304,7 @@ def _run_by_filter(action: BulkAction, options: BulkOptions, which: MessageFilte
         usual, *_ = _RESULTS[action]
         left_alone = f"; left alone: {_words(left)}" if left else ""
         print_line((_words(done) or f"0 {usual}") + left_alone)
-    if left[CancelResult.LOCKED]:
+    if left[RedriveResult.LOCKED]:
         raise typer.Exit(FAILED)
 
 

@@ -26,8 +26,8 @@ from pgoutbox.database.worker_connection import WorkerConnection, connect
 from pgoutbox.message import AttemptOutcome, ReasonCode, State
 from pgoutbox.settings import Settings
 
-_LOCKED_PAUSE_SECONDS = 0.02
-_PASS_OVER_SECONDS = 1.0
+# A finish waits so long for a row that another session has locked, and keeps its own row locks meanwhile.
+_FINISH_LOCK_TIMEOUT: Final = "20ms"
 _PERMIT_PAUSE_SECONDS = 0.25
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _RETENTION_SECONDS = 30.0
@@ -133,7 +133,7 @@ BEGINNING: Final = Place(None, since_seconds=ALL_TIME_SECONDS)
 
 
 class HeldRow(NamedTuple):
-    """The answer of a renewal or a watch about an attempt that still holds its message."""
+    """The answer of `watch` about an attempt that still holds its message."""
 
     id: int
     cancelled: bool
@@ -186,7 +186,6 @@ class Store:
         self._hooks = json.dumps(dict(hooks or {}))
         self.claims = WorkerConnection(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
         self._finishes = WorkerConnection(dsn, settings, purpose="finish", spare=self.claims)
-        self._passes_over_until = -math.inf  # Until then finishes pass over locked rows instead of waiting.
         self._forgotten_topics: frozenset[str] = frozenset()
         self._retention_turn = asyncio.Lock()
         self._retention_read_at = -math.inf
@@ -234,8 +233,11 @@ class Store:
 
     async def end_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
         """End up to `total` lapsed attempts whose message is not tried again."""
-        rows = await self._claim(sql.END_LAPSED, {**_lapsed_parameters(queue, options), "hooks": self._hooks})
-        return [_ended(row) for row in rows]
+        parameters = {**_lapsed_parameters(queue, options), "hooks": self._hooks}
+        rows = await self._claim(sql.END_LAPSED, parameters, first=(sql.FORGET_LAPSED, {"queue": queue}))
+        ended = [_ended(row) for row in rows]
+        await self._end_attempts((row.id, row.attempt_count) for row in ended)
+        return ended
 
     async def claim_lapsed(self, queue: str, *, alone: bool, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
         """Take over up to `total` lapsed attempts whose message is tried again.
@@ -243,7 +245,14 @@ class Store:
         One that is claimed `alone` may have any history. Others have more than half of their attempts left.
         """
         rows = await self._claim(sql.CLAIM_LAPSED, {**_lapsed_parameters(queue, options), "alone": alone})
-        return _claimed(rows, queue, was_lapsed=True)
+        claimed = _claimed(rows, queue, was_lapsed=True)
+        await self._end_attempts((row.id, row.attempt_count - 1) for row in claimed)
+        return claimed
+
+    async def _end_attempts(self, attempts: Iterable[tuple[int, int]]) -> None:
+        """End the sessions of these lost attempts, so that the next ones do not wait for their locks."""
+        if names := [name_session(*attempt) for attempt in attempts]:
+            await self.claims.fetch(sql.END_ATTEMPTS, {"names": names})
 
     async def end_superseded_elsewhere(
         self, queues: Sequence[str], *, topics: Sequence[str], total: int
@@ -305,16 +314,18 @@ class Store:
         overtaken = {message_id for (message_id,) in await self.claims.fetch(sql.OVERTAKEN, {"ids": _array_of(keyed)})}
         return [row._replace(superseded=True) if row.id in overtaken else row for row in rows]
 
-    async def release_unanswered(self, queues: Sequence[str], held: Collection[int], *, after: datetime | None) -> int:
-        """Release attempts of this worker that it claimed from these queues after a claim, except those in `held`.
+    async def release_unanswered(self, held: Collection[int], *, after: datetime | None) -> int:
+        """Release attempts of this worker that it began after a claim, except those in `held`. Return their number.
 
-        Returns their number. `after` is the time of that claim by the server's clock; None for all claims.
+        `after` is the time of that claim by the server's clock; None for all claims.
         """
-        rows = await self.claims.fetch(
-            sql.UNANSWERED_ATTEMPTS, {"queues": queues, "worker": self.worker, "after": after}
-        )
+        rows = await self.claims.fetch(sql.UNANSWERED_ATTEMPTS, {"worker": self.worker, "after": after})
         lost = [FinishRequest(row[0], row[1], AttemptOutcome.RELEASED) for row in rows if row[0] not in held]
-        return len(await self.finish(lost)) if lost else 0
+        if not lost:
+            return 0
+        count = len(await self.finish(lost))
+        await self.end_claims({row[2] for row in rows if row[0] not in held})
+        return count
 
     async def contents(self, content_ids: Sequence[int]) -> dict[int, str]:
         """Return the contents of fan-outs as JSON texts, by id."""
@@ -346,33 +357,42 @@ class Store:
         return int(count)
 
     async def finish_sent(
-        self, ids: Sequence[int], attempt_counts: Sequence[int], topics: Collection[str]
-    ) -> dict[int, State]:
-        """Finish these attempts of these topics as sent, and return the attempts that held their message.
+        self,
+        ids: Sequence[int],
+        attempt_counts: Sequence[int],
+        topics: Collection[str],
+        *,
+        ended_claims: Collection[datetime] = (),
+    ) -> tuple[dict[int, State], bool]:
+        """Finish these attempts of these topics as sent.
 
-        These include messages that are deleted instead, because a retention rule keeps no sent messages. After a short
-        wait, a locked row is left out.
+        Returns the attempts that held their message, and whether it has deleted `ended_claims`, of which no other
+        attempt is left. A message is deleted instead if a retention rule keeps no sent messages. After a short wait, a
+        locked row is left out.
         """
-        if await self.forgets_sent(topics):
-            held = {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": self.worker}
-            rows = await self._finishes.fetch(sql.FINISH_SENT_AND_FORGET_IF_HELD, held)
-            return dict.fromkeys((row[0] for row in rows), State.SENT)
-        attempts = list(zip(ids, attempt_counts, strict=True))
+        attempts = dict(zip(ids, attempt_counts, strict=True))
         finished: dict[int, State] = {}
-        if time.monotonic() >= self._passes_over_until:
-            try:
-                for attempt_count in set(attempt_counts):
-                    group = _array_of(message_id for message_id, number in attempts if number == attempt_count)
-                    rows = await self._finishes.fetch(
-                        sql.FINISH_SENT_IF_HELD, {"ids": group, "attempt_count": attempt_count, "worker": self.worker}
-                    )
-                    finished |= dict.fromkeys((row[0] for row in rows), State.SENT)
-            except (psycopg.errors.LockNotAvailable, psycopg.errors.SerializationFailure):
-                # A row is locked, or moved to another partition while this statement waited for it.
-                self._passes_over_until = time.monotonic() + _PASS_OVER_SECONDS
-            else:
-                return finished
-        return finished | await self.finish([_sent(*attempt) for attempt in attempts if attempt[0] not in finished])
+        try:
+            if await self.forgets_sent(topics):
+                parameters = _sent_parameters(attempts, worker=self.worker, ended_claims=ended_claims)
+                rows = await self._finishes.fetch(sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters)
+                return dict.fromkeys((row[0] for row in rows), State.SENT), True
+            groups = sorted(set(attempt_counts))
+            for attempt_count in groups:
+                group = {message_id: number for message_id, number in attempts.items() if number == attempt_count}
+                ended = ended_claims if attempt_count == groups[-1] else ()
+                parameters = _sent_parameters(group, worker=self.worker, ended_claims=ended)
+                rows = await self._finishes.fetch(sql.FINISH_SENT_IF_HELD, parameters)
+                finished |= dict.fromkeys((row[0] for row in rows), State.SENT)
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.SerializationFailure):
+            # A row is locked, or another worker has ended its message while this statement waited for it.
+            rest = [_sent(*attempt) for attempt in attempts.items() if attempt[0] not in finished]
+            return finished | await self.finish(rest), False
+        return finished, True
+
+    async def end_claims(self, claimed_ats: Collection[datetime]) -> None:
+        """Delete these claims of this worker, whose attempts have ended."""
+        await self._finishes.fetch(sql.END_CLAIMS, {"worker": self.worker, "ended_claims": list(claimed_ats)})
 
     async def forgets_sent(self, topics: Collection[str]) -> bool:
         """Whether a retention rule may delete sent messages of these topics at once, as of the last half minute.
@@ -542,6 +562,11 @@ class Store:
         await self._finishes.close()
 
 
+def name_session(message_id: int, attempt_count: int) -> str:
+    """Return the `application_name` of the transaction of an attempt."""
+    return f"pgoutbox attempt {message_id}/{attempt_count}"
+
+
 async def complete_within(
     connection: psycopg.AsyncConnection[TupleRow], message_id: int, attempt_count: int, *, worker: str, forgets: bool
 ) -> bool:
@@ -549,35 +574,24 @@ async def complete_within(
 
     `forgets` is the answer of `Store.forgets_sent`.
     """
-    statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_IF_HELD
-    parameters = _finish_parameters([_sent(message_id, attempt_count)], worker=worker)
-    while True:
-        cursor = await connection.execute(statement, parameters)
-        if await cursor.fetchone() is not None:
-            return True
-        cursor = await connection.execute(sql.CURRENT_STATES, parameters)
-        if not _is_locked(await cursor.fetchone()):
-            return False
-        await asyncio.sleep(_LOCKED_PAUSE_SECONDS)
+    statement, parameters = _completion(message_id, attempt_count, worker=worker, forgets=forgets)
+    return await (await connection.execute(statement, parameters)).fetchone() is not None
 
 
 def complete_within_sync(
     connection: psycopg.Connection[TupleRow], message_id: int, attempt_count: int, *, worker: str, forgets: bool
 ) -> bool:
-    """Finish one attempt as sent, like `finish_sent`, on a sync connection for handlers in threads."""
-    statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_IF_HELD
-    parameters = _finish_parameters([_sent(message_id, attempt_count)], worker=worker)
-    while True:
-        if connection.execute(statement, parameters).fetchone() is not None:
-            return True
-        if not _is_locked(connection.execute(sql.CURRENT_STATES, parameters).fetchone()):
-            return False
-        time.sleep(_LOCKED_PAUSE_SECONDS)
+    """Finish one attempt as sent, like `complete_within`, on a sync connection for handlers in threads."""
+    statement, parameters = _completion(message_id, attempt_count, worker=worker, forgets=forgets)
+    return connection.execute(statement, parameters).fetchone() is not None
 
 
-def _is_locked(current: TupleRow | None) -> bool:
-    """Whether an attempt whose finish wrote nothing still holds its message, for example during a renewal."""
-    return current is not None and State(current[1]) is State.SENDING
+def _completion(
+    message_id: int, attempt_count: int, *, worker: str, forgets: bool
+) -> tuple[LiteralString, Mapping[str, object]]:
+    statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_SENT_IF_HELD
+    # It waits for a locked row: PostgreSQL sees a deadlock with the handler's own locks, and ends it.
+    return statement, _sent_parameters({message_id: attempt_count}, worker=worker, lock_timeout="0")
 
 
 async def check_server(settings: Settings) -> None:
@@ -594,34 +608,48 @@ async def check_server(settings: Settings) -> None:
             judge_schema(found)
 
 
-async def renew(
-    link: WorkerConnection, ids: Sequence[int], attempt_counts: Sequence[int], *, worker: str, lease_seconds: float
-) -> dict[int, HeldRow]:
-    """Renew the leases of these attempts, and return the attempts that still hold their message."""
-    rows = await link.fetch(
-        sql.RENEW_IF_HELD,
-        {
-            "ids": _array_of(ids),
-            "attempt_counts": _array_of(attempt_counts),
-            "worker": worker,
-            "lease_seconds": lease_seconds,
-        },
-    )
-    return {row[0]: HeldRow._make(row) for row in rows}
-
-
 async def watch(
-    link: WorkerConnection, ids: Sequence[int], attempt_counts: Sequence[int], *, worker: str
+    link: WorkerConnection,
+    ids: Sequence[int],
+    attempt_counts: Sequence[int],
+    *,
+    worker: str,
+    renewed_claims: Collection[datetime] = (),
+    lease_seconds: float = 0.0,
 ) -> dict[int, HeldRow]:
-    """Look at these attempts without writing."""
+    """Return which of these attempts still hold their message, after the leases of `renewed_claims` are renewed."""
+    renewal: Step = (
+        sql.RENEW_CLAIMS,
+        {"worker": worker, "claimed_ats": list(renewed_claims), "lease_seconds": lease_seconds},
+    )
     rows = await link.fetch(
-        sql.WATCH_IF_HELD, {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": worker}
+        sql.WATCH_IF_HELD,
+        {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": worker},
+        first=renewal if renewed_claims else None,
     )
     return {row[0]: HeldRow._make(row) for row in rows}
 
 
 def _sent(message_id: int, attempt_count: int) -> FinishRequest:
     return FinishRequest(message_id, attempt_count, AttemptOutcome.SENT)
+
+
+def _sent_parameters(
+    attempts: Mapping[int, int],
+    *,
+    worker: str,
+    ended_claims: Collection[datetime] = (),
+    lock_timeout: str = _FINISH_LOCK_TIMEOUT,
+) -> dict[str, object]:
+    """Return the parameters of both statements for attempts as sent: message ids with their attempt counts."""
+    return {
+        "ids": _array_of(attempts),
+        "attempt_counts": _array_of(attempts.values()),
+        "attempt_count": next(iter(attempts.values())),
+        "worker": worker,
+        "ended_claims": list(ended_claims),
+        "lock_timeout": lock_timeout,
+    }
 
 
 def _finish_parameters(requests: Sequence[FinishRequest], *, worker: str, hooks: str = _NO_HOOKS) -> dict[str, object]:

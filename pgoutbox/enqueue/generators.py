@@ -93,8 +93,7 @@ class CancelResult(enum.StrEnum):
 
     `cancelled`: the message was pending and will not be delivered. `requested`: the attempt in flight is notified and
     is the last one. `already_cancelled`, `sent`, `failed`, `skipped`: the message had ended before. `pending`,
-    `sending`: an operator's cancel excluded this state. `locked`: another transaction kept its row locked; try again.
-    `missing`: no such message exists.
+    `sending`: an operator's cancel excluded this state. `missing`: no such message exists.
     """
 
     CANCELLED = "cancelled"
@@ -105,7 +104,6 @@ class CancelResult(enum.StrEnum):
     SKIPPED = "skipped"
     PENDING = "pending"
     SENDING = "sending"
-    LOCKED = "locked"
     MISSING = "missing"
 
 

@@ -859,7 +859,6 @@ def _cancelled(message_id: int, answer: str) -> MessageResult[CancelResult]:
         CancelResult.CANCELLED: "",
         CancelResult.REQUESTED: "",
         CancelResult.MISSING: _MISSING,
-        CancelResult.LOCKED: _LOCKED,
         CancelResult.ALREADY_CANCELLED: "is already cancelled",
     }.get(result, f"is already {result}")
     return MessageResult(message_id, result, None, explanation)

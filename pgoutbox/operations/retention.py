@@ -361,8 +361,8 @@ class MaintenanceRun:
             return
         passes = self._cache.passes
         if not passes:
-            if self._is_workers:  # Only workers have the right to write these rows.
-                self._fetch(sql.FORGET_RENEWALS)
+            if self._is_workers:  # Only workers have the right.
+                self._fetch(sql.FORGET_REQUESTS)
             for rule in self._facts.rules:
                 if rule.state == DEDUPE_KEY and rule.keep is not None:
                     passes[KeyPass(sql.PRUNE_DEDUPE_BY_RULE, rule.topic)] = _FIRST_PAGE

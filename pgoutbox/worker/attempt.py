@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Final
 
 import psycopg
@@ -14,6 +16,48 @@ from psycopg.rows import TupleRow
 
 from pgoutbox.handlers import Context, Handler, lent
 from pgoutbox.message import Message, Outcome
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """One claim of this worker: its identity in the database, and the number of its attempts in flight."""
+
+    claimed_at: datetime
+    left_count: int = 0
+    is_deleted: bool = False
+
+
+class InFlight(dict[int, "Attempt"]):
+    """The attempts of one worker in flight, by the id of their message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended_claims: list[Claim] = []
+        """Claims without an attempt in flight that still have a row in the database."""
+
+    def __setitem__(self, message_id: int, attempt: Attempt) -> None:
+        if message_id in self:
+            del self[message_id]
+        attempt.claim.left_count += 1
+        super().__setitem__(message_id, attempt)
+
+    def __delitem__(self, message_id: int) -> None:
+        claim = self[message_id].claim
+        super().__delitem__(message_id)
+        claim.left_count -= 1
+        if claim.left_count == 0 and not claim.is_deleted:
+            self.ended_claims.append(claim)
+
+    def claims_ended_by(self, attempts: Iterable[Attempt]) -> list[Claim]:
+        """Return the claims that have no attempt left when these are finished."""
+        counts = Counter(attempt.claim for attempt in attempts if self.get(attempt.message.id) is attempt)
+        return [*self.ended_claims, *(claim for claim, count in counts.items() if count == claim.left_count)]
+
+    def note_deleted(self, claims: Iterable[Claim]) -> None:
+        """Remember that the database no longer has these claims."""
+        for claim in claims:
+            claim.is_deleted = True
+        self.ended_claims = [claim for claim in self.ended_claims if not claim.is_deleted]
 
 
 class Attempt(Context):
@@ -29,6 +73,7 @@ class Attempt(Context):
         "_connection",
         "_ensure",
         "attempt_count",
+        "claim",
         "done",
         "expiring_at",
         "handler",
@@ -42,6 +87,7 @@ class Attempt(Context):
         self,
         message: Message[object],
         handler: Handler,
+        claim: Claim,
         leased_at: float,
         ensure: Callable[[Attempt], Awaitable[None]],
         used_count: int | None = None,
@@ -49,6 +95,7 @@ class Attempt(Context):
         self.message = message
         self.attempt_count = message.attempt_count
         self.handler = handler
+        self.claim = claim
         self.leased_at = leased_at
         self.used_count = message.attempt_count if used_count is None else used_count
         self.overtaken: str | None = None
@@ -72,9 +119,10 @@ class Attempt(Context):
     async def ensure_lease(self) -> None:
         await self._ensure(self)
 
-    def take_over(self, attempt_count: int, leased_at: float) -> None:
+    def take_over(self, attempt_count: int, claim: Claim, leased_at: float) -> None:
         """Continue under another claim by the same worker, after the server has lost the first one."""
         self.attempt_count = attempt_count
+        self.claim = claim
         self.leased_at = leased_at
         self.overtaken = None
 

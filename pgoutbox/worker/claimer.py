@@ -105,7 +105,7 @@ class Claimer:
         if not self._is_unanswered:
             return True
         try:
-            count = await self._store.release_unanswered(self._queues.names, self._in_flight, after=self._answered_at)
+            count = await self._store.release_unanswered(self._in_flight, after=self._answered_at)
         except (psycopg.Error, OSError) as error:
             await self._outage.pause_or_raise(error)
             return False

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, assert_never
@@ -36,7 +36,7 @@ from pgoutbox.observability.events import LogEvent, Telemetry, event_of_outcome,
 from pgoutbox.redaction import redact_text
 from pgoutbox.retry import bounded_delay
 from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
-from pgoutbox.worker.attempt import Abandoned, AlreadyFinished, Attempt, AttemptResult, Released
+from pgoutbox.worker.attempt import Abandoned, AlreadyFinished, Attempt, AttemptResult, InFlight, Released
 from pgoutbox.worker.backoff import Backoff
 from pgoutbox.worker.dispatcher import MIN_SNOOZE_SECONDS
 from pgoutbox.worker.handler_errors import RaisedPermanent, RaisedTransient, RepeatedErrors, place_of, traceback_of
@@ -45,6 +45,7 @@ from pgoutbox.worker.refused_outcomes import RefusedOutcomes
 from pgoutbox.worker.signals import Signals
 
 _LOCKED_PAUSE_SECONDS = 0.1
+_ENDED_CLAIM_SECONDS = 1.0  # Within this time the next finish mostly deletes them.
 _PENDING_AGAIN: Final = frozenset({AttemptOutcome.RETRY, AttemptOutcome.SNOOZED, AttemptOutcome.RELEASED})
 _SENT: Final = State.SENT  # Looking up an enum member costs more than a comparison.
 
@@ -60,7 +61,7 @@ class Finisher:
     def __init__(
         self,
         store: Store,
-        in_flight: MutableMapping[int, Attempt],
+        in_flight: InFlight,
         *,
         batch_size: int,
         redacted_names: Sequence[str],
@@ -117,6 +118,12 @@ class Finisher:
     async def run(self) -> None:
         """Write the collected outcomes, until cancelled."""
         while True:
+            if self._in_flight.ended_claims:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_ENDED_CLAIM_SECONDS):
+                        await self._ready.wait()
+                if not self._ready.is_set():
+                    await self._end_claims()
             await self._ready.wait()
             self._ready.clear()
             while self._endings or self._refused:
@@ -124,6 +131,13 @@ class Finisher:
                 if self._refused:
                     await self._finish_refused(self._refused.popleft())
                 self._signals.note_written()
+
+    async def _end_claims(self) -> None:
+        """Delete the claims that ended otherwise than by a finish as sent. A claim that stays is deleted as lapsed."""
+        ended = self._in_flight.ended_claims
+        with contextlib.suppress(psycopg.Error, OSError):
+            await self._store.end_claims([claim.claimed_at for claim in ended])
+        self._in_flight.note_deleted(ended)
 
     def _next_batch(self) -> list[tuple[Attempt, AttemptResult]]:
         endings = self._endings
@@ -276,11 +290,16 @@ class Finisher:
         return await self._store.finish([replace(request, attempt_count=attempt.attempt_count)])
 
     async def _write_sent(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:
-        return await self._store.finish_sent(
+        ended = self._in_flight.claims_ended_by(attempts)
+        states, are_deleted = await self._store.finish_sent(
             [c.message.id for c in attempts],
             [c.attempt_count for c in attempts],
             {c.message.topic for c in attempts},
+            ended_claims=[claim.claimed_at for claim in ended],
         )
+        if are_deleted:
+            self._in_flight.note_deleted(ended)
+        return states
 
     async def _write(
         self, attempts: Sequence[Attempt], write: Write, requests: Mapping[Attempt, FinishRequest]

@@ -14,10 +14,8 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-import psycopg
-
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import HeldRow, renew, watch
+from pgoutbox.database.store import HeldRow, watch
 from pgoutbox.database.worker_connection import WorkerConnection, is_transient_error
 from pgoutbox.errors import LeaseLostError, PgOutboxError
 from pgoutbox.observability.events import LogEvent, Telemetry
@@ -105,18 +103,10 @@ class LeaseKeeper:
         A young lease is only checked: a renewal is a commit, and waits for the disk.
         """
         asked_at = elapsed_clock()
-        message = attempt.message
-        ids, attempt_counts = _ids_and_counts([attempt])
-        if asked_at - attempt.leased_at < self._settings.renew_interval_seconds:
-            rows = await watch(self._link, ids, attempt_counts, worker=self._worker)
-            asked_at = attempt.leased_at
-        else:
-            rows = await renew(
-                self._link, ids, attempt_counts, worker=self._worker, lease_seconds=self._settings.lease_seconds
-            )
-        self._note_row(attempt, rows.get(message.id), asked_at)
+        is_young = asked_at - attempt.leased_at < self._settings.renew_interval_seconds
+        await self._look(self._link, [attempt], renews=not is_young)
         if attempt.overtaken is not None:
-            raise LeaseLostError(f"message {message.id}, attempt {attempt.attempt_count}: {attempt.overtaken}")
+            raise LeaseLostError(f"message {attempt.message.id}, attempt {attempt.attempt_count}: {attempt.overtaken}")
 
     async def _keep(self) -> None:
         settings = self._settings
@@ -160,35 +150,23 @@ class LeaseKeeper:
             elif age >= _WATCH_SECONDS and attempt.overtaken is None and not attempt.done:
                 watchable.append(attempt)
         size = self._settings.batch_size
-        refusal: psycopg.Error | None = None
-        for start in range(0, len(renewable), size):
-            refusal = await self._renew(link, renewable[start : start + size]) or refusal
-        for start in range(0, len(watchable), size):
-            part = watchable[start : start + size]
-            rows = await watch(link, *_ids_and_counts(part), worker=self._worker)
-            for attempt in part:
-                self._note_row(attempt, rows.get(attempt.message.id), attempt.leased_at)
-        if refusal is not None:
-            raise refusal
+        for attempts, renews in ((renewable, True), (watchable, False)):
+            for start in range(0, len(attempts), size):
+                await self._look(link, attempts[start : start + size], renews=renews)
 
-    async def _renew(self, link: WorkerConnection, attempts: list[Attempt]) -> psycopg.Error | None:
-        """Renew these leases, and return the error of a refused one: it does not affect other leases."""
+    async def _look(self, link: WorkerConnection, attempts: list[Attempt], *, renews: bool) -> None:
+        """Note which of these attempts still hold their message, after their claims are renewed if asked to."""
         asked_at = elapsed_clock()
-        try:
-            rows = await renew(
-                link, *_ids_and_counts(attempts), worker=self._worker, lease_seconds=self._settings.lease_seconds
-            )
-        except psycopg.Error as error:
-            if is_transient_error(error):
-                raise
-            if len(attempts) == 1:
-                return error
-            middle = len(attempts) // 2
-            first = await self._renew(link, attempts[:middle])
-            return await self._renew(link, attempts[middle:]) or first
+        rows = await watch(
+            link,
+            [attempt.message.id for attempt in attempts],
+            [attempt.attempt_count for attempt in attempts],
+            worker=self._worker,
+            renewed_claims={attempt.claim.claimed_at for attempt in attempts} if renews else (),
+            lease_seconds=self._settings.lease_seconds,
+        )
         for attempt in attempts:
-            self._note_row(attempt, rows.get(attempt.message.id), asked_at)
-        return None
+            self._note_row(attempt, rows.get(attempt.message.id), asked_at if renews else attempt.leased_at)
 
     def _note_row(self, attempt: Attempt, row: HeldRow | None, asked_at: float) -> None:
         if row is not None and row.in_lease:
@@ -213,7 +191,3 @@ class LeaseKeeper:
                 attempt_count=attempt.attempt_count,
                 reason=reason,
             )
-
-
-def _ids_and_counts(attempts: list[Attempt]) -> tuple[list[int], list[int]]:
-    return [c.message.id for c in attempts], [c.attempt_count for c in attempts]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Final, cast
 
 import psycopg
@@ -23,7 +24,7 @@ from pgoutbox.handlers import Handler
 from pgoutbox.message import Failure, Permanent, State, Transient, new_message
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.text import describe
-from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Work
+from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Claim, InFlight, Work
 from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.outage import Outage
@@ -44,7 +45,7 @@ class Loader:
         self,
         store: Store,
         handlers: Mapping[str, Handler],
-        in_flight: MutableMapping[int, Attempt],
+        in_flight: InFlight,
         outage: Outage,
         *,
         keyring: Keyring | None,
@@ -70,13 +71,23 @@ class Loader:
     async def take_over(self, rows: Sequence[ClaimedRow], leased_at: float) -> None:
         """Put the rows of one claim into the pool, or finish them. `leased_at` is its start, on `elapsed_clock`."""
         contents = await self._contents_of(rows)
-        unattempted = [row for row in rows if row.state != _SENDING]
-        begun = [row for row in rows if row.state == _SENDING and not self._take_over_in_flight(row, leased_at)]
+        begun = [row for row in rows if row.state == _SENDING]
+        self._telemetry.count(LogEvent.CLAIMED, len(begun))
+        if begun:
+            self._begin(begun, contents, Claim(cast("datetime", begun[0].claimed_at)), leased_at)
+        if unattempted := [row for row in rows if row.state != _SENDING]:
+            await self._finisher.note_unattempted(unattempted)
+
+    def _begin(
+        self, rows: Sequence[ClaimedRow], contents: Mapping[int, _Content] | None, claim: Claim, leased_at: float
+    ) -> None:
         works: list[Work] = []
         suspects = []
         batches: dict[str, list[Attempt]] = {}
-        for row in begun:
-            attempt, result = self._load_row(row, contents, leased_at)
+        for row in rows:
+            if self._take_over_in_flight(row, claim, leased_at):
+                continue
+            attempt, result = self._load_row(row, contents, claim, leased_at)
             if row.was_lapsed:
                 suspects.append(attempt)
             if result is not None:
@@ -88,13 +99,10 @@ class Loader:
         for attempts in batches.values():
             size = attempts[0].handler.max_size or 1
             works.extend(attempts[start : start + size] for start in range(0, len(attempts), size))
-        self._telemetry.count(LogEvent.CLAIMED, len(rows) - len(unattempted))
         self._signals.add_suspects(suspects)
         self._pool.put(works)
-        if unattempted:
-            await self._finisher.note_unattempted(unattempted)
 
-    def _take_over_in_flight(self, row: ClaimedRow, leased_at: float) -> bool:
+    def _take_over_in_flight(self, row: ClaimedRow, claim: Claim, leased_at: float) -> bool:
         """Let the attempt in flight continue under this claim, and return whether there is one.
 
         The server has lost the commit of its first claim, for example in a failover.
@@ -109,11 +117,13 @@ class Loader:
             return False
         if attempt.done and row.attempt_count > attempt.attempt_count:
             return False  # It was finished and claimed again before the answer to the finish was read.
-        attempt.take_over(row.attempt_count, leased_at)
+        del self._in_flight[row.id]
+        attempt.take_over(row.attempt_count, claim, leased_at)
+        self._in_flight[row.id] = attempt
         return True
 
     def _load_row(
-        self, row: ClaimedRow, contents: Mapping[int, _Content] | None, leased_at: float
+        self, row: ClaimedRow, contents: Mapping[int, _Content] | None, claim: Claim, leased_at: float
     ) -> tuple[Attempt, AttemptResult | None]:
         """Begin the attempt of a row. Return it, and its result if it must end before its handler runs."""
         payload, headers, problem = _read_payload(
@@ -136,7 +146,7 @@ class Loader:
             content,
         )
         used_count = row.attempt_count - row.max_attempts + row.attempt_budget
-        attempt = Attempt(message, self._handlers[row.topic], leased_at, self._ensure_lease, used_count)
+        attempt = Attempt(message, self._handlers[row.topic], claim, leased_at, self._ensure_lease, used_count)
         if row.expires_in_seconds is not None:
             attempt.expiring_at = leased_at + row.expires_in_seconds
         # Superseded since the claim began: the finish turns a retry into `skipped`.

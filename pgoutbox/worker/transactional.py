@@ -15,11 +15,12 @@ from typing import Any, Final, LiteralString
 
 import psycopg
 import psycopg_pool
+from psycopg import sql
 from psycopg.rows import TupleRow
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.connections import AsyncConnection, Connection, conninfo_for
-from pgoutbox.database.store import Store, complete_within, complete_within_sync
+from pgoutbox.database.store import Store, complete_within, complete_within_sync, name_session
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import SyncContext
 from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient
@@ -77,6 +78,7 @@ class Transactions:
             message = attempt.message
             forgets = await self._store.forgets_sent((message.topic,))
             async with connection.transaction():
+                await connection.execute(_name_of(attempt))
                 with self._lent(connection, attempt):
                     (outcome,) = await self._dispatcher.run((attempt,))
                 _require_sent(outcome, connection, attempt)
@@ -97,6 +99,7 @@ class Transactions:
                 if self._may_have_lapsed(attempt):
                     asyncio.run_coroutine_threadsafe(_make_sure(attempt), loop).result()
                 with connection.transaction():
+                    connection.execute(_name_of(attempt))
                     with self._lent(connection, attempt):
                         result = handler.function(message, SyncContext(attempt, loop, connection))
                     conclusion = self._dispatcher.conclude(attempt, message, result)
@@ -191,6 +194,12 @@ async def _make_sure(attempt: Attempt) -> None:
         await attempt.ensure_lease()
     except (psycopg.Error, OSError) as error:
         raise _NotSentError(Snooze(0)) from error  # The handler has not begun, so no attempt is used up.
+
+
+def _name_of(attempt: Attempt) -> sql.Composed:
+    """Return the statement that names the transaction. After it, a handler can still set the isolation level."""
+    name = name_session(attempt.message.id, attempt.attempt_count)
+    return sql.SQL("SET LOCAL application_name TO {}").format(name)
 
 
 def _pool_options(settings: Settings) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from pgoutbox.transports.readiness import lacks_of
 from pgoutbox.transports.redirect import RedirectRules
 from pgoutbox.transports.registry import complete
 from pgoutbox.worker.alert import ALERT_TOPIC, handlers_of
-from pgoutbox.worker.attempt import ABANDONED, Attempt
+from pgoutbox.worker.attempt import ABANDONED, InFlight
 from pgoutbox.worker.claim_planner import QueueSchedule, name_all, parse_queues
 from pgoutbox.worker.claimer import Claimer
 from pgoutbox.worker.django_orm import DjangoConnections
@@ -116,7 +116,7 @@ class Worker:
         RedirectRules.of(self._settings.redirect)
         self._keyring = keyring_of(self._settings.encryption_keys)
         self._transports = transports if transports is not None else complete(outbox.transports, self._settings)
-        self._in_flight: dict[int, Attempt] = {}
+        self._in_flight = InFlight()
         self._is_started = False
         self._stopping = asyncio.Event()
         self._outage = Outage(self.telemetry, stopping=self._stopping)

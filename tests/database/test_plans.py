@@ -29,7 +29,7 @@ PENDING_COUNT = 2_000
 
 FILL: LiteralString = """
 INSERT INTO pgoutbox.message (
-    id, topic, queue, payload, state, coalesce_key, attempt_count, claimed_at, worker, lease_expires_at, finished_at
+    id, topic, queue, payload, state, coalesce_key, key_in_flight, attempt_count, lane, claimed_at, worker, finished_at
 )
 SELECT
     i,
@@ -38,10 +38,11 @@ SELECT
     '{}',
     s.state,
     CASE WHEN i %% 3 = 0 THEN 'k' || i END,
+    CASE WHEN i %% 3 = 0 AND s.state = 'sending' THEN 'k' || i END,
     CASE WHEN s.state = 'pending' AND i %% 4 < 2 THEN 0 ELSE 1 END,
-    now(),
+    CASE WHEN i %% 4 < 2 THEN 0 ELSE 1 END,
+    now() - i / 50 * interval '1 ms',
     'w',
-    CASE WHEN s.state = 'sending' THEN now() END,
     CASE WHEN s.state = 'sent' THEN now() END
 FROM (
     SELECT i, CASE WHEN i <= %(done)s THEN 'sent' WHEN i %% 10 = 0 THEN 'sending' ELSE 'pending' END AS state
@@ -49,14 +50,21 @@ FROM (
 ) AS s
 """
 
+CLAIMS: LiteralString = """
+INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids)
+SELECT m.claimed_at, now(), m.queue, m.worker, array_agg(m.id)
+FROM pgoutbox.message AS m
+WHERE m.state = 'sending'
+GROUP BY m.claimed_at, m.queue, m.worker
+"""
+
 HEADS: LiteralString = """
 INSERT INTO pgoutbox.coalesce_head (newest_id, topic, coalesce_key)
 SELECT m.id, m.topic, m.coalesce_key FROM pgoutbox.message AS m WHERE m.coalesce_key IS NOT NULL
 """
 
-RENEWALS: LiteralString = """
-INSERT INTO pgoutbox.renewal (message_id, lease_expires_at, attempt_count, worker)
-SELECT i, now(), 1, 'w' FROM generate_series(1, 2000) AS i
+REQUESTS: LiteralString = """
+INSERT INTO pgoutbox.cancel_request (message_id) SELECT i FROM generate_series(1, 2000) AS i
 """
 
 CLAIM_PARAMETERS: Mapping[str, object] = {
@@ -159,8 +167,10 @@ def filled(
             connection.execute("ALTER TABLE pgoutbox.coalesce_head SET (autovacuum_enabled = off)")
             connection.execute(FILL, {"done": DONE_COUNT, "pending": PENDING_COUNT})
             connection.execute(HEADS)
-            connection.execute("ALTER TABLE pgoutbox.renewal SET (autovacuum_enabled = off)")
-            connection.execute(RENEWALS)
+            connection.execute("ALTER TABLE pgoutbox.claim SET (autovacuum_enabled = off)")
+            connection.execute(CLAIMS)
+            connection.execute("ALTER TABLE pgoutbox.cancel_request SET (autovacuum_enabled = off)")
+            connection.execute(REQUESTS)
             if request.param == "analyzed":
                 connection.execute("ANALYZE")
             connection.execute(sql.PREPARE_SESSION, session_parameters(load_settings()))
@@ -280,7 +290,7 @@ def test_the_next_due_time_is_read_from_the_head_of_each_lane(filled: psycopg.Co
         pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
         pytest.param(sql.FINISH_SENT_AND_FORGET_IF_HELD, HELD_PARAMETERS, id="finish sent and forget"),
         pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
-        pytest.param(sql.RENEW_IF_HELD, HELD_PARAMETERS, id="renew"),
+        pytest.param(sql.RENEW_CLAIMS, HELD_PARAMETERS, id="renew"),
         pytest.param(sql.WATCH_IF_HELD, HELD_PARAMETERS, id="watch"),
     ],
 )
@@ -310,7 +320,7 @@ def test_attempts_in_flight_are_found_by_primary_key(
         pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
         pytest.param(sql.CURRENT_STATES, HELD_PARAMETERS, id="current states"),
         pytest.param(sql.QUEUES_OF_SUCCESSORS, SUCCESSOR_PARAMETERS, id="queues of successors"),
-        pytest.param(sql.RENEW_IF_HELD, HELD_PARAMETERS, id="renew"),
+        pytest.param(sql.RENEW_CLAIMS, HELD_PARAMETERS, id="renew"),
         pytest.param(sql.WATCH_IF_HELD, HELD_PARAMETERS, id="watch"),
     ],
 )

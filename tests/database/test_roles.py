@@ -49,8 +49,8 @@ PRODUCER, WORKER, OPERATOR, VIEWER = ROLES
 # --- the catalog ------------------------------------------------------------------------------------------------------
 
 VIEWS: Final = (
-    "attempt_view", "blackout_view", "breaker_view", "home_view", "message_view", "pulse_view", "queue_view",
-    "redirect_view",
+    "attempt_view", "blackout_view", "breaker_view", "home_view", "in_flight_view", "message_view", "pulse_view",
+    "queue_view", "redirect_view",
     "retention_view", "waiting_view", "worker_view",
 )  # fmt: skip
 
@@ -60,9 +60,12 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "attempt": "INSERT",
         "breaker": "DELETE INSERT SELECT UPDATE",
         "breaker_view": "SELECT",
+        "cancel_request": "SELECT",
+        "claim": "DELETE INSERT SELECT UPDATE",
         "coalesce_head": "SELECT",
         "content": "SELECT",
         "home_view": "SELECT",
+        "in_flight_view": "SELECT",
         "large_payload": "SELECT",
         "message": "SELECT",
         "message_live": "SELECT",
@@ -75,7 +78,6 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "queue_view": "SELECT",
         "redirect": "SELECT",
         "redirect_report": "DELETE INSERT SELECT UPDATE",
-        "renewal": "INSERT SELECT UPDATE",
         "retention": "SELECT",
         "retention_view": "SELECT",
         "retired": "SELECT",
@@ -97,10 +99,10 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
 COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
     PRODUCER: {},
     WORKER: {
-        "message UPDATE": "attempt_count available_at claimed_at finished_at last_error lease_expires_at max_attempts "
+        "message UPDATE": "attempt_count available_at claimed_at finished_at key_in_flight lane last_error max_attempts "
         "skip_reason state superseded_by worker",
         "message_failed SELECT": "id on_failed ordering_key queue",
-        "message_live UPDATE": "lease_expires_at",
+        "message_live UPDATE": "lane",
         "queue UPDATE": "tokens tokens_at",
         "maintenance_run INSERT": "began_at due_at worker",
         "maintenance_run UPDATE": "began_at due_at succeeded_at worker",
@@ -132,13 +134,12 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     | PRUNE_BY_RULES
     | MAINTENANCE_FUNCTIONS
     | {
-        "_forget_renewals",
+        "_forget_requests",
         "_forget_sent",
         "_here",
         "_in_flight_of",
         "_is_known_topic",
         "_is_limited",
-        "_renewed_until",
         "_enqueue_failure",
         "next_permit_at",
         "_permits",
@@ -152,7 +153,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     | PRUNE_BY_RULES
     | MAINTENANCE_FUNCTIONS
     | {
-        "_forget_renewals",
+        "_forget_requests",
         "adopt",
         "announce_act",
         "set_retention",
@@ -719,7 +720,7 @@ async def test_a_worker_sleeps_is_notified_renews_and_releases(worker_dsn: str, 
         await worker.asleep.wait()
         message_id = enqueue(connection)
         await begun.wait()
-        renewed = "SELECT lease_expires_at > claimed_at + interval '3.1 s' FROM pgoutbox.message WHERE id = %s"
+        renewed = "SELECT lease_expires_at > claimed_at + interval '3.1 s' FROM pgoutbox.in_flight_view WHERE id = %s"
         await until(lambda: connection.execute(renewed, [message_id]).fetchone() == (True,))
     row = row_of(connection, message_id)
     assert (row.state, row.attempt_count, row.max_attempts) == ("pending", 1, 12)
@@ -1011,7 +1012,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (WORKER, "SELECT pgoutbox._permits('limited', 5)"),
     (WORKER, "SELECT pgoutbox._is_limited('default')"),
     (WORKER, "SELECT pgoutbox._take_turn('default')"),
-    (WORKER, "SELECT pgoutbox._renewed_until(1, 1, 'w')"),
+    (WORKER, "SELECT pgoutbox._forget_requests()"),
     (WORKER, "SELECT pg_sequence_last_value('pgoutbox.message_id_seq')"),
     (WORKER, "SELECT pgoutbox._prune_by_rule('*', 'sent', '-infinity', 'infinity', 10)"),
     (WORKER, "SELECT pgoutbox._prune_dedupe_by_rule('*', 10)"),

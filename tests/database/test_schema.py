@@ -12,6 +12,7 @@ import pytest
 from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
 from pgoutbox.operations import Operator
+from tests.support.messages import PUT_SENDING
 from tests.support.outbox_actions import cancel, claim, enqueue, finish, finish_sent, lapse, redrive, state_of
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 SOUND_ROWS: dict[str, LiteralString] = {
     "pending": "INSERT INTO pgoutbox.message (id, topic, payload) VALUES (-1, 't', '1')",
     "sending": """
-        INSERT INTO pgoutbox.message (id, topic, payload, state, attempt_count, lease_expires_at, claimed_at, worker)
-        VALUES (-1, 't', '1', 'sending', 1, now(), now(), 'w')
+        INSERT INTO pgoutbox.message (id, topic, payload, state, attempt_count, claimed_at, worker)
+        VALUES (-1, 't', '1', 'sending', 1, now(), 'w')
     """,
     "sent": """
         INSERT INTO pgoutbox.message (id, topic, payload, state, attempt_count, claimed_at, worker, finished_at)
@@ -42,23 +43,27 @@ SOUND_ROWS: dict[str, LiteralString] = {
 }
 
 UNSOUND_CHANGES: list[tuple[str, LiteralString, str]] = [
-    ("pending", "lease_expires_at = now()", "message_live_sound"),
+    ("pending", "key_in_flight = 'k', coalesce_key = 'k'", "message_live_sound"),
+    ("pending", "lane = 1", "message_live_sound"),
+    ("pending", "attempt_count = 1", "message_live_sound"),
     ("pending", "finished_at = now()", "message_live_sound"),
     ("pending", "available_at = 'infinity'", "message_live_sound"),
     ("pending", "available_at = '-infinity'", "message_live_sound"),
-    ("sending", "lease_expires_at = NULL", "message_live_sound"),
+    ("sending", "coalesce_key = 'k'", "message_live_sound"),
+    ("sending", "ordering_key = 'k'", "message_live_sound"),
+    ("sending", "key_in_flight = 'k'", "message_live_sound"),
     ("sending", "claimed_at = NULL", "message_live_sound"),
     ("sending", "worker = NULL", "message_live_sound"),
     ("sending", "attempt_count = 0", "message_live_sound"),
     ("sending", "finished_at = now()", "message_live_sound"),
-    ("sent", "lease_expires_at = now()", "message_done_sound"),
+    ("sent", "key_in_flight = 'k'", "message_done_sound"),
     ("sent", "attempt_count = 0", "message_done_sound"),
     ("sent", "worker = NULL", "message_done_sound"),
     ("sent", "claimed_at = NULL", "message_done_sound"),
     ("sent", "skip_reason = 'why'", "message_done_sound"),
     ("sent", "superseded_by = 7", "message_done_sound"),
     ("failed", "finished_at = NULL", "message_failed_sound"),
-    ("failed", "lease_expires_at = now()", "message_failed_sound"),
+    ("failed", "key_in_flight = 'k'", "message_failed_sound"),
     ("failed", "attempt_count = 0", "message_failed_sound"),
     ("failed", "skip_reason = 'why'", "message_failed_sound"),
     ("skipped", "skip_reason = NULL", "message_done_sound"),
@@ -66,7 +71,7 @@ UNSOUND_CHANGES: list[tuple[str, LiteralString, str]] = [
     ("skipped", "superseded_by = id - 1", "message_done_sound"),
     ("cancelled", "skip_reason = 'why'", "message_done_sound"),
     ("cancelled", "superseded_by = 7", "message_done_sound"),
-    ("cancelled", "lease_expires_at = now()", "message_done_sound"),
+    ("cancelled", "key_in_flight = 'k'", "message_done_sound"),
 ]
 
 
@@ -98,18 +103,32 @@ def test_a_row_with_an_unknown_state_is_refused(rolled_back: psycopg.Connection)
         rolled_back.execute("INSERT INTO pgoutbox.message (id, topic, payload, state) VALUES (-1, 't', '1', 'lost')")
 
 
-def test_two_messages_of_one_key_cannot_be_in_flight(rolled_back: psycopg.Connection) -> None:
+@pytest.mark.parametrize(
+    ("column", "index"),
+    [("coalesce_key", "message_live_in_flight"), ("ordering_key", "message_live_ordered_in_flight")],
+)
+def test_two_messages_of_one_key_cannot_be_in_flight(
+    rolled_back: psycopg.Connection, column: LiteralString, index: str
+) -> None:
     rolled_back.execute(SOUND_ROWS["sending"])
-    rolled_back.execute("UPDATE pgoutbox.message SET coalesce_key = 'k' WHERE id = -1")
+    rolled_back.execute(f"UPDATE pgoutbox.message SET {column} = 'k', key_in_flight = 'k' WHERE id = -1")
     with pytest.raises(psycopg.errors.UniqueViolation) as caught:
         rolled_back.execute(
-            """
+            f"""
             INSERT INTO pgoutbox.message
-                (id, topic, payload, state, attempt_count, lease_expires_at, claimed_at, worker, coalesce_key)
-            VALUES (-2, 't', '1', 'sending', 1, now(), now(), 'w', 'k')
+                (id, topic, payload, state, attempt_count, claimed_at, worker, {column}, key_in_flight)
+            VALUES (-2, 't', '1', 'sending', 1, now(), 'w', 'k', 'k')
             """
         )
-    assert caught.value.diag.constraint_name == "message_live_in_flight"
+    assert caught.value.diag.constraint_name == index
+
+
+def test_a_coalesce_key_and_an_equal_ordering_key_can_be_in_flight_at_once(rolled_back: psycopg.Connection) -> None:
+    coalesced = enqueue(rolled_back, "t", coalesce_key="k", queue="t")
+    ordered = enqueue(rolled_back, "t", ordering_key="k", queue="t")
+    rolled_back.execute(PUT_SENDING, [coalesced])
+    rolled_back.execute(PUT_SENDING, [ordered])
+    assert [state_of(rolled_back, message_id) for message_id in (coalesced, ordered)] == ["sending", "sending"]
 
 
 def test_the_partitions_cover_the_states_of_the_state_machine(rolled_back: psycopg.Connection) -> None:
@@ -300,7 +319,6 @@ def test_live_messages_have_no_more_indexes_than_claims_need(rolled_back: psycop
         "message_live_content_id_idx",
         "message_live_fresh",
         "message_live_in_flight",
-        "message_live_lease",
         "message_live_ordered",
         "message_live_ordered_due",
         "message_live_ordered_in_flight",
@@ -326,9 +344,9 @@ def test_every_indexed_text_has_the_collation_c(rolled_back: psycopg.Connection)
     assert [column for column, is_c in columns.items() if not is_c] == []
     assert {
         "coalesce_head.topic", "coalesce_head.coalesce_key", "dedupe.topic", "dedupe.dedupe_key", "ordering.queue",
-        "ordering.ordering_key", "message_live.topic", "message_live.coalesce_key", "message_live.queue",
+        "ordering.ordering_key", "message_live.topic", "message_live.key_in_flight", "message_live.queue",
         "message_live.ordering_key", "message_failed.queue", "message_failed.ordering_key", "queue.name",
-        "retention.topic", "breaker.key",
+        "claim.queue", "claim.worker", "retention.topic", "breaker.key",
     } <= columns.keys()  # fmt: skip
     kept: dict[str, bool] = dict(
         rolled_back.execute(

@@ -23,7 +23,10 @@ DECLARE
         WHEN NEW.state <> OLD.state AND NOT change = ANY (ARRAY[{allowed}]) THEN 'no such transition'
         WHEN NEW.attempt_count <> OLD.attempt_count AND NOT claims THEN 'the count of attempts jumps'
         WHEN claims AND NEW.state <> 'sending' THEN 'an attempt without a claim'
-        WHEN claims AND OLD.state = 'sending' AND OLD.lease_expires_at > now() THEN 'a lease was taken away'
+        WHEN claims AND OLD.state = 'sending' AND EXISTS (
+            SELECT FROM pgoutbox.claim AS c
+            WHERE c.worker = OLD.worker AND c.claimed_at = OLD.claimed_at AND c.lease_expires_at > now()
+        ) THEN 'a lease was taken away'
         WHEN NOT claims AND NEW.worker IS DISTINCT FROM OLD.worker THEN 'another worker without a claim'
     END;
 BEGIN
@@ -38,6 +41,10 @@ CREATE TRIGGER judge BEFORE UPDATE ON pgoutbox.message FOR EACH ROW EXECUTE FUNC
 """
 
 RULES = {
+    "an attempt in flight has no claim": """
+        SELECT m.id FROM pgoutbox.message_live AS m
+        WHERE m.state = 'sending' AND NOT EXISTS (SELECT FROM pgoutbox.in_flight_view AS v WHERE v.id = m.id)
+    """,
     "two messages of one key are in flight": """
         SELECT min(m.id) FROM pgoutbox.message_live AS m
         WHERE m.state = 'sending' AND m.coalesce_key IS NOT NULL

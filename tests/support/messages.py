@@ -20,13 +20,21 @@ LARGE = {"text": b64encode(Random(1).randbytes(4_000)).decode()}
 """A payload that is stored apart from its message, and that compression cannot shrink."""
 
 PUT_SENDING = """
-    UPDATE pgoutbox.message
+    WITH claim AS (
+        INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids)
+        SELECT clock_timestamp(), now() + interval '1 hour', m.queue, 'w', ARRAY[m.id]
+        FROM pgoutbox.message_live AS m
+        WHERE m.id = %s
+        RETURNING worker, claimed_at, ids
+    )
+    UPDATE pgoutbox.message AS m
     SET state = 'sending',
         attempt_count = 1,
-        worker = 'w',
-        claimed_at = now(),
-        lease_expires_at = now() + interval '1 hour'
-    WHERE id = %s
+        worker = c.worker,
+        claimed_at = c.claimed_at,
+        key_in_flight = coalesce(m.coalesce_key, m.ordering_key)
+    FROM claim AS c
+    WHERE m.id = ANY (c.ids)
 """
 PUT_FINAL = """
     UPDATE pgoutbox.message

@@ -193,12 +193,16 @@ def ids_in_flight(rows: Sequence[ClaimedRow]) -> list[int]:
     return [row.id for row in rows if row.state == State.SENDING]
 
 
+# A finish deletes no claims, and waits shortly for a locked row.
+_NOTHING_ELSE: dict[str, object] = {"ended_claims": [], "lock_timeout": "20ms"}
+
+
 def finish_sent(connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1") -> set[int]:
     """Finish attempts, each an id and its attempt count, as sent. Return the ids that were written."""
     finished: set[int] = set()
     for attempt_count in {attempt_count for _, attempt_count in attempts}:
         ids = [message_id for message_id, number in attempts if number == attempt_count]
-        parameters = {"ids": ids, "attempt_count": attempt_count, "worker": worker}
+        parameters = {"ids": ids, "attempt_count": attempt_count, "worker": worker, **_NOTHING_ELSE}
         finished |= {row[0] for row in connection.execute(sql.FINISH_SENT_IF_HELD, parameters).fetchall()}
     return finished
 
@@ -207,7 +211,12 @@ def finish_sent_and_forget(
     connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1"
 ) -> set[int]:
     """Finish as sent with the statement that also deletes where a retention rule requires it."""
-    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts], "worker": worker}
+    parameters = {
+        "ids": [a[0] for a in attempts],
+        "attempt_counts": [a[1] for a in attempts],
+        "worker": worker,
+        **_NOTHING_ELSE,
+    }
     return {row[0] for row in connection.execute(sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters).fetchall()}
 
 
@@ -231,14 +240,17 @@ def finish(
 
 
 def renew(connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1") -> dict[int, HeldRow]:
-    """Renew the leases of attempts."""
+    """Renew the leases of the claims of these attempts, and check them."""
+    claimed_ats = connection.execute(
+        "SELECT claimed_at FROM pgoutbox.message WHERE id = ANY (%s)", [[a[0] for a in attempts]]
+    ).fetchall()
     parameters = {
-        "ids": [a[0] for a in attempts],
-        "attempt_counts": [a[1] for a in attempts],
+        "claimed_ats": [claimed_at for (claimed_at,) in claimed_ats],
         "worker": worker,
         "lease_seconds": LEASE_SECONDS,
     }
-    return {row[0]: HeldRow._make(row) for row in connection.execute(sql.RENEW_IF_HELD, parameters).fetchall()}
+    connection.execute(sql.RENEW_CLAIMS, parameters)
+    return watch(connection, *attempts, worker=worker)
 
 
 def watch(connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1") -> dict[int, HeldRow]:
@@ -260,10 +272,42 @@ def redrive(connection: psycopg.Connection, message_id: int) -> bool:
     return bool(rows[0][1])
 
 
-def lapse(connection: psycopg.Connection, message_id: int) -> None:
-    """Age an attempt in flight so that its lease has just ended, as if its worker had died."""
+def begin(
+    connection: psycopg.Connection, message_id: int, *, worker: str = "worker-1", lease_seconds: float = LEASE_SECONDS
+) -> None:
+    """Put a message in flight without a claim statement, by a claim of its own. Its lease may have lapsed."""
     connection.execute(
-        "UPDATE pgoutbox.message SET lease_expires_at = now() - interval '1 ms' WHERE id = %s AND state = 'sending'",
+        """
+        WITH claim AS (
+            INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids)
+            SELECT clock_timestamp(), now() + make_interval(secs => %s), m.queue, %s, ARRAY[m.id]
+            FROM pgoutbox.message_live AS m
+            WHERE m.id = %s
+            RETURNING worker, claimed_at, ids
+        )
+        UPDATE pgoutbox.message AS m
+        SET state = 'sending',
+            attempt_count = attempt_count + 1,
+            worker = c.worker,
+            claimed_at = c.claimed_at,
+            key_in_flight = coalesce(m.coalesce_key, m.ordering_key),
+            finished_at = NULL
+        FROM claim AS c
+        WHERE m.id = ANY (c.ids)
+        """,
+        [lease_seconds, worker, message_id],
+    )
+
+
+def lapse(connection: psycopg.Connection, message_id: int) -> None:
+    """Age the claim of an attempt in flight so that its lease has just ended, as if its worker had died."""
+    connection.execute(
+        """
+        UPDATE pgoutbox.claim AS c
+        SET lease_expires_at = now() - interval '1 ms'
+        FROM pgoutbox.in_flight_view AS v
+        WHERE v.id = %s AND c.worker = v.worker AND c.claimed_at = v.claimed_at
+        """,
         [message_id],
     )
 
@@ -300,9 +344,9 @@ def rows_of(connection: psycopg.Connection, *message_ids: int) -> list[Row]:
                 m.attempt_count,
                 m.max_attempts,
                 m.worker,
-                m.lease_expires_at IS NOT NULL AS is_leased,
+                EXISTS (SELECT FROM pgoutbox.in_flight_view AS v WHERE v.id = m.id) AS is_leased,
                 m.finished_at IS NOT NULL AS is_finished,
-                m.cancel_requested_at IS NOT NULL AS is_cancel_requested,
+                EXISTS (SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id) AS is_cancel_requested,
                 extract(epoch FROM m.available_at - now())::float8 AS due_in_seconds,
                 m.superseded_by,
                 m.skip_reason,

@@ -28,3 +28,35 @@ def until_blocked(observer: psycopg.Connection, waiting: psycopg.Connection, fut
         if row is not None and row[0]:
             return
     raise AssertionError(f"the statement did not wait: {future.exception() or future.result()}")
+
+
+# Row security runs this function for each row of a statement, and so stops the second one in its midst.
+_STOP_IN_STATEMENT: Final[LiteralString] = """
+CREATE SEQUENCE public.calls;
+CREATE FUNCTION public.may_read() RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER AS $$
+BEGIN
+    IF nextval('public.calls') = 2 THEN
+        PERFORM pg_advisory_xact_lock(1);
+    END IF;
+    RETURN true;
+END
+$$;
+ALTER TABLE pgoutbox.message_live ENABLE ROW LEVEL SECURITY;
+CREATE POLICY stop ON pgoutbox.message_live USING (public.may_read());
+GRANT USAGE ON SCHEMA pgoutbox TO pg_monitor;
+GRANT EXECUTE ON FUNCTION pgoutbox._lock_pending, pgoutbox._reads_committed TO pg_monitor;
+GRANT SELECT, UPDATE ON pgoutbox.message_live TO pg_monitor;
+"""
+
+
+def prepare_slow_lock(owner: psycopg.Connection, gate: psycopg.Connection) -> None:
+    """Make `lock_slowly` wait between the snapshot and the row lock of its statement, until the gate ends."""
+    owner.execute(_STOP_IN_STATEMENT)
+    gate.execute("SELECT pg_advisory_xact_lock(1)")
+
+
+def lock_slowly(business: psycopg.Connection, message_id: int) -> list[int]:
+    """Lock a message if it is pending, as a cancel does. Return the ids of the locked messages."""
+    business.execute("SET ROLE pg_monitor")
+    ((locked,),) = business.execute("SELECT pgoutbox._lock_pending(%s)", [[message_id]]).fetchall()
+    return list(locked)

@@ -332,7 +332,8 @@ def postponed(db: psycopg.Connection, key: str | None = KEY, *, attempt_count: i
     """Return a message that waits for an hour since its first attempt, which the breaker of this key postponed."""
     message_id = enqueue(db, queue=queue)
     db.execute(
-        "UPDATE pgoutbox.message_live SET attempt_count = 1, available_at = now() + interval '1 hour' WHERE id = %s",
+        "UPDATE pgoutbox.message_live SET attempt_count = 1, lane = 1, available_at = now() + interval '1 hour'"
+        " WHERE id = %s",
         [message_id],
     )
     db.execute(POSTPONED, (message_id, attempt_count, None if key is None else "circuit_open", key))

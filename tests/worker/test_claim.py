@@ -14,6 +14,7 @@ from tests.support.outbox_actions import (
     LEASE_SECONDS,
     Options,
     attempts_of,
+    begin,
     cancel,
     claim,
     due_earlier,
@@ -37,7 +38,8 @@ def retried(connection: psycopg.Connection, **arguments: Unpack[Options]) -> int
     """Create a message that failed once and is due again."""
     message_id = enqueue(connection, **arguments)
     connection.execute(
-        "UPDATE pgoutbox.message_live SET attempt_count = 1, available_at = now() - interval '1 s' WHERE id = %s",
+        "UPDATE pgoutbox.message_live SET attempt_count = 1, lane = 1, available_at = now() - interval '1 s'"
+        " WHERE id = %s",
         [message_id],
     )
     return message_id
@@ -64,7 +66,7 @@ def test_a_claim_leases_the_message_and_counts_the_attempt(rolled_back: psycopg.
     assert (claimed.payload_json, claimed.headers_json) == ('{"name": "Ann"}', None)
     assert (claimed.destination, claimed.topic) == ("mailto:ann@example.org", "greet")
     assert row_of(rolled_back, message_id).worker == "w"
-    lease = rolled_back.execute("SELECT extract(epoch FROM lease_expires_at - now())::float8 FROM pgoutbox.message")
+    lease = rolled_back.execute("SELECT extract(epoch FROM lease_expires_at - now())::float8 FROM pgoutbox.claim")
     assert lease.fetchone() == (LEASE_SECONDS,)
 
 
@@ -306,15 +308,7 @@ def lost_one_after_the_other(
     ids = []
     for age in range(count, 0, -1):
         message_id = enqueue(connection, topic, **arguments)
-        connection.execute(
-            """
-            UPDATE pgoutbox.message_live
-            SET state = 'sending', attempt_count = 1, claimed_at = now(), worker = 'first',
-                lease_expires_at = now() - make_interval(secs => %s)
-            WHERE id = %s
-            """,
-            [age, message_id],
-        )
+        begin(connection, message_id, worker="first", lease_seconds=-age)
         ids.append(message_id)
     return ids
 
@@ -401,7 +395,7 @@ def test_an_attempt_with_a_valid_lease_is_not_a_suspect(rolled_back: psycopg.Con
 
 def test_a_message_that_ends_takes_no_turn_of_a_suspect(rolled_back: psycopg.Connection) -> None:
     (ends,) = lost_one_after_the_other(rolled_back, 1, max_attempts=1)
-    rolled_back.execute("UPDATE pgoutbox.message_live SET lease_expires_at = now() - interval '1 h'")
+    rolled_back.execute("UPDATE pgoutbox.claim SET lease_expires_at = now() - interval '1 h'")
     (suspect,) = lost_one_after_the_other(rolled_back, 1)
     assert {row.id: row.state for row in claim(rolled_back, suspect_limit=1)} == {ends: "failed", suspect: "sending"}
 
@@ -431,7 +425,8 @@ def test_in_a_paused_queue_lost_attempts_can_end_but_are_not_repeated(rolled_bac
 def test_a_suspect_behind_one_of_a_topic_without_handler_is_found(rolled_back: psycopg.Connection) -> None:
     lost_one_after_the_other(rolled_back, 1, queue="bulk")
     lost_one_after_the_other(rolled_back, 1)
-    rolled_back.execute("UPDATE pgoutbox.message_live SET topic = 'unknown', lease_expires_at = now() - interval '1 h'")
+    rolled_back.execute("UPDATE pgoutbox.message_live SET topic = 'unknown'")
+    rolled_back.execute("UPDATE pgoutbox.claim SET lease_expires_at = now() - interval '1 h'")
     (suspect,) = lost_one_after_the_other(rolled_back, 1)
     assert ids_in_flight(claim(rolled_back)) == [suspect]
 

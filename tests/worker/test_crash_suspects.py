@@ -44,12 +44,19 @@ def lost(db: psycopg.Connection, topic: str = "greet", *, times: int = 1, max_at
         assert [row.id for row in claim(db, topics=[topic], worker=f"dead-{number}")] == [message_id]
         lapse(db, message_id)
     # The next message's claim must not find it here.
-    db.execute("UPDATE pgoutbox.message_live SET queue = 'apart' WHERE id = %s", [message_id])
+    move(db, message_id, "apart")
     return message_id
 
 
 def all_due(db: psycopg.Connection) -> None:
     db.execute("UPDATE pgoutbox.message_live SET queue = 'default'")
+    db.execute("UPDATE pgoutbox.claim SET queue = 'default'")
+
+
+def move(db: psycopg.Connection, message_id: int, queue: str) -> None:
+    """Move a message, in flight or not, to another queue."""
+    db.execute("UPDATE pgoutbox.message_live SET queue = %s WHERE id = %s", [queue, message_id])
+    db.execute("UPDATE pgoutbox.claim SET queue = %s WHERE %s = ANY (ids)", [queue, message_id])
 
 
 class Gate:
@@ -249,7 +256,7 @@ async def test_a_suspect_that_cannot_afford_another_loss_is_alone(dsn: str, db: 
 async def test_a_suspect_that_is_alone_is_alone_in_all_queues_of_its_worker(dsn: str, db: psycopg.Connection) -> None:
     first, second = lost(db, max_attempts=2), lost(db)
     all_due(db)
-    db.execute("UPDATE pgoutbox.message_live SET queue = 'other' WHERE id = %s", [second])
+    move(db, second, "other")
     stations = Stations(dsn, [first, second])
     worker = WatchedWorker(stations.outbox, queues=["default", "other"])
     async with running(worker):

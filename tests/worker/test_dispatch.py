@@ -17,7 +17,7 @@ from pgoutbox.handlers import Context, Handler, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Transient, Unavailable
 from pgoutbox.retry import MAX_DELAY_SECONDS, bounded_delay
 from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
-from pgoutbox.worker.attempt import Attempt, watch_thread
+from pgoutbox.worker.attempt import Attempt, Claim, watch_thread
 from pgoutbox.worker.dispatcher import Dispatcher
 
 if TYPE_CHECKING:
@@ -98,7 +98,9 @@ def dispatcher(post: Post) -> Iterator[Dispatcher]:
 
 
 async def outcome_of(dispatcher: Dispatcher, handler: Handler, message: Message[object]) -> Outcome:
-    (outcome,) = await dispatcher.run([Attempt(message, handler, elapsed_clock(), hold)])
+    (outcome,) = await dispatcher.run(
+        [Attempt(message, handler, Claim(datetime(2024, 1, 1, tzinfo=UTC)), elapsed_clock(), hold)]
+    )
     return outcome
 
 
@@ -167,7 +169,10 @@ async def test_in_a_batch_only_the_message_with_the_invalid_payload_fails(dispat
 
     handler = handler_of(greet, model=Greeting, max_size=10)
     messages = [message_of({"name": "Ann"}), message_of({}, message_id=2), message_of({"name": "Bo"}, message_id=3)]
-    attempts = [Attempt(message, handler, elapsed_clock(), hold) for message in messages]
+    attempts = [
+        Attempt(message, handler, Claim(datetime(2024, 1, 1, tzinfo=UTC)), elapsed_clock(), hold)
+        for message in messages
+    ]
     first, second, third = await dispatcher.run_batch(attempts)
     assert isinstance(first, Skip)
     assert isinstance(second, Permanent)
@@ -230,7 +235,7 @@ async def test_a_sync_handler_runs_in_a_thread_that_is_reported(dispatcher: Disp
         return Skip("why")
 
     watch_thread.set(threads.append)
-    attempt = Attempt(message_of(), handler_of(greet), elapsed_clock(), hold)
+    attempt = Attempt(message_of(), handler_of(greet), Claim(datetime(2024, 1, 1, tzinfo=UTC)), elapsed_clock(), hold)
     (outcome,) = await dispatcher.run([attempt])
     assert isinstance(outcome, Skip)
     assert len(threads) == 1

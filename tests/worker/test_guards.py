@@ -35,8 +35,10 @@ from tests.support import races
 from tests.support.messages import LARGE, PUT_FINAL, put
 from tests.support.outbox_actions import (
     WatchedWorker,
+    begin,
     cancel,
     claim,
+    claim_ordered,
     enqueue,
     expire,
     finish,
@@ -192,11 +194,6 @@ async def a_stale_attempt_cannot_write_another_end(stage: Stage) -> None:
     assert row_of(stage.db, message_id).state == "sending"
 
 
-async def a_stale_attempt_cannot_renew(stage: Stage) -> None:
-    message_id = attempted_again(stage)
-    assert renew(stage.db, (message_id, 1)) == {}
-
-
 async def a_stale_attempt_cannot_watch(stage: Stage) -> None:
     message_id = attempted_again(stage)
     assert watch(stage.db, (message_id, 1)) == {}
@@ -231,11 +228,6 @@ async def a_worker_of_a_lost_timeline_cannot_write_another_end(stage: Stage) -> 
     message_id = claimed_on_both_timelines(stage)
     finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "stale"), worker="stale")
     assert row_of(stage.db, message_id).state == "sending"
-
-
-async def a_worker_of_a_lost_timeline_cannot_renew(stage: Stage) -> None:
-    message_id = claimed_on_both_timelines(stage)
-    assert renew(stage.db, (message_id, 1), worker="stale") == {}
 
 
 async def a_worker_of_a_lost_timeline_cannot_watch(stage: Stage) -> None:
@@ -592,17 +584,11 @@ async def two_claims_insert_their_keys_in_one_order(stage: Stage) -> None:
     enqueue(stage.db, coalesce_key="a")
     blocked: asyncio.Task[object] = asyncio.create_task(asyncio.to_thread(claim, stage.connect(autocommit=True)))
     await until_blocked(stage.db, blocked)
-    enqueue(stage.db, coalesce_key="a")
+    newest = enqueue(stage.db, coalesce_key="a")
     other.execute("SET lock_timeout = '50ms'")
     try:
         with pytest.raises(psycopg.errors.LockNotAvailable):
-            other.execute(
-                """
-                UPDATE pgoutbox.message_live
-                SET state = 'sending', claimed_at = now(), lease_expires_at = now(), worker = 'w', attempt_count = 1
-                WHERE id = (SELECT max(id) FROM pgoutbox.message_live WHERE coalesce_key = 'a')
-                """
-            )
+            begin(other, newest)
     finally:
         gate.rollback()
         await blocked
@@ -694,9 +680,108 @@ async def a_cancel_does_not_wait_for_a_row(stage: Stage) -> None:
     holder.execute("SELECT FROM pgoutbox.message_live FOR UPDATE")
     stage.db.execute("SET lock_timeout = '50ms'")
     try:
-        assert cancel(stage.db, message_id) == "locked"
+        assert cancel(stage.db, message_id) == "requested"
     except psycopg.errors.LockNotAvailable:
         pytest.fail("the cancel waits")
+
+
+async def a_cancel_leaves_no_lock_on_a_message_that_was_claimed_meanwhile(stage: Stage) -> None:
+    gate, business = stage.connect(), stage.connect()
+    message_id = enqueue(stage.db)
+    races.prepare_slow_lock(stage.db, gate)
+    locking = asyncio.create_task(asyncio.to_thread(races.lock_slowly, business, message_id))
+    await until_blocked(stage.db, locking)
+    claim(stage.db)
+    gate.rollback()
+    assert await locking == []
+    stage.db.execute("SET lock_timeout = '50ms'")
+    try:
+        finish_sent(stage.db, (message_id, 1))
+    except psycopg.errors.LockNotAvailable:
+        pytest.fail("the row is locked")
+
+
+async def a_message_whose_cancel_met_its_claim_begins_no_other_attempt(stage: Stage) -> None:
+    claiming = stage.connect()
+    message_id = enqueue(stage.db)
+    claim(claiming)
+    cancel(stage.db, message_id)
+    claiming.rollback()
+    claim(stage.db)
+    assert state_of(stage.db, message_id) == "cancelled"
+
+
+async def an_ordered_message_whose_cancel_met_its_claim_begins_no_other_attempt(stage: Stage) -> None:
+    claiming = stage.connect()
+    message_id = enqueue(stage.db, ordering_key="k")
+    claim_ordered(claiming)
+    cancel(stage.db, message_id)
+    claiming.rollback()
+    claim_ordered(stage.db)
+    assert state_of(stage.db, message_id) == "cancelled"
+
+
+async def a_cancelled_attempt_that_is_lost_is_not_repeated(stage: Stage) -> None:
+    message_id = lost(stage)
+    cancel(stage.db, message_id)
+    claim(stage.db, worker="second")
+    assert state_of(stage.db, message_id) == "cancelled"
+
+
+async def a_cancelled_attempt_is_not_retried(stage: Stage) -> None:
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    cancel(stage.db, message_id)
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy"))
+    assert state_of(stage.db, message_id) == "cancelled"
+
+
+async def a_redriven_message_is_not_cancelled_by_an_old_request(stage: Stage) -> None:
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    cancel(stage.db, message_id)
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "no"))
+    assert redrive(stage.db, message_id)
+    assert [row.state for row in claim(stage.db)] == ["sending"]
+
+
+# --- claims and leases ------------------------------------------------------------------------------------------------
+
+
+def lost(stage: Stage) -> int:
+    message_id = enqueue(stage.db)
+    claim(stage.db, worker="dead")
+    lapse(stage.db, message_id)
+    return message_id
+
+
+async def an_attempt_with_a_valid_lease_is_not_taken_over(stage: Stage) -> None:
+    enqueue(stage.db)
+    claim(stage.db, worker="first")
+    assert claim(stage.db, worker="second") == []
+
+
+async def an_attempt_whose_lease_is_being_renewed_is_not_taken_over(stage: Stage) -> None:
+    message_id, renewing = lost(stage), stage.connect()
+    renew(renewing, (message_id, 1), worker="dead")
+    assert claim(stage.db, worker="second") == []
+    renewing.commit()
+
+
+async def a_claim_that_has_ended_takes_no_lease_from_the_next_one(stage: Stage) -> None:
+    """A worker claims a message again, and its first claim is not deleted yet."""
+    message_id = enqueue(stage.db)
+    claim(stage.db, worker="first")
+    lapse(stage.db, message_id)
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RELEASED), worker="first")
+    assert ids_in_flight(claim(stage.db, worker="first")) == [message_id]
+    assert claim(stage.db, worker="second") == []
+
+
+async def a_lapsed_claim_with_attempts_is_not_deleted(stage: Stage) -> None:
+    message_id = lost(stage)
+    stage.db.execute(sql.FORGET_LAPSED, {"queue": "default"})
+    assert ids_in_flight(claim(stage.db, worker="second")) == [message_id]
 
 
 async def a_dedupe_key_stays_with_a_message_that_is_redriven_meanwhile(stage: Stage) -> None:
@@ -1089,6 +1174,8 @@ def no_worker_in(name: str, *, times: int = 1) -> Mutation:
     return mutate
 
 
+REQUEST = "WHEN EXISTS (SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id) THEN 'cancelled'\n"
+SKIPPED = "WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'\n"
 OWN = " AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(in_flight)s::bigint[]))"
 
 
@@ -1227,7 +1314,7 @@ def no_check_of_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch)
 
 
 def no_time_of_the_answered_claim(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    after = " AND m.claimed_at > coalesce(%(after)s::timestamptz, '-infinity')"
+    after = " AND v.claimed_at > coalesce(%(after)s::timestamptz, '-infinity')"
     patch.setattr(sql, "UNANSWERED_ATTEMPTS", without(sql.UNANSWERED_ATTEMPTS, after))
 
 
@@ -1322,13 +1409,6 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         no_part_in_claims("m.state = 'failed' AND "),
     ),
     (
-        "fence in renew",
-        a_stale_attempt_cannot_renew,
-        lambda stage, patch: patch.setattr(
-            sql, "RENEW_IF_HELD", without(sql.RENEW_IF_HELD, "AND m.attempt_count = a.attempt_count", times=3)
-        ),
-    ),
-    (
         "fence in watch",
         a_stale_attempt_cannot_watch,
         no_fence_in("WATCH_IF_HELD", "AND m.attempt_count = a.attempt_count"),
@@ -1336,7 +1416,6 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ("fence in forget", a_stale_attempt_cannot_delete, no_fence_in_forget),
     ("worker in finish sent", a_worker_of_a_lost_timeline_cannot_write_sent, no_worker_in("FINISH_SENT_IF_HELD")),
     ("worker in finish", a_worker_of_a_lost_timeline_cannot_write_another_end, no_worker_in("FINISH_IF_HELD")),
-    ("worker in renew", a_worker_of_a_lost_timeline_cannot_renew, no_worker_in("RENEW_IF_HELD", times=3)),
     ("worker in watch", a_worker_of_a_lost_timeline_cannot_watch, no_worker_in("WATCH_IF_HELD")),
     (
         "worker in current states",
@@ -1453,12 +1532,12 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "supersession in claim",
         an_older_message_is_not_delivered_after_a_newer_one,
-        no_part_in_claims("CASE WHEN head.newest_id IS NOT NULL OR m.expires_at <= now()", instead="CASE WHEN false"),
+        no_part_in_claims(SKIPPED),
     ),
     (
         "supersession of a lapsed attempt",
         a_lapsed_attempt_is_not_repeated_after_a_newer_message,
-        no_part_in_claims("WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'\n"),
+        no_part_in_claims(SKIPPED),
     ),
     ("order of keys", two_claims_insert_their_keys_in_one_order, no_part_in_claims(KEYS_IN_ORDER)),
     (
@@ -1500,12 +1579,54 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "cancel: older snapshot",
         a_cancel_with_an_older_snapshot_than_a_redrive_is_refused,
-        no_check_of_isolation("_try_cancel"),
+        no_check_of_isolation("_cancel_unrecorded"),
     ),
     (
         "cancel: locked row",
         a_cancel_does_not_wait_for_a_row,
-        no_guard_in_function("_try_cancel", "UPDATE SKIP LOCKED", "UPDATE"),
+        no_guard_in_function("_lock_pending", " SKIP LOCKED"),
+    ),
+    (
+        "cancel: no lock left",
+        a_cancel_leaves_no_lock_on_a_message_that_was_claimed_meanwhile,
+        no_guard_in_function("_lock_pending", "RAISE SQLSTATE 'PGOBX'", "RETURN locked"),
+    ),
+    ("request in claim", a_message_whose_cancel_met_its_claim_begins_no_other_attempt, no_part_in_claims(REQUEST)),
+    (
+        "request in claim of ordered messages",
+        an_ordered_message_whose_cancel_met_its_claim_begins_no_other_attempt,
+        no_part_in_claims(REQUEST),
+    ),
+    (
+        "request of a lapsed attempt",
+        a_cancelled_attempt_that_is_lost_is_not_repeated,
+        no_part_in_claims(REQUEST.replace("AS c WHERE c.", "AS r WHERE r.")),
+    ),
+    ("request in finish", a_cancelled_attempt_is_not_retried, no_part_in_claims(REQUEST)),
+    (
+        "request before a redrive",
+        a_redriven_message_is_not_cancelled_by_an_old_request,
+        no_guard_in_function("_redrive", "WHERE c.message_id = r.id", "WHERE false"),
+    ),
+    (
+        "lease of an attempt",
+        an_attempt_with_a_valid_lease_is_not_taken_over,
+        no_part_in_claims("AND c.lease_expires_at <= now()\n"),
+    ),
+    (
+        "lock of a claim",
+        an_attempt_whose_lease_is_being_renewed_is_not_taken_over,
+        no_part_in_claims("FOR SHARE OF c SKIP LOCKED\n"),
+    ),
+    (
+        "claim of an attempt",
+        a_claim_that_has_ended_takes_no_lease_from_the_next_one,
+        no_part_in_claims(" AND m.claimed_at = c.claimed_at"),
+    ),
+    (
+        "attempts of a deleted claim",
+        a_lapsed_claim_with_attempts_is_not_deleted,
+        newer_in("FORGET_LAPSED", ("NOT EXISTS", "true OR EXISTS")),
     ),
     (
         "dedupe: second look at a freed key",
@@ -1515,7 +1636,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "dedupe: superseded message",
         a_superseded_message_keeps_its_dedupe_key,
-        no_guard_in_function("_has_freed_key", " AND m.superseded_by IS NULL"),
+        no_guard_in_function("_has_freed_key", "WHEN m.superseded_by IS NULL THEN", "WHEN true THEN"),
     ),
     ("redrive: search", a_redrive_makes_workers_search, notifies_like_an_enqueue("_redrive")),
     ("reschedule: search", a_reschedule_makes_workers_search, notifies_like_an_enqueue("reschedule")),
@@ -1523,7 +1644,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "cancel: messages behind it",
         a_cancelled_head_of_an_ordering_key_wakes_an_idle_worker,
-        no_guard_in_function("_try_cancel", "ordered_queue IS NOT NULL", "false"),
+        no_guard_in_function("_cancel_unrecorded", "c.ordering_key IS NOT NULL", "false"),
     ),
     (
         "dismiss: attempt count",

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
 from pgoutbox.database.store import HeldRow
-from tests.support.outbox_actions import LEASE_SECONDS, cancel, claim, enqueue, finish_sent, lapse, renew, watch
+from tests.support.outbox_actions import (
+    LEASE_SECONDS,
+    cancel,
+    claim,
+    enqueue,
+    finish_sent,
+    lapse,
+    renew,
+    until_blocked,
+    watch,
+)
 
 if TYPE_CHECKING:
     import psycopg
@@ -29,7 +40,7 @@ def in_flight(connection: psycopg.Connection, *, coalesce_key: str | None = None
 
 def lease_left(connection: psycopg.Connection, message_id: int) -> float:
     (seconds,) = connection.execute(
-        "SELECT extract(epoch FROM lease_expires_at - now())::float8 FROM pgoutbox.message_live WHERE id = %s",
+        "SELECT extract(epoch FROM lease_expires_at - now())::float8 FROM pgoutbox.in_flight_view WHERE id = %s",
         [message_id],
     ).fetchone() or (0.0,)
     return float(seconds)
@@ -75,67 +86,45 @@ def test_the_answer_reports_a_successor(rolled_back: psycopg.Connection, ask: As
     assert ask(rolled_back, (message_id, 1)) == {message_id: HeldRow(message_id, False, True, True)}
 
 
-def test_a_row_that_is_being_cancelled_is_skipped_without_waiting(connect: Connect) -> None:
+def test_a_renewal_is_one_write_for_all_attempts_of_a_claim(rolled_back: psycopg.Connection) -> None:
+    ids = [enqueue(rolled_back) for _ in range(3)]
+    claim(rolled_back)
+    lapse(rolled_back, ids[0])
+    assert len(renew(rolled_back, (ids[0], 1))) == 1
+    assert [lease_left(rolled_back, message_id) for message_id in ids] == [LEASE_SECONDS] * 3
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_transaction_that_cancels_keeps_nothing_from_the_worker(connect: Connect, *, commits: bool) -> None:
     ours, theirs = connect(autocommit=True), connect()
-    locked, free = in_flight(ours), in_flight(ours)
-    lapse(ours, locked)
-    lapse(ours, free)
-    cancel(theirs, locked)
-    answer = renew(ours, (locked, 1), (free, 1))
-    assert answer == {locked: HeldRow(locked, False, False, False), free: HeldRow(free, False, False, True)}
-    theirs.commit()
-    assert renew(ours, (locked, 1)) == {locked: HeldRow(locked, True, False, True)}
+    ours.execute("SET lock_timeout = '1s'")
+    cancelled, sent = in_flight(ours), in_flight(ours)
+    for message_id in (cancelled, sent):
+        assert cancel(theirs, message_id) == "requested"
+    assert renew(ours, (cancelled, 1)) == {cancelled: HeldRow(cancelled, False, False, True)}
+    assert finish_sent(ours, (sent, 1)) == {sent}
+    theirs.commit() if commits else theirs.rollback()
+    assert renew(ours, (cancelled, 1)) == {cancelled: HeldRow(cancelled, commits, False, True)}
 
 
-def test_the_lease_of_a_locked_row_is_renewed_beside_it_and_stays_claimed(
-    connect: Connect,
-) -> None:
-    ours, theirs, others = connect(autocommit=True), connect(), connect(autocommit=True)
-    message_id = in_flight(ours)
-    cancel(theirs, message_id)
-    assert renew(ours, (message_id, 1)) == {message_id: HeldRow(message_id, False, False, True)}
-    theirs.rollback()  # After more than a lease:
-    lapse(ours, message_id)
-    assert claim(others, worker="second") == []
-    assert watch(ours, (message_id, 1)) == {message_id: HeldRow(message_id, False, False, True)}
-    assert finish_sent(ours, (message_id, 1)) == {message_id}
+async def test_a_renewal_during_a_take_over_reports_what_was_taken(connect: Connect) -> None:
+    ours, others = connect(autocommit=True), connect()
+    taken, left = (enqueue(ours, topic) for topic in ("greet", "bill"))
+    claim(ours, topics=["greet", "bill"])
+    lapse(ours, taken)
+    assert [row.id for row in claim(others, worker="second")] == [taken]
+    renewing = asyncio.create_task(asyncio.to_thread(renew, ours, (taken, 1), (left, 1)))
+    await until_blocked(others, renewing)
+    others.commit()
+    assert await renewing == {left: HeldRow(left, False, False, True)}
 
 
-@pytest.mark.parametrize("cancelled", [False, True])
-def test_a_lease_renewed_beside_its_row_expires_too(connect: Connect, cancelled: bool) -> None:
-    ours, theirs, others = connect(autocommit=True), connect(), connect(autocommit=True)
-    message_id = in_flight(ours)
-    cancel(theirs, message_id)
+def test_a_renewed_lease_is_not_taken_over(connect: Connect) -> None:
+    """The claim of lapsed attempts began before the renewal was committed."""
+    ours, others = connect(), connect(autocommit=True)
+    message_id = in_flight(others)
+    lapse(others, message_id)
     renew(ours, (message_id, 1))
-    theirs.commit() if cancelled else theirs.rollback()
-    lapse(ours, message_id)
     assert claim(others, worker="second") == []
-    ours.execute("UPDATE pgoutbox.renewal SET lease_expires_at = now()")
-    (claimed,) = claim(others, worker="second")
-    assert (claimed.state, claimed.attempt_count) == (("cancelled", 1) if cancelled else ("sending", 2))
-    assert renew(ours, (message_id, 1)) == {}
-
-
-def test_a_lease_renewed_beside_its_row_belongs_to_one_attempt_and_worker(connect: Connect) -> None:
-    ours, theirs, others = connect(autocommit=True), connect(), connect(autocommit=True)
-    message_id = in_flight(ours)
-    cancel(theirs, message_id)
-    renew(ours, (message_id, 1))
-    theirs.rollback()
-    lapse(ours, message_id)
-    for change, back in (("attempt_count = 7", "attempt_count = 1"), ("worker = 'x'", "worker = m.worker")):
-        ours.execute(f"UPDATE pgoutbox.renewal SET {change}".encode())
-        with others.transaction(force_rollback=True):
-            assert len(claim(others, worker="second")) == 1
-        joined = "FROM pgoutbox.message_live AS m WHERE m.id = r.message_id"
-        ours.execute(f"UPDATE pgoutbox.renewal AS r SET {back} {joined}".encode())
-        assert claim(others, worker="second") == []
-
-
-def test_an_expired_lease_is_not_renewed_beside_a_locked_row(connect: Connect) -> None:
-    ours, theirs = connect(autocommit=True), connect()
-    message_id = in_flight(ours)
-    lapse(ours, message_id)
-    cancel(theirs, message_id)
-    assert renew(ours, (message_id, 1)) == {message_id: HeldRow(message_id, False, False, False)}
-    assert ours.execute("SELECT FROM pgoutbox.renewal").fetchall() == []
+    ours.commit()
+    assert claim(others, worker="second") == []

@@ -18,7 +18,6 @@ from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
     attempts_of,
-    cancel,
     claim,
     enqueue,
     finish,
@@ -39,14 +38,14 @@ if TYPE_CHECKING:
     from tests.conftest import Connect
 
 
-async def test_a_row_locked_by_a_long_cancel_delays_no_other_outcomes(dsn: str, connect: Connect) -> None:
-    db, canceller = connect(autocommit=True), connect()
+async def test_a_row_that_another_session_has_locked_delays_no_other_outcomes(dsn: str, connect: Connect) -> None:
+    db, holder = connect(autocommit=True), connect()
     outbox = Outbox(settings_for(dsn))
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
         if message.id == locked:
-            assert cancel(canceller, locked) == "requested"
+            holder.execute("SELECT FROM pgoutbox.message_live WHERE id = %s FOR UPDATE", [locked])
 
     locked, *others = (enqueue(db) for _ in range(3))
     async with running(Worker(outbox)):
@@ -54,7 +53,7 @@ async def test_a_row_locked_by_a_long_cancel_delays_no_other_outcomes(dsn: str, 
         later = enqueue(db)
         await until(lambda: state_of(db, later) == State.SENT)
         assert state_of(db, locked) == State.SENDING
-        canceller.commit()
+        holder.commit()
         await until(lambda: state_of(db, locked) == State.SENT)
     assert attempts_of(db, locked) == []
 
@@ -94,12 +93,18 @@ async def test_traffic_does_not_hide_a_message_that_was_locked_when_it_was_due(
         delivered.put_nowait(message.id)
 
     victim = make(db)
-    fall_due = (
-        "UPDATE pgoutbox.message_live AS m"
-        " SET available_at = CASE state WHEN 'pending' THEN due_at ELSE available_at END,"
-        " lease_expires_at = CASE state WHEN 'sending' THEN due_at END"
-        " FROM (SELECT clock_timestamp() + %s * interval '1 s' AS due_at) AS d WHERE m.id = %s RETURNING due_at"
-    )
+    fall_due = """
+        WITH due AS (
+            SELECT clock_timestamp() + %s * interval '1 s' AS at
+        ), lease AS (
+            UPDATE pgoutbox.claim SET lease_expires_at = due.at FROM due
+        )
+        UPDATE pgoutbox.message_live AS m
+        SET available_at = CASE m.state WHEN 'pending' THEN due.at ELSE m.available_at END
+        FROM due
+        WHERE m.id = %s
+        RETURNING due.at
+    """
     db.execute(fall_due, [3600, victim])
     async with asyncio.timeout(PATIENCE_SECONDS), running(worker := WatchedWorker(outbox)):
         await worker.falls_asleep()
@@ -128,7 +133,7 @@ async def test_a_row_that_moves_while_its_finish_waits_delays_no_other_outcomes(
     dsn: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The row moves to another partition: a session that waited for the lock gets an error instead of the row."""
-    monkeypatch.setattr(sql, "FINISH_SENT_IF_HELD", sql.FINISH_SENT_IF_HELD.replace("20ms", f"{PATIENCE_SECONDS}s"))
+    monkeypatch.setattr("pgoutbox.database.store._FINISH_LOCK_TIMEOUT", f"{PATIENCE_SECONDS}s")
     db, other = connect(autocommit=True), connect()
     first, gone, last = (enqueue(db) for _ in range(3))
     claim(db)
@@ -138,7 +143,7 @@ async def test_a_row_that_moves_while_its_finish_waits_delays_no_other_outcomes(
     try:
         await until_blocked(db, finishing)
         other.commit()
-        assert await finishing == {first: State.SENT, last: State.SENT}
+        assert await finishing == ({first: State.SENT, last: State.SENT}, False)
     finally:
         await store.close()
     assert state_of(db, gone) == State.FAILED

@@ -98,8 +98,13 @@ async def test_an_attempt_whose_outcome_a_failover_lost_is_not_released_with_a_l
     async with running(worker := Worker(outbox)):
         await until(lambda: state_of(db, first) == State.SENT)
         db.execute(
-            "UPDATE pgoutbox.message"
-            " SET state = 'sending', finished_at = NULL, lease_expires_at = now() + interval '1 h' WHERE id = %s",
+            """
+            WITH back AS (
+                UPDATE pgoutbox.message SET state = 'sending', finished_at = NULL WHERE id = %s RETURNING *
+            )
+            INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids)
+            SELECT b.claimed_at, now() + interval '1 h', b.queue, b.worker, ARRAY[b.id] FROM back AS b
+            """,
             [first],
         )
         second = enqueue(db)

@@ -24,7 +24,11 @@ from tests.support.messages import put
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
+    cancel,
+    claim,
     enqueue,
+    finish_sent,
+    ids_in_flight,
     reports,
     row_of,
     rows_of,
@@ -153,14 +157,15 @@ async def test_a_worker_that_died_in_its_turn_blocks_no_other(
     assert name not in tables_of_partitions(db)
 
 
-async def test_a_turn_deletes_renewals_that_ended_a_day_ago(
+async def test_a_turn_deletes_the_requests_of_messages_that_have_ended(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:
-    for days in (0, 2):
-        db.execute("INSERT INTO pgoutbox.renewal VALUES (%(days)s, now() - %(days)s * interval '1 d', 1, 'w')",
-                   {"days": days})  # fmt: skip
+    ended, live = enqueue(db), enqueue(db)
+    assert ids_in_flight(claim(db)) == [ended, live]
+    assert [cancel(db, message_id) for message_id in (ended, live)] == ["requested"] * 2
+    finish_sent(db, (ended, 1))
     assert await member().maintenance.turn()
-    assert db.execute("SELECT message_id FROM pgoutbox.renewal").fetchall() == [(0,)]
+    assert db.execute("SELECT message_id FROM pgoutbox.cancel_request").fetchall() == [(live,)]
 
 
 async def test_the_next_turn_is_due_at_once_after_a_clock_was_ahead(

@@ -15,6 +15,7 @@ from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import Operator, Rate
 from tests.support.outbox_actions import (
     attempts_of,
+    begin,
     cancel,
     claim,
     claim_ordered,
@@ -193,14 +194,7 @@ def test_two_messages_of_a_key_are_never_in_flight_after_any_write(rolled_back: 
     _, second = ordered(rolled_back, 2)
     claim_ordered(rolled_back)
     with pytest.raises(psycopg.errors.UniqueViolation, match="message_live_ordered_in_flight"):
-        rolled_back.execute(
-            """
-            UPDATE pgoutbox.message_live
-            SET state = 'sending', attempt_count = 1, claimed_at = now(), worker = 'w', lease_expires_at = now()
-            WHERE id = %s
-            """,
-            [second],
-        )
+        begin(rolled_back, second)
 
 
 @pytest.mark.parametrize("key_is_new", [True, False])

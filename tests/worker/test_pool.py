@@ -14,7 +14,7 @@ from pgoutbox.clock import elapsed_clock
 from pgoutbox.handlers import Context, Handler
 from pgoutbox.message import Message, Sent, Transient
 from pgoutbox.observability.events import LogEvent, Telemetry
-from pgoutbox.worker.attempt import RELEASED, STOPPED, Attempt, AttemptResult, Work, watch_thread
+from pgoutbox.worker.attempt import RELEASED, STOPPED, Attempt, AttemptResult, Claim, Work, watch_thread
 from pgoutbox.worker.pool import AttemptPool
 from tests.support.waiting import until
 
@@ -83,7 +83,7 @@ async def greet(message: Message[object], ctx: Context) -> None: ...
 def attempt_of(message_id: int) -> Attempt:
     now = datetime(2024, 1, 1, tzinfo=UTC)
     message: Message[object] = Message(message_id, "greet", "default", None, None, {}, 1, 11, now, now, None)
-    return Attempt(message, Handler("greet", greet), elapsed_clock(), hold)
+    return Attempt(message, Handler("greet", greet), Claim(now), elapsed_clock(), hold)
 
 
 async def test_the_number_of_concurrent_attempts_is_limited_and_their_order_kept() -> None:

@@ -79,7 +79,9 @@ def test_a_claim_without_permits_takes_nothing_from_a_queue_with_limits(
     rolled_back: psycopg.Connection, attempt_count: int
 ) -> None:
     (message_id,) = enqueued(rolled_back, 1)
-    rolled_back.execute("UPDATE pgoutbox.message_live SET attempt_count = %s", [attempt_count])
+    rolled_back.execute(
+        "UPDATE pgoutbox.message_live SET attempt_count = %s, lane = %s", [attempt_count, min(attempt_count, 1)]
+    )
     limit(rolled_back, 60, burst=5)
     assert claim(rolled_back, by_permits=False) == []
     Operator(rolled_back).limit_rate("default", None)
@@ -275,7 +277,9 @@ def test_in_a_queue_paused_without_an_end_nothing_falls_due(rolled_back: psycopg
 @both_lanes
 def test_a_pause_ends_by_itself(rolled_back: psycopg.Connection, attempt_count: int) -> None:
     ids = enqueued(rolled_back, 1)
-    rolled_back.execute("UPDATE pgoutbox.message_live SET attempt_count = %s", [attempt_count])
+    rolled_back.execute(
+        "UPDATE pgoutbox.message_live SET attempt_count = %s, lane = %s", [attempt_count, min(attempt_count, 1)]
+    )
     rolled_back.execute(
         "INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES ('default', now(), now() + interval '1 h')"
     )

@@ -33,7 +33,6 @@ from tests.support.outbox_actions import (
     ids_in_flight,
     lapse,
     redrive,
-    renew,
     reports,
     row_of,
     rows_of,
@@ -204,10 +203,11 @@ def test_a_cancel_after_the_claim_is_a_request(connect: Connect, db: psycopg.Con
     assert finish(db, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy")) == {message_id: State.CANCELLED}
 
 
-async def test_a_worker_keeps_the_lease_of_a_message_during_a_long_rolled_back_cancel(
-    dsn: str, connect: Connect, db: psycopg.Connection
+@pytest.mark.parametrize("commits", [True, False])
+async def test_a_cancel_that_stays_open_delays_no_outcome(
+    dsn: str, connect: Connect, db: psycopg.Connection, *, commits: bool
 ) -> None:
-    outbox = Outbox(settings_for(dsn, lease_seconds=1))
+    outbox = Outbox(settings_for(dsn))
     begun, go_on = asyncio.Event(), asyncio.Event()
 
     @outbox.handler("mail")
@@ -216,26 +216,31 @@ async def test_a_worker_keeps_the_lease_of_a_message_during_a_long_rolled_back_c
         await go_on.wait()
 
     message_id, business = enqueue(db, "mail"), connect()
-    worker = WatchedWorker(outbox)
-    async with running(worker):
+    async with running(WatchedWorker(outbox)):
         await begun.wait()
         assert await asyncio.to_thread(cancel, business, message_id) == "requested"
         go_on.set()
-        lapsed = "SELECT FROM pgoutbox.message_live WHERE lease_expires_at < now() - interval '1 s'"
-        await until(lambda: db.execute(lapsed).fetchall())
-        business.rollback()
-        assert claim(db, worker="second", topics=["mail"]) == []
         await until(lambda: state_of(db, message_id) == State.SENT)
+        business.commit() if commits else business.rollback()
     assert attempts_of(db, message_id) == []
 
 
-def test_a_cancel_does_not_wait_for_an_uncommitted_claim(connect: Connect, db: psycopg.Connection) -> None:
+@pytest.mark.parametrize("claim_commits", [True, False])
+def test_a_cancel_during_a_claim_is_honoured_by_the_next_one(
+    connect: Connect, db: psycopg.Connection, *, claim_commits: bool
+) -> None:
     worker, business = connect(), connect()
     message_id = enqueue(db)
     claim(worker)
-    assert cancel(business, message_id) == "locked"
-    worker.commit()
     assert cancel(business, message_id) == "requested"
+    business.commit()
+    if claim_commits:
+        worker.commit()
+        finish(db, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy"))
+    else:
+        worker.rollback()
+        assert ids_in_flight(claim(db)) == []
+    assert state_of(db, message_id) == State.CANCELLED
 
 
 def test_a_cancel_returns_the_state_of_the_message(connect: Connect, db: psycopg.Connection) -> None:
@@ -276,38 +281,6 @@ def test_one_function_knows_which_transactions_see_new_commits(
     assert reader.execute("SELECT pgoutbox._reads_committed()").fetchone() == sees_it
     others = "SELECT proname FROM pg_proc WHERE prosrc LIKE '%transaction\\_isolation%'"
     assert db.execute(f"{others} AND pronamespace = 'pgoutbox'::regnamespace").fetchall() == [("_reads_committed",)]
-
-
-def test_a_renewal_skips_a_row_that_is_being_cancelled(connect: Connect, db: psycopg.Connection) -> None:
-    business = connect()
-    locked, free = enqueue(db), enqueue(db)
-    claim(db)
-    cancel(business, locked)
-    answer = renew(db, (locked, 1), (free, 1))
-    assert (answer[locked].in_lease, answer[free].in_lease) == (True, True)
-
-
-async def test_a_business_transaction_that_cancels_delays_only_its_own_message(
-    outbox: Outbox, connect: Connect
-) -> None:
-    db, business = connect(autocommit=True), connect()
-
-    @outbox.handler("greet")
-    async def greet(message: Message, ctx: Context) -> None:
-        if message.id == locked:
-            assert cancel(business, locked) == "requested"
-
-    locked = enqueue(db)
-    others = [enqueue(db) for _ in range(5)]
-    db.execute(SENT_GATE)
-    worker = Worker(outbox)
-    run = asyncio.create_task(worker.run_once())
-    await told_of(db, others)
-    assert state_of(db, locked) == State.SENDING
-    business.commit()
-    await run
-    assert state_of(db, locked) == State.SENT
-    assert worker.telemetry.counts[LogEvent.LEASE_LOST] == 0
 
 
 # Notifies of every sent message at its commit.

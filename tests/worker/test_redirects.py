@@ -477,7 +477,7 @@ def test_switching_on_again_replaces_the_target_and_the_end(db: psycopg.Connecti
 def record_attempt(db: psycopg.Connection, message_id: int, attempt_count: int, code: str) -> None:
     """Record an attempt that postponed its message for an hour."""
     db.execute(
-        "UPDATE pgoutbox.message SET attempt_count = %s, available_at = now() + interval '1 h' WHERE id = %s",
+        "UPDATE pgoutbox.message SET attempt_count = %s, lane = 1, available_at = now() + interval '1 h' WHERE id = %s",
         (attempt_count, message_id),
     )
     db.execute(

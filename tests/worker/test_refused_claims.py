@@ -74,7 +74,7 @@ def fresh(db: psycopg.Connection) -> int:
 def retry(db: psycopg.Connection) -> int:
     message_id = lost(db)
     db.execute(
-        "UPDATE pgoutbox.message SET state = 'pending', lease_expires_at = NULL WHERE id = %s",
+        "UPDATE pgoutbox.message SET state = 'pending', lane = 1 WHERE id = %s",
         [message_id],
     )
     make_due(db, message_id)

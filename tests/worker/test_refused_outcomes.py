@@ -117,45 +117,12 @@ async def test_another_worker_does_not_get_a_message_whose_outcome_is_refused(ds
     async with running(worker):
         await until(lambda: worker.status().outcomes_refused == 1)
         # The first lease is over, and the message cannot be claimed.
-        renewed = "SELECT lease_expires_at > %s AND now() > %s FROM pgoutbox.message_live WHERE id = %s"
+        renewed = "SELECT lease_expires_at > %s AND now() > %s FROM pgoutbox.in_flight_view WHERE id = %s"
         await until(lambda: db.execute(renewed, [leased_until, leased_until, message_id]).fetchone() == (True,))
         assert claim(db) == []
         allow(db, "sent")
         await until(lambda: state_of(db, message_id) == "sent")
     assert handed_over == {message_id: 1}
-
-
-async def test_a_refused_renewal_costs_no_other_lease(dsn: str, db: psycopg.Connection) -> None:
-    outbox = Outbox(settings_for(dsn, lease_seconds=2))
-    begun: set[int] = set()
-    may_end = asyncio.Event()
-
-    @outbox.handler("greet")
-    async def greet(message: Message, ctx: Context) -> None:
-        begun.add(message.id)
-        await may_end.wait()
-
-    refused, *others = [enqueue(db) for _ in range(3)]
-    worker = Worker(outbox)
-    async with running(worker):
-        await until(lambda: len(begun) == 3)
-        db.execute(
-            f"""
-            CREATE FUNCTION refuse_renewal() RETURNS trigger LANGUAGE plpgsql AS $$
-            BEGIN
-                RAISE EXCEPTION 'not this one';
-            END
-            $$;
-            CREATE TRIGGER refuse_renewal BEFORE UPDATE ON pgoutbox.message_live
-                FOR EACH ROW WHEN (NEW.id = {refused} AND NEW.state = 'sending') EXECUTE FUNCTION refuse_renewal();
-            """.encode()
-        )
-        live = "SELECT array_agg(id ORDER BY id) FROM pgoutbox.message_live WHERE lease_expires_at {} now()"
-        await until(lambda: db.execute(live.format("<=").encode()).fetchone() == ([refused],))
-        assert db.execute(live.format(">").encode()).fetchone() == (others,)
-        may_end.set()
-        await until(lambda: {row.state for row in rows_of(db)} == {"sent"})
-    assert worker.telemetry.counts[LogEvent.LEASE_KEEPER_FAILED] == 1
 
 
 async def test_a_stopping_worker_fails_a_delivered_message_that_it_could_not_finish(

@@ -12,7 +12,7 @@ from pgoutbox.worker import Worker
 from tests.support.outbox_actions import claim, enqueue, lapse, rows_of
 
 INFINITIES = ["infinity", "-infinity", "294276-12-31 23:59:59.999999Z", "4713-01-01 00:00Z BC", "0001-01-01 00:00Z"]
-TIMES = ["created_at", "available_at", "expires_at", "claimed_at", "lease_expires_at", "cancel_requested_at"]
+TIMES = ["created_at", "available_at", "expires_at", "claimed_at"]
 NUMBERS = ["attempt_count", "max_attempts", "attempt_budget"]
 TEXTS = [
     "destination", "coalesce_key", "dedupe_key", "ordering_key", "on_failed", "worker", "skip_reason", "last_error"

@@ -58,7 +58,7 @@ from tests.support.waiting import until
 from tests.support.worker_process import connection_count
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
     from multiprocessing.sharedctypes import Synchronized
     from multiprocessing.synchronize import Event as ProcessEvent
     from pathlib import Path
@@ -1495,10 +1495,8 @@ def deliver_and_die(dsn: str, point: str) -> None:
                 die("after claim")
             return rows
 
-        async def finish_sent(
-            self, ids: Sequence[int], attempt_counts: Sequence[int], topics: Collection[str]
-        ) -> dict[int, State]:
-            done = await super().finish_sent(ids, attempt_counts, topics)
+        async def finish_sent(self, *arguments: Any, **options: Any) -> tuple[dict[int, State], bool]:  # noqa: ANN401 - passed on
+            done = await super().finish_sent(*arguments, **options)
             die("after finish")
             return done
 

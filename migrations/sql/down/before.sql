@@ -3,7 +3,7 @@
 LOCK TABLE
     pgoutbox.home, pgoutbox.worker, pgoutbox.worker_run, pgoutbox.maintenance_run, pgoutbox.retired, pgoutbox.audit,
     pgoutbox.retention, pgoutbox.content, pgoutbox.breaker,
-    pgoutbox.dedupe, pgoutbox.ordering, pgoutbox.coalesce_head, pgoutbox.queue, pgoutbox.renewal, pgoutbox.attempt,
+    pgoutbox.dedupe, pgoutbox.ordering, pgoutbox.coalesce_head, pgoutbox.queue, pgoutbox.claim, pgoutbox.cancel_request, pgoutbox.attempt,
     pgoutbox.large_payload, pgoutbox.message
 IN ACCESS EXCLUSIVE MODE;
 
@@ -19,7 +19,7 @@ BEGIN
         SELECT v.name FROM pgoutbox.worker_view AS v
         UNION
         -- Runs with --once and --drain do not report.
-        SELECT m.worker FROM pgoutbox.message_live AS m WHERE m.state = 'sending' AND m.lease_expires_at > now()
+        SELECT v.worker FROM pgoutbox.in_flight_view AS v WHERE v.lease_expires_at > now()
     ) AS w(name);
     IF running IS NOT NULL THEN
         RAISE EXCEPTION 'pgoutbox: workers are running: %', running USING

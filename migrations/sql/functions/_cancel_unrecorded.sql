@@ -1,5 +1,5 @@
--- A worker locks a row only for one statement, so a few tries are enough. All locked messages share them: another
--- cancel_all of the same owner may have locked thousands.
+-- A message whose row is locked at this moment may be in flight a moment later. So it gets a request too, and the claim
+-- that finds the request ends the message.
 CREATE FUNCTION pgoutbox._cancel_unrecorded(message_ids bigint[], states text[])
 RETURNS TABLE (id bigint, result text)
 LANGUAGE plpgsql
@@ -7,41 +7,54 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 #variable_conflict use_column
 DECLARE
-    left_ids bigint[] := ARRAY(SELECT DISTINCT asked.id FROM unnest(message_ids) AS asked(id) ORDER BY asked.id);
-    locked_ids bigint[];
-    give_up_at timestamptz;
+    locked constant bigint[] :=
+        CASE WHEN 'pending' = ANY (states) THEN pgoutbox._lock_pending(message_ids) ELSE '{}' END;
+    requested bigint[];
+    freed_queue text;
 BEGIN
-    IF array_position(left_ids, NULL) IS NOT NULL THEN
+    IF array_position(message_ids, NULL) IS NOT NULL THEN
         RAISE EXCEPTION USING
             ERRCODE = '22004', SCHEMA = 'pgoutbox', COLUMN = 'message_id',
             MESSAGE = 'pgoutbox.cancel: message_id: must not be null';
     END IF;
-    WHILE cardinality(left_ids) > 0 LOOP
-        locked_ids := '{}';
-        FOREACH id IN ARRAY left_ids LOOP
-            result := NULL;
-            BEGIN
-                result := pgoutbox._try_cancel(id, states);
-            EXCEPTION WHEN serialization_failure THEN
-                IF NOT pgoutbox._reads_committed() THEN
-                    RAISE;
-                END IF;
-            END;
-            IF result IS NULL THEN
-                locked_ids := locked_ids || id;
-            ELSE
-                RETURN NEXT;
-            END IF;
-        END LOOP;
-        left_ids := locked_ids;
-        give_up_at := coalesce(give_up_at, clock_timestamp() + interval '100 milliseconds');
-        EXIT WHEN clock_timestamp() > give_up_at;
-        PERFORM pg_sleep(0.002) WHERE cardinality(left_ids) > 0;
+    FOR freed_queue IN
+        WITH cancelled AS (
+            UPDATE pgoutbox.message AS m
+            SET state = 'cancelled', finished_at = clock_timestamp()
+            WHERE m.id = ANY (locked) AND m.state = 'pending'
+            RETURNING m.queue, m.ordering_key
+        )
+        SELECT DISTINCT c.queue FROM cancelled AS c WHERE c.ordering_key IS NOT NULL
+    LOOP
+        PERFORM pgoutbox._notify_workers(freed_queue); -- Another message may now be the first of its key.
     END LOOP;
-    result := 'locked';
-    FOREACH id IN ARRAY left_ids LOOP
-        RETURN NEXT;
-    END LOOP;
+    WITH request AS (
+        INSERT INTO pgoutbox.cancel_request (message_id)
+        SELECT m.id
+        FROM pgoutbox.message_live AS m
+        WHERE m.id = ANY (message_ids) AND m.state = ANY (states)
+        RETURNING message_id
+    )
+    SELECT array_agg(r.message_id) INTO requested FROM request AS r;
+    IF NOT pgoutbox._reads_committed() THEN
+        -- The snapshot may be older than a redrive. Then the lock is refused, and the caller has to try again.
+        PERFORM FROM pgoutbox.message AS m
+        WHERE m.id = ANY (message_ids) AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
+        FOR KEY SHARE SKIP LOCKED;
+    END IF;
+    RETURN QUERY
+    SELECT
+        asked.id,
+        CASE
+            WHEN l.id IS NOT NULL THEN 'cancelled'
+            WHEN r.id IS NOT NULL THEN 'requested'
+            WHEN m.state = 'cancelled' THEN 'already_cancelled' -- The audit records only the first cancel.
+            ELSE coalesce(m.state, 'missing')
+        END
+    FROM (SELECT DISTINCT a.id FROM unnest(message_ids) AS a(id)) AS asked
+    LEFT JOIN unnest(locked) AS l(id) ON l.id = asked.id
+    LEFT JOIN unnest(requested) AS r(id) ON r.id = asked.id
+    LEFT JOIN pgoutbox.message AS m ON m.id = asked.id;
 END
 $function$;
 

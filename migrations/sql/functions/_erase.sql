@@ -25,6 +25,7 @@ DECLARE
     head_topics text[];
     head_keys text[];
     dedupe_ids bigint[];
+    pending_ids bigint[];
     part text;
     gone jsonb;
     retired jsonb;
@@ -84,11 +85,13 @@ BEGIN
         ARRAY(SELECT d.message_id FROM deduped AS d)
     INTO known_ids, tail_queues, tail_keys, head_topics, head_keys, dedupe_ids;
 
+    pending_ids := pgoutbox._lock_pending(ids);
     WITH locked AS MATERIALIZED (
         SELECT m.id, m.state
         FROM pgoutbox.message AS m
         WHERE m.id = ANY (ids)
             AND m.state IN ('pending', 'sent', 'failed', 'skipped', 'cancelled')
+            AND (m.state <> 'pending' OR m.id IN (SELECT p.id FROM unnest(pending_ids) AS p(id)))
             AND (_erase.owner IS NULL OR m.owner = _erase.owner)
             AND (
                 destinations IS NULL

@@ -1,24 +1,29 @@
--- A superseded message keeps its key: the newer message replaces it. The final state of a deleted message is unknown,
--- so it keeps its key too. Volatile, so that each look sees all earlier commits.
+-- The newest message of its coalesce key stands for a superseded message. The final state of a deleted message is
+-- unknown, so it keeps its key. Volatile, so that each look sees all earlier commits.
 CREATE FUNCTION pgoutbox._has_freed_key(p_id bigint)
 RETURNS boolean
 LANGUAGE plpgsql
 VOLATILE
 AS $function$
+DECLARE
+    standing_id bigint;
 BEGIN
-    -- Separate, because most messages are found here: the query below locks every partition against its retirement.
+    -- Separate, because most messages are found here: the queries below lock every partition against its retirement.
     IF EXISTS (SELECT FROM pgoutbox.message_live AS m WHERE m.id = p_id) THEN
         RETURN false;
     END IF;
+    SELECT CASE WHEN m.superseded_by IS NULL THEN m.id ELSE head.newest_id END
+    INTO standing_id
+    FROM pgoutbox.message AS m
+    LEFT JOIN pgoutbox.coalesce_head AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    WHERE m.id = p_id;
     IF NOT pgoutbox._reads_committed() THEN
         -- The snapshot may be older than a redrive of the message. Then the lock is refused with 40001.
-        PERFORM FROM pgoutbox.message AS m WHERE m.id = p_id AND m.state IN ('cancelled', 'skipped')
+        PERFORM FROM pgoutbox.message AS m WHERE m.id = standing_id AND m.state IN ('cancelled', 'skipped')
         FOR KEY SHARE SKIP LOCKED;
     END IF;
     RETURN EXISTS (
-        SELECT
-        FROM pgoutbox.message AS m
-        WHERE m.id = p_id AND m.state IN ('cancelled', 'skipped') AND m.superseded_by IS NULL
+        SELECT FROM pgoutbox.message AS m WHERE m.id = standing_id AND m.state IN ('cancelled', 'skipped')
     );
 END
 $function$;

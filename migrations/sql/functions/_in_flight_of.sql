@@ -11,8 +11,8 @@ BEGIN
         SELECT count(*)
         FROM (
             SELECT
-            FROM pgoutbox.message_live AS m
-            WHERE m.queue = p_queue AND m.state = 'sending' AND m.lease_expires_at > clock_timestamp()
+            FROM pgoutbox.in_flight_view AS v
+            WHERE v.queue = p_queue AND v.lease_expires_at > clock_timestamp()
             LIMIT at_most
         ) AS in_flight
     );

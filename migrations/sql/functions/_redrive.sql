@@ -62,7 +62,7 @@ BEGIN
             destination = coalesce(_redrive.destination, m.destination),
             available_at = now(),
             finished_at = NULL,
-            cancel_requested_at = NULL,
+            lane = least(m.attempt_count, 1),
             max_attempts = m.attempt_count + m.attempt_budget
         FROM locked AS l
         WHERE m.id = l.id
@@ -76,6 +76,8 @@ BEGIN
                 OR EXISTS (SELECT FROM rekeyed AS k WHERE k.message_id = l.id)
             )
         RETURNING m.id, m.queue, l.destination
+    ), forgotten AS (
+        DELETE FROM pgoutbox.cancel_request AS c USING redriven AS r WHERE c.message_id = r.id
     ), notified AS MATERIALIZED (
         SELECT pgoutbox._wake_all_workers(q.queue)
         FROM (SELECT DISTINCT r.queue FROM redriven AS r) AS q

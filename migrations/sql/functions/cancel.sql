@@ -9,5 +9,5 @@ $function$;
 
 COMMENT ON FUNCTION pgoutbox.cancel IS
     'Cancel a message in this transaction, if it is in one of the states. Returns cancelled, requested (an attempt is '
-    'in flight: its handler is notified, and it is not retried), the other state of the message, locked (the row '
-    'stayed locked: try again), missing, or already_cancelled if it was cancelled before.';
+    'in flight: its handler is notified, and it is not retried), the other state of the message, missing, or '
+    'already_cancelled if it was cancelled before.';

@@ -10,6 +10,7 @@ AS $function$
 #variable_conflict use_column
 DECLARE
     due_at constant timestamptz := greatest(reschedule.available_at, now());
+    pending_ids bigint[];
 BEGIN
     IF reschedule.available_at IS NOT NULL
         AND (NOT isfinite(reschedule.available_at) OR reschedule.available_at > now() + interval '10 years')
@@ -18,69 +19,56 @@ BEGIN
             ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = 'available_at',
             MESSAGE = 'pgoutbox.reschedule: available_at: must be finite and not more than 10 years ahead';
     END IF;
-    FOR trial IN 1..50 LOOP
-        -- A row that moves to another partition at this moment cannot be locked. It must not fail the transaction of an
-        -- application. The sort returns no row before all are locked, so a try that fails has returned nothing.
-        BEGIN
-            RETURN QUERY
-            WITH asked AS (
-                SELECT DISTINCT a.id FROM unnest(ids) AS a(id)
-            ), locked AS MATERIALIZED (
-                SELECT m.id, head.newest_id
-                FROM asked AS a
-                JOIN pgoutbox.message_live AS m ON m.id = a.id
-                LEFT JOIN pgoutbox.coalesce_head AS head
-                    ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
-                WHERE m.state = 'pending'
-                ORDER BY m.id
-                FOR NO KEY UPDATE OF m SKIP LOCKED
-            ), rescheduled AS (
-                UPDATE pgoutbox.message_live AS m
-                SET available_at = due_at
-                FROM locked AS l
-                WHERE m.id = l.id
-                    AND m.state = 'pending'
-                    AND coalesce(l.newest_id <= m.id, true)
-                    AND coalesce(m.expires_at > due_at, true)
-                RETURNING m.id, m.queue
-            ), notified AS MATERIALIZED (
-                SELECT pgoutbox._wake_all_workers(q.queue)
-                FROM (SELECT DISTINCT r.queue FROM rescheduled AS r) AS q
-            ), recorded AS MATERIALIZED (
-                SELECT pgoutbox._record_act(
-                    'reschedule',
-                    message_ids => array_agg(r.id ORDER BY r.id),
-                    details => jsonb_build_object('available_at', due_at)
-                )
-                FROM rescheduled AS r
-                HAVING count(*) > 0 AND pgoutbox._is_act()
-            )
-            SELECT
-                a.id,
-                CASE
-                    WHEN m.id IS NULL THEN 'missing'
-                    WHEN m.state <> 'pending' THEN 'wrong_state'
-                    WHEN r.id IS NOT NULL AND (SELECT count(*) FROM notified) + (SELECT count(*) FROM recorded) > 0
-                        THEN 'rescheduled'
-                    WHEN head.newest_id > a.id THEN 'superseded'
-                    WHEN m.expires_at <= due_at THEN 'expires'
-                    ELSE 'locked'
-                END,
-                m.state,
-                CASE WHEN head.newest_id > a.id THEN head.newest_id END
-            FROM asked AS a
-            LEFT JOIN pgoutbox.message AS m ON m.id = a.id
-            LEFT JOIN pgoutbox.coalesce_head AS head
-                ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
-            LEFT JOIN rescheduled AS r ON r.id = a.id
-            ORDER BY a.id;
-            RETURN;
-        EXCEPTION WHEN serialization_failure THEN
-            IF trial = 50 OR NOT pgoutbox._reads_committed() THEN
-                RAISE;
-            END IF;
-        END;
-    END LOOP;
+    pending_ids := pgoutbox._lock_pending(ids);
+    RETURN QUERY
+    WITH asked AS (
+        SELECT DISTINCT a.id FROM unnest(ids) AS a(id)
+    ), locked AS MATERIALIZED (
+        SELECT m.id, head.newest_id
+        FROM unnest(pending_ids) AS p(id)
+        JOIN pgoutbox.message_live AS m ON m.id = p.id
+        LEFT JOIN pgoutbox.coalesce_head AS head
+            ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    ), rescheduled AS (
+        UPDATE pgoutbox.message_live AS m
+        SET available_at = due_at
+        FROM locked AS l
+        WHERE m.id = l.id
+            AND m.state = 'pending'
+            AND coalesce(l.newest_id <= m.id, true)
+            AND coalesce(m.expires_at > due_at, true)
+        RETURNING m.id, m.queue
+    ), notified AS MATERIALIZED (
+        SELECT pgoutbox._wake_all_workers(q.queue)
+        FROM (SELECT DISTINCT r.queue FROM rescheduled AS r) AS q
+    ), recorded AS MATERIALIZED (
+        SELECT pgoutbox._record_act(
+            'reschedule',
+            message_ids => array_agg(r.id ORDER BY r.id),
+            details => jsonb_build_object('available_at', due_at)
+        )
+        FROM rescheduled AS r
+        HAVING count(*) > 0 AND pgoutbox._is_act()
+    )
+    SELECT
+        a.id,
+        CASE
+            WHEN m.id IS NULL THEN 'missing'
+            WHEN m.state <> 'pending' THEN 'wrong_state'
+            WHEN r.id IS NOT NULL AND (SELECT count(*) FROM notified) + (SELECT count(*) FROM recorded) > 0
+                THEN 'rescheduled'
+            WHEN head.newest_id > a.id THEN 'superseded'
+            WHEN m.expires_at <= due_at THEN 'expires'
+            ELSE 'locked'
+        END,
+        m.state,
+        CASE WHEN head.newest_id > a.id THEN head.newest_id END
+    FROM asked AS a
+    LEFT JOIN pgoutbox.message AS m ON m.id = a.id
+    LEFT JOIN pgoutbox.coalesce_head AS head
+        ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    LEFT JOIN rescheduled AS r ON r.id = a.id
+    ORDER BY a.id;
 END
 $function$;
 

@@ -46,22 +46,22 @@ BEGIN
             pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
             pgoutbox._is_known_topic, pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here,
             pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of, pgoutbox._in_flight_of,
-            pgoutbox._renewed_until, pgoutbox._is_limited, pgoutbox._take_turn, pgoutbox._forget_sent,
+            pgoutbox._is_limited, pgoutbox._take_turn, pgoutbox._forget_sent,
             pgoutbox._redacted_text, pgoutbox._enqueue_failure,
             pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule, pgoutbox._prune_coalesce, pgoutbox._prune_ordering,
-            pgoutbox._prune_content, pgoutbox._prune_audit, pgoutbox._forget_renewals,
+            pgoutbox._prune_content, pgoutbox._prune_audit, pgoutbox._forget_requests,
             pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._retire_partition,
             pgoutbox._clear_retired
         TO pgoutbox_worker;
         GRANT SELECT ON
             pgoutbox.message, pgoutbox.message_live, pgoutbox.large_payload, pgoutbox.coalesce_head, pgoutbox.content,
-            pgoutbox.queue, pgoutbox.breaker, pgoutbox.redirect, pgoutbox.retention
+            pgoutbox.cancel_request, pgoutbox.queue, pgoutbox.breaker, pgoutbox.redirect, pgoutbox.retention
         TO pgoutbox_worker;
         GRANT SELECT ON SEQUENCE pgoutbox.message_id_seq TO pgoutbox_worker;
         GRANT SELECT (id, queue, ordering_key, on_failed) ON pgoutbox.message_failed TO pgoutbox_worker;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.queue_view, pgoutbox.breaker_view, pgoutbox.retention_view,
-            pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.blackout_view, pgoutbox.worker_view,
+            pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.blackout_view, pgoutbox.in_flight_view, pgoutbox.worker_view,
             pgoutbox.home_view, pgoutbox.maintenance_run, pgoutbox.retired
         TO pgoutbox_worker;
         GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, succeeded_at, worker)
@@ -69,12 +69,12 @@ BEGIN
         GRANT SELECT, INSERT (worker, failures), UPDATE (ended_at, interval_seconds, worker, failures)
         ON pgoutbox.worker_run TO pgoutbox_worker;
         GRANT UPDATE (
-            state, attempt_count, max_attempts, available_at, claimed_at, worker, lease_expires_at, finished_at,
+            state, attempt_count, max_attempts, available_at, lane, claimed_at, worker, key_in_flight, finished_at,
             skip_reason, superseded_by, last_error
         ) ON pgoutbox.message TO pgoutbox_worker;
-        GRANT UPDATE (lease_expires_at) ON pgoutbox.message_live TO pgoutbox_worker;
+        GRANT UPDATE (lane) ON pgoutbox.message_live TO pgoutbox_worker; -- A row lock needs the right to update a column.
         GRANT INSERT ON pgoutbox.attempt TO pgoutbox_worker;
-        GRANT SELECT, INSERT, UPDATE ON pgoutbox.renewal TO pgoutbox_worker;
+        GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.claim TO pgoutbox_worker;
         GRANT UPDATE (tokens, tokens_at) ON pgoutbox.queue TO pgoutbox_worker;
         GRANT INSERT, UPDATE, DELETE ON pgoutbox.breaker TO pgoutbox_worker;
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.redirect_report TO pgoutbox_worker;
@@ -86,7 +86,7 @@ BEGIN
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
             pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view,
-            pgoutbox.blackout_view, pgoutbox.worker_view, pgoutbox.home_view
+            pgoutbox.blackout_view, pgoutbox.in_flight_view, pgoutbox.worker_view, pgoutbox.home_view
         TO pgoutbox_viewer;
         GRANT SELECT (ended_at, interval_seconds, worker) ON pgoutbox.worker_run TO pgoutbox_viewer;
         GRANT EXECUTE ON FUNCTION
@@ -104,7 +104,7 @@ BEGIN
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
             pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view,
-            pgoutbox.blackout_view, pgoutbox.worker_view, pgoutbox.home_view
+            pgoutbox.blackout_view, pgoutbox.in_flight_view, pgoutbox.worker_view, pgoutbox.home_view
         TO pgoutbox_operator;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here, pgoutbox._redacted_text,
@@ -116,7 +116,7 @@ BEGIN
             pgoutbox.erase, pgoutbox._erase, pgoutbox._selected_messages,
             pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,
             pgoutbox._prune_coalesce, pgoutbox._prune_ordering, pgoutbox._prune_content, pgoutbox._prune_audit,
-            pgoutbox._forget_renewals, pgoutbox.set_retention, pgoutbox.unset_retention,
+            pgoutbox._forget_requests, pgoutbox.set_retention, pgoutbox.unset_retention,
             pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._retire_partition,
             pgoutbox._clear_retired
         TO pgoutbox_operator;

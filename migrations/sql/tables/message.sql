@@ -8,8 +8,6 @@ CREATE TABLE pgoutbox.message (
     available_at        timestamptz NOT NULL DEFAULT now(),
     expires_at          timestamptz,
     claimed_at          timestamptz,
-    lease_expires_at    timestamptz,
-    cancel_requested_at timestamptz,
     finished_at         timestamptz,
     superseded_by       bigint,
     resend_of           bigint,
@@ -18,6 +16,7 @@ CREATE TABLE pgoutbox.message (
     attempt_count       integer     NOT NULL DEFAULT 0,
     max_attempts        integer     NOT NULL DEFAULT 11,
     attempt_budget      integer     NOT NULL DEFAULT 11,
+    lane                smallint    NOT NULL DEFAULT 0,
     state               text        NOT NULL DEFAULT 'pending',
     topic               text COLLATE "C" NOT NULL,
     queue               text COLLATE "C" NOT NULL DEFAULT 'default',
@@ -26,6 +25,7 @@ CREATE TABLE pgoutbox.message (
     dedupe_key          text COLLATE "C",
     ordering_key        text COLLATE "C",
     owner               text COLLATE "C",
+    key_in_flight       text COLLATE "C",
     on_failed           text,
     worker              text,
     skip_reason         text,
@@ -49,10 +49,6 @@ COMMENT ON COLUMN pgoutbox.message.created_at IS 'Start of the transaction that 
 COMMENT ON COLUMN pgoutbox.message.available_at IS 'Earliest claim of a pending message.';
 COMMENT ON COLUMN pgoutbox.message.expires_at IS 'Time after which the message is skipped if it was not handed over.';
 COMMENT ON COLUMN pgoutbox.message.claimed_at IS 'Start of the last attempt.';
-COMMENT ON COLUMN pgoutbox.message.lease_expires_at IS
-    'When the attempt in flight counts as lost unless its worker renews the lease.';
-COMMENT ON COLUMN pgoutbox.message.cancel_requested_at IS
-    'When the attempt in flight was asked to cancel. It is not retried.';
 COMMENT ON COLUMN pgoutbox.message.finished_at IS 'When the message reached its final state.';
 COMMENT ON COLUMN pgoutbox.message.superseded_by IS
     'The newer message of the same coalesce key that superseded this one.';
@@ -66,6 +62,8 @@ COMMENT ON COLUMN pgoutbox.message.max_attempts IS
     'The attempt after which a transient failure is final. Snooze, release and redrive raise it.';
 COMMENT ON COLUMN pgoutbox.message.attempt_budget IS
     'Number of attempts that enqueue granted. Each redrive grants as many again.';
+COMMENT ON COLUMN pgoutbox.message.lane IS
+    'The lane of its next claim: 0 before the first attempt, 1 after it. A claim does not change it.';
 COMMENT ON COLUMN pgoutbox.message.state IS 'pending, sending, sent, failed, skipped or cancelled.';
 COMMENT ON COLUMN pgoutbox.message.topic IS 'Kind of the message; selects the handler.';
 COMMENT ON COLUMN pgoutbox.message.queue IS 'The queue, which has its own workers, limits and pause.';
@@ -78,6 +76,8 @@ COMMENT ON COLUMN pgoutbox.message.ordering_key IS
     'Messages of one queue and ordering key are delivered one after the other, in order of ids.';
 COMMENT ON COLUMN pgoutbox.message.owner IS
     'The person or thing of the application to which the message belongs.';
+COMMENT ON COLUMN pgoutbox.message.key_in_flight IS
+    'The coalesce or ordering key of a message in flight. Two of one key cannot be in flight.';
 COMMENT ON COLUMN pgoutbox.message.on_failed IS
     'halt: if this message fails, later messages of its ordering key wait for redrive or prune.';
 COMMENT ON COLUMN pgoutbox.message.worker IS 'The worker of the current or last attempt.';

@@ -1,7 +1,7 @@
 CREATE TABLE pgoutbox.message_done PARTITION OF pgoutbox.message (
     CONSTRAINT message_done_pkey PRIMARY KEY (id, finished_at),
     CONSTRAINT message_done_sound CHECK (
-        lease_expires_at IS NULL
+        key_in_flight IS NULL
         AND (state <> 'sent' OR (attempt_count > 0 AND worker IS NOT NULL AND claimed_at IS NOT NULL))
         AND (state = 'skipped') = (skip_reason IS NOT NULL)
         AND (superseded_by IS NULL OR (state = 'skipped' AND superseded_by > id))

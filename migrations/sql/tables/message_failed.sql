@@ -1,7 +1,7 @@
 CREATE TABLE pgoutbox.message_failed PARTITION OF pgoutbox.message (
     CONSTRAINT message_failed_pkey PRIMARY KEY (id),
     CONSTRAINT message_failed_sound CHECK (
-        finished_at IS NOT NULL AND lease_expires_at IS NULL AND attempt_count > 0 AND skip_reason IS NULL
+        finished_at IS NOT NULL AND key_in_flight IS NULL AND attempt_count > 0 AND skip_reason IS NULL
     )
 ) FOR VALUES IN ('failed');
 

@@ -1,4 +1,4 @@
--- A claim writes a new version of the row. Half of each page is left free for these versions: on the same page,
+-- A claim writes a new version of the row. Most of each page is left free for these versions: on the same page,
 -- PostgreSQL logs only the change, and elsewhere the whole row and a lock of the old version (docs/decisions/0024).
 --
 -- Each partition has one CHECK for its states. PostgreSQL prepares the CHECKs of a table again for every statement:
@@ -8,8 +8,9 @@ CREATE TABLE pgoutbox.message_live PARTITION OF pgoutbox.message (
     CONSTRAINT message_live_sound CHECK (
         CASE state
             WHEN 'pending'
-                THEN lease_expires_at IS NULL AND cancel_requested_at IS NULL AND attempt_count < max_attempts
-            ELSE lease_expires_at IS NOT NULL AND claimed_at IS NOT NULL AND worker IS NOT NULL AND attempt_count > 0
+                THEN key_in_flight IS NULL AND attempt_count < max_attempts AND lane = least(attempt_count, 1)
+            ELSE claimed_at IS NOT NULL AND worker IS NOT NULL AND attempt_count > 0
+                AND key_in_flight IS NOT DISTINCT FROM coalesce(coalesce_key, ordering_key)
         END
         AND finished_at IS NULL
         AND attempt_count >= 0
@@ -20,7 +21,7 @@ CREATE TABLE pgoutbox.message_live PARTITION OF pgoutbox.message (
     )
 ) FOR VALUES IN ('pending', 'sending')
 WITH (
-    fillfactor = 50,
+    fillfactor = 45,
     autovacuum_vacuum_threshold = 2000,
     autovacuum_vacuum_scale_factor = 0.02,
     autovacuum_vacuum_insert_scale_factor = 0.2,
@@ -29,22 +30,18 @@ WITH (
     autovacuum_vacuum_cost_delay = 1
 );
 
--- The three lanes of a claim. Fresh messages, retries and messages in flight are read from different indexes, so that a
--- backlog of one never delays another.
+-- A claim changes no column of an index, except the key of a message that has one. So its new version of the row needs
+-- no index entries (heap-only tuple, docs/decisions/0043). Fresh messages and retries are read from different indexes, so
+-- that a backlog of one never delays the other.
 CREATE INDEX message_live_fresh ON pgoutbox.message_live (queue, available_at, id)
-WHERE attempt_count = 0 AND ordering_key IS NULL;
+WHERE lane = 0 AND ordering_key IS NULL;
 
 CREATE INDEX message_live_retry ON pgoutbox.message_live (queue, available_at, id)
-WHERE attempt_count > 0 AND state = 'pending' AND ordering_key IS NULL;
-
--- A message in `sending` is due again when its lease ends: recovery needs only this index. Its condition is the lease
--- and not the state: with the state, the planner could use it for a finish instead of the primary key.
-CREATE INDEX message_live_lease ON pgoutbox.message_live (queue, lease_expires_at, id)
-WHERE lease_expires_at IS NOT NULL;
+WHERE lane = 1 AND ordering_key IS NULL;
 
 -- The guard of "two are never in flight at once": whatever the snapshots of two claims, only one of them can commit.
-CREATE UNIQUE INDEX message_live_in_flight ON pgoutbox.message_live (topic, coalesce_key)
-WHERE state = 'sending' AND coalesce_key IS NOT NULL;
+CREATE UNIQUE INDEX message_live_in_flight ON pgoutbox.message_live (topic, key_in_flight)
+WHERE key_in_flight IS NOT NULL AND ordering_key IS NULL;
 
 -- Messages with an ordering key have their own lane. A claim reads only the first message of each key, and none of the
 -- messages behind it.
@@ -52,9 +49,9 @@ CREATE INDEX message_live_ordered ON pgoutbox.message_live (queue, ordering_key,
 WHERE ordering_key IS NOT NULL;
 
 CREATE INDEX message_live_ordered_due ON pgoutbox.message_live (queue, available_at)
-WHERE ordering_key IS NOT NULL AND state = 'pending';
+WHERE ordering_key IS NOT NULL;
 
-CREATE UNIQUE INDEX message_live_ordered_in_flight ON pgoutbox.message_live (queue, ordering_key)
-WHERE ordering_key IS NOT NULL AND state = 'sending';
+CREATE UNIQUE INDEX message_live_ordered_in_flight ON pgoutbox.message_live (queue, key_in_flight)
+WHERE key_in_flight IS NOT NULL AND ordering_key IS NOT NULL;
 
 COMMENT ON TABLE pgoutbox.message_live IS 'Messages that are pending or sending.';

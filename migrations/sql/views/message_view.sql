@@ -10,12 +10,17 @@ SELECT
     m.attempt_count,
     m.max_attempts,
     m.attempt_budget,
+    m.lane,
     m.created_at,
     m.available_at,
     m.expires_at,
     m.claimed_at,
-    m.lease_expires_at,
-    m.cancel_requested_at,
+    (
+        SELECT c.lease_expires_at
+        FROM pgoutbox.claim AS c
+        WHERE c.worker = m.worker AND c.claimed_at = m.claimed_at AND m.state = 'sending'
+    ) AS lease_expires_at,
+    (SELECT min(c.requested_at) FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id) AS cancel_requested_at,
     m.finished_at,
     m.worker,
     m.coalesce_key,

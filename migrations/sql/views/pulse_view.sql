@@ -7,7 +7,7 @@ SELECT
     (SELECT r.succeeded_at FROM pgoutbox.maintenance_run AS r) AS maintained_at,
     (
         SELECT count(*)
-        FROM (SELECT FROM pgoutbox.message_live AS m WHERE m.lease_expires_at IS NOT NULL LIMIT 1000) AS held
+        FROM (SELECT FROM pgoutbox.in_flight_view AS v LIMIT 1000) AS held
     ) AS in_flight,
     (SELECT count(*) FROM (SELECT FROM pgoutbox.message_live AS m LIMIT 1000) AS live) AS live,
     (SELECT count(*) FROM (SELECT FROM pgoutbox.message_failed AS m LIMIT 1000) AS failed) AS failed,

@@ -15,8 +15,8 @@ SELECT
     q.tokens_per_second,
     (
         SELECT count(*)
-        FROM pgoutbox.message_live AS m
-        WHERE m.queue = q.name AND m.state = 'sending' AND m.lease_expires_at > now()
+        FROM pgoutbox.in_flight_view AS v
+        WHERE v.queue = q.name AND v.lease_expires_at > now()
     ) AS in_flight
 FROM pgoutbox.queue AS q;
 

@@ -51,7 +51,7 @@ LEFT JOIN LATERAL (
 LEFT JOIN LATERAL (
     SELECT s.id
     FROM pgoutbox.message_live AS s
-    WHERE s.topic = m.topic AND s.coalesce_key = m.coalesce_key AND s.state = 'sending' AND s.id <> m.id
+    WHERE s.topic = m.topic AND s.key_in_flight = m.coalesce_key AND s.ordering_key IS NULL AND s.id <> m.id
     LIMIT 1
 ) AS sibling ON m.coalesce_key IS NOT NULL
 LEFT JOIN LATERAL (

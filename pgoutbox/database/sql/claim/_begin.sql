@@ -3,12 +3,12 @@
 UPDATE pgoutbox.message AS m
 SET state = j.state,
     attempt_count = m.attempt_count + CASE WHEN j.state = 'sending' THEN 1 ELSE 0 END,
-    claimed_at = CASE WHEN j.state = 'sending' THEN now() ELSE m.claimed_at END,
+    claimed_at = CASE WHEN j.state = 'sending' THEN (SELECT c.claimed_at FROM claim AS c) ELSE m.claimed_at END,
     worker = CASE WHEN j.state = 'sending' THEN %(worker)s::text ELSE m.worker END,
-    lease_expires_at = CASE WHEN j.state = 'sending' THEN now() + make_interval(secs => %(lease_seconds)s::float8) END,
-    finished_at = CASE WHEN j.state = 'skipped' THEN now() END,
+    key_in_flight = CASE WHEN j.state = 'sending' THEN coalesce(m.coalesce_key, m.ordering_key) END,
+    finished_at = CASE WHEN j.state <> 'sending' THEN now() END,
     skip_reason = CASE WHEN j.state = 'skipped' THEN coalesce('superseded by ' || j.newer_id, 'expired') END,
-    superseded_by = j.newer_id
+    superseded_by = CASE WHEN j.state = 'skipped' THEN j.newer_id END
 FROM (
     SELECT *
     FROM judged

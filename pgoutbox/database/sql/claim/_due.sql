@@ -1,8 +1,13 @@
 -- Due messages of a queue without an ordering key that may begin now, or that end because they are superseded. The
 -- including statement adds the conditions of its lane, an order, a limit and row locks.
--- An attempt begins (`sending`), or the message ends (`skipped`) because it is superseded or expired.
+-- An attempt begins (`sending`), or the message ends: `cancelled`, or `skipped` because it is superseded or expired.
 SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, head.newest_id AS newer_id,
-    CASE WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped' ELSE 'sending' END AS state
+    CASE
+        -- Its row was locked when a transaction cancelled it.
+        WHEN EXISTS (SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id) THEN 'cancelled'
+        WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'
+        ELSE 'sending'
+    END AS state
 -- The partition message_live holds only pending and sending messages. Finished messages never slow down a claim.
 FROM pgoutbox.message_live AS m
 -- The newer message of the same key that supersedes this one.
@@ -12,10 +17,10 @@ LEFT JOIN pgoutbox.coalesce_head AS head
 -- attempts in flight.
 LEFT JOIN LATERAL (
     SELECT s.id FROM pgoutbox.message_live AS s
-    WHERE s.topic = m.topic AND s.coalesce_key = m.coalesce_key AND s.state = 'sending' LIMIT 1
+    WHERE s.topic = m.topic AND s.key_in_flight = m.coalesce_key AND s.ordering_key IS NULL LIMIT 1
 ) AS sibling ON true
 -- now() can be an index condition; clock_timestamp(), which is volatile, cannot.
-WHERE m.queue = %(queue)s::text AND m.ordering_key IS NULL AND m.available_at <= now()
+WHERE m.queue = %(queue)s::text AND m.ordering_key IS NULL AND m.available_at <= now() AND m.state = 'pending'
     AND m.topic = ANY (%(topics)s::text[])
     -- Two messages of a key are never in flight: this one waits for its sibling, unless it ends as superseded.
     AND (sibling.id IS NULL OR head.newest_id IS NOT NULL)

@@ -1,7 +1,7 @@
 -- Write what the CTE `judged` has decided about lapsed attempts that are not tried again.
 UPDATE pgoutbox.message AS m
 SET state = j.state,
-    lease_expires_at = NULL,
+    key_in_flight = NULL,
     finished_at = now(),
     skip_reason = CASE WHEN j.state = 'skipped' THEN coalesce('superseded by ' || j.newer_id, 'expired') END,
     superseded_by = CASE WHEN j.state = 'skipped' THEN j.newer_id END,

@@ -4,7 +4,8 @@ AND first.topic = ANY (%(topics)s::text[])
 -- No other message of the key is in flight.
 AND NOT EXISTS (
     SELECT FROM pgoutbox.message_live AS sibling
-    WHERE sibling.queue = %(queue)s::text AND sibling.ordering_key = v.ordering_key AND sibling.state = 'sending'
+    WHERE sibling.queue = %(queue)s::text AND sibling.key_in_flight = v.ordering_key
+        AND sibling.ordering_key IS NOT NULL
 )
 -- No failed message before it halts the key.
 AND NOT EXISTS (

@@ -1,4 +1,4 @@
--- The lane of fresh messages: those that were never attempted, which are always pending. It has the index
--- message_live_fresh, so that a backlog of retries never delays them.
-AND m.attempt_count = 0
+-- The lane of fresh messages, which has the index message_live_fresh: a backlog of retries never delays it. Messages in
+-- flight are still in it, because a claim changes no index.
+AND m.lane = 0
 \ir _after_position.sql

@@ -1,23 +1,24 @@
 -- Attempts whose lease has lapsed, and their decision: the message ends as cancelled, skipped or failed, or `sending`
--- because it is tried again. The including statement adds conditions, an order, a limit and row locks.
+-- because it is tried again. The including statement adds conditions, an order, a limit and row locks. The lock of the
+-- claim keeps its worker from renewing the lease meanwhile.
 SELECT m.ctid AS place, m.id, m.attempt_count, m.worker, m.claimed_at, head.newest_id AS newer_id,
     coalesce(ending.state, 'sending') AS state
-FROM pgoutbox.message_live AS m
+FROM pgoutbox.claim AS c
+-- Without ANY, the planner may read the whole table once instead of looking up each message.
+JOIN pgoutbox.message_live AS m ON m.id = ANY (c.ids) AND m.worker = c.worker AND m.claimed_at = c.claimed_at
 -- The newer message of the same key that supersedes this one.
 LEFT JOIN pgoutbox.coalesce_head AS head
     ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
 CROSS JOIN LATERAL (
     SELECT CASE
-        WHEN m.cancel_requested_at IS NOT NULL THEN 'cancelled'
+        WHEN EXISTS (SELECT FROM pgoutbox.cancel_request AS r WHERE r.message_id = m.id) THEN 'cancelled'
         WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'
         -- hold_topics: topics that hold a message with an unknown outcome for a person instead of trying it again.
         WHEN m.attempt_count >= m.max_attempts OR m.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
     END
 ) AS ending(state)
 WHERE m.state = 'sending'
-    AND m.lease_expires_at <= now()
-    -- A lease is also renewed in the table renewal, while another transaction has locked the message's row.
-    AND greatest(m.lease_expires_at, pgoutbox._renewed_until(m.id, m.attempt_count, m.worker)) <= now()
+    AND c.lease_expires_at <= now()
     AND m.topic = ANY (%(topics)s::text[])
     -- in_flight: the attempts of this worker. After a suspension or an outage it renews their leases instead.
     -- Other attempts in its name are lost, for example by a failover.

@@ -1,4 +1,3 @@
--- The lane of retries: pending messages that were attempted before. It has the index message_live_retry, so that
--- retries and fresh messages do not delay each other.
-AND m.attempt_count > 0 AND m.state = 'pending'
+-- The lane of retries: messages that were attempted before. It has the index message_live_retry.
+AND m.lane = 1
 \ir _after_position.sql

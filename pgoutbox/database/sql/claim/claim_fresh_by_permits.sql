@@ -7,5 +7,7 @@ WITH judged AS MATERIALIZED (
     \ir _locked_by_permits.sql
 ), spent AS (
     \ir _spent.sql
+), claim AS (
+    \ir _claim.sql
 )
 \ir _begin.sql

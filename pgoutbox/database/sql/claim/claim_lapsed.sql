@@ -3,23 +3,25 @@
 -- Guards: row locks, and the place of the row in the UPDATE.
 WITH judged AS MATERIALIZED (
     \ir _lapsed.sql
-        AND m.queue = %(queue)s::text
+        AND c.queue = %(queue)s::text
         AND ending.state IS NULL
         -- A suspect that is claimed `alone` may have any history. A group takes only suspects that can afford another
         -- loss: those with more than half of their granted attempts left.
         AND (%(alone)s::boolean OR m.max_attempts - m.attempt_count > m.attempt_budget / 2)
-    ORDER BY m.lease_expires_at, m.id
+    ORDER BY c.lease_expires_at, m.id
     \ir _locked_by_permits.sql
+    FOR SHARE OF c SKIP LOCKED
 ), spent AS (
     \ir _spent.sql
 ), lost AS (
     \ir _lost.sql
+), claim AS (
+    \ir _claim.sql
 )
 UPDATE pgoutbox.message AS m
 SET attempt_count = m.attempt_count + 1,
-    claimed_at = now(),
+    claimed_at = (SELECT c.claimed_at FROM claim AS c),
     worker = %(worker)s::text,
-    lease_expires_at = now() + make_interval(secs => %(lease_seconds)s::float8),
     last_error = 'attempt ' || j.attempt_count || ': lease of ' || j.worker || ' expired, outcome unknown'
 FROM judged AS j
 -- `place` is where the row was locked. A row that has changed since then is at another place, so it does not match. The

@@ -5,7 +5,11 @@
 WITH judged AS MATERIALIZED (
     -- Ordered messages have no coalesce key, so no newer message supersedes them.
     SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, NULL::bigint AS newer_id,
-        CASE WHEN m.expires_at <= now() THEN 'skipped' ELSE 'sending' END AS state
+        CASE
+            WHEN EXISTS (SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id) THEN 'cancelled'
+            WHEN m.expires_at <= now() THEN 'skipped'
+            ELSE 'sending'
+        END AS state
     FROM unnest(%(ids)s::bigint[]) AS found(id)
     JOIN pgoutbox.message_live AS m ON m.id = found.id
     WHERE m.state = 'pending'
@@ -16,7 +20,7 @@ WITH judged AS MATERIALIZED (
         )
         AND NOT EXISTS (
             SELECT FROM pgoutbox.message_live AS other
-            WHERE other.queue = m.queue AND other.ordering_key = m.ordering_key AND other.state = 'sending'
+            WHERE other.queue = m.queue AND other.key_in_flight = m.ordering_key AND other.ordering_key IS NOT NULL
         )
         AND NOT EXISTS (
             -- An operator may have redriven a cancelled message that has failed since.
@@ -27,5 +31,7 @@ WITH judged AS MATERIALIZED (
     \ir _locked_by_permits.sql
 ), spent AS (
     \ir _spent.sql
+), claim AS (
+    \ir _claim.sql
 )
 \ir _begin.sql

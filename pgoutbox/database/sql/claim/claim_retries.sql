@@ -7,5 +7,7 @@ WITH judged AS MATERIALIZED (
         AND NOT pgoutbox._is_limited(%(queue)s::text)
     ORDER BY m.available_at, m.id
     \ir _locked.sql
+), claim AS (
+    \ir _claim.sql
 )
 \ir _begin.sql

@@ -4,10 +4,11 @@
 -- Guards: row locks, and the place of the row in the UPDATE.
 WITH judged AS MATERIALIZED (
     \ir _lapsed.sql
-        AND m.queue = %(queue)s::text
+        AND c.queue = %(queue)s::text
         AND ending.state IS NOT NULL
-    ORDER BY m.lease_expires_at, m.id
+    ORDER BY c.lease_expires_at, m.id
     \ir _locked.sql
+    FOR SHARE OF c SKIP LOCKED
 ), lost AS (
     \ir _lost.sql
 ), finished AS (

@@ -3,12 +3,11 @@
 -- Guards: row locks, and the place of the row in the UPDATE.
 WITH judged AS MATERIALIZED (
     \ir _lapsed.sql
-        -- With this condition the index message_live_in_flight applies, which contains only keys in flight.
-        AND m.coalesce_key IS NOT NULL
-        AND m.queue <> ALL (%(queues)s::text[])
+        AND c.queue <> ALL (%(queues)s::text[])
         AND head.newest_id IS NOT NULL
-    ORDER BY m.lease_expires_at, m.id
+    ORDER BY c.lease_expires_at, m.id
     \ir _locked.sql
+    FOR SHARE OF c SKIP LOCKED
 ), lost AS (
     \ir _lost.sql
 )

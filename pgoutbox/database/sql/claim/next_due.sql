@@ -31,7 +31,7 @@ CROSS JOIN LATERAL (
             (
                 SELECT min(m.available_at)
                 FROM pgoutbox.message_live AS m
-                WHERE m.queue = asked.name AND m.attempt_count = 0 AND m.ordering_key IS NULL
+                WHERE m.queue = asked.name AND m.lane = 0 AND m.state = 'pending' AND m.ordering_key IS NULL
                     AND m.available_at > asked.since
             ),
             (
@@ -46,13 +46,13 @@ CROSS JOIN LATERAL (
             (
                 SELECT min(m.available_at)
                 FROM pgoutbox.message_live AS m
-                WHERE m.queue = asked.name AND m.state = 'pending' AND m.attempt_count > 0 AND m.ordering_key IS NULL
+                WHERE m.queue = asked.name AND m.lane = 1 AND m.state = 'pending' AND m.ordering_key IS NULL
                     AND m.available_at > asked.others_since
             ),
             (
-                SELECT min(m.lease_expires_at)
-                FROM pgoutbox.message_live AS m
-                WHERE m.queue = asked.name AND m.state = 'sending' AND m.lease_expires_at > asked.others_since
+                SELECT min(c.lease_expires_at)
+                FROM pgoutbox.claim AS c
+                WHERE c.queue = asked.name AND c.lease_expires_at > asked.others_since
             )
         ) AS other_at
 ) AS due

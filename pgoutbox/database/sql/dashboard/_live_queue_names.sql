@@ -10,13 +10,13 @@ WITH RECURSIVE named(queue, number) AS (
         FROM (
             (
                 SELECT m.queue FROM pgoutbox.message_view AS m
-                WHERE m.attempt_count = 0 AND m.state = 'pending' AND m.ordering_key IS NULL AND m.queue > n.queue
+                WHERE m.lane = 0 AND m.state = 'pending' AND m.ordering_key IS NULL AND m.queue > n.queue
                 ORDER BY m.queue LIMIT 1
             )
             UNION ALL
             (
                 SELECT m.queue FROM pgoutbox.message_view AS m
-                WHERE m.attempt_count > 0 AND m.state = 'pending' AND m.ordering_key IS NULL AND m.queue > n.queue
+                WHERE m.lane = 1 AND m.state = 'pending' AND m.ordering_key IS NULL AND m.queue > n.queue
                 ORDER BY m.queue LIMIT 1
             )
             UNION ALL
@@ -27,9 +27,7 @@ WITH RECURSIVE named(queue, number) AS (
             )
             UNION ALL
             (
-                SELECT m.queue FROM pgoutbox.message_view AS m
-                WHERE m.lease_expires_at IS NOT NULL AND m.state = 'sending' AND m.queue > n.queue
-                ORDER BY m.queue LIMIT 1
+                SELECT v.queue FROM pgoutbox.in_flight_view AS v WHERE v.queue > n.queue ORDER BY v.queue LIMIT 1
             )
             UNION ALL
             (SELECT q.name FROM pgoutbox.queue_view AS q WHERE q.name > n.queue ORDER BY q.name LIMIT 1)

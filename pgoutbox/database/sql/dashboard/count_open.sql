@@ -9,10 +9,7 @@ SELECT
     (
         SELECT count(*)
         FROM (
-            SELECT
-            FROM pgoutbox.message_view AS m
-            WHERE m.state = 'sending' AND m.lease_expires_at IS NOT NULL
-            LIMIT %(cap)s::bigint
+            SELECT FROM pgoutbox.in_flight_view AS v LIMIT %(cap)s::bigint
         ) AS sending
     ) AS sending,
     (

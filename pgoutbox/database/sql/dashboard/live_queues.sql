@@ -29,14 +29,14 @@ CROSS JOIN LATERAL (
     CROSS JOIN LATERAL (
         (
             SELECT m.available_at, false FROM pgoutbox.message_view AS m
-            WHERE m.queue = n.queue AND m.attempt_count = 0 AND m.state = 'pending' AND m.ordering_key IS NULL
+            WHERE m.queue = n.queue AND m.lane = 0 AND m.state = 'pending' AND m.ordering_key IS NULL
                 AND m.available_at > span.after_at AND m.available_at <= span.until_at
             ORDER BY m.available_at LIMIT %(cap)s::bigint
         )
         UNION ALL
         (
             SELECT m.available_at, false FROM pgoutbox.message_view AS m
-            WHERE m.queue = n.queue AND m.attempt_count > 0 AND m.state = 'pending' AND m.ordering_key IS NULL
+            WHERE m.queue = n.queue AND m.lane = 1 AND m.state = 'pending' AND m.ordering_key IS NULL
                 AND m.available_at > span.after_at AND m.available_at <= span.until_at
             ORDER BY m.available_at LIMIT %(cap)s::bigint
         )
@@ -49,8 +49,8 @@ CROSS JOIN LATERAL (
         )
         UNION ALL
         (
-            SELECT m.lease_expires_at, true FROM pgoutbox.message_view AS m
-            WHERE m.queue = n.queue AND m.state = 'sending'
+            SELECT m.lease_expires_at, true FROM pgoutbox.in_flight_view AS m
+            WHERE m.queue = n.queue
                 AND m.lease_expires_at > span.after_at AND m.lease_expires_at <= span.until_at
             ORDER BY m.lease_expires_at LIMIT %(cap)s::bigint
         )

@@ -9,8 +9,7 @@ WITH holder AS (
         (array_agg(DISTINCT held.queue ORDER BY held.queue))[1:10] AS queues
     FROM (
         SELECT m.worker, m.queue, m.claimed_at, m.lease_expires_at
-        FROM pgoutbox.message_view AS m
-        WHERE m.state = 'sending' AND m.lease_expires_at IS NOT NULL
+        FROM pgoutbox.in_flight_view AS m
         LIMIT %(cap)s::bigint
     ) AS held
     GROUP BY held.worker

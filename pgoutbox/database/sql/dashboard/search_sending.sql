@@ -6,10 +6,9 @@ FROM (
     SELECT m.id, m.state
     FROM (
         SELECT held.*
-        FROM pgoutbox.message_view AS held
-        WHERE held.state = 'sending'
-            AND held.lease_expires_at IS NOT NULL
-            AND (%(before_id)s::bigint IS NULL OR held.id < %(before_id)s::bigint)
+        FROM pgoutbox.in_flight_view AS v
+        JOIN pgoutbox.message_view AS held ON held.id = v.id AND held.state = 'sending'
+        WHERE (%(before_id)s::bigint IS NULL OR held.id < %(before_id)s::bigint)
             AND (%(not_below_id)s::bigint IS NULL OR held.id >= %(not_below_id)s::bigint)
         LIMIT %(rows)s::bigint
     ) AS m

@@ -47,8 +47,8 @@ SELECT
     q.rate_seconds,
     EXISTS (
         SELECT
-        FROM pgoutbox.message_view AS held
-        WHERE held.state = 'sending' AND held.queue = c.queue AND held.lease_expires_at > now()
+        FROM pgoutbox.in_flight_view AS held
+        WHERE held.queue = c.queue AND held.lease_expires_at > now()
     ) AS is_worked,
     q.tokens,
     q.max_in_flight,

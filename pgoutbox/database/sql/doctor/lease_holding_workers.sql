@@ -1,8 +1,8 @@
 -- The number of workers with a valid lease.
 SELECT count(DISTINCT held.worker) AS workers
 FROM (
-    SELECT m.worker
-    FROM pgoutbox.message_view AS m
-    WHERE m.state = 'sending' AND m.lease_expires_at > now()
+    SELECT v.worker
+    FROM pgoutbox.in_flight_view AS v
+    WHERE v.lease_expires_at > now()
     LIMIT 10000
 ) AS held

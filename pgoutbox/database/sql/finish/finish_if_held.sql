@@ -12,7 +12,7 @@ WITH held AS MATERIALIZED (
             -- A message that would become pending again ends instead if it was cancelled or superseded, or has no
             -- attempt left.
             WHEN o.outcome IN ('sent', 'failed', 'skipped') THEN o.outcome
-            WHEN m.cancel_requested_at IS NOT NULL THEN 'cancelled'
+            WHEN EXISTS (SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id) THEN 'cancelled'
             WHEN head.newest_id IS NOT NULL THEN 'skipped'
             WHEN o.outcome = 'retry' AND o.attempt_count >= m.max_attempts THEN 'failed'
             ELSE 'pending'
@@ -27,7 +27,8 @@ WITH held AS MATERIALIZED (
     LEFT JOIN pgoutbox.coalesce_head AS head
         ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
     WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
-    -- Another transaction may hold these locks for long, for example to cancel a message; do not wait for it.
+    -- Only this worker writes a message in flight. A session that has locked its row for another reason must not delay
+    -- the batch.
     FOR UPDATE OF m SKIP LOCKED
 ), finished AS (
     UPDATE pgoutbox.message AS m
@@ -37,7 +38,8 @@ WITH held AS MATERIALIZED (
             WHEN h.state = 'pending' AND h.outcome <> 'released' THEN now() + make_interval(secs => h.delay_seconds)
             ELSE m.available_at
         END,
-        lease_expires_at = NULL,
+        key_in_flight = NULL,
+        lane = 1,
         finished_at = CASE WHEN h.state <> 'pending' THEN now() END,
         -- Snooze and release do not use up an attempt: they raise the limit, because the attempt count, the fence,
         -- never goes down.

@@ -3,13 +3,16 @@
 -- The dedupe key stays as long as its rule keeps it: the message was sent, and its repetition is a duplicate.
 -- The fence is the state, the attempt count and the worker. The count alone is not enough: a failover that loses
 -- commits gives the same attempt number out a second time, to another worker.
-WITH held AS MATERIALIZED (
+WITH ended AS (
+    \ir _ended_claims.sql
+), held AS MATERIALIZED (
     SELECT m.id, m.attempt_count
     FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
-    -- Another transaction may hold a row for long; it must not delay the rest of the batch.
-    FOR UPDATE OF m SKIP LOCKED
+        -- As in finish_sent_if_held.sql.
+        AND (SELECT set_config('lock_timeout', %(lock_timeout)s::text, true)) IS NOT NULL
+    FOR UPDATE OF m
 ), forgotten AS MATERIALIZED (
     SELECT f.id
     -- The function reads the rules, so that a removed rule has no effect at once. It deletes with its owner's rights,
@@ -21,7 +24,7 @@ WITH held AS MATERIALIZED (
     UPDATE pgoutbox.message AS m
     SET state = 'sent',
         finished_at = now(),
-        lease_expires_at = NULL
+        key_in_flight = NULL
     FROM held AS h
     WHERE m.id = h.id
         AND m.state = 'sending'

@@ -1,11 +1,14 @@
--- The same answer as renew_if_held.sql without the write: one row per attempt that still holds its message.
+-- One row per attempt that still holds its message, with the reasons to stop it.
+-- The fence is the state, the attempt count and the worker. The count alone is not enough: a failover that loses
+-- commits gives the same attempt number out a second time, to another worker.
 SELECT
     m.id,
-    m.cancel_requested_at IS NOT NULL AS cancelled,
+    EXISTS (SELECT FROM pgoutbox.cancel_request AS r WHERE r.message_id = m.id) AS cancelled,
     head.newest_id IS NOT NULL AS superseded,
-    greatest(m.lease_expires_at, pgoutbox._renewed_until(m.id, m.attempt_count, m.worker)) > now() AS in_lease
+    (c.lease_expires_at > now()) IS TRUE AS in_lease
 FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS a(id, attempt_count)
 JOIN pgoutbox.message_live AS m ON m.id = a.id
+LEFT JOIN pgoutbox.claim AS c ON c.worker = m.worker AND c.claimed_at = m.claimed_at
 LEFT JOIN pgoutbox.coalesce_head AS head
     ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
 WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count AND m.worker = %(worker)s::text

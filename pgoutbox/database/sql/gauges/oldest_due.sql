@@ -14,14 +14,14 @@
                 FROM (
                     (
                         SELECT m.available_at FROM pgoutbox.message_view AS m
-                        WHERE m.queue = n.queue AND m.attempt_count = 0 AND m.state = 'pending'
+                        WHERE m.queue = n.queue AND m.lane = 0 AND m.state = 'pending'
                             AND m.ordering_key IS NULL
                         ORDER BY m.available_at LIMIT 1
                     )
                     UNION ALL
                     (
                         SELECT m.available_at FROM pgoutbox.message_view AS m
-                        WHERE m.queue = n.queue AND m.attempt_count > 0 AND m.state = 'pending'
+                        WHERE m.queue = n.queue AND m.lane = 1 AND m.state = 'pending'
                             AND m.ordering_key IS NULL
                         ORDER BY m.available_at LIMIT 1
                     )

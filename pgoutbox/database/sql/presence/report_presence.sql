@@ -34,7 +34,8 @@ WITH reported AS (
             SELECT f.topic, f.available_at
             FROM pgoutbox.message_live AS f
             WHERE f.queue = watched.queue
-                AND f.attempt_count = 0
+                AND f.lane = 0
+                AND f.state = 'pending'
                 AND f.ordering_key IS NULL
                 AND f.available_at < now() - make_interval(secs => %(late_seconds)s::float8)
             ORDER BY f.available_at, f.id
@@ -45,7 +46,7 @@ WITH reported AS (
             SELECT r.topic, r.available_at
             FROM pgoutbox.message_live AS r
             WHERE r.queue = watched.queue
-                AND r.attempt_count > 0
+                AND r.lane = 1
                 AND r.state = 'pending'
                 AND r.ordering_key IS NULL
                 AND r.available_at < now() - make_interval(secs => %(late_seconds)s::float8)

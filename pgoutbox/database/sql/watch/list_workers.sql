@@ -8,8 +8,7 @@ WITH held AS (
         min(m.claimed_at) AS oldest_claimed_at,
         min(m.lease_expires_at) AS lease_expires_at,
         array_agg(DISTINCT m.queue) AS queues
-    FROM pgoutbox.message_view AS m
-    WHERE m.state = 'sending'
+    FROM pgoutbox.in_flight_view AS m
     GROUP BY m.worker
 ), known AS (
     SELECT

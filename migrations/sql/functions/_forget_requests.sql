@@ -1,0 +1,12 @@
+-- With DELETE on the table, an operator could also lock it against every worker.
+CREATE FUNCTION pgoutbox._forget_requests()
+RETURNS void
+LANGUAGE sql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DELETE FROM pgoutbox.cancel_request AS c
+WHERE NOT EXISTS (SELECT FROM pgoutbox.message_live AS m WHERE m.id = c.message_id)
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._forget_requests IS 'Delete the requests to cancel messages that have ended.';

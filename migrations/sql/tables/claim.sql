@@ -1,0 +1,27 @@
+-- One row for each claim, so that a lease is renewed in one row for all of its attempts. Nothing else of a message in
+-- flight changes. A claim is deleted when none of its attempts is left.
+CREATE TABLE pgoutbox.claim (
+    claimed_at       timestamptz NOT NULL,
+    lease_expires_at timestamptz NOT NULL,
+    queue            text COLLATE "C" NOT NULL,
+    worker           text COLLATE "C" NOT NULL,
+    ids              bigint[]    NOT NULL,
+    CONSTRAINT claim_pkey PRIMARY KEY (worker, claimed_at)
+) WITH (
+    autovacuum_vacuum_threshold = 1000,
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_cost_delay = 1
+);
+
+-- Recovery reads the claims whose lease has lapsed.
+CREATE INDEX claim_lease ON pgoutbox.claim (queue, lease_expires_at);
+
+COMMENT ON TABLE pgoutbox.claim IS
+    'The claims of workers: which messages each has begun, and when its lease ends. A message in flight belongs to the '
+    'claim with its worker and claimed_at; the others of the list have ended since.';
+COMMENT ON COLUMN pgoutbox.claim.claimed_at IS 'Start of the attempts.';
+COMMENT ON COLUMN pgoutbox.claim.lease_expires_at IS
+    'When the attempts count as lost unless their worker renews the lease.';
+COMMENT ON COLUMN pgoutbox.claim.queue IS 'The queue of the messages.';
+COMMENT ON COLUMN pgoutbox.claim.worker IS 'The worker.';
+COMMENT ON COLUMN pgoutbox.claim.ids IS 'The messages whose attempt this claim began.';

@@ -1,2 +1,0 @@
--- Delete old renewals of locked rows.
-SELECT pgoutbox._forget_renewals()
