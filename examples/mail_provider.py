@@ -32,17 +32,19 @@ from pgoutbox import (
     Transient,
     Unavailable,
 )
+from pgoutbox.transports import pass_gate
 from pgoutbox.transports.smtp.mail import render
 
 if TYPE_CHECKING:
     from pgoutbox.message import Outcome
-    from pgoutbox.transports import Content, CurrentRedirect
+    from pgoutbox.transports import Content
 
 
 class MailProvider:
     """Sends `Email` and `RawEmail` by HTTP."""
 
     schemes = ("mailto",)
+    follows_redirect = True
 
     def __init__(self, settings: Settings, url: str, key: str, *, timeout: float = 30.0) -> None:
         self._settings = settings
@@ -56,22 +58,14 @@ class MailProvider:
         return f"mail-provider:{httpx.URL(self._url).host}"
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
-        """Hand the e-mail to the provider once."""
-
-        async def none() -> None:
-            return None
-
-        return await self.send_or_redirect(message, content, none)
-
-    async def send_or_redirect(self, message: Message[object], content: Content, redirect: CurrentRedirect) -> Outcome:
-        """Hand the e-mail over like `send`, or to the receivers of the redirect that is on."""
+        """Hand the e-mail to the provider once. While a redirect is on, its receivers get it."""
         if not isinstance(content, (Email, RawEmail)):
             return Permanent(f"content: must be an Email, not {type(content).__name__}")
         for name, value in (("MAIL_PROVIDER_URL", self._url), ("MAIL_PROVIDER_KEY", self._key)):
             if not value:
                 return Unavailable(f"{name} is not set")
         try:
-            mail = render(content, message, self._settings, await redirect())
+            mail = render(content, message, self._settings, await pass_gate())
         except (Permanent, Snooze, Unavailable) as refusal:
             return refusal
         body = {

@@ -86,7 +86,7 @@ class StateError(PgOutboxError):
 
 
 class LeaseLostError(PgOutboxError):
-    """The attempt no longer owns its message, or the message has been cancelled or superseded."""
+    """The attempt no longer owns its message, or the message has been cancelled or superseded, or has expired."""
 
 
 class SignatureError(PgOutboxError):

@@ -124,7 +124,7 @@ class Context(ABC):
     @property
     @abstractmethod
     def should_stop(self) -> bool:
-        """Whether the attempt has become pointless: cancelled, superseded, or owned by another worker.
+        """Whether the attempt has become pointless: cancelled, superseded, expired, or owned by another worker.
 
         It becomes true within two seconds, unless the handler blocks the event loop. `ensure_lease` asks the database.
         """
@@ -134,8 +134,8 @@ class Context(ABC):
         """Ensure right before a side effect that this attempt still holds its message, or raise `LeaseLostError`.
 
         Afterwards at least two thirds of the lease are left. It raises if the message was cancelled, superseded or
-        claimed by another worker: then the side effect must not happen. Do not catch the error; the message is retried
-        only if it has to be.
+        claimed by another worker, or has expired: then the side effect must not happen. Do not catch the error; no
+        attempt is used up.
         """
 
 
@@ -161,7 +161,7 @@ class SyncContext:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the attempt has become pointless: cancelled, superseded, or owned by another worker."""
+        """Whether the attempt has become pointless: cancelled, superseded, expired, or owned by another worker."""
         return self._context.should_stop
 
     def ensure_lease(self) -> None:

@@ -510,7 +510,7 @@ _FURTHER_NAMES: Final = {
         "AuditRow", "Action",
     ),
     "pgoutbox.embedded": ("embedded_server", "EmbeddedServer"),
-    "pgoutbox.transports": ("Transport", "Content", "FollowsRedirect"),
+    "pgoutbox.transports": ("Transport", "Content", "FollowsRedirect", "pass_gate"),
     "pgoutbox.transports.smtp": ("SmtpTransport",),
     "pgoutbox.transports.apprise": ("AppriseTransport",),
     "pgoutbox.transports.webhook": ("WebhookTransport",),

@@ -9,7 +9,8 @@ be fixed before any hand-over, it returns `Unavailable`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import urlsplit
 
@@ -18,8 +19,28 @@ from pgoutbox.message import Message, Outcome
 if TYPE_CHECKING:
     from pgoutbox.transports.redirect import Redirect
 
-# Returns the redirect that is on now, or None. Its answer is at most a second old.
-CurrentRedirect: TypeAlias = "Callable[[], Awaitable[Redirect | None]]"
+Gate: TypeAlias = "Callable[[], Coroutine[object, object, Redirect | None]]"
+
+
+async def _no_gate() -> None:
+    return None
+
+
+# Set by the worker for each hand-over.
+current_gate: ContextVar[Gate] = ContextVar("current_gate", default=_no_gate)
+
+
+def pass_gate() -> Coroutine[object, object, Redirect | None]:
+    """Ensure that the message is still to be sent: held, neither cancelled nor superseded, and not expired.
+
+    Call it in `Transport.send` after all waiting, for a connection or for a turn, and right before the first byte of
+    the hand-over. It raises `Snooze` if the message must not be sent: return it, or let it pass. Usually it asks no
+    server. The worker itself calls it before `send`.
+
+    It returns the redirect that is on, for a transport that is `FollowsRedirect`, else None. Outside of a worker it
+    lets everything pass.
+    """
+    return current_gate.get()()
 
 
 @runtime_checkable
@@ -35,7 +56,7 @@ class Content(Protocol):
 class Transport(Protocol):
     """Sends contents to the destinations of some URI schemes. One instance serves one worker, on its event loop.
 
-    While a redirect is on, contents go only to transports that are `FollowsRedirect`. Other contents are held back.
+    While a redirect is on, contents go only to transports with `follows_redirect`. Other contents are held back.
     """
 
     @property
@@ -47,7 +68,8 @@ class Transport(Protocol):
         """Hand the content over once and return the outcome.
 
         The hand-over includes `message.idempotency_key`, so that the receiver can recognise a repetition. An invalid
-        content or destination is `Permanent`, naming the field. Cancellation passes through.
+        content or destination is `Permanent`, naming the field. Cancellation passes through. A transport that waits
+        calls `pass_gate` after it.
         """
         ...
 
@@ -84,16 +106,13 @@ class NamesParts(Protocol):
 
 @runtime_checkable
 class FollowsRedirect(Protocol):
-    """A transport that hands over to testers while a redirect is on. Optional."""
+    """A transport that hands over to testers while a redirect is on. Optional.
 
-    async def send_or_redirect(self, message: Message[object], content: Content, redirect: CurrentRedirect) -> Outcome:
-        """Hand the content over as `send` does, or to the receivers of the redirect that is on.
+    Its `send` calls `await pass_gate()` right before the hand-over. It returns the redirect that is on, or None. During
+    a blackout, `redirect.refusal(message)` is the outcome to return.
+    """
 
-        The worker calls this in place of `send`. Call `await redirect()` right before the hand-over: it returns the
-        redirect that is on, or None. During a blackout, `redirect.refusal(message)` is the outcome to
-        return.
-        """
-        ...
+    follows_redirect: bool
 
 
 @runtime_checkable

@@ -11,15 +11,15 @@ import contextlib
 import json
 import logging
 import re
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 from urllib.parse import unquote
 
 from pgoutbox.errors import ConfigurationError, require_extra
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Snooze, Transient, Unavailable
 from pgoutbox.text import NAME, one_line
+from pgoutbox.transports import pass_gate
 from pgoutbox.transports.addresses import header_text
 from pgoutbox.transports.checks import encode_text
 
@@ -114,9 +114,7 @@ class AppriseTransport:
         return f"apprise:{name}" if NAME.fullmatch(name) else "apprise"
 
     async def aclose(self) -> None:
-        """Release the threads. A waiting thread ends when its service answers or its time limit ends."""
-        for service in self._services.values():
-            service.close()
+        """Stop listening to Apprise's log."""
         self._hearing.close()
 
 
@@ -158,7 +156,7 @@ class _Service:
         self._name = name
         self._hearing = hearing
         self._secrets = _secrets_in(url)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pgoutbox-apprise")
+        self._turn = asyncio.Lock()
         self._apprise = apprise.Apprise()
         with hearing.listen() as reasons:
             plugin = apprise.Apprise.instantiate(url)
@@ -168,9 +166,14 @@ class _Service:
 
     async def send(self, notification: Notification) -> Outcome:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._send, notification)
+        async with self._turn:
+            return await asyncio.to_thread(self._send, notification, loop)
 
-    def _send(self, notification: Notification) -> Outcome:
+    def _send(self, notification: Notification, loop: asyncio.AbstractEventLoop) -> Outcome:
+        try:
+            asyncio.run_coroutine_threadsafe(pass_gate(), loop).result()
+        except Snooze as refusal:
+            return refusal
         with self._hearing.listen() as reasons:
             try:
                 result = self._apprise.notify(
@@ -189,9 +192,6 @@ class _Service:
 
     def _explain(self, reasons: list[str], otherwise: str) -> str:
         return one_line(" ".join(reasons), hide=self._secrets) or otherwise
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _secrets_in(url: str) -> list[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Future
-from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
@@ -14,8 +12,10 @@ from typing import Final
 import psycopg
 from psycopg.rows import TupleRow
 
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Context, Handler, lent
-from pgoutbox.message import Message, Outcome
+from pgoutbox.message import Message, Outcome, Snooze
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +66,8 @@ class Attempt(Context):
     `attempt_count` is the fencing token. The message keeps the number that its handler got: see `take_over`.
     `used_count` is the number of attempts that used up budget, including this one: without snoozes, releases and
     attempts before a redrive. `overtaken` is the reason why the attempt has become pointless. `done` means that its
-    result is known. An attempt that begins after `expiring_at` is too late.
+    result is known. A hand-over after `expiring_at` is too late. A lease that is older than `stale_seconds` may have
+    ended unnoticed, for example because the process was suspended.
     """
 
     __slots__ = (
@@ -80,6 +81,7 @@ class Attempt(Context):
         "leased_at",
         "message",
         "overtaken",
+        "stale_seconds",
         "used_count",
     )
 
@@ -101,6 +103,7 @@ class Attempt(Context):
         self.overtaken: str | None = None
         self.done = False
         self.expiring_at = math.inf
+        self.stale_seconds = math.inf
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self._ensure = ensure
 
@@ -114,10 +117,35 @@ class Attempt(Context):
 
     @property
     def should_stop(self) -> bool:
-        return self.overtaken is not None
+        return self.overtaken is not None or self.expiring_at <= elapsed_clock()
 
     async def ensure_lease(self) -> None:
+        if self.done or self.expiring_at <= elapsed_clock():
+            raise LeaseLostError(self._named("ended" if self.done else "expired"))
         await self._ensure(self)
+
+    def is_in_doubt(self, now: float) -> bool:
+        """Whether it takes more than the elapsed time to know that the message is still to be sent."""
+        return (
+            self.overtaken is not None
+            or self.leased_at < now - self.stale_seconds
+            or self.expiring_at <= now
+            or self.done
+        )
+
+    async def pass_gate(self) -> None:
+        """Raise `Snooze` unless the message is still to be sent. It asks the database only in case of doubt."""
+        if self.is_in_doubt(elapsed_clock()):
+            try:
+                await self.ensure_lease()
+            except LeaseLostError as lost:
+                raise Snooze(0, str(lost)) from lost
+            except (psycopg.Error, OSError) as error:
+                text = f"not sent: its lease could not be checked: {type(error).__name__}"
+                raise Snooze(0, self._named(text)) from error
+
+    def _named(self, text: str) -> str:
+        return f"message {self.message.id}, attempt {self.attempt_count}: {text}"
 
     def take_over(self, attempt_count: int, claim: Claim, leased_at: float) -> None:
         """Continue under another claim by the same worker, after the server has lost the first one."""
@@ -157,6 +185,3 @@ AttemptResult = Outcome | Released | AlreadyFinished | Abandoned
 Work = Sequence[Attempt]
 # Runs all attempts of a unit of work. Returns their results in the same order.
 RunWork = Callable[[Work], Awaitable[Sequence[AttemptResult]]]
-
-# Set by the slot that runs an attempt. Called with the future of the thread that a handler runs in.
-watch_thread: ContextVar[Callable[[Future[object]], None]] = ContextVar("watch_thread", default=lambda _: None)

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from contextvars import copy_context
-from typing import Final, cast
+from typing import Final
 
-import psycopg
-
-from pgoutbox.clock import elapsed_clock
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Handler, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, Transient, Unavailable
 from pgoutbox.text import describe
-from pgoutbox.transports import Content, Transport, scheme_of
+from pgoutbox.transports import Content, Transport, current_gate, scheme_of
 from pgoutbox.transports.registry import MissingTransport
-from pgoutbox.worker.attempt import Attempt, watch_thread
+from pgoutbox.worker.attempt import Attempt
 from pgoutbox.worker.handler_errors import outcome_of_exception
 
 MIN_SNOOZE_SECONDS = 1.0
@@ -39,12 +36,10 @@ class Dispatcher:
         transports: Mapping[str, Transport],
         threads: Executor,
         *,
-        lease_seconds: float,
         send: Send | None = None,
     ) -> None:
         self._transports = transports
         self._threads = threads
-        self._lease_seconds = lease_seconds
         self._send = send or send_by
 
     async def run(self, attempts: Sequence[Attempt]) -> Sequence[Outcome]:
@@ -125,12 +120,7 @@ class Dispatcher:
             case Sent() | Transient() | Unavailable() | Permanent() | Skip():
                 return result
             case Content():
-                # The process may have been suspended since the handler began: check the lease before the hand-over.
-                if attempt.overtaken is not None or attempt.leased_at < elapsed_clock() - self._lease_seconds / 2:
-                    try:
-                        await attempt.ensure_lease()
-                    except (psycopg.Error, OSError):
-                        return Snooze(0)  # Nothing was handed over, so no attempt is used up.
+                current_gate.set(attempt.pass_gate)
                 return await self.deliver(message, result)
             case _:
                 # The next release of the handler can deliver the message. Its effects may have happened.
@@ -174,9 +164,7 @@ async def in_thread(
             return None, error
 
     # The thread has the context of the task, for example the current span.
-    future = threads.submit(copy_context().run, call)
-    watch_thread.get()(cast("Future[object]", future))
-    result, error = await asyncio.wrap_future(future)
+    result, error = await asyncio.wrap_future(threads.submit(copy_context().run, call))
     if isinstance(error, StopIteration):
         raise RuntimeError(describe(error)) from error  # noqa: TRY004 - what a coroutine would raise
     if error is not None:
@@ -194,7 +182,8 @@ def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
         case asyncio.CancelledError() if _is_being_cancelled():
             raise error
         case LeaseLostError():
-            return Transient(describe(error))  # The attempt was overtaken, so the handler's list does not apply.
+            # The finish or the next claim ends the message, if it must end. So no attempt is used up.
+            return Snooze(MIN_SNOOZE_SECONDS, describe(error))
         case _:
             return outcome_of_exception(error, is_permanent=isinstance(error, tuple(handler.permanent)))
 

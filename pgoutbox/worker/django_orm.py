@@ -13,10 +13,12 @@ import logging
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextvars import Context
 from dataclasses import replace
 from typing import Any, Final, cast
 
 from pgoutbox.handlers import Handler
+from pgoutbox.worker.threads import AttemptThreads
 
 _log = logging.getLogger("pgoutbox.worker.django_orm")
 
@@ -39,8 +41,11 @@ class DjangoConnections:
         return cls() if settings.configured else None
 
     def __init__(self) -> None:
+        from asgiref.sync import SyncToAsync
         from django.db import connections
 
+        if not isinstance(SyncToAsync.single_thread_executor, AttemptThreads):
+            SyncToAsync.single_thread_executor = AttemptThreads(inner=SyncToAsync.single_thread_executor)
         self._connections = connections
         self._lock = threading.Lock()
         self._left_open: set[Any] = set()  # Connections of threads in which no handler runs.
@@ -113,7 +118,9 @@ class DjangoConnections:
         """
         if self._tidying is None or self._tidying.done():
             close = self._close_broken if self._async_count else self._close_stale
-            self._tidying = asyncio.create_task(self._run_in_shared_thread(close), name="pgoutbox-django")
+            # The empty context: no attempt waits for it.
+            work = self._run_in_shared_thread(close)
+            self._tidying = asyncio.create_task(work, name="pgoutbox-django", context=Context())
 
     async def _run_in_shared_thread(self, close: Callable[[], None]) -> None:
         from asgiref.sync import sync_to_async

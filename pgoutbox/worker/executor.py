@@ -9,17 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import cast, get_args
 
-import psycopg
-
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import Store
-from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Middleware
-from pgoutbox.message import Message, Outcome, Sent, Transient
+from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.tracing import Tracing
 from pgoutbox.settings import Settings
@@ -30,6 +26,7 @@ from pgoutbox.worker.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.dispatcher import Dispatcher, Send, outcome_of_error
 from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.redirects import Redirects
+from pgoutbox.worker.threads import AttemptThreads
 from pgoutbox.worker.transactional import Transactions
 
 
@@ -53,7 +50,6 @@ class AttemptExecutor:
     ) -> None:
         self._transports = transports
         self._finisher = finisher
-        self._stale_seconds = settings.lease_seconds / 2
         self.redirects = Redirects(settings, store, telemetry)
         send: Send = self.redirects.send
         self._run: RunWork = self._run_handler
@@ -64,12 +60,11 @@ class AttemptExecutor:
             send = partial(_send_traced, tracing, send)
         if telemetry.logs(logging.DEBUG):
             self._run = partial(_run_logged, telemetry, call_next=self._run)
-        self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pgoutbox-handler")
+        self._threads = AttemptThreads(settings.concurrency)
         self.breakers = CircuitBreakers(store, transports, settings, telemetry, alert_queue=alert_queue, send=send)
         self._dispatcher = Dispatcher(
             transports,
             self._threads,
-            lease_seconds=settings.lease_seconds,
             send=self.breakers.send if settings.breaker.enabled else send,
         )
         self._transactions = Transactions(settings, store, self._dispatcher, self._threads)
@@ -77,9 +72,8 @@ class AttemptExecutor:
     def run(self, work: Work) -> Awaitable[Sequence[AttemptResult]]:
         """Run one attempt for each message of the work. Return their results, in the same order."""
         now = elapsed_clock()
-        lapsing_at = now - self._stale_seconds
         for attempt in work:
-            if attempt.leased_at < lapsing_at or attempt.overtaken is not None or attempt.expiring_at <= now:
+            if attempt.is_in_doubt(now):
                 return self._run_if_still_to_be_sent(work)
         return (self._run_admitted if self.breakers.watches_any else self._run)(work)
 
@@ -93,19 +87,13 @@ class AttemptExecutor:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run_if_still_to_be_sent(self, work: Work) -> Sequence[AttemptResult]:
-        """Check the lease before anything is sent: the process was suspended since the claim, or was overloaded."""
+        """Pass the gate before a handler begins: the process was suspended since the claim, or was overloaded."""
         early: dict[Attempt, AttemptResult] = {}
-        now = elapsed_clock()
         for attempt in work:
-            if attempt.expiring_at <= now:
-                early[attempt] = RELEASED  # The next claim skips the message, by the database's clock.
-                continue
             try:
-                await attempt.ensure_lease()
-            except LeaseLostError as error:
-                early[attempt] = outcome_of_error(attempt.handler, error)
-            except (psycopg.Error, OSError):
-                early[attempt] = RELEASED
+                await attempt.pass_gate()
+            except Snooze:
+                early[attempt] = RELEASED  # The finish or the next claim ends the message, if it must end.
         return await self._run_rest(work, early, self._run_admitted)
 
     async def _run_admitted(self, work: Work) -> Sequence[AttemptResult]:

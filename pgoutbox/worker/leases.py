@@ -43,6 +43,7 @@ class LeaseKeeper:
         on_tick: Callable[[], None],
         spare: WorkerConnection | None = None,
     ) -> None:
+        self.stale_seconds = settings.lease_seconds / 2
         self._on_tick = on_tick
         self._worker = worker
         self._spare = spare

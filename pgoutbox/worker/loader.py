@@ -63,6 +63,7 @@ class Loader:
         self._pool = pool
         self._finisher = finisher
         self._ensure_lease = lease_keeper.ensure
+        self._stale_seconds = lease_keeper.stale_seconds
         self._signals = signals
         self._telemetry = telemetry
         self._contents: dict[int, _Content] = {}
@@ -147,6 +148,7 @@ class Loader:
         )
         used_count = row.attempt_count - row.max_attempts + row.attempt_budget
         attempt = Attempt(message, self._handlers[row.topic], claim, leased_at, self._ensure_lease, used_count)
+        attempt.stale_seconds = self._stale_seconds
         if row.expires_in_seconds is not None:
             attempt.expiring_at = leased_at + row.expires_in_seconds
         # Superseded since the claim began: the finish turns a retry into `skipped`.

@@ -3,10 +3,11 @@
 A slot of the pool is a task that runs one attempt after the other: a handler that returns at once costs no task, no
 timer and no turn of the event loop. Each attempt has one result, which goes to `on_outcome`.
 
-A handler that cannot be stopped (in a thread, or ignoring its cancellation) keeps its message after its timeout: while
-it may still succeed, no other attempt begins, and its real outcome counts. After `overtime_seconds` more the attempt
-ends as timed out; if the process was suspended during it, that time begins again. The handler then keeps its slot
-until it ends, so that the number of running handlers never exceeds the limit. `on_free` is called when it ends.
+An attempt lasts at least as long as the threads that it started: see `worker/threads.py`. An attempt that cannot be
+stopped (with a running thread, or ignoring its cancellation) keeps its message after its timeout: while it may still
+succeed, no other attempt begins, and its real outcome counts. After `overtime_seconds` more the attempt ends as timed
+out; if the process was suspended during it, that time begins again. The attempt then keeps its slot until it ends, so
+that the number of running handlers never exceeds the limit. `on_free` is called when it ends.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from pgoutbox.message import Transient
+from pgoutbox.message import Sent, Transient
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.measures import Attempted
 from pgoutbox.text import describe
-from pgoutbox.worker.attempt import ABANDONED, RELEASED, STOPPED, Attempt, AttemptResult, RunWork, Work, watch_thread
+from pgoutbox.worker.attempt import ABANDONED, RELEASED, STOPPED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
+from pgoutbox.worker.threads import watch_thread
 
 # How long attempts that end at once may follow each other before they yield to the event loop.
 _TURN_SECONDS = 0.005
@@ -35,12 +37,12 @@ _MEASURE_SECONDS = 0.1
 class _Slot:
     __slots__ = (
         "deadline",
-        "has_overtime_again",
         "has_returned",
         "is_abandoned",
         "is_overdue",
+        "overtime_count",
         "task",
-        "thread",
+        "threads",
         "timed_out",
         "work",
     )
@@ -50,18 +52,23 @@ class _Slot:
         self.deadline: float | None = None
         self.is_overdue = False  # The attempt has passed its timeout.
         self.timed_out = False  # It was cancelled because of its timeout.
-        self.has_returned = False  # Its thread had ended when a deadline passed.
-        self.has_overtime_again = False  # The process was suspended during its overtime.
+        self.has_returned = False  # Its threads had ended when a deadline passed.
+        self.overtime_count = 0  # A second one follows if the process was suspended during the first one.
         self.is_abandoned = False  # It has its result, but its handler still runs.
-        self.thread: Future[object] | None = None
-        self.work: Work = ()  # Its messages, until they have an result.
+        self.threads: list[Future[object]] = []  # The running threads of its attempt, and the last one that ended.
+        self.work: Work = ()  # Its messages, until they have a result.
 
     @property
     def runs_in_thread(self) -> bool:
-        return self.thread is not None and not self.thread.done()
+        return any(not thread.done() for thread in self.threads)
 
     def watch_thread(self, thread: Future[object]) -> None:
-        self.thread = thread
+        self.threads = [one for one in self.threads if not one.done()] + [thread]
+
+    async def threads_end(self) -> None:
+        """Wait for the end of all threads. A cancelled wait does not cancel them."""
+        while self.runs_in_thread:
+            await asyncio.wait([asyncio.wrap_future(_end_of(thread)) for thread in self.threads])
 
 
 class AttemptPool:
@@ -111,6 +118,11 @@ class AttemptPool:
     def outlived_count(self) -> int:
         """Number of slots of handlers that outlived their attempts."""
         return self._outlived_count
+
+    @property
+    def has_running_threads(self) -> bool:
+        """Whether a thread of an attempt runs, also after the end of its attempt."""
+        return any(slot.runs_in_thread for slot in self._slots)
 
     @property
     def waiting_count(self) -> int:
@@ -221,45 +233,48 @@ class AttemptPool:
     async def _attempt(self, slot: _Slot, work: Work, now: float) -> None:
         timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
         slot.work = work
-        slot.thread = None
-        slot.has_returned = slot.has_overtime_again = False
+        slot.threads = []
+        slot.has_returned = False
+        slot.overtime_count = 0
         if timeout is not None:
             slot.deadline = now + timeout
             if slot.deadline < self._timer_at:
                 self._set_timer(slot.deadline)
+        results: Sequence[AttemptResult] | None = None
         try:
             results = await self._run(work)
+            if slot.runs_in_thread:
+                await slot.threads_end()
         except asyncio.CancelledError:
-            if slot.timed_out:
-                self._end_running(slot, self._timed_out(work))
-            else:
-                self._end_running(slot, ABANDONED if slot.runs_in_thread else STOPPED)
+            if not slot.timed_out:
+                stopped = ABANDONED if slot.runs_in_thread else STOPPED
+                known = results or [stopped] * len(work)
+                self._end_running(slot, [r if isinstance(r, (Sent, AlreadyFinished)) else stopped for r in known])
                 raise
+            self._end_running(slot, results or self._timed_out(work))
         except Exception as error:  # noqa: BLE001 - the slot serves other messages too
-            self._end_running(slot, Transient(describe(error)))
+            self._end_running(slot, [Transient(describe(error))] * len(work))
         else:
-            if slot.work:
-                self._running_count -= len(work)
-                for attempt, result in zip(work, results, strict=True):
-                    self._end(attempt, result)
+            self._end_running(slot, results)
         slot.deadline = None
         if slot.is_overdue:
             await self._outlive(slot, work)
 
-    def _end_running(self, slot: _Slot, result: AttemptResult) -> None:
+    def _end_running(self, slot: _Slot, results: Sequence[AttemptResult]) -> None:
         work, slot.work = slot.work, ()
-        self._running_count -= len(work)
-        for attempt in work:
-            self._end(attempt, result)
+        if work:
+            self._running_count -= len(work)
+            for attempt, result in zip(work, results, strict=True):
+                self._end(attempt, result)
 
     def _end(self, attempt: Attempt, result: AttemptResult) -> None:
         if not attempt.done:
             attempt.done = True
             self._on_outcome(attempt, result)
 
-    def _timed_out(self, work: Work) -> AttemptResult:
+    def _timed_out(self, work: Work) -> Sequence[AttemptResult]:
         timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
-        return Transient(f"timed out after {timeout:g} s, outcome unknown", unknown=True)
+        return [Transient(f"timed out after {timeout:g} s, outcome unknown", unknown=True)] * len(work)
 
     async def _outlive(self, slot: _Slot, work: Work) -> None:
         """Free the slot for the next attempt, after the handler that passed its timeout has ended."""
@@ -270,8 +285,7 @@ class AttemptPool:
             self._abandon(slot, work)
         if slot.is_abandoned:
             try:
-                if slot.thread is not None:
-                    await asyncio.wait([asyncio.wrap_future(_end_of(slot.thread))])
+                await slot.threads_end()
             finally:
                 slot.is_abandoned = False
                 self._outlived_count -= 1
@@ -308,17 +322,16 @@ class AttemptPool:
         `was_away` means that the process was suspended: its threads had no time either.
         """
         work = slot.work
-        if slot.thread is not None and slot.thread.done() and not slot.has_returned:
+        if slot.threads and not slot.runs_in_thread and not slot.has_returned:
             # After a blocked event loop the result of the thread may still be on its way to the task.
             slot.has_returned = slot.is_overdue = True
             slot.deadline = asyncio.get_running_loop().time() + _RETURN_SECONDS
-        elif slot.runs_in_thread and not slot.is_overdue:
-            slot.is_overdue = True
-            self._report(
-                logging.WARNING, LogEvent.ATTEMPT_OVERDUE, "handler still runs in its thread after its timeout", work
-            )
-        elif slot.runs_in_thread and was_away and not slot.has_overtime_again:
-            slot.has_overtime_again = True
+        elif slot.runs_in_thread and slot.overtime_count < (2 if was_away else 1):
+            slot.overtime_count += 1
+            if slot.overtime_count == 1:
+                slot.is_overdue = True
+                text = "handler still runs in its thread after its timeout"
+                self._report(logging.WARNING, LogEvent.ATTEMPT_OVERDUE, text, work)
         elif not slot.timed_out:
             slot.is_overdue = slot.timed_out = True
             slot.task.cancel()
@@ -335,7 +348,7 @@ class AttemptPool:
 
 
 def _end_of(thread: Future[object]) -> Future[None]:
-    """Return a future that is done when the thread ends, with any result. A cancelled wait does not cancel it."""
+    """Return a future that is done when the thread ends, with any result."""
     end: Future[None] = Future()
 
     def finish(_: Future[object]) -> None:

@@ -19,10 +19,10 @@ import psycopg
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import Store
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Message, Outcome
+from pgoutbox.message import Message, Outcome, Snooze
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import Settings
-from pgoutbox.transports import Content, FollowsRedirect, Transport, scheme_of
+from pgoutbox.transports import Content, FollowsRedirect, Transport, current_gate, scheme_of
 from pgoutbox.transports.redirect import REDIRECT_SECONDS, Redirect, RedirectRules, held_back
 
 _REFRESH_SECONDS = 1.0
@@ -64,17 +64,31 @@ class Redirects:
                     await task
 
     async def send(self, transport: Transport, message: Message[object], content: Content) -> Outcome:
-        """Call the transport. Hold the content back if a redirect is on that the transport does not follow."""
+        """Call the transport, with the gate of its attempt. The gate also holds contents back because of a redirect."""
+        ensure_lease = current_gate.get()
+        follows = isinstance(transport, FollowsRedirect) and transport.follows_redirect
+
+        async def gate() -> Redirect | None:
+            await ensure_lease()
+            try:
+                redirect = await self.current()
+            except RedirectUnknownError as error:
+                raise held_back(message, str(error)) from error
+            if redirect is not None and not follows:
+                # Kept, not skipped: if the redirect is a mistake, all messages are sent after its end.
+                scheme = content.scheme if message.destination is None else scheme_of(message.destination)
+                text = f"not sent: a redirect is on, and the transport of {scheme!r} does not follow it"
+                raise held_back(message, text)
+            return redirect
+
+        token = current_gate.set(gate)
         try:
-            if isinstance(transport, FollowsRedirect):
-                return await transport.send_or_redirect(message, content, self.current)
-            if await self.current() is None:
-                return await transport.send(message, content)
-        except RedirectUnknownError as error:
-            return held_back(message, str(error))
-        # Kept, not skipped: if the redirect is a mistake, all messages are sent after its end.
-        scheme = content.scheme if message.destination is None else scheme_of(message.destination)
-        return held_back(message, f"not sent: a redirect is on, and the transport of {scheme!r} does not follow it")
+            await gate()
+            return await transport.send(message, content)
+        except Snooze as refusal:
+            return refusal
+        finally:
+            current_gate.reset(token)
 
     async def current(self) -> Redirect | None:
         """Return the redirect that is on, or None. Raises `RedirectUnknownError`.

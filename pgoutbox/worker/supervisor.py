@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,33 +28,19 @@ Mode = Literal["run", "once", "drain"]
 
 _STEADY_SECONDS = 60.0
 _USAGE_ERROR = 2
-_IDLE_THREADS_SECONDS = 1.0
 
 
 def run_worker(outbox: Outbox, settings: Settings, *, queues: Sequence[str], mode: Mode) -> int:
     """Run one worker in this process until it is done or stopped. Return the exit code.
 
-    SIGTERM and SIGINT stop it gracefully, a second signal at once. A handler that still runs in its thread after the
-    grace period does not keep the process alive.
+    SIGTERM and SIGINT stop it gracefully, a second signal at once. A handler's thread that still runs after the grace
+    period does not keep the process alive.
     """
     worker = Worker(outbox, settings=settings, queues=queues)
     # Imported modules stay until the end, so the garbage collector need not visit them again.
     gc.freeze()
     asyncio.run(_run(worker, mode))
-    if _handlers_still_run():
-        _leave(0)
     return 0
-
-
-def _handlers_still_run() -> bool:
-    # Idle threads of the pool end by themselves. Exit functions are skipped only if a thread is stuck in a handler.
-    until = time.monotonic() + _IDLE_THREADS_SECONDS
-    for thread in threading.enumerate():
-        if thread.name.startswith("pgoutbox-handler"):
-            thread.join(max(0.0, until - time.monotonic()))
-            if thread.is_alive():
-                return True
-    return False
 
 
 async def _run(worker: Worker, mode: Mode) -> None:
@@ -84,6 +69,9 @@ async def _run(worker: Worker, mode: Mode) -> None:
             await worker.drain()
         case _:
             assert_never(mode)
+    # The event loop and the interpreter would wait for the thread. Exit functions are skipped only in this case.
+    if worker.has_running_threads:
+        _leave(0)
 
 
 def _stop_orphan(worker: Worker, loop: asyncio.AbstractEventLoop, supervisor_fd: int) -> None:

@@ -23,7 +23,7 @@ from pgoutbox.database.connections import AsyncConnection, Connection, conninfo_
 from pgoutbox.database.store import Store, complete_within, complete_within_sync, name_session
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import SyncContext
-from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient
+from pgoutbox.message import Message, Outcome, Sent, Transient
 from pgoutbox.settings import Settings
 from pgoutbox.worker.attempt import ALREADY_FINISHED, Attempt, AttemptResult, Work
 from pgoutbox.worker.dispatcher import Dispatcher, in_thread, outcome_of_error
@@ -72,8 +72,7 @@ class Transactions:
     async def _run_async(self, attempt: Attempt) -> None:
         pool = await self._open_pool()
         async with pool.connection() as connection:
-            if self._may_have_lapsed(attempt):
-                await _make_sure(attempt)
+            await attempt.pass_gate()  # The wait for the connection may have been long.
             attempt.connection = connection
             message = attempt.message
             forgets = await self._store.forgets_sent((message.topic,))
@@ -96,8 +95,8 @@ class Transactions:
 
         def work() -> None:
             with pool.connection() as connection:
-                if self._may_have_lapsed(attempt):
-                    asyncio.run_coroutine_threadsafe(_make_sure(attempt), loop).result()
+                if attempt.is_in_doubt(elapsed_clock()):
+                    asyncio.run_coroutine_threadsafe(attempt.pass_gate(), loop).result()
                 with connection.transaction():
                     connection.execute(_name_of(attempt))
                     with self._lent(connection, attempt):
@@ -111,10 +110,6 @@ class Transactions:
                         raise _lost(message)
 
         await in_thread(self._threads, work)
-
-    def _may_have_lapsed(self, attempt: Attempt) -> bool:
-        """Whether the wait for a connection was long enough for the lease to end."""
-        return attempt.overtaken is not None or attempt.leased_at < elapsed_clock() - self._settings.lease_seconds / 2
 
     @contextlib.contextmanager
     def _lent(self, connection: AsyncConnection[TupleRow] | Connection[TupleRow], attempt: Attempt) -> Iterator[None]:
@@ -187,13 +182,6 @@ class Transactions:
             await self._pool.close()
         if self._sync_pool is not None:
             await asyncio.to_thread(self._sync_pool.close)
-
-
-async def _make_sure(attempt: Attempt) -> None:
-    try:
-        await attempt.ensure_lease()
-    except (psycopg.Error, OSError) as error:
-        raise _NotSentError(Snooze(0)) from error  # The handler has not begun, so no attempt is used up.
 
 
 def _name_of(attempt: Attempt) -> sql.Composed:

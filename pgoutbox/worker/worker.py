@@ -55,6 +55,7 @@ from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.presence import Presence
 from pgoutbox.worker.signals import Signals
 from pgoutbox.worker.stall_watch import StallWatch
+from pgoutbox.worker.threads import own_default_threads
 
 _log = logging.getLogger("pgoutbox.worker")
 
@@ -202,6 +203,11 @@ class Worker:
         ):
             yield
 
+    @property
+    def has_running_threads(self) -> bool:
+        """Whether a handler's thread runs, also after the worker has ended."""
+        return self._is_started and self._pool.has_running_threads
+
     def status(self) -> WorkerStatus:
         """The worker's health. It only reads attributes, so that any thread can call it."""
         claimed_at = None if self.telemetry.measures is None else self.telemetry.measures.claimed_at
@@ -225,6 +231,7 @@ class Worker:
 
     @contextlib.asynccontextmanager
     async def _running(self, *, listen: bool, patient: bool, is_run: bool) -> AsyncIterator[None]:
+        own_default_threads()
         self._assemble(listen=listen)
         counts = self.telemetry.counts.copy()
         try:

@@ -123,6 +123,19 @@ def test_an_async_handlers_orm_connection_stays_open_while_other_handlers_run(
     wait_until(lambda: orm_pids(db) == [], lambda: "the last one closes it")
 
 
+def test_an_async_handler_past_its_timeout_keeps_its_message_while_its_query_runs(
+    db: psycopg.Connection, connect: Connect, start_worker: Callable[[dict[str, str]], WorkerProcess]
+) -> None:
+    blocker = connect()
+    blocker.execute("SELECT FROM django_club_member FOR UPDATE")
+    message = enqueue(db, "lock", EMAIL)
+    worker = start_worker(CLOSED_AFTER_USE | {"PGOUTBOX_LEASE_SECONDS": "60"})
+    wait_until(lambda: "attempt_overdue" in worker.events(), lambda: worker.log)
+    blocker.rollback()
+    wait_until(lambda: is_delivered(db, [message]), lambda: worker.log)
+    assert (row_of(db, message).attempt_count, greeting_count(db)) == (1, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("keeping", [CLOSED_AFTER_USE, KEPT_UNCHECKED], ids=["closed after use", "kept"])
 def test_manage_py_test_drops_its_database_after_handlers_that_use_the_orm(

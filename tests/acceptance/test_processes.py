@@ -90,11 +90,12 @@ def test_a_stopping_worker_releases_messages_in_flight_without_using_up_attempts
     assert (state, max_attempts - attempt_count) == ("pending", 11)
 
 
-def test_a_stopping_worker_leaves_a_message_in_a_thread_to_its_lease(
-    database: psycopg.Connection, progress: Progress, start_worker: StartWorker
+@pytest.mark.parametrize("topic", ["test.patient", "test.patient.async"])
+def test_a_stopping_worker_leaves_a_message_in_a_thread_to_its_lease_and_ends(
+    database: psycopg.Connection, progress: Progress, start_worker: StartWorker, topic: str
 ) -> None:
     process = start_worker(shutdown_grace_seconds="0")
-    message = enqueue(database, "test.patient")
+    message = enqueue(database, topic)
     progress.wait_for("patient")
     assert process.stop() == 0
     assert state_and_attempts(database, message)[:2] == ("sending", 1)

@@ -92,6 +92,12 @@ async def pass_by(message: Message, ctx: Context) -> None:
         was_passed.set()
 
 
+@outbox.handler("lock", retry=AT_ONCE, timeout=0.2)
+async def lock(message: Message, ctx: Context) -> None:
+    """Wait for the member's row, in the thread that runs asynchronous queries."""
+    await greet_async(message, ctx)
+
+
 def cut() -> None:
     """Terminate the server's side of this thread's connection."""
     with connection.cursor() as cursor:

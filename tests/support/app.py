@@ -71,9 +71,19 @@ async def endless(message: Message, ctx: Context) -> None:
     await asyncio.Event().wait()
 
 
+@outbox.handler("test.patient.async")
+async def patient_async(message: Message, ctx: Context) -> None:
+    """Do the same in a thread that an async handler starts."""
+    await asyncio.to_thread(wait_for_ever, message)
+
+
 @outbox.handler("test.patient")
 def patient(message: Message, ctx: SyncContext) -> None:
     """Report the start, then run until the process ends."""
+    wait_for_ever(message)
+
+
+def wait_for_ever(message: Message) -> None:
     with psycopg.connect(outbox.settings.require_dsn(), autocommit=True) as connection:
         connection.execute(
             "SELECT pg_notify(%s, %s)", (CHANNEL, f"patient {message.id} {message.attempt_count} {os.getpid()}")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from pgoutbox.message import Message, Permanent, Transient, Unavailable
+from pgoutbox.message import Message, Permanent, Snooze, Transient, Unavailable
+from pgoutbox.transports import current_gate
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from pgoutbox.message import Outcome
     from pgoutbox.transports import Transport
@@ -47,6 +48,22 @@ async def closing(make: Callable[P, T]) -> AsyncIterator[Callable[P, T]]:
             return transport
 
         yield make_one
+
+
+@contextmanager
+def closed_gate() -> Iterator[list[None]]:
+    """Let no hand-over pass its gate. Yield a list with one item for each question."""
+    asked: list[None] = []
+
+    async def refuse() -> None:
+        asked.append(None)
+        raise Snooze(1, "the gate is closed")
+
+    token = current_gate.set(refuse)
+    try:
+        yield asked
+    finally:
+        current_gate.reset(token)
 
 
 def refusal_of(outcome: Outcome) -> str:

@@ -17,13 +17,13 @@ import pytest
 
 from pgoutbox import Context, Email, Message, Notification, Outbox
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Permanent, Sent, Snooze, Transient, Unavailable
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.apprise import AppriseTransport
 from pgoutbox.worker import Worker
 from tests.support import outbox_actions
 from tests.support.outbox_actions import attempts_of, enqueue, row_of
-from tests.support.sends import closing, error_of, outgoing
+from tests.support.sends import closed_gate, closing, error_of, outgoing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -104,6 +104,15 @@ async def test_a_notification_arrives_at_the_service_named_by_the_destination(
     assert (ops["title"], ops["message"], ops["type"]) == ("Backup", "Done.", "success")
     assert sales_path.startswith("/canary-token/sales?")
     assert (sales["title"], sales["message"], sales["type"]) == ("", "Grüße\n<b>", "info")
+
+
+async def test_nothing_is_handed_over_if_the_gate_is_closed_in_its_turn(
+    open_transport: Callable[..., AppriseTransport], receiver: Receiver
+) -> None:
+    transport = open_transport(ops=receiver.url("ops"))
+    with closed_gate() as asked:
+        assert isinstance(await transport.send(outgoing(destination="apprise:ops"), BACKUP), Snooze)
+    assert (asked, receiver.received) == ([None], [])
 
 
 async def test_a_refusal_is_transient_and_contains_the_log_of_apprise(

@@ -15,7 +15,7 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Producer, TopicPartition
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Permanent, Sent, Snooze, Transient, Unavailable
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.kafka import KafkaTransport
 from pgoutbox.worker import Worker
@@ -33,7 +33,7 @@ from tests.support.brokers import (
     target_repaired,
 )
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.support.sends import closing, error_of, outgoing, refusal_of
+from tests.support.sends import closed_gate, closing, error_of, outgoing, refusal_of
 from tests.support.settings import settings_with
 from tests.support.waiting import until
 
@@ -111,6 +111,17 @@ async def test_an_event_is_a_record_with_its_id_key_and_envelope(broker: Broker,
         "customer-7",
         {"order_id": 7},
     )
+
+
+async def test_nothing_is_handed_over_if_the_gate_is_closed_after_connecting(
+    broker: Broker, open_transport: Open
+) -> None:
+    transport = open_transport(broker)
+    with closed_gate() as asked:
+        assert isinstance(await transport.send(outgoing(destination="kafka:closed"), EVENT), Snooze)
+    assert asked == [None]
+    assert await transport.send(outgoing(destination="kafka:closed"), EVENT) == Sent()
+    assert len(records(broker, "closed", 1)) == 1
 
 
 async def test_events_with_one_key_are_in_one_partition(broker: Broker, open_transport: Open) -> None:

@@ -14,7 +14,7 @@ import pytest
 from nats.js.api import StreamConfig
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Permanent, Sent, Snooze, Transient, Unavailable
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.nats_jetstream import NatsTransport
 from pgoutbox.worker import Worker
@@ -33,7 +33,7 @@ from tests.support.brokers import (
     tls_nats_server,
 )
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.support.sends import closing, error_of, outgoing, refusal_of
+from tests.support.sends import closed_gate, closing, error_of, outgoing, refusal_of
 from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
@@ -127,6 +127,16 @@ async def test_an_event_is_stored_with_its_id_and_envelope(broker: Broker, open_
     }
     envelope = json.loads(message.data or b"")
     assert (envelope["id"], envelope["data"]) == (ID, {"order_id": 7})
+
+
+async def test_nothing_is_handed_over_if_the_gate_is_closed_after_connecting(
+    broker: Broker, open_transport: Open
+) -> None:
+    async with stream(broker) as client:
+        transport = open_transport(broker)
+        with closed_gate() as asked:
+            assert isinstance(await transport.send(MESSAGE, EVENT), Snooze)
+        assert (asked, await stored(client)) == ([None], [])
 
 
 async def test_a_repeated_event_is_sent_again_and_stored_once(broker: Broker, open_transport: Open) -> None:

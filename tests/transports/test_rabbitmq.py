@@ -12,7 +12,7 @@ import aiormq
 import pytest
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Permanent, Sent, Snooze, Transient, Unavailable
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.rabbitmq import RabbitMQTransport
 from pgoutbox.worker import Worker
@@ -33,7 +33,7 @@ from tests.support.brokers import (
     target_repaired,
 )
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.support.sends import closing, error_of, outgoing, refusal_of
+from tests.support.sends import closed_gate, closing, error_of, outgoing, refusal_of
 from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
@@ -129,6 +129,15 @@ async def test_an_event_is_queued_with_its_id_and_envelope(
     assert message.routing_key == "order.placed"
     envelope = json.loads(message.body)
     assert (envelope["id"], envelope["data"]) == (ID, {"order_id": 7})
+
+
+async def test_nothing_is_handed_over_if_the_gate_is_closed_after_connecting(
+    broker: Broker, channel: AbstractChannel, open_transport: Open
+) -> None:
+    transport = open_transport(broker)
+    with closed_gate() as asked:
+        assert isinstance(await transport.send(MESSAGE, EVENT), Snooze)
+    assert (asked, await queued(channel)) == ([None], [])
 
 
 async def test_the_key_is_the_routing_key_and_a_queue_can_be_named(

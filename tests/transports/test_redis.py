@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Sent, Transient, Unavailable
+from pgoutbox.message import Sent, Snooze, Transient, Unavailable
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.redis_streams import RedisTransport
 from pgoutbox.worker import Worker
@@ -30,7 +30,7 @@ from tests.support.brokers import (
     tls_redis_server,
 )
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, rows_of, state_of
-from tests.support.sends import closing, error_of, outgoing, refusal_of
+from tests.support.sends import closed_gate, closing, error_of, outgoing, refusal_of
 from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
@@ -93,6 +93,17 @@ async def test_an_event_is_an_entry_with_its_id_and_envelope(broker: Broker, ope
     envelope = json.loads(entry[b"event"])
     assert envelope["data"] == {"order_id": 7}
     assert (envelope["id"], envelope["type"], envelope["subject"]) == (ID.decode(), "welcome", "orders/7")
+
+
+async def test_nothing_is_handed_over_if_the_gate_is_closed_after_connecting(
+    broker: Broker, open_transport: Open
+) -> None:
+    transport = open_transport(broker)
+    with closed_gate() as asked:
+        assert isinstance(await transport.send(MESSAGE, EVENT), Snooze)
+        with client_of(broker) as client:
+            assert (len(client.client_list()), asked) == (2, [None])
+    assert entries(broker) == []
 
 
 async def test_a_stream_name_may_contain_colons_and_spaces(broker: Broker, open_transport: Open) -> None:

@@ -16,7 +16,7 @@ import standardwebhooks
 import trustme
 
 from pgoutbox import Outbox, RetryPolicy, Webhook
-from pgoutbox.message import Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Permanent, Sent, Snooze, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.settings import Settings
 from pgoutbox.transports.webhook import WebhookTransport
@@ -25,7 +25,7 @@ from pgoutbox.webhooks import verify
 from pgoutbox.worker import Worker
 from tests.support.dialogues import HOST
 from tests.support.outbox_actions import PATIENCE_SECONDS, Row, attempts_of, enqueue, make_due, row_of, running
-from tests.support.sends import closing, error_of, outgoing
+from tests.support.sends import closed_gate, closing, error_of, outgoing
 from tests.support.settings import settings_with
 from tests.support.waiting import until
 from tests.support.webhook_server import Misbehaviour, answer, webhook_server
@@ -123,6 +123,15 @@ async def test_the_reference_library_verifies_the_signature() -> None:
     for secret in (OLD, NEW):
         believed = standardwebhooks.Webhook(secret).verify(received.body, received.headers)
         assert believed == {"type": "order.paid"}
+
+
+async def test_nothing_is_handed_over_if_the_gate_is_closed_after_connecting(open_transport: Open) -> None:
+    async with webhook_server() as server:
+        transport = open_transport(server.port)
+        with closed_gate() as asked, pytest.raises(Snooze):
+            await transport.send(outgoing(destination=server.url(scheme="http")), HOOK)
+        assert (asked, server.connection_count) == ([None], 1)
+    assert server.received == []
 
 
 async def test_the_request_contains_only_the_given_values(open_transport: Open) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, cast
 
@@ -17,8 +17,9 @@ from pgoutbox.handlers import Context, Handler, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Transient, Unavailable
 from pgoutbox.retry import MAX_DELAY_SECONDS, bounded_delay
 from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
-from pgoutbox.worker.attempt import Attempt, Claim, watch_thread
+from pgoutbox.worker.attempt import Attempt, Claim
 from pgoutbox.worker.dispatcher import Dispatcher
+from pgoutbox.worker.threads import AttemptThreads, watch_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -93,8 +94,8 @@ def post() -> Post:
 @pytest.fixture
 def dispatcher(post: Post) -> Iterator[Dispatcher]:
     """Return a dispatcher with that transport and one thread."""
-    with ThreadPoolExecutor(1) as threads:
-        yield Dispatcher({"post": cast("Transport", post)}, threads, lease_seconds=60)
+    with AttemptThreads(1) as threads:
+        yield Dispatcher({"post": cast("Transport", post)}, threads)
 
 
 async def outcome_of(dispatcher: Dispatcher, handler: Handler, message: Message[object]) -> Outcome:

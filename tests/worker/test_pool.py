@@ -14,8 +14,9 @@ from pgoutbox.clock import elapsed_clock
 from pgoutbox.handlers import Context, Handler
 from pgoutbox.message import Message, Sent, Transient
 from pgoutbox.observability.events import LogEvent, Telemetry
-from pgoutbox.worker.attempt import RELEASED, STOPPED, Attempt, AttemptResult, Claim, Work, watch_thread
+from pgoutbox.worker.attempt import RELEASED, STOPPED, Attempt, AttemptResult, Claim, Work
 from pgoutbox.worker.pool import AttemptPool
+from pgoutbox.worker.threads import watch_thread
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -262,6 +263,31 @@ async def test_every_thread_of_a_slot_may_return_during_a_blocked_event_loop() -
         begun[-1].set_result(None)
         await stand.until(lambda: stand.slots.open_count == 0)
     assert stand.outcomes == {1: Sent(), 2: Sent()}
+    await stand.slots.stop()
+
+
+async def test_a_thread_that_begins_right_after_the_timeout_keeps_its_message() -> None:
+    stand = Stand(concurrency=1, timeout_seconds=0.02)
+    earlier: Future[object] = Future()
+    earlier.set_result(None)
+    later: Future[object] = Future()
+
+    async def run_in_threads(work: Work) -> Sequence[AttemptResult]:
+        watch_thread.get()(earlier)
+        (slot,) = stand.slots._slots
+        await until(lambda: slot.has_returned)
+        later.set_running_or_notify_cancel()
+        watch_thread.get()(later)
+        await asyncio.wrap_future(later)
+        return [Sent()]
+
+    stand.attempt = run_in_threads
+    stand.put(1)
+    await until(lambda: stand.telemetry.counts[LogEvent.ATTEMPT_OVERDUE] or stand.outcomes)
+    assert stand.outcomes == {}
+    later.set_result(None)
+    await stand.until(lambda: 1 in stand.outcomes)
+    assert stand.outcomes[1] == Sent()
     await stand.slots.stop()
 
 

@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Snooze, Transient, Unavailable
 from pgoutbox.text import one_line
 from pgoutbox.transports.brokers.events import CloudEvent, RenderedEvent, render, source_key
 from pgoutbox.transports.tls import describe_refusal
@@ -48,6 +48,8 @@ class BrokerTransport(ABC, Generic[T]):
             return refusal
         try:
             return await self._publish(target, event)
+        except Snooze as refusal:
+            return refusal
         except Exception as error:  # noqa: BLE001 - the event may have been accepted, whatever it was
             text = f"outcome unknown: no acknowledgement: {self._error_text(error)}"
             return Transient(text, outage=True, unknown=True)
@@ -89,7 +91,7 @@ class BrokerTransport(ABC, Generic[T]):
 
     @abstractmethod
     async def _publish(self, target: T, event: RenderedEvent) -> Outcome:
-        """Hand the event over once. Raises errors after which the event may have been accepted."""
+        """Hand the event over once, after `pass_gate`. Raises errors after which the event may have been accepted."""
 
     def _error_text(self, error: BaseException) -> str:
         if isinstance(error, TimeoutError):

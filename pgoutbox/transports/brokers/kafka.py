@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.transports import pass_gate
 from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
 from pgoutbox.transports.tls import client_context
@@ -124,6 +125,7 @@ class KafkaTransport(BrokerTransport[str]):
                 reason = link.last_error or "no answer"
                 text = f"connect: no broker within {self._seconds:g} s: {self._one_line(reason)}"
                 return Unavailable(text) if link.is_refused else Transient(text, outage=True)
+            await pass_gate()
             reported = link.produce(target, event, headers)
         except BufferError:
             return Transient("produce: the producer's queue is full")

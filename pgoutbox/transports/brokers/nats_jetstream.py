@@ -16,6 +16,7 @@ from urllib.parse import ParseResult, SplitResult, unquote, urlsplit
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.text import one_line
+from pgoutbox.transports import pass_gate
 from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport, SharedConnection
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
 from pgoutbox.transports.tls import client_context
@@ -144,6 +145,7 @@ class NatsTransport(BrokerTransport[str]):
         size, limit = _size(headers, event.content), connection.client.max_payload
         if size > limit:  # The server would end the connection, and with it other sends in progress.
             return Permanent(f"event.data: {size} bytes with their headers are more than the server's {limit}")
+        await pass_gate()
         try:
             await connection.publish(subject, event.content, headers, self._seconds)
         except NoStreamResponseError:

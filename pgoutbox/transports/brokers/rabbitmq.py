@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.text import one_line
+from pgoutbox.transports import pass_gate
 from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport, SharedConnection
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, check_name, parse_name
 from pgoutbox.transports.tls import client_context
@@ -199,6 +200,7 @@ class RabbitMQTransport(BrokerTransport[_Address]):
             delivery_mode=_PERSISTENT,
             headers=dict(event.headers),
         )
+        await pass_gate()
         try:
             async with asyncio.timeout(self._seconds):
                 await channel.basic_publish(

@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Sent, Transient, Unavailable
+from pgoutbox.transports import pass_gate
 from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
 from pgoutbox.transports.tls import IS_IT_TLS, client_context
@@ -135,6 +136,7 @@ class RedisTransport(BrokerTransport[str]):
                 text += f"; {IS_IT_TLS}"  # A Redis without TLS reads it as an incomplete command, and waits.
             return Transient(text, outage=True)
         try:
+            await pass_gate()
             async with asyncio.timeout(self._seconds):
                 await connection.send_command("XADD", stream, "*", *fields)
                 # Without an answer it closes the connection, so that a late answer is not read as the answer of the

@@ -12,15 +12,17 @@ from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pgoutbox.message import Message, Outcome, Permanent, Postponed, Sent, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Snooze, Unavailable
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.redaction import redact_text
-from pgoutbox.transports.redirect import Redirect, RedirectRules
+from pgoutbox.transports import pass_gate
+from pgoutbox.transports.redirect import RedirectRules
 from pgoutbox.transports.smtp.mail import Email, RawEmail, RenderedEmail, render
 
 if TYPE_CHECKING:
     from pgoutbox.settings import Settings
-    from pgoutbox.transports import Content, CurrentRedirect
+    from pgoutbox.transports import Content
+    from pgoutbox.transports.redirect import Redirect
 
 logger = getLogger("pgoutbox.transports.smtp")
 
@@ -36,6 +38,7 @@ class LogTransport:
     """
 
     schemes: tuple[str, ...] = ("mailto",)
+    follows_redirect: bool = True
 
     def __init__(self, settings: Settings) -> None:
         self._own_redirect = RedirectRules.of(settings.redirect).redirect()
@@ -46,20 +49,15 @@ class LogTransport:
         self._directory = None if settings.mail.directory is None else Path(settings.mail.directory)
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
-        """Write the e-mail, and return `Sent`. A directory that cannot be written is `Unavailable`."""
+        """Write the e-mail, and return `Sent`. A directory that cannot be written is `Unavailable`.
 
-        async def only_own() -> Redirect | None:
-            return self._own_redirect
-
-        return await self.send_or_redirect(message, content, only_own)
-
-    async def send_or_redirect(self, message: Message[object], content: Content, redirect: CurrentRedirect) -> Outcome:
-        """Write the e-mail like `send`, with the recipients of the redirect that is on."""
+        While a redirect is on, the e-mail has its recipients.
+        """
         if not isinstance(content, (Email, RawEmail)):
             return Permanent(f"content: the log transport takes an Email, not {type(content).__name__}")
         try:
-            await asyncio.to_thread(self._write, message, content, await redirect() or self._own_redirect)
-        except (Permanent, Unavailable, Postponed) as refusal:
+            await asyncio.to_thread(self._write, message, content, await pass_gate() or self._own_redirect)
+        except (Permanent, Unavailable, Snooze) as refusal:
             return refusal
         except OSError as error:
             return Unavailable(f"PGOUTBOX_MAIL_DIRECTORY: {error}")

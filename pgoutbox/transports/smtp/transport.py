@@ -16,11 +16,12 @@ from logging import getLogger
 from typing import TYPE_CHECKING, cast
 
 from pgoutbox.errors import ConfigurationError, require_extra
-from pgoutbox.message import Message, Outcome, Permanent, Postponed, Sent, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Snooze, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import one_line
+from pgoutbox.transports import pass_gate
 from pgoutbox.transports.addresses import is_host_name, parse_mailbox
-from pgoutbox.transports.redirect import Redirect, RedirectRules
+from pgoutbox.transports.redirect import RedirectRules
 from pgoutbox.transports.smtp.mail import (
     NO_ENVELOPE_SENDER,
     NO_SENDER,
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pgoutbox.settings import Settings, SmtpSettings
-    from pgoutbox.transports import Content, CurrentRedirect
+    from pgoutbox.transports import Content
+    from pgoutbox.transports.redirect import Redirect
 
 __all__ = ["Attachment", "Email", "RawEmail", "SmtpTransport"]
 
@@ -67,6 +69,7 @@ class SmtpTransport:
     """
 
     schemes: tuple[str, ...] = ("mailto",)
+    follows_redirect: bool = True
 
     def __init__(
         self, settings: Settings, *, tls_context: ssl.SSLContext | None = None, idle_seconds: float = 60.0
@@ -93,31 +96,20 @@ class SmtpTransport:
         `Sent` means that the server has accepted it. `Permanent` names the wrong field or the server's refusal.
         Failures that pass with time or that the operator can fix are `Transient`. A refused sender or password is
         `Unavailable`. If the connection breaks after the content was sent, the outcome is unknown: the next attempt may
-        be a duplicate, with the same Message-ID.
+        be a duplicate, with the same Message-ID. While a redirect is on, its receivers get the e-mail.
         """
-
-        async def only_own() -> Redirect | None:
-            return self._own_redirect
-
-        return await self.send_or_redirect(message, content, only_own)
-
-    async def send_or_redirect(self, message: Message[object], content: Content, redirect: CurrentRedirect) -> Outcome:
-        """Hand the e-mail over like `send`, or to the receivers of the redirect that is on when MAIL is sent."""
         if not isinstance(content, (Email, RawEmail)):
             return Permanent(f"content: the SMTP transport sends an Email, not {type(content).__name__}")
         sender_keys = self.part_keys(message, content)
         if self._smtp.sender is None and (missing := _missing_sender(content)) is not None:
             return Unavailable(missing, breaker=sender_keys[-1])
 
-        async def current() -> Redirect | None:
-            return await redirect() or self._own_redirect
-
-        mail = _Mail(content, message, self._settings, current)
+        mail = _Mail(content, message, self._settings, self._own_redirect)
         try:
-            await mail.newest()
+            await mail.pass_gate()
             async with self._slots:
                 return await self._hand_over(mail)
-        except (Permanent, Unavailable, Postponed) as refusal:
+        except (Permanent, Unavailable, Snooze) as refusal:
             return refusal
         except _Failure as failure:
             return failure.outcome(sender_keys)
@@ -184,8 +176,7 @@ class SmtpTransport:
     async def _transact(self, connection: _Connection, mail: _Mail) -> Outcome:
         """Run one mail transaction. Keep the connection if its state is known, also after a cancellation."""
         try:
-            # A redirect may have been switched on during the wait for a connection.
-            return await connection.deliver(await mail.newest())
+            return await connection.deliver(await mail.pass_gate())
         finally:
             if connection.is_ready:
                 connection.idle_since = asyncio.get_running_loop().time()
@@ -221,19 +212,19 @@ class _Mail:
     """An e-mail as it is rendered for the redirect that is on."""
 
     def __init__(
-        self, email: Email | RawEmail, message: Message[object], settings: Settings, current: CurrentRedirect
+        self, email: Email | RawEmail, message: Message[object], settings: Settings, own_redirect: Redirect | None
     ) -> None:
         self._email = email
         self._message = message
         self._settings = settings
-        self._current = current
+        self._own_redirect = own_redirect
         self._rendered: tuple[Redirect | None, RenderedEmail] | None = None
 
-    async def newest(self) -> RenderedEmail:
-        """Return the e-mail for the current redirect. Raises the refusals of `render`."""
+    async def pass_gate(self) -> RenderedEmail:
+        """Return the e-mail for the current redirect. Raises the refusals of the gate and of `render`."""
         # A redirect may be switched on while a long e-mail is rendered.
         while True:
-            redirect = await self._current()
+            redirect = await pass_gate() or self._own_redirect
             if self._rendered is not None and self._rendered[0] == redirect:
                 return self._rendered[1]
             inputs = (self._email, self._message, self._settings, redirect)

@@ -29,7 +29,7 @@ from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unava
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.tracing import current_context
 from pgoutbox.text import one_line
-from pgoutbox.transports import breaker_key_of
+from pgoutbox.transports import breaker_key_of, pass_gate
 from pgoutbox.transports.tls import verifying_context
 from pgoutbox.transports.webhook.request import RenderedRequest, Rules, Webhook, render, secret_key
 
@@ -358,6 +358,7 @@ class _Connection:
         if self._wire is not None:
             self._wire.begin_again()
         http = await self._open()
+        await pass_gate()
         headers = list(request.signed_headers(int(clock())))
         response = await http.handle_async_request(
             httpcore.Request(request.method, _url(request.endpoint), headers=headers, content=request.body)
