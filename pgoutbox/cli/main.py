@@ -57,7 +57,7 @@ _ROLES: Final = (
         "pgoutbox_operator",
     ),
     (
-        r"message\w*|attempt|maintenance_run|worker_run|content|coalesce_head|permits|\w+_partition|clear_retired",
+        r"message\w*|attempt|maintenance_run|worker|content|coalesce_head|permits|\w+_partition|clear_retired",
         "pgoutbox_worker",
     ),
     (r"pgoutbox|schema_version", "pgoutbox_worker, pgoutbox_operator or pgoutbox_viewer"),

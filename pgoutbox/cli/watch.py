@@ -59,12 +59,11 @@ def top(
 def workers(*, dsn: Dsn = None, as_json: Json = False) -> None:
     """List the workers with their queues and topics. With --json one document per line.
 
-    A worker reports them once a minute; a run with --once does not, but the end of the last one is printed. The columns
+    A worker reports them once a minute. The last run with --once or --drain is listed too, with ended_at. The columns
     connected_at and address are empty behind a pooler, and for other roles if the role does not have pg_read_all_stats.
     """
     with operator_connection.connect(read_settings(dsn), read_only=True) as connection:
         found = activity.list_workers(connection)
-        last_run_at = activity.last_run_ended_at(connection)
     if as_json:
         for worker in found:
             print_json(worker._asdict())
@@ -72,8 +71,6 @@ def workers(*, dsn: Dsn = None, as_json: Json = False) -> None:
         print_table(activity.WorkerActivity._fields, [_worker_cells(worker) for worker in found])
     else:
         print_line("no worker runs or holds a message")
-    if last_run_at is not None and not as_json:
-        print_line(f"the last run of worker --once ended at {last_run_at.isoformat(sep=' ', timespec='seconds')}")
 
 
 @app.command()

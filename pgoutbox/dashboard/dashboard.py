@@ -14,7 +14,6 @@ from pgoutbox.dashboard.database import ANSWER_SECONDS, Database, UnavailableErr
 from pgoutbox.dashboard.history import History, Minute
 from pgoutbox.dashboard.live import ChangeFeed
 from pgoutbox.operations import Operator
-from pgoutbox.operations.activity import last_run_ended_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +38,6 @@ class Overview(NamedTuple):
     states: list[reads.StateCount]
     queues: list[reads.QueueRow]
     workers: list[reads.WorkerRow]
-    last_run_at: datetime | None
     breakers: list[reads.BreakerRow]
     failures: list[TopicFailures]
     minutes: list[Minute]
@@ -95,7 +93,6 @@ class Dashboard:
             reads.count_states(connection),
             reads.live_queues(connection),
             reads.running_workers(connection),
-            last_run_ended_at(connection),
             reads.breakers(connection),
             failures_by_topic(reads.failed_lately(connection), now),
             self._history.of_last_hour(connection, now),

@@ -67,7 +67,7 @@ class TopicCount(NamedTuple):
 
 
 class WorkerRow(NamedTuple):
-    """A worker that runs or holds leases; columns in the order of RUNNING_WORKERS."""
+    """A worker that runs or holds leases, or the last run; columns in the order of RUNNING_WORKERS."""
 
     worker: str
     in_flight: int
@@ -76,6 +76,7 @@ class WorkerRow(NamedTuple):
     last_lease_at: datetime | None
     queues: list[str]
     topics: list[str]
+    ended_at: datetime | None
 
 
 class BreakerRow(NamedTuple):
@@ -154,7 +155,7 @@ def live_queues(connection: Connection, queue: str | None = None) -> list[QueueR
 
 
 def running_workers(connection: Connection) -> list[WorkerRow]:
-    """Return the workers that run or hold leases, by name."""
+    """Return the workers that run or hold leases, and the last run, by name."""
     return [WorkerRow._make(row) for row in connection.execute(sql.RUNNING_WORKERS, {"cap": CAP})]
 
 

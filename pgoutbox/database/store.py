@@ -155,7 +155,7 @@ class BreakerRow(NamedTuple):
 
 
 class Trouble(NamedTuple):
-    """A problem that a report of presence finds, in the order of REPORT_PRESENCE.
+    """A problem that a report of presence finds, in the order of REPORT_WORKER.
 
     An open breaker with its key, or late messages that no running worker claims, with their queue: because none serves
     that queue (`queue`), or because none that serves it has a handler for these topics (`handler`).
@@ -436,10 +436,6 @@ class Store:
         ((target, blackout),) = await self.claims.fetch(sql.REDIRECT_TARGET, {})
         return target, blackout
 
-    async def report_redirect(self, target: str) -> None:
-        """Report this worker's own redirect."""
-        await self.claims.fetch(sql.REPORT_REDIRECT, {"worker": self.worker, "target": target})
-
     async def breaker_failed(self, key: str, *, trips: bool, error: str, alert_queue: str | None) -> BreakerRow | None:
         """Record one failure. Returns the breaker if it is open; `opened` if this call opened it."""
         settings = self._settings
@@ -462,11 +458,6 @@ class Store:
         """Return the memory of each breaker, by its key, that the last run of `run_once` or `drain` hands on."""
         rows = await self.claims.fetch(sql.FAILURES_OF_LAST_RUN, {})
         return dict(rows[0][0]) if rows else {}
-
-    async def end_run(self, failures: Mapping[str, Mapping[str, Any]]) -> None:
-        """Record the end of a run, and the memory of the breakers that it has used; an empty one deletes it."""
-        memories = {key: memory or None for key, memory in failures.items()}
-        await self.claims.fetch(sql.END_RUN, {"worker": self.worker, "failures": json.dumps(memories)})
 
     async def breaker_probe(self, key: str) -> BreakerRow | None:
         """Ask for a probe: granted if the answer has a `probe_id`. None if the breaker is closed."""
@@ -532,8 +523,14 @@ class Store:
         """Record that a turn of maintenance ended without an error."""
         await self.claims.fetch(sql.MAINTENANCE_SUCCEEDED, {})
 
-    async def report_presence(
-        self, queues: Sequence[str], *, topics: Sequence[str], watched: Sequence[str], late_seconds: float
+    async def report_worker(
+        self,
+        queues: Sequence[str],
+        *,
+        topics: Sequence[str],
+        redirect_to: str | None,
+        watched: Sequence[str],
+        late_seconds: float,
     ) -> list[Trouble]:
         """Report that this worker serves these queues and topics, and return what an operator should know.
 
@@ -541,20 +538,26 @@ class Store:
         `late_seconds`.
         """
         rows = await self.claims.fetch(
-            sql.REPORT_PRESENCE,
+            sql.REPORT_WORKER,
             {
                 "worker": self.worker,
                 "queues": queues,
                 "topics": topics,
+                "redirect_to": redirect_to,
                 "watched": watched,
                 "late_seconds": late_seconds,
             },
         )
         return [Trouble._make(row) for row in rows]
 
-    async def end_presence(self) -> None:
+    async def end_worker(self) -> None:
         """Report that this worker stops."""
-        await self.claims.fetch(sql.END_PRESENCE, {"worker": self.worker})
+        await self.claims.fetch(sql.END_WORKER, {"worker": self.worker})
+
+    async def end_run(self, failures: Mapping[str, Mapping[str, Any]]) -> None:
+        """Record the end of a run, and the memory of the breakers that it has used; an empty one deletes it."""
+        memories = {key: memory or None for key, memory in failures.items()}
+        await self.claims.fetch(sql.END_RUN, {"worker": self.worker, "failures": json.dumps(memories)})
 
     async def close(self) -> None:
         """Close both connections."""

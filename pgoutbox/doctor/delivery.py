@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from psycopg.errors import InsufficientPrivilege
-
 from pgoutbox.database import sql
 from pgoutbox.doctor.findings import (
     MAX_QUOTE_LENGTH,
@@ -83,48 +81,22 @@ def check_retention(context: DoctorContext) -> Iterator[Note]:
 
 
 def check_workers(context: DoctorContext) -> Iterator[Note]:
-    """Check that a worker is connected, and name the queues that workers serve."""
-    facts = context.ask_one(sql.CONNECTED_WORKERS)
-    present = _present_workers(context)
-    if facts["workers"] or present:
-        queues = sorted({queue for worker in present for queue in worker["queues"]})
-        served = f", for the queues {join_names(queues, most=20)}" if queues else ""
-        yield ok(f"{pluralize(max(facts['workers'], len(present)), 'worker')} connected{served}")
-    elif (run := _last_run(context)) is not None and run["ended_seconds_ago"] <= context.limits.run_seconds:
+    """Check that a worker runs, and name the queues that workers serve."""
+    running, run = _workers(context)
+    if running:
+        queues = sorted({queue for worker in running for queue in worker["queues"]})
+        yield ok(f"{pluralize(len(running), 'worker')} running, for the queues {join_names(queues, most=20)}")
+    elif run is not None and run["ended_seconds_ago"] <= context.limits.run_seconds:
         yield ok(f"the last run of worker --once ended {duration(run['ended_seconds_ago'])} ago")
-    elif not facts["sees_all"] and (holders := _lease_holders(context)):
-        yield ok(f"leases are held by {pluralize(holders, 'worker')}")
-    elif not facts["sees_all"]:
-        yield skipped(
-            f"no worker is connected as {context.connection.info.user}, which cannot see the sessions of other roles",
-            f"let it see them: GRANT pg_read_all_stats TO {context.connection.info.user}",
-        )
     else:
-        yield warning("no worker is connected", "no message is delivered", "start a worker: pgoutbox worker")
+        yield warning("no worker is running", "no message is delivered", "start a worker: pgoutbox worker")
 
 
-def _last_run(context: DoctorContext) -> DictRow | None:
-    """Return the last run of `worker --once`; None if there was none, or if this role cannot read it."""
-    try:
-        return next(iter(context.ask(sql.LAST_RUN)), None)
-    except InsufficientPrivilege:
-        return None
-
-
-def _present_workers(context: DoctorContext) -> list[DictRow]:
-    """Return the workers that report their queues and topics; none if this role cannot read them."""
-    try:
-        return context.ask(sql.PRESENT_WORKERS)
-    except InsufficientPrivilege:
-        return []
-
-
-def _lease_holders(context: DoctorContext) -> int:
-    """Count the workers that hold leases; 0 if this role cannot read them."""
-    try:
-        return int(context.ask_one(sql.LEASE_HOLDING_WORKERS)["workers"])
-    except InsufficientPrivilege:
-        return 0
+def _workers(context: DoctorContext) -> tuple[list[DictRow], DictRow | None]:
+    """Return the running workers with their queues and topics, and the last run of `worker --once`, if any."""
+    rows = context.ask(sql.PRESENT_WORKERS)
+    running = [row for row in rows if row["ended_seconds_ago"] is None]
+    return running, next((row for row in rows if row["ended_seconds_ago"] is not None), None)
 
 
 def check_handlers(context: DoctorContext) -> Iterator[Note]:
@@ -241,21 +213,19 @@ def check_due(context: DoctorContext) -> Iterator[Note]:
     seconds = context.limits.late_seconds
     if not context.settings.listen:
         seconds = max(seconds, 2 * context.settings.poll_interval_seconds)
-    connected = context.ask_one(sql.CONNECTED_WORKERS)
-    run = None if connected["workers"] else _last_run(context)
-    if run is not None and run["ended_seconds_ago"] <= context.limits.run_seconds:
-        seconds = max(seconds, 2 * min(run["interval_seconds"] or 0.0, context.limits.run_seconds))
+    running, run = _workers(context)
+    if not running and run is not None and run["ended_seconds_ago"] <= context.limits.run_seconds:
+        seconds = max(seconds, 2 * min(run["run_interval_seconds"] or 0.0, context.limits.run_seconds))
     late = context.ask(sql.DUE_FOR_LONG, {"seconds": seconds})
     if not late:
         yield ok(f"no message has been due for more than {duration(seconds)}")
         return
-    present = _present_workers(context)
     for queue in late:
         count = pluralize(queue["messages"], "message") + (" or more" if queue["messages"] >= 10_000 else "")
         what = f"queue {queue['queue']}: {count} due, the oldest for {duration(queue['oldest_seconds'])}"
         if queue["halted"] and queue["free"]:
             what = f"{what}, {queue['halted']} of them halted behind a failed message of their ordering key"
-        yield _cause_of_limits(queue, what) or _cause_of_workers(context, queue, connected, present, what)
+        yield _cause_of_limits(queue, what) or _cause_of_workers(context, queue, running, what)
 
 
 def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
@@ -287,20 +257,18 @@ def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
     return None
 
 
-def _cause_of_workers(
-    context: DoctorContext, queue: DictRow, connected: DictRow, present: list[DictRow], what: str
-) -> Note:
+def _cause_of_workers(context: DoctorContext, queue: DictRow, running: list[DictRow], what: str) -> Note:
     """Return the finding with the missing worker or handler of a late queue, else that workers do not keep up."""
     name = queue["queue"]
-    if not connected["workers"] and not present:
+    if not running:
         return problem(
-            f"{what}: no worker is connected" + ("" if connected["sees_all"] else " that this role can see"),
+            f"{what}: no worker is running",
             "no message is delivered",
             f"start a worker: pgoutbox worker --queue {name}; with cron, check that the line of the crontab runs, and "
             "that it names this queue",
         )
-    serving = [worker for worker in present if name in worker["queues"]]
-    if present and not serving and not queue["is_worked"]:
+    serving = [worker for worker in running if name in worker["queues"]]
+    if not serving and not queue["is_worked"]:
         return problem(
             f"{what}: no running worker serves this queue",
             "no message of it is delivered",
@@ -324,7 +292,7 @@ def _cause_of_workers(
             "raise PGOUTBOX_CONCURRENCY, start more workers, or make the handlers faster; pgoutbox top shows the rate",
         )
     return problem(
-        f"{what}: a worker is connected and does not claim them",
+        f"{what}: a worker is running and does not claim them",
         "it serves other queues, has no handler for them, or does not keep up",
         f"check that a worker serves --queue {name} and is not blocked, with pgoutbox workers and pgoutbox top",
     )

@@ -137,7 +137,7 @@ class LogEvent(enum.StrEnum):
     REDIRECT_ENDED = "redirect_ended", "The redirect is off. Held-back messages are sent."
     REDIRECT_UNKNOWN = (
         "redirect_unknown",
-        "The redirect could not be read or reported. While it cannot be read, all contents are held back.",
+        "The redirect could not be read. Until it is read, all contents are held back.",
     )
     TRANSPORT_NOT_READY = (
         "transport_not_ready",
@@ -170,7 +170,7 @@ class LogEvent(enum.StrEnum):
     )
     PRESENCE_UNKNOWN = (
         "presence_unknown",
-        "The worker could not report its queues and topics, or look for unclaimed messages. It tries again.",
+        "The worker could not report its queues and topics, look for unclaimed messages, or report its end.",
     )
     MAINTENANCE_DONE = "maintenance_done", "A worker had its turn of maintenance and changed something."
     MAINTENANCE_FAILED = (

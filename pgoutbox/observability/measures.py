@@ -208,19 +208,19 @@ class Names:
 class WorkerStatus:
     """The current state of a worker. Ages are in seconds. None means never, or a disabled listener."""
 
-    is_started: bool
-    is_stopping: bool
-    in_flight: int
-    slots: int
-    busy: int
-    abandoned: int
-    is_listener_up: bool | None
-    is_database_up: bool
-    is_copy: bool
-    polled_seconds_ago: float
-    claimed_seconds_ago: float | None
-    outcomes_refused: int
-    breakers_open: int
+    is_started: bool = False
+    is_stopping: bool = False
+    in_flight: int = 0
+    slots: int = 0
+    busy: int = 0
+    abandoned: int = 0
+    is_listener_up: bool | None = None
+    is_database_up: bool = False
+    is_copy: bool = False
+    polled_seconds_ago: float = 0.0
+    claimed_seconds_ago: float | None = None
+    outcomes_refused: int = 0
+    breakers_open: int = 0
 
 
 class Measures:

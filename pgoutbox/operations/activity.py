@@ -38,12 +38,12 @@ class TopicActivity:
 
 
 class WorkerActivity(NamedTuple):
-    """A worker that holds messages, reports its presence or is connected, in the order of LIST_WORKERS.
+    """A worker that holds messages, reports its presence or is connected, or the last run; as in LIST_WORKERS.
 
-    `queues` and `topics` are those that it serves, idle or not. A run with `--once` does not report them: then `queues`
-    are those of its messages, and `seen_at` is None. `connected_at` is None if its connection is gone, goes through a
-    pooler, or belongs to a role whose sessions are hidden from this one. `lapsed` counts the messages whose lease has
-    ended.
+    `queues` and `topics` are those that it serves, idle or not. `ended_at` is the end of the last run with `--once` or
+    `--drain`, and None for all others. A worker without `seen_at` reports no more: then `queues` are those of its
+    messages. `connected_at` is None if its connection is gone, goes through a pooler, or belongs to a role whose
+    sessions are hidden from this one. `lapsed` counts the messages whose lease has ended.
     """
 
     worker: str
@@ -54,6 +54,7 @@ class WorkerActivity(NamedTuple):
     queues: list[str]
     topics: list[str]
     seen_at: datetime | None
+    ended_at: datetime | None
     connected_at: datetime | None
     address: str | None
 
@@ -88,14 +89,8 @@ def topic_activity(
 
 
 def list_workers(connection: psycopg.Connection[TupleRow]) -> list[WorkerActivity]:
-    """Return the workers that hold messages, report their presence or are connected, by name."""
+    """Return the workers that hold messages, report their presence or are connected, and the last run, by name."""
     return [WorkerActivity._make(row) for row in fetch(connection, sql.LIST_WORKERS, {})]
-
-
-def last_run_ended_at(connection: psycopg.Connection[TupleRow]) -> datetime | None:
-    """Return when the last run of `worker --once` or `--drain` ended; None if there was none."""
-    row = next(iter(fetch(connection, sql.LAST_RUN, {})), None)
-    return None if row is None else row[1]
 
 
 class Follower:

@@ -67,7 +67,7 @@ class CircuitBreakers:
         self._used_keys: set[str] = set()
 
     async def inherit(self) -> None:
-        """Continue to count the failures in a row of the last run, and hand them to the next run in `close`.
+        """Continue to count the failures in a row of the last run. The next run continues with `memory`.
 
         Otherwise no breaker would open if each run sends fewer messages than it takes.
         """
@@ -257,11 +257,12 @@ class CircuitBreakers:
     async def close(self) -> None:
         """Wait briefly until the results of the last probes are written."""
         await self._shared.aclose()
-        if self._inherited is not None:
-            circuits = self._circuits
-            await self._shared.end_run(
-                {k: circuits[k].breaker.memory() if k in circuits else {} for k in self._used_keys}
-            )
+
+    @property
+    def memory(self) -> dict[str, dict[str, Any]]:
+        """The failures in a row of each breaker that this run has used."""
+        circuits = self._circuits
+        return {key: circuits[key].breaker.memory() if key in circuits else {} for key in self._used_keys}
 
 
 def _recipient_of(message: Message[object]) -> str:

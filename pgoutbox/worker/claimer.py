@@ -13,21 +13,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Sequence
 from datetime import datetime
 from typing import Final
 
 import psycopg
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import ALL_TIME_SECONDS, ClaimedRow, LapsedOptions, Store
+from pgoutbox.database.store import ALL_TIME_SECONDS, ClaimedRow, LapsedOptions
 from pgoutbox.database.worker_connection import is_lost_key, is_refusal
 from pgoutbox.message import State
-from pgoutbox.observability.events import LogEvent, Telemetry
-from pgoutbox.worker.claim_planner import ALL_QUEUES, ClaimPlanner, Cursor, Lane, QueueSchedule
+from pgoutbox.observability.events import LogEvent
+from pgoutbox.worker.claim_planner import ALL_QUEUES, ClaimPlanner, Cursor, Lane
 from pgoutbox.worker.loader import Loader
-from pgoutbox.worker.outage import Outage
-from pgoutbox.worker.signals import Signals
+from pgoutbox.worker.run_state import RunState
 
 _ROUND_TRIP_SECONDS: Final = 0.002
 _STUBBORN_CONFLICTS: Final = 3
@@ -41,30 +40,16 @@ _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a c
 class Claimer:
     """Claims for one worker, which adds and removes the attempts in `in_flight` and its suspects."""
 
-    def __init__(
-        self,
-        store: Store,
-        queues: QueueSchedule,
-        outage: Outage,
-        *,
-        topics: Sequence[str],
-        hold_topics: Sequence[str],
-        in_flight: Collection[int],
-        signals: Signals,
-        loader: Loader,
-        stopping: asyncio.Event,
-        telemetry: Telemetry,
-    ) -> None:
-        self._store = store
-        self._queues = queues
-        self._outage = outage
-        self._topics = topics
+    def __init__(self, run: RunState, *, hold_topics: Sequence[str], loader: Loader) -> None:
+        self._store = run.store
+        self._queues = run.queues
+        self._outage = run.outage
+        self._topics = run.topics
+        self._in_flight = run.in_flight
+        self._signals = run.signals
+        self._telemetry = run.telemetry
         self._hold_topics = hold_topics
-        self._in_flight = in_flight
-        self._signals = signals
         self._loader = loader
-        self._stopping = stopping
-        self._telemetry = telemetry
         self._elsewhere_due_at = -math.inf
         self._conflict_count = 0
         self._busy_since = -math.inf  # When a poll first found a message since the last survey.

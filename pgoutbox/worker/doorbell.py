@@ -17,9 +17,9 @@ import enum
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from typing import LiteralString, Protocol
+from typing import LiteralString
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -30,6 +30,7 @@ from pgoutbox.database.worker_connection import connect, is_unreachable, keeps_s
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import Settings
 from pgoutbox.worker.backoff import Backoff
+from pgoutbox.worker.signals import Signals
 
 CHANNEL = "pgoutbox"
 # A worker that is not on watch polls at a random time after a notification, because the watch, which answers at once,
@@ -48,36 +49,18 @@ class LockAnswer(enum.Enum):
     NO_LISTENER = "no listener"  # Only the periodic poll finds messages.
 
 
-class OnNotification(Protocol):
-    """Called with a queue that may have work, or with None for any queue after the listener has reconnected.
-
-    `is_new` means that a new message was enqueued there, and no other change.
-    """
-
-    def __call__(self, queue: str | None, /, *, is_new: bool = False) -> None: ...
-
-
 class Doorbell:
     """Listens, and holds the locks of an idle worker.
 
-    `on_notification` is called on the event loop, and so is `on_look_due`, when the watch has had time to answer, or
-    polls. Workers with the same `topics`, which may change, share a watch.
+    It signals notifications, and a look that is due: when the watch has had time to answer, or polls. Workers with the
+    same `topics`, which may change, share a watch.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        topics: Sequence[str],
-        *,
-        on_notification: OnNotification,
-        on_look_due: Callable[[], None],
-        telemetry: Telemetry,
-    ) -> None:
+    def __init__(self, settings: Settings, topics: Sequence[str], signals: Signals, telemetry: Telemetry) -> None:
         self._dsn = settings.require_listen_dsn()
         self._settings = settings
         self._topics = topics
-        self._on_notification = on_notification
-        self._on_look_due = on_look_due
+        self._signals = signals
         self._telemetry = telemetry
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self._statement = asyncio.Lock()
@@ -225,7 +208,7 @@ class Doorbell:
         if is_on_watch is False and wake_up_lock == "free":
             self._look_later(queue)  # The watch polls.
         if has_news:
-            self._on_notification(queue)  # The notification may be later than the answer: ask again.
+            self._signals.note_notification(queue)  # The notification may be later than the answer: ask again.
 
     async def _recheck(self) -> None:
         """Request the locks of other sessions again: a lock that ends with its session sends no notification."""
@@ -233,7 +216,7 @@ class Doorbell:
             answers = await self._ask_for(sorted(self._relied_on)) if self._relied_on else None
         for queue, wake_up_lock in (answers or {}).items():
             if wake_up_lock != "other":
-                self._on_notification(queue)  # No worker was notified of messages committed since then.
+                self._signals.note_notification(queue)  # No worker was notified of messages committed since then.
 
     async def _ask(self, statement: LiteralString, parameters: dict[str, object]) -> list[TupleRow] | None:
         """Return the rows, or None if the listener did not answer in time and was therefore closed."""
@@ -293,7 +276,7 @@ class Doorbell:
                 reason=type(error).__name__,
             )
         self._lost.set()
-        self._on_notification(None)
+        self._signals.note_notification(None)
 
     def _receive(self, connection: psycopg.AsyncConnection[TupleRow], sender: int, message: str) -> None:
         """Read a notification: producers send the queue, for its watch; workers and operators send a prefix too."""
@@ -311,7 +294,7 @@ class Doorbell:
         if kind and queue in self._asking:
             self._news.add(queue)
         if is_for_all or queue in self._on_watch:
-            self._on_notification(queue, is_new=not is_for_all)
+            self._signals.note_notification(queue, is_new=not is_for_all)
         elif queue in self._relied_on:
             self._look_later(queue)
         if kind:
@@ -332,7 +315,7 @@ class Doorbell:
         self._look_timer = None
         self._looking |= self._unanswered
         self._unanswered.clear()
-        self._on_look_due()
+        self._signals.poll_again()
 
     async def _connect(self) -> None:
         connection, is_direct = await connect(self._dsn, self._settings, purpose="listen")
@@ -431,7 +414,7 @@ class Doorbell:
             await self.release()
         else:
             self._telemetry.report(logging.INFO, LogEvent.NOTIFY_QUEUE_DRAINED, "the notification queue has drained")
-        self._on_notification(None)  # The worker polls, and then sleeps without or with its locks.
+        self._signals.note_notification(None)  # The worker polls, and then sleeps without or with its locks.
 
     async def _reconnect(self) -> None:
         async with self._statement:
@@ -448,7 +431,7 @@ class Doorbell:
         if not self._has_no_session:
             self._telemetry.report(logging.INFO, LogEvent.LISTENER_BACK, "listener back")
         # No worker was notified of messages committed in between.
-        self._on_notification(None)
+        self._signals.note_notification(None)
 
 
 def key_of_watch(queue: str, topics: Sequence[str]) -> int:

@@ -13,19 +13,19 @@ from functools import partial
 from typing import cast, get_args
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import Store
 from pgoutbox.handlers import Middleware
 from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.tracing import Tracing
-from pgoutbox.settings import Settings
 from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, breaker_key, scheme_of
+from pgoutbox.worker.alert import ALERT_TOPIC
 from pgoutbox.worker.attempt import RELEASED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
 from pgoutbox.worker.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.dispatcher import Dispatcher, Send, outcome_of_error
 from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.redirects import Redirects
+from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.threads import AttemptThreads
 from pgoutbox.worker.transactional import Transactions
 
@@ -33,21 +33,19 @@ from pgoutbox.worker.transactional import Transactions
 class AttemptExecutor:
     """Runs the attempts of one worker, and closes their resources, including the transports.
 
-    `middleware` wraps each call of a handler, the first one outermost. A breaker that opens enqueues its alert in
-    `alert_queue`. `finisher` takes the results of attempts that end before the others of their batch.
+    `middleware` wraps each call of a handler, the first one outermost. `finisher` takes the results of attempts that
+    end before the others of their batch.
     """
 
     def __init__(
         self,
-        settings: Settings,
-        store: Store,
+        run: RunState,
         transports: Mapping[str, Transport],
-        telemetry: Telemetry,
         *,
         middleware: Sequence[Middleware],
-        alert_queue: str | None,
         finisher: Finisher,
     ) -> None:
+        settings, store, telemetry = run.settings, run.store, run.telemetry
         self._transports = transports
         self._finisher = finisher
         self.redirects = Redirects(settings, store, telemetry)
@@ -61,6 +59,7 @@ class AttemptExecutor:
         if telemetry.logs(logging.DEBUG):
             self._run = partial(_run_logged, telemetry, call_next=self._run)
         self._threads = AttemptThreads(settings.concurrency)
+        alert_queue = run.queues.names[0] if ALERT_TOPIC in run.topics else None
         self.breakers = CircuitBreakers(store, transports, settings, telemetry, alert_queue=alert_queue, send=send)
         self._dispatcher = Dispatcher(
             transports,

@@ -17,7 +17,7 @@ from typing import Final, assert_never
 
 import psycopg
 
-from pgoutbox.database.store import ClaimedRow, FinishRequest, Store
+from pgoutbox.database.store import ClaimedRow, FinishRequest
 from pgoutbox.database.worker_connection import is_transient_error
 from pgoutbox.message import (
     AttemptOutcome,
@@ -32,17 +32,16 @@ from pgoutbox.message import (
     Transient,
     Unavailable,
 )
-from pgoutbox.observability.events import LogEvent, Telemetry, event_of_outcome, event_of_state
+from pgoutbox.observability.events import LogEvent, event_of_outcome, event_of_state
 from pgoutbox.redaction import redact_text
 from pgoutbox.retry import bounded_delay
 from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
-from pgoutbox.worker.attempt import Abandoned, AlreadyFinished, Attempt, AttemptResult, InFlight, Released
+from pgoutbox.worker.attempt import Abandoned, AlreadyFinished, Attempt, AttemptResult, Released
 from pgoutbox.worker.backoff import Backoff
 from pgoutbox.worker.dispatcher import MIN_SNOOZE_SECONDS
 from pgoutbox.worker.handler_errors import RaisedPermanent, RaisedTransient, RepeatedErrors, place_of, traceback_of
-from pgoutbox.worker.notifier import Notifier
 from pgoutbox.worker.refused_outcomes import RefusedOutcomes
-from pgoutbox.worker.signals import Signals
+from pgoutbox.worker.run_state import RunState
 
 _LOCKED_PAUSE_SECONDS = 0.1
 _ENDED_CLAIM_SECONDS = 1.0  # Within this time the next finish mostly deletes them.
@@ -58,28 +57,17 @@ class Finisher:
     It wakes a worker for a message that is pending again, was released, or waited for a message of the batch.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        in_flight: InFlight,
-        *,
-        batch_size: int,
-        redacted_names: Sequence[str],
-        error_texts: bool = True,
-        signals: Signals,
-        notifier: Notifier,
-        telemetry: Telemetry,
-    ) -> None:
-        self._store = store
-        self._in_flight = in_flight
-        self._batch_size = batch_size
-        self._redacted_names = redacted_names
-        self._error_texts = error_texts
+    def __init__(self, run: RunState) -> None:
+        self._store = run.store
+        self._in_flight = run.in_flight
+        self._batch_size = run.settings.batch_size
+        self._redacted_names = run.settings.redacted_names
+        self._error_texts = run.settings.error_texts
+        self._signals = run.signals
+        self._notifier = run.notifier
+        self._telemetry = run.telemetry
         self._repeated = RepeatedErrors()
-        self._signals = signals
-        self._notifier = notifier
-        self._telemetry = telemetry
-        self.refusals = RefusedOutcomes(write_again=self._collect_refused, telemetry=telemetry)
+        self.refusals = RefusedOutcomes(write_again=self._collect_refused, telemetry=run.telemetry)
         self._endings: deque[tuple[Attempt, AttemptResult]] = deque()
         self._refused: deque[Attempt] = deque()
         self._ready = asyncio.Event()

@@ -12,45 +12,35 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import HeldRow, watch
 from pgoutbox.database.worker_connection import WorkerConnection, is_transient_error
 from pgoutbox.errors import LeaseLostError, PgOutboxError
-from pgoutbox.observability.events import LogEvent, Telemetry
-from pgoutbox.settings import Settings
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import describe
 from pgoutbox.worker.attempt import Attempt
 from pgoutbox.worker.backoff import Backoff
+from pgoutbox.worker.pool import AttemptPool
+from pgoutbox.worker.run_state import RunState
+from pgoutbox.worker.stall_watch import StallWatch
 
 _WATCH_SECONDS = 1.0
 
 
 class LeaseKeeper:
-    """Renews the leases of the attempts in `in_flight`, which the worker fills and empties on its own thread.
+    """Renews the leases of the attempts in flight, which the worker adds and removes on its own thread."""
 
-    `on_tick` is called about once a second while attempts are in flight, on the keeper's thread.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        in_flight: Mapping[int, Attempt],
-        telemetry: Telemetry,
-        *,
-        worker: str,
-        on_tick: Callable[[], None],
-        spare: WorkerConnection | None = None,
-    ) -> None:
+    def __init__(self, run: RunState, pool: AttemptPool) -> None:
+        self._run = run
+        self._stall_watch = StallWatch(run.telemetry, pool)
+        self._worker = run.store.worker
+        self._spare = run.store.claims
+        self._settings = settings = run.settings
         self.stale_seconds = settings.lease_seconds / 2
-        self._on_tick = on_tick
-        self._worker = worker
-        self._spare = spare
-        self._settings = settings
-        self._in_flight = in_flight
-        self._telemetry = telemetry
-        self._link = WorkerConnection(settings.require_dsn(), settings, purpose="ensure lease", spare=spare)
+        self._in_flight = run.in_flight
+        self._telemetry = run.telemetry
+        self._link = WorkerConnection(settings.require_dsn(), settings, purpose="ensure lease", spare=self._spare)
         self._stopping = threading.Event()
         self._stopped: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -58,14 +48,14 @@ class LeaseKeeper:
         self._ended = asyncio.Event()
         self._error: BaseException | None = None
 
-    def start(self, on_death: Callable[[], None]) -> None:
-        """Start the thread. If it ends before `stop`, leases lapse, and `on_death` is called on this event loop."""
+    def start(self) -> None:
+        """Start the thread. If it ends before `stop`, leases lapse, and the worker stops."""
         loop = asyncio.get_running_loop()
 
         def note_end() -> None:
             self._ended.set()
             if self._error is not None:
-                on_death()
+                self._run.stop()
 
         def run() -> None:
             try:
@@ -124,7 +114,7 @@ class LeaseKeeper:
                     await self._stopped.wait()
             pause = tick
             if self._in_flight:
-                self._on_tick()
+                self._stall_watch.check()
             try:
                 await self._keep_once(link)
                 failing = False

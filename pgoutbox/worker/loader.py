@@ -18,18 +18,17 @@ import psycopg
 from pydantic import JsonValue
 from pydantic_core import from_json
 
-from pgoutbox.database.store import ClaimedRow, Store
+from pgoutbox.database.store import ClaimedRow
 from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
 from pgoutbox.handlers import Handler
 from pgoutbox.message import Failure, Permanent, State, Transient, new_message
-from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import describe
-from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Claim, InFlight, Work
+from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Claim, Work
 from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.leases import LeaseKeeper
-from pgoutbox.worker.outage import Outage
 from pgoutbox.worker.pool import AttemptPool
-from pgoutbox.worker.signals import Signals
+from pgoutbox.worker.run_state import RunState
 
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _KEPT_CONTENTS: Final = 16
@@ -43,29 +42,25 @@ class Loader:
 
     def __init__(
         self,
-        store: Store,
+        run: RunState,
         handlers: Mapping[str, Handler],
-        in_flight: InFlight,
-        outage: Outage,
         *,
         keyring: Keyring | None,
         pool: AttemptPool,
         finisher: Finisher,
         lease_keeper: LeaseKeeper,
-        signals: Signals,
-        telemetry: Telemetry,
     ) -> None:
-        self._store = store
+        self._store = run.store
+        self._in_flight = run.in_flight
+        self._outage = run.outage
+        self._signals = run.signals
+        self._telemetry = run.telemetry
         self._handlers = handlers
-        self._in_flight = in_flight
-        self._outage = outage
         self._keyring = keyring
         self._pool = pool
         self._finisher = finisher
         self._ensure_lease = lease_keeper.ensure
         self._stale_seconds = lease_keeper.stale_seconds
-        self._signals = signals
-        self._telemetry = telemetry
         self._contents: dict[int, _Content] = {}
         self._content_lengths: dict[int, int] = {}
 

@@ -16,16 +16,12 @@ from typing import Final
 import psycopg
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.settings import Settings
 from pgoutbox.worker.backoff import Backoff
-from pgoutbox.worker.claim_planner import QueueSchedule
 from pgoutbox.worker.claimer import Claimer
 from pgoutbox.worker.doorbell import Doorbell, LockAnswer
 from pgoutbox.worker.finisher import Finisher
-from pgoutbox.worker.notifier import Notifier
-from pgoutbox.worker.outage import Outage
 from pgoutbox.worker.pool import AttemptPool
-from pgoutbox.worker.signals import Signals
+from pgoutbox.worker.run_state import RunState
 
 _POLL_WITHOUT_LISTENER_SECONDS: Final = 1.0
 # A worker halves its surplus of claimed messages if one waited this long for its handler.
@@ -34,6 +30,7 @@ _LONG_WAIT_SECONDS: Final = 0.1
 _RELEASE_WAITING_SECONDS: Final = 1.0
 _WITHOUT_SURPLUS_SECONDS: Final = 10.0
 _NOTIFY_SECONDS: Final = 1.0
+_FOREIGN_WORK_SECONDS: Final = 1.0
 # After this many notifications in a row without a message, a worker pauses before each poll.
 _FALSE_NOTIFICATIONS: Final = 20
 _FALSE_NOTIFICATION_PAUSE_SECONDS: Final = 0.05
@@ -119,29 +116,17 @@ class PollLoop:
     """The poll loop of one run of a worker."""
 
     def __init__(
-        self,
-        settings: Settings,
-        queues: QueueSchedule,
-        signals: Signals,
-        *,
-        claimer: Claimer,
-        pool: AttemptPool,
-        finisher: Finisher,
-        doorbell: Doorbell | None,
-        notifier: Notifier,
-        outage: Outage,
-        stopping: asyncio.Event,
+        self, run: RunState, *, claimer: Claimer, pool: AttemptPool, finisher: Finisher, doorbell: Doorbell | None
     ) -> None:
-        self._settings = settings
-        self._queues = queues
-        self._signals = signals
+        self._run = run
+        self._settings = run.settings
+        self._queues = run.queues
+        self._signals = run.signals
+        self._stopping = run.stopping
         self._claimer = claimer
         self._pool = pool
         self._finisher = finisher
         self._doorbell = doorbell
-        self._notifier = notifier
-        self._outage = outage
-        self._stopping = stopping
         self.state = PollState.FULL_POLL
         self.surplus = 0
         """The number of messages that may wait for a handler."""
@@ -197,6 +182,20 @@ class PollLoop:
                 else:
                     await self._until_progress()
             from_beginning = found == 0
+
+    async def drain(self) -> None:
+        """Deliver due messages, also those that other workers and retries make due, until none is owed."""
+        run = self._run
+        while not run.stopping.is_set():
+            run.signals.wake.clear()
+            await self.deliver_due()
+            refusals = self._finisher.refusals
+            owed_count = await run.store.count_owed(run.queues.names, run.topics)
+            if refusals.are_many or owed_count <= refusals.count:
+                return
+            due = await self._claimer.next_due_seconds()
+            # Another worker's messages may be pending again at any time, and no notification wakes a drain.
+            await self.sleep(_FOREIGN_WORK_SECONDS if due is None else min(due, _FOREIGN_WORK_SECONDS))
 
     async def sleep(self, seconds: float) -> bool:
         """Sleep until woken. Return False if the time ran out first."""
@@ -279,8 +278,8 @@ class PollLoop:
     async def _wait_for_room(self) -> None:
         """Wait until an attempt has ended. Wake idle workers if more messages are due."""
         await self._let_others_help()
-        if self._claimer.work_ahead and elapsed_clock() - self._notifier.notified_at >= _NOTIFY_SECONDS:
-            await self._notifier.notify(self._queues.names)
+        if self._claimer.work_ahead and elapsed_clock() - self._run.notifier.notified_at >= _NOTIFY_SECONDS:
+            await self._run.notifier.notify(self._queues.names)
         await self._until_progress()
 
     async def _until_progress(self) -> None:
@@ -353,7 +352,7 @@ class PollLoop:
         try:
             due = await self._claimer.next_due_seconds()
         except (psycopg.Error, OSError) as error:
-            await self._outage.pause_or_raise(error)
+            await self._run.outage.pause_or_raise(error)
         else:
             limit = min(limit, self._queues.search_owed_at - elapsed_clock())
             seconds = limit if due is None else min(limit, due)

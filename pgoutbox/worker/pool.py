@@ -5,9 +5,9 @@ timer and no turn of the event loop. Each attempt has one result, which goes to 
 
 An attempt lasts at least as long as the threads that it started: see `worker/threads.py`. An attempt that cannot be
 stopped (with a running thread, or ignoring its cancellation) keeps its message after its timeout: while it may still
-succeed, no other attempt begins, and its real outcome counts. After `overtime_seconds` more the attempt ends as timed
+succeed, no other attempt begins, and its real outcome counts. After the time of a lease the attempt ends as timed
 out; if the process was suspended during it, that time begins again. The attempt then keeps its slot until it ends, so
-that the number of running handlers never exceeds the limit. `on_free` is called when it ends.
+that the number of running handlers never exceeds the limit.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from pgoutbox.message import Sent, Transient
-from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import Attempted
 from pgoutbox.text import describe
 from pgoutbox.worker.attempt import ABANDONED, RELEASED, STOPPED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
+from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.threads import watch_thread
 
 # How long attempts that end at once may follow each other before they yield to the event loop.
@@ -72,27 +73,19 @@ class _Slot:
 
 
 class AttemptPool:
-    """Runs up to `concurrency` attempts at once, in the order of their arrival."""
+    """Runs up to `concurrency` attempts at once, in the order of their arrival, by `run_work`."""
 
     def __init__(
-        self,
-        run: RunWork,
-        *,
-        concurrency: int,
-        default_timeout_seconds: float | None,
-        overtime_seconds: float,
-        on_outcome: Callable[[Attempt, AttemptResult], None],
-        on_free: Callable[[], None],
-        telemetry: Telemetry,
+        self, run: RunState, run_work: RunWork, *, on_outcome: Callable[[Attempt, AttemptResult], None]
     ) -> None:
-        self._run = run
-        self._on_free = on_free
-        self._concurrency = concurrency
-        self._default_timeout_seconds = default_timeout_seconds
-        self._overtime_seconds = overtime_seconds
+        self._run_work = run_work
         self._on_outcome = on_outcome
-        self._telemetry = telemetry
-        self._measured: list[Attempted] | None = None if telemetry.measures is None else []
+        self._concurrency = run.settings.concurrency
+        self._default_timeout_seconds = run.settings.handler_timeout_seconds
+        self._overtime_seconds = run.settings.lease_seconds
+        self._signals = run.signals
+        self._telemetry = run.telemetry
+        self._measured: list[Attempted] | None = None if run.telemetry.measures is None else []
         self._ready: deque[tuple[Work, float]] = deque()
         self._ready_count = 0
         self._running_count = 0
@@ -242,7 +235,7 @@ class AttemptPool:
                 self._set_timer(slot.deadline)
         results: Sequence[AttemptResult] | None = None
         try:
-            results = await self._run(work)
+            results = await self._run_work(work)
             if slot.runs_in_thread:
                 await slot.threads_end()
         except asyncio.CancelledError:
@@ -289,7 +282,7 @@ class AttemptPool:
             finally:
                 slot.is_abandoned = False
                 self._outlived_count -= 1
-                self._on_free()
+                self._signals.note_progress()
 
     def _abandon(self, slot: _Slot, work: Work) -> None:
         slot.is_abandoned = True

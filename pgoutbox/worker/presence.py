@@ -1,7 +1,8 @@
 """Presence: a worker reports that it runs, with its queues and topics, and warns about messages that nobody claims.
 
 Each worker writes its row of `pgoutbox.worker` with one statement a minute, and deletes it when it stops. The row of a
-worker that died is ignored after three minutes. Only people and warnings depend on these rows, never a claim.
+worker that died is ignored after three minutes. The last run of `run_once` or `drain` leaves its row. Only people,
+warnings and the circuit breakers of the next run depend on these rows, never a claim.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Final, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import psycopg
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import Store, Trouble
+from pgoutbox.database.store import Trouble
 from pgoutbox.database.worker_connection import is_transient_error
-from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.observability.events import LogEvent
+from pgoutbox.worker.run_state import RunState
 
 _INTERVAL_SECONDS: Final = 60.0
 _JITTER: Final = 0.1
@@ -31,50 +32,52 @@ _END_SECONDS: Final = 2.0
 
 
 class Presence:
-    """A context manager that reports this worker's presence while it runs.
+    """Reports this worker's presence from `start` to `stop`.
 
     `defined` are the queues of the outbox's topics: their late messages matter too if this worker does not serve them.
-    A warning is logged when its cause is found, and again every hour while it lasts.
+    A warning is logged when its cause is found, and again every hour while it lasts. A run of `run_once` or `drain`
+    does not warn: cron starts one every minute.
     """
 
     def __init__(
         self,
-        store: Store,
-        telemetry: Telemetry,
+        run: RunState,
         *,
-        queues: Sequence[str],
-        topics: Sequence[str],
         defined: Sequence[str],
+        ends_by_itself: bool = False,
         clock: Callable[[], float] = elapsed_clock,
     ) -> None:
-        self._store = store
-        self._telemetry = telemetry
-        self._queues = list(queues)
-        self._topics = list(topics)
-        self._watched = sorted({*queues, *defined})
+        self._store = run.store
+        self._telemetry = run.telemetry
+        self._queues = run.queues.names
+        self._topics = run.topics
+        self._watched = [] if ends_by_itself else sorted({*run.queues.names, *defined})
+        self._redirect_to = run.settings.redirect.to
+        self._ends_by_itself = ends_by_itself
         self._clock = clock
         self._warned_at: dict[tuple[str, str, tuple[str, ...]], float] = {}
         self._failure: str | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run(), name="pgoutbox-presence")
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Delete the row, if the database answers soon. Otherwise the row is ignored after some minutes."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-        with contextlib.suppress(psycopg.Error, OSError):
-            async with asyncio.timeout(_END_SECONDS):
-                await self._store.end_presence()
-
-    async def _run(self) -> None:
+    async def start(self) -> None:
+        """Report once, before the first claim, and then periodically."""
         await self.report(is_first=True)
+        self._task = asyncio.create_task(self._keep_reporting(), name="pgoutbox-presence")
+
+    async def stop(self, failures: Mapping[str, Mapping[str, Any]]) -> None:
+        """Report the end, if the database answers soon. A run leaves its failures to the next one."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        try:
+            async with asyncio.timeout(_END_SECONDS):
+                await (self._store.end_run(failures) if self._ends_by_itself else self._store.end_worker())
+        except (psycopg.Error, OSError) as error:
+            self._note_failure(error)
+
+    async def _keep_reporting(self) -> None:
         await asyncio.sleep(_FIRST_LOOK_SECONDS)
         while True:
             await self.report()
@@ -86,13 +89,19 @@ class Presence:
         Errors are logged, not raised.
         """
         try:
-            troubles = await self._store.report_presence(
-                self._queues, topics=self._topics, watched=self._watched, late_seconds=_LATE_SECONDS
+            troubles = await self._store.report_worker(
+                self._queues,
+                topics=self._topics,
+                redirect_to=self._redirect_to,
+                watched=self._watched,
+                late_seconds=_LATE_SECONDS,
             )
         except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
             self._note_failure(error)
             return
         self._failure = None
+        if self._ends_by_itself:
+            return
         found = {_identity(trouble): trouble for trouble in troubles if trouble.kind == "breaker" or not is_first}
         self._warned_at = {identity: at for identity, at in self._warned_at.items() if identity in found}
         now = self._clock()

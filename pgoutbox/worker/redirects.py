@@ -3,8 +3,6 @@
 The redirect of the settings is fixed. An operator's redirect is a row of `pgoutbox.redirect`. Nothing is handed over by
 an answer of the database that is older than two seconds. So a redirect holds for every hand-over that begins more than
 two seconds after its commit. The row is read at most once a second, and only while contents are handed over.
-
-A worker with a redirect in its settings also reports it to the database.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from pgoutbox.transports import Content, FollowsRedirect, Transport, current_gat
 from pgoutbox.transports.redirect import REDIRECT_SECONDS, Redirect, RedirectRules, held_back
 
 _REFRESH_SECONDS = 1.0
-_REPORT_SECONDS = 20.0
 
 
 class RedirectUnknownError(Exception):
@@ -46,22 +43,14 @@ class Redirects:
         self._redirect: Redirect | None = None
         self._read_at = float("-inf")
         self._reading: asyncio.Task[None] | None = None
-        self._reporting: asyncio.Task[None] | None = None
         self._noted: tuple[str | None, str | None] = (None, None)
 
-    async def start(self) -> None:
-        """Report the redirect of the settings, if there is one, now and periodically."""
-        if self._rules.to is not None:
-            await self._report()
-            self._reporting = asyncio.create_task(self._keep_reporting(), name="pgoutbox-redirect")
-
     async def close(self) -> None:
-        """Stop reading and reporting."""
-        for task in (self._reading, self._reporting):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, RedirectUnknownError):
-                    await task
+        """Stop reading."""
+        if self._reading is not None:
+            self._reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError, RedirectUnknownError):
+                await self._reading
 
     async def send(self, transport: Transport, message: Message[object], content: Content) -> Outcome:
         """Call the transport, with the gate of its attempt. The gate also holds contents back because of a redirect."""
@@ -137,16 +126,5 @@ class Redirects:
 
     def _note_unknown(self, error: Exception) -> None:
         reason = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".rstrip()
-        text = "the redirect could not be read or reported"
+        text = "the redirect could not be read"
         self._telemetry.report(logging.WARNING, LogEvent.REDIRECT_UNKNOWN, text, reason=reason)
-
-    async def _keep_reporting(self) -> None:
-        while True:
-            await asyncio.sleep(_REPORT_SECONDS)
-            await self._report()
-
-    async def _report(self) -> None:
-        try:
-            await self._store.report_redirect(str(self._rules.to))
-        except (psycopg.Error, OSError) as error:
-            self._note_unknown(error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 import psycopg
@@ -70,10 +70,6 @@ class SharedBreakers:
         """Return the memory of the last run, by key. None of it if the database does not answer."""
         failures = await self._ask(self._store.failures_of_last_run())
         return failures if isinstance(failures, dict) else {}
-
-    async def end_run(self, failures: Mapping[str, Mapping[str, Any]]) -> None:
-        """Record the end of a run, and its memory."""
-        await self._ask(self._store.end_run(failures))
 
     async def begin_probe(self, breaker: CircuitBreaker) -> str | None:
         """Return the id of a granted probe. Without one, the breaker is closed, or paused for another time."""

@@ -38,7 +38,7 @@ class Signals:
         """Whether the last suspect was claimed alone, so that no other may be in flight beside it."""
 
     def note_notification(self, queue: str | None, /, *, is_new: bool = False) -> None:
-        """Poll a queue, or with None all of them. `is_new` means that a new message was enqueued there."""
+        """Poll a queue, or with None all of them. `is_new` means an enqueued message, and no other change."""
         if queue is None or queue in self._queues:
             self.is_notified = True
             if is_new:

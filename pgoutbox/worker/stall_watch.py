@@ -11,25 +11,21 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Final
 
 from pgoutbox.observability.events import LogEvent, Telemetry
-from pgoutbox.worker.attempt import Work
+from pgoutbox.worker.pool import AttemptPool
 
 _BLOCKED_SECONDS: Final = 2.0
 _OURS: Final = ("pgoutbox.", "asyncio.")
 
 
 class StallWatch:
-    """Checks whether its event loop is blocked. `check` is called from another thread.
+    """Checks whether its event loop is blocked. `check` is called from another thread."""
 
-    `work_of` returns the messages that a task of the loop works on.
-    """
-
-    def __init__(self, telemetry: Telemetry, *, work_of: Callable[[asyncio.Task[object]], Work]) -> None:
+    def __init__(self, telemetry: Telemetry, pool: AttemptPool) -> None:
         self._telemetry = telemetry
-        self._work_of = work_of
+        self._pool = pool
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
         self._asked_at: float | None = None
@@ -53,7 +49,7 @@ class StallWatch:
 
     def _report(self) -> None:
         task = asyncio.current_task(self._loop)
-        work = () if task is None else self._work_of(task)
+        work = () if task is None else self._pool.work_of(task)
         self._telemetry.report(
             logging.WARNING,
             LogEvent.LOOP_BLOCKED,

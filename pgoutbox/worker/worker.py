@@ -3,8 +3,7 @@
 A worker has one event loop. Its main task runs the poll loop. Claimed messages go from the claimer through the loader
 to the attempt pool, whose attempts run in tasks. The finisher, a separate task, writes their endings in batches, on
 another connection. So claims, handlers and finishes overlap, and none of them waits for a single message. Each part
-knows only the parts below it; this module connects them. Attempts are in `_in_flight` from the claim's answer to the
-finish's answer.
+knows only the parts below it; this module connects them.
 
 Correctness does not depend on this module: every write is fenced in its statement. If this process stops at any line,
 the rows alone show the remaining work.
@@ -37,8 +36,8 @@ from pgoutbox.transports import Transport
 from pgoutbox.transports.readiness import lacks_of
 from pgoutbox.transports.redirect import RedirectRules
 from pgoutbox.transports.registry import complete
-from pgoutbox.worker.alert import ALERT_TOPIC, handlers_of
-from pgoutbox.worker.attempt import ABANDONED, InFlight
+from pgoutbox.worker.alert import handlers_of
+from pgoutbox.worker.attempt import ABANDONED
 from pgoutbox.worker.claim_planner import QueueSchedule, name_all, parse_queues
 from pgoutbox.worker.claimer import Claimer
 from pgoutbox.worker.django_orm import DjangoConnections
@@ -48,20 +47,16 @@ from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.maintenance import Maintenance
-from pgoutbox.worker.notifier import Notifier
-from pgoutbox.worker.outage import Outage
 from pgoutbox.worker.poll_loop import PollLoop
 from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.presence import Presence
-from pgoutbox.worker.signals import Signals
-from pgoutbox.worker.stall_watch import StallWatch
+from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.threads import own_default_threads
 
 _log = logging.getLogger("pgoutbox.worker")
 
 Mode = Literal["run", "once", "drain"]
 
-_FOREIGN_WORK_SECONDS = 1.0
 _OUTCOMES = (
     LogEvent.SENT,
     LogEvent.FAILED,
@@ -104,26 +99,19 @@ class Worker:
                 f"on_failed: topic {topic!r} has a hook and no handler in this outbox: register both in the same outbox"
             )
         self._hooks = {topic: self._handlers[hook].retry.max_attempts for topic, hook in outbox.hooks.items()}
-        self._topics = sorted(self._handlers)
         self._middlewares = outbox.middlewares
-        self._hold_topics = sorted(t for t, h in self._handlers.items() if h.on_unknown == "hold")
-        self._defined_queues = sorted({topic.queue for topic in outbox.topics.values() if topic.queue is not None})
         self._fixed_destinations = {
             topic.name: topic.destination for topic in outbox.topics.values() if isinstance(topic.destination, str)
         }
-        self._queues = QueueSchedule(name_all(parse_queues(queues), self._defined_queues), now=elapsed_clock())
+        self._defined_queues = sorted({topic.queue for topic in outbox.topics.values() if topic.queue is not None})
+        self._queues = name_all(parse_queues(queues), self._defined_queues)
         self.name: str = _name_for(self._settings)
         self.telemetry: Telemetry = Telemetry(_log)
         RedirectRules.of(self._settings.redirect)
         self._keyring = keyring_of(self._settings.encryption_keys)
         self._transports = transports if transports is not None else complete(outbox.transports, self._settings)
-        self._in_flight = InFlight()
-        self._is_started = False
         self._stopping = asyncio.Event()
-        self._outage = Outage(self.telemetry, stopping=self._stopping)
-        self._signals = Signals(self._queues, self._in_flight, lease_seconds=self._settings.lease_seconds)
-
-    # --- lifecycle ----------------------------------------------------------------------------------------------------
+        self._run: _Run | None = None
 
     async def run(self) -> None:
         """Work until `stop()`. Wait first for a server that is down, starting or full, or for the adoption of a copy.
@@ -131,18 +119,8 @@ class Worker:
         Raises `ConfigurationError` or `SchemaError` for an unsuitable database, and the driver's error for a permanent
         refusal, such as a wrong password.
         """
-        async with (
-            self._at_work(listen=self._settings.listen, patient=True, serves=True),
-            Maintenance(self._settings, self._store, self.telemetry),
-            Presence(
-                self._store,
-                self.telemetry,
-                queues=self._queues.names,
-                topics=self._topics,
-                defined=self._defined_queues,
-            ),
-        ):
-            await self._poll_loop.run()
+        async with self._at_work(ends_by_itself=False) as run:
+            await run.poll_loop.run()
 
     async def run_once(self) -> None:
         """Deliver all messages that are due now, then return. Overlapping runs share the work.
@@ -150,129 +128,235 @@ class Worker:
         Unlike `run`, it and `drain` do not wait for the server: they raise an error of the first connection, and
         `SchemaError` in a copy of the database.
         """
-        async with self._one_run():
-            await self._poll_loop.deliver_due()
+        async with self._at_work(ends_by_itself=True) as run:
+            await run.poll_loop.deliver_due()
 
     async def drain(self) -> None:
         """Work until no message is due, in flight or waiting for a retry in these queues.
 
         It does not wait for scheduled messages that were never attempted.
         """
-        async with self._one_run():
-            while not self._stopping.is_set():
-                self._signals.wake.clear()
-                await self._poll_loop.deliver_due()
-                refusals = self._finisher.refusals
-                owed_count = await self._store.count_owed(self._queues.names, self._topics)
-                if refusals.are_many or owed_count <= refusals.count:
-                    return
-                due = await self._claimer.next_due_seconds()
-                # Another worker's messages may be pending again at any time, and no notification wakes a drain.
-                await self._poll_loop.sleep(_FOREIGN_WORK_SECONDS if due is None else min(due, _FOREIGN_WORK_SECONDS))
-
-    @contextlib.asynccontextmanager
-    async def _one_run(self) -> AsyncIterator[None]:
-        """Do what a worker does periodically once: a due turn of maintenance, and the count of failures in a row."""
-        async with self._at_work(listen=False, is_run=True):
-            await self._executor.breakers.inherit()
-            yield
-            async with Maintenance(self._settings, self._store, self.telemetry, is_periodic=False) as maintenance:
-                await maintenance.turn_unless(self._stopping)
+        async with self._at_work(ends_by_itself=True) as run:
+            await run.poll_loop.drain()
 
     def stop(self) -> None:
         """Begin to stop: stop claiming, wait for handlers up to the grace time, release the rest. Idempotent.
 
         Call it on the event loop.
         """
-        if not self._stopping.is_set():
+        if self._run is None:
             self._stopping.set()
-            self.telemetry.report(
-                logging.INFO, LogEvent.WORKER_STOPPING, "worker stopping", in_flight_count=len(self._in_flight)
-            )
-        self._signals.wake.set()
-        self._signals.progress.set()
-
-    @contextlib.asynccontextmanager
-    async def _at_work(
-        self, *, listen: bool, patient: bool = False, serves: bool = False, is_run: bool = False
-    ) -> AsyncIterator[None]:
-        async with (
-            TelemetryServer(self, self._settings, self.telemetry, serves=serves) as self.telemetry_server,
-            self._running(listen=listen, patient=patient, is_run=is_run),
-            self.telemetry_server.at_work(self._store.server_time),
-        ):
-            yield
+        else:
+            self._run.state.stop()
 
     @property
     def has_running_threads(self) -> bool:
         """Whether a handler's thread runs, also after the worker has ended."""
-        return self._is_started and self._pool.has_running_threads
+        return self._run is not None and self._run.pool.has_running_threads
 
     def status(self) -> WorkerStatus:
         """The worker's health. It only reads attributes, so that any thread can call it."""
-        claimed_at = None if self.telemetry.measures is None else self.telemetry.measures.claimed_at
-        now = elapsed_clock()
-        is_started = self._is_started
-        return WorkerStatus(
-            is_started=is_started,
-            is_stopping=self._stopping.is_set(),
-            in_flight=len(self._in_flight),
-            slots=self._pool.capacity if is_started else 0,
-            busy=self._pool.running_count if is_started else 0,
-            abandoned=self._pool.outlived_count if is_started else 0,
-            is_listener_up=self._doorbell.is_up if is_started and self._doorbell is not None else None,
-            is_database_up=is_started and not self._outage.is_ongoing,
-            is_copy=self._outage.is_copy,
-            polled_seconds_ago=now - self._queues.polled_at,
-            claimed_seconds_ago=None if claimed_at is None else now - claimed_at,
-            outcomes_refused=self._finisher.refusals.count if is_started else 0,
-            breakers_open=self._executor.breakers.open_count if is_started else 0,
+        run = self._run
+        return WorkerStatus(is_stopping=self._stopping.is_set()) if run is None else run.status()
+
+    @contextlib.asynccontextmanager
+    async def _at_work(self, *, ends_by_itself: bool) -> AsyncIterator[_Run]:
+        if self._run is not None:
+            self.name = _name_for(self._settings)  # Handlers of the previous run may still hold messages in its name.
+        async with TelemetryServer(
+            self, self._settings, self.telemetry, serves=not ends_by_itself
+        ) as self.telemetry_server:
+            run = self._run = self._new_run(ends_by_itself=ends_by_itself)
+            async with run.at_work(), self.telemetry_server.at_work(run.state.store.server_time):
+                yield run
+
+    def _new_run(self, *, ends_by_itself: bool) -> _Run:
+        return _Run(self, ends_by_itself=ends_by_itself)
+
+
+class _Run:
+    """The parts of one run of a worker. With `ends_by_itself` it does once what a worker does periodically."""
+
+    def __init__(self, worker: Worker, *, ends_by_itself: bool) -> None:
+        settings, telemetry, handlers = worker._settings, worker.telemetry, worker._handlers
+        self._worker = worker
+        self._settings = settings
+        self._telemetry = telemetry
+        self._ends_by_itself = ends_by_itself
+        self._is_started = False
+        store = Store(settings, worker=worker.name, hooks=worker._hooks)
+        self.state = state = RunState(
+            settings,
+            store,
+            telemetry,
+            queues=QueueSchedule(worker._queues, now=elapsed_clock()),
+            topics=sorted(handlers),
+            stopping=worker._stopping,
+        )
+        self._django = DjangoConnections.in_use()
+        if self._django is not None:
+            handlers = {topic: self._django.around(handler) for topic, handler in handlers.items()}
+        self._maintenance = Maintenance(settings, store, telemetry, is_periodic=not ends_by_itself)
+        self._presence = Presence(state, defined=worker._defined_queues, ends_by_itself=ends_by_itself)
+        self.finisher = Finisher(state)
+        self.executor = AttemptExecutor(
+            state, worker._transports, middleware=worker._middlewares, finisher=self.finisher
+        )
+        self.pool = AttemptPool(state, self.executor.run, on_outcome=self.finisher.collect)
+        self._lease_keeper = LeaseKeeper(state, self.pool)
+        loader = Loader(
+            state,
+            handlers,
+            keyring=worker._keyring,
+            pool=self.pool,
+            finisher=self.finisher,
+            lease_keeper=self._lease_keeper,
+        )
+        hold_topics = sorted(topic for topic, handler in handlers.items() if handler.on_unknown == "hold")
+        self._claimer = Claimer(state, hold_topics=hold_topics, loader=loader)
+        listens = settings.listen and not ends_by_itself
+        self.doorbell = Doorbell(settings, state.topics, state.signals, telemetry) if listens else None
+        self.poll_loop = PollLoop(
+            state, claimer=self._claimer, pool=self.pool, finisher=self.finisher, doorbell=self.doorbell
         )
 
     @contextlib.asynccontextmanager
-    async def _running(self, *, listen: bool, patient: bool, is_run: bool) -> AsyncIterator[None]:
+    async def at_work(self) -> AsyncIterator[None]:
+        """Start all parts, and stop them at the end."""
         own_default_threads()
-        self._assemble(listen=listen)
-        counts = self.telemetry.counts.copy()
+        counts = self._telemetry.counts.copy()
         try:
-            await self._check_server(patient=patient)
-            self._lease_keeper.start(on_death=self.stop)
-            if self._doorbell is not None and not self._stopping.is_set():
-                await self._doorbell.start()
-            self._finishing = asyncio.create_task(self._finisher.run(), name="pgoutbox-finisher")
-            self._finishing.add_done_callback(lambda task: None if task.cancelled() else self.stop())
-            self._is_started = True
-            if not self._stopping.is_set():
-                self._report_start(is_run=is_run)
+            finishing = await self._start()
             try:
-                await self._executor.redirects.start()
-                yield
+                if not self.state.stopping.is_set():
+                    self._report_start()
+                await self._presence.start()
+                if self._ends_by_itself:
+                    await self.executor.breakers.inherit()
+                async with self._maintenance:
+                    yield
+                    if self._ends_by_itself:
+                        await self._maintenance.turn_unless(self.state.stopping)
             finally:
-                await self._wind_down()
-                if is_run:
+                await self._wind_down(finishing)
+                if self._ends_by_itself:
                     self._report_run(counts)
         finally:
             await self._close()
-            self.telemetry.report(
-                logging.DEBUG if is_run else logging.INFO, LogEvent.WORKER_STOPPED, "worker stopped", worker=self.name
+            self._telemetry.report(
+                logging.DEBUG if self._ends_by_itself else logging.INFO,
+                LogEvent.WORKER_STOPPED,
+                "worker stopped",
+                worker=self.state.store.worker,
             )
         self._lease_keeper.check()
 
-    def _report_run(self, before: Mapping[LogEvent, int]) -> None:
-        counts = {event.value: self.telemetry.counts[event] - before.get(event, 0) for event in _OUTCOMES}
-        self.telemetry.report(logging.INFO, LogEvent.RUN_DONE, "run done", worker=self.name, **counts)
+    def status(self) -> WorkerStatus:
+        """See `Worker.status`."""
+        state, now = self.state, elapsed_clock()
+        polled_seconds_ago = now - state.queues.polled_at
+        is_stopping, is_copy = state.stopping.is_set(), state.outage.is_copy
+        if not self._is_started:  # Without slots it does not count as a worker.
+            return WorkerStatus(is_stopping=is_stopping, is_copy=is_copy, polled_seconds_ago=polled_seconds_ago)
+        claimed_at = None if self._telemetry.measures is None else self._telemetry.measures.claimed_at
+        return WorkerStatus(
+            is_started=True,
+            is_stopping=is_stopping,
+            in_flight=len(state.in_flight),
+            slots=self.pool.capacity,
+            busy=self.pool.running_count,
+            abandoned=self.pool.outlived_count,
+            is_listener_up=None if self.doorbell is None else self.doorbell.is_up,
+            is_database_up=not state.outage.is_ongoing,
+            is_copy=is_copy,
+            polled_seconds_ago=polled_seconds_ago,
+            claimed_seconds_ago=None if claimed_at is None else now - claimed_at,
+            outcomes_refused=self.finisher.refusals.count,
+            breakers_open=self.executor.breakers.open_count,
+        )
 
-    def _report_start(self, *, is_run: bool) -> None:
-        self.telemetry.report(
-            logging.DEBUG if is_run else logging.INFO,  # Cron starts a run every minute.
+    async def _start(self) -> asyncio.Task[None]:
+        """Connect, and return the task of the finisher. If it ends by an error, the worker stops."""
+        await self._check_server()
+        self._lease_keeper.start()
+        if self.doorbell is not None and not self.state.stopping.is_set():
+            await self.doorbell.start()
+        finishing = asyncio.create_task(self.finisher.run(), name="pgoutbox-finisher")
+        finishing.add_done_callback(lambda task: None if task.cancelled() else self.state.stop())
+        self._is_started = True
+        return finishing
+
+    async def _check_server(self) -> None:
+        state = self.state
+        while not state.stopping.is_set():
+            try:
+                await state.store.check_server()
+            except (psycopg.Error, OSError) as error:
+                settings = self._settings
+                if self._ends_by_itself or not await is_unreachable(error, settings.require_dsn(), settings):
+                    raise
+                await state.outage.pause_or_raise(error)
+            else:
+                state.outage.end()
+                return
+
+    async def _wind_down(self, finishing: asyncio.Task[None]) -> None:
+        state = self.state
+        self.pool.release_waiting()
+        deadline = asyncio.get_running_loop().time() + self._settings.shutdown_grace_seconds
+        if self.doorbell is not None:
+            await self.doorbell.stop()  # Producers must notify the remaining workers from now on.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                await self._claimer.release_unanswered()  # The task may have been cancelled during a claim.
+                while self.pool.open_count:
+                    await self._until_progress()
+        self.executor.breakers.stop()
+        await self.pool.stop()
+        for attempt in [attempt for attempt in state.in_flight.values() if not attempt.done]:
+            attempt.done = True  # The handler has ignored its cancellation.
+            self.finisher.collect(attempt, ABANDONED)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(5.0, deadline - asyncio.get_running_loop().time())):
+                while self.finisher.unwritten_count and not finishing.done():  # A refused outcome may stay refused.
+                    await self._until_progress()
+                # Released messages are due, and no other worker knows of retries and successors.
+                if self._telemetry.counts[LogEvent.CLAIMED] or self._telemetry.counts[LogEvent.CLAIM_LOST]:
+                    await state.notifier.notify(state.queues.names)
+        finishing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await finishing  # The finisher's error ends the worker.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FINAL_WRITE_SECONDS):
+                await self.finisher.write_minimal_ends()
+        self.finisher.report_unwritten()
+
+    async def _until_progress(self) -> None:
+        self.state.signals.progress.clear()
+        await self.state.signals.progress.wait()
+
+    async def _close(self) -> None:
+        if self.doorbell is not None:
+            await self.doorbell.stop()
+        await self._lease_keeper.stop()
+        await self.executor.close()
+        await self._presence.stop(self.executor.breakers.memory)
+        if self._django is not None:
+            await self._django.close()
+        await self.state.store.close()
+
+    def _report_start(self) -> None:
+        worker = self._worker
+        self._telemetry.report(
+            logging.DEBUG if self._ends_by_itself else logging.INFO,  # Cron starts a run every minute.
             LogEvent.WORKER_STARTED,
             "worker started",
-            worker=self.name,
-            queues=self._queues.names,
+            worker=worker.name,
+            queues=self.state.queues.names,
         )
-        functions = {topic: handler.function for topic, handler in self._handlers.items()}
-        for lack in lacks_of(self._settings, self._transports, functions, self._fixed_destinations):
-            self.telemetry.report(
+        functions = {topic: handler.function for topic, handler in worker._handlers.items()}
+        for lack in lacks_of(self._settings, worker._transports, functions, worker._fixed_destinations):
+            self._telemetry.report(
                 logging.WARNING,
                 LogEvent.TRANSPORT_NOT_READY,
                 "messages cannot go out with these settings",
@@ -281,153 +365,9 @@ class Worker:
                 topics=lack.topics,
             )
 
-    def _assemble(self, *, listen: bool) -> None:
-        """Create the parts of one run and connect them."""
-        settings = self._settings
-        if self._is_started:
-            self.name = _name_for(settings)  # Handlers of the previous run may still hold messages in its name.
-        handlers = self._handlers
-        self._django = DjangoConnections.in_use()
-        if self._django is not None:
-            handlers = {topic: self._django.around(handler) for topic, handler in handlers.items()}
-        self._store = Store(settings, worker=self.name, hooks=self._hooks)
-        self._notifier = Notifier(self._store, self._queues, self._signals, self._outage)
-        self._finisher = Finisher(
-            self._store,
-            self._in_flight,
-            batch_size=settings.batch_size,
-            redacted_names=settings.redacted_names,
-            error_texts=settings.error_texts,
-            signals=self._signals,
-            notifier=self._notifier,
-            telemetry=self.telemetry,
-        )
-        self._executor = AttemptExecutor(
-            settings,
-            self._store,
-            self._transports,
-            self.telemetry,
-            middleware=self._middlewares,
-            alert_queue=self._queues.names[0] if ALERT_TOPIC in self._handlers else None,
-            finisher=self._finisher,
-        )
-        self._pool = AttemptPool(
-            self._executor.run,
-            concurrency=settings.concurrency,
-            default_timeout_seconds=settings.handler_timeout_seconds,
-            overtime_seconds=settings.lease_seconds,
-            on_outcome=self._finisher.collect,
-            on_free=self._signals.note_progress,
-            telemetry=self.telemetry,
-        )
-        self._lease_keeper = LeaseKeeper(
-            settings,
-            self._in_flight,
-            self.telemetry,
-            worker=self.name,
-            on_tick=StallWatch(self.telemetry, work_of=self._pool.work_of).check,
-            spare=self._store.claims,
-        )
-        self._loader = Loader(
-            self._store,
-            handlers,
-            self._in_flight,
-            self._outage,
-            keyring=self._keyring,
-            pool=self._pool,
-            finisher=self._finisher,
-            lease_keeper=self._lease_keeper,
-            signals=self._signals,
-            telemetry=self.telemetry,
-        )
-        self._claimer = Claimer(
-            self._store,
-            self._queues,
-            self._outage,
-            topics=self._topics,
-            hold_topics=self._hold_topics,
-            in_flight=self._in_flight,
-            signals=self._signals,
-            loader=self._loader,
-            stopping=self._stopping,
-            telemetry=self.telemetry,
-        )
-        self._doorbell = None
-        if listen:
-            self._doorbell = Doorbell(
-                settings,
-                self._topics,
-                on_notification=self._signals.note_notification,
-                on_look_due=self._signals.poll_again,
-                telemetry=self.telemetry,
-            )
-        self._poll_loop = PollLoop(
-            settings,
-            self._queues,
-            self._signals,
-            claimer=self._claimer,
-            pool=self._pool,
-            finisher=self._finisher,
-            doorbell=self._doorbell,
-            notifier=self._notifier,
-            outage=self._outage,
-            stopping=self._stopping,
-        )
-
-    async def _check_server(self, *, patient: bool) -> None:
-        while not self._stopping.is_set():
-            try:
-                await self._store.check_server()
-            except (psycopg.Error, OSError) as error:
-                if not patient or not await is_unreachable(error, self._settings.require_dsn(), self._settings):
-                    raise
-                await self._outage.pause_or_raise(error)
-            else:
-                self._outage.end()
-                return
-
-    async def _wind_down(self) -> None:
-        self._pool.release_waiting()
-        deadline = asyncio.get_running_loop().time() + self._settings.shutdown_grace_seconds
-        if self._doorbell is not None:
-            await self._doorbell.stop()  # Producers must notify the remaining workers from now on.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(deadline):
-                await self._claimer.release_unanswered()  # The task may have been cancelled during a claim.
-                await self._until_idle(finished=False)
-        self._executor.breakers.stop()
-        await self._pool.stop()
-        for attempt in [attempt for attempt in self._in_flight.values() if not attempt.done]:
-            attempt.done = True  # The handler has ignored its cancellation.
-            self._finisher.collect(attempt, ABANDONED)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(5.0, deadline - asyncio.get_running_loop().time())):
-                await self._until_idle(finished=True)
-                # Released messages are due, and no other worker knows of retries and successors.
-                if self.telemetry.counts[LogEvent.CLAIMED] or self.telemetry.counts[LogEvent.CLAIM_LOST]:
-                    await self._notifier.notify(self._queues.names)
-        self._finishing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._finishing  # The finisher's error ends the worker.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_FINAL_WRITE_SECONDS):
-                await self._finisher.write_minimal_ends()
-        self._finisher.report_unwritten()
-
-    async def _close(self) -> None:
-        if self._doorbell is not None:
-            await self._doorbell.stop()
-        await self._lease_keeper.stop()
-        await self._executor.close()
-        if self._django is not None:
-            await self._django.close()
-        await self._store.close()
-
-    async def _until_idle(self, *, finished: bool) -> None:
-        """Wait until no handler runs, or with `finished` until all outcomes are written except refused ones."""
-        while (self._finisher.unwritten_count and not self._finishing.done()) if finished else self._pool.open_count:
-            self._signals.progress.clear()
-            await self._signals.progress.wait()
+    def _report_run(self, before: Mapping[LogEvent, int]) -> None:
+        counts = {event.value: self._telemetry.counts[event] - before.get(event, 0) for event in _OUTCOMES}
+        self._telemetry.report(logging.INFO, LogEvent.RUN_DONE, "run done", worker=self.state.store.worker, **counts)
 
 
 def _name_for(settings: Settings) -> str:

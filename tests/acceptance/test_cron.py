@@ -115,7 +115,7 @@ def test_the_doctor_of_the_crontab_does_not_miss_a_connected_worker(
     host = Host(tmp_path, dsn, 2525)
     host.run(0)
     host.run(1)
-    assert "no worker is connected" not in (tmp_path / "doctor.txt").read_text()
+    assert "no worker is running" not in (tmp_path / "doctor.txt").read_text()
     lines = subprocess.run(
         [str(tmp_path / ".venv" / "bin" / "pgoutbox"), "doctor", "--json"],
         env={"PATH": "/usr/bin:/bin", "PGOUTBOX_DSN": dsn},

@@ -712,7 +712,10 @@ class TestLooking:
         assert cli("stats", "--json").json["redirects"]["switched"]["target"] == "tester@example.org"
         again = cli("redirect", "set", "@t.example", "--for", "2h", "--json").json
         assert (again["target"], again["until_at"] is None) == ("@t.example", False)
-        database.execute("INSERT INTO pgoutbox.redirect_report VALUES ('w', now(), 'other@example.org')")
+        database.execute(
+            "INSERT INTO pgoutbox.worker (name, queues, topics, redirect_to)"
+            " VALUES ('w', '{}', '{}', 'other@example.org')"
+        )
         assert cli("redirect", "off").out == (
             "redirect: off; 0 held-back messages are due\n"
             "still on: PGOUTBOX_REDIRECT_TO=other@example.org redirects all e-mail of 1 worker\n"

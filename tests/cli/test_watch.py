@@ -200,10 +200,12 @@ def test_top_prints_each_refresh(cli: object, database: psycopg.Connection) -> N
 def test_workers_are_listed(cli: object, database: psycopg.Connection) -> None:
     assert callable(cli)
     assert cli("workers") == "no worker runs or holds a message\n"
-    database.execute("INSERT INTO pgoutbox.worker_run (worker, ended_at) VALUES ('cron', '2026-03-01 12:00Z')")
-    first, second = cli("workers").splitlines()
-    assert first == "no worker runs or holds a message"
-    assert second.startswith("the last run of worker --once ended at 2026-03-01 ")
+    database.execute(
+        "INSERT INTO pgoutbox.worker (name, queues, topics, ended_at) VALUES ('cron', '{bulk}', '{}', '2026-03-01Z')"
+    )
+    (found,) = [json.loads(line) for line in cli("workers", "--json").splitlines()]
+    assert (found["worker"], found["queues"], found["ended_at"][:10]) == ("cron", ["bulk"], "2026-03-01")
+    database.execute("DELETE FROM pgoutbox.worker")
     put(database, State.SENDING)
     assert json.loads(cli("workers", "--json"))["in_flight"] == 1
     assert cli("workers").splitlines()[1].startswith("w\t1\t0\t")

@@ -153,10 +153,13 @@ def test_the_overview_counts_every_state(site: Site, db: psycopg.Connection) -> 
 
 
 def test_the_overview_of_a_host_with_only_cron_shows_the_last_run(site: Site, db: psycopg.Connection) -> None:
-    assert "The last run with --once" not in get(site.vera, "/").words
-    db.execute("INSERT INTO pgoutbox.worker_run (worker, ended_at) VALUES ('cron', now() - interval '3 days')")
+    assert "No worker runs." in get(site.vera, "/").words
+    db.execute(
+        "INSERT INTO pgoutbox.worker (name, queues, topics, ended_at)"
+        " VALUES ('cron', '{default}', '{greet}', now() - interval '3 days')"
+    )
     site.dashboard.forget()
-    assert "The last run with --once ended 3 d" in get(site.vera, "/").words
+    assert "cron last run with --once, ended 3 d" in get(site.vera, "/").words
 
 
 def test_the_overview_shows_the_queues_and_topics_of_idle_workers(site: Site, db: psycopg.Connection) -> None:
@@ -1727,7 +1730,9 @@ def test_every_page_warns_of_a_redirect(site: Site, db: psycopg.Connection) -> N
     message_id = put(db)
     assert not [path for path in WARNING_PAGES if "Redirect:" in get(site.ada, path).words]
     db.execute("SELECT pgoutbox.set_redirect('tester@example.org')")
-    db.execute("INSERT INTO pgoutbox.redirect_report VALUES ('w:1', now(), '@t.example')")
+    db.execute(
+        "INSERT INTO pgoutbox.worker (name, queues, topics, redirect_to) VALUES ('w:1', '{}', '{}', '@t.example')"
+    )
     db.execute("INSERT INTO pgoutbox.blackout VALUES ('2020-01-01', '2199-01-01')")
     site.dashboard.forget()
     for path in (*WARNING_PAGES, f"/messages/{message_id}"):

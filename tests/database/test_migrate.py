@@ -166,7 +166,6 @@ class TestAlone:
         ("evidence", "words"),
         [
             ("INSERT INTO pgoutbox.worker VALUES ('host-7', '{default}', '{mail}')", "workers are running: host-7"),
-            (IN_FLIGHT, "workers are running: host-8"),
             ("SELECT", "messages that are not delivered would be deleted: 1 pending"),
         ],
     )

@@ -77,12 +77,10 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "queue": "SELECT",
         "queue_view": "SELECT",
         "redirect": "SELECT",
-        "redirect_report": "DELETE INSERT SELECT UPDATE",
         "retention": "SELECT",
         "retention_view": "SELECT",
         "retired": "SELECT",
         "maintenance_run": "SELECT",
-        "worker_run": "SELECT",
         "worker": "DELETE INSERT SELECT UPDATE",
         "worker_view": "SELECT",
     },
@@ -99,22 +97,19 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
 COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
     PRODUCER: {},
     WORKER: {
-        "message UPDATE": "attempt_count available_at claimed_at finished_at key_in_flight lane last_error max_attempts "
-        "skip_reason state superseded_by worker",
+        "message UPDATE": "attempt_count available_at claimed_at finished_at key_in_flight lane last_error "
+        "max_attempts skip_reason state superseded_by worker",
         "message_failed SELECT": "id on_failed ordering_key queue",
         "message_live UPDATE": "lane",
         "queue UPDATE": "tokens tokens_at",
         "maintenance_run INSERT": "began_at due_at worker",
         "maintenance_run UPDATE": "began_at due_at succeeded_at worker",
-        "worker_run INSERT": "failures worker",
-        "worker_run UPDATE": "ended_at failures interval_seconds worker",
     },
     OPERATOR: {
         "queue INSERT": "burst max_in_flight name paused_at rate_count rate_seconds resume_at",
         "queue UPDATE": "burst max_in_flight paused_at rate_count rate_seconds resume_at",
-        "worker_run SELECT": "ended_at interval_seconds worker",
     },
-    VIEWER: {"worker_run SELECT": "ended_at interval_seconds worker"},
+    VIEWER: {},
 }
 
 ENQUEUE_FUNCTIONS: Final = {

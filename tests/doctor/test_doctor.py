@@ -23,7 +23,7 @@ from pydantic import SecretStr
 
 from pgoutbox import Outbox, Topic, migrate
 from pgoutbox.cli.commands import app
-from pgoutbox.database.sql import MISSING_RELATIONS, REPORT_PRESENCE
+from pgoutbox.database.sql import MISSING_RELATIONS, REPORT_WORKER
 from pgoutbox.doctor import Finding, Level, Limits, examine
 from pgoutbox.encryption import Identity, Keyring
 from pgoutbox.message import Message, State
@@ -79,8 +79,8 @@ def found(
 
 def report(db: psycopg.Connection, worker: str, queues: list[str], topics: list[str]) -> None:
     """Report the presence of a worker."""
-    parameters = {"worker": worker, "queues": queues, "topics": topics, "watched": [], "late_seconds": 60}
-    db.execute(REPORT_PRESENCE, parameters)
+    parameters = {"worker": worker, "queues": queues, "topics": topics, "redirect_to": None}
+    db.execute(REPORT_WORKER, parameters | {"watched": [], "late_seconds": 60})
 
 
 def expect(findings: list[Finding], level: Level, *words: str) -> Finding:
@@ -148,10 +148,9 @@ def handled() -> Outbox:
 
 
 @pytest.fixture
-def posing(dsn: str) -> Iterator[psycopg.Connection]:
-    """Open a connection that looks like a worker's, but claims nothing."""
-    with psycopg.connect(dsn, application_name="pgoutbox claim w1") as connection:
-        yield connection
+def posing(db: psycopg.Connection) -> None:
+    """Report a worker that claims nothing."""
+    report(db, "w1", ["default"], ["greet", "mail"])
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -185,11 +184,12 @@ def test_redirects_of_operators_and_workers_are_found(dsn: str, db: psycopg.Conn
     db.execute("SELECT pgoutbox.set_redirect('tester@club.org', '2 h')")
     expect(found(dsn, "redirect"), Level.WARNING, "redirects all e-mail to tester@club.org until", "redirect off")
     db.execute("SELECT pgoutbox.clear_redirect()")
-    db.execute("INSERT INTO pgoutbox.redirect_report VALUES ('w:1', now(), '@test.club.org')")
+    report(db, "w:1", ["default"], ["greet"])
+    db.execute("UPDATE pgoutbox.worker SET redirect_to = '@test.club.org'")
     expect(found(dsn, "redirect"), Level.WARNING, "worker w:1: PGOUTBOX_REDIRECT_TO=@test.club.org", "restart")
     db.execute("INSERT INTO pgoutbox.blackout VALUES ('2020-01-01', '2199-01-01')")
     expect(found(dsn, "redirect"), Level.PROBLEM, "the blackout 2020-01-01/2199-01-01 forbids", "e-mail waits")
-    db.execute("DELETE FROM pgoutbox.redirect_report")
+    db.execute("DELETE FROM pgoutbox.worker")
     expect(found(dsn, "redirect"), Level.OK, "no redirect is on")
 
 
@@ -798,37 +798,40 @@ def test_many_messages_without_a_retention_rule_are_a_warning(dsn: str, db: psyc
     assert levels(found(dsn, "retention")) == ["ok"]
 
 
-def test_missing_workers_are_a_warning(dsn: str) -> None:
-    expect(found(dsn, "workers"), Level.WARNING, "no worker is connected", "pgoutbox worker")
-    with psycopg.connect(dsn, application_name="pgoutbox claim w1"):
-        expect(found(dsn, "workers"), Level.OK, "1 worker connected")
+def test_missing_workers_are_a_warning(dsn: str, db: psycopg.Connection) -> None:
+    expect(found(dsn, "workers"), Level.WARNING, "no worker is running", "pgoutbox worker")
+    report(db, "a", ["default"], ["greet"])
+    expect(found(dsn, "workers"), Level.OK, "1 worker running, for the queues default")
+    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '3 minutes'")
+    expect(found(dsn, "workers"), Level.WARNING, "no worker is running")
 
 
-def test_runs_of_cron_replace_a_connected_worker(dsn: str, db: psycopg.Connection) -> None:
-    db.execute("INSERT INTO pgoutbox.worker_run (worker, interval_seconds) VALUES ('w1', 600)")
+def test_runs_of_cron_replace_a_running_worker(dsn: str, db: psycopg.Connection) -> None:
+    report(db, "w1", ["default"], ["greet"])
+    db.execute("UPDATE pgoutbox.worker SET ended_at = now(), run_interval_seconds = 600")
     expect(found(dsn, "workers"), Level.OK, "the last run of worker --once ended")
     message_id = enqueue(db, "greet")
     db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '15 minutes' WHERE id = %s", [message_id])
     assert levels(found(dsn, "due")) == ["ok"]
     db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '25 minutes'")
-    expect(found(dsn, "due"), Level.PROBLEM, "no worker is connected", "line of the crontab")
-    db.execute("UPDATE pgoutbox.worker_run SET ended_at = now() - interval '26 hours'")
-    expect(found(dsn, "workers"), Level.WARNING, "no worker is connected", "pgoutbox worker")
+    expect(found(dsn, "due"), Level.PROBLEM, "no worker is running", "line of the crontab")
+    db.execute("UPDATE pgoutbox.worker SET ended_at = now() - interval '26 hours'")
+    expect(found(dsn, "workers"), Level.WARNING, "no worker is running", "pgoutbox worker")
 
 
 def test_the_queues_of_running_workers_are_named(dsn: str, db: psycopg.Connection) -> None:
     report(db, "a", ["default"], ["greet"])
     report(db, "b", ["bulk", "default"], ["greet"])
-    expect(found(dsn, "workers"), Level.OK, "2 workers connected, for the queues bulk, default")
+    expect(found(dsn, "workers"), Level.OK, "2 workers running, for the queues bulk, default")
 
 
-def test_a_role_that_cannot_see_other_roles_does_not_report_missing_workers(
+def test_a_role_that_cannot_see_workers_does_not_report_missing_ones(
     db: psycopg.Connection, role: tuple[str, str]
 ) -> None:
     name, role_dsn = role
     db.execute(sql.SQL("GRANT USAGE ON SCHEMA pgoutbox TO {}").format(sql.Identifier(name)))
     db.execute(sql.SQL("GRANT EXECUTE ON FUNCTION pgoutbox.schema_version TO {}").format(sql.Identifier(name)))
-    expect(found(role_dsn, "workers"), Level.SKIPPED, "GRANT pg_read_all_stats")
+    expect(found(role_dsn, "workers"), Level.SKIPPED, "GRANT pgoutbox_viewer")
 
 
 def test_topics_without_a_handler_are_named(dsn: str, db: psycopg.Connection, handled: Outbox) -> None:
@@ -842,16 +845,16 @@ def test_topics_without_a_handler_are_named(dsn: str, db: psycopg.Connection, ha
     expect(findings, Level.WARNING, "topics without a handler: later.perhaps")
 
 
-def test_alerts_have_the_handler_of_a_worker_that_sends_them(
-    dsn: str, db: psycopg.Connection, handled: Outbox, posing: psycopg.Connection
-) -> None:
+@pytest.mark.usefixtures("posing")
+def test_alerts_have_the_handler_of_a_worker_that_sends_them(dsn: str, db: psycopg.Connection, handled: Outbox) -> None:
     enqueue(db, "pgoutbox.alert", destination="mailto:ops@club.org")
     db.execute(HOUR_AGO)
     settings = settings_of(dsn, alert_destination="mailto:ops@club.org")
     expect(found(settings, "handlers", outbox=handled), Level.OK, "no message without one")
-    expect(found(settings, "due", outbox=handled), Level.PROBLEM, "does not claim them")
     expect(found(dsn, "handlers", outbox=handled), Level.PROBLEM, "PGOUTBOX_ALERT_DESTINATION")
-    expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "no handler for pgoutbox.alert")
+    expect(found(settings, "due", outbox=handled), Level.PROBLEM, "no handler for pgoutbox.alert in a worker")
+    report(db, "w2", ["default"], ["greet", "pgoutbox.alert"])
+    expect(found(settings, "due", outbox=handled), Level.PROBLEM, "does not claim them")
 
 
 def test_attempts_longer_than_their_lease_are_a_warning(dsn: str, db: psycopg.Connection) -> None:
@@ -999,15 +1002,15 @@ class TestDue:
         db.execute((HOUR_AGO + " WHERE id = %s").encode(), (second,))
         expect(found(dsn, "due"), Level.WARNING, "all wait for an earlier message")
 
-    def test_a_missing_handler_is_named(
-        self, dsn: str, db: psycopg.Connection, handled: Outbox, posing: psycopg.Connection
-    ) -> None:
+    @pytest.mark.usefixtures("posing")
+    def test_a_missing_handler_is_named(self, dsn: str, db: psycopg.Connection, handled: Outbox) -> None:
         enqueue(db, "mail.lost")
         db.execute(HOUR_AGO)
         expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "no handler for mail.lost")
 
+    @pytest.mark.usefixtures("posing")
     def test_halted_messages_do_not_hide_a_missing_handler_of_the_others(
-        self, dsn: str, db: psycopg.Connection, handled: Outbox, posing: psycopg.Connection
+        self, dsn: str, db: psycopg.Connection, handled: Outbox
     ) -> None:
         first = put(db, State.FAILED, ordering_key="order-7")
         db.execute("UPDATE pgoutbox.message SET on_failed = 'halt' WHERE id = %s", (first,))
@@ -1016,13 +1019,6 @@ class TestDue:
         enqueue(db, "mail.lost")
         db.execute(HOUR_AGO + " WHERE state = 'pending'")
         expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "2 of them halted", "no handler for mail.lost")
-
-    def test_a_worker_of_other_queues_is_named(
-        self, dsn: str, db: psycopg.Connection, handled: Outbox, posing: psycopg.Connection
-    ) -> None:
-        enqueue(db, queue="bulk")
-        db.execute(HOUR_AGO)
-        expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "does not claim them", "--queue bulk")
 
     def test_a_queue_that_no_running_worker_serves_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         report(db, "a", ["default"], ["greet"])
@@ -1043,7 +1039,8 @@ class TestDue:
         for outbox in (None, handled):
             expect(found(dsn, "due", outbox=outbox), Level.PROBLEM, "no handler for mail.new in a worker", "restart")
 
-    def test_overloaded_workers_are_named(self, dsn: str, db: psycopg.Connection, posing: psycopg.Connection) -> None:
+    @pytest.mark.usefixtures("posing")
+    def test_overloaded_workers_are_named(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db)
         db.execute(HOUR_AGO)
         put(db, State.SENDING)

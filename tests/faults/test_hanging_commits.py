@@ -13,6 +13,7 @@ from pgoutbox.database.worker_connection import StrandedError, WorkerConnection
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message, State
 from pgoutbox.worker import Worker
+from pgoutbox.worker.worker import _Run
 from tests.support.outbox_actions import enqueue, lapse, rows_of, running, settings_for
 from tests.support.servers import OwnServer, open_workshop
 from tests.support.waiting import until
@@ -52,15 +53,17 @@ class CountingWorker(Worker):
 
     trouble_count = 0
 
-    def _assemble(self, *, listen: bool) -> None:
-        super()._assemble(listen=listen)
-        pause_or_raise = self._outage.pause_or_raise
+    def _new_run(self, *, ends_by_itself: bool) -> _Run:
+        run = super()._new_run(ends_by_itself=ends_by_itself)
+        outage = run.state.outage
+        pause_or_raise = outage.pause_or_raise
 
         async def counted(error: BaseException) -> None:
             self.trouble_count += 1
             await pause_or_raise(error)
 
-        self._outage.pause_or_raise = counted  # type: ignore[method-assign] # counted, and otherwise the same
+        outage.pause_or_raise = counted  # type: ignore[method-assign] # counted, and otherwise the same
+        return run
 
 
 async def test_a_worker_waits_for_hanging_commits_in_one_session_and_then_delivers_all(

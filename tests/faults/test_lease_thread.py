@@ -18,7 +18,7 @@ from pgoutbox.worker.leases import LeaseKeeper
 from tests.support.outbox_actions import PATIENCE_SECONDS, settings_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 
 # A half-built event loop warns when it is garbage-collected.
@@ -51,13 +51,16 @@ async def test_a_worker_ends_with_an_error_if_its_lease_thread_cannot_create_an_
 ) -> None:
     start = LeaseKeeper.start
 
-    def start_without_files(keeper: LeaseKeeper, on_death: Callable[[], None]) -> None:
+    def start_without_files(keeper: LeaseKeeper) -> None:
+        stop = keeper._run.stop
+
         def restore() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            on_death()
+            stop()
 
+        keeper._run.stop = restore  # type: ignore[method-assign] # the same, with files again
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-        start(keeper, restore)
+        start(keeper)
 
     monkeypatch.setattr(LeaseKeeper, "start", start_without_files)
     with pytest.raises(PgOutboxError, match=r"leases are no longer renewed.*OSError.*Too many open files"):

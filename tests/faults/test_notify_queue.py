@@ -20,7 +20,16 @@ from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
 from tests.support.missing import server_missing
-from tests.support.outbox_actions import WatchedWorker, enqueue, reports, rows_of, running, settings_for
+from tests.support.outbox_actions import (
+    WatchedWorker,
+    doorbell_of,
+    enqueue,
+    reports,
+    rows_of,
+    run_of,
+    running,
+    settings_for,
+)
 from tests.support.servers import OwnServer, open_workshop
 from tests.support.waiting import until
 
@@ -102,8 +111,7 @@ async def test_workers_poll_and_enqueues_succeed_while_the_notification_queue_is
     with reports() as heard:
         async with running(worker):
             await worker.sleeping.wait()
-            bell = worker._doorbell
-            assert bell is not None
+            bell = doorbell_of(worker)
             assert bell.has_wake_up_lock
             culprit.fill(0.6)
             await heard.wait_for(LogEvent.NOTIFY_QUEUE_FILLING)
@@ -129,8 +137,7 @@ async def test_an_enqueue_commits_if_the_notification_queue_fills_before_a_worke
     async with running(worker):
         await worker.sleeping.wait()
         culprit.fill(1.0)
-        assert worker._doorbell is not None
-        assert worker._doorbell.has_wake_up_lock
+        assert doorbell_of(worker).has_wake_up_lock
         ids = [enqueue(db)]
         ids += [
             row[0] for row in db.execute("SELECT pgoutbox.enqueue('greet', to_jsonb(n)) FROM generate_series(1, 3) n")
@@ -138,7 +145,7 @@ async def test_an_enqueue_commits_if_the_notification_queue_fills_before_a_worke
         with operator_connection.connect(settings_for(small_server.dsn)) as connection:
             Operator(connection).limit_in_flight("default", 100)
             Operator(connection).limit_in_flight("default", None)
-        worker._signals.wake.set()
+        run_of(worker).state.signals.wake.set()
         await until(lambda: sorted(delivered) == ids)
 
 
@@ -156,8 +163,8 @@ async def test_a_saturated_worker_runs_and_stops_cleanly_with_a_full_notificatio
     ids = [enqueue(db) for _ in range(6)]
     worker = Worker(outbox)
     async with running(worker):
-        rang_at = worker._notifier.notified_at
-        await until(lambda: worker._notifier.notified_at != rang_at)
+        rang_at = run_of(worker).state.notifier.notified_at
+        await until(lambda: run_of(worker).state.notifier.notified_at != rang_at)
         go.set()
         await until(lambda: all(row.is_finished for row in rows_of(db, *ids)))
     assert {row.state for row in rows_of(db, *ids)} == {State.SENT}

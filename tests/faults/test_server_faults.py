@@ -28,7 +28,7 @@ from psycopg.conninfo import make_conninfo
 from pgoutbox import Context, Message, Outbox, Permanent, Sent
 from pgoutbox.database.worker_connection import is_unreachable
 from pgoutbox.message import Outcome, State
-from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
 from pgoutbox.worker.doorbell import Doorbell
 from tests.support.fleet import fleet_on
@@ -41,6 +41,7 @@ from tests.support.outbox_actions import (
     lapse,
     reports,
     row_of,
+    run_state,
     running,
     settings_for,
     state_of,
@@ -264,23 +265,16 @@ async def test_a_listener_that_leaves_during_notifications_logs_no_server_error(
     def ring() -> None:
         with own_server.connect() as db:
             while not over.is_set():
-                db.execute("SELECT pg_notify('pgoutbox', 'all ' || n) FROM generate_series(1, 100) AS n")
+                db.execute("SELECT pg_notify('pgoutbox', 'all q' || n) FROM generate_series(1, 100) AS n")
 
-    rung = asyncio.Event()
     settings = settings_for(own_server.dsn)
     ringing = asyncio.create_task(asyncio.to_thread(ring))
     try:
         for _ in range(30):
-            bell = Doorbell(
-                settings,
-                ["greet"],
-                on_notification=lambda _, *, is_new=False: rung.set(),
-                on_look_due=lambda: None,
-                telemetry=Telemetry(_figures),
-            )
-            rung.clear()
+            state = run_state(settings, queues=["q1"])
+            bell = Doorbell(settings, state.topics, state.signals, state.telemetry)
             await bell.start()
-            await rung.wait()
+            await state.signals.wake.wait()
             await bell.stop()
     finally:
         over.set()

@@ -364,7 +364,8 @@ def test_the_redirects_are_counted_by_source(dsn: str, db: psycopg.Connection) -
     assert counts() == {"operator": 0, "worker": 0}
     db.execute("SELECT pgoutbox.set_redirect('testers@example.org')")
     db.execute(
-        "INSERT INTO pgoutbox.redirect_report VALUES ('a', now(), 'a@example.org'), ('b', now(), 'a@example.org')"
+        "INSERT INTO pgoutbox.worker (name, queues, topics, redirect_to)"
+        " SELECT name, '{}', '{}', 'a@example.org' FROM unnest('{a,b}'::text[]) AS w(name)"
     )
     assert counts() == {"operator": 1, "worker": 2}
     db.execute("SELECT pgoutbox.clear_redirect()")

@@ -38,6 +38,7 @@ from tests.support.outbox_actions import (
     lapse,
     make_due,
     rows_of,
+    run_of,
     running,
     settings_for,
     state_of,
@@ -166,13 +167,13 @@ async def test_a_running_worker_learns_of_a_rule_with_few_queries(
         async def deliver() -> None:
             count = len(got)
             enqueue(db)
-            await until(lambda: len(got) > count and not worker._in_flight)
+            await until(lambda: len(got) > count and not run_of(worker).state.in_flight)
 
         for _ in range(3):
             await deliver()
         assert (asked[sql.FORGOTTEN_TOPICS], len(rows_of(db))) == (1, 3)
         Operator(db).set_retention("*", "sent", ZERO)
-        worker._store._retention_read_at = -math.inf
+        run_of(worker).state.store._retention_read_at = -math.inf
         for _ in range(3):
             await deliver()
         assert (asked[sql.FORGOTTEN_TOPICS], len(rows_of(db))) == (2, 3)

@@ -16,12 +16,16 @@ from psycopg.rows import class_row
 from psycopg.types.json import Jsonb
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import BEGINNING, ClaimedRow, FinishRequest, HeldRow, Place
+from pgoutbox.database.store import BEGINNING, ClaimedRow, FinishRequest, HeldRow, Place, Store
 from pgoutbox.message import Message, Permanent, State, Transient
+from pgoutbox.observability.events import Telemetry
 from pgoutbox.settings import Settings
 from pgoutbox.worker import Worker
-from pgoutbox.worker.doorbell import key_of_watch
+from pgoutbox.worker.claim_planner import QueueSchedule, parse_queues
+from pgoutbox.worker.doorbell import Doorbell, key_of_watch
 from pgoutbox.worker.poll_loop import PollResult, PollState
+from pgoutbox.worker.run_state import RunState
+from pgoutbox.worker.worker import _Run
 from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
@@ -392,6 +396,31 @@ def settings_for(dsn: str, **overrides: object) -> Settings:
     return settings_with(**values | overrides)
 
 
+def run_state(settings: Settings, *, name: str = "w", queues: Sequence[str] = ("default",)) -> RunState:
+    """Return the state of a run for the tests of a single part."""
+    return RunState(
+        settings,
+        Store(settings, worker=name),
+        Telemetry(logging.getLogger("pgoutbox.worker")),
+        queues=QueueSchedule(parse_queues(queues), now=0.0),
+        topics=["greet"],
+        stopping=asyncio.Event(),
+    )
+
+
+def run_of(worker: Worker) -> _Run:
+    """Return the parts of the current run, or of the last one."""
+    assert worker._run is not None
+    return worker._run
+
+
+def doorbell_of(worker: Worker) -> Doorbell:
+    """Return the doorbell of the current run."""
+    doorbell = run_of(worker).doorbell
+    assert doorbell is not None
+    return doorbell
+
+
 class WatchedWorker(Worker):
     """A worker that signals when it is idle.
 
@@ -417,12 +446,12 @@ class WatchedWorker(Worker):
 
     async def polls_and_sleeps(self) -> None:
         """Wait until it has polled once more, after everything so far, and sleeps."""
-        self._signals.wake.set()
+        run_of(self).state.signals.wake.set()
         await self.falls_asleep()
 
-    def _assemble(self, *, listen: bool) -> None:
-        super()._assemble(listen=listen)
-        wake, loop = self._signals.wake, self._poll_loop
+    def _new_run(self, *, ends_by_itself: bool) -> _Run:
+        run = super()._new_run(ends_by_itself=ends_by_itself)
+        wake, loop = run.state.signals.wake, run.poll_loop
         sleep, sleep_until_due = loop.sleep, loop._sleep_until_due
 
         async def watched_sleep_until_due(limit: float) -> PollResult:
@@ -439,6 +468,7 @@ class WatchedWorker(Worker):
 
         loop.sleep = watched_sleep  # type: ignore[method-assign] # watched, and otherwise the same
         loop._sleep_until_due = watched_sleep_until_due  # type: ignore[method-assign] # the same
+        return run
 
 
 def stumble(message: Message) -> None:
@@ -454,7 +484,7 @@ def stumble(message: Message) -> None:
 async def running(worker: Worker) -> AsyncIterator[None]:
     """Run the worker. At the end stop it, and raise its error if it ended with one."""
     task = asyncio.create_task(worker.run())
-    await asyncio.sleep(0)  # Its first step creates the attributes that a test may use.
+    await asyncio.sleep(0)  # Its first step creates the parts that a test may use.
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             yield

@@ -15,7 +15,17 @@ from pgoutbox.observability.events import LogEvent
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker, shared_breakers
 from tests.support.line_server import Line, LineHost, LineTransport, Mood, line_host
-from tests.support.outbox_actions import attempts_of, enqueue, make_due, reports, row_of, rows_of, running, settings_for
+from tests.support.outbox_actions import (
+    attempts_of,
+    enqueue,
+    make_due,
+    reports,
+    row_of,
+    rows_of,
+    run_of,
+    running,
+    settings_for,
+)
 from tests.support.smtp_server import accepting_server, scripted_server
 from tests.support.waiting import until
 from tests.support.worker_process import WorkerProcess
@@ -106,7 +116,9 @@ async def test_a_worker_notices_at_the_next_message_that_an_operator_closed_the_
         await until(lambda: all(row.due_in_seconds > HOUR / 2 for row in rows_of(db, *held)))
         host.mood = Mood.TAKE
         db.execute("DELETE FROM pgoutbox.breaker")
-        monkeypatch.setattr(worker._executor.breakers._shared, "_refreshed_at", -HOUR)  # As if a second had passed.
+        monkeypatch.setattr(
+            run_of(worker).executor.breakers._shared, "_refreshed_at", -HOUR
+        )  # As if a second had passed.
         await until(all_sent(db, [enqueue(db, destination=host.destination)]))
         assert {row.state for row in rows_of(db, *held)} == {"pending"}
 
@@ -320,7 +332,7 @@ async def test_the_breaker_closes_by_itself_and_everything_is_delivered_once(dsn
 
 
 def knows_as_open(worker: Worker, key: str) -> bool:
-    circuit = worker._executor.breakers._circuits.get(key)
+    circuit = run_of(worker).executor.breakers._circuits.get(key)
     return circuit is not None and not circuit.breaker.is_closed
 
 

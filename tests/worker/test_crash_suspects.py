@@ -22,6 +22,7 @@ from tests.support.outbox_actions import (
     lapse,
     row_of,
     rows_of,
+    run_of,
     running,
     settings_for,
     state_of,
@@ -178,12 +179,12 @@ async def test_a_run_continues_if_a_suspect_ends_during_a_claim_that_skipped_the
     class SlowStore(Store):
         async def claim(self, *arguments: Any, **options: Any) -> list[ClaimedRow]:  # noqa: ANN401 - passed on
             rows = await super().claim(*arguments, **options)
-            if worker._signals.suspects and not options["retries"]:
+            if run_of(worker).state.signals.suspects and not options["retries"]:
                 looks.append(len(rows))
             # The third poll beside the suspect starts from the beginning, after which a run may end.
             if len(looks) == 3 and not gate.opened.is_set():
                 gate.opened.set()
-                await until(lambda: not worker._in_flight)
+                await until(lambda: not run_of(worker).state.in_flight)
             return rows
 
     monkeypatch.setattr(pgoutbox.worker.worker, "Store", SlowStore)
@@ -212,7 +213,7 @@ class Stations:
     async def are(self, worker: WatchedWorker, ids: Sequence[int]) -> None:
         """Wait until the worker sleeps with exactly these in flight."""
         await until(lambda: self.in_flight == set(ids))
-        worker._signals.poll_all_lanes()
+        run_of(worker).state.signals.poll_all_lanes()
         async with asyncio.timeout(PATIENCE_SECONDS):
             await worker.falls_asleep()
         assert self.in_flight == set(ids)

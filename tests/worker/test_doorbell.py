@@ -28,9 +28,11 @@ from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
     ask_for_locks,
+    doorbell_of,
     enqueue,
     first_of,
     reports,
+    run_of,
     running,
     settings_for,
     state_of,
@@ -52,7 +54,7 @@ GATED_ACQUIRE = f"""
 """
 
 
-class Notified:
+class Notified(Signals):
     """A doorbell and the queues of its notifications; `looks` is set when a look is due."""
 
     def __init__(self, dsn: str, topics: Sequence[str]) -> None:
@@ -61,17 +63,16 @@ class Notified:
         self.looks = asyncio.Event()
         self.telemetry = Telemetry(logging.getLogger("pgoutbox.test"))
         self.topics = list(topics)
-        self.doorbell = Doorbell(
-            settings_for(dsn),
-            self.topics,
-            on_notification=self._on_notification,
-            on_look_due=self.looks.set,
-            telemetry=self.telemetry,
-        )
+        self.doorbell = Doorbell(settings_for(dsn), self.topics, self, self.telemetry)
 
-    def _on_notification(self, queue: str | None, /, *, is_new: bool = False) -> None:
+    def note_notification(self, queue: str | None, /, *, is_new: bool = False) -> None:
+        """Record the queue."""
         self.queues.append(queue)
         self.heard.set()
+
+    def poll_again(self) -> None:
+        """Record that a look is due."""
+        self.looks.set()
 
     async def queues_so_far(self) -> list[str | None]:
         """Return the queues so far. The answer to a heartbeat arrives after every notification in transit."""
@@ -573,7 +574,7 @@ async def test_continuous_notifications_do_not_keep_a_worker_from_its_retries(ds
         message_id = enqueue(db)
         db.execute(sql.NOTIFY_WORKERS, {"queues": ["default"]})
         # A worker that prefetches may answer at once.
-        await until(lambda: worker._signals.is_notified or state_of(db, message_id) == State.SENDING)
+        await until(lambda: run_of(worker).state.signals.is_notified or state_of(db, message_id) == State.SENDING)
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
@@ -661,11 +662,9 @@ async def test_a_full_worker_leaves_its_watch_to_an_idle_worker(
         await busy.sleeping.wait()
         async with running(idle):
             await idle.sleeping.wait()
-            watch, successor = busy._doorbell, idle._doorbell
-            assert watch is not None
-            assert successor is not None
+            watch, successor = doorbell_of(busy), doorbell_of(idle)
             assert (watch.has_wake_up_lock, successor.has_wake_up_lock) == (True, False)
-            busy._poll_loop.surplus = surplus
+            run_of(busy).poll_loop.surplus = surplus
             for _ in range(1 + surplus * 3 // 4):
                 enqueue(producer)
             producer.commit()
@@ -692,13 +691,13 @@ async def test_a_full_worker_does_not_go_on_watch_when_the_watch_dies(
     worker = WatchedWorker(outbox)
     async with running(worker):
         await worker.sleeping.wait()
-        doorbell = worker._doorbell
-        assert doorbell is not None
+        doorbell = doorbell_of(worker)
         assert not doorbell.is_on_watch
         enqueue(db, notify=False)
-        worker._notifier.notified_at = elapsed_clock() + 3600  # Its own call for help would end the trust as well.
-        worker._signals.poll_all_lanes()
-        await until(lambda: len(worker._in_flight) == 1 and not doorbell._relied_on)
+        # Its own call for help would end the trust as well.
+        run_of(worker).state.notifier.notified_at = elapsed_clock() + 3600
+        run_of(worker).state.signals.poll_all_lanes()
+        await until(lambda: len(run_of(worker).state.in_flight) == 1 and not doorbell._relied_on)
         # Only of this database: other tests use the same server.
         db.execute(
             "SELECT pg_terminate_backend(l.pid, 10000) FROM pg_locks AS l JOIN pg_database AS d ON d.oid = l.database "
@@ -718,18 +717,17 @@ async def test_one_message_wakes_the_watch_and_then_costs_one_look(
         for worker in (watch, looking, spared):
             await stack.enter_async_context(running(worker))
             await worker.sleeping.wait()
-        polled_at = [worker._queues.polled_at for worker in (watch, looking, spared)]
+        queues = [run_of(worker).state.queues for worker in (watch, looking, spared)]
+        polled_at = [queue.polled_at for queue in queues]
         monkeypatch.setattr(pgoutbox.worker.doorbell, "_LOOK_SECONDS", (3600, 3600))
-        first, second = looking._doorbell, spared._doorbell
-        assert first is not None
-        assert second is not None
+        first, second = doorbell_of(looking), doorbell_of(spared)
         enqueue(db)
         await receiver.heard.wait()
         await until(lambda: first._unanswered == second._unanswered == {"default"})
         first._look()
-        await until(lambda: looking._queues.polled_at > polled_at[1] and second._unanswered == set())
-        assert watch._queues.polled_at > polled_at[0]
-        assert spared._queues.polled_at == polled_at[2]
+        await until(lambda: queues[1].polled_at > polled_at[1] and second._unanswered == set())
+        assert queues[0].polled_at > polled_at[0]
+        assert queues[2].polled_at == polled_at[2]
         assert watch.telemetry.counts[LogEvent.CLAIMED] == 1
 
 
@@ -745,7 +743,7 @@ async def test_a_message_that_the_watch_misses_is_found_by_another_idle_worker(
         if polls:
             await watch.doorbell.release_wake_up_locks()
             # It polls once for that, and repeatedly because no session has the wake-up lock.
-            await until(lambda: worker._doorbell is not None and not worker._doorbell._relied_on)
+            await until(lambda: not doorbell_of(worker)._relied_on)
             await worker.polls_and_sleeps()
         message_id = enqueue(db)
         await receiver.heard.wait()
@@ -778,17 +776,16 @@ async def test_producers_do_not_notify_while_work_is_continuous(
 
     worker = WatchedWorker(receiver.outbox)
     async with running(worker):
-        doorbell = worker._doorbell
-        assert doorbell is not None
+        doorbell = doorbell_of(worker)
         await until(lambda: doorbell.has_wake_up_lock)
-        worker._poll_loop.woken_at.extend([elapsed_clock() + 3600] * 8)
-        worker._signals.wake.set()
+        run_of(worker).poll_loop.woken_at.extend([elapsed_clock() + 3600] * 8)
+        run_of(worker).state.signals.wake.set()
         await until(lambda: "released default" in notifications())
         assert doorbell.is_on_watch
         message_id = enqueue(db)
         await receiver.heard.wait()
         assert notifications() == ["released default"]
-        worker._poll_loop.woken_at.clear()
+        run_of(worker).poll_loop.woken_at.clear()
         await until(lambda: doorbell.has_wake_up_lock)
     assert receiver.delivered == [message_id]
 

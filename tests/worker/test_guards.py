@@ -20,14 +20,12 @@ from typing import TYPE_CHECKING, Final
 import psycopg
 import pytest
 
-import pgoutbox.worker.worker
 from pgoutbox import Outbox
 from pgoutbox.database import sql
 from pgoutbox.database.store import BEGINNING, FinishRequest, Store
 from pgoutbox.database.worker_connection import CopyError, WorkerConnection
 from pgoutbox.handlers import Context
 from pgoutbox.message import AttemptOutcome, Message, ReasonCode, State
-from pgoutbox.observability.events import Telemetry
 from pgoutbox.worker import claim_planner, poll_loop
 from pgoutbox.worker.doorbell import Doorbell, LockAnswer
 from pgoutbox.worker.signals import Signals
@@ -52,6 +50,8 @@ from tests.support.outbox_actions import (
     renew,
     row_of,
     rows_of,
+    run_of,
+    run_state,
     running,
     settings_for,
     state_of,
@@ -884,19 +884,6 @@ async def the_end_of_a_redirect_leaves_a_message_that_was_attempted_since(stage:
     assert row_of(stage.db, message_id).due_in_seconds > 3
 
 
-async def a_report_of_a_redirect_does_not_wait_for_a_row(stage: Stage) -> None:
-    """Two reports that delete the same old rows would wait for each other."""
-    holder = stage.connect()
-    stage.db.execute("INSERT INTO pgoutbox.redirect_report VALUES ('gone', now() - interval '1 day', '@example.org')")
-    holder.execute("SELECT FROM pgoutbox.redirect_report FOR UPDATE")
-    stage.db.execute("SET lock_timeout = '50ms'")
-    report = {"worker": "w", "target": "@example.org"}
-    try:
-        assert stage.db.execute(sql.REPORT_REDIRECT, report).fetchall() == [("w",)]
-    except psycopg.errors.LockNotAvailable:
-        pytest.fail("the report waits")
-
-
 STOP = """
     CREATE FUNCTION stop() RETURNS trigger LANGUAGE plpgsql AS $$
     BEGIN
@@ -907,8 +894,8 @@ STOP = """
 
 
 def report_presence(connection: psycopg.Connection, worker: str) -> None:
-    parameters = {"worker": worker, "queues": ["default"], "topics": ["greet"], "watched": [], "late_seconds": 60.0}
-    connection.execute(sql.REPORT_PRESENCE, parameters)
+    parameters = {"worker": worker, "queues": ["default"], "topics": ["greet"], "redirect_to": None}
+    connection.execute(sql.REPORT_WORKER, parameters | {"watched": [], "late_seconds": 60.0})
 
 
 async def two_late_reports_of_presence_do_not_deadlock(stage: Stage) -> None:
@@ -1028,7 +1015,7 @@ async def a_worker_claims_no_second_suspect_while_one_is_alone(stage: Stage) -> 
     worker = WatchedWorker(outbox)
     async with running(worker):
         await worker.asleep.wait()
-        worker._signals.poll_all_lanes()
+        run_of(worker).state.signals.poll_all_lanes()
         await worker.falls_asleep()
         opened.set()
         assert len(in_flight) == 1
@@ -1040,14 +1027,8 @@ async def a_worker_claims_no_second_suspect_while_one_is_alone(stage: Stage) -> 
 async def acquiring_does_not_miss_an_open_enqueue(stage: Stage) -> None:
     producer = stage.connect()
     enqueue(producer)
-    rings: list[tuple[str | None, bool]] = []
-    doorbell = Doorbell(
-        settings_for(stage.dsn),
-        ["greet"],
-        on_notification=lambda queue, *, is_new=False: rings.append((queue, is_new)),
-        on_look_due=lambda: None,
-        telemetry=Telemetry(pgoutbox.worker.worker._log),
-    )
+    state = run_state(settings_for(stage.dsn))
+    doorbell = Doorbell(state.settings, state.topics, state.signals, state.telemetry)
     await doorbell.start()
     try:
         armed = await doorbell.acquire(["default"])
@@ -1055,7 +1036,7 @@ async def acquiring_does_not_miss_an_open_enqueue(stage: Stage) -> None:
         await doorbell._heartbeat()  # Its answer arrives after every ring in transit.
     finally:
         await doorbell.stop()
-    assert armed is LockAnswer.PRODUCERS or rings == [("default", True)]
+    assert armed is LockAnswer.PRODUCERS or state.signals.is_notified
 
 
 async def a_commit_between_the_claim_and_the_lock_is_not_missed(stage: Stage) -> None:
@@ -1675,14 +1656,9 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         no_guard_in_function("clear_redirect", " AND a.attempt_count = m.attempt_count"),
     ),
     (
-        "redirect: locked report",
-        a_report_of_a_redirect_does_not_wait_for_a_row,
-        newer_in("REPORT_REDIRECT", ("FOR UPDATE SKIP LOCKED", "")),
-    ),
-    (
         "presence: own row first",
         two_late_reports_of_presence_do_not_deadlock,
-        newer_in("REPORT_PRESENCE", ("CROSS JOIN reported AS r\n", ""), ("r.name\n", "%(worker)s::text\n")),
+        newer_in("REPORT_WORKER", ("CROSS JOIN reported AS r\n", ""), ("r.name\n", "%(worker)s::text\n")),
     ),
     (
         "ceiling: concurrent rate",

@@ -24,6 +24,7 @@ from tests.support.outbox_actions import (
     enqueue,
     row_of,
     rows_of,
+    run_of,
     running,
     settings_for,
     state_of,
@@ -140,7 +141,7 @@ async def test_a_claim_cannot_commit_after_its_connection_broke(dsn: str, db: ps
     async with running(worker := Worker(outbox)):
         await until(lambda: db.execute(waiting).fetchone() != (None,))
         before = db.execute(waiting).fetchone()
-        break_connection(worker._store.claims)
+        break_connection(run_of(worker).state.store.claims)
         # The first session has ended, and another one waits for the lock.
         await until(lambda: db.execute(waiting).fetchone() not in (before, (None,)))
         db.execute("SELECT pg_advisory_unlock(7)")

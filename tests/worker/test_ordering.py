@@ -16,6 +16,7 @@ from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
+from pgoutbox.worker.worker import _Run
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
@@ -24,6 +25,7 @@ from tests.support.outbox_actions import (
     drained,
     enqueue,
     rows_of,
+    run_of,
     running,
     settings_for,
     state_of,
@@ -90,7 +92,7 @@ async def test_a_sleeping_worker_learns_of_the_first_ordering_key_ever(dsn: str,
     worker = WatchedWorker(line.outbox)
     async with running(worker):
         await worker.asleep.wait()
-        await until(lambda: not worker._queues["default"].has_ordered)
+        await until(lambda: not run_of(worker).state.queues["default"].has_ordered)
         message_id = enqueue(db, ordering_key="k")
         await until(lambda: state_of(db, message_id) == "sent")
 
@@ -217,8 +219,14 @@ async def test_a_round_ends_although_the_key_where_it_began_is_gone(dsn: str, db
     assert len(claim_ordered(db, worker="another")) == 1
     enqueue(db, ordering_key="a")
     line = Line(dsn)
-    worker = Worker(line.outbox)
-    worker._queues["default"].after_key = "b"
+
+    class LateWorker(Worker):
+        def _new_run(self, *, ends_by_itself: bool) -> _Run:
+            run = super()._new_run(ends_by_itself=ends_by_itself)
+            run.state.queues["default"].after_key = "b"
+            return run
+
+    worker = LateWorker(line.outbox)
     async with asyncio.timeout(PATIENCE_SECONDS):
         await worker.run_once()
     assert line.seen == {}

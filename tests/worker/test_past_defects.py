@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, cast
 import psycopg
 import pytest
 
+import pgoutbox.worker.poll_loop
 import pgoutbox.worker.worker
 from pgoutbox import Outbox
 from pgoutbox.database.store import BEGINNING, Store
@@ -20,16 +21,19 @@ from pgoutbox.observability.health import reasons_not_ready
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.claimer import Claimer
+from pgoutbox.worker.worker import _Run
 from tests.support import races
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
     claim,
+    doorbell_of,
     enqueue,
     finish_sent,
     ids_in_flight,
     row_of,
     rows_of,
+    run_of,
     running,
     settings_for,
     state_of,
@@ -104,7 +108,7 @@ async def test_a_message_due_between_the_last_claim_and_the_due_time_query_is_de
     async def ask_late(self: Claimer) -> float | None:
         if not receiver.has_all.is_set():
             db.execute("UPDATE pgoutbox.message_live SET available_at = now() - interval '5 s'")
-            worker._queues.polled_at -= 10
+            run_of(worker).state.queues.polled_at -= 10
         return await ask(self)
 
     monkeypatch.setattr(Claimer, "next_due_seconds", ask_late)
@@ -140,7 +144,7 @@ async def test_a_message_released_by_a_stopping_worker_wakes_another_worker(dsn:
 async def test_a_drain_that_waits_for_another_workers_message_does_not_spin(
     outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pgoutbox.worker.worker, "_FOREIGN_WORK_SECONDS", 0.01)
+    monkeypatch.setattr(pgoutbox.worker.poll_loop, "_FOREIGN_WORK_SECONDS", 0.01)
     claim_once, claim_count, naps = Store.claim, 0, list[bool]()
 
     async def count_claim(self: Store, queue: str, **options: object) -> object:
@@ -149,9 +153,9 @@ async def test_a_drain_that_waits_for_another_workers_message_does_not_spin(
         return await claim_once(self, queue, **options)  # type: ignore[arg-type] # passed on as they came
 
     class NappingWorker(Worker):
-        def _assemble(self, *, listen: bool) -> None:
-            super()._assemble(listen=listen)
-            sleep = self._poll_loop.sleep
+        def _new_run(self, *, ends_by_itself: bool) -> _Run:
+            run = super()._new_run(ends_by_itself=ends_by_itself)
+            sleep = run.poll_loop.sleep
 
             async def nap(seconds: float) -> bool:
                 naps.append(await sleep(seconds))
@@ -159,7 +163,8 @@ async def test_a_drain_that_waits_for_another_workers_message_does_not_spin(
                     finish_sent(db, (foreign, 1), worker="another")
                 return naps[-1]
 
-            self._poll_loop.sleep = nap  # type: ignore[method-assign] # counted, and otherwise the same
+            run.poll_loop.sleep = nap  # type: ignore[method-assign] # counted, and otherwise the same
+            return run
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
@@ -537,11 +542,11 @@ async def test_behind_a_session_pooler_a_worker_listens_and_prepares_no_statemen
         receiver, worker = Receiver(outbox), WatchedWorker(outbox)
         async with running(worker):
             await worker.sleeping.wait()
-            assert worker._doorbell is not None
-            assert worker._doorbell.has_wake_up_lock
+            doorbell = doorbell_of(worker)
+            assert doorbell.has_wake_up_lock
             for _ in range(6):  # By default, the driver prepares a statement after five executions.
-                await worker._doorbell._heartbeat()
-            prepared = await worker._doorbell._ask("SELECT name FROM pg_prepared_statements", {})
+                await doorbell._heartbeat()
+            prepared = await doorbell._ask("SELECT name FROM pg_prepared_statements", {})
             assert prepared == []
             message_id = enqueue(db)
             await receiver.has_all.wait()

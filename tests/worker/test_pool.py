@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from concurrent.futures import Future
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -13,10 +12,11 @@ import pytest
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.handlers import Context, Handler
 from pgoutbox.message import Message, Sent, Transient
-from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker.attempt import RELEASED, STOPPED, Attempt, AttemptResult, Claim, Work
 from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.threads import watch_thread
+from tests.support.outbox_actions import run_state, settings_for
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -31,21 +31,21 @@ class Stand:
     """Slots whose attempts end when the test decides, with a record of their outcomes."""
 
     def __init__(self, *, concurrency: int = 2, timeout_seconds: float | None = None) -> None:
-        self.telemetry = Telemetry(logging.getLogger("pgoutbox.test"))
         self.outcomes: dict[int, AttemptResult] = {}
         self.running: dict[int, asyncio.Future[AttemptResult]] = {}
         self.most_running = 0
         self.attempt: Callable[[Work], Awaitable[Sequence[AttemptResult]]] = self.wait_for_the_test
-        self.changed = asyncio.Event()
-        self.slots = AttemptPool(
-            self.run,
-            concurrency=concurrency,
-            default_timeout_seconds=timeout_seconds,
-            overtime_seconds=timeout_seconds or 0,
-            on_outcome=self.note,
-            on_free=self.changed.set,
-            telemetry=self.telemetry,
+        settings = settings_for("dbname=unused").model_copy(
+            update={
+                "concurrency": concurrency,
+                "handler_timeout_seconds": timeout_seconds,
+                "lease_seconds": timeout_seconds or 0,
+            }
         )
+        state = run_state(settings)
+        self.telemetry = state.telemetry
+        self.changed = state.signals.progress
+        self.slots = AttemptPool(state, self.run, on_outcome=self.note)
 
     async def run(self, work: Work) -> Sequence[AttemptResult]:
         return await self.attempt(work)

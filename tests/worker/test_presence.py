@@ -6,18 +6,16 @@ worker; these tests set that time to zero, and the interval between two looks to
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import pytest
 
 import pgoutbox.worker.presence
 from pgoutbox import Context, Message, Outbox, Topic
-from pgoutbox.database.store import Store
-from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
 from pgoutbox.worker.presence import Presence
-from tests.support.outbox_actions import enqueue, row_of, running, settings_for, state_of
+from tests.support.outbox_actions import enqueue, row_of, run_state, running, settings_for, state_of
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -56,16 +54,10 @@ class Reporter:
 
     def __init__(self, dsn: str, name: str, queues: tuple[str, ...], defined: tuple[str, ...] = ()) -> None:
         self.now = 0.0
-        self.store = Store(settings_for(dsn), worker=name)
-        self.telemetry = Telemetry(logging.getLogger("pgoutbox.worker"))
-        self.presence = Presence(
-            self.store,
-            self.telemetry,
-            queues=queues,
-            topics=("greet",),
-            defined=defined,
-            clock=lambda: self.now,
-        )
+        state = run_state(settings_for(dsn), name=name, queues=queues)
+        self.store = state.store
+        self.telemetry = state.telemetry
+        self.presence = Presence(state, defined=defined, clock=lambda: self.now)
 
     async def warnings(self, *, after: float = 0.0) -> int:
         """Return how many warnings the next report logs."""
@@ -114,11 +106,6 @@ async def test_an_idle_worker_reports_its_queues_and_topics_until_it_stops(dsn: 
     assert names(db) == []
 
 
-async def test_a_run_that_ends_by_itself_reports_nothing(dsn: str, db: psycopg.Connection) -> None:
-    await Worker(outbox_for(dsn)).run_once()
-    assert names(db) == []
-
-
 async def test_a_worker_that_died_is_ignored_after_three_minutes_and_then_deleted(
     db: psycopg.Connection, reporter: Callable[..., Reporter]
 ) -> None:
@@ -127,6 +114,20 @@ async def test_a_worker_that_died_is_ignored_after_three_minutes_and_then_delete
     assert db.execute("SELECT FROM pgoutbox.worker_view").fetchall() == []
     await reporter("b").warnings()
     assert names(db) == ["b"]
+
+
+async def test_the_last_run_is_not_deleted_and_serves_nothing(
+    dsn: str, db: psycopg.Connection, reporter: Callable[..., Reporter]
+) -> None:
+    run = Worker(outbox_for(dsn), queues=["bulk"])
+    await run.run_once()
+    enqueue(db, queue="bulk")
+    db.execute(LATE)
+    a = reporter("a", ("critical",), defined=("bulk",))
+    assert await a.warnings() == 1
+    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '3 days' WHERE ended_at IS NOT NULL")
+    await a.warnings()
+    assert sorted(names(db)) == sorted(["a", run.name])
 
 
 async def test_a_worker_that_was_suspended_reports_again(

@@ -15,6 +15,7 @@ from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.worker import Worker
+from pgoutbox.worker.worker import _Run
 from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.outbox_actions import (
     WatchedWorker,
@@ -181,9 +182,10 @@ async def test_a_message_that_expires_while_it_waits_for_a_slot_is_not_handed_ov
     class QuickWorker(Worker):
         """It begins in the state after a backlog was processed quickly."""
 
-        def _assemble(self, *, listen: bool) -> None:
-            super()._assemble(listen=listen)
-            self._poll_loop.surplus = 10
+        def _new_run(self, *, ends_by_itself: bool) -> _Run:
+            run = super()._new_run(ends_by_itself=ends_by_itself)
+            run.poll_loop.surplus = 10
+            return run
 
     await QuickWorker(outbox).drain()
     assert are_claimed

@@ -98,26 +98,19 @@ async def test_the_redirect_of_the_environment_is_followed_logged_and_reported(
     assert found.warnings() == ["PGOUTBOX_REDIRECT_TO=@test.example.org redirects all e-mail of 1 worker"]
 
 
-async def test_a_report_ends_with_its_age(dsn: str, db: psycopg.Connection) -> None:
-    store = Store(load_settings(dsn=dsn), worker="w")
-    count = "SELECT count(*) FROM pgoutbox.redirect_view"
-    await store.report_redirect(TESTER)
-    await store.report_redirect(TESTER)
-    assert db.execute(count).fetchone() == (1,)
-    db.execute("UPDATE pgoutbox.redirect_report SET reported_at = now() - interval '91 s'")
-    assert db.execute(count).fetchone() == (0,)
-    await store.close()
-
-
-async def test_old_reports_of_other_workers_are_deleted(dsn: str, db: psycopg.Connection) -> None:
-    db.execute(
-        "INSERT INTO pgoutbox.redirect_report VALUES ('gone', now() - interval '61 min', 'x@y.example'), "
-        "('live', now() - interval '59 min', 'x@y.example')"
-    )
-    store = Store(load_settings(dsn=dsn), worker="w")
-    await store.report_redirect(TESTER)
-    await store.close()
-    assert db.execute("SELECT worker FROM pgoutbox.redirect_report ORDER BY 1").fetchall() == [("live",), ("w",)]
+async def test_a_report_counts_until_the_worker_stops_or_reports_no_more(
+    dsn: str, db: psycopg.Connection, inbox: Inbox
+) -> None:
+    reported = "SELECT target, name FROM pgoutbox.redirect_view"
+    worker = mailing(dsn, inbox, redirect_to=TESTER)
+    async with running(worker):
+        await until(lambda: db.execute(reported).fetchall())
+        assert db.execute(reported).fetchall() == [(TESTER, worker.name)]
+    assert db.execute(reported).fetchall() == []
+    await worker.run_once()
+    assert db.execute(reported).fetchall() == [(TESTER, worker.name)]
+    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '3 minutes'")
+    assert db.execute(reported).fetchall() == []
 
 
 # --- the redirect of an operator --------------------------------------------------------------------------------------

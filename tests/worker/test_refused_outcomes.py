@@ -20,6 +20,7 @@ from tests.support.outbox_actions import (
     lapse,
     row_of,
     rows_of,
+    run_of,
     running,
     settings_for,
     state_of,
@@ -98,8 +99,8 @@ async def test_a_worker_with_ten_refused_outcomes_claims_nothing_until_one_is_wr
         ids = [*(enqueue(db) for _ in range(100)), *(enqueue(db, "other") for _ in range(3))]
     worker = Worker(outbox)
     async with running(worker):
-        await until(lambda: worker.status().outcomes_refused >= 10 and worker._pool.open_count == 0)
-        assert worker._poll_loop._room() == 0
+        await until(lambda: worker.status().outcomes_refused >= 10 and run_of(worker).pool.open_count == 0)
+        assert run_of(worker).poll_loop._room() == 0
         assert len(handed_over) < 50
         assert [row.state for row in rows_of(db, *ids)].count("sending") == len(handed_over)
         allow(db, "sent")

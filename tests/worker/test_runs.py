@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,14 @@ from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.messages import put
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, reports, row_of, rows_of, running, settings_for
 from tests.support.partitions import drop_partitions, partitions_of
+from tests.support.races import until_blocked
 from tests.support.smtp_server import accepting_server, mail_settings
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
     import psycopg
+
+    from tests.conftest import Connect
 
 
 def mail_outbox(dsn: str, port: int) -> Outbox:
@@ -48,7 +52,7 @@ def line_worker(dsn: str) -> Worker:
 
 def failures_of(db: psycopg.Connection) -> dict[str, object]:
     """Return the failures in a row that the last run hands on."""
-    ((failures,),) = db.execute("SELECT failures FROM pgoutbox.worker_run").fetchall()
+    ((failures,),) = db.execute("SELECT failures FROM pgoutbox.worker").fetchall()
     return dict(failures)
 
 
@@ -111,9 +115,10 @@ async def test_a_run_leaves_the_count_of_destinations_that_it_does_not_use(dsn: 
 
 def test_destinations_that_are_never_used_again_do_not_pile_up(rolled_back: psycopg.Connection) -> None:
     """A destination keeps its count until a run uses it again."""
-    parameters = {"worker": "w", "failures": Jsonb({f"smtp {number:090}": 1 for number in range(1_100)})}
-    rolled_back.execute(sql.END_RUN, parameters)
-    rolled_back.execute(sql.END_RUN, parameters | {"failures": Jsonb({"smtp": 2})})
+    for failures in ({f"smtp {number:090}": 1 for number in range(1_100)}, {"smtp": 2}):
+        rolled_back.execute("INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('w', '{}', '{}')")
+        rolled_back.execute(sql.END_RUN, {"worker": "w", "failures": Jsonb(failures)})
+        rolled_back.execute("UPDATE pgoutbox.worker SET name = 'last'")
     assert failures_of(rolled_back) == {"smtp": 2}
 
 
@@ -182,15 +187,16 @@ async def test_a_run_records_its_end_and_the_time_since_the_last_one(outbox: Out
 
     first, second = Worker(outbox), Worker(outbox)
     await first.run_once()
-    assert db.execute("SELECT worker, interval_seconds FROM pgoutbox.worker_run").fetchall() == [(first.name, None)]
-    db.execute("UPDATE pgoutbox.worker_run SET ended_at = ended_at - interval '1 hour'")
+    row = "SELECT name, queues, topics, run_interval_seconds FROM pgoutbox.worker"
+    assert db.execute(row).fetchall() == [(first.name, ["default"], ["greet"], None)]
+    db.execute("UPDATE pgoutbox.worker SET ended_at = ended_at - interval '1 hour'")
     await second.drain()
-    ((name, seconds),) = db.execute("SELECT worker, interval_seconds FROM pgoutbox.worker_run").fetchall()
+    ((name, *_, seconds),) = db.execute(row).fetchall()
     assert (name, round(seconds / 3600)) == (second.name, 1)
-    was_now = "SELECT abs(extract(epoch FROM now() - ended_at)) < 1800, interval_seconds FROM pgoutbox.worker_run"
+    was_now = "SELECT abs(extract(epoch FROM now() - ended_at)) < 1800, run_interval_seconds FROM pgoutbox.worker"
     assert db.execute(was_now).fetchall() == [(True, seconds)]
     # The server's clock has been set back since the last run.
-    db.execute("UPDATE pgoutbox.worker_run SET ended_at = ended_at + interval '1 hour'")
+    db.execute("UPDATE pgoutbox.worker SET ended_at = ended_at + interval '1 hour'")
     await second.drain()
     assert db.execute(was_now).fetchall() == [(True, 0)]
 
@@ -201,4 +207,64 @@ async def test_a_worker_that_keeps_running_hands_no_failures_on(dsn: str, db: ps
         worker = line_worker(dsn)
         async with running(worker):
             await until(lambda: len(attempts_of(db, message_id)) == 1)
-    assert db.execute("SELECT count(*) FROM pgoutbox.worker_run").fetchall() == [(0,)]
+    assert db.execute("SELECT count(*) FROM pgoutbox.worker").fetchall() == [(0,)]
+
+
+async def test_overlapping_runs_and_a_running_worker_keep_their_rows_apart(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    inner: list[Worker] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        inner.append(Worker(outbox))
+        await inner[-1].run_once()
+        seen.append(rows())
+
+    def rows() -> set[tuple[str, bool]]:
+        return set(db.execute("SELECT name, ended_at IS NOT NULL FROM pgoutbox.worker_view").fetchall())
+
+    seen: list[set[tuple[str, bool]]] = []
+    enqueue(db)
+    run = Worker(outbox)
+    await run.run_once()
+    assert seen == [{(run.name, False), (inner[0].name, True)}]
+    assert rows() == {(run.name, True)}
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: len(rows()) == 2)
+        assert rows() == {(run.name, True), (worker.name, False)}
+    assert rows() == {(run.name, True)}
+
+
+async def test_runs_that_end_at_the_same_time_leave_one_row_with_the_failures_of_both(
+    dsn: str, db: psycopg.Connection, connect: Connect
+) -> None:
+    for name in ("first", "second"):
+        db.execute("INSERT INTO pgoutbox.worker (name, queues, topics) VALUES (%s, '{}', '{}')", [name])
+    first, second = connect(), connect()
+    first.execute(sql.END_RUN, {"worker": "first", "failures": Jsonb({"smtp:a": {"failures": 1}})})
+    with ThreadPoolExecutor(1) as thread:
+        parameters = {"worker": "second", "failures": Jsonb({"smtp:b": {"failures": 2}})}
+        ending = thread.submit(second.execute, sql.END_RUN, parameters)
+        until_blocked(db, second, ending)
+        first.commit()
+        assert ending.result().fetchall() == [("second",)]
+    second.commit()
+    rows = db.execute("SELECT name, failures FROM pgoutbox.worker").fetchall()
+    assert rows == [("second", {"smtp:a": {"failures": 1}, "smtp:b": {"failures": 2}})]
+
+
+async def test_a_run_does_not_warn_about_open_breakers_and_unclaimed_messages(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    db.execute(
+        "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
+        " VALUES ('smtp:mail:587', now() + interval '1 day', 1, 'w', 'no')"
+    )
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert worker.telemetry.counts[LogEvent.BREAKER_STILL_OPEN] == 0

@@ -49,6 +49,7 @@ from tests.support.outbox_actions import (
     reports,
     row_of,
     rows_of,
+    run_of,
     running,
     settings_for,
     state_of,
@@ -221,7 +222,7 @@ async def test_a_message_claimed_again_before_its_finish_is_answered_is_handed_o
     async def finish_slowly(store: Store, verdicts: Sequence[FinishRequest]) -> dict[int, State]:
         written = await finish(store, verdicts)
         # Like a notification for all lanes. The worker may have queried for due retries before the finish committed.
-        worker._signals.poll_all_lanes()
+        run_of(worker).state.signals.poll_all_lanes()
         await until(lambda: row_of(db, message_id).attempt_count == 2)
         return written
 
@@ -389,10 +390,10 @@ async def test_waiting_messages_are_released_unless_a_second_claim_would_take_a_
     worker = WatchedWorker(outbox, queues=["default", "limited"])
     async with running(worker):
         await worker.sleeping.wait()
-        worker._poll_loop.surplus = 8
+        run_of(worker).poll_loop.surplus = 8
         with db.transaction():
             ids = [enqueue(db, queue=queue) for queue in ("default", "default", "limited", "limited")]
-        await until(lambda: len(worker._in_flight) == len(ids))
+        await until(lambda: len(run_of(worker).state.in_flight) == len(ids))
         await until(lambda: state_of(db, ids[1]) == "pending")
         assert [state_of(db, message_id) for message_id in ids] == ["sending", "pending", "sending", "sending"]
         may_end.set()
@@ -414,15 +415,15 @@ async def test_a_worker_alone_with_slow_handlers_does_not_claim_and_release_repe
     ids = [enqueue(db) for _ in range(8)]
     worker = Worker(outbox)
     async with running(worker):
-        await until(lambda: worker._in_flight)
+        await until(lambda: run_of(worker).state.in_flight)
         turns.put_nowait(None)
         await until(lambda: worker.telemetry.counts[LogEvent.RELEASED])
         claimed = worker.telemetry.counts[LogEvent.CLAIMED]
         for number in range(1, 5):
             turns.put_nowait(None)
             await until(lambda number=number: worker.telemetry.counts[LogEvent.CLAIMED] == claimed + number)  # type: ignore[misc] # each round has its own number
-            await until(lambda: worker._pool.running_count)
-            assert worker._pool.waiting_count == 0
+            await until(lambda: run_of(worker).pool.running_count)
+            assert run_of(worker).pool.waiting_count == 0
         for _ in ids:
             turns.put_nowait(None)
         await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
@@ -550,10 +551,10 @@ async def test_a_thread_whose_process_was_suspended_past_its_timeout_may_still_s
     with reports() as heard:
         async with running(worker):
             await heard.wait_for(LogEvent.ATTEMPT_OVERDUE)
-            (slot,) = worker._pool._slots
+            (slot,) = run_of(worker).pool._slots
             assert slot.deadline is not None
             slot.deadline -= 3600  # The timeout passed long ago, while the process was suspended.
-            worker._pool._end_overdue()
+            run_of(worker).pool._end_overdue()
             made.let_go.set()
             await until(lambda: state_of(db, message_id) != State.SENDING)
     assert (state_of(db, message_id), attempts_of(db, message_id)) == (State.SENT, [])
@@ -580,7 +581,7 @@ async def test_a_transactional_handler_does_not_begin_after_waiting_past_its_lea
     worker = Worker(outbox)
 
     def pass_the_lease() -> None:
-        worker._in_flight[message_id].leased_at -= 3600
+        run_of(worker).state.in_flight[message_id].leased_at -= 3600
         lapse(db, message_id)
         claim(db, worker="another")
 
@@ -1925,7 +1926,7 @@ async def test_one_run_delivers_messages_that_fall_due_again_during_its_last_sea
             # The second search is from the beginning; after it a run may end.
             if empty_looks == 2:
                 opened.set()
-                await until(lambda: not worker._in_flight)
+                await until(lambda: not run_of(worker).state.in_flight)
             return rows
 
     monkeypatch.setattr(pgoutbox.worker.worker, "Store", SlowStore)

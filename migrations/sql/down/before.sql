@@ -1,10 +1,10 @@
 -- Take the locks in the order of an enqueue: otherwise a deadlock could end a business transaction. A turn of
 -- maintenance locks maintenance_run before it reads the partitions.
 LOCK TABLE
-    pgoutbox.home, pgoutbox.worker, pgoutbox.worker_run, pgoutbox.maintenance_run, pgoutbox.retired, pgoutbox.audit,
+    pgoutbox.home, pgoutbox.worker, pgoutbox.maintenance_run, pgoutbox.retired, pgoutbox.audit,
     pgoutbox.retention, pgoutbox.content, pgoutbox.breaker,
-    pgoutbox.dedupe, pgoutbox.ordering, pgoutbox.coalesce_head, pgoutbox.queue, pgoutbox.claim, pgoutbox.cancel_request, pgoutbox.attempt,
-    pgoutbox.large_payload, pgoutbox.message
+    pgoutbox.dedupe, pgoutbox.ordering, pgoutbox.coalesce_head, pgoutbox.queue, pgoutbox.claim, pgoutbox.cancel_request,
+    pgoutbox.attempt, pgoutbox.large_payload, pgoutbox.message
 IN ACCESS EXCLUSIVE MODE;
 
 -- The locks above keep both answers true until the end: no worker can claim, and nobody can enqueue.
@@ -15,16 +15,12 @@ DECLARE
 BEGIN
     SELECT string_agg(w.name, ', ' ORDER BY w.name)
     INTO running
-    FROM (
-        SELECT v.name FROM pgoutbox.worker_view AS v
-        UNION
-        -- Runs with --once and --drain do not report.
-        SELECT v.worker FROM pgoutbox.in_flight_view AS v WHERE v.lease_expires_at > now()
-    ) AS w(name);
+    FROM pgoutbox.worker_view AS w
+    WHERE w.ended_at IS NULL;
     IF running IS NOT NULL THEN
         RAISE EXCEPTION 'pgoutbox: workers are running: %', running USING
             ERRCODE = 'object_in_use',
-            HINT = 'Stop them. A killed worker counts for three minutes, and for the lease of its messages.';
+            HINT = 'Stop them. A killed worker counts for three minutes.';
     END IF;
     IF coalesce(current_setting('pgoutbox.delete_messages', true), '') <> 'on' THEN
         SELECT string_agg(c.number || ' ' || c.state, ', ' ORDER BY c.state)

@@ -66,8 +66,6 @@ BEGIN
         TO pgoutbox_worker;
         GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, succeeded_at, worker)
         ON pgoutbox.maintenance_run TO pgoutbox_worker;
-        GRANT SELECT, INSERT (worker, failures), UPDATE (ended_at, interval_seconds, worker, failures)
-        ON pgoutbox.worker_run TO pgoutbox_worker;
         GRANT UPDATE (
             state, attempt_count, max_attempts, available_at, lane, claimed_at, worker, key_in_flight, finished_at,
             skip_reason, superseded_by, last_error
@@ -77,7 +75,6 @@ BEGIN
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.claim TO pgoutbox_worker;
         GRANT UPDATE (tokens, tokens_at) ON pgoutbox.queue TO pgoutbox_worker;
         GRANT INSERT, UPDATE, DELETE ON pgoutbox.breaker TO pgoutbox_worker;
-        GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.redirect_report TO pgoutbox_worker;
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.worker TO pgoutbox_worker;
     END IF;
 
@@ -88,7 +85,6 @@ BEGIN
             pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view,
             pgoutbox.blackout_view, pgoutbox.in_flight_view, pgoutbox.worker_view, pgoutbox.home_view
         TO pgoutbox_viewer;
-        GRANT SELECT (ended_at, interval_seconds, worker) ON pgoutbox.worker_run TO pgoutbox_viewer;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here, pgoutbox._redacted_text,
             pgoutbox._redacted_json, pgoutbox._tokens_of, pgoutbox._done_estimate
@@ -121,7 +117,6 @@ BEGIN
             pgoutbox._clear_retired
         TO pgoutbox_operator;
         GRANT SELECT ON pgoutbox.retired TO pgoutbox_operator;
-        GRANT SELECT (ended_at, interval_seconds, worker) ON pgoutbox.worker_run TO pgoutbox_operator;
         GRANT
             SELECT,
             INSERT (name, paused_at, resume_at, rate_seconds, rate_count, burst, max_in_flight),

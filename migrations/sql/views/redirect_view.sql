@@ -10,13 +10,13 @@ WHERE (r.until_at > now()) IS NOT FALSE
 UNION ALL
 SELECT
     'worker',
-    w.target,
-    w.worker,
-    w.reported_at,
+    w.redirect_to,
+    w.name,
+    w.seen_at,
     NULL
-FROM pgoutbox.redirect_report AS w
--- A worker reports every 20 seconds.
-WHERE w.reported_at > now() - interval '90 seconds';
+FROM pgoutbox.worker AS w
+-- The last run says nothing about the next one, except that a run every minute redirects all the time.
+WHERE w.redirect_to IS NOT NULL AND w.seen_at > now() - interval '3 minutes';
 
 COMMENT ON VIEW pgoutbox.redirect_view IS
     'The redirect that an operator has switched on, and the redirects that workers have reported.';

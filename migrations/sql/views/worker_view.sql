@@ -1,9 +1,9 @@
 -- The limit is three reports: a worker that misses one, for example because of a short outage, still counts.
 CREATE VIEW pgoutbox.worker_view AS
-SELECT w.name, w.queues, w.topics, w.started_at, w.seen_at
+SELECT w.name, w.queues, w.topics, w.redirect_to, w.started_at, w.seen_at, w.ended_at, w.run_interval_seconds
 FROM pgoutbox.worker AS w
-WHERE w.seen_at > now() - interval '3 minutes';
+WHERE w.seen_at > now() - interval '3 minutes' OR w.ended_at IS NOT NULL;
 
 COMMENT ON VIEW pgoutbox.worker_view IS
-    'The workers that have reported within three minutes, with their queues and topics. Runs with --once or --drain '
-    'do not report.';
+    'The workers that have reported within three minutes, with their queues and topics. A row with `ended_at` is the last '
+    'run of pgoutbox worker --once or --drain.';

@@ -1,4 +1,4 @@
--- The workers that run or hold leases; the leases are a sample of `cap` messages.
+-- The workers that run or hold leases, and the last run; the leases are a sample of `cap` messages.
 WITH holder AS (
     SELECT
         held.worker,
@@ -21,7 +21,8 @@ SELECT
     h.oldest_claim_at,
     h.last_lease_at,
     coalesce(v.queues, h.queues) AS queues,
-    coalesce(v.topics, '{}') AS topics
+    coalesce(v.topics, '{}') AS topics,
+    v.ended_at
 FROM holder AS h
 FULL JOIN pgoutbox.worker_view AS v ON v.name = h.worker
 ORDER BY 1

@@ -1,5 +1,5 @@
--- The workers that hold messages, report their presence or are connected. Runs with --once report nothing, and only
--- members of pg_read_all_stats see connections of other roles.
+-- The workers that hold messages, report their presence or are connected, and the last run. Only members of
+-- pg_read_all_stats see connections of other roles.
 WITH held AS (
     SELECT
         m.worker,
@@ -19,7 +19,8 @@ WITH held AS (
         h.lease_expires_at,
         coalesce(v.queues, h.queues) AS queues,
         coalesce(v.topics, '{}') AS topics,
-        v.seen_at
+        v.seen_at,
+        v.ended_at
     FROM held AS h
     FULL JOIN pgoutbox.worker_view AS v ON v.name = h.worker
 ), connected AS (
@@ -40,6 +41,7 @@ SELECT
     coalesce(k.queues, '{}') AS queues,
     coalesce(k.topics, '{}') AS topics,
     k.seen_at,
+    k.ended_at,
     c.connected_at,
     c.address
 FROM known AS k

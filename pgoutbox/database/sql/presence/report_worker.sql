@@ -1,9 +1,9 @@
 -- Report that this worker runs, delete the rows of workers that are gone, and return the problems that an operator
 -- should know, in the order of `Trouble`: open breakers, and late messages of the `watched` queues that no running
--- worker claims. Every worker runs it once a minute.
+-- worker claims. Every worker runs it before its first claim and then once a minute.
 WITH reported AS (
-    INSERT INTO pgoutbox.worker AS w (name, queues, topics)
-    VALUES (%(worker)s::text, %(queues)s::text[], %(topics)s::text[])
+    INSERT INTO pgoutbox.worker AS w (name, queues, topics, redirect_to)
+    VALUES (%(worker)s::text, %(queues)s::text[], %(topics)s::text[], %(redirect_to)s::text)
     ON CONFLICT ON CONSTRAINT worker_pkey DO UPDATE
     SET seen_at = now()
     RETURNING w.name
@@ -14,7 +14,7 @@ WITH reported AS (
         SELECT o.name
         FROM pgoutbox.worker AS o
         CROSS JOIN reported AS r
-        WHERE o.seen_at <= now() - interval '3 minutes' AND o.name <> r.name
+        WHERE o.seen_at <= now() - interval '3 minutes' AND o.ended_at IS NULL AND o.name <> r.name
         ORDER BY o.name
         LIMIT 100
         FOR UPDATE OF o SKIP LOCKED
@@ -23,6 +23,7 @@ WITH reported AS (
 ), running AS MATERIALIZED (
     SELECT v.queues, v.topics
     FROM pgoutbox.worker_view AS v
+    WHERE v.ended_at IS NULL
     UNION ALL
     SELECT %(queues)s::text[], %(topics)s::text[]
 ), late AS (

@@ -1,3 +1,4 @@
 -- The failures in a row, by breaker, that the last run of `worker --once` hands to the next one.
-SELECT r.failures
-FROM pgoutbox.worker_run AS r
+SELECT w.failures
+FROM pgoutbox.worker AS w
+WHERE w.ended_at IS NOT NULL

@@ -1,0 +1,51 @@
+"""The state of one run of a worker that its parts share: settings, database, queues, signals and attempts in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from pgoutbox.database.store import Store
+from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.settings import Settings
+from pgoutbox.worker.attempt import InFlight
+from pgoutbox.worker.claim_planner import QueueSchedule
+from pgoutbox.worker.notifier import Notifier
+from pgoutbox.worker.outage import Outage
+from pgoutbox.worker.signals import Signals
+
+
+class RunState:
+    """Each part of a run gets it. Attempts are in `in_flight` from the claim's answer to the finish's answer."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        telemetry: Telemetry,
+        *,
+        queues: QueueSchedule,
+        topics: Sequence[str],
+        stopping: asyncio.Event,
+    ) -> None:
+        self.settings = settings
+        self.store = store
+        self.telemetry = telemetry
+        self.queues = queues
+        self.topics = topics
+        self.stopping = stopping
+        self.in_flight = InFlight()
+        self.outage = Outage(telemetry, stopping=stopping)
+        self.signals = Signals(queues, self.in_flight, lease_seconds=settings.lease_seconds)
+        self.notifier = Notifier(store, queues, self.signals, self.outage)
+
+    def stop(self) -> None:
+        """Begin to stop the run. Idempotent. Call it on the event loop."""
+        if not self.stopping.is_set():
+            self.stopping.set()
+            self.telemetry.report(
+                logging.INFO, LogEvent.WORKER_STOPPING, "worker stopping", in_flight_count=len(self.in_flight)
+            )
+        self.signals.wake.set()
+        self.signals.progress.set()
