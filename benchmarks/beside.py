@@ -100,7 +100,7 @@ def _unknown_topic(dsn: str, connection: _Connection, options: Options) -> Itera
 @contextlib.contextmanager
 def _unknown_retries(dsn: str, connection: _Connection, options: Options) -> Iterator[None]:  # noqa: ARG001
     load_backlog(connection, options.beside_messages, topic=_OTHER_TOPIC)
-    connection.execute("UPDATE pgoutbox.message_live SET attempt_count = 1")
+    connection.execute("UPDATE pgoutbox.message_live SET attempt_count = 1, lane = 1")
     settle(connection, "pgoutbox.message_live")
     yield
 
@@ -121,11 +121,12 @@ def _waiting_keys(dsn: str, connection: _Connection, options: Options) -> Iterat
     """Enqueue two messages for each key: the first waits for its retry, and the second, which is due, for the first."""
     connection.execute(
         """
-        INSERT INTO pgoutbox.message (topic, payload, ordering_key, attempt_count, available_at)
+        INSERT INTO pgoutbox.message (topic, payload, ordering_key, attempt_count, lane, available_at)
         SELECT
             %(topic)s::text,
             jsonb_build_object('user_id', 0),
             'key-' || k,
+            2 - n,
             2 - n,
             CASE n WHEN 1 THEN now() + interval '1 day' ELSE now() - interval '1 hour' END
         FROM generate_series(1, 2) AS n, generate_series(1, %(count)s::integer) AS k

@@ -30,8 +30,8 @@ _ROUNDS = 9
 # States are spread over the ids as in an old table: most of the old messages are finished, some have failed.
 _FILL = """
 INSERT INTO pgoutbox.message (
-    id, topic, queue, destination, payload, headers, state, coalesce_key, dedupe_key, attempt_count, created_at,
-    available_at, claimed_at, worker, lease_expires_at, finished_at, skip_reason, superseded_by, last_error
+    id, topic, queue, destination, payload, headers, state, coalesce_key, key_in_flight, dedupe_key, attempt_count,
+    lane, created_at, available_at, claimed_at, worker, finished_at, skip_reason, superseded_by, last_error
 )
 SELECT
     n,
@@ -42,13 +42,14 @@ SELECT
     CASE WHEN n %% 3 = 0 THEN '{"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}'::jsonb END,
     s.state,
     CASE WHEN n %% 5 = 0 THEN 'user-' || n END,
+    CASE WHEN n %% 5 = 0 AND s.state = 'sending' THEN 'user-' || n END,
     CASE WHEN n %% 7 = 0 THEN 'once-' || n END,
     CASE s.state WHEN 'pending' THEN n %% 2 WHEN 'failed' THEN 11 ELSE 1 + (n %% 20 = 0)::int END,
+    CASE s.state WHEN 'pending' THEN n %% 2 ELSE 0 END,
     s.at,
     CASE WHEN s.state = 'pending' AND n %% 9 = 0 THEN now() + n * interval '1 s' ELSE s.at END,
     s.at,
     'worker-' || n %% 8,
-    CASE WHEN s.state = 'sending' THEN now() + (n %% 60 - 5) * interval '1 s' END,
     CASE WHEN s.state NOT IN ('pending', 'sending') THEN s.at + (n %% 1000) * interval '2 ms' END,
     CASE WHEN s.state = 'skipped' THEN 'superseded' END,
     CASE WHEN s.state = 'skipped' THEN n + 5 END,
@@ -75,11 +76,19 @@ FROM (
     FROM generate_series(1, %(count)s::bigint) AS i
 ) AS s
 """
+_CLAIM = """
+INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids)
+SELECT m.claimed_at, now() + (min(m.id) % 60 - 5) * interval '1 s', m.queue, m.worker, array_agg(m.id)
+FROM pgoutbox.message_live AS m
+WHERE m.state = 'sending'
+GROUP BY m.claimed_at, m.queue, m.worker
+"""
 
 
 def fill(connection: psycopg.Connection[tuple[object, ...]], count: int, *, hours: float = 3.0) -> None:
     """Insert this number of messages in mixed states, enqueued one after the other in these hours."""
     connection.execute(_FILL, {"count": count, "hours": hours, "sending": min(500, count // 100)})
+    connection.execute(_CLAIM)
     connection.execute("SELECT setval('pgoutbox.message_id_seq', %s)", [count])
     connection.execute("VACUUM (ANALYZE) pgoutbox.message")
 

@@ -176,11 +176,12 @@ def load_due_retries(
     """Insert this number of messages whose first attempt failed and whose retry is due, oldest first."""
     connection.execute(
         """
-        INSERT INTO pgoutbox.message (topic, payload, available_at, attempt_count)
+        INSERT INTO pgoutbox.message (topic, payload, available_at, attempt_count, lane)
         SELECT
             %(topic)s::text,
             jsonb_build_object('user_id', %(number)s::integer),
             now() - interval '1 hour' + n * interval '1 ms',
+            1,
             1
         FROM generate_series(1, %(count)s::integer) AS n
         """,

@@ -21,12 +21,15 @@ from benchmarks.options import CLAIM_PARAMETERS, TOPIC, Options
 from benchmarks.report import Result, Table, Verdict
 from benchmarks.server import Server, empty_outbox, pgbench_program, settle
 from pgoutbox.database import sql
+from pgoutbox.database.store import ClaimedRow
 from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
 from pgoutbox.topics import NewMessage
 
 _Connection = psycopg.Connection[tuple[Any, ...]]
+_Batch = list[tuple[Any, ...]]
+_CLAIMED_AT = ClaimedRow._fields.index("claimed_at")
 _Enqueue = Callable[[_Connection, int, int], None]
 _AIMS: Mapping[int, float] = {200: 1200.0, 4000: 6000.0}
 _SIZES = (200, 1000, 4000)
@@ -94,11 +97,11 @@ def _measure(
     """Return the bytes for each message of each phase; if the WAL is readable, also by record and relation."""
     empty_outbox(connection)
     settle(connection, "pgoutbox.message_live")
-    ids: list[int] = []
+    batches: list[_Batch] = []
     steps: dict[str, Callable[[], None]] = {
         "enqueue": lambda: enqueue(connection, count, size),
-        "claim": lambda: claim(connection, ids),
-        "finish": lambda: finish(connection, ids),
+        "claim": lambda: claim(connection, batches),
+        "finish": lambda: finish(connection, batches),
         "VACUUM": lambda: settle(connection, "pgoutbox.message_live"),
     }
     written: dict[str, float] = {}
@@ -112,27 +115,29 @@ def _measure(
         written[phase] = float(row[0]) / count
         if server.postmaster is not None:
             parts[phase] = _parts(connection, first, last)
-    if len(ids) != count:
-        raise RuntimeError(f"{len(ids)} of {count} messages were claimed")
+    claimed_count = sum(map(len, batches))
+    if claimed_count != count:
+        raise RuntimeError(f"{claimed_count} of {count} messages were claimed")
     return written, parts or None
 
 
-def claim(connection: _Connection, ids: list[int]) -> None:
-    """Claim all due messages, and add their ids."""
+def claim(connection: _Connection, batches: list[_Batch]) -> None:
+    """Claim all due messages, and add each batch."""
     cursor = connection.cursor(binary=True)
     parameters = {**CLAIM_PARAMETERS, "total": load_settings().batch_size}
     while rows := cursor.execute(sql.CLAIM_FRESH, parameters, prepare=True).fetchall():
-        ids.extend(row[0] for row in rows)
+        batches.append(rows)
 
 
-def finish(connection: _Connection, ids: list[int]) -> None:
+def finish(connection: _Connection, batches: list[_Batch]) -> None:
     """Finish these messages, whose first attempt was successful."""
-    size = load_settings().batch_size
-    for start in range(0, len(ids), size):
+    for batch in batches:
         parameters = {
-            "ids": ids[start : start + size],
+            "ids": [row[0] for row in batch],
             "attempt_count": 1,
             "worker": CLAIM_PARAMETERS["worker"],
+            "ended_claims": [batch[0][_CLAIMED_AT]],
+            "lock_timeout": "20ms",
         }
         connection.execute(sql.FINISH_SENT_IF_HELD, parameters, prepare=True)
 

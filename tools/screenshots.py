@@ -48,8 +48,8 @@ SIGN_IN: Final = "sign-in"
 
 _FILL: Final = """
 INSERT INTO pgoutbox.message (
-    id, topic, queue, destination, payload, state, coalesce_key, attempt_count, created_at, available_at, claimed_at,
-    worker, lease_expires_at, finished_at, skip_reason, superseded_by, last_error
+    id, topic, queue, destination, payload, state, coalesce_key, key_in_flight, attempt_count, created_at, available_at,
+    claimed_at, worker, finished_at, skip_reason, superseded_by, last_error
 )
 SELECT
     n,
@@ -60,12 +60,12 @@ SELECT
     jsonb_build_object('user_id', n),
     s.state,
     CASE WHEN n % 5 = 0 THEN 'user-' || n END,
+    CASE WHEN n % 5 = 0 AND s.state = 'sending' THEN 'user-' || n END,
     CASE s.state WHEN 'pending' THEN 0 WHEN 'failed' THEN 11 ELSE 1 END,
     s.at,
     s.at,
     s.at,
     'worker-' || n % 3,
-    CASE WHEN s.state = 'sending' THEN now() + interval '50 s' END,
     CASE WHEN s.state NOT IN ('pending', 'sending') THEN s.at + (5 + n * 37 % 400) * interval '1 ms' END,
     CASE WHEN s.state = 'skipped' THEN 'superseded' END,
     CASE WHEN s.state = 'skipped' THEN n + 5 END,
@@ -87,6 +87,14 @@ FROM (
         END AS state
     FROM generate_series(1, 1200) AS i
 ) AS s
+"""
+
+_CLAIM: Final = """
+INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids)
+SELECT m.claimed_at, now() + interval '50 s', m.queue, m.worker, array_agg(m.id)
+FROM pgoutbox.message_live AS m
+WHERE m.state = 'sending'
+GROUP BY m.claimed_at, m.queue, m.worker
 """
 
 _TOLD: Final = """
@@ -150,6 +158,7 @@ def fill(connection: psycopg.Connection) -> None:
     told = {"id": TOLD_ID}
     with connection.transaction():
         connection.execute(_FILL)
+        connection.execute(_CLAIM)
         connection.execute(_TOLD, told)
         connection.execute(_ATTEMPTS, told)
         connection.execute(_QUEUES)

@@ -19,6 +19,7 @@ from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.settings import load_settings
 
 AVAILABLE_AT = ClaimedRow._fields.index("available_at")
+CLAIMED_AT = ClaimedRow._fields.index("claimed_at")
 
 
 def main(batch_size: int) -> int:
@@ -50,6 +51,8 @@ def main(batch_size: int) -> int:
                     "ids": [row[0] for row in rows],
                     "attempt_count": 1,
                     "worker": CLAIM_PARAMETERS["worker"],
+                    "ended_claims": [rows[0][CLAIMED_AT]],
+                    "lock_timeout": "20ms",
                 }
                 cursor.execute(sql.FINISH_SENT_IF_HELD, parameters, prepare=True)
                 meter.handled_count += len(cursor.fetchall())

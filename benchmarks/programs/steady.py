@@ -20,8 +20,11 @@ import psycopg
 from benchmarks.options import CLAIM_PARAMETERS, TOPIC
 from benchmarks.programs.lifeline import hold_lifeline, say
 from pgoutbox.database import sql
+from pgoutbox.database.store import ClaimedRow
 from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.settings import load_settings
+
+_CLAIMED_AT = ClaimedRow._fields.index("claimed_at")
 
 _PRODUCERS = 4
 
@@ -80,7 +83,13 @@ def _finish(connection: psycopg.Connection[tuple[object, ...]]) -> Iterator[tupl
     while True:
         rows = connection.execute(sql.CLAIM_FRESH, CLAIM_PARAMETERS).fetchall()
         began_at = time.monotonic()
-        held = {"ids": [row[0] for row in rows], "attempt_count": 1, "worker": "benchmark"}
+        held = {
+            "ids": [row[0] for row in rows],
+            "attempt_count": 1,
+            "worker": "benchmark",
+            "ended_claims": [row[_CLAIMED_AT] for row in rows[:1]],
+            "lock_timeout": "20ms",
+        }
         connection.execute(sql.FINISH_SENT_IF_HELD, held)
         took = (time.monotonic() - began_at) * 1000
         yield took, took

@@ -37,12 +37,12 @@ def test_the_bare_loop_delivers_everything(dsn: str, connect: Connect) -> None:
 
 def test_the_steps_with_measured_wal_deliver_everything(dsn: str, connect: Connect) -> None:
     db = connect(autocommit=True)
-    for _ in range(3):
-        enqueue(db, TOPIC)
-    ids: list[int] = []
-    wal.claim(db, ids)
-    wal.finish(db, ids)
-    assert [(row.id, row.state) for row in rows_of(db)] == [(message_id, "sent") for message_id in sorted(ids)]
+    ids = [enqueue(db, TOPIC) for _ in range(3)]
+    batches: list[list[tuple[object, ...]]] = []
+    wal.claim(db, batches)
+    wal.finish(db, batches)
+    assert [(row.id, row.state) for row in rows_of(db)] == [(message_id, "sent") for message_id in ids]
+    assert db.execute("SELECT count(*) FROM pgoutbox.claim").fetchone() == (0,)
 
 
 def test_the_floor_loop_delivers_everything(dsn: str, connect: Connect) -> None:

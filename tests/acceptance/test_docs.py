@@ -396,7 +396,7 @@ def capped(rolled_back: psycopg.Connection) -> psycopg.Connection:
     assert f"refuse_above_cap({CAP})" in block.text
     for number in range(6):  # Each part of the count has its share.
         enqueue(rolled_back, queue="import", ordering_key=str(number) if number % 2 else None)
-    rolled_back.execute("UPDATE pgoutbox.message_live SET attempt_count = 1 WHERE id % 3 = 0")
+    rolled_back.execute("UPDATE pgoutbox.message_live SET attempt_count = 1, lane = 1 WHERE id % 3 = 0")
     for _ in range(CAP - 8):
         enqueue(rolled_back, queue="import")
     rolled_back.execute(block.text.encode())
@@ -439,7 +439,7 @@ def test_a_full_queue_accepts_redriven_and_retried_messages(capped: psycopg.Conn
         enqueue(capped, queue="import")
     assert refused(capped, "SELECT pgoutbox.enqueue('greet', '1', 'import')")
     (claimed,) = claim(capped, queue="import", total=1)
-    capped.execute("UPDATE pgoutbox.message SET state = 'pending', lease_expires_at = NULL WHERE id = %s", [claimed.id])
+    capped.execute("UPDATE pgoutbox.message SET state = 'pending', lane = 1 WHERE id = %s", [claimed.id])
     assert capped.execute("SELECT r.redriven FROM pgoutbox.redrive(%s) AS r", [[failed]]).fetchall() == [(True,)]
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final, LiteralString
 
 import pytest
 
+from tests.support.messages import CLAIM_ALL
+
 if TYPE_CHECKING:
     import psycopg
 
@@ -20,44 +22,44 @@ ADA: Final = "mailto:ada@example.org"
 ROWS: Final[LiteralString] = """
 INSERT INTO pgoutbox.message (
     id, topic, state, destination, payload, coalesce_key, ordering_key, on_failed, attempt_count,
-    created_at, available_at, claimed_at, finished_at, lease_expires_at, worker, superseded_by, skip_reason, last_error
+    created_at, available_at, claimed_at, finished_at, worker, superseded_by, skip_reason, last_error
 )
 SELECT
     r.id, r.topic, r.state, r.destination, r.payload::jsonb, r.coalesce_key, r.ordering_key, r.on_failed,
-    r.attempt_count, now() - r.created, now() - r.available, now() - r.claimed, now() - r.finished, now() + r.lease,
+    r.attempt_count, now() - r.created, now() - r.available, now() - r.claimed, now() - r.finished,
     CASE WHEN r.attempt_count > 0 THEN 'w' END, r.superseded_by, r.skip_reason, r.last_error
 FROM (
     VALUES
         (1, 'mail.welcome', 'sent', 'mailto:ada@example.org', '{"user_id": 7}', NULL, NULL, NULL, 1,
-            interval '100 s', interval '100 s', interval '99 s', interval '98 s', NULL::interval,
+            interval '100 s', interval '100 s', interval '99 s', interval '98 s',
             NULL::bigint, NULL, NULL),
         (2, 'mail.welcome', 'pending', 'mailto:ada@example.org', '{"user_id": 7}', NULL, NULL, NULL, 0,
-            '30 s', '30 s', NULL, NULL, NULL, NULL, NULL, NULL),
+            '30 s', '30 s', NULL, NULL, NULL, NULL, NULL),
         (3, 'mail.welcome', 'sent', 'mailto:eve@example.org', '{}', NULL, NULL, NULL, 2,
-            '200 s', '150 s', '140 s', '138 s', NULL, NULL, NULL, NULL),
+            '200 s', '150 s', '140 s', '138 s', NULL, NULL, NULL),
         (4, 'mail.order', 'failed', 'mailto:eve@example.org', '{}', NULL, 'o', 'halt', 2,
-            '2 h', '2 h', '61 min', '1 h', NULL, NULL, NULL, '550 no such mailbox 17'),
+            '2 h', '2 h', '61 min', '1 h', NULL, NULL, '550 no such mailbox 17'),
         (5, 'mail.order', 'pending', NULL, '{}', NULL, 'o', NULL, 0,
-            '20 s', '20 s', NULL, NULL, NULL, NULL, NULL, NULL),
+            '20 s', '20 s', NULL, NULL, NULL, NULL, NULL),
         (6, 'mail.digest', 'pending', NULL, '{}', NULL, NULL, NULL, 0,
-            '10 s', '-1 h', NULL, NULL, NULL, NULL, NULL, NULL),
+            '10 s', '-1 h', NULL, NULL, NULL, NULL, NULL),
         (7, 'mail.password_reset', 'skipped', NULL, '{}', 'ada@example.org', NULL, NULL, 0,
-            '60 s', '60 s', NULL, '50 s', NULL, 8, 'superseded by 8', NULL),
+            '60 s', '60 s', NULL, '50 s', 8, 'superseded by 8', NULL),
         (8, 'mail.password_reset', 'skipped', NULL, '{}', 'ada@example.org', NULL, NULL, 0,
-            '55 s', '55 s', NULL, '50 s', NULL, 9, 'superseded by 9', NULL),
+            '55 s', '55 s', NULL, '50 s', 9, 'superseded by 9', NULL),
         (9, 'mail.password_reset', 'sent', NULL, '{}', 'ada@example.org', NULL, NULL, 1,
-            '52 s', '52 s', '50 s', '49 s', NULL, NULL, NULL, NULL),
+            '52 s', '52 s', '50 s', '49 s', NULL, NULL, NULL),
         (10, 'mail.password_reset', 'pending', NULL, '{}', 'ada@example.org', NULL, NULL, 0,
-            '5 s', '5 s', NULL, NULL, NULL, NULL, NULL, NULL),
+            '5 s', '5 s', NULL, NULL, NULL, NULL, NULL),
         (11, 'mail.digest', 'sending', NULL, '{}', NULL, NULL, NULL, 1,
-            '40 s', '40 s', '6 s', NULL, '54 s', NULL, NULL, NULL),
+            '40 s', '40 s', '6 s', NULL, NULL, NULL, NULL),
         (12, 'mail.digest', 'cancelled', NULL, '{}', NULL, NULL, NULL, 0,
-            '9 s', '9 s', NULL, '8 s', NULL, NULL, NULL, NULL),
+            '9 s', '9 s', NULL, '8 s', NULL, NULL, NULL),
         (13, 'mail.order', 'failed', NULL, '{}', NULL, NULL, NULL, 1,
-            '3 days', '3 days', '3 days', '2 days', NULL, NULL, NULL, 'long ago')
+            '3 days', '3 days', '3 days', '2 days', NULL, NULL, 'long ago')
 ) AS r(
     id, topic, state, destination, payload, coalesce_key, ordering_key, on_failed, attempt_count,
-    created, available, claimed, finished, lease, superseded_by, skip_reason, last_error
+    created, available, claimed, finished, superseded_by, skip_reason, last_error
 )
 """
 OTHERS: Final[LiteralString] = """
@@ -188,6 +190,7 @@ def settled(value: object) -> object:
 @pytest.fixture
 def known(rolled_back: psycopg.Connection) -> psycopg.Connection:
     rolled_back.execute(ROWS)
+    rolled_back.execute(CLAIM_ALL, {"lease": "54 s"})
     rolled_back.execute(OTHERS)
     return rolled_back
 

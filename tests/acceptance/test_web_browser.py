@@ -20,7 +20,7 @@ from pgoutbox.dashboard import create_app
 from pgoutbox.dashboard.access import Access
 from pgoutbox.message import State
 from tests.support import topics_app
-from tests.support.messages import put
+from tests.support.messages import CLAIM_ALL, put
 from tests.support.missing import server_missing
 from tests.support.waiting import wait_until
 from tests.support.web_server import OPERATOR_TOKEN, VIEWER_TOKEN, serving, web_settings
@@ -505,12 +505,12 @@ ATTACKS: Final = (
 HOSTILE_MESSAGE: Final = """
     INSERT INTO pgoutbox.message (
         topic, queue, destination, coalesce_key, dedupe_key, ordering_key, on_failed, worker, last_error, skip_reason,
-        payload, headers, state, attempt_count, claimed_at, lease_expires_at, finished_at
+        payload, headers, state, key_in_flight, attempt_count, lane, claimed_at, finished_at
     ) VALUES (
         %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s,
         CASE WHEN %(state)s = 'skipped' THEN %(text)s END,
         jsonb_build_object(%(text)s::text, %(text)s::text), jsonb_build_object(%(text)s::text, %(text)s::text),
-        %(state)s, 1, now(), CASE WHEN %(state)s = 'sending' THEN now() + interval '1 hour' END,
+        %(state)s, CASE WHEN %(state)s = 'sending' THEN %(text)s END, 1, 1, now(),
         CASE WHEN %(state)s NOT IN ('pending', 'sending') THEN now() END
     )
 """
@@ -555,6 +555,7 @@ def attack(site: Site) -> None:
         for state in State:
             site.db.execute(HOSTILE_MESSAGE, {"text": told, "state": state.value})
         site.db.execute(HOSTILE_ROWS, {"text": told})
+    site.db.execute(CLAIM_ALL, {"lease": "1 hour"})
 
 
 def shape_of(url: str) -> str:

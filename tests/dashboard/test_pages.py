@@ -1113,7 +1113,7 @@ def test_a_bulk_skips_messages_that_have_left_the_states_of_its_filter(
     page = wait_for_bulk(site, site.ada.post("/bulk", data={"do": action, "state": wanted}).headers["location"])
     assert told in page.words
     assert state_of(db, message_id) == found
-    (asked,) = db.execute("SELECT m.cancel_requested_at FROM pgoutbox.message AS m WHERE m.id = %s", [message_id])
+    (asked,) = db.execute("SELECT m.cancel_requested_at FROM pgoutbox.message_view AS m WHERE m.id = %s", [message_id])
     assert asked == (None,)
     assert audit_of(db) == []
 

@@ -11,6 +11,7 @@ from pgoutbox.dashboard.history import Minute, percentiles
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter
+from tests.support.messages import CLAIM_ALL
 
 if TYPE_CHECKING:
     import psycopg
@@ -20,19 +21,18 @@ ROWS = 50
 
 FILL = """
 INSERT INTO pgoutbox.message (
-    topic, payload, state, attempt_count, ordering_key, available_at, claimed_at, worker, lease_expires_at,
-    finished_at, last_error
+    topic, payload, state, attempt_count, lane, ordering_key, available_at, claimed_at, worker, finished_at, last_error
 )
 SELECT
     'greet',
     '{}',
     s.state,
     CASE WHEN s.state = 'pending' THEN i %% 2 ELSE 1 END,
+    CASE WHEN s.state = 'pending' THEN i %% 2 ELSE 0 END,
     CASE WHEN s.state = 'pending' AND i %% 3 = 0 THEN 'key-' || i END,
     now() + (i %% 2) * interval '1 day' - interval '1 hour',
-    now(),
+    now() - i / 100 * interval '1 ms',
     'w',
-    CASE WHEN s.state = 'sending' THEN now() + interval '1 hour' END,
     CASE WHEN s.state NOT IN ('pending', 'sending') THEN now() END,
     CASE WHEN s.state = 'failed' THEN 'error ' || i END
 FROM generate_series(1, 6000) AS i,
@@ -44,9 +44,10 @@ FROM generate_series(1, 6000) AS i,
 def full(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -> psycopg.Connection:
     """Create thousands of messages, in a transaction under a page's settings in which parallel workers cost nothing."""
     rolled_back.execute(FILL, {})
+    rolled_back.execute(CLAIM_ALL, {"lease": "1 hour"})
     rolled_back.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('default', 5)")
     if request.param == "with statistics":
-        rolled_back.execute("ANALYZE pgoutbox.message")
+        rolled_back.execute("ANALYZE pgoutbox.message, pgoutbox.claim")
     with operator_connection.limiting(30):
         operator_connection.prepare(rolled_back)
     rolled_back.execute("SET LOCAL parallel_setup_cost = 0")

@@ -30,14 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import LiteralString
 
-# The only message is in flight.
-IN_FLIGHT = """
-    WITH claim AS (
-        INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids)
-        SELECT now(), now() + interval '1 min', m.queue, 'host-8', ARRAY[m.id] FROM pgoutbox.message AS m
-    )
-    UPDATE pgoutbox.message SET state = 'sending', attempt_count = 1, claimed_at = now(), worker = 'host-8'
-"""
 CATALOG = """
     SELECT 'column' AS kind,
            format('%s.%s', c.relname, a.attname) AS name,

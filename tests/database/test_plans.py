@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.settings import load_settings
+from tests.support.messages import CLAIM_ALL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -48,14 +49,6 @@ FROM (
     SELECT i, CASE WHEN i <= %(done)s THEN 'sent' WHEN i %% 10 = 0 THEN 'sending' ELSE 'pending' END AS state
     FROM generate_series(1, %(done)s + %(pending)s) AS i
 ) AS s
-"""
-
-CLAIMS: LiteralString = """
-INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids)
-SELECT m.claimed_at, now(), m.queue, m.worker, array_agg(m.id)
-FROM pgoutbox.message AS m
-WHERE m.state = 'sending'
-GROUP BY m.claimed_at, m.queue, m.worker
 """
 
 HEADS: LiteralString = """
@@ -99,6 +92,10 @@ HELD_PARAMETERS: Mapping[str, object] = {
     "attempt_counts": [1] * 200,
     "attempt_count": 1,
     "lease_seconds": 60.0,
+    "claimed_ats": [],
+    "ended_claims": [],
+    "after": None,
+    "lock_timeout": "20ms",
 }
 FINISH_PARAMETERS: Mapping[str, object] = {
     **HELD_PARAMETERS,
@@ -122,6 +119,7 @@ class Node(BaseModel):
     index: str | None = Field(None, alias="Index Name")
     rows: float = Field(0, alias="Actual Rows")
     condition: str = Field("", alias="Index Cond")
+    presorted: list[str] = Field([], alias="Presorted Key")
     children: list[Node] = Field([], alias="Plans")
 
     def walk(self) -> Iterator[Node]:
@@ -168,7 +166,7 @@ def filled(
             connection.execute(FILL, {"done": DONE_COUNT, "pending": PENDING_COUNT})
             connection.execute(HEADS)
             connection.execute("ALTER TABLE pgoutbox.claim SET (autovacuum_enabled = off)")
-            connection.execute(CLAIMS)
+            connection.execute(CLAIM_ALL, {"lease": "0"})
             connection.execute("ALTER TABLE pgoutbox.cancel_request SET (autovacuum_enabled = off)")
             connection.execute(REQUESTS)
             if request.param == "analyzed":
@@ -214,8 +212,8 @@ LANES = [
     pytest.param(sql.CLAIM_FRESH_BY_PERMITS, "message_live_fresh", id="fresh by permits"),
     pytest.param(sql.CLAIM_RETRIES, "message_live_retry", id="retries"),
     pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, "message_live_retry", id="retries by permits"),
-    pytest.param(sql.CLAIM_LAPSED, "message_live_lease", id="lapsed"),
-    pytest.param(sql.END_LAPSED, "message_live_lease", id="end lapsed"),
+    pytest.param(sql.CLAIM_LAPSED, "claim_lease", id="lapsed"),
+    pytest.param(sql.END_LAPSED, "claim_lease", id="end lapsed"),
 ]
 
 
@@ -224,7 +222,8 @@ def test_a_claim_reads_only_its_lane_from_its_own_index(
     filled: psycopg.Connection, statement: LiteralString, index: str
 ) -> None:
     plan = plan_of(filled, statement, CLAIM_PARAMETERS)
-    lane, updated = plan.reads("message_live", "m")
+    *found, updated = plan.reads("message_live", "m")
+    (lane,) = plan.reads("claim") if index == "claim_lease" else found
     assert (lane.index, updated.type) == (index, "Tid Scan")
     # A dollar sign shows that this is the generic plan, as the worker runs it.
     assert re.search(r"queue = \$\d", lane.condition)
@@ -254,7 +253,7 @@ def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(
     filled: psycopg.Connection, statement: LiteralString, index: str
 ) -> None:
     plan = plan_of(filled, statement, CLAIM_PARAMETERS)
-    if index != "message_live_lease":
+    if index != "claim_lease":
         assert {node.index for node in plan.reads("message_live", "s")} == {"message_live_in_flight"}
     assert {node.index for node in plan.reads("coalesce_head", "head")} == {"coalesce_head_pkey"}
 
@@ -262,9 +261,11 @@ def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(
 @pytest.mark.parametrize(("statement", "index"), LANES)
 def test_a_claim_sorts_only_its_locked_batch(filled: psycopg.Connection, statement: LiteralString, index: str) -> None:
     plan = plan_of(filled, statement, CLAIM_PARAMETERS)
-    sorts = [node for node in plan.nodes if node.type in {"Sort", "Incremental Sort"}]
-    assert len(sorts) == (index != "message_live_lease")
-    for node in sorts:
+    (node,) = (node for node in plan.nodes if node.type in {"Sort", "Incremental Sort"})
+    if index == "claim_lease":
+        # The messages of one lapsed claim after the other are sorted, until the batch is full.
+        assert (node.type, node.presorted) == ("Incremental Sort", ["c.lease_expires_at"])
+    else:
         assert all(below.relation is None for below in node.walk()), "more than the locked batch is sorted"
 
 
@@ -274,9 +275,9 @@ def test_the_next_due_time_is_read_from_the_head_of_each_lane(filled: psycopg.Co
         sql.NEXT_DUE,
         {"queues": ["default", "bulk"], "since_seconds": 0, "others_since_seconds": 0},
     )
+    assert [node.index for node in plan.reads("claim")] == ["claim_lease"]
     assert {node.index for node in plan.reads("message_live")} == {
         "message_live_fresh",
-        "message_live_lease",
         "message_live_ordered",
         "message_live_ordered_due",
         "message_live_retry",
@@ -290,16 +291,48 @@ def test_the_next_due_time_is_read_from_the_head_of_each_lane(filled: psycopg.Co
         pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
         pytest.param(sql.FINISH_SENT_AND_FORGET_IF_HELD, HELD_PARAMETERS, id="finish sent and forget"),
         pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
-        pytest.param(sql.RENEW_CLAIMS, HELD_PARAMETERS, id="renew"),
         pytest.param(sql.WATCH_IF_HELD, HELD_PARAMETERS, id="watch"),
+        pytest.param(sql.UNANSWERED_ATTEMPTS, HELD_PARAMETERS, id="unanswered attempts"),
+        pytest.param(sql.CLAIM_LAPSED, CLAIM_PARAMETERS, id="claim lapsed"),
+        pytest.param(sql.END_LAPSED, CLAIM_PARAMETERS, id="end lapsed"),
+        pytest.param(sql.FORGET_LAPSED, CLAIM_PARAMETERS, id="forget lapsed"),
+        pytest.param(sql.END_SUPERSEDED_ELSEWHERE, ELSEWHERE_PARAMETERS, id="end superseded elsewhere"),
     ],
 )
 def test_attempts_in_flight_are_found_by_primary_key(
     filled: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
 ) -> None:
     plan = plan_of(filled, statement, parameters)
-    assert {node.index for node in plan.reads("message_live")} == {"message_live_pkey"}
+    reads = [node for node in plan.reads("message_live") if node.type != "Tid Scan"]
+    assert {node.index for node in reads} == {"message_live_pkey"}
+    assert all(node.condition for node in reads), "the whole index is read"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        pytest.param(sql.FINISH_SENT_IF_HELD, id="finish sent"),
+        pytest.param(sql.FINISH_SENT_AND_FORGET_IF_HELD, id="finish sent and forget"),
+        pytest.param(sql.FINISH_IF_HELD, id="finish"),
+        pytest.param(sql.WATCH_IF_HELD, id="watch"),
+        pytest.param(sql.RENEW_CLAIMS, id="renew"),
+        pytest.param(sql.END_CLAIMS, id="end claims"),
+    ],
+)
+def test_a_finish_sorts_nothing_and_finds_claims_by_primary_key(
+    filled: psycopg.Connection, statement: LiteralString
+) -> None:
+    plan = plan_of(filled, statement, FINISH_PARAMETERS)
+    assert {node.index for node in plan.reads("claim")} <= {"claim_pkey"}
     assert not plan.types() & {"Sort", "Incremental Sort"}
+
+
+def test_an_ordering_key_is_looked_up_by_its_index_alone(filled: psycopg.Connection) -> None:
+    """Under statistics that know no ordered messages too: the index of due times would read all keys of a queue."""
+    plan = plan_of(filled, sql.CLAIM_ORDERED, {**CLAIM_PARAMETERS, "ids": [DONE_COUNT + 1]})
+    (earlier,) = plan.reads("message_live", "earlier")
+    assert earlier.index == "message_live_ordered"
+    assert "ordering_key = " in earlier.condition
 
 
 @pytest.mark.parametrize(
@@ -321,6 +354,9 @@ def test_attempts_in_flight_are_found_by_primary_key(
         pytest.param(sql.CURRENT_STATES, HELD_PARAMETERS, id="current states"),
         pytest.param(sql.QUEUES_OF_SUCCESSORS, SUCCESSOR_PARAMETERS, id="queues of successors"),
         pytest.param(sql.RENEW_CLAIMS, HELD_PARAMETERS, id="renew"),
+        pytest.param(sql.END_CLAIMS, HELD_PARAMETERS, id="end claims"),
+        pytest.param(sql.FORGET_LAPSED, CLAIM_PARAMETERS, id="forget lapsed"),
+        pytest.param(sql.UNANSWERED_ATTEMPTS, HELD_PARAMETERS, id="unanswered attempts"),
         pytest.param(sql.WATCH_IF_HELD, HELD_PARAMETERS, id="watch"),
     ],
 )
@@ -346,7 +382,7 @@ def test_statements_for_live_messages_never_touch_finished_rows(
     filled: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
 ) -> None:
     plan = plan_of(filled, statement, parameters)
-    assert plan.relations() <= {"message_live", "large_payload", "coalesce_head", "queue", "renewal"}
+    assert plan.relations() <= {"message_live", "large_payload", "coalesce_head", "queue", "claim", "cancel_request"}
 
 
 IN_FLIGHT_COUNT = 1_699
@@ -360,10 +396,11 @@ def monitored(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -
     rolled_back.execute(
         "UPDATE pgoutbox.message SET state = 'failed', finished_at = now() - (id - 999) * interval '1 min',"
         " attempt_count = 1,"
-        " lease_expires_at = NULL WHERE id BETWEEN 1000 AND 4000"
+        " key_in_flight = NULL WHERE id BETWEEN 1000 AND 4000"
     )
+    rolled_back.execute(CLAIM_ALL, {"lease": "0"})
     if request.param == "analyzed":
-        rolled_back.execute("ANALYZE pgoutbox.message")
+        rolled_back.execute("ANALYZE pgoutbox.message, pgoutbox.claim")
     with operator_connection.limiting(30):
         operator_connection.prepare(rolled_back)
     rolled_back.execute(sql.PREPARE_PAGE)
@@ -375,11 +412,17 @@ def monitored(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -
     [
         pytest.param(
             sql.OLDEST_DUE,
-            {"message_live_fresh", "message_live_retry", "message_live_ordered_due", "message_live_lease"},
+            {
+                "message_live_fresh",
+                "message_live_retry",
+                "message_live_ordered",
+                "message_live_ordered_due",
+                "message_live_pkey",
+            },
             1,
             id="oldest due",
         ),
-        pytest.param(sql.OLDEST_ATTEMPTS, {"message_live_lease"}, IN_FLIGHT_COUNT, id="oldest attempts"),
+        pytest.param(sql.OLDEST_ATTEMPTS, {"message_live_pkey"}, IN_FLIGHT_COUNT, id="oldest attempts"),
         pytest.param(sql.COUNT_LATELY_FAILED, {"message_failed_finished_at"}, 60, id="lately failed"),
     ],
 )

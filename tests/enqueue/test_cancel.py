@@ -91,15 +91,17 @@ def test_a_cancelled_message_is_not_delivered_after_the_commit(outbox: Outbox, c
     assert ids_in_flight(claim(worker, topics=["mail"])) == [message_id]
 
 
-def test_a_locked_row_is_reported_without_waiting(outbox: Outbox, connect: Connect) -> None:
+def test_the_cancel_of_a_locked_row_is_requested_without_waiting(outbox: Outbox, connect: Connect) -> None:
     holder, caller = connect(), connect()
     message_id = put(caller)
     caller.commit()
     holder.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
     caller.execute("SET LOCAL lock_timeout = '1ms'")
-    assert outbox.cancel(caller, message_id) is CancelResult.LOCKED
+    assert outbox.cancel(caller, message_id) is CancelResult.REQUESTED
+    caller.commit()
     holder.rollback()
-    assert outbox.cancel(caller, message_id) is CancelResult.CANCELLED
+    assert ids_in_flight(claim(caller, topics=["mail"])) == []
+    assert state_of(caller, message_id) == "cancelled"
 
 
 def test_two_crosswise_cancels_do_not_deadlock(outbox: Outbox, connect: Connect) -> None:
@@ -108,8 +110,11 @@ def test_two_crosswise_cancels_do_not_deadlock(outbox: Outbox, connect: Connect)
     first.commit()
     assert outbox.cancel(first, one) is CancelResult.CANCELLED
     assert outbox.cancel(second, other) is CancelResult.CANCELLED
-    assert outbox.cancel(first, other) is CancelResult.LOCKED
-    assert outbox.cancel(second, one) is CancelResult.LOCKED
+    assert outbox.cancel(first, other) is CancelResult.REQUESTED
+    assert outbox.cancel(second, one) is CancelResult.REQUESTED
+    first.commit()
+    second.commit()
+    assert [state_of(first, message_id) for message_id in (one, other)] == ["cancelled", "cancelled"]
 
 
 @pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])

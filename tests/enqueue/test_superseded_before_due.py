@@ -71,7 +71,7 @@ def test_of_many_reminders_in_one_bulk_one_is_owed(connection: psycopg.Connectio
 def test_a_retry_in_its_back_off_is_skipped(connection: psycopg.Connection) -> None:
     older = enqueue(connection, coalesce_key="k", available_at=tomorrow())
     connection.execute(
-        "UPDATE pgoutbox.message_live SET attempt_count = 1 WHERE id = %s AND state = 'pending'", [older]
+        "UPDATE pgoutbox.message_live SET attempt_count = 1, lane = 1 WHERE id = %s AND state = 'pending'", [older]
     )
     newer = enqueue(connection, coalesce_key="k")
     assert row_of(connection, older).superseded_by == newer

@@ -26,6 +26,7 @@ from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from tests.support.fleet import SUSPEND_VARIABLE
 from tests.support.judge import violations
+from tests.support.messages import PUT_SENDING
 from tests.support.missing import server_missing
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
@@ -139,16 +140,23 @@ def test_a_worker_with_a_wrong_clock_behaves_like_any_other(
             db.execute(f"UPDATE pgoutbox.message_live SET {change} WHERE id = {message_id}".encode())
         return message_id
 
-    held = (
-        "state = 'sending', attempt_count = 1, worker = 'another', claimed_at = now(), lease_expires_at = now() + %s"
-        " * interval '1 s'"
-    )
+    def put_held(lease_seconds: int) -> int:
+        message_id = put()
+        db.execute(PUT_SENDING, [message_id])
+        db.execute("UPDATE pgoutbox.message_live SET worker = 'another' WHERE id = %s", [message_id])
+        db.execute(
+            "UPDATE pgoutbox.claim SET worker = 'another', lease_expires_at = now() + make_interval(secs => %s)"
+            " WHERE worker = 'w'",
+            [lease_seconds],
+        )
+        return message_id
+
     db.execute("ALTER TABLE pgoutbox.message DISABLE TRIGGER judge")
     due = put("available_at = now() - interval '1 s'")
     scheduled = put("available_at = now() + interval '30 min'")
     expiring = put("expires_at = now() + interval '30 min'")
     expired = put("expires_at = now() - interval '1 s'")
-    leased, lapsed = put(held % 1800), put(held % -1)
+    leased, lapsed = put_held(1800), put_held(-1)
     clocked = put(topic="fault.clock")
     gated = put(topic="fault.gated")
     db.execute("ALTER TABLE pgoutbox.message ENABLE TRIGGER judge")
@@ -217,7 +225,7 @@ def test_a_worker_suspended_past_its_lease_checks_it_before_the_hand_over(
     _, status = os.waitpid(suspended.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status), fleet.log
     fleet.until(
-        lambda: db.execute("SELECT lease_expires_at < now() FROM pgoutbox.message_live").fetchone() == (True,),
+        lambda: db.execute("SELECT lease_expires_at < now() FROM pgoutbox.in_flight_view").fetchone() == (True,),
         "the lease has ended",
     )
     assert fleet.start("--drain").wait(PATIENCE_SECONDS) == 0

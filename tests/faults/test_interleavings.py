@@ -212,10 +212,13 @@ class Sessions:
     def drain(self, scene: Scene) -> None:
         """Expire all leases, make every message due, and deliver all owed messages."""
         for number in range(20):
-            self.db.execute("DELETE FROM pgoutbox.renewal")
             self.db.execute(
-                "UPDATE pgoutbox.message_live SET available_at = now() - interval '1 s', "
-                "lease_expires_at = CASE WHEN state = 'sending' THEN now() - interval '1 s' END WHERE topic = %s",
+                "UPDATE pgoutbox.message_live SET available_at = now() - interval '1 s' WHERE topic = %s", [scene.name]
+            )
+            self.db.execute(
+                "UPDATE pgoutbox.claim AS c SET lease_expires_at = now() - interval '1 s'"
+                " FROM pgoutbox.in_flight_view AS v"
+                " WHERE v.topic = %s AND v.worker = c.worker AND v.claimed_at = c.claimed_at",
                 [scene.name],
             )
             worker = f"drain-{number}"  # A worker leaves its own lapsed attempts alone.

@@ -126,7 +126,7 @@ class Late:
         """End a message in this state, correctly or not."""
         self.db.execute(
             "UPDATE pgoutbox.message "
-            "SET state = %s, superseded_by = %s, skip_reason = %s, finished_at = now(), lease_expires_at = NULL "
+            "SET state = %s, superseded_by = %s, skip_reason = %s, finished_at = now(), key_in_flight = NULL "
             "WHERE id = %s",
             [state, superseded_by, skip_reason, message_id],
         )

@@ -350,7 +350,7 @@ async def test_a_slow_network_keeps_leases_and_delivers_everything_once(
         ((is_old, is_lapsed),) = db.execute(
             """
             SELECT now() > claimed_at + make_interval(secs => %s), lease_expires_at <= now()
-            FROM pgoutbox.message
+            FROM pgoutbox.in_flight_view
             WHERE id = %s
             """,
             [1.5 * lease_seconds, message.id],

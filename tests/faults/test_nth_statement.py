@@ -18,7 +18,7 @@ import pytest
 
 from pgoutbox import EnqueuedMany, NewMessage, Outbox, migrate
 from pgoutbox.database import operator_connection
-from pgoutbox.database.store import renew
+from pgoutbox.database.store import watch
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Permanent, Snooze, State, Transient
@@ -457,11 +457,14 @@ def test_a_cut_renewal_leaves_the_lease_unchanged_or_extended_and_is_repeatable(
     link = WorkerConnection(proxy.dsn, settings_for(proxy.dsn), purpose="lease")
 
     def lease_end() -> object:
-        return db.execute("SELECT lease_expires_at FROM pgoutbox.message WHERE id = %s", [message_id]).fetchone()
+        return db.execute("SELECT lease_expires_at FROM pgoutbox.in_flight_view WHERE id = %s", [message_id]).fetchone()
 
     async def ask() -> None:
         try:
-            held = await renew(link, [message_id], [1], worker="worker-1", lease_seconds=600)
+            ((claimed_at,),) = db.execute("SELECT claimed_at FROM pgoutbox.message WHERE id = %s", [message_id])
+            held = await watch(
+                link, [message_id], [1], worker="worker-1", renewed_claims=[claimed_at], lease_seconds=600
+            )
         finally:
             # Each run has its own event loop, and therefore its own connection.
             await link.close()

@@ -302,7 +302,7 @@ def test_a_stopping_worker_renews_the_leases_of_its_running_handlers(db: psycopg
     fleet.until(fleet.hand_overs, "the handler runs")
     worker.terminate()
     fleet.until(lambda: "worker_stopping" in fleet.log, "the worker stops")
-    db.execute("CREATE TABLE first_lease AS SELECT lease_expires_at AS ends_at FROM pgoutbox.message_live")
+    db.execute("CREATE TABLE first_lease AS SELECT lease_expires_at AS ends_at FROM pgoutbox.in_flight_view")
     # The worker still holds its lease long after the end of the lease that it had when it was told to stop.
     fleet.until(
         lambda: db.execute("SELECT ends_at + interval '1 s' < now() FROM first_lease").fetchone() == (True,),

@@ -552,7 +552,7 @@ def test_a_message_that_is_being_claimed_is_left(db: psycopg.Connection, connect
     worker.commit()
     assert results(db, owner=OWNER) == {message_id: "in_flight"}
     assert finish_sent(worker, (message_id, row.attempt_count)) == {message_id}
-    assert results(db, owner=OWNER) == {message_id: "locked"}
+    assert results(db, owner=OWNER) == {message_id: "in_flight"}
     worker.commit()
     assert results(db, owner=OWNER) == {message_id: "erased"}
     assert rows_of(db) == []

@@ -238,7 +238,7 @@ def test_a_producer_or_worker_writes_no_act(dsn: str, db: psycopg.Connection, ro
         if "_cancel_each" in call and role == "pgoutbox_worker":
             return
         session.execute(call)
-    assert db.execute("SELECT cancel_requested_at, available_at > now() FROM pgoutbox.message").fetchall()
+    assert db.execute("SELECT cancel_requested_at, available_at > now() FROM pgoutbox.message_view").fetchall()
     assert rows_of(db) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -12,8 +13,8 @@ from psycopg.errors import SerializationFailure
 
 from pgoutbox import Context, Message, Outbox, PayloadError, RescheduleResult, State
 from pgoutbox.operations import Action, MessageFilter, Operator
-from tests.support.messages import put
-from tests.support.outbox_actions import WatchedWorker, cancel, enqueue, running, settings_for, state_of
+from tests.support.messages import PUT_FINAL, put
+from tests.support.outbox_actions import WatchedWorker, enqueue, running, settings_for, state_of
 from tests.support.races import until_blocked
 from tests.support.waiting import until
 
@@ -159,7 +160,7 @@ def scheduled(db: psycopg.Connection) -> int:
 
 def in_back_off(db: psycopg.Connection) -> int:
     message_id = enqueue(db, available_at=later())
-    db.execute("UPDATE pgoutbox.message_live SET attempt_count = 1 WHERE id = %s AND state = 'pending'", [message_id])
+    db.execute("UPDATE pgoutbox.message_live SET attempt_count = 1, lane = 1 WHERE id = %s", [message_id])
     return message_id
 
 
@@ -201,11 +202,14 @@ def test_a_message_that_is_finished_at_this_moment_fails_no_transaction(
     """Its row moves to another partition between the snapshot and the lock of the statement."""
     producer, gate = connect(), connect()
     db.execute("CREATE FUNCTION public.gate() RETURNS boolean LANGUAGE sql RETURN pg_advisory_xact_lock(1) IS NOT NULL")
-    ((definition,),) = db.execute("SELECT pg_get_functiondef('pgoutbox.reschedule'::regproc)").fetchall()
-    definition = definition.replace("FROM unnest(ids) AS a(id)", "FROM unnest(ids) AS a(id) WHERE public.gate()")
+    ((definition,),) = db.execute("SELECT pg_get_functiondef('pgoutbox._lock_pending'::regproc)").fetchall()
+    before_lock = re.compile(r"\n(?= +ORDER BY m\.id\n +FOR UPDATE)")
+    definition, count = before_lock.subn(" AND public.gate()\n", definition)
+    assert count == 1
     if not is_guarded:
-        assert definition.count("IF trial = 50 OR") == 1
-        definition = definition.replace("IF trial = 50 OR", "IF true OR")
+        guard = "IF NOT pgoutbox._reads_committed() THEN"
+        assert definition.count(guard) == 1
+        definition = definition.replace(guard, "IF true THEN")
     db.execute(definition.encode())
     message_id = enqueue(db)
     gate.execute("SELECT pg_advisory_xact_lock(1)")
@@ -214,7 +218,7 @@ def test_a_message_that_is_finished_at_this_moment_fails_no_transaction(
             producer.execute, "SELECT result, state FROM pgoutbox.reschedule(ARRAY[%s]::bigint[])", [message_id]
         )
         until_blocked(db, producer, waiting)
-        assert cancel(db, message_id) == "cancelled"
+        db.execute(PUT_FINAL, {"id": message_id, "state": "cancelled", "age": timedelta()})
         gate.commit()
         if is_guarded:
             assert waiting.result().fetchall() == [("wrong_state", "cancelled")]

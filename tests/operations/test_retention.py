@@ -8,7 +8,7 @@ import math
 import multiprocessing
 import os
 from collections import Counter
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -261,11 +261,16 @@ def deliver_and_die(dsn: str, point: str) -> None:
 
     class DoomedStore(Store):
         async def finish_sent(
-            self, ids: Sequence[int], attempt_counts: Sequence[int], topics: Collection[str]
-        ) -> dict[int, State]:
+            self,
+            ids: Sequence[int],
+            attempt_counts: Sequence[int],
+            topics: Collection[str],
+            *,
+            ended_claims: Collection[datetime] = (),
+        ) -> tuple[dict[int, State], bool]:
             if point == "before finish":
                 os._exit(9)
-            await super().finish_sent(ids, attempt_counts, topics)
+            await super().finish_sent(ids, attempt_counts, topics, ended_claims=ended_claims)
             os._exit(9)
 
     @outbox.handler("greet")

@@ -392,19 +392,30 @@ class TestFinish:
         assert finish_sent_and_forget(rolled_back, (message_id, 1)) == {message_id}
         assert rows_of(rolled_back) == []
 
-    def test_a_locked_row_is_skipped_and_finished_later(self, operator: psycopg.Connection, connect: Connect) -> None:
+    def test_an_open_transaction_that_cancels_a_message_delays_nothing(
+        self, operator: psycopg.Connection, connect: Connect
+    ) -> None:
+        Operator(operator).set_retention("*", "sent", ZERO)
+        first, second = enqueue(operator), enqueue(operator)
+        claim(operator)
+        assert cancel(connect(), second) == "requested"
+        assert finish_sent_and_forget(operator, (first, 1), (second, 1)) == {first, second}
+
+    def test_a_locked_row_is_refused_soon_and_finished_later(
+        self, operator: psycopg.Connection, connect: Connect
+    ) -> None:
         Operator(operator).set_retention("*", "sent", ZERO)
         first, locked = enqueue(operator), enqueue(operator)
         claim(operator)
-        caller = connect()
-        cancel(caller, locked)
-        assert finish_sent_and_forget(operator, (first, 1), (locked, 1)) == {first}
-        caller.rollback()
-        assert finish_sent_and_forget(operator, (locked, 1)) == {locked}
+        holder = connect()
+        holder.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", [locked])
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            finish_sent_and_forget(operator, (first, 1), (locked, 1))
+        assert [row.state for row in rows_of(operator)] == ["sending", "sending"]
+        holder.rollback()
+        assert finish_sent_and_forget(operator, (first, 1), (locked, 1)) == {first, locked}
 
-    @pytest.mark.parametrize(
-        "change", ["attempt_count = 2", "state = 'pending', worker = NULL, lease_expires_at = NULL"]
-    )
+    @pytest.mark.parametrize("change", ["attempt_count = 2", "state = 'pending', worker = NULL, lane = 1"])
     def test_a_message_that_changes_owner_while_the_function_waits_stays(
         self, operator: psycopg.Connection, connect: Connect, change: LiteralString
     ) -> None:
@@ -425,7 +436,7 @@ class TestFinish:
     def test_only_messages_in_flight_are_deleted(self, operator: psycopg.Connection) -> None:
         Operator(operator).set_retention("*", "sent", ZERO)
         message_id = self.sending(operator)
-        operator.execute("UPDATE pgoutbox.message SET state = 'pending', lease_expires_at = NULL")
+        operator.execute("UPDATE pgoutbox.message SET state = 'pending', lane = 1")
         assert (
             operator.execute("SELECT pgoutbox._forget_sent(%s, %s, 'worker-1')", ([message_id], [1])).fetchall() == []
         )

@@ -22,7 +22,7 @@ from tests.support.ledger import Ledger, install_audit, owed_count
 _OWED: Final = """
 SELECT id, topic, queue, state, attempt_count, worker, lease_expires_at - now(), available_at - now(), coalesce_key,
     ordering_key
-FROM pgoutbox.message_live
+FROM pgoutbox.message_view
 WHERE state IN ('pending', 'sending')
 ORDER BY id
 LIMIT 5

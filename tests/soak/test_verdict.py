@@ -20,6 +20,7 @@ from tests.soak.witness import beyond_limits, flights, install_witness
 from tests.support import races
 from tests.support.judge import install_judge, violations
 from tests.support.ledger import KEY, Ledger, install_audit
+from tests.support.messages import PUT_SENDING
 from tests.support.outbox_actions import claim, enqueue, finish_sent, state_of
 
 if TYPE_CHECKING:
@@ -377,14 +378,7 @@ def test_the_witness_records_what_the_workers_do(run: tuple[Path, psycopg.Connec
 
 def begin(connection: psycopg.Connection, message_id: int) -> None:
     """Begin an attempt, whether or not the queue is paused."""
-    connection.execute(
-        """
-        UPDATE pgoutbox.message
-        SET state = 'sending', attempt_count = 1, worker = 'w', claimed_at = now(), lease_expires_at = now()
-        WHERE id = %s
-        """,
-        [message_id],
-    )
+    connection.execute(PUT_SENDING, [message_id])
 
 
 def trespasses(connection: psycopg.Connection) -> list[int]:

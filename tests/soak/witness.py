@@ -44,17 +44,14 @@ DECLARE
     limits pgoutbox.queue;
 BEGIN
     IF TG_OP = 'UPDATE' AND NEW.state = 'sending' AND OLD.attempt_count = NEW.attempt_count THEN
-        IF OLD.lease_expires_at > clock_timestamp() OR NEW.lease_expires_at = OLD.lease_expires_at THEN
-            RETURN NULL;
-        END IF;
-        did := 'revived';
+        RETURN NULL;
     ELSIF TG_OP = 'UPDATE' AND NEW.state = 'sending' THEN
         SELECT q.* INTO limits FROM pgoutbox.queue AS q WHERE q.name = seen.queue;
         IF limits.max_in_flight IS NOT NULL THEN
             -- Whose lease had ended before its worker renewed it is one too many by rights.
             SELECT count(*) INTO present
-            FROM pgoutbox.message_live AS m
-            WHERE m.queue = seen.queue AND m.state = 'sending' AND m.lease_expires_at > clock_timestamp()
+            FROM pgoutbox.in_flight_view AS m
+            WHERE m.queue = seen.queue AND m.lease_expires_at > clock_timestamp()
                 AND NOT EXISTS (
                     SELECT FROM public.soak_flight AS f
                     WHERE f.message_id = m.id AND f.attempt_count = m.attempt_count AND f.what = 'revived'
@@ -78,6 +75,25 @@ CREATE TRIGGER soak_changed AFTER UPDATE ON pgoutbox.message FOR EACH ROW
     WHEN (NEW.queue IN ('ordered', 'rated', 'crowded') OR NEW.topic = 'soak.forgotten') EXECUTE FUNCTION soak_note();
 CREATE TRIGGER soak_left AFTER DELETE ON pgoutbox.message FOR EACH ROW
     WHEN (OLD.queue IN ('ordered', 'rated', 'crowded') OR OLD.topic = 'soak.forgotten') EXECUTE FUNCTION soak_note();
+
+CREATE FUNCTION soak_revived() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
+BEGIN
+    INSERT INTO public.soak_flight (
+        message_id, ledger_key, topic, queue, ordering_key, halts, what, attempt_count, is_paused
+    )
+    SELECT
+        m.id, m.payload ->> 'ledger_key', m.topic, m.queue, m.ordering_key, m.on_failed IS NOT DISTINCT FROM 'halt',
+        'revived', m.attempt_count, false
+    FROM pgoutbox.in_flight_view AS v
+    JOIN pgoutbox.message_live AS m ON m.id = v.id
+    WHERE v.worker = NEW.worker AND v.claimed_at = NEW.claimed_at
+        AND (m.queue IN ('ordered', 'rated', 'crowded') OR m.topic = 'soak.forgotten');
+    RETURN NULL;
+END
+$function$;
+CREATE TRIGGER soak_revived AFTER UPDATE ON pgoutbox.claim FOR EACH ROW
+    WHEN (OLD.lease_expires_at <= clock_timestamp() AND NEW.lease_expires_at > OLD.lease_expires_at)
+    EXECUTE FUNCTION soak_revived();
 
 -- In a queue without limits, a claim may begin just before the pause and commit after it. A trespass is an attempt that
 -- begins although its claim's own snapshot shows the pause: a trigger's condition is evaluated with that snapshot.

@@ -12,6 +12,7 @@ from pgoutbox.operations import Operator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import LiteralString
 
     import psycopg
     import pytest
@@ -36,6 +37,14 @@ PUT_SENDING = """
     FROM claim AS c
     WHERE m.id = ANY (c.ids)
 """
+CLAIM_ALL: LiteralString = """
+    INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids)
+    SELECT m.claimed_at, now() + %(lease)s::interval, m.queue, m.worker, array_agg(m.id)
+    FROM pgoutbox.message_live AS m
+    WHERE m.state = 'sending'
+    GROUP BY m.claimed_at, m.queue, m.worker
+"""
+"""The claims of attempts in flight that were inserted as rows."""
 PUT_FINAL = """
     UPDATE pgoutbox.message
     SET state = %(state)s,

@@ -48,8 +48,10 @@ WHERE key_in_flight IS NOT NULL AND ordering_key IS NULL;
 CREATE INDEX message_live_ordered ON pgoutbox.message_live (queue, ordering_key, id)
 WHERE ordering_key IS NOT NULL;
 
+-- The second condition is always true. Because of it, only statements with a condition on the time use this index: the
+-- planner never looks up the messages of a key in it.
 CREATE INDEX message_live_ordered_due ON pgoutbox.message_live (queue, available_at)
-WHERE ordering_key IS NOT NULL;
+WHERE ordering_key IS NOT NULL AND available_at IS NOT NULL;
 
 CREATE UNIQUE INDEX message_live_ordered_in_flight ON pgoutbox.message_live (queue, key_in_flight)
 WHERE key_in_flight IS NOT NULL AND ordering_key IS NOT NULL;

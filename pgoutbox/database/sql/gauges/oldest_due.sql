@@ -29,6 +29,7 @@
                     (
                         SELECT m.available_at FROM pgoutbox.message_view AS m
                         WHERE m.queue = n.queue AND m.ordering_key IS NOT NULL AND m.state = 'pending'
+                            AND m.available_at <= now()
                         ORDER BY m.available_at LIMIT 1
                     )
                 ) AS lane
