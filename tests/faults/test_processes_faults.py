@@ -248,7 +248,7 @@ def is_asleep(db: psycopg.Connection, worker: subprocess.Popen[bytes]) -> bool:
     """Return whether the last statement of this worker asked when the next message falls due."""
     row = db.execute(
         "SELECT FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle' "
-        "AND application_name LIKE 'pgoutbox claim %%:' || %s || ':%%' AND query LIKE '%%pg_postmaster_start_time%%'",
+        "AND application_name LIKE 'pgoutbox claim %%:' || %s || ':%%' AND query LIKE '%%due.first_at%%'",
         [worker.pid],
     ).fetchone()
     return row is not None

@@ -1,22 +1,25 @@
-"""The model of claim, lease, finish, supersession and redrive: every statement in its steps, with crashes between
-any two.
+"""The model of claim, lease, finish, cancel, supersession and redrive: every statement in its steps, with crashes
+between any two.
 
 A statement takes a snapshot, locks rows, reads them again, and writes. Others see its writes after the commit. An
 external hand-over happens between claim and finish, and nothing can undo it. Rows are kept in commit order, to which
 the promises refer; the statements know only ids.
+
+While a message is in flight, only its worker writes its row. The lease of its attempt is in the row of the claim that
+began it. A cancel of a message in flight, or of a locked one, is a row of its own.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pgoutbox.message import TRANSITIONS, State
 
 PENDING, SENDING, SENT = State.PENDING.value, State.SENDING.value, State.SENT.value
-FAILED, SKIPPED = State.FAILED.value, State.SKIPPED.value
+FAILED, SKIPPED, CANCELLED = State.FAILED.value, State.SKIPPED.value, State.CANCELLED.value
 _ALLOWED = {(before.value, after.value) for before, afters in TRANSITIONS.items() for after in afters}
 
 
@@ -25,10 +28,8 @@ class Guard(enum.Enum):
 
     TOKEN_IN_SENT = "the attempt count in FINISH_SENT_IF_HELD"
     TOKEN_IN_FINISH = "the attempt count in FINISH_IF_HELD"
-    TOKEN_IN_RENEW = "the attempt count in RENEW_IF_HELD"
     WORKER_IN_SENT = "the worker's name in FINISH_SENT_IF_HELD"
     WORKER_IN_FINISH = "the worker's name in FINISH_IF_HELD"
-    WORKER_IN_RENEW = "the worker's name in RENEW_IF_HELD"
     STATE_IN_SENT = "the state in FINISH_SENT_IF_HELD"
     STATE_IN_FINISH = "the state in FINISH_IF_HELD"
     COUNT_KEPT_BY_REDRIVE = "redrive leaves attempt_count alone"
@@ -50,23 +51,45 @@ class Guard(enum.Enum):
     FOUND_BY_TIME = "it skips the attempts that it claimed before or since"
     TIMEOUT_KEEPS_THREAD = "an attempt whose thread outlives its timeout lasts as long as the thread"
     STOP_KEEPS_THREAD = "a stop leaves an attempt whose thread still runs alone"
+    LEASE_ASKED_AGAIN = "a take-over reads the lease again when it has locked the claim"
+    LEASE_LOCKED = "a take-over keeps the claim locked until its commit, so that no renewal comes between"
+    CLAIM_KEPT = "a worker deletes its claim only with the last of the attempts"
+    LAPSED_CLAIM_KEPT = "a lapsed claim is deleted only if no attempt of it is in flight"
+    LAPSED_CLAIM_DELETED = "a lapsed claim without attempts in flight is deleted"
+    REQUEST_WRITTEN = "a cancel that finds the row locked or in flight writes a request"
+    PENDING_ASKED_AGAIN = "a cancel reads the state again when it has locked the row"
+    REQUESTS_IN_CLAIM = "a claim ends messages with a request"
+    REQUESTS_IN_TAKE_OVER = "a take-over ends messages with a request"
+    REQUESTS_IN_FINISH = "FINISH_IF_HELD ends messages with a request"
+    REQUESTS_FORGOTTEN = "a redrive deletes the requests of the message"
+    SEARCH_BY_THE_CLOCK = "a worker searches from the beginning every poll interval, whatever the traffic"
 
 
 class Row(NamedTuple):
-    """A committed message. Only the model knows the fields after `worker`. `claim_count` distinguishes claims,
-    including those whose commit a failover lost.
+    """A committed message. `claim_count` stands for the time of its claim. It distinguishes claims, including those
+    whose commit a failover lost. Only the model knows the fields after it.
     """
 
     id: int
     state: str
     attempt_count: int
     max_attempts: int
-    is_lapsed: bool = False
     worker: int = 0
     claim_count: int = 0
     handed_over: int = 0
     is_unknown: bool = False
     has_no_handler: bool = False
+
+
+class Claim(NamedTuple):
+    """A committed claim: one lease for the attempts that it began. An attempt belongs to the claim of its worker with
+    its `claim_count`; its message may have left.
+    """
+
+    worker: int
+    number: int
+    ids: tuple[int, ...]
+    is_lapsed: bool = False
 
 
 class Candidate(NamedTuple):
@@ -75,12 +98,14 @@ class Candidate(NamedTuple):
     id: int
     is_fresh: bool
     waits: bool
+    is_requested: bool
+    is_promised: bool
     seen: Row | None
 
 
 class Worker(NamedTuple):
     """A worker, its open transaction and the attempt that it believes to hold. `has_thread`: it has ended an attempt
-    whose thread still runs.
+    whose thread still runs. `leases`: the claims that it has locked.
     """
 
     at: str = "idle"
@@ -92,12 +117,22 @@ class Worker(NamedTuple):
     is_superseded: bool = False
     has_thread: bool = False
     head: int = 0
+    is_requested: bool = False
     candidates: tuple[Candidate, ...] = ()
     writes: tuple[Row, ...] = ()
+    leases: tuple[tuple[int, int], ...] = ()
 
 
 class Producer(NamedTuple):
     """A producer: the number of transactions left, and the id in the open one."""
+
+    left: int
+    at: str = "idle"
+    id: int = 0
+
+
+class Canceller(NamedTuple):
+    """A business transaction that cancels a message: the number of transactions left, and the state of the open one."""
 
     left: int
     at: str = "idle"
@@ -112,18 +147,36 @@ class Operator(NamedTuple):
     head: int = 0
 
 
+class Database(NamedTuple):
+    """The committed tables, apart from `head`. Only the model knows `promised`: the messages whose cancel was answered
+    `requested` and committed.
+    """
+
+    rows: tuple[Row, ...]
+    claims: tuple[Claim, ...] = ()
+    requests: frozenset[int] = frozenset()
+    promised: frozenset[int] = frozenset()
+
+
 class World(NamedTuple):
-    """The complete state. `head` is the newest committed id of the key; `standby` holds the rows that a standby
-    knows."""
+    """The complete state. `head` is the newest committed id of the key; `standby` is the state that a standby knows.
+    `passed` has for each worker the messages that a search has passed over: only a search from the beginning finds
+    them.
+    """
 
     rows: tuple[Row, ...]
     producers: tuple[Producer, ...]
     workers: tuple[Worker, ...]
     operator: Operator
+    canceller: Canceller
     releases: int
+    claims: tuple[Claim, ...] = ()
+    requests: frozenset[int] = frozenset()
+    promised: frozenset[int] = frozenset()
+    passed: tuple[frozenset[int], ...] = (frozenset(), frozenset())
     head: int = 0
     failovers: int = 0
-    standby: tuple[Row, ...] = ()
+    standby: Database | None = None
     fault: str = ""
 
 
@@ -135,15 +188,19 @@ _IN_HAND = ("holds", "handed over", "ended", "finishing", "written")
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """Two workers. `producers` gives the number of transactions of each producer, all for one coalesce key.
-    Without producers there is one message without a key.
+    Without producers there are `messages` without a key.
 
     `is_strict` also reports a fault if a statement that knows a message to be superseded does not end it. With
     `failovers`, commits are lost. With `share_process`, the two workers are two slots of one process with one name;
     otherwise, where the name counts, no new worker takes their place. Where answers to claims are lost, `releases`
-    limits the releases.
+    limits the releases. `flows`: other messages, which are not modelled, never end, so a worker never is idle for a
+    poll interval.
     """
 
     producers: tuple[int, ...] = ()
+    messages: int = 1
+    cancels: int = 0
+    flows: bool = False
     max_attempts: int = 1
     redrives: int = 0
     releases: int = 0
@@ -156,14 +213,21 @@ class Delivery:
     without: frozenset[Guard] = frozenset()
 
     def initial(self) -> World:
-        rows = () if self.producers else (Row(1, PENDING, 0, self.max_attempts),)
-        producers = tuple(Producer(left) for left in self.producers)
-        return World(rows, producers, (_IDLE, _IDLE), Operator(self.redrives), self.releases, failovers=self.failovers)
+        numbers = range(1, self.messages + 1) if not self.producers else ()
+        return World(
+            tuple(Row(number, PENDING, 0, self.max_attempts) for number in numbers),
+            tuple(Producer(left) for left in self.producers),
+            (_IDLE, _IDLE),
+            Operator(self.redrives),
+            Canceller(self.cancels),
+            self.releases,
+            failovers=self.failovers,
+        )
 
     def canonical(self, state: World) -> World:
         one, other = state.workers
         if other < one and (self.share_process or not self._has_names):
-            state = state._replace(workers=(other, one))
+            state = state._replace(workers=(other, one), passed=state.passed[::-1])
         if len(state.producers) > 1 and state.producers[1] < state.producers[0]:
             state = state._replace(producers=state.producers[::-1])
         return state
@@ -171,7 +235,7 @@ class Delivery:
     def fault(self, state: World) -> str:
         if state.fault:
             return state.fault
-        if sum(row.state == SENDING for row in state.rows) > 1:
+        if self.producers and sum(row.state == SENDING for row in state.rows) > 1:
             return "two messages of one key are in flight"
         if self.share_process and all(worker.at in _IN_HAND for worker in state.workers):
             one, other = state.workers
@@ -184,19 +248,15 @@ class Delivery:
     def is_settled(self, state: World) -> bool:
         return (
             all(row.state not in (PENDING, SENDING) for row in state.rows)
+            and not state.claims
             and state.workers == (_IDLE, _IDLE)
+            and state.canceller.at == "idle"
             and all(producer.at == "idle" and not producer.left for producer in state.producers)
         )
 
     def steps(self, state: World) -> Iterator[Step]:
-        for row in state.rows:
-            # The model assumes that a worker renews its attempts before their leases end.
-            is_asked_for = row.has_no_handler and Guard.FOUND_BY_NAME not in self.without
-            if row.state == SENDING and not row.is_lapsed and not is_asked_for:
-                yield (
-                    f"the lease of message {row.id} runs out",
-                    _with_row(state, row._replace(is_lapsed=True, is_unknown=True)),
-                )
+        for claim in state.claims:
+            yield from self._lapse(state, claim)
         for index, producer in enumerate(state.producers):
             for label, following in self._enqueue(state, index, producer):
                 yield f"producer {index + 1} {label}", following
@@ -205,37 +265,65 @@ class Delivery:
                 yield f"worker {index + 1} {label}", following
         if self.share_process and state.workers != (_IDLE, _IDLE):
             # The process that replaces it has another name.
-            died = state._replace(workers=(_IDLE, _IDLE), rows=_disowned(state.rows), standby=_disowned(state.standby))
+            died = state._replace(workers=(_IDLE, _IDLE), **_disowned(_tables(state))._asdict())
+            if state.standby is not None:
+                died = died._replace(standby=_disowned(state.standby))
             for worker in state.workers:
                 died = _with_unknown(died, worker)
             yield "the process dies", died
+        yield from self._cancel(state)
         yield from self._redrive(state)
         yield from self._fail_over(state)
+
+    def _lapse(self, state: World, claim: Claim) -> Iterator[Step]:
+        """The lease of all attempts of a claim ends. Whoever finds it without attempts in flight deletes it."""
+        held = [row for row in state.rows if _belongs(row, claim)]
+        name = f"claim {claim.number} of {_names(held or claim.ids)}"
+        gone = state._replace(claims=_replaced(state.claims, claim))
+        # A lease without attempts guards nothing, so it ends and is forgotten in one step.
+        if not held and not _is_leased(state, claim) and Guard.LAPSED_CLAIM_DELETED not in self.without:
+            yield f"{name} runs out and is forgotten", gone
+        # The model assumes that a worker asks for unknown claims in its name before their leases end.
+        is_asked_for = any(row.has_no_handler for row in held) and Guard.FOUND_BY_NAME not in self.without
+        if held and not claim.is_lapsed and not is_asked_for:
+            lapsed = state._replace(claims=_replaced(state.claims, claim, claim._replace(is_lapsed=True)))
+            for row in held:
+                lapsed = _with_row(lapsed, row._replace(is_unknown=True))
+            ids = frozenset(row.id for row in held)
+            passed = tuple(passed - ids for passed in lapsed.passed)
+            yield f"the lease of {name} runs out", lapsed._replace(passed=passed)
+        if held and claim.is_lapsed and not _is_leased(state, claim) and Guard.LAPSED_CLAIM_KEPT in self.without:
+            yield f"{name} is forgotten", gone
 
     def _fail_over(self, state: World) -> Iterator[Step]:
         """Drop the commits that the standby has not received. Hand-overs remain."""
         if not state.failovers:
             return
-        if not state.standby:
-            yield "the standby hears of no more commits", state._replace(standby=state.rows)
+        if state.standby is None:
+            yield "the standby hears of no more commits", state._replace(standby=_tables(state))
             return
         rows = []
-        for row in state.standby:
+        for row in state.standby.rows:
             now = _row_of(state, row.id)
             rows.append(row._replace(handed_over=now.handed_over, is_unknown=now.is_unknown or now.handed_over > 0))
         yield (
             "the standby takes over",
             state._replace(
-                rows=tuple(rows),
-                standby=(),
+                **state.standby._replace(rows=tuple(rows))._asdict(),
+                standby=None,
                 failovers=state.failovers - 1,
                 workers=(_cut_off(state.workers[0]), _cut_off(state.workers[1])),
                 operator=Operator(state.operator.left),
+                canceller=Canceller(state.canceller.left),
             ),
         )
 
     def _name_of(self, index: int) -> int:
         return 1 if self.share_process else index + 1
+
+    def _worker_of(self, index: int) -> int:
+        """Return the worker in a row: its name, or 0 where names do not matter."""
+        return self._name_of(index) if self._has_names else 0
 
     # --- enqueue ------------------------------------------------------------------------------------------------------
 
@@ -294,24 +382,40 @@ class Delivery:
                 yield from self._commit_claim(state, index, worker)
 
     def _begin_claim(self, state: World, index: int) -> Iterator[Step]:
+        if not self.flows:
+            yield from self._search(state, index, "begins a claim")
+            return
+        if Guard.SEARCH_BY_THE_CLOCK not in self.without:
+            anew = _with_passed(state, index, frozenset())
+            yield from self._search(anew, index, "begins a claim from the beginning")
+        if state.passed[index] or Guard.SEARCH_BY_THE_CLOCK in self.without:
+            yield from self._search(state, index, "begins a claim from the last place")
+
+    def _search(self, state: World, index: int, label: str) -> Iterator[Step]:
         found = []
+        passed = state.passed[index]
         for row in state.rows:
-            if not self._is_due(row) or self._is_own(state, row, index):
+            if not self._is_due(state, row) or self._is_own(state, row, index) or row.id in passed:
                 continue
-            has_sibling = any(other.state == SENDING and other.id != row.id for other in state.rows)
+            if self.flows:
+                state = _with_passed(state, index, state.passed[index] | {row.id})
+            has_sibling = bool(self.producers) and any(
+                other.state == SENDING and other.id != row.id for other in state.rows
+            )
             waits = has_sibling and state.head <= row.id
             if waits and Guard.SIBLINGS not in self.without:
                 continue
             seen = row if Guard.SECOND_LOOK in self.without else None
-            found.append(Candidate(row.id, row.attempt_count == 0, waits, seen))
+            asked = row.id in state.requests, row.id in state.promised
+            found.append(Candidate(row.id, row.attempt_count == 0, waits, *asked, seen))
         if found:
             looked = Worker("looked", head=state.head, candidates=tuple(found))
-            yield f"begins a claim that sees {_names(found)}", _with(state, index, looked)
+            yield f"{label} that sees {_names(found)}", _with(state, index, looked)
 
-    def _is_due(self, row: Row) -> bool:
+    def _is_due(self, state: World, row: Row) -> bool:
         """The due time of a retry is not modelled: it may be due at any time."""
         return row.state == PENDING or (
-            row.state == SENDING and row.is_lapsed and Guard.EXPIRED_LEASES not in self.without
+            row.state == SENDING and _is_lapsed(state, row) and Guard.EXPIRED_LEASES not in self.without
         )
 
     def _is_own(self, state: World, row: Row, index: int) -> bool:
@@ -339,11 +443,11 @@ class Delivery:
                 continue
             if candidate.seen is not None:
                 held.append((candidate, candidate.seen))
-            elif row.state not in (PENDING, SENDING):
-                yield "loses its claim: a row has moved to another partition", _with(state, index, _IDLE)
-                return
             elif (
-                self._is_due(row)
+                (
+                    self._is_due(state, row)
+                    or (row.state == SENDING and not candidate.is_fresh and Guard.LEASE_ASKED_AGAIN in self.without)
+                )
                 and not self._is_own(state, row, index)
                 and candidate.is_fresh == (row.attempt_count == 0)
             ):
@@ -353,25 +457,29 @@ class Delivery:
             return
         # The limit and the due times, which choose among several messages, are not modelled.
         for choice in [held, *([one] for one in held)] if len(held) > 1 else [held]:
+            if (
+                not self.producers
+                and len(choice) > 1
+                and not (self.share_process and state.workers[1 - index] == _IDLE)
+            ):
+                continue  # A worker claims no more messages than it has free slots.
             candidates, rows = zip(*choice, strict=True)
-            locked = worker._replace(at="locked", candidates=candidates, writes=rows)
+            leases = (
+                ()
+                if Guard.LEASE_LOCKED in self.without
+                else tuple((row.id, row.claim_count) for row in rows if row.state == SENDING)
+            )
+            locked = worker._replace(at="locked", candidates=candidates, writes=rows, leases=leases)
             yield f"locks {_names(rows)}", _with(state, index, locked)
 
     def _enter(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         """Judge by the head row of the snapshot, and insert into the index of messages in flight."""
-        writes = tuple(self._judge(state, index, row, worker.head) for row in worker.writes)
-        if any(row.state == FAILED and row.has_no_handler for row in writes):
-            fault = "a message fails without any attempt"
-            yield "ends a message that was never attempted", _with(state, index, _IDLE)._replace(fault=fault)
-            return
-        other = state.workers[1 - index]
-        is_in_hand = self.share_process and other.at in _IN_HAND and other.outcome not in ("retry", "released")
-        is_own = any(
-            row.id == other.id and row.state != SENDING and row.worker == self._name_of(index) for row in writes
+        writes = tuple(
+            self._judge(state, index, row, worker.head, candidate.is_requested)
+            for row, candidate in zip(worker.writes, worker.candidates, strict=True)
         )
-        if is_in_hand and is_own:
-            fault = "a process gives up a message of its own running attempt"
-            yield "ends a message that this process is attempting", _with(state, index, _IDLE)._replace(fault=fault)
+        if fault := self._fault_of_judgement(state, index, writes):
+            yield "ends a message that it must not end", _with(state, index, _IDLE)._replace(fault=fault)
             return
         starting = [row for row in writes if row.state == SENDING]
         if not starting:
@@ -379,7 +487,7 @@ class Delivery:
             yield f"ends {ended}", _with(state, index, worker._replace(at="asked", writes=writes, candidates=()))
             return
         entered = worker._replace(at="entered", writes=writes, candidates=())
-        if Guard.IN_FLIGHT_INDEX not in self.without:
+        if self.producers and Guard.IN_FLIGHT_INDEX not in self.without:
             if self._must_wait(state, index):
                 return
             if len(starting) > 1 or _is_entered(state, writes):
@@ -390,22 +498,43 @@ class Delivery:
                 refused = _with(state, index, _IDLE)._replace(fault=fault)
                 yield "is refused by the index: its claim is rolled back", refused
                 return
+        promised = {candidate.id for candidate in worker.candidates if candidate.is_promised}
+        if any(row.id in promised for row in starting):
+            fault = "an attempt begins although a cancel was committed before its claim"
+            yield f"begins an attempt of {_names(starting)}", _with(state, index, entered)._replace(fault=fault)
+            return
         if self.is_strict and any(worker.head > row.id for row in starting):
             fault = "an attempt begins although the claim's snapshot called the message superseded"
             yield f"begins an attempt of {_names(starting)}", _with(state, index, entered)._replace(fault=fault)
             return
         yield f"is in the index with {_names(starting)}", _with(state, index, entered)
 
-    def _judge(self, state: World, index: int, row: Row, head: int) -> Row:
+    def _fault_of_judgement(self, state: World, index: int, writes: tuple[Row, ...]) -> str:
+        if any(row.state == FAILED and row.has_no_handler for row in writes):
+            return "a message fails without any attempt"
+        other = state.workers[1 - index]
+        is_in_hand = self.share_process and other.at in _IN_HAND and other.outcome not in ("retry", "released")
+        is_own = any(
+            row.id == other.id and row.state != SENDING and row.worker == self._name_of(index) for row in writes
+        )
+        if is_in_hand and is_own:
+            return "a process gives up a message of its own running attempt"
+        if any(candidate.is_requested and not candidate.is_promised for candidate in state.workers[index].candidates):
+            return "a request from before its redrive ends a message"
+        return ""
+
+    def _judge(self, state: World, index: int, row: Row, head: int, is_requested: bool) -> Row:
+        guard = Guard.REQUESTS_IN_CLAIM if row.state == PENDING else Guard.REQUESTS_IN_TAKE_OVER
+        if is_requested and guard not in self.without:
+            return row._replace(state=CANCELLED)
         if head > row.id and Guard.SUPERSEDED_IN_CLAIM not in self.without:
-            return row._replace(state=SKIPPED, is_lapsed=False)
+            return row._replace(state=SKIPPED)
         if row.attempt_count >= row.max_attempts:
-            return row._replace(state=FAILED, is_lapsed=False)
+            return row._replace(state=FAILED)
         return row._replace(
             state=SENDING,
-            is_lapsed=False,
             attempt_count=row.attempt_count + 1,
-            worker=self._name_of(index) if self._has_names else 0,
+            worker=self._worker_of(index),
             claim_count=_next_claim(state, row),
             has_no_handler=False,
         )
@@ -433,12 +562,25 @@ class Delivery:
 
     def _commit_claim(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         rows = worker.writes
-        after = _IDLE
-        for row in rows:
-            if row.state == SENDING:
-                after = Worker("holds", row.id, row.attempt_count, row.claim_count, is_superseded=worker.is_superseded)
         label = ", ".join(f"{row.id} {row.state} ({row.attempt_count})" for row in rows)
+        former = [_row_of(state, row.id) for row in rows]
+        is_taken_away = any(row.state == SENDING and not _is_lapsed(state, row) for row in former)
         committed = _commit(state, rows)
+        begun = [row for row in rows if row.state == SENDING]
+        slots = [
+            Worker("holds", row.id, row.attempt_count, row.claim_count, is_superseded=worker.is_superseded)
+            for row in begun
+        ]
+        if begun:
+            claim = Claim(begun[0].worker, begun[0].claim_count, tuple(row.id for row in begun))
+            committed = committed._replace(claims=tuple(sorted((*committed.claims, claim))))
+        if is_taken_away:
+            yield f"commits its claim: {label}", committed._replace(fault="a lease that had not lapsed was taken away")
+            return
+        after, *others = slots or [_IDLE]
+        if others:  # The claim fills both slots of the process.
+            yield f"commits its claim: {label}", _with(_with(committed, index, after), 1 - index, *others)
+            return
         other = state.workers[1 - index]
         is_in_hand = self.share_process and after is not _IDLE and other.id == after.id and other.at in _IN_HAND
         if is_in_hand and other.outcome in ("retry", "released") and Guard.ENDS_NOT_REPEATED not in self.without:
@@ -475,9 +617,7 @@ class Delivery:
                 and not self._is_in_hand(state, row, index)
                 and not _is_locked(state, row.id, index)
             ):
-                back = row._replace(
-                    state=PENDING, is_lapsed=False, max_attempts=row.max_attempts + 1, has_no_handler=False
-                )
+                back = row._replace(state=PENDING, max_attempts=row.max_attempts + 1, has_no_handler=False)
                 fault = "" if row.has_no_handler else "an attempt that had a handler is given back as if it had none"
                 found = _commit(state, (back,))
                 yield (
@@ -512,21 +652,19 @@ class Delivery:
                 yield "is told to stop, and its thread goes on", _with(state, index, stopped)
 
     def _renew(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
-        row = _row_of(state, worker.id)
-        fits = (row.attempt_count == worker.attempt_count or Guard.TOKEN_IN_RENEW in self.without) and (
-            not self._has_names or row.worker == self._name_of(index) or Guard.WORKER_IN_RENEW in self.without
-        )
-        if row.state == SENDING and row.is_lapsed and fits and not _is_locked(state, row.id, index):
-            fault = "" if row.claim_count == worker.claim else "a stale owner renewed the lease of another"
-            renewed = _with_row(state, row._replace(is_lapsed=False))._replace(fault=fault)
-            yield f"renews the lease of message {row.id} with attempt {worker.attempt_count}", renewed
+        """Renew the lease of the worker's claim, for the attempts that nobody has taken over."""
+        for claim in state.claims:
+            is_own = worker.id in claim.ids and (claim.worker, claim.number) == (self._worker_of(index), worker.claim)
+            if is_own and claim.is_lapsed and not _is_leased(state, claim):
+                renewed = state._replace(claims=_replaced(state.claims, claim, claim._replace(is_lapsed=False)))
+                yield f"renews the lease of its claim {claim.number}", renewed
 
     # --- finish -------------------------------------------------------------------------------------------------------
 
     def _finish(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         match worker.at:
             case "ended":
-                now = worker._replace(at="finishing", head=state.head)
+                now = worker._replace(at="finishing", head=state.head, is_requested=worker.id in state.requests)
                 yield f"begins to finish attempt {worker.attempt_count} as {worker.outcome}", _with(state, index, now)
             case "finishing":
                 yield from self._write_end(state, index, worker)
@@ -543,8 +681,10 @@ class Delivery:
         written = self._end(row, worker)
         now = worker._replace(at="written", writes=(written,))
         fault = ""
-        is_known_superseded = worker.outcome in ("retry", "released") and worker.head > row.id
-        if self.is_strict and is_known_superseded and written.state != SKIPPED:
+        returns = worker.outcome in ("retry", "released")
+        if returns and worker.is_requested and written.state != CANCELLED:
+            fault = f"a message that its finish knows to be cancelled becomes {written.state}"
+        elif self.is_strict and returns and worker.head > row.id and written.state not in (SKIPPED, CANCELLED):
             fault = f"a message that its finish knows to be superseded becomes {written.state}"
         yield f"writes {written.state}", _with(state, index, now)._replace(fault=fault)
 
@@ -561,9 +701,10 @@ class Delivery:
         )
 
     def _end(self, row: Row, worker: Worker) -> Row:
-        row = row._replace(is_lapsed=False)
         if worker.outcome in ("sent", "failed"):
             return row._replace(state=worker.outcome)
+        if worker.is_requested and Guard.REQUESTS_IN_FINISH not in self.without:
+            return row._replace(state=CANCELLED)
         if worker.head > row.id and Guard.SUPERSEDED_IN_FINISH not in self.without:
             return row._replace(state=SKIPPED)
         if worker.outcome == "retry":
@@ -575,16 +716,59 @@ class Delivery:
     def _commit_end(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         (written,) = worker.writes
         row = _row_of(state, worker.id)
-        again = worker._replace(at="ended", writes=(), head=0)
+        again = worker._replace(at="ended", writes=(), head=0, is_requested=False)
         yield "is cut off: its finish is rolled back", _with(state, index, again)
         done = _commit(state, worker.writes)
+        other = state.workers[1 - index]
+        has_others = self.share_process and other.claim == worker.claim and other.at in _IN_HAND and other.id != row.id
+        if not has_others or Guard.CLAIM_KEPT in self.without:
+            done = done._replace(claims=tuple(claim for claim in done.claims if not _belongs(row, claim)))
+        if written.state == PENDING and worker.outcome == "retry":
+            done = done._replace(passed=tuple(passed - {row.id} for passed in done.passed))
         if row.state != SENDING or row.claim_count != worker.claim:
             done = done._replace(fault="the write of a stale owner took effect")
         elif written.state == SENT and not row.handed_over:
             done = done._replace(fault="a message is sent without a hand-over")
-        after = worker._replace(at="outlived", outcome="", writes=(), head=0) if worker.has_thread else _IDLE
+        after = again._replace(at="outlived", outcome="") if worker.has_thread else _IDLE
         yield f"commits: {row.id} {written.state}", _with(done, index, after)
         yield f"commits and never hears of it: {row.id} {written.state}", _with(done, index, again)
+
+    # --- cancel -------------------------------------------------------------------------------------------------------
+
+    def _cancel(self, state: World) -> Iterator[Step]:
+        """Cancel one message in a transaction that may stay open: a pending one at once, another one by a request."""
+        canceller = state.canceller
+        if canceller.at == "idle":
+            for row in state.rows if canceller.left else ():
+                if row.state in (PENDING, SENDING):
+                    seen = canceller._replace(at=f"saw {row.state}", id=row.id)
+                    yield f"a cancel sees message {row.id} {row.state}", state._replace(canceller=seen)
+            return
+        row = _row_of(state, canceller.id)
+        done = state._replace(canceller=Canceller(canceller.left - 1))
+        is_free = not any(write.id == row.id for worker in state.workers for write in worker.writes)
+        is_pending = row.state == PENDING or (
+            row.state == SENDING and canceller.at == "saw pending" and Guard.PENDING_ASKED_AGAIN in self.without
+        )
+        match canceller.at:
+            case "saw pending" if is_free and is_pending:
+                holds = state._replace(canceller=canceller._replace(at="cancels"))
+                yield f"the cancel has message {row.id} and ends it", holds
+            case "saw pending" | "saw sending" if row.state in (PENDING, SENDING):
+                asks = state._replace(canceller=canceller._replace(at="requests"))
+                yield f"the cancel writes a request for message {row.id}", asks
+            case "saw pending" | "saw sending":
+                yield f"the cancel hears that message {row.id} is {row.state}", done
+            case "cancels":
+                yield "the cancel is rolled back", done
+                yield f"the cancel of message {row.id} commits", _commit(done, (row._replace(state=CANCELLED),))
+            case _:
+                yield "the request is rolled back", done
+                if Guard.REQUEST_WRITTEN not in self.without:
+                    done = done._replace(requests=state.requests | {row.id})
+                if row.state in (PENDING, SENDING):
+                    done = done._replace(promised=state.promised | {row.id})
+                yield f"the request for message {row.id} commits", done
 
     # --- operator -----------------------------------------------------------------------------------------------------
 
@@ -601,10 +785,13 @@ class Delivery:
             fault = ""
             if self.is_strict and operator.head > row.id:
                 fault = "a redrive revived a message that it knew to be superseded"
-            yield f"the redrive of message {row.id} commits", _commit(idle, (back,))._replace(fault=fault)
+            redriven = _commit(idle, (back,))._replace(fault=fault, promised=state.promised - {row.id})
+            if Guard.REQUESTS_FORGOTTEN not in self.without:
+                redriven = redriven._replace(requests=state.requests - {row.id})
+            yield f"the redrive of message {row.id} commits", redriven
         elif operator.left:
             for row in state.rows:
-                if row.state == FAILED:
+                if row.state in (FAILED, CANCELLED):
                     begun = Operator(operator.left, row.id, state.head)
                     yield f"an operator begins to redrive message {row.id}", state._replace(operator=begun)
 
@@ -618,14 +805,50 @@ def _cut_off(worker: Worker) -> Worker:
         case "looked" | "locked" | "entered" | "asked":
             return _IDLE
         case "finishing" | "written":
-            return worker._replace(at="ended", head=0, writes=())
+            return worker._replace(at="ended", head=0, is_requested=False, writes=())
         case _:
             return worker
 
 
-def _disowned(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+def _tables(state: World) -> Database:
+    return Database(state.rows, state.claims, state.requests, state.promised)
+
+
+def _disowned(tables: Database) -> Database:
     """Update the attempts of a dead process: nobody can tell any more which of them had no handler."""
-    return tuple(row._replace(worker=0, has_no_handler=False) for row in rows)
+    return tables._replace(
+        rows=tuple(row._replace(worker=0, has_no_handler=False) for row in tables.rows),
+        claims=tuple(claim._replace(worker=0) for claim in tables.claims),
+    )
+
+
+def _belongs(row: Row, claim: Claim) -> bool:
+    """Return whether the claim has the lease of the message's attempt."""
+    return (
+        row.state == SENDING and row.id in claim.ids and (row.worker, row.claim_count) == (claim.worker, claim.number)
+    )
+
+
+def _is_lapsed(state: World, row: Row) -> bool:
+    return any(claim.is_lapsed and _belongs(row, claim) for claim in state.claims)
+
+
+def _is_leased(state: World, claim: Claim) -> bool:
+    """Return whether an open take-over has locked the claim."""
+    return any(
+        message_id in claim.ids and number == claim.number
+        for worker in state.workers
+        for message_id, number in worker.leases
+    )
+
+
+def _replaced(claims: tuple[Claim, ...], claim: Claim, *by: Claim) -> tuple[Claim, ...]:
+    return tuple(sorted((*(other for other in claims if other != claim), *by)))
+
+
+def _with_passed(state: World, index: int, passed: frozenset[int]) -> World:
+    other = state.passed[1 - index]
+    return state._replace(passed=(passed, other) if index == 0 else (other, passed))
 
 
 def _next_claim(state: World, row: Row) -> int:
@@ -633,8 +856,8 @@ def _next_claim(state: World, row: Row) -> int:
     return max(row.claim_count, *(worker.claim for worker in state.workers if worker.id == row.id), 0) + 1
 
 
-def _names(things: list[Candidate] | list[Row] | tuple[Row, ...]) -> str:
-    return ", ".join(str(thing.id) for thing in things)
+def _names(things: Iterable[Candidate | Row | int]) -> str:
+    return ", ".join(str(thing if isinstance(thing, int) else thing.id) for thing in things)
 
 
 def _next_id(state: World) -> int:
@@ -668,9 +891,10 @@ def _with_unknown(state: World, worker: Worker) -> World:
 
 
 def _is_locked(state: World, message_id: int, index: int) -> bool:
-    """Return whether another worker's open transaction holds the row."""
+    """Return whether another open transaction holds the row."""
     other = state.workers[1 - index]
-    return any(row.id == message_id for row in other.writes)
+    is_cancelled = state.canceller.at == "cancels" and state.canceller.id == message_id
+    return is_cancelled or any(row.id == message_id for row in other.writes)
 
 
 def _is_entered(state: World, writes: tuple[Row, ...]) -> bool:
@@ -693,12 +917,14 @@ def _commit(state: World, writes: tuple[Row, ...]) -> World:
 def _hand_over(state: World, worker: Worker) -> World:
     row = _row_of(state, worker.id)
     count = min(row.handed_over + 1, 2)
+    if row.state == CANCELLED and row.claim_count == worker.claim and not row.is_unknown:
+        return state._replace(fault="a message was handed over after its cancel had been answered")
     if row.state != SENDING or row.claim_count != worker.claim:
         # Its lease has lapsed and another attempt has begun. The fence protects the row, not the receiver.
         return _with_row(state, row._replace(handed_over=count, is_unknown=True))
     fault = ""
-    if any(newer.handed_over for newer in state.rows[state.rows.index(row) + 1 :]):
+    if state.head and any(newer.handed_over for newer in state.rows[state.rows.index(row) + 1 :]):
         fault = "an older message was handed over after a newer one"
     elif row.handed_over and not row.is_unknown:
         fault = "a message was handed over twice without need"
-    return _with_row(state, row._replace(handed_over=count, is_unknown=row.is_lapsed))._replace(fault=fault)
+    return _with_row(state, row._replace(handed_over=count, is_unknown=_is_lapsed(state, row)))._replace(fault=fault)

@@ -32,6 +32,7 @@ from pgoutbox.operations import Operator
 from tests.soak.books import console, drain, open_books
 from tests.soak.crew import LONELY_WORKER, WORKER_ROLE, WORKERS, crew_in
 from tests.soak.failover import fail_over
+from tests.soak.liveness import onlooker
 from tests.soak.nemesis import Fleet, Nemesis, chosen_faults, restart
 from tests.soak.producer import DRIVERS
 from tests.soak.verdict import Balance, balance
@@ -91,25 +92,30 @@ def run(
         open_books(connection, chance)
     with fleet(server, directory, chance) as ships:
         nemesis = Nemesis(ships, chance, chosen_faults(faults))
-        strike_for(nemesis, seconds)
+        with onlooker(server.dsn):
+            strike_for(nemesis, seconds)
         for process in ships.producers:
             process.stop()
-        with ships.connection() as connection, Ledger(directory / "ledger") as ledger:
-            drained = drain(connection, ledger, ships.workers)
+        with ships.connection() as connection:
+            drained = drain(connection, ships.ledger, ships.workers)
         for process in ships.workers:
             process.stop()
     console.print(f"drained in {drained:.1f} s after the last fault" if drained else "[red]did not drain[/]")
     with psycopg.connect(server.dsn, autocommit=True) as connection:
         Operator(connection).prune_by_retention()  # Contents without messages are deleted now at the latest.
         ends = {process.name: process.ends for process in ships.workers}
-        return balance(directory / "ledger", connection, ends), nemesis
+        return balance(directory / "ledger", connection, ends, struck=nemesis.struck), nemesis
 
 
 @contextlib.contextmanager
 def fleet(server: EmbeddedServer, directory: Path, chance: random.Random) -> Iterator[Fleet]:
     """Start workers and producers, and kill the rest at the end."""
     (directory / "proxy").mkdir()
-    with crew_in(directory) as crew, proxy_to(server.dsn, directory / "proxy") as proxy:
+    with (
+        crew_in(directory) as crew,
+        proxy_to(server.dsn, directory / "proxy") as proxy,
+        Ledger(directory / "ledger") as ledger,
+    ):
 
         def dsn_of(worker: str) -> str:
             return make_conninfo(proxy.dsn if worker in BEHIND_PROXY else server.dsn, user=WORKER_ROLE)
@@ -120,8 +126,11 @@ def fleet(server: EmbeddedServer, directory: Path, chance: random.Random) -> Ite
             [crew.worker(name, dsn_of(name)) for name in WORKERS],
             [crew.producer(driver, chance.randrange(1 << 30), server.dsn) for driver in DRIVERS],
             crew.host(),
+            crew.postbox(),
+            ledger,
         )
         ships.host.keep_alive()
+        ships.postbox.keep_alive()
         ships.keep_alive()
         yield ships
 

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pgoutbox import Context, Failure, Message, Outbox, Permanent, RetryPolicy, Snooze, SyncContext, Transient
+from pgoutbox.transports.smtp import Email
 from tests.soak.host import NotedLineTransport
+from tests.soak.postbox import headers_of
 from tests.support.ledger import KEY, told_ledger
 from tests.support.line_server import Line
 
@@ -20,7 +22,12 @@ OWNERS = 100
 """Each owner has some of the messages without a dedupe key."""
 LONELY_QUEUE = "lonely"
 """Only one process serves this queue."""
+STEADY_QUEUE = "steady"
+"""Only one process serves this queue too. Its messages succeed at once and never end, so no silence or retry rescues a
+message that a claim has passed over."""
 THREAD_TIMEOUT_SECONDS = 1.0
+ACCOUNTS = 500
+"""Rows of the application that transactional handlers write."""
 
 outbox = Outbox(transports=[NotedLineTransport(timeout_seconds=1.0)])
 TEXT = "5 € für 漢字 🙂"
@@ -113,6 +120,21 @@ def on_thread(message: Message, ctx: SyncContext) -> Transient | Permanent | Sno
         return outcome
 
 
+@outbox.handler("soak.errand", retry=_RETRY, timeout=THREAD_TIMEOUT_SECONDS)
+async def on_errand(message: Message, ctx: Context) -> Transient | Permanent | Snooze | None:
+    """Hand over in a thread of its own, which may outlast the timeout and a stop."""
+
+    def errand() -> Transient | Permanent | Snooze | None:
+        with running(message):
+            time.sleep(facts(message)["seconds"] if message.attempt_count % 2 else 0.1)
+            outcome = answer(message)
+            if outcome is None:
+                hand_over(message)
+            return outcome
+
+    return await asyncio.to_thread(errand)
+
+
 @outbox.batch_handler("soak.batch", max_size=20, retry=_RETRY, timeout=_TIMEOUT_SECONDS)
 async def on_batch(
     messages: Sequence[Message], contexts: Sequence[Context]
@@ -131,13 +153,21 @@ async def on_batch(
     return outcomes
 
 
-@outbox.handler("soak.effect", retry=_RETRY, transactional=True, timeout=_TIMEOUT_SECONDS)
+@outbox.handler("soak.effect", retry=_RETRY, transactional=True)  # A timeout would end a deadlock.
 async def on_effect(message: Message, ctx: Context) -> Transient | Permanent | Snooze | None:
-    """Write the effect in the transaction that ends the attempt: exactly once in any case."""
+    """Write the effect in the transaction that ends the attempt: exactly once in any case.
+
+    Every second handler writes it in a block of the driver's own `transaction()`, as users do.
+    """
     with running(message):
-        await ctx.connection.execute(
-            "INSERT INTO soak_effect (message_id, attempt_count) VALUES (%s, %s)", (message.id, message.attempt_count)
-        )
+        async with ctx.connection.transaction() if message.id % 2 else contextlib.nullcontext():
+            await ctx.connection.execute(
+                "INSERT INTO soak_effect (message_id, attempt_count) VALUES (%s, %s)",
+                (message.id, message.attempt_count),
+            )
+            await ctx.connection.execute(
+                "UPDATE soak_account SET change_count = change_count + 1 WHERE id = %s", (message.id % ACCOUNTS,)
+            )
         await asyncio.sleep(facts(message)["seconds"])
         outcome = answer(message)
         if outcome is None:
@@ -175,3 +205,9 @@ def fanout_key(key: str, destination: str) -> str:
 async def on_line(message: Message, ctx: Context) -> Line:
     """Leave the hand-over to the transport, and to the breaker of its destination."""
     return Line(str(message.id))
+
+
+@outbox.handler("soak.mail", retry=_RETRY)
+async def on_mail(message: Message, ctx: Context) -> Email:
+    """Leave the hand-over to the SMTP transport, whose one connection makes e-mails wait for their turn."""
+    return Email(subject="planned", to="ada@example.org", text=TEXT, headers=headers_of(message))

@@ -13,7 +13,9 @@ import psycopg
 from rich.console import Console
 
 from pgoutbox.operations import MessageFilter, Operator, Rate
+from tests.soak.app import ACCOUNTS
 from tests.soak.crew import Process
+from tests.soak.liveness import install_liveness
 from tests.soak.runs import install_refusals
 from tests.soak.witness import install_witness
 from tests.support.judge import install_judge
@@ -43,7 +45,10 @@ def open_books(connection: psycopg.Connection, chance: random.Random) -> None:
     install_judge(connection)
     install_witness(connection)
     install_refusals(connection)
+    install_liveness(connection)
     connection.execute("CREATE TABLE soak_effect (message_id bigint NOT NULL, attempt_count integer NOT NULL)")
+    connection.execute("CREATE TABLE soak_account (id integer PRIMARY KEY, change_count bigint NOT NULL DEFAULT 0)")
+    connection.execute("INSERT INTO soak_account (id) SELECT * FROM generate_series(0, %s)", [ACCOUNTS - 1])
     for topic in FORGOTTEN_TOPICS:
         Operator(connection).set_retention(topic, "sent", timedelta())
     limit(connection, chance)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
-from tests.soak.app import LONELY_QUEUE
+from tests.soak.app import LONELY_QUEUE, STEADY_QUEUE
 from tests.soak.host import PORT_VARIABLE
 from tests.soak.witness import MAX_COOLDOWN_SECONDS
 from tests.support import dialogues
@@ -22,18 +22,25 @@ from tests.support.ledger import LEDGER_VARIABLE
 from tests.support.worker_process import environment_with, worker_command
 
 LEASE_SECONDS: Final = 2.0
+POLL_SECONDS: Final = 5.0
 STOP_SECONDS: Final = 60.0
 LONELY_WORKER: Final = "lonely"
 WORKER_ROLE: Final = "soak_worker"
 """The role of every worker. Only workers get this role's defaults."""
 QUEUES: Final = [f"--queue={name}" for name in ("default", "bulk", "ordered", "rated", "crowded")]
+WEIGHTED: Final = [f"{option}:{weight}" for option, weight in zip(QUEUES, (3, 2, 2, 1, 1), strict=True)]
+"""In strict order, a backlog of the first queue would keep all workers from the others."""
 WORKERS: Final[dict[str, tuple[list[str], dict[str, str]]]] = {
-    "plain": (QUEUES, {}),
+    "plain": (WEIGHTED, {}),
     "narrow": (QUEUES, {"PGOUTBOX_CONCURRENCY": "3", "PGOUTBOX_BATCH_SIZE": "7"}),
-    "supervised": ([*QUEUES, "--processes", "2"], {}),
-    "polling": (QUEUES, {"PGOUTBOX_LISTEN": "false", "PGOUTBOX_POLL_INTERVAL_SECONDS": "0.5"}),
+    "supervised": ([*WEIGHTED, "--processes", "2"], {}),
+    "polling": (WEIGHTED, {"PGOUTBOX_LISTEN": "false", "PGOUTBOX_POLL_INTERVAL_SECONDS": "0.5"}),
     LONELY_WORKER: ([f"--queue={LONELY_QUEUE}"], {}),
+    "steady": ([f"--queue={STEADY_QUEUE}"], {}),
 }
+
+REPEATABLE_READ: Final = ("psycopg-async", "sqlalchemy")
+"""The drivers whose producers use this isolation level; the others use READ COMMITTED."""
 
 
 @dataclass(slots=True)
@@ -65,6 +72,14 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.running.pid, number)
 
+    @property
+    def pids(self) -> list[int]:
+        """Return the numbers of its process and of its children."""
+        if self.running is None:
+            return []
+        children = Path(f"/proc/{self.running.pid}/task/{self.running.pid}/children")
+        return [self.running.pid, *map(int, children.read_text().split())] if children.exists() else []
+
     def stop(self, *, seconds: float = STOP_SECONDS) -> None:
         """Tell it to stop, and wait. If it does not stop, kill it and raise an error."""
         if self.running is None:
@@ -86,9 +101,10 @@ class Crew:
         self._stack = stack
         self._directory = directory
         self._port = free_port()
+        self._mail_port = free_port()
         self._environment = environment_with(
             lease_seconds=str(LEASE_SECONDS),
-            poll_interval_seconds="5",
+            poll_interval_seconds=str(POLL_SECONDS),
             maintenance_interval_seconds="1",
             listener_heartbeat_seconds="2",
             listener_heartbeat_timeout_seconds="1",
@@ -98,6 +114,12 @@ class Crew:
             breaker_cooldown_seconds="1",
             breaker_max_cooldown_seconds=str(MAX_COOLDOWN_SECONDS),
             breaker_probe_timeout_seconds="5",
+            smtp_host=dialogues.HOST,
+            smtp_port=str(self._mail_port),
+            smtp_security="none",
+            smtp_sender="soak@example.org",
+            smtp_ehlo_name="soak.example.org",
+            smtp_connections="1",
         ) | {LEDGER_VARIABLE: str(directory / "ledger"), PORT_VARIABLE: str(self._port)}
 
     def worker(self, name: str, dsn: str) -> Process:
@@ -106,12 +128,18 @@ class Crew:
         return self._process(f"worker-{name}", worker_command("tests.soak.app:outbox", *options), dsn, extra)
 
     def producer(self, driver: str, seed: int, dsn: str) -> Process:
-        """Return a producer on this driver."""
-        return self._process(f"producer-{driver}", _module("producer", driver, str(seed)), dsn, {})
+        """Return a producer on this driver, in REPEATABLE READ if it is one of those."""
+        isolation = {"PGOPTIONS": "-c default_transaction_isolation=repeatable\\ read"}
+        extra = isolation if driver in REPEATABLE_READ else {}
+        return self._process(f"producer-{driver}", _module("producer", driver, str(seed)), dsn, extra)
 
     def host(self) -> Process:
         """Return the destination that can die."""
         return self._process("host", _module("host", str(self._port)), "", {})
+
+    def postbox(self) -> Process:
+        """Return the slow SMTP server."""
+        return self._process("postbox", _module("postbox", str(self._mail_port)), "", {})
 
     def _process(self, name: str, command: list[str], dsn: str, extra: Mapping[str, str]) -> Process:
         log = self._stack.enter_context((self._directory / f"{name}.log").open("ab"))

@@ -15,20 +15,28 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, LiteralString
+from typing import Any, Final, LiteralString
 
 import psycopg
+from psycopg.rows import TupleRow
 
-from pgoutbox import Outbox
+from pgoutbox import NewMessage, Outbox
 from pgoutbox.embedded import EmbeddedServer
 from pgoutbox.message import State
 from pgoutbox.operations import Operator
-from tests.soak.app import LONELY_QUEUE, OWNERS
+from tests.soak.app import ACCOUNTS, LONELY_QUEUE, OWNERS, STEADY_QUEUE
 from tests.soak.books import limit
-from tests.soak.crew import LEASE_SECONDS, LONELY_WORKER, WORKER_ROLE, Process
+from tests.soak.crew import LEASE_SECONDS, LONELY_WORKER, POLL_SECONDS, WORKER_ROLE, Process
+from tests.soak.liveness import PATIENCE_SECONDS
+from tests.soak.producer import LEAVERS
+from tests.soak.runs import Struck
+from tests.support.ledger import KEY, Ledger
 from tests.support.proxy import Moment, Proxy
 
 UNDO_SECONDS: Final = 30.0
+SCHEDULED_SECONDS: Final = 1.0
+HANG_SECONDS: Final = 10
+"""PostgreSQL ends a deadlock after a second, and a handler ends earlier. A longer wait for its row does not end."""
 NOTIFY_WARNING: Final = 0.8
 NOTIFY_NO_RINGS: Final = 0.9
 NOTIFY_NOTICED_SECONDS: Final = 4.0
@@ -38,9 +46,32 @@ _IN_FLIGHT: Final = """
 SELECT m.id, m.attempt_count FROM pgoutbox.message AS m
 WHERE m.state = 'sending' AND (pgoutbox.payload_of(m) ->> 'seconds')::float8 >= 0.5
 """
+# An attempt that outlasts its lease unless that is renewed.
+_CROWDED_IN_FLIGHT: Final = f"""
+SELECT m.id FROM pgoutbox.message AS m
+WHERE m.state = 'sending' AND m.queue = 'crowded'
+    AND (pgoutbox.payload_of(m) ->> 'seconds')::float8 > {LEASE_SECONDS}
+    AND m.claimed_at > now() - interval '500 ms'
+"""
 _IN_FLIGHT_OF_LONELY: Final = f"""
 SELECT FROM pgoutbox.message_live
 WHERE state = 'sending' AND queue = '{LONELY_QUEUE}' AND claimed_at < now() - interval '50 ms'
+"""
+# Waiting in a transport: more than it has connections.
+_IN_TRANSPORT: Final = """
+SELECT split_part(worker, ':', 2)::integer
+FROM pgoutbox.message_view
+WHERE state = 'sending' AND topic = 'soak.mail'
+GROUP BY 1
+HAVING count(*) >= 3
+"""
+_PENDING: Final = "SELECT id FROM pgoutbox.message_view WHERE id = ANY (%s) AND state = 'pending'"
+# Messages with a dedupe key are not cancelled: see `Nemesis.cancel`.
+_EFFECTS_IN_FLIGHT: Final = """
+SELECT id FROM pgoutbox.message_view
+WHERE state = 'sending' AND topic = 'soak.effect' AND dedupe_key IS NULL
+ORDER BY id DESC
+LIMIT 3
 """
 _TERMINATE_WORKERS: Final = f"""
 SELECT pg_terminate_backend(a.pid) FROM pg_stat_activity AS a WHERE a.usename = '{WORKER_ROLE}'
@@ -61,6 +92,8 @@ class Fleet:
     workers: list[Process]
     producers: list[Process]
     host: Process
+    postbox: Process
+    ledger: Ledger
 
     def keep_alive(self) -> None:
         """Restart processes that have ended."""
@@ -82,16 +115,20 @@ class Nemesis:
     chance: random.Random
     faults: list[tuple[Callable[[Nemesis], None], int]]
     injected: Counter[str] = field(default_factory=Counter)
+    struck: list[Struck] = field(default_factory=list)
 
     def strike(self) -> str:
         """Inject one fault and undo it. Return its name."""
         fault = self.chance.choices([fault for fault, _ in self.faults], [weight for _, weight in self.faults])[0]
         name = fault.__name__
+        began_at = time.time()
         try:
             fault(self)
         except _IN_VAIN:
             name += "_in_vain"
         self.injected[name] += 1
+        if fault not in _KEEP_LEASES:
+            self.struck.append(Struck(began_at, time.time()))
         return name
 
     def worker(self, name: str) -> Process:
@@ -125,12 +162,20 @@ class Nemesis:
         """Stop the only worker of a queue for longer than a lease while it handles a message, then continue it."""
         victim = self.worker(LONELY_WORKER)
         with self.fleet.connection() as connection:
-            until = time.monotonic() + LEASE_SECONDS
-            while connection.execute(_IN_FLIGHT_OF_LONELY).fetchone() is None and time.monotonic() < until:
-                self._wait(0.02)
+            self._wait_for(connection, _IN_FLIGHT_OF_LONELY)
             victim.signal(signal.SIGSTOP)
         self._wait(LEASE_SECONDS * self.chance.uniform(1.1, 2.0))
         victim.signal(signal.SIGCONT)
+
+    def suspend_sender(self) -> None:
+        """Stop a worker while contents wait inside its transport, for longer than a lease, then continue it."""
+        with self.fleet.connection() as connection:
+            pids = {pid for (pid,) in self._wait_for(connection, _IN_TRANSPORT)}
+            victims = [process for process in self.fleet.workers if pids & set(process.pids)]
+            for victim in victims[:1]:
+                victim.signal(signal.SIGSTOP)
+                self._wait(LEASE_SECONDS * self.chance.uniform(1.1, 2.0))
+                victim.signal(signal.SIGCONT)
 
     def stall_network(self) -> None:
         """Delay the statements of the workers behind the proxy for longer than a lease, then deliver them."""
@@ -278,6 +323,104 @@ class Nemesis:
             for message_id in self.chance.sample(ids, min(len(ids), 5)):
                 connection.execute("SELECT pgoutbox.cancel(%s)", (message_id,))
 
+    def cancel_and_change_mind(self) -> None:
+        """Cancel messages in a transaction just before they fall due, and roll back after that."""
+        with self._scheduled() as (connection, ids):
+            for message_id in ids:
+                connection.execute("SELECT pgoutbox.cancel(%s)", [message_id])
+
+    def enqueue_and_change_mind(self) -> None:
+        """Enqueue newer messages of debounced keys just before the older ones fall due, and roll back after that."""
+        with self._scheduled() as (connection, _):
+            Outbox().enqueue_many(connection, self._debounced())
+
+    @contextlib.contextmanager
+    def _scheduled(self) -> Iterator[tuple[psycopg.Connection, list[int]]]:
+        """Schedule messages, and yield a transaction that is rolled back after they have fallen due.
+
+        Then wait for the worker, and let no other scheduled message make it look.
+        """
+        ids = self._enqueue(self._debounced())
+        with self.fleet.connection() as connection:
+            with connection.transaction(force_rollback=True):
+                self._isolate(connection)
+                yield connection, ids
+                self._wait(SCHEDULED_SECONDS + self.chance.uniform(0.2, 1.0))
+            until = time.monotonic() + PATIENCE_SECONDS + POLL_SECONDS
+            while connection.execute(_PENDING, [ids]).fetchall() and time.monotonic() < until:
+                self._wait(0.2)
+
+    def _debounced(self) -> list[NewMessage[dict[str, Any]]]:
+        return [
+            self._planned(queue=STEADY_QUEUE, coalesce_key=f"debounced-{number}", delay=SCHEDULED_SECONDS)
+            for number in range(3)
+        ]
+
+    def _planned(
+        self, *, queue: str, seconds: float = 0, coalesce_key: str | None = None, delay: float | None = None
+    ) -> NewMessage[dict[str, Any]]:
+        payload = {KEY: f"nemesis-{self.chance.randrange(1 << 60)}", "plan": ["ok"], "seconds": seconds}
+        return NewMessage(
+            "soak.async", payload, queue=queue, coalesce_key=coalesce_key, delay=delay, max_attempts=10_000
+        )
+
+    def _enqueue(self, messages: list[NewMessage[dict[str, Any]]]) -> list[int]:
+        keys = [message.payload[KEY] for message in messages]
+        with psycopg.connect(self.fleet.server.dsn) as connection, self.fleet.ledger.committing(connection, *keys):
+            return [enqueued.id for enqueued in Outbox().enqueue_many(connection, messages)]
+
+    def hold_cancel(self) -> None:
+        """Cancel everything of an owner in a transaction that outlasts leases, then commit it or roll it back."""
+        owner = self.chance.choice(["crowded", f"person-{self.chance.randrange(OWNERS)}"])
+        with self._held_open() as connection:
+            Outbox().cancel_all(connection, owner=owner)
+
+    def hold_cancel_in_flight(self) -> None:
+        """Cancel messages in flight of a limited queue in such a transaction, while others wait for their places."""
+        self._enqueue([self._planned(queue="crowded", seconds=3.5) for _ in range(8)])
+        with self.fleet.connection() as connection:
+            self._wait_for(connection, _CROWDED_IN_FLIGHT)
+        with self._held_open() as connection:
+            for message_id in self._ids(connection, _CROWDED_IN_FLIGHT):
+                connection.execute("SELECT pgoutbox.cancel(%s)", [message_id])
+
+    def hold_erase(self) -> None:
+        """Erase everything of an owner in a transaction that outlasts leases, then commit it or roll it back."""
+        with self._held_open() as connection:
+            connection.execute("SELECT pgoutbox.erase(owner => %s)", [f"leaver-{self.chance.randrange(LEAVERS)}"])
+
+    def hold_limits(self) -> None:
+        """Change limits in a transaction that outlasts leases, then commit it or roll it back."""
+        with self._held_open() as connection:
+            limit(connection, self.chance)
+
+    @contextlib.contextmanager
+    def _held_open(self) -> Iterator[psycopg.Connection]:
+        rolls_back = self.chance.random() < 0.5
+        with self.fleet.connection() as connection, connection.transaction(force_rollback=rolls_back):
+            self._isolate(connection)
+            yield connection
+            self._wait(LEASE_SECONDS * self.chance.uniform(1.2, 2.5))
+
+    def _isolate(self, connection: psycopg.Connection) -> None:
+        if self.chance.random() < 0.5:
+            connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+
+    def cancel_then_write(self) -> None:
+        """Cancel messages of transactional handlers, then write rows that these handlers have written."""
+        with self.fleet.connection() as connection:
+            for message_id in self._ids(connection, _EFFECTS_IN_FLIGHT):
+                try:
+                    with connection.transaction():
+                        connection.execute(f"SET LOCAL lock_timeout = '{HANG_SECONDS}s'".encode())
+                        connection.execute("SELECT pgoutbox.cancel(%s)", [message_id])
+                        connection.execute(
+                            "UPDATE soak_account SET change_count = change_count + 1 WHERE id = %s",
+                            [message_id % ACCOUNTS],
+                        )
+                except psycopg.errors.LockNotAvailable:
+                    connection.execute("INSERT INTO soak_hung (message_id) VALUES (%s)", [message_id])
+
     def cancel_owner(self) -> None:
         """Cancel everything of one owner, as a business transaction does."""
         with self.fleet.connection() as connection, connection.transaction():
@@ -362,6 +505,13 @@ class Nemesis:
             else:
                 return
 
+    def _wait_for(self, connection: psycopg.Connection, query: LiteralString) -> list[TupleRow]:
+        """Return the rows of a query as soon as it has some, or none after a while."""
+        until = time.monotonic() + 2 * LEASE_SECONDS
+        while not (found := connection.execute(query).fetchall()) and time.monotonic() < until:
+            self._wait(0.02)
+        return found
+
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -378,6 +528,7 @@ FAULTS: Final[list[tuple[Callable[[Nemesis], None], int]]] = [
     (Nemesis.refuse_finishes, 2),
     (Nemesis.change_encoding, 2),
     (Nemesis.fill_notify_queue, 2),
+    (Nemesis.suspend_sender, 4),
     (Nemesis.stall_network, 6),
     (Nemesis.stall_finishes, 8),
     (Nemesis.lose_replies, 4),
@@ -391,6 +542,13 @@ FAULTS: Final[list[tuple[Callable[[Nemesis], None], int]]] = [
     (Nemesis.hold_snapshot, 2),
     (Nemesis.cancel, 3),
     (Nemesis.cancel_owner, 2),
+    (Nemesis.cancel_and_change_mind, 4),
+    (Nemesis.enqueue_and_change_mind, 4),
+    (Nemesis.cancel_then_write, 2),
+    (Nemesis.hold_cancel, 2),
+    (Nemesis.hold_cancel_in_flight, 3),
+    (Nemesis.hold_erase, 3),
+    (Nemesis.hold_limits, 3),
     (Nemesis.reschedule, 3),
     (Nemesis.dismiss, 2),
     (Nemesis.redrive, 2),
@@ -400,6 +558,14 @@ FAULTS: Final[list[tuple[Callable[[Nemesis], None], int]]] = [
     (Nemesis.kill_destination, 6),
     (Nemesis.prune, 3),
 ]
+
+_KEEP_LEASES: Final = (
+    Nemesis.hold_cancel, Nemesis.hold_cancel_in_flight, Nemesis.hold_erase, Nemesis.hold_limits,
+    Nemesis.cancel_and_change_mind, Nemesis.enqueue_and_change_mind, Nemesis.cancel_then_write, Nemesis.cancel,
+    Nemesis.cancel_owner,
+    Nemesis.change_limits, Nemesis.pause_queue, Nemesis.reschedule, Nemesis.kill_destination,
+)  # fmt: skip
+"""No lease of a living worker lapses during these faults."""
 
 
 def chosen_faults(names: Collection[str]) -> list[tuple[Callable[[Nemesis], None], int]]:

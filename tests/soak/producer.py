@@ -28,7 +28,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from pgoutbox import Enqueued, NewMessage, Outbox, TransactionError
 from pgoutbox.enqueue.adapters import AsyncConnection, SyncConnection
-from tests.soak.app import LONELY_QUEUE, ORDERED_TOPICS, OWNERS, TEXT, TOPICS, fanout_key
+from tests.soak.app import LONELY_QUEUE, ORDERED_TOPICS, OWNERS, STEADY_QUEUE, TEXT, TOPICS, fanout_key
 from tests.soak.host import PORT_VARIABLE
 from tests.support.dialogues import HOST
 from tests.support.ledger import KEY, Ledger, told_ledger
@@ -39,10 +39,12 @@ COALESCE_KEYS: Final = 40
 DEDUPE_KEYS: Final = 2_000
 ORDERING_KEYS: Final = 40
 THREAD_KEYS: Final = 20
+LEAVERS: Final = 20
 HOT_KEYS: Final = 4
 """Few keys, so that several producers enqueue for one key at once."""
 SPECIAL: Final = [
     "ordered", "ordered", "halted", "halted", "rated", "crowded", "forgotten", "forgotten", "line", "lonely", "thread",
+    "thread", "steady", "steady", "steady",
 ]  # fmt: skip
 # Errors that a producer must expect under faults: it abandons the transaction and begins another one.
 FAILURES: Final = (
@@ -161,11 +163,16 @@ def draw_special(chance: random.Random, key: str) -> NewMessage[Any]:
             topic = chance.choice(["soak.sync", "soak.async", "soak.batch"])
             payload["seconds"] = chance.choice([0.1, 0.5, 1.0])
             return NewMessage(topic, payload, queue=LONELY_QUEUE, max_attempts=10_000)
+        case "steady":
+            return draw_steady(chance, payload)
         case "thread":
             # Up to twice the timeout, and beyond the grace period of a stop.
             payload["seconds"] = chance.choice([0.1, 1.5, 2.0])
             return draw_threaded(chance, payload)
         case queue:
+            if queue == "crowded":
+                # Some run for longer than a lease.
+                payload["seconds"] = chance.choices([seconds, 3.5], [90, 10])[0]
             # Some begin no attempt and need no permit, because a newer message supersedes them.
             coalesces = chance.random() < 0.3
             return NewMessage(
@@ -173,22 +180,37 @@ def draw_special(chance: random.Random, key: str) -> NewMessage[Any]:
                 payload,
                 queue=queue,
                 coalesce_key=f"{queue}-{chance.randrange(HOT_KEYS)}" if coalesces else None,
+                owner=queue,
                 max_attempts=10_000,
             )
 
 
+def draw_steady(chance: random.Random, payload: dict[str, Any]) -> NewMessage[Any]:
+    """Draw a message that succeeds at once, of an owner whose messages may be erased."""
+    payload |= {"plan": ["ok"], "seconds": 0}
+    owner = f"leaver-{chance.randrange(LEAVERS)}"
+    return NewMessage("soak.async", payload, queue=STEADY_QUEUE, owner=owner, max_attempts=10_000)
+
+
+def draw_mails(chance: random.Random, name: str) -> list[NewMessage[Any]]:
+    """Draw more e-mails than a worker has connections."""
+    return [
+        NewMessage("soak.mail", {KEY: f"{name}-{n}", "plan": ["ok"], "seconds": 0}, max_attempts=10_000)
+        for n in range(chance.randrange(4, 12))
+    ]
+
+
 def draw_threaded(chance: random.Random, payload: dict[str, Any]) -> NewMessage[Any]:
     """Draw a message whose thread blocks: without a key, with a coalesce key, or with an ordering key."""
+    topic = chance.choice(["soak.thread", "soak.errand"])
     number = chance.randrange(THREAD_KEYS)
     match chance.choice(["alone", "coalesced", "ordered"]):
         case "coalesced":
-            return NewMessage("soak.thread", payload, coalesce_key=f"thread-{number}", max_attempts=10_000)
+            return NewMessage(topic, payload, coalesce_key=f"thread-{number}", max_attempts=10_000)
         case "ordered":
-            return NewMessage(
-                "soak.thread", payload, queue="ordered", ordering_key=f"thread-{number}", max_attempts=10_000
-            )
+            return NewMessage(topic, payload, queue="ordered", ordering_key=f"thread-{number}", max_attempts=10_000)
         case _:
-            return NewMessage("soak.thread", payload, max_attempts=10_000)
+            return NewMessage(topic, payload, max_attempts=10_000)
 
 
 def draw_line(chance: random.Random, name: str) -> list[NewMessage[Any]]:
@@ -223,8 +245,11 @@ async def produce(transaction: Transaction, chance: random.Random, ledger: Ledge
         if stop.is_set():
             return
         name = f"{os.getpid()}-{number}"
-        if chance.random() < 0.05:
+        kind = chance.random()
+        if kind < 0.05:
             messages = draw_line(chance, name)
+        elif kind < 0.06:
+            messages = draw_mails(chance, name)
         else:
             messages = [draw(chance, f"{name}-{n}") for n in range(chance.choice([1, 1, 1, 1, 2, 30]))]
         fan_out = None

@@ -17,11 +17,13 @@ from tests.support.ledger import Entries, HandOver, Run
 if TYPE_CHECKING:
     import psycopg
 
+TAKEN_OVER_SECONDS: Final = 0.5
+"""The time between the last check of a lease and the first bytes on a busy machine."""
 REFUSED_HAND_OVERS: Final = 2
 """How often a message may be handed over while its finish is refused: once, and again if its process was killed."""
 
 # A transaction of the handler may roll back after its hand-over, and a transport learns of a cancel after it.
-_MAY_REPEAT: Final = ("soak.effect", "soak.line")
+_MAY_REPEAT: Final = ("soak.effect", "soak.line", "soak.mail", "soak.errand")
 
 REFUSALS: Final[LiteralString] = """
 CREATE TABLE soak_refusal (
@@ -76,6 +78,14 @@ SELECT id, attempt_count, split_part(worker, ':', 2) FROM pgoutbox.message WHERE
 UNION ALL
 SELECT message_id, attempt_count, split_part(worker, ':', 2) FROM pgoutbox.attempt
 """
+_TAKEN_OVER: Final = """
+SELECT message_id, attempt_count, extract(epoch FROM ended_at)::float8 FROM pgoutbox.attempt WHERE outcome = 'lost'
+"""
+_LIMITS: Final = """
+SELECT message_id, attempt_count, max_in_flight
+FROM soak_flight
+WHERE what = 'sending' AND queue = 'crowded' AND max_in_flight IS NOT NULL
+"""
 _OUTCOMES: Final = "SELECT message_id, attempt_count, outcome FROM pgoutbox.attempt"
 
 
@@ -115,6 +125,13 @@ class Lost(NamedTuple):
         return self.from_at <= run.began_at <= self.until_at + LEASE_SECONDS
 
 
+class Struck(NamedTuple):
+    """The time of a fault during which leases of living workers may lapse."""
+
+    from_at: float
+    until_at: float
+
+
 class _Account(NamedTuple):
     messages: Mapping[str, _Message]
     outcomes: Mapping[tuple[int, int], str]
@@ -149,7 +166,11 @@ def lost_by_failover(entries: Entries, connection: psycopg.Connection, lost: Los
 
 
 def by_runs(
-    entries: Entries, connection: psycopg.Connection, lost: Lost, lost_runs: Collection[Run]
+    entries: Entries,
+    connection: psycopg.Connection,
+    lost: Lost,
+    lost_runs: Collection[Run],
+    struck: Sequence[Struck],
 ) -> dict[str, list[int]]:
     """Return the invariants of this account, each with the messages that break it."""
     account = _Account(
@@ -165,6 +186,10 @@ def by_runs(
         "in flight beside another message of its key, whose lease had not lapsed": list(_beside(runs, account)),
         "handed over again by the process that had handed it over": list(_by_itself(hand_overs, account)),
         "succeeded after its timeout, and was not recorded as sent": list(_late(runs, hand_overs, account)),
+        "in flight beside more than the limit of its queue, though no lease had lapsed": list(
+            _crowded(runs, account, connection, struck)
+        ),
+        "begun inside a transport after another worker had taken it over": list(_too_late(runs, account, connection)),
         "handed over after a later item of its bulk": list(_out_of_line(hand_overs, account)),
         "handed over again and again while its finish was refused": list(
             _again_and_again(hand_overs, account, connection.execute(_REFUSALS).fetchall())
@@ -209,6 +234,33 @@ def _beside(runs: Sequence[Run], account: _Account) -> Iterator[int]:
     for earlier, later in _overlaps(groups()):
         if earlier.key != later.key and not account.is_lost(earlier):
             yield account.messages[later.key].id
+
+
+def _crowded(
+    runs: Sequence[Run], account: _Account, connection: psycopg.Connection, struck: Sequence[Struck]
+) -> Iterator[int]:
+    """Return attempts that began beside more attempts of their queue than any of their limits allowed."""
+    limits = {(message_id, count): limit for message_id, count, limit in connection.execute(_LIMITS).fetchall()}
+    still_open: list[tuple[Run, int]] = []
+    for run in runs:
+        limit = limits.get((account.messages[run.key].id, run.attempt_count))
+        if limit is None or run.ended_at is None or account.is_lost(run):
+            continue
+        still_open = [(other, n) for other, n in still_open if (other.ended_at or 0.0) > run.began_at] + [(run, limit)]
+        since = min(other.began_at for other, _ in still_open) - LEASE_SECONDS
+        may_lapse = any(fault.from_at < run.began_at and fault.until_at > since for fault in struck)
+        if len(still_open) > max(n for _, n in still_open) and not may_lapse:
+            yield account.messages[run.key].id
+
+
+def _too_late(runs: Sequence[Run], account: _Account, connection: psycopg.Connection) -> Iterator[int]:
+    """Return e-mails that began after another worker had taken over their message."""
+    taken_over_at = {(message_id, count): at for message_id, count, at in connection.execute(_TAKEN_OVER).fetchall()}
+    for run in runs:
+        message = account.messages[run.key]
+        at = taken_over_at.get((message.id, run.attempt_count), float("inf"))
+        if message.topic == "soak.mail" and run.began_at > at + TAKEN_OVER_SECONDS:
+            yield message.id
 
 
 def _by_itself(hand_overs: Sequence[HandOver], account: _Account) -> Iterator[int]:

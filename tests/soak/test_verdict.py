@@ -14,7 +14,8 @@ from psycopg import sql
 from psycopg.types.json import Jsonb
 
 from pgoutbox.operations import Operator, Rate
-from tests.soak.runs import Lost, install_refusals
+from tests.soak.liveness import install_liveness
+from tests.soak.runs import Lost, Struck, install_refusals
 from tests.soak.verdict import balance
 from tests.soak.witness import beyond_limits, flights, install_witness
 from tests.support import races
@@ -205,6 +206,8 @@ DAMAGE: list[tuple[str, LiteralString]] = [
         "an attempt used up while its breaker was open",
         "UPDATE pgoutbox.attempt SET outcome = 'retry', error = 'ConnectionRefusedError: no' WHERE message_id = 13",
     ),
+    ("passed over by claims while later messages began", "INSERT INTO soak_passed_over VALUES (4, 'default', now())"),
+    ("a cancel and a transactional handler that wait for each other", "INSERT INTO soak_hung VALUES (4)"),
     (
         "undrained",
         "UPDATE pgoutbox.message SET state = 'pending', finished_at = NULL WHERE id = 4",
@@ -224,6 +227,7 @@ def run(connect: Connect, tmp_path: Path) -> tuple[Path, psycopg.Connection]:
     connection.execute("ALTER SEQUENCE pgoutbox.message_id_seq RESTART WITH 50")
     install_witness(connection)
     install_refusals(connection)
+    install_liveness(connection)
     connection.execute(ACCOUNT)
     path = tmp_path / "ledger"
     with Ledger(path, fsync=False) as ledger:
@@ -488,6 +492,8 @@ AGAIN = "handed over again by the process that had handed it over"
 LATE = "succeeded after its timeout, and was not recorded as sent"
 OUT_OF_LINE = "handed over after a later item of its bulk"
 BY_ANOTHER = "ended by another than the process that handled it"
+CROWDED = "in flight beside more than the limit of its queue, though no lease had lapsed"
+TOO_LATE = "begun inside a transport after another worker had taken it over"
 AGAIN_AND_AGAIN = "handed over again and again while its finish was refused"
 
 
@@ -563,6 +569,47 @@ def test_a_late_success_that_is_not_sent_is_detected(
     handlers.ended(21, 1, outcome)
     handlers.ran(21, 1, "p", 100.0, handed_over_at)
     handlers.ran(21, 2, "q", 120.0, 121.5)
+    assert handlers.broken == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "began_at", "struck", "expected"),
+    [
+        (2, 105.0, (), {CROWDED}),
+        (2, 111.0, (), set()),
+        (3, 105.0, (), set()),
+        (2, 105.0, (Struck(101.0, 104.0),), set()),
+        (2, 105.0, (Struck(106.0, 107.0),), {CROWDED}),
+    ],
+    ids=["beside", "after", "the limit was raised", "a lease may have lapsed", "struck later"],
+)
+def test_more_attempts_at_once_than_the_limit_allows_are_detected(
+    handlers: Handlers, limit: int, began_at: float, struck: tuple[Struck, ...], expected: set[str]
+) -> None:
+    for message_id, at in ((21, 100.0), (22, 100.5), (23, began_at)):
+        handlers.message(message_id, topic="soak.async", queue="crowded")
+        handlers.connection.execute(
+            "INSERT INTO soak_flight (message_id, ledger_key, topic, queue, halts, what, attempt_count, max_in_flight)"
+            " VALUES (%s, '', 'soak.async', 'crowded', false, 'sending', 1, %s)",
+            [message_id, limit if message_id == 23 else 2],
+        )
+        handlers.ran(message_id, 1, "p", at, at + 10.0)
+    lines = balance(handlers.path, handlers.connection, {}, struck=struck).lines
+    assert {line.invariant for line in lines if line.broken} == expected
+
+
+@pytest.mark.parametrize(
+    ("outcome", "began_at", "expected"),
+    [("lost", 106.0, {TOO_LATE}), ("lost", 104.0, set()), ("retry", 106.0, set())],
+    ids=["after the take-over", "before it", "by the next attempt of its own"],
+)
+def test_an_email_that_begins_after_another_worker_has_its_message_is_detected(
+    handlers: Handlers, outcome: str, began_at: float, expected: set[str]
+) -> None:
+    handlers.message(21, topic="soak.mail", attempt_count=2)
+    handlers.ended(21, 1, outcome, ended_at=datetime.fromtimestamp(105.0, UTC))
+    handlers.ran(21, 1, "p", began_at, began_at + 0.3)
+    handlers.ran(21, 2, "q", 120.0, 120.3)
     assert handlers.broken == expected
 
 

@@ -14,7 +14,8 @@ from typing import Any, Final, LiteralString, NamedTuple
 import psycopg
 from psycopg.rows import class_row
 
-from tests.soak.runs import Lost, by_runs, lost_by_failover
+from tests.soak.liveness import passed_over
+from tests.soak.runs import Lost, Struck, by_runs, lost_by_failover
 from tests.soak.witness import Flight, account, beyond_limits, brought_back, flights, out_of_turn, used_up_while_open
 from tests.support.judge import violations
 from tests.support.ledger import Entries, judge, read_entries
@@ -139,6 +140,7 @@ JOIN pgoutbox.message AS m ON m.id = a.message_id
 WHERE a.outcome IN ('lost', 'released')
     OR m.topic = 'soak.effect'
     OR (m.topic = 'soak.sync' AND a.outcome IN ('skipped', 'cancelled'))
+    OR m.topic IN ('soak.errand', 'soak.mail')
 """
 # Expected exit codes: told to stop, before or after it could listen, or twice; and killed, also by a message's plan.
 _ENDS: Final = frozenset({0, -signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL, 137})
@@ -172,10 +174,14 @@ class Balance(NamedTuple):
 
 
 def balance(
-    path: Path, connection: psycopg.Connection, ends: Mapping[str, Mapping[int, int]], lost: Lost | None = None
+    path: Path,
+    connection: psycopg.Connection,
+    ends: Mapping[str, Mapping[int, int]],
+    lost: Lost | None = None,
+    struck: Sequence[Struck] = (),
 ) -> Balance:
     """Judge a run whose producers and workers have stopped. `ends` counts each worker's exit codes; `lost` gives the
-    time of lost commits."""
+    time of lost commits, `struck` the times at which leases of living workers may have lapsed."""
     lost = lost or Lost()
     entries = read_entries(path)
     verdict = judge(path, connection)
@@ -205,8 +211,12 @@ def balance(
     for invariant, broken in (out_of_turn(seen) | beyond_limits(seen, connection)).items():
         lines.append(Line(invariant, len(broken), broken[:5]))
     lines.append(_by_breaker(path, connection))
-    for invariant, broken in by_runs(entries, connection, lost, lost_runs).items():
+    for invariant, broken in by_runs(entries, connection, lost, lost_runs, struck).items():
         lines.append(Line(invariant, len(broken), broken[:5]))
+    overdue = passed_over(connection)
+    lines.append(Line("passed over by claims while later messages began", len(overdue), overdue[:5]))
+    hung = [message_id for (message_id,) in connection.execute("SELECT message_id FROM soak_hung")]
+    lines.append(Line("a cancel and a transactional handler that wait for each other", len(hung), hung[:5]))
     refused = sorted(entries.refused)
     lines.append(Line("a producer's transaction failed for want of room for a notification", len(refused), refused[:5]))
     by_itself = [
