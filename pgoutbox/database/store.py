@@ -372,12 +372,12 @@ class Store:
         """
         attempts = dict(zip(ids, attempt_counts, strict=True))
         finished: dict[int, State] = {}
+        if await self.forgets_sent(topics):
+            parameters = _sent_parameters(attempts, worker=self.worker)
+            rows = await self._finishes.fetch(sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters)
+            return dict.fromkeys((row[0] for row in rows), State.SENT), False
+        groups = sorted(set(attempt_counts))
         try:
-            if await self.forgets_sent(topics):
-                parameters = _sent_parameters(attempts, worker=self.worker, ended_claims=ended_claims)
-                rows = await self._finishes.fetch(sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters)
-                return dict.fromkeys((row[0] for row in rows), State.SENT), True
-            groups = sorted(set(attempt_counts))
             for attempt_count in groups:
                 group = {message_id: number for message_id, number in attempts.items() if number == attempt_count}
                 ended = ended_claims if attempt_count == groups[-1] else ()
@@ -575,26 +575,27 @@ async def complete_within(
 ) -> bool:
     """Finish one attempt as sent in the open transaction of `connection`; False if it does not hold its message.
 
-    `forgets` is the answer of `Store.forgets_sent`.
+    It waits for a locked row: PostgreSQL sees a deadlock with the handler's own locks, and ends it. `forgets` is the
+    answer of `Store.forgets_sent`.
     """
-    statement, parameters = _completion(message_id, attempt_count, worker=worker, forgets=forgets)
-    return await (await connection.execute(statement, parameters)).fetchone() is not None
+    parameters = _sent_parameters({message_id: attempt_count}, worker=worker, lock_timeout="0")
+    if forgets:
+        await connection.execute(sql.WAIT_FOR_MESSAGE, {"id": message_id})
+    return await (await connection.execute(_completion(forgets), parameters)).fetchone() is not None
 
 
 def complete_within_sync(
     connection: psycopg.Connection[TupleRow], message_id: int, attempt_count: int, *, worker: str, forgets: bool
 ) -> bool:
     """Finish one attempt as sent, like `complete_within`, on a sync connection for handlers in threads."""
-    statement, parameters = _completion(message_id, attempt_count, worker=worker, forgets=forgets)
-    return connection.execute(statement, parameters).fetchone() is not None
+    parameters = _sent_parameters({message_id: attempt_count}, worker=worker, lock_timeout="0")
+    if forgets:
+        connection.execute(sql.WAIT_FOR_MESSAGE, {"id": message_id})
+    return connection.execute(_completion(forgets), parameters).fetchone() is not None
 
 
-def _completion(
-    message_id: int, attempt_count: int, *, worker: str, forgets: bool
-) -> tuple[LiteralString, Mapping[str, object]]:
-    statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_SENT_IF_HELD
-    # It waits for a locked row: PostgreSQL sees a deadlock with the handler's own locks, and ends it.
-    return statement, _sent_parameters({message_id: attempt_count}, worker=worker, lock_timeout="0")
+def _completion(forgets: bool) -> LiteralString:  # noqa: FBT001 - the answer of `Store.forgets_sent`
+    return sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_SENT_IF_HELD
 
 
 async def check_server(settings: Settings) -> None:

@@ -24,7 +24,8 @@ class Claim:
 
     claimed_at: datetime
     left_count: int = 0
-    is_deleted: bool = False
+    is_closed: bool = False
+    """Whether it is deleted, or must lapse because the outcome of an attempt is not written."""
 
 
 class InFlight(dict[int, "Attempt"]):
@@ -45,19 +46,26 @@ class InFlight(dict[int, "Attempt"]):
         claim = self[message_id].claim
         super().__delitem__(message_id)
         claim.left_count -= 1
-        if claim.left_count == 0 and not claim.is_deleted:
+        if claim.left_count == 0 and not claim.is_closed:
             self.ended_claims.append(claim)
 
     def claims_ended_by(self, attempts: Iterable[Attempt]) -> list[Claim]:
         """Return the claims that have no attempt left when these are finished."""
         counts = Counter(attempt.claim for attempt in attempts if self.get(attempt.message.id) is attempt)
-        return [*self.ended_claims, *(claim for claim, count in counts.items() if count == claim.left_count)]
+        ending = (claim for claim, count in counts.items() if count == claim.left_count and not claim.is_closed)
+        return [*self.ended_claims, *ending]
 
     def note_deleted(self, claims: Iterable[Claim]) -> None:
         """Remember that the database no longer has these claims."""
         for claim in claims:
-            claim.is_deleted = True
-        self.ended_claims = [claim for claim in self.ended_claims if not claim.is_deleted]
+            claim.is_closed = True
+        self.ended_claims = [claim for claim in self.ended_claims if not claim.is_closed]
+
+    def abandon(self, attempt: Attempt) -> None:
+        """Forget an attempt whose outcome is not written: its claim must lapse."""
+        attempt.claim.is_closed = True
+        if self.get(attempt.message.id) is attempt:
+            del self[attempt.message.id]
 
 
 class Attempt(Context):

@@ -44,7 +44,9 @@ from pgoutbox.worker.refused_outcomes import RefusedOutcomes
 from pgoutbox.worker.run_state import RunState
 
 _LOCKED_PAUSE_SECONDS = 0.1
-_ENDED_CLAIM_SECONDS = 1.0  # Within this time the next finish mostly deletes them.
+# Within this time the next finish as sent mostly deletes the claims that have ended.
+_ENDED_CLAIM_SECONDS = 1.0
+_MANY_ENDED_CLAIMS = 100
 _PENDING_AGAIN: Final = frozenset({AttemptOutcome.RETRY, AttemptOutcome.SNOOZED, AttemptOutcome.RELEASED})
 _SENT: Final = State.SENT  # Looking up an enum member costs more than a comparison.
 
@@ -111,18 +113,21 @@ class Finisher:
                     async with asyncio.timeout(_ENDED_CLAIM_SECONDS):
                         await self._ready.wait()
                 if not self._ready.is_set():
-                    await self._end_claims()
+                    await self.end_claims()
             await self._ready.wait()
             self._ready.clear()
             while self._endings or self._refused:
                 await self._finish(self._next_batch())
                 if self._refused:
                     await self._finish_refused(self._refused.popleft())
+                if len(self._in_flight.ended_claims) >= _MANY_ENDED_CLAIMS:
+                    await self.end_claims()
                 self._signals.note_written()
 
-    async def _end_claims(self) -> None:
+    async def end_claims(self) -> None:
         """Delete the claims that ended otherwise than by a finish as sent. A claim that stays is deleted as lapsed."""
-        ended = self._in_flight.ended_claims
+        if not (ended := self._in_flight.ended_claims):
+            return
         with contextlib.suppress(psycopg.Error, OSError):
             await self._store.end_claims([claim.claimed_at for claim in ended])
         self._in_flight.note_deleted(ended)
@@ -149,7 +154,7 @@ class Finisher:
     def report_unwritten(self) -> None:
         """Log the messages whose outcome is still refused."""
         for attempt, refusal in self.refusals.stop().items():
-            self._forget(attempt)
+            self._in_flight.abandon(attempt)
             self._report(
                 logging.ERROR,
                 LogEvent.OUTCOME_UNWRITTEN,
@@ -192,7 +197,10 @@ class Finisher:
             if isinstance(ending, Sent):
                 sent.append(attempt)
             elif isinstance(ending, (AlreadyFinished, Abandoned)):
-                self._forget(attempt)
+                if isinstance(ending, Abandoned):
+                    in_flight.abandon(attempt)
+                else:
+                    self._forget(attempt)
                 self._note_unwritten(attempt.message, ending)
             else:
                 requests[attempt] = self._request_of(attempt, ending)

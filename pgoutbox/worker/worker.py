@@ -329,6 +329,7 @@ class _Run:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FINAL_WRITE_SECONDS):
                 await self.finisher.write_minimal_ends()
+                await self.finisher.end_claims()
         self.finisher.report_unwritten()
 
     async def _until_progress(self) -> None:

@@ -324,7 +324,9 @@ async def test_a_lost_lease_is_a_ticket(outbox: Outbox, db: psycopg.Connection, 
         async with running(worker):
             await has_begun.wait()
             await scrapes.take(worker, minutes=5)
-            db.execute("UPDATE pgoutbox.message SET attempt_count = attempt_count + 1 WHERE id = %s", [message_id])
+            db.execute(
+                "UPDATE pgoutbox.message SET attempt_count = attempt_count + 1, lane = 1 WHERE id = %s", [message_id]
+            )
             may_end.set()
             await log.wait_for(LogEvent.LEASE_LOST)
             await scrapes.take(worker, minutes=2)

@@ -869,7 +869,10 @@ def test_messages_long_in_flight_are_a_warning(dsn: str, db: psycopg.Connection)
     message_id = enqueue(db)
     claim(db)
     assert levels(found(dsn, "leases")) == ["ok"]
-    db.execute("UPDATE pgoutbox.message_live SET claimed_at = now() - interval '20 minutes'")
+    db.execute(
+        "WITH begun AS (UPDATE pgoutbox.message_live SET claimed_at = now() - interval '20 minutes')"
+        " UPDATE pgoutbox.claim SET claimed_at = now() - interval '20 minutes'"
+    )
     says = f"topic greet has had 1 message in flight for up to 20 min, the oldest is message {message_id}"
     expect(found(dsn, "leases"), Level.WARNING, says, "search the worker's log for finish_refused")
     lapse(db, message_id)

@@ -593,7 +593,7 @@ def put_back_by_hand(db: psycopg.Connection, message_id: int) -> None:
     """Put a message back by SQL instead of a redrive: the count goes back, and its numbers repeat."""
     db.execute("ALTER TABLE pgoutbox.message DISABLE TRIGGER judge")
     db.execute(
-        "UPDATE pgoutbox.message SET state = 'pending', attempt_count = 0, finished_at = NULL WHERE id = %s",
+        "UPDATE pgoutbox.message SET state = 'pending', attempt_count = 0, lane = 0, finished_at = NULL WHERE id = %s",
         [message_id],
     )
 

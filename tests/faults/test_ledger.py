@@ -305,7 +305,9 @@ def overwrite_a_final_state(db: psycopg.Connection, ledger: Ledger) -> None:
 def bring_a_sent_message_back(db: psycopg.Connection, ledger: Ledger) -> None:
     message_id = committed(db, ledger, "k")
     deliver(db, ledger)
-    db.execute("UPDATE pgoutbox.message SET state = 'pending', finished_at = NULL WHERE id = %s", [message_id])
+    db.execute(
+        "UPDATE pgoutbox.message SET state = 'pending', lane = 1, finished_at = NULL WHERE id = %s", [message_id]
+    )
     claim(db)
     finish_sent(db, (message_id, 2))
 
@@ -325,7 +327,7 @@ def hand_over_twice_in_one_attempt(db: psycopg.Connection, ledger: Ledger) -> No
 def hand_over_by_an_attempt_without_an_end(db: psycopg.Connection, ledger: Ledger) -> None:
     message_id = committed(db, ledger, "k")
     ledger.hand_over({KEY: "k"}, 1)
-    db.execute("UPDATE pgoutbox.message SET attempt_count = 1 WHERE id = %s", [message_id])
+    db.execute("UPDATE pgoutbox.message SET attempt_count = 1, lane = 1 WHERE id = %s", [message_id])
     deliver(db, ledger)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, LiteralString
 
 import psycopg
 import pytest
@@ -188,7 +188,9 @@ async def test_a_lost_lease_and_a_reconnect_are_counted(
     with reports() as log:
         async with running(worker):
             await has_begun.wait()
-            db.execute("UPDATE pgoutbox.message SET attempt_count = attempt_count + 1 WHERE id = %s", [message_id])
+            db.execute(
+                "UPDATE pgoutbox.message SET attempt_count = attempt_count + 1, lane = 1 WHERE id = %s", [message_id]
+            )
             lapse(db, message_id)
             may_end.set()
             await log.wait_for(LogEvent.LEASE_LOST)
@@ -288,7 +290,7 @@ def test_the_oldest_due_message_of_each_lane_counts_and_a_pause_is_a_label(dsn: 
     age(db, "available_at", 100, enqueue(db, queue="fresh"), enqueue(db, queue="paused"), enqueue(db, queue="over"))
     enqueue(db, queue="fresh")
     age(db, "available_at", 200, retried := enqueue(db, queue="retry"))
-    db.execute("UPDATE pgoutbox.message SET attempt_count = 1 WHERE id = %s", [retried])
+    db.execute("UPDATE pgoutbox.message SET attempt_count = 1, lane = 1 WHERE id = %s", [retried])
     age(db, "available_at", 300, enqueue(db, queue="ordered", ordering_key="k"))
     age(db, "available_at", -300, enqueue(db, queue="scheduled"))
     age(db, "available_at", 400, put(db, State.SENDING, queue="sending"))
@@ -321,8 +323,14 @@ def test_the_oldest_due_message_of_each_lane_counts_and_a_pause_is_a_label(dsn: 
 
 
 def test_the_oldest_attempt_in_flight_is_known_by_topic_and_queue(dsn: str, db: psycopg.Connection) -> None:
-    age(db, "claimed_at", 100, put(db, State.SENDING), put(db, State.SENDING, queue="bulk"))
-    age(db, "claimed_at", 200, put(db, State.SENDING), put(db, State.SENT))
+    def began_ago(seconds: int, *message_ids: int) -> None:
+        parameters = {"seconds": seconds, "ids": list(message_ids)}
+        earlier: LiteralString = "SET claimed_at = claimed_at - make_interval(secs => %(seconds)s)"
+        db.execute(f"UPDATE pgoutbox.message {earlier} WHERE id = ANY (%(ids)s)", parameters)
+        db.execute(f"UPDATE pgoutbox.claim {earlier} WHERE ids && %(ids)s::bigint[]", parameters)
+
+    began_ago(100, put(db, State.SENDING), put(db, State.SENDING, queue="bulk"))
+    began_ago(200, put(db, State.SENDING), put(db, State.SENT))
     enqueue(db)
 
     def seconds(most: int) -> dict[tuple[str, ...], int]:

@@ -145,7 +145,10 @@ DAMAGE: list[tuple[str, LiteralString]] = [
         VALUES ('soak.sync.failed', 'sent', 1, 'w', now(), now(), '{"message_id": 4}')
         """,
     ),
-    ("a hook that did not run", "UPDATE pgoutbox.message SET state = 'pending', finished_at = NULL WHERE id = 15"),
+    (
+        "a hook that did not run",
+        "UPDATE pgoutbox.message SET state = 'pending', lane = 1, finished_at = NULL WHERE id = 15",
+    ),
     (
         "an attempt that was not made is in the history",
         "UPDATE pgoutbox.attempt SET attempt_count = 3 WHERE message_id = 2",
@@ -165,7 +168,7 @@ DAMAGE: list[tuple[str, LiteralString]] = [
     ),
     (
         "a forbidden change of a row, or rule of the tables",
-        "UPDATE pgoutbox.message SET state = 'pending', finished_at = NULL WHERE id = 2",
+        "UPDATE pgoutbox.message SET state = 'pending', lane = 1, finished_at = NULL WHERE id = 2",
     ),
     ("a forbidden change of a row, or rule of the tables", "DELETE FROM pgoutbox.dedupe"),
     ("a content that no message names", "DELETE FROM pgoutbox.message WHERE id = 14"),
@@ -210,7 +213,7 @@ DAMAGE: list[tuple[str, LiteralString]] = [
     ("a cancel and a transactional handler that wait for each other", "INSERT INTO soak_hung VALUES (4)"),
     (
         "undrained",
-        "UPDATE pgoutbox.message SET state = 'pending', finished_at = NULL WHERE id = 4",
+        "UPDATE pgoutbox.message SET state = 'pending', lane = 1, finished_at = NULL WHERE id = 4",
     ),
 ]
 

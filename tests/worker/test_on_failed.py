@@ -176,9 +176,14 @@ async def test_a_large_payload_is_part_of_the_failure(outbox: Outbox, db: psycop
     assert [m.payload.payload for m in seen] == [LARGE]
 
 
+NUMBERS = f"[{', '.join(['1e100000'] * 167)}]"
+"""A few hundred bytes in PostgreSQL, and more than 16 million characters as text."""
+
+
 @pytest.mark.slow
-def test_a_payload_near_the_limit_does_not_keep_its_message_from_failing(db: psycopg.Connection) -> None:
-    message_id = enqueue(db, payload={"text": "x" * 16_777_200})
+@pytest.mark.parametrize("payload", [f'{{"text": "{"x" * 16_777_200}"}}', NUMBERS], ids=["text", "numbers"])
+def test_a_payload_near_the_limit_does_not_keep_its_message_from_failing(db: psycopg.Connection, payload: str) -> None:
+    ((message_id,),) = db.execute("SELECT pgoutbox.enqueue('greet', %s::jsonb)", [payload]).fetchall()
     claim(db)
     assert finish(db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "no"), hooks=HOOKS) == {message_id: "failed"}
     assert [failure["payload"] for failure in failures(db)] == [None]

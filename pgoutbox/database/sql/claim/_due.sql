@@ -3,7 +3,7 @@
 -- An attempt begins (`sending`), or the message ends: `cancelled`, or `skipped` because it is superseded or expired.
 SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, head.newest_id AS newer_id,
     CASE
-        -- Its row was locked when a transaction cancelled it.
+        -- A transaction has cancelled it while it was in flight, or while its row was locked.
         WHEN EXISTS (SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id) THEN 'cancelled'
         WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'
         ELSE 'sending'

@@ -7,8 +7,8 @@ SET state = j.state,
     superseded_by = CASE WHEN j.state = 'skipped' THEN j.newer_id END,
     last_error = 'attempt ' || j.attempt_count || ': lease of ' || j.worker || ' expired, outcome unknown'
 FROM judged AS j
--- `place` is where the row was locked. A row that has changed since then is at another place, so it does not match. The
--- state restricts the plan to one partition.
+-- `place` is where the row was locked. A row that has changed since this statement's snapshot does not match. The state
+-- restricts the plan to one partition.
 WHERE m.ctid = j.place AND m.id = j.id AND m.state = 'sending'
 RETURNING
     \ir _returned.sql

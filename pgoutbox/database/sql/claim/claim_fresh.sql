@@ -1,6 +1,6 @@
 -- Claim up to `total` due messages that were never attempted, those with the earliest due time first. The worker runs
 -- this for queues without limits. Messages with an ordering key have their own lane, see find_ordered.sql.
--- The parts: `judged` chooses and locks rows, and decides between `sending` and `skipped` (_due.sql); the UPDATE writes
+-- The parts: `judged` chooses and locks rows, and decides what becomes of each (_due.sql); the UPDATE writes
 -- that (_begin.sql). The worker holds the locks until it commits, right after this statement.
 -- Guards: row locks, the place of the row in the UPDATE, the unique index on keys in flight.
 WITH judged AS MATERIALIZED (

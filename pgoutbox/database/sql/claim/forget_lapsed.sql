@@ -9,7 +9,8 @@ USING (
         AND NOT EXISTS (
             SELECT FROM pgoutbox.in_flight_view AS v WHERE v.worker = l.worker AND v.claimed_at = l.claimed_at
         )
-    -- A lock of another claim would hide its attempts from the workers that take them over.
+    -- Only claims without attempts are locked: the lock of another one would hide its attempts from the workers that take
+    -- them over.
     FOR UPDATE SKIP LOCKED
 ) AS ended
 WHERE c.worker = ended.worker AND c.claimed_at = ended.claimed_at

@@ -19,6 +19,6 @@ CASE WHEN m.state = 'failed' AND %(hooks)s::jsonb -> m.topic IS NOT NULL THEN js
             SELECT coalesce(m.payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id))
         ) AS p(body)
         -- An enqueue refuses more than 16 MiB, and a refused enqueue would keep the message from failing.
-        WHERE pg_column_size(p.body) <= 65536 OR octet_length(p.body::text) <= 16000000
+        WHERE octet_length(p.body::text) <= 16000000
     )
 ) END AS failure

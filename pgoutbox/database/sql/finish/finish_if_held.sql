@@ -27,8 +27,8 @@ WITH held AS MATERIALIZED (
     LEFT JOIN pgoutbox.coalesce_head AS head
         ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
     WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
-    -- Only this worker writes a message in flight. A session that has locked its row for another reason must not delay
-    -- the batch.
+    -- While its lease runs, only this worker writes a message in flight. A session that has locked its row for another
+    -- reason must not delay the batch.
     FOR UPDATE OF m SKIP LOCKED
 ), finished AS (
     UPDATE pgoutbox.message AS m

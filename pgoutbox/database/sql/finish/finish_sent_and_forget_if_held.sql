@@ -3,16 +3,13 @@
 -- The dedupe key stays as long as its rule keeps it: the message was sent, and its repetition is a duplicate.
 -- The fence is the state, the attempt count and the worker. The count alone is not enough: a failover that loses
 -- commits gives the same attempt number out a second time, to another worker.
-WITH ended AS (
-    \ir _ended_claims.sql
-), held AS MATERIALIZED (
+WITH held AS MATERIALIZED (
     SELECT m.id, m.attempt_count
     FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
-        -- As in finish_sent_if_held.sql.
-        AND (SELECT set_config('lock_timeout', %(lock_timeout)s::text, true)) IS NOT NULL
-    FOR UPDATE OF m
+    -- As in finish_if_held.sql, a locked row must not delay the batch.
+    FOR UPDATE OF m SKIP LOCKED
 ), forgotten AS MATERIALIZED (
     SELECT f.id
     -- The function reads the rules, so that a removed rule has no effect at once. It deletes with its owner's rights,

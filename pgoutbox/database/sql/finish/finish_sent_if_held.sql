@@ -15,7 +15,7 @@ WHERE m.id = ANY (%(ids)s::bigint[])
     AND m.state = 'sending'
     AND m.attempt_count = %(attempt_count)s::integer
     AND m.worker = %(worker)s::text
-    -- Only this worker writes a message in flight. If a session has locked its row for another reason, this statement
+    -- While its lease runs, only this worker writes a message in flight. If a session has locked its row for another reason, this statement
     -- fails after the lock timeout, and the worker uses finish_if_held.sql, which skips such a row. As a subquery it is
     -- set once, before the first row, until the end of this transaction.
     AND (SELECT set_config('lock_timeout', %(lock_timeout)s::text, true)) IS NOT NULL
