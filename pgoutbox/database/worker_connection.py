@@ -271,11 +271,11 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def is_lost_key(error: BaseException) -> bool:
-    """Whether two workers conflicted at one key, and the other one has it.
+    """Whether two workers conflicted at one key, and the other one has it, or the clock has given a claim's time again.
 
     During a concurrent rebuild of an index, by REINDEX or a tool, another index of any name takes its place.
     """
-    return isinstance(error, psycopg.errors.UniqueViolation) and error.diag.table_name == "message_live"
+    return isinstance(error, psycopg.errors.UniqueViolation) and error.diag.table_name in {"message_live", "claim"}
 
 
 async def is_unreachable(error: psycopg.Error | OSError, dsn: str, settings: Settings) -> bool:

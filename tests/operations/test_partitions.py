@@ -539,14 +539,15 @@ def test_partitions_come_and_go_while_eight_sessions_enqueue_and_finish(
         sent: list[int] = []
         while not over.is_set():
             message_id = enqueue(connection, queue=f"q{number}", dedupe_key=f"{number}-{len(sent)}")
-            (row,) = claim(connection, queue=f"q{number}")
+            (row,) = claim(connection, queue=f"q{number}", worker=f"w{number}")
             assert row.id == message_id
             # A session that waits for a partition beyond the short limit finishes with the other statement, like a
             # worker.
             try:
-                assert finish_sent(connection, (message_id, 1)) == {message_id}
+                assert finish_sent(connection, (message_id, 1), worker=f"w{number}") == {message_id}
             except psycopg.errors.LockNotAvailable:
-                assert finish(connection, FinishRequest(message_id, 1, AttemptOutcome.SENT)) == {message_id: State.SENT}
+                request = FinishRequest(message_id, 1, AttemptOutcome.SENT)
+                assert finish(connection, request, worker=f"w{number}") == {message_id: State.SENT}
             sent.append(message_id)
         return sent
 

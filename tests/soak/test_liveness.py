@@ -7,18 +7,12 @@ from typing import TYPE_CHECKING, LiteralString
 import pytest
 
 from tests.soak.liveness import Onlooker, install_liveness, passed_over
-from tests.support.outbox_actions import enqueue
+from tests.support.outbox_actions import begin, enqueue
 
 if TYPE_CHECKING:
     import psycopg
 
     from tests.conftest import Connect
-
-BEGIN: LiteralString = """
-UPDATE pgoutbox.message
-SET state = 'sending', attempt_count = 1, worker = 'w', claimed_at = clock_timestamp(), lease_expires_at = now()
-WHERE id = %s
-"""
 
 
 @pytest.fixture
@@ -34,7 +28,7 @@ def noted(database: psycopg.Connection, waiting: int, later: int | None) -> bool
     onlooker.look(database)
     if later is not None:
         database.execute("UPDATE pgoutbox.message SET available_at = clock_timestamp() WHERE id = %s", [later])
-        database.execute(BEGIN, [later])
+        begin(database, later)
     onlooker.look(database)
     if later is not None:
         database.execute("UPDATE pgoutbox.message SET claimed_at = clock_timestamp() WHERE id = %s", [later])
@@ -85,10 +79,9 @@ def test_a_message_that_an_open_transaction_has_locked_is_noted_only_afterwards(
 def test_a_retry_that_waits_for_its_time_does_not_count_as_begun(database: psycopg.Connection) -> None:
     """Its row has the time of the attempt before, and the due time of the next one."""
     waiting, later = enqueue(database), enqueue(database)
-    database.execute(BEGIN, [later])
+    begin(database, later)
     database.execute(
-        "UPDATE pgoutbox.message SET state = 'pending', lease_expires_at = NULL,"
-        " available_at = now() + interval '1 s' WHERE id = %s",
+        "UPDATE pgoutbox.message SET state = 'pending', lane = 1, available_at = now() + interval '1 s' WHERE id = %s",
         [later],
     )
     assert not noted(database, waiting, None)
