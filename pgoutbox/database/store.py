@@ -373,7 +373,7 @@ class Store:
         attempts = dict(zip(ids, attempt_counts, strict=True))
         finished: dict[int, State] = {}
         if await self.forgets_sent(topics):
-            parameters = _sent_parameters(attempts, worker=self.worker)
+            parameters = _forget_parameters(attempts, worker=self.worker)
             rows = await self._finishes.fetch(sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters)
             return dict.fromkeys((row[0] for row in rows), State.SENT), False
         groups = sorted(set(attempt_counts))
@@ -578,24 +578,26 @@ async def complete_within(
     It waits for a locked row: PostgreSQL sees a deadlock with the handler's own locks, and ends it. `forgets` is the
     answer of `Store.forgets_sent`.
     """
-    parameters = _sent_parameters({message_id: attempt_count}, worker=worker, lock_timeout="0")
     if forgets:
         await connection.execute(sql.WAIT_FOR_MESSAGE, {"id": message_id})
-    return await (await connection.execute(_completion(forgets), parameters)).fetchone() is not None
+    statement, parameters = _completion({message_id: attempt_count}, worker=worker, forgets=forgets)
+    return await (await connection.execute(statement, parameters)).fetchone() is not None
 
 
 def complete_within_sync(
     connection: psycopg.Connection[TupleRow], message_id: int, attempt_count: int, *, worker: str, forgets: bool
 ) -> bool:
     """Finish one attempt as sent, like `complete_within`, on a sync connection for handlers in threads."""
-    parameters = _sent_parameters({message_id: attempt_count}, worker=worker, lock_timeout="0")
     if forgets:
         connection.execute(sql.WAIT_FOR_MESSAGE, {"id": message_id})
-    return connection.execute(_completion(forgets), parameters).fetchone() is not None
+    statement, parameters = _completion({message_id: attempt_count}, worker=worker, forgets=forgets)
+    return connection.execute(statement, parameters).fetchone() is not None
 
 
-def _completion(forgets: bool) -> LiteralString:  # noqa: FBT001 - the answer of `Store.forgets_sent`
-    return sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_SENT_IF_HELD
+def _completion(attempt: Mapping[int, int], *, worker: str, forgets: bool) -> Step:
+    if forgets:
+        return sql.FINISH_SENT_AND_FORGET_IF_HELD, _forget_parameters(attempt, worker=worker)
+    return sql.FINISH_SENT_IF_HELD, _sent_parameters(attempt, worker=worker, lock_timeout="0")
 
 
 async def check_server(settings: Settings) -> None:
@@ -645,15 +647,19 @@ def _sent_parameters(
     ended_claims: Collection[datetime] = (),
     lock_timeout: str = _FINISH_LOCK_TIMEOUT,
 ) -> dict[str, object]:
-    """Return the parameters of both statements for attempts as sent: message ids with their attempt counts."""
+    """Return the parameters of a finish as sent. The attempts, by their messages, have one attempt count."""
     return {
         "ids": _array_of(attempts),
-        "attempt_counts": _array_of(attempts.values()),
         "attempt_count": next(iter(attempts.values())),
         "worker": worker,
         "ended_claims": list(ended_claims),
         "lock_timeout": lock_timeout,
     }
+
+
+def _forget_parameters(attempts: Mapping[int, int], *, worker: str) -> dict[str, object]:
+    """Return the parameters of a finish as sent that may delete. The attempts, by their messages, have any counts."""
+    return {"ids": _array_of(attempts), "attempt_counts": _array_of(attempts.values()), "worker": worker}
 
 
 def _finish_parameters(requests: Sequence[FinishRequest], *, worker: str, hooks: str = _NO_HOOKS) -> dict[str, object]:

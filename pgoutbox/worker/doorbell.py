@@ -186,7 +186,7 @@ class Doorbell:
         return {"queues": queues, "watch_keys": keys}
 
     async def _ask_for(self, queues: Sequence[str]) -> dict[str, str | None] | None:
-        """Ask for the locks of these queues. Return who has their wake-up locks, or None without a listener."""
+        """Ask for the locks of these queues. Return the holders of their wake-up locks, or None without a listener."""
         self._asking, self._news = set(queues), set()
         rows = await self._ask(sql.ACQUIRE_LOCKS, self._watches(queues))
         self._asking = set()

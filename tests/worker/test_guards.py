@@ -701,24 +701,25 @@ async def a_cancel_leaves_no_lock_on_a_message_that_was_claimed_meanwhile(stage:
         pytest.fail("the row is locked")
 
 
-async def a_message_whose_cancel_met_its_claim_begins_no_other_attempt(stage: Stage) -> None:
+async def cancel_beside_a_claim(
+    stage: Stage, take: Callable[[psycopg.Connection], object], *, ordering_key: str | None = None
+) -> None:
+    """Cancel a message whose claim is then rolled back, and claim again."""
     claiming = stage.connect()
-    message_id = enqueue(stage.db)
-    claim(claiming)
+    message_id = enqueue(stage.db, ordering_key=ordering_key)
+    take(claiming)
     cancel(stage.db, message_id)
     claiming.rollback()
-    claim(stage.db)
+    take(stage.db)
     assert state_of(stage.db, message_id) == "cancelled"
+
+
+async def a_message_whose_cancel_met_its_claim_begins_no_other_attempt(stage: Stage) -> None:
+    await cancel_beside_a_claim(stage, claim)
 
 
 async def an_ordered_message_whose_cancel_met_its_claim_begins_no_other_attempt(stage: Stage) -> None:
-    claiming = stage.connect()
-    message_id = enqueue(stage.db, ordering_key="k")
-    claim_ordered(claiming)
-    cancel(stage.db, message_id)
-    claiming.rollback()
-    claim_ordered(stage.db)
-    assert state_of(stage.db, message_id) == "cancelled"
+    await cancel_beside_a_claim(stage, claim_ordered, ordering_key="k")
 
 
 async def a_cancelled_attempt_that_is_lost_is_not_repeated(stage: Stage) -> None:
@@ -776,6 +777,30 @@ async def a_claim_that_has_ended_takes_no_lease_from_the_next_one(stage: Stage) 
     finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RELEASED), worker="first")
     assert ids_in_flight(claim(stage.db, worker="first")) == [message_id]
     assert claim(stage.db, worker="second") == []
+
+
+async def a_finish_does_not_wait_for_a_renewal(stage: Stage) -> None:
+    """Each of the two may hold one of several claims and wait for another one."""
+    message_id, renewing = enqueue(stage.db), stage.connect()
+    claim(stage.db)
+    renew(renewing, (message_id, 1))
+    stage.db.execute("SET lock_timeout = '50ms'")
+    claimed_ats = [row[0] for row in stage.db.execute("SELECT claimed_at FROM pgoutbox.claim").fetchall()]
+    try:
+        stage.db.execute(sql.END_CLAIMS, {"worker": "worker-1", "ended_claims": claimed_ats})
+    except psycopg.errors.LockNotAvailable:
+        pytest.fail("the finish waits")
+
+
+async def a_search_does_not_wait_for_an_ended_claim(stage: Stage) -> None:
+    message_id, holder = lost(stage), stage.connect()
+    finish_sent(stage.db, (message_id, 1), worker="dead")
+    holder.execute("SELECT FROM pgoutbox.claim FOR UPDATE")
+    stage.db.execute("SET lock_timeout = '50ms'")
+    try:
+        stage.db.execute(sql.FORGET_LAPSED, {"queue": "default"})
+    except psycopg.errors.LockNotAvailable:
+        pytest.fail("the search waits")
 
 
 async def a_lapsed_claim_with_attempts_is_not_deleted(stage: Stage) -> None:
@@ -1603,6 +1628,16 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         "claim of an attempt",
         a_claim_that_has_ended_takes_no_lease_from_the_next_one,
         no_part_in_claims(" AND m.claimed_at = c.claimed_at"),
+    ),
+    (
+        "renewal beside a finish",
+        a_finish_does_not_wait_for_a_renewal,
+        newer_in("END_CLAIMS", (" SKIP LOCKED", "")),
+    ),
+    (
+        "lock of an ended claim",
+        a_search_does_not_wait_for_an_ended_claim,
+        newer_in("FORGET_LAPSED", (" SKIP LOCKED", "")),
     ),
     (
         "attempts of a deleted claim",

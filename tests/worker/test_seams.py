@@ -14,6 +14,7 @@ import pytest
 
 from pgoutbox import Context, Message, Outbox, SyncContext
 from pgoutbox.message import State
+from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
@@ -166,22 +167,49 @@ async def test_the_next_attempt_ends_the_open_transaction_of_a_suspended_worker(
 def test_a_large_cancel_needs_few_subtransactions(connect: Connect) -> None:
     """PostgreSQL keeps 64 of a session in shared memory; beyond that every snapshot of all sessions costs more."""
     db, business = connect(autocommit=True), connect()
-    if db.info.server_version < 160000:
-        pytest.skip("pg_stat_get_backend_subxact is of PostgreSQL 16")
-    for _ in range(200):
-        enqueue(db, owner="ada")
+    with db.transaction():
+        for _ in range(200):
+            enqueue(db, owner="ada")
     assert len(claim(db, total=100)) == 100
     business.execute("SELECT pgoutbox.cancel_all('ada')")
-    ((count,),) = db.execute(
+    # Each row names the subtransaction that wrote or locked it.
+    ((count,),) = business.execute(
         """
-        SELECT s.subxact_count
-        FROM pg_stat_get_backend_idset() AS b(id)
-        CROSS JOIN pg_stat_get_backend_subxact(b.id) AS s
-        WHERE pg_stat_get_backend_pid(b.id) = %s
-        """,
-        [business.info.backend_pid],
+        SELECT count(DISTINCT w.xid)
+        FROM (
+            SELECT unnest(ARRAY[m.xmin, m.xmax])::text FROM pgoutbox.message AS m
+            UNION ALL
+            SELECT c.xmin::text FROM pgoutbox.cancel_request AS c
+        ) AS w(xid)
+        """
     ).fetchall()
     assert count <= 10
+
+
+async def test_a_transactional_handler_waits_for_its_row_where_sent_messages_are_deleted(
+    outbox: Outbox, connect: Connect
+) -> None:
+    db, holder = connect(autocommit=True), connect()
+    db.execute(STOCK)
+    Operator(db).set_retention("*", "sent", timedelta())
+    has_row, locked = asyncio.Event(), asyncio.Event()
+
+    @outbox.handler("greet", transactional=True)
+    async def greet(message: Message, ctx: Context) -> None:
+        await ctx.connection.execute(TAKE_ONE)
+        has_row.set()
+        await locked.wait()
+
+    message_id = enqueue(db)
+    async with asyncio.timeout(PATIENCE_SECONDS), running(Worker(outbox)):
+        await has_row.wait()
+        holder.execute("SELECT FROM pgoutbox.message_live WHERE id = %s FOR UPDATE", [message_id])
+        locked.set()
+        blocks = "SELECT count(*) > 0 FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid))"
+        await until(lambda: db.execute(blocks, [holder.info.backend_pid]).fetchone() == (True,))
+        holder.rollback()
+        await until(lambda: db.execute("SELECT FROM pgoutbox.message").fetchall() == [])
+    assert taken(db) == 1
 
 
 def test_a_repeated_message_whose_successor_was_cancelled_is_not_a_duplicate(connect: Connect) -> None:
