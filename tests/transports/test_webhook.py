@@ -24,7 +24,7 @@ from pgoutbox.transports.webhook.transport import MAX_ANSWER_BYTES
 from pgoutbox.webhooks import verify
 from pgoutbox.worker import Worker
 from tests.support.dialogues import HOST
-from tests.support.outbox_actions import PATIENCE_SECONDS, Row, attempts_of, enqueue, make_due, row_of, running
+from tests.support.outbox_actions import PATIENCE_SECONDS, Row, attempts_of, enqueue, make_due, row_of, rows_of, running
 from tests.support.sends import closed_gate, closing, error_of, outgoing
 from tests.support.settings import settings_with
 from tests.support.waiting import until
@@ -740,22 +740,27 @@ async def test_a_permanent_failure_stores_its_reason(dsn: str, db: psycopg.Conne
 async def test_refused_credentials_hold_the_messages_of_their_url(dsn: str, db: psycopg.Connection) -> None:
     cooldown = {"breaker_cooldown_seconds": 0.1, "breaker_max_cooldown_seconds": 0.2}
     async with webhook_server(answer(401)) as server:
-        outbox = Outbox(settings_for(server.port, dsn=dsn, alert_destination="mailto:ops@club.org", **cooldown))
+        # Each message has a slot at once: one that waits for a slot for a second is released.
+        settings = settings_for(
+            server.port, dsn=dsn, alert_destination="mailto:ops@club.org", concurrency=100, **cooldown
+        )
+        outbox = Outbox(settings)
 
         @outbox.handler("greet", retry=RetryPolicy.steps(0.02))
         async def greet(message: Message, ctx: Context) -> Webhook:
             return Webhook(body=1)
 
         def states() -> set[tuple[str, bool]]:
-            return {(row.state, row.attempt_count > 0) for row in (row_of(db, one) for one in ids)}
+            return {(row.state, row.attempt_count > 0) for row in rows_of(db, *ids)}
 
         url = server.url(scheme="http")
         ids = [enqueue(db, destination=url) for _ in range(99)] + [enqueue(db, destination=f"{url}/second")]
         async with running(Worker(outbox)):
             await until(lambda: states() == {("pending", True)})
             query = "SELECT key, last_error FROM pgoutbox.breaker WHERE starts_with(key, 'http:')"
+            # Each URL has a breaker of its own, which is written beside the outcomes of the messages.
+            await until(lambda: len(db.execute(query).fetchall()) == 2)
             breakers: dict[str, str] = dict(db.execute(query).fetchall())
-            assert len(breakers) == 2, "each URL has a breaker of its own"
             assert {key.rpartition(" ")[0] for key in breakers} == {f"http:{HOST}:{server.port} access"}
             assert set(breakers.values()) == {"401 Unauthorized"}
             server.answers = [answer(200)]
