@@ -31,12 +31,18 @@ _TABLES: Final[LiteralString] = """
 CREATE TABLE soak_passed_over (message_id bigint NOT NULL, queue text NOT NULL, since timestamptz NOT NULL);
 CREATE TABLE soak_hung (message_id bigint NOT NULL);
 -- A transaction that has locked or changed a row is its xmax, or a member of its xmax. A number is a transaction's or a
--- MultiXact's, and nobody can tell which.
+-- MultiXact's, and nobody can tell which, so only open transactions of this database count.
 CREATE FUNCTION soak_is_locked(row_xmax xid) RETURNS boolean LANGUAGE plpgsql AS $function$
-BEGIN
-    RETURN pg_xact_status(row_xmax::text::xid8) = 'in progress' OR EXISTS (
-        SELECT FROM pg_get_multixact_members(row_xmax) AS m WHERE pg_xact_status(m.xid::text::xid8) = 'in progress'
+DECLARE
+    open_xids xid[] := ARRAY(
+        SELECT l.transactionid
+        FROM pg_locks AS l
+        JOIN pg_stat_activity AS a ON a.pid = l.pid
+        WHERE l.locktype = 'transactionid' AND l.granted AND a.datname = current_database()
     );
+BEGIN
+    RETURN row_xmax = ANY (open_xids)
+        OR EXISTS (SELECT FROM pg_get_multixact_members(row_xmax) AS m WHERE m.xid = ANY (open_xids));
 EXCEPTION
     WHEN OTHERS THEN
         RETURN false; -- There is no such MultiXact.

@@ -561,6 +561,20 @@ async def test_a_connection_survives_a_refused_recipient(open_transport: Open) -
     assert server.connection_count == 1
 
 
+@pytest.mark.parametrize(
+    "refusal", ["454 4.7.1 Recipient address rejected: Access denied", "550 5.7.1 Relay access denied"]
+)
+async def test_a_connection_is_not_kept_after_a_refusal_that_a_person_may_repair(
+    open_transport: Open, refusal: str
+) -> None:
+    """A process of Postfix that serves an open connection never reads its new settings."""
+    async with scripted_server({"RCPT": [refusal]}) as server:
+        transport = open_transport(server.port)
+        assert await transport.send(outgoing(), EMAIL) != Sent()
+        assert await transport.send(outgoing(), EMAIL) == Sent()
+    assert server.connection_count == 2
+
+
 async def test_a_connection_with_a_failed_reset_is_not_reused(open_transport: Open) -> None:
     async with scripted_server({"RCPT": ["550 5.1.1 no such user"], "RSET": "500 what"}) as server:
         transport = open_transport(server.port)

@@ -389,7 +389,7 @@ class _Connection:
             await self._data(mail)
         except _Failure as failure:
             # A server that was repaired may judge only new connections by its new settings, as Postfix does.
-            if not failure.ends_connection and failure.cause < Cause.CONNECTION:
+            if not failure.ends_connection and failure.cause < Cause.UNCLEAR:
                 await self._reset()
             raise
         self.is_ready = True
