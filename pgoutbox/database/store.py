@@ -93,6 +93,18 @@ class DueRow(NamedTuple):
         return None if math.isinf(self.permit_seconds) else max(seconds, self.permit_seconds, _PERMIT_PAUSE_SECONDS)
 
 
+class LapsedRow(NamedTuple):
+    """A lapsed attempt that `end_lapsed` has ended, in the order of the statement's columns."""
+
+    id: int
+    topic: str
+    queue: str
+    attempt_count: int
+    coalesce_key: str | None
+    state: str
+    due_seconds: float
+
+
 class LapsedOptions(TypedDict):
     """Which lapsed attempts to end or to take over.
 
@@ -101,7 +113,6 @@ class LapsedOptions(TypedDict):
 
     topics: Sequence[str]
     hold_topics: Sequence[str]
-    total: int
     in_flight: Collection[int]
 
 
@@ -231,20 +242,17 @@ class Store:
         rows = await self._claim(statement, parameters, first=turn)
         return _claimed(rows, queue)
 
-    async def end_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
-        """End up to `total` lapsed attempts whose message is not tried again."""
-        parameters = {**_lapsed_parameters(queue, options), "hooks": self._hooks}
-        rows = await self._claim(sql.END_LAPSED, parameters, first=(sql.FORGET_LAPSED, {"queue": queue}))
-        ended = [_ended(row) for row in rows]
+    async def end_lapsed(self, *, total: int, **options: Unpack[LapsedOptions]) -> list[LapsedRow]:
+        """End up to `total` lapsed attempts of any queue, except those that `claim_lapsed` takes over."""
+        parameters = {**_lapsed_parameters(options), "total": total, "hooks": self._hooks}
+        rows = await self._claim(sql.END_LAPSED, parameters, first=(sql.FORGET_LAPSED, {}))
+        ended = [LapsedRow._make(row) for row in rows]
         await self._end_attempts((row.id, row.attempt_count) for row in ended)
         return ended
 
-    async def claim_lapsed(self, queue: str, *, alone: bool, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
-        """Take over up to `total` lapsed attempts whose message is tried again.
-
-        One that is claimed `alone` may have any history. Others have more than half of their attempts left.
-        """
-        rows = await self._claim(sql.CLAIM_LAPSED, {**_lapsed_parameters(queue, options), "alone": alone})
+    async def claim_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
+        """Take over the oldest lapsed attempt whose message has used up half of its attempts, if there is one."""
+        rows = await self._claim(sql.CLAIM_LAPSED, {**_lapsed_parameters(options), "total": 1, "queue": queue})
         claimed = _claimed(rows, queue, was_lapsed=True)
         await self._end_attempts((row.id, row.attempt_count - 1) for row in claimed)
         return claimed
@@ -253,21 +261,6 @@ class Store:
         """End the sessions of these lost attempts, so that the next ones do not wait for their locks."""
         if names := [name_session(*attempt) for attempt in attempts]:
             await self.claims.fetch(sql.END_ATTEMPTS, {"names": names})
-
-    async def end_superseded_elsewhere(
-        self, queues: Sequence[str], *, topics: Sequence[str], total: int
-    ) -> list[ClaimedRow]:
-        """End up to `total` superseded messages of other queues than these whose attempt was lost."""
-        parameters = {
-            "queues": queues,
-            "topics": topics,
-            "hold_topics": [],
-            "total": total,
-            "in_flight": "{}",
-            "worker": self.worker,
-        }
-        rows = await self.claims.fetch(sql.END_SUPERSEDED_ELSEWHERE, parameters)
-        return [_ended(row) for row in rows]
 
     async def _claim(
         self,
@@ -682,17 +675,12 @@ def _array_of(numbers: Iterable[int]) -> str:
     return f"{{{','.join(map(str, numbers))}}}"
 
 
-def _lapsed_parameters(queue: str, options: LapsedOptions) -> dict[str, object]:
-    return {**options, "in_flight": _array_of(options["in_flight"]), "queue": queue}
+def _lapsed_parameters(options: LapsedOptions) -> dict[str, object]:
+    return {**options, "in_flight": _array_of(options["in_flight"])}
 
 
 def _claimed(rows: Iterable[TupleRow], queue: str, *, was_lapsed: bool = False) -> list[ClaimedRow]:
     return sorted((ClaimedRow._make((*row, False, queue, was_lapsed)) for row in rows), key=_by_due_time)
-
-
-def _ended(row: TupleRow) -> ClaimedRow:
-    *columns, queue = row
-    return ClaimedRow._make((*columns, False, queue, True))
 
 
 def _by_due_time(row: ClaimedRow) -> tuple[datetime, int]:

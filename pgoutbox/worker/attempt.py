@@ -17,6 +17,8 @@ from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Context, Handler, lent
 from pgoutbox.message import Message, Outcome, Snooze
 
+_REMEMBERED: Final = 1000
+
 
 @dataclass(slots=True, eq=False)
 class Claim:
@@ -35,6 +37,7 @@ class InFlight(dict[int, "Attempt"]):
         super().__init__()
         self.ended_claims: list[Claim] = []
         """Claims without an attempt in flight that still have a row in the database."""
+        self._sent_in_vain: dict[int, datetime] = {}
 
     def __setitem__(self, message_id: int, attempt: Attempt) -> None:
         if message_id in self:
@@ -61,6 +64,16 @@ class InFlight(dict[int, "Attempt"]):
             claim.is_closed = True
         self.ended_claims = [claim for claim in self.ended_claims if not claim.is_closed]
 
+    def note_sent_in_vain(self, attempt: Attempt) -> None:
+        """Remember a message that was handed over, and whose attempt counted as lost before that could be written."""
+        self._sent_in_vain[attempt.message.id] = attempt.message.created_at
+        if len(self._sent_in_vain) > _REMEMBERED:
+            del self._sent_in_vain[next(iter(self._sent_in_vain))]
+
+    def was_sent_in_vain(self, message: Message[object]) -> bool:
+        """Whether this process has handed over the message in an earlier attempt. The answer is given once."""
+        return self._sent_in_vain.pop(message.id, None) == message.created_at
+
     def abandon(self, attempt: Attempt) -> None:
         """Forget an attempt whose outcome is not written: its claim must lapse."""
         attempt.claim.is_closed = True
@@ -74,8 +87,8 @@ class Attempt(Context):
     `attempt_count` is the fencing token. The message keeps the number that its handler got: see `take_over`.
     `used_count` is the number of attempts that used up budget, including this one: without snoozes, releases and
     attempts before a redrive. `overtaken` is the reason why the attempt has become pointless. `done` means that its
-    result is known. A hand-over after `expiring_at` is too late. A lease that is older than `stale_seconds` may have
-    ended unnoticed, for example because the process was suspended.
+    result is known, and `sent` that it is a hand-over. A hand-over after `expiring_at` is too late. A lease that is
+    older than `stale_seconds` may have ended unnoticed, for example because the process was suspended.
     """
 
     __slots__ = (
@@ -89,6 +102,7 @@ class Attempt(Context):
         "leased_at",
         "message",
         "overtaken",
+        "sent",
         "stale_seconds",
         "used_count",
     )
@@ -110,6 +124,7 @@ class Attempt(Context):
         self.used_count = message.attempt_count if used_count is None else used_count
         self.overtaken: str | None = None
         self.done = False
+        self.sent = False
         self.expiring_at = math.inf
         self.stale_seconds = math.inf
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None

@@ -1,7 +1,7 @@
 """The queue, the lane and the starting place of the next claim. Pure arithmetic on the results of claims.
 
-A queue has four lanes: messages never attempted, retries, messages with an ordering key, and lapsed attempts. Every
-poll reads fresh messages. It reads another lane when a message there is due, by the database's last answer before the
+A queue has three lanes: messages never attempted, retries, and messages with an ordering key. Every poll reads fresh
+messages. It reads another lane when a message there is due, by the database's last answer before the
 worker slept, and a few times a second under load. Lanes with a backlog take turns at being first.
 
 Dead index entries at the head of a lane make every claim slower than the one before, especially while an old
@@ -21,8 +21,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pgoutbox.database.store import ALL_TIME_SECONDS, BEGINNING, ClaimedRow, DueRow, Place
+from pgoutbox.database.store import ALL_TIME_SECONDS, BEGINNING, ClaimedRow, DueRow, LapsedRow, Place
 from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import State
 from pgoutbox.text import NAME
 
 SEARCH_SECONDS: Final = 0.25
@@ -45,10 +46,6 @@ class Lane(enum.Enum):
     FRESH = "fresh"
     RETRIES = "retries"
     ORDERED = "ordered"
-    ENDING = "ending"
-    """Lapsed attempts whose message is not tried again."""
-    LAPSED = "lapsed"
-    """The other lapsed attempts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +110,11 @@ class QueueSchedule:
         self._credits = {share.name: 0 for share in shares}
         self._planners = {share.name: ClaimPlanner(share.name) for share in shares}
         self.polled_at = now  # The start of their last poll.
+        self._lapsed_polled_at = -math.inf
+        self._lapsed_searched_at = -math.inf
+        self._lapsed_due_at = -math.inf
+        self._lapsed_wanted_at = -math.inf
+        self._rest_due_at = math.inf
 
     def __contains__(self, queue: str) -> bool:
         return queue in self._planners
@@ -138,8 +140,20 @@ class QueueSchedule:
 
     @property
     def others_searched_at(self) -> float:
-        """The same for the other lanes."""
-        return min(planner.others_searched_at for planner in self._planners.values())
+        """The older start of the last searches for retries and for lapsed attempts."""
+        return min(self._lapsed_searched_at, *(planner.retries.searched_at for planner in self._planners.values()))
+
+    def is_lapsed_due(self, now: float) -> bool:
+        """Whether the next poll looks for lapsed attempts."""
+        return now >= self._lapsed_due_at or self._lapsed_polled_at <= self._lapsed_wanted_at
+
+    def record_lapsed(self, rows: Sequence[LapsedRow], *, limit: int, began_at: float, ended_at: float) -> None:
+        """Remember a search for up to `limit` lapsed attempts, which has set the due times of their messages."""
+        self._lapsed_polled_at = self._lapsed_searched_at = began_at
+        pause = max(SEARCH_SECONDS, _pause_after(ended_at - began_at))
+        self._lapsed_due_at = ended_at if len(rows) == limit else ended_at + pause
+        if due := [row.due_seconds for row in rows if row.state == State.PENDING and row.queue in self]:
+            self._rest_due_at = ended_at + max(due)
 
     def record_due(self, rows: Collection[DueRow], *, asked_at: float | None, now: float) -> bool:
         """Remember the database's answer for each queue. Return whether a poll would now find messages.
@@ -147,17 +161,27 @@ class QueueSchedule:
         `asked_at` is the time of the query, None if its answer does not reach back to the last search.
         """
         changes = [self._planners[row.queue].record_due(row, asked_at=asked_at, now=now) for row in rows]
+        self._lapsed_due_at = min((self._planners[row.queue].retries.search_due_at for row in rows), default=math.inf)
+        if asked_at is not None and self._lapsed_due_at > now:
+            self._lapsed_searched_at = asked_at
+        if any(changes):
+            self._lapsed_wanted_at = now
         return any(changes)
 
     def search(self, *, now: float) -> None:
         """Make the next poll from the beginning claim from all lanes, because messages have become claimable."""
+        self._lapsed_wanted_at = now
         for planner in self._planners.values():
             planner.search(now=now)
 
     @property
     def search_owed_at(self) -> float:
-        """When a search from the beginning that was put off may begin; infinity if none was."""
-        return min(planner.search_owed_at for planner in self._planners.values())
+        """When a search from the beginning that was put off may begin; infinity if none was.
+
+        Messages of lapsed attempts that fall due shortly are owed a search, too.
+        """
+        rest_due_at = self._rest_due_at if self._rest_due_at > self.polled_at else math.inf
+        return min(rest_due_at, *(planner.search_owed_at for planner in self._planners.values()))
 
     @property
     def may_wait_for_ends(self) -> bool:
@@ -228,9 +252,6 @@ class ClaimPlanner:
         self._page_found_some = False
         self.wanted_at = -math.inf
         """The time of the last request for a search of all lanes. Only later searches fulfil it."""
-        self._lapsed_polled_at = -math.inf
-        self._lapsed_searched_at = -math.inf
-        self._lapsed_due_at = -math.inf
         self._others_are_older = False  # Whether a retry fell due before all fresh messages, in a queue with limits.
         self._is_known = False
         self._first = Lane.RETRIES
@@ -244,11 +265,6 @@ class ClaimPlanner:
     def search_owed_at(self) -> float:
         """When a search from the beginning that was put off may begin; infinity if none was."""
         return min(self.fresh.search_owed_at, self.retries.search_owed_at)
-
-    @property
-    def others_searched_at(self) -> float:
-        """The older start of the last searches for retries and for lapsed attempts."""
-        return min(self.retries.searched_at, self._lapsed_searched_at)
 
     def turns(self, now: float, *, fresh_only: bool = False) -> list[Lane]:
         """Return the lanes of the next poll, in order. Under a limit, the lane with the oldest message comes first."""
@@ -268,14 +284,7 @@ class ClaimPlanner:
         if self.is_limited and Lane.RETRIES in lanes:
             lanes.remove(Lane.RETRIES)
             lanes.insert(0 if self._others_are_older else len(lanes), Lane.RETRIES)
-        if now >= self._lapsed_due_at or self._lapsed_polled_at <= self.wanted_at:
-            lanes[:0] = [Lane.ENDING, Lane.LAPSED]
         return lanes
-
-    def record_lapsed(self, *, began_at: float, ended_at: float) -> None:
-        """Remember the time of a search for both kinds of lapsed attempts."""
-        self._lapsed_polled_at = self._lapsed_searched_at = began_at
-        self._lapsed_due_at = ended_at + max(SEARCH_SECONDS, _pause_after(ended_at - began_at))
 
     def record_due(self, row: DueRow, *, asked_at: float | None, now: float) -> bool:
         """Remember the database's answer for the queue. Return whether a poll would now find messages."""
@@ -287,13 +296,13 @@ class ClaimPlanner:
         # Under a limit every poll includes them, because the next permit may come at any time.
         other_seconds = row.other_due_seconds if row.is_limited else row.other_seconds
         due_at = math.inf if other_seconds is None else now + other_seconds
-        self.retries.search_due_at = self._lapsed_due_at = due_at
+        self.retries.search_due_at = due_at
         if asked_at is not None:
             # No message fell due in the lane before the query.
             if row.first_seconds is None or row.first_seconds > 0:
                 self.fresh.searched_at = max(asked_at, self.fresh.searched_at)
             if due_at > now:
-                self.retries.searched_at = self._lapsed_searched_at = asked_at
+                self.retries.searched_at = asked_at
         if is_news:
             self.search(now=now)
         return is_news

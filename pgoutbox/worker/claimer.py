@@ -25,22 +25,22 @@ from pgoutbox.database.worker_connection import is_lost_key, is_refusal
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker.claim_planner import ALL_QUEUES, ClaimPlanner, Cursor, Lane
+from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.run_state import RunState
 
 _ROUND_TRIP_SECONDS: Final = 0.002
 _STUBBORN_CONFLICTS: Final = 3
 _CONFLICT_PAUSE_SECONDS: Final = 0.01  # Time for the other claim, which has the key, to commit.
-_ENDED_ELSEWHERE: Final = 100
-_ELSEWHERE_SECONDS: Final = 300.0
+_LAPSED_LIMIT: Final = 100
 _SURVEY_SECONDS: Final = 1.0
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 
 
 class Claimer:
-    """Claims for one worker, which adds and removes the attempts in `in_flight` and its suspects."""
+    """Claims for one worker, which adds and removes the attempts in `in_flight` and its suspect."""
 
-    def __init__(self, run: RunState, *, hold_topics: Sequence[str], loader: Loader) -> None:
+    def __init__(self, run: RunState, *, hold_topics: Sequence[str], loader: Loader, finisher: Finisher) -> None:
         self._store = run.store
         self._queues = run.queues
         self._outage = run.outage
@@ -50,7 +50,7 @@ class Claimer:
         self._telemetry = run.telemetry
         self._hold_topics = hold_topics
         self._loader = loader
-        self._elsewhere_due_at = -math.inf
+        self._finisher = finisher
         self._conflict_count = 0
         self._busy_since = -math.inf  # When a poll first found a message since the last survey.
         self._answered_at: datetime | None = None  # The time of the last answered claim, by the server's clock.
@@ -68,11 +68,18 @@ class Claimer:
         self._queues.polled_at = elapsed_clock()
         if not await self.release_unanswered():
             return None
-        if not fresh_only and self._is_check_due(self._queues.polled_at) and not await self._check():
+        if not fresh_only and not await self._survey():
             return None
         if self._conflict_count > _STUBBORN_CONFLICTS:
             room = 1  # Claims of several rows can conflict at a coalesce key repeatedly: a claim of one row cannot.
-        for planner in self._queues.in_turn():
+        planners = self._queues.in_turn()
+        if not fresh_only and self._queues.is_lapsed_due(self._queues.polled_at):
+            counts = await self._take_lapsed(planners)
+            if counts is None:
+                return None
+            found += sum(counts)
+            room -= counts[1]
+        for planner in planners:
             count = await self._claim(planner, room, from_beginning=from_beginning, fresh_only=fresh_only)
             if count is None:
                 return None
@@ -131,43 +138,57 @@ class Claimer:
                 return due
             slack = 2 * took
 
-    def _is_check_due(self, at: float) -> bool:
-        return at >= self._elsewhere_due_at or at >= self._busy_since + _SURVEY_SECONDS
-
-    async def _check(self) -> bool:
-        """Survey the queues, and periodically end attempts of other queues that block a key; False after an error."""
-        try:
-            if elapsed_clock() >= self._busy_since + _SURVEY_SECONDS:
+    async def _survey(self) -> bool:
+        """Ask for the state of the queues, once a second under load. Return False after a database error."""
+        if self._queues.polled_at >= self._busy_since + _SURVEY_SECONDS:
+            try:
                 await self.next_due_seconds()
-            if (began_at := elapsed_clock()) >= self._elsewhere_due_at:
-                rows = await self._store.end_superseded_elsewhere(
-                    self._queues.names, topics=self._topics, total=_ENDED_ELSEWHERE
-                )
-                self._elsewhere_due_at = began_at + _ELSEWHERE_SECONDS
-                if rows:
-                    await self._loader.take_over(rows, began_at)
-        except (psycopg.Error, OSError) as error:
-            await self._handle_error(error, ALL_QUEUES, "survey")
-            return False
+            except (psycopg.Error, OSError) as error:
+                await self._handle_error(error, ALL_QUEUES, "survey")
+                return False
         return True
+
+    async def _take_lapsed(self, planners: Sequence[ClaimPlanner]) -> tuple[int, int] | None:
+        """End lapsed attempts, so that their messages can be claimed again. Take over a suspect if none is in flight.
+
+        Return the numbers of ended attempts and of suspects, or None after a transient error of the database.
+        """
+        began_at = elapsed_clock()
+        options: LapsedOptions = {
+            "topics": self._topics,
+            "hold_topics": self._hold_topics,
+            "in_flight": self._in_flight,
+        }
+        try:
+            ended = await self._store.end_lapsed(total=_LAPSED_LIMIT, **options)
+        except (psycopg.Error, OSError) as error:
+            await self._handle_error(error, ALL_QUEUES, "lapsed")
+            return None
+        self._outage.end()
+        await self._finisher.note_lapsed(ended)
+        suspect_count = 0
+        for planner in planners:
+            if self._signals.suspect is not None:
+                break
+            rows = await self._run(planner.queue, "suspect", self._store.claim_lapsed(planner.queue, **options))
+            if rows is None:
+                return None
+            for row in rows:
+                self._finisher.report_lost(row)
+            await self._hand_over(rows, began_at)
+            suspect_count += len(rows)
+        self._queues.record_lapsed(ended, began_at=began_at, ended_at=elapsed_clock(), limit=_LAPSED_LIMIT)
+        return len(ended), suspect_count
 
     async def _claim(self, planner: ClaimPlanner, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:
         """Claim from the lanes of one queue in their order."""
         found = 0
-        lapsed_began_at = elapsed_clock()
         for lane in planner.turns(elapsed_clock(), fresh_only=fresh_only):
             if room - found <= 0:
                 self.work_ahead = True
                 break
             count: int | None
             match lane:
-                case Lane.ENDING:
-                    lapsed_began_at = elapsed_clock()
-                    count = await self._end_lapsed(planner, room)
-                case Lane.LAPSED:
-                    count = await self._claim_lapsed(planner, room - found)
-                    if count is not None:
-                        planner.record_lapsed(began_at=lapsed_began_at, ended_at=elapsed_clock())
                 case Lane.ORDERED:
                     count = await self._claim_ordered(planner, room - found, complete=from_beginning)
                 case Lane.RETRIES:
@@ -188,7 +209,7 @@ class Claimer:
         place = cursor.start(began_at, from_beginning=from_beginning, wanted_at=planner.wanted_at)
         rows = await self._run(
             planner.queue,
-            Lane.RETRIES if is_retries else Lane.FRESH,
+            (Lane.RETRIES if is_retries else Lane.FRESH).value,
             self._store.claim(
                 planner.queue,
                 topics=self._topics,
@@ -206,52 +227,13 @@ class Claimer:
         await self._hand_over(rows, began_at)
         return len(rows)
 
-    async def _end_lapsed(self, planner: ClaimPlanner, room: int) -> int | None:
-        """End lapsed attempts whose message is not tried again."""
-        began_at = elapsed_clock()
-        rows = await self._run(planner.queue, Lane.ENDING, self._store.end_lapsed(planner.queue, **self._lapsed(room)))
-        if rows is None:
-            return None
-        self.work_ahead |= len(rows) == room
-        await self._hand_over(rows, began_at)
-        return len(rows)
-
-    async def _claim_lapsed(self, planner: ClaimPlanner, room: int) -> int | None:
-        """Claim some suspects that can afford another loss. If there are none, claim the oldest one alone."""
-        total = min(room, self._signals.suspect_room)
-        if total == 0:
-            return 0
-        count = await self._claim_suspects(planner, total, alone=False)
-        if count == 0 and self._signals.suspect_count == 0:
-            count = await self._claim_suspects(planner, 1, alone=True)
-        return count
-
-    async def _claim_suspects(self, planner: ClaimPlanner, total: int, *, alone: bool) -> int | None:
-        began_at = elapsed_clock()
-        rows = await self._run(
-            planner.queue, Lane.LAPSED, self._store.claim_lapsed(planner.queue, alone=alone, **self._lapsed(total))
-        )
-        if rows is None:
-            return None
-        self._signals.is_suspect_alone = alone
-        await self._hand_over(rows, began_at)
-        return len(rows)
-
-    def _lapsed(self, total: int) -> LapsedOptions:
-        return {
-            "topics": self._topics,
-            "hold_topics": self._hold_topics,
-            "total": total,
-            "in_flight": self._in_flight,
-        }
-
-    async def _run(self, queue: str, lane: Lane, claim: Awaitable[list[ClaimedRow]]) -> list[ClaimedRow] | None:
+    async def _run(self, queue: str, lane: str, claim: Awaitable[list[ClaimedRow]]) -> list[ClaimedRow] | None:
         """Return the rows of a claim; None after a transient error of the database."""
         self._is_unanswered = True
         try:
             rows = await claim
         except (psycopg.Error, OSError) as error:
-            await self._handle_error(error, queue, lane.value)
+            await self._handle_error(error, queue, lane)
             return None
         self._outage.end()
         return await self._mark_superseded(queue, rows)

@@ -17,7 +17,7 @@ from typing import Final, assert_never
 
 import psycopg
 
-from pgoutbox.database.store import ClaimedRow, FinishRequest
+from pgoutbox.database.store import ClaimedRow, FinishRequest, LapsedRow
 from pgoutbox.database.worker_connection import is_transient_error
 from pgoutbox.message import (
     AttemptOutcome,
@@ -93,7 +93,7 @@ class Finisher:
         self._ready.set()
         self._signals.note_progress()
 
-    async def note_unattempted(self, rows: Sequence[ClaimedRow]) -> None:
+    def note_unattempted(self, rows: Sequence[ClaimedRow | LapsedRow]) -> None:
         """Report messages that a claim has ended: they have no attempt, and others may have waited for them."""
         for row in rows:
             level = logging.WARNING if row.state == State.FAILED else logging.DEBUG
@@ -101,9 +101,22 @@ class Finisher:
             self._report(level, event, "message ended without an attempt", row, state=row.state)
             if self._telemetry.measures is not None:
                 self._telemetry.measures.unattempted(row.topic, row.queue, row.state)
-        freed = [row for row in rows if row.was_lapsed and row.coalesce_key is not None]
-        if freed:
+
+    async def note_lapsed(self, rows: Sequence[LapsedRow]) -> None:
+        """Report lapsed attempts that were ended, and wake workers for the messages that may begin now."""
+        retried = [row for row in rows if row.state == State.PENDING]
+        for row in retried:
+            self.report_lost(row)
+        ended = [row for row in rows if row.state != State.PENDING]
+        self.note_unattempted(ended)
+        if retried:
+            await self._notifier.wake({row.queue for row in retried})
+        if freed := [row for row in ended if row.coalesce_key is not None]:
             await self._wake_successors(freed)
+
+    def report_lost(self, row: ClaimedRow | LapsedRow) -> None:
+        """Report a message whose attempt was lost and that is tried again."""
+        self._report(logging.WARNING, LogEvent.LEASE_EXPIRED, "lease expired, trying again", row, state=row.state)
 
     async def run(self) -> None:
         """Write the collected outcomes, until cancelled."""
@@ -343,6 +356,8 @@ class Finisher:
             if state is State.SENDING:
                 continue  # A caller's transaction has locked the row; try again.
             self._forget(attempt)
+            if attempt not in requests:
+                in_flight.note_sent_in_vain(attempt)
             self._note_end(message, state, requests.get(attempt))
         self.refusals.forget(c for c in attempts if self._in_flight.get(c.message.id) is not c)
         self._telemetry.count(LogEvent.SENT, len(sent))
@@ -381,7 +396,7 @@ class Finisher:
         if self._in_flight.get(attempt.message.id) is attempt:
             del self._in_flight[attempt.message.id]
 
-    async def _wake_successors(self, messages: Sequence[Message[object] | ClaimedRow]) -> None:
+    async def _wake_successors(self, messages: Sequence[Message[object] | LapsedRow]) -> None:
         try:
             queues = await self._store.queues_of_successors(
                 [m.id for m in messages], [m.topic for m in messages], [m.coalesce_key or "" for m in messages]
@@ -392,10 +407,15 @@ class Finisher:
             # It is not known whether a message waits; to find out costs one claim.
             queues = sorted({message.queue for message in messages})
         if queues:
-            await self._notifier.wake_for_successors(queues)
+            await self._notifier.wake(queues)
 
     def _report(
-        self, level: int, event: LogEvent, text: str, message: Message[object] | ClaimedRow, **fields: object
+        self,
+        level: int,
+        event: LogEvent,
+        text: str,
+        message: Message[object] | ClaimedRow | LapsedRow,
+        **fields: object,
     ) -> None:
         self._telemetry.report(
             level,

@@ -9,7 +9,6 @@ does not affect the others.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Final, cast
@@ -21,7 +20,7 @@ from pydantic_core import from_json
 from pgoutbox.database.store import ClaimedRow
 from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
 from pgoutbox.handlers import Handler
-from pgoutbox.message import Failure, Permanent, State, Transient, new_message
+from pgoutbox.message import Failure, Permanent, Sent, State, Transient, new_message
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import describe
 from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Claim, Work
@@ -72,20 +71,19 @@ class Loader:
         if begun:
             self._begin(begun, contents, Claim(cast("datetime", begun[0].claimed_at)), leased_at)
         if unattempted := [row for row in rows if row.state != _SENDING]:
-            await self._finisher.note_unattempted(unattempted)
+            self._finisher.note_unattempted(unattempted)
 
     def _begin(
         self, rows: Sequence[ClaimedRow], contents: Mapping[int, _Content] | None, claim: Claim, leased_at: float
     ) -> None:
         works: list[Work] = []
-        suspects = []
         batches: dict[str, list[Attempt]] = {}
         for row in rows:
             if self._take_over_in_flight(row, claim, leased_at):
                 continue
             attempt, result = self._load_row(row, contents, claim, leased_at)
             if row.was_lapsed:
-                suspects.append(attempt)
+                self._signals.note_suspect(attempt)
             if result is not None:
                 self._finisher.collect(attempt, result)
             elif attempt.handler.max_size is None:
@@ -95,13 +93,12 @@ class Loader:
         for attempts in batches.values():
             size = attempts[0].handler.max_size or 1
             works.extend(attempts[start : start + size] for start in range(0, len(attempts), size))
-        self._signals.add_suspects(suspects)
         self._pool.put(works)
 
     def _take_over_in_flight(self, row: ClaimedRow, claim: Claim, leased_at: float) -> bool:
         """Let the attempt in flight continue under this claim, and return whether there is one.
 
-        The server has lost the commit of its first claim, for example in a failover.
+        Its lease had lapsed, or a failover has lost the commit of its first claim.
         """
         attempt = self._in_flight.get(row.id)
         if attempt is None:
@@ -111,7 +108,7 @@ class Loader:
             attempt.done = True
             attempt.overtaken = "lease lost"
             return False
-        if attempt.done and row.attempt_count > attempt.attempt_count:
+        if attempt.done and not attempt.sent and row.attempt_count > attempt.attempt_count:
             return False  # It was finished and claimed again before the answer to the finish was read.
         del self._in_flight[row.id]
         attempt.take_over(row.attempt_count, claim, leased_at)
@@ -147,24 +144,14 @@ class Loader:
         if row.expires_in_seconds is not None:
             attempt.expiring_at = leased_at + row.expires_in_seconds
         # Superseded since the claim began: the finish turns a retry into `skipped`.
-        result = problem or content_problem or (Transient("superseded") if row.superseded else None)
+        result: AttemptResult | None = problem or content_problem
+        if self._in_flight.was_sent_in_vain(message):
+            result = Sent()
+        elif row.superseded:
+            result = Transient("superseded")
         attempt.done = result is not None
         self._in_flight[row.id] = attempt
-        if row.was_lapsed and result is None:
-            self._report_lost(row)
         return attempt, result
-
-    def _report_lost(self, row: ClaimedRow) -> None:
-        self._telemetry.report(
-            logging.WARNING,
-            LogEvent.LEASE_EXPIRED,
-            "lease expired, trying again",
-            message_id=row.id,
-            topic=row.topic,
-            queue=row.queue,
-            attempt_count=row.attempt_count,
-            state=row.state,
-        )
 
     async def _contents_of(self, rows: Sequence[ClaimedRow]) -> Mapping[int, _Content] | None:
         """Return the existing contents of these rows, each decrypted and parsed once for all of its messages.

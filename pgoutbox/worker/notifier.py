@@ -34,8 +34,8 @@ class Notifier:
         except (psycopg.Error, OSError) as error:
             await self._outage.pause_or_raise(error)
 
-    async def wake_for_successors(self, queues: Collection[str]) -> None:
-        """Wake a worker for messages that waited for messages of this worker: itself, or workers of their queues."""
+    async def wake(self, queues: Collection[str]) -> None:
+        """Wake a worker of each of these queues, in which messages have become claimable: itself, or others."""
         if any(queue in self._queues for queue in queues):
             self._signals.poll_all_lanes()
         foreign = [queue for queue in queues if queue not in self._queues]

@@ -295,12 +295,12 @@ class PollLoop:
     def _release_waiting(self) -> None:
         """Leave the waiting messages to idle workers, which the finisher notifies.
 
-        Suspects stay: a released message is no longer known as a suspect. Messages of a queue with limits stay too: a
-        second claim would take a second token.
+        The suspect stays: a released message is no longer known as a suspect. Messages of a queue with limits stay too:
+        a second claim would take a second token.
         """
-        kept = set(self._signals.suspects)
+        suspect = self._signals.suspect
         self._pool.release_waiting(
-            lambda attempt: attempt not in kept and not self._queues[attempt.message.queue].has_limits
+            lambda attempt: attempt is not suspect and not self._queues[attempt.message.queue].has_limits
         )
         self.surplus = 0
         self._surplus_grows_at = elapsed_clock() + _WITHOUT_SURPLUS_SECONDS

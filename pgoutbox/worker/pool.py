@@ -263,6 +263,7 @@ class AttemptPool:
     def _end(self, attempt: Attempt, result: AttemptResult) -> None:
         if not attempt.done:
             attempt.done = True
+            attempt.sent = isinstance(result, Sent)
             self._on_outcome(attempt, result)
 
     def _timed_out(self, work: Work) -> Sequence[AttemptResult]:

@@ -69,23 +69,12 @@ CLAIM_PARAMETERS: Mapping[str, object] = {
     "after_id": 0,
     "since_seconds": 1e9,
     "in_flight": "{}",
-    "alone": False,
     "queues": ["default"],
     "worker": "w",
     "lease_seconds": 60.0,
     "hooks": "{}",
 }
 
-ELSEWHERE_PARAMETERS: Mapping[str, object] = {
-    "queue": "",
-    "queues": ["default"],
-    "topics": ["greet"],
-    "hold_topics": [],
-    "total": 100,
-    "in_flight": "{}",
-    "worker": "w",
-    "lease_seconds": 60,
-}
 HELD_PARAMETERS: Mapping[str, object] = {
     "worker": "w",
     "ids": list(range(DONE_COUNT, DONE_COUNT + 200)),
@@ -201,7 +190,8 @@ def plan_of(connection: psycopg.Connection, statement: LiteralString, parameters
     connection.execute(f"PREPARE hot AS {text}".encode())
     try:
         literals = b", ".join(psycopg.sql.Literal(parameters[name]).as_bytes(connection) for name in names)
-        ((plans,),) = connection.execute(b"EXPLAIN (FORMAT JSON) EXECUTE hot (" + literals + b")").fetchall()
+        arguments = b"(" + literals + b")" if names else b""
+        ((plans,),) = connection.execute(b"EXPLAIN (FORMAT JSON) EXECUTE hot " + arguments).fetchall()
     finally:
         connection.execute("DEALLOCATE hot")
     return Plan(tuple(Node.model_validate(plans[0]["Plan"]).walk()))
@@ -226,7 +216,7 @@ def test_a_claim_reads_only_its_lane_from_its_own_index(
     (lane,) = plan.reads("claim") if index == "claim_lease" else found
     assert (lane.index, updated.type) == (index, "Tid Scan")
     # A dollar sign shows that this is the generic plan, as the worker runs it.
-    assert re.search(r"queue = \$\d", lane.condition)
+    assert index == "claim_lease" or re.search(r"queue = \$\d", lane.condition)
     assert "<= now()" in lane.condition
     if index in ("message_live_fresh", "message_live_retry"):
         assert re.search(r"> ROW\(COALESCE\(\$\d", lane.condition), "the position is not an index condition"
@@ -296,7 +286,6 @@ def test_the_next_due_time_is_read_from_the_head_of_each_lane(filled: psycopg.Co
         pytest.param(sql.CLAIM_LAPSED, CLAIM_PARAMETERS, id="claim lapsed"),
         pytest.param(sql.END_LAPSED, CLAIM_PARAMETERS, id="end lapsed"),
         pytest.param(sql.FORGET_LAPSED, CLAIM_PARAMETERS, id="forget lapsed"),
-        pytest.param(sql.END_SUPERSEDED_ELSEWHERE, ELSEWHERE_PARAMETERS, id="end superseded elsewhere"),
     ],
 )
 def test_attempts_in_flight_are_found_by_primary_key(
@@ -342,7 +331,6 @@ def test_an_ordering_key_is_looked_up_by_its_index_alone(filled: psycopg.Connect
         pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, CLAIM_PARAMETERS, id="claim retries by permits"),
         pytest.param(sql.CLAIM_LAPSED, CLAIM_PARAMETERS, id="claim lapsed"),
         pytest.param(sql.END_LAPSED, CLAIM_PARAMETERS, id="end lapsed"),
-        pytest.param(sql.END_SUPERSEDED_ELSEWHERE, ELSEWHERE_PARAMETERS, id="end superseded elsewhere"),
         pytest.param(
             sql.NEXT_DUE,
             {"queues": ["default"], "since_seconds": 0, "others_since_seconds": 0},
@@ -417,7 +405,6 @@ def monitored(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -
                 "message_live_retry",
                 "message_live_ordered",
                 "message_live_ordered_due",
-                "message_live_pkey",
             },
             1,
             id="oldest due",

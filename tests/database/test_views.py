@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 from psycopg.types.json import Jsonb
 
-from pgoutbox.message import State
+from pgoutbox.database.store import FinishRequest
+from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.redaction import REDACTED
 from tests.support.messages import put
-from tests.support.outbox_actions import claim, claim_ordered, enqueue, ids_in_flight
+from tests.support.outbox_actions import claim, claim_ordered, enqueue, finish, ids_in_flight, redrive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,6 +119,16 @@ def an_older_one_is_being_sent(db: psycopg.Connection) -> tuple[int, Expected]:
     return enqueue(db, coalesce_key="k"), ("in flight", older, None)
 
 
+def a_later_one_of_its_ordering_key_is_being_sent(db: psycopg.Connection) -> tuple[int, Expected]:
+    """The first one had failed, and was redriven."""
+    first, later = enqueue(db, ordering_key="o"), enqueue(db, ordering_key="o")
+    assert ids_in_flight(claim_ordered(db)) == [first]
+    finish(db, FinishRequest(first, 1, AttemptOutcome.FAILED, "why"))
+    assert ids_in_flight(claim_ordered(db)) == [later]
+    redrive(db, first)
+    return first, ("in flight", later, None)
+
+
 def the_rate_is_used_up(db: psycopg.Connection) -> tuple[int, Expected]:
     db.execute(
         "INSERT INTO pgoutbox.queue (name, rate_count, rate_seconds, burst, tokens, tokens_at)"
@@ -139,7 +150,8 @@ def nothing_is_in_its_way(db: psycopg.Connection) -> tuple[int, Expected]:
 SITUATIONS = (
     a_queue_is_paused, a_pause_is_over, it_is_for_later, it_is_retried, a_handler_snoozed_it, a_breaker_held_it_back,
     its_destination_is_stalled, its_transport_is_unavailable, a_redirect_held_it_back,
-    a_newer_one_exists, its_key_is_halted, it_is_not_its_turn, an_older_one_is_being_sent, the_rate_is_used_up,
+    a_newer_one_exists, its_key_is_halted, it_is_not_its_turn, an_older_one_is_being_sent,
+    a_later_one_of_its_ordering_key_is_being_sent, the_rate_is_used_up,
     the_queue_is_full, nothing_is_in_its_way,
 )  # fmt: skip
 
@@ -153,7 +165,7 @@ def test_the_view_gives_the_reason_and_a_claim_takes_due_messages(
     reason = expected[0]
     (queue,) = rolled_back.execute("SELECT queue FROM pgoutbox.message WHERE id = %s", [message_id]).fetchone() or ("",)
     taken = ids_in_flight(claim(rolled_back, queue=queue, by_permits=True))
-    if reason in ("in order", "halted"):
+    if reason in ("in order", "halted") or situation is a_later_one_of_its_ordering_key_is_being_sent:
         taken += ids_in_flight(claim_ordered(rolled_back))
     assert (message_id in taken) == (reason == "due")
 

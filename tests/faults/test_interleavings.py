@@ -567,7 +567,7 @@ def test_a_stale_owner_cannot_change_its_message(db: psycopg.Connection, how: st
     # If possible, the same worker makes the next attempt too, so that only the number distinguishes them.
     owner = "second" if how == "lease" else "first"
     if again != "pending again":
-        assert ids_in_flight(claim(db, worker=owner, suspect_limit=len(ids))) == ids
+        assert ids_in_flight(claim(db, worker=owner, spread=False)) == ids
     if again == "sent":
         assert finish_sent(db, *((i, 2) for i in ids), worker=owner) == set(ids)
 
@@ -616,7 +616,7 @@ def test_a_message_put_back_by_hand_does_not_block_the_others(db: psycopg.Connec
     else:
         lapse(db, message_id)
         lapse(db, other)
-    assert ids_in_flight(claim(db, suspect_limit=2, worker="successor")) == [message_id, other]
+    assert ids_in_flight(claim(db, spread=False, worker="successor")) == [message_id, other]
     assert attempts_of(db, message_id) == [(1, "failed", "first")]
     assert [row.attempt_count for row in rows_of(db)] == [2, 2]
 

@@ -50,7 +50,9 @@ END
 $function$
 """
 _CLAIMABLE: Final[LiteralString] = """
-SELECT w.id, w.attempt_count, w.queue, m.ordering_key IS NOT NULL AS is_ordered, statement_timestamp() AS at
+SELECT
+    w.id, w.attempt_count, w.available_at, w.queue, m.ordering_key IS NOT NULL AS is_ordered,
+    statement_timestamp() AS at
 FROM pgoutbox.waiting_view AS w
 JOIN pgoutbox.message AS m ON m.id = w.id
 WHERE w.reason = 'due'
@@ -72,9 +74,15 @@ _NOTE: Final = "INSERT INTO soak_passed_over (message_id, queue, since) VALUES (
 class _Claimable(NamedTuple):
     id: int
     attempt_count: int
+    available_at: datetime
     queue: str
     is_ordered: bool
     at: datetime
+
+    @property
+    def wait(self) -> tuple[int, int, datetime]:
+        """Return what identifies its wait: a message that is rescheduled waits anew."""
+        return self[:3]
 
     @property
     def lane(self) -> tuple[str, bool, bool]:
@@ -104,7 +112,7 @@ class Onlooker:
 
     def __init__(self, *, patience_looks: int = int(PATIENCE_SECONDS / LOOK_SECONDS)) -> None:
         self._patience_looks = patience_looks
-        self._waits: dict[tuple[int, int], _Wait] = {}
+        self._waits: dict[tuple[int, int, datetime], _Wait] = {}
         self._looked_at: datetime | None = None
 
     def look(self, connection: psycopg.Connection) -> None:
@@ -115,9 +123,9 @@ class Onlooker:
         newest = {tuple(lane): due_at for (*lane, due_at) in connection.execute(_BEGUN, [self._looked_at])}
         self._looked_at = now
         rows = connection.cursor(row_factory=class_row(_Claimable)).execute(_CLAIMABLE).fetchall()
-        self._waits = {row[:2]: self._waits.get(row[:2], _Wait(row.at)) for row in rows}
+        self._waits = {row.wait: self._waits.get(row.wait, _Wait(row.at)) for row in rows}
         for row in rows:
-            wait = self._waits[row[:2]]
+            wait = self._waits[row.wait]
             if newest.get(row.lane, wait.since) > wait.since:
                 wait.looks_with_traffic += 1
                 if wait.looks_with_traffic == self._patience_looks:

@@ -89,6 +89,15 @@ WHERE what = 'sending' AND queue = 'crowded' AND max_in_flight IS NOT NULL
 _OUTCOMES: Final = "SELECT message_id, attempt_count, outcome FROM pgoutbox.attempt"
 
 
+# An attempt that counted as lost, and whose process began the one that was sent. It knows what it has done.
+CONTINUED: Final = """
+SELECT m.id, a.attempt_count
+FROM pgoutbox.message AS m
+JOIN pgoutbox.attempt AS a ON a.message_id = m.id AND a.outcome = 'lost' AND a.worker = m.worker
+WHERE m.state = 'sent'
+"""
+
+
 class _Message(NamedTuple):
     key: str
     id: int
@@ -319,10 +328,13 @@ def _ended_by_others(
     for hand_over in hand_overs:
         proof = _pid_of(hand_over), hand_over.attempt_count, hand_over.at
         proven[account.messages[hand_over.key].id].append(proof)
+    continued = set(connection.execute(CONTINUED).fetchall())
     for message_id, count, pid, at in connection.execute(_SENT).fetchall():
         if not any(
-            # A worker continues an attempt whose claim a failover lost, under the next number.
-            who == pid and when <= at and (number == count or account.lost.from_at < when)
+            # A worker continues an attempt whose claim a failover lost, or whose lease had lapsed.
+            who == pid
+            and when <= at
+            and (number == count or (message_id, number) in continued or account.lost.from_at < when)
             for who, number, when in proven[message_id]
         ):
             yield message_id

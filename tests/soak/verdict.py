@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +15,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from tests.soak.liveness import passed_over
-from tests.soak.runs import Lost, Struck, by_runs, lost_by_failover
+from tests.soak.runs import CONTINUED, Lost, Struck, by_runs, lost_by_failover
 from tests.soak.witness import Flight, account, beyond_limits, brought_back, flights, out_of_turn, used_up_while_open
 from tests.support.judge import violations
 from tests.support.ledger import Entries, judge, read_entries
@@ -236,7 +236,8 @@ def _by_order(
     messages = {row.key: row for row in connection.cursor(row_factory=class_row(_Row)).execute(_MESSAGES)}
     # A failover assigns numbers twice, so such hand-overs are judged by their process.
     uncertain = set(connection.execute(_UNCERTAIN))
-    unproven = _unproven(entries, messages.values(), uncertain_keys)
+    continued = connection.execute(CONTINUED).fetchall()
+    unproven = _unproven(entries, messages.values(), uncertain_keys, continued)
     unfenced: list[int] = []
     stale: list[int] = []
     overtaken: list[int] = []
@@ -268,14 +269,20 @@ def _by_order(
     ]
 
 
-def _unproven(entries: Entries, rows: Iterable[_Row], uncertain_keys: Collection[str]) -> set[int]:
-    """Return sent messages that the sending attempt had not handed over before."""
+def _unproven(
+    entries: Entries, rows: Iterable[_Row], uncertain_keys: Collection[str], continued: Iterable[Sequence[int]]
+) -> set[int]:
+    """Return sent messages that neither the sending attempt nor one that it continues had handed over before."""
+    continued_counts = defaultdict(list)
+    for message_id, attempt_count in continued:
+        continued_counts[message_id].append(attempt_count)
     handed_over_at: dict[tuple[str, int], float] = {}
     for hand_over in entries.hand_over_order:
         handed_over_at.setdefault((hand_over.key, hand_over.attempt_count), hand_over.at)
     unproven = set()
     for row in rows:
-        at = handed_over_at.get((row.key, row.attempt_count), float("inf"))
+        counts = (row.attempt_count, *continued_counts[row.id])
+        at = min(handed_over_at.get((row.key, count), float("inf")) for count in counts)
         latest = time.time() if row.topic == "soak.effect" else row.finished_at
         if row.state == "sent" and at > latest and row.key not in uncertain_keys:
             unproven.add(row.id)

@@ -16,7 +16,7 @@ from psycopg.rows import class_row
 from psycopg.types.json import Jsonb
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import BEGINNING, ClaimedRow, FinishRequest, HeldRow, Place, Store
+from pgoutbox.database.store import BEGINNING, ClaimedRow, FinishRequest, HeldRow, LapsedRow, Place, Store
 from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.settings import Settings
@@ -98,7 +98,8 @@ def claim(
     fresh_limit: int | None = None,
     fresh_position: Place = BEGINNING,
     retry_position: Place = BEGINNING,
-    suspect_limit: int = 1,
+    suspects: bool = True,
+    spread: bool = True,
     fresh_only: bool = False,
     by_permits: bool = False,
     worker: str = "worker-1",
@@ -108,7 +109,8 @@ def claim(
 ) -> list[ClaimedRow]:
     """Claim from all lanes except the ordered one, or only from the first lane. Return the rows ordered by id.
 
-    After an error in `again_on`, run the same statement again.
+    Without `spread`, all messages of lapsed attempts are due at once. After an error in `again_on`, run the same
+    statement again.
     """
     parameters: dict[str, object] = {
         "queue": queue,
@@ -134,14 +136,56 @@ def claim(
         rows.extend(ClaimedRow._make((*row[:ROW_LENGTH], False, queue, was_lapsed)) for row in answer.fetchall())
 
     if not fresh_only:
-        run(sql.END_LAPSED, total, was_lapsed=True)
-        parameters["alone"] = suspect_limit == 1
-        run(sql.CLAIM_LAPSED, min(suspect_limit, total - len(rows)), was_lapsed=True)
+        ended = end_lapsed(
+            connection,
+            topics=topics,
+            hold_topics=hold_topics,
+            total=total,
+            worker=worker,
+            held=held,
+            hooks=hooks,
+            spread=spread,
+        )
+        rows.extend(_without_attempt(row) for row in ended if row.state != State.PENDING)
+        if suspects:
+            run(sql.CLAIM_LAPSED, min(1, total - len(rows)), was_lapsed=True)
     fresh = total - len(rows) if fresh_limit is None else min(fresh_limit, total - len(rows))
     run(sql.CLAIM_FRESH_BY_PERMITS if by_permits else sql.CLAIM_FRESH, fresh, fresh_position)
     if not fresh_only:
         run(sql.CLAIM_RETRIES_BY_PERMITS if by_permits else sql.CLAIM_RETRIES, total - len(rows), retry_position)
     return sorted(judged(connection, rows), key=lambda row: row.id)
+
+
+def end_lapsed(
+    connection: psycopg.Connection,
+    *,
+    topics: Sequence[str] = ("greet",),
+    hold_topics: Sequence[str] = (),
+    total: int = 100,
+    worker: str = "worker-1",
+    held: Sequence[int] = (),
+    hooks: str = "{}",
+    spread: bool = True,
+) -> list[LapsedRow]:
+    """End lapsed attempts. Without `spread`, all of their messages are due at once."""
+    parameters = {
+        "topics": list(topics),
+        "hold_topics": list(hold_topics),
+        "hooks": hooks,
+        "in_flight": list(held),
+        "worker": worker,
+        "total": total,
+    }
+    rows = [LapsedRow._make(row) for row in connection.execute(sql.END_LAPSED, parameters).fetchall()]
+    if not spread:
+        make_due(connection, *(row.id for row in rows if row.state == State.PENDING))
+    return rows
+
+
+def _without_attempt(row: LapsedRow) -> ClaimedRow:
+    """Return the row of a message that a claim has ended, without what a handler gets."""
+    known = {name: value for name, value in row._asdict().items() if name in ClaimedRow._fields}
+    return ClaimedRow(**(dict.fromkeys(ClaimedRow._fields) | known | {"was_lapsed": True}))  # type: ignore[arg-type] # the rest does not matter
 
 
 def judged(connection: psycopg.Connection, rows: Sequence[ClaimedRow]) -> list[ClaimedRow]:
@@ -316,11 +360,12 @@ def lapse(connection: psycopg.Connection, message_id: int) -> None:
     )
 
 
-def make_due(connection: psycopg.Connection, message_id: int) -> None:
-    """Age a pending message so that it is due."""
+def make_due(connection: psycopg.Connection, *message_ids: int) -> None:
+    """Age pending messages so that they are due."""
     connection.execute(
-        "UPDATE pgoutbox.message_live SET available_at = now() - interval '1 ms' WHERE id = %s AND state = 'pending'",
-        [message_id],
+        "UPDATE pgoutbox.message_live SET available_at = now() - interval '1 ms'"
+        " WHERE id = ANY (%s) AND state = 'pending'",
+        [list(message_ids)],
     )
 
 

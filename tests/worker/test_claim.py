@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, LiteralString, Unpack
 import pytest
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import ClaimedRow, FinishRequest, Place
+from pgoutbox.database.store import ClaimedRow, FinishRequest, LapsedRow, Place
 from pgoutbox.message import AttemptOutcome, State
 from tests.support.messages import PUT_FINAL
 from tests.support.outbox_actions import (
@@ -29,6 +29,8 @@ from tests.support.outbox_actions import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import psycopg
 
     from tests.conftest import Connect
@@ -71,20 +73,19 @@ def test_a_claim_leases_the_message_and_counts_the_attempt(rolled_back: psycopg.
 
 
 @pytest.mark.parametrize(
-    ("statement", "is_end"),
+    ("statement", "names"),
     [
-        pytest.param(sql.CLAIM_FRESH, False, id="fresh"),
-        pytest.param(sql.CLAIM_FRESH_BY_PERMITS, False, id="fresh by permits"),
-        pytest.param(sql.CLAIM_RETRIES, False, id="retries"),
-        pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, False, id="retries by permits"),
-        pytest.param(sql.CLAIM_ORDERED, False, id="ordered"),
-        pytest.param(sql.CLAIM_LAPSED, False, id="lapsed"),
-        pytest.param(sql.END_LAPSED, True, id="end lapsed"),
-        pytest.param(sql.END_SUPERSEDED_ELSEWHERE, True, id="end superseded elsewhere"),
+        pytest.param(sql.CLAIM_FRESH, ClaimedRow._fields[:-3], id="fresh"),
+        pytest.param(sql.CLAIM_FRESH_BY_PERMITS, ClaimedRow._fields[:-3], id="fresh by permits"),
+        pytest.param(sql.CLAIM_RETRIES, ClaimedRow._fields[:-3], id="retries"),
+        pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, ClaimedRow._fields[:-3], id="retries by permits"),
+        pytest.param(sql.CLAIM_ORDERED, ClaimedRow._fields[:-3], id="ordered"),
+        pytest.param(sql.CLAIM_LAPSED, ClaimedRow._fields[:-3], id="suspects"),
+        pytest.param(sql.END_LAPSED, LapsedRow._fields, id="lapsed"),
     ],
 )
 def test_every_claim_returns_the_columns_of_the_row_in_their_order(
-    rolled_back: psycopg.Connection, statement: LiteralString, is_end: bool
+    rolled_back: psycopg.Connection, statement: LiteralString, names: Sequence[str]
 ) -> None:
     parameters = {
         "queue": "default",
@@ -98,14 +99,12 @@ def test_every_claim_returns_the_columns_of_the_row_in_their_order(
         "since_seconds": 0,
         "ids": [1],
         "in_flight": [],
-        "alone": True,
         "worker": "w",
         "lease_seconds": 1,
     }
     cursor = rolled_back.execute(statement, parameters)
     assert cursor.description is not None
-    names = [*ClaimedRow._fields[:-3], *(["queue"] if is_end else [])]
-    assert [column.name for column in cursor.description] == names
+    assert tuple(column.name for column in cursor.description) == names
 
 
 def test_a_claim_of_fresh_messages_skips_all_others(rolled_back: psycopg.Connection) -> None:
@@ -264,7 +263,7 @@ def test_a_retry_that_has_expired_ends_skipped(rolled_back: psycopg.Connection) 
 def test_a_lost_attempt_is_recorded_and_repeated(rolled_back: psycopg.Connection) -> None:
     message_id = lost(rolled_back)
     (again,) = claim(rolled_back, worker="second")
-    assert (again.state, again.was_lapsed, again.attempt_count) == ("sending", True, 2)
+    assert (again.state, again.attempt_count) == ("sending", 2)
     assert attempts_of(rolled_back, message_id) == [(1, "lost", "lease expired, outcome unknown")]
     worker = rolled_back.execute("SELECT worker FROM pgoutbox.attempt").fetchone()
     assert worker == ("first",)
@@ -313,56 +312,45 @@ def lost_one_after_the_other(
     return ids
 
 
-def test_the_limit_bounds_the_repeated_lost_attempts(rolled_back: psycopg.Connection) -> None:
-    ids = lost_one_after_the_other(rolled_back, 5)
-    assert claim(rolled_back, suspect_limit=0) == []
-    assert ids_in_flight(claim(rolled_back, suspect_limit=1)) == ids[:1]
-    assert ids_in_flight(claim(rolled_back, suspect_limit=3)) == ids[1:4]
-
-
-def test_suspects_take_at_most_the_room(rolled_back: psycopg.Connection) -> None:
-    ids = lost_one_after_the_other(rolled_back, 5)
-    fresh = enqueue(rolled_back)
-    assert ids_in_flight(claim(rolled_back, total=3, suspect_limit=5)) == ids[:3]
-    assert ids_in_flight(claim(rolled_back, total=3, suspect_limit=5)) == [*ids[3:], fresh]
-
-
-def test_suspects_beyond_the_limit_delay_neither_fresh_messages_nor_retries(rolled_back: psycopg.Connection) -> None:
-    suspects = lost_one_after_the_other(rolled_back, 5)
+def test_lost_attempts_delay_neither_fresh_messages_nor_retries(rolled_back: psycopg.Connection) -> None:
+    lost_one_after_the_other(rolled_back, 5)
     fresh, retry = enqueue(rolled_back), retried(rolled_back)
-    assert ids_in_flight(claim(rolled_back, total=3)) == [suspects[0], fresh, retry]
+    due_earlier(rolled_back, retry, 1)
+    assert ids_in_flight(claim(rolled_back, total=2)) == [fresh, retry]
 
 
 def test_a_backlog_of_retries_does_not_delay_a_suspect(rolled_back: psycopg.Connection) -> None:
     for _ in range(5):
         due_earlier(rolled_back, retried(rolled_back), 3600)
-    (suspect,) = lost_one_after_the_other(rolled_back, 1)
+    (suspect,) = lost_one_after_the_other(rolled_back, 1, max_attempts=2)
     assert ids_in_flight(claim(rolled_back, total=1, fresh_limit=0)) == [suspect]
 
 
-def test_a_group_contains_only_suspects_that_can_afford_another_loss(rolled_back: psycopg.Connection) -> None:
+def test_a_suspect_has_lost_half_of_its_attempts(rolled_back: psycopg.Connection) -> None:
     (last_attempt,) = lost_one_after_the_other(rolled_back, 1, max_attempts=2)
     (later_attempt,) = lost_one_after_the_other(rolled_back, 1)
     rolled_back.execute("UPDATE pgoutbox.message_live SET attempt_count = 6 WHERE id = %s", [later_attempt])
     can_afford_it = lost_one_after_the_other(rolled_back, 2, max_attempts=3)
-    assert ids_in_flight(claim(rolled_back, suspect_limit=10)) == can_afford_it
-    assert claim(rolled_back, suspect_limit=10) == []
-    assert [ids_in_flight(claim(rolled_back)) for _ in range(2)] == [[last_attempt], [later_attempt]]
+    assert ids_in_flight(claim(rolled_back, suspects=False)) == can_afford_it[:1]
+    assert [state_of(rolled_back, i) for i in (last_attempt, later_attempt, can_afford_it[1])] == [
+        "sending", "sending", "pending"
+    ]  # fmt: skip
+    assert [ids_in_flight(claim(rolled_back)) for _ in range(3)] == [[last_attempt], [later_attempt], []]
 
 
-def test_snoozes_do_not_reduce_the_losses_that_a_suspect_can_afford(rolled_back: psycopg.Connection) -> None:
+def test_snoozes_do_not_reduce_the_losses_that_a_message_can_afford(rolled_back: psycopg.Connection) -> None:
     (snoozed,) = lost_one_after_the_other(rolled_back, 1)
     rolled_back.execute(
         "UPDATE pgoutbox.message_live SET attempt_count = 21, max_attempts = 31 WHERE id = %s", [snoozed]
     )
-    assert ids_in_flight(claim(rolled_back, suspect_limit=10)) == [snoozed]
+    assert ids_in_flight(claim(rolled_back, suspects=False)) == [snoozed]
 
 
 @pytest.mark.parametrize("why", ["superseded", "cancelled", "expired", "exhausted", "on hold"])
 def test_a_lost_attempt_that_ends_does_not_wait_for_a_turn_of_suspects(
     rolled_back: psycopg.Connection, why: str
 ) -> None:
-    suspects = lost_one_after_the_other(rolled_back, 3)
+    suspects = lost_one_after_the_other(rolled_back, 3, max_attempts=2)
     max_attempts = 1 if why == "exhausted" else 11
     (ends,) = lost_one_after_the_other(rolled_back, 1, coalesce_key="k", max_attempts=max_attempts)
     successors = [enqueue(rolled_back, coalesce_key="k")] if why == "superseded" else []
@@ -373,7 +361,7 @@ def test_a_lost_attempt_that_ends_does_not_wait_for_a_turn_of_suspects(
             expire(rolled_back, ends)
         case "on hold":
             rolled_back.execute("UPDATE pgoutbox.message_live SET topic = 'bill' WHERE id = %s", [ends])
-    rows = claim(rolled_back, topics=["greet", "bill"], hold_topics=["bill"], suspect_limit=0)
+    rows = claim(rolled_back, topics=["greet", "bill"], hold_topics=["bill"], suspects=False)
     assert [row.id for row in rows if row.was_lapsed] == [ends]
     assert ids_in_flight(rows) == successors
     assert [outcome for _, outcome, _ in attempts_of(rolled_back, ends)] == ["lost"]
@@ -382,7 +370,7 @@ def test_a_lost_attempt_that_ends_does_not_wait_for_a_turn_of_suspects(
 
 def test_a_suspect_locked_by_another_session_is_skipped(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
-    first, second = lost_one_after_the_other(ours, 2)
+    first, second = lost_one_after_the_other(ours, 2, max_attempts=2)
     assert ids_in_flight(claim(theirs)) == [first]
     assert ids_in_flight(claim(ours)) == [second]
 
@@ -390,14 +378,14 @@ def test_a_suspect_locked_by_another_session_is_skipped(connect: Connect) -> Non
 def test_an_attempt_with_a_valid_lease_is_not_a_suspect(rolled_back: psycopg.Connection) -> None:
     in_flight(rolled_back)
     (suspect,) = lost_one_after_the_other(rolled_back, 1)
-    assert ids_in_flight(claim(rolled_back, suspect_limit=10)) == [suspect]
+    assert ids_in_flight(claim(rolled_back)) == [suspect]
 
 
 def test_a_message_that_ends_takes_no_turn_of_a_suspect(rolled_back: psycopg.Connection) -> None:
     (ends,) = lost_one_after_the_other(rolled_back, 1, max_attempts=1)
     rolled_back.execute("UPDATE pgoutbox.claim SET lease_expires_at = now() - interval '1 h'")
     (suspect,) = lost_one_after_the_other(rolled_back, 1)
-    assert {row.id: row.state for row in claim(rolled_back, suspect_limit=1)} == {ends: "failed", suspect: "sending"}
+    assert {row.id: row.state for row in claim(rolled_back)} == {ends: "failed", suspect: "sending"}
 
 
 def test_a_locked_message_that_would_end_is_skipped(connect: Connect) -> None:

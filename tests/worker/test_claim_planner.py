@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from pgoutbox.database.store import BEGINNING, ClaimedRow, DueRow, Place
+from pgoutbox.database.store import BEGINNING, ClaimedRow, DueRow, LapsedRow, Place
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.worker.claim_planner import (
     SEARCH_SECONDS,
@@ -22,7 +22,7 @@ from pgoutbox.worker.claim_planner import (
 
 NOON = datetime(2024, 1, 1, 12, tzinfo=UTC)
 LIMIT = 4
-FRESH, RETRIES, ORDERED, ENDING, LAPSED = Lane.FRESH, Lane.RETRIES, Lane.ORDERED, Lane.ENDING, Lane.LAPSED
+FRESH, RETRIES, ORDERED = Lane.FRESH, Lane.RETRIES, Lane.ORDERED
 
 
 def rows(*seconds: int) -> list[ClaimedRow]:
@@ -148,7 +148,6 @@ def plain(now: float = 1000.0) -> ClaimPlanner:
     for cursor in (lanes.fresh, lanes.retries):
         cursor.start(now - 1, from_beginning=True)
         cursor.record([], LIMIT, began_at=now - 1, ended_at=now - 1)
-    lanes.record_lapsed(began_at=now - 1, ended_at=now - 1)
     lanes.record_due(due("default"), asked_at=now, now=now)
     return lanes
 
@@ -159,7 +158,7 @@ def fill(cursor: Cursor, now: float) -> None:
 
 
 def test_the_first_poll_claims_from_all_lanes() -> None:
-    assert ClaimPlanner("default").turns(0.0) == [ENDING, LAPSED, FRESH, ORDERED, RETRIES]
+    assert ClaimPlanner("default").turns(0.0) == [FRESH, ORDERED, RETRIES]
 
 
 def test_if_nothing_else_is_due_a_poll_claims_only_fresh_messages() -> None:
@@ -170,23 +169,70 @@ def test_the_other_lanes_are_polled_when_something_falls_due() -> None:
     lanes = plain()
     lanes.record_due(due("default", seconds=3.0), asked_at=1000.0, now=1000.0)
     assert lanes.turns(1002.9) == [FRESH]
-    assert set(lanes.turns(1003.1)) == {ENDING, LAPSED, FRESH, RETRIES}
+    assert set(lanes.turns(1003.1)) == {FRESH, RETRIES}
 
 
 def test_the_other_lanes_are_polled_a_few_times_a_second() -> None:
     lanes = plain()
-    lanes.record_lapsed(began_at=1000.0, ended_at=1000.0)
     lanes.retries.start(1000.0, from_beginning=True)
     lanes.retries.record([], LIMIT, began_at=1000.0, ended_at=1000.0)
     assert lanes.turns(1000.0 + 0.9 * SEARCH_SECONDS) == [FRESH]
-    assert set(lanes.turns(1000.0 + 1.1 * SEARCH_SECONDS)) == {ENDING, LAPSED, FRESH, RETRIES}
+    assert set(lanes.turns(1000.0 + 1.1 * SEARCH_SECONDS)) == {FRESH, RETRIES}
 
 
-def test_slow_polls_of_lapsed_attempts_become_rarer() -> None:
-    lanes = plain()
-    lanes.record_lapsed(began_at=999.0, ended_at=1000.0)
-    assert lanes.turns(1000.0 + 8.9) == [FRESH]
-    assert ENDING in lanes.turns(1000.0 + 9.1)
+def scheduled(now: float = 1000.0) -> QueueSchedule:
+    """Return the schedule of a queue in which nothing is due."""
+    queues = QueueSchedule([QueueShare("default")], now=now - 1)
+    queues.record_lapsed([], limit=LIMIT, began_at=now - 1, ended_at=now - 1)
+    queues.record_due([due("default")], asked_at=now, now=now)
+    return queues
+
+
+def lapsed(due_seconds: float, *, queue: str = "default", state: str = "pending") -> LapsedRow:
+    return LapsedRow(1, "greet", queue, 1, None, state, due_seconds)
+
+
+def test_the_first_poll_looks_for_lapsed_attempts_and_the_next_ones_when_a_lease_ends() -> None:
+    assert QueueSchedule([QueueShare("default")], now=1000.0).is_lapsed_due(1000.0)
+    queues = scheduled()
+    assert not queues.is_lapsed_due(1e6)
+    queues.record_due([due("default", seconds=3.0)], asked_at=1000.0, now=1000.0)
+    assert [queues.is_lapsed_due(at) for at in (1002.9, 1003.1)] == [False, True]
+
+
+def test_under_load_polls_look_for_lapsed_attempts_a_few_times_a_second() -> None:
+    queues = scheduled()
+    queues.record_lapsed([], limit=LIMIT, began_at=1000.0, ended_at=1000.0)
+    assert [queues.is_lapsed_due(1000.0 + part * SEARCH_SECONDS) for part in (0.9, 1.1)] == [False, True]
+
+
+def test_slow_searches_for_lapsed_attempts_become_rarer() -> None:
+    queues = scheduled()
+    queues.record_lapsed([], limit=LIMIT, began_at=999.0, ended_at=1000.0)
+    assert [queues.is_lapsed_due(at) for at in (1008.9, 1009.1)] == [False, True]
+
+
+def test_a_search_that_found_as_many_lapsed_attempts_as_it_may_continues_at_once() -> None:
+    queues = scheduled()
+    queues.record_lapsed([lapsed(0.0)] * LIMIT, limit=LIMIT, began_at=1000.0, ended_at=1000.1)
+    assert queues.is_lapsed_due(1000.1)
+
+
+def test_a_search_for_lapsed_attempts_that_began_before_a_request_does_not_count() -> None:
+    queues = scheduled()
+    queues.search(now=1000.0)
+    for began_at, is_enough in ((999.9, False), (1000.1, True)):
+        queues.record_lapsed([], limit=LIMIT, began_at=began_at, ended_at=began_at)
+        assert queues.is_lapsed_due(1000.2) is not is_enough
+
+
+def test_messages_of_lapsed_attempts_that_fall_due_shortly_are_owed_a_search() -> None:
+    queues = scheduled()
+    rows = [lapsed(0.05), lapsed(0.1), lapsed(0.2, queue="other"), lapsed(0.3, state="failed")]
+    queues.record_lapsed(rows, limit=10, began_at=1000.0, ended_at=1000.0)
+    assert queues.search_owed_at == 1000.1
+    queues.polled_at = 1000.2
+    assert queues.search_owed_at == math.inf
 
 
 def test_a_round_ends_where_it_began() -> None:
@@ -234,7 +280,6 @@ def test_a_search_that_began_before_the_request_does_not_count() -> None:
         for cursor in (lanes.fresh, lanes.retries):
             cursor.start(began_at, from_beginning=True)
             cursor.record([], LIMIT, began_at=began_at, ended_at=began_at)
-        lanes.record_lapsed(began_at=began_at, ended_at=began_at)
         lanes.record_due(due("default"), asked_at=1000.2, now=1000.2)
         assert (set(lanes.turns(1000.2)) == {FRESH}) is is_enough
 
@@ -242,7 +287,7 @@ def test_a_search_that_began_before_the_request_does_not_count() -> None:
 def test_a_search_claims_from_all_lanes_once() -> None:
     lanes = plain()
     lanes.search(now=1000.0)
-    assert set(lanes.turns(1000.0)) == {ENDING, LAPSED, FRESH, RETRIES}
+    assert set(lanes.turns(1000.0)) == {FRESH, RETRIES}
     assert lanes.fresh.start(1000.0, from_beginning=False) == BEGINNING
 
 
@@ -276,18 +321,18 @@ def test_in_a_queue_with_limits_the_lane_of_the_oldest_message_comes_first(
 
 
 def test_the_oldest_search_gives_the_time_since_when_messages_may_have_fallen_due() -> None:
-    lanes = ClaimPlanner("default")
-    assert lanes.others_searched_at == -math.inf
-    lanes.retries.record([], LIMIT, began_at=1002.0, ended_at=1002.0)
-    assert lanes.others_searched_at == -math.inf
-    lanes.record_lapsed(began_at=1001.0, ended_at=1001.5)
-    assert lanes.others_searched_at == 1001.0
-    lanes.record_due(due("default", seconds=-1.0), asked_at=1003.0, now=1003.1)
-    assert lanes.others_searched_at == 1001.0
-    lanes.record_due(due("default", seconds=1.0), asked_at=None, now=1003.1)
-    assert lanes.others_searched_at == 1001.0
-    lanes.record_due(due("default", seconds=1.0), asked_at=1003.0, now=1003.1)
-    assert lanes.others_searched_at == 1003.0
+    queues = QueueSchedule([QueueShare("default")], now=1000.0)
+    assert queues.others_searched_at == -math.inf
+    queues["default"].retries.record([], LIMIT, began_at=1002.0, ended_at=1002.0)
+    assert queues.others_searched_at == -math.inf
+    queues.record_lapsed([], limit=LIMIT, began_at=1001.0, ended_at=1001.5)
+    assert queues.others_searched_at == 1001.0
+    queues.record_due([due("default", seconds=-1.0)], asked_at=1003.0, now=1003.1)
+    assert queues.others_searched_at == 1001.0
+    queues.record_due([due("default", seconds=1.0)], asked_at=None, now=1003.1)
+    assert queues.others_searched_at == 1001.0
+    queues.record_due([due("default", seconds=1.0)], asked_at=1003.0, now=1003.1)
+    assert queues.others_searched_at == 1003.0
 
 
 def test_queues_are_parsed_with_and_without_weights() -> None:

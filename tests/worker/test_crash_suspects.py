@@ -1,4 +1,7 @@
-"""Tests messages with a lost attempt: any of them may crash its process, so few of them are in flight at once."""
+"""Tests messages with a lost attempt: any of them may crash its process, so they are not tried again together.
+
+Those that have lost half of their attempts are suspects: a worker has one of them in flight.
+"""
 
 from __future__ import annotations
 
@@ -39,25 +42,18 @@ if TYPE_CHECKING:
 
 
 def lost(db: psycopg.Connection, topic: str = "greet", *, times: int = 1, max_attempts: int = 11) -> int:
-    """Create a message whose worker died this many times in a row."""
+    """Create a message whose worker died this many times in a row. The next claim does not find it: see `all_due`."""
     message_id = enqueue(db, topic, max_attempts=max_attempts)
     for number in range(times):
         assert [row.id for row in claim(db, topics=[topic], worker=f"dead-{number}")] == [message_id]
-        lapse(db, message_id)
-    # The next message's claim must not find it here.
-    move(db, message_id, "apart")
+        if number < times - 1:
+            lapse(db, message_id)
     return message_id
 
 
 def all_due(db: psycopg.Connection) -> None:
-    db.execute("UPDATE pgoutbox.message_live SET queue = 'default'")
-    db.execute("UPDATE pgoutbox.claim SET queue = 'default'")
-
-
-def move(db: psycopg.Connection, message_id: int, queue: str) -> None:
-    """Move a message, in flight or not, to another queue."""
-    db.execute("UPDATE pgoutbox.message_live SET queue = %s WHERE id = %s", [queue, message_id])
-    db.execute("UPDATE pgoutbox.claim SET queue = %s WHERE %s = ANY (ids)", [queue, message_id])
+    """Let all leases end in the order of the claims."""
+    db.execute("UPDATE pgoutbox.claim SET lease_expires_at = now() - interval '1 h' + (claimed_at - now()) / 1000")
 
 
 class Gate:
@@ -179,7 +175,7 @@ async def test_a_run_continues_if_a_suspect_ends_during_a_claim_that_skipped_the
     class SlowStore(Store):
         async def claim(self, *arguments: Any, **options: Any) -> list[ClaimedRow]:  # noqa: ANN401 - passed on
             rows = await super().claim(*arguments, **options)
-            if run_of(worker).state.signals.suspects and not options["retries"]:
+            if run_of(worker).state.signals.suspect and not options["retries"]:
                 looks.append(len(rows))
             # The third poll beside the suspect starts from the beginning, after which a run may end.
             if len(looks) == 3 and not gate.opened.is_set():
@@ -219,45 +215,42 @@ class Stations:
         assert self.in_flight == set(ids)
 
 
-async def test_eight_suspects_are_in_flight_and_others_follow_when_half_of_them_have_ended(
+def test_messages_of_attempts_that_were_lost_together_fall_due_one_after_the_other(db: psycopg.Connection) -> None:
+    ids = [lost(db) for _ in range(3)]
+    ended = lost(db, max_attempts=1)
+    all_due(db)
+    with db.transaction():
+        assert [(row.id, row.state) for row in claim(db, fresh_limit=0)] == [(ids[0], "sending"), (ended, "failed")]
+        seconds = db.execute(
+            "SELECT id, extract(epoch FROM available_at - now())::float8 FROM pgoutbox.message_live WHERE id > %s"
+            " ORDER BY id",
+            [ids[0]],
+        ).fetchall()
+    assert seconds == [(ids[1], 0.05), (ids[2], 0.1)]
+    assert [outcome for _, outcome, _ in attempts_of(db, ids[2])] == ["lost"]
+
+
+async def test_messages_with_a_lost_attempt_run_beside_each_other_and_a_suspect_alone(
     dsn: str, db: psycopg.Connection
 ) -> None:
-    ids = [lost(db) for _ in range(20)]
-    all_due(db)
-    stations = Stations(dsn, ids)
-    worker = WatchedWorker(stations.outbox)
-    async with running(worker):
-        await stations.are(worker, ids[:8])
-        stations.end(ids[:3])
-        await stations.are(worker, ids[3:8])
-        stations.end(ids[3:4])
-        await stations.are(worker, ids[4:12])
-        stations.end(ids)
-        await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
-
-
-async def test_a_suspect_that_cannot_afford_another_loss_is_alone(dsn: str, db: psycopg.Connection) -> None:
     first, second = lost(db, max_attempts=2), lost(db, max_attempts=2)
-    others = [lost(db) for _ in range(3)]
+    others = [lost(db) for _ in range(20)]
     all_due(db)
     stations = Stations(dsn, [first, second, *others])
     worker = WatchedWorker(stations.outbox)
     async with running(worker):
-        await stations.are(worker, others)
-        stations.end(others[:2])
-        await stations.are(worker, others[2:])
-        stations.end(others[2:])
-        await stations.are(worker, [first])
-        db.execute("UPDATE pgoutbox.message_live SET max_attempts = 11 WHERE id = %s", [second])
+        await stations.are(worker, [first, *others])
+        stations.end(others)
         await stations.are(worker, [first])
         stations.end([first, second])
         await until(lambda: state_of(db, second) == "sent")
 
 
-async def test_a_suspect_that_is_alone_is_alone_in_all_queues_of_its_worker(dsn: str, db: psycopg.Connection) -> None:
-    first, second = lost(db, max_attempts=2), lost(db)
+async def test_a_suspect_is_alone_in_all_queues_of_its_worker(dsn: str, db: psycopg.Connection) -> None:
+    first, second = lost(db, max_attempts=2), lost(db, max_attempts=2)
     all_due(db)
-    move(db, second, "other")
+    db.execute("UPDATE pgoutbox.message_live SET queue = 'other' WHERE id = %s", [second])
+    db.execute("UPDATE pgoutbox.claim SET queue = 'other' WHERE %s = ANY (ids)", [second])
     stations = Stations(dsn, [first, second])
     worker = WatchedWorker(stations.outbox, queues=["default", "other"])
     async with running(worker):
@@ -268,16 +261,34 @@ async def test_a_suspect_that_is_alone_is_alone_in_all_queues_of_its_worker(dsn:
         await until(lambda: state_of(db, second) == "sent")
 
 
-async def test_a_batch_of_suspects_is_as_large_as_their_group(dsn: str, db: psycopg.Connection) -> None:
+async def test_any_worker_ends_a_lapsed_attempt_of_a_queue_that_it_does_not_serve(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    """It wakes the workers of that queue."""
+    message_id = enqueue(db, queue="theirs")
+    assert len(claim(db, queue="theirs", worker="dead")) == 1
+    stations = Stations(dsn, [message_id])
+    theirs = WatchedWorker(stations.outbox, queues=["theirs"])
+    async with running(theirs):
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await theirs.asleep.wait()
+        lapse(db, message_id)
+        async with running(Worker(Gate(dsn).outbox)):
+            await until(lambda: stations.in_flight == {message_id})
+        stations.end([message_id])
+        await until(lambda: state_of(db, message_id) == "sent")
+
+
+async def test_lost_messages_of_a_batch_handler_are_handed_over_once_more(dsn: str, db: psycopg.Connection) -> None:
     ids = [lost(db) for _ in range(10)]
     all_due(db)
     outbox = Outbox(settings_for(dsn, concurrency=10))
-    batches: list[list[int]] = []
+    seen: list[int] = []
 
     @outbox.batch_handler("greet", max_size=10)
     async def greet(messages: Sequence[Message], contexts: Sequence[Context]) -> None:
-        batches.append([message.id for message in messages])
+        seen.extend(message.id for message in messages)
 
     await Worker(outbox).drain()
-    assert batches == [ids[:8], ids[8:]]
+    assert sorted(seen) == ids
     assert all(attempts_of(db, i) == [(1, "lost", "lease expired, outcome unknown")] for i in ids)

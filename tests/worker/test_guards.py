@@ -724,6 +724,7 @@ async def an_ordered_message_whose_cancel_met_its_claim_begins_no_other_attempt(
 
 async def a_cancelled_attempt_that_is_lost_is_not_repeated(stage: Stage) -> None:
     message_id = lost(stage)
+    stage.db.execute("UPDATE pgoutbox.message SET max_attempts = 2, attempt_budget = 2 WHERE id = %s", [message_id])
     cancel(stage.db, message_id)
     claim(stage.db, worker="second")
     assert state_of(stage.db, message_id) == "cancelled"
@@ -798,14 +799,14 @@ async def a_search_does_not_wait_for_an_ended_claim(stage: Stage) -> None:
     holder.execute("SELECT FROM pgoutbox.claim FOR UPDATE")
     stage.db.execute("SET lock_timeout = '50ms'")
     try:
-        stage.db.execute(sql.FORGET_LAPSED, {"queue": "default"})
+        stage.db.execute(sql.FORGET_LAPSED, {})
     except psycopg.errors.LockNotAvailable:
         pytest.fail("the search waits")
 
 
 async def a_lapsed_claim_with_attempts_is_not_deleted(stage: Stage) -> None:
     message_id = lost(stage)
-    stage.db.execute(sql.FORGET_LAPSED, {"queue": "default"})
+    stage.db.execute(sql.FORGET_LAPSED, {})
     assert ids_in_flight(claim(stage.db, worker="second")) == [message_id]
 
 
@@ -1017,13 +1018,19 @@ async def an_attempt_of_an_answered_claim_is_not_released(stage: Stage) -> None:
 
 
 async def suspects_are_claimed_one_by_one(stage: Stage) -> None:
+    ids = lost_together(stage, 3, max_attempts=2)
+    assert ids_in_flight(claim(stage.db)) == ids[:1]
+
+
+async def messages_that_were_lost_together_are_not_due_together(stage: Stage) -> None:
     ids = lost_together(stage, 3)
-    assert ids_in_flight(claim(stage.db, suspect_limit=1)) == ids[:1]
+    with stage.db.transaction():
+        assert ids_in_flight(claim(stage.db)) == ids[:1]
 
 
 async def a_suspect_on_its_last_attempt_is_claimed_alone(stage: Stage) -> None:
     lost_together(stage, 3, max_attempts=2)
-    assert ids_in_flight(claim(stage.db, suspect_limit=3)) == []
+    assert ids_in_flight(claim(stage.db, suspects=False, spread=False)) == []
 
 
 async def a_worker_claims_no_second_suspect_while_one_is_alone(stage: Stage) -> None:
@@ -1315,8 +1322,12 @@ def no_limit_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_check_of_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    budget = "AND (%(alone)s::boolean OR m.max_attempts - m.attempt_count > m.attempt_budget / 2)"
-    patch.setattr(sql, "CLAIM_LAPSED", without(sql.CLAIM_LAPSED, budget))
+    budget = "WHEN m.max_attempts - m.attempt_count > m.attempt_budget / 2 THEN"
+    patch.setattr(sql, "END_LAPSED", sql.END_LAPSED.replace(budget, "ELSE"))
+
+
+def no_distance_between_lost_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "END_LAPSED", sql.END_LAPSED.replace("0.05 * (j.number - 1)", "0"))
 
 
 def no_time_of_the_answered_claim(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -1325,7 +1336,7 @@ def no_time_of_the_answered_claim(stage: Stage, patch: pytest.MonkeyPatch) -> No
 
 
 def no_memory_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Signals, "add_suspects", lambda self, suspects: None)
+    patch.setattr(Signals, "note_suspect", lambda self, suspect: None)
 
 
 def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -1707,6 +1718,11 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         "suspects: last attempt",
         a_suspect_on_its_last_attempt_is_claimed_alone,
         no_check_of_the_budget_of_a_suspect,
+    ),
+    (
+        "suspects: distance",
+        messages_that_were_lost_together_are_not_due_together,
+        no_distance_between_lost_messages,
     ),
     ("suspects: memory", a_worker_claims_no_second_suspect_while_one_is_alone, no_memory_of_suspects),
     ("shared doorbell lock", acquiring_does_not_miss_an_open_enqueue, no_shared_lock),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import pytest
 
@@ -12,7 +12,16 @@ from pgoutbox.database.store import DueRow
 from pgoutbox.errors import PayloadError
 from pgoutbox.operations import Operator, Rate
 from tests.support import outbox_actions
-from tests.support.outbox_actions import ask_for_locks, enqueue, expire, finish_sent, ids_in_flight, lapse, state_of
+from tests.support.outbox_actions import (
+    Options,
+    ask_for_locks,
+    enqueue,
+    expire,
+    finish_sent,
+    ids_in_flight,
+    lapse,
+    state_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,8 +35,8 @@ claim = partial(outbox_actions.claim, by_permits=True)
 both_lanes = pytest.mark.parametrize("attempt_count", [0, 1], ids=["fresh", "retries"])
 
 
-def enqueued(connection: psycopg.Connection, count: int) -> list[int]:
-    return [enqueue(connection) for _ in range(count)]
+def enqueued(connection: psycopg.Connection, count: int, **arguments: Unpack[Options]) -> list[int]:
+    return [enqueue(connection, **arguments) for _ in range(count)]
 
 
 def limit(connection: psycopg.Connection, count: int, seconds: float = 3600, *, burst: int | None = None) -> None:
@@ -220,7 +229,7 @@ def test_at_most_the_limit_is_in_flight(rolled_back: psycopg.Connection) -> None
 
 def test_a_lost_attempt_does_not_count_as_in_flight(rolled_back: psycopg.Connection) -> None:
     """Otherwise it could never be repeated."""
-    first, _ = enqueued(rolled_back, 2)
+    first, _ = enqueued(rolled_back, 2, max_attempts=2)
     Operator(rolled_back).limit_in_flight("default", 1)
     assert ids_in_flight(claim(rolled_back)) == [first]
     lapse(rolled_back, first)

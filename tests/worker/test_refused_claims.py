@@ -96,12 +96,8 @@ def without_attempt_left(db: psycopg.Connection) -> int:
     return lost(db, max_attempts=1)
 
 
-def superseded_elsewhere(db: psycopg.Connection) -> int:
-    message_id = enqueue(db, queue="abandoned", coalesce_key="profile:7")
-    assert len(claim(db, queue="abandoned", worker="dead")) == 1
-    lapse(db, message_id)
-    enqueue(db, coalesce_key="profile:7")
-    return message_id
+def suspect(db: psycopg.Connection) -> int:
+    return lost(db, max_attempts=2)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +106,9 @@ def superseded_elsewhere(db: psycopg.Connection) -> int:
         (fresh, "default", "fresh"),
         (retry, "default", "retries"),
         (ordered, "default", "ordered"),
-        (lost, "default", "lapsed"),
-        (without_attempt_left, "default", "ending"),
-        (superseded_elsewhere, "*", "survey"),
+        (lost, "*", "lapsed"),
+        (without_attempt_left, "*", "lapsed"),
+        (suspect, "default", "suspect"),
     ],
 )
 async def test_a_refused_claim_of_any_lane_ends_the_worker(

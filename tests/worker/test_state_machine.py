@@ -65,7 +65,8 @@ class Model:
     max_attempts: int = MAX_ATTEMPTS
     cancel_requested: bool = False
     expired: bool = False
-    lapsed: bool = False
+    lapsed: int = 0
+    """The number of its lapsed lease, in their order; 0 if its lease has not lapsed."""
     due: bool = True
     ended_by: int | None = None
     """The newer message of an open transaction that ends this one as superseded."""
@@ -96,6 +97,7 @@ class Outboxes(RuleBasedStateMachine):
             "TRUNCATE pgoutbox.message, pgoutbox.attempt, pgoutbox.coalesce_head, pgoutbox.dedupe, pgoutbox.queue"
         )
         self.is_paused = False
+        self.lapsed_count = 0
         self.messages: dict[int, Model] = {}
         self.newest: dict[str, int] = {}
         self.uncommitted: list[Model] = []
@@ -161,65 +163,60 @@ class Outboxes(RuleBasedStateMachine):
         target=attempts,
         worker=st.sampled_from(WORKERS),
         total=st.integers(1, 3),
-        suspect_limit=st.integers(0, 1),
+        suspects=st.booleans(),
         fresh_only=st.booleans(),
     )
-    def claim(self, worker: str, total: int, suspect_limit: int, fresh_only: bool) -> MultipleResults[Attempt]:
+    def claim(self, worker: str, total: int, suspects: bool, fresh_only: bool) -> MultipleResults[Attempt]:
         """Claim as one worker."""
-        rows = claim(self.db, worker=worker, total=total, suspect_limit=suspect_limit, fresh_only=fresh_only)
-        expected = [message for message in self._claimable() if not fresh_only or message.attempt_count == 0]
-        suspects = {message.id for message in expected if self._is_suspect(message)}
-        freed = set() if fresh_only else self._freed_by_endings()
-        claimed = {row.id for row in rows}
-        assert claimed <= {message.id for message in expected} | freed
-        assert len(suspects & claimed) <= suspect_limit
-        count = len(expected) - len(suspects) + min(suspect_limit, len(suspects))
-        assert min(total, count) <= len(rows) <= min(total, count + len(freed))
-        for row in rows:
+        rows = claim(self.db, worker=worker, total=total, suspects=suspects, fresh_only=fresh_only, spread=False)
+        ended, suspect = ([], []) if fresh_only else self._take_lapsed(worker, total, suspects=suspects)
+        assert [row.id for row in rows if row.was_lapsed] == sorted(message.id for message in [*ended, *suspect])
+        claimed = [row for row in rows if not row.was_lapsed]
+        expected = {message.id for message in self._claimable() if not fresh_only or message.attempt_count == 0}
+        assert {row.id for row in claimed} <= expected
+        assert len(claimed) == min(total - len(ended) - len(suspect), len(expected))
+        for row in claimed:
             self._judge(self.messages[row.id], worker)
         return multiple(*(Attempt(row.id, row.attempt_count, worker) for row in rows if row.state == State.SENDING))
+
+    def _take_lapsed(self, worker: str, total: int, *, suspects: bool) -> tuple[list[Model], list[Model]]:
+        """End lapsed attempts, and begin one of a suspect. Return the messages that ended, and the suspect."""
+        lapsed = sorted((m for m in self.messages.values() if m.lapsed), key=lambda message: message.lapsed)
+        ended = []
+        for message in [m for m in lapsed if not self._is_suspect(m)][:total]:
+            message.history.append("lost")
+            self._judge(message, worker, is_pending=True)
+            if message.state is State.PENDING:
+                message.due = True
+            else:
+                ended.append(message)
+        room = min(1, total - len(ended)) if suspects and not self.is_paused else 0
+        suspect = [m for m in lapsed if m.lapsed and self._is_suspect(m)][:room]
+        for message in suspect:
+            message.history.append("lost")
+            self._judge(message, worker)
+        return ended, suspect
 
     def _claimable(self) -> list[Model]:
         found: list[Model] = []
         if self.is_paused:
             return found
         for message in self.messages.values():
-            waiting = message.state is State.PENDING and message.due
-            if not waiting and not (message.state is State.SENDING and message.lapsed):
+            if message.state is not State.PENDING or not message.due:
                 continue
             in_flight = any(
-                other.state is State.SENDING and other.key == message.key and other.id != message.id
-                for other in self.messages.values()
+                other.state is State.SENDING and other.key == message.key for other in self.messages.values()
             )
             if message.key is None or not in_flight or self._is_superseded(message):
                 found.append(message)
         return found
 
-    def _freed_by_endings(self) -> set[int]:
-        """Return due messages that wait only for lost attempts that a claim ends. The same claim may begin them."""
-        if self.is_paused:
-            return set()
-        return {
-            message.id
-            for message in self.messages.values()
-            if message.state is State.PENDING
-            and message.due
-            and message.key is not None
-            and all(
-                other.lapsed and not self._is_suspect(other)
-                for other in self.messages.values()
-                if other.state is State.SENDING and other.key == message.key
-            )
-        } - {message.id for message in self._claimable()}
-
     def _is_suspect(self, message: Model) -> bool:
-        """Return whether its attempt was lost and it is to be retried."""
+        """Return whether its attempt was lost, it is to be tried again, and it has used up half of its attempts."""
         ends = message.cancel_requested or message.expired or self._is_superseded(message)
-        return message.state is State.SENDING and not ends and message.attempt_count < message.max_attempts
+        return not ends and 0 < message.max_attempts - message.attempt_count <= MAX_ATTEMPTS // 2
 
-    def _judge(self, message: Model, worker: str) -> None:
-        if message.state is State.SENDING:
-            message.history.append("lost")
+    def _judge(self, message: Model, worker: str, *, is_pending: bool = False) -> None:
         if message.cancel_requested:
             self._end(message, State.CANCELLED)
         elif self._is_superseded(message):
@@ -229,11 +226,13 @@ class Outboxes(RuleBasedStateMachine):
             self._end(message, State.SKIPPED)
         elif message.attempt_count >= message.max_attempts:
             self._end(message, State.FAILED)
+        elif is_pending:
+            self._end(message, State.PENDING)
         else:
             message.state = State.SENDING
             message.worker = worker
             message.attempt_count += 1
-            message.lapsed = False
+            message.lapsed = 0
 
     def _is_superseded(self, message: Model) -> bool:
         return message.key is not None and self.newest[message.key] > message.id
@@ -241,7 +240,7 @@ class Outboxes(RuleBasedStateMachine):
     @staticmethod
     def _end(message: Model, state: State) -> None:
         message.state = state
-        message.lapsed = False
+        message.lapsed = 0
 
     def _held(self, attempt: Attempt) -> Model | None:
         message = self.messages[attempt.message_id]
@@ -292,7 +291,8 @@ class Outboxes(RuleBasedStateMachine):
         message = self._held(attempt)
         if message is not None:
             lapse(self.db, message.id)
-            message.lapsed = True
+            self.lapsed_count += 1
+            message.lapsed = self.lapsed_count
 
     # --- time and operators -------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ CREATE TABLE pgoutbox.claim (
 );
 
 -- Recovery reads the claims whose lease has lapsed.
-CREATE INDEX claim_lease ON pgoutbox.claim (queue, lease_expires_at);
+CREATE INDEX claim_lease ON pgoutbox.claim (lease_expires_at, queue);
 
 COMMENT ON TABLE pgoutbox.claim IS
     'The claims of workers: which messages each has begun, and when its lease ends. A message in flight belongs to the '

@@ -52,8 +52,13 @@ LEFT JOIN LATERAL (
     SELECT s.id
     FROM pgoutbox.message_live AS s
     WHERE s.topic = m.topic AND s.key_in_flight = m.coalesce_key AND s.ordering_key IS NULL AND s.id <> m.id
+    UNION ALL
+    -- A message that was redriven may be the first of its key while a later one is in flight.
+    SELECT s.id
+    FROM pgoutbox.message_live AS s
+    WHERE s.queue = m.queue AND s.key_in_flight = m.ordering_key AND s.ordering_key IS NOT NULL AND s.id <> m.id
     LIMIT 1
-) AS sibling ON m.coalesce_key IS NOT NULL
+) AS sibling ON m.coalesce_key IS NOT NULL OR m.ordering_key IS NOT NULL
 LEFT JOIN LATERAL (
     SELECT a.reason_code
     FROM pgoutbox.attempt AS a

@@ -1,6 +1,6 @@
--- Attempts whose lease has lapsed, and their decision: the message ends as cancelled, skipped or failed, or `sending`
--- because it is tried again. The including statement adds conditions, an order, a limit and row locks. The lock of the
--- claim keeps its worker from renewing the lease meanwhile.
+-- Attempts whose lease has lapsed, and their decision: the message ends as cancelled, skipped or failed, or is `pending`
+-- again, or it is `sending`: tried again at once and alone. The including statement adds conditions, an order, a limit and
+-- row locks. The lock of the claim keeps its worker from renewing the lease meanwhile.
 SELECT m.ctid AS place, m.id, m.attempt_count, m.worker, m.claimed_at, head.newest_id AS newer_id,
     coalesce(ending.state, 'sending') AS state
 FROM pgoutbox.claim AS c
@@ -15,6 +15,8 @@ CROSS JOIN LATERAL (
         WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'
         -- hold_topics: topics that hold a message with an unknown outcome for a person instead of trying it again.
         WHEN m.attempt_count >= m.max_attempts OR m.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
+        -- It can afford another loss: more than half of its granted attempts are left.
+        WHEN m.max_attempts - m.attempt_count > m.attempt_budget / 2 THEN 'pending'
     END
 ) AS ending(state)
 WHERE m.state = 'sending'

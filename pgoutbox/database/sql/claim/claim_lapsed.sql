@@ -1,13 +1,11 @@
--- Take over up to `total` lapsed attempts of a queue whose message is tried again. The attempt before is recorded as
--- lost. These are suspects: one of them may have crashed its process, and may do so again.
+-- Take over the oldest lapsed attempt of a queue whose message has used up half of its attempts. It may have crashed its
+-- process, and may do so again, so a worker has only one such message in flight. The attempt before is recorded as lost.
+-- end_lapsed.sql ends all other lapsed attempts.
 -- Guards: row locks, and the place of the row in the UPDATE.
 WITH judged AS MATERIALIZED (
     \ir _lapsed.sql
         AND c.queue = %(queue)s::text
         AND ending.state IS NULL
-        -- A suspect that is claimed `alone` may have any history. A group takes only suspects that can afford another
-        -- loss: those with more than half of their granted attempts left.
-        AND (%(alone)s::boolean OR m.max_attempts - m.attempt_count > m.attempt_budget / 2)
     ORDER BY c.lease_expires_at, m.id
     \ir _locked_by_permits.sql
     FOR SHARE OF c SKIP LOCKED

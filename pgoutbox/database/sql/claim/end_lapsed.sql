@@ -1,10 +1,9 @@
--- End up to `total` lapsed attempts of a queue whose message is not tried again. The worker runs this before
--- claim_lapsed.sql. It is a separate statement because these attempts do not wait for a limit: a newer message of their
--- key may wait for them. Like finish_if_held.sql, it enqueues the messages for the hooks of messages that fail.
+-- End up to `total` lapsed attempts of any queue. Most messages are pending again. They fall due one after the other,
+-- 50 ms apart, because one of them may have crashed its process and may do so again. Like finish_if_held.sql, this
+-- enqueues the messages for the hooks of messages that fail. claim_lapsed.sql takes the other messages.
 -- Guards: row locks, and the place of the row in the UPDATE.
 WITH judged AS MATERIALIZED (
     \ir _lapsed.sql
-        AND c.queue = %(queue)s::text
         AND ending.state IS NOT NULL
     ORDER BY c.lease_expires_at, m.id
     \ir _locked.sql
@@ -12,16 +11,31 @@ WITH judged AS MATERIALIZED (
 ), lost AS (
     \ir _lost.sql
 ), finished AS (
-    \ir _end.sql
-    ,
-    \ir ../finish/_failure.sql
+    UPDATE pgoutbox.message AS m
+    SET state = j.state,
+        key_in_flight = NULL,
+        lane = 1,
+        available_at = CASE
+            WHEN j.state = 'pending' THEN now() + make_interval(secs => 0.05 * (j.number - 1)) ELSE m.available_at
+        END,
+        finished_at = CASE WHEN j.state <> 'pending' THEN now() END,
+        skip_reason = CASE WHEN j.state = 'skipped' THEN coalesce('superseded by ' || j.newer_id, 'expired') END,
+        superseded_by = CASE WHEN j.state = 'skipped' THEN j.newer_id END,
+        last_error = 'attempt ' || j.attempt_count || ': lease of ' || j.worker || ' expired, outcome unknown'
+    FROM (
+        SELECT *, count(*) FILTER (WHERE state = 'pending') OVER (ROWS UNBOUNDED PRECEDING) AS number
+        FROM judged
+    ) AS j
+    -- `place` is where the row was locked. A row that has changed since this statement's snapshot does not match. The
+    -- state restricts the plan to one partition.
+    WHERE m.ctid = j.place AND m.id = j.id AND m.state = 'sending'
+    RETURNING m.id, m.topic, m.queue, m.attempt_count, m.coalesce_key, m.state,
+        extract(epoch FROM m.available_at - now())::float8 AS due_seconds,
+        \ir ../finish/_failure.sql
 ), announced AS MATERIALIZED (
     \ir ../finish/_announced.sql
 )
-SELECT
-    f.id, f.topic, f.destination, f.payload_json, f.headers_json, f.attempt_count, f.max_attempts, f.attempt_budget,
-    f.created_at, f.available_at, f.coalesce_key, f.ordering_key, f.content_id, f.claimed_at, f.state,
-    f.expires_in_seconds, f.queue
+SELECT f.id, f.topic, f.queue, f.attempt_count, f.coalesce_key, f.state, f.due_seconds
 FROM finished AS f
 -- The outer join makes PostgreSQL run the CTE, which is a SELECT.
 LEFT JOIN announced AS a ON a.id = f.id

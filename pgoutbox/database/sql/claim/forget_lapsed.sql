@@ -1,11 +1,10 @@
--- Delete the lapsed claims of a queue that have no attempt in flight: other workers have taken them over, or their worker
+-- Delete the lapsed claims that have no attempt in flight: other workers have taken them over, or their worker
 -- stopped before it deleted the claim.
 DELETE FROM pgoutbox.claim AS c
 USING (
     SELECT l.worker, l.claimed_at
     FROM pgoutbox.claim AS l
-    WHERE l.queue = %(queue)s::text
-        AND l.lease_expires_at <= now()
+    WHERE l.lease_expires_at <= now()
         AND NOT EXISTS (
             SELECT FROM pgoutbox.in_flight_view AS v WHERE v.worker = l.worker AND v.claimed_at = l.claimed_at
         )

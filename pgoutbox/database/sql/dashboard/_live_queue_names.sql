@@ -10,24 +10,20 @@ WITH RECURSIVE named(queue, number) AS (
         FROM (
             (
                 SELECT m.queue FROM pgoutbox.message_view AS m
-                WHERE m.lane = 0 AND m.state = 'pending' AND m.ordering_key IS NULL AND m.queue > n.queue
+                WHERE m.lane = 0 AND m.state IN ('pending', 'sending') AND m.ordering_key IS NULL AND m.queue > n.queue
                 ORDER BY m.queue LIMIT 1
             )
             UNION ALL
             (
                 SELECT m.queue FROM pgoutbox.message_view AS m
-                WHERE m.lane = 1 AND m.state = 'pending' AND m.ordering_key IS NULL AND m.queue > n.queue
+                WHERE m.lane = 1 AND m.state IN ('pending', 'sending') AND m.ordering_key IS NULL AND m.queue > n.queue
                 ORDER BY m.queue LIMIT 1
             )
             UNION ALL
             (
                 SELECT m.queue FROM pgoutbox.message_view AS m
-                WHERE m.ordering_key IS NOT NULL AND m.state = 'pending' AND m.queue > n.queue
+                WHERE m.ordering_key IS NOT NULL AND m.state IN ('pending', 'sending') AND m.queue > n.queue
                 ORDER BY m.queue LIMIT 1
-            )
-            UNION ALL
-            (
-                SELECT v.queue FROM pgoutbox.in_flight_view AS v WHERE v.queue > n.queue ORDER BY v.queue LIMIT 1
             )
             UNION ALL
             (SELECT q.name FROM pgoutbox.queue_view AS q WHERE q.name > n.queue ORDER BY q.name LIMIT 1)
