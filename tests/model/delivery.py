@@ -478,6 +478,16 @@ class Delivery:
             self._judge(state, index, row, worker.head, candidate.is_requested)
             for row, candidate in zip(worker.writes, worker.candidates, strict=True)
         )
+        yield from self._enter_with(state, index, worker, writes)
+        # A lapsed attempt is taken over only if its message has used up half of its attempts, which is not modelled.
+        ended = tuple(
+            before._replace(state=PENDING) if before.state == after.state == SENDING else after
+            for before, after in zip(worker.writes, writes, strict=True)
+        )
+        if ended != writes:
+            yield from self._enter_with(state, index, worker, ended)
+
+    def _enter_with(self, state: World, index: int, worker: Worker, writes: tuple[Row, ...]) -> Iterator[Step]:
         if fault := self._fault_of_judgement(state, index, writes):
             yield "ends a message that it must not end", _with(state, index, _IDLE)._replace(fault=fault)
             return
@@ -515,7 +525,8 @@ class Delivery:
         other = state.workers[1 - index]
         is_in_hand = self.share_process and other.at in _IN_HAND and other.outcome not in ("retry", "released")
         is_own = any(
-            row.id == other.id and row.state != SENDING and row.worker == self._name_of(index) for row in writes
+            row.id == other.id and row.state not in (SENDING, PENDING) and row.worker == self._name_of(index)
+            for row in writes
         )
         if is_in_hand and is_own:
             return "a process gives up a message of its own running attempt"

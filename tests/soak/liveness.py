@@ -2,6 +2,7 @@
 
 A message is claimable if the view says `due`: it is due, no sibling or earlier message of its key is before it, no
 failure halts its key, and its queue is not paused and has a permit. Also, no open transaction may have locked its row.
+A lapsed attempt is claimable, too, because it has to be ended.
 A look with traffic is one before which a message of the same lane began that had become due later. A message is passed
 over if it was claimable at every look, `PATIENCE_SECONDS` of them with traffic. So outages, suspended workers and
 backlogs need no exception: in their time, later messages do not begin either.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, LiteralString, NamedTuple
@@ -51,12 +52,19 @@ $function$
 """
 _CLAIMABLE: Final[LiteralString] = """
 SELECT
-    w.id, w.attempt_count, w.available_at, w.queue, m.ordering_key IS NOT NULL AS is_ordered,
+    w.id, w.attempt_count, w.available_at AS since, w.queue, m.ordering_key IS NOT NULL AS is_ordered,
     statement_timestamp() AS at
 FROM pgoutbox.waiting_view AS w
 JOIN pgoutbox.message AS m ON m.id = w.id
 WHERE w.reason = 'due'
     AND m.state = 'pending'
+    AND (m.xmax = '0'::xid OR NOT soak_is_locked(m.xmax))
+UNION ALL
+SELECT v.id, v.attempt_count, v.lease_expires_at, v.queue, NULL, v.lease_expires_at
+FROM pgoutbox.in_flight_view AS v
+JOIN pgoutbox.message AS m ON m.id = v.id
+WHERE v.lease_expires_at <= statement_timestamp()
+    AND m.state = 'sending'
     AND (m.xmax = '0'::xid OR NOT soak_is_locked(m.xmax))
 """
 # A message that waits for its next attempt has the due time of that attempt.
@@ -74,9 +82,10 @@ _NOTE: Final = "INSERT INTO soak_passed_over (message_id, queue, since) VALUES (
 class _Claimable(NamedTuple):
     id: int
     attempt_count: int
-    available_at: datetime
+    since: datetime
     queue: str
-    is_ordered: bool
+    is_ordered: bool | None
+    """None for a lapsed attempt."""
     at: datetime
 
     @property
@@ -84,10 +93,14 @@ class _Claimable(NamedTuple):
         """Return what identifies its wait: a message that is rescheduled waits anew."""
         return self[:3]
 
-    @property
-    def lane(self) -> tuple[str, bool, bool]:
-        """Return its queue, and whether it is ordered and a retry."""
-        return self.queue, self.is_ordered, self.attempt_count > 0
+    def was_passed(self, since: datetime, begun: Mapping[tuple[str, bool, bool], datetime]) -> bool:
+        """Return whether a message of its lane began that fell due later; of its queue for a lapsed attempt."""
+        kind = self.is_ordered, self.attempt_count > 0
+        return any(
+            at > since
+            for (queue, *lane), at in begun.items()
+            if queue == self.queue and (self.is_ordered is None or (*lane,) == kind)
+        )
 
 
 def install_liveness(connection: psycopg.Connection) -> None:
@@ -120,13 +133,13 @@ class Onlooker:
         ((now,),) = connection.execute("SELECT statement_timestamp()").fetchall()
         if self._looked_at is None or (now - self._looked_at).total_seconds() > _GAP_SECONDS:
             self._waits, self._looked_at = {}, now
-        newest = {tuple(lane): due_at for (*lane, due_at) in connection.execute(_BEGUN, [self._looked_at])}
+        begun = {(queue, *kind): due_at for (queue, *kind, due_at) in connection.execute(_BEGUN, [self._looked_at])}
         self._looked_at = now
         rows = connection.cursor(row_factory=class_row(_Claimable)).execute(_CLAIMABLE).fetchall()
         self._waits = {row.wait: self._waits.get(row.wait, _Wait(row.at)) for row in rows}
         for row in rows:
             wait = self._waits[row.wait]
-            if newest.get(row.lane, wait.since) > wait.since:
+            if row.was_passed(wait.since, begun):
                 wait.looks_with_traffic += 1
                 if wait.looks_with_traffic == self._patience_looks:
                     connection.execute(_NOTE, [row.id, row.queue, wait.since])

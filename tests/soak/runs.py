@@ -24,6 +24,7 @@ REFUSED_HAND_OVERS: Final = 2
 
 # A transaction of the handler may roll back after its hand-over, and a transport learns of a cancel after it.
 _MAY_REPEAT: Final = ("soak.effect", "soak.line", "soak.mail", "soak.errand")
+_THREADED: Final = ("soak.thread", "soak.errand")
 
 REFUSALS: Final[LiteralString] = """
 CREATE TABLE soak_refusal (
@@ -62,7 +63,9 @@ SELECT
 FROM pgoutbox.message
 """
 _ENDED: Final = """
-SELECT message_id, attempt_count, split_part(worker, ':', 2), extract(epoch FROM ended_at)::float8
+SELECT
+    message_id, attempt_count, split_part(worker, ':', 2),
+    extract(epoch FROM started_at)::float8, extract(epoch FROM ended_at)::float8
 FROM pgoutbox.attempt
 WHERE outcome IN ('retry', 'snoozed', 'released', 'failed')
 """
@@ -318,12 +321,14 @@ def _ended_by_others(
 
     A worker's name contains its process number. If the database has an outcome of an attempt that has not ended, or
     has `sent` from a process that had not handed it over, another process wrote it."""
-    ended_at = {(message_id, count, pid): at for message_id, count, pid, at in connection.execute(_ENDED).fetchall()}
+    ended = {row[:3]: row[3:] for row in connection.execute(_ENDED).fetchall()}
     for run in runs:
-        message_id = account.messages[run.key].id
-        at = ended_at.get((message_id, run.attempt_count, _pid_of(run)))
-        if at is not None and run.ended_at is not None and run.began_at <= at < run.ended_at:
-            yield message_id
+        message = account.messages[run.key]
+        started_at, at = ended.get((message.id, run.attempt_count, _pid_of(run)), (0.0, 0.0))
+        # A thread keeps its message for a lease after its timeout, and then goes on without it.
+        is_abandoned = message.topic in _THREADED and at - started_at >= THREAD_TIMEOUT_SECONDS + LEASE_SECONDS
+        if run.ended_at is not None and run.began_at <= at < run.ended_at and not is_abandoned:
+            yield message.id
     proven: defaultdict[int, list[tuple[str, int, float]]] = defaultdict(list)
     for hand_over in hand_overs:
         proof = _pid_of(hand_over), hand_over.attempt_count, hand_over.at

@@ -43,6 +43,24 @@ def test_a_due_message_that_waits_while_a_later_one_began_is_noted_once(database
     assert noted(database, waiting, later)
 
 
+def test_a_lapsed_attempt_that_nobody_ends_while_later_messages_begin_is_noted(database: psycopg.Connection) -> None:
+    waiting, later = enqueue(database), enqueue(database)
+    begin(database, waiting, lease_seconds=-1)
+    assert noted(database, waiting, later)
+
+
+def test_a_message_that_is_rescheduled_waits_anew(database: psycopg.Connection) -> None:
+    waiting, later = enqueue(database), enqueue(database)
+    onlooker = Onlooker(patience_looks=2)
+    for _ in range(4):
+        onlooker.look(database)
+        database.execute("UPDATE pgoutbox.message SET available_at = clock_timestamp() WHERE id = %s", [later])
+        begin(database, later)
+        database.execute("UPDATE pgoutbox.message SET available_at = clock_timestamp() WHERE id = %s", [waiting])
+    onlooker.look(database)
+    assert passed_over(database) == []
+
+
 def test_a_message_that_waits_while_nothing_begins_is_not_noted(database: psycopg.Connection) -> None:
     assert not noted(database, enqueue(database), None)
 

@@ -160,7 +160,7 @@ DAMAGE: list[tuple[str, LiteralString]] = [
     ),
     (
         "sent, and not handed over before by that very attempt",
-        "UPDATE pgoutbox.message SET attempt_count = 3 WHERE id = 2",
+        "UPDATE pgoutbox.message SET attempt_count = 3, worker = 'vm:3:z' WHERE id = 2",
     ),
     (
         "sent, and not handed over before by that very attempt",

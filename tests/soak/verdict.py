@@ -60,8 +60,17 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
         FROM pgoutbox.message AS m
         LEFT JOIN soak_effect AS e ON e.message_id = m.id
         WHERE (m.topic = 'soak.effect' OR m.topic LIKE '%.failed') AND m.state = 'sent'
-        GROUP BY m.id, m.attempt_count
-        HAVING count(e.message_id) <> 1 OR max(e.attempt_count) <> m.attempt_count
+        GROUP BY m.id, m.attempt_count, m.worker
+        HAVING count(e.message_id) <> 1 OR (
+            max(e.attempt_count) <> m.attempt_count
+            -- A process goes on with an attempt that counted as lost, under the number of its next one.
+            AND NOT EXISTS (
+                SELECT
+                FROM pgoutbox.attempt AS a
+                WHERE a.message_id = m.id AND a.outcome = 'lost' AND a.worker = m.worker
+                    AND a.attempt_count = max(e.attempt_count)
+            )
+        )
     """,
     "an effect in the database without being sent": """
         SELECT e.message_id
