@@ -173,7 +173,7 @@ def lost_by_failover(entries: Entries, connection: psycopg.Connection, lost: Los
         run
         for run in entries.runs
         if lost.touches(run)
-        or (lost.may_hide_claim_of(run) and (id_of.get(run.key), run.attempt_count, _pid_of(run)) not in known)
+        or (lost.may_hide_claim_of(run) and (id_of.get(run.key), run.attempt_count, pid_of(run)) not in known)
     }
 
 
@@ -324,14 +324,14 @@ def _ended_by_others(
     ended = {row[:3]: row[3:] for row in connection.execute(_ENDED).fetchall()}
     for run in runs:
         message = account.messages[run.key]
-        started_at, at = ended.get((message.id, run.attempt_count, _pid_of(run)), (0.0, 0.0))
+        started_at, at = ended.get((message.id, run.attempt_count, pid_of(run)), (0.0, 0.0))
         # A thread keeps its message for a lease after its timeout, and then goes on without it.
         is_abandoned = message.topic in _THREADED and at - started_at >= THREAD_TIMEOUT_SECONDS + LEASE_SECONDS
         if run.ended_at is not None and run.began_at <= at < run.ended_at and not is_abandoned:
             yield message.id
     proven: defaultdict[int, list[tuple[str, int, float]]] = defaultdict(list)
     for hand_over in hand_overs:
-        proof = _pid_of(hand_over), hand_over.attempt_count, hand_over.at
+        proof = pid_of(hand_over), hand_over.attempt_count, hand_over.at
         proven[account.messages[hand_over.key].id].append(proof)
     continued = set(connection.execute(CONTINUED).fetchall())
     for message_id, count, pid, at in connection.execute(_SENT).fetchall():
@@ -345,7 +345,7 @@ def _ended_by_others(
             yield message_id
 
 
-def _pid_of(entry: Run | HandOver) -> str:
+def pid_of(entry: Run | HandOver) -> str:
     return entry.process.partition("-")[0]
 
 

@@ -15,10 +15,10 @@ import psycopg
 from psycopg.rows import class_row
 
 from tests.soak.liveness import passed_over
-from tests.soak.runs import CONTINUED, Lost, Struck, by_runs, lost_by_failover
+from tests.soak.runs import CONTINUED, Lost, Struck, by_runs, lost_by_failover, pid_of
 from tests.soak.witness import Flight, account, beyond_limits, brought_back, flights, out_of_turn, used_up_while_open
 from tests.support.judge import violations
-from tests.support.ledger import Entries, judge, read_entries
+from tests.support.ledger import Entries, HandOver, judge, read_entries
 
 # Every query returns the ids of the messages that break the invariant.
 INVARIANTS: Final[Mapping[str, LiteralString]] = {
@@ -301,17 +301,22 @@ def _unproven(
 def _by_deletion(entries: Entries, seen: Sequence[Flight]) -> list[Line]:
     """Check messages that were deleted as they were sent: the attempt that deleted a message had handed it over, and
     the row was never kept. The rule is older than every worker.
+
+    A process that had handed it over in an attempt that counted as lost ends its next attempt with that.
     """
-    handed_over: dict[tuple[str, int], float] = {}
+    hand_overs: defaultdict[str, list[HandOver]] = defaultdict(list)
     for hand_over in entries.hand_over_order:
-        handed_over.setdefault((hand_over.key, hand_over.attempt_count), hand_over.at)
+        hand_overs[hand_over.key].append(hand_over)
     last = {line.message_id: line for line in seen}
     unproven = [
         line.message_id
         for line in last.values()
         if line.topic == "soak.forgotten"
         and line.what == "gone"
-        and handed_over.get((line.ledger_key, line.attempt_count), float("inf")) > line.at
+        and not any(
+            one.at <= line.at and (one.attempt_count == line.attempt_count or f":{pid_of(one)}:" in (line.worker or ""))
+            for one in hand_overs[line.ledger_key]
+        )
     ]
     kept = [line.message_id for line in seen if line.topic == "soak.forgotten" and line.what == "sent"]
     return [

@@ -31,6 +31,7 @@ CREATE TABLE soak_flight (
     halts         boolean NOT NULL,
     what          text    NOT NULL,
     attempt_count integer NOT NULL,
+    worker        text,
     in_flight     bigint,
     max_in_flight integer,
     is_paused     boolean
@@ -59,11 +60,11 @@ BEGIN
         END IF;
     END IF;
     INSERT INTO public.soak_flight (
-        message_id, ledger_key, topic, queue, ordering_key, halts, what, attempt_count, in_flight, max_in_flight,
-        is_paused
+        message_id, ledger_key, topic, queue, ordering_key, halts, what, attempt_count, worker, in_flight,
+        max_in_flight, is_paused
     ) VALUES (
         seen.id, seen.payload ->> 'ledger_key', seen.topic, seen.queue, seen.ordering_key,
-        seen.on_failed IS NOT DISTINCT FROM 'halt', did, seen.attempt_count, present, limits.max_in_flight,
+        seen.on_failed IS NOT DISTINCT FROM 'halt', did, seen.attempt_count, seen.worker, present, limits.max_in_flight,
         limits.paused_at IS NOT NULL AND (limits.resume_at > clock_timestamp()) IS NOT FALSE
     );
     RETURN NULL;
@@ -160,7 +161,7 @@ CREATE TRIGGER soak_switch AFTER INSERT OR UPDATE OR DELETE ON pgoutbox.breaker
 
 _FLIGHT: Final = """
 SELECT
-    seq, xid::text, at, message_id, ledger_key, topic, queue, ordering_key, halts, what, attempt_count,
+    seq, xid::text, at, message_id, ledger_key, topic, queue, ordering_key, halts, what, attempt_count, worker,
     in_flight > max_in_flight AS is_crowded, is_paused
 FROM soak_flight
 ORDER BY seq
@@ -214,6 +215,7 @@ class Flight(NamedTuple):
     halts: bool
     what: str
     attempt_count: int
+    worker: str | None
     is_crowded: bool | None
     is_paused: bool | None
 
