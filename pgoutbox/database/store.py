@@ -180,12 +180,13 @@ class Trouble(NamedTuple):
 
 
 class Store:
-    """The worker's statements, each a method. Claims and finishes have separate connections and overlap.
+    """The worker's statements, each a method. Claims and finishes have separate connections and overlap. Changes of
+    breakers have another one, because they may wait for a row that a session of an operator has locked.
 
     `hooks` are the topics whose failures are announced to a hook, each with the `max_attempts` of that message.
 
-    If the server has only one free connection they share it, so that a worker that can claim can also finish. Otherwise
-    it would hand over messages again and again without ending any of them.
+    If the server has only one free connection, all of them share it, so that a worker that can claim can also finish.
+    Otherwise it would hand over messages again and again without ending any of them.
     """
 
     def __init__(self, settings: Settings, *, worker: str, hooks: Mapping[str, int] | None = None) -> None:
@@ -197,6 +198,7 @@ class Store:
         self._hooks = json.dumps(dict(hooks or {}))
         self.claims = WorkerConnection(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
         self._finishes = WorkerConnection(dsn, settings, purpose="finish", spare=self.claims)
+        self._breakers = WorkerConnection(dsn, settings, purpose="breaker", spare=self.claims)
         self._forgotten_topics: frozenset[str] = frozenset()
         self._retention_turn = asyncio.Lock()
         self._retention_read_at = -math.inf
@@ -432,7 +434,7 @@ class Store:
     async def breaker_failed(self, key: str, *, trips: bool, error: str, alert_queue: str | None) -> BreakerRow | None:
         """Record one failure. Returns the breaker if it is open; `opened` if this call opened it."""
         settings = self._settings
-        rows = await self.claims.fetch(
+        rows = await self._breakers.fetch(
             sql.BREAKER_FAILED,
             {
                 "key": key,
@@ -454,7 +456,7 @@ class Store:
 
     async def breaker_probe(self, key: str) -> BreakerRow | None:
         """Ask for a probe: granted if the answer has a `probe_id`. None if the breaker is closed."""
-        rows = await self.claims.fetch(
+        rows = await self._breakers.fetch(
             sql.BREAKER_PROBE,
             {"key": key, "probe_timeout_seconds": self._settings.breaker.probe_timeout_seconds, "worker": self.worker},
         )
@@ -476,7 +478,7 @@ class Store:
 
         Returns its open seconds, or None if the probe was given up or the last failure is newer than the send.
         """
-        rows = await self.claims.fetch(
+        rows = await self._breakers.fetch(
             sql.BREAKER_CLOSE_IF_NEWER,
             {
                 "key": key,
@@ -490,7 +492,7 @@ class Store:
 
     async def breaker_reopen(self, key: str, probe_id: str, *, error: str) -> BreakerRow | None:
         """Extend the pause after a failed probe. None if the probe was given up."""
-        rows = await self.claims.fetch(
+        rows = await self._breakers.fetch(
             sql.BREAKER_REOPEN_IF_PROBING,
             {
                 "key": key,
@@ -503,7 +505,7 @@ class Store:
 
     async def breaker_release(self, key: str, probe_id: str) -> None:
         """Let another session probe."""
-        await self.claims.fetch(sql.BREAKER_RELEASE_IF_PROBING, {"key": key, "probe_id": probe_id})
+        await self._breakers.fetch(sql.BREAKER_RELEASE_IF_PROBING, {"key": key, "probe_id": probe_id})
 
     async def begin_maintenance_if_due(self, *, interval_seconds: float) -> TupleRow | None:
         """Return the row of `sql.MAINTENANCE_FACTS` if this worker gets the turn. No other gets one in the interval."""
@@ -553,9 +555,9 @@ class Store:
         await self.claims.fetch(sql.END_RUN, {"worker": self.worker, "failures": json.dumps(memories)})
 
     async def close(self) -> None:
-        """Close both connections."""
-        await self.claims.close()
-        await self._finishes.close()
+        """Close all connections."""
+        for connection in (self.claims, self._finishes, self._breakers):
+            await connection.close()
 
 
 def name_session(message_id: int, attempt_count: int) -> str:

@@ -539,6 +539,21 @@ async def test_a_worker_that_loses_the_race_to_open_learns_that_it_is_open(
     assert one.count_of(LogEvent.BREAKER_OPENED) == 0  # Another worker opened it.
 
 
+async def test_a_breaker_that_another_session_has_locked_delays_no_claim(
+    member: Callable[..., Member], db: psycopg.Connection, connect: Connect
+) -> None:
+    one, other = member(), connect()
+    one.at[KEY].answer = DEAD
+    open_elsewhere(other)
+    async with asyncio.TaskGroup() as group:
+        failing = group.create_task(one.send(1))
+        await until(lambda: is_waited_for(db, other))
+        await one.store.server_time()  # On the connection of the claims.
+        assert is_waited_for(db, other)
+        other.commit()
+    assert isinstance(failing.result(), Snooze)
+
+
 async def test_sends_that_succeed_ask_once_a_minute_for_open_breakers(
     member: Callable[..., Member], asked: list[str], clock: Clock
 ) -> None:
@@ -596,10 +611,10 @@ async def test_a_send_cancelled_during_a_query_leaves_the_connection_intact(
     one, other = member(), connect()
     await opened(one, db)
     let_probe(db, clock)
-    claims = (
-        "SELECT pid FROM pg_stat_activity WHERE application_name = 'pgoutbox claim a' AND datname = current_database()"
+    sessions = (
+        "SELECT pid FROM pg_stat_activity WHERE application_name = 'pgoutbox breaker' AND datname = current_database()"
     )
-    before = db.execute(claims).fetchall()
+    before = db.execute(sessions).fetchall()
     other.execute("SELECT FROM pgoutbox.breaker FOR UPDATE")
     async with asyncio.TaskGroup() as group:
         asking = group.create_task(one.send(2))
@@ -609,7 +624,7 @@ async def test_a_send_cancelled_during_a_query_leaves_the_connection_intact(
     await one.breakers.close()
     assert asking.cancelled()
     await one.send(3)  # A broken connection would have been replaced.
-    assert db.execute(claims).fetchall() == before
+    assert db.execute(sessions).fetchall() == before
     assert len(before) == 1
 
 
