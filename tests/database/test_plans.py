@@ -228,14 +228,24 @@ def test_a_claim_reads_only_its_lane_from_its_own_index(
         *(pytest.param(lane.values[0], CLAIM_PARAMETERS, id=f"claim {lane.id}") for lane in LANES),
         pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
         pytest.param(sql.OVERTAKEN, HELD_PARAMETERS, id="overtaken"),
+        pytest.param(sql.FINISH_SENT_AND_FORGET_IF_HELD, HELD_PARAMETERS, id="finish sent and forget"),
+        pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
+        pytest.param(sql.WATCH_IF_HELD, HELD_PARAMETERS, id="watch"),
+        pytest.param(sql.CLAIM_ORDERED, CLAIM_PARAMETERS | {"ids": [1, 2, 3]}, id="claim ordered"),
+        pytest.param(sql.FIND_NEW_ORDERED, CLAIM_PARAMETERS | {"key_limit": 100}, id="find new ordered"),
+        pytest.param(sql.UNANSWERED_ATTEMPTS, HELD_PARAMETERS, id="unanswered attempts"),
+        pytest.param(sql.FORGET_LAPSED, CLAIM_PARAMETERS, id="forget lapsed"),
+        pytest.param(sql.CURRENT_STATES, HELD_PARAMETERS, id="current states"),
+        pytest.param(sql.QUEUES_OF_SUCCESSORS, SUCCESSOR_PARAMETERS, id="queues of successors"),
     ],
 )
 def test_a_plan_for_an_empty_table_reads_no_whole_index_later(
     empty: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
 ) -> None:
     plan = plan_of(empty, statement, parameters)
-    assert {"Index Scan", "Index Only Scan", "Tid Scan"} >= {node.type for node in plan.reads("message_live")}
-    assert all(node.condition or node.type == "Tid Scan" for node in plan.reads("message_live"))
+    reads = [*plan.reads("message_live"), *plan.reads("message_failed")]
+    assert {"Index Scan", "Index Only Scan", "Tid Scan"} >= {node.type for node in reads}
+    assert all(node.condition or node.type == "Tid Scan" for node in reads)
 
 
 @pytest.mark.parametrize(("statement", "index"), LANES)

@@ -1459,7 +1459,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "state in finish",
         a_repeated_finish_does_not_end_a_redriven_message,
-        newer_in("FINISH_IF_HELD", ("m.state = 'sending' AND ", "")),
+        newer_in("FINISH_IF_HELD", ("m.state = 'sending' AND ", ""), (" AND m.state = 'sending'", "")),
     ),
     (
         "state in finish sent",

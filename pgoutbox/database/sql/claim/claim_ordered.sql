@@ -10,22 +10,26 @@ WITH judged AS MATERIALIZED (
             WHEN m.expires_at <= now() THEN 'skipped'
             ELSE 'sending'
         END AS state
-    FROM unnest(%(ids)s::bigint[]) AS found(id)
-    JOIN pgoutbox.message_live AS m ON m.id = found.id
-    WHERE m.state = 'pending'
+    FROM pgoutbox.message_live AS m
+    -- OFFSET 0 makes PostgreSQL look up each key in the index, whatever the statistics say.
+    WHERE m.id = ANY (%(ids)s::bigint[])
+        AND m.state = 'pending'
         AND m.available_at <= now()
         AND NOT EXISTS (
             SELECT FROM pgoutbox.message_live AS earlier
             WHERE earlier.queue = m.queue AND earlier.ordering_key = m.ordering_key AND earlier.id < m.id
+            OFFSET 0
         )
         AND NOT EXISTS (
             SELECT FROM pgoutbox.message_live AS other
             WHERE other.queue = m.queue AND other.key_in_flight = m.ordering_key AND other.ordering_key IS NOT NULL
+            OFFSET 0
         )
         AND NOT EXISTS (
             -- An operator may have redriven a cancelled message that has failed since.
             SELECT FROM pgoutbox.message_failed AS f
             WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
+            OFFSET 0
         )
     ORDER BY m.available_at, m.id
     \ir _locked_by_permits.sql

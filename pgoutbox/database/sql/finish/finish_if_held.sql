@@ -22,7 +22,8 @@ WITH held AS MATERIALIZED (
         %(reason_codes)s::text[], %(breaker_keys)s::text[], %(error_places)s::text[],
         %(delays)s::float8[]
     ) AS o(id, attempt_count, outcome, reason, reason_code, breaker_key, error_place, delay_seconds)
-    JOIN pgoutbox.message_live AS m ON m.id = o.id
+    -- Without ANY, PostgreSQL may plan to read the whole primary key, because statistics may describe an empty table.
+    JOIN pgoutbox.message_live AS m ON m.id = o.id AND m.id = ANY (%(ids)s::bigint[])
     -- The newer message that supersedes this one. It matters only if this one would become pending again.
     LEFT JOIN pgoutbox.coalesce_head AS head
         ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
@@ -56,7 +57,10 @@ WITH held AS MATERIALIZED (
             ELSE m.last_error
         END
     FROM held AS h
-    WHERE m.id = h.id AND m.state = 'sending' AND m.attempt_count = h.attempt_count
+    WHERE m.id = h.id
+        AND m.id = ANY (%(ids)s::bigint[])
+        AND m.state = 'sending'
+        AND m.attempt_count = h.attempt_count
     RETURNING m.id, m.state, m.attempt_count, m.worker, m.claimed_at,
         CASE WHEN h.state = 'pending' THEN h.outcome ELSE h.state END AS outcome,
         h.reason, h.reason_code, h.breaker_key, h.error_place,

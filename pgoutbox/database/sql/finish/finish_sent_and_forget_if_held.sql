@@ -6,7 +6,8 @@
 WITH held AS MATERIALIZED (
     SELECT m.id, m.attempt_count
     FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
-    JOIN pgoutbox.message_live AS m ON m.id = o.id
+    -- ANY keeps PostgreSQL from reading the whole primary key, see finish_if_held.sql.
+    JOIN pgoutbox.message_live AS m ON m.id = o.id AND m.id = ANY (%(ids)s::bigint[])
     WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
     -- As in finish_if_held.sql, a locked row must not delay the batch.
     FOR UPDATE OF m SKIP LOCKED
@@ -24,6 +25,7 @@ WITH held AS MATERIALIZED (
         key_in_flight = NULL
     FROM held AS h
     WHERE m.id = h.id
+        AND m.id = ANY (%(ids)s::bigint[])
         AND m.state = 'sending'
         AND m.attempt_count = h.attempt_count
         AND h.id <> ALL (ARRAY(SELECT f.id FROM forgotten AS f))
