@@ -139,6 +139,8 @@ class Place(NamedTuple):
 
 
 ALL_TIME_SECONDS: Final = 1e9
+LAPSED_DISTANCE_SECONDS: Final = 0.05
+"""The time between the due times of messages whose attempts have lapsed."""
 """About 32 years."""
 BEGINNING: Final = Place(None, since_seconds=ALL_TIME_SECONDS)
 
@@ -244,9 +246,20 @@ class Store:
         rows = await self._claim(statement, parameters, first=turn)
         return _claimed(rows, queue)
 
-    async def end_lapsed(self, *, total: int, **options: Unpack[LapsedOptions]) -> list[LapsedRow]:
-        """End up to `total` lapsed attempts of any queue, except those that `claim_lapsed` takes over."""
-        parameters = {**_lapsed_parameters(options), "total": total, "hooks": self._hooks}
+    async def end_lapsed(
+        self, queues: Sequence[str], *, total: int, **options: Unpack[LapsedOptions]
+    ) -> list[LapsedRow]:
+        """End up to `total` lapsed attempts of these queues, except those that `claim_lapsed` takes over.
+
+        Also end superseded messages of other queues.
+        """
+        parameters = {
+            **_lapsed_parameters(options),
+            "queues": queues,
+            "total": total,
+            "distance_seconds": LAPSED_DISTANCE_SECONDS,
+            "hooks": self._hooks,
+        }
         rows = await self._claim(sql.END_LAPSED, parameters, first=(sql.FORGET_LAPSED, {}))
         ended = [LapsedRow._make(row) for row in rows]
         await self._end_attempts((row.id, row.attempt_count) for row in ended)

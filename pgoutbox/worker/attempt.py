@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,7 +16,7 @@ from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Context, Handler, lent
 from pgoutbox.message import Message, Outcome, Snooze
 
-_REMEMBERED: Final = 1000
+_REMEMBERED: Final = 10_000
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +36,7 @@ class InFlight(dict[int, "Attempt"]):
         super().__init__()
         self.ended_claims: list[Claim] = []
         """Claims without an attempt in flight that still have a row in the database."""
-        self._sent_in_vain: dict[int, datetime] = {}
+        self._sent_in_vain: dict[int, tuple[object, int]] = {}
 
     def __setitem__(self, message_id: int, attempt: Attempt) -> None:
         if message_id in self:
@@ -52,12 +51,6 @@ class InFlight(dict[int, "Attempt"]):
         if claim.left_count == 0 and not claim.is_closed:
             self.ended_claims.append(claim)
 
-    def claims_ended_by(self, attempts: Iterable[Attempt]) -> list[Claim]:
-        """Return the claims that have no attempt left when these are finished."""
-        counts = Counter(attempt.claim for attempt in attempts if self.get(attempt.message.id) is attempt)
-        ending = (claim for claim, count in counts.items() if count == claim.left_count and not claim.is_closed)
-        return [*self.ended_claims, *ending]
-
     def note_deleted(self, claims: Iterable[Claim]) -> None:
         """Remember that the database no longer has these claims."""
         for claim in claims:
@@ -66,13 +59,13 @@ class InFlight(dict[int, "Attempt"]):
 
     def note_sent_in_vain(self, attempt: Attempt) -> None:
         """Remember a message that was handed over, and whose attempt counted as lost before that could be written."""
-        self._sent_in_vain[attempt.message.id] = attempt.message.created_at
+        self._sent_in_vain[attempt.message.id] = attempt.successor
         if len(self._sent_in_vain) > _REMEMBERED:
             del self._sent_in_vain[next(iter(self._sent_in_vain))]
 
-    def was_sent_in_vain(self, message: Message[object]) -> bool:
-        """Whether this process has handed over the message in an earlier attempt. The answer is given once."""
-        return self._sent_in_vain.pop(message.id, None) == message.created_at
+    def was_sent_in_vain(self, attempt: Attempt) -> bool:
+        """Whether the attempt directly before this one handed the message over, in this run. It is answered once."""
+        return self._sent_in_vain.pop(attempt.message.id, None) == (attempt.identity, attempt.attempt_count)
 
     def abandon(self, attempt: Attempt) -> None:
         """Forget an attempt whose outcome is not written: its claim must lapse."""
@@ -129,6 +122,16 @@ class Attempt(Context):
         self.stale_seconds = math.inf
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self._ensure = ensure
+
+    @property
+    def identity(self) -> tuple[datetime, int, str | None]:
+        """What stays the same while a message is repeated, and changes with its redrive or another use of its id."""
+        return self.message.created_at, self.message.max_attempts, self.message.destination
+
+    @property
+    def successor(self) -> tuple[object, int]:
+        """The identity and the number of the attempt that follows directly."""
+        return self.identity, self.attempt_count + 1
 
     @property
     def connection(self) -> psycopg.AsyncConnection[TupleRow]:

@@ -21,7 +21,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pgoutbox.database.store import ALL_TIME_SECONDS, BEGINNING, ClaimedRow, DueRow, LapsedRow, Place
+from pgoutbox.database.store import (
+    ALL_TIME_SECONDS,
+    BEGINNING,
+    LAPSED_DISTANCE_SECONDS,
+    ClaimedRow,
+    DueRow,
+    LapsedRow,
+    Place,
+)
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
 from pgoutbox.text import NAME
@@ -114,7 +122,7 @@ class QueueSchedule:
         self._lapsed_searched_at = -math.inf
         self._lapsed_due_at = -math.inf
         self._lapsed_wanted_at = -math.inf
-        self._rest_due_at = math.inf
+        self._rest_due_at = -math.inf  # When the last message of the lapsed attempts falls due.
 
     def __contains__(self, queue: str) -> bool:
         return queue in self._planners
@@ -149,11 +157,14 @@ class QueueSchedule:
 
     def record_lapsed(self, rows: Sequence[LapsedRow], *, limit: int, began_at: float, ended_at: float) -> None:
         """Remember a search for up to `limit` lapsed attempts, which has set the due times of their messages."""
-        self._lapsed_polled_at = self._lapsed_searched_at = began_at
-        pause = max(SEARCH_SECONDS, _pause_after(ended_at - began_at))
-        self._lapsed_due_at = ended_at if len(rows) == limit else ended_at + pause
-        if due := [row.due_seconds for row in rows if row.state == State.PENDING and row.queue in self]:
-            self._rest_due_at = ended_at + max(due)
+        self._lapsed_polled_at = began_at
+        self._lapsed_due_at = ended_at + max(SEARCH_SECONDS, _pause_after(ended_at - began_at))
+        if len(rows) == limit:
+            self._lapsed_wanted_at = ended_at  # More are likely to wait.
+        else:
+            self._lapsed_searched_at = began_at
+        due = [row.due_seconds for row in rows if row.state == State.PENDING]
+        self._rest_due_at = max(self._rest_due_at, ended_at + max(due, default=-math.inf))
 
     def record_due(self, rows: Collection[DueRow], *, asked_at: float | None, now: float) -> bool:
         """Remember the database's answer for each queue. Return whether a poll would now find messages.
@@ -178,10 +189,10 @@ class QueueSchedule:
     def search_owed_at(self) -> float:
         """When a search from the beginning that was put off may begin; infinity if none was.
 
-        Messages of lapsed attempts that fall due shortly are owed a search, too.
+        Messages of lapsed attempts, which fall due one after the other, are owed searches, too.
         """
-        rest_due_at = self._rest_due_at if self._rest_due_at > self.polled_at else math.inf
-        return min(rest_due_at, *(planner.search_owed_at for planner in self._planners.values()))
+        next_due_at = self.polled_at + LAPSED_DISTANCE_SECONDS if self._rest_due_at > self.polled_at else math.inf
+        return min(next_due_at, *(planner.search_owed_at for planner in self._planners.values()))
 
     @property
     def may_wait_for_ends(self) -> bool:

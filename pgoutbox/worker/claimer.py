@@ -160,7 +160,7 @@ class Claimer:
             "in_flight": self._in_flight,
         }
         try:
-            ended = await self._store.end_lapsed(total=_LAPSED_LIMIT, **options)
+            ended = await self._store.end_lapsed(self._queues.names, total=_LAPSED_LIMIT, **options)
         except (psycopg.Error, OSError) as error:
             await self._handle_error(error, ALL_QUEUES, "lapsed")
             return None

@@ -44,8 +44,6 @@ from pgoutbox.worker.refused_outcomes import RefusedOutcomes
 from pgoutbox.worker.run_state import RunState
 
 _LOCKED_PAUSE_SECONDS = 0.1
-# Within this time the next finish as sent mostly deletes the claims that have ended.
-_ENDED_CLAIM_SECONDS = 1.0
 _MANY_ENDED_CLAIMS = 100
 _PENDING_AGAIN: Final = frozenset({AttemptOutcome.RETRY, AttemptOutcome.SNOOZED, AttemptOutcome.RELEASED})
 _SENT: Final = State.SENT  # Looking up an enum member costs more than a comparison.
@@ -109,8 +107,8 @@ class Finisher:
             self.report_lost(row)
         ended = [row for row in rows if row.state != State.PENDING]
         self.note_unattempted(ended)
-        if retried:
-            await self._notifier.wake({row.queue for row in retried})
+        if rows:
+            await self._notifier.wake({row.queue for row in rows})
         if freed := [row for row in ended if row.coalesce_key is not None]:
             await self._wake_successors(freed)
 
@@ -121,12 +119,6 @@ class Finisher:
     async def run(self) -> None:
         """Write the collected outcomes, until cancelled."""
         while True:
-            if self._in_flight.ended_claims:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_ENDED_CLAIM_SECONDS):
-                        await self._ready.wait()
-                if not self._ready.is_set():
-                    await self.end_claims()
             await self._ready.wait()
             self._ready.clear()
             while self._endings or self._refused:
@@ -138,7 +130,7 @@ class Finisher:
                 self._signals.note_written()
 
     async def end_claims(self) -> None:
-        """Delete the claims that ended otherwise than by a finish as sent. A claim that stays is deleted as lapsed."""
+        """Delete the claims whose attempts have ended. The next finish as sent does so too, or else their lapse."""
         if not (ended := self._in_flight.ended_claims):
             return
         with contextlib.suppress(psycopg.Error, OSError):
@@ -299,7 +291,7 @@ class Finisher:
         return await self._store.finish([replace(request, attempt_count=attempt.attempt_count)])
 
     async def _write_sent(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:
-        ended = self._in_flight.claims_ended_by(attempts)
+        ended = self._in_flight.ended_claims
         states, are_deleted = await self._store.finish_sent(
             [c.message.id for c in attempts],
             [c.attempt_count for c in attempts],
@@ -317,6 +309,7 @@ class Finisher:
         backoff = Backoff(0.05, 5.0)
         while True:
             try:
+                counts = [attempt.attempt_count for attempt in attempts]
                 done = await write(attempts)
                 current = await self._current_states([c for c in attempts if c.message.id not in done])
             except (psycopg.Error, OSError) as error:
@@ -324,7 +317,9 @@ class Finisher:
                     await self._write_apart(attempts, write, requests, error)
                     return
             else:
-                self._settle(attempts, done, current, requests)
+                # This process may have claimed a message again meanwhile: that attempt is written next time.
+                same = [c for c, count in zip(attempts, counts, strict=True) if c.attempt_count == count]
+                self._settle(same, done, current, requests)
                 return
             await asyncio.sleep(backoff.next())
 

@@ -103,8 +103,8 @@ class Loader:
         attempt = self._in_flight.get(row.id)
         if attempt is None:
             return False
-        if attempt.message.created_at != row.created_at:
-            # The server has lost that message, and has given its id to another message.
+        if attempt.identity != (row.created_at, row.max_attempts, row.destination):
+            # An operator has redriven it, or the server has lost it and has given its id to another message.
             attempt.done = True
             attempt.overtaken = "lease lost"
             return False
@@ -112,6 +112,10 @@ class Loader:
             return False  # It was finished and claimed again before the answer to the finish was read.
         del self._in_flight[row.id]
         attempt.take_over(row.attempt_count, claim, leased_at)
+        if row.superseded:
+            attempt.overtaken = "superseded"
+        if row.was_lapsed:
+            self._signals.note_suspect(attempt)
         self._in_flight[row.id] = attempt
         return True
 
@@ -145,11 +149,12 @@ class Loader:
             attempt.expiring_at = leased_at + row.expires_in_seconds
         # Superseded since the claim began: the finish turns a retry into `skipped`.
         result: AttemptResult | None = problem or content_problem
-        if self._in_flight.was_sent_in_vain(message):
+        if self._in_flight.was_sent_in_vain(attempt):
             result = Sent()
         elif row.superseded:
             result = Transient("superseded")
         attempt.done = result is not None
+        attempt.sent = isinstance(result, Sent)
         self._in_flight[row.id] = attempt
         return attempt, result
 

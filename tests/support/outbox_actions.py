@@ -16,7 +16,16 @@ from psycopg.rows import class_row
 from psycopg.types.json import Jsonb
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import BEGINNING, ClaimedRow, FinishRequest, HeldRow, LapsedRow, Place, Store
+from pgoutbox.database.store import (
+    BEGINNING,
+    LAPSED_DISTANCE_SECONDS,
+    ClaimedRow,
+    FinishRequest,
+    HeldRow,
+    LapsedRow,
+    Place,
+    Store,
+)
 from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.settings import Settings
@@ -138,6 +147,7 @@ def claim(
     if not fresh_only:
         ended = end_lapsed(
             connection,
+            queue=queue,
             topics=topics,
             hold_topics=hold_topics,
             total=total,
@@ -159,6 +169,7 @@ def claim(
 def end_lapsed(
     connection: psycopg.Connection,
     *,
+    queue: str = "default",
     topics: Sequence[str] = ("greet",),
     hold_topics: Sequence[str] = (),
     total: int = 100,
@@ -175,6 +186,8 @@ def end_lapsed(
         "in_flight": list(held),
         "worker": worker,
         "total": total,
+        "queues": [queue],
+        "distance_seconds": LAPSED_DISTANCE_SECONDS,
     }
     rows = [LapsedRow._make(row) for row in connection.execute(sql.END_LAPSED, parameters).fetchall()]
     if not spread:

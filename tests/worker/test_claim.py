@@ -99,6 +99,7 @@ def test_every_claim_returns_the_columns_of_the_row_in_their_order(
         "since_seconds": 0,
         "ids": [1],
         "in_flight": [],
+        "distance_seconds": 0.05,
         "worker": "w",
         "lease_seconds": 1,
     }

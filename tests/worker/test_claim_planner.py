@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from pgoutbox.database.store import BEGINNING, ClaimedRow, DueRow, LapsedRow, Place
+from pgoutbox.database.store import BEGINNING, LAPSED_DISTANCE_SECONDS, ClaimedRow, DueRow, LapsedRow, Place
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.worker.claim_planner import (
     SEARCH_SECONDS,
@@ -214,8 +214,11 @@ def test_slow_searches_for_lapsed_attempts_become_rarer() -> None:
 
 def test_a_search_that_found_as_many_lapsed_attempts_as_it_may_continues_at_once() -> None:
     queues = scheduled()
+    searched_at = queues.others_searched_at
     queues.record_lapsed([lapsed(0.0)] * LIMIT, limit=LIMIT, began_at=1000.0, ended_at=1000.1)
+    queues.record_due([due("default")], asked_at=None, now=1000.1)
     assert queues.is_lapsed_due(1000.1)
+    assert queues.others_searched_at == searched_at
 
 
 def test_a_search_for_lapsed_attempts_that_began_before_a_request_does_not_count() -> None:
@@ -228,10 +231,14 @@ def test_a_search_for_lapsed_attempts_that_began_before_a_request_does_not_count
 
 def test_messages_of_lapsed_attempts_that_fall_due_shortly_are_owed_a_search() -> None:
     queues = scheduled()
-    rows = [lapsed(0.05), lapsed(0.1), lapsed(0.2, queue="other"), lapsed(0.3, state="failed")]
+    queues.polled_at = 1000.0
+    rows = [lapsed(0.0), lapsed(0.05), lapsed(0.1), lapsed(0.3, state="failed")]
     queues.record_lapsed(rows, limit=10, began_at=1000.0, ended_at=1000.0)
-    assert queues.search_owed_at == 1000.1
-    queues.polled_at = 1000.2
+    assert queues.search_owed_at == 1000.0 + LAPSED_DISTANCE_SECONDS
+    queues.record_lapsed([lapsed(0.0)], limit=10, began_at=1000.01, ended_at=1000.01)
+    queues.polled_at = 1000.09
+    assert queues.search_owed_at == 1000.09 + LAPSED_DISTANCE_SECONDS
+    queues.polled_at = 1000.11
     assert queues.search_owed_at == math.inf
 
 

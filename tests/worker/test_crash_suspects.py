@@ -20,6 +20,7 @@ from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
     attempts_of,
+    begin,
     claim,
     enqueue,
     lapse,
@@ -261,22 +262,68 @@ async def test_a_suspect_is_alone_in_all_queues_of_its_worker(dsn: str, db: psyc
         await until(lambda: state_of(db, second) == "sent")
 
 
-async def test_any_worker_ends_a_lapsed_attempt_of_a_queue_that_it_does_not_serve(
+async def test_the_rules_of_a_queue_apply_to_its_lapsed_attempts(dsn: str, db: psycopg.Connection) -> None:
+    """The worker of another queue leaves them alone: its handler of the topic may have other rules."""
+    message_id = enqueue(db, queue="careful")
+    assert len(claim(db, queue="careful", worker="dead")) == 1
+    lapse(db, message_id)
+    careful, other = Outbox(settings_for(dsn)), Outbox(settings_for(dsn))
+    handed_over: list[int] = []
+
+    @careful.handler("greet", on_unknown="hold")
+    @other.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        handed_over.append(message.id)
+
+    await Worker(other).run_once()
+    await Worker(careful, queues=["careful"]).run_once()
+    assert (handed_over, state_of(db, message_id)) == ([], "failed")
+
+
+@pytest.mark.parametrize("how", ["once", "drain"])
+async def test_one_run_tries_lost_messages_one_after_the_other(dsn: str, db: psycopg.Connection, how: str) -> None:
+    """More of them than one statement ends."""
+    ids = [lost(db) for _ in range(120)]
+    all_due(db)
+    outbox = Outbox(settings_for(dsn, concurrency=200))
+    in_flight: set[int] = set()
+    counts: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        in_flight.add(message.id)
+        counts.append(len(in_flight))
+        await asyncio.sleep(0)
+        in_flight.remove(message.id)
+
+    worker = Worker(outbox)
+    await (worker.run_once() if how == "once" else worker.drain())
+    assert {row.state for row in rows_of(db, *ids)} == {"sent"}
+    assert max(counts) <= len(ids) // 4
+
+
+async def test_a_suspect_that_still_runs_in_the_process_that_claims_it_is_followed_by_the_next(
     dsn: str, db: psycopg.Connection
 ) -> None:
-    """It wakes the workers of that queue."""
-    message_id = enqueue(db, queue="theirs")
-    assert len(claim(db, queue="theirs", worker="dead")) == 1
-    stations = Stations(dsn, [message_id])
-    theirs = WatchedWorker(stations.outbox, queues=["theirs"])
-    async with running(theirs):
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            await theirs.asleep.wait()
-        lapse(db, message_id)
-        async with running(Worker(Gate(dsn).outbox)):
-            await until(lambda: stations.in_flight == {message_id})
-        stations.end([message_id])
-        await until(lambda: state_of(db, message_id) == "sent")
+    first = enqueue(db, max_attempts=4)
+    stations = Stations(dsn, [first, second := first + 1])
+    worker = WatchedWorker(stations.outbox)
+    async with running(worker):
+        await until(lambda: stations.in_flight == {first})
+        with db.transaction():
+            assert enqueue(db, max_attempts=2) == second
+            begin(db, second, worker="dead", lease_seconds=-1)
+            # Another worker has begun the second of its four attempts, and died.
+            db.execute(
+                "UPDATE pgoutbox.claim SET worker = 'dead', lease_expires_at = now() - interval '1 h'"
+                " WHERE %s = ANY (ids)",
+                [first],
+            )
+            db.execute("UPDATE pgoutbox.message SET attempt_count = 2, worker = 'dead' WHERE id = %s", [first])
+        run_of(worker).state.signals.poll_all_lanes()
+        await until(lambda: row_of(db, first).attempt_count == 3)
+        stations.end([first, second])
+        await until(lambda: [state_of(db, i) for i in (first, second)] == ["sent", "sent"])
 
 
 async def test_lost_messages_of_a_batch_handler_are_handed_over_once_more(dsn: str, db: psycopg.Connection) -> None:

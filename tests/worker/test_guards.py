@@ -785,12 +785,32 @@ async def a_finish_does_not_wait_for_a_renewal(stage: Stage) -> None:
     message_id, renewing = enqueue(stage.db), stage.connect()
     claim(stage.db)
     renew(renewing, (message_id, 1))
+    finish_sent(stage.db, (message_id, 1))
     stage.db.execute("SET lock_timeout = '50ms'")
     claimed_ats = [row[0] for row in stage.db.execute("SELECT claimed_at FROM pgoutbox.claim").fetchall()]
     try:
         stage.db.execute(sql.END_CLAIMS, {"worker": "worker-1", "ended_claims": claimed_ats})
     except psycopg.errors.LockNotAvailable:
         pytest.fail("the finish waits")
+
+
+async def a_claim_with_an_attempt_is_not_deleted(stage: Stage) -> None:
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    claimed_ats = [row[0] for row in stage.db.execute("SELECT claimed_at FROM pgoutbox.claim").fetchall()]
+    for statement in (sql.END_CLAIMS, sql.FINISH_SENT_IF_HELD):
+        stage.db.execute(
+            statement,
+            {
+                "worker": "worker-1",
+                "ended_claims": claimed_ats,
+                "ids": [],
+                "attempt_count": 1,
+                "lock_timeout": "1s",
+            },
+        )
+    lapse(stage.db, message_id)
+    assert ids_in_flight(claim(stage.db, worker="second")) == [message_id]
 
 
 async def a_search_does_not_wait_for_an_ended_claim(stage: Stage) -> None:
@@ -1327,7 +1347,7 @@ def no_check_of_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch)
 
 
 def no_distance_between_lost_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "END_LAPSED", sql.END_LAPSED.replace("0.05 * (j.number - 1)", "0"))
+    patch.setattr(sql, "END_LAPSED", sql.END_LAPSED.replace("(j.number - 1)", "0"))
 
 
 def no_time_of_the_answered_claim(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -1644,6 +1664,16 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         "renewal beside a finish",
         a_finish_does_not_wait_for_a_renewal,
         newer_in("END_CLAIMS", (" SKIP LOCKED", "")),
+    ),
+    (
+        "attempts of an ended claim: finish",
+        a_claim_with_an_attempt_is_not_deleted,
+        newer_in("FINISH_SENT_IF_HELD", ("NOT EXISTS", "true OR EXISTS")),
+    ),
+    (
+        "attempts of an ended claim",
+        a_claim_with_an_attempt_is_not_deleted,
+        newer_in("END_CLAIMS", ("NOT EXISTS", "true OR EXISTS")),
     ),
     (
         "lock of an ended claim",

@@ -105,6 +105,7 @@ async def test_an_attempt_whose_outcome_a_failover_lost_is_not_released_with_a_l
             )
             INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids)
             SELECT b.claimed_at, now() + interval '1 h', b.queue, b.worker, ARRAY[b.id] FROM back AS b
+            ON CONFLICT ON CONSTRAINT claim_pkey DO NOTHING
             """,
             [first],
         )

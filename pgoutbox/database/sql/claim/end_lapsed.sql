@@ -1,10 +1,14 @@
--- End up to `total` lapsed attempts of any queue. Most messages are pending again. They fall due one after the other,
--- 50 ms apart, because one of them may have crashed its process and may do so again. Like finish_if_held.sql, this
--- enqueues the messages for the hooks of messages that fail. claim_lapsed.sql takes the other messages.
+-- End up to `total` lapsed attempts of these queues. Most messages are pending again. They fall due one after the other,
+-- `distance_seconds` apart, because one of them may have crashed its process and may do so again. Like
+-- finish_if_held.sql, this enqueues the messages for the hooks of messages that fail. claim_lapsed.sql takes the other
+-- messages.
 -- Guards: row locks, and the place of the row in the UPDATE.
 WITH judged AS MATERIALIZED (
     \ir _lapsed.sql
         AND ending.state IS NOT NULL
+        -- Other queues may no longer have a worker. There only superseded messages end, because a newer message of their
+        -- key waits for them.
+        AND (c.queue = ANY (%(queues)s::text[]) OR head.newest_id IS NOT NULL)
     ORDER BY c.lease_expires_at, m.id
     \ir _locked.sql
     FOR SHARE OF c SKIP LOCKED
@@ -16,7 +20,7 @@ WITH judged AS MATERIALIZED (
         key_in_flight = NULL,
         lane = 1,
         available_at = CASE
-            WHEN j.state = 'pending' THEN now() + make_interval(secs => 0.05 * (j.number - 1)) ELSE m.available_at
+            WHEN j.state = 'pending' THEN now() + make_interval(secs => %(distance_seconds)s::float8 * (j.number - 1)) ELSE m.available_at
         END,
         finished_at = CASE WHEN j.state <> 'pending' THEN now() END,
         skip_reason = CASE WHEN j.state = 'skipped' THEN coalesce('superseded by ' || j.newer_id, 'expired') END,

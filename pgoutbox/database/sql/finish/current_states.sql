@@ -1,7 +1,11 @@
--- The states of the messages of these attempts, unless another attempt has begun. The worker reads them after a finish
--- that did not write all of its rows. `sending` means that the row was locked. Any other state means that an earlier
--- try of the same finish was committed and its answer lost.
+-- The states of the messages of these attempts, unless another attempt has begun or this one counts as lost. The worker
+-- reads them after a finish that did not write all of its rows. `sending` means that the row was locked. Any other state
+-- means that an earlier try of the same finish was committed and its answer lost.
 SELECT m.id, m.state
 FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
 JOIN pgoutbox.message AS m ON m.id = o.id
 WHERE m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
+    AND NOT EXISTS (
+        SELECT FROM pgoutbox.attempt AS a
+        WHERE a.message_id = m.id AND a.attempt_count = m.attempt_count AND a.outcome = 'lost'
+    )

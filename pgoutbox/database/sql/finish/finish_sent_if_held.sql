@@ -1,4 +1,5 @@
--- Finish attempts as sent. The hot path of a worker: all attempts of one statement have the same `attempt_count`.
+-- Finish attempts as sent. The hot path of a worker: all attempts of one statement have the same `attempt_count`. It also
+-- deletes claims whose attempts had ended before.
 -- Returns the messages that the attempts still held.
 -- The fence is the state, the attempt count and the worker. The count alone is not enough: a failover that loses
 -- commits gives the same attempt number out a second time, to another worker.
