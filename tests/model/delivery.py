@@ -53,7 +53,7 @@ class Guard(enum.Enum):
     STOP_KEEPS_THREAD = "a stop leaves an attempt whose thread still runs alone"
     LEASE_ASKED_AGAIN = "a take-over reads the lease again when it has locked the claim"
     LEASE_LOCKED = "a take-over keeps the claim locked until its commit, so that no renewal comes between"
-    CLAIM_KEPT = "a worker deletes its claim only with the last of the attempts"
+    CLAIM_KEPT = "a finish deletes a claim only if no attempt of it is in flight"
     LAPSED_CLAIM_KEPT = "a lapsed claim is deleted only if no attempt of it is in flight"
     LAPSED_CLAIM_DELETED = "a lapsed claim without attempts in flight is deleted"
     REQUEST_WRITTEN = "a cancel that finds the row locked or in flight writes a request"
@@ -730,10 +730,10 @@ class Delivery:
         again = worker._replace(at="ended", writes=(), head=0, is_requested=False)
         yield "is cut off: its finish is rolled back", _with(state, index, again)
         done = _commit(state, worker.writes)
-        other = state.workers[1 - index]
-        has_others = self.share_process and other.claim == worker.claim and other.at in _IN_HAND and other.id != row.id
-        if not has_others or Guard.CLAIM_KEPT in self.without:
-            done = done._replace(claims=tuple(claim for claim in done.claims if not _belongs(row, claim)))
+        ended = {claim for claim in done.claims if _belongs(row, claim)}
+        if Guard.CLAIM_KEPT not in self.without:
+            ended -= {claim for claim in ended for one in done.rows if _belongs(one, claim)}
+        done = done._replace(claims=tuple(claim for claim in done.claims if claim not in ended))
         if written.state == PENDING and worker.outcome == "retry":
             done = done._replace(passed=tuple(passed - {row.id} for passed in done.passed))
         if row.state != SENDING or row.claim_count != worker.claim:
