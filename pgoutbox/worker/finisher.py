@@ -131,7 +131,7 @@ class Finisher:
 
     async def end_claims(self) -> None:
         """Delete the claims whose attempts have ended. The next finish as sent does so too, or else their lapse."""
-        if not (ended := self._in_flight.ended_claims):
+        if not (ended := list(self._in_flight.ended_claims)):  # Others may end meanwhile.
             return
         with contextlib.suppress(psycopg.Error, OSError):
             await self._store.end_claims([claim.claimed_at for claim in ended])
@@ -291,7 +291,7 @@ class Finisher:
         return await self._store.finish([replace(request, attempt_count=attempt.attempt_count)])
 
     async def _write_sent(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:
-        ended = self._in_flight.ended_claims
+        ended = list(self._in_flight.ended_claims)
         states, are_deleted = await self._store.finish_sent(
             [c.message.id for c in attempts],
             [c.attempt_count for c in attempts],
