@@ -79,16 +79,19 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
         WHERE m.state IS DISTINCT FROM 'sent'
     """,
     "a failure without its one message for the hook": """
+        WITH failures AS MATERIALIZED (
+            SELECT a.message_id, count(*) FROM pgoutbox.attempt AS a WHERE a.outcome = 'failed' GROUP BY a.message_id
+        ), hooks AS MATERIALIZED (
+            SELECT (pgoutbox.payload_of(m) ->> 'message_id')::bigint AS message_id, m.topic, count(*)
+            FROM pgoutbox.message AS m
+            WHERE m.topic IN ('soak.sync.failed', 'soak.batch.failed')
+            GROUP BY 1, 2
+        )
         SELECT m.id
         FROM pgoutbox.message AS m
-        WHERE m.topic IN ('soak.sync', 'soak.batch')
-            AND (
-                SELECT count(*) FROM pgoutbox.attempt AS a WHERE a.message_id = m.id AND a.outcome = 'failed'
-            ) <> (
-                SELECT count(*)
-                FROM pgoutbox.message AS h
-                WHERE h.topic = m.topic || '.failed' AND (pgoutbox.payload_of(h) ->> 'message_id')::bigint = m.id
-            )
+        LEFT JOIN failures AS f ON f.message_id = m.id
+        LEFT JOIN hooks AS h ON h.message_id = m.id AND h.topic = m.topic || '.failed'
+        WHERE m.topic IN ('soak.sync', 'soak.batch') AND coalesce(f.count, 0) <> coalesce(h.count, 0)
     """,
     "a hook that did not run": """
         SELECT id FROM pgoutbox.message WHERE topic LIKE '%.failed' AND state <> 'sent'
