@@ -130,16 +130,19 @@ def claim(connection: _Connection, batches: list[_Batch]) -> None:
 
 
 def finish(connection: _Connection, batches: list[_Batch]) -> None:
-    """Finish these messages, whose first attempt was successful."""
+    """Finish these messages, whose first attempt was successful. Each finish deletes the claim of the one before."""
+    ended: list[object] = []
     for batch in batches:
         parameters = {
             "ids": [row[0] for row in batch],
             "attempt_count": 1,
             "worker": CLAIM_PARAMETERS["worker"],
-            "ended_claims": [batch[0][_CLAIMED_AT]],
+            "ended_claims": ended,
             "lock_timeout": "20ms",
         }
         connection.execute(sql.FINISH_SENT_IF_HELD, parameters, prepare=True)
+        ended = [batch[0][_CLAIMED_AT]]
+    connection.execute(sql.END_CLAIMS, {"worker": CLAIM_PARAMETERS["worker"], "ended_claims": ended}, prepare=True)
 
 
 def _position(connection: _Connection) -> str:

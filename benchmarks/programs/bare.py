@@ -30,6 +30,7 @@ def main(batch_size: int) -> int:
         connection.execute(sql.PREPARE_SESSION, session_parameters(settings), prepare=False)
         cursor = connection.cursor(binary=True)
         place = BEGINNING
+        ended: list[object] = []
         while True:
             meter.begin()
             cursor.execute(
@@ -51,9 +52,10 @@ def main(batch_size: int) -> int:
                     "ids": [row[0] for row in rows],
                     "attempt_count": 1,
                     "worker": CLAIM_PARAMETERS["worker"],
-                    "ended_claims": [rows[0][CLAIMED_AT]],
+                    "ended_claims": ended,
                     "lock_timeout": "20ms",
                 }
+                ended = [rows[0][CLAIMED_AT]]
                 cursor.execute(sql.FINISH_SENT_IF_HELD, parameters, prepare=True)
                 meter.handled_count += len(cursor.fetchall())
                 meter.end()

@@ -80,6 +80,7 @@ def _enqueue(connection: psycopg.Connection[tuple[object, ...]], rate: float) ->
 def _finish(connection: psycopg.Connection[tuple[object, ...]]) -> Iterator[tuple[float, float]]:
     connection.execute(sql.PREPARE_SESSION, session_parameters(load_settings()))
     yield 0.0, 0.0
+    ended: list[object] = []
     while True:
         rows = connection.execute(sql.CLAIM_FRESH, CLAIM_PARAMETERS).fetchall()
         began_at = time.monotonic()
@@ -87,9 +88,10 @@ def _finish(connection: psycopg.Connection[tuple[object, ...]]) -> Iterator[tupl
             "ids": [row[0] for row in rows],
             "attempt_count": 1,
             "worker": "benchmark",
-            "ended_claims": [row[_CLAIMED_AT] for row in rows[:1]],
+            "ended_claims": ended,
             "lock_timeout": "20ms",
         }
+        ended = [row[_CLAIMED_AT] for row in rows[:1]]
         connection.execute(sql.FINISH_SENT_IF_HELD, held)
         took = (time.monotonic() - began_at) * 1000
         yield took, took
