@@ -59,7 +59,7 @@ class InFlight(dict[int, "Attempt"]):
 
     def note_sent_in_vain(self, attempt: Attempt) -> None:
         """Remember a message that was handed over, and whose attempt counted as lost before that could be written."""
-        self._sent_in_vain[attempt.message.id] = attempt.successor
+        self._sent_in_vain[attempt.message.id] = attempt.identity, attempt.attempt_count + 1
         if len(self._sent_in_vain) > _REMEMBERED:
             del self._sent_in_vain[next(iter(self._sent_in_vain))]
 
@@ -125,13 +125,8 @@ class Attempt(Context):
 
     @property
     def identity(self) -> tuple[datetime, int, str | None]:
-        """What stays the same while a message is repeated, and changes with its redrive or another use of its id."""
+        """Three columns of the row. Retries keep them. A redrive, or another message with the same id, changes them."""
         return self.message.created_at, self.message.max_attempts, self.message.destination
-
-    @property
-    def successor(self) -> tuple[object, int]:
-        """The identity and the number of the attempt that follows directly."""
-        return self.identity, self.attempt_count + 1
 
     @property
     def connection(self) -> psycopg.AsyncConnection[TupleRow]:

@@ -50,6 +50,23 @@ class Gate:
             await self.opened.wait()
 
 
+class SlowFinish:
+    """Finishes as sent that wait for `may_go_on`, as long as `is_slow`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_slow: bool) -> None:
+        self.is_slow = is_slow
+        self.arrived, self.may_go_on = asyncio.Event(), asyncio.Event()
+        finish_sent = Store.finish_sent
+
+        async def wait(store: Store, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
+            if self.is_slow:
+                self.arrived.set()
+                await self.may_go_on.wait()
+            return await finish_sent(store, *arguments, **options)
+
+        monkeypatch.setattr(Store, "finish_sent", wait)
+
+
 def lose(db: psycopg.Connection, message_id: int) -> None:
     """Let another worker end the attempt as lost. The message is not due before `make_due`."""
     with db.transaction():
@@ -83,8 +100,7 @@ async def test_a_handler_goes_on_if_its_process_claims_the_message_of_its_lapsed
     async with running(worker):
         await until(lambda: gate.calls)
         lose(db, message_id)
-        make_due(db, message_id)
-        run_of(worker).state.signals.poll_all_lanes()
+        claim_again(db, message_id, worker)
         await until(lambda: state_of(db, message_id) == "sending")
         gate.opened.set()
         await until(lambda: state_of(db, message_id) == "sent")
@@ -95,23 +111,14 @@ async def test_a_hand_over_that_is_not_written_yet_is_written_by_the_next_attemp
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message_id, gate = enqueue(db), Gate(dsn, is_open=True)
-    arrived, claimed = asyncio.Event(), asyncio.Event()
-
-    class SlowStore(Store):
-        async def finish_sent(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
-            arrived.set()
-            await claimed.wait()
-            return await super().finish_sent(*arguments, **options)
-
-    monkeypatch.setattr(pgoutbox.worker.worker, "Store", SlowStore)
+    finish = SlowFinish(monkeypatch, is_slow=True)
     worker = Worker(gate.outbox)
     async with running(worker):
-        await arrived.wait()
+        await finish.arrived.wait()
         lose(db, message_id)
-        make_due(db, message_id)
-        run_of(worker).state.signals.poll_all_lanes()
+        claim_again(db, message_id, worker)
         await until(lambda: state_of(db, message_id) == "sending")
-        claimed.set()
+        finish.may_go_on.set()
         await until(lambda: state_of(db, message_id) == "sent")
     assert is_sent_once(db, message_id, gate)
 
@@ -127,8 +134,7 @@ async def test_a_hand_over_that_could_not_be_written_is_written_by_the_next_atte
         gate.opened.set()
         await until(lambda: not run_of(worker).state.in_flight)
         assert state_of(db, message_id) == "pending"
-        make_due(db, message_id)
-        run_of(worker).state.signals.poll_all_lanes()
+        claim_again(db, message_id, worker)
         await until(lambda: state_of(db, message_id) == "sent")
     assert is_sent_once(db, message_id, gate)
 
@@ -151,29 +157,20 @@ async def test_a_remembered_hand_over_survives_a_second_loss(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message_id, gate = enqueue(db), Gate(dsn, is_open=False)
-    is_slow, arrived, claimed = False, asyncio.Event(), asyncio.Event()
-
-    class SlowStore(Store):
-        async def finish_sent(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
-            if is_slow:
-                arrived.set()
-                await claimed.wait()
-            return await super().finish_sent(*arguments, **options)
-
-    monkeypatch.setattr(pgoutbox.worker.worker, "Store", SlowStore)
+    finish = SlowFinish(monkeypatch, is_slow=False)
     worker = Worker(gate.outbox)
     async with running(worker):
         await until(lambda: gate.calls)
         lose(db, message_id)
         gate.opened.set()
         await until(lambda: not run_of(worker).state.in_flight)
-        is_slow = True
+        finish.is_slow = True
         claim_again(db, message_id, worker)
-        await arrived.wait()
+        await finish.arrived.wait()
         lose(db, message_id)
         claim_again(db, message_id, worker)
         await until(lambda: counts_in_flight(worker) == [3])
-        claimed.set()
+        finish.may_go_on.set()
         await until(lambda: state_of(db, message_id) == "sent")
     assert gate.calls == [1]
 
