@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import mimetypes
+from importlib.resources import files
 from typing import TYPE_CHECKING, Final
 
 import python_multipart  # noqa: F401 - Starlette needs it at the first form
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
 
 from pgoutbox.dashboard import acts, pages, sign_in, topics
 from pgoutbox.dashboard.access import Access, AccessMiddleware
@@ -20,10 +22,9 @@ from pgoutbox.dashboard.responses import EXCEPTION_HANDLERS, ResponseMiddleware
 from pgoutbox.outbox import Outbox
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from starlette.requests import Request
-    from starlette.responses import Response
     from starlette.routing import BaseRoute
     from starlette.types import Lifespan
 
@@ -42,7 +43,7 @@ def build_app(source: Outbox | Settings, *, settings: Settings | None, access: A
     app = protect(
         [*pages.ROUTES, *acts.ROUTES, *topics.ROUTES],
         access if access is not None else Access.from_settings(settings),
-        public=[Mount("/static", StaticFiles(packages=[("pgoutbox.dashboard", "static")]), name="static")],
+        public=[Mount("/static", routes=_static_routes(), name="static")],
         lifespan=_lifespan,
     )
     app.state.dashboard = dashboard
@@ -73,6 +74,23 @@ def protect(
     )
     app.state.access = access
     return app
+
+
+def _static_routes() -> list[Route]:
+    """Return a route for each static file. They are read now: later an upgrade may replace or remove them."""
+    folder = files("pgoutbox.dashboard") / "static"
+    return [Route(f"/{file.name}", _serving(file.name, file.read_bytes())) for file in folder.iterdir()]
+
+
+def _serving(name: str, content: bytes) -> Callable[[Request], Awaitable[Response]]:
+    etag = f'"{hashlib.sha256(content).hexdigest()}"'
+
+    async def serve(request: Request) -> Response:
+        if etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers={"etag": etag})
+        return Response(content, media_type=mimetypes.guess_type(name)[0], headers={"etag": etag})
+
+    return serve
 
 
 async def _check_health(request: Request) -> Response:  # noqa: ARG001 - the signature is Starlette's

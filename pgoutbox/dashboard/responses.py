@@ -105,7 +105,7 @@ def _protect(request: Request, message: Message) -> None:
     headers = MutableHeaders(scope=message)
     headers.update(SECURITY_HEADERS)
     is_static = path_of(request).startswith("/static/") and request.method in ("GET", "HEAD")
-    if not (is_static and message["status"] in (200, 206, 304)):
+    if not (is_static and message["status"] in (200, 304)):
         headers["cache-control"] = "no-store"
     if message["status"] >= 400 and request.method not in ("GET", "HEAD"):
         headers["connection"] = "close"  # The body may be unread.

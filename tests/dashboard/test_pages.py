@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from pgoutbox import Outbox, Topic
+from pgoutbox.dashboard import app as app_module
 from pgoutbox.dashboard import bulk, create_app, database, history, live, reads, rendering
 from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter, Operator, Rate
@@ -954,6 +955,27 @@ def test_an_unknown_message_id_is_not_found(site: Site, message_id: str) -> None
     assert site.ada.post(f"/messages/{message_id}/redrive").status_code == 404
     assert site.ada.post(f"/messages/{message_id}/resend").status_code == 404
     assert site.ada.post(f"/messages/{message_id}/cancel").status_code == 404
+
+
+def test_a_static_file_is_served_from_memory_and_only_if_the_browser_has_another_one(
+    dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upgrade may remove the files of a running dashboard."""
+    file = tmp_path / "static" / "pgoutbox.js"
+    file.parent.mkdir()
+    file.write_text("let old;")
+    monkeypatch.setattr(app_module, "files", lambda _: tmp_path)
+    settings = web_settings(dsn=dsn)
+    app = create_app(settings)
+    file.unlink()
+    with serving(app, settings) as url, httpx.Client(base_url=url) as client:
+        answer = client.get("/static/pgoutbox.js")
+        assert (answer.status_code, answer.text) == (200, "let old;")
+        assert answer.headers["content-type"] == "text/javascript; charset=utf-8"
+        again = client.get("/static/pgoutbox.js", headers={"If-None-Match": answer.headers["etag"]})
+        assert (again.status_code, again.text, again.headers["etag"]) == (304, "", answer.headers["etag"])
+        assert client.get("/static/pgoutbox.js", headers={"If-None-Match": '"other"'}).text == "let old;"
+        assert client.get("/static/other.js").status_code == 404
 
 
 def test_a_path_cannot_escape_the_dashboard(site: Site) -> None:
