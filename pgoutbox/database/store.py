@@ -139,9 +139,9 @@ class Place(NamedTuple):
 
 
 ALL_TIME_SECONDS: Final = 1e9
+"""About 32 years."""
 LAPSED_DISTANCE_SECONDS: Final = 0.05
 """The time between the due times of messages whose attempts have lapsed."""
-"""About 32 years."""
 BEGINNING: Final = Place(None, since_seconds=ALL_TIME_SECONDS)
 
 

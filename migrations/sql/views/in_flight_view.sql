@@ -1,4 +1,4 @@
--- The one definition of a message in flight. It starts from the claims, which are few. With OFFSET 0 it does so under any
+-- The definition of a message in flight. It starts from the claims, which are few. With OFFSET 0 it does so under any
 -- statistics, and never reads the backlog.
 CREATE VIEW pgoutbox.in_flight_view AS
 SELECT m.id, m.topic, c.queue, m.attempt_count, c.worker, c.claimed_at, c.lease_expires_at

@@ -4,9 +4,13 @@
 `load_all`. A line `\\ir _name.sql` includes a fragment, as in psql. Names are unique in all folders. No statement is
 built at run time.
 
-Rules for every statement: all names are qualified; time is the database's `now()`; a write of a message names the
-expected state and attempt; locked rows are skipped, because a wait fails with 40001 if the row moves to another
-partition. Locks are taken in the order breaker, coalesce_head, message, queue.
+Rules for every statement:
+
+- All names are qualified.
+- Time is the database's `now()`, except the name of a claim and the tokens of a queue.
+- A write of a message names the expected state, and the attempt or the place of the locked row.
+- Locked rows are skipped, because a wait fails with 40001 if the row moves to another partition.
+- Locks for which a statement waits are taken in the order breaker, coalesce_head, message, queue, claim.
 """
 
 from __future__ import annotations

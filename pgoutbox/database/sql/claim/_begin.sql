@@ -12,9 +12,10 @@ SET state = j.state,
 FROM (
     SELECT *
     FROM judged
-    -- The UPDATE enters the coalesce keys into the unique index message_live_in_flight in this order. Without one order
-    -- for all claims, two claims could deadlock. Messages without a key enter nothing: the CASE spares comparing topics.
-    ORDER BY coalesce_key, CASE WHEN coalesce_key IS NOT NULL THEN topic END
+    -- The UPDATE enters the keys into the unique indexes on keys in flight in this order: a nested loop keeps it. Without
+    -- one order for all claims, two claims could deadlock. Messages without a key enter nothing: the CASE spares comparing
+    -- topics.
+    ORDER BY key, CASE WHEN key IS NOT NULL THEN topic END
 ) AS j
 -- `place` is where the row was locked. By its id alone PostgreSQL may plan to scan the whole primary key with its dead
 -- entries, because statistics may describe an empty table. A row that moved since this statement began is left to the

@@ -1,4 +1,5 @@
--- Record the claim of the attempts that the CTE `judged` begins, with one lease for all of them.
+-- Record the claim of the attempts that the CTE `judged` begins, with one lease for all of them. The lease begins with the
+-- transaction, so it never ends later than its worker believes; the time of the claim is its name, so it is the real time.
 INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids)
 SELECT
     clock_timestamp(),

@@ -1,8 +1,8 @@
 -- Attempts whose lease has lapsed, and their decision: the message ends as cancelled, skipped or failed, or is `pending`
 -- again, or it is `sending`: tried again at once and alone. The including statement adds conditions, an order, a limit and
--- row locks. The lock of the claim keeps its worker from renewing the lease meanwhile.
-SELECT m.ctid AS place, m.id, m.attempt_count, m.worker, m.claimed_at, head.newest_id AS newer_id,
-    coalesce(ending.state, 'sending') AS state
+-- row locks. The lock of the claim looks again at its newest lease, and keeps its worker from renewing it meanwhile. The
+-- joins are those of in_flight_view, whose rows cannot be locked.
+SELECT m.ctid AS place, m.id, m.attempt_count, m.worker, m.claimed_at, head.newest_id AS newer_id, ending.state
 FROM pgoutbox.claim AS c
 -- Without ANY, the planner may read the whole table once instead of looking up each message.
 JOIN pgoutbox.message_live AS m ON m.id = ANY (c.ids) AND m.worker = c.worker AND m.claimed_at = c.claimed_at
@@ -17,6 +17,7 @@ CROSS JOIN LATERAL (
         WHEN m.attempt_count >= m.max_attempts OR m.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
         -- It can afford another loss: more than half of its granted attempts are left.
         WHEN m.max_attempts - m.attempt_count > m.attempt_budget / 2 THEN 'pending'
+        ELSE 'sending'
     END
 ) AS ending(state)
 WHERE m.state = 'sending'

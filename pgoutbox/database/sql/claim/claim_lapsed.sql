@@ -1,11 +1,11 @@
 -- Take over the oldest lapsed attempt of a queue whose message has used up half of its attempts. It may have crashed its
--- process, and may do so again, so a worker has only one such message in flight. The attempt before is recorded as lost.
--- end_lapsed.sql ends all other lapsed attempts.
+-- process, and may do so again, so a worker has only one such message in flight: `total` is 1. The attempt before is
+-- recorded as lost. The message stays in flight, with its key. end_lapsed.sql ends all other lapsed attempts.
 -- Guards: row locks, and the place of the row in the UPDATE.
 WITH judged AS MATERIALIZED (
     \ir _lapsed.sql
         AND c.queue = %(queue)s::text
-        AND ending.state IS NULL
+        AND ending.state = 'sending'
     ORDER BY c.lease_expires_at, m.id
     \ir _locked_by_permits.sql
     FOR SHARE OF c SKIP LOCKED

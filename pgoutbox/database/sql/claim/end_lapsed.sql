@@ -5,7 +5,7 @@
 -- Guards: row locks, and the place of the row in the UPDATE.
 WITH judged AS MATERIALIZED (
     \ir _lapsed.sql
-        AND ending.state IS NOT NULL
+        AND ending.state <> 'sending'
         -- Other queues may no longer have a worker. There only superseded messages end, because a newer message of their
         -- key waits for them.
         AND (c.queue = ANY (%(queues)s::text[]) OR head.newest_id IS NOT NULL)

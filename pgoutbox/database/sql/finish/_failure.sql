@@ -1,5 +1,5 @@
 -- The payload of the hook's message, for a message that has just failed. Null for every other message, and for topics
--- without a hook in this worker. A sealed payload stays sealed: its identity needs the keys.
+-- without a hook in this worker. A sealed payload stays sealed; who unseals it needs the destination and the keys.
 CASE WHEN m.state = 'failed' AND %(hooks)s::jsonb -> m.topic IS NOT NULL THEN jsonb_build_object(
     'message_id', m.id,
     'topic', m.topic,

@@ -1,6 +1,7 @@
--- The states of the messages of these attempts, unless another attempt has begun or this one counts as lost. The worker
--- reads them after a finish that did not write all of its rows. `sending` means that the row was locked. Any other state
--- means that an earlier try of the same finish was committed and its answer lost.
+-- The states of the messages of these attempts, unless another attempt has begun or this one counts as lost (its number
+-- and worker stay in the row). The worker reads them after a finish that did not write all of its rows. `sending` means
+-- that the row was locked. Any other state means that an earlier try of the same finish was committed and its answer lost.
+-- A message that this earlier try has deleted has no row.
 SELECT m.id, m.state
 FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
 JOIN pgoutbox.message AS m ON m.id = o.id

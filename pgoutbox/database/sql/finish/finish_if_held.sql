@@ -57,6 +57,7 @@ WITH held AS MATERIALIZED (
             ELSE m.last_error
         END
     FROM held AS h
+    -- By its id and not by the place of its row: an outcome is written even if the row has changed since.
     WHERE m.id = h.id
         AND m.id = ANY (%(ids)s::bigint[])
         AND m.state = 'sending'

@@ -14,7 +14,7 @@ WITH held AS MATERIALIZED (
 ), forgotten AS MATERIALIZED (
     SELECT f.id
     -- The function reads the rules, so that a removed rule has no effect at once. It deletes with its owner's rights,
-    -- so that a worker needs no privilege to delete.
+    -- so that a worker needs no privilege to delete. Both arrays have the order of `held`.
     FROM pgoutbox._forget_sent(
         ARRAY(SELECT h.id FROM held AS h), ARRAY(SELECT h.attempt_count FROM held AS h), %(worker)s::text
     ) AS f(id)
