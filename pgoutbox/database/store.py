@@ -182,8 +182,10 @@ class Trouble(NamedTuple):
 
 
 class Store:
-    """The worker's statements, each a method. Claims and finishes have separate connections and overlap. Changes of
-    breakers have another one, because they may wait for a row that a session of an operator has locked.
+    """The worker's statements, each a method. Claims and finishes have separate connections and overlap.
+
+    What running attempts read and write has another one: large payloads take time, and changes of breakers may wait for
+    a row that a session of an operator has locked.
 
     `hooks` are the topics whose failures are announced to a hook, each with the `max_attempts` of that message.
 
@@ -200,7 +202,7 @@ class Store:
         self._hooks = json.dumps(dict(hooks or {}))
         self.claims = WorkerConnection(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
         self._finishes = WorkerConnection(dsn, settings, purpose="finish", spare=self.claims)
-        self._breakers = WorkerConnection(dsn, settings, purpose="breaker", spare=self.claims)
+        self._attempts = WorkerConnection(dsn, settings, purpose="attempt", spare=self.claims)
         self._forgotten_topics: frozenset[str] = frozenset()
         self._retention_turn = asyncio.Lock()
         self._retention_read_at = -math.inf
@@ -335,9 +337,17 @@ class Store:
         await self.end_claims({row[2] for row in rows if row[0] not in held})
         return count
 
-    async def contents(self, content_ids: Sequence[int]) -> dict[int, str]:
-        """Return the contents of fan-outs as JSON texts, by id."""
+    async def contents(self, content_ids: Sequence[int]) -> dict[int, str | None]:
+        """Return the contents of fan-outs as JSON texts, by id; None for a large one."""
         return dict(await self.claims.fetch(sql.CONTENTS, {"ids": content_ids}))
+
+    async def large_contents(self, content_ids: Sequence[int]) -> dict[int, str]:
+        """Return the contents of fan-outs as JSON texts, by id."""
+        return dict(await self._attempts.fetch(sql.LARGE_CONTENTS, {"ids": content_ids}))
+
+    async def large_payloads(self, message_ids: Sequence[int]) -> dict[int, str]:
+        """Return the large payloads of these messages as JSON texts, by message."""
+        return dict(await self._attempts.fetch(sql.LARGE_PAYLOADS, {"ids": _array_of(message_ids)}))
 
     async def next_due(
         self, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float
@@ -447,7 +457,7 @@ class Store:
     async def breaker_failed(self, key: str, *, trips: bool, error: str, alert_queue: str | None) -> BreakerRow | None:
         """Record one failure. Returns the breaker if it is open; `opened` if this call opened it."""
         settings = self._settings
-        rows = await self._breakers.fetch(
+        rows = await self._attempts.fetch(
             sql.BREAKER_FAILED,
             {
                 "key": key,
@@ -469,7 +479,7 @@ class Store:
 
     async def breaker_probe(self, key: str) -> BreakerRow | None:
         """Ask for a probe: granted if the answer has a `probe_id`. None if the breaker is closed."""
-        rows = await self._breakers.fetch(
+        rows = await self._attempts.fetch(
             sql.BREAKER_PROBE,
             {"key": key, "probe_timeout_seconds": self._settings.breaker.probe_timeout_seconds, "worker": self.worker},
         )
@@ -491,7 +501,7 @@ class Store:
 
         Returns its open seconds, or None if the probe was given up or the last failure is newer than the send.
         """
-        rows = await self._breakers.fetch(
+        rows = await self._attempts.fetch(
             sql.BREAKER_CLOSE_IF_NEWER,
             {
                 "key": key,
@@ -505,7 +515,7 @@ class Store:
 
     async def breaker_reopen(self, key: str, probe_id: str, *, error: str) -> BreakerRow | None:
         """Extend the pause after a failed probe. None if the probe was given up."""
-        rows = await self._breakers.fetch(
+        rows = await self._attempts.fetch(
             sql.BREAKER_REOPEN_IF_PROBING,
             {
                 "key": key,
@@ -518,7 +528,7 @@ class Store:
 
     async def breaker_release(self, key: str, probe_id: str) -> None:
         """Let another session probe."""
-        await self._breakers.fetch(sql.BREAKER_RELEASE_IF_PROBING, {"key": key, "probe_id": probe_id})
+        await self._attempts.fetch(sql.BREAKER_RELEASE_IF_PROBING, {"key": key, "probe_id": probe_id})
 
     async def begin_maintenance_if_due(self, *, interval_seconds: float) -> TupleRow | None:
         """Return the row of `sql.MAINTENANCE_FACTS` if this worker gets the turn. No other gets one in the interval."""
@@ -569,7 +579,7 @@ class Store:
 
     async def close(self) -> None:
         """Close all connections."""
-        for connection in (self.claims, self._finishes, self._breakers):
+        for connection in (self.claims, self._finishes, self._attempts):
             await connection.close()
 
 

@@ -80,8 +80,9 @@ class Attempt(Context):
     `attempt_count` is the fencing token. The message keeps the number that its handler got: see `take_over`.
     `used_count` is the number of attempts that used up budget, including this one: without snoozes, releases and
     attempts before a redrive. `overtaken` is the reason why the attempt has become pointless. `done` means that its
-    result is known, and `sent` that it is a hand-over. A hand-over after `expiring_at` is too late. A lease that is
-    older than `stale_seconds` may have ended unnoticed, for example because the process was suspended.
+    result is known, and `sent` that it is a hand-over. `is_payload_large` and
+    `large_content_id`: its slot reads the payload, or this shared content. A hand-over after `expiring_at` is too late.
+    A lease that is older than `stale_seconds` may have ended unnoticed, for example because the process was suspended.
     """
 
     __slots__ = (
@@ -92,6 +93,8 @@ class Attempt(Context):
         "done",
         "expiring_at",
         "handler",
+        "is_payload_large",
+        "large_content_id",
         "leased_at",
         "message",
         "overtaken",
@@ -117,6 +120,8 @@ class Attempt(Context):
         self.used_count = message.attempt_count if used_count is None else used_count
         self.overtaken: str | None = None
         self.done = False
+        self.is_payload_large = False
+        self.large_content_id: int | None = None
         self.sent = False
         self.expiring_at = math.inf
         self.stale_seconds = math.inf
@@ -144,6 +149,11 @@ class Attempt(Context):
         if self.done or self.expiring_at <= elapsed_clock():
             raise LeaseLostError(self._named("ended" if self.done else "expired"))
         await self._ensure(self)
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether its claim has left out a large payload or content."""
+        return self.is_payload_large or self.large_content_id is not None
 
     def is_in_doubt(self, now: float) -> bool:
         """Whether it takes more than the elapsed time to know that the message is still to be sent."""

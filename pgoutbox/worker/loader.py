@@ -1,6 +1,6 @@
 """The loader: turns claimed rows into work for the attempt pool.
 
-It reads and decrypts payloads and contents, and forms batches.
+It reads payloads and contents, and forms batches.
 
 A problem of one row (an unreadable payload, a missing key, a missing content) is the outcome of its own attempt and
 does not affect the others.
@@ -8,32 +8,29 @@ does not affect the others.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Final, cast
 
 import psycopg
 from pydantic import JsonValue
-from pydantic_core import from_json
 
 from pgoutbox.database.store import ClaimedRow
-from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
+from pgoutbox.encryption import Keyring
 from pgoutbox.handlers import Handler
-from pgoutbox.message import Failure, Permanent, Sent, State, Transient, new_message
+from pgoutbox.message import Permanent, Sent, State, Transient, new_message
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.text import describe
 from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Claim, Work
 from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.leases import LeaseKeeper
+from pgoutbox.worker.payloads import Content, missing_content, read_content, read_json, read_payload
 from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.run_state import RunState
 
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _KEPT_CONTENTS: Final = 16
-_KEPT_CHARS: Final = 16_777_216
 _EMPTY_HEADERS: Final[Mapping[str, str]] = {}
-_Content = JsonValue | Permanent | Transient  # The shared content of a fan-out, or the outcome if it cannot be read.
+_Contents = Mapping[int, Content | None]  # By id. None: the content is large, and the slot of the attempt reads it.
 
 
 class Loader:
@@ -60,8 +57,7 @@ class Loader:
         self._finisher = finisher
         self._ensure_lease = lease_keeper.ensure
         self._stale_seconds = lease_keeper.stale_seconds
-        self._contents: dict[int, _Content] = {}
-        self._content_lengths: dict[int, int] = {}
+        self._contents: _Contents = {}
 
     async def take_over(self, rows: Sequence[ClaimedRow], leased_at: float) -> None:
         """Put the rows of one claim into the pool, or finish them. `leased_at` is its start, on `elapsed_clock`."""
@@ -73,9 +69,7 @@ class Loader:
         if unattempted := [row for row in rows if row.state != _SENDING]:
             self._finisher.note_unattempted(unattempted)
 
-    def _begin(
-        self, rows: Sequence[ClaimedRow], contents: Mapping[int, _Content] | None, claim: Claim, leased_at: float
-    ) -> None:
+    def _begin(self, rows: Sequence[ClaimedRow], contents: _Contents | None, claim: Claim, leased_at: float) -> None:
         works: list[Work] = []
         batches: dict[str, list[Attempt]] = {}
         for row in rows:
@@ -120,12 +114,14 @@ class Loader:
         return True
 
     def _load_row(
-        self, row: ClaimedRow, contents: Mapping[int, _Content] | None, claim: Claim, leased_at: float
+        self, row: ClaimedRow, contents: _Contents | None, claim: Claim, leased_at: float
     ) -> tuple[Attempt, AttemptResult | None]:
         """Begin the attempt of a row. Return it, and its result if it must end before its handler runs."""
-        payload, headers, problem = _read_payload(
-            row, self._keyring, is_failure=self._handlers[row.topic].payload is Failure
-        )
+        handler = self._handlers[row.topic]
+        payload, problem = None, None
+        if row.payload_json is not None:
+            payload, problem = read_payload(row.payload_json, row, handler, self._keyring)
+        headers = _EMPTY_HEADERS if row.headers_json is None else _read_headers(row.headers_json)
         content, content_problem = (None, None) if row.content_id is None else _find_content(row.content_id, contents)
         message = new_message(
             row.id,
@@ -143,7 +139,10 @@ class Loader:
             content,
         )
         used_count = row.attempt_count - row.max_attempts + row.attempt_budget
-        attempt = Attempt(message, self._handlers[row.topic], claim, leased_at, self._ensure_lease, used_count)
+        attempt = Attempt(message, handler, claim, leased_at, self._ensure_lease, used_count)
+        attempt.is_payload_large = row.payload_json is None
+        if row.content_id is not None and contents is not None and contents.get(row.content_id, "") is None:
+            attempt.large_content_id = row.content_id
         attempt.stale_seconds = self._stale_seconds
         if row.expires_in_seconds is not None:
             attempt.expiring_at = leased_at + row.expires_in_seconds
@@ -158,7 +157,7 @@ class Loader:
         self._in_flight[row.id] = attempt
         return attempt, result
 
-    async def _contents_of(self, rows: Sequence[ClaimedRow]) -> Mapping[int, _Content] | None:
+    async def _contents_of(self, rows: Sequence[ClaimedRow]) -> _Contents | None:
         """Return the existing contents of these rows, each decrypted and parsed once for all of its messages.
 
         Return None if the database did not answer.
@@ -171,82 +170,23 @@ class Loader:
             except (psycopg.Error, OSError) as error:
                 await self._outage.pause_or_raise(error)
                 return None
-            contents.update((n, _read_content(text, topics[n], self._keyring)) for n, text in found.items())
-            # The messages of a fan-out are claimed together, so the last contents are likely to be needed next.
-            self._content_lengths = newest_contents(
-                self._content_lengths | {content_id: len(text) for content_id, text in found.items()}
+            contents.update(
+                (n, None if text is None else read_content(text, topics[n], self._keyring)) for n, text in found.items()
             )
-            known = self._contents | contents
-            self._contents = {content_id: known[content_id] for content_id in self._content_lengths}
+            # The messages of a fan-out are claimed together, so the last contents are likely to be needed next.
+            self._contents = dict(list({**self._contents, **contents}.items())[-_KEPT_CONTENTS:])
         return contents
 
 
-def newest_contents(lengths: Mapping[int, int]) -> dict[int, int]:
-    """Return the last of these contents that are worth their memory, with their lengths. It keeps at least one."""
-    kept: dict[int, int] = {}
-    for content_id, length in reversed(list(lengths.items())):
-        if kept and (len(kept) == _KEPT_CONTENTS or sum(kept.values()) + length > _KEPT_CHARS):
-            break
-        kept[content_id] = length
-    return dict(reversed(list(kept.items())))
-
-
-def _find_content(content_id: int, contents: Mapping[int, _Content] | None) -> tuple[JsonValue, AttemptResult | None]:
+def _find_content(content_id: int, contents: _Contents | None) -> tuple[JsonValue, AttemptResult | None]:
     """Return the content of a fan-out, or the outcome if it is missing."""
     if contents is None:
         return None, RELEASED
     if content_id not in contents:
-        return None, Permanent(f"its content {content_id} is missing: it has been deleted")
+        return None, missing_content(content_id)
     found = contents[content_id]
     return (None, found) if isinstance(found, (Permanent, Transient)) else (found, None)
 
 
-def _read_payload(
-    row: ClaimedRow, keyring: Keyring | None, *, is_failure: bool
-) -> tuple[JsonValue, Mapping[str, str], Permanent | Transient | None]:
-    """Return payload and headers, and the problem of an unreadable row, which must not affect the other rows."""
-    headers = _EMPTY_HEADERS
-    try:
-        if row.headers_json is not None:
-            headers = cast("Mapping[str, str]", _read_json(row.headers_json)) or _EMPTY_HEADERS
-        if row.payload_json is None:
-            return None, headers, Permanent("payload: is neither in the row nor in large_payload")
-        payload = _read_json(row.payload_json)
-        if is_sealed(payload):
-            identity = Identity("payload", row.topic, row.destination, row.coalesce_key, row.ordering_key)
-            payload = _read_json(unseal(payload, keyring, identity))
-        if is_failure:
-            payload = _read_failure(payload, keyring)
-    except (ValueError, RecursionError) as error:
-        return None, headers, Permanent(f"payload: cannot be read as JSON: {describe(error)}")
-    except (Transient, Permanent) as sealed:
-        return None, headers, sealed
-    return payload, headers, None
-
-
-def _read_failure(failure: JsonValue, keyring: Keyring | None) -> JsonValue:
-    """Return the payload of a hook's message with that of the failed message decrypted, which was sealed for it."""
-    if not isinstance(failure, dict) or not is_sealed(failure.get("payload")):
-        return failure
-    keys = (cast("str | None", failure.get(key)) for key in ("destination", "coalesce_key", "ordering_key"))
-    identity = Identity("payload", str(failure.get("topic")), *keys)
-    return {**failure, "payload": _read_json(unseal(failure["payload"], keyring, identity))}
-
-
-def _read_content(text: str, topic: str, keyring: Keyring | None) -> _Content:
-    try:
-        content = _read_json(text)
-        return _read_json(unseal(content, keyring, Identity("content", topic))) if is_sealed(content) else content
-    except (ValueError, RecursionError) as error:
-        return Permanent(f"content: cannot be read as JSON: {describe(error)}")
-    except (Transient, Permanent) as sealed:
-        return sealed
-
-
-def _read_json(text: str) -> JsonValue:
-    try:
-        value: JsonValue = from_json(text)
-    except ValueError:
-        # The fast parser has its own limit on nesting.
-        value = json.loads(text)
-    return value
+def _read_headers(text: str) -> Mapping[str, str]:
+    return cast("Mapping[str, str]", read_json(text)) or _EMPTY_HEADERS

@@ -47,6 +47,7 @@ from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.maintenance import Maintenance
+from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.poll_loop import PollLoop
 from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.presence import Presence
@@ -200,7 +201,11 @@ class _Run:
         self._presence = Presence(state, defined=worker._defined_queues, ends_by_itself=ends_by_itself)
         self.finisher = Finisher(state)
         self.executor = AttemptExecutor(
-            state, worker._transports, middleware=worker._middlewares, finisher=self.finisher
+            state,
+            worker._transports,
+            middleware=worker._middlewares,
+            finisher=self.finisher,
+            large_texts=LargeTexts(state, keyring=worker._keyring),
         )
         self.pool = AttemptPool(state, self.executor.run, on_outcome=self.finisher.collect)
         self._lease_keeper = LeaseKeeper(state, self.pool)

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, LiteralString, NamedTuple
 
 import pytest
 import yaml
@@ -447,36 +447,38 @@ async def big(message, ctx):
 """
 
 
+ITEM: Final = '{"n": 12345, "t": "xxxxxxxxxxxxxxxx"}'
+ITEM_COUNT: Final = Settings.model_fields["max_payload_bytes"].default // (len(ITEM) + 2)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("payload", "count"),
+    [
+        (f"(SELECT jsonb_agg('{ITEM}'::jsonb) FROM generate_series(1, {ITEM_COUNT}))", 200),
+        ("jsonb_build_object('text', repeat('x', 16777200))", 40),
+    ],
+    ids=["many small values", "one letter"],
+)
 def test_a_backlog_of_the_largest_payloads_fits_into_the_limits_of_unit_and_pod(
-    db: psycopg.Connection, dsn: str, tmp_path: Path
+    db: psycopg.Connection, dsn: str, tmp_path: Path, payload: LiteralString, count: int
 ) -> None:
-    """A parsed payload of many small values takes about eight times its size."""
+    """A parsed payload of many small values takes about eight times its size. A repeated letter needs no disk."""
     pod = container_of(manifests()[WORKER])
     limits = {
         pod["resources"]["limits"]["memory"].removesuffix("Mi"),
         dict(unit_options())["MemoryMax"].removesuffix("M"),
     }
-    sizes = {environment_of(pod)["PGOUTBOX_BATCH_SIZE"], unit_environment("9181")["PGOUTBOX_BATCH_SIZE"]}
-    ((limit,), (batch_size,)) = limits, sizes
-    item = '{"n": 12345, "t": "xxxxxxxxxxxxxxxx"}'
-    count = Settings.model_fields["max_payload_bytes"].default // (len(item) + 2)
-    db.execute(
-        "SELECT pgoutbox.enqueue('big', p.payload) FROM (SELECT jsonb_agg(%s::jsonb) FROM generate_series(1, %s))"
-        " AS p(payload), generate_series(1, 3 * %s)",
-        [item, count, int(batch_size)],
-    )
+    (limit,) = limits
+    db.execute(f"SELECT pgoutbox.enqueue('big', {payload}) FROM generate_series(1, {count})")
     (tmp_path / "big.py").write_text(HANDLERS)
     environment = os.environ | {
         "PGOUTBOX_DSN": dsn,
         "PGOUTBOX_APP": "big:outbox",
-        "PGOUTBOX_BATCH_SIZE": batch_size,
         "PYTHONPATH": str(tmp_path),
     }
     subprocess.run([sys.executable, "-m", "pgoutbox", "worker", "--drain"], env=environment, check=True)
-    assert db.execute("SELECT state, count(*) FROM pgoutbox.message GROUP BY 1").fetchall() == [
-        ("sent", 3 * int(batch_size))
-    ]
+    assert db.execute("SELECT state, count(*) FROM pgoutbox.message GROUP BY 1").fetchall() == [("sent", count)]
     # `wait4` would tell the peak of this process instead, if that is higher: a fork inherits it.
     (peak_kb,) = re.findall(r"^VmHWM:\s+(\d+) kB$", (tmp_path / "status").read_text(), re.MULTILINE)
     assert int(peak_kb) / 1024 < int(limit)

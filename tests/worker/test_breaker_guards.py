@@ -612,7 +612,7 @@ async def test_a_send_cancelled_during_a_query_leaves_the_connection_intact(
     await opened(one, db)
     let_probe(db, clock)
     sessions = (
-        "SELECT pid FROM pg_stat_activity WHERE application_name = 'pgoutbox breaker' AND datname = current_database()"
+        "SELECT pid FROM pg_stat_activity WHERE application_name = 'pgoutbox attempt' AND datname = current_database()"
     )
     before = db.execute(sessions).fetchall()
     other.execute("SELECT FROM pgoutbox.breaker FOR UPDATE")

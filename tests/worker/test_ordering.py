@@ -345,7 +345,7 @@ async def test_a_temporarily_unreadable_content_uses_up_no_attempt(
     read = Store.contents
     trials = 0
 
-    async def fail_once(self: Store, content_ids: Sequence[int]) -> dict[int, str]:
+    async def fail_once(self: Store, content_ids: Sequence[int]) -> dict[int, str | None]:
         nonlocal trials
         trials += 1
         if trials == 1:

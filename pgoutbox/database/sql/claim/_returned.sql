@@ -1,9 +1,15 @@
 -- The columns of a claimed message, in the order of `ClaimedRow`. JSON is returned as text, because not every
 -- message is decoded here.
 m.id, m.topic, m.destination,
--- A large payload is in a table of its own, so that a claim does not write it again.
-coalesce(m.payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id))::text
-    AS payload_json,
+-- Null if the text has more than 32 kB, so that the rows of a claim are bounded: its attempt reads it by
+-- large_payloads.sql. OFFSET 0 makes the text once.
+(
+    SELECT CASE WHEN octet_length(p.body) <= 32768 THEN p.body END
+    FROM (
+        SELECT coalesce(m.payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id))::text
+        OFFSET 0
+    ) AS p(body)
+) AS payload_json,
 -- An attempt fails for good at max_attempts, which snooze, release and redrive raise. attempt_budget is the number that
 -- enqueue granted; it never changes.
 m.headers::text AS headers_json, m.attempt_count, m.max_attempts, m.attempt_budget, m.created_at, m.available_at,

@@ -1,0 +1,188 @@
+"""Payloads and the contents of fan-outs: read from their JSON texts, and decrypted if they are encrypted.
+
+A problem of one text (no JSON, a missing key) is the outcome of its own attempt and does not affect the others.
+
+A claim leaves large texts out. They are read when a slot has taken their attempt, and forgotten at its end. The next
+one is read only while the others take up little memory, so anybody who may enqueue cannot use up all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Protocol, cast
+
+import psycopg
+from pydantic import JsonValue
+from pydantic_core import from_json
+
+from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
+from pgoutbox.handlers import Handler
+from pgoutbox.message import Failure, Message, Permanent, Transient
+from pgoutbox.text import describe
+from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult
+from pgoutbox.worker.run_state import RunState
+
+# Large texts are read while those in memory have at most so many characters. The texts of a batch are read together.
+_HELD_CHARS: Final = 16_777_216
+
+Content = JsonValue | Permanent | Transient  # The shared content of a fan-out, or the outcome if it cannot be read.
+
+
+class _Sealable(Protocol):
+    """What the identity of an encrypted payload contains."""
+
+    @property
+    def topic(self) -> str: ...
+    @property
+    def destination(self) -> str | None: ...
+    @property
+    def coalesce_key(self) -> str | None: ...
+    @property
+    def ordering_key(self) -> str | None: ...
+
+
+@dataclass(slots=True)
+class _LargeContent:
+    value: Content
+    size: int
+    user_count: int = 0
+
+
+class LargeTexts:
+    """The large payloads and contents of the running attempts of one worker."""
+
+    def __init__(self, run: RunState, *, keyring: Keyring | None) -> None:
+        self._store = run.store
+        self._outage = run.outage
+        self._keyring = keyring
+        self._held: dict[Attempt, tuple[Message[object], int]] = {}
+        self._held_chars = 0
+        self._contents: dict[int, _LargeContent] = {}  # Those in use, and the last one: its fan-out is likely to go on.
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    async def read(self, attempts: Sequence[Attempt]) -> dict[Attempt, AttemptResult]:
+        """Give these attempts what their claim left out, until `forget`. Return the results of those without it."""
+        async with self._turn:
+            while self._held and self._held_chars > _HELD_CHARS:
+                self._freed.clear()
+                await self._freed.wait()
+            try:
+                payloads = await self._read_payloads(attempts)
+                await self._read_contents(attempts)
+            except (psycopg.Error, OSError) as error:
+                await self._outage.pause_or_raise(error)
+                return dict.fromkeys(attempts, RELEASED)
+            problems = {attempt: self._give(attempt, payloads) for attempt in attempts}
+        return {attempt: problem for attempt, problem in problems.items() if problem is not None}
+
+    def forget(self, attempts: Sequence[Attempt]) -> None:
+        """Take from attempts that have ended what `read` gave them."""
+        for attempt in attempts:
+            if attempt in self._held:
+                attempt.message, size = self._held.pop(attempt)
+                self._held_chars -= size
+                if attempt.large_content_id is not None:
+                    self._contents[attempt.large_content_id].user_count -= 1
+        self._drop_unused(but=set(list(self._contents)[-1:]))
+        self._freed.set()
+
+    async def _read_payloads(self, attempts: Sequence[Attempt]) -> dict[int, str]:
+        ids = [attempt.message.id for attempt in attempts if attempt.is_payload_large]
+        return await self._store.large_payloads(ids) if ids else {}
+
+    async def _read_contents(self, attempts: Sequence[Attempt]) -> None:
+        topics = {a.large_content_id: a.message.topic for a in attempts if a.large_content_id is not None}
+        self._drop_unused(but=topics)
+        missing = sorted(topics.keys() - self._contents.keys())
+        for content_id, text in (await self._store.large_contents(missing) if missing else {}).items():
+            value = read_content(text, topics[content_id], self._keyring)
+            self._contents[content_id] = _LargeContent(value, len(text))
+            self._held_chars += len(text)
+
+    def _give(self, attempt: Attempt, payloads: dict[int, str]) -> AttemptResult | None:
+        message, size = attempt.message, 0
+        payload, content = message.payload, message.content
+        if attempt.is_payload_large:
+            if (text := payloads.pop(message.id, None)) is None:
+                return Permanent("payload: is neither in the row nor in large_payload")
+            payload, problem = read_payload(text, message, attempt.handler, self._keyring)
+            if problem is not None:
+                return problem
+            size = len(text)
+        if attempt.large_content_id is not None:
+            shared = self._contents.get(attempt.large_content_id)
+            if shared is None:
+                return missing_content(attempt.large_content_id)
+            if isinstance(shared.value, (Permanent, Transient)):
+                return shared.value
+            content = shared.value
+            shared.user_count += 1
+        self._held[attempt] = message, size
+        self._held_chars += size
+        attempt.message = replace(message, payload=payload, content=content)
+        return None
+
+    def _drop_unused(self, *, but: Collection[int]) -> None:
+        for content_id, content in list(self._contents.items()):
+            if not content.user_count and content_id not in but:
+                del self._contents[content_id]
+                self._held_chars -= content.size
+
+
+def missing_content(content_id: int) -> Permanent:
+    """Return the outcome of a message whose shared content is gone."""
+    return Permanent(f"its content {content_id} is missing: it has been deleted")
+
+
+def read_payload(
+    text: str, sealable: _Sealable, handler: Handler, keyring: Keyring | None
+) -> tuple[JsonValue, Permanent | Transient | None]:
+    """Return the payload of this text, or the problem with it."""
+    try:
+        payload = read_json(text)
+        if is_sealed(payload):
+            identity = Identity(
+                "payload", sealable.topic, sealable.destination, sealable.coalesce_key, sealable.ordering_key
+            )
+            payload = read_json(unseal(payload, keyring, identity))
+        if handler.payload is Failure:
+            payload = _read_failure(payload, keyring)
+    except (ValueError, RecursionError) as error:
+        return None, Permanent(f"payload: cannot be read as JSON: {describe(error)}")
+    except (Transient, Permanent) as sealed:
+        return None, sealed
+    return payload, None
+
+
+def read_content(text: str, topic: str, keyring: Keyring | None) -> Content:
+    """Return the shared content of a fan-out, or the problem with it."""
+    try:
+        content = read_json(text)
+        return read_json(unseal(content, keyring, Identity("content", topic))) if is_sealed(content) else content
+    except (ValueError, RecursionError) as error:
+        return Permanent(f"content: cannot be read as JSON: {describe(error)}")
+    except (Transient, Permanent) as sealed:
+        return sealed
+
+
+def read_json(text: str) -> JsonValue:
+    """Return the value of a JSON text. Raises `ValueError` or `RecursionError`."""
+    try:
+        value: JsonValue = from_json(text)
+    except ValueError:
+        # The fast parser has its own limit on nesting.
+        value = json.loads(text)
+    return value
+
+
+def _read_failure(failure: JsonValue, keyring: Keyring | None) -> JsonValue:
+    """Return the payload of a hook's message with that of the failed message decrypted, which was sealed for it."""
+    if not isinstance(failure, dict) or not is_sealed(failure.get("payload")):
+        return failure
+    keys = (cast("str | None", failure.get(key)) for key in ("destination", "coalesce_key", "ordering_key"))
+    identity = Identity("payload", str(failure.get("topic")), *keys)
+    return {**failure, "payload": read_json(unseal(failure["payload"], keyring, identity))}

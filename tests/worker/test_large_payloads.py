@@ -1,0 +1,288 @@
+"""Tests payloads and contents that a claim leaves out because of their size: the slot of their attempt reads them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Final, LiteralString
+
+import psycopg
+import pytest
+from cryptography.fernet import Fernet
+
+from pgoutbox import Failure, Message, Outbox, Topic
+from pgoutbox.message import Permanent
+from pgoutbox.worker import Worker, payloads
+from tests.support.outbox_actions import (
+    attempts_of,
+    claim,
+    enqueue,
+    row_of,
+    rows_of,
+    run_of,
+    running,
+    settings_for,
+    state_of,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pgoutbox.handlers import Context, SyncContext
+    from tests.conftest import Connect
+
+LARGE: Final = {"text": "x" * 40_000}
+
+
+# A few hundred bytes in PostgreSQL.
+NUMBERS: Final = f"[{', '.join(['1e4000'] * 9)}]"
+
+
+def enqueue_json(db: psycopg.Connection, payload: str, topic: str = "greet") -> int:
+    ((message_id,),) = db.execute("SELECT pgoutbox.enqueue(%s, %s::jsonb)", [topic, payload]).fetchall()
+    return int(message_id)
+
+
+def test_a_claim_leaves_out_a_payload_by_the_size_of_its_text(rolled_back: psycopg.Connection) -> None:
+    texts = ['{"text": "' + "x" * (size - 12) + '"}' for size in (32_768, 32_769)] + ["1", NUMBERS]
+    ids = [enqueue_json(rolled_back, text) for text in texts]
+    assert {row.id: row.payload_json for row in claim(rolled_back)} == dict(
+        zip(ids, [texts[0], None, "1", None], strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("payload", "value"), [(json.dumps(LARGE), LARGE), (NUMBERS, [10**4000] * 9)], ids=["text", "numbers"]
+)
+async def test_every_kind_of_handler_gets_a_large_payload(
+    dsn: str, db: psycopg.Connection, payload: str, value: object
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    seen: dict[str, object] = {}
+
+    @outbox.handler("async")
+    async def greet(message: Message, ctx: Context) -> None:
+        seen[message.topic] = message.payload
+
+    @outbox.handler("sync")
+    def greet_in_thread(message: Message, ctx: SyncContext) -> None:
+        seen[message.topic] = message.payload
+
+    @outbox.handler("transactional", transactional=True)
+    async def greet_in_transaction(message: Message, ctx: Context) -> None:
+        seen[message.topic] = message.payload
+
+    @outbox.batch_handler("batch", max_size=10)
+    async def greet_all(messages: Sequence[Message], ctxs: Sequence[Context]) -> None:
+        seen.update({f"batch {message.id}": message.payload for message in messages})
+
+    ids = [enqueue_json(db, payload, topic) for topic in ("async", "sync", "transactional", "batch", "batch")]
+    small = enqueue(db, "batch", payload={"small": True})
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert {row.state for row in rows_of(db, *ids)} == {"sent"}
+    expected = dict.fromkeys(("async", "sync", "transactional", f"batch {ids[3]}", f"batch {ids[4]}"), value)
+    assert seen == {**expected, f"batch {small}": {"small": True}}
+
+
+async def test_an_encrypted_large_payload_is_decrypted_also_for_the_hook_of_a_failure(
+    dsn: str, connect: Connect
+) -> None:
+    outbox = Outbox(settings_for(dsn, encryption_keys=Fernet.generate_key().decode()))
+    outbox.define(Topic("greet", encrypted=True, coalesce_key=lambda p: str(len(p["text"]))))
+    seen: list[object] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        seen.append(message.payload)
+        raise Permanent("no")
+
+    @outbox.on_failed("greet")
+    async def note(message: Message[Failure], ctx: Context) -> None:
+        seen.append(message.payload.payload)
+
+    with connect() as connection:
+        outbox.enqueue(connection, "greet", LARGE, destination="mailto:ann@example.org")
+        connection.commit()
+    await Worker(outbox).drain()
+    assert seen == [LARGE, LARGE]
+
+
+async def test_few_large_payloads_are_in_memory_at_a_time(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each handler asks the database, so the slots beside it have time to read the next ones."""
+    monkeypatch.setattr(payloads, "_HELD_CHARS", len(json.dumps(LARGE)))
+    outbox = Outbox(settings_for(dsn, concurrency=10))
+    held: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        for _ in range(5):
+            await ctx.ensure_lease()
+            attempts = run_of(worker).state.in_flight.values()
+            held.append(sum(attempt.message.payload is not None for attempt in attempts))
+
+    ids = [enqueue(db, payload=LARGE) for _ in range(20)]
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert {row.state for row in rows_of(db, *ids)} == {"sent"}
+    assert max(held) == 2
+
+
+async def test_an_attempt_that_times_out_before_its_payload_is_read_has_not_begun(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payloads, "_HELD_CHARS", 0)
+    outbox = Outbox(settings_for(dsn))
+    waiting = enqueue(db, "hold", payload=LARGE)
+    handed_over: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        enqueue(db, "wake")  # The worker claims the other one while this one holds its payload.
+        db.execute("UPDATE pgoutbox.message SET available_at = now() WHERE id = %s", [waiting])
+        await until(lambda: [a[:2] for a in attempts_of(db, waiting)[:1]] == [(1, "released")])
+
+    @outbox.handler("wake")
+    async def wake(message: Message, ctx: Context) -> None:
+        """Only the claim matters."""
+
+    @outbox.handler("hold", timeout=0.05, on_unknown="hold")
+    async def hold(message: Message, ctx: Context) -> None:
+        handed_over.append(message.id)
+
+    db.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 hour' WHERE id = %s", [waiting])
+    enqueue(db, payload=LARGE)
+    async with running(Worker(outbox)):
+        await until(lambda: state_of(db, waiting) == "sent")
+    assert handed_over == [waiting]
+
+
+END_WAITING_READ: Final = """
+    SELECT pg_terminate_backend(pid)
+    FROM pg_stat_activity
+    WHERE datname = current_database() AND application_name = 'pgoutbox attempt' AND wait_event_type = 'Lock'
+"""
+
+
+async def test_a_message_whose_payload_the_database_did_not_give_is_released(
+    dsn: str, db: psycopg.Connection, connect: Connect
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    locker = connect()
+
+    @outbox.handler("first")
+    async def first(message: Message, ctx: Context) -> None:  # It runs before the next slot reads.
+        locker.execute("LOCK TABLE pgoutbox.large_payload")
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        assert message.payload == LARGE
+
+    enqueue(db, "first")
+    message_id = enqueue(db, payload=LARGE)
+    async with running(Worker(outbox)):
+        await until(lambda: db.execute(END_WAITING_READ).fetchall() == [(True,)])
+        locker.rollback()
+        await until(lambda: state_of(db, message_id) == "sent")
+    assert [attempt[:2] for attempt in attempts_of(db, message_id)] == [(1, "released")]
+
+
+async def test_a_missing_large_payload_fails_its_own_message(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn))
+
+    @outbox.batch_handler("greet", max_size=10)
+    async def greet(messages: Sequence[Message], ctxs: Sequence[Context]) -> None:
+        assert [message.payload for message in messages] == [LARGE]
+
+    missing, whole = enqueue(db, payload=LARGE), enqueue(db, payload=LARGE)
+    db.execute("DELETE FROM pgoutbox.large_payload WHERE message_id = %s", [missing])
+    await Worker(outbox).run_once()
+    assert state_of(db, whole) == "sent"
+    assert row_of(db, missing).last_error == "payload: is neither in the row nor in large_payload"
+
+
+# --- contents ---------------------------------------------------------------------------------------------------------
+
+
+def fan_out(outbox: Outbox, connection: psycopg.Connection, content: object, *, count: int = 3) -> list[int]:
+    """Enqueue messages with one content. Return their ids."""
+    destinations = [f"a:{number}" for number in range(count)]
+    made = outbox.enqueue_fanout(connection, "greet", LARGE, destinations, content=content)
+    connection.commit()
+    return [message.id for message in made]
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+async def test_the_messages_of_a_fan_out_share_a_large_content(
+    dsn: str, connect: Connect, db: psycopg.Connection, *, is_encrypted: bool
+) -> None:
+    outbox = Outbox(settings_for(dsn, encryption_keys=Fernet.generate_key().decode()))
+    outbox.define(Topic("greet", encrypted=is_encrypted))
+    seen: list[Message] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        seen.append(message)
+        await ctx.ensure_lease()  # The next slot begins meanwhile.
+
+    ids = fan_out(outbox, connect(), LARGE)
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert {row.state for row in rows_of(db, *ids)} == {"sent"}
+    assert [(message.payload, message.content) for message in seen] == [(LARGE, LARGE)] * 3
+    assert len({id(message.content) for message in seen}) == 1
+
+
+async def test_few_large_contents_are_in_memory_at_a_time(
+    dsn: str, connect: Connect, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payloads, "_HELD_CHARS", len(json.dumps(LARGE)))
+    outbox = Outbox(settings_for(dsn, concurrency=10))
+    held: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        for _ in range(5):
+            await ctx.ensure_lease()
+            held.append(len({id(a.message.content) for a in run_of(worker).state.in_flight.values()} - {id(None)}))
+
+    connection = connect()
+    ids = [message_id for _ in range(10) for message_id in fan_out(outbox, connection, LARGE, count=2)]
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert {row.state for row in rows_of(db, *ids)} == {"sent"}
+    assert max(held) <= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "state", "error"),
+    [
+        ("DELETE FROM pgoutbox.content", "failed", "its content 1 is missing: it has been deleted"),
+        (
+            "UPDATE pgoutbox.content SET body = jsonb_set(body, '{pgoutbox.encrypted}', '\"x\"')",
+            "pending",
+            "no key of PGOUTBOX_ENCRYPTION_KEYS opens the payload: add the one that it was encrypted with",
+        ),
+    ],
+    ids=["missing", "without its key"],
+)
+async def test_a_large_content_that_cannot_be_read_is_the_outcome_of_its_messages(
+    dsn: str, connect: Connect, db: psycopg.Connection, change: LiteralString, state: str, error: str
+) -> None:
+    outbox = Outbox(settings_for(dsn, encryption_keys=Fernet.generate_key().decode()))
+    outbox.define(Topic("greet", encrypted=True))
+
+    @outbox.handler("first")
+    async def first(message: Message, ctx: Context) -> None:  # It runs before the next slot reads.
+        db.execute(change)
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        """Only the content matters."""
+
+    enqueue(db, "first")
+    ids = fan_out(outbox, connect(), LARGE)
+    await Worker(outbox).run_once()
+    assert {(row.state, row.last_error) for row in rows_of(db, *ids)} == {(state, error)}
