@@ -341,13 +341,15 @@ class Store:
         """Return the contents of fan-outs as JSON texts, by id; None for a large one."""
         return dict(await self.claims.fetch(sql.CONTENTS, {"ids": content_ids}))
 
-    async def large_contents(self, content_ids: Sequence[int]) -> dict[int, str]:
-        """Return the contents of fan-outs as JSON texts, by id."""
-        return dict(await self._attempts.fetch(sql.LARGE_CONTENTS, {"ids": content_ids}))
+    async def large_content(self, content_id: int) -> str | None:
+        """Return the content of a fan-out as a JSON text; None if it is missing."""
+        rows = await self._attempts.fetch(sql.LARGE_CONTENT, {"id": content_id})
+        return rows[0][0] if rows else None
 
-    async def large_payloads(self, message_ids: Sequence[int]) -> dict[int, str]:
-        """Return the large payloads of these messages as JSON texts, by message."""
-        return dict(await self._attempts.fetch(sql.LARGE_PAYLOADS, {"ids": _array_of(message_ids)}))
+    async def large_payload(self, message_id: int, attempt_count: int) -> list[str | None]:
+        """Return the payload of an attempt as a JSON text, None if it is missing; empty if it holds no message."""
+        parameters = {"id": message_id, "attempt_count": attempt_count, "worker": self.worker}
+        return [text for (text,) in await self._attempts.fetch(sql.LARGE_PAYLOAD, parameters)]
 
     async def next_due(
         self, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float

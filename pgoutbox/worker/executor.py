@@ -1,7 +1,7 @@
 """The executor: runs an attempt from the slot to its result, with all resources of handlers and transports.
 
-It checks the lease first if it may have run out unnoticed, reads large texts, and then checks the circuit breaker,
-if there is one. Then it runs the handler: for one message, for a batch, or in a transaction.
+It checks the lease first if it may have run out unnoticed, and then the circuit breaker, if there is one. Then it runs
+the handler: for one message, for a batch, or in a transaction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pgoutbox.worker.attempt import RELEASED, AlreadyFinished, Attempt, AttemptR
 from pgoutbox.worker.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.dispatcher import Dispatcher, Send, outcome_of_error
 from pgoutbox.worker.finisher import Finisher
-from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.redirects import Redirects
 from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.threads import AttemptThreads
@@ -45,12 +44,10 @@ class AttemptExecutor:
         *,
         middleware: Sequence[Middleware],
         finisher: Finisher,
-        large_texts: LargeTexts,
     ) -> None:
         settings, store, telemetry = run.settings, run.store, run.telemetry
         self._transports = transports
         self._finisher = finisher
-        self._large_texts = large_texts
         self.redirects = Redirects(settings, store, telemetry)
         send: Send = self.redirects.send
         self._run: RunWork = self._run_handler
@@ -75,8 +72,8 @@ class AttemptExecutor:
         """Run one attempt for each message of the work. Return their results, in the same order."""
         now = elapsed_clock()
         for attempt in work:
-            if attempt.is_incomplete or attempt.is_in_doubt(now):
-                return self._run_prepared(work)
+            if attempt.is_in_doubt(now):
+                return self._run_if_still_to_be_sent(work)
         return (self._run_admitted if self.breakers.watches_any else self._run)(work)
 
     async def close(self) -> None:
@@ -88,29 +85,15 @@ class AttemptExecutor:
             await transport.aclose()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _run_prepared(self, work: Work) -> Sequence[AttemptResult]:
-        """Pass the gate before a handler begins: the process was suspended since the claim, or was overloaded.
-
-        Then read large payloads and contents.
-        """
+    async def _run_if_still_to_be_sent(self, work: Work) -> Sequence[AttemptResult]:
+        """Pass the gate before a handler begins: the process was suspended since the claim, or was overloaded."""
         early: dict[Attempt, AttemptResult] = {}
         for attempt in work:
             try:
                 await attempt.pass_gate()
             except Snooze:
                 early[attempt] = RELEASED  # The finish or the next claim ends the message, if it must end.
-        incomplete = [attempt for attempt in work if attempt.is_incomplete and attempt not in early]
-        if not incomplete:
-            return await self._run_rest(work, early, self._run_admitted)
-        try:
-            early |= await self._large_texts.read(incomplete)
-        except asyncio.CancelledError:
-            self._end_early(dict.fromkeys(work, RELEASED))  # No handler has begun.
-            raise
-        try:
-            return await self._run_rest(work, early, self._run_admitted)
-        finally:
-            self._large_texts.forget(incomplete)
+        return await self._run_rest(work, early, self._run_admitted)
 
     async def _run_admitted(self, work: Work) -> Sequence[AttemptResult]:
         """Run the attempts whose circuit breaker lets them pass."""
@@ -125,17 +108,13 @@ class AttemptExecutor:
     async def _run_rest(
         self, work: Work, early: Mapping[Attempt, AttemptResult], run: RunWork
     ) -> Sequence[AttemptResult]:
-        """Run the attempts without an early result."""
-        self._end_early(early)
-        rest = [attempt for attempt in work if attempt not in early]
-        results = iter(await run(rest) if rest else ())
-        return [early[attempt] if attempt in early else next(results) for attempt in work]
-
-    def _end_early(self, early: Mapping[Attempt, AttemptResult]) -> None:
-        """End these attempts now. They do not wait for the others of their batch."""
+        """Run the attempts without an early result. The early results do not wait for the others of the batch."""
         for attempt, result in early.items():
             attempt.done = True
             self._finisher.collect(attempt, result)
+        rest = [attempt for attempt in work if attempt not in early]
+        results = iter(await run(rest) if rest else ())
+        return [early[attempt] if attempt in early else next(results) for attempt in work]
 
     def _run_handler(self, work: Work) -> Awaitable[Sequence[AttemptResult]]:
         handler = work[0].handler

@@ -80,7 +80,7 @@ class Loader:
                 self._signals.note_suspect(attempt)
             if result is not None:
                 self._finisher.collect(attempt, result)
-            elif attempt.handler.max_size is None:
+            elif attempt.handler.max_size is None or attempt.is_incomplete:
                 works.append((attempt,))
             else:
                 batches.setdefault(row.topic, []).append(attempt)

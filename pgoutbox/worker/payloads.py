@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, cast
 
@@ -18,15 +17,17 @@ import psycopg
 from pydantic import JsonValue
 from pydantic_core import from_json
 
+from pgoutbox.database.worker_connection import is_transient_error
 from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
 from pgoutbox.handlers import Handler
-from pgoutbox.message import Failure, Message, Permanent, Transient
+from pgoutbox.message import Failure, Message, Permanent, Snooze, Transient
 from pgoutbox.text import describe
 from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult
 from pgoutbox.worker.run_state import RunState
 
-# Large texts are read while those in memory have at most so many characters. The texts of a batch are read together.
-_HELD_CHARS: Final = 16_777_216
+# Large texts are read while those in memory have at most so many characters.
+_HELD_CHARS: Final = 8_388_608
+_PAUSE_SECONDS: Final = 1.0
 
 Content = JsonValue | Permanent | Transient  # The shared content of a fan-out, or the outcome if it cannot be read.
 
@@ -56,65 +57,61 @@ class LargeTexts:
 
     def __init__(self, run: RunState, *, keyring: Keyring | None) -> None:
         self._store = run.store
-        self._outage = run.outage
         self._keyring = keyring
         self._held: dict[Attempt, tuple[Message[object], int]] = {}
         self._held_chars = 0
         self._contents: dict[int, _LargeContent] = {}  # Those in use, and the last one: its fan-out is likely to go on.
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
+        self._is_stopped = False
 
-    async def read(self, attempts: Sequence[Attempt]) -> dict[Attempt, AttemptResult]:
-        """Give these attempts what their claim left out, until `forget`. Return the results of those without it."""
+    async def read(self, attempt: Attempt) -> AttemptResult | None:
+        """Give the attempt what its claim left out, until `forget`. Return its result if it cannot begin."""
         async with self._turn:
+            self._drop_unused(but=attempt.large_content_id)
             while self._held and self._held_chars > _HELD_CHARS:
+                if self._is_stopped:
+                    return RELEASED
                 self._freed.clear()
                 await self._freed.wait()
+                self._drop_unused(but=attempt.large_content_id)
             try:
-                payloads = await self._read_payloads(attempts)
-                await self._read_contents(attempts)
+                return await self._give(attempt)
             except (psycopg.Error, OSError) as error:
-                await self._outage.pause_or_raise(error)
-                return dict.fromkeys(attempts, RELEASED)
-            problems = {attempt: self._give(attempt, payloads) for attempt in attempts}
-        return {attempt: problem for attempt, problem in problems.items() if problem is not None}
+                if not is_transient_error(error):
+                    raise
+                return Snooze(_PAUSE_SECONDS, f"its payload could not be read: {type(error).__name__}")
 
-    def forget(self, attempts: Sequence[Attempt]) -> None:
-        """Take from attempts that have ended what `read` gave them."""
-        for attempt in attempts:
-            if attempt in self._held:
-                attempt.message, size = self._held.pop(attempt)
-                self._held_chars -= size
-                if attempt.large_content_id is not None:
-                    self._contents[attempt.large_content_id].user_count -= 1
-        self._drop_unused(but=set(list(self._contents)[-1:]))
+    def forget(self, attempt: Attempt) -> None:
+        """Take from an attempt that has ended what `read` gave it."""
+        if attempt in self._held:
+            attempt.message, size = self._held.pop(attempt)
+            self._held_chars -= size
+            if attempt.large_content_id is not None:
+                self._contents[attempt.large_content_id].user_count -= 1
+                self._drop_unused(but=next(reversed(self._contents)))
         self._freed.set()
 
-    async def _read_payloads(self, attempts: Sequence[Attempt]) -> dict[int, str]:
-        ids = [attempt.message.id for attempt in attempts if attempt.is_payload_large]
-        return await self._store.large_payloads(ids) if ids else {}
+    def stop(self) -> None:
+        """Let no further attempt wait for memory."""
+        self._is_stopped = True
+        self._freed.set()
 
-    async def _read_contents(self, attempts: Sequence[Attempt]) -> None:
-        topics = {a.large_content_id: a.message.topic for a in attempts if a.large_content_id is not None}
-        self._drop_unused(but=topics)
-        missing = sorted(topics.keys() - self._contents.keys())
-        for content_id, text in (await self._store.large_contents(missing) if missing else {}).items():
-            value = read_content(text, topics[content_id], self._keyring)
-            self._contents[content_id] = _LargeContent(value, len(text))
-            self._held_chars += len(text)
-
-    def _give(self, attempt: Attempt, payloads: dict[int, str]) -> AttemptResult | None:
+    async def _give(self, attempt: Attempt) -> AttemptResult | None:
         message, size = attempt.message, 0
         payload, content = message.payload, message.content
         if attempt.is_payload_large:
-            if (text := payloads.pop(message.id, None)) is None:
+            rows = await self._store.large_payload(message.id, attempt.attempt_count)
+            if not rows:
+                return RELEASED  # The attempt no longer holds its message, so nothing is written.
+            if (text := rows[0]) is None:
                 return Permanent("payload: is neither in the row nor in large_payload")
             payload, problem = read_payload(text, message, attempt.handler, self._keyring)
             if problem is not None:
                 return problem
             size = len(text)
         if attempt.large_content_id is not None:
-            shared = self._contents.get(attempt.large_content_id)
+            shared = self._contents.get(attempt.large_content_id) or await self._read_content(attempt)
             if shared is None:
                 return missing_content(attempt.large_content_id)
             if isinstance(shared.value, (Permanent, Transient)):
@@ -126,9 +123,18 @@ class LargeTexts:
         attempt.message = replace(message, payload=payload, content=content)
         return None
 
-    def _drop_unused(self, *, but: Collection[int]) -> None:
+    async def _read_content(self, attempt: Attempt) -> _LargeContent | None:
+        content_id = cast("int", attempt.large_content_id)
+        if (text := await self._store.large_content(content_id)) is None:
+            return None
+        value = read_content(text, attempt.message.topic, self._keyring)
+        content = self._contents[content_id] = _LargeContent(value, len(text))
+        self._held_chars += content.size
+        return content
+
+    def _drop_unused(self, *, but: int | None) -> None:
         for content_id, content in list(self._contents.items()):
-            if not content.user_count and content_id not in but:
+            if not content.user_count and content_id != but:
                 del self._contents[content_id]
                 self._held_chars -= content.size
 

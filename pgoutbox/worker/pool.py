@@ -24,6 +24,7 @@ from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import Attempted
 from pgoutbox.text import describe
 from pgoutbox.worker.attempt import ABANDONED, RELEASED, STOPPED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
+from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.threads import watch_thread
 
@@ -76,9 +77,15 @@ class AttemptPool:
     """Runs up to `concurrency` attempts at once, in the order of their arrival, by `run_work`."""
 
     def __init__(
-        self, run: RunState, run_work: RunWork, *, on_outcome: Callable[[Attempt, AttemptResult], None]
+        self,
+        run: RunState,
+        run_work: RunWork,
+        *,
+        large_texts: LargeTexts,
+        on_outcome: Callable[[Attempt, AttemptResult], None],
     ) -> None:
         self._run_work = run_work
+        self._large_texts = large_texts
         self._on_outcome = on_outcome
         self._concurrency = run.settings.concurrency
         self._default_timeout_seconds = run.settings.handler_timeout_seconds
@@ -207,7 +214,7 @@ class AttemptPool:
                 self._running_count += size
                 if not self._waking:
                     self._wake_one()
-                await self._attempt(slot, work, now)
+                await (self._attempt_incomplete if work[0].is_incomplete else self._attempt)(slot, work, now)
                 began_at, now = now, loop.time()
                 if self._measured is not None:
                     if not self._measured:
@@ -222,6 +229,24 @@ class AttemptPool:
                 waiter = loop.create_future()
                 self._idle.append(waiter)
                 await waiter
+
+    async def _attempt_incomplete(self, slot: _Slot, work: Work, now: float) -> None:  # noqa: ARG002 - see _attempt
+        """Run one attempt of which the claim has left something out. It begins when that is read."""
+        (attempt,) = slot.work = work
+        slot.threads = []
+        try:
+            result = await self._large_texts.read(attempt)
+            if result is None:
+                await self._attempt(slot, work, asyncio.get_running_loop().time())
+            else:
+                self._end_running(slot, [result])
+        except asyncio.CancelledError:
+            self._end_running(slot, [RELEASED])
+            raise
+        except Exception as error:  # noqa: BLE001 - the slot serves other messages too
+            self._end_running(slot, [Transient(describe(error))])
+        finally:
+            self._large_texts.forget(attempt)
 
     async def _attempt(self, slot: _Slot, work: Work, now: float) -> None:
         timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds

@@ -205,9 +205,11 @@ class _Run:
             worker._transports,
             middleware=worker._middlewares,
             finisher=self.finisher,
-            large_texts=LargeTexts(state, keyring=worker._keyring),
         )
-        self.pool = AttemptPool(state, self.executor.run, on_outcome=self.finisher.collect)
+        self._large_texts = LargeTexts(state, keyring=worker._keyring)
+        self.pool = AttemptPool(
+            state, self.executor.run, large_texts=self._large_texts, on_outcome=self.finisher.collect
+        )
         self._lease_keeper = LeaseKeeper(state, self.pool)
         loader = Loader(
             state,
@@ -308,6 +310,7 @@ class _Run:
     async def _wind_down(self, finishing: asyncio.Task[None]) -> None:
         state = self.state
         self.pool.release_waiting()
+        self._large_texts.stop()
         deadline = asyncio.get_running_loop().time() + self._settings.shutdown_grace_seconds
         if self.doorbell is not None:
             await self.doorbell.stop()  # Producers must notify the remaining workers from now on.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Final, LiteralString
 
@@ -13,7 +14,9 @@ from pgoutbox import Failure, Message, Outbox, Topic
 from pgoutbox.message import Permanent
 from pgoutbox.worker import Worker, payloads
 from tests.support.outbox_actions import (
+    PATIENCE_SECONDS,
     attempts_of,
+    cancel,
     claim,
     enqueue,
     row_of,
@@ -44,7 +47,7 @@ def enqueue_json(db: psycopg.Connection, payload: str, topic: str = "greet") -> 
 
 
 def test_a_claim_leaves_out_a_payload_by_the_size_of_its_text(rolled_back: psycopg.Connection) -> None:
-    texts = ['{"text": "' + "x" * (size - 12) + '"}' for size in (32_768, 32_769)] + ["1", NUMBERS]
+    texts = ['{"text": "' + "x" * (size - 12) + '"}' for size in (16_384, 16_385)] + ["1", NUMBERS]
     ids = [enqueue_json(rolled_back, text) for text in texts]
     assert {row.id: row.payload_json for row in claim(rolled_back)} == dict(
         zip(ids, [texts[0], None, "1", None], strict=True)
@@ -130,33 +133,69 @@ async def test_few_large_payloads_are_in_memory_at_a_time(
     assert max(held) == 2
 
 
-async def test_an_attempt_that_times_out_before_its_payload_is_read_has_not_begun(
+async def test_the_timeout_of_an_attempt_begins_when_its_payload_is_read(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(payloads, "_HELD_CHARS", 0)
     outbox = Outbox(settings_for(dsn))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        await until(lambda: state_of(db, clock) == "failed")
+
+    @outbox.handler("hold", timeout=0.05, on_unknown="hold")
+    async def hold(message: Message, ctx: Context) -> None:
+        """It waits for longer than its timeout."""
+
+    @outbox.handler("clock", timeout=0.06, on_unknown="hold")
+    async def run_out(message: Message, ctx: Context) -> None:
+        await asyncio.Event().wait()
+
+    enqueue(db, payload=LARGE)
     waiting = enqueue(db, "hold", payload=LARGE)
+    clock = enqueue(db, "clock")
+    await Worker(outbox).run_once()
+    assert (state_of(db, waiting), attempts_of(db, waiting)) == ("sent", [])
+
+
+async def test_a_stopping_worker_releases_a_message_that_waits_for_memory(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payloads, "_HELD_CHARS", 0)
+    outbox = Outbox(settings_for(dsn, shutdown_grace_seconds=PATIENCE_SECONDS))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        if message.id == holding:
+            worker.stop()
+            await until(lambda: state_of(db, waiting) == "pending")
+
+    holding, waiting = enqueue(db, payload=LARGE), enqueue(db, payload=LARGE)
+    worker = Worker(outbox)
+    await worker.run()
+    assert state_of(db, holding) == "sent"
+    assert [attempt[:2] for attempt in attempts_of(db, waiting)] == [(1, "released")]
+
+
+async def test_a_message_that_is_cancelled_while_it_waits_for_memory_is_not_handed_over(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payloads, "_HELD_CHARS", 0)
+    outbox = Outbox(settings_for(dsn))
     handed_over: list[int] = []
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
-        enqueue(db, "wake")  # The worker claims the other one while this one holds its payload.
-        db.execute("UPDATE pgoutbox.message SET available_at = now() WHERE id = %s", [waiting])
-        await until(lambda: [a[:2] for a in attempts_of(db, waiting)[:1]] == [(1, "released")])
-
-    @outbox.handler("wake")
-    async def wake(message: Message, ctx: Context) -> None:
-        """Only the claim matters."""
-
-    @outbox.handler("hold", timeout=0.05, on_unknown="hold")
-    async def hold(message: Message, ctx: Context) -> None:
         handed_over.append(message.id)
+        if message.id == holding:
+            cancel(db, waiting)
+            await until(lambda: run_of(worker).state.in_flight[waiting].overtaken == "cancelled")
 
-    db.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 hour' WHERE id = %s", [waiting])
-    enqueue(db, payload=LARGE)
-    async with running(Worker(outbox)):
-        await until(lambda: state_of(db, waiting) == "sent")
-    assert handed_over == [waiting]
+    holding, waiting = enqueue(db, payload=LARGE), enqueue(db, payload=LARGE)
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert handed_over == [holding]
+    assert state_of(db, waiting) == "cancelled"
 
 
 END_WAITING_READ: Final = """
@@ -166,9 +205,10 @@ END_WAITING_READ: Final = """
 """
 
 
-async def test_a_message_whose_payload_the_database_did_not_give_is_released(
-    dsn: str, db: psycopg.Connection, connect: Connect
+async def test_a_message_whose_payload_the_database_does_not_give_is_snoozed(
+    dsn: str, db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(payloads, "_PAUSE_SECONDS", 0.01)
     outbox = Outbox(settings_for(dsn))
     locker = connect()
 
@@ -186,7 +226,25 @@ async def test_a_message_whose_payload_the_database_did_not_give_is_released(
         await until(lambda: db.execute(END_WAITING_READ).fetchall() == [(True,)])
         locker.rollback()
         await until(lambda: state_of(db, message_id) == "sent")
-    assert [attempt[:2] for attempt in attempts_of(db, message_id)] == [(1, "released")]
+    assert attempts_of(db, message_id) == [(1, "snoozed", "its payload could not be read: AdminShutdown")]
+
+
+async def test_an_attempt_that_has_lost_its_message_gets_no_payload(dsn: str, db: psycopg.Connection) -> None:
+    """The other worker's message is not failed for a payload that it still needs."""
+    outbox = Outbox(settings_for(dsn))
+
+    @outbox.handler("first")
+    async def first(message: Message, ctx: Context) -> None:  # It runs before the next slot reads.
+        db.execute("UPDATE pgoutbox.message SET worker = 'other' WHERE id = %s", [message_id])
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        pytest.fail("the handler has run")
+
+    enqueue(db, "first")
+    message_id = enqueue(db, payload=LARGE)
+    await Worker(outbox).run_once()
+    assert (row_of(db, message_id).state, row_of(db, message_id).worker) == ("sending", "other")
 
 
 async def test_a_missing_large_payload_fails_its_own_message(dsn: str, db: psycopg.Connection) -> None:

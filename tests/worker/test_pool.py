@@ -14,6 +14,7 @@ from pgoutbox.handlers import Context, Handler
 from pgoutbox.message import Message, Sent, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker.attempt import RELEASED, STOPPED, Attempt, AttemptResult, Claim, Work
+from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.threads import watch_thread
 from tests.support.outbox_actions import run_state, settings_for
@@ -45,7 +46,7 @@ class Stand:
         state = run_state(settings)
         self.telemetry = state.telemetry
         self.changed = state.signals.progress
-        self.slots = AttemptPool(state, self.run, on_outcome=self.note)
+        self.slots = AttemptPool(state, self.run, large_texts=LargeTexts(state, keyring=None), on_outcome=self.note)
 
     async def run(self, work: Work) -> Sequence[AttemptResult]:
         return await self.attempt(work)

@@ -1,12 +1,15 @@
 -- The columns of a claimed message, in the order of `ClaimedRow`. JSON is returned as text, because not every
 -- message is decoded here.
 m.id, m.topic, m.destination,
--- Null if the text has more than 32 kB, so that the rows of a claim are bounded: its attempt reads it by
--- large_payloads.sql. OFFSET 0 makes the text once.
+-- Null if it has more than 16 kB, so that the rows of a claim are bounded: its attempt reads it by large_payload.sql. The
+-- size on the disk spares making a text that is left out. It says too little, because a repeated letter or 1e1000 grows.
+-- OFFSET 0 makes the text once.
 (
-    SELECT CASE WHEN octet_length(p.body) <= 32768 THEN p.body END
+    SELECT CASE WHEN octet_length(p.body) <= 16384 THEN p.body END
     FROM (
-        SELECT coalesce(m.payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id))::text
+        SELECT coalesce(m.payload, (
+            SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id AND pg_column_size(l.body) <= 16384
+        ))::text
         OFFSET 0
     ) AS p(body)
 ) AS payload_json,

@@ -1,0 +1,7 @@
+-- The payload that a claim has left out, as a JSON text. No row if the attempt no longer holds its message.
+SELECT coalesce(m.payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id))::text
+FROM pgoutbox.message_live AS m
+WHERE m.id = %(id)s::bigint
+    AND m.state = 'sending'
+    AND m.attempt_count = %(attempt_count)s::integer
+    AND m.worker = %(worker)s::text
