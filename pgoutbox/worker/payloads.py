@@ -68,13 +68,11 @@ class LargeTexts:
     async def read(self, attempt: Attempt) -> AttemptResult | None:
         """Give the attempt what its claim left out, until `forget`. Return its result if it cannot begin."""
         async with self._turn:
-            self._drop_unused(but=attempt.large_content_id)
-            while self._held and self._held_chars > _HELD_CHARS:
+            while not self._has_room(attempt):
                 if self._is_stopped:
                     return RELEASED
                 self._freed.clear()
                 await self._freed.wait()
-                self._drop_unused(but=attempt.large_content_id)
             try:
                 return await self._give(attempt)
             except (psycopg.Error, OSError) as error:
@@ -96,6 +94,10 @@ class LargeTexts:
         """Let no further attempt wait for memory."""
         self._is_stopped = True
         self._freed.set()
+
+    def _has_room(self, attempt: Attempt) -> bool:
+        self._drop_unused(but=attempt.large_content_id)
+        return not self._held or self._held_chars <= _HELD_CHARS
 
     async def _give(self, attempt: Attempt) -> AttemptResult | None:
         message, size = attempt.message, 0

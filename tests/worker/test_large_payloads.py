@@ -145,7 +145,7 @@ async def test_the_timeout_of_an_attempt_begins_when_its_payload_is_read(
 
     @outbox.handler("hold", timeout=0.05, on_unknown="hold")
     async def hold(message: Message, ctx: Context) -> None:
-        """It waits for longer than its timeout."""
+        await ctx.ensure_lease()  # It has waited for longer than its timeout, which has not passed.
 
     @outbox.handler("clock", timeout=0.06, on_unknown="hold")
     async def run_out(message: Message, ctx: Context) -> None:
@@ -239,11 +239,13 @@ async def test_an_attempt_that_has_lost_its_message_gets_no_payload(dsn: str, db
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
-        pytest.fail("the handler has run")
+        seen.append(message.id)
 
+    seen: list[int] = []
     enqueue(db, "first")
     message_id = enqueue(db, payload=LARGE)
     await Worker(outbox).run_once()
+    assert seen == []
     assert (row_of(db, message_id).state, row_of(db, message_id).worker) == ("sending", "other")
 
 
@@ -312,6 +314,30 @@ async def test_few_large_contents_are_in_memory_at_a_time(
     await worker.run_once()
     assert {row.state for row in rows_of(db, *ids)} == {"sent"}
     assert max(held) <= 2
+
+
+async def test_a_content_that_no_attempt_uses_makes_none_wait(
+    dsn: str, connect: Connect, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payloads, "_HELD_CHARS", len(json.dumps(LARGE)))
+    outbox = Outbox(settings_for(dsn))
+    connection = connect()
+
+    @outbox.handler("first")
+    async def first(message: Message, ctx: Context) -> None:
+        outbox.enqueue_fanout(connection, "greet", {}, ["a:1"], content=LARGE)
+        connection.commit()
+        await until(lambda: state_of(db, message.id + 1) == "sent")
+        last = enqueue(db, payload=LARGE)
+        await until(lambda: state_of(db, last) == "sent")
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        """Only its texts matter."""
+
+    message_id = enqueue(db, "first", payload=LARGE)
+    async with running(Worker(outbox)):
+        await until(lambda: state_of(db, message_id) == "sent")
 
 
 @pytest.mark.parametrize(
