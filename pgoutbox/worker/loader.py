@@ -20,6 +20,7 @@ from pgoutbox.encryption import Keyring
 from pgoutbox.handlers import Handler
 from pgoutbox.message import Permanent, Sent, State, Transient, new_message
 from pgoutbox.observability.events import LogEvent
+from pgoutbox.text import describe
 from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Claim, Work
 from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.leases import LeaseKeeper
@@ -121,7 +122,9 @@ class Loader:
         payload, problem = None, None
         if row.payload_json is not None:
             payload, problem = read_payload(row.payload_json, row, handler, self._keyring)
-        headers = _EMPTY_HEADERS if row.headers_json is None else _read_headers(row.headers_json)
+        headers, headers_problem = _EMPTY_HEADERS, None
+        if row.headers_json is not None:
+            headers, headers_problem = _read_headers(row.headers_json)
         content, content_problem = (None, None) if row.content_id is None else _find_content(row.content_id, contents)
         message = new_message(
             row.id,
@@ -147,7 +150,7 @@ class Loader:
         if row.expires_in_seconds is not None:
             attempt.expiring_at = leased_at + row.expires_in_seconds
         # Superseded since the claim began: the finish turns a retry into `skipped`.
-        result: AttemptResult | None = problem or content_problem
+        result: AttemptResult | None = problem or headers_problem or content_problem
         if self._in_flight.was_sent_in_vain(attempt):
             result = Sent()
         elif row.superseded:
@@ -188,5 +191,8 @@ def _find_content(content_id: int, contents: _Contents | None) -> tuple[JsonValu
     return (None, found) if isinstance(found, (Permanent, Transient)) else (found, None)
 
 
-def _read_headers(text: str) -> Mapping[str, str]:
-    return cast("Mapping[str, str]", read_json(text)) or _EMPTY_HEADERS
+def _read_headers(text: str) -> tuple[Mapping[str, str], Permanent | None]:
+    try:
+        return cast("Mapping[str, str]", read_json(text)) or _EMPTY_HEADERS, None
+    except (ValueError, RecursionError) as error:
+        return _EMPTY_HEADERS, Permanent(f"headers: cannot be read as JSON: {describe(error)}")
