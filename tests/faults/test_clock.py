@@ -301,7 +301,8 @@ async def test_a_forward_step_of_the_server_clock_repeats_hand_overs_and_ends_ea
     may_end = asyncio.Event()
 
     def outbox(dsn: str) -> Outbox:
-        made = Outbox(settings_for(dsn, lease_seconds=60, poll_interval_seconds=0.2))
+        # The holder has no free slot: it would claim its messages again, and let its running handlers go on.
+        made = Outbox(settings_for(dsn, lease_seconds=60, poll_interval_seconds=0.2, concurrency=3))
 
         @made.handler("greet")
         async def greet(message: Message, ctx: Context) -> None:
