@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from psycopg import IsolationLevel
 from psycopg.pq import TransactionStatus
 
 from pgoutbox import CancelResult, Outbox, PayloadError, Topic
 from pgoutbox.message import State
+from tests.support import races
 from tests.support.messages import put
 from tests.support.outbox_actions import claim, ids_in_flight, state_of
 
@@ -161,3 +164,21 @@ def test_a_message_must_be_named_in_exactly_one_way(
         outbox.cancel(rolled_back, **arguments)
     assert caught.value.field == field
     assert rolled_back.info.transaction_status is TransactionStatus.IDLE
+
+
+@pytest.mark.parametrize("level", [IsolationLevel.READ_UNCOMMITTED, IsolationLevel.READ_COMMITTED])
+def test_a_cancel_whose_message_ends_meanwhile_does_not_abort_the_transaction(
+    db: psycopg.Connection, connect: Connect, level: IsolationLevel
+) -> None:
+    """PostgreSQL treats READ UNCOMMITTED like READ COMMITTED: the cancel looks again at a row that has moved."""
+    gate, business = connect(), connect()
+    business.isolation_level = level
+    message_id = put(db)
+    races.prepare_slow_lock(db, gate)
+    with ThreadPoolExecutor(1) as thread:
+        locking = thread.submit(races.lock_slowly, business, message_id)
+        races.until_blocked(db, business, locking)
+        db.execute("UPDATE pgoutbox.message SET state = 'cancelled', finished_at = now() WHERE id = %s", [message_id])
+        gate.rollback()
+        assert locking.result() == []
+    assert business.info.transaction_status is TransactionStatus.INTRANS

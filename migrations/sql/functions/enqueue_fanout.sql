@@ -28,6 +28,10 @@ DECLARE
     shared_id bigint;
     bad record;
 BEGIN
+    IF current_setting('array_nulls') = 'off' THEN
+        -- The elements without a value have arrived as the text NULL.
+        PERFORM pgoutbox._raise_argument_error('array_nulls: must be on in a session that enqueues arrays');
+    END IF;
     IF destinations IS NULL OR array_position(destinations, NULL) IS NOT NULL THEN
         PERFORM pgoutbox._raise_argument_error('destinations: must not be null, nor hold a null');
     END IF;

@@ -26,6 +26,10 @@ AS $function$
 DECLARE
     bad record;
 BEGIN
+    IF current_setting('array_nulls') = 'off' THEN
+        -- The elements without a value have arrived as the text NULL.
+        PERFORM pgoutbox._raise_argument_error('array_nulls: must be on in a session that enqueues arrays');
+    END IF;
     IF topics IS NULL THEN
         PERFORM pgoutbox._raise_argument_error('topics: must not be null');
     END IF;
