@@ -72,12 +72,12 @@ class Transactions:
     async def _run_async(self, attempt: Attempt) -> None:
         pool = await self._open_pool()
         async with pool.connection() as connection:
-            await attempt.pass_gate()  # The wait for the connection may have been long.
             attempt.connection = connection
             message = attempt.message
             forgets = await self._store.forgets_sent((message.topic,))
             async with connection.transaction():
                 await connection.execute(_name_of(attempt))
+                await attempt.pass_gate()  # The connection and its first statements may have taken long.
                 with self._lent(connection, attempt):
                     (outcome,) = await self._dispatcher.run((attempt,))
                 _require_sent(outcome, connection, attempt)
@@ -94,20 +94,19 @@ class Transactions:
         forgets = await self._store.forgets_sent((message.topic,))
 
         def work() -> None:
-            with pool.connection() as connection:
+            with pool.connection() as connection, connection.transaction():
+                connection.execute(_name_of(attempt))
                 if attempt.is_in_doubt(elapsed_clock()):
                     asyncio.run_coroutine_threadsafe(attempt.pass_gate(), loop).result()
-                with connection.transaction():
-                    connection.execute(_name_of(attempt))
-                    with self._lent(connection, attempt):
-                        result = handler.function(message, SyncContext(attempt, loop, connection))
-                    conclusion = self._dispatcher.conclude(attempt, message, result)
-                    outcome = asyncio.run_coroutine_threadsafe(conclusion, loop).result()
-                    _require_sent(outcome, connection, attempt)
-                    if not complete_within_sync(
-                        connection, message.id, attempt.attempt_count, worker=self._store.worker, forgets=forgets
-                    ):
-                        raise _lost(message)
+                with self._lent(connection, attempt):
+                    result = handler.function(message, SyncContext(attempt, loop, connection))
+                conclusion = self._dispatcher.conclude(attempt, message, result)
+                outcome = asyncio.run_coroutine_threadsafe(conclusion, loop).result()
+                _require_sent(outcome, connection, attempt)
+                if not complete_within_sync(
+                    connection, message.id, attempt.attempt_count, worker=self._store.worker, forgets=forgets
+                ):
+                    raise _lost(message)
 
         await in_thread(self._threads, work)
 

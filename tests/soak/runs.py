@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TAKEN_OVER_SECONDS: Final = 0.5
 """The time between the last check of a lease and the first bytes on a busy machine."""
 REFUSED_HAND_OVERS: Final = 2
-"""How often a message may be handed over while its finish is refused: once, and again if its process was killed."""
+"""How often a message may be handed over by living processes while its finish is refused: one may be suspended."""
 
 # A transaction of the handler may roll back after its hand-over, and a transport learns of a cancel after it.
 _MAY_REPEAT: Final = ("soak.effect", "soak.line", "soak.mail", "soak.errand")
@@ -81,8 +81,19 @@ SELECT id, attempt_count, split_part(worker, ':', 2) FROM pgoutbox.message WHERE
 UNION ALL
 SELECT message_id, attempt_count, split_part(worker, ':', 2) FROM pgoutbox.attempt
 """
+# With the time when the same worker claimed the message again: its attempt goes on under the new number.
 _TAKEN_OVER: Final = """
-SELECT message_id, attempt_count, extract(epoch FROM ended_at)::float8 FROM pgoutbox.attempt WHERE outcome = 'lost'
+SELECT
+    a.message_id, a.attempt_count, extract(epoch FROM a.ended_at)::float8,
+    coalesce(extract(epoch FROM min(own.claimed_at)), 'infinity')::float8
+FROM pgoutbox.attempt AS a
+LEFT JOIN (
+    SELECT id, attempt_count, worker, claimed_at FROM pgoutbox.message
+    UNION ALL
+    SELECT message_id, attempt_count, worker, started_at FROM pgoutbox.attempt
+) AS own ON own.id = a.message_id AND own.worker = a.worker AND own.attempt_count > a.attempt_count
+WHERE a.outcome = 'lost'
+GROUP BY a.message_id, a.attempt_count, a.ended_at
 """
 _LIMITS: Final = """
 SELECT message_id, attempt_count, max_in_flight
@@ -204,7 +215,7 @@ def by_runs(
         "begun inside a transport after another worker had taken it over": list(_too_late(runs, account, connection)),
         "handed over after a later item of its bulk": list(_out_of_line(hand_overs, account)),
         "handed over again and again while its finish was refused": list(
-            _again_and_again(hand_overs, account, connection.execute(_REFUSALS).fetchall())
+            _again_and_again(runs, hand_overs, account, connection.execute(_REFUSALS).fetchall())
         ),
         "ended by another than the process that handled it": list(
             _ended_by_others(runs, hand_overs, account, connection)
@@ -267,11 +278,11 @@ def _crowded(
 
 def _too_late(runs: Sequence[Run], account: _Account, connection: psycopg.Connection) -> Iterator[int]:
     """Return e-mails that began after another worker had taken over their message."""
-    taken_over_at = {(message_id, count): at for message_id, count, at in connection.execute(_TAKEN_OVER).fetchall()}
+    taken_over = {row[:2]: row[2:] for row in connection.execute(_TAKEN_OVER).fetchall()}
     for run in runs:
         message = account.messages[run.key]
-        at = taken_over_at.get((message.id, run.attempt_count), float("inf"))
-        if message.topic == "soak.mail" and run.began_at > at + TAKEN_OVER_SECONDS:
+        at, again_at = taken_over.get((message.id, run.attempt_count), (float("inf"), float("inf")))
+        if message.topic == "soak.mail" and at + TAKEN_OVER_SECONDS < run.began_at < again_at:
             yield message.id
 
 
@@ -350,16 +361,28 @@ def pid_of(entry: Run | HandOver) -> str:
 
 
 def _again_and_again(
-    hand_overs: Sequence[HandOver], account: _Account, refusals: Sequence[tuple[int, int, float, float]]
+    runs: Sequence[Run],
+    hand_overs: Sequence[HandOver],
+    account: _Account,
+    refusals: Sequence[tuple[int, int, float, float]],
 ) -> Iterator[int]:
     """Yield messages that were handed over too often while their finish was refused.
 
-    This excludes transactional handlers: a refused finish rolls their effect back, so a retry is needed."""
+    A killed process cannot keep its message. This excludes transactional handlers: a refused finish rolls their effect
+    back, so a retry is needed."""
+    lived_until: defaultdict[str, float] = defaultdict(float)
+    for run in runs:
+        lived_until[run.process] = max(lived_until[run.process], run.began_at)
     others = [hand_over for hand_over in hand_overs if account.messages[hand_over.key].topic != "soak.effect"]
     for modulus, remainder, from_at, until_at in refusals:
-        counts = Counter(
-            account.messages[hand_over.key].id for hand_over in others if from_at < hand_over.at < until_at
-        )
+        former: dict[str, HandOver] = {}
+        counts: Counter[int] = Counter()
+        for hand_over in others:
+            if from_at < hand_over.at < until_at:
+                before = former.get(hand_over.key)
+                if before is None or lived_until[before.process] > hand_over.at:
+                    counts[account.messages[hand_over.key].id] += 1
+                former[hand_over.key] = hand_over
         for message_id, count in counts.items():
             if message_id % modulus == remainder and count > REFUSED_HAND_OVERS:
                 yield message_id

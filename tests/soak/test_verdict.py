@@ -445,11 +445,11 @@ class Handlers:
         intended_at = columns.pop("intended_at", 0.0)
         finished_at = datetime.now(UTC) + timedelta(minutes=1)
         defaults = {"topic": "soak.sync", "queue": "default", "state": "sent", "attempt_count": 1, "payload": {}}
-        columns = defaults | {"worker": "w", "finished_at": finished_at} | columns
+        columns = defaults | {"worker": "w", "claimed_at": datetime.now(UTC), "finished_at": finished_at} | columns
         payload = {KEY: f"k{message_id}", "plan": ["ok"]} | cast("dict[str, object]", columns.pop("payload"))
         names = sql.SQL(", ").join(map(sql.Identifier, columns))
         self.connection.execute(
-            sql.SQL("INSERT INTO pgoutbox.message (id, claimed_at, payload, {}) VALUES (%s, now(), %s, {})").format(
+            sql.SQL("INSERT INTO pgoutbox.message (id, payload, {}) VALUES (%s, %s, {})").format(
                 names, sql.SQL(", ").join([sql.Placeholder()] * len(columns))
             ),
             [message_id, Jsonb(payload), *columns.values()],
@@ -616,6 +616,16 @@ def test_an_email_that_begins_after_another_worker_has_its_message_is_detected(
     assert handlers.broken == expected
 
 
+@pytest.mark.parametrize(("again_at", "expected"), [(105.7, set()), (106.5, {TOO_LATE})], ids=["again", "not yet"])
+def test_an_email_goes_on_in_the_process_that_has_claimed_it_again(
+    handlers: Handlers, again_at: float, expected: set[str]
+) -> None:
+    handlers.message(21, topic="soak.mail", attempt_count=2, claimed_at=datetime.fromtimestamp(again_at, UTC))
+    handlers.ended(21, 1, "lost", ended_at=datetime.fromtimestamp(105.0, UTC))
+    handlers.ran(21, 1, "w", 106.0, 106.3)
+    assert handlers.broken == expected
+
+
 @pytest.mark.parametrize(("first", "expected"), [(0, set()), (1, {OUT_OF_LINE})], ids=["in order", "not in order"])
 def test_bulk_items_that_are_handed_over_in_another_order_are_detected(
     handlers: Handlers, first: int, expected: set[str]
@@ -628,18 +638,22 @@ def test_bulk_items_that_are_handed_over_in_another_order_are_detected(
 
 
 @pytest.mark.parametrize(
-    ("topic", "modulus", "until_at", "expected"),
+    ("topic", "modulus", "until_at", "living", "expected"),
     [
-        ("soak.sync", 7, 200.0, {AGAIN_AND_AGAIN}),
-        ("soak.sync", 7, 102.8, set()),
-        ("soak.sync", 5, 200.0, set()),
-        ("soak.effect", 7, 200.0, set()),
+        ("soak.sync", 7, 200.0, "pq", {AGAIN_AND_AGAIN}),
+        ("soak.sync", 7, 200.0, "p", set()),
+        ("soak.sync", 7, 102.8, "pq", set()),
+        ("soak.sync", 5, 200.0, "pq", set()),
+        ("soak.effect", 7, 200.0, "pq", set()),
     ],
-    ids=["refused", "no longer refused", "others are refused", "rolled back with its effect"],
+    ids=["refused", "a process was killed", "no longer refused", "others are refused", "rolled back with its effect"],
 )
 def test_a_message_handed_over_again_for_each_refused_finish_is_detected(
-    handlers: Handlers, topic: str, modulus: int, until_at: float, expected: set[str]
+    handlers: Handlers, topic: str, modulus: int, until_at: float, living: str, expected: set[str]
 ) -> None:
+    for message_id, process in enumerate(living, 22):
+        handlers.message(message_id)
+        handlers.ran(message_id, 1, process, 150.0, 150.5)
     handlers.connection.execute(
         "INSERT INTO soak_refusal VALUES (%s, 0, to_timestamp(99), to_timestamp(%s))", [modulus, until_at]
     )
