@@ -14,7 +14,7 @@ from pgoutbox.clock import elapsed_clock
 from pgoutbox.handlers import Context, Handler, SyncContext
 from pgoutbox.message import State
 from pgoutbox.transports import pass_gate
-from pgoutbox.worker import Worker
+from pgoutbox.worker import Worker, transactional
 from pgoutbox.worker.attempt import Attempt, Claim
 from tests.support.outbox_actions import (
     cancel,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     import psycopg
+    from psycopg.sql import Composed
 
     from pgoutbox.message import Outcome
     from pgoutbox.transports import Content
@@ -162,6 +163,37 @@ async def test_a_content_that_waited_in_its_transport_passes_the_gate_after_the_
         await until(lambda: state_of(db, message_id) == ends[how])
     assert post.sent == []
     assert (row_of(db, message_id).worker == "another") == (how == "lease lost")
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+async def test_a_transactional_handler_does_not_begin_if_its_message_expired_while_its_transaction_began(
+    outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, *, is_async: bool
+) -> None:
+    begun: list[int] = []
+
+    if is_async:
+
+        @outbox.handler("greet", transactional=True)
+        async def greet(message: Message, ctx: Context) -> None:
+            begun.append(message.id)
+
+    else:
+
+        @outbox.handler("greet", transactional=True)
+        def greet_in_thread(message: Message, ctx: SyncContext) -> None:
+            begun.append(message.id)
+
+    def name_late(attempt: Attempt) -> Composed:
+        wait_until(lambda: attempt.expiring_at <= elapsed_clock(), lambda: "the message does not expire")
+        return name_of(attempt)
+
+    name_of = transactional._name_of
+    monkeypatch.setattr(transactional, "_name_of", name_late)
+    with db.transaction():
+        message_id = outbox.enqueue(db, "greet", 1, expires_at=soon()).id
+    async with running(Worker(outbox)):
+        await until(lambda: row_of(db, message_id).is_finished)
+    assert (state_of(db, message_id), begun) == ("skipped", [])
 
 
 async def test_an_attempt_that_has_ended_hands_nothing_over(dsn: str, db: psycopg.Connection, post: Post) -> None:
