@@ -41,6 +41,7 @@ from tests.support.outbox_actions import (
     lapse,
     reports,
     row_of,
+    rows_of,
     run_state,
     running,
     settings_for,
@@ -436,16 +437,23 @@ def test_a_full_disk_refuses_enqueues_and_loses_nothing(
             own_server.stop("immediate")  # It uses the disk that is about to be unmounted.
 
 
-async def test_a_payload_damaged_on_disk_ends_the_worker_with_the_error(own_server: OwnServer) -> None:
-    with own_server.connect() as db:
-        damaged = enqueue(db, payload={"text": secrets.token_hex(20_000)})
+def damage(server: OwnServer, payload: object) -> tuple[int, int]:
+    """Enqueue a message and its neighbour, and damage the payload of the first one. Return their ids."""
+    with server.connect() as db:
+        damaged = enqueue(db, payload=payload, max_attempts=1)
+        neighbour = enqueue(db)
         row = db.execute(
             "SELECT pg_relation_filepath(reltoastrelid) FROM pg_class WHERE oid = 'pgoutbox.large_payload'::regclass"
         ).fetchone()
         assert row is not None
-    own_server.stop()
-    os.truncate(own_server.data / row[0], 0)
-    own_server.start()
+    server.stop()
+    os.truncate(server.data / row[0], 0)
+    server.start()
+    return damaged, neighbour
+
+
+async def test_a_payload_damaged_on_disk_ends_the_worker_with_the_error(own_server: OwnServer) -> None:
+    damaged, _ = damage(own_server, {"text": secrets.token_hex(5_000)})
     outbox = Outbox(settings_for(own_server.dsn))
 
     @outbox.handler("greet")
@@ -459,6 +467,19 @@ async def test_a_payload_damaged_on_disk_ends_the_worker_with_the_error(own_serv
     with own_server.connect() as db:
         found = db.execute("SELECT state FROM pgoutbox.message_live WHERE id = %s", [damaged]).fetchall()
     assert found == [("pending",)]
+
+
+async def test_a_large_payload_damaged_on_disk_fails_its_own_message(own_server: OwnServer) -> None:
+    damaged, neighbour = damage(own_server, {"text": secrets.token_hex(20_000)})
+    outbox = Outbox(settings_for(own_server.dsn))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        """Do nothing; the damaged message does not come here."""
+
+    await Worker(outbox).run_once()
+    with own_server.connect() as db:
+        assert [row.state for row in rows_of(db, damaged, neighbour)] == ["failed", "sent"]
 
 
 def test_a_disk_full_of_wal_crashes_the_server_and_loses_nothing(workshop: Workshop, tmp_path: Path) -> None:
