@@ -80,9 +80,10 @@ class Attempt(Context):
     `attempt_count` is the fencing token. The message keeps the number that its handler got: see `take_over`.
     `used_count` is the number of attempts that used up budget, including this one: without snoozes, releases and
     attempts before a redrive. `overtaken` is the reason why the attempt has become pointless. `done` means that its
-    result is known, and `sent` that it is a hand-over. `is_payload_large` and
-    `large_content_id`: its slot reads the payload, or this shared content. A hand-over after `expiring_at` is too late.
-    A lease that is older than `stale_seconds` may have ended unnoticed, for example because the process was suspended.
+    result is known, and `sent` that it is a hand-over.
+    `is_payload_large` means that its slot reads the payload, and `large_content_id` is the shared content that it
+    reads. A hand-over after `expiring_at` is too late. A lease that is older than `stale_seconds` may have ended
+    unnoticed, for example because the process was suspended.
     """
 
     __slots__ = (

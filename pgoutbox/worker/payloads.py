@@ -3,7 +3,7 @@
 A problem of one text (no JSON, a missing key) is the outcome of its own attempt and does not affect the others.
 
 A claim leaves large texts out. They are read when a slot has taken their attempt, and forgotten at its end. The next
-one is read only while the others take up little memory, so anybody who may enqueue cannot use up all of it.
+one is read only while the others take up little memory. So no producer can use up the memory of a worker.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass, replace
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 import psycopg
 from pydantic import JsonValue
 from pydantic_core import from_json
 
+from pgoutbox.database.store import ClaimedRow
 from pgoutbox.database.worker_connection import is_transient_error
 from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
 from pgoutbox.handlers import Handler
@@ -30,19 +31,6 @@ _HELD_CHARS: Final = 8_388_608
 _PAUSE_SECONDS: Final = 1.0
 
 Content = JsonValue | Permanent | Transient  # The shared content of a fan-out, or the outcome if it cannot be read.
-
-
-class _Sealable(Protocol):
-    """What the identity of an encrypted payload contains."""
-
-    @property
-    def topic(self) -> str: ...
-    @property
-    def destination(self) -> str | None: ...
-    @property
-    def coalesce_key(self) -> str | None: ...
-    @property
-    def ordering_key(self) -> str | None: ...
 
 
 @dataclass(slots=True)
@@ -147,14 +135,14 @@ def missing_content(content_id: int) -> Permanent:
 
 
 def read_payload(
-    text: str, sealable: _Sealable, handler: Handler, keyring: Keyring | None
+    text: str, message: ClaimedRow | Message[object], handler: Handler, keyring: Keyring | None
 ) -> tuple[JsonValue, Permanent | Transient | None]:
-    """Return the payload of this text, or the problem with it."""
+    """Return the payload of a message from this text, or the problem with it."""
     try:
         payload = read_json(text)
         if is_sealed(payload):
             identity = Identity(
-                "payload", sealable.topic, sealable.destination, sealable.coalesce_key, sealable.ordering_key
+                "payload", message.topic, message.destination, message.coalesce_key, message.ordering_key
             )
             payload = read_json(unseal(payload, keyring, identity))
         if handler.payload is Failure:

@@ -214,7 +214,10 @@ class AttemptPool:
                 self._running_count += size
                 if not self._waking:
                     self._wake_one()
-                await (self._attempt_incomplete if work[0].is_incomplete else self._attempt)(slot, work, now)
+                if work[0].is_incomplete:
+                    await self._attempt_incomplete(slot, work)
+                else:
+                    await self._attempt(slot, work, now)
                 began_at, now = now, loop.time()
                 if self._measured is not None:
                     if not self._measured:
@@ -230,8 +233,8 @@ class AttemptPool:
                 self._idle.append(waiter)
                 await waiter
 
-    async def _attempt_incomplete(self, slot: _Slot, work: Work, now: float) -> None:  # noqa: ARG002 - see _attempt
-        """Run one attempt of which the claim has left something out. It begins when that is read."""
+    async def _attempt_incomplete(self, slot: _Slot, work: Work) -> None:
+        """Read what the claim has left out of an attempt, and run it: its timeout begins after the wait for memory."""
         (attempt,) = slot.work = work
         slot.threads = []
         try:

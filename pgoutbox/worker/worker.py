@@ -201,10 +201,7 @@ class _Run:
         self._presence = Presence(state, defined=worker._defined_queues, ends_by_itself=ends_by_itself)
         self.finisher = Finisher(state)
         self.executor = AttemptExecutor(
-            state,
-            worker._transports,
-            middleware=worker._middlewares,
-            finisher=self.finisher,
+            state, worker._transports, middleware=worker._middlewares, finisher=self.finisher
         )
         self._large_texts = LargeTexts(state, keyring=worker._keyring)
         self.pool = AttemptPool(

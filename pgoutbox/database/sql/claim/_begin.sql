@@ -12,9 +12,9 @@ SET state = j.state,
 FROM (
     SELECT *
     FROM judged
-    -- The UPDATE enters the keys into the unique indexes on keys in flight in this order: a nested loop keeps it. Without
-    -- one order for all claims, two claims could deadlock. Messages without a key enter nothing: the CASE spares comparing
-    -- topics.
+    -- The UPDATE enters the keys into the unique indexes on keys in flight in this order: a nested loop keeps it.
+    -- Without one order for all claims, two claims could deadlock. Messages without a key enter nothing: the CASE
+    -- spares comparing topics.
     ORDER BY key, CASE WHEN key IS NOT NULL THEN topic END
 ) AS j
 -- `place` is where the row was locked. By its id alone PostgreSQL may plan to scan the whole primary key with its dead

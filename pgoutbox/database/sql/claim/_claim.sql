@@ -1,5 +1,6 @@
--- Record the claim of the attempts that the CTE `judged` begins, with one lease for all of them. The lease begins with the
--- transaction, so it never ends later than its worker believes; the time of the claim is its name, so it is the real time.
+-- Record the claim of the attempts that the CTE `judged` begins, with one lease for all of them. Its worker counts the
+-- lease from the time before the transaction, so the lease never ends before the worker expects it. `claimed_at` is part
+-- of the claim's name, so it is the real time: a transaction may have several claims.
 INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids)
 SELECT
     clock_timestamp(),

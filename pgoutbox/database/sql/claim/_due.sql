@@ -1,5 +1,5 @@
--- Due messages of a queue without an ordering key that may begin or end now. The including statement adds the conditions
--- of its lane, an order, a limit and row locks.
+-- Due messages of a queue without an ordering key that may begin or end now. The including statement adds the
+-- conditions of its lane, an order, a limit and row locks.
 -- An attempt begins (`sending`), or the message ends: `cancelled`, or `skipped` because it is superseded or expired.
 SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key AS key, head.newest_id AS newer_id,
     CASE
@@ -13,8 +13,8 @@ FROM pgoutbox.message_live AS m
 -- The newer message of the same key that supersedes this one.
 LEFT JOIN pgoutbox.coalesce_head AS head
     ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
--- The message of the same key in flight; an ordering key is another key, even with the same text. With LIMIT, PostgreSQL
--- looks it up by its key; otherwise it may read all attempts in flight.
+-- The message of the same key in flight; an ordering key is another key, even with the same text. With LIMIT,
+-- PostgreSQL looks it up by its key; otherwise it may read all attempts in flight.
 LEFT JOIN LATERAL (
     SELECT s.id FROM pgoutbox.message_live AS s
     WHERE s.topic = m.topic AND s.key_in_flight = m.coalesce_key AND s.ordering_key IS NULL LIMIT 1
@@ -22,6 +22,6 @@ LEFT JOIN LATERAL (
 -- now() can be an index condition; clock_timestamp(), which is volatile, cannot.
 WHERE m.queue = %(queue)s::text AND m.ordering_key IS NULL AND m.available_at <= now() AND m.state = 'pending'
     AND m.topic = ANY (%(topics)s::text[])
-    -- Two messages of a key are never in flight: this one waits for its sibling. It ends at once only if it is superseded;
-    -- one that is cancelled or has expired waits too, which delays nobody.
+    -- Two messages of a key are never in flight: this one waits for its sibling. It ends at once only if it is
+    -- superseded; one that is cancelled or has expired waits too, which delays nobody.
     AND (sibling.id IS NULL OR head.newest_id IS NOT NULL)

@@ -1,7 +1,7 @@
--- Attempts whose lease has lapsed, and their decision: the message ends as cancelled, skipped or failed, or is `pending`
--- again, or it is `sending`: tried again at once and alone. The including statement adds conditions, an order, a limit and
--- row locks. The lock of the claim looks again at its newest lease, and keeps its worker from renewing it meanwhile. The
--- joins are those of in_flight_view, whose rows cannot be locked.
+-- Attempts whose lease has lapsed, and their decision: the message ends as cancelled, skipped or failed, or is
+-- `pending` again, or it is `sending`: tried again at once and alone. The including statement adds conditions, an order,
+-- a limit and row locks. The lock of the claim looks again at its newest lease, and keeps its worker from renewing it
+-- meanwhile. The joins are those of in_flight_view, whose rows cannot be locked.
 SELECT m.ctid AS place, m.id, m.attempt_count, m.worker, m.claimed_at, head.newest_id AS newer_id, ending.state
 FROM pgoutbox.claim AS c
 -- Without ANY, the planner may read the whole table once instead of looking up each message.

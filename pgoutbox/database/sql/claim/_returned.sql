@@ -1,9 +1,9 @@
 -- The columns of a claimed message, in the order of `ClaimedRow`. JSON is returned as text, because not every
 -- message is decoded here.
 m.id, m.topic, m.destination,
--- Null if it has more than 16 kB, so that the rows of a claim are bounded: its attempt reads it by large_payload.sql. The
--- size on the disk spares making a text that is left out. It says too little, because a repeated letter or 1e1000 grows.
--- OFFSET 0 makes the text once.
+-- Null if it has more than 16 kB, so that the rows of a claim are bounded: its attempt reads it by large_payload.sql.
+-- A payload that is larger than that on the disk is left out without making its text. A smaller one may still have a
+-- large text, for example of a repeated letter. OFFSET 0 makes the text once.
 (
     SELECT CASE WHEN octet_length(p.body) <= 16384 THEN p.body END
     FROM (
