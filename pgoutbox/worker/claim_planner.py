@@ -118,10 +118,9 @@ class QueueSchedule:
         self._credits = {share.name: 0 for share in shares}
         self._planners = {share.name: ClaimPlanner(share.name) for share in shares}
         self.polled_at = now  # The start of their last poll.
-        self._lapsed_polled_at = -math.inf
-        self._lapsed_searched_at = -math.inf
-        self._lapsed_due_at = -math.inf
-        self._lapsed_wanted_at = -math.inf
+        self.lapsed = Cursor()
+        """The searches for lapsed attempts of all queues. Each begins at the beginning."""
+        self._wanted_at = -math.inf  # The time of the last request for such a search.
         self._rest_due_at = -math.inf  # When the last message of the lapsed attempts falls due.
 
     def __contains__(self, queue: str) -> bool:
@@ -149,20 +148,15 @@ class QueueSchedule:
     @property
     def others_searched_at(self) -> float:
         """The older start of the last searches for retries and for lapsed attempts."""
-        return min(self._lapsed_searched_at, *(planner.retries.searched_at for planner in self._planners.values()))
+        return min(self.lapsed.searched_at, *(planner.retries.searched_at for planner in self._planners.values()))
 
     def is_lapsed_due(self, now: float) -> bool:
         """Whether the next poll looks for lapsed attempts."""
-        return now >= self._lapsed_due_at or self._lapsed_polled_at <= self._lapsed_wanted_at
+        return self.lapsed.is_due(now, wanted_at=self._wanted_at)
 
-    def record_lapsed(self, rows: Sequence[LapsedRow], *, limit: int, began_at: float, ended_at: float) -> None:
+    def record_lapsed(self, rows: Sequence[LapsedRow], limit: int, *, began_at: float, ended_at: float) -> None:
         """Remember a search for up to `limit` lapsed attempts, which has set the due times of their messages."""
-        self._lapsed_polled_at = began_at
-        self._lapsed_due_at = ended_at + max(SEARCH_SECONDS, _pause_after(ended_at - began_at))
-        if len(rows) == limit:
-            self._lapsed_wanted_at = ended_at  # More are likely to wait.
-        else:
-            self._lapsed_searched_at = began_at
+        self.lapsed.record_whole_search(is_filled=len(rows) == limit, began_at=began_at, ended_at=ended_at)
         due = [row.due_seconds for row in rows if row.state == State.PENDING]
         self._rest_due_at = max(self._rest_due_at, ended_at + max(due, default=-math.inf))
 
@@ -172,16 +166,15 @@ class QueueSchedule:
         `asked_at` is the time of the query, None if its answer does not reach back to the last search.
         """
         changes = [self._planners[row.queue].record_due(row, asked_at=asked_at, now=now) for row in rows]
-        self._lapsed_due_at = min((self._planners[row.queue].retries.search_due_at for row in rows), default=math.inf)
-        if asked_at is not None and self._lapsed_due_at > now:
-            self._lapsed_searched_at = asked_at
+        due_at = min((self._planners[row.queue].retries.search_due_at for row in rows), default=math.inf)
+        self.lapsed.note_due(due_at, asked_at=asked_at, now=now)
         if any(changes):
-            self._lapsed_wanted_at = now
+            self._wanted_at = now
         return any(changes)
 
     def search(self, *, now: float) -> None:
         """Make the next poll from the beginning claim from all lanes, because messages have become claimable."""
-        self._lapsed_wanted_at = now
+        self._wanted_at = now
         for planner in self._planners.values():
             planner.search(now=now)
 
@@ -201,7 +194,7 @@ class QueueSchedule:
 
 
 class Cursor:
-    """The progress of the claims of one lane."""
+    """The progress of the claims of one lane, or of the searches for lapsed attempts."""
 
     def __init__(self) -> None:
         self._place: Place | None = None
@@ -218,6 +211,16 @@ class Cursor:
         """When a search from the beginning that was put off may begin; infinity if none was."""
         self._may_search_at = -math.inf
         self._search_seconds = 0.0
+
+    def is_due(self, now: float, *, wanted_at: float) -> bool:
+        """Whether the next poll reads this lane, which most polls leave out."""
+        return self.is_waiting or now >= self.search_due_at or self.restarted_at <= wanted_at
+
+    def note_due(self, due_at: float, *, asked_at: float | None, now: float) -> None:
+        """Remember the database's answer when the lane has the next message: none fell due in it before."""
+        self.search_due_at = due_at
+        if asked_at is not None and due_at > now:
+            self.searched_at = asked_at
 
     def start(self, now: float, *, from_beginning: bool, wanted_at: float = -math.inf) -> Place:
         """Return the starting place: the beginning too if the last search from there began before `wanted_at`."""
@@ -237,14 +240,24 @@ class Cursor:
         self.is_waiting = len(rows) == limit
         self._place = Place(*max((row.available_at, row.id) for row in rows)) if self.is_waiting else None
         if self._is_search:
-            # A process that was suspended, or whose event loop was blocked, measures one long search.
-            last_seconds, self._search_seconds = self._search_seconds, ended_at - began_at
-            pause = _pause_after(min(last_seconds, self._search_seconds))
-            self.restarted_at = began_at
-            self.search_due_at = ended_at + max(SEARCH_SECONDS, pause)
-            self._may_search_at = ended_at + pause
+            self._record_search(began_at, ended_at)
         if self._is_search or not self.is_waiting:
             self.searched_at = began_at
+
+    def record_whole_search(self, *, is_filled: bool, began_at: float, ended_at: float) -> None:
+        """Remember a search of a lane that each search reads from the beginning."""
+        self.is_waiting = is_filled
+        self._record_search(began_at, ended_at)
+        if not is_filled:
+            self.searched_at = began_at
+
+    def _record_search(self, began_at: float, ended_at: float) -> None:
+        # A process that was suspended, or whose event loop was blocked, measures one long search.
+        last_seconds, self._search_seconds = self._search_seconds, ended_at - began_at
+        pause = _pause_after(min(last_seconds, self._search_seconds))
+        self.restarted_at = began_at
+        self.search_due_at = ended_at + max(SEARCH_SECONDS, pause)
+        self._may_search_at = ended_at + pause
 
 
 class ClaimPlanner:
@@ -284,8 +297,7 @@ class ClaimPlanner:
         lanes = [Lane.FRESH]
         if self.has_ordered:
             lanes.append(Lane.ORDERED)
-        retries = self.retries
-        if retries.is_waiting or now >= retries.search_due_at or retries.restarted_at <= self.wanted_at:
+        if self.retries.is_due(now, wanted_at=self.wanted_at):
             lanes.append(Lane.RETRIES)
         # The next lane after the previous first one goes first.
         order = (Lane.FRESH, Lane.ORDERED, Lane.RETRIES)
@@ -306,14 +318,9 @@ class ClaimPlanner:
         self.is_limited, self.has_ordered = row.is_limited, row.has_ordered
         # Under a limit every poll includes them, because the next permit may come at any time.
         other_seconds = row.other_due_seconds if row.is_limited else row.other_seconds
-        due_at = math.inf if other_seconds is None else now + other_seconds
-        self.retries.search_due_at = due_at
-        if asked_at is not None:
-            # No message fell due in the lane before the query.
-            if row.first_seconds is None or row.first_seconds > 0:
-                self.fresh.searched_at = max(asked_at, self.fresh.searched_at)
-            if due_at > now:
-                self.retries.searched_at = asked_at
+        self.retries.note_due(math.inf if other_seconds is None else now + other_seconds, asked_at=asked_at, now=now)
+        if asked_at is not None and (row.first_seconds is None or row.first_seconds > 0):
+            self.fresh.searched_at = max(asked_at, self.fresh.searched_at)
         if is_news:
             self.search(now=now)
         return is_news

@@ -177,7 +177,7 @@ class Claimer:
                 self._finisher.report_lost(row)
             await self._hand_over(rows, began_at)
             suspect_count += len(rows)
-        self._queues.record_lapsed(ended, began_at=began_at, ended_at=elapsed_clock(), limit=_LAPSED_LIMIT)
+        self._queues.record_lapsed(ended, _LAPSED_LIMIT, began_at=began_at, ended_at=elapsed_clock())
         return len(ended), suspect_count
 
     async def _claim(self, planner: ClaimPlanner, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:

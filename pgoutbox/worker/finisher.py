@@ -1,7 +1,8 @@
 """The finisher: collects the outcomes of attempts and writes them in fenced batches, with retries.
 
-A locked row and a refused row delay no other row. If a later attempt owns the message, the outcome is not written and
-the finisher reports a lost lease. A message whose outcome is refused stays in `in_flight`, so its lease is renewed.
+A locked row and a refused row delay no other row: both are written again later, a refused one with growing pauses. Its
+message stays in `in_flight`, so its lease is renewed and no worker hands it over again. If a later attempt owns the
+message, the outcome is not written and the finisher reports a lost lease.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, assert_never
 
@@ -40,15 +41,27 @@ from pgoutbox.worker.attempt import Abandoned, AlreadyFinished, Attempt, Attempt
 from pgoutbox.worker.backoff import Backoff
 from pgoutbox.worker.dispatcher import MIN_SNOOZE_SECONDS
 from pgoutbox.worker.handler_errors import RaisedPermanent, RaisedTransient, RepeatedErrors, place_of, traceback_of
-from pgoutbox.worker.refused_outcomes import RefusedOutcomes
 from pgoutbox.worker.run_state import RunState
 
 _LOCKED_PAUSE_SECONDS = 0.1
 _MANY_ENDED_CLAIMS = 100
+_MANY_REFUSED = 10  # If the process is killed, these are handed over again.
 _PENDING_AGAIN: Final = frozenset({AttemptOutcome.RETRY, AttemptOutcome.SNOOZED, AttemptOutcome.RELEASED})
 _SENT: Final = State.SENT  # Looking up an enum member costs more than a comparison.
 
 Write = Callable[[Sequence[Attempt]], Awaitable[Mapping[int, State]]]
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """The database refused to write the outcome of an attempt: a trigger, a constraint or a missing right does that.
+
+    `request` is the outcome, None for sent, and `reason` the SQLSTATE.
+    """
+
+    request: FinishRequest | None
+    reason: str
+    backoff: Backoff = field(default_factory=lambda: Backoff(1.0, 15.0))
 
 
 class Finisher:
@@ -67,16 +80,25 @@ class Finisher:
         self._notifier = run.notifier
         self._telemetry = run.telemetry
         self._repeated = RepeatedErrors()
-        self.refusals = RefusedOutcomes(write_again=self._collect_refused, telemetry=run.telemetry)
         self._endings: deque[tuple[Attempt, AttemptResult]] = deque()
-        self._refused: deque[Attempt] = deque()
+        self._refused: dict[Attempt, _Refusal] = {}
         self._ready = asyncio.Event()
         self._is_announced = False
 
     @property
     def unwritten_count(self) -> int:
         """Number of attempts in flight, without those whose outcome the database refuses."""
-        return max(0, len(self._in_flight) - self.refusals.count)
+        return max(0, len(self._in_flight) - len(self._refused))
+
+    @property
+    def refused_count(self) -> int:
+        """Number of attempts whose outcome the database refuses."""
+        return len(self._refused)
+
+    @property
+    def refuses_many(self) -> bool:
+        """Whether the database refuses so many outcomes that the worker must claim nothing more."""
+        return len(self._refused) >= _MANY_REFUSED
 
     def collect(self, attempt: Attempt, ending: AttemptResult) -> None:
         """Take over the end of one attempt."""
@@ -121,10 +143,8 @@ class Finisher:
         while True:
             await self._ready.wait()
             self._ready.clear()
-            while self._endings or self._refused:
+            while self._endings:
                 await self._finish(self._next_batch())
-                if self._refused:
-                    await self._finish_refused(self._refused.popleft())
                 if len(self._in_flight.ended_claims) >= _MANY_ENDED_CLAIMS:
                     await self.end_claims()
                 self._signals.note_written()
@@ -147,18 +167,19 @@ class Finisher:
 
     async def write_minimal_ends(self) -> None:
         """Write a minimal end for each refused outcome: the worker is about to stop."""
-        for attempt, refusal in self.refusals.stop().items():
+        for attempt, refusal in list(self._refused.items()):
             for request in (refusal.request, _minimal_request(attempt, refusal.request, refusal.reason)):
                 with contextlib.suppress(psycopg.Error, OSError):
                     done = await self._write_one(attempt, request)
                     if done:
                         requests = {} if request is None else {attempt: request}
                         self._settle([attempt], done, {}, requests)
+                        del self._refused[attempt]
                         break
 
     def report_unwritten(self) -> None:
         """Log the messages whose outcome is still refused."""
-        for attempt, refusal in self.refusals.stop().items():
+        for attempt, refusal in self._refused.items():
             self._in_flight.abandon(attempt)
             self._report(
                 logging.ERROR,
@@ -180,11 +201,14 @@ class Finisher:
             }
             if released:
                 await self._notifier.notify(released)
-        in_flight = self._in_flight
-        locked = [(c, ending) for c, ending in batch if in_flight.get(c.message.id) is c and c not in self.refusals]
-        if locked:
-            # Another transaction may hold these locks for long; do not block later outcomes on them.
-            asyncio.get_running_loop().call_later(_LOCKED_PAUSE_SECONDS, self._collect_again, locked)
+        # Another transaction may hold the lock of a row for long: do not block later outcomes on it.
+        for attempt, ending in batch:
+            if self._in_flight.get(attempt.message.id) is attempt:
+                refusal = self._refused.get(attempt)
+                pause = _LOCKED_PAUSE_SECONDS if refusal is None else refusal.backoff.next()
+                asyncio.get_running_loop().call_later(pause, self.collect, attempt, ending)
+            else:
+                self._refused.pop(attempt, None)
         keyed = [c.message for c, _ in batch if c.message.coalesce_key is not None]
         if keyed:
             await self._wake_successors(keyed)
@@ -267,24 +291,6 @@ class Finisher:
         if self._telemetry.measures is not None:
             self._telemetry.measures.sent([message])
 
-    def _collect_again(self, locked: Sequence[tuple[Attempt, AttemptResult]]) -> None:
-        self._endings.extend(locked)
-        self._ready.set()
-
-    def _collect_refused(self, attempt: Attempt) -> None:
-        self._refused.append(attempt)
-        self._ready.set()
-
-    async def _finish_refused(self, attempt: Attempt) -> None:
-        """Write a refused outcome again, alone: a batch with it would be refused."""
-        request = self.refusals.finish_request_of(attempt)
-        requests = {} if request is None else {attempt: request}
-        await self._write([attempt], lambda _: self._write_one(attempt, request), requests)
-        if self._in_flight.get(attempt.message.id) is attempt:
-            self.refusals.wait(attempt)
-        elif attempt.message.coalesce_key is not None:
-            await self._wake_successors([attempt.message])
-
     async def _write_one(self, attempt: Attempt, request: FinishRequest | None) -> Mapping[int, State]:
         if request is None:
             return await self._write_sent([attempt])
@@ -354,7 +360,6 @@ class Finisher:
             if attempt not in requests:
                 in_flight.note_sent_in_vain(attempt)
             self._note_end(message, state, requests.get(attempt))
-        self.refusals.forget(c for c in attempts if self._in_flight.get(c.message.id) is not c)
         self._telemetry.count(LogEvent.SENT, len(sent))
         if measures is not None and sent:
             measures.sent(sent)
@@ -384,7 +389,12 @@ class Finisher:
             await self._write(attempts[middle:], write, requests)
             return
         (attempt,) = attempts
-        self.refusals.note(attempt, requests.get(attempt), error)
+        reason = getattr(error, "sqlstate", None) or type(error).__name__
+        if attempt not in self._refused:
+            self._refused[attempt] = _Refusal(requests.get(attempt), reason)
+            text = "the database refused the outcome; it is kept and written again"
+            self._report(logging.ERROR, LogEvent.FINISH_REFUSED, text, attempt.message, reason=reason)
+        self._refused[attempt].reason = reason
 
     def _forget(self, attempt: Attempt) -> None:
         # This process may have claimed the message again, after the lease of this attempt ran out.

@@ -163,7 +163,7 @@ class PollLoop:
             self._signals.progress.clear()
             room = self._room()
             if room == 0:
-                if self._finisher.refusals.are_many and not self._finisher.unwritten_count:
+                if self._finisher.refuses_many and not self._finisher.unwritten_count:
                     return
                 await self._until_progress()
                 continue
@@ -189,9 +189,8 @@ class PollLoop:
         while not run.stopping.is_set():
             run.signals.wake.clear()
             await self.deliver_due()
-            refusals = self._finisher.refusals
             owed_count = await run.store.count_owed(run.queues.names, run.topics)
-            if refusals.are_many or owed_count <= refusals.count:
+            if self._finisher.refuses_many or owed_count <= self._finisher.refused_count:
                 return
             due = await self._claimer.next_due_seconds()
             # Another worker's messages may be pending again at any time, and no notification wakes a drain.
@@ -268,7 +267,7 @@ class PollLoop:
         elif pool.waiting_count == 0 and self._claimer.work_ahead and elapsed_clock() >= self._surplus_grows_at:
             self.surplus = min(2 * batch_size, max(1, self.surplus * 2))
         open_limit = pool.capacity + self.surplus
-        if self._finisher.refusals.are_many or pool.capacity == 0:
+        if self._finisher.refuses_many or pool.capacity == 0:
             return 0
         if pool.open_count >= pool.capacity and pool.waiting_count > self.surplus // 2:
             return 0

@@ -275,7 +275,7 @@ class _Run:
             is_copy=is_copy,
             polled_seconds_ago=polled_seconds_ago,
             claimed_seconds_ago=None if claimed_at is None else now - claimed_at,
-            outcomes_refused=self.finisher.refusals.count,
+            outcomes_refused=self.finisher.refused_count,
             breakers_open=self.executor.breakers.open_count,
         )
 

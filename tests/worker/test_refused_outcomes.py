@@ -163,7 +163,7 @@ async def test_a_stopping_worker_names_a_message_that_it_cannot_end(outbox: Outb
 async def test_a_run_ends_despite_refused_outcomes(
     outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, ends: str, max_kept: int
 ) -> None:
-    monkeypatch.setattr("pgoutbox.worker.refused_outcomes._MAX_KEPT", max_kept)
+    monkeypatch.setattr("pgoutbox.worker.finisher._MANY_REFUSED", max_kept)
     handed_over = counting(outbox)
     refuse(db, "sent")
     ids = [enqueue(db) for _ in range(60)]
