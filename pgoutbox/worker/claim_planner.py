@@ -118,9 +118,9 @@ class QueueSchedule:
         self._credits = {share.name: 0 for share in shares}
         self._planners = {share.name: ClaimPlanner(share.name) for share in shares}
         self.polled_at = now  # The start of their last poll.
-        self.lapsed = Cursor()
-        """The searches for lapsed attempts of all queues. Each begins at the beginning."""
-        self._wanted_at = -math.inf  # The time of the last request for such a search.
+        self._lapsed = Cursor()
+        """The searches for the lapsed attempts of all queues, each from the beginning."""
+        self._lapsed_wanted_at = -math.inf
         self._rest_due_at = -math.inf  # When the last message of the lapsed attempts falls due.
 
     def __contains__(self, queue: str) -> bool:
@@ -148,15 +148,15 @@ class QueueSchedule:
     @property
     def others_searched_at(self) -> float:
         """The older start of the last searches for retries and for lapsed attempts."""
-        return min(self.lapsed.searched_at, *(planner.retries.searched_at for planner in self._planners.values()))
+        return min(self._lapsed.searched_at, *(planner.retries.searched_at for planner in self._planners.values()))
 
     def is_lapsed_due(self, now: float) -> bool:
         """Whether the next poll looks for lapsed attempts."""
-        return self.lapsed.is_due(now, wanted_at=self._wanted_at)
+        return self._lapsed.is_due(now, wanted_at=self._lapsed_wanted_at)
 
     def record_lapsed(self, rows: Sequence[LapsedRow], limit: int, *, began_at: float, ended_at: float) -> None:
         """Remember a search for up to `limit` lapsed attempts, which has set the due times of their messages."""
-        self.lapsed.record_whole_search(is_filled=len(rows) == limit, began_at=began_at, ended_at=ended_at)
+        self._lapsed.record_whole_search(is_filled=len(rows) == limit, began_at=began_at, ended_at=ended_at)
         due = [row.due_seconds for row in rows if row.state == State.PENDING]
         self._rest_due_at = max(self._rest_due_at, ended_at + max(due, default=-math.inf))
 
@@ -167,14 +167,14 @@ class QueueSchedule:
         """
         changes = [self._planners[row.queue].record_due(row, asked_at=asked_at, now=now) for row in rows]
         due_at = min((self._planners[row.queue].retries.search_due_at for row in rows), default=math.inf)
-        self.lapsed.note_due(due_at, asked_at=asked_at, now=now)
+        self._lapsed.note_due(due_at, asked_at=asked_at, now=now)
         if any(changes):
-            self._wanted_at = now
+            self._lapsed_wanted_at = now
         return any(changes)
 
     def search(self, *, now: float) -> None:
         """Make the next poll from the beginning claim from all lanes, because messages have become claimable."""
-        self._wanted_at = now
+        self._lapsed_wanted_at = now
         for planner in self._planners.values():
             planner.search(now=now)
 
@@ -213,11 +213,11 @@ class Cursor:
         self._search_seconds = 0.0
 
     def is_due(self, now: float, *, wanted_at: float) -> bool:
-        """Whether the next poll reads this lane, which most polls leave out."""
+        """Whether the next poll reads this lane: polls leave it out while nothing is due in it."""
         return self.is_waiting or now >= self.search_due_at or self.restarted_at <= wanted_at
 
     def note_due(self, due_at: float, *, asked_at: float | None, now: float) -> None:
-        """Remember the database's answer when the lane has the next message: none fell due in it before."""
+        """Remember when the next message of the lane falls due, by a query at `asked_at` that covers all until then."""
         self.search_due_at = due_at
         if asked_at is not None and due_at > now:
             self.searched_at = asked_at

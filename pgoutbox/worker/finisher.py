@@ -1,8 +1,8 @@
 """The finisher: collects the outcomes of attempts and writes them in fenced batches, with retries.
 
-A locked row and a refused row delay no other row: both are written again later, a refused one with growing pauses. Its
-message stays in `in_flight`, so its lease is renewed and no worker hands it over again. If a later attempt owns the
-message, the outcome is not written and the finisher reports a lost lease.
+A locked row and a refused row delay no other row: their outcomes are collected again later, a refused one alone and
+with growing pauses. Until then their messages stay in `in_flight`, so their leases are renewed and no worker hands them
+over again. If a later attempt owns the message, the outcome is not written and the finisher reports a lost lease.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Write = Callable[[Sequence[Attempt]], Awaitable[Mapping[int, State]]]
 class _Refusal:
     """The database refused to write the outcome of an attempt: a trigger, a constraint or a missing right does that.
 
-    `request` is the outcome, None for sent, and `reason` the SQLSTATE.
+    `request` is the refused outcome, None for sent, and `reason` the SQLSTATE.
     """
 
     request: FinishRequest | None
@@ -158,15 +158,15 @@ class Finisher:
         self._in_flight.note_deleted(ended)
 
     def _next_batch(self) -> list[tuple[Attempt, AttemptResult]]:
+        """Return endings to write together. A refused one comes alone: a batch with it would be refused."""
         endings = self._endings
-        if len(endings) <= self._batch_size:
-            batch = list(endings)
-            endings.clear()
-            return batch
-        return [endings.popleft() for _ in range(self._batch_size)]
+        batch = [endings.popleft()]
+        while endings and len(batch) < self._batch_size and not {batch[0][0], endings[0][0]} & self._refused.keys():
+            batch.append(endings.popleft())
+        return batch
 
     async def write_minimal_ends(self) -> None:
-        """Write a minimal end for each refused outcome: the worker is about to stop."""
+        """Write each refused outcome once more, or a minimal end: the worker is about to stop."""
         for attempt, refusal in list(self._refused.items()):
             for request in (refusal.request, _minimal_request(attempt, refusal.request, refusal.reason)):
                 with contextlib.suppress(psycopg.Error, OSError):
@@ -174,7 +174,6 @@ class Finisher:
                     if done:
                         requests = {} if request is None else {attempt: request}
                         self._settle([attempt], done, {}, requests)
-                        del self._refused[attempt]
                         break
 
     def report_unwritten(self) -> None:
@@ -201,14 +200,12 @@ class Finisher:
             }
             if released:
                 await self._notifier.notify(released)
-        # Another transaction may hold the lock of a row for long: do not block later outcomes on it.
         for attempt, ending in batch:
             if self._in_flight.get(attempt.message.id) is attempt:
+                # Its row is refused, or locked by a transaction that may last.
                 refusal = self._refused.get(attempt)
                 pause = _LOCKED_PAUSE_SECONDS if refusal is None else refusal.backoff.next()
-                asyncio.get_running_loop().call_later(pause, self.collect, attempt, ending)
-            else:
-                self._refused.pop(attempt, None)
+                asyncio.get_running_loop().call_later(pause, self._collect_again, attempt, ending)
         keyed = [c.message for c, _ in batch if c.message.coalesce_key is not None]
         if keyed:
             await self._wake_successors(keyed)
@@ -222,7 +219,10 @@ class Finisher:
         in_flight = self._in_flight
         for attempt, ending in batch:
             if in_flight.get(attempt.message.id) is not attempt:
-                continue  # A failover lost its message, and another message has the id.
+                # A later attempt has its message, or after a failover another message its id.
+                self._refused.pop(attempt, None)
+                self._note_end(attempt.message, None, None)
+                continue
             if isinstance(ending, Sent):
                 sent.append(attempt)
             elif isinstance(ending, (AlreadyFinished, Abandoned)):
@@ -290,6 +290,10 @@ class Finisher:
         self._telemetry.count(LogEvent.SENT)
         if self._telemetry.measures is not None:
             self._telemetry.measures.sent([message])
+
+    def _collect_again(self, attempt: Attempt, ending: AttemptResult) -> None:
+        self._endings.append((attempt, ending))
+        self._ready.set()
 
     async def _write_one(self, attempt: Attempt, request: FinishRequest | None) -> Mapping[int, State]:
         if request is None:
@@ -360,6 +364,10 @@ class Finisher:
             if attempt not in requests:
                 in_flight.note_sent_in_vain(attempt)
             self._note_end(message, state, requests.get(attempt))
+        if self._refused:
+            for attempt in attempts:
+                if in_flight.get(attempt.message.id) is not attempt:
+                    self._refused.pop(attempt, None)
         self._telemetry.count(LogEvent.SENT, len(sent))
         if measures is not None and sent:
             measures.sent(sent)
@@ -390,11 +398,12 @@ class Finisher:
             return
         (attempt,) = attempts
         reason = getattr(error, "sqlstate", None) or type(error).__name__
-        if attempt not in self._refused:
-            self._refused[attempt] = _Refusal(requests.get(attempt), reason)
-            text = "the database refused the outcome; it is kept and written again"
-            self._report(logging.ERROR, LogEvent.FINISH_REFUSED, text, attempt.message, reason=reason)
-        self._refused[attempt].reason = reason
+        if attempt in self._refused:
+            self._refused[attempt].reason = reason
+            return
+        self._refused[attempt] = _Refusal(requests.get(attempt), reason)
+        text = "the database refused the outcome; it is kept and written again"
+        self._report(logging.ERROR, LogEvent.FINISH_REFUSED, text, attempt.message, reason=reason)
 
     def _forget(self, attempt: Attempt) -> None:
         # This process may have claimed the message again, after the lease of this attempt ran out.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox import Context, Message, Outbox, Transient
+from pgoutbox import Context, Message, Outbox, Sent, Transient
 from pgoutbox.message import Outcome
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
@@ -87,6 +87,29 @@ async def test_a_refused_outcome_is_written_later_without_a_second_hand_over(dsn
         await until(lambda: worker.status().outcomes_refused == 0)
     assert handed_over == dict.fromkeys(ids, 1)
     assert worker.telemetry.counts[LogEvent.OUTCOME_UNWRITTEN] == 0
+
+
+async def test_a_refused_outcome_is_written_again_without_the_outcomes_of_others(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    counting(outbox)
+    ids = [enqueue(db) for _ in range(5)]
+    refuse(db, "sent", ids=ids)
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: worker.status().outcomes_refused == 5)
+        finisher = run_of(worker).finisher
+        fresh, refused, *_ = finisher._refused
+        del finisher._refused[fresh]
+        finisher._endings.extend((attempt, Sent()) for attempt in (fresh, fresh, refused, refused, fresh))
+        batches = []
+        while finisher._endings:
+            batches.append([attempt for attempt, _ in finisher._next_batch()])
+        assert batches == [[fresh, fresh], [refused], [refused], [fresh]]
+        finisher._collect_again(fresh, Sent())
+        allow(db, "sent")
+        await until(lambda: {row.state for row in rows_of(db)} == {"sent"})
 
 
 async def test_a_worker_with_ten_refused_outcomes_claims_nothing_until_one_is_written(

@@ -181,7 +181,9 @@ class Outboxes(RuleBasedStateMachine):
 
     def _take_lapsed(self, worker: str, total: int, *, suspects: bool) -> tuple[list[Model], list[Model]]:
         """End lapsed attempts, and begin one of a suspect. Return the messages that ended, and the suspect."""
-        lapsed = sorted((m for m in self.messages.values() if m.lapsed), key=lambda message: message.lapsed)
+        lapsed = sorted(
+            (m for m in self.messages.values() if m.lapsed), key=lambda message: (message.lapsed, message.id)
+        )
         ended = []
         for message in [m for m in lapsed if not self._is_suspect(m)][:total]:
             message.history.append("lost")
@@ -287,12 +289,18 @@ class Outboxes(RuleBasedStateMachine):
 
     @rule(attempt=attempts)
     def crash(self, attempt: Attempt) -> None:
-        """Let the worker of an attempt die and its lease expire."""
-        message = self._held(attempt)
-        if message is not None:
-            lapse(self.db, message.id)
-            self.lapsed_count += 1
-            message.lapsed = self.lapsed_count
+        """Let the worker of an attempt die and the lease of its claim end, for all attempts of the claim."""
+        if self._held(attempt) is None:
+            return
+        lapse(self.db, attempt.message_id)
+        self.lapsed_count += 1
+        of_claim = self.db.execute(
+            "SELECT other.id FROM pgoutbox.in_flight_view AS v JOIN pgoutbox.in_flight_view AS other"
+            " USING (worker, claimed_at) WHERE v.id = %s",
+            [attempt.message_id],
+        )
+        for (message_id,) in of_claim.fetchall():
+            self.messages[message_id].lapsed = self.lapsed_count
 
     # --- time and operators -------------------------------------------------------------------------------------------
 
