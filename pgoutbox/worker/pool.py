@@ -26,7 +26,7 @@ from pgoutbox.text import describe
 from pgoutbox.worker.attempt import ABANDONED, RELEASED, STOPPED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
 from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.run_state import RunState
-from pgoutbox.worker.threads import watch_thread
+from pgoutbox.worker.threads import ThreadOwner, thread_owner
 
 # How long attempts that end at once may follow each other before they yield to the event loop.
 _TURN_SECONDS = 0.005
@@ -36,7 +36,7 @@ _RETURN_SECONDS = 0.1
 _MEASURE_SECONDS = 0.1
 
 
-class _Slot:
+class _Slot(ThreadOwner):
     __slots__ = (
         "deadline",
         "has_returned",
@@ -64,8 +64,12 @@ class _Slot:
     def runs_in_thread(self) -> bool:
         return any(not thread.done() for thread in self.threads)
 
-    def watch_thread(self, thread: Future[object]) -> None:
+    def watch_thread(self, thread: Future[object], /) -> None:
         self.threads = [one for one in self.threads if not one.done()] + [thread]
+
+    def may_begin(self) -> Callable[[], bool]:
+        work = self.work
+        return lambda: self.work is work and not self.is_overdue
 
     async def threads_end(self) -> None:
         """Wait for the end of all threads. A cancelled wait does not cancel them."""
@@ -202,7 +206,7 @@ class AttemptPool:
         task = asyncio.current_task()
         slot = next(slot for slot in self._slots if slot.task is task)
         loop = asyncio.get_running_loop()
-        watch_thread.set(slot.watch_thread)
+        thread_owner.set(slot)
         while not self._stopping:
             self._waking = False
             now = loop.time()

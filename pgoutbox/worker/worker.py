@@ -68,6 +68,8 @@ _OUTCOMES = (
     LogEvent.RELEASED,
 )
 _FINAL_WRITE_SECONDS = 5.0
+# Threads beside those of the attempts, for the event loop's look-ups of names.
+_LOOK_UP_THREADS = 4
 
 
 class Worker:
@@ -227,7 +229,7 @@ class _Run:
     @contextlib.asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:
         """Start all parts, and stop them at the end."""
-        own_default_threads()
+        own_default_threads(self.state.settings.concurrency + _LOOK_UP_THREADS)
         counts = self._telemetry.counts.copy()
         try:
             finishing = await self._start()

@@ -19,7 +19,7 @@ from pgoutbox.retry import MAX_DELAY_SECONDS, bounded_delay
 from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
 from pgoutbox.worker.attempt import Attempt, Claim
 from pgoutbox.worker.dispatcher import Dispatcher
-from pgoutbox.worker.threads import AttemptThreads, watch_thread
+from pgoutbox.worker.threads import AttemptThreads, ThreadOwner, thread_owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -231,11 +231,15 @@ async def test_a_missing_transport_is_named_with_its_remedy(
 async def test_a_sync_handler_runs_in_a_thread_that_is_reported(dispatcher: Dispatcher) -> None:
     threads: list[Future[object]] = []
 
+    class Owner(ThreadOwner):
+        def watch_thread(self, thread: Future[object], /) -> None:
+            threads.append(thread)
+
     def greet(message: Message, ctx: SyncContext) -> Skip:
         ctx.ensure_lease()
         return Skip("why")
 
-    watch_thread.set(threads.append)
+    thread_owner.set(Owner())
     attempt = Attempt(message_of(), handler_of(greet), Claim(datetime(2024, 1, 1, tzinfo=UTC)), elapsed_clock(), hold)
     (outcome,) = await dispatcher.run([attempt])
     assert isinstance(outcome, Skip)

@@ -16,7 +16,7 @@ from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker.attempt import RELEASED, STOPPED, Attempt, AttemptResult, Claim, Work
 from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.pool import AttemptPool
-from pgoutbox.worker.threads import watch_thread
+from pgoutbox.worker.threads import thread_owner
 from tests.support.outbox_actions import run_state, settings_for
 from tests.support.waiting import until
 
@@ -189,7 +189,7 @@ async def test_a_running_thread_keeps_its_slot_and_waiting_messages_are_released
 
     async def run_in_thread(work: Work) -> Sequence[AttemptResult]:
         if work[0].message.id == 1:
-            watch_thread.get()(thread)
+            thread_owner.get().watch_thread(thread)
             await asyncio.wrap_future(thread)
         return [Sent()]
 
@@ -218,7 +218,7 @@ async def test_a_thread_that_returned_during_a_blocked_event_loop_has_not_timed_
     has_begun = asyncio.Event()
 
     async def run_in_thread(work: Work) -> Sequence[AttemptResult]:
-        watch_thread.get()(thread)
+        thread_owner.get().watch_thread(thread)
         has_begun.set()
         await asyncio.wrap_future(thread)
         return [Sent()]
@@ -247,7 +247,7 @@ async def test_every_thread_of_a_slot_may_return_during_a_blocked_event_loop() -
     async def run_in_thread(work: Work) -> Sequence[AttemptResult]:
         thread: Future[object] = Future()
         thread.set_running_or_notify_cancel()
-        watch_thread.get()(thread)
+        thread_owner.get().watch_thread(thread)
         begun.append(thread)
         await asyncio.wrap_future(thread)
         return [Sent()]
@@ -274,11 +274,11 @@ async def test_a_thread_that_begins_right_after_the_timeout_keeps_its_message() 
     later: Future[object] = Future()
 
     async def run_in_threads(work: Work) -> Sequence[AttemptResult]:
-        watch_thread.get()(earlier)
+        thread_owner.get().watch_thread(earlier)
         (slot,) = stand.slots._slots
         await until(lambda: slot.has_returned)
         later.set_running_or_notify_cancel()
-        watch_thread.get()(later)
+        thread_owner.get().watch_thread(later)
         await asyncio.wrap_future(later)
         return [Sent()]
 

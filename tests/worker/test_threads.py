@@ -14,7 +14,7 @@ from pgoutbox.handlers import Context
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
-from tests.support.outbox_actions import PATIENCE_SECONDS, enqueue, running, settings_for, state_of
+from tests.support.outbox_actions import PATIENCE_SECONDS, enqueue, row_of, running, settings_for, state_of
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -101,6 +101,43 @@ async def test_a_newer_message_waits_for_the_threads_of_an_async_handler(
     again = ["old"] if way is given_up and key == "ordering_key" else []
     assert post.received == ["old", *again, "new"]
     assert state_of(db, old) == (State.SKIPPED if way is given_up and not again else State.SENT)
+
+
+async def test_work_that_waits_for_a_thread_until_its_timeout_never_begins(
+    dsn: str, db: psycopg.Connection, post: Post
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+
+    @outbox.handler("greet", timeout=TIMEOUT_SECONDS, retry=RetryPolicy.steps(3600, jitter=0))
+    async def greet(message: Message, ctx: Context) -> None:
+        await asyncio.to_thread(post.hand_over, message)
+
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # The application's own one has one thread.
+    old = enqueue(db, payload="old")
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: post.began)
+        new = enqueue(db, payload="new")
+        await until(lambda: worker.telemetry.counts[LogEvent.ATTEMPT_OVERDUE] == 2)
+        post.may_end.set()
+        await until(lambda: (state_of(db, old), state_of(db, new)) == (State.SENT, State.PENDING))
+    assert post.received == ["old"]
+    assert row_of(db, new).last_error == "TimeoutError: no thread was free before the timeout of the attempt"
+
+
+async def test_as_many_handlers_as_run_at_once_have_a_thread_of_the_default_executor(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=60))
+    all_began = threading.Barrier(60)
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        await asyncio.to_thread(all_began.wait, PATIENCE_SECONDS)
+
+    ids = [enqueue(db) for _ in range(60)]
+    await Worker(outbox).run_once()
+    assert {state_of(db, message_id) for message_id in ids} == {State.SENT}
 
 
 async def left(post: Post, message: Message) -> None:
