@@ -159,9 +159,11 @@ class Finisher:
 
     def _next_batch(self) -> list[tuple[Attempt, AttemptResult]]:
         """Return endings to write together. A refused one comes alone: a batch with it would be refused."""
-        endings = self._endings
+        endings, refused = self._endings, self._refused
         batch = [endings.popleft()]
-        while endings and len(batch) < self._batch_size and not {batch[0][0], endings[0][0]} & self._refused.keys():
+        while endings and len(batch) < self._batch_size:
+            if refused and (batch[0][0] in refused or endings[0][0] in refused):
+                break
             batch.append(endings.popleft())
         return batch
 
