@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class ThreadOwner:
-    """The caller of an executor. This one is no attempt: its threads concern nobody."""
+    """The caller of an executor. This one is not an attempt: its threads concern nobody."""
 
     __slots__ = ()
 
