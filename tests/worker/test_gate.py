@@ -17,6 +17,7 @@ from pgoutbox.transports import pass_gate
 from pgoutbox.worker import Worker, transactional
 from pgoutbox.worker.attempt import Attempt, Claim
 from tests.support.outbox_actions import (
+    attempts_of,
     cancel,
     claim,
     enqueue,
@@ -210,9 +211,11 @@ async def test_an_attempt_that_has_ended_hands_nothing_over(dsn: str, db: psycop
     message_id = enqueue(db)
     worker = Worker(outbox)
     async with running(worker):
-        await until(lambda: state_of(db, message_id) == State.PENDING and row_of(db, message_id).attempt_count)
-        assert worker.status().abandoned == 1
-        may_return.set()
+        try:
+            await until(lambda: attempts_of(db, message_id))
+            assert worker.status().abandoned == 1
+        finally:
+            may_return.set()
         await until(lambda: worker.status().abandoned == 0)
     assert (post.waiting_count, post.sent) == (0, [])
 
