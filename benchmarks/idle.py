@@ -165,8 +165,8 @@ def _result(
             result.verdicts.append(Verdict("memory of the worker", end.resident_mib, 80, "at most", "MiB"))
     result.tables.append(Table("processes", ("worker", "CPU %", "resident MiB"), processes))
     of_queue = sum(count for name, count in counts["pgoutbox"].items() if _kind_of(name) == "queue")
-    what = "statements per minute with one queue, heartbeats apart"
-    result.verdicts.append(Verdict(what, 60 * of_queue / seconds, 10.0, "at most", "/min"))
+    what = "statements per minute and queue, heartbeats apart"
+    result.verdicts.append(Verdict(what, 60 * of_queue / seconds, 2.0, "at most", "/min"))
     return result
 
 

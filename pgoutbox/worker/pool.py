@@ -68,8 +68,8 @@ class _Slot(ThreadOwner):
         self.threads = [one for one in self.threads if not one.done()] + [thread]
 
     def may_begin(self) -> Callable[[], bool]:
-        work = self.work
-        return lambda: self.work is work and not self.is_overdue
+        work = self.work  # Empty if a task that its handler has left running calls after the end of its attempt.
+        return lambda: (not work or self.work is work) and not self.is_overdue
 
     async def threads_end(self) -> None:
         """Wait for the end of all threads. A cancelled wait does not cancel them."""

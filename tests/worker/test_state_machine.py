@@ -181,9 +181,7 @@ class Outboxes(RuleBasedStateMachine):
 
     def _take_lapsed(self, worker: str, total: int, *, suspects: bool) -> tuple[list[Model], list[Model]]:
         """End lapsed attempts, and begin one of a suspect. Return the messages that ended, and the suspect."""
-        lapsed = sorted(
-            (m for m in self.messages.values() if m.lapsed), key=lambda message: (message.lapsed, message.id)
-        )
+        lapsed = sorted((m for m in self.messages.values() if m.lapsed), key=lambda m: (m.lapsed, m.id))
         ended = []
         for message in [m for m in lapsed if not self._is_suspect(m)][:total]:
             message.history.append("lost")

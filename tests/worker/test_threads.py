@@ -125,6 +125,37 @@ async def test_work_that_waits_for_a_thread_until_its_timeout_never_begins(
     assert row_of(db, new).last_error == "TimeoutError: no thread was free before the timeout of the attempt"
 
 
+async def test_a_task_that_a_handler_left_running_may_begin_work_in_a_thread_beside_the_next_attempt(
+    dsn: str, db: psycopg.Connection, post: Post
+) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=1))
+    may_submit = asyncio.Event()
+    tasks: list[asyncio.Task[int]] = []
+
+    async def later() -> int:
+        await may_submit.wait()
+        return await asyncio.to_thread(threading.get_ident)
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        if not tasks:
+            tasks.append(asyncio.create_task(later()))
+        else:
+            threading.Timer(0, post.may_end.set).start()
+            await tasks[0]
+
+    threads = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(threads)
+    threads.submit(post.may_end.wait, PATIENCE_SECONDS)
+    first = enqueue(db)
+    async with running(Worker(outbox)):
+        await until(lambda: state_of(db, first) == State.SENT)
+        may_submit.set()
+        second = enqueue(db)
+        await until(lambda: state_of(db, second) == State.SENT)
+    assert tasks[0].exception() is None
+
+
 async def test_as_many_handlers_as_run_at_once_have_a_thread_of_the_default_executor(
     dsn: str, db: psycopg.Connection
 ) -> None:
