@@ -268,7 +268,7 @@ class Store:
         return ended
 
     async def claim_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
-        """Take over the oldest lapsed attempt whose message has used up half of its attempts, if there is one."""
+        """Take over the oldest lapsed attempt of a suspect, if there is one."""
         rows = await self._claim(sql.CLAIM_LAPSED, {**_lapsed_parameters(options), "total": 1, "queue": queue})
         claimed = _claimed(rows, queue, was_lapsed=True)
         await self._end_attempts((row.id, row.attempt_count - 1) for row in claimed)

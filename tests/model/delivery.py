@@ -479,7 +479,7 @@ class Delivery:
             for row, candidate in zip(worker.writes, worker.candidates, strict=True)
         )
         yield from self._enter_with(state, index, worker, writes)
-        # A lapsed attempt is taken over only if its message has used up half of its attempts, which is not modelled.
+        # A lapsed attempt is taken over only if its message is a suspect, which is not modelled.
         ended = tuple(
             before._replace(state=PENDING) if before.state == after.state == SENDING else after
             for before, after in zip(worker.writes, writes, strict=True)

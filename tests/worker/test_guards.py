@@ -1071,6 +1071,14 @@ async def a_suspect_on_its_last_attempt_is_claimed_alone(stage: Stage) -> None:
     assert ids_in_flight(claim(stage.db, suspects=False, spread=False)) == []
 
 
+async def a_message_that_lost_two_attempts_in_a_row_is_claimed_alone(stage: Stage) -> None:
+    ids = lost_together(stage, 3)
+    assert ids_in_flight(claim(stage.db, suspects=False, spread=False)) == ids
+    for message_id in ids:
+        lapse(stage.db, message_id)
+    assert ids_in_flight(claim(stage.db, suspects=False, spread=False)) == []
+
+
 async def a_worker_claims_no_second_suspect_while_one_is_alone(stage: Stage) -> None:
     lost_together(stage, 2, max_attempts=2)
     outbox = Outbox(settings_for(stage.dsn))
@@ -1359,9 +1367,12 @@ def no_limit_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sql, "CLAIM_LAPSED", without(sql.CLAIM_LAPSED, limit))
 
 
-def no_check_of_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    budget = "WHEN m.max_attempts - m.attempt_count > m.attempt_budget / 2 THEN"
-    patch.setattr(sql, "END_LAPSED", without(sql.END_LAPSED, "ELSE 'sending'\n").replace(budget, "ELSE"))
+def no_check_for_the_last_attempt(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "END_LAPSED", without(sql.END_LAPSED, "m.max_attempts - m.attempt_count = 1 OR "))
+
+
+def no_check_of_the_attempt_before(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "END_LAPSED", sql.END_LAPSED.replace("a.outcome = 'lost'", "false"))
 
 
 def no_distance_between_lost_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -1766,7 +1777,12 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "suspects: last attempt",
         a_suspect_on_its_last_attempt_is_claimed_alone,
-        no_check_of_the_budget_of_a_suspect,
+        no_check_for_the_last_attempt,
+    ),
+    (
+        "suspects: two in a row",
+        a_message_that_lost_two_attempts_in_a_row_is_claimed_alone,
+        no_check_of_the_attempt_before,
     ),
     (
         "suspects: distance",

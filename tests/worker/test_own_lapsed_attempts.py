@@ -17,6 +17,7 @@ from pgoutbox.worker import Worker
 from tests.support.outbox_actions import (
     WatchedWorker,
     attempts_of,
+    claim,
     end_lapsed,
     enqueue,
     lapse,
@@ -167,9 +168,12 @@ async def test_a_remembered_hand_over_survives_a_second_loss(
         finish.is_slow = True
         claim_again(db, message_id, worker)
         await finish.arrived.wait()
-        lose(db, message_id)
-        claim_again(db, message_id, worker)
-        await until(lambda: counts_in_flight(worker) == [3])
+        # Another worker takes the suspect over, and dies.
+        lapse(db, message_id)
+        assert [(row.id, row.attempt_count) for row in claim(db, worker="other")] == [(message_id, 3)]
+        lapse(db, message_id)
+        run_of(worker).state.signals.poll_all_lanes()
+        await until(lambda: counts_in_flight(worker) == [4])
         finish.may_go_on.set()
         await until(lambda: state_of(db, message_id) == "sent")
     assert gate.calls == [1]

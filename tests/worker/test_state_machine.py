@@ -212,9 +212,10 @@ class Outboxes(RuleBasedStateMachine):
         return found
 
     def _is_suspect(self, message: Model) -> bool:
-        """Return whether its attempt was lost, it is to be tried again, and it has used up half of its attempts."""
+        """Return whether it is to be tried again, for the last time or after two lost attempts in a row."""
         ends = message.cancel_requested or message.expired or self._is_superseded(message)
-        return not ends and 0 < message.max_attempts - message.attempt_count <= MAX_ATTEMPTS // 2
+        left = message.max_attempts - message.attempt_count
+        return not ends and left > 0 and (left == 1 or message.history[-1:] == ["lost"])
 
     def _judge(self, message: Model, worker: str, *, is_pending: bool = False) -> None:
         if message.cancel_requested:

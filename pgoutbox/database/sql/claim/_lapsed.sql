@@ -15,9 +15,12 @@ CROSS JOIN LATERAL (
         WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'
         -- hold_topics: topics that hold a message with an unknown outcome for a person instead of trying it again.
         WHEN m.attempt_count >= m.max_attempts OR m.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
-        -- It can afford another loss: more than half of its granted attempts are left.
-        WHEN m.max_attempts - m.attempt_count > m.attempt_budget / 2 THEN 'pending'
-        ELSE 'sending'
+        -- A suspect: the attempt before was lost too, or the next one is the last.
+        WHEN m.max_attempts - m.attempt_count = 1 OR EXISTS (
+            SELECT FROM pgoutbox.attempt AS a
+            WHERE a.message_id = m.id AND a.attempt_count = m.attempt_count - 1 AND a.outcome = 'lost'
+        ) THEN 'sending'
+        ELSE 'pending'
     END
 ) AS ending(state)
 WHERE m.state = 'sending'
