@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, LiteralString
 
 import psycopg
@@ -97,6 +99,7 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
 COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
     PRODUCER: {},
     WORKER: {
+        "attempt SELECT": "attempt_count message_id outcome",
         "message UPDATE": "attempt_count available_at claimed_at finished_at key_in_flight lane last_error "
         "max_attempts skip_reason state superseded_by worker",
         "message_failed SELECT": "id on_failed ordering_key queue",
@@ -551,6 +554,23 @@ REFUSED: Final = {
     OPERATOR: (*WRITES, *LOOKS_AT_PAYLOADS, *DELIVERS, *PRODUCES),
     VIEWER: (*WRITES, *LOOKS_AT_PAYLOADS, *CONTROLS, *DELIVERS, *PRODUCES, "SELECT pgoutbox.cancel(1)"),
 }
+
+
+# The folders with the statements that a worker runs on tables, besides those of maintenance, which are functions.
+WORKER_FOLDERS: Final = ("breaker", "claim", "doorbell", "finish", "gauges", "presence")
+WORKER_STATEMENTS: Final = sorted(
+    {path.stem.upper() for folder in WORKER_FOLDERS for path in (Path(sql.__file__).parent / folder).glob("[!_]*.sql")}
+    - {"LISTEN", "UNLISTEN"}  # They have no plan.
+)
+
+
+@pytest.mark.parametrize("name", WORKER_STATEMENTS)
+def test_a_worker_may_run_each_of_its_statements(dsn: str, name: str) -> None:
+    """Also those that run only after a failure."""
+    statement: LiteralString = getattr(sql, name)
+    parameters = dict.fromkeys(re.findall(r"%\((\w+)\)s", statement))
+    with login(dsn, WORKER) as theirs, psycopg.connect(theirs) as worker:
+        worker.execute("EXPLAIN " + statement, parameters)
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -71,7 +71,7 @@ BEGIN
             skip_reason, superseded_by, last_error
         ) ON pgoutbox.message TO pgoutbox_worker;
         GRANT UPDATE (lane) ON pgoutbox.message_live TO pgoutbox_worker; -- A row lock needs the right to update a column.
-        GRANT INSERT ON pgoutbox.attempt TO pgoutbox_worker;
+        GRANT INSERT, SELECT (message_id, attempt_count, outcome) ON pgoutbox.attempt TO pgoutbox_worker;
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.claim TO pgoutbox_worker;
         GRANT UPDATE (tokens, tokens_at) ON pgoutbox.queue TO pgoutbox_worker;
         GRANT INSERT, UPDATE, DELETE ON pgoutbox.breaker TO pgoutbox_worker;
