@@ -1,7 +1,7 @@
 """What the parts of a worker report to its poll loop: reasons to poll or to wake up, and the suspect in flight.
 
-A suspect is a message that has lost two attempts in a row, or the last but one: it may have crashed its process each
-time. So a worker has only one of them in flight.
+A suspect is a message whose attempt was lost after half of its attempts were used up, or beside such a message: it may
+have crashed its process. So a worker has only one of them in flight.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tests messages with a lost attempt: any of them may crash its process, so they are not tried again together.
 
-Those that have lost two in a row, or the last but one, are suspects: a worker has one of them in flight.
+Those that have lost half of their attempts are suspects, and those beside them: a worker has one of them in flight.
 """
 
 from __future__ import annotations

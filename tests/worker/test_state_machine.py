@@ -73,6 +73,10 @@ class Model:
     superseded_by: int | None = None
     history: list[str] = field(default_factory=list)
 
+    @property
+    def has_used_up_half(self) -> bool:
+        return 0 < self.max_attempts - self.attempt_count <= MAX_ATTEMPTS // 2
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
@@ -212,10 +216,11 @@ class Outboxes(RuleBasedStateMachine):
         return found
 
     def _is_suspect(self, message: Model) -> bool:
-        """Return whether it is to be tried again, for the last time or after two lost attempts in a row."""
+        """Return whether it is to be tried again, and it or one beside it has used up half of its attempts."""
         ends = message.cancel_requested or message.expired or self._is_superseded(message)
-        left = message.max_attempts - message.attempt_count
-        return not ends and left > 0 and (left == 1 or message.history[-1:] == ["lost"])
+        beside = [m for m in self.messages.values() if m.state is State.SENDING and m.worker == message.worker]
+        lost_again = any(other.has_used_up_half and other.history[-1:] == ["lost"] for other in beside)
+        return not ends and message.attempt_count < message.max_attempts and (message.has_used_up_half or lost_again)
 
     def _judge(self, message: Model, worker: str, *, is_pending: bool = False) -> None:
         if message.cancel_requested:

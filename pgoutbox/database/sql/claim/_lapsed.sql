@@ -15,11 +15,22 @@ CROSS JOIN LATERAL (
         WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'
         -- hold_topics: topics that hold a message with an unknown outcome for a person instead of trying it again.
         WHEN m.attempt_count >= m.max_attempts OR m.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
-        -- A suspect: the attempt before was lost too, or the next one is the last.
-        WHEN m.max_attempts - m.attempt_count = 1 OR EXISTS (
-            SELECT FROM pgoutbox.attempt AS a
-            WHERE a.message_id = m.id AND a.attempt_count = m.attempt_count - 1 AND a.outcome = 'lost'
-        ) THEN 'sending'
+        -- It cannot afford another loss: half of its granted attempts are used up.
+        WHEN m.max_attempts - m.attempt_count <= m.attempt_budget / 2 THEN 'sending'
+        -- Nor can another message that its worker had in flight, and that was lost twice in a row. Either of them may have
+        -- crashed the process. If this one were not tried alone too, they could meet again. The array is read once.
+        WHEN c.worker = ANY (ARRAY(
+            SELECT o.worker
+            FROM pgoutbox.claim AS o
+            JOIN pgoutbox.message_live AS s ON s.id = ANY (o.ids) AND s.worker = o.worker AND s.claimed_at = o.claimed_at
+            WHERE o.worker IN (SELECT l.worker FROM pgoutbox.claim AS l WHERE l.lease_expires_at <= now())
+                AND s.state = 'sending'
+                AND s.max_attempts - s.attempt_count BETWEEN 1 AND s.attempt_budget / 2
+                AND EXISTS (
+                    SELECT FROM pgoutbox.attempt AS a
+                    WHERE a.message_id = s.id AND a.attempt_count = s.attempt_count - 1 AND a.outcome = 'lost'
+                )
+        )) THEN 'sending'
         ELSE 'pending'
     END
 ) AS ending(state)

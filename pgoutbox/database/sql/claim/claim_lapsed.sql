@@ -1,6 +1,6 @@
--- Take over the oldest lapsed attempt of a suspect in a queue: two attempts in a row were lost, or the next one is the
--- last. It may have crashed its process, and may do so again, so a worker has only one such message in flight: `total`
--- is 1. The attempt before is recorded as lost. The message stays in flight, with its key. end_lapsed.sql ends all other lapsed attempts.
+-- Take over the oldest lapsed attempt of a suspect in a queue: its message has used up half of its attempts, or was in
+-- flight beside one that has lost several of them. It may have crashed its process, and may do so again, so a worker has only one such message
+-- in flight: `total` is 1. The attempt before is recorded as lost. The message stays in flight, with its key. end_lapsed.sql ends all other lapsed attempts.
 -- Guards: row locks, and the place of the row in the UPDATE.
 WITH judged AS MATERIALIZED (
     \ir _lapsed.sql
