@@ -172,7 +172,7 @@ def main() -> None:
         migrate.upgrade(server.dsn)
         for breaker in (True, False):
             with psycopg.connect(server.dsn, autocommit=True) as connection:
-                connection.execute("TRUNCATE pgoutbox.message, pgoutbox.attempt, pgoutbox.breaker")
+                connection.execute("TRUNCATE pgoutbox.message, pgoutbox.breaker")
             asyncio.run(play(server.dsn, load, breaker=breaker, concurrency=arguments.concurrency))
 
 

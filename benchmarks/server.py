@@ -122,9 +122,7 @@ def settle_all(connection: psycopg.Connection[tuple[object, ...]]) -> None:
 
 def empty_outbox(connection: psycopg.Connection[tuple[object, ...]]) -> None:
     """Remove every message, as in a new schema."""
-    connection.execute(
-        "TRUNCATE pgoutbox.message, pgoutbox.large_payload, pgoutbox.attempt, pgoutbox.coalesce_head, pgoutbox.dedupe"
-    )
+    connection.execute("TRUNCATE pgoutbox.message, pgoutbox.coalesce_head, pgoutbox.dedupe")
 
 
 def load_pending(connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str) -> None:

@@ -48,7 +48,7 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
 
 
 class AttemptOutcome(enum.StrEnum):
-    """How an attempt ended. The table `pgoutbox.attempt` records all of these except `sent`."""
+    """How an attempt ended. `pgoutbox.attempt_view` shows the attempts of each message."""
 
     SENT = "sent"
     RETRY = "retry"

@@ -11,7 +11,7 @@ import functools
 import ipaddress
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar, Final, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
@@ -545,6 +545,19 @@ def variable_of(path: str) -> str:
 
 
 VARIABLES: Final = frozenset(variable_of(path) for path in fields_of(Settings))
+SECRET_VARIABLES: Final = frozenset(
+    variable_of(path) for path, field in fields_of(Settings).items() if SecretStr in get_args(field.annotation)
+)
+
+
+def secret_values(settings: BaseModel) -> Iterator[str]:
+    """Yield the value of each secret of the settings: of each field whose type is `SecretStr`."""
+    for name in type(settings).model_fields:
+        match getattr(settings, name):
+            case SecretStr() as secret:
+                yield secret.get_secret_value()
+            case BaseModel() as group:
+                yield from secret_values(group)
 
 
 def unknown_variables(environment: Iterable[str]) -> list[tuple[str, str]]:

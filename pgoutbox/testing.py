@@ -53,8 +53,6 @@ _PACKAGE: Final = str(Path(__file__).parent)
 # Keys and contents have no foreign keys, so the order does not matter. Queues keep their pauses and limits.
 _CLEAR: Final = """
 DELETE FROM pgoutbox.message;
-DELETE FROM pgoutbox.attempt;
-DELETE FROM pgoutbox.large_payload;
 DELETE FROM pgoutbox.content;
 DELETE FROM pgoutbox.dedupe;
 DELETE FROM pgoutbox.coalesce_head;

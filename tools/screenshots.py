@@ -111,16 +111,23 @@ INSERT INTO pgoutbox.message (
 """
 
 _ATTEMPTS: Final = """
-INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
-SELECT
-    %(id)s,
-    n,
-    CASE WHEN n = 4 THEN 'failed' ELSE 'retry' END,
-    'worker-' || n %% 3,
-    now() - (13 - 2 * n) * interval '1 min',
-    now() - (13 - 2 * n) * interval '1 min' + n * interval '210 ms',
-    CASE WHEN n = 4 THEN 'HTTP 410 from shop3.example.org: gone' ELSE 'HTTP 503 from shop3.example.org' END
-FROM generate_series(1, 4) AS n
+UPDATE pgoutbox.message
+SET attempts = ARRAY(
+    SELECT (
+        n,
+        1,
+        CASE WHEN n = 4 THEN 'failed' ELSE 'retry' END,
+        'worker-' || n %% 3,
+        now() - (13 - 2 * n) * interval '1 min',
+        now() - (13 - 2 * n) * interval '1 min' + n * interval '210 ms',
+        CASE WHEN n = 4 THEN 'HTTP 410 from shop3.example.org: gone' ELSE 'HTTP 503 from shop3.example.org' END,
+        NULL,
+        NULL,
+        NULL
+    )::pgoutbox.attempt
+    FROM generate_series(1, 4) AS n
+)
+WHERE id = %(id)s
 """
 
 _QUEUES: Final = """

@@ -36,6 +36,7 @@ SQL = Path(__file__).resolve().parents[1] / "sql"
 # Files that match one pattern run in the order of their names. A file that matches several runs at the first one.
 ORDER = (
     "schema.sql",
+    "types/*.sql",
     "tables/message*.sql",  # First in the reference of the schema.
     "tables/*.sql",
     "functions/*.sql",  # The private ones first: public ones call them.
@@ -50,7 +51,8 @@ STATEMENT = re.compile(r"(?>--[^\n]*|'[^']*'|(\$\w*\$).*?\1|BEGIN ATOMIC\b.*?\nE
 
 # Partitions and indexes are dropped with their table.
 CREATED = re.compile(
-    r"^CREATE (?:(TABLE|FUNCTION|VIEW) (pgoutbox\.\w+)\b(?! PARTITION OF)|(TRIGGER) (\w+)\b.*(\bON pgoutbox\.\w+))",
+    r"^CREATE (?:(TABLE|TYPE|FUNCTION|VIEW) (pgoutbox\.\w+)\b(?! PARTITION OF)"
+    r"|(TRIGGER) (\w+)\b.*(\bON pgoutbox\.\w+))",
     re.MULTILINE | re.DOTALL,
 )
 

@@ -33,6 +33,22 @@ def demo(
     raise typer.Exit(run_demo(people=people, seed=seed, keep=keep, json_output=as_json))
 
 
+def _print_version(given: bool) -> None:  # noqa: FBT001 - Typer passes the value of the option so
+    if given:
+        print_line(f"pgoutbox {installed_version('pgoutbox')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Transactional outbox on PostgreSQL. PGOUTBOX_DSN selects the database."""
+
+
 @app.command()
 def version(*, as_json: Json = False) -> None:
     """Print the versions for a bug report."""

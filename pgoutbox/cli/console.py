@@ -17,6 +17,8 @@ from logging.handlers import WatchedFileHandler
 from typing import TYPE_CHECKING, Final, TextIO
 from urllib.parse import unquote
 
+from pgoutbox.settings import secret_values
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -189,27 +191,31 @@ def _json_value(value: object) -> str:
     return iso_utc(value) if isinstance(value, datetime) else str(value)
 
 
-def secrets_in(dsns: Iterable[str], passwords: Iterable[str] = ()) -> frozenset[str]:
-    """Return every secret text that an error about these connection strings could quote.
+def secrets_in(values: Iterable[str]) -> frozenset[str]:
+    """Return every secret text that an error about these values could quote.
 
-    If a password is not percent-encoded, libpq parses the string differently and quotes parts of it, so the parts are
-    secrets too. Texts of one or two characters are left out: masking them would make every line unreadable.
+    A value is a password, a connection string, a JSON object of URLs, or a list of keys and tokens, each with or
+    without a name. If a password is not percent-encoded, libpq parses the string differently and quotes parts of it, so
+    the parts are secrets too. Texts of one or two characters are left out: masking them would make every line
+    unreadable.
     """
-    found = set(passwords)
-    for dsn in dsns:
-        found.update(re.findall(r"password\s*=\s*('(?:[^'\\]|\\.)*'|[^\s&]+)", dsn))
-        found.update(re.findall(r"://[^:/@]*:(.+)@", dsn))
+    found: set[str] = set()
+    for value in values:
+        if value.startswith("{"):
+            for url in re.findall(r"://([^\"]+)", value):
+                found.update(re.split(r"[&=]", url))
+        elif "://" in value or re.search(r"password\s*=", value):
+            found.update(re.findall(r"password\s*=\s*('(?:[^'\\]|\\.)*'|[^\s&]+)", value))
+            found.update(re.findall(r"://[^:/@]*:(.+)@", value))
+        else:
+            entries = re.split(r"[,\s]+", value)
+            found.update((value, *entries, *(re.sub(r"^[^:=]*(:|=whsec_)", "", entry) for entry in entries)))
     for text in list(found):
         found.add(unquote(text))
         found.add(text.strip("'"))
         found.update(re.split(r"[@:/?#]", text))
     found.update([json.dumps(text)[1:-1] for text in found])
     return frozenset(text for text in found if len(text) > 2)
-
-
-def tokens_in(text: str) -> list[str]:
-    """Return the tokens of `name:token,name:token`, without the names, which are not secret."""
-    return [entry.rpartition(":")[2].strip() for entry in text.split(",")]
 
 
 def mask(text: str, secrets: Iterable[str]) -> str:
@@ -219,27 +225,12 @@ def mask(text: str, secrets: Iterable[str]) -> str:
     return text
 
 
-def secrets_of(settings: Settings) -> frozenset[str]:
-    """Return every secret of the settings, in each form in which an error could quote it."""
-    urls = (settings.dsn, settings.listen_dsn, settings.redis.url, settings.nats.url, settings.rabbitmq.url)
-    dsns = [secret.get_secret_value() for secret in urls if secret is not None]
-    given = (settings.smtp.password, settings.kafka.password)
-    passwords = [secret.get_secret_value() for secret in given if secret is not None]
-    if settings.encryption_keys is not None:
-        passwords += settings.encryption_keys.get_secret_value().split(",")
-    if settings.webhook.secrets is not None:
-        passwords += [part.rpartition("=whsec_")[2] for part in settings.webhook.secrets.get_secret_value().split()]
-    web = (settings.web.viewer_tokens, settings.web.operator_tokens, settings.web.secret)
-    passwords += [part for secret in web if secret is not None for part in tokens_in(secret.get_secret_value())]
-    return secrets_in(dsns, passwords)
-
-
 def configure_logging(settings: Settings, *, is_quiet: bool = False) -> None:
     """Configure the log of the process: target, format and level from the settings.
 
     With `is_quiet` only warnings go to stderr, unless PGOUTBOX_LOG_LEVEL is set.
     """
-    secrets = secrets_of(settings)
+    secrets = secrets_in(secret_values(settings))
     formatter = JsonFormatter(secrets) if settings.log.format == "json" else TextFormatter(secrets)
     handler: logging.Handler = logging.StreamHandler(sys.stderr)
     if settings.log.file is not None:

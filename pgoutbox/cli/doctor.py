@@ -11,9 +11,9 @@ from typing import Annotated, Final
 import typer
 
 from pgoutbox.cli.arguments import App, Dsn, Json, load_outbox
-from pgoutbox.cli.console import FAILED, coloured, mask, print_json, print_note, printable, secrets_in, secrets_of
+from pgoutbox.cli.console import FAILED, coloured, mask, print_json, print_note, printable, secrets_in
 from pgoutbox.cli.program import app
-from pgoutbox.settings import load_settings
+from pgoutbox.settings import load_settings, secret_values
 
 _COLOURS: Final = {"ok": "32", "skipped": "90", "warning": "33", "problem": "31"}
 
@@ -36,7 +36,7 @@ def doctor(
     settings = load_settings(dsn=dsn, app=where)
     settings.require_dsn()
     outbox = None if settings.app is None else load_outbox(settings.app)
-    secrets = secrets_of(settings) | secrets_in((), [os.environ.get("PGPASSWORD", "")])
+    secrets = secrets_in([*secret_values(settings), os.environ.get("PGPASSWORD", "")])
     counts: Counter[Level] = Counter()
     for finding in examine(settings, outbox, environment=os.environ):
         counts[finding.level] += 1

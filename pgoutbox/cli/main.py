@@ -12,23 +12,14 @@ from typing import TYPE_CHECKING, Final
 
 import psycopg
 
-from pgoutbox.cli.console import DONE, FAILED, MISUSED, mask, print_error, secrets_in, tokens_in
+from pgoutbox.cli.console import DONE, FAILED, MISUSED, mask, print_error, secrets_in
 from pgoutbox.database.server import missing_object
 from pgoutbox.errors import ConfigurationError, MissingExtraError, NotReadyError, PayloadError, PgOutboxError
+from pgoutbox.settings import SECRET_VARIABLES
 from pgoutbox.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_DSN_VARIABLES: Final = (
-    "PGOUTBOX_DSN",
-    "PGOUTBOX_LISTEN_DSN",
-    "PGOUTBOX_REDIS_URL",
-    "PGOUTBOX_NATS_URL",
-    "PGOUTBOX_RABBITMQ_URL",
-)
-_PASSWORD_VARIABLES: Final = ("PGOUTBOX_SMTP_PASSWORD", "PGOUTBOX_KAFKA_PASSWORD", "PGPASSWORD")
-_TOKEN_VARIABLES: Final = ("PGOUTBOX_WEB_VIEWER_TOKENS", "PGOUTBOX_WEB_OPERATOR_TOKENS", "PGOUTBOX_WEB_SECRET")
 
 _BAD_DSN: Final = (
     "PGOUTBOX_DSN is not a connection string; give one such as postgresql://app@localhost/app, "
@@ -57,7 +48,7 @@ _ROLES: Final = (
         "pgoutbox_operator",
     ),
     (
-        r"message\w*|attempt|maintenance_run|worker|content|coalesce_head|permits|\w+_partition|clear_retired",
+        r"message\w*|maintenance_run|worker|content|coalesce_head|permits|\w+_partition",
         "pgoutbox_worker",
     ),
     (r"pgoutbox|schema_version", "pgoutbox_worker, pgoutbox_operator or pgoutbox_viewer"),
@@ -127,9 +118,5 @@ def _grant(message: str) -> str:
 
 
 def _secrets(arguments: Sequence[str]) -> frozenset[str]:
-    dsns = [os.environ.get(variable, "") for variable in _DSN_VARIABLES]
-    dsns += [argument for argument in arguments if "://" in argument or "password" in argument]
-    passwords = [os.environ.get(variable, "") for variable in _PASSWORD_VARIABLES]
-    for variable in _TOKEN_VARIABLES:
-        passwords += tokens_in(os.environ.get(variable, ""))
-    return secrets_in(dsns, passwords + os.environ.get("PGOUTBOX_ENCRYPTION_KEYS", "").split(","))
+    given = [argument for argument in arguments if "://" in argument or "password" in argument]
+    return secrets_in([*given, *(os.environ.get(name, "") for name in (*SECRET_VARIABLES, "PGPASSWORD"))])

@@ -176,17 +176,15 @@ def list_messages(
 def show(
     message_id: MessageId,
     *,
-    whole: Annotated[
-        bool, typer.Option("--whole", help="Show all attempts, and the full payload, headers and errors.")
-    ] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="Show the full payload, headers and last error.")] = False,
     where: App = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """Show one message, its payload and its attempts.
 
-    Shows the newest 100 attempts that did not end as sent, and the first 65,536 characters of payload, headers and each
-    error. --whole and --json show all. JSON that Python cannot parse is shown as text.
+    Shows the first 65,536 characters of payload, headers and the last error. --whole and --json show all. JSON that
+    Python cannot parse is shown as text.
 
     Hides encrypted payloads, values with names such as password or token, and names in PGOUTBOX_REDACT. With --app or
     PGOUTBOX_APP, it also hides the names that the topic redacts.
@@ -210,13 +208,13 @@ def show(
             fields[name] = json.dumps(
                 value, ensure_ascii=False, indent=2 if name == "payload" and sys.stdout.isatty() else None
             )
-    if (older := fields.pop("attempt_rows") - len(attempts)) > 0:
-        print_note(f"{older:,} older attempts are not shown; --whole shows all")
     print_fields(fields)
     if attempts:
         print_line("")
         # Most attempts have neither a reason code nor a breaker.
         columns = [name for name in attempts[0]._fields if any(getattr(a, name) is not None for a in attempts)]
+        if all(attempt.times == 1 for attempt in attempts):
+            columns.remove("times")
         print_table(columns, [[getattr(a, name) for name in columns] for a in attempts])
 
 

@@ -39,7 +39,6 @@ class _InOrder(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=_InOrder,
-    help="Transactional outbox on PostgreSQL. PGOUTBOX_DSN selects the database.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -346,8 +346,8 @@ class Store:
         rows = await self._attempts.fetch(sql.LARGE_CONTENT, {"id": content_id})
         return rows[0][0] if rows else None
 
-    async def large_payload(self, message_id: int, attempt_count: int) -> list[str | None]:
-        """Return the payload of an attempt as a JSON text, None if it is missing; empty if it holds no message."""
+    async def large_payload(self, message_id: int, attempt_count: int) -> list[str]:
+        """Return the payload of an attempt as a JSON text; nothing if it no longer holds its message."""
         parameters = {"id": message_id, "attempt_count": attempt_count, "worker": self.worker}
         return [text for (text,) in await self._attempts.fetch(sql.LARGE_PAYLOAD, parameters)]
 

@@ -59,7 +59,7 @@ SELECT
     m.state,
     m.attempt_count,
     m.superseded_by,
-    (SELECT count(*) FROM pgoutbox.attempt AS a WHERE a.message_id = m.id AND a.outcome = 'lost') AS lost_count
+    (SELECT count(*) FROM unnest(m.attempts) AS a WHERE a.outcome = 'lost') AS lost_count
 FROM pgoutbox.message AS m
 ORDER BY m.id
 """

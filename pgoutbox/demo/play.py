@@ -41,7 +41,7 @@ QUERIES = (
     "SELECT topic, state, count(*) FROM pgoutbox.message GROUP BY topic, state ORDER BY topic, state",
     "SELECT id, destination, state, attempt_count, last_error FROM pgoutbox.message WHERE state = 'failed'",
     "SELECT id, coalesce_key, skip_reason FROM pgoutbox.message WHERE superseded_by IS NOT NULL ORDER BY id LIMIT 5",
-    "SELECT * FROM pgoutbox.attempt WHERE outcome = 'lost' ORDER BY message_id LIMIT 5",
+    "SELECT * FROM pgoutbox.attempt_view WHERE outcome = 'lost' ORDER BY message_id LIMIT 5",
 )
 
 

@@ -175,8 +175,7 @@ def check_encryption(context: DoctorContext) -> Iterator[Note]:
         yield skipped(
             f"encrypted payloads of {join_names(sorted(sealed))} are pending; "
             f"{user} cannot read them to check the keys",
-            f"run the doctor with the worker's role, or: "
-            f"GRANT SELECT ON pgoutbox.message, pgoutbox.large_payload TO {user}",
+            f"run the doctor with the worker's role, or: GRANT SELECT ON pgoutbox.message TO {user}",
         )
         return
     unreadable = {topic: count for topic, count in sealed.items() if count}

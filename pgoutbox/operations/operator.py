@@ -80,7 +80,6 @@ BATCH_SIZE: Final = 500
 # A bulk act searches so many rows at a time, and fewer if it has to normalise the error of each.
 _SEARCHED_ROWS: Final = 20_000
 _SEARCHED_GROUP_ROWS: Final = 3_000
-_SHOWN_ATTEMPTS: Final = 100
 _SHOWN_CHARACTERS: Final = 65_536
 _ALL: Final = 2**31 - 1
 # Far below Python's recursion limit, whatever the caller's depth.
@@ -189,16 +188,15 @@ class Operator:
     def show_message(
         self, message_id: int, *, whole: bool = False, with_values: bool = True
     ) -> tuple[ShownMessage, list[ShownAttempt]]:
-        """Return one message and its attempts that did not end `sent`, newest first.
+        """Return one message and its last attempts, newest first.
 
-        Without `whole`: the newest 100 attempts, and the first 65,536 characters of headers, payload and each error.
+        Without `whole`: the first 65,536 characters of headers, payload and the last error.
 
         Neither is redacted: call `redacted` before you show them. Without `with_values`, and for a role that may not
         read the table, payload and headers are those of `pgoutbox.message_view`. Raises `MessageNotFoundError`.
         """
         statement = sql.SHOW_MESSAGE if with_values and self.reads_payloads() else sql.SHOW_MESSAGE_VIEW
-        bounds = (_ALL, _ALL) if whole else (_SHOWN_CHARACTERS, _SHOWN_ATTEMPTS)
-        parameters = {"id": message_id, "characters": bounds[0], "limit": bounds[1]}
+        parameters = {"id": message_id, "characters": _ALL if whole else _SHOWN_CHARACTERS}
         rows = self._fetch(statement, parameters)
         if not rows:
             raise MessageNotFoundError(f"no such message: {message_id}")

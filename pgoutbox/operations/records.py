@@ -333,8 +333,7 @@ class ListedMessage(NamedTuple):
 class ShownMessage(NamedTuple):
     """All data of one message, in the order of SHOW_MESSAGE.
 
-    `attempt_rows` counts its rows in `attempt`, up to 10,001. Headers and payload can be a `JsonText`. Their sizes are
-    the sizes of the whole JSON text.
+    Headers and payload can be a `JsonText`. Their sizes are the sizes of the whole JSON text.
     """
 
     id: int
@@ -364,7 +363,6 @@ class ShownMessage(NamedTuple):
     content_id: int | None
     skip_reason: str | None
     last_error: str | None
-    attempt_rows: int
     headers: JsonValue
     headers_bytes: int | None
     payload: JsonValue
@@ -392,9 +390,10 @@ def _attempts(message: ListedMessage | ShownMessage) -> str:
 
 
 class ShownAttempt(NamedTuple):
-    """One attempt that did not end `sent`, in the order of SHOW_ATTEMPTS."""
+    """One attempt, or several alike, in the order of SHOW_ATTEMPTS."""
 
     attempt_count: int
+    times: int
     outcome: str
     worker: str
     started_at: datetime

@@ -65,19 +65,17 @@ class MaintenanceFacts(NamedTuple):
 
     asked_at: datetime
     default_bytes: int
-    has_retired: bool
     partitions: Sequence[Partition]
     rules: Sequence[RetentionRule]
 
     @classmethod
     def of_row(cls, row: TupleRow) -> MaintenanceFacts:
         """Return the facts from the columns of `sql.MAINTENANCE_FACTS`."""
-        asked_at, default_bytes, has_retired, names, lowers, uppers, topics, states, keeps = row
+        asked_at, default_bytes, names, lowers, uppers, topics, states, keeps = row
         keep_of = [None if seconds is None else timedelta(seconds=seconds) for seconds in keeps or ()]
         return cls(
             asked_at,
             default_bytes,
-            has_retired,
             [Partition(*found) for found in zip(names or (), lowers or (), uppers or (), strict=True)],
             [RetentionRule(*found) for found in zip(topics or (), states or (), keep_of, strict=True)],
         )
@@ -98,20 +96,13 @@ def read_maintenance_facts(connection: psycopg.Connection[TupleRow]) -> Maintena
     return MaintenanceFacts.of_row(row)
 
 
-class KeyPass(NamedTuple):
-    """A pass over a table of keys, page by page. The topic is that of a rule for dedupe keys."""
-
-    statement: LiteralString
-    topic: str | None = None
-
-
 @dataclass(slots=True)
 class PartitionCache:
     """The knowledge of earlier turns about partitions. It is valid for a day, and while the rules stay the same.
 
     `kept_until` has the retention end of each closed partition, by its name. `done_until` is the time up to which a
-    rule has been applied to a partition. `passes` holds the unfinished passes over tables of keys, each with the last
-    key that it has read. If this is lost, the pass starts again.
+    rule has been applied to a partition. `passes` holds the unfinished passes over tables of keys, page by page: the
+    statement of each, with the last key that it has read. If this is lost, the pass starts again.
     """
 
     rules: Sequence[RetentionRule] = ()
@@ -119,7 +110,7 @@ class PartitionCache:
     done_until: dict[tuple[str, RetentionRule], datetime] = field(default_factory=dict)
     began_at: float = -math.inf
     keys_at: float = -math.inf
-    passes: dict[KeyPass, tuple[str, str]] = field(default_factory=dict)
+    passes: dict[LiteralString, tuple[str, str]] = field(default_factory=dict)
 
     def refresh(self, rules: Sequence[RetentionRule]) -> None:
         """Forget outdated knowledge."""
@@ -154,11 +145,11 @@ class MaintenancePlan(NamedTuple):
 
 
 def plan_maintenance(
-    facts: MaintenanceFacts, cache: PartitionCache, retired: Collection[str] = frozenset()
+    facts: MaintenanceFacts, cache: PartitionCache, dropped: Collection[str] = frozenset()
 ) -> MaintenancePlan:
-    """Return the work that is due at the time of the facts. `retired` partitions were detached since then."""
+    """Return the work that is due at the time of the facts. `dropped` partitions were dropped since then."""
     now = facts.asked_at
-    partitions = [partition for partition in facts.partitions if partition.name not in retired]
+    partitions = [partition for partition in facts.partitions if partition.name not in dropped]
     past = [partition for partition in partitions if partition.upper_at <= now]
     keeps = [rule.keep for rule in facts.rules if rule.keep is not None and rule.state in _PARTITIONED_BY_TIME]
     return MaintenancePlan(
@@ -240,8 +231,7 @@ class MaintenanceRun:
         self._progress = progress or (lambda _: None)
         self._is_workers = write is None
         self._write = write or self._fetch
-        self._retired: set[str] = set()
-        self._cleared_count = 0  # Messages of retired partitions.
+        self._dropped: set[str] = set()
         self._deleted: Counter[State] = Counter()
         self._counts = Counter(coalesce_keys=0)
         cache.refresh(facts.rules)
@@ -254,12 +244,12 @@ class MaintenanceRun:
     @property
     def has_work(self) -> bool:
         """Whether there may be work, as far as is known without a query."""
-        return self._facts.lacks_partition or self._facts.has_retired or self._keys_are_due() or any(self._plan())
+        return self._facts.lacks_partition or self._keys_are_due() or any(self._plan())
 
     def take(self, connection: psycopg.Connection[TupleRow]) -> None:
         """Run the turn. It raises only errors that ended the connection."""
         self._connection = connection
-        steps = [self._make, self._check, self._retire, self._clear, self._delete, self._forget_keys]
+        steps = [self._make, self._check, self._drop, self._delete, self._forget_keys]
         days_ahead = (self._facts.asked_at - datetime.now(UTC)) / timedelta(days=1)
         if days_ahead > _CLOCK_TOLERANCE_DAYS:
             steps = steps[:1]
@@ -280,7 +270,7 @@ class MaintenanceRun:
                 self.errors.append(error)
 
     def _plan(self) -> MaintenancePlan:
-        return plan_maintenance(self._facts, self._cache, self._retired)
+        return plan_maintenance(self._facts, self._cache, self._dropped)
 
     # --- partitions ---------------------------------------------------------------------------------------------------
 
@@ -298,24 +288,17 @@ class MaintenanceRun:
             ((kept_until,),) = self._fetch(sql.KEPT_UNTIL, partition._asdict())
             self._cache.kept_until[partition.name] = kept_until
 
-    def _retire(self) -> None:
+    def _drop(self) -> None:
         for partition in self._plan().drop:
             if self._is_over():
                 break
-            answer = self._patiently(self._write, sql.RETIRE_PARTITION, name=partition.name)
+            answer = self._patiently(self._write, sql.DROP_PARTITION, name=partition.name)
             if answer is None or answer == "busy":
                 break  # If one partition is locked, the others are too.
             if answer != "kept":
-                self._retired.add(partition.name)
+                self._dropped.add(partition.name)
+                self._counts["partitions_dropped"] += answer == "dropped"
             self._cache.kept_until.pop(partition.name, None)  # `kept`: its retention has changed.
-
-    def _clear(self) -> None:
-        """Delete the attempts and keys of detached partitions page by page, then the partitions themselves."""
-        while not self._is_over() and (rows := self._fetch(sql.CLEAR_RETIRED, self._limit)):
-            ((_, count, is_dropped),) = rows
-            self._counts["partitions_dropped"] += is_dropped
-            self._cleared_count += count
-            self._progress(self._cleared_count)
 
     def _patiently(self, run: Run, statement: LiteralString, **parameters: object) -> str | None:
         """Return the answer of the statement; None if every try met a lock of another transaction.
@@ -342,7 +325,7 @@ class MaintenanceRun:
                 sql.PRUNE_BY_RULE,
                 parameters,
                 self._deleted,
-                lambda count: self._progress(self._cleared_count + count),
+                self._progress,
                 self._is_over,
             ):
                 break
@@ -363,12 +346,9 @@ class MaintenanceRun:
         if not passes:
             if self._is_workers:  # Only workers have the right.
                 self._fetch(sql.FORGET_REQUESTS)
-            for rule in self._facts.rules:
-                if rule.state == DEDUPE_KEY and rule.keep is not None:
-                    passes[KeyPass(sql.PRUNE_DEDUPE_BY_RULE, rule.topic)] = _FIRST_PAGE
-                elif rule.state == AUDIT:
-                    passes[KeyPass(sql.PRUNE_AUDIT)] = _FIRST_PAGE
-            passes.update(dict.fromkeys(_PASSES, _FIRST_PAGE))
+            if any(rule.state == AUDIT for rule in self._facts.rules):
+                passes[sql.PRUNE_AUDIT] = _FIRST_PAGE
+            passes.update(dict.fromkeys((sql.PRUNE_DEDUPE_BY_RULE, *_PASSES), _FIRST_PAGE))
             self._cache.keys_at = time.monotonic()
         forgotten = _take_passes(self._fetch, passes, self._limit, self._is_over)
         self._counts["coalesce_keys"] = forgotten[sql.PRUNE_COALESCE]
@@ -387,7 +367,7 @@ def prune(
     _delete_batches(write, sql.PRUNE, parameters, deleted, progress)
     passes = dict.fromkeys(_PASSES, _FIRST_PAGE)
     if State.SENT in cast("Collection[str]", parameters["states"]):
-        passes[KeyPass(sql.PRUNE_DEDUPE)] = _FIRST_PAGE
+        passes[sql.PRUNE_DEDUPE] = _FIRST_PAGE
     forgotten = _take_passes(functools.partial(fetch, connection), passes, parameters)
     return PruneTotals(dict(deleted), forgotten[sql.PRUNE_COALESCE], forgotten[sql.PRUNE_DEDUPE])
 
@@ -413,7 +393,7 @@ def _delete_batches(
 
 def _take_passes(
     run: Run,
-    passes: dict[KeyPass, tuple[str, str]],
+    passes: dict[LiteralString, tuple[str, str]],
     parameters: Mapping[str, object],
     is_over: Callable[[], bool] = lambda: False,
 ) -> Counter[LiteralString]:
@@ -423,24 +403,21 @@ def _take_passes(
     """
     forgotten: Counter[LiteralString] = Counter()
     while passes and not is_over():
-        one, (scope, key) = next(iter(passes.items()))
-        arguments = {**parameters, "after_scope": scope, "after_key": key}
-        if one.topic is not None:
-            arguments["topic"] = one.topic
-        rows = run(one.statement, arguments)
+        statement, (scope, key) = next(iter(passes.items()))
+        rows = run(statement, {**parameters, "after_scope": scope, "after_key": key})
         if not rows:
-            del passes[one]
+            del passes[statement]
             continue
         ((last_scope, last_key, key_count, forgotten_count),) = rows
-        forgotten[one.statement] += forgotten_count
-        passes[one] = last_scope, last_key
+        forgotten[statement] += forgotten_count
+        passes[statement] = last_scope, last_key
         if key_count < cast("int", parameters["limit"]):
-            del passes[one]
+            del passes[statement]
     return forgotten
 
 
 _FIRST_PAGE: Final = ("", "")
-_PASSES: Final = (KeyPass(sql.PRUNE_ORDERING), KeyPass(sql.PRUNE_CONTENT), KeyPass(sql.PRUNE_COALESCE))
+_PASSES: Final = (sql.PRUNE_ORDERING, sql.PRUNE_CONTENT, sql.PRUNE_COALESCE)
 
 
 def prune_parameters(older_than: timedelta, states: Collection[State], topic: str | None) -> dict[str, object]:

@@ -94,12 +94,10 @@ class LargeTexts:
             rows = await self._store.large_payload(message.id, attempt.attempt_count)
             if not rows:
                 return RELEASED  # The attempt no longer holds its message, so nothing is written.
-            if (text := rows[0]) is None:
-                return Permanent("payload: is neither in the row nor in large_payload")
-            payload, problem = read_payload(text, message, attempt.handler, self._keyring)
+            payload, problem = read_payload(rows[0], message, attempt.handler, self._keyring)
             if problem is not None:
                 return problem
-            size = len(text)
+            size = len(rows[0])
         if attempt.large_content_id is not None:
             shared = self._contents.get(attempt.large_content_id) or await self._read_content(attempt)
             if shared is None:

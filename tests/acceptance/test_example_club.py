@@ -466,7 +466,7 @@ def test_a_failed_mail_is_retried_after_1_5_15_and_60_minutes_and_parked_after_t
             """
             SELECT m.state, extract(epoch FROM m.available_at - a.ended_at)
             FROM pgoutbox.message AS m
-            JOIN pgoutbox.attempt AS a ON a.message_id = m.id AND a.attempt_count = m.attempt_count
+            JOIN pgoutbox.attempt_view AS a ON a.message_id = m.id AND a.attempt_count = m.attempt_count
             WHERE m.dedupe_key = '7:member'
             """
         ).fetchall()

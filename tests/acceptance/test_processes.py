@@ -53,7 +53,7 @@ def test_a_message_that_kills_its_worker_fails_after_its_attempts_and_others_are
     assert state_and_attempts(database, poison)[:2] == ("failed", 3)
     assert [state_and_attempts(database, message)[0] for message in (good_before, good_after)] == ["sent", "sent"]
     outcomes = database.execute(
-        "SELECT outcome FROM pgoutbox.attempt WHERE message_id = %s ORDER BY attempt_count", (poison,)
+        "SELECT outcome FROM pgoutbox.attempt_view WHERE message_id = %s ORDER BY attempt_count", (poison,)
     ).fetchall()
     assert outcomes == [("lost",), ("lost",), ("lost",)]
 

@@ -516,8 +516,9 @@ HOSTILE_MESSAGE: Final = """
 """
 HOSTILE_ROWS: Final = """
     WITH attempt AS (
-        INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
-        SELECT id, 1, 'retry', %(text)s, now(), now(), %(text)s FROM pgoutbox.message WHERE topic = %(text)s
+        UPDATE pgoutbox.message
+        SET attempts = ARRAY[(1, 1, 'retry', %(text)s, now(), now(), %(text)s, NULL, NULL, NULL)::pgoutbox.attempt]
+        WHERE topic = %(text)s
     ), breaker AS (
         INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)
         VALUES (%(text)s, now(), 60, %(text)s, %(text)s)

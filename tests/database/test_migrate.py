@@ -244,7 +244,7 @@ class TestAlone:
     def test_locks_of_a_login_without_privileges_block_no_migration_and_no_partition(self, dsn: str) -> None:
         with login(dsn) as theirs, psycopg.connect(theirs, autocommit=True) as stranger:
             stranger.execute("SELECT pg_advisory_lock(%s)", [int.from_bytes(b"pgoutbox")])
-            for table in ("alembic_version", "retired"):
+            for table in ("alembic_version", "home"):
                 with pytest.raises(psycopg.errors.InsufficientPrivilege), stranger.transaction():
                     stranger.execute(f"LOCK TABLE pgoutbox.{table} IN SHARE ROW EXCLUSIVE MODE".encode())
             reports: list[str] = []

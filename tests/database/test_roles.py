@@ -36,7 +36,7 @@ from pgoutbox.settings import load_settings
 from pgoutbox.worker import Worker
 from tests.support import races
 from tests.support.line_server import Line, LineTransport, Mood, line_host
-from tests.support.messages import ADD_ATTEMPT, put
+from tests.support.messages import ADD_ATTEMPT, SET_LAST_ERROR, put
 from tests.support.outbox_actions import WatchedWorker, enqueue, lapse, row_of, running, settings_for
 from tests.support.roles import ROLES, login
 from tests.support.waiting import until
@@ -59,7 +59,6 @@ VIEWS: Final = (
 TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
     PRODUCER: {},
     WORKER: {
-        "attempt": "INSERT",
         "breaker": "DELETE INSERT SELECT UPDATE",
         "breaker_view": "SELECT",
         "cancel_request": "SELECT",
@@ -68,7 +67,6 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "content": "SELECT",
         "home_view": "SELECT",
         "in_flight_view": "SELECT",
-        "large_payload": "SELECT",
         "message": "SELECT",
         "message_live": "SELECT",
         "message_id_seq": "SELECT",
@@ -81,7 +79,6 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "redirect": "SELECT",
         "retention": "SELECT",
         "retention_view": "SELECT",
-        "retired": "SELECT",
         "maintenance_run": "SELECT",
         "worker": "DELETE INSERT SELECT UPDATE",
         "worker_view": "SELECT",
@@ -90,7 +87,6 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "audit": "SELECT",
         "queue": "SELECT",
         "retention": "SELECT",
-        "retired": "SELECT",
         **dict.fromkeys(VIEWS, "SELECT"),
     },
     VIEWER: dict.fromkeys(VIEWS, "SELECT"),
@@ -99,8 +95,7 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
 COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
     PRODUCER: {},
     WORKER: {
-        "attempt SELECT": "attempt_count message_id outcome",
-        "message UPDATE": "attempt_count available_at claimed_at finished_at key_in_flight lane last_error "
+        "message UPDATE": "attempt_count attempts available_at claimed_at finished_at key_in_flight lane last_error "
         "max_attempts skip_reason state superseded_by worker",
         "message_failed SELECT": "id on_failed ordering_key queue",
         "message_live UPDATE": "lane",
@@ -122,7 +117,7 @@ ENQUEUE_FUNCTIONS: Final = {
 PRUNE_BY_RULES: Final = {
     "_prune_audit", "_prune_by_rule", "_prune_coalesce", "_prune_content", "_prune_dedupe_by_rule", "_prune_ordering",
 }  # fmt: skip
-MAINTENANCE_FUNCTIONS: Final = {"_clear_retired", "_kept_until", "make_partition", "partitions", "_retire_partition"}
+MAINTENANCE_FUNCTIONS: Final = {"_drop_partition", "_kept_until", "make_partition", "partitions"}
 LOOK_FUNCTIONS: Final = {
     "_done_estimate", "_here", "_redacted_json", "_redacted_text", "_require_home", "schema_version", "_tokens_of",
 }  # fmt: skip
@@ -139,6 +134,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "_is_known_topic",
         "_is_limited",
         "_enqueue_failure",
+        "_with_attempt",
         "next_permit_at",
         "_permits",
         "_redacted_text",
@@ -462,8 +458,6 @@ WRITES: Final = (
     "DELETE FROM pgoutbox.message",
     "DELETE FROM pgoutbox.message_live",
     "DELETE FROM pgoutbox.message_done",
-    "DELETE FROM pgoutbox.attempt",
-    "UPDATE pgoutbox.attempt SET error = NULL",
     "DELETE FROM pgoutbox.dedupe",
     "DELETE FROM pgoutbox.coalesce_head",
     "UPDATE pgoutbox.coalesce_head SET newest_id = 0",
@@ -474,9 +468,8 @@ WRITES: Final = (
     "INSERT INTO pgoutbox.audit (act_id, actor, action, db_role) VALUES (gen_random_uuid(), 'a', 'pause', 'b')",
     "INSERT INTO pgoutbox.audit (act_id, actor, action, acted_at) VALUES (gen_random_uuid(), 'a', 'pause', now())",
     "TRUNCATE pgoutbox.message_live",
-    "TRUNCATE pgoutbox.attempt",
     "DO 'BEGIN LOCK TABLE pgoutbox.message_live IN ACCESS EXCLUSIVE MODE; END'",
-    "DO 'BEGIN LOCK TABLE pgoutbox.retired IN SHARE ROW EXCLUSIVE MODE; END'",
+    "DO 'BEGIN LOCK TABLE pgoutbox.home IN SHARE ROW EXCLUSIVE MODE; END'",
     "DO 'BEGIN LOCK TABLE pgoutbox.alembic_version IN SHARE ROW EXCLUSIVE MODE; END'",
     "SELECT nextval('pgoutbox.message_id_seq')",
     "SELECT setval('pgoutbox.message_id_seq', 1)",
@@ -484,9 +477,9 @@ WRITES: Final = (
     "CREATE FUNCTION pgoutbox.mine() RETURNS integer LANGUAGE sql AS 'SELECT 1'",
     "ALTER TABLE pgoutbox.message ADD COLUMN mine integer",
     "ALTER FUNCTION pgoutbox.cancel SECURITY INVOKER",
-    "DROP TABLE pgoutbox.attempt",
+    "DROP TABLE pgoutbox.claim",
     (
-        "CREATE TRIGGER mine BEFORE UPDATE ON pgoutbox.attempt FOR EACH ROW "
+        "CREATE TRIGGER mine BEFORE UPDATE ON pgoutbox.claim FOR EACH ROW "
         "EXECUTE FUNCTION pg_catalog.suppress_redundant_updates_trigger()"
     ),
     "SELECT pgoutbox.set_up_roles()",
@@ -508,8 +501,7 @@ LOOKS_AT_PAYLOADS: Final = (
     "SELECT m.payload FROM pgoutbox.message_failed AS m",
     "SELECT m.payload FROM pgoutbox.message_done AS m",
     "SELECT c.body FROM pgoutbox.content AS c",
-    "SELECT l.body FROM pgoutbox.large_payload AS l",
-    "SELECT a.error FROM pgoutbox.attempt AS a",
+    "SELECT a.error FROM pgoutbox.attempt_view AS a",
     "SELECT b.last_error FROM pgoutbox.breaker AS b",
     "SELECT m.id FROM pgoutbox.message AS m FOR UPDATE",
 )
@@ -536,7 +528,6 @@ CONTROLS: Final = (
 DELIVERS: Final = (
     "SELECT pgoutbox._forget_sent(ARRAY[1::bigint], ARRAY[1], 'w')",
     "UPDATE pgoutbox.message SET state = 'sent'",
-    "INSERT INTO pgoutbox.attempt VALUES (1, 1, 'retry', 'w', now(), now())",
     (
         "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error) "
         "VALUES ('k', now(), 1, 'w', 'e')"
@@ -550,7 +541,7 @@ PRODUCES: Final = (
 LOOKS: Final = tuple(f"SELECT FROM pgoutbox.{view}" for view in VIEWS)
 REFUSED: Final = {
     PRODUCER: (*WRITES, *LOOKS_AT_PAYLOADS, *CONTROLS, *DELIVERS, *LOOKS),
-    WORKER: (*WRITES, *CONTROLS, "SELECT a.error FROM pgoutbox.attempt AS a"),
+    WORKER: (*WRITES, *CONTROLS, "SELECT a.error FROM pgoutbox.attempt_view AS a"),
     OPERATOR: (*WRITES, *LOOKS_AT_PAYLOADS, *DELIVERS, *PRODUCES),
     VIEWER: (*WRITES, *LOOKS_AT_PAYLOADS, *CONTROLS, *DELIVERS, *PRODUCES, "SELECT pgoutbox.cancel(1)"),
 }
@@ -789,7 +780,7 @@ def test_a_worker_maintains_the_tables_by_the_rules(dsn: str, worker_dsn: str, c
         for statement in (sql.PRUNE_DEDUPE_BY_RULE, sql.PRUNE_COALESCE, sql.PRUNE_ORDERING, sql.PRUNE_CONTENT):
             worker.execute(statement, rule)
     assert state_or_gone(connection, failed) == "failed"
-    left = "SELECT (SELECT count(*) FROM pgoutbox.attempt), (SELECT count(*) FROM pgoutbox.content)"
+    left = "SELECT (SELECT count(*) FROM pgoutbox.attempt_view), (SELECT count(*) FROM pgoutbox.content)"
     assert connection.execute(left).fetchone() == (0, 0)
 
 
@@ -853,7 +844,7 @@ def test_a_viewer_sees_every_message_but_no_payload_values(dsn: str, connection:
         ('{"to": "s3cret", "s3cret now": [1, {"n": null}]}', '{"x-key": "s3cret"}', "535 password=s3cret"),
     )
     connection.execute(ADD_ATTEMPT, (message_id, 1))
-    connection.execute("UPDATE pgoutbox.attempt SET error = 'authorization: Bearer s3cret'")
+    connection.execute(SET_LAST_ERROR, ("authorization: Bearer s3cret", [message_id]))
     connection.execute(OPEN_BREAKER)
     connection.commit()
     with (

@@ -207,19 +207,6 @@ def test_the_statements_make_exactly_the_transitions_of_the_state_machine(rolled
     assert _observed_transitions(rolled_back) == allowed
 
 
-def test_an_attempt_ends_in_exactly_the_known_outcomes(rolled_back: psycopg.Connection) -> None:
-    (definition,) = rolled_back.execute(
-        "SELECT pg_get_constraintdef(oid) FROM pg_constraint WHERE conname = 'attempt_outcome_known'"
-    ).fetchone() or ("",)
-    assert set(re.findall(r"'(\w+)'", definition)) == set(AttemptOutcome) - {AttemptOutcome.SENT}
-
-
-def test_an_unknown_outcome_of_an_attempt_is_refused(rolled_back: psycopg.Connection) -> None:
-    with pytest.raises(psycopg.errors.CheckViolation) as caught:
-        rolled_back.execute("INSERT INTO pgoutbox.attempt VALUES (1, 1, 'sent', 'w', now(), now())")
-    assert caught.value.diag.constraint_name == "attempt_outcome_known"
-
-
 def test_every_table_column_and_function_has_a_comment(rolled_back: psycopg.Connection) -> None:
     bare = rolled_back.execute(
         """
@@ -362,24 +349,3 @@ def test_every_indexed_text_has_the_collation_c(rolled_back: psycopg.Connection)
         ).fetchall()
     )
     assert kept == dict.fromkeys(["coalesce_key", "dedupe_key", "ordering_key", "topic", "queue"], True)
-
-
-@pytest.mark.parametrize(
-    ("reason_code", "breaker_key", "constraint"),
-    [
-        ("other", None, "attempt_reason_code_known"),
-        ("circuit_open", None, "attempt_breaker_key_sound"),
-        ("unavailable", "smtp", "attempt_breaker_key_sound"),
-        (None, "smtp", "attempt_breaker_key_sound"),
-    ],
-)
-def test_a_breaker_key_belongs_to_the_reason_codes_of_breakers(
-    rolled_back: psycopg.Connection, reason_code: str | None, breaker_key: str | None, constraint: str
-) -> None:
-    with pytest.raises(psycopg.errors.CheckViolation) as caught:
-        rolled_back.execute(
-            "INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, "
-            "reason_code, breaker_key) VALUES (1, 1, 'snoozed', 'w', now(), now(), %s, %s)",
-            (reason_code, breaker_key),
-        )
-    assert caught.value.diag.constraint_name == constraint

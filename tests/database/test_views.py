@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     Expected = tuple[str, int | None, int | None]
 
 SNOOZED = """
-    INSERT INTO pgoutbox.attempt
-        (message_id, attempt_count, outcome, worker, started_at, ended_at, error, reason_code, breaker_key)
-    VALUES (%s, 1, 'snoozed', 'w', now(), now(), %s, %s, %s)
+    UPDATE pgoutbox.message AS m
+    SET attempts = ARRAY[(1, 1, 'snoozed', 'w', now(), now(), g.error, NULL, g.code, g.key)::pgoutbox.attempt]
+    FROM (VALUES (%s::bigint, %s::text, %s::text, %s::text)) AS g(id, error, code, key)
+    WHERE m.id = g.id
 """
 WAITS_FOR_RETRY = (
     "UPDATE pgoutbox.message_live SET attempt_count = 1, lane = 1, available_at = now() + interval '1 h' WHERE id = %s"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 KEY = "b2xkLWtleS1vZi10aGlydHktdHdvLWJ5dGVzLi4uLi4="
 MOMENT = datetime(2030, 1, 1, tzinfo=UTC)
 ROWS = """
-    SELECT m.destination, pgoutbox.payload_of(m), m.headers, m.available_at, m.owner, m.content_id IS NOT NULL
+    SELECT m.destination, m.payload, m.headers, m.available_at, m.owner, m.content_id IS NOT NULL
     FROM pgoutbox.message AS m
     ORDER BY m.id
 """

@@ -192,7 +192,7 @@ def test_a_worker_with_a_wrong_clock_behaves_like_any_other(
     assert [outcome for _, outcome, _ in attempts_of(db, clocked)] == ["retry"]
     (backoff,) = db.execute(
         "SELECT m.available_at - a.ended_at FROM pgoutbox.message AS m"
-        " JOIN pgoutbox.attempt AS a ON a.message_id = m.id WHERE m.id = %s",
+        " JOIN pgoutbox.attempt_view AS a ON a.message_id = m.id WHERE m.id = %s",
         [clocked],
     ).fetchone() or (None,)
     assert backoff == timedelta(hours=1)
@@ -408,7 +408,7 @@ async def test_points_in_time_do_not_depend_on_time_zones(
     assert stored.keys() == {*scheduled, soon, snoozed, delayed}
     (snooze_seconds,) = db.execute(
         "SELECT extract(epoch FROM m.available_at)::float8 - extract(epoch FROM a.ended_at)::float8"
-        " FROM pgoutbox.message AS m JOIN pgoutbox.attempt AS a ON a.message_id = m.id"
+        " FROM pgoutbox.message AS m JOIN pgoutbox.attempt_view AS a ON a.message_id = m.id"
     ).fetchone() or (0,)
     (delay_seconds,) = db.execute(
         "SELECT extract(epoch FROM available_at)::float8 - extract(epoch FROM created_at)::float8"

@@ -574,7 +574,7 @@ def test_a_stale_owner_cannot_change_its_message(db: psycopg.Connection, how: st
     def everything() -> list[tuple[object, ...]]:
         return [
             *db.execute("SELECT * FROM pgoutbox.message ORDER BY id"),
-            *db.execute("SELECT * FROM pgoutbox.attempt ORDER BY 1, 2"),
+            *db.execute("SELECT * FROM pgoutbox.attempt_view ORDER BY 1, 2"),
         ]
 
     # A lapsed attempt that no other worker has claimed still belongs to its owner.

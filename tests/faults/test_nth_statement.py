@@ -601,7 +601,7 @@ def test_a_prune_deletes_messages_with_their_related_rows_and_resumes_after_a_cu
             {row[0] for row in db.execute(query)}
             for query in (
                 "SELECT id FROM pgoutbox.message WHERE state = 'sent'",
-                "SELECT message_id FROM pgoutbox.attempt",
+                "SELECT message_id FROM pgoutbox.attempt_view",
                 "SELECT message_id FROM pgoutbox.dedupe",
             )
         ]

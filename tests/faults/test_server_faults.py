@@ -199,7 +199,7 @@ def test_worker_statements_are_repeated_after_deadlocks_and_lock_timeouts(
             def deadlock(link: str) -> bool:
                 with db.transaction():
                     # The statements lock the message table first.
-                    db.execute("LOCK TABLE pgoutbox.attempt, pgoutbox.message_done IN ACCESS EXCLUSIVE MODE")
+                    db.execute("LOCK TABLE pgoutbox.message_done IN ACCESS EXCLUSIVE MODE")
                     wait_until(lambda: waits("claim") or waits("finish"), lambda: "a statement that waits")
                     if not waits(link):
                         return False  # While a claim waits, there may be no finish.
@@ -443,7 +443,7 @@ def damage(server: OwnServer, payload: object) -> tuple[int, int]:
         damaged = enqueue(db, payload=payload, max_attempts=1)
         neighbour = enqueue(db)
         row = db.execute(
-            "SELECT pg_relation_filepath(reltoastrelid) FROM pg_class WHERE oid = 'pgoutbox.large_payload'::regclass"
+            "SELECT pg_relation_filepath(reltoastrelid) FROM pg_class WHERE oid = 'pgoutbox.message_live'::regclass"
         ).fetchone()
         assert row is not None
     server.stop()

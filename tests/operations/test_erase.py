@@ -10,7 +10,7 @@ import asyncio
 import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, LiteralString
+from typing import TYPE_CHECKING, Any, Final, LiteralString
 
 import psycopg
 import pytest
@@ -22,9 +22,8 @@ from pgoutbox.operations import Action, EraseResult, Mention, MessageFilter, Ope
 from pgoutbox.worker import Worker
 from tests.support import races
 from tests.support.dump import dump_of
-from tests.support.messages import ADD_ATTEMPT, LARGE, PUT_FINAL, put
+from tests.support.messages import ADD_ATTEMPT, LARGE, PUT_FINAL, SET_LAST_ERROR, put
 from tests.support.outbox_actions import claim, enqueue, finish_sent, row_of, rows_of, settings_for, state_of
-from tests.support.partitions import add_partition
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -100,7 +99,7 @@ def history_of_a_person(outbox: Outbox, db: psycopg.Connection, owner: str, addr
             finalize(db, message_id, state)
             db.execute(ADD_ATTEMPT, (message_id, 1))
         ids += done
-        db.execute("UPDATE pgoutbox.attempt SET error = '550 ' || %s WHERE message_id = ANY (%s)", [address, done])
+        db.execute(SET_LAST_ERROR, (f"550 {address}", done))
         db.execute("UPDATE pgoutbox.message SET last_error = %s WHERE id = ANY (%s)", [f"550 {address}", done])
     operator = Operator(db, actor="olga")
     operator.resend_all(MessageFilter(owner=owner, states=[State.SENT], topic="news"))
@@ -121,7 +120,6 @@ def failures_of_a_person(outbox: Outbox, db: psycopg.Connection, owner: str, add
     hooks = [hook_id for (hook_id,) in db.execute(query, [ids]).fetchall()]
     assert [{row.state for row in rows_of(db, *some)} for some in (ids, hooks)] == [{"failed"}, {"sent"}]
     db.execute("DELETE FROM pgoutbox.message WHERE id = %s", [ids[-1]])
-    db.execute("DELETE FROM pgoutbox.attempt WHERE message_id = %s", [ids[-1]])
     copy = Operator(db).resend(hooks[0]).other_id
     assert copy is not None
     return [*ids[:-1], *hooks, copy]
@@ -138,18 +136,6 @@ def with_hook(outbox: Outbox) -> Outbox:
     return outbox
 
 
-def retire_with(db: psycopg.Connection, *message_ids: int) -> str:
-    """Put sent messages into a partition, which is retired and not dropped yet."""
-    name = add_partition(db, 10, days=2)
-    for message_id in message_ids:
-        finalize(db, message_id, State.SENT, age=9.5 * DAY)
-        db.execute(ADD_ATTEMPT, (message_id, 1))
-    for state in ("sent", "skipped", "cancelled"):
-        db.execute("INSERT INTO pgoutbox.retention VALUES ('5 days', '*', %s)", [state])
-    assert db.execute("SELECT pgoutbox._retire_partition(%s)", [name]).fetchone() == ("retired",)
-    return name
-
-
 @pytest.mark.parametrize("chosen", [{"owner": OWNER}, {"destination": "ada@example.org"}, {"destination": ADA}])
 def test_a_dump_contains_nothing_of_an_erased_person(db: psycopg.Connection, dsn: str, chosen: dict[str, str]) -> None:
     outbox = with_hook(Outbox(settings_for(dsn, encryption_keys=KEY)))
@@ -158,34 +144,27 @@ def test_a_dump_contains_nothing_of_an_erased_person(db: psycopg.Connection, dsn
     others = history_of_a_person(outbox, db, "person-42", BOB, "babbage")
     ids += failures_of_a_person(outbox, db, OWNER, ADA, "lovelace")
     others += failures_of_a_person(outbox, db, "person-42", BOB, "babbage")
-    with db.transaction():
-        old = [
-            outbox.enqueue(db, "mail", LARGE, destination=to, owner=owner, dedupe_key=key).id
-            for to, owner, key in ((ADA, OWNER, "old-lovelace"), (BOB, "person-42", "old-babbage"))
-        ]
-    retired = retire_with(db, *old)
     alert = enqueue(db, "pgoutbox.alert", {"breaker": "smtp", "error": f"550 {ADA} unknown"})
     db.execute(
         "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
         " VALUES ('smtp', now(), 5, 'w', '550 Ada@Example.org unknown')"
     )
-    attempts, bodies = others_of(db, [*others, old[1]])
+    attempts = others_of(db, others)
     before = dump_of(dsn)
     assert all(text in before for text in ("lovelace", "ada@example.org", OWNER))
 
     done = Operator(db, actor="olga").erase(**chosen)  # type: ignore[arg-type]
 
     assert done.is_complete
-    assert done.results == dict.fromkeys([*ids, old[0]], EraseResult.ERASED)
+    assert done.results == dict.fromkeys(ids, EraseResult.ERASED)
     assert done.mentions == [Mention("message", "payload", alert)]
     assert Operator(db).erase(ids=[alert]).mentions == []
     after = dump_of(dsn).lower()
     for text in ("lovelace", "ada@example.org", OWNER):
         assert text not in after
     # Nothing of anybody else is gone.
-    assert others_of(db, [*others, old[1]]) == (attempts, bodies)
+    assert others_of(db, others) == attempts
     assert [row.id for row in rows_of(db)] == sorted(others)
-    assert db.execute(f"SELECT array_agg(id) FROM pgoutbox.{retired}".encode()).fetchone() == ([old[1]],)
     for text in ("dedupe-babbage", "coalesce-babbage", "ordering-babbage", "person-42", "babbage"):
         assert before.count(text) == dump_of(dsn).count(text), text
 
@@ -203,28 +182,22 @@ def test_an_erasure_locks_no_breaker_of_another_person(connect: Connect, db: psy
     worker.execute("SELECT FROM pgoutbox.breaker FOR UPDATE NOWAIT")
 
 
-def others_of(db: psycopg.Connection, ids: list[int]) -> tuple[list[tuple[object, ...]], list[tuple[object, ...]]]:
-    """Return the attempts and large payloads of messages."""
-    return (
-        db.execute("SELECT * FROM pgoutbox.attempt WHERE message_id = ANY (%s) ORDER BY 1, 2", [ids]).fetchall(),
-        db.execute("SELECT * FROM pgoutbox.large_payload WHERE message_id = ANY (%s) ORDER BY 1", [ids]).fetchall(),
-    )
+def others_of(db: psycopg.Connection, ids: list[int]) -> list[tuple[object, ...]]:
+    """Return the attempts of messages."""
+    return db.execute("SELECT * FROM pgoutbox.attempt_view WHERE message_id = ANY (%s) ORDER BY 1, 2", [ids]).fetchall()
 
 
-@pytest.mark.parametrize("missing", ["_erased_values", "_erase_left_behind", "_retired_messages"])
+@pytest.mark.parametrize("missing", ["_erased_values", "_erase_left_behind"])
 def test_the_dump_shows_a_part_that_is_not_erased(db: psycopg.Connection, dsn: str, missing: str) -> None:
-    """The audit, the keys, and retired partitions each need their part of the erasure."""
+    """The audit and the keys each need their part of the erasure."""
     message_id = put_of(db, State.FAILED, coalesce_key="lovelace")
     Operator(db).redrive_all(MessageFilter(owner=OWNER))
-    retire_with(db, put_of(db, State.PENDING))
     if missing == "_erased_values":
         ((definition,),) = db.execute("SELECT pg_get_functiondef('pgoutbox._erased_values'::regproc)").fetchall()
         head, _, _ = definition.partition("AS $function$")
         db.execute(f"{head}AS $function$ SELECT object $function$".encode())
-    elif missing == "_erase_left_behind":
-        remove(db, missing, "    RETURN QUERY", "    RETURN;\n    RETURN QUERY")
     else:
-        remove(db, missing, "m.owner = $2", "false")
+        remove(db, missing, "    RETURN QUERY", "    RETURN;\n    RETURN QUERY")
     assert Operator(db).erase(owner=OWNER).results[message_id] is EraseResult.ERASED
     after = dump_of(dsn)
     assert "lovelace" in after or OWNER in after
@@ -245,10 +218,8 @@ def test_ids_select_the_messages_of_their_hooks(db: psycopg.Connection, dsn: str
     assert len(hooks) == 2
     assert Operator(db).count_erasable(ids=[failed]) == {State.FAILED: 1, State.SENT: 1, State.PENDING: 1}
     assert [one["id"] for one in Operator(db).export(ids=[failed])] == [failed, *hooks]
-    retired = retire_with(db, max(hooks))
     assert results(db, ids=[failed]) == dict.fromkeys([failed, *hooks], "erased")
     assert [row.id for row in rows_of(db)] == sorted({*others} - {*hooks})
-    assert db.execute(f"SELECT count(*) FROM pgoutbox.{retired}".encode()).fetchone() == (0,)
 
 
 # --- each way to select -----------------------------------------------------------------------------------------------
@@ -440,15 +411,15 @@ def test_mentions_are_found_in_every_column(db: psycopg.Connection) -> None:
     )
     db.execute("UPDATE pgoutbox.message SET headers = jsonb_build_object('to', %s::text) WHERE id = %s", [text, ids[1]])
     db.execute(ADD_ATTEMPT, (ids[2], 1))
-    db.execute("UPDATE pgoutbox.attempt SET error = %s", [text])
-    db.execute("INSERT INTO pgoutbox.large_payload VALUES (%s, jsonb_build_array(%s::text))", [ids[3], text])
+    db.execute(SET_LAST_ERROR, (text, [ids[2]]))
+    db.execute("UPDATE pgoutbox.message SET payload = jsonb_build_array(%s::text) WHERE id = %s", [text, ids[3]])
     db.execute("INSERT INTO pgoutbox.content (body) VALUES (jsonb_build_object('to', %s::text))", [text])
     assert Operator(db).mentions(text) == [
-        Mention("attempt", "error", ids[2]),
         Mention("content", "body", 1),
-        Mention("large_payload", "body", ids[3]),
+        Mention("message", "attempts", ids[2]),
         Mention("message", "headers", ids[1]),
         Mention("message", "last_error", ids[0]),
+        Mention("message", "payload", ids[3]),
     ]
     assert Operator(db).mentions("Käth", "") == []
 
@@ -663,17 +634,6 @@ def test_a_message_that_was_redirected_since_it_was_found_stays(db: psycopg.Conn
     assert row == (message_id, "changed")
 
 
-def test_no_partition_is_detached_during_an_erasure(db: psycopg.Connection, connect: Connect) -> None:
-    eraser, name = connect(), add_partition(db, 10, days=2)
-    message_id = put_of(db)
-    finalize(db, message_id, State.SENT, age=9.5 * DAY)
-    for state in ("sent", "skipped", "cancelled"):
-        db.execute("INSERT INTO pgoutbox.retention VALUES ('5 days', '*', %s)", [state])
-    results(eraser, owner="nobody")
-    assert db.execute("SELECT pgoutbox._retire_partition(%s)", [name]).fetchone() == ("busy",)
-    assert results(eraser, owner=OWNER) == {message_id: "erased"}
-
-
 def test_a_resend_and_an_erasure_of_its_source_exclude_each_other(db: psycopg.Connection, connect: Connect) -> None:
     """Otherwise the content of a fan-out could go although the copy needs it."""
     operator, sent = connect(), put_of(db, State.SENT)
@@ -682,6 +642,17 @@ def test_a_resend_and_an_erasure_of_its_source_exclude_each_other(db: psycopg.Co
     operator.commit()
     assert set(results(db, owner=OWNER).values()) == {"erased"}
     assert rows_of(db) == []
+
+
+WAIT_AT_DELETE: Final = """
+    CREATE FUNCTION public.wait() RETURNS trigger LANGUAGE plpgsql AS $$
+    BEGIN
+        PERFORM pg_advisory_xact_lock(4711);
+        RETURN OLD;
+    END
+    $$;
+    CREATE TRIGGER wait BEFORE DELETE ON pgoutbox.message FOR EACH ROW EXECUTE FUNCTION public.wait()
+"""
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
@@ -694,15 +665,15 @@ def test_a_message_that_commits_during_an_erasure_keeps_its_parts(
             db, "_erase_left_behind", "WHERE (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = a.id LIMIT 1) IS NULL"
         )
     old = put_of(db)
-    retired = retire_with(db, old)
-    eraser, reader = connect(autocommit=True), connect()
-    reader.execute(f"SELECT FROM pgoutbox.{retired} FOR KEY SHARE".encode())
+    db.execute(WAIT_AT_DELETE)
+    eraser, gate = connect(autocommit=True), connect()
+    gate.execute("SELECT pg_advisory_xact_lock(4711)")
     with ThreadPoolExecutor(1) as pool:
         erased = pool.submit(results, eraser, ids=[old, old + 1])
         races.until_blocked(db, eraser, erased)
         assert enqueue(db, "mail", LARGE, dedupe_key="k") == old + 1
-        reader.commit()
+        gate.commit()
         # The message is still there, and nothing of it is gone. It is erased by another call.
         assert erased.result() == {old: "erased", old + 1: "locked" if is_guarded else "erased"}
-    assert (count(db, "dedupe"), count(db, "large_payload")) == ((1, 1) if is_guarded else (0, 0))
+    assert count(db, "dedupe") == (1 if is_guarded else 0)
     assert state_of(db, old + 1) == "pending"

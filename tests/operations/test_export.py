@@ -76,14 +76,6 @@ def test_encrypted_payloads_are_opened_with_their_key(db: psycopg.Connection, ds
         assert is_sealed(one["payload"]) is not is_open
 
 
-def test_the_messages_of_retired_partitions_are_exported(db: psycopg.Connection) -> None:
-    message_id = put(db, State.SENT, destination=ADA)
-    ((name,),) = db.execute("SELECT tableoid::regclass::text FROM pgoutbox.message").fetchall()
-    db.execute(f"ALTER TABLE pgoutbox.message_done DETACH PARTITION {name}".encode())
-    db.execute("INSERT INTO pgoutbox.retired (name) VALUES (%s)", [name.removeprefix("pgoutbox.")])
-    assert [one["id"] for one in Operator(db).export(destination=ADA)] == [message_id]
-
-
 def test_exactly_one_way_of_selecting_is_necessary(rolled_back: psycopg.Connection) -> None:
     with pytest.raises(ConfigurationError, match="ids, owner, destination: give exactly one"):
         list(Operator(rolled_back).export())

@@ -119,7 +119,7 @@ def test_the_default_partition_is_searched_outside_of_the_other_partitions_if_it
     assert [deletion for deletion in full.delete if not deletion.partition] == [Deletion(SENT, *gap) for gap in gaps]
 
 
-def test_a_retired_partition_is_left_alone() -> None:
+def test_a_dropped_partition_is_left_alone() -> None:
     cache = PartitionCache(kept_until={NAME: day(2)})
     assert plan_maintenance(facts(SENT), cache).drop == [FIRST]
     plan = plan_maintenance(facts(SENT), cache, {NAME})

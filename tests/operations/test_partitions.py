@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from pgoutbox import migrate
 from pgoutbox.database import operator_connection
 from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 SPAWN = multiprocessing.get_context("spawn")
 DAY = timedelta(days=1)
 MAKE = "SELECT pgoutbox.make_partition()"
-RETIRE = "SELECT pgoutbox._retire_partition(%s)"
+DROP = "SELECT pgoutbox._drop_partition(%s)"
 BY_TIME = ("sent", "skipped", "cancelled")
 
 
@@ -171,16 +170,6 @@ class TestAhead:
         ).fetchall()
         assert covered == 7
 
-    def test_a_retired_table_of_the_same_name_does_not_block_other_days(self, db: psycopg.Connection) -> None:
-        keep(db)  # A partition covers one day.
-        drop_partitions(db)
-        today = db.execute(MAKE).fetchall()[0][0]
-        db.execute(f"ALTER TABLE pgoutbox.message_done DETACH PARTITION pgoutbox.{today}".encode())
-        db.execute("INSERT INTO pgoutbox.retired (name) VALUES (%s)", [today])
-        assert len(make_all(db)) == 6
-        db.execute("SELECT pgoutbox._clear_retired(10)")
-        assert make_all(db) == [today]
-
     def test_a_default_partition_too_large_to_scan_raises_an_error(self, db: psycopg.Connection) -> None:
         drop_partitions(db)
         send(db)
@@ -197,7 +186,7 @@ class TestAhead:
         assert first.execute(MAKE).fetchall() != [(None,)]
         assert second.execute(MAKE).fetchall() == [(None,)]
         second.rollback()
-        mutate(db, "make_partition", "LOCK TABLE pgoutbox.retired IN SHARE ROW EXCLUSIVE MODE NOWAIT", "NULL")
+        mutate(db, "make_partition", "LOCK TABLE pgoutbox.home IN SHARE ROW EXCLUSIVE MODE NOWAIT", "NULL")
         with pytest.raises(psycopg.errors.LockNotAvailable):
             second.execute(MAKE)
 
@@ -222,7 +211,7 @@ class TestAhead:
         assert partitions_of(db) == []
 
 
-class TestRetire:
+class TestDrop:
     def test_a_partition_without_messages_to_keep_is_dropped(self, operator: psycopg.Connection) -> None:
         keep(operator)
         name = add_partition(operator, 40)
@@ -231,24 +220,23 @@ class TestRetire:
         assert (totals.total, totals.partitions_dropped) == (0, 1)
         assert rows_of(operator) == []
         assert name not in tables_of_partitions(operator)
-        assert operator.execute("SELECT FROM pgoutbox.retired").fetchall() == []
         acts = operator.execute("SELECT details FROM pgoutbox.audit WHERE action = 'prune'").fetchall()
         assert acts == [({"partition": name},)]
 
     @pytest.mark.parametrize(
         ("rules", "answer"),
         [
-            ([("*", "sent", 30 * DAY)], "retired"),
-            ([("mail", "sent", 30 * DAY)], "retired"),
+            ([("*", "sent", 30 * DAY)], "dropped"),
+            ([("mail", "sent", 30 * DAY)], "dropped"),
             ([], "kept"),
             ([("*", "sent", 41 * DAY)], "kept"),
             ([("*", "sent", None)], "kept"),
             ([("*", "skipped", 30 * DAY)], "kept"),
             ([("*", "sent", 30 * DAY), ("mail", "sent", None)], "kept"),
             ([("*", "sent", 30 * DAY), ("mail", "sent", 60 * DAY)], "kept"),
-            ([("*", "sent", 60 * DAY), ("mail", "sent", 30 * DAY)], "retired"),
-            ([("*", "sent", None), ("mail", "sent", 30 * DAY)], "retired"),
-            ([(t, s, 30 * DAY) for t in ("*", "mail") for s in BY_TIME], "retired"),
+            ([("*", "sent", 60 * DAY), ("mail", "sent", 30 * DAY)], "dropped"),
+            ([("*", "sent", None), ("mail", "sent", 30 * DAY)], "dropped"),
+            ([(t, s, 30 * DAY) for t in ("*", "mail") for s in BY_TIME], "dropped"),
             ([("*", s, 30 * DAY) for s in BY_TIME] + [("sms", "sent", 60 * DAY)], "kept"),
         ],
     )
@@ -259,8 +247,8 @@ class TestRetire:
             Operator(db).set_retention(*rule)
         name = add_partition(db, 40)
         message_id = put(db, State.SENT, age=40 * DAY)
-        assert db.execute(RETIRE, [name]).fetchall() == [(answer,)]
-        assert [row.id for row in rows_of(db)] == ([] if answer == "retired" else [message_id])
+        assert db.execute(DROP, [name]).fetchall() == [(answer,)]
+        assert [row.id for row in rows_of(db)] == ([] if answer == "dropped" else [message_id])
 
     def test_a_clock_that_is_days_ahead_deletes_nothing(self, operator: psycopg.Connection) -> None:
         keep(operator)
@@ -290,48 +278,48 @@ class TestRetire:
         assert (totals.total, totals.partitions_dropped) == (2, 0)
         assert [row.id for row in rows_of(operator)] == [kept]
         assert table_of(operator, kept) == name
-        mutate(operator, "_retire_partition", "IF pgoutbox._kept_until(found_lower_at, found_upper_at) > now() THEN",
+        mutate(operator, "_drop_partition", "IF pgoutbox._kept_until(found_lower_at, found_upper_at) > now() THEN",
                "IF false THEN")  # fmt: skip
-        operator.execute(RETIRE, [name])
+        operator.execute(DROP, [name])
         assert rows_of(operator) == []
 
     def test_the_partition_of_today_stays_under_any_rules(self, operator: psycopg.Connection) -> None:
         keep(operator, timedelta())
         put(operator, State.SENT)
         before = partitions_of(operator)
-        assert operator.execute(RETIRE, [before[0]]).fetchall() == [("kept",)]
+        assert operator.execute(DROP, [before[0]]).fetchall() == [("kept",)]
         Operator(operator).prune_by_retention()
         assert (rows_of(operator), partitions_of(operator)) == ([], before)
 
     @pytest.mark.parametrize("name", ["message_done_default", "message_live", "message_done_20000101", "mine", "a'b"])
     def test_other_tables_cannot_be_dropped(self, db: psycopg.Connection, name: str) -> None:
-        assert db.execute(RETIRE, [name]).fetchall() == [("missing",)]
+        assert db.execute(DROP, [name]).fetchall() == [("missing",)]
 
     def test_an_older_snapshot_is_refused(self, connect: Connect) -> None:
         strict = connect()
         strict.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         with pytest.raises(psycopg.errors.InvalidTransactionState):
-            strict.execute(RETIRE, ["message_done_20000101"])
+            strict.execute(DROP, ["message_done_20000101"])
 
     @pytest.mark.parametrize("guarded", [True, False])
     def test_a_commit_during_its_wait_is_seen(self, db: psycopg.Connection, connect: Connect, guarded: bool) -> None:
         Operator(db).set_retention("mail", "sent", 30 * DAY)
         name = add_partition(db, 40)
         message_id = put(db, topic="audit")
-        db.execute("ALTER FUNCTION pgoutbox._retire_partition SET lock_timeout = '10s'")
+        db.execute("ALTER FUNCTION pgoutbox._drop_partition SET lock_timeout = '10s'")
         if not guarded:
-            mutate(db, "_retire_partition", "EXECUTE 'LOCK TABLE ONLY pgoutbox.' || quote_ident(partition_name) "
+            mutate(db, "_drop_partition", "EXECUTE 'LOCK TABLE ONLY pgoutbox.' || quote_ident(partition_name) "
                    "|| ' IN SHARE ROW EXCLUSIVE MODE';")  # fmt: skip
-        late, retiring = connect(), connect(autocommit=True)
+        late, dropping = connect(), connect(autocommit=True)
         late.execute(
             "UPDATE pgoutbox.message SET state = 'cancelled', finished_at = now() - interval '40 days' WHERE id = %s",
             [message_id],
         )
         with ThreadPoolExecutor() as threads:
-            answer = threads.submit(lambda: retiring.execute(RETIRE, [name]).fetchall())
-            until_blocked(db, retiring, answer)
+            answer = threads.submit(lambda: dropping.execute(DROP, [name]).fetchall())
+            until_blocked(db, dropping, answer)
             late.commit()
-            assert answer.result() == [("kept" if guarded else "retired",)]
+            assert answer.result() == [("kept" if guarded else "dropped",)]
         assert [row.id for row in rows_of(db)] == ([message_id] if guarded else [])
 
     def test_a_session_that_changes_a_rule_sees_earlier_drops(
@@ -339,20 +327,20 @@ class TestRetire:
     ) -> None:
         keep(db)
         name = add_partition(db, 40)
-        retiring = connect()
-        assert retiring.execute(RETIRE, [name]).fetchall() == [("retired",)]
+        dropping = connect()
+        assert dropping.execute(DROP, [name]).fetchall() == [("dropped",)]
         with ThreadPoolExecutor() as threads:
             changed = threads.submit(Operator(operator).set_retention, "mail", "sent", None)
             until_blocked(db, operator, changed)
-            retiring.commit()
+            dropping.commit()
             changed.result()
         assert name not in partitions_of(db)
 
     def test_dropping_partitions_blocks_no_enqueue_or_claim(self, db: psycopg.Connection, connect: Connect) -> None:
         keep(db)
         name = add_partition(db, 40)
-        retiring = connect()
-        assert retiring.execute(RETIRE, [name]).fetchall() == [("retired",)]
+        dropping = connect()
+        assert dropping.execute(DROP, [name]).fetchall() == [("dropped",)]
         ids = [
             enqueue(db),
             enqueue(db, dedupe_key="d"),
@@ -360,7 +348,7 @@ class TestRetire:
             enqueue(db, coalesce_key="k", max_delay=DAY),
         ]
         assert [row.id for row in claim(db)] == [ids[0], ids[1], ids[3]]
-        retiring.commit()
+        dropping.commit()
         assert row_of(db, ids[2]).state == "pending"
 
     def test_a_long_reader_postpones_the_drop_without_blocking_enqueues(
@@ -443,47 +431,19 @@ class TestClear:
         return name
 
     def left(self, db: psycopg.Connection) -> tuple[int, list[str]]:
-        ((attempts,),) = db.execute("SELECT count(*) FROM pgoutbox.attempt").fetchall()
+        ((attempts,),) = db.execute("SELECT count(*) FROM pgoutbox.attempt_view").fetchall()
         return attempts, [key for (key,) in db.execute("SELECT dedupe_key FROM pgoutbox.dedupe ORDER BY 1")]
 
-    def test_attempts_and_keys_are_deleted_with_it_page_by_page(self, operator: psycopg.Connection) -> None:
+    def test_the_keys_of_its_messages_are_free_at_once_and_deleted_page_by_page(
+        self, operator: psycopg.Connection
+    ) -> None:
         name = self.fill(operator)
-        assert operator.execute(RETIRE, [name]).fetchall() == [("retired",)]
-        clear = "SELECT * FROM pgoutbox._clear_retired(3)"
-        answers = [operator.execute(clear).fetchall() for _ in range(4)]
-        assert answers == [[(name, 3, False)], [(name, 3, False)], [(name, 1, True)], []]
-        assert self.left(operator) == (1, ["k3", "young"])
+        assert operator.execute(DROP, [name]).fetchall() == [("dropped",)]
         assert name not in tables_of_partitions(operator)
-
-    def test_a_page_does_not_read_the_keys_of_other_messages(self, operator: psycopg.Connection) -> None:
-        name = self.fill(operator)
-        operator.execute(
-            "INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)"
-            " SELECT 1000 + i, 'mail', 'other-' || i, '' FROM generate_series(1, 5000) AS i"
-        )
-        operator.execute("VACUUM ANALYZE pgoutbox.dedupe")
-        operator.execute(RETIRE, [name])
-        with operator.transaction():
-            operator.execute("SELECT pgoutbox._clear_retired(5000)")
-            read = operator.execute(
-                "SELECT s.seq_tup_read + coalesce(s.idx_tup_fetch, 0) FROM pg_stat_xact_user_tables AS s"
-                " WHERE s.relname = 'dedupe'"
-            ).fetchall()
-        assert [count < 50 for (count,) in read] == [True], read
-
-    def test_a_prune_reports_the_messages_of_retired_partitions(self, operator: psycopg.Connection) -> None:
-        keep(operator)
-        self.fill(operator)
-        seen: list[int] = []
-        totals = Operator(operator).prune_by_retention(batch_size=3, progress=seen.append)
-        assert (seen, totals.partitions_dropped) == ([3, 6, 7], 1)
-
-    def test_without_retired_partitions_the_table_is_not_read(self, operator: psycopg.Connection) -> None:
-        keep(operator)
-        name = add_partition(operator, 40)
-        put(operator, State.SENT, age=40 * DAY)
-        operator.execute(RETIRE, [name])
-        assert operator.execute("SELECT * FROM pgoutbox._clear_retired(1)").fetchall() == [(name, 0, True)]
+        assert enqueue(operator, "mail", dedupe_key="k1") > 8
+        totals = Operator(operator).prune_by_retention(batch_size=3)
+        assert totals.dedupe_keys == 6
+        assert self.left(operator) == (2, ["k1", "young"])
 
     @pytest.mark.parametrize("transactions", [2, 3, 4, 5])
     def test_a_prune_continues_after_a_kill_at_any_point(
@@ -500,7 +460,7 @@ class TestClear:
         wait_until(lambda: not operator.execute(sessions).fetchall(), lambda: "the session of the dead ends")
         assert name in tables_of_partitions(operator)
         Operator(operator).prune_by_retention()
-        assert self.left(operator) == (1, ["k3", "young"])
+        assert self.left(operator) == (2, ["young"])
         assert name not in tables_of_partitions(operator)
         assert [row.state for row in rows_of(operator)] == ["sent"]
 
@@ -589,12 +549,3 @@ def test_maintenance_needs_no_ownership_of_the_tables(db: psycopg.Connection, ds
     assert turn.errors == []
     assert (totals.total, totals.partitions_dropped) == (1, 1)
     assert totals.partitions_made >= 1
-
-
-def test_a_downgrade_to_base_drops_retired_partitions(db: psycopg.Connection, dsn: str) -> None:
-    keep(db)
-    name = add_partition(db, 40)
-    put(db, State.SENT, age=40 * DAY)
-    assert db.execute(RETIRE, [name]).fetchone() == ("retired",)
-    migrate.downgrade(dsn, "base")
-    assert db.execute("SELECT to_regnamespace('pgoutbox')").fetchone() == (None,)

@@ -202,7 +202,7 @@ class TestPrune:
         Operator(db).set_retention("*", state, DAY)
         old, _ = put(db, State.SENT, dedupe_key="a", age=2 * DAY), put(db, State.SENT, dedupe_key="b", age=2 * DAY)
         if what == "dedupe":
-            db.execute("UPDATE pgoutbox.dedupe SET created_at = created_at - interval '2 days'")
+            db.execute("UPDATE pgoutbox.dedupe SET created_at = created_at - interval '2 days', is_kept = true")
             db.execute("DELETE FROM pgoutbox.message WHERE id = %s", [old])
         parameters = {"topic": "*", "state": state, "limit": 1, "since": "-infinity", "until": "infinity"}
         place = {"after_scope": "", "after_key": ""}

@@ -44,13 +44,13 @@ NOTIFY_NOTICED_SECONDS: Final = 4.0
 # Topics whose handlers run long enough to be hit by a fault.
 _IN_FLIGHT: Final = """
 SELECT m.id, m.attempt_count FROM pgoutbox.message AS m
-WHERE m.state = 'sending' AND (pgoutbox.payload_of(m) ->> 'seconds')::float8 >= 0.5
+WHERE m.state = 'sending' AND (m.payload ->> 'seconds')::float8 >= 0.5
 """
 # An attempt that outlasts its lease unless that is renewed.
 _CROWDED_IN_FLIGHT: Final = f"""
 SELECT m.id FROM pgoutbox.message AS m
 WHERE m.state = 'sending' AND m.queue = 'crowded'
-    AND (pgoutbox.payload_of(m) ->> 'seconds')::float8 > {LEASE_SECONDS}
+    AND (m.payload ->> 'seconds')::float8 > {LEASE_SECONDS}
     AND m.claimed_at > now() - interval '500 ms'
 """
 _IN_FLIGHT_OF_LONELY: Final = f"""
@@ -489,7 +489,7 @@ class Nemesis:
     def vacuum(self) -> None:
         """Run vacuum during the load."""
         with self.fleet.connection() as connection:
-            connection.execute("VACUUM (ANALYZE) pgoutbox.message_live, pgoutbox.message_done, pgoutbox.attempt")
+            connection.execute("VACUUM (ANALYZE) pgoutbox.message_live, pgoutbox.message_done")
 
     def _try_until_done(self, statement: str) -> None:
         """Repeat an action that undoes a fault until it succeeds: effects of an earlier fault may still block it."""

@@ -56,17 +56,17 @@ FROM soak_refusal
 """
 _MESSAGES: Final = """
 SELECT
-    pgoutbox.payload_of(message) ->> 'ledger_key'
+    message.payload ->> 'ledger_key'
         || CASE WHEN content_id IS NULL THEN '' ELSE '/' || destination END AS key,
     id, topic, queue, coalesce_key, ordering_key, state, attempt_count,
-    pgoutbox.payload_of(message) ->> 'bulk' AS bulk, (pgoutbox.payload_of(message) ->> 'item')::integer AS item
+    message.payload ->> 'bulk' AS bulk, (message.payload ->> 'item')::integer AS item
 FROM pgoutbox.message
 """
 _ENDED: Final = """
 SELECT
     message_id, attempt_count, split_part(worker, ':', 2),
     extract(epoch FROM started_at)::float8, extract(epoch FROM ended_at)::float8
-FROM pgoutbox.attempt
+FROM soak_attempt
 WHERE outcome IN ('retry', 'snoozed', 'released', 'failed')
 """
 # The transaction of a transactional handler is older than its hand-over.
@@ -79,18 +79,18 @@ WHERE state = 'sent' AND topic <> 'soak.effect' AND topic NOT LIKE '%.failed' AN
 _KNOWN: Final = """
 SELECT id, attempt_count, split_part(worker, ':', 2) FROM pgoutbox.message WHERE worker IS NOT NULL
 UNION ALL
-SELECT message_id, attempt_count, split_part(worker, ':', 2) FROM pgoutbox.attempt
+SELECT message_id, attempt_count, split_part(worker, ':', 2) FROM soak_attempt
 """
 # With the time when the same worker claimed the message again: its attempt goes on under the new number.
 _TAKEN_OVER: Final = """
 SELECT
     a.message_id, a.attempt_count, extract(epoch FROM a.ended_at)::float8,
     coalesce(extract(epoch FROM min(own.claimed_at)), 'infinity')::float8
-FROM pgoutbox.attempt AS a
+FROM soak_attempt AS a
 LEFT JOIN (
     SELECT id, attempt_count, worker, claimed_at FROM pgoutbox.message
     UNION ALL
-    SELECT message_id, attempt_count, worker, started_at FROM pgoutbox.attempt
+    SELECT message_id, attempt_count, worker, started_at FROM soak_attempt
 ) AS own ON own.id = a.message_id AND own.worker = a.worker AND own.attempt_count > a.attempt_count
 WHERE a.outcome = 'lost'
 GROUP BY a.message_id, a.attempt_count, a.ended_at
@@ -100,14 +100,14 @@ SELECT message_id, attempt_count, max_in_flight
 FROM soak_flight
 WHERE what = 'sending' AND queue = 'crowded' AND max_in_flight IS NOT NULL
 """
-_OUTCOMES: Final = "SELECT message_id, attempt_count, outcome FROM pgoutbox.attempt"
+_OUTCOMES: Final = "SELECT message_id, attempt_count, outcome FROM soak_attempt"
 
 
 # An attempt that counted as lost, and whose process began the one that was sent. It knows what it has done.
 CONTINUED: Final = """
 SELECT m.id, a.attempt_count
 FROM pgoutbox.message AS m
-JOIN pgoutbox.attempt AS a ON a.message_id = m.id AND a.outcome = 'lost' AND a.worker = m.worker
+JOIN soak_attempt AS a ON a.message_id = m.id AND a.outcome = 'lost' AND a.worker = m.worker
 WHERE m.state = 'sent'
 """
 

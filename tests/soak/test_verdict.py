@@ -47,7 +47,12 @@ FROM (
         (3, 'soak.effect', 'sent', NULL, 'once', 1, NULL, 'ok'),
         (4, 'soak.sync', 'failed', NULL, NULL, 1, NULL, 'permanent')
 ) AS r(id, topic, state, coalesce_key, dedupe_key, attempt_count, superseded_by, plan);
-INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at)
+UPDATE pgoutbox.message AS m
+SET attempts = ARRAY[(r.attempt_count, 1, r.outcome, 'w', now(), now(), NULL, NULL, NULL, NULL)::pgoutbox.attempt]
+FROM (VALUES (2, 1, 'lost'), (4, 1, 'failed')) AS r(id, attempt_count, outcome)
+WHERE m.id = r.id;
+DELETE FROM soak_attempt;
+INSERT INTO soak_attempt (message_id, attempt_count, outcome, worker, started_at, ended_at)
 VALUES (2, 1, 'lost', 'w', now(), now()), (4, 1, 'failed', 'w', now(), now());
 INSERT INTO soak_effect (message_id, attempt_count) VALUES (3, 1)
 """
@@ -76,7 +81,11 @@ FROM (
         (13, 'soak.line', 'default', NULL, 'sent', 2, 'line://host'),
         (14, 'soak.fanout', 'default', NULL, 'cancelled', 0, 'mailto:a@example.org')
 ) AS r(id, topic, queue, ordering_key, state, attempt_count, destination);
-INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at)
+UPDATE pgoutbox.message
+SET attempts = ARRAY[(1, 1, 'snoozed', 'w', now(), now(), NULL, NULL, NULL, NULL)::pgoutbox.attempt]
+WHERE id = 13;
+DELETE FROM soak_attempt WHERE message_id = 13;
+INSERT INTO soak_attempt (message_id, attempt_count, outcome, worker, started_at, ended_at)
 VALUES (13, 1, 'snoozed', 'w', now() - interval '5 s', now() - interval '4 s');
 INSERT INTO pgoutbox.message (id, topic, state, attempt_count, worker, claimed_at, finished_at, payload)
 VALUES (15, 'soak.sync.failed', 'sent', 1, 'w', now(), now(), '{"message_id": 4}');
@@ -151,12 +160,13 @@ DAMAGE: list[tuple[str, LiteralString]] = [
     ),
     (
         "an attempt that was not made is in the history",
-        "UPDATE pgoutbox.attempt SET attempt_count = 3 WHERE message_id = 2",
+        "UPDATE soak_attempt SET attempt_count = 3 WHERE message_id = 2",
     ),
-    ("an attempt is missing from the history", "DELETE FROM pgoutbox.attempt WHERE message_id = 2"),
+    ("an attempt is missing from the history", "DELETE FROM soak_attempt WHERE message_id = 2"),
+    ("a history that does not account for every attempt", "UPDATE pgoutbox.message SET attempts = NULL WHERE id = 2"),
     (
         "handed over by an attempt that neither sent nor was lost",
-        "UPDATE pgoutbox.attempt SET outcome = 'retry' WHERE message_id = 2",
+        "UPDATE soak_attempt SET outcome = 'retry' WHERE message_id = 2",
     ),
     (
         "sent, and not handed over before by that very attempt",
@@ -173,8 +183,6 @@ DAMAGE: list[tuple[str, LiteralString]] = [
     ("a forbidden change of a row, or rule of the tables", "DELETE FROM pgoutbox.dedupe"),
     ("a content that no message names", "DELETE FROM pgoutbox.message WHERE id = 14"),
     ("a message whose content is gone", "DELETE FROM pgoutbox.content"),
-    ("a large payload that no message has", "INSERT INTO pgoutbox.large_payload VALUES (14, '{}')"),
-    ("a message whose payload is gone", "UPDATE pgoutbox.message SET payload = NULL WHERE id = 14"),
     (
         "sent, and kept though a rule keeps nothing of it",
         "UPDATE soak_flight SET what = 'sent' WHERE message_id = 20 AND what = 'gone'",
@@ -207,7 +215,7 @@ DAMAGE: list[tuple[str, LiteralString]] = [
     ("begun in a queue that was paused", "INSERT INTO soak_trespass VALUES (4)"),
     (
         "an attempt used up while its breaker was open",
-        "UPDATE pgoutbox.attempt SET outcome = 'retry', error = 'ConnectionRefusedError: no' WHERE message_id = 13",
+        "UPDATE soak_attempt SET outcome = 'retry', error = 'ConnectionRefusedError: no' WHERE message_id = 13",
     ),
     ("passed over by claims while later messages began", "INSERT INTO soak_passed_over VALUES (4, 'default', now())"),
     ("a cancel and a transactional handler that wait for each other", "INSERT INTO soak_hung VALUES (4)"),
@@ -261,7 +269,7 @@ def test_a_thread_may_hand_over_after_its_attempt_was_released_and_its_message_e
         """
         INSERT INTO pgoutbox.message (id, topic, state, attempt_count, finished_at, payload)
         VALUES (5, 'soak.sync', 'cancelled', 1, now(), '{"ledger_key": "k5", "plan": ["ok"]}');
-        INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at)
+        INSERT INTO soak_attempt (message_id, attempt_count, outcome, worker, started_at, ended_at)
         VALUES (5, 1, 'cancelled', 'w', now(), now())
         """
     )
@@ -327,7 +335,7 @@ def test_a_redriven_ordered_message_may_follow_the_messages_that_passed_it(
         SELECT 11, 'k11', 'soak.ordered', 'ordered', 'go-1', false, w.what, 2
         FROM (VALUES ('pending'), ('sending'), ('sent')) AS w(what);
         UPDATE pgoutbox.message SET attempt_count = 2 WHERE id = 11;
-        INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at)
+        INSERT INTO soak_attempt (message_id, attempt_count, outcome, worker, started_at, ended_at)
         VALUES (11, 1, 'lost', 'w', now(), now());
         DELETE FROM ledger_audit WHERE message_id = 11;
         DELETE FROM violation WHERE message_id = 11
@@ -342,7 +350,7 @@ def test_an_open_breaker_may_cost_an_attempt_of_a_worker_without_database(
     run: tuple[Path, psycopg.Connection],
 ) -> None:
     path, connection = run
-    connection.execute("UPDATE pgoutbox.attempt SET outcome = 'retry', error = 'TimeoutError: ' WHERE message_id = 13")
+    connection.execute("UPDATE soak_attempt SET outcome = 'retry', error = 'TimeoutError: ' WHERE message_id = 13")
     log = path.parent / "worker-plain.log"
     for seconds, expected in ((60.0, {"an attempt used up while its breaker was open"}), (4.5, set())):
         told_at = datetime.now(UTC) - timedelta(seconds=seconds)
@@ -362,7 +370,7 @@ def test_an_attempt_may_be_used_up_unless_the_breaker_was_open_all_the_time(
     run: tuple[Path, psycopg.Connection], excuse: LiteralString
 ) -> None:
     path, connection = run
-    connection.execute("UPDATE pgoutbox.attempt SET outcome = 'retry', error = 'TimeoutError: ' WHERE message_id = 13")
+    connection.execute("UPDATE soak_attempt SET outcome = 'retry', error = 'TimeoutError: ' WHERE message_id = 13")
     connection.execute(excuse)
     assert broken(path, connection) == set()
 
@@ -464,7 +472,7 @@ class Handlers:
         """Store the history of an attempt that was not the last one."""
         at = ended_at or datetime.now(UTC)
         self.connection.execute(
-            "INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at) "
+            "INSERT INTO soak_attempt (message_id, attempt_count, outcome, worker, started_at, ended_at) "
             "VALUES (%s, %s, %s, %s, %s, %s)",
             [message_id, attempt_count, outcome, worker, at, at],
         )

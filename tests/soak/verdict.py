@@ -48,12 +48,12 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
     "failed though its plan was to succeed": """
         SELECT m.id
         FROM pgoutbox.message AS m
-        WHERE m.state = 'failed' AND pgoutbox.payload_of(m) #>> '{plan,-1}' <> 'permanent'
+        WHERE m.state = 'failed' AND m.payload #>> '{plan,-1}' <> 'permanent'
     """,
     "sent though its plan was to fail": """
         SELECT m.id
         FROM pgoutbox.message AS m
-        WHERE m.state = 'sent' AND pgoutbox.payload_of(m) #>> '{plan,-1}' <> 'ok'
+        WHERE m.state = 'sent' AND m.payload #>> '{plan,-1}' <> 'ok'
     """,
     "sent without its one effect in the database": """
         SELECT m.id
@@ -66,7 +66,7 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
             -- A process goes on with an attempt that counted as lost, under the number of its next one.
             AND NOT EXISTS (
                 SELECT
-                FROM pgoutbox.attempt AS a
+                FROM soak_attempt AS a
                 WHERE a.message_id = m.id AND a.outcome = 'lost' AND a.worker = m.worker
                     AND a.attempt_count = max(e.attempt_count)
             )
@@ -80,9 +80,9 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
     """,
     "a failure without its one message for the hook": """
         WITH failures AS MATERIALIZED (
-            SELECT a.message_id, count(*) FROM pgoutbox.attempt AS a WHERE a.outcome = 'failed' GROUP BY a.message_id
+            SELECT a.message_id, count(*) FROM soak_attempt AS a WHERE a.outcome = 'failed' GROUP BY a.message_id
         ), hooks AS MATERIALIZED (
-            SELECT (pgoutbox.payload_of(m) ->> 'message_id')::bigint AS message_id, m.topic, count(*)
+            SELECT (m.payload ->> 'message_id')::bigint AS message_id, m.topic, count(*)
             FROM pgoutbox.message AS m
             WHERE m.topic IN ('soak.sync.failed', 'soak.batch.failed')
             GROUP BY 1, 2
@@ -101,17 +101,24 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
     """,
     "an attempt that was not made is in the history": """
         SELECT a.message_id
-        FROM pgoutbox.attempt AS a
-        LEFT JOIN pgoutbox.message AS m ON m.id = a.message_id
-        WHERE a.attempt_count > m.attempt_count OR m.id IS NULL
+        FROM soak_attempt AS a
+        JOIN pgoutbox.message AS m ON m.id = a.message_id
+        WHERE a.attempt_count > m.attempt_count
     """,
     "an attempt is missing from the history": """
         SELECT m.id
         FROM pgoutbox.message AS m
-        LEFT JOIN pgoutbox.attempt AS a ON a.message_id = m.id AND a.outcome <> 'skipped'
+        LEFT JOIN soak_attempt AS a ON a.message_id = m.id AND a.outcome <> 'skipped'
         WHERE m.state = 'sent'
         GROUP BY m.id, m.attempt_count
         HAVING count(a.message_id) <> m.attempt_count - 1
+    """,
+    "a history that does not account for every attempt": """
+        SELECT m.id
+        FROM pgoutbox.message AS m
+        WHERE m.state = 'sent'
+            AND m.attempt_count - 1 <> (SELECT coalesce(sum(a.times), 0) FROM unnest(m.attempts) AS a)
+            AND coalesce(cardinality(m.attempts), 0) < 20
     """,
     "a content that no message names": """
         SELECT c.id
@@ -123,22 +130,11 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
         FROM pgoutbox.message AS m
         WHERE NOT EXISTS (SELECT FROM pgoutbox.content AS c WHERE c.id = m.content_id) AND m.content_id IS NOT NULL
     """,
-    "a large payload that no message has": """
-        SELECT l.message_id
-        FROM pgoutbox.large_payload AS l
-        WHERE NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = l.message_id AND m.payload IS NULL)
-    """,
-    "a message whose payload is gone": """
-        SELECT m.id
-        FROM pgoutbox.message AS m
-        WHERE m.payload IS NULL
-            AND NOT EXISTS (SELECT FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id)
-    """,
 }
 
 _MESSAGES: Final = """
 SELECT
-    pgoutbox.payload_of(message) ->> 'ledger_key'
+    message.payload ->> 'ledger_key'
         || CASE WHEN content_id IS NULL THEN '' ELSE '/' || destination END AS key,
     id, topic, queue, coalesce_key, ordering_key, state,
     attempt_count,
@@ -150,7 +146,7 @@ WHERE topic NOT LIKE '%.failed'
 # attempt is released, which ends a message that was cancelled or superseded in the meantime.
 _UNCERTAIN: Final = """
 SELECT a.message_id, a.attempt_count
-FROM pgoutbox.attempt AS a
+FROM soak_attempt AS a
 JOIN pgoutbox.message AS m ON m.id = a.message_id
 WHERE a.outcome IN ('lost', 'released')
     OR m.topic = 'soak.effect'

@@ -96,6 +96,30 @@ CREATE TRIGGER soak_revived AFTER UPDATE ON pgoutbox.claim FOR EACH ROW
     WHEN (OLD.lease_expires_at <= clock_timestamp() AND NEW.lease_expires_at > OLD.lease_expires_at)
     EXECUTE FUNCTION soak_revived();
 
+-- Every attempt that ended, also those that the history of a message counts together or no longer has. It is not
+-- deleted with the message. A trigger after the change would not see a row that moves to another partition.
+CREATE TABLE soak_attempt (
+    message_id    bigint      NOT NULL,
+    attempt_count integer     NOT NULL,
+    outcome       text        NOT NULL,
+    worker        text        NOT NULL,
+    started_at    timestamptz NOT NULL,
+    ended_at      timestamptz NOT NULL,
+    error         text
+);
+CREATE INDEX soak_attempt_message ON soak_attempt (message_id, attempt_count);
+CREATE FUNCTION soak_ended() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
+DECLARE
+    last pgoutbox.attempt := NEW.attempts[cardinality(NEW.attempts)];
+BEGIN
+    INSERT INTO public.soak_attempt
+    VALUES (NEW.id, OLD.attempt_count, last.outcome, OLD.worker, OLD.claimed_at, last.ended_at, last.error);
+    RETURN NEW;
+END
+$function$;
+CREATE TRIGGER soak_ended BEFORE UPDATE ON pgoutbox.message FOR EACH ROW
+    WHEN (NEW.attempts IS DISTINCT FROM OLD.attempts) EXECUTE FUNCTION soak_ended();
+
 -- In a queue without limits, a claim may begin just before the pause and commit after it. A trespass is an attempt that
 -- begins although its claim's own snapshot shows the pause: a trigger's condition is evaluated with that snapshot.
 CREATE TABLE soak_trespass (message_id bigint NOT NULL);
@@ -175,7 +199,7 @@ SELECT
     a.message_id,
     extract(epoch FROM a.started_at)::float8,
     extract(epoch FROM a.ended_at)::float8
-FROM pgoutbox.attempt AS a
+FROM soak_attempt AS a
 JOIN pgoutbox.message AS m ON m.id = a.message_id
 CROSS JOIN LATERAL (
     SELECT b.seq, b.key, b.what, b.until

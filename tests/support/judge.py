@@ -75,11 +75,7 @@ RULES = {
     "the history does not account for every attempt": """
         SELECT m.id FROM pgoutbox.message AS m
         WHERE m.attempt_count - (m.state IN ('sending', 'sent'))::integer
-            <> (SELECT count(*) FROM pgoutbox.attempt AS a WHERE a.message_id = m.id)
-    """,
-    "a history is left without its message": """
-        SELECT a.message_id FROM pgoutbox.attempt AS a
-        WHERE NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = a.message_id)
+            <> (SELECT coalesce(sum(a.times), 0) FROM unnest(m.attempts) AS a)
     """,
 }
 

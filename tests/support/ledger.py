@@ -45,7 +45,7 @@ CREATE TABLE IF NOT EXISTS public.ledger_audit (
 CREATE OR REPLACE FUNCTION public.ledger_note() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
 DECLARE
     seen constant pgoutbox.message := NEW;
-    payload constant jsonb := pgoutbox.payload_of(seen);
+    payload constant jsonb := seen.payload;
 BEGIN
     IF payload ? 'ledger_key' THEN
         INSERT INTO public.ledger_audit (message_id, ledger_key, state)
@@ -71,35 +71,35 @@ CREATE OR REPLACE TRIGGER ledger_changed AFTER UPDATE ON pgoutbox.message
 _ROWS: Final = """
 SELECT
     m.id,
-    pgoutbox.payload_of(m) ->> 'ledger_key' || CASE WHEN m.content_id IS NULL THEN '' ELSE '/' || m.destination END,
+    m.payload ->> 'ledger_key' || CASE WHEN m.content_id IS NULL THEN '' ELSE '/' || m.destination END,
     m.state
 FROM pgoutbox.message AS m
-WHERE pgoutbox.payload_of(m) ? 'ledger_key'
+WHERE m.payload ? 'ledger_key'
 """
 _AUDITED: Final = "SELECT message_id, ledger_key, state FROM public.ledger_audit ORDER BY message_id, seq"
 _ENDED_ATTEMPTS: Final = """
 SELECT
-    pgoutbox.payload_of(m) ->> 'ledger_key' || CASE WHEN m.content_id IS NULL THEN '' ELSE '/' || m.destination END,
+    m.payload ->> 'ledger_key' || CASE WHEN m.content_id IS NULL THEN '' ELSE '/' || m.destination END,
     a.attempt_count
-FROM pgoutbox.attempt AS a
+FROM pgoutbox.attempt_view AS a
 JOIN pgoutbox.message AS m ON m.id = a.message_id
-WHERE pgoutbox.payload_of(m) ? 'ledger_key'
+WHERE m.payload ? 'ledger_key'
 """
 # A cancelled or expired message needs no attempt.
 _COALESCED: Final = """
 SELECT
     id,
-    pgoutbox.payload_of(message) ->> 'ledger_key' AS key,
+    message.payload ->> 'ledger_key' AS key,
     state = 'cancelled' OR skip_reason IS NOT DISTINCT FROM 'expired' AS is_excused,
     superseded_by
 FROM pgoutbox.message
-WHERE pgoutbox.payload_of(message) ? 'ledger_key' AND coalesce_key IS NOT NULL
+WHERE message.payload ? 'ledger_key' AND coalesce_key IS NOT NULL
 ORDER BY id DESC
 """
 _OWED: Final = """
 SELECT count(*)
 FROM pgoutbox.message AS m
-WHERE m.state IN ('pending', 'sending') AND pgoutbox.payload_of(m) ? 'ledger_key'
+WHERE m.state IN ('pending', 'sending') AND m.payload ? 'ledger_key'
 """
 
 _OPEN_STATES: Final = frozenset({"pending", "sending"})

@@ -57,8 +57,15 @@ PUT_FINAL = """
     WHERE id = %(id)s
 """
 ADD_ATTEMPT = """
-    INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
-    VALUES (%s, %s, 'retry', 'w', now(), now(), 'busy')
+    UPDATE pgoutbox.message AS m
+    SET attempts = pgoutbox._with_attempt(
+        m.attempts, (g.attempt_count, 1, 'retry', 'w', now(), now(), 'busy', NULL, NULL, NULL)::pgoutbox.attempt
+    )
+    FROM (VALUES (%s::bigint, %s::integer)) AS g(id, attempt_count)
+    WHERE m.id = g.id
+"""
+SET_LAST_ERROR = """
+    UPDATE pgoutbox.message AS m SET attempts[cardinality(m.attempts)].error = %s WHERE m.id = ANY (%s)
 """
 
 

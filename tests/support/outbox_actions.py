@@ -430,7 +430,8 @@ def state_of(connection: psycopg.Connection, message_id: int) -> str:
 def attempts_of(connection: psycopg.Connection, message_id: int) -> list[tuple[int, str, str | None]]:
     """Return the history of one message: number, outcome and error of each recorded attempt."""
     return connection.execute(
-        "SELECT attempt_count, outcome, error FROM pgoutbox.attempt WHERE message_id = %s ORDER BY attempt_count",
+        "SELECT a.attempt_count, a.outcome, a.error"
+        " FROM pgoutbox.message AS m CROSS JOIN unnest(m.attempts) AS a WHERE m.id = %s ORDER BY a.attempt_count",
         [message_id],
     ).fetchall()
 

@@ -322,9 +322,10 @@ def test_without_a_queue_nothing_is_announced(rolled_back: psycopg.Connection) -
 # --- closed by an operator --------------------------------------------------------------------------------------------
 
 POSTPONED = """
-    INSERT INTO pgoutbox.attempt
-        (message_id, attempt_count, outcome, worker, started_at, ended_at, reason_code, breaker_key)
-    VALUES (%s, %s, 'snoozed', 'w', now(), now(), %s, %s)
+    UPDATE pgoutbox.message AS m
+    SET attempts = ARRAY[(g.n, 1, 'snoozed', 'w', now(), now(), NULL, NULL, g.code, g.key)::pgoutbox.attempt]
+    FROM (VALUES (%s::bigint, %s::integer, %s::text, %s::text)) AS g(id, n, code, key)
+    WHERE m.id = g.id
 """
 
 

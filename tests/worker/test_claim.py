@@ -266,7 +266,7 @@ def test_a_lost_attempt_is_recorded_and_repeated(rolled_back: psycopg.Connection
     (again,) = claim(rolled_back, worker="second")
     assert (again.state, again.attempt_count) == ("sending", 2)
     assert attempts_of(rolled_back, message_id) == [(1, "lost", "lease expired, outcome unknown")]
-    worker = rolled_back.execute("SELECT worker FROM pgoutbox.attempt").fetchone()
+    worker = rolled_back.execute("SELECT worker FROM pgoutbox.attempt_view").fetchone()
     assert worker == ("first",)
     assert row_of(rolled_back, message_id).last_error == "attempt 1: lease of first expired, outcome unknown"
 

@@ -30,7 +30,7 @@ from pgoutbox.worker import claim_planner, poll_loop
 from pgoutbox.worker.doorbell import Doorbell, LockAnswer
 from pgoutbox.worker.signals import Signals
 from tests.support import races
-from tests.support.messages import LARGE, PUT_FINAL, put
+from tests.support.messages import put
 from tests.support.outbox_actions import (
     WatchedWorker,
     begin,
@@ -58,7 +58,6 @@ from tests.support.outbox_actions import (
     until_blocked,
     watch,
 )
-from tests.support.partitions import add_partition
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -383,30 +382,6 @@ async def pruning_applies_the_current_rule(stage: Stage) -> None:
     assert rows_of(stage.db, message_id)
 
 
-def large_message_of_an_old_id(stage: Stage) -> int:
-    """Create a pending message with a large payload, and a sent message with the same id, as after a reset sequence."""
-    message_id = put(stage.db, State.SENT, age=timedelta(days=40))
-    stage.db.execute("SELECT setval('pgoutbox.message_id_seq', %s, false)", [message_id])
-    assert enqueue(stage.db, "mail", LARGE) == message_id
-    return message_id
-
-
-async def pruning_skips_the_large_payload_of_another_message(stage: Stage) -> None:
-    message_id = large_message_of_an_old_id(stage)
-    keep_nothing(stage)
-    prune_by_rules(stage.db)
-    assert [row.state for row in rows_of(stage.db)] == ["pending"]
-    assert large_payloads(stage.db) == [message_id]
-
-
-async def erasing_skips_the_large_payload_of_another_message(stage: Stage) -> None:
-    message_id = large_message_of_an_old_id(stage)
-    stage.db.execute("UPDATE pgoutbox.message_done SET owner = 'ada'")
-    stage.db.execute("SELECT pgoutbox.erase(owner => 'ada')")
-    assert [row.state for row in rows_of(stage.db)] == ["pending"]
-    assert large_payloads(stage.db) == [message_id]
-
-
 async def an_erasure_does_not_wait_for_a_breaker(stage: Stage) -> None:
     holder, message_id = stage.connect(), put(stage.db, destination="mailto:ada@example.org")
     stage.db.execute(
@@ -428,60 +403,6 @@ async def a_content_that_a_message_refers_to_is_not_pruned(stage: Stage) -> None
     contents = stage.db.execute("SELECT id FROM pgoutbox.content").fetchall()
     stage.db.execute(sql.PRUNE_CONTENT, {"limit": 9, "after_key": ""})
     assert stage.db.execute("SELECT id FROM pgoutbox.content").fetchall() == contents != []
-
-
-async def an_erasure_that_waits_for_a_retirement_does_not_block_it(stage: Stage) -> None:
-    """The gate is the first lock of a retirement. An erasure that waits there must not have locked a partition yet."""
-    gate, eraser, name = stage.connect(), stage.connect(autocommit=True), add_partition(stage.db, 40)
-    gate.execute("LOCK TABLE pgoutbox.retired IN SHARE ROW EXCLUSIVE MODE")
-    blocked: asyncio.Task[object] = asyncio.create_task(
-        asyncio.to_thread(eraser.execute, "SELECT pgoutbox._erase('{1}')")
-    )
-    await until_blocked(stage.db, blocked)
-    gate.execute("SET lock_timeout = '50ms'")
-    try:
-        gate.execute(f"LOCK TABLE pgoutbox.{name} IN ACCESS EXCLUSIVE MODE".encode())
-    except psycopg.errors.LockNotAvailable:
-        pytest.fail("the erasure has locked the partition")
-    finally:
-        gate.rollback()
-        await blocked
-
-
-async def retiring_a_partition_skips_large_payloads_of_other_messages(stage: Stage) -> None:
-    name = add_partition(stage.db, 40)
-    message_id = large_message_of_an_old_id(stage)
-    keep_nothing(stage)
-    for state in ("skipped", "cancelled"):
-        keep_nothing(stage, state=state)
-    stage.db.execute("SELECT pgoutbox._retire_partition(%s)", [name])
-    assert stage.db.execute("SELECT * FROM pgoutbox._clear_retired(9)").fetchall() == [(name, 1, True)]
-    assert large_payloads(stage.db) == [message_id]
-
-
-async def retiring_a_partition_deletes_its_large_payloads(stage: Stage) -> None:
-    name = add_partition(stage.db, 40)
-    message_id = enqueue(stage.db, "mail", LARGE)
-    stage.db.execute(PUT_FINAL, {"id": message_id, "state": "sent", "age": timedelta(days=40)})
-    for state in ("sent", "skipped", "cancelled"):
-        keep_nothing(stage, state=state)
-    stage.db.execute("SELECT pgoutbox._retire_partition(%s)", [name])
-    stage.db.execute("SELECT pgoutbox._clear_retired(9)")
-    assert stage.db.execute("SELECT name FROM pgoutbox.retired").fetchall() == []
-    assert large_payloads(stage.db) == []
-
-
-async def a_sent_message_keeps_its_large_payload(stage: Stage) -> None:
-    """One finish covers two messages, and a rule keeps one of them."""
-    keep_nothing(stage, topic="greet")
-    kept, forgotten = enqueue(stage.db, "mail", LARGE), enqueue(stage.db, "greet", LARGE)
-    claim(stage.db, topics=["greet", "mail"])
-    finish_sent_and_forget(stage.db, (kept, 1), (forgotten, 1))
-    assert large_payloads(stage.db) == [kept]
-
-
-def large_payloads(db: psycopg.Connection) -> list[int]:
-    return [row[0] for row in db.execute("SELECT message_id FROM pgoutbox.large_payload ORDER BY 1").fetchall()]
 
 
 def prune_by_rules(db: psycopg.Connection) -> None:
@@ -1271,11 +1192,6 @@ def no_check_of_the_rule_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> N
     redefine(stage, "_forget_sent", "WHERE EXISTS (", "WHERE true OR EXISTS (")
 
 
-def no_restriction_to_forgotten_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    theirs = "USING forgotten AS f\n        WHERE l.message_id = f.id AND f.has_large_payload"
-    redefine(stage, "_forget_sent", theirs, "USING asked AS a\n        WHERE l.message_id = a.id")
-
-
 def redefine(stage: Stage, name: str, part: str, instead: str) -> None:
     """Replace one part of a function of the schema."""
     (definition,) = stage.db.execute(
@@ -1544,16 +1460,6 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         no_guard_in_function("_prune_by_rule", " SKIP LOCKED"),
     ),
     (
-        "large payload of its message in prune",
-        pruning_skips_the_large_payload_of_another_message,
-        no_guard_in_function("_delete_messages", " AND g.has_large_payload"),
-    ),
-    (
-        "large payload of its message in an erasure",
-        erasing_skips_the_large_payload_of_another_message,
-        no_guard_in_function("_erase", " AND (g.one ->> 'is_large')::boolean"),
-    ),
-    (
         "locked breaker in an erasure",
         an_erasure_does_not_wait_for_a_breaker,
         no_guard_in_function("_erase", "FOR UPDATE SKIP LOCKED\n    ) AS locked", "FOR UPDATE\n    ) AS locked"),
@@ -1565,30 +1471,6 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
             "_prune_content",
             " AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.content_id = p.id LIMIT 1) IS NULL",
         ),
-    ),
-    (
-        "order of locks of an erasure",
-        an_erasure_that_waits_for_a_retirement_does_not_block_it,
-        no_guard_in_function("_erase", "LOCK TABLE pgoutbox.retired IN SHARE MODE;"),
-    ),
-    (
-        "large payload of its message in a retired partition",
-        retiring_a_partition_skips_large_payloads_of_other_messages,
-        no_guard_in_function("_clear_retired", " AND p.has_large_payload"),
-    ),
-    (
-        "large payloads of a retired partition",
-        retiring_a_partition_deletes_its_large_payloads,
-        no_guard_in_function(
-            "_clear_retired",
-            "\n        AND NOT EXISTS (SELECT FROM pgoutbox.large_payload AS l"
-            " WHERE l.message_id BETWEEN first_id AND last_id)",
-        ),
-    ),
-    (
-        "large payload of a message deleted as it is sent",
-        a_sent_message_keeps_its_large_payload,
-        no_restriction_to_forgotten_messages,
     ),
     (
         "age in prune",

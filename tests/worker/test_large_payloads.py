@@ -229,7 +229,7 @@ async def test_a_message_whose_payload_the_database_does_not_give_is_snoozed(
 
     @outbox.handler("first")
     async def first(message: Message, ctx: Context) -> None:  # It runs before the next slot reads.
-        locker.execute("LOCK TABLE pgoutbox.large_payload")
+        locker.execute("LOCK TABLE pgoutbox.message_live")
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
@@ -272,20 +272,6 @@ async def test_an_attempt_that_has_lost_its_message_gets_no_payload(
     await Worker(outbox).run_once()
     assert seen == []
     assert not row_of(db, message_id).is_finished
-
-
-async def test_a_missing_large_payload_fails_its_own_message(dsn: str, db: psycopg.Connection) -> None:
-    outbox = Outbox(settings_for(dsn))
-
-    @outbox.batch_handler("greet", max_size=10)
-    async def greet(messages: Sequence[Message], ctxs: Sequence[Context]) -> None:
-        assert [message.payload for message in messages] == [LARGE]
-
-    missing, whole = enqueue(db, payload=LARGE), enqueue(db, payload=LARGE)
-    db.execute("DELETE FROM pgoutbox.large_payload WHERE message_id = %s", [missing])
-    await Worker(outbox).run_once()
-    assert state_of(db, whole) == "sent"
-    assert row_of(db, missing).last_error == "payload: is neither in the row nor in large_payload"
 
 
 # --- contents ---------------------------------------------------------------------------------------------------------

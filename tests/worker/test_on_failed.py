@@ -55,7 +55,7 @@ def hooked(outbox: Outbox) -> list[Message[Failure]]:
 def failures(db: psycopg.Connection) -> list[dict[str, Any]]:
     """Return the payloads of the messages for hooks, in their order."""
     rows = db.execute(
-        "SELECT pgoutbox.payload_of(m) FROM pgoutbox.message AS m WHERE m.topic = 'greet.failed' ORDER BY m.id"
+        "SELECT m.payload FROM pgoutbox.message AS m WHERE m.topic = 'greet.failed' ORDER BY m.id"
     ).fetchall()
     return [payload for (payload,) in rows]
 

@@ -475,9 +475,9 @@ def record_attempt(db: psycopg.Connection, message_id: int, attempt_count: int, 
         (attempt_count, message_id),
     )
     db.execute(
-        "INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, reason_code)"
-        " VALUES (%s, %s, 'snoozed', 'w', now(), now(), %s)",
-        (message_id, attempt_count, code),
+        "UPDATE pgoutbox.message SET attempts = attempts"
+        " || (%s, 1, 'snoozed', 'w', now(), now(), NULL, NULL, %s, NULL)::pgoutbox.attempt WHERE id = %s",
+        (attempt_count, code, message_id),
     )
 
 

@@ -97,9 +97,7 @@ class Outboxes(RuleBasedStateMachine):
         super().__init__()
         self.db = psycopg.connect(self.dsn, autocommit=True)
         self.producer = psycopg.connect(self.dsn)
-        self.db.execute(
-            "TRUNCATE pgoutbox.message, pgoutbox.attempt, pgoutbox.coalesce_head, pgoutbox.dedupe, pgoutbox.queue"
-        )
+        self.db.execute("TRUNCATE pgoutbox.message, pgoutbox.coalesce_head, pgoutbox.dedupe, pgoutbox.queue")
         self.is_paused = False
         self.lapsed_count = 0
         self.messages: dict[int, Model] = {}
@@ -410,7 +408,7 @@ class Outboxes(RuleBasedStateMachine):
                 message.max_attempts,
                 message.superseded_by,
             )
-        history = self.db.execute("SELECT message_id, outcome FROM pgoutbox.attempt ORDER BY 1, attempt_count")
+        history = self.db.execute("SELECT message_id, outcome FROM pgoutbox.attempt_view ORDER BY 1, attempt_count")
         assert history.fetchall() == [
             (message_id, outcome)
             for message_id in sorted(self.messages)

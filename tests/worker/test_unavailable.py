@@ -679,7 +679,7 @@ async def test_a_handler_that_raises_unavailable_waits_without_using_up_attempts
         assert (row.state, row.max_attempts - row.attempt_count) == ("pending", 1)
         ((paused,),) = db.execute(
             "SELECT extract(epoch FROM m.available_at - a.ended_at)::float8 FROM pgoutbox.message AS m"
-            " JOIN pgoutbox.attempt AS a ON a.message_id = m.id AND a.attempt_count = m.attempt_count"
+            " JOIN pgoutbox.attempt_view AS a ON a.message_id = m.id AND a.attempt_count = m.attempt_count"
         ).fetchall()
         assert paused == delay
         make_due(db, message_id)

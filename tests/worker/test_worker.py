@@ -921,7 +921,7 @@ async def test_a_snooze_without_a_pause_lasts_a_second(
     await Worker(outbox).run_once()
     attempts = """
         SELECT a.outcome, m.available_at - a.ended_at >= '0.9 seconds'
-        FROM pgoutbox.attempt AS a
+        FROM pgoutbox.attempt_view AS a
         JOIN pgoutbox.message AS m ON m.id = a.message_id
         WHERE m.id = %s
     """

@@ -1,10 +1,10 @@
 -- Take the locks in the order of an enqueue: otherwise a deadlock could end a business transaction. A turn of
 -- maintenance locks maintenance_run before it reads the partitions.
 LOCK TABLE
-    pgoutbox.home, pgoutbox.worker, pgoutbox.maintenance_run, pgoutbox.retired, pgoutbox.audit,
+    pgoutbox.home, pgoutbox.worker, pgoutbox.maintenance_run, pgoutbox.audit,
     pgoutbox.retention, pgoutbox.content, pgoutbox.breaker,
     pgoutbox.dedupe, pgoutbox.ordering, pgoutbox.coalesce_head, pgoutbox.queue, pgoutbox.claim, pgoutbox.cancel_request,
-    pgoutbox.attempt, pgoutbox.large_payload, pgoutbox.message
+    pgoutbox.message
 IN ACCESS EXCLUSIVE MODE;
 
 -- The locks above keep both answers true until the end: no worker can claim, and nobody can enqueue.
@@ -38,16 +38,5 @@ BEGIN
                     'pgoutbox.delete_messages = on.';
         END IF;
     END IF;
-END
-$block$;
-
--- A detached partition is not dropped with the table message.
-DO $block$
-DECLARE
-    part text;
-BEGIN
-    FOR part IN SELECT r.name FROM pgoutbox.retired AS r LOOP
-        EXECUTE 'DROP TABLE pgoutbox.' || quote_ident(part);
-    END LOOP;
 END
 $block$;

@@ -3,11 +3,10 @@
 -- could turn an EXISTS into a hash of all messages. Sequential scans are off, so that no small partition is read as a
 -- whole, once for each key.
 --
--- A key is unneeded if its message is deleted. No other message can take over such a key, so it is unchanged when it is
--- locked. Topics begin with a letter, so a brace sorts after all of them.
+-- A key is unneeded if its message is deleted, unless it is kept: then its rule decides, or the age if one is given. A
+-- message that takes over the key meanwhile has changed it, so the lock looks at it again. Topics begin with a letter, so a brace sorts after all of them.
 CREATE FUNCTION pgoutbox._delete_dedupe_keys(
-    only_topic text, created_by timestamptz, spares_topics_with_rules boolean, at_most bigint, after_topic text,
-    after_key text
+    only_topic text, created_by timestamptz, at_most bigint, after_topic text, after_key text
 )
 RETURNS TABLE (last_topic text, last_key text, key_count bigint, forgotten_count bigint)
 LANGUAGE sql
@@ -25,14 +24,15 @@ WITH page AS MATERIALIZED (
 ), locked AS MATERIALIZED (
     SELECT d.topic, d.dedupe_key
     FROM page AS p
-    JOIN pgoutbox.dedupe AS d ON d.topic = p.topic AND d.dedupe_key = p.dedupe_key
-    WHERE d.created_at <= created_by
-        AND (
-            NOT spares_topics_with_rules
-            OR NOT EXISTS (
-                SELECT FROM pgoutbox.retention AS own WHERE own.topic = d.topic AND own.state = 'dedupe_key'
-            )
-        )
+    JOIN pgoutbox.dedupe AS d ON d.topic = p.topic AND d.dedupe_key = p.dedupe_key AND d.message_id = p.message_id
+    WHERE CASE WHEN created_by IS NOT NULL THEN d.created_at <= created_by ELSE NOT d.is_kept OR d.created_at <= (
+            -- The rule of all topics spares the keys of topics with a rule of their own.
+            SELECT now() - r.keep
+            FROM pgoutbox.retention AS r
+            WHERE r.state = 'dedupe_key' AND r.topic IN (d.topic, '*')
+            ORDER BY r.topic = '*'
+            LIMIT 1
+        ) END
         AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = p.message_id LIMIT 1) IS NULL
     FOR UPDATE OF d SKIP LOCKED
 ), forgotten AS (
@@ -48,4 +48,4 @@ LIMIT 1
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._delete_dedupe_keys IS
-    'Delete the dedupe keys of one page that are old enough and whose message is deleted.';
+    'Delete the dedupe keys of one page whose message is deleted: kept ones by their rules, or all by age.';

@@ -19,20 +19,16 @@ BEGIN
             AND m.finished_at = o.finished_at -- The time selects the partition.
             AND m.state = o.state
             AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
-        RETURNING m.id, m.state, m.topic, m.queue, m.on_failed, m.dedupe_key, m.payload IS NULL AS has_large_payload
-    ), history AS (
-        DELETE FROM pgoutbox.attempt AS a
-        USING gone AS g
-        WHERE a.message_id = g.id
-    ), large AS (
-        -- After a sequence was set back, another message may have the same id. Only one without a payload has a row.
-        DELETE FROM pgoutbox.large_payload AS l
-        USING gone AS g
-        WHERE l.message_id = g.id AND g.has_large_payload
+        RETURNING m.id, m.state, m.topic, m.queue, m.on_failed, m.dedupe_key, m.owner
     ), keys AS (
         DELETE FROM pgoutbox.dedupe AS d
         USING gone AS g
         WHERE d.topic = g.topic AND d.dedupe_key = g.dedupe_key AND d.message_id = g.id AND NOT keeps_dedupe_keys
+    ), kept AS (
+        UPDATE pgoutbox.dedupe AS d
+        SET is_kept = true, owner = g.owner
+        FROM gone AS g
+        WHERE d.topic = g.topic AND d.dedupe_key = g.dedupe_key AND d.message_id = g.id AND keeps_dedupe_keys
     ), notified AS MATERIALIZED (
         SELECT pgoutbox._notify_workers(q.queue)
         FROM (SELECT DISTINCT g.queue FROM gone AS g WHERE g.state = 'failed' AND g.on_failed = 'halt') AS q
@@ -48,4 +44,4 @@ END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._delete_messages IS
-    'Delete final messages with attempts, large payloads and, unless it keeps them, dedupe keys. Returns their states.';
+    'Delete final messages and, unless it keeps them, their dedupe keys. Returns their states.';

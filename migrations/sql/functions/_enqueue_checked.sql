@@ -79,10 +79,6 @@ BEGIN
         WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
     END IF;
 
-    IF pgoutbox._is_large(p_payload) THEN
-        INSERT INTO pgoutbox.large_payload (message_id, body) VALUES (new_id, p_payload);
-        p_payload := NULL;
-    END IF;
     INSERT INTO pgoutbox.message_live (
         id, topic, payload, queue, destination, coalesce_key, dedupe_key, ordering_key, owner, on_failed,
         available_at, expires_at, headers, max_attempts, attempt_budget

@@ -61,18 +61,13 @@ BEGIN
             NOT i.is_newest AND i.available_at > now() AS is_ended
         FROM item AS i
         JOIN head AS h ON h.topic = i.topic AND h.coalesce_key = i.coalesce_key
-    ), large AS (
-        INSERT INTO pgoutbox.large_payload (message_id, body)
-        SELECT n.id, n.payload
-        FROM numbered AS n
-        WHERE pgoutbox._is_large(n.payload)
     ), inserted AS (
         INSERT INTO pgoutbox.message_live (
             id, topic, payload, queue, destination, owner, coalesce_key, available_at, expires_at, headers,
             max_attempts, attempt_budget
         )
         SELECT
-            n.id, n.topic, CASE WHEN NOT pgoutbox._is_large(n.payload) THEN n.payload END, n.queue, n.destination,
+            n.id, n.topic, n.payload, n.queue, n.destination,
             n.owner, n.coalesce_key, greatest(n.available_at, now()),
             n.expires_at, n.headers, n.max_attempts, n.max_attempts
         FROM numbered AS n
@@ -84,7 +79,7 @@ BEGIN
             max_attempts, attempt_budget, state, finished_at, superseded_by, skip_reason
         )
         SELECT
-            n.id, n.topic, CASE WHEN NOT pgoutbox._is_large(n.payload) THEN n.payload END, n.queue, n.destination,
+            n.id, n.topic, n.payload, n.queue, n.destination,
             n.owner, n.coalesce_key, n.available_at, n.expires_at, n.headers, n.max_attempts, n.max_attempts,
             'skipped', clock_timestamp(), n.newest_id, 'superseded by ' || n.newest_id
         FROM numbered AS n

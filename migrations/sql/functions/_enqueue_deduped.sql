@@ -37,19 +37,13 @@ BEGIN
         FROM item AS i
         ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING
         RETURNING d.message_id
-    ), large AS (
-        INSERT INTO pgoutbox.large_payload (message_id, body)
-        SELECT i.id, i.payload
-        FROM item AS i
-        JOIN taken AS t ON t.message_id = i.id
-        WHERE pgoutbox._is_large(i.payload)
     ), inserted AS (
         INSERT INTO pgoutbox.message_live (
             id, topic, payload, queue, destination, owner, dedupe_key, available_at, expires_at, headers,
             max_attempts, attempt_budget
         )
         SELECT
-            i.id, i.topic, CASE WHEN NOT pgoutbox._is_large(i.payload) THEN i.payload END, i.queue, i.destination,
+            i.id, i.topic, i.payload, i.queue, i.destination,
             i.owner, i.dedupe_key, greatest(i.available_at, now()),
             i.expires_at, i.headers, i.max_attempts, i.max_attempts
         FROM item AS i

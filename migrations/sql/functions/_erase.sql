@@ -26,9 +26,7 @@ DECLARE
     head_keys text[];
     dedupe_ids bigint[];
     pending_ids bigint[];
-    part text;
     gone jsonb;
-    retired jsonb;
     erased bigint[];
     left_behind bigint[];
     freed_keys text[];
@@ -38,17 +36,10 @@ DECLARE
     keys text[];
     act_count bigint;
 BEGIN
-    -- A partition that is detached meanwhile would hide its messages. Like _retire_partition, lock this table before any
-    -- partition, so that the two do not wait for each other.
-    LOCK TABLE pgoutbox.retired IN SHARE MODE;
-
     WITH asked AS MATERIALIZED (
         SELECT m.id, m.topic, m.queue, m.coalesce_key, m.dedupe_key, m.ordering_key
         FROM pgoutbox.message AS m
         WHERE m.id = ANY (ids)
-        UNION ALL
-        SELECT m.id, m.topic, m.queue, m.coalesce_key, m.dedupe_key, m.ordering_key
-        FROM pgoutbox._retired_messages(ids) AS m
     ), tail_key AS MATERIALIZED (
         SELECT a.queue, a.ordering_key FROM asked AS a WHERE a.ordering_key IS NOT NULL
         UNION
@@ -96,7 +87,7 @@ BEGIN
             AND (
                 destinations IS NULL
                 OR m.destination = ANY (destinations)
-                OR pgoutbox._is_failure_to(destinations, m.failure_of, m.id, m.payload)
+                OR pgoutbox._is_failure_to(destinations, m.failure_of, m.payload)
             )
             AND NOT EXISTS (
                 SELECT
@@ -129,38 +120,12 @@ BEGIN
             AND m.state IN ('pending', 'sent', 'failed', 'skipped', 'cancelled')
         RETURNING m.*
     )
-    SELECT jsonb_agg(to_jsonb(d) - '{payload,headers}'::text[] || jsonb_build_object('is_large', d.payload IS NULL))
+    SELECT jsonb_agg(to_jsonb(d) - '{payload,headers,attempts}'::text[])
     INTO gone
     FROM deleted AS d;
     gone := coalesce(gone, '[]');
-    FOR part IN SELECT r.name FROM pgoutbox.retired AS r ORDER BY r.name LOOP
-        EXECUTE '
-            WITH deleted AS (
-                DELETE FROM pgoutbox.' || quote_ident(part) || ' AS m
-                WHERE m.id = ANY ($1)
-                    AND ($2 IS NULL OR m.owner = $2)
-                    AND (
-                        $3 IS NULL
-                        OR m.destination = ANY ($3)
-                        OR pgoutbox._is_failure_to($3, m.failure_of, m.id, m.payload)
-                    )
-                RETURNING m.*
-            )
-            SELECT jsonb_agg(
-                to_jsonb(d) - ''{payload,headers}''::text[] || jsonb_build_object(''is_large'', d.payload IS NULL)
-            )
-            FROM deleted AS d'
-            INTO retired
-            USING ids, _erase.owner, destinations;
-        gone := gone || coalesce(retired, '[]');
-    END LOOP;
     erased := ARRAY(SELECT (g.one ->> 'id')::bigint FROM jsonb_array_elements(gone) AS g(one));
 
-    DELETE FROM pgoutbox.attempt AS a WHERE a.message_id = ANY (erased);
-    -- After a sequence was set back, another message may have the same id. Only one without a payload has a row.
-    DELETE FROM pgoutbox.large_payload AS l
-    USING jsonb_array_elements(gone) AS g(one)
-    WHERE l.message_id = (g.one ->> 'id')::bigint AND (g.one ->> 'is_large')::boolean;
     DELETE FROM pgoutbox.dedupe AS d
     USING jsonb_array_elements(gone) AS g(one)
     WHERE d.topic = g.one ->> 'topic'
@@ -252,7 +217,7 @@ BEGIN
                     AND (
                         destinations IS NULL
                         OR m.destination = ANY (destinations)
-                        OR pgoutbox._is_failure_to(destinations, m.failure_of, m.id, m.payload)
+                        OR pgoutbox._is_failure_to(destinations, m.failure_of, m.payload)
                     )
             ),
             '{sending}'
@@ -269,7 +234,7 @@ BEGIN
                 WHEN m.owner IS DISTINCT FROM coalesce(_erase.owner, m.owner)
                     OR destinations IS NOT NULL
                     AND (m.destination = ANY (destinations)) IS NOT TRUE
-                    AND NOT pgoutbox._is_failure_to(destinations, m.failure_of, m.id, m.payload)
+                    AND NOT pgoutbox._is_failure_to(destinations, m.failure_of, m.payload)
                     THEN 'changed'
                 ELSE 'locked' -- Or its attempt has just ended: another call erases it.
             END

@@ -66,23 +66,15 @@ BEGIN
         WHERE (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = a.id LIMIT 1) IS NULL
     ), deduped AS (
         DELETE FROM pgoutbox.dedupe AS d USING missing AS m WHERE d.message_id = m.id RETURNING d.message_id
-    ), attempted AS (
-        DELETE FROM pgoutbox.attempt AS a USING missing AS m WHERE a.message_id = m.id RETURNING a.message_id
-    ), large AS (
-        DELETE FROM pgoutbox.large_payload AS l USING missing AS m WHERE l.message_id = m.id RETURNING l.message_id
     )
     SELECT h.newest_id FROM head AS h
     UNION ALL
     SELECT t.last_id FROM tail AS t
     UNION ALL
-    SELECT d.message_id FROM deduped AS d
-    UNION ALL
-    SELECT a.message_id FROM attempted AS a
-    UNION ALL
-    SELECT l.message_id FROM large AS l;
+    SELECT d.message_id FROM deduped AS d;
 END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._erase_left_behind IS
-    'Delete those of the locked coalesce and ordering keys that no message needs, and the dedupe keys, attempts and '
-    'payloads of missing messages. Returns the message of each deleted row.';
+    'Delete those of the locked coalesce and ordering keys that no message needs, and the dedupe keys of '
+    'missing messages. Returns the message of each deleted row.';

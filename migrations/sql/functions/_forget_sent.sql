@@ -37,21 +37,13 @@ BEGIN
             AND m.attempt_count = a.attempt_count
             AND m.worker = _forget_sent.worker
             AND a.topic = ANY (ARRAY(SELECT f.topic FROM forgetful AS f))
-        RETURNING m.id, m.topic, m.dedupe_key, m.owner, m.payload IS NULL AS has_large_payload
-    ), history AS (
-        DELETE FROM pgoutbox.attempt AS a
-        USING forgotten AS f
-        WHERE a.message_id = f.id
-    ), owned AS (
+        RETURNING m.id, m.topic, m.dedupe_key, m.owner
+    ), kept AS (
         -- The dedupe key outlives its message. An erasure of the owner must find it.
         UPDATE pgoutbox.dedupe AS d
-        SET owner = f.owner
+        SET is_kept = true, owner = f.owner
         FROM forgotten AS f
-        WHERE d.topic = f.topic AND d.dedupe_key = f.dedupe_key AND d.message_id = f.id AND f.owner IS NOT NULL
-    ), large AS (
-        DELETE FROM pgoutbox.large_payload AS l
-        USING forgotten AS f
-        WHERE l.message_id = f.id AND f.has_large_payload
+        WHERE d.topic = f.topic AND d.dedupe_key = f.dedupe_key AND d.message_id = f.id
     )
     SELECT f.id
     FROM forgotten AS f;

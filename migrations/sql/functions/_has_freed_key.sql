@@ -1,5 +1,5 @@
--- The newest message of its coalesce key stands for a superseded message. The final state of a deleted message is
--- unknown, so it keeps its key. Volatile, so that each look sees all earlier commits.
+-- The newest message of its coalesce key stands for a superseded message. If that one is deleted, its final state is
+-- unknown, so the key stays taken. Volatile, so that each look sees all earlier commits.
 CREATE FUNCTION pgoutbox._has_freed_key(p_id bigint)
 RETURNS boolean
 LANGUAGE plpgsql
@@ -8,7 +8,7 @@ AS $function$
 DECLARE
     standing_id bigint;
 BEGIN
-    -- Separate, because most messages are found here: the queries below lock every partition against its retirement.
+    -- Separate, because most messages are found here: the queries below lock every partition against its drop.
     IF EXISTS (SELECT FROM pgoutbox.message_live AS m WHERE m.id = p_id) THEN
         RETURN false;
     END IF;
@@ -17,6 +17,9 @@ BEGIN
     FROM pgoutbox.message AS m
     LEFT JOIN pgoutbox.coalesce_head AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
     WHERE m.id = p_id;
+    IF NOT FOUND THEN
+        RETURN true;
+    END IF;
     IF NOT pgoutbox._reads_committed() THEN
         -- The snapshot may be older than a redrive of the message. Then the lock is refused with 40001.
         PERFORM FROM pgoutbox.message AS m WHERE m.id = standing_id AND m.state IN ('cancelled', 'skipped')
@@ -29,4 +32,4 @@ END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._has_freed_key IS
-    'Whether a message was cancelled or skipped, so that the next message takes its dedupe key.';
+    'Whether a message was cancelled, skipped or deleted, so that the next message takes its dedupe key.';

@@ -1,4 +1,4 @@
--- Whether one of the keys is free again, because its message was cancelled or skipped.
+-- Whether one of the keys is free again, because its message was cancelled, skipped or deleted.
 CREATE FUNCTION pgoutbox._has_freed_keys(topics text[], dedupe_keys text[])
 RETURNS boolean
 LANGUAGE plpgsql
@@ -9,7 +9,7 @@ BEGIN
         SELECT
         FROM unnest(topics, dedupe_keys) AS k(topic, dedupe_key)
         JOIN pgoutbox.dedupe AS d ON d.topic = k.topic AND d.dedupe_key = k.dedupe_key
-        WHERE pgoutbox._has_freed_key(d.message_id)
+        WHERE NOT d.is_kept AND pgoutbox._has_freed_key(d.message_id)
     );
 END
 $function$;

@@ -1,6 +1,6 @@
 -- The failed message may have been deleted, so its destination is read from the copy.
 CREATE FUNCTION pgoutbox._is_failure_to(
-    destinations text[], failure_of bigint, message_id bigint, payload jsonb
+    destinations text[], failure_of bigint, payload jsonb
 )
 RETURNS boolean
 LANGUAGE sql
@@ -8,11 +8,8 @@ STABLE
 SET search_path = pg_catalog, pg_temp
 AS $function$
 SELECT CASE
-    WHEN destinations IS NOT NULL AND failure_of IS NOT NULL THEN coalesce(
-        coalesce(payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = _is_failure_to.message_id))
-            ->> 'destination' = ANY (destinations),
-        false
-    )
+    WHEN destinations IS NOT NULL AND failure_of IS NOT NULL
+        THEN coalesce(payload ->> 'destination' = ANY (destinations), false)
     ELSE false
 END
 $function$;

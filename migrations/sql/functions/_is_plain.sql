@@ -29,7 +29,7 @@ RETURN pg_catalog.num_nonnulls(
     AND queue OPERATOR(pg_catalog.~) '^[a-z][a-z0-9_.-]*$'
     AND pg_catalog.length(topic) OPERATOR(pg_catalog.<=) 63
     AND pg_catalog.length(queue) OPERATOR(pg_catalog.<=) 63
-    AND NOT pgoutbox._is_large(payload)
+    AND pg_catalog.pg_column_size(payload) OPERATOR(pg_catalog.<=) 65536
     AND max_attempts OPERATOR(pg_catalog.>=) 1
     AND max_attempts OPERATOR(pg_catalog.<=) 10000;
 

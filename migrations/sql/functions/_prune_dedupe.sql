@@ -11,7 +11,7 @@ AS $function$
 BEGIN
     SELECT d.last_topic, d.last_key, d.key_count, d.forgotten_count
     INTO last_topic, last_key, key_count, forgotten_count
-    FROM pgoutbox._delete_dedupe_keys(only_topic, now() - older_than, false, at_most, after_topic, after_key) AS d;
+    FROM pgoutbox._delete_dedupe_keys(only_topic, now() - older_than, at_most, after_topic, after_key) AS d;
     IF forgotten_count > 0 THEN
         PERFORM pgoutbox._record_act('prune', details => jsonb_build_object('dedupe_keys', forgotten_count));
     END IF;

@@ -1,7 +1,5 @@
--- The rule of all topics spares the keys of topics with a rule of their own.
-CREATE FUNCTION pgoutbox._prune_dedupe_by_rule(
-    rule_topic text, at_most bigint, after_topic text DEFAULT '', after_key text DEFAULT ''
-)
+-- By the rules in their current version: a transaction that changes one waits for the page.
+CREATE FUNCTION pgoutbox._prune_dedupe_by_rule(at_most bigint, after_topic text DEFAULT '', after_key text DEFAULT '')
 RETURNS TABLE (last_topic text, last_key text, key_count bigint, forgotten_count bigint)
 LANGUAGE sql
 SECURITY DEFINER
@@ -9,12 +7,8 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 LOCK TABLE pgoutbox.retention IN SHARE MODE;
 SELECT d.last_topic, d.last_key, d.key_count, d.forgotten_count
-FROM pgoutbox._delete_dedupe_keys(
-    rule_topic,
-    now() - (SELECT r.keep FROM pgoutbox.retention AS r WHERE r.topic = rule_topic AND r.state = 'dedupe_key'),
-    rule_topic = '*', at_most, after_topic, after_key
-) AS d
+FROM pgoutbox._delete_dedupe_keys(NULL, NULL, at_most, after_topic, after_key) AS d
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._prune_dedupe_by_rule IS
-    'Delete the dedupe keys of one page that their rule no longer keeps.';
+    'Delete the dedupe keys of one page whose message is deleted, and which no rule keeps.';

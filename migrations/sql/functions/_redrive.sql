@@ -25,7 +25,7 @@ BEGIN
             _redrive.destination IS NOT NULL
                 AND m.content_id IS NULL
                 AND (
-                    pgoutbox.payload_of(m) #> CASE WHEN m.failure_of IS NULL THEN '{}' ELSE '{payload}' END::text[]
+                    m.payload #> CASE WHEN m.failure_of IS NULL THEN '{}' ELSE '{payload}' END::text[]
                 ) ? 'pgoutbox.encrypted' IS TRUE AS is_bound
         FROM asked AS a
         JOIN pgoutbox.message AS m ON m.id = a.id
@@ -46,7 +46,7 @@ BEGIN
     ), rekeyed AS (
         -- The message that took over the key may be deleted, and its key too.
         INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
-        SELECT l.id, l.topic, l.dedupe_key, (pgoutbox._payload_digests(pgoutbox.payload_of(m)))[1]
+        SELECT l.id, l.topic, l.dedupe_key, (pgoutbox._payload_digests(m.payload))[1]
         FROM locked AS l
         JOIN pgoutbox.message AS m ON m.id = l.id AND m.state = l.state
         WHERE l.dedupe_key IS NOT NULL

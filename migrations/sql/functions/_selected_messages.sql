@@ -20,7 +20,6 @@ BEGIN
             ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = 'owner',
             MESSAGE = 'pgoutbox: owner: give exactly one of ids, owner and destination';
     END IF;
-    LOCK TABLE pgoutbox.retired IN SHARE MODE; -- Until the commit no partition is detached.
     IF ids IS NOT NULL THEN
         RETURN QUERY
         SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
@@ -42,17 +41,11 @@ BEGIN
         SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
         FROM pgoutbox.message AS m
         WHERE m.destination = ANY (destinations)
-            OR pgoutbox._is_failure_to(destinations, m.failure_of, m.id, m.payload);
+            OR pgoutbox._is_failure_to(destinations, m.failure_of, m.payload);
     END IF;
-    RETURN QUERY
-    SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
-    FROM pgoutbox._retired_messages(
-        ids, _selected_messages.owner, destinations, CASE WHEN with_failures THEN ids END
-    ) AS m;
 END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._selected_messages IS
-    'The messages with these ids, of this owner, or to this destination, also those of retired partitions, and those '
-    'for hooks about failed messages to this destination; about failed messages with these ids only with_failures. '
-    'The address is the destination, redacted.';
+    'The messages with these ids, of this owner, or to this destination, and those for hooks about failed '
+    'messages to this destination; about failed messages with these ids only with_failures. The address is the destination, redacted.';

@@ -9,6 +9,7 @@ DECLARE
     digests constant bytea[] := pgoutbox._payload_digests(p_payload);
     known_id bigint;
     known_digest bytea;
+    known_kept boolean;
 BEGIN
     LOOP
         -- This waits for a transaction that is inserting the same key, and inserts the row if that one rolls back.
@@ -18,16 +19,16 @@ BEGIN
         IF FOUND THEN
             RETURN NULL;
         END IF;
-        SELECT d.message_id, d.payload_digest
-        INTO known_id, known_digest
+        SELECT d.message_id, d.payload_digest, d.is_kept
+        INTO known_id, known_digest, known_kept
         FROM pgoutbox.dedupe AS d
         WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
         CONTINUE WHEN NOT FOUND;
-        IF pgoutbox._has_freed_key(known_id) THEN
+        IF NOT known_kept AND pgoutbox._has_freed_key(known_id) THEN
             -- Concurrent callers get this lock one after the other, and the first one changes message_id. A redrive of
             -- the cancelled message holds it until its commit, so look at the message again.
             PERFORM FROM pgoutbox.dedupe AS d
-            WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key AND d.message_id = known_id
+            WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key AND d.message_id = known_id AND NOT d.is_kept
             FOR UPDATE;
             CONTINUE WHEN NOT FOUND;
             CONTINUE WHEN NOT pgoutbox._has_freed_key(known_id);

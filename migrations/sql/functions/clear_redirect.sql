@@ -24,11 +24,10 @@ BEGIN
     WITH held AS MATERIALIZED (
         SELECT m.id
         FROM pgoutbox.message_live AS m
-        JOIN pgoutbox.attempt AS a ON a.message_id = m.id AND a.attempt_count = m.attempt_count
         WHERE m.state = 'pending'
             AND m.attempt_count > 0
             AND m.available_at > now() + interval '2 seconds'
-            AND a.reason_code = 'redirect'
+            AND (m.attempts[cardinality(m.attempts)]).reason_code = 'redirect'
         LIMIT clear_redirect.at_most
         FOR UPDATE OF m SKIP LOCKED
     ), due AS (

@@ -16,11 +16,10 @@ BEGIN
     WITH postponed AS MATERIALIZED (
         SELECT m.id
         FROM pgoutbox.message_live AS m
-        JOIN pgoutbox.attempt AS a ON a.message_id = m.id AND a.attempt_count = m.attempt_count
         WHERE m.state = 'pending'
             AND m.attempt_count > 0
             AND m.available_at > now() + interval '1 second'
-            AND a.breaker_key = close_breaker.key
+            AND (m.attempts[cardinality(m.attempts)]).breaker_key = close_breaker.key
         LIMIT close_breaker.at_most
         FOR UPDATE OF m SKIP LOCKED
     ), due AS (

@@ -72,19 +72,13 @@ BEGIN
             destinations, enqueue_fanout.payload, enqueue_fanout.available_at, enqueue_fanout.headers,
             enqueue_fanout.owner, payloads, headers_each, available_ats, delays, owners
         ) AS f
-    ), large AS (
-        INSERT INTO pgoutbox.large_payload (message_id, body)
-        SELECT i.id, i.payload
-        FROM item AS i
-        WHERE pgoutbox._is_large(i.payload)
     ), inserted AS (
         INSERT INTO pgoutbox.message_live (
             id, topic, payload, queue, destination, owner, content_id, available_at, expires_at, headers,
             max_attempts, attempt_budget
         )
         SELECT
-            i.id, enqueue_fanout.topic, CASE WHEN NOT pgoutbox._is_large(i.payload) THEN i.payload END,
-            enqueue_fanout.queue, i.destination, i.owner, shared_id, greatest(i.available_at, now()),
+            i.id, enqueue_fanout.topic, i.payload, enqueue_fanout.queue, i.destination, i.owner, shared_id, greatest(i.available_at, now()),
             enqueue_fanout.expires_at, i.headers, enqueue_fanout.max_attempts, enqueue_fanout.max_attempts
         FROM item AS i
     )

@@ -72,9 +72,7 @@ BEGIN
         PERFORM pgoutbox._raise_argument_error(bad.problem, bad.item_index);
     END IF;
 
-    IF num_nonnulls(coalesce_keys, dedupe_keys, ordering_keys) = 0
-        AND NOT EXISTS (SELECT FROM unnest(payloads) AS p(payload) WHERE pgoutbox._is_large(p.payload))
-    THEN
+    IF num_nonnulls(coalesce_keys, dedupe_keys, ordering_keys) = 0 THEN
         -- The ids are drawn in the order of the items.
         RETURN QUERY
         WITH inserted AS (
@@ -102,18 +100,13 @@ BEGIN
                 headers, max_attempts, ordering_keys, on_failed, max_delays, owners, on_duplicates
             ) AS a
             WHERE num_nonnulls(a.coalesce_key, a.dedupe_key, a.ordering_key) = 0
-        ), large AS (
-            INSERT INTO pgoutbox.large_payload (message_id, body)
-            SELECT i.id, i.payload
-            FROM item AS i
-            WHERE pgoutbox._is_large(i.payload)
         ), inserted AS (
             INSERT INTO pgoutbox.message_live (
                 id, topic, payload, queue, destination, owner, available_at, expires_at, headers, max_attempts,
                 attempt_budget
             )
             SELECT
-                i.id, i.topic, CASE WHEN NOT pgoutbox._is_large(i.payload) THEN i.payload END, i.queue, i.destination,
+                i.id, i.topic, i.payload, i.queue, i.destination,
                 i.owner, greatest(i.available_at, now()), i.expires_at,
                 i.headers, i.max_attempts, i.max_attempts
             FROM item AS i

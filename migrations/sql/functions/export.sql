@@ -27,20 +27,9 @@ BEGIN
         )
     );
     RETURN QUERY
-    WITH found AS (
-        SELECT m FROM pgoutbox.message AS m WHERE m.id = ANY (found_ids)
-        UNION ALL
-        SELECT m FROM pgoutbox._retired_messages(found_ids) AS m
-    )
     SELECT
-        (f.m).id,
-        to_jsonb(f.m) - '{payload,headers}'::text[] || jsonb_build_object(
-            'attempts',
-            (
-                SELECT coalesce(jsonb_agg(to_jsonb(a) - 'message_id' ORDER BY a.attempt_count), '[]')
-                FROM pgoutbox.attempt AS a
-                WHERE a.message_id = (f.m).id
-            ),
+        m.id,
+        to_jsonb(m) - '{payload,headers}'::text[] || jsonb_build_object(
             'acts',
             (
                 SELECT coalesce(
@@ -50,14 +39,15 @@ BEGIN
                     '[]'
                 )
                 FROM pgoutbox.audit AS a
-                WHERE a.message_ids @> ARRAY[(f.m).id]
+                WHERE a.message_ids @> ARRAY[m.id]
             )
         ),
-        (f.m).headers,
-        pgoutbox.payload_of(f.m),
-        (SELECT c.body FROM pgoutbox.content AS c WHERE c.id = (f.m).content_id)
-    FROM found AS f
-    ORDER BY (f.m).id;
+        m.headers,
+        m.payload,
+        (SELECT c.body FROM pgoutbox.content AS c WHERE c.id = m.content_id)
+    FROM pgoutbox.message AS m
+    WHERE m.id = ANY (found_ids)
+    ORDER BY m.id;
 END
 $function$;
 

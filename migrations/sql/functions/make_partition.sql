@@ -21,7 +21,7 @@ DECLARE
     made text;
 BEGIN
     BEGIN
-        LOCK TABLE pgoutbox.retired IN SHARE ROW EXCLUSIVE MODE NOWAIT;
+        LOCK TABLE pgoutbox.home IN SHARE ROW EXCLUSIVE MODE NOWAIT;
     EXCEPTION WHEN lock_not_available THEN
         RETURN NULL;
     END;
@@ -49,7 +49,6 @@ BEGIN
         INTO covered_until, to_at
         FROM pgoutbox.partitions() AS p;
         made := 'message_done_' || to_char(from_at, 'YYYYMMDD');
-        -- A table of this name may be retired and not dropped yet.
         EXIT WHEN covered_until IS NULL
             AND to_regclass('pgoutbox.' || made) IS NULL
             AND NOT EXISTS (

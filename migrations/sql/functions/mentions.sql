@@ -45,11 +45,9 @@ BEGIN
             )
         ) LIKE ANY (patterns)
         UNION ALL
-        SELECT 'large_payload', 'body', l.message_id, l.body::text FROM pgoutbox.large_payload AS l
-        UNION ALL
         SELECT 'content', 'body', c.id, c.body::text FROM pgoutbox.content AS c
         UNION ALL
-        SELECT 'attempt', 'error', a.message_id, a.error FROM pgoutbox.attempt AS a
+        SELECT 'message', 'attempts', m.id, a.error FROM pgoutbox.message AS m CROSS JOIN unnest(m.attempts) AS a
         UNION ALL
         SELECT 'dedupe', v.field, d.message_id, v.value
         FROM pgoutbox.dedupe AS d

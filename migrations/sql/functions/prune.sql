@@ -24,5 +24,5 @@ CROSS JOIN pgoutbox._delete_messages(b.ids, b.states, b.finished_ats, false) AS 
 $function$;
 
 COMMENT ON FUNCTION pgoutbox.prune IS
-    'Delete a batch of messages that have been final for longer than an interval, with attempts, large payloads and '
-    'dedupe keys. Returns the state of each deleted message.';
+    'Delete a batch of messages that have been final for longer than an interval, with their dedupe '
+    'keys. Returns the state of each deleted message.';

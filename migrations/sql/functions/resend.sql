@@ -35,7 +35,7 @@ BEGIN
     LEFT JOIN LATERAL (
         SELECT pgoutbox.enqueue(
             topic => m.topic,
-            payload => pgoutbox.payload_of(m),
+            payload => m.payload,
             queue => m.queue,
             destination => m.destination,
             coalesce_key => m.coalesce_key,

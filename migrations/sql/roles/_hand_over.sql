@@ -57,6 +57,16 @@ BEGIN
                         AND c.relowner = current_user::regrole
                     UNION ALL
                     SELECT
+                        0,
+                        NULL,
+                        c.oid,
+                        'ALTER TYPE pgoutbox.' || quote_ident(c.relname) || ' OWNER TO ' || quote_ident(heir)
+                    FROM pg_class AS c
+                    WHERE c.relnamespace = 'pgoutbox'::regnamespace
+                        AND c.relkind = 'c'
+                        AND c.relowner = current_user::regrole
+                    UNION ALL
+                    SELECT
                         2,
                         NULL,
                         p.oid,

@@ -9,7 +9,7 @@ DECLARE
     missing text[] := '{}';
     wanted text;
 BEGIN
-    LOCK TABLE pgoutbox.retired IN SHARE ROW EXCLUSIVE MODE; -- Of two concurrent grants one would fail.
+    LOCK TABLE pgoutbox.home IN SHARE ROW EXCLUSIVE MODE; -- Of two concurrent grants one would fail.
     PERFORM pgoutbox._hand_over();
     FOREACH wanted IN ARRAY ARRAY['pgoutbox_producer', 'pgoutbox_worker', 'pgoutbox_operator', 'pgoutbox_viewer'] LOOP
         IF to_regrole(wanted) IS NULL THEN
@@ -47,14 +47,13 @@ BEGIN
             pgoutbox._is_known_topic, pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here,
             pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of, pgoutbox._in_flight_of,
             pgoutbox._is_limited, pgoutbox._take_turn, pgoutbox._forget_sent,
-            pgoutbox._redacted_text, pgoutbox._enqueue_failure,
+            pgoutbox._redacted_text, pgoutbox._with_attempt, pgoutbox._enqueue_failure,
             pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule, pgoutbox._prune_coalesce, pgoutbox._prune_ordering,
             pgoutbox._prune_content, pgoutbox._prune_audit, pgoutbox._forget_requests,
-            pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._retire_partition,
-            pgoutbox._clear_retired
+            pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._drop_partition
         TO pgoutbox_worker;
         GRANT SELECT ON
-            pgoutbox.message, pgoutbox.message_live, pgoutbox.large_payload, pgoutbox.coalesce_head, pgoutbox.content,
+            pgoutbox.message, pgoutbox.message_live, pgoutbox.coalesce_head, pgoutbox.content,
             pgoutbox.cancel_request, pgoutbox.queue, pgoutbox.breaker, pgoutbox.redirect, pgoutbox.retention
         TO pgoutbox_worker;
         GRANT SELECT ON SEQUENCE pgoutbox.message_id_seq TO pgoutbox_worker;
@@ -62,16 +61,15 @@ BEGIN
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.queue_view, pgoutbox.breaker_view, pgoutbox.retention_view,
             pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.blackout_view, pgoutbox.in_flight_view, pgoutbox.worker_view,
-            pgoutbox.home_view, pgoutbox.maintenance_run, pgoutbox.retired
+            pgoutbox.home_view, pgoutbox.maintenance_run
         TO pgoutbox_worker;
         GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, succeeded_at, worker)
         ON pgoutbox.maintenance_run TO pgoutbox_worker;
         GRANT UPDATE (
             state, attempt_count, max_attempts, available_at, lane, claimed_at, worker, key_in_flight, finished_at,
-            skip_reason, superseded_by, last_error
+            skip_reason, superseded_by, last_error, attempts
         ) ON pgoutbox.message TO pgoutbox_worker;
         GRANT UPDATE (lane) ON pgoutbox.message_live TO pgoutbox_worker; -- A row lock needs the right to update a column.
-        GRANT INSERT, SELECT (message_id, attempt_count, outcome) ON pgoutbox.attempt TO pgoutbox_worker;
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.claim TO pgoutbox_worker;
         GRANT UPDATE (tokens, tokens_at) ON pgoutbox.queue TO pgoutbox_worker;
         GRANT INSERT, UPDATE, DELETE ON pgoutbox.breaker TO pgoutbox_worker;
@@ -113,10 +111,8 @@ BEGIN
             pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,
             pgoutbox._prune_coalesce, pgoutbox._prune_ordering, pgoutbox._prune_content, pgoutbox._prune_audit,
             pgoutbox._forget_requests, pgoutbox.set_retention, pgoutbox.unset_retention,
-            pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._retire_partition,
-            pgoutbox._clear_retired
+            pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._drop_partition
         TO pgoutbox_operator;
-        GRANT SELECT ON pgoutbox.retired TO pgoutbox_operator;
         GRANT
             SELECT,
             INSERT (name, paused_at, resume_at, rate_seconds, rate_count, burst, max_in_flight),

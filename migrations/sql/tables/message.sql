@@ -30,8 +30,9 @@ CREATE TABLE pgoutbox.message (
     worker              text,
     skip_reason         text,
     last_error          text,
-    payload             jsonb,
-    headers             jsonb
+    payload             jsonb       NOT NULL,
+    headers             jsonb,
+    attempts            pgoutbox.attempt[]
 ) PARTITION BY LIST (state);
 
 ALTER SEQUENCE pgoutbox.message_id_seq OWNED BY pgoutbox.message.id;
@@ -84,6 +85,7 @@ COMMENT ON COLUMN pgoutbox.message.worker IS 'The worker of the current or last 
 COMMENT ON COLUMN pgoutbox.message.skip_reason IS 'Reason for which the message was skipped.';
 COMMENT ON COLUMN pgoutbox.message.last_error IS 'Error or snooze reason of the last attempt, cut at 4000 characters.';
 COMMENT ON COLUMN pgoutbox.message.payload IS
-    'Input of the handler. Contains no usable secret. Null: the payload is in large_payload; '
-    'pgoutbox.payload_of(message) returns it from either place.';
+    'Input of the handler. Contains no usable secret.';
 COMMENT ON COLUMN pgoutbox.message.headers IS 'Texts that travel with the message, for example a trace context.';
+COMMENT ON COLUMN pgoutbox.message.attempts IS
+    'The last attempts that did not end as sent, oldest first; attempt_view shows them as rows.';

@@ -1,7 +1,8 @@
 CREATE VIEW pgoutbox.attempt_view AS
 SELECT
-    a.message_id,
+    m.id AS message_id,
     a.attempt_count,
+    a.times,
     a.outcome,
     a.worker,
     a.started_at,
@@ -10,6 +11,13 @@ SELECT
     a.reason_code,
     a.breaker_key,
     a.error_place
-FROM pgoutbox.attempt AS a;
+FROM pgoutbox.message AS m
+CROSS JOIN LATERAL unnest(m.attempts) AS a
+UNION ALL
+SELECT m.id, m.attempt_count, 1, m.state, m.worker, m.claimed_at, m.finished_at, NULL, NULL, NULL, NULL
+FROM pgoutbox.message AS m
+WHERE m.state = 'sent';
 
-COMMENT ON VIEW pgoutbox.attempt_view IS 'The attempts that did not end as sent, with redacted errors.';
+COMMENT ON VIEW pgoutbox.attempt_view IS
+    'The attempts of each message, the one that sent it too, with redacted errors. Attempts in a row that were postponed '
+    'alike are one row.';

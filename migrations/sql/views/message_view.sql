@@ -35,9 +35,7 @@ SELECT
     pgoutbox._redacted_text(m.skip_reason) AS skip_reason,
     pgoutbox._redacted_text(m.last_error) AS last_error,
     pgoutbox._redacted_json(m.headers) AS headers,
-    pgoutbox._redacted_json(
-        coalesce(m.payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id))
-    ) AS payload
+    pgoutbox._redacted_json(m.payload) AS payload
 FROM pgoutbox.message AS m;
 
 COMMENT ON VIEW pgoutbox.message_view IS

@@ -59,11 +59,7 @@ LEFT JOIN LATERAL (
     WHERE s.queue = m.queue AND s.key_in_flight = m.ordering_key AND s.ordering_key IS NOT NULL AND s.id <> m.id
     LIMIT 1
 ) AS sibling ON m.coalesce_key IS NOT NULL OR m.ordering_key IS NOT NULL
-LEFT JOIN LATERAL (
-    SELECT a.reason_code
-    FROM pgoutbox.attempt AS a
-    WHERE a.message_id = m.id AND a.attempt_count = m.attempt_count
-) AS last_attempt ON m.attempt_count > 0
+CROSS JOIN LATERAL (SELECT (m.attempts[cardinality(m.attempts)]).reason_code) AS last_attempt
 CROSS JOIN LATERAL (
     SELECT CASE
         WHEN head.newest_id IS NOT NULL THEN 'superseded'

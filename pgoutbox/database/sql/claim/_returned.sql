@@ -6,12 +6,7 @@ m.id, m.topic, m.destination,
 -- large text, for example of a repeated letter. OFFSET 0 makes the text once.
 (
     SELECT CASE WHEN octet_length(p.body) <= 16384 THEN p.body END
-    FROM (
-        SELECT coalesce(m.payload, (
-            SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id AND pg_column_size(l.body) <= 16384
-        ))::text
-        OFFSET 0
-    ) AS p(body)
+    FROM (SELECT CASE WHEN pg_column_size(m.payload) <= 16384 THEN m.payload::text END OFFSET 0) AS p(body)
 ) AS payload_json,
 -- An attempt fails for good at max_attempts, which snooze, release and redrive raise. attempt_budget is the number that
 -- enqueue granted; it never changes.

@@ -11,8 +11,6 @@ WITH judged AS MATERIALIZED (
     FOR SHARE OF c SKIP LOCKED
 ), spent AS (
     \ir _spent.sql
-), lost AS (
-    \ir _lost.sql
 ), claim AS (
     \ir _claim.sql
 )
@@ -20,7 +18,9 @@ UPDATE pgoutbox.message AS m
 SET attempt_count = m.attempt_count + 1,
     claimed_at = (SELECT c.claimed_at FROM claim AS c),
     worker = %(worker)s::text,
-    last_error = 'attempt ' || j.attempt_count || ': lease of ' || j.worker || ' expired, outcome unknown'
+    last_error = 'attempt ' || j.attempt_count || ': lease of ' || j.worker || ' expired, outcome unknown',
+    attempts =
+        \ir _lost.sql
 FROM judged AS j
 -- `place` is where the row was locked. A row that has changed since this statement's snapshot does not match. The state
 -- restricts the plan to one partition.

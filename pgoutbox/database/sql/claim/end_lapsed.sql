@@ -12,8 +12,6 @@ WITH judged AS MATERIALIZED (
     ORDER BY c.lease_expires_at, m.id
     \ir _locked.sql
     FOR SHARE OF c SKIP LOCKED
-), lost AS (
-    \ir _lost.sql
 ), finished AS (
     UPDATE pgoutbox.message AS m
     SET state = j.state,
@@ -25,7 +23,9 @@ WITH judged AS MATERIALIZED (
         finished_at = CASE WHEN j.state <> 'pending' THEN now() END,
         skip_reason = CASE WHEN j.state = 'skipped' THEN coalesce('superseded by ' || j.newer_id, 'expired') END,
         superseded_by = CASE WHEN j.state = 'skipped' THEN j.newer_id END,
-        last_error = 'attempt ' || j.attempt_count || ': lease of ' || j.worker || ' expired, outcome unknown'
+        last_error = 'attempt ' || j.attempt_count || ': lease of ' || j.worker || ' expired, outcome unknown',
+        attempts =
+            \ir _lost.sql
     FROM (
         SELECT *, count(*) FILTER (WHERE state = 'pending') OVER (ROWS UNBOUNDED PRECEDING) AS number
         FROM judged

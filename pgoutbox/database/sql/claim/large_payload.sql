@@ -1,5 +1,5 @@
 -- The payload that a claim has left out, as a JSON text. No row if the attempt no longer holds its message.
-SELECT coalesce(m.payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id))::text
+SELECT m.payload::text
 FROM pgoutbox.message_live AS m
 WHERE m.id = %(id)s::bigint
     AND m.state = 'sending'

@@ -2,12 +2,12 @@
 SELECT needed.name
 FROM unnest(
     ARRAY[
-        'attempt', 'attempt_view', 'audit', 'blackout', 'blackout_view', 'breaker', 'breaker_view',
+        'attempt_view', 'audit', 'blackout', 'blackout_view', 'breaker', 'breaker_view',
         'cancel_request', 'claim', 'coalesce_head', 'content', 'dedupe', 'home', 'home_view',
-        'in_flight_view', 'large_payload', 'maintenance_run',
+        'in_flight_view', 'maintenance_run',
         'message', 'message_done', 'message_done_default', 'message_failed', 'message_id_seq',
         'message_live', 'message_view', 'ordering', 'pulse_view', 'queue', 'queue_view', 'redirect',
-        'redirect_view', 'retention', 'retention_view', 'retired', 'secret',
+        'redirect_view', 'retention', 'retention_view', 'secret',
         'waiting_view', 'worker', 'worker_view'
     ]
 ) AS needed(name)

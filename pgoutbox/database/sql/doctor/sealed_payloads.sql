@@ -2,9 +2,8 @@
 -- the JSON member of an encrypted payload.
 SELECT m.topic, m.payload
 FROM (
-    SELECT live.topic, coalesce(live.payload, large.body) AS payload
+    SELECT live.topic, live.payload
     FROM pgoutbox.message AS live
-    LEFT JOIN pgoutbox.large_payload AS large ON large.message_id = live.id
     WHERE live.state = 'pending'
     LIMIT 1000
 ) AS m

@@ -13,12 +13,6 @@ CASE WHEN m.state = 'failed' AND %(hooks)s::jsonb -> m.topic IS NOT NULL THEN js
     'attempt_count', m.attempt_count,
     'created_at', m.created_at,
     'failed_at', m.finished_at,
-    'payload', (
-        SELECT p.body
-        FROM (
-            SELECT coalesce(m.payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id))
-        ) AS p(body)
-        -- An enqueue refuses more than 16 MiB, and a refused enqueue would keep the message from failing.
-        WHERE octet_length(p.body::text) <= 16000000
-    )
+    -- An enqueue refuses more than 16 MiB, and a refused enqueue would keep the message from failing.
+    'payload', CASE WHEN octet_length(m.payload::text) <= 16000000 THEN m.payload END
 ) END AS failure

@@ -6,7 +6,5 @@ SELECT m.id, m.state
 FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
 JOIN pgoutbox.message AS m ON m.id = o.id
 WHERE m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
-    AND NOT EXISTS (
-        SELECT FROM pgoutbox.attempt AS a
-        WHERE a.message_id = m.id AND a.attempt_count = m.attempt_count AND a.outcome = 'lost'
-    )
+    AND ((m.attempts[cardinality(m.attempts)]).attempt_count, (m.attempts[cardinality(m.attempts)]).outcome)
+        IS DISTINCT FROM (m.attempt_count, 'lost')

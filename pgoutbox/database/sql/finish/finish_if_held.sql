@@ -55,6 +55,14 @@ WITH held AS MATERIALIZED (
             WHEN h.outcome IN ('retry', 'failed') THEN h.reason
             WHEN h.outcome = 'snoozed' THEN coalesce(h.reason, m.last_error)
             ELSE m.last_error
+        END,
+        -- The message itself shows its sent attempt.
+        attempts = CASE
+            WHEN h.state = 'sent' THEN m.attempts
+            ELSE pgoutbox._with_attempt(m.attempts, (
+                h.attempt_count, 1, CASE WHEN h.state = 'pending' THEN h.outcome ELSE h.state END, m.worker,
+                m.claimed_at, now(), h.reason, h.error_place, h.reason_code, h.breaker_key
+            )::pgoutbox.attempt)
         END
     FROM held AS h
     -- By its id and not by the place of its row: an outcome is written even if the row has changed since.
@@ -62,19 +70,8 @@ WITH held AS MATERIALIZED (
         AND m.id = ANY (%(ids)s::bigint[])
         AND m.state = 'sending'
         AND m.attempt_count = h.attempt_count
-    RETURNING m.id, m.state, m.attempt_count, m.worker, m.claimed_at,
-        CASE WHEN h.state = 'pending' THEN h.outcome ELSE h.state END AS outcome,
-        h.reason, h.reason_code, h.breaker_key, h.error_place,
+    RETURNING m.id, m.state,
         \ir _failure.sql
-), history AS (
-    INSERT INTO pgoutbox.attempt
-        (message_id, attempt_count, outcome, worker, started_at, ended_at, error, reason_code, breaker_key, error_place)
-    SELECT f.id, f.attempt_count, f.outcome, f.worker, f.claimed_at, now(), f.reason, f.reason_code,
-        f.breaker_key, f.error_place
-    FROM finished AS f
-    -- The message itself shows its sent attempt.
-    WHERE f.state <> 'sent'
-    ON CONFLICT DO NOTHING
 ), announced AS MATERIALIZED (
     \ir _announced.sql
 )

@@ -27,10 +27,6 @@ m.failure_of,
 m.content_id,
 m.skip_reason,
 left(m.last_error, %(characters)s::integer) AS last_error,
-(
-    SELECT count(*)
-    FROM (SELECT FROM pgoutbox.attempt_view AS a WHERE a.message_id = m.id LIMIT 10001) AS kept
-) AS attempt_rows,
 left(as_text.headers, %(characters)s::integer) AS headers,
 octet_length(as_text.headers) AS headers_bytes,
 left(as_text.payload, %(characters)s::integer) AS payload,

@@ -1,4 +1,2 @@
 -- Whether this role may read payloads, and not only their structure.
-SELECT
-    has_column_privilege('pgoutbox.message', 'payload', 'SELECT')
-    AND has_table_privilege('pgoutbox.large_payload', 'SELECT') AS reads_payloads
+SELECT has_column_privilege('pgoutbox.message', 'payload', 'SELECT') AS reads_payloads

@@ -7,8 +7,5 @@ FROM (
     JOIN pgoutbox.message_view AS v ON v.id = t.id AND v.state = t.state
     WHERE t.id = %(id)s::bigint
 ) AS m
-LEFT JOIN pgoutbox.large_payload AS large ON large.message_id = m.id
 -- As text, because Python does not read all JSON that PostgreSQL reads. With OFFSET 0 the text is only computed once.
-CROSS JOIN LATERAL (
-    SELECT m.headers::text AS headers, coalesce(m.payload, large.body)::text AS payload OFFSET 0
-) AS as_text
+CROSS JOIN LATERAL (SELECT m.headers::text AS headers, m.payload::text AS payload OFFSET 0) AS as_text

@@ -2,7 +2,6 @@
 SELECT
     now() AS asked_at,
     pg_relation_size('pgoutbox.message_done_default') AS default_bytes,
-    EXISTS (SELECT FROM pgoutbox.retired) AS has_retired,
     p.names,
     p.lowers_at,
     p.uppers_at,

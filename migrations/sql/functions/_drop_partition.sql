@@ -1,6 +1,10 @@
--- The messages of the partition are read, if necessary, under locks against writes to it and changes of rules. Then it
--- is detached. DETACH waits for all users of message_done, and later users wait behind it, for at most lock_timeout.
-CREATE FUNCTION pgoutbox._retire_partition(partition_name text)
+-- The messages of the partition are read, if necessary, under locks against writes to it and changes of rules. The DROP
+-- waits for all users of message_done, and later users wait behind it, for at most lock_timeout.
+--
+-- Each function that changes partitions or grants locks the table home first. Only its owner may lock it, but every login
+-- could take an advisory lock. These functions run with the owner's privileges, so that a worker needs none. They
+-- generate the names in their dynamic SQL, or read them from the catalog.
+CREATE FUNCTION pgoutbox._drop_partition(partition_name text)
 RETURNS text
 LANGUAGE plpgsql
 VOLATILE
@@ -15,12 +19,12 @@ DECLARE
     found_upper_at timestamptz;
 BEGIN
     IF NOT pgoutbox._reads_committed() THEN
-        RAISE EXCEPTION 'pgoutbox: the isolation level of the transaction does not allow to retire a partition' USING
+        RAISE EXCEPTION 'pgoutbox: the isolation level of the transaction does not allow to drop a partition' USING
             ERRCODE = 'invalid_transaction_state',
             HINT = 'Use READ COMMITTED.';
     END IF;
     BEGIN
-        LOCK TABLE pgoutbox.retired IN SHARE ROW EXCLUSIVE MODE NOWAIT;
+        LOCK TABLE pgoutbox.home IN SHARE ROW EXCLUSIVE MODE NOWAIT;
     EXCEPTION WHEN lock_not_available THEN
         RETURN 'busy';
     END;
@@ -38,15 +42,14 @@ BEGIN
     IF pgoutbox._kept_until(found_lower_at, found_upper_at) > now() THEN
         RETURN 'kept';
     END IF;
-    INSERT INTO pgoutbox.retired (name) VALUES (partition_name);
-    EXECUTE 'ALTER TABLE pgoutbox.message_done DETACH PARTITION pgoutbox.' || quote_ident(partition_name);
+    EXECUTE 'DROP TABLE pgoutbox.' || quote_ident(partition_name);
     IF pgoutbox._is_act() THEN
         PERFORM pgoutbox._record_act('prune', details => jsonb_build_object('partition', partition_name));
     END IF;
-    RETURN 'retired';
+    RETURN 'dropped';
 END
 $function$;
 
-COMMENT ON FUNCTION pgoutbox._retire_partition IS
-    'Detach a partition from message_done if no retention rule keeps any of its messages. Returns retired, kept, '
-    'missing or busy.';
+COMMENT ON FUNCTION pgoutbox._drop_partition IS
+    'Drop a partition of message_done if no retention rule keeps any of its messages. Returns dropped, kept, missing or '
+    'busy.';
