@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from pgoutbox.enqueue.generators import Cancelled, CancelResult, Enqueued, EnqueuedMany, RescheduleResult
 from pgoutbox.errors import (
+    ArgumentError,
     ConfigurationError,
     DedupeConflictError,
     LeaseLostError,
     MessageNotFoundError,
     MissingExtraError,
     NotReadyError,
-    PayloadError,
     PgOutboxError,
     SchemaError,
     SignatureError,
@@ -72,6 +72,7 @@ PUBLIC_MODULES = (
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentError",
     "Attachment",
     "CallNext",
     "CancelResult",
@@ -94,7 +95,6 @@ __all__ = [
     "Notification",
     "Operator",
     "Outbox",
-    "PayloadError",
     "Permanent",
     "PgOutboxError",
     "RawEmail",

@@ -15,7 +15,7 @@ from pydantic.errors import PydanticUserError
 from typing_extensions import Unpack
 
 from pgoutbox.enqueue.validation import ValidatedMessage
-from pgoutbox.errors import PayloadError, PgOutboxError, UnknownTopicError
+from pgoutbox.errors import ArgumentError, PgOutboxError, UnknownTopicError
 from pgoutbox.handlers import OnUnknown
 from pgoutbox.options import check_delay, check_name, if_given
 from pgoutbox.outbox import MessageOptions, Outbox
@@ -150,7 +150,7 @@ def draft_message(
 ) -> ValidatedMessage:
     """Check a message of an operator by its topic's definition, and complete it.
 
-    Raises like `Outbox.enqueue`. An error of the definition's functions becomes a `PayloadError`.
+    Raises like `Outbox.enqueue`. An error of the definition's functions becomes an `ArgumentError`.
     """
     try:
         return outbox.draft(topic, payload, **options)
@@ -159,7 +159,7 @@ def draft_message(
     except Exception as error:
         name = topic.name if isinstance(topic, Topic) else topic
         reason = f"the definition of topic {name!r} fails for it: {type(error).__name__}: {error}"
-        raise PayloadError("payload", reason) from error
+        raise ArgumentError("payload", reason) from error
 
 
 def open_options(topic: Topic[Any]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@
     │   └── NotReadyError       a setting is valid, and what it names cannot be used yet
     ├── SchemaError             the schema is missing, too old or damaged; names the command
     ├── TransactionError        the caller's connection is not in a usable transaction
-    ├── PayloadError            an argument of enqueue is invalid; names the field
+    ├── ArgumentError            an argument of enqueue is invalid; names the field
     ├── DedupeConflictError     a dedupe key was used again with another payload
     ├── UnknownTopicError       a strict outbox has no such topic
     ├── MessageNotFoundError    no message has that id
@@ -57,7 +57,7 @@ class TransactionError(PgOutboxError):
     """The connection is outside a transaction, or its transaction is aborted."""
 
 
-class PayloadError(PgOutboxError, ValueError):
+class ArgumentError(PgOutboxError, ValueError):
     """An argument of enqueue was refused before any write.
 
     `field` is the path of the refused value, for example `payload.order.items[3].price`.

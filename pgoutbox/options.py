@@ -1,6 +1,6 @@
 """Checks of single options of topics and messages. Pure: no I/O.
 
-A mistake raises `PayloadError` with the path of the option.
+A mistake raises `ArgumentError` with the path of the option.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import BaseModel, Secret, SecretBytes, SecretStr
 from pydantic_core import to_json as encode_json
 from typing_extensions import TypeVar, is_typeddict
 
-from pgoutbox.errors import PayloadError
+from pgoutbox.errors import ArgumentError
 from pgoutbox.redaction import check_redacted_name
 from pgoutbox.text import NAME, check_storable, member, preview
 
@@ -49,7 +49,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 def check_name(field: str, value: object) -> str:
     """Return the name of a topic or a queue, if the SQL function accepts it."""
     if not isinstance(value, str) or NAME.fullmatch(value) is None:
-        raise PayloadError(
+        raise ArgumentError(
             field,
             f"must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter, not {preview(value)}",
         )
@@ -59,15 +59,15 @@ def check_name(field: str, value: object) -> str:
 def check_key(field: str, value: object) -> str:
     """Return a coalesce, dedupe or ordering key. An empty key is refused: unrelated messages would share it."""
     if not isinstance(value, str):
-        raise PayloadError(field, f"must be text, not {type(value).__name__}")
+        raise ArgumentError(field, f"must be text, not {type(value).__name__}")
     if not value:
-        raise PayloadError(field, "must not be empty; pass None for no key")
+        raise ArgumentError(field, "must not be empty; pass None for no key")
     if len(value) <= MAX_KEY_BYTES and value.isascii() and "\0" not in value:
         return value
     check_storable(field, value)
     size = len(value.encode())
     if size > MAX_KEY_BYTES:
-        raise PayloadError(field, f"has {size} bytes, the limit is {MAX_KEY_BYTES}")
+        raise ArgumentError(field, f"has {size} bytes, the limit is {MAX_KEY_BYTES}")
     return value
 
 
@@ -75,63 +75,63 @@ def check_owner(field: str, value: object) -> str:
     """Return the owner of a message. An empty one is refused: unrelated messages would share it."""
     try:
         return check_key(field, value)
-    except PayloadError as error:
-        raise PayloadError(field, error.reason.replace("for no key", "for no owner")) from None
+    except ArgumentError as error:
+        raise ArgumentError(field, error.reason.replace("for no key", "for no owner")) from None
 
 
 def check_destination(field: str, value: object) -> str:
     """Return a destination: a URI, which for `mailto:` names one recipient."""
     if not isinstance(value, str):
-        raise PayloadError(field, f"must be text, not {type(value).__name__}")
+        raise ArgumentError(field, f"must be text, not {type(value).__name__}")
     check_storable(field, value)
     if _DESTINATION.fullmatch(value) is None:
-        raise PayloadError(
+        raise ArgumentError(
             field, f"must be a URI such as mailto:a@example.org, without control characters, not {preview(value)}"
         )
     if "," in value and value[:7].lower() == "mailto:":
-        raise PayloadError(
+        raise ArgumentError(
             field, "must name one recipient, without a comma; enqueue one message for each, or render Email(to=[...])"
         )
     size = len(value.encode())
     if size > MAX_DESTINATION_BYTES:
-        raise PayloadError(field, f"has {size} bytes, the limit is {MAX_DESTINATION_BYTES}")
+        raise ArgumentError(field, f"has {size} bytes, the limit is {MAX_DESTINATION_BYTES}")
     return value
 
 
 def check_headers(field: str, value: object) -> str:
     """Return the headers as JSON text."""
     if not isinstance(value, Mapping):
-        raise PayloadError(field, f"must be a mapping of text to text, not {type(value).__name__}")
+        raise ArgumentError(field, f"must be a mapping of text to text, not {type(value).__name__}")
     if len(value) > MAX_HEADER_COUNT:
-        raise PayloadError(field, f"has {len(value)} entries, the limit is {MAX_HEADER_COUNT}")
+        raise ArgumentError(field, f"has {len(value)} entries, the limit is {MAX_HEADER_COUNT}")
     for name, text in value.items():
         if not isinstance(name, str) or not name or _UNSAFE.search(name):
-            raise PayloadError(member(field, name), "a name must be text, not empty and without control characters")
+            raise ArgumentError(member(field, name), "a name must be text, not empty and without control characters")
         if not isinstance(text, str) or _UNSAFE.search(text):
-            raise PayloadError(member(field, name), "must be text without control characters")
+            raise ArgumentError(member(field, name), "must be text without control characters")
     text = encode_json(dict(value)).decode()
     size = len(text.encode())
     if size > MAX_HEADER_BYTES:
-        raise PayloadError(field, f"has {size} bytes as JSON, the limit is {MAX_HEADER_BYTES}")
+        raise ArgumentError(field, f"has {size} bytes as JSON, the limit is {MAX_HEADER_BYTES}")
     return text
 
 
 def check_whole(field: str, value: object, *, most: int) -> int:
     """Return a whole number from 1 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise PayloadError(field, f"must be a whole number from 1 to {most}, not {preview(value)}")
+        raise ArgumentError(field, f"must be a whole number from 1 to {most}, not {preview(value)}")
     return value
 
 
 def check_redact(field: str, value: object) -> None:
     """Check the names of the values that a topic hides."""
     if not isinstance(value, tuple):
-        raise PayloadError(field, f"must be a tuple of names, not {preview(value)}")
+        raise ArgumentError(field, f"must be a tuple of names, not {preview(value)}")
     try:
         for name in value:
             check_redacted_name(name)
     except ValueError as error:
-        raise PayloadError(field, str(error)) from None
+        raise ArgumentError(field, str(error)) from None
 
 
 def check_max_attempts(field: str, value: object) -> int:
@@ -149,7 +149,7 @@ def check_delay(field: str, value: object) -> float:
     else:
         seconds = math.nan
     if not 0 <= seconds <= limit:
-        raise PayloadError(field, f"must be from 0 to {limit:.0f} seconds, or such a timedelta, not {preview(value)}")
+        raise ArgumentError(field, f"must be from 0 to {limit:.0f} seconds, or such a timedelta, not {preview(value)}")
     return seconds
 
 
@@ -157,7 +157,7 @@ def check_available_at(field: str, value: object) -> datetime:
     """Return a due time in UTC, at most ten years ahead."""
     moment = _moment(field, value)
     if moment > datetime.now(UTC) + _MAX_AHEAD + CLOCK_TOLERANCE:
-        raise PayloadError(field, f"must not be more than 10 years ahead: {moment.isoformat()}")
+        raise ArgumentError(field, f"must not be more than 10 years ahead: {moment.isoformat()}")
     return moment
 
 
@@ -166,17 +166,17 @@ def check_expires_at(field: str, value: object) -> datetime:
     moment = _moment(field, value)
     now = datetime.now(UTC)
     if moment > now + 2 * _MAX_AHEAD:
-        raise PayloadError(field, f"must not be more than 20 years ahead: {moment.isoformat()}")
+        raise ArgumentError(field, f"must not be more than 20 years ahead: {moment.isoformat()}")
     if moment < now - CLOCK_TOLERANCE:
-        raise PayloadError(field, f"is in the past: {moment.isoformat()}")
+        raise ArgumentError(field, f"is in the past: {moment.isoformat()}")
     return moment
 
 
 def _moment(field: str, value: object) -> datetime:
     if not isinstance(value, datetime):
-        raise PayloadError(field, f"must be a datetime, not {type(value).__name__}")
+        raise ArgumentError(field, f"must be a datetime, not {type(value).__name__}")
     if value.utcoffset() is None:
-        raise PayloadError(field, f"timezone required: {value.isoformat()} is naive")
+        raise ArgumentError(field, f"timezone required: {value.isoformat()} is naive")
     # A past time means now, and years near the ends of the calendar have no equivalent in other time zones.
     return max(value, _EPOCH).astimezone(UTC) if value.year < MAXYEAR else value
 
@@ -189,10 +189,10 @@ def if_given(check: Callable[[str, object], V], field: str, value: object) -> V 
 def check_model(field: str, model: object) -> None:
     """Refuse a class that is not a pydantic model, and a model with a field for a secret."""
     if not (isinstance(model, type) and issubclass(model, BaseModel)):
-        raise PayloadError(field, f"must be a pydantic model, not {preview(model)}")
+        raise ArgumentError(field, f"must be a pydantic model, not {preview(model)}")
     secret = secret_in_model(model)
     if secret is not None:
-        raise PayloadError(f"{field}{secret}", NO_SECRETS)
+        raise ArgumentError(f"{field}{secret}", NO_SECRETS)
 
 
 @lru_cache(maxsize=1_024)

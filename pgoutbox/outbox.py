@@ -53,7 +53,7 @@ from pgoutbox.enqueue.generators import (
 )
 from pgoutbox.enqueue.payloads import Serializer
 from pgoutbox.enqueue.validation import Route, ValidatedMessage, carrying, prepare, prepare_fanout
-from pgoutbox.errors import ConfigurationError, PayloadError, PgOutboxError, UnknownTopicError
+from pgoutbox.errors import ArgumentError, ConfigurationError, PgOutboxError, UnknownTopicError
 from pgoutbox.handlers import Context, Handler, Middleware, OnUnknown, SyncContext
 from pgoutbox.message import Failure, Message, Outcome, P
 from pgoutbox.observability.events import LogEvent
@@ -432,7 +432,7 @@ class Outbox:
         JSON. With `notify=False` the next poll finds the message; a transaction for `PREPARE TRANSACTION` needs it.
         `require_transaction=False` accepts autocommit.
 
-        Raises `PayloadError` naming the field, usually before any SQL; `DedupeConflictError` if the message with the
+        Raises `ArgumentError` naming the field, usually before any SQL; `DedupeConflictError` if the message with the
         dedupe key has another payload, unless `on_duplicate="ignore"`; `UnknownTopicError` from a strict outbox;
         `TransactionError` outside a transaction, or in an aborted one; `SchemaError` without the schema, or if the
         sequence of ids is behind the messages; `ConfigurationError` if the connection's encoding lacks a character;
@@ -627,7 +627,7 @@ class Outbox:
         """Cancel a message in the transaction of the caller's connection, and return the result.
 
         Name it by id, by topic and coalesce key (the newest one), or by topic and dedupe key: exactly one of the three,
-        or this raises `PayloadError`. A pending message is not delivered after the transaction commits. The handler of
+        or this raises `ArgumentError`. A pending message is not delivered after the transaction commits. The handler of
         a message in flight is notified (`ctx.should_stop`, `ctx.ensure_lease()`). The message is not retried, but may
         still be handed over. Idempotent. Waits for no lock. Raises like `enqueue`.
 
@@ -779,7 +779,7 @@ class Outbox:
         keys = {name: one_line(str(value)) for name in _KEYS if (value := getattr(message, name)) is not None}
         error_type, sqlstate = type(error).__name__, None if answer is None else answer.sqlstate
         # The names of a payload's members may be values, so only the first part of a path is logged.
-        field = re.split(r"[.\[]", error.field)[0] if isinstance(error, PayloadError) else None
+        field = re.split(r"[.\[]", error.field)[0] if isinstance(error, ArgumentError) else None
         text = self._text_of(error, answer)
         _logger.error(
             "a message could not be enqueued; the caller continues without it: %s: %s",
@@ -808,7 +808,7 @@ class Outbox:
         if not settings.error_texts:
             return None
         if isinstance(error, PgOutboxError):
-            text = error.reason if isinstance(error, PayloadError) else str(error)
+            text = error.reason if isinstance(error, ArgumentError) else str(error)
         elif answer is not None:
             # Without the detail, which may be a whole row, and the statement's parameters.
             text = f"{answer.message}{_NEXT_STEPS.get(answer.sqlstate, '')}"
@@ -842,8 +842,8 @@ class Outbox:
                 if key not in routes:
                     routes[key] = self._route(item.topic, serializer)
                 draft = prepare(carrying(item, context) if context else item, routes[key])
-            except PayloadError as error:
-                raise PayloadError(f"items[{index}].{error.field}", error.reason) from error.__cause__
+            except ArgumentError as error:
+                raise ArgumentError(f"items[{index}].{error.field}", error.reason) from error.__cause__
             drafts.append(tuple(draft))  # The garbage collector need not visit tuples of texts.
         return drafts
 

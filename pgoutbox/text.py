@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-from pgoutbox.errors import PayloadError
+from pgoutbox.errors import ArgumentError
 
 MAX_TEXT_LENGTH: Final = 4_000
 MAX_NAME_LENGTH: Final = 63
@@ -51,7 +51,7 @@ def check_storable(path: str, text: str) -> None:
     found = _UNSTORABLE.search(text)
     if found is not None:
         what = "NUL" if found[0] == "\0" else f"lone surrogate U+{ord(found[0]):04X}"
-        raise PayloadError(path, f"{what} at character {found.start()} is not storable")
+        raise ArgumentError(path, f"{what} at character {found.start()} is not storable")
 
 
 def member(path: str, key: object) -> str:

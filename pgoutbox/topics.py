@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Final, Generic, Literal, get_args
 
 from pgoutbox.clock import Duration
-from pgoutbox.errors import ConfigurationError, PayloadError
+from pgoutbox.errors import ArgumentError, ConfigurationError
 from pgoutbox.message import P
 from pgoutbox.options import check_delay, check_destination, check_model, check_name, check_redact, if_given
 from pgoutbox.retry import RetryPolicy
@@ -78,14 +78,14 @@ class Topic(Generic[P]):
             if_given(check_on_failed, "on_failed", self.on_failed)
             if_given(check_on_duplicate, "on_duplicate", self.on_duplicate)
             if self.ordering_key is not None and self.coalesce_key is not None:
-                raise PayloadError("ordering_key", NOT_BOTH)  # noqa: TRY301 - leaves as the others do
+                raise ArgumentError("ordering_key", NOT_BOTH)  # noqa: TRY301 - leaves as the others do
             if if_given(check_delay, "expires_after", self.expires_after) == 0:
-                raise PayloadError("expires_after", "must be more than 0")  # noqa: TRY301 - leaves as the others do
+                raise ArgumentError("expires_after", "must be more than 0")  # noqa: TRY301 - leaves as the others do
             if not callable(self.destination):
                 if_given(check_destination, "destination", self.destination)
             if_given(check_model, "payload", self.payload)
             check_redact("redact", self.redact)
-        except PayloadError as error:
+        except ArgumentError as error:
             raise ConfigurationError(f"topic {self.name!r}: {error}") from None
 
 
@@ -157,12 +157,12 @@ _NO_TOPIC_OPTIONS = (None,) * 12
 def check_on_failed(field: str, value: object) -> str:
     """Return the rule for the messages behind a failed one."""
     if value not in get_args(OnFailed):
-        raise PayloadError(field, f"must be continue or halt, not {preview(value)}")
+        raise ArgumentError(field, f"must be continue or halt, not {preview(value)}")
     return str(value)
 
 
 def check_on_duplicate(field: str, value: object) -> str:
     """Return the rule for a dedupe key that a message with another payload has."""
     if value not in get_args(OnDuplicate):
-        raise PayloadError(field, f"must be error or ignore, not {preview(value)}")
+        raise ArgumentError(field, f"must be error or ignore, not {preview(value)}")
     return str(value)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from pgoutbox.enqueue.payloads import from_json
-from pgoutbox.errors import ConfigurationError, NotReadyError, PayloadError, PgOutboxError
+from pgoutbox.errors import ArgumentError, ConfigurationError, NotReadyError, PgOutboxError
 from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.operations import MessageFilter, Rate
 from pgoutbox.operations.retention import MAX_AGE
@@ -291,7 +291,7 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def read_payload(argument: str | None, file: Path | None, *, limit: int) -> JsonValue:
-    """Read the payload from the argument, stdin or a file. Raises `PayloadError` with the source and the fault."""
+    """Read the payload from the argument, stdin or a file. Raises `ArgumentError` with the source and the fault."""
     if file is None and argument != "-":
         data, origin = ("null" if argument is None else argument).encode("utf-8", "surrogateescape"), "payload"
     elif file is None:
@@ -299,7 +299,7 @@ def read_payload(argument: str | None, file: Path | None, *, limit: int) -> Json
     else:
         data, origin = _read_file(file, limit), str(file)
     if len(data) > limit:
-        raise PayloadError(origin, f"larger than PGOUTBOX_MAX_PAYLOAD_BYTES={limit}")
+        raise ArgumentError(origin, f"larger than PGOUTBOX_MAX_PAYLOAD_BYTES={limit}")
     return from_json(data, origin)
 
 
@@ -308,11 +308,11 @@ def _read_file(file: Path, limit: int) -> bytes:
         with file.open("rb") as stream:
             return stream.read(limit + 1)
     except FileNotFoundError:
-        raise PayloadError(str(file), "no such file") from None
+        raise ArgumentError(str(file), "no such file") from None
     except IsADirectoryError:
-        raise PayloadError(str(file), "is a directory") from None
+        raise ArgumentError(str(file), "is a directory") from None
     except OSError as error:
-        raise PayloadError(str(file), f"cannot be read: {error.strerror}") from None
+        raise ArgumentError(str(file), f"cannot be read: {error.strerror}") from None
 
 
 def load_outbox(where: str) -> Outbox:

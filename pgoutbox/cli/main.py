@@ -14,7 +14,7 @@ import psycopg
 
 from pgoutbox.cli.console import DONE, FAILED, MISUSED, mask, print_error, secrets_in
 from pgoutbox.database.server import missing_object
-from pgoutbox.errors import ConfigurationError, MissingExtraError, NotReadyError, PayloadError, PgOutboxError
+from pgoutbox.errors import ArgumentError, ConfigurationError, MissingExtraError, NotReadyError, PgOutboxError
 from pgoutbox.settings import SECRET_VARIABLES
 from pgoutbox.text import one_line
 
@@ -88,7 +88,7 @@ def explain(error: PgOutboxError | psycopg.Error) -> tuple[str, int]:
 
     Leaves out the DETAIL of a driver's error, which can quote values of rows.
     """
-    if isinstance(error, (ConfigurationError, PayloadError)) and not isinstance(error, NotReadyError):
+    if isinstance(error, (ConfigurationError, ArgumentError)) and not isinstance(error, NotReadyError):
         return str(error), MISUSED
     if isinstance(error, PgOutboxError):
         return str(error), FAILED

@@ -36,7 +36,7 @@ from pgoutbox.cli.program import (
     redacted_names_of,
     require_known_queue,
 )
-from pgoutbox.errors import PayloadError
+from pgoutbox.errors import ArgumentError
 from pgoutbox.operations import JsonText, TopicCounts
 from pgoutbox.options import check_name
 from pgoutbox.outbox import Outbox
@@ -137,7 +137,7 @@ def _undefined(name: str, *, encrypt: bool) -> Topic[Any]:
 def _topic_of(outbox: Outbox, name: str, *, encrypt: bool) -> Topic[Any]:
     topic = find_topic(outbox, name)
     if encrypt and not topic.encrypted:
-        raise PayloadError("encrypt", f"belongs to the definition of topic {name!r}; do not pass it")
+        raise ArgumentError("encrypt", f"belongs to the definition of topic {name!r}; do not pass it")
     return topic
 
 

@@ -16,7 +16,7 @@ from pgoutbox.dashboard.database import RefusedError, UnavailableError
 from pgoutbox.dashboard.inputs import InputError
 from pgoutbox.dashboard.rendering import render
 from pgoutbox.dashboard.types import ROOT
-from pgoutbox.errors import MessageNotFoundError, PayloadError, PgOutboxError, StateError
+from pgoutbox.errors import ArgumentError, MessageNotFoundError, PgOutboxError, StateError
 from pgoutbox.observability.events import LogEvent, Telemetry
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ async def _answer_error(status: int, request: Request, error: PgOutboxError) -> 
     return refuse(request, status, sentence(str(error)))
 
 
-async def _answer_input(request: Request, error: InputError | PayloadError) -> Response:
+async def _answer_input(request: Request, error: InputError | ArgumentError) -> Response:
     return refuse(request, 422, str(error))
 
 
@@ -146,7 +146,7 @@ async def _answer_unavailable(request: Request, error: UnavailableError) -> Resp
 EXCEPTION_HANDLERS: Final[Mapping[Any, Any]] = {
     HTTPException: _answer_http,
     InputError: _answer_input,
-    PayloadError: _answer_input,
+    ArgumentError: _answer_input,
     MessageNotFoundError: partial(_answer_error, 404),
     StateError: partial(_answer_error, 409),
     RefusedError: partial(_answer_error, 403),

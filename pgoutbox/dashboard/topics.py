@@ -16,7 +16,7 @@ from pgoutbox.dashboard.access import operators_only
 from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
 from pgoutbox.dashboard.rendering import format_json, link, query, render_page
 from pgoutbox.enqueue.payloads import from_json
-from pgoutbox.errors import ConfigurationError, DedupeConflictError, PayloadError, UnknownTopicError
+from pgoutbox.errors import ArgumentError, ConfigurationError, DedupeConflictError, UnknownTopicError
 from pgoutbox.options import MAX_DESTINATION_BYTES
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ async def enqueue_form(request: Request) -> Response:
         return await _show(request, outbox)
     try:
         topic = find_topic(outbox, name)
-    except (PayloadError, UnknownTopicError) as error:
+    except (ArgumentError, UnknownTopicError) as error:
         return await _show(request, outbox, error=_error_of(error), status=404)
     return await _show(request, outbox, topic, {"payload": format_json(example_payload(topic))})
 
@@ -81,7 +81,7 @@ async def enqueue(request: Request) -> Response:
     try:
         topic = find_topic(outbox, form.get("topic", "").strip())
         enqueued = await _enqueue(request, outbox, topic, form)
-    except (inputs.InputError, PayloadError, UnknownTopicError, DedupeConflictError, ConfigurationError) as error:
+    except (inputs.InputError, ArgumentError, UnknownTopicError, DedupeConflictError, ConfigurationError) as error:
         return await _show(request, outbox, topic, values, error=_error_of(error), status=422)
     path = link(request, "message", message_id=enqueued.id)
     return RedirectResponse(path + query(done="duplicate" if enqueued.duplicate else "enqueued"), status_code=303)
@@ -114,7 +114,7 @@ def _options_of(form: inputs.Given) -> Any:  # noqa: ANN401 - the options of a m
 
 def _error_of(error: Exception) -> dict[str, str | None]:
     """Return the field of the form and the text of an error."""
-    if isinstance(error, PayloadError):
+    if isinstance(error, ArgumentError):
         return {"field": re.split(r"[.\[]", error.field)[0], "text": str(error)}
     return {"field": error.name if isinstance(error, inputs.InputError) else None, "text": str(error)}
 

@@ -20,9 +20,9 @@ from psycopg.rows import tuple_row
 
 from pgoutbox.database.server import missing_object
 from pgoutbox.errors import (
+    ArgumentError,
     ConfigurationError,
     DedupeConflictError,
-    PayloadError,
     PgOutboxError,
     SchemaError,
     StateError,
@@ -344,7 +344,7 @@ class ClosedError(TransactionError):
     """The connection is closed, so the writes of its transaction are not committed."""
 
 
-class ItemRefusedError(PayloadError):
+class ItemRefusedError(ArgumentError):
     """The SQL function refused one item of the arrays. `index` counts within the statement."""
 
     def __init__(self, index: int, field: str, reason: str) -> None:
@@ -407,11 +407,11 @@ def answer_of(error: Exception) -> Answer | None:
     return None
 
 
-def _refused(column: str, message: str) -> PayloadError:
+def _refused(column: str, message: str) -> ArgumentError:
     # A field of its own names the invalid argument. Only the text of the function names the item.
     reason = message.partition(f"{column}: ")[2] or message
     item = re.search(r"items\[(\d+)\]", message)
-    return PayloadError(column, reason) if item is None else ItemRefusedError(int(item[1]), column, reason)
+    return ArgumentError(column, reason) if item is None else ItemRefusedError(int(item[1]), column, reason)
 
 
 def _aborted() -> TransactionError:

@@ -17,7 +17,7 @@ from pgoutbox.clock import Duration
 from pgoutbox.database import sql
 from pgoutbox.enqueue.adapters import AsyncAdapter, Call, ItemRefusedError, Rows, SyncAdapter
 from pgoutbox.enqueue.validation import Fanout, ValidatedMessage, chunks
-from pgoutbox.errors import PayloadError, TransactionError
+from pgoutbox.errors import ArgumentError, TransactionError
 from pgoutbox.message import State
 from pgoutbox.options import (
     MAX_ID,
@@ -198,7 +198,7 @@ def insert_all(drafts: Sequence[tuple[object, ...]], *, notify: bool, require_tr
         try:
             ((id_texts, duplicate_texts),) = yield Call(sql.ENQUEUE_MANY, (*parameters, notify))
         except ItemRefusedError as error:
-            raise PayloadError(f"items[{positions[error.index]}].{error.field}", error.reason) from error.__cause__
+            raise ArgumentError(f"items[{positions[error.index]}].{error.field}", error.reason) from error.__cause__
         for position, id_text in zip(positions, id_texts.split(","), strict=True):
             ids[position] = int(id_text)
         if duplicate_texts is not None:
@@ -218,7 +218,7 @@ def insert_fanout(fanout: Fanout, *, notify: bool, require_transaction: bool) ->
         rows = yield Call(sql.ENQUEUE_FANOUT, (*fanout, notify))
     except ItemRefusedError as error:
         field = "" if error.field == "destination" else f".{error.field}"
-        raise PayloadError(f"destinations[{error.index}]{field}", error.reason) from error.__cause__
+        raise ArgumentError(f"destinations[{error.index}]{field}", error.reason) from error.__cause__
     for index, message_id in rows:
         ids[index] = message_id
     return EnqueuedMany(ids)
@@ -294,7 +294,7 @@ def target_of(
     """Return the parameters of `sql.CANCEL`, for exactly one way of naming a message."""
     given = [way for way in (message_id, coalesce_key, dedupe_key) if way is not None]
     if len(given) != 1 or (message_id is None) == (topic is None):
-        raise PayloadError(
+        raise ArgumentError(
             "message_id", "name the message by its id, by topic and coalesce_key, or by topic and dedupe_key"
         )
     if message_id is not None:
@@ -308,7 +308,7 @@ def target_of(
 def targets_of(owner: str | None, destination: str | None, topic: str | Topic[Any] | None) -> tuple[object, ...]:
     """Return the parameters of `sql.CANCEL_ALL`."""
     if (owner is None) == (destination is None):
-        raise PayloadError("owner", "give either an owner or a destination")
+        raise ArgumentError("owner", "give either an owner or a destination")
     name = topic.name if isinstance(topic, Topic) else topic
     return (
         if_given(check_owner, "owner", owner),
@@ -320,7 +320,7 @@ def targets_of(owner: str | None, destination: str | None, topic: str | Topic[An
 def new_time_of(message_id: int, available_at: datetime | None, delay: Duration | None) -> tuple[object, ...]:
     """Return the parameters of `sql.RESCHEDULE_ONE`."""
     if available_at is not None and delay is not None:
-        raise PayloadError("delay", "give delay or available_at, not both")
+        raise ArgumentError("delay", "give delay or available_at, not both")
     return (
         check_whole("message_id", message_id, most=MAX_ID),
         if_given(check_available_at, "available_at", available_at),

@@ -15,7 +15,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import to_json as encode_json
 
 from pgoutbox.encryption import SEALED
-from pgoutbox.errors import PayloadError
+from pgoutbox.errors import ArgumentError
 from pgoutbox.message import P
 from pgoutbox.options import NO_SECRETS, SECRETS, secret_in_model
 from pgoutbox.text import check_storable, member
@@ -53,7 +53,7 @@ def to_json(value: object, *, max_bytes: int, serializer: Serializer | None = No
         text = _encode_faithfully(value, field, max_bytes, serializer)
     # The encoder writes the name unescaped. The slow path finds out whether it is a member at the top.
     if text.startswith("{") and SEALED in text and SEALED in json.loads(text):
-        raise PayloadError(member(field, SEALED), "is reserved: pgoutbox stores encrypted payloads under this name")
+        raise ArgumentError(member(field, SEALED), "is reserved: pgoutbox stores encrypted payloads under this name")
     return text
 
 
@@ -61,9 +61,9 @@ def _encode_faithfully(value: object, field: str, max_bytes: int, serializer: Se
     try:
         data = encode_json(_faithful(value, field, (), serializer))
     except RecursionError:
-        raise PayloadError(field, "is nested too deep for the stack") from None
+        raise ArgumentError(field, "is nested too deep for the stack") from None
     if len(data) > max_bytes:
-        raise PayloadError(
+        raise ArgumentError(
             field, f"has {len(data)} bytes as JSON, the limit is {max_bytes} (PGOUTBOX_MAX_PAYLOAD_BYTES)"
         )
     return data.decode()
@@ -99,16 +99,16 @@ def _is_plain(value: object, depth_left: int) -> bool:
 
 
 def _faithful(value: object, path: str, parents: tuple[int, ...], serializer: Serializer | None) -> JsonValue:
-    """Return the value with models dumped and the serializer applied, or raise `PayloadError` with a path."""
+    """Return the value with models dumped and the serializer applied, or raise `ArgumentError` with a path."""
     if isinstance(value, BaseModel):
         value = _dump(value, path)
     if value is None or isinstance(value, (str, bool, int, float)):
         return _scalar(value, path)
     if isinstance(value, (dict, list, tuple)):
         if id(value) in parents:
-            raise PayloadError(path, "contains itself")
+            raise ArgumentError(path, "contains itself")
         if len(parents) == MAX_DEPTH:
-            raise PayloadError(path, f"is nested deeper than {MAX_DEPTH} levels")
+            raise ArgumentError(path, f"is nested deeper than {MAX_DEPTH} levels")
         parents = (*parents, id(value))
         if isinstance(value, dict):
             return {
@@ -117,12 +117,12 @@ def _faithful(value: object, path: str, parents: tuple[int, ...], serializer: Se
             }
         return [_faithful(item, f"{path}[{index}]", parents, serializer) for index, item in enumerate(value)]
     if isinstance(value, SECRETS):
-        raise PayloadError(path, NO_SECRETS)
+        raise ArgumentError(path, NO_SECRETS)
     if serializer is None:
-        raise PayloadError(path, f"not JSON: {type(value).__name__}; pass serializer=")
+        raise ArgumentError(path, f"not JSON: {type(value).__name__}; pass serializer=")
     made = serializer(value)
     if made is not None and not isinstance(made, (str, bool, int, float, dict, list, tuple)):
-        raise PayloadError(path, f"not JSON: the serializer made a {type(made).__name__} of a {type(value).__name__}")
+        raise ArgumentError(path, f"not JSON: the serializer made a {type(made).__name__} of a {type(value).__name__}")
     return _faithful(made, path, (*parents, id(value)), serializer)
 
 
@@ -135,10 +135,10 @@ def _scalar(value: str | float | None, path: str) -> JsonValue:
         return str.__str__(value)
     if isinstance(value, int):
         if abs(int.__pos__(value)) >= _INTEGER_BOUND:
-            raise PayloadError(path, f"an integer must not have more than {_MAX_DIGITS} digits")
+            raise ArgumentError(path, f"an integer must not have more than {_MAX_DIGITS} digits")
         return int.__pos__(value)
     if not math.isfinite(value):
-        raise PayloadError(path, f"not JSON: {float.__repr__(value)}")
+        raise ArgumentError(path, f"not JSON: {float.__repr__(value)}")
     return float.__pos__(value)
 
 
@@ -148,11 +148,11 @@ def _text_keys(value: dict[object, object], path: str) -> dict[str, object]:
     members: dict[str, object] = {}
     for key, item in value.items():
         if not isinstance(key, str):
-            raise PayloadError(member(path, key), f"a key must be text, not {type(key).__name__}")
+            raise ArgumentError(member(path, key), f"a key must be text, not {type(key).__name__}")
         check_storable(member(path, key), key)
         text = str.__str__(key)
         if text in members:
-            raise PayloadError(member(path, key), "two keys have the same text")
+            raise ArgumentError(member(path, key), "two keys have the same text")
         members[text] = item
     return members
 
@@ -160,19 +160,19 @@ def _text_keys(value: dict[object, object], path: str) -> dict[str, object]:
 def from_json(data: bytes, field: str) -> JsonValue:
     """Return the payload that a person gave as JSON. An error names the field and the place of the mistake."""
     if data.startswith(b"\xef\xbb\xbf"):
-        raise PayloadError(field, "starts with a byte order mark; save it as UTF-8 without one")
+        raise ArgumentError(field, "starts with a byte order mark; save it as UTF-8 without one")
     try:
         value: JsonValue = json.loads(data.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        raise PayloadError(field, f"not UTF-8 at byte {error.start}") from None
+        raise ArgumentError(field, f"not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
-        raise PayloadError(
+        raise ArgumentError(
             field, f"not JSON at line {error.lineno}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}"
         ) from None
     except RecursionError:
-        raise PayloadError(field, "nested too deeply") from None
+        raise ArgumentError(field, "nested too deeply") from None
     except ValueError as error:
-        raise PayloadError(field, f"not JSON: {error}") from None
+        raise ArgumentError(field, f"not JSON: {error}") from None
     return value
 
 
@@ -185,7 +185,7 @@ def fit(topics_model: type[P], payload: object) -> P:
     model = cast("type[BaseModel]", topics_model)
     if not isinstance(payload, model):
         if isinstance(payload, BaseModel):
-            raise PayloadError("payload", f"must be a {model.__name__}, not a {type(payload).__name__}")
+            raise ArgumentError("payload", f"must be a {model.__name__}, not a {type(payload).__name__}")
         try:
             payload = model.model_validate(payload)
         except ValidationError as error:
@@ -193,7 +193,7 @@ def fit(topics_model: type[P], payload: object) -> P:
             path = "payload"
             for place in first["loc"]:
                 path = member(path, place)
-            raise PayloadError(path, f"does not fit {model.__name__}: {first['msg']}") from None
+            raise ArgumentError(path, f"does not fit {model.__name__}: {first['msg']}") from None
     return cast("P", payload)
 
 
@@ -201,18 +201,18 @@ def _dump(model: BaseModel, path: str) -> JsonValue:
     """Return a dump that validates to the same model again: by alias and without computed fields."""
     secret = secret_in_model(type(model))
     if secret is not None:
-        raise PayloadError(f"{path}{secret}", NO_SECRETS)
+        raise ArgumentError(f"{path}{secret}", NO_SECRETS)
     try:
         dumped = model.model_dump(mode="json", by_alias=True, round_trip=True, warnings="error")
     except (ValueError, RecursionError) as error:
-        raise PayloadError(
+        raise ArgumentError(
             path, f"the {type(model).__name__} cannot be written as JSON: {type(error).__name__}"
         ) from error
     # In a field of type `Any`, pydantic masks a secret, and writes a non-finite float as null.
     if any(leaf is None or leaf == _MASK for _, leaf in _leaves(dumped, path)):
         for place, leaf in _leaves(model, path):
             if isinstance(leaf, SECRETS):
-                raise PayloadError(place, NO_SECRETS)
+                raise ArgumentError(place, NO_SECRETS)
             if isinstance(leaf, float):
                 _scalar(leaf, place)
     return dumped

@@ -1,6 +1,6 @@
 """Checks of new messages before any SQL, and the split of bulks into statements. Pure: no I/O.
 
-A mistake raises `PayloadError` with the path of the invalid value, so that the caller's transaction stays usable. An
+A mistake raises `ArgumentError` with the path of the invalid value, so that the caller's transaction stays usable. An
 accepted payload comes back from PostgreSQL unchanged, except that a tuple comes back as a list.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, cast
 
 from pgoutbox.encryption import Identity, Keyring
 from pgoutbox.enqueue.payloads import Serializer, fit, to_json
-from pgoutbox.errors import ConfigurationError, PayloadError
+from pgoutbox.errors import ArgumentError, ConfigurationError
 from pgoutbox.message import P
 from pgoutbox.options import (
     CLOCK_TOLERANCE,
@@ -144,7 +144,7 @@ def carrying(message: NewMessage[P], context: Mapping[str, str]) -> NewMessage[P
 def prepare(message: NewMessage[P], route: Route, *, is_fanout: bool = False) -> ValidatedMessage:
     """Check a message, and complete it from its topic's definition.
 
-    Raises `PayloadError` with the path of the invalid value, and `ConfigurationError` for an encrypted topic without a
+    Raises `ArgumentError` with the path of the invalid value, and `ConfigurationError` for an encrypted topic without a
     keyring. Errors of the topic's functions and of the serializer pass through.
     """
     topic, max_attempts, max_payload_bytes, serializer, keyring = route
@@ -182,7 +182,7 @@ def _seal(
 
 def _check_sealed(field: str, sealed: str, max_bytes: int) -> None:
     if len(sealed) > max_bytes:
-        raise PayloadError(
+        raise ArgumentError(
             field, f"has {len(sealed)} bytes encrypted, the limit is {max_bytes} (PGOUTBOX_MAX_PAYLOAD_BYTES)"
         )
 
@@ -200,9 +200,9 @@ def prepare_fanout(
     draft = prepare(message, route, is_fanout=True)
     for field in ("coalesce_key", "dedupe_key", "ordering_key"):
         if getattr(draft, field) is not None:
-            raise PayloadError(field, "the messages of a fan-out have no keys; use enqueue_many")
+            raise ArgumentError(field, "the messages of a fan-out have no keys; use enqueue_many")
     if isinstance(destinations, (str, bytes)):
-        raise PayloadError("destinations", "must be several texts, not one")
+        raise ArgumentError("destinations", "must be several texts, not one")
     shared = to_json(content, max_bytes=max_payload_bytes, serializer=serializer, field="content")
     if topic.encrypted and keyring is not None:
         shared = keyring.seal(shared, Identity("content", topic.name), dedupe_key=None)
@@ -263,8 +263,8 @@ def _part_of(recipient: str | Recipient, index: int, common: ValidatedMessage, r
             owner,
         )
         _check_times(common._replace(available_at=part.available_at, delay_seconds=part.delay_seconds))
-    except PayloadError as error:
-        raise PayloadError(f"{place}.{error.field}", error.reason) from error.__cause__
+    except ArgumentError as error:
+        raise ArgumentError(f"{place}.{error.field}", error.reason) from error.__cause__
     return part
 
 
@@ -284,8 +284,8 @@ def _settled(topic: Topic[P], message: NewMessage[P], payload: P) -> Iterator[ob
         yield given if defined is None else defined(payload) if callable(defined) else defined
 
 
-def _owned(topic: Topic[P], field: str) -> PayloadError:
-    return PayloadError(field, f"belongs to the definition of topic {topic.name!r}; do not pass it")
+def _owned(topic: Topic[P], field: str) -> ArgumentError:
+    return ArgumentError(field, f"belongs to the definition of topic {topic.name!r}; do not pass it")
 
 
 class Chunk(NamedTuple):
@@ -386,26 +386,26 @@ def _quoted(text: str) -> str:
 
 def _check_times(draft: ValidatedMessage) -> None:
     if draft.available_at is not None and draft.delay_seconds is not None:
-        raise PayloadError("delay", "give delay or available_at, not both")
+        raise ArgumentError("delay", "give delay or available_at, not both")
     if draft.expires_at is None:
         return
     if draft.available_at is not None and draft.expires_at <= draft.available_at:
-        raise PayloadError("expires_at", "must be later than available_at")
+        raise ArgumentError("expires_at", "must be later than available_at")
     if draft.delay_seconds is not None:
         due_at = datetime.now(UTC) + timedelta(seconds=draft.delay_seconds)
         if draft.expires_at < due_at - CLOCK_TOLERANCE:
-            raise PayloadError("expires_at", "must be later than the end of the delay")
+            raise ArgumentError("expires_at", "must be later than the end of the delay")
 
 
 def _check_together(draft: ValidatedMessage) -> None:
     if draft.ordering_key is not None and draft.coalesce_key is not None:
-        raise PayloadError("ordering_key", NOT_BOTH)
+        raise ArgumentError("ordering_key", NOT_BOTH)
     if draft.on_failed is not None and draft.ordering_key is None:
-        raise PayloadError("on_failed", "only together with ordering_key")
+        raise ArgumentError("on_failed", "only together with ordering_key")
     if draft.max_delay_seconds is not None and draft.coalesce_key is None:
-        raise PayloadError("max_delay", "only together with coalesce_key")
+        raise ArgumentError("max_delay", "only together with coalesce_key")
     if draft.on_duplicate is not None and draft.dedupe_key is None:
-        raise PayloadError("on_duplicate", "only together with dedupe_key")
+        raise ArgumentError("on_duplicate", "only together with dedupe_key")
 
 
 _LINES: Final = frozenset({"topic", "payload"})

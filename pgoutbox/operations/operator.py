@@ -33,7 +33,7 @@ from pgoutbox.encryption import Keyring, decrypted, is_sealed, keyring_of
 from pgoutbox.enqueue.adapters import sync_adapter
 from pgoutbox.enqueue.generators import CancelResult, Enqueued, RescheduleResult, insert, run
 from pgoutbox.enqueue.validation import ValidatedMessage
-from pgoutbox.errors import ConfigurationError, MessageNotFoundError, PayloadError, StateError
+from pgoutbox.errors import ArgumentError, ConfigurationError, MessageNotFoundError, StateError
 from pgoutbox.message import State, Transient
 from pgoutbox.operations import retention
 from pgoutbox.operations.records import (
@@ -583,12 +583,12 @@ class Operator:
 
         Up to `burst` of them begin at once after an idle time, the others evenly in the rest of the period. The default
         is a tenth of the rate's count, from 1 to 5. The limit applies from the next claim of each worker. Raises
-        `PayloadError` if the burst is above the rate's count, and `StateError` if the limit is above the queue's
+        `ArgumentError` if the burst is above the rate's count, and `StateError` if the limit is above the queue's
         ceiling, which the owner of the schema has set.
         """
         count, seconds = (None, None) if rate is None else (rate.count, rate.seconds)
         if burst is not None and count is not None and not 1 <= burst <= count:
-            raise PayloadError("burst", f"must be from 1 to {count}, because it is a part of the rate; got {burst}")
+            raise ArgumentError("burst", f"must be from 1 to {count}, because it is a part of the rate; got {burst}")
         asked = {"queue": queue, "count": count, "seconds": seconds, "burst": burst}
         self._act(sql.LIMIT_RATE, asked, _Act())
 
@@ -707,7 +707,7 @@ class Operator:
         if topic != "*":
             try:
                 check_name("topic", topic)
-            except PayloadError as error:
+            except ArgumentError as error:
                 raise ConfigurationError(f"{error}; or * for all topics") from None
         if state not in retention.RETAINED:
             raise ConfigurationError(f"state={state!r}: must be one of {', '.join(retention.RETAINED)}")
@@ -870,7 +870,7 @@ def _redriving(destination: str | None) -> _Act:
 def _dismissing(reason: str | None) -> _Act:
     text = reason.strip() if isinstance(reason, str) else ""
     if not 1 <= len(text) <= _MAX_REASON:
-        raise PayloadError("reason", f"must have 1 to {_MAX_REASON:,} characters")
+        raise ArgumentError("reason", f"must have 1 to {_MAX_REASON:,} characters")
     return _Act(changes={"reason": text})
 
 

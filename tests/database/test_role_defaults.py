@@ -13,7 +13,7 @@ from psycopg import sql as composable
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.types.json import Jsonb
 
-from pgoutbox import Enqueued, Message, NewMessage, Outbox, PayloadError, migrate
+from pgoutbox import ArgumentError, Enqueued, Message, NewMessage, Outbox, migrate
 from pgoutbox.cli.main import main
 from pgoutbox.dashboard import create_app
 from pgoutbox.doctor import Level, examine
@@ -196,9 +196,9 @@ def test_a_session_that_reads_null_in_arrays_as_a_text_enqueues_no_bulk(dsn: str
     """Two messages without a key would get the key NULL, and one of them would be a duplicate."""
     outbox = Outbox(settings_for(dsn))
     with login_with(dsn, *ROLES, array_nulls="off") as own_dsn, psycopg.connect(own_dsn) as connection:
-        with pytest.raises(PayloadError, match=r"^array_nulls: must be on"), connection.transaction():
+        with pytest.raises(ArgumentError, match=r"^array_nulls: must be on"), connection.transaction():
             outbox.enqueue_many(connection, [NewMessage("greet", 1, dedupe_key="k"), NewMessage("greet", 2)])
-        with pytest.raises(PayloadError, match=r"^array_nulls: must be on"), connection.transaction():
+        with pytest.raises(ArgumentError, match=r"^array_nulls: must be on"), connection.transaction():
             outbox.enqueue_fanout(connection, "greet", 1, ["a:1", "a:2"])
         outbox.enqueue(connection, "greet", 3)
     assert db.execute("SELECT payload FROM pgoutbox.message").fetchall() == [(3,)]

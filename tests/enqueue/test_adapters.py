@@ -35,12 +35,12 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.pool import NullPool
 
 from pgoutbox import (
+    ArgumentError,
     CancelResult,
     DedupeConflictError,
     Enqueued,
     NewMessage,
     Outbox,
-    PayloadError,
     SchemaError,
     TransactionError,
 )
@@ -456,10 +456,10 @@ def test_a_closed_connection_raises_its_own_error(caller: Caller) -> None:
 
 def test_refusals_of_the_database_become_pgoutbox_errors(caller: Caller) -> None:
     past = datetime.now(UTC) - timedelta(hours=1)
-    with pytest.raises(PayloadError, match=r"^expires_at: must be later than now"):
+    with pytest.raises(ArgumentError, match=r"^expires_at: must be later than now"):
         caller.enqueue("mail", 1, expires_at=past)
     caller.rollback()
-    with pytest.raises(PayloadError, match=r"^items\[1\]\.expires_at: must be later than now"):
+    with pytest.raises(ArgumentError, match=r"^items\[1\]\.expires_at: must be later than now"):
         caller.enqueue_many([NewMessage("mail", 1), NewMessage("mail", 1, expires_at=past)])
     caller.rollback()
     caller.enqueue("mail", 1, dedupe_key="k")

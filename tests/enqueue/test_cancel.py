@@ -9,7 +9,7 @@ import pytest
 from psycopg import IsolationLevel
 from psycopg.pq import TransactionStatus
 
-from pgoutbox import CancelResult, Outbox, PayloadError, Topic
+from pgoutbox import ArgumentError, CancelResult, Outbox, Topic
 from pgoutbox.message import State
 from tests.support import races
 from tests.support.messages import put
@@ -160,7 +160,7 @@ async def test_acancel_has_the_same_contract(outbox: Outbox, aconnect: AsyncConn
 def test_a_message_must_be_named_in_exactly_one_way(
     outbox: Outbox, rolled_back: psycopg.Connection, arguments: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(PayloadError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         outbox.cancel(rolled_back, **arguments)
     assert caught.value.field == field
     assert rolled_back.info.transaction_status is TransactionStatus.IDLE

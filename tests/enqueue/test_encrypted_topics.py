@@ -11,7 +11,7 @@ from cryptography.fernet import Fernet
 from pydantic import BaseModel, SecretStr
 from typing_extensions import Unpack
 
-from pgoutbox import Outbox, PayloadError, Topic
+from pgoutbox import ArgumentError, Outbox, Topic
 from pgoutbox.database import operator_connection
 from pgoutbox.encryption import SEALED, Identity, Keyring
 from pgoutbox.enqueue.generators import Enqueued
@@ -325,7 +325,7 @@ async def test_an_unreadable_content_ends_only_its_own_messages(dsn: str, db: ps
 
 
 def test_a_content_of_the_reserved_form_is_refused(dsn: str, db: psycopg.Connection) -> None:
-    with db.transaction(), pytest.raises(PayloadError, match="content"):
+    with db.transaction(), pytest.raises(ArgumentError, match="content"):
         outbox_with(dsn).enqueue_fanout(db, "plain", 1, ["mailto:a@example.org"], content={SEALED: 1})
 
 
@@ -337,7 +337,7 @@ def test_without_keys_nothing_is_written_and_the_transaction_stays_usable(dsn: s
 
 
 def test_a_payload_of_the_reserved_form_is_refused(dsn: str, db: psycopg.Connection) -> None:
-    with db.transaction(), pytest.raises(PayloadError, match="payload"):
+    with db.transaction(), pytest.raises(ArgumentError, match="payload"):
         outbox_with(dsn, OLD).enqueue(db, "plain", {SEALED: {"token": "x"}})
 
 

@@ -21,6 +21,7 @@ from psycopg.pq import TransactionStatus
 from pydantic import BaseModel
 
 from pgoutbox import (
+    ArgumentError,
     ConfigurationError,
     Context,
     DedupeConflictError,
@@ -28,7 +29,6 @@ from pgoutbox import (
     Message,
     NewMessage,
     Outbox,
-    PayloadError,
     RetryPolicy,
     SchemaError,
     Topic,
@@ -215,10 +215,10 @@ def test_an_invalid_argument_is_refused_before_any_sql(
     rolled_back: psycopg.Connection, payload: object, options: dict[str, Any], field: str
 ) -> None:
     outbox = Outbox(Settings(max_payload_bytes=1000))
-    with pytest.raises(PayloadError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         outbox.enqueue(rolled_back, "mail", payload, **options)
     assert caught.value.field == field
-    with pytest.raises(PayloadError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         outbox.enqueue_many(rolled_back, [NewMessage("mail", 1), NewMessage("mail", payload, **options)])
     assert caught.value.field == f"items[1].{field}"
     assert rolled_back.info.transaction_status is TransactionStatus.IDLE
@@ -226,13 +226,13 @@ def test_an_invalid_argument_is_refused_before_any_sql(
 
 def test_a_refusal_by_the_database_raises_the_same_error(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     past = datetime.now(UTC) - timedelta(hours=1)
-    with pytest.raises(PayloadError) as caught, rolled_back.transaction():
+    with pytest.raises(ArgumentError) as caught, rolled_back.transaction():
         outbox.enqueue(rolled_back, "mail", 1, expires_at=past)
     assert str(caught.value) == "expires_at: must be later than now and than available_at"
-    assert type(caught.value) is PayloadError
+    assert type(caught.value) is ArgumentError
     assert isinstance(caught.value.__cause__, errors.InvalidParameterValue)
     items = [NewMessage("mail", 1, coalesce_key="k", expires_at=past), *([NewMessage("mail", 1)] * 6000)]
-    with pytest.raises(PayloadError) as caught, rolled_back.transaction():
+    with pytest.raises(ArgumentError) as caught, rolled_back.transaction():
         outbox.enqueue_many(rolled_back, items)
     assert caught.value.field == "items[0].expires_at"
 
@@ -310,7 +310,7 @@ def test_an_iterator_that_raises_midway_leaves_nothing_behind(outbox: Outbox, ro
 
 def test_the_invalid_item_of_ten_thousand_is_named(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     items = [NewMessage("mail", {"x": float("nan") if n == 4711 else n}) for n in range(10_000)]
-    with pytest.raises(PayloadError, match=r"^items\[4711\]\.payload\.x: not JSON: nan$"):
+    with pytest.raises(ArgumentError, match=r"^items\[4711\]\.payload\.x: not JSON: nan$"):
         outbox.enqueue_many(rolled_back, items)
     with pytest.raises(TypeError, match=r"items\[1\] must be a NewMessage, not tuple"):
         outbox.enqueue_many(rolled_back, [NewMessage("mail", 1), ("mail", 2)])  # type: ignore[list-item]
@@ -520,7 +520,7 @@ def test_best_effort_logs_an_error_and_the_caller_continues(
         "topic": "mail",
         "dedupe_key": "welcome-7",
         "owner": "7",
-        "error_type": "PayloadError",
+        "error_type": "ArgumentError",
         "field": "payload",
         "error": "NUL at character 0 is not storable",
     }
@@ -807,8 +807,8 @@ def test_any_value_is_stored_unchanged_or_refused_with_its_path(
     with rolled_back.transaction(force_rollback=True):
         try:
             one = outbox.enqueue(rolled_back, "mail", payload, coalesce_key=key)
-        except PayloadError:
-            with pytest.raises(PayloadError, match=r"^items\[0\]\.(payload|coalesce_key)"):
+        except ArgumentError:
+            with pytest.raises(ArgumentError, match=r"^items\[0\]\.(payload|coalesce_key)"):
                 outbox.enqueue_many(rolled_back, [NewMessage("mail", payload, coalesce_key=key)])
             assert count(rolled_back) == 0
         else:

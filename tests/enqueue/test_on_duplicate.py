@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import DedupeConflictError, Enqueued, NewMessage, Outbox, PayloadError, State, Topic
+from pgoutbox import ArgumentError, DedupeConflictError, Enqueued, NewMessage, Outbox, State, Topic
 from tests.support.messages import put
 from tests.support.outbox_actions import enqueue
 
@@ -57,7 +57,7 @@ def test_the_function_ignores_another_payload_if_asked(rolled_back: psycopg.Conn
 def test_an_invalid_rule_is_refused(
     outbox: Outbox, rolled_back: psycopg.Connection, options: dict[str, str], problem: str
 ) -> None:
-    with pytest.raises(PayloadError, match=f"on_duplicate: .*{problem}"):
+    with pytest.raises(ArgumentError, match=f"on_duplicate: .*{problem}"):
         outbox.enqueue(rolled_back, "mail", None, **options)  # type: ignore[call-overload]
     with pytest.raises(psycopg.DataError, match=rf"pgoutbox\.enqueue: on_duplicate: .*{problem}"):
         enqueue(rolled_back, **options)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 from psycopg import errors
 from pydantic import BaseModel
 
-from pgoutbox import Cancelled, CancelResult, NewMessage, Outbox, PayloadError, Topic
+from pgoutbox import ArgumentError, Cancelled, CancelResult, NewMessage, Outbox, Topic
 from tests.support.outbox_actions import claim, enqueue, finish_sent, state_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def test_a_topic_computes_the_owner(outbox: Outbox, connection: psycopg.Connecti
     topic = Topic("mail", payload=Account, owner=lambda p: f"account-{p.account_id}")
     outbox.enqueue(connection, topic, Account(account_id=7))
     assert owners(connection) == ["account-7"]
-    with pytest.raises(PayloadError, match="owner: belongs to the definition of topic 'mail'"):
+    with pytest.raises(ArgumentError, match="owner: belongs to the definition of topic 'mail'"):
         outbox.enqueue(connection, topic, Account(account_id=7), owner="account-8")
 
 
@@ -53,7 +53,7 @@ def test_a_topic_computes_the_owner(outbox: Outbox, connection: psycopg.Connecti
 def test_an_invalid_owner_is_refused(
     outbox: Outbox, connection: psycopg.Connection, owner: object, problem: str
 ) -> None:
-    with pytest.raises(PayloadError, match=f"owner: .*{problem}"):
+    with pytest.raises(ArgumentError, match=f"owner: .*{problem}"):
         outbox.enqueue(connection, "mail", None, owner=owner)  # type: ignore[call-overload]
 
 
@@ -135,7 +135,7 @@ def test_many_locked_messages_cost_no_wait(outbox: Outbox, db: psycopg.Connectio
 def test_either_an_owner_or_a_destination_is_given(
     outbox: Outbox, rolled_back: psycopg.Connection, target: dict[str, str]
 ) -> None:
-    with pytest.raises(PayloadError, match="owner: give either an owner or a destination"):
+    with pytest.raises(ArgumentError, match="owner: give either an owner or a destination"):
         outbox.cancel_all(rolled_back, **target)  # type: ignore[arg-type] # only texts
     names = ", ".join(f"{name} => %({name})s" for name in target)
     with pytest.raises(errors.InvalidParameterValue, match="either an owner or a destination"):

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from pgoutbox.encryption import SEALED, Identity, Keyring, is_sealed, unseal
 from pgoutbox.enqueue.validation import Route, ValidatedMessage, prepare
-from pgoutbox.errors import ConfigurationError, MissingExtraError, PayloadError
+from pgoutbox.errors import ArgumentError, ConfigurationError, MissingExtraError
 from pgoutbox.message import Permanent, Transient
 from pgoutbox.outbox import MessageOptions
 from pgoutbox.topics import NewMessage, Topic
@@ -118,7 +118,7 @@ def test_a_keyring_does_not_show_its_keys() -> None:
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_payload_that_looks_encrypted_is_refused(encrypted: bool) -> None:
-    with pytest.raises(PayloadError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         draft_of({SEALED: "x", "to": "ann"}, keys=keyring(OLD), encrypted=encrypted)
     assert caught.value.field == f'payload["{SEALED}"]'
 
@@ -134,9 +134,9 @@ def test_an_encrypted_topic_without_keys_refuses_to_enqueue() -> None:
 
 
 def test_the_size_limit_applies_to_the_payload_and_its_encrypted_form() -> None:
-    with pytest.raises(PayloadError, match="has 1002 bytes as JSON"):
+    with pytest.raises(ArgumentError, match="has 1002 bytes as JSON"):
         draft_of("x" * 1_000, keys=keyring(OLD))
-    with pytest.raises(PayloadError, match=r"has \d+ bytes encrypted, the limit is 1000"):
+    with pytest.raises(ArgumentError, match=r"has \d+ bytes encrypted, the limit is 1000"):
         draft_of("x" * 900, keys=keyring(OLD))
 
 

@@ -28,7 +28,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from pgoutbox.enqueue.payloads import MAX_DEPTH, Serializer, to_json
-from pgoutbox.errors import ConfigurationError, PayloadError
+from pgoutbox.errors import ArgumentError, ConfigurationError
 from pgoutbox.topics import Topic
 from tests.support.drafts import LIMIT, Account, Address, draft_of, refusal
 
@@ -37,7 +37,7 @@ NOW = datetime.now(UTC)
 
 def field_of(payload: object, serializer: Serializer | None = None) -> str:
     """Return the path that the payload's refusal names."""
-    with pytest.raises(PayloadError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         to_json(payload, max_bytes=LIMIT, serializer=serializer)
     assert caught.value.field.isprintable()
     return caught.value.field
@@ -122,19 +122,19 @@ def test_duplicate_keys_of_one_text_are_refused() -> None:
 
 
 def test_the_refusal_of_another_type_names_the_accepted_ones() -> None:
-    with pytest.raises(PayloadError, match=r"^payload\.when: not JSON: date; pass serializer=$"):
+    with pytest.raises(ArgumentError, match=r"^payload\.when: not JSON: date; pass serializer=$"):
         to_json({"when": date(2026, 1, 1)}, max_bytes=LIMIT)
 
 
 @pytest.mark.parametrize("kind", [list, dict])
 def test_nesting_is_accepted_to_the_limit_and_refused_beyond_it(kind: type[list[object]]) -> None:
     assert json.loads(to_json(nested(MAX_DEPTH, kind), max_bytes=LIMIT)) == nested(MAX_DEPTH, kind)
-    with pytest.raises(PayloadError, match="deeper than 100 levels"):
+    with pytest.raises(ArgumentError, match="deeper than 100 levels"):
         to_json(nested(MAX_DEPTH + 1, kind), max_bytes=LIMIT)
 
 
 def test_a_payload_nested_20000_deep_is_refused_like_any_other_that_is_too_deep() -> None:
-    with pytest.raises(PayloadError, match="deeper than 100 levels"):
+    with pytest.raises(ArgumentError, match="deeper than 100 levels"):
         to_json(nested(20_000), max_bytes=LIMIT)
 
 
@@ -143,7 +143,7 @@ def test_a_payload_that_needs_more_than_the_remaining_stack_is_refused() -> None
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack()) + 60)
     try:
-        with pytest.raises(PayloadError, match="too deep for the stack"):
+        with pytest.raises(ArgumentError, match="too deep for the stack"):
             to_json(payload, max_bytes=LIMIT)
     finally:
         sys.setrecursionlimit(limit)
@@ -162,7 +162,7 @@ def test_a_repeated_part_is_not_a_cycle() -> None:
 
 def test_the_size_is_counted_in_bytes_of_json() -> None:
     assert to_json("é" * 49, max_bytes=100)
-    with pytest.raises(PayloadError, match=r"payload: has 102 bytes as JSON, the limit is 100 \(PGOUTBOX_MAX_PAYLOAD"):
+    with pytest.raises(ArgumentError, match=r"payload: has 102 bytes as JSON, the limit is 100 \(PGOUTBOX_MAX_PAYLOAD"):
         to_json("é" * 50, max_bytes=100)
 
 
@@ -220,7 +220,7 @@ JSON = st.recursive(
 def test_an_accepted_payload_is_read_back_unchanged(payload: object) -> None:
     try:
         text = to_json(payload, max_bytes=LIMIT)
-    except PayloadError:
+    except ArgumentError:
         assert field_of(payload).startswith("payload")
     else:
         assert json.loads(text) == payload

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 from pydantic import BaseModel
 
-from pgoutbox import Outbox, PayloadError, Recipient, Topic
+from pgoutbox import ArgumentError, Outbox, Recipient, Topic
 from tests.support.outbox_actions import settings_for
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def test_the_payloads_of_an_encrypted_topic_are_encrypted(dsn: str, rolled_back:
 def test_an_invalid_value_is_named_with_its_destination(
     outbox: Outbox, rolled_back: psycopg.Connection, recipient: str | Recipient, field: str
 ) -> None:
-    with pytest.raises(PayloadError, match=f"^{field}"):
+    with pytest.raises(ArgumentError, match=f"^{field}"):
         outbox.enqueue_fanout(rolled_back, "mail", None, ["a:1", recipient])
 
 
@@ -112,7 +112,7 @@ def test_a_value_that_the_function_refuses_is_named_with_its_destination(
     outbox: Outbox, rolled_back: psycopg.Connection
 ) -> None:
     late = Recipient("a:1", available_at=MOMENT)
-    with pytest.raises(PayloadError, match=r"^destinations\[1\]\.expires_at: must be later"):
+    with pytest.raises(ArgumentError, match=r"^destinations\[1\]\.expires_at: must be later"):
         outbox.enqueue_fanout(rolled_back, "mail", None, ["a:1", late], expires_at=MOMENT)
 
 
@@ -127,7 +127,7 @@ def test_a_value_that_the_function_refuses_is_named_with_its_destination(
 def test_an_option_of_the_topic_is_refused(
     outbox: Outbox, rolled_back: psycopg.Connection, topic: Topic[object], recipient: Recipient, field: str
 ) -> None:
-    with pytest.raises(PayloadError, match=rf"destinations\[0\]\.{field}: belongs to the definition of topic 'mail'"):
+    with pytest.raises(ArgumentError, match=rf"destinations\[0\]\.{field}: belongs to the definition of topic 'mail'"):
         outbox.enqueue_fanout(rolled_back, topic, None, [recipient])
 
 

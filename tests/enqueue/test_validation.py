@@ -12,7 +12,7 @@ import psycopg
 import pytest
 
 from pgoutbox.enqueue.validation import CHUNK_ROWS, ValidatedMessage, carrying, chunks, text_array
-from pgoutbox.errors import ConfigurationError, PayloadError
+from pgoutbox.errors import ArgumentError, ConfigurationError
 from pgoutbox.options import check_key, check_name, check_whole
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.topics import NewMessage, Topic
@@ -126,7 +126,7 @@ BAD_NAMES = [
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_any_other_name_is_refused_with_its_field(name: object) -> None:
-    with pytest.raises(PayloadError, match=r"^topic: must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen"):
+    with pytest.raises(ArgumentError, match=r"^topic: must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen"):
         check_name("topic", name)
 
 
@@ -312,7 +312,7 @@ def test_checks_against_the_clock_are_left_to_the_database() -> None:
 
 @pytest.mark.parametrize("value", [0, 2**63, True, "1", 1.0])
 def test_an_integer_is_neither_a_boolean_nor_a_text(value: object) -> None:
-    with pytest.raises(PayloadError):
+    with pytest.raises(ArgumentError):
         check_whole("message_id", value, most=2**63 - 1)
 
 

@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from pgoutbox import Context, Email, Message, NewMessage, Outbox, RetryPolicy, SyncContext, Webhook
-from pgoutbox.errors import PayloadError
+from pgoutbox.errors import ArgumentError
 from pgoutbox.message import Permanent
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import OF_THE_DATABASE, OF_WORKERS
@@ -228,13 +228,13 @@ def test_headers_of_the_caller_are_kept_and_take_precedence(dsn: str, db: psycop
         kept = outbox.enqueue(connection, "greet", None, headers=own)
         crowded = outbox.enqueue(connection, "greet", None, headers=full)
         beside = outbox.enqueue(connection, "greet", None, headers={"a": "b"})
-        with pytest.raises(PayloadError, match="headers"):
+        with pytest.raises(ArgumentError, match="headers"):
             outbox.enqueue(connection, "greet", None, headers="nonsense")  # type: ignore[call-overload]
     assert headers_of(db, kept.id) == own
     assert headers_of(db, crowded.id) == full
     assert headers_of(db, beside.id).keys() == {"a", "traceparent"}
     failed = traces.named("send greet")[-1]
-    assert ((failed.attributes or {})["error.type"], failed.status.description) == ("PayloadError", None)
+    assert ((failed.attributes or {})["error.type"], failed.status.description) == ("ArgumentError", None)
     assert failed.events == (), "the text of an error may quote the payload"
 
 

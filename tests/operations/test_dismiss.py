@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import Outbox, PayloadError, State
+from pgoutbox import ArgumentError, Outbox, State
 from pgoutbox.operations import Action, DismissResult, MessageFilter, Operator
 from tests.support.messages import put
 from tests.support.outbox_actions import row_of, state_of
@@ -58,7 +58,7 @@ def test_a_message_that_failed_again_since_is_left_alone(rolled_back: psycopg.Co
 
 @pytest.mark.parametrize("reason", ["", " ", "x" * 1_001, None])
 def test_a_reason_is_necessary(rolled_back: psycopg.Connection, reason: str | None) -> None:
-    with pytest.raises(PayloadError, match="reason: must have 1 to 1,000 characters"):
+    with pytest.raises(ArgumentError, match="reason: must have 1 to 1,000 characters"):
         Operator(rolled_back).dismiss(1, reason)  # type: ignore[arg-type]
 
 
@@ -115,7 +115,7 @@ def test_without_a_correction_a_redrive_keeps_the_destination(db: psycopg.Connec
 
 
 def test_an_invalid_destination_is_refused(rolled_back: psycopg.Connection) -> None:
-    with pytest.raises(PayloadError, match="destination: must be a URI"):
+    with pytest.raises(ArgumentError, match="destination: must be a URI"):
         Operator(rolled_back).redrive(1, destination="ada")
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="destination: must be a URI"):
         rolled_back.execute("SELECT pgoutbox.redrive_to('{1}', 'ada')")

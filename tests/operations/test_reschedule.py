@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from psycopg.errors import SerializationFailure
 
-from pgoutbox import Context, Message, Outbox, PayloadError, RescheduleResult, State
+from pgoutbox import ArgumentError, Context, Message, Outbox, RescheduleResult, State
 from pgoutbox.operations import Action, MessageFilter, Operator
 from tests.support.messages import PUT_FINAL, put
 from tests.support.outbox_actions import WatchedWorker, enqueue, running, settings_for, state_of
@@ -93,7 +93,7 @@ def test_a_locked_message_is_left_alone(db: psycopg.Connection, connect: Connect
 
 @pytest.mark.parametrize("moment", [datetime(2026, 1, 1), datetime(2126, 1, 1, tzinfo=UTC)])  # noqa: DTZ001 - refused
 def test_an_invalid_time_is_refused(rolled_back: psycopg.Connection, moment: datetime) -> None:
-    with pytest.raises(PayloadError, match="available_at: "):
+    with pytest.raises(ArgumentError, match="available_at: "):
         Operator(rolled_back).reschedule(1, moment)
 
 
@@ -147,7 +147,7 @@ async def test_a_delay_counts_on_the_servers_clock(
 
 
 def test_a_delay_and_a_time_exclude_each_other(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
-    with pytest.raises(PayloadError, match="delay: give delay or available_at, not both"):
+    with pytest.raises(ArgumentError, match="delay: give delay or available_at, not both"):
         outbox.reschedule(rolled_back, 1, available_at=later(), delay=1)
 
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 from pgoutbox.enqueue.validation import Route, ValidatedMessage, prepare
-from pgoutbox.errors import PayloadError
+from pgoutbox.errors import ArgumentError
 from pgoutbox.topics import NewMessage, Topic
 
 LIMIT = 1_000_000
@@ -50,7 +50,7 @@ def draft_of(topic: str | Topic[Any] = "mail", payload: object = None, /, **opti
 
 def refusal(topic: str | Topic[Any] = "mail", payload: object = None, /, **options: object) -> str:
     """Return the text of the message's refusal."""
-    with pytest.raises(PayloadError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         draft_of(topic, payload, **options)
     assert str(caught.value).isprintable()
     return str(caught.value)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from pgoutbox import Context, Message, Outbox, PayloadError, RawEmail
+from pgoutbox import ArgumentError, Context, Message, Outbox, RawEmail
 from pgoutbox.worker import Worker
 from tests.support.outbox_actions import row_of, settings_for
 from tests.support.smtp_server import accepting_server, mail_settings
@@ -70,7 +70,7 @@ async def test_a_larger_email_is_read_from_the_applications_table_and_deleted_wh
         outbox = outbox_for(dsn, inbox.port)
         with (
             db.transaction(),
-            pytest.raises(PayloadError, match=r"content: has \d+ bytes as JSON, the limit is 16777216"),
+            pytest.raises(ArgumentError, match=r"content: has \d+ bytes as JSON, the limit is 16777216"),
         ):
             outbox.enqueue_fanout(db, "relay", {}, ["mailto:a@example.com"], content=base64.b64encode(data).decode())
         with db.transaction():

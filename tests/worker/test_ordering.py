@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from pgoutbox import NewMessage, Outbox, PayloadError, Topic
+from pgoutbox import ArgumentError, NewMessage, Outbox, Topic
 from pgoutbox.database.store import ClaimedRow, Store
 from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.operations import Operator, Rate
@@ -281,7 +281,7 @@ async def test_each_newer_message_restarts_the_delay_up_to_the_limit(
 
 
 def test_a_debounce_limit_without_a_key_is_refused(dsn: str, connect: Connect) -> None:
-    with connect() as connection, pytest.raises(PayloadError, match="max_delay: only together with coalesce_key"):
+    with connect() as connection, pytest.raises(ArgumentError, match="max_delay: only together with coalesce_key"):
         Line(dsn).outbox.enqueue(connection, "greet", 1, delay=60, max_delay=90)
 
 
@@ -395,10 +395,10 @@ async def test_a_message_with_a_deleted_content_fails_with_the_reason(
 def test_an_error_in_a_fan_out_names_the_destination_and_stores_nothing(dsn: str, connect: Connect) -> None:
     outbox = Outbox(settings_for(dsn))
     with connect() as connection:
-        with pytest.raises(PayloadError, match=r"destinations\[1\]"):
+        with pytest.raises(ArgumentError, match=r"destinations\[1\]"):
             outbox.enqueue_fanout(connection, "greet", 1, ["a:1", "not a URI"], content="shared")
         assert outbox.enqueue_fanout(connection, "greet", 1, [], content="shared") == []
-        with pytest.raises(PayloadError, match="have no keys"):
+        with pytest.raises(ArgumentError, match="have no keys"):
             outbox.enqueue_fanout(connection, outbox.define(Topic("keyed", dedupe_key=str)), 1, ["a:1"])
         assert connection.execute("SELECT count(*) FROM pgoutbox.content").fetchone() == (0,)
 

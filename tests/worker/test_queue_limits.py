@@ -9,7 +9,7 @@ import pytest
 
 from pgoutbox.database import sql
 from pgoutbox.database.store import DueRow
-from pgoutbox.errors import PayloadError
+from pgoutbox.errors import ArgumentError
 from pgoutbox.operations import Operator, Rate
 from tests.support import outbox_actions
 from tests.support.outbox_actions import (
@@ -109,7 +109,7 @@ def test_the_default_burst_is_a_tenth_of_the_rate_from_one_to_five(
 
 @pytest.mark.parametrize("burst", [0, 61])
 def test_a_burst_is_a_part_of_the_rate(rolled_back: psycopg.Connection, burst: int) -> None:
-    with pytest.raises(PayloadError, match=r"^burst: must be from 1 to 60, because it is a part of the rate; got"):
+    with pytest.raises(ArgumentError, match=r"^burst: must be from 1 to 60, because it is a part of the rate; got"):
         limit(rolled_back, 60, burst=burst)
 
 
