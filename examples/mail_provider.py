@@ -26,10 +26,10 @@ from pgoutbox import (
     Outbox,
     Permanent,
     RawEmail,
+    SendFailure,
     Sent,
     Settings,
     Snooze,
-    Transient,
     Unavailable,
 )
 from pgoutbox.transports import pass_gate
@@ -78,9 +78,9 @@ class MailProvider:
         try:
             response = await self._client.post(f"{self._url}/send", json=body, headers=headers)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            return Transient(f"mail provider: {type(error).__name__}", outage=True)
+            return SendFailure(f"mail provider: {type(error).__name__}", outage=True)
         except httpx.TransportError as error:  # The provider may have sent the e-mail.
-            return Transient(f"mail provider: {type(error).__name__}", outage=True, unknown=True)
+            return SendFailure(f"mail provider: {type(error).__name__}", outage=True, unknown=True)
         return outcome_of(response)
 
     async def check(self) -> Outcome:
@@ -106,7 +106,7 @@ def outcome_of(response: httpx.Response) -> Outcome:
     if response.status_code in (408, 429) or response.is_server_error:
         seconds = response.headers.get("Retry-After", "")
         retry_after = float(seconds) if re.fullmatch(r"[0-9]{1,6}", seconds) else None
-        return Transient(error, retry_after, outage=response.is_server_error)
+        return SendFailure(error, retry_after, outage=response.is_server_error)
     return Permanent(error)
 
 

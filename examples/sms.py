@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import httpx
 import psycopg
 
-from pgoutbox import Context, Message, Outbox, Permanent, Sent, Transient, Unavailable
+from pgoutbox import Context, Message, Outbox, Permanent, SendFailure, Sent, Unavailable
 
 if TYPE_CHECKING:
     from pgoutbox.message import Outcome
@@ -64,9 +64,9 @@ class SmsTransport:
                 headers={"Authorization": f"Bearer {self._key}", "Idempotency-Key": message.idempotency_key},
             )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            return Transient(f"SMS gateway: {type(error).__name__}", outage=True)
+            return SendFailure(f"SMS gateway: {type(error).__name__}", outage=True)
         except httpx.TransportError as error:  # The gateway may have sent the text.
-            return Transient(f"SMS gateway: {type(error).__name__}", outage=True, unknown=True)
+            return SendFailure(f"SMS gateway: {type(error).__name__}", outage=True, unknown=True)
         return outcome_of(response)
 
     async def aclose(self) -> None:
@@ -86,7 +86,7 @@ def outcome_of(response: httpx.Response) -> Outcome:
     if response.status_code in (408, 429) or response.is_server_error:
         seconds = response.headers.get("Retry-After", "")
         retry_after = float(seconds) if re.fullmatch(r"[0-9]{1,6}", seconds) else None
-        return Transient(error, retry_after, outage=response.is_server_error)
+        return SendFailure(error, retry_after, outage=response.is_server_error)
     return Permanent(error)
 
 

@@ -23,7 +23,18 @@ from pgoutbox.errors import (
     UnknownTopicError,
 )
 from pgoutbox.handlers import CallNext, Context, Middleware, SyncContext
-from pgoutbox.message import Failure, Message, Permanent, Sent, Skip, Snooze, State, Transient, Unavailable
+from pgoutbox.message import (
+    Failure,
+    Message,
+    Permanent,
+    SendFailure,
+    Sent,
+    Skip,
+    Snooze,
+    State,
+    Transient,
+    Unavailable,
+)
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings
@@ -102,6 +113,7 @@ __all__ = [
     "RescheduleResult",
     "RetryPolicy",
     "SchemaError",
+    "SendFailure",
     "Sent",
     "Settings",
     "SignatureError",

@@ -155,11 +155,23 @@ class Sent:
 class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or raised
     """The attempt failed for a temporary reason: retry by the policy, until `max_attempts` is used up.
 
-    `retry_after` (seconds or a timedelta) is the delay that the receiver requested. A transport sets `outage` if the
-    destination, or the way to it, is at fault and not this message: several such failures open a circuit breaker, that
-    of `breaker`, one of the transport's own keys, or else that of the whole transport. With `doubtful` it
-    names the recipient, or another part that may be at fault: then only failures of different ones count. `unknown`
-    means that the message may have been sent: then the handler's `on_unknown` decides whether it is tried again.
+    `retry_after` (seconds or a timedelta) is the delay that the receiver requested.
+    """
+
+    def __init__(self, error: str, retry_after: Duration | None = None) -> None:
+        super().__init__(error)
+        self.error = error
+        self.retry_after: float | None = None if retry_after is None else seconds_of(retry_after)
+
+
+class SendFailure(Transient):
+    """A transport failed for a temporary reason, and says more about it than `Transient` does.
+
+    With `outage` the destination, or the way to it, is at fault and not this message: several such failures open a
+    circuit breaker, that of `breaker`, one of the transport's own keys, or else that of the whole transport. With
+    `doubtful` it names the recipient, or another part that may be at fault: then only failures of different ones
+    count. `unknown` means that the message may have been sent: then the handler's `on_unknown` decides whether it is
+    tried again.
     """
 
     def __init__(
@@ -172,9 +184,7 @@ class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or ra
         unknown: bool = False,
         breaker: str | None = None,
     ) -> None:
-        super().__init__(error)
-        self.error = error
-        self.retry_after: float | None = None if retry_after is None else seconds_of(retry_after)
+        super().__init__(error, retry_after)
         self.outage = outage
         self.doubtful = doubtful
         self.unknown = unknown

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pgoutbox.doctor.environment import LOOPBACK
 from pgoutbox.doctor.findings import Level, Note, Notes, ok, problem, skipped, warning
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Outcome, Permanent, Sent, Transient
+from pgoutbox.message import Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.settings import variable_of
 from pgoutbox.text import one_line
 from pgoutbox.transports import ChecksItself
@@ -270,7 +270,9 @@ def _try_transport(
     match outcome:
         case Sent():
             yield ok(in_order)
-        case Permanent() | Transient(outage=False) | Transient(doubtful=str()):
+        case Unavailable() | SendFailure(outage=True, doubtful=None):
+            yield problem(one_line(str(outcome)), why, fix)
+        case Permanent() | Transient():
             answer = one_line(outcome.error)
             yield warning(answer, why, fix) if doubtful is None else doubtful(answer)
         case _:
@@ -292,7 +294,7 @@ async def _tried(make: Callable[[Settings], Transport], settings: Settings, *, c
         async with asyncio.timeout(_PATIENCE_SECONDS):
             return await transport.check()
     except TimeoutError:
-        return Transient(f"no answer within {_PATIENCE_SECONDS:g} s", outage=True)
+        return SendFailure(f"no answer within {_PATIENCE_SECONDS:g} s", outage=True)
     finally:
         await transport.aclose()
 

@@ -3,8 +3,8 @@
 A handler returns a content, for example an `Email`. The transport for the scheme of the message's destination sends it
 and classifies the answer as an outcome. Without a destination, the content's own scheme selects the transport. A
 transport never raises for a receiver's answer: it returns `Transient` or `Permanent`. If the destination or the way to
-it is at fault, and not the message, it returns `Transient(..., outage=True)`. If a setting, an account or a sender must
-be fixed before any hand-over, it returns `Unavailable`.
+it is at fault, and not the message, it returns `SendFailure(..., outage=True)`. If a setting, an account or a sender
+must be fixed before any hand-over, it returns `Unavailable`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class NamesParts(Protocol):
     def part_keys(self, message: Message[object], content: Content) -> Sequence[str]:
         """Return the keys of the parts that this delivery needs, such as the sender: additional breakers.
 
-        Such a breaker opens only when `send` returns `Unavailable` or `Transient` with its key as `breaker`. Keys
+        Such a breaker opens only when `send` returns `Unavailable` or `SendFailure` with its key as `breaker`. Keys
         contain no secrets.
         """
         ...

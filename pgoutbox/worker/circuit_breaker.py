@@ -17,7 +17,7 @@ from hashlib import blake2b
 from typing import Any
 
 from pgoutbox.database.store import BreakerRow
-from pgoutbox.message import Outcome, Transient, Unavailable
+from pgoutbox.message import Outcome, SendFailure, Unavailable
 
 WINDOW_SECONDS = 60.0
 _WINDOW_MIN_COUNT = 20
@@ -85,12 +85,12 @@ class CircuitBreaker:
         if self.probe_holder == message_id:
             self.probe_holder = None
 
-    def failure_of(self, outcome: Outcome) -> Transient | Unavailable | None:
+    def failure_of(self, outcome: Outcome) -> SendFailure | Unavailable | None:
         """Return the outcome if it is a failure of this breaker's transport, host or part."""
         match outcome:
-            case Unavailable(doubtful=str(one)) | Transient(doubtful=str(one)) if digest_of(one) in self.outliers:
+            case Unavailable(doubtful=str(one)) | SendFailure(doubtful=str(one)) if digest_of(one) in self.outliers:
                 return None
-            case Unavailable(breaker=key) | Transient(outage=True, breaker=key) if key == self.key or (
+            case Unavailable(breaker=key) | SendFailure(outage=True, breaker=key) if key == self.key or (
                 key is None and not self.is_part
             ):
                 return outcome
@@ -105,7 +105,7 @@ class CircuitBreaker:
             self.outliers = (known | self.suspects) - {digest_of(recipient)}
             self.suspects = set()
 
-    def record_failure(self, failure: Transient | Unavailable, now: float) -> bool:
+    def record_failure(self, failure: SendFailure | Unavailable, now: float) -> bool:
         """Count a failure. Return whether it opens the breaker."""
         if failure.doubtful is not None and len(self.suspects) < _MAX_REMEMBERED_COUNT:
             self.suspects.add(digest_of(failure.doubtful))

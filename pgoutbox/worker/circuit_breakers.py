@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import Store
-from pgoutbox.message import Message, Outcome, Postponed, ReasonCode, Sent, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Postponed, ReasonCode, SendFailure, Sent, Unavailable
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.settings import Settings
 from pgoutbox.transports import Content, Transport, breaker_key, part_keys, scheme_of
@@ -28,7 +28,7 @@ from pgoutbox.worker.shared_breakers import SharedBreakers
 
 _STALLED_PAUSE_SECONDS = 5.0
 _MAX_CIRCUITS = 1_000
-_TIMED_OUT = Transient("no answer within the time limit of the handler", outage=True)
+_TIMED_OUT = SendFailure("no answer within the time limit of the handler", outage=True)
 
 _Call = Callable[[], Awaitable[Outcome]]
 
@@ -236,7 +236,7 @@ class CircuitBreakers:
             shared.start(shared.release(breaker.key, probe_id))
         return outcome
 
-    def _postpone(self, breaker: CircuitBreaker, failure: Transient | Unavailable | None = None) -> Postponed:
+    def _postpone(self, breaker: CircuitBreaker, failure: SendFailure | Unavailable | None = None) -> Postponed:
         """Postpone a message until the next probe and a little longer, so that not all messages come back at once.
 
         If this message itself has a `failure`, postpone it at least until its `retry_after`.
@@ -247,7 +247,7 @@ class CircuitBreakers:
             f"circuit breaker {breaker.key} is open: {breaker.error}",
             code=ReasonCode.CIRCUIT_OPEN,
             breaker_key=breaker.key,
-            unknown_error=failure.error if isinstance(failure, Transient) and failure.unknown else None,
+            unknown_error=failure.error if isinstance(failure, SendFailure) and failure.unknown else None,
         )
 
     def stop(self) -> None:

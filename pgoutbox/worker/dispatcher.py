@@ -14,7 +14,7 @@ from typing import Final
 
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Handler, SyncContext
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Skip, Snooze, Transient, Unavailable
 from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, current_gate, scheme_of
 from pgoutbox.transports.registry import MissingTransport
@@ -77,7 +77,7 @@ class Dispatcher:
                     outcomes[message.id] = await self._conclude_safely(attempt, message, result)
                 except asyncio.CancelledError:
                     # The contents before this one were sent, this one may have been, and later ones were not.
-                    outcomes[message.id] = Transient("stopped while it was being sent, outcome unknown", unknown=True)
+                    outcomes[message.id] = SendFailure("stopped while it was being sent, outcome unknown", unknown=True)
                     outcomes = {m.id: Snooze(0) for m in messages} | outcomes
                     break
         return [outcomes[attempt.message.id] for attempt in attempts]
@@ -101,7 +101,7 @@ class Dispatcher:
             return [None] * len(messages)
         if not isinstance(results, Sequence) or isinstance(results, (str, bytes)) or len(results) != len(messages):
             problem = f"the batch handler must return None or {len(messages)} outcomes, one per message, in their order"
-            return [Transient(problem, unknown=True)] * len(messages)
+            return [SendFailure(problem, unknown=True)] * len(messages)
         return results
 
     async def _conclude_safely(self, attempt: Attempt, message: Message[object], result: object) -> Outcome:
@@ -124,7 +124,7 @@ class Dispatcher:
                 return await self.deliver(message, result)
             case _:
                 # The next release of the handler can deliver the message. Its effects may have happened.
-                return Transient(
+                return SendFailure(
                     f"the handler returned a {type(result).__name__}; it must return None, an outcome, or a content "
                     "such as Email",
                     unknown=True,

@@ -26,6 +26,7 @@ from pgoutbox.message import (
     Permanent,
     Postponed,
     ReasonCode,
+    SendFailure,
     Sent,
     Skip,
     Snooze,
@@ -503,7 +504,7 @@ def finish_request_of(
 def _unknown_reason(ending: object) -> str | None:
     """Return the reason why the attempt may have sent its message; None if it is known whether it did."""
     match ending:
-        case Transient(unknown=True, error=error):
+        case SendFailure(unknown=True, error=error):
             return str(error)
         case Postponed(unknown_error=error):
             return error

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from pgoutbox.message import Sent, Transient
+from pgoutbox.message import SendFailure, Sent, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import Attempted
 from pgoutbox.text import describe
@@ -300,7 +300,7 @@ class AttemptPool:
 
     def _timed_out(self, work: Work) -> Sequence[AttemptResult]:
         timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
-        return [Transient(f"timed out after {timeout:g} s, outcome unknown", unknown=True)] * len(work)
+        return [SendFailure(f"timed out after {timeout:g} s, outcome unknown", unknown=True)] * len(work)
 
     async def _outlive(self, slot: _Slot, work: Work) -> None:
         """Free the slot for the next attempt, after the handler that passed its timeout has ended."""

@@ -19,6 +19,7 @@ import redis
 from examples.mail_provider import MailProvider
 from examples.sms import Sms, SmsTransport
 from pgoutbox import Email, Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import SendFailure
 from pgoutbox.webhooks import verify
 from tests.support import webhook_server as http
 from tests.support.brokers import HOST, accepts, free_port, redis_server
@@ -171,9 +172,9 @@ ANSWERS: dict[str, tuple[http.Answer, Outcome]] = {
     "forbidden": (http.answer(403), Unavailable("403")),
     "too many": (http.answer(429, Retry_After="120"), Transient("429", 120)),
     "too many until a date": (http.answer(429, Retry_After="Sun, 01 Mar 2026 12:00:00 GMT"), Transient("429")),
-    "down": (http.answer(503, Retry_After="7"), Transient("503", 7, outage=True)),
-    "silent": (http.Misbehaviour.HANG, Transient("ReadTimeout", outage=True, unknown=True)),
-    "lost": (http.Misbehaviour.DROP, Transient("RemoteProtocolError", outage=True, unknown=True)),
+    "down": (http.answer(503, Retry_After="7"), SendFailure("503", 7, outage=True)),
+    "silent": (http.Misbehaviour.HANG, SendFailure("ReadTimeout", outage=True, unknown=True)),
+    "lost": (http.Misbehaviour.DROP, SendFailure("RemoteProtocolError", outage=True, unknown=True)),
 }
 
 

@@ -14,7 +14,7 @@ from cryptography.fernet import Fernet
 
 from pgoutbox import Outbox
 from pgoutbox.doctor import Finding, Level, examine
-from pgoutbox.message import Message, Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Message, Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.transports.smtp import SmtpTransport
 from tests.support.brokers import HOST, kafka_server, nats_server, rabbitmq_server, redis_server
 from tests.support.command_line import run_on_terminal, run_process
@@ -197,7 +197,7 @@ def test_the_applications_own_transport_for_email_needs_no_smtp_settings() -> No
     ("outcome", "level"),
     [
         (Unavailable("mail provider: 401"), Level.PROBLEM),
-        (Transient("mail provider: 503", outage=True), Level.PROBLEM),
+        (SendFailure("mail provider: 503", outage=True), Level.PROBLEM),
         (Transient("mail provider: 429"), Level.WARNING),
         (Permanent("mail provider: 404"), Level.WARNING),
     ],

@@ -32,7 +32,7 @@ def of_day(number: int) -> Partition:
 
 def facts(*rules: RetentionRule, at: datetime = NOON, default_bytes: int = 0) -> MaintenanceFacts:
     """The facts with a partition for each day from 1 June until a week after 11 June."""
-    return MaintenanceFacts(at, default_bytes, False, [of_day(number) for number in range(1, 19)], rules)
+    return MaintenanceFacts(at, default_bytes, [of_day(number) for number in range(1, 19)], rules)
 
 
 SENT: Final = RetentionRule("*", "sent", 8 * DAY)

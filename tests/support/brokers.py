@@ -27,6 +27,7 @@ import pytest
 import trustme
 
 from pgoutbox import CloudEvent, Context, Message, Outbox, RetryPolicy, Transient
+from pgoutbox.message import SendFailure
 from pgoutbox.worker import Worker
 from tests.support.missing import server_missing
 from tests.support.outbox_actions import attempts_of, enqueue, rows_of, running, settings_for
@@ -449,7 +450,7 @@ async def forwarded(port: int) -> AsyncIterator[Forwarder]:
 def assert_refused(outcome: Outcome, error: str, secrets: set[str], logs: str, forwarder: Forwarder) -> None:
     """Assert that a connection to a broker was refused clearly, before any secret was sent or shown."""
     said = error_of(outcome, Transient)
-    assert isinstance(outcome, Transient)
+    assert isinstance(outcome, SendFailure)
     assert said.startswith(error), said
     assert (outcome.outage, outcome.unknown) == (True, False)
     for secret in secrets:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
-from pgoutbox.message import Message, Outcome, Sent, Transient
+from pgoutbox.message import Message, Outcome, SendFailure, Sent, Transient
 from tests.support.dialogues import HOST, listening
 
 if TYPE_CHECKING:
@@ -128,10 +128,10 @@ class LineTransport:
                 finally:
                     writer.close()
         except OSError as error:  # This includes TimeoutError.
-            return Transient(f"{type(error).__name__}: {error}", outage=True)
+            return SendFailure(f"{type(error).__name__}: {error}", outage=True)
         if answer == "ok":
             return Sent()
-        return Transient("the host says: later") if answer == "later" else Transient("no answer", outage=True)
+        return Transient("the host says: later") if answer == "later" else SendFailure("no answer", outage=True)
 
     async def aclose(self) -> None:
         """Do nothing: every line has its own connection."""

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pgoutbox.message import Transient
+from pgoutbox.message import SendFailure
 from pgoutbox.transports.brokers.broker import BrokerTransport
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.nats_jetstream import NatsTransport
@@ -99,7 +99,7 @@ async def test_a_hostile_answer_is_an_outage_and_is_not_kept(case: str) -> None:
         transport = transport_of(scheme, broker.port)
         outcome = await transport.send(outgoing(destination=f"{scheme}:orders"), EVENT)
         await transport.aclose()
-    assert isinstance(outcome, Transient)
+    assert isinstance(outcome, SendFailure)
     assert (outcome.outage, outcome.unknown) == (True, is_unknown)
     assert broker.sent_bytes < MOST_BYTES
 

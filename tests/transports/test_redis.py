@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Sent, Snooze, Transient, Unavailable
+from pgoutbox.message import SendFailure, Sent, Snooze, Transient, Unavailable
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.redis_streams import RedisTransport
 from pgoutbox.worker import Worker
@@ -190,7 +190,7 @@ async def test_a_server_without_memory_is_an_outage(broker: Broker, open_transpo
         finally:
             client.config_set("maxmemory", "0")
     assert error_of(outcome, Transient).startswith("XADD: command not allowed when used memory")
-    assert isinstance(outcome, Transient)
+    assert isinstance(outcome, SendFailure)
     assert (outcome.outage, outcome.unknown) == (True, False)
     assert entries(broker) == []
 

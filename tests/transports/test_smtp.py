@@ -14,7 +14,7 @@ import pytest
 import trustme
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.settings import Settings
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.transports.smtp.mail import Attachment, Email
@@ -342,7 +342,7 @@ async def test_a_host_that_does_not_resolve_needs_a_repair(open_transport: Open)
 async def test_a_connection_lost_before_the_content_is_an_outage(open_transport: Open, step: str) -> None:
     async with scripted_server({step: DROP}) as server:
         outcome = await open_transport(server.port).send(outgoing(), EMAIL)
-    assert isinstance(outcome, Transient if step in {"RCPT", "DATA"} else Unavailable)
+    assert isinstance(outcome, SendFailure if step in {"RCPT", "DATA"} else Unavailable)
     assert outcome.outage
     error = outcome.error
     assert step in error

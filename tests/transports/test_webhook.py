@@ -16,7 +16,7 @@ import standardwebhooks
 import trustme
 
 from pgoutbox import Outbox, RetryPolicy, Webhook
-from pgoutbox.message import Permanent, Sent, Snooze, Transient, Unavailable
+from pgoutbox.message import Permanent, SendFailure, Sent, Snooze, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.settings import Settings
 from pgoutbox.transports.webhook import WebhookTransport
@@ -205,7 +205,7 @@ async def test_an_undetected_dead_idle_connection_leaves_the_outcome_unknown(
         monkeypatch.setattr(idle._stream, "get_extra_info", lambda info: False)
         outcome = await transport.send(message, HOOK)
     assert error_of(outcome, Transient).startswith("outcome unknown: the connection was ")
-    assert isinstance(outcome, Transient)
+    assert isinstance(outcome, SendFailure)
     assert outcome.unknown
     assert len(server.received) == 1
 
@@ -355,7 +355,7 @@ async def test_an_exchange_aborted_after_the_request_has_an_unknown_outcome(
         message = outgoing(destination=server.url(scheme="http"))
         outcome = await transport.send(message, HOOK)
         said = error_of(outcome, Transient)
-        assert isinstance(outcome, Transient)
+        assert isinstance(outcome, SendFailure)
         assert outcome.unknown
         assert said.startswith(error)
         assert CANARY not in said
@@ -688,7 +688,7 @@ async def test_a_webhook_that_certainly_did_not_arrive_is_retried(dsn: str, db: 
 async def test_failures_of_the_host_are_outages(open_transport: Open, reply: object, is_outage: bool) -> None:
     async with webhook_server(reply) as server:  # type: ignore[arg-type] # one of the kinds above
         outcome = await open_transport(server.port).send(outgoing(destination=server.url(scheme="http")), HOOK)
-    assert isinstance(outcome, Transient)
+    assert isinstance(outcome, SendFailure)
     assert outcome.outage is is_outage
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Transient
+from pgoutbox import Context, Email, Message, Outbox, RetryPolicy
 from pgoutbox.database.store import BreakerRow, Store
+from pgoutbox.message import SendFailure
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker, shared_breakers
@@ -222,7 +223,7 @@ async def test_an_exception_of_a_handler_opens_no_breaker(dsn: str, db: psycopg.
 
     @outbox.handler("greet", retry=AT_ONCE)
     async def greet(message: Message, ctx: Context) -> Line:
-        raise Transient("my own database is down", outage=True)
+        raise SendFailure("my own database is down", outage=True)
 
     async with line_host() as host, running(Worker(outbox)):
         message_id = enqueue(db, destination=host.destination)

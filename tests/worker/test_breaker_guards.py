@@ -15,7 +15,7 @@ import pytest
 
 from pgoutbox import Message, Permanent, Transient, Unavailable
 from pgoutbox.database.store import Store
-from pgoutbox.message import Outcome, Postponed, Sent, Snooze
+from pgoutbox.message import Outcome, Postponed, SendFailure, Sent, Snooze
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.worker import bulkhead, circuit_breakers, shared_breakers
 from pgoutbox.worker.alert import ALERT_TOPIC
@@ -38,7 +38,7 @@ PAUSE_SECONDS = 10.0  # A tenth of the pause.
 KEY = "line://a"
 PART = "line://a sender x"
 SENT = Sent()
-DEAD = Transient("no answer", outage=True)
+DEAD = SendFailure("no answer", outage=True)
 REFUSED = Unavailable("the password is refused")
 SENDER_REFUSED = Unavailable("the sender is refused", breaker=PART)
 
@@ -303,7 +303,7 @@ async def test_a_failure_with_an_unstorable_text_counts(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock
 ) -> None:
     one = member()
-    one.at[KEY].answer = Transient("no \x00 answer", outage=True)
+    one.at[KEY].answer = SendFailure("no \x00 answer", outage=True)
     await one.send(1)
     assert is_open(db)
     let_probe(db, clock)
@@ -352,7 +352,7 @@ async def test_a_postponed_message_remembers_whether_it_may_have_been_sent(
     if by_probe:
         await opened(one, db)
         let_probe(db, clock)
-    one.at[KEY].answer = Transient("no answer to the last line", outage=True, unknown=unknown)
+    one.at[KEY].answer = SendFailure("no answer to the last line", outage=True, unknown=unknown)
     outcome = await one.send(2)
     assert isinstance(outcome, Postponed)
     assert outcome.unknown_error == ("no answer to the last line" if unknown else None)
@@ -367,7 +367,7 @@ async def test_a_held_back_message_waits_as_long_as_the_receiver_asks(
     if by_probe:
         await opened(one, db)
         let_probe(db, clock)
-    one.at[KEY].answer = Transient("come back tomorrow", 24 * HOUR, outage=True)
+    one.at[KEY].answer = SendFailure("come back tomorrow", 24 * HOUR, outage=True)
     outcome = await one.send(2)
     assert isinstance(outcome, Snooze)
     assert 24 * HOUR <= outcome.delay_seconds <= 24 * HOUR + 2 * PAUSE_SECONDS

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pgoutbox.database.store import BreakerRow
-from pgoutbox.message import Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.worker.circuit_breaker import Admission, CircuitBreaker
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pgoutbox.message import Outcome
 
 NOW = 1_000.0
-OUTAGE = Transient("down", outage=True)
+OUTAGE = SendFailure("down", outage=True)
 SEND, PROBE, BYPASS, WAIT = Admission.SEND, Admission.PROBE, Admission.BYPASS, Admission.WAIT
 SOON, LATER = BreakerRow(10.0, 50.0, "down", False, None), BreakerRow(100.0, 50.0, "still down", False, None)
 PROBED_ELSEWHERE = BreakerRow(-1.0, 50.0, "down", False, None)
@@ -160,11 +160,11 @@ def test_closing_forgets_the_counts() -> None:
 
 
 MINE, ALL = Unavailable("x", breaker="key"), Unavailable("x")
-REFUSED = Transient("no", outage=True, breaker="key")
+REFUSED = SendFailure("no", outage=True, breaker="key")
 OTHERS: list[Outcome] = [
     Unavailable("x", breaker="other"),
-    Transient("no", outage=True, breaker="other"),
-    Transient("full", breaker="key"),
+    SendFailure("no", outage=True, breaker="other"),
+    SendFailure("full", breaker="key"),
     Transient("full"),
     Permanent("no"),
     Sent(),
@@ -178,8 +178,8 @@ def test_an_outcome_is_a_failure_of_the_breaker_that_it_concerns(is_part: bool, 
     assert [outcome for outcome in outcomes if breaker.failure_of(outcome)] == failures
 
 
-def doubtful(recipient: str) -> Transient:
-    return Transient("no", outage=True, doubtful=recipient)
+def doubtful(recipient: str) -> SendFailure:
+    return SendFailure("no", outage=True, doubtful=recipient)
 
 
 def doubtful_fault(recipient: str) -> Unavailable:

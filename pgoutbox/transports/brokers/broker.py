@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Snooze, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Snooze, Unavailable
 from pgoutbox.text import one_line
 from pgoutbox.transports.brokers.events import CloudEvent, RenderedEvent, render, source_key
 from pgoutbox.transports.tls import describe_refusal
@@ -52,7 +52,7 @@ class BrokerTransport(ABC, Generic[T]):
             return refusal
         except Exception as error:  # noqa: BLE001 - the event may have been accepted, whatever it was
             text = f"outcome unknown: no acknowledgement: {self._error_text(error)}"
-            return Transient(text, outage=True, unknown=True)
+            return SendFailure(text, outage=True, unknown=True)
 
     def part_keys(self, message: Message[object], content: Content) -> Sequence[str]:
         """Return the keys of the target, and of the source of the settings if the event has none of its own."""
@@ -70,7 +70,7 @@ class BrokerTransport(ABC, Generic[T]):
         try:
             await self._check()
         except Exception as error:  # noqa: BLE001 - as in `send`
-            return Transient(f"connect: {self._error_text(error)}", outage=True)
+            return SendFailure(f"connect: {self._error_text(error)}", outage=True)
         return Sent()
 
     @abstractmethod

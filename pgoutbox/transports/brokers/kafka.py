@@ -14,7 +14,7 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any, Final
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.transports import pass_gate
 from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
@@ -124,7 +124,7 @@ class KafkaTransport(BrokerTransport[str]):
             except TimeoutError:
                 reason = link.last_error or "no answer"
                 text = f"connect: no broker within {self._seconds:g} s: {self._one_line(reason)}"
-                return Unavailable(text) if link.is_refused else Transient(text, outage=True)
+                return Unavailable(text) if link.is_refused else SendFailure(text, outage=True)
             await pass_gate()
             reported = link.produce(target, event, headers)
         except BufferError:
@@ -146,7 +146,7 @@ class KafkaTransport(BrokerTransport[str]):
         code, reason = error.code(), self._one_line(error.str())
         if any(code == getattr(KafkaError, name) for name in _UNKNOWN_OUTCOMES):
             why = f" ({self._one_line(last_error)})" if last_error else ""
-            return Transient(f"outcome unknown: no acknowledgement: {reason}{why}", outage=True, unknown=True)
+            return SendFailure(f"outcome unknown: no acknowledgement: {reason}{why}", outage=True, unknown=True)
         # A broker reports this for a whole batch, which may contain other records.
         if code == KafkaError.MSG_SIZE_TOO_LARGE and is_local:
             return Permanent(f"event.data: {reason}")

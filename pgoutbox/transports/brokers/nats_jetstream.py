@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import ParseResult, SplitResult, unquote, urlsplit
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.text import one_line
 from pgoutbox.transports import pass_gate
 from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport, SharedConnection
@@ -91,7 +91,7 @@ class NatsTransport(BrokerTransport[str]):
                 connection = await self._connection.get()
         except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
             text = f"connect: {self._error_text(error)}"
-            return Unavailable(text) if _AUTHORIZATION.search(str(error)) else Transient(text, outage=True)
+            return Unavailable(text) if _AUTHORIZATION.search(str(error)) else SendFailure(text, outage=True)
         return await self._publish_on(connection, target, event)
 
     def _target(self, message: Message[object], key: str | None) -> str:  # noqa: ARG002 - NATS has no keys of messages

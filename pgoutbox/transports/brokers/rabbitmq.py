@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.text import one_line
 from pgoutbox.transports import pass_gate
 from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport, SharedConnection
@@ -128,7 +128,7 @@ class RabbitMQTransport(BrokerTransport[_Address]):
                 connection = await self._connection.get()
         except Exception as error:  # noqa: BLE001 - every error of connecting is transient
             text = f"connect: {self._error_text(error)}"
-            return Unavailable(text) if isinstance(error, _REFUSED_CREDENTIALS) else Transient(text, outage=True)
+            return Unavailable(text) if isinstance(error, _REFUSED_CREDENTIALS) else SendFailure(text, outage=True)
         if len(event.content) < _LARGE_BYTES:
             return await self._publish_with_others(target, event)
         return await self._publish_alone(connection, target, event)
@@ -218,7 +218,7 @@ class RabbitMQTransport(BrokerTransport[_Address]):
         except amqp.ChannelPreconditionFailed:
             if len(event.content) >= _LARGE_BYTES:
                 raise
-            return Transient("outcome unknown: the channel was closed: PRECONDITION_FAILED", unknown=True)
+            return SendFailure("outcome unknown: the channel was closed: PRECONDITION_FAILED", unknown=True)
         except _REFUSED_EXCHANGE as error:
             return self._refusal(address, error)
         except amqp.ChannelClosed as error:
@@ -227,7 +227,7 @@ class RabbitMQTransport(BrokerTransport[_Address]):
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            return Transient("outcome unknown: connection lost before the confirmation", outage=True, unknown=True)
+            return SendFailure("outcome unknown: connection lost before the confirmation", outage=True, unknown=True)
         return Sent()
 
     def _refusal(self, address: _Address, error: Exception) -> Outcome:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
-from pgoutbox.message import Message, Outcome, Sent, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, SendFailure, Sent, Unavailable
 from pgoutbox.transports import pass_gate
 from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport
 from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
@@ -134,7 +134,7 @@ class RedisTransport(BrokerTransport[str]):
             text = f"connect: {self._error_text(error)}"
             if self._has_tls and isinstance(error, TimeoutError):
                 text += f"; {IS_IT_TLS}"  # A Redis without TLS reads it as an incomplete command, and waits.
-            return Transient(text, outage=True)
+            return SendFailure(text, outage=True)
         try:
             await pass_gate()
             async with asyncio.timeout(self._seconds):
@@ -159,7 +159,7 @@ class RedisTransport(BrokerTransport[str]):
             return Unavailable(text)
         if str(error).startswith("WRONGTYPE"):
             return Unavailable(text, breaker=_stream_key(stream))
-        return Transient(text, outage=isinstance(error, _SERVER_FAULTS))
+        return SendFailure(text, outage=isinstance(error, _SERVER_FAULTS))
 
 
 class _Parser(_AsyncRESP2Parser):

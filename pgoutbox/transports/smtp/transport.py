@@ -16,7 +16,7 @@ from logging import getLogger
 from typing import TYPE_CHECKING, cast
 
 from pgoutbox.errors import ConfigurationError, require_extra
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Snooze, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Snooze, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import one_line
 from pgoutbox.transports import pass_gate
@@ -307,9 +307,9 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
             case Cause.CONNECTION | Cause.UNCLEAR if self.step not in {"RCPT", "DATA"}:
                 return Unavailable(self.text, outage=True)
             case Cause.CONNECTION:
-                return Transient(self.text, outage=True, unknown=self.unknown)
+                return SendFailure(self.text, outage=True, unknown=self.unknown)
             case Cause.UNCLEAR:
-                return Transient(self.text, outage=True, doubtful=doubtful)
+                return SendFailure(self.text, outage=True, doubtful=doubtful)
 
 
 class _Connection:

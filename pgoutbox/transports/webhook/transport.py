@@ -25,7 +25,7 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Protocol, cast
 
 from pgoutbox.errors import MissingExtraError
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Unavailable
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.tracing import current_context
 from pgoutbox.text import one_line
@@ -162,7 +162,7 @@ class WebhookTransport:
             return Permanent("the request is not valid HTTP")
         if not connection.may_have_sent:
             text = str(error) or f"no connection within {self._connect_seconds:g} s"
-            return Transient(f"connect: {one_line(text)}", outage=True)
+            return SendFailure(f"connect: {one_line(text)}", outage=True)
         # The texts of httpcore would quote the receiver's data.
         match error:
             case httpcore.RemoteProtocolError():
@@ -171,7 +171,7 @@ class WebhookTransport:
                 text = f"no answer within {self._settings.timeout_seconds:g} s"
             case _:
                 text = "the connection was lost"
-        return Transient(f"outcome unknown: {text}", outage=True, unknown=True)
+        return SendFailure(f"outcome unknown: {text}", outage=True, unknown=True)
 
     def _classify(self, request: RenderedRequest, answer: _Answer, access_key: str) -> Outcome:
         status = answer.status or 0
@@ -185,9 +185,9 @@ class WebhookTransport:
         if status == _UNAUTHORIZED:
             return Unavailable(error, breaker=access_key)
         if status == _FORBIDDEN:  # Either no request to this URL is allowed, or the receiver refuses this content.
-            return Transient(error, retry_after=self._retry_after(answer), outage=True, breaker=access_key)
+            return SendFailure(error, retry_after=self._retry_after(answer), outage=True, breaker=access_key)
         if status in _TRANSIENT_STATUSES or 500 <= status <= 599:
-            return Transient(error, retry_after=self._retry_after(answer), outage=status >= 500)
+            return SendFailure(error, retry_after=self._retry_after(answer), outage=status >= 500)
         return Permanent(error)
 
     def _retry_after(self, answer: _Answer) -> float | None:
