@@ -808,10 +808,10 @@ def metrics_page() -> str:
         "Metrics",
         _METRICS,
         "## Metrics of each worker",
-        table(measures.OF_WORKERS),
+        table(measures.WORKER_METRICS),
         "## Metrics of the database",
         "Every worker reports the same values, so take the `max` over the workers, not the `sum`.",
-        table(measures.OF_THE_DATABASE),
+        table(measures.DATABASE_METRICS),
         "## Histograms",
         f"{_HISTOGRAMS.strip()} {bounds}.",
     )

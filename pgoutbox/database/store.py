@@ -1,4 +1,4 @@
-"""The only module that runs the worker's statements, with a method for each.
+"""The statements of the worker on messages, claims, breakers and limits, with a method for each.
 
 It makes no decisions. Every statement that writes a message is fenced, so that it can be repeated after an unknown
 answer.

@@ -10,8 +10,8 @@ from typing import Final
 import psycopg
 
 from pgoutbox.doctor import delivery, server, transports
-from pgoutbox.doctor import environment as surroundings
 from pgoutbox.doctor.context import DoctorContext, Limits, connected
+from pgoutbox.doctor.environment import check_settings, check_tls
 from pgoutbox.doctor.findings import Finding, Level, Notes, error_text, run_check
 from pgoutbox.errors import PgOutboxError
 from pgoutbox.outbox import Outbox
@@ -65,8 +65,8 @@ def examine(
 
         problems = [finding for finding in examine(load_settings()) if finding.level is Level.PROBLEM]
     """
-    yield from run_check("settings", lambda: surroundings.check_settings(settings, environment or {}))
-    yield from run_check("tls", lambda: surroundings.check_tls(settings))
+    yield from run_check("settings", lambda: check_settings(settings, environment or {}))
+    yield from run_check("tls", lambda: check_tls(settings))
     with contextlib.ExitStack() as stack:
         try:
             connection = stack.enter_context(connected(settings.require_dsn(), settings))

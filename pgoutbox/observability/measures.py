@@ -135,17 +135,17 @@ BACKLOG_UP: Final = Metric(
 BACKLOG_AGE: Final = Metric("backlog_age_seconds", Kind.GAUGE, (), "Time since the gauges of the database were read.")
 BACKLOG_READ: Final = Metric("backlog_read_seconds", Kind.GAUGE, (), "Duration of reading the gauges of the database.")
 
-OF_WORKERS: Final = (
+WORKER_METRICS: Final = (
     ATTEMPTS, UNATTEMPTED, CLAIMS, CLAIMED, HANDLER_SECONDS, WAIT_SECONDS, EVENTS, LEASES_LOST, RECONNECTS, ABANDONED,
     IN_FLIGHT, SLOTS, SLOTS_BUSY, SLOTS_ABANDONED, LISTENER_UP, DATABASE_UP, HELD_IN_COPY, LAST_POLL, LAST_CLAIM,
     OUTCOMES_REFUSED, BREAKERS_OPEN,
 )  # fmt: skip
-OF_THE_DATABASE: Final = (
+DATABASE_METRICS: Final = (
     MESSAGES, OLDEST_DUE, OLDEST_ATTEMPT, LATELY_FAILED, MAINTENANCE_AGE, BREAKERS, REDIRECTS,
     BACKLOG_UP, BACKLOG_AGE, BACKLOG_READ,
 )  # fmt: skip
 
-_BUCKETS: Final = {metric.name: metric.buckets for metric in OF_WORKERS if metric.kind is Kind.HISTOGRAM}
+_BUCKETS: Final = {metric.name: metric.buckets for metric in WORKER_METRICS if metric.kind is Kind.HISTOGRAM}
 
 
 Attempted = tuple[str, tuple[datetime, ...], float, float]
@@ -187,7 +187,7 @@ class Distribution:
         self.sum += sum(values[bisect_right(values, 0.0) :])
 
 
-class Names:
+class LabelSet:
     """The names that may be labels: the first `most` names. All further ones become `other`."""
 
     def __init__(self, most: int) -> None:
@@ -227,25 +227,25 @@ class Measures:
     """The counts of one worker. All methods are called on its event loop, if possible once per batch."""
 
     def __init__(self, *, max_label_values: int) -> None:
-        self._topics = Names(max_label_values)
-        self._queues = Names(max_label_values)
+        self._topics = LabelSet(max_label_values)
+        self._queues = LabelSet(max_label_values)
         self._counts: dict[str, Counter[tuple[str, ...]]] = {
             metric.name: Counter() for metric in (ATTEMPTS, UNATTEMPTED, CLAIMS, CLAIMED)
         }
         self._seconds: dict[str, dict[str, Distribution]] = {name: {} for name in _BUCKETS}
-        self._anchor: tuple[datetime, float] | None = None
+        self._server_time: tuple[datetime, float] | None = None
         self.claimed_at: float | None = None
         # Called with the metric's name, the topic and the value, for an exporter that needs each single value.
         self.on_seconds: Callable[[str, str, float], None] | None = None
 
-    def anchor(self, server_time: datetime, loop_time: float) -> None:
+    def set_server_time(self, server_time: datetime, loop_time: float) -> None:
         """Remember the database's time at this time of the event loop."""
-        self._anchor = server_time, loop_time
+        self._server_time = server_time, loop_time
 
     @property
-    def is_anchored(self) -> bool:
+    def knows_server_time(self) -> bool:
         """Whether the database's time is known. Without it, waiting times are not counted."""
-        return self._anchor is not None
+        return self._server_time is not None
 
     def claim(self, queue: str, topics: Iterable[str], *, at: float) -> None:
         """Count one answered claim statement, with messages of these topics."""
@@ -261,7 +261,7 @@ class Measures:
 
     def attempted(self, attempts: Iterable[Attempted]) -> None:
         """Count attempts that have ended, by the times of the event loop."""
-        server_time, loop_time = self._anchor or (None, 0.0)
+        server_time, loop_time = self._server_time or (None, 0.0)
         took: dict[str, list[float]] = defaultdict(list)
         waited: dict[str, list[float]] = defaultdict(list)
         for topic, available, began_at, ended_at in attempts:
@@ -303,7 +303,7 @@ class Measures:
         return self._seconds[metric.name].copy()
 
 
-class Watched(NamedTuple):
+class WatchedWorker(NamedTuple):
     """The observable state of a worker, from any thread."""
 
     measures: Measures

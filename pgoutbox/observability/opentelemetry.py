@@ -9,7 +9,7 @@ from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from pgoutbox.observability.backlog import NO_READING, PATIENCE_SECONDS, Backlog
-from pgoutbox.observability.measures import OF_THE_DATABASE, OF_WORKERS, Kind, Metric, Sample, Watched
+from pgoutbox.observability.measures import DATABASE_METRICS, WORKER_METRICS, Kind, Metric, Sample, WatchedWorker
 
 
 def is_set_up() -> bool:
@@ -22,13 +22,13 @@ def is_set_up() -> bool:
 class Exporter:
     """Exports the counts of a worker to the application's meter provider, until `stop`."""
 
-    def __init__(self, worker: Watched, backlog: Backlog | None) -> None:
+    def __init__(self, worker: WatchedWorker, backlog: Backlog | None) -> None:
         self._worker = worker
         self._backlog = backlog
         self._is_open = True
         meter = metrics.get_meter("pgoutbox")
         histograms = {}
-        for metric in (*OF_WORKERS, *(OF_THE_DATABASE if backlog is not None else ())):
+        for metric in (*WORKER_METRICS, *(DATABASE_METRICS if backlog is not None else ())):
             name, unit = f"pgoutbox.{metric.name}", "s" if metric.name.endswith("_seconds") else "1"
             match metric.kind:
                 case Kind.COUNTER:
@@ -62,7 +62,7 @@ class Exporter:
         return observe
 
     def _samples(self, metric: Metric) -> Iterable[Sample]:
-        if self._backlog is None or metric in OF_WORKERS:
+        if self._backlog is None or metric in WORKER_METRICS:
             return self._worker.reader()(metric)
         try:
             reading = self._backlog.ask().result(PATIENCE_SECONDS)

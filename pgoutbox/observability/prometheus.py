@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pgoutbox.errors import MissingExtraError
 from pgoutbox.observability.backlog import NO_READING, PATIENCE_SECONDS, Backlog, Reading
-from pgoutbox.observability.measures import OF_THE_DATABASE, OF_WORKERS, Kind, Measures, Metric, Sample, Watched
+from pgoutbox.observability.measures import (
+    DATABASE_METRICS,
+    WORKER_METRICS,
+    Kind,
+    Measures,
+    Metric,
+    Sample,
+    WatchedWorker,
+)
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry
@@ -47,7 +55,9 @@ class Exposition:
         status, content_type, body = await exposition.answer(request.headers.get("accept"))
     """
 
-    def __init__(self, settings: Settings, *, worker: Watched | None = None, backlog: Backlog | None = None) -> None:
+    def __init__(
+        self, settings: Settings, *, worker: WatchedWorker | None = None, backlog: Backlog | None = None
+    ) -> None:
         self._worker = worker
         if backlog is None and settings.metrics.backlog:
             backlog = Backlog(settings)
@@ -76,14 +86,14 @@ class Exposition:
         yield build
         if self._worker is not None:
             samples_of = self._worker.reader()
-            for metric in OF_WORKERS:
+            for metric in WORKER_METRICS:
                 if metric.kind is Kind.HISTOGRAM:
                     yield _histogram(metric, self._worker.measures)
                 else:
                     yield _family(metric, samples_of(metric))
             yield from REGISTRY.collect()
         if reading is not None:
-            for metric in OF_THE_DATABASE:
+            for metric in DATABASE_METRICS:
                 yield _family(metric, reading.samples_of(metric))
 
 

@@ -20,7 +20,7 @@ from pgoutbox.database.worker_connection import is_transient_error
 from pgoutbox.observability import systemd
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.health import LoopWatch, reasons_not_ready
-from pgoutbox.observability.measures import Measures, Watched, WorkerStatus
+from pgoutbox.observability.measures import Measures, WatchedWorker, WorkerStatus
 from pgoutbox.settings import Settings, parse_address
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ class TelemetryServer:
             backlog = Backlog(self._settings) if self._settings.metrics.backlog else None
             self._exporter = Exporter(self._watched(measures), backlog)
 
-    def _watched(self, measures: Measures) -> Watched:
-        return Watched(measures, self._worker.status, self._event_counts)
+    def _watched(self, measures: Measures) -> WatchedWorker:
+        return WatchedWorker(measures, self._worker.status, self._event_counts)
 
     def _event_counts(self) -> Mapping[str, int]:
         # From 0 on: Prometheus does not see the increase of a series that appears with its first event.
@@ -146,7 +146,7 @@ class TelemetryServer:
                 self._watchdog = asyncio.create_task(_feed(seconds), name="pgoutbox-watchdog")
         keeping = None
         if self._telemetry.measures is not None:
-            await self._anchor(self._telemetry.measures, server_time)
+            await self._set_server_time(self._telemetry.measures, server_time)
             keeping = asyncio.create_task(self._keep_time(self._telemetry.measures, server_time), name="pgoutbox-time")
         try:
             yield
@@ -161,9 +161,9 @@ class TelemetryServer:
     async def _keep_time(self, measures: Measures, server_time: _ServerTime) -> None:
         while True:
             await asyncio.sleep(_ANCHOR_SECONDS)
-            await self._anchor(measures, server_time)
+            await self._set_server_time(measures, server_time)
 
-    async def _anchor(self, measures: Measures, server_time: _ServerTime) -> None:
+    async def _set_server_time(self, measures: Measures, server_time: _ServerTime) -> None:
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
         try:
@@ -173,8 +173,8 @@ class TelemetryServer:
                 raise
             return
         # The query may have waited behind a claim; then its answer is too imprecise.
-        if loop.time() - asked_at <= _MAX_ROUND_TRIP_SECONDS or not measures.is_anchored:
-            measures.anchor(now, loop.time())
+        if loop.time() - asked_at <= _MAX_ROUND_TRIP_SECONDS or not measures.knows_server_time:
+            measures.set_server_time(now, loop.time())
 
 
 async def _feed(seconds: float) -> None:

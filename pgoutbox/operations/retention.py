@@ -276,7 +276,7 @@ class MaintenanceRun:
 
     def _make(self) -> None:
         while self._facts.lacks_partition and not self._is_over():
-            if self._patiently(self._fetch, sql.MAKE_PARTITION) is None:
+            if self._with_retries(self._fetch, sql.MAKE_PARTITION) is None:
                 break
             self._counts["partitions_made"] += 1
 
@@ -292,7 +292,7 @@ class MaintenanceRun:
         for partition in self._plan().drop:
             if self._is_over():
                 break
-            answer = self._patiently(self._write, sql.DROP_PARTITION, name=partition.name)
+            answer = self._with_retries(self._write, sql.DROP_PARTITION, name=partition.name)
             if answer is None or answer == "busy":
                 break  # If one partition is locked, the others are too.
             if answer != "kept":
@@ -300,7 +300,7 @@ class MaintenanceRun:
                 self._counts["partitions_dropped"] += answer == "dropped"
             self._cache.kept_until.pop(partition.name, None)  # `kept`: its retention has changed.
 
-    def _patiently(self, run: Run, statement: LiteralString, **parameters: object) -> str | None:
+    def _with_retries(self, run: Run, statement: LiteralString, **parameters: object) -> str | None:
         """Return the answer of the statement; None if every try met a lock of another transaction.
 
         Each try waits only briefly for the lock, because others queue behind it. They proceed between two tries.

@@ -79,11 +79,11 @@ class AppriseTransport:
     def __init__(self, settings: Settings) -> None:
         require_extra("apprise", "the notification transport", "apprise")
         urls = _urls(settings)
-        self._hearing = _Hearing()
+        self._capture = _LogCapture()
         try:
-            self._services = {name: _Service(name, url, self._hearing) for name, url in urls.items()}
+            self._services = {name: _Service(name, url, self._capture) for name, url in urls.items()}
         except BaseException:
-            self._hearing.close()
+            self._capture.close()
             raise
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
@@ -115,7 +115,7 @@ class AppriseTransport:
 
     async def aclose(self) -> None:
         """Stop listening to Apprise's log."""
-        self._hearing.close()
+        self._capture.close()
 
 
 def _urls(settings: Settings) -> dict[str, str]:
@@ -150,15 +150,15 @@ def _check(notification: Notification) -> None:
 class _Service:
     """One name of the setting, with its thread."""
 
-    def __init__(self, name: str, url: str, hearing: _Hearing) -> None:
+    def __init__(self, name: str, url: str, capture: _LogCapture) -> None:
         import apprise
 
         self._name = name
-        self._hearing = hearing
+        self._capture = capture
         self._secrets = _secrets_in(url)
         self._turn = asyncio.Lock()
         self._apprise = apprise.Apprise()
-        with hearing.listen() as reasons:
+        with capture.listen() as reasons:
             plugin = apprise.Apprise.instantiate(url)
         if plugin is None:
             raise ConfigurationError(f"{_VARIABLE}: {name!r}: {self._explain(reasons, 'Apprise cannot use this URL')}")
@@ -174,7 +174,7 @@ class _Service:
             asyncio.run_coroutine_threadsafe(pass_gate(), loop).result()
         except Snooze as refusal:
             return refusal
-        with self._hearing.listen() as reasons:
+        with self._capture.listen() as reasons:
             try:
                 result = self._apprise.notify(
                     body=notification.body,
@@ -201,7 +201,7 @@ def _secrets_in(url: str) -> list[str]:
     return sorted((s for s in spellings if len(s) >= _MIN_SECRET_LENGTH), key=len, reverse=True)
 
 
-class _Hearing(logging.Filter):
+class _LogCapture(logging.Filter):
     """Suppress log records during a call of a service, and collect the warnings.
 
     Apprise and its HTTP client log URLs, with credentials in their paths, at the level DEBUG.

@@ -299,7 +299,7 @@ class ClaimPlanner:
             lanes.append(Lane.ORDERED)
         if self.retries.is_due(now, wanted_at=self.wanted_at):
             lanes.append(Lane.RETRIES)
-        # The next lane after the previous first one goes first.
+        # Lanes take turns at being first.
         order = (Lane.FRESH, Lane.ORDERED, Lane.RETRIES)
         place = order.index(self._first) + 1
         lanes.sort(key=lambda lane: (order.index(lane) - place) % len(order))

@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from pgoutbox.database.store import ClaimedRow
 from pgoutbox.encryption import Keyring
 from pgoutbox.handlers import Handler
-from pgoutbox.message import Permanent, Sent, State, Transient, new_message
+from pgoutbox.message import Message, Permanent, Sent, State, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import describe
 from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Claim, Work
@@ -126,7 +126,7 @@ class Loader:
         if row.headers_json is not None:
             headers, headers_problem = _read_headers(row.headers_json)
         content, content_problem = (None, None) if row.content_id is None else _find_content(row.content_id, contents)
-        message = new_message(
+        message: Message[object] = Message(
             row.id,
             row.topic,
             row.queue,

@@ -17,7 +17,7 @@ import yaml
 
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.observability.measures import OF_THE_DATABASE, OF_WORKERS, Kind
+from pgoutbox.observability.measures import DATABASE_METRICS, WORKER_METRICS, Kind
 from pgoutbox.settings import VARIABLES, Settings, load_settings
 from tests.support.missing import server_missing
 
@@ -62,7 +62,7 @@ _VALUES: Final[Mapping[str, frozenset[str]]] = {
 def exported() -> dict[str, frozenset[str]]:
     """Return the labels of every available series."""
     found = {"pgoutbox_build_info": frozenset({"version"}), "up": frozenset()}
-    for metric in (*OF_WORKERS, *OF_THE_DATABASE):
+    for metric in (*WORKER_METRICS, *DATABASE_METRICS):
         labels = frozenset(metric.labels)
         if metric.kind is Kind.HISTOGRAM:
             found |= {f"{metric.series}_{part}": labels for part in ("sum", "count")}
@@ -234,7 +234,7 @@ def test_panels_do_not_overlap_and_their_variables_exist() -> None:
 
 def test_each_worker_metric_is_in_a_panel_or_an_alert() -> None:
     shown = (DEPLOY / "grafana-dashboard.json").read_text() + (DEPLOY / "alerts.yaml").read_text()
-    missing = {metric.name for metric in (*OF_WORKERS, *OF_THE_DATABASE) if metric.series not in shown}
+    missing = {metric.name for metric in (*WORKER_METRICS, *DATABASE_METRICS) if metric.series not in shown}
     assert missing == {"breakers_open", "backlog_age_seconds", "backlog_read_seconds"}
 
 

@@ -49,7 +49,7 @@ def test_a_wait_is_computed_only_from_the_clock_of_the_database() -> None:
     message = replace(outgoing(), available_at=NOW - timedelta(seconds=20))
     measures.attempted([(message.topic, (message.available_at,), 100.0, 100.5)])
     assert measures.distributions(WAIT_SECONDS) == {}, "that clock is still unknown"
-    measures.anchor(NOW, 90.0)
+    measures.set_server_time(NOW, 90.0)
     measures.attempted([(message.topic, (message.available_at,), 100.0, 100.5)])
     assert measures.distributions(WAIT_SECONDS)["welcome"].sum == 30.0
     assert measures.distributions(HANDLER_SECONDS)["welcome"].sum == 1.0

@@ -21,16 +21,16 @@ from pgoutbox.message import Message, Permanent, Skip, Snooze, State, Transient
 from pgoutbox.observability.backlog import Backlog
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import (
+    DATABASE_METRICS,
     LATELY_FAILED,
     MAINTENANCE_AGE,
     MESSAGES,
-    OF_THE_DATABASE,
-    OF_WORKERS,
     OLDEST_ATTEMPT,
     OLDEST_DUE,
     REDIRECTS,
     UNATTEMPTED,
     WAIT_SECONDS,
+    WORKER_METRICS,
     Measures,
 )
 from pgoutbox.observability.prometheus import Exposition
@@ -213,7 +213,9 @@ async def test_exactly_the_metrics_of_the_catalogue_are_served(outbox: Outbox, d
     async with running(worker):
         families = await scrape(worker)
     own = {name for name in families if name.startswith("pgoutbox_")}
-    assert own == {f"pgoutbox_{metric.name}" for metric in (*OF_WORKERS, *OF_THE_DATABASE)} | {"pgoutbox_build_info"}
+    assert own == {f"pgoutbox_{metric.name}" for metric in (*WORKER_METRICS, *DATABASE_METRICS)} | {
+        "pgoutbox_build_info"
+    }
 
 
 async def test_a_client_that_requests_openmetrics_gets_it(outbox: Outbox, db: psycopg.Connection) -> None:
@@ -461,7 +463,7 @@ async def test_the_dashboard_can_serve_the_gauges_without_a_worker(dsn: str, db:
     status, content_type, body = await Exposition(settings_for(dsn)).answer()
     assert (status, content_type.partition(";")[0]) == (200, "text/plain")
     names = {family.name for family in parse(body.decode())}
-    assert names == {f"pgoutbox_{metric.name}" for metric in OF_THE_DATABASE} | {"pgoutbox_build_info"}
+    assert names == {f"pgoutbox_{metric.name}" for metric in DATABASE_METRICS} | {"pgoutbox_build_info"}
 
 
 async def test_an_address_in_use_ends_the_worker_with_an_error_that_names_it(outbox: Outbox, dsn: str) -> None:

@@ -19,7 +19,7 @@ from pgoutbox import Context, Email, Message, NewMessage, Outbox, RetryPolicy, S
 from pgoutbox.errors import ArgumentError
 from pgoutbox.message import Permanent
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.observability.measures import OF_THE_DATABASE, OF_WORKERS
+from pgoutbox.observability.measures import DATABASE_METRICS, WORKER_METRICS
 from pgoutbox.worker import Worker
 from tests.support.dialogues import HOST
 from tests.support.outbox_actions import enqueue, row_of, running, settings_for
@@ -341,7 +341,7 @@ async def test_the_applications_meters_get_the_same_metrics(
     assert points["pgoutbox.handler_seconds"] == [({"topic": "greet"}, 1)]
     assert points["pgoutbox.slots"] == [({}, 4)]
     assert points["pgoutbox.backlog_up"] == [({}, 1)]
-    assert points.keys() <= {f"pgoutbox.{metric.name}" for metric in (*OF_WORKERS, *OF_THE_DATABASE)}
+    assert points.keys() <= {f"pgoutbox.{metric.name}" for metric in (*WORKER_METRICS, *DATABASE_METRICS)}
 
 
 async def test_with_the_setting_off_there_are_no_metrics_and_no_traces(
