@@ -112,8 +112,8 @@ INSERT INTO pgoutbox.message (
 
 _ATTEMPTS: Final = """
 UPDATE pgoutbox.message
-SET attempts = ARRAY(
-    SELECT (
+SET attempts = (
+    SELECT jsonb_agg((
         n,
         1,
         CASE WHEN n = 4 THEN 'failed' ELSE 'retry' END,
@@ -124,7 +124,7 @@ SET attempts = ARRAY(
         NULL,
         NULL,
         NULL
-    )::pgoutbox.attempt
+    )::pgoutbox.attempt ORDER BY n)
     FROM generate_series(1, 4) AS n
 )
 WHERE id = %(id)s

@@ -203,7 +203,7 @@ def secrets_in(values: Iterable[str]) -> frozenset[str]:
     for value in values:
         if value.startswith("{"):
             for url in re.findall(r"://([^\"]+)", value):
-                found.update(re.split(r"[&=]", url))
+                found.update(url.split("&"))
         elif "://" in value or re.search(r"password\s*=", value):
             found.update(re.findall(r"password\s*=\s*('(?:[^'\\]|\\.)*'|[^\s&]+)", value))
             found.update(re.findall(r"://[^:/@]*:(.+)@", value))

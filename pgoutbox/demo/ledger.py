@@ -59,7 +59,7 @@ SELECT
     m.state,
     m.attempt_count,
     m.superseded_by,
-    (SELECT count(*) FROM unnest(m.attempts) AS a WHERE a.outcome = 'lost') AS lost_count
+    jsonb_array_length(jsonb_path_query_array(m.attempts, '$[*] ? (@.outcome == "lost")')) AS lost_count
 FROM pgoutbox.message AS m
 ORDER BY m.id
 """

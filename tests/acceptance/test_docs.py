@@ -332,7 +332,10 @@ def history(server: Server, template_of_today: Callable[[], str]) -> Iterator[ps
         connection.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 h' WHERE id = %s", (later,))
         sent_late = put(connection, State.SENT)
         connection.execute(ADD_ATTEMPT, (sent_late, 1))
-        connection.execute("UPDATE pgoutbox.message SET attempts[1].outcome = 'lost' WHERE id = %s", (sent_late,))
+        connection.execute(
+            "UPDATE pgoutbox.message SET attempts = jsonb_set(attempts, '{0,outcome}', '\"lost\"') WHERE id = %s",
+            (sent_late,),
+        )
         for _ in range(2):
             enqueue(connection, "mail.password_reset", coalesce_key="ada@example.org")
         claimed = claim(connection, topics=["mail.password_reset"])

@@ -125,8 +125,8 @@ async def test_a_failed_attempt_leaves_no_token_and_the_next_one_sends_its_own(
     tables = tables_of_the_queue(application)
     assert len(set(tokens)) == 3
     assert stored_hashes(application) == [(1, hash_of(tokens[2]))]
-    assert {"message_done", "attempt", "dedupe"} <= tables.keys()
-    assert "outcome unknown" in tables["attempt"]
+    assert {"message_done", "dedupe"} <= tables.keys()
+    assert "outcome unknown" in tables["message_done"]
     assert tables_with(application, *tokens) == []
 
 

@@ -66,7 +66,7 @@ OTHERS: Final[LiteralString] = """
 UPDATE pgoutbox.message AS m
 SET attempts = a.attempts
 FROM (
-    SELECT r.id, array_agg(
+    SELECT r.id, jsonb_agg(
         (
             r.n, 1, r.outcome, r.worker, now() - r.started::interval, now() - r.ended::interval, r.error,
             NULL, NULL, NULL

@@ -517,7 +517,9 @@ HOSTILE_MESSAGE: Final = """
 HOSTILE_ROWS: Final = """
     WITH attempt AS (
         UPDATE pgoutbox.message
-        SET attempts = ARRAY[(1, 1, 'retry', %(text)s, now(), now(), %(text)s, NULL, NULL, NULL)::pgoutbox.attempt]
+        SET attempts = jsonb_build_array(
+            (1, 1, 'retry', %(text)s, now(), now(), %(text)s, NULL, NULL, NULL)::pgoutbox.attempt
+        )
         WHERE topic = %(text)s
     ), breaker AS (
         INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)

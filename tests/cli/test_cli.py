@@ -1359,6 +1359,8 @@ class TestSecrets:
             "PGOUTBOX_RABBITMQ_URL": f"amqp://app:{secret}@localhost",
         }.get(variable, secret)
         monkeypatch.setenv(variable, value)
+        for server in ("SMTP", "KAFKA"):  # A password needs a name.
+            monkeypatch.setenv(f"PGOUTBOX_{server}_USERNAME", "app")
         assert mask(f"ops {secret}", secrets_in(secret_values(load_settings()))) == "ops ***"
 
     def test_the_encoded_and_the_plain_password_are_masked(self) -> None:

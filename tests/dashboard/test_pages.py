@@ -456,7 +456,7 @@ def hostile(db: psycopg.Connection) -> int:
     db.execute(
         """
         UPDATE pgoutbox.message
-        SET attempts = ARRAY[(1, 1, 'retry', %s, now(), now(), %s, NULL, NULL, NULL)::pgoutbox.attempt]
+        SET attempts = jsonb_build_array((1, 1, 'retry', %s, now(), now(), %s, NULL, NULL, NULL)::pgoutbox.attempt)
         WHERE id = %s
         """,
         [HOSTILE, HOSTILE, message_id],

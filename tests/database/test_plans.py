@@ -214,7 +214,7 @@ def test_a_claim_reads_only_its_lane_from_its_own_index(
 ) -> None:
     plan = plan_of(filled, statement, CLAIM_PARAMETERS)
     *found, updated = plan.reads("message_live", "m")
-    (lane,) = plan.reads("claim") if index == "claim_lease" else found
+    (lane,) = plan.reads("claim", "c") if index == "claim_lease" else found
     assert (lane.index, updated.type) == (index, "Tid Scan")
     # A dollar sign shows that this is the generic plan, as the worker runs it.
     assert index == "claim_lease" or re.search(r"queue = \$\d", lane.condition)

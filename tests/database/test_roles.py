@@ -501,7 +501,7 @@ LOOKS_AT_PAYLOADS: Final = (
     "SELECT m.payload FROM pgoutbox.message_failed AS m",
     "SELECT m.payload FROM pgoutbox.message_done AS m",
     "SELECT c.body FROM pgoutbox.content AS c",
-    "SELECT a.error FROM pgoutbox.attempt_view AS a",
+    "SELECT m.attempts FROM pgoutbox.message AS m",
     "SELECT b.last_error FROM pgoutbox.breaker AS b",
     "SELECT m.id FROM pgoutbox.message AS m FOR UPDATE",
 )
@@ -1021,7 +1021,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (WORKER, "SELECT pgoutbox._forget_requests()"),
     (WORKER, "SELECT pg_sequence_last_value('pgoutbox.message_id_seq')"),
     (WORKER, "SELECT pgoutbox._prune_by_rule('*', 'sent', '-infinity', 'infinity', 10)"),
-    (WORKER, "SELECT pgoutbox._prune_dedupe_by_rule('*', 10)"),
+    (WORKER, "SELECT pgoutbox._prune_dedupe_by_rule(10)"),
     (WORKER, "SELECT pgoutbox._prune_coalesce(10)"),
     (WORKER, "SELECT pgoutbox._prune_ordering(10)"),
     (WORKER, "SELECT pgoutbox._prune_content(10)"),

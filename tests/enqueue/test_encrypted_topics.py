@@ -58,7 +58,7 @@ def put(outbox: Outbox, db: psycopg.Connection, code: str = CANARY, **options: U
 def everything_in(db: psycopg.Connection) -> str:
     """Return the contents of all message tables as text."""
     texts = []
-    for table in ("message", "attempt", "dedupe", "coalesce_head"):
+    for table in ("message", "dedupe", "coalesce_head"):
         texts += [row[0] for row in db.execute(f"SELECT t::text FROM pgoutbox.{table} AS t".encode()).fetchall()]
     return "\n".join(texts)
 

@@ -77,9 +77,12 @@ def test_a_duplicate_tells_the_state_of_the_message_that_it_found(
     assert again == Enqueued(found, True, state)
 
 
-def test_the_state_of_a_deleted_message_is_unknown(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
+def test_the_state_of_a_message_that_was_deleted_as_it_was_sent_is_unknown(
+    outbox: Outbox, rolled_back: psycopg.Connection
+) -> None:
     found = put(rolled_back, State.SENT, dedupe_key="k")
     rolled_back.execute("DELETE FROM pgoutbox.message WHERE id = %s", [found])
+    rolled_back.execute("UPDATE pgoutbox.dedupe SET is_kept = true")
     item = NewMessage("mail", {"to": "ada"}, dedupe_key="k")
     assert outbox.enqueue(rolled_back, "mail", {"to": "ada"}, dedupe_key="k") == Enqueued(found, True, None)
     assert outbox.enqueue_many(rolled_back, [item]) == [Enqueued(found, True, None)]

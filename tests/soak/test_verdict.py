@@ -48,7 +48,9 @@ FROM (
         (4, 'soak.sync', 'failed', NULL, NULL, 1, NULL, 'permanent')
 ) AS r(id, topic, state, coalesce_key, dedupe_key, attempt_count, superseded_by, plan);
 UPDATE pgoutbox.message AS m
-SET attempts = ARRAY[(r.attempt_count, 1, r.outcome, 'w', now(), now(), NULL, NULL, NULL, NULL)::pgoutbox.attempt]
+SET attempts = jsonb_build_array(
+    (r.attempt_count, 1, r.outcome, 'w', now(), now(), NULL, NULL, NULL, NULL)::pgoutbox.attempt
+)
 FROM (VALUES (2, 1, 'lost'), (4, 1, 'failed')) AS r(id, attempt_count, outcome)
 WHERE m.id = r.id;
 DELETE FROM soak_attempt;
@@ -82,7 +84,7 @@ FROM (
         (14, 'soak.fanout', 'default', NULL, 'cancelled', 0, 'mailto:a@example.org')
 ) AS r(id, topic, queue, ordering_key, state, attempt_count, destination);
 UPDATE pgoutbox.message
-SET attempts = ARRAY[(1, 1, 'snoozed', 'w', now(), now(), NULL, NULL, NULL, NULL)::pgoutbox.attempt]
+SET attempts = jsonb_build_array((1, 1, 'snoozed', 'w', now(), now(), NULL, NULL, NULL, NULL)::pgoutbox.attempt)
 WHERE id = 13;
 DELETE FROM soak_attempt WHERE message_id = 13;
 INSERT INTO soak_attempt (message_id, attempt_count, outcome, worker, started_at, ended_at)

@@ -117,8 +117,11 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
         SELECT m.id
         FROM pgoutbox.message AS m
         WHERE m.state = 'sent'
-            AND m.attempt_count - 1 <> (SELECT coalesce(sum(a.times), 0) FROM unnest(m.attempts) AS a)
-            AND coalesce(cardinality(m.attempts), 0) < 20
+            AND m.attempt_count - 1 <> (
+                SELECT coalesce(sum(a.times), 0)
+                FROM jsonb_populate_recordset(NULL::pgoutbox.attempt, m.attempts) AS a
+            )
+            AND coalesce(jsonb_array_length(m.attempts), 0) < 20
     """,
     "a content that no message names": """
         SELECT c.id

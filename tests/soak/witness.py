@@ -110,7 +110,7 @@ CREATE TABLE soak_attempt (
 CREATE INDEX soak_attempt_message ON soak_attempt (message_id, attempt_count);
 CREATE FUNCTION soak_ended() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
 DECLARE
-    last pgoutbox.attempt := NEW.attempts[cardinality(NEW.attempts)];
+    last pgoutbox.attempt := jsonb_populate_record(NULL::pgoutbox.attempt, NEW.attempts -> -1);
 BEGIN
     INSERT INTO public.soak_attempt
     VALUES (NEW.id, OLD.attempt_count, last.outcome, OLD.worker, OLD.claimed_at, last.ended_at, last.error);

@@ -75,7 +75,7 @@ RULES = {
     "the history does not account for every attempt": """
         SELECT m.id FROM pgoutbox.message AS m
         WHERE m.attempt_count - (m.state IN ('sending', 'sent'))::integer
-            <> (SELECT coalesce(sum(a.times), 0) FROM unnest(m.attempts) AS a)
+            <> (SELECT coalesce(sum(a.times), 0) FROM jsonb_populate_recordset(NULL::pgoutbox.attempt, m.attempts) AS a)
     """,
 }
 

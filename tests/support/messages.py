@@ -65,7 +65,7 @@ ADD_ATTEMPT = """
     WHERE m.id = g.id
 """
 SET_LAST_ERROR = """
-    UPDATE pgoutbox.message AS m SET attempts[cardinality(m.attempts)].error = %s WHERE m.id = ANY (%s)
+    UPDATE pgoutbox.message SET attempts = jsonb_set(attempts, '{-1,error}', to_jsonb(%s::text)) WHERE id = ANY (%s)
 """
 
 

@@ -431,7 +431,8 @@ def attempts_of(connection: psycopg.Connection, message_id: int) -> list[tuple[i
     """Return the history of one message: number, outcome and error of each recorded attempt."""
     return connection.execute(
         "SELECT a.attempt_count, a.outcome, a.error"
-        " FROM pgoutbox.message AS m CROSS JOIN unnest(m.attempts) AS a WHERE m.id = %s ORDER BY a.attempt_count",
+        " FROM pgoutbox.message AS m, jsonb_populate_recordset(NULL::pgoutbox.attempt, m.attempts) AS a"
+        " WHERE m.id = %s ORDER BY a.attempt_count",
         [message_id],
     ).fetchall()
 

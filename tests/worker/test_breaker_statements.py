@@ -323,7 +323,9 @@ def test_without_a_queue_nothing_is_announced(rolled_back: psycopg.Connection) -
 
 POSTPONED = """
     UPDATE pgoutbox.message AS m
-    SET attempts = ARRAY[(g.n, 1, 'snoozed', 'w', now(), now(), NULL, NULL, g.code, g.key)::pgoutbox.attempt]
+    SET attempts = jsonb_build_array(
+        (g.n, 1, 'snoozed', 'w', now(), now(), NULL, NULL, g.code, g.key)::pgoutbox.attempt
+    )
     FROM (VALUES (%s::bigint, %s::integer, %s::text, %s::text)) AS g(id, n, code, key)
     WHERE m.id = g.id
 """

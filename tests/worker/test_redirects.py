@@ -475,8 +475,8 @@ def record_attempt(db: psycopg.Connection, message_id: int, attempt_count: int, 
         (attempt_count, message_id),
     )
     db.execute(
-        "UPDATE pgoutbox.message SET attempts = attempts"
-        " || (%s, 1, 'snoozed', 'w', now(), now(), NULL, NULL, %s, NULL)::pgoutbox.attempt WHERE id = %s",
+        "UPDATE pgoutbox.message SET attempts = coalesce(attempts, '[]')"
+        " || to_jsonb((%s, 1, 'snoozed', 'w', now(), now(), NULL, NULL, %s, NULL)::pgoutbox.attempt) WHERE id = %s",
         (attempt_count, code, message_id),
     )
 

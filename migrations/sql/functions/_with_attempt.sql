@@ -1,26 +1,26 @@
 -- A breaker that is open for a day postpones a message a hundred times: attempts that were postponed alike are one entry.
 -- The history is bounded, because each retry writes it again.
-CREATE FUNCTION pgoutbox._with_attempt(attempts pgoutbox.attempt[], added pgoutbox.attempt)
-RETURNS pgoutbox.attempt[]
+CREATE FUNCTION pgoutbox._with_attempt(attempts jsonb, added pgoutbox.attempt)
+RETURNS jsonb
 LANGUAGE plpgsql
-IMMUTABLE
+STABLE
 SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
-    last constant pgoutbox.attempt := attempts[cardinality(attempts)];
+    last constant jsonb := attempts -> -1;
 BEGIN
-    added.times := 1;
     added.error := left(added.error, 1000);
     IF added.outcome IN ('snoozed', 'released')
-        AND (last.outcome, last.error, last.reason_code, last.breaker_key)
+        AND (last ->> 'outcome', last ->> 'error', last ->> 'reason_code', last ->> 'breaker_key')
             IS NOT DISTINCT FROM (added.outcome, added.error, added.reason_code, added.breaker_key)
     THEN
-        added.times := last.times + 1;
-        added.started_at := last.started_at;
-        attempts[cardinality(attempts)] := added;
-        RETURN attempts;
+        added.times := (last ->> 'times')::integer + 1;
+        added.started_at := last ->> 'started_at';
+        attempts := attempts - -1;
+    ELSIF jsonb_array_length(attempts) = 20 THEN
+        attempts := attempts - 0;
     END IF;
-    RETURN (attempts || added)[greatest(1, cardinality(attempts) - 18):];
+    RETURN coalesce(attempts, '[]') || jsonb_strip_nulls(to_jsonb(added));
 END
 $function$;
 

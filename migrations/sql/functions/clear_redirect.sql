@@ -27,7 +27,7 @@ BEGIN
         WHERE m.state = 'pending'
             AND m.attempt_count > 0
             AND m.available_at > now() + interval '2 seconds'
-            AND (m.attempts[cardinality(m.attempts)]).reason_code = 'redirect'
+            AND m.attempts #>> '{-1,reason_code}' = 'redirect'
         LIMIT clear_redirect.at_most
         FOR UPDATE OF m SKIP LOCKED
     ), due AS (

@@ -19,7 +19,7 @@ BEGIN
         WHERE m.state = 'pending'
             AND m.attempt_count > 0
             AND m.available_at > now() + interval '1 second'
-            AND (m.attempts[cardinality(m.attempts)]).breaker_key = close_breaker.key
+            AND m.attempts #>> '{-1,breaker_key}' = close_breaker.key
         LIMIT close_breaker.at_most
         FOR UPDATE OF m SKIP LOCKED
     ), due AS (

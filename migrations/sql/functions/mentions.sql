@@ -47,7 +47,7 @@ BEGIN
         UNION ALL
         SELECT 'content', 'body', c.id, c.body::text FROM pgoutbox.content AS c
         UNION ALL
-        SELECT 'message', 'attempts', m.id, a.error FROM pgoutbox.message AS m CROSS JOIN unnest(m.attempts) AS a
+        SELECT 'message', 'attempts', m.id, a.error FROM pgoutbox.message AS m CROSS JOIN jsonb_populate_recordset(NULL::pgoutbox.attempt, m.attempts) AS a
         UNION ALL
         SELECT 'dedupe', v.field, d.message_id, v.value
         FROM pgoutbox.dedupe AS d

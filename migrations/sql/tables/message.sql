@@ -32,7 +32,7 @@ CREATE TABLE pgoutbox.message (
     last_error          text,
     payload             jsonb       NOT NULL,
     headers             jsonb,
-    attempts            pgoutbox.attempt[]
+    attempts            jsonb
 ) PARTITION BY LIST (state);
 
 ALTER SEQUENCE pgoutbox.message_id_seq OWNED BY pgoutbox.message.id;
@@ -88,4 +88,4 @@ COMMENT ON COLUMN pgoutbox.message.payload IS
     'Input of the handler. Contains no usable secret.';
 COMMENT ON COLUMN pgoutbox.message.headers IS 'Texts that travel with the message, for example a trace context.';
 COMMENT ON COLUMN pgoutbox.message.attempts IS
-    'The last attempts that did not end as sent, oldest first; attempt_view shows them as rows.';
+    'The last attempts that did not end as sent, oldest first: an array of the type attempt. attempt_view shows them.';

@@ -12,7 +12,7 @@ SELECT
     a.breaker_key,
     a.error_place
 FROM pgoutbox.message AS m
-CROSS JOIN LATERAL unnest(m.attempts) AS a
+CROSS JOIN LATERAL jsonb_populate_recordset(NULL::pgoutbox.attempt, m.attempts) AS a
 UNION ALL
 SELECT m.id, m.attempt_count, 1, m.state, m.worker, m.claimed_at, m.finished_at, NULL, NULL, NULL, NULL
 FROM pgoutbox.message AS m

@@ -59,7 +59,7 @@ LEFT JOIN LATERAL (
     WHERE s.queue = m.queue AND s.key_in_flight = m.ordering_key AND s.ordering_key IS NOT NULL AND s.id <> m.id
     LIMIT 1
 ) AS sibling ON m.coalesce_key IS NOT NULL OR m.ordering_key IS NOT NULL
-CROSS JOIN LATERAL (SELECT (m.attempts[cardinality(m.attempts)]).reason_code) AS last_attempt
+CROSS JOIN LATERAL (SELECT m.attempts #>> '{-1,reason_code}') AS last_attempt(reason_code)
 CROSS JOIN LATERAL (
     SELECT CASE
         WHEN head.newest_id IS NOT NULL THEN 'superseded'

@@ -94,7 +94,7 @@ class Email:
     envelope_sender: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise `Permanent` for an invalid address and for an e-mail without a body: here the mistake is easy to find."""
+        """Raise `Permanent` for an invalid address, and without a body: here the mistake is easy to find."""
         for name in ("to", "cc", "bcc", "reply_to"):
             if (value := getattr(self, name)) is not None:
                 _mailboxes(f"email.{name}", value)

@@ -26,7 +26,7 @@ CROSS JOIN LATERAL (
             WHERE o.worker IN (SELECT l.worker FROM pgoutbox.claim AS l WHERE l.lease_expires_at <= now())
                 AND s.state = 'sending'
                 AND s.max_attempts - s.attempt_count BETWEEN 1 AND s.attempt_budget / 2
-                AND (s.attempts[cardinality(s.attempts)]).outcome = 'lost'
+                AND s.attempts #>> '{-1,outcome}' = 'lost'
         )) THEN 'sending'
         ELSE 'pending'
     END

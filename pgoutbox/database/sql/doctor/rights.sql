@@ -28,7 +28,7 @@ CROSS JOIN LATERAL (
         bool_or(has_table_privilege(t.oid, 'INSERT')) FILTER (WHERE t.relname = 'message_live') IS TRUE AS may_write,
         bool_and(has_any_column_privilege(t.oid, 'SELECT') AND has_any_column_privilege(t.oid, 'UPDATE'))
             FILTER (WHERE t.relname = 'message') IS TRUE
-            AND bool_and(has_table_privilege(t.oid, 'INSERT')) FILTER (WHERE t.relname = 'attempt') IS TRUE
+            AND bool_and(has_table_privilege(t.oid, 'INSERT')) FILTER (WHERE t.relname = 'claim') IS TRUE
             AS may_work,
         bool_or(has_any_column_privilege(t.oid, 'SELECT'))
             FILTER (WHERE t.relname IN ('message', 'message_view')) IS TRUE AS may_look,

@@ -6,5 +6,4 @@ SELECT m.id, m.state
 FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
 JOIN pgoutbox.message AS m ON m.id = o.id
 WHERE m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
-    AND ((m.attempts[cardinality(m.attempts)]).attempt_count, (m.attempts[cardinality(m.attempts)]).outcome)
-        IS DISTINCT FROM (m.attempt_count, 'lost')
+    AND (m.attempts #> '{-1}' @> jsonb_build_object('attempt_count', m.attempt_count, 'outcome', 'lost')) IS NOT TRUE
