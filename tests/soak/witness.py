@@ -118,7 +118,7 @@ BEGIN
 END
 $function$;
 CREATE TRIGGER soak_ended BEFORE UPDATE ON pgoutbox.message FOR EACH ROW
-    WHEN (NEW.attempts IS DISTINCT FROM OLD.attempts) EXECUTE FUNCTION soak_ended();
+    WHEN (NEW.attempts IS DISTINCT FROM OLD.attempts AND NEW.attempts IS NOT NULL) EXECUTE FUNCTION soak_ended();
 
 -- In a queue without limits, a claim may begin just before the pause and commit after it. A trespass is an attempt that
 -- begins although its claim's own snapshot shows the pause: a trigger's condition is evaluated with that snapshot.

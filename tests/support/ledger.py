@@ -83,7 +83,7 @@ SELECT
     a.attempt_count
 FROM pgoutbox.attempt_view AS a
 JOIN pgoutbox.message AS m ON m.id = a.message_id
-WHERE m.payload ? 'ledger_key'
+WHERE m.payload ? 'ledger_key' AND a.outcome <> 'sent'
 """
 # A cancelled or expired message needs no attempt.
 _COALESCED: Final = """
