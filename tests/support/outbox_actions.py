@@ -430,9 +430,14 @@ def state_of(connection: psycopg.Connection, message_id: int) -> str:
 def attempts_of(connection: psycopg.Connection, message_id: int) -> list[tuple[int, str, str | None]]:
     """Return the history of one message: number, outcome and error of each recorded attempt."""
     return connection.execute(
-        "SELECT a.attempt_count, a.outcome, a.error"
-        " FROM pgoutbox.message AS m, jsonb_populate_recordset(NULL::pgoutbox.attempt, m.attempts) AS a"
-        " WHERE m.id = %s ORDER BY a.attempt_count",
+        """
+        SELECT a.attempt_count - a.times + n, a.outcome, a.error
+        FROM pgoutbox.message AS m
+        CROSS JOIN jsonb_populate_recordset(NULL::pgoutbox.attempt, m.attempts) AS a
+        CROSS JOIN generate_series(1, a.times) AS n
+        WHERE m.id = %s
+        ORDER BY 1
+        """,
         [message_id],
     ).fetchall()
 

@@ -38,7 +38,6 @@ STRANGE = [
         for value in (-(2**63), 0, 2**63 - 1)
     ),
     "topic = ''",
-    "payload = NULL",
     "max_attempts = 2147483647, attempt_budget = 1",
     "max_attempts = 2147483647, attempt_count = 2147483646",
 ]
