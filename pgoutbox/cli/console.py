@@ -204,7 +204,7 @@ def secrets_in(values: Iterable[str]) -> frozenset[str]:
         if value.startswith("{"):
             for url in re.findall(r"://([^\"]+)", value):
                 found.update(url.split("&"))
-        elif "://" in value or re.search(r"password\s*=", value):
+        elif "://" in value or re.search(r"\b(host|hostaddr|port|dbname|user|password|service)\s*=", value):
             found.update(re.findall(r"password\s*=\s*('(?:[^'\\]|\\.)*'|[^\s&]+)", value))
             found.update(re.findall(r"://[^:/@]*:(.+)@", value))
         else:

@@ -59,7 +59,7 @@ SELECT
     m.state,
     m.attempt_count,
     m.superseded_by,
-    jsonb_array_length(jsonb_path_query_array(m.attempts, '$[*] ? (@.outcome == "lost")')) AS lost_count
+    jsonb_array_length(jsonb_path_query_array(coalesce(m.attempts, '[]'), '$[*] ? (@.outcome == "lost")')) AS lost_count
 FROM pgoutbox.message AS m
 ORDER BY m.id
 """

@@ -18,7 +18,7 @@ import redis
 
 from examples.mail_provider import MailProvider
 from examples.sms import Sms, SmsTransport
-from pgoutbox import Email, Permanent, Sent, Transient, Unavailable
+from pgoutbox import Email, Permanent, Sent, Unavailable
 from pgoutbox.message import SendFailure
 from pgoutbox.webhooks import verify
 from tests.support import webhook_server as http
@@ -170,8 +170,8 @@ ANSWERS: dict[str, tuple[http.Answer, Outcome]] = {
     "wrong key": (http.answer(401), Unavailable("401")),
     "no credit": (http.answer(402), Unavailable("402")),
     "forbidden": (http.answer(403), Unavailable("403")),
-    "too many": (http.answer(429, Retry_After="120"), Transient("429", 120)),
-    "too many until a date": (http.answer(429, Retry_After="Sun, 01 Mar 2026 12:00:00 GMT"), Transient("429")),
+    "too many": (http.answer(429, Retry_After="120"), SendFailure("429", 120)),
+    "too many until a date": (http.answer(429, Retry_After="Sun, 01 Mar 2026 12:00:00 GMT"), SendFailure("429")),
     "down": (http.answer(503, Retry_After="7"), SendFailure("503", 7, outage=True)),
     "silent": (http.Misbehaviour.HANG, SendFailure("ReadTimeout", outage=True, unknown=True)),
     "lost": (http.Misbehaviour.DROP, SendFailure("RemoteProtocolError", outage=True, unknown=True)),
@@ -209,7 +209,7 @@ async def test_a_gateway_that_is_down_is_an_outage_and_nothing_was_sent() -> Non
     transport = SmsTransport(f"http://{HOST}:{free_port()}", "k3y")
     assert transport.breaker_key(outgoing(destination="sms:+491701234567"), None) == f"sms:{HOST}"
     outcome = await outcome_of(transport, "tel:+491701234567", Sms("Hi"))
-    assert told(outcome) == (Transient, "SMS gateway: ConnectError", None, True, False)
+    assert told(outcome) == (SendFailure, "SMS gateway: ConnectError", None, True, False)
 
 
 @pytest.mark.parametrize("number", ["", "sms:", "sms:0170123", "sms:+49170123456\n7", "sms:+49170?body=x"])

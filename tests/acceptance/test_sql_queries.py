@@ -143,12 +143,12 @@ ANSWERS: Final[dict[str, list[list[tuple[object, ...]]]]] = {
     ],
     "The attempts of a message, with their errors": [
         [
-            (1, "lost", "v", TIME, seconds(30), "lease expired, outcome unknown"),
-            (2, "sent", "w", TIME, seconds(2), None),
+            (1, 1, "lost", "v", TIME, seconds(30), "lease expired, outcome unknown"),
+            (2, 1, "sent", "w", TIME, seconds(2), None),
         ]
     ],
     "Messages that needed more than one attempt": [
-        [(3, "mail.welcome", "sent", 2, ["lost"]), (4, "mail.order", "failed", 2, ["retry", "failed"])]
+        [(3, "mail.welcome", "sent", 2, ["lost", "sent"]), (4, "mail.order", "failed", 2, ["retry", "failed"])]
     ],
     "Possible duplicate hand-overs": [[(3, "mail.welcome", "mailto:eve@example.org", 1, "v", TIME)]],
     "Skipped messages and their reasons": [[("mail.password_reset", "superseded", 2)]],

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 ADD = """
     SELECT pgoutbox._with_attempt(
-        %s::jsonb, (%s, NULL, %s, 'w', now(), now(), %s, NULL, NULL, NULL)::pgoutbox.attempt
+        %s::jsonb, (%s, 1, %s, 'w', now(), now(), %s, NULL, NULL, NULL)::pgoutbox.attempt
     )
 """
 

@@ -469,7 +469,7 @@ async def test_a_payload_damaged_on_disk_ends_the_worker_with_the_error(own_serv
     assert found == [("pending",)]
 
 
-async def test_a_large_payload_damaged_on_disk_fails_its_own_message(own_server: OwnServer) -> None:
+async def test_a_large_payload_damaged_on_disk_stops_only_its_own_message(own_server: OwnServer) -> None:
     damaged, neighbour = damage(own_server, {"text": secrets.token_hex(20_000)})
     outbox = Outbox(settings_for(own_server.dsn))
 
@@ -479,7 +479,8 @@ async def test_a_large_payload_damaged_on_disk_fails_its_own_message(own_server:
 
     await Worker(outbox).run_once()
     with own_server.connect() as db:
-        assert [row.state for row in rows_of(db, damaged, neighbour)] == ["failed", "sent"]
+        # Its outcome cannot be written: the row with its payload would have to move.
+        assert [row.state for row in rows_of(db, damaged, neighbour)] == ["sending", "sent"]
 
 
 def test_a_disk_full_of_wal_crashes_the_server_and_loses_nothing(workshop: Workshop, tmp_path: Path) -> None:

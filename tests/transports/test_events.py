@@ -123,7 +123,7 @@ def test_a_missing_source_costs_no_attempt() -> None:
 
 def test_another_content_type_is_refused(settings: Settings) -> None:
     with pytest.raises(Permanent, match="sends an Event, not Email"):
-        render(Email(subject="Hello"), outgoing(), settings)
+        render(Email(subject="Hello", text="Hi"), outgoing(), settings)
 
 
 def test_the_data_is_not_in_the_repr() -> None:

@@ -250,8 +250,8 @@ async def test_a_raw_email_with_an_envelope_sender_needs_no_sender_setting(open_
         (RAW, "PGOUTBOX_SMTP_SENDER"),
         (replace(RAW, envelope_sender="b+1@Lists.example.org"), "@lists.example.org"),
         (replace(RAW, envelope_sender=""), "<>"),
-        (Email(subject="", envelope_sender="b+2@lists.example.org"), "@lists.example.org"),
-        (Email(subject="", sender="Ann <ann@example.org>"), "ann@example.org"),
+        (Email(subject="", text="", envelope_sender="b+2@lists.example.org"), "@lists.example.org"),
+        (Email(subject="", text="", sender="Ann <ann@example.org>"), "ann@example.org"),
     ],
 )
 async def test_a_refused_envelope_sender_holds_back_only_its_domain(
