@@ -445,6 +445,14 @@ class TestClear:
         assert totals.dedupe_keys == 6
         assert self.left(operator) == (2, ["k1", "young"])
 
+    def test_without_rules_for_them_dedupe_keys_are_read_only_after_a_drop(self, operator: psycopg.Connection) -> None:
+        memory = PartitionCache()
+        MaintenanceRun(read_maintenance_facts(operator), memory).take(operator)
+        read = memory.frees_dedupe_keys
+        self.fill(operator)
+        MaintenanceRun(read_maintenance_facts(operator), memory).take(operator)
+        assert (read, memory.frees_dedupe_keys) == (False, True)
+
     @pytest.mark.parametrize("transactions", [2, 3, 4, 5])
     def test_a_prune_continues_after_a_kill_at_any_point(
         self, operator: psycopg.Connection, dsn: str, transactions: int
