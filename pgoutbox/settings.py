@@ -550,12 +550,12 @@ SECRET_VARIABLES: Final = frozenset(
 )
 
 
-def secret_values(settings: BaseModel) -> Iterator[str]:
-    """Yield the value of each secret of the settings: of each field whose type is `SecretStr`."""
+def secret_values(settings: BaseModel) -> Iterator[tuple[str, str]]:
+    """Yield the name and the value of each secret of the settings: of each field whose type is `SecretStr`."""
     for name in type(settings).model_fields:
         match getattr(settings, name):
             case SecretStr() as secret:
-                yield secret.get_secret_value()
+                yield name, secret.get_secret_value()
             case BaseModel() as group:
                 yield from secret_values(group)
 

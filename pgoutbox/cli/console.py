@@ -191,22 +191,22 @@ def _json_value(value: object) -> str:
     return iso_utc(value) if isinstance(value, datetime) else str(value)
 
 
-def secrets_in(values: Iterable[str]) -> frozenset[str]:
+def secrets_in(values: Iterable[tuple[str, str]]) -> frozenset[str]:
     """Return every secret text that an error about these values could quote.
 
-    A value is a password, a connection string, a JSON object of URLs, or a list of keys and tokens, each with or
-    without a name. If a password is not percent-encoded, libpq parses the string differently and quotes parts of it, so
-    the parts are secrets too. Texts of one or two characters are left out: masking them would make every line
+    Each value comes with the name of its setting. One that ends in `dsn` or `url` is a connection string, and one that
+    ends in `urls` has several whose parts are all secret. Any other is a password, or a list of keys and tokens, each
+    with or without a name. If a password is not percent-encoded, libpq parses the string differently and quotes parts
+    of it, so the parts are secrets too. Texts of one or two characters are left out: masking them would make every line
     unreadable.
     """
     found: set[str] = set()
-    for value in values:
-        if value.startswith("{"):
-            for url in re.findall(r"://([^\"]+)", value):
-                found.update(url.split("&"))
-        elif "://" in value or re.search(r"\b(host|hostaddr|port|dbname|user|password|service)\s*=", value):
+    for name, value in values:
+        if name.lower().endswith(("dsn", "url")):
             found.update(re.findall(r"password\s*=\s*('(?:[^'\\]|\\.)*'|[^\s&]+)", value))
             found.update(re.findall(r"://[^:/@]*:(.+)@", value))
+        elif name.lower().endswith("urls"):
+            found.update(part for url in re.findall(r"://([^\"]+)", value) for part in re.split(r"[&,]", url))
         else:
             entries = re.split(r"[,\s]+", value)
             found.update((value, *entries, *(re.sub(r"^[^:=]*(:|=whsec_)", "", entry) for entry in entries)))

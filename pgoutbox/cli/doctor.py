@@ -36,7 +36,7 @@ def doctor(
     settings = load_settings(dsn=dsn, app=where)
     settings.require_dsn()
     outbox = None if settings.app is None else load_outbox(settings.app)
-    secrets = secrets_in([*secret_values(settings), os.environ.get("PGPASSWORD", "")])
+    secrets = secrets_in([*secret_values(settings), ("PGPASSWORD", os.environ.get("PGPASSWORD", ""))])
     counts: Counter[Level] = Counter()
     for finding in examine(settings, outbox, environment=os.environ):
         counts[finding.level] += 1

@@ -118,5 +118,5 @@ def _grant(message: str) -> str:
 
 
 def _secrets(arguments: Sequence[str]) -> frozenset[str]:
-    given = [argument for argument in arguments if "://" in argument or "password" in argument]
-    return secrets_in([*given, *(os.environ.get(name, "") for name in (*SECRET_VARIABLES, "PGPASSWORD"))])
+    given = [("dsn", argument) for argument in arguments]
+    return secrets_in([*given, *((name, os.environ.get(name, "")) for name in (*SECRET_VARIABLES, "PGPASSWORD"))])

@@ -30,6 +30,7 @@ _OUTCOMES: Final = {
     "Postponed": "snooze",
     "RaisedPermanent": "permanent",
     "RaisedTransient": "transient",
+    "SendFailure": "transient",
 }
 _FIELDS: Final = ("traceparent", "tracestate")
 _NO_CONTEXT: Final[Mapping[str, str]] = {}

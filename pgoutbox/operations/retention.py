@@ -111,8 +111,6 @@ class PartitionCache:
     began_at: float = -math.inf
     keys_at: float = -math.inf
     passes: dict[LiteralString, tuple[str, str]] = field(default_factory=dict)
-    frees_dedupe_keys: bool = True
-    """Whether a partition may have been dropped since the last pass over the dedupe keys."""
 
     def refresh(self, rules: Sequence[RetentionRule]) -> None:
         """Forget outdated knowledge."""
@@ -300,7 +298,6 @@ class MaintenanceRun:
             if answer != "kept":
                 self._dropped.add(partition.name)
                 self._counts["partitions_dropped"] += answer == "dropped"
-                self._cache.frees_dedupe_keys = True
             self._cache.kept_until.pop(partition.name, None)  # `kept`: its retention has changed.
 
     def _with_retries(self, run: Run, statement: LiteralString, **parameters: object) -> str | None:
@@ -349,13 +346,9 @@ class MaintenanceRun:
         if not passes:
             if self._is_workers:  # Only workers have the right.
                 self._fetch(sql.FORGET_REQUESTS)
-            states = {rule.state for rule in self._facts.rules}
-            if AUDIT in states:
+            if any(rule.state == AUDIT for rule in self._facts.rules):
                 passes[sql.PRUNE_AUDIT] = _FIRST_PAGE
-            if DEDUPE_KEY in states or self._cache.frees_dedupe_keys:
-                passes[sql.PRUNE_DEDUPE_BY_RULE] = _FIRST_PAGE
-                self._cache.frees_dedupe_keys = False
-            passes.update(dict.fromkeys(_PASSES, _FIRST_PAGE))
+            passes.update(dict.fromkeys((sql.PRUNE_DEDUPE_BY_RULE, *_PASSES), _FIRST_PAGE))
             self._cache.keys_at = time.monotonic()
         forgotten = _take_passes(self._fetch, passes, self._limit, self._is_over)
         self._counts["coalesce_keys"] = forgotten[sql.PRUNE_COALESCE]

@@ -14,7 +14,7 @@ from typing import cast, get_args
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.handlers import Middleware
-from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient
+from pgoutbox.message import Message, Outcome, SendFailure, Sent, Snooze, Transient
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.tracing import Tracing
 from pgoutbox.text import describe
@@ -194,10 +194,20 @@ async def _run_logged(telemetry: Telemetry, work: Work, call_next: RunWork) -> S
             message_id=attempt.message.id,
             topic=attempt.message.topic,
             attempt_count=attempt.attempt_count,
-            outcome="Sent" if isinstance(result, AlreadyFinished) else type(result).__name__.removeprefix("Raised"),
+            outcome=_name_of(result),
             duration_seconds=round(elapsed_clock() - began_at, 6),
         )
     return results
+
+
+def _name_of(result: AttemptResult) -> str:
+    match result:
+        case AlreadyFinished():
+            return "Sent"
+        case SendFailure():
+            return "Transient"
+        case _:
+            return type(result).__name__.removeprefix("Raised")
 
 
 async def _run_traced(tracing: Tracing, work: Work, call_next: RunWork) -> Sequence[AttemptResult]:

@@ -1342,7 +1342,14 @@ class TestSecrets:
             assert done.err == "error: PGOUTBOX_DSN: is a SQLAlchemy URL; remove +psycopg before ://\n"
 
     def test_short_passwords_are_not_masked(self) -> None:
-        assert mask("a host", secrets_in(["postgresql://u:a@h/d"])) == "a host"
+        assert mask("a host", secrets_in([("dsn", "postgresql://u:a@h/d")])) == "a host"
+
+    @pytest.mark.parametrize("password", ["{a9Kq!x7", "pa://x77secret", "user=9x8y7z", "two words, and: more"])
+    def test_a_password_of_any_form_is_masked(self, password: str) -> None:
+        assert mask(password, secrets_in([("PGPASSWORD", password)])) == "***"
+
+    def test_words_of_the_arguments_are_no_secrets(self, cli: Callable[..., Done]) -> None:
+        assert '"password_reset!"' in cli("enqueue", "password_reset!", "{}").err
 
     @pytest.mark.parametrize("variable", sorted(SECRET_VARIABLES))
     def test_every_secret_setting_is_masked(self, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
@@ -1364,7 +1371,7 @@ class TestSecrets:
         assert mask(f"ops {secret}", secrets_in(secret_values(load_settings()))) == "ops ***"
 
     def test_the_encoded_and_the_plain_password_are_masked(self) -> None:
-        secrets = secrets_in(["postgresql://u:s3%20cret@h/d"])
+        secrets = secrets_in([("dsn", "postgresql://u:s3%20cret@h/d")])
         assert mask("s3 cret, s3%20cret", secrets) == "***, ***"
 
 
@@ -1401,7 +1408,7 @@ class TestLog:
         record = self.record("failed", error=CANARY)
         error = ConfigurationError(CANARY)
         record.exc_info = (type(error), error, None)
-        text = formatter(secrets_in([UNREACHABLE])).format(record)
+        text = formatter(secrets_in([("dsn", UNREACHABLE)])).format(record)
         assert CANARY not in text
         assert "ConfigurationError: ***" in text
 

@@ -184,7 +184,9 @@ def test_an_erasure_locks_no_breaker_of_another_person(connect: Connect, db: psy
 
 def others_of(db: psycopg.Connection, ids: list[int]) -> list[tuple[object, ...]]:
     """Return the attempts of messages."""
-    return db.execute("SELECT * FROM pgoutbox.attempt_view WHERE message_id = ANY (%s) ORDER BY 1, 2", [ids]).fetchall()
+    return db.execute(
+        "SELECT * FROM pgoutbox.attempt_view WHERE message_id = ANY (%s) ORDER BY message_id, attempt_count", [ids]
+    ).fetchall()
 
 
 @pytest.mark.parametrize("missing", ["_erased_values", "_erase_left_behind"])

@@ -20,7 +20,7 @@ from pgoutbox.operations import Operator, retention
 from pgoutbox.operations.retention import MaintenanceRun, PartitionCache, read_maintenance_facts
 from pgoutbox.settings import load_settings
 from tests.support.messages import ADD_ATTEMPT, put
-from tests.support.outbox_actions import claim, enqueue, finish, finish_sent, row_of, rows_of
+from tests.support.outbox_actions import claim, enqueue, finish, finish_sent, redrive, row_of, rows_of
 from tests.support.partitions import add_partition, drop_partitions, partitions_of, tables_of_partitions
 from tests.support.races import until_blocked
 from tests.support.waiting import wait_until
@@ -420,10 +420,9 @@ class TestRows:
 class TestClear:
     def fill(self, db: psycopg.Connection, count: int = 7) -> str:
         keep(db)
-        Operator(db).set_retention("once", "sent", timedelta())
         name = add_partition(db, 40)
         for number in range(count):
-            message_id = put(db, State.SENT, topic="once" if number == 3 else "mail", dedupe_key=f"k{number}")
+            message_id = put(db, State.SENT, dedupe_key=f"k{number}")
             db.execute(ADD_ATTEMPT, (message_id, 1))
         db.execute("UPDATE pgoutbox.message SET finished_at = now() - interval '40 days'")
         young = put(db, State.SENT, dedupe_key="young")
@@ -445,13 +444,22 @@ class TestClear:
         assert totals.dedupe_keys == 6
         assert self.left(operator) == (2, ["k1", "young"])
 
-    def test_without_rules_for_them_dedupe_keys_are_read_only_after_a_drop(self, operator: psycopg.Connection) -> None:
-        memory = PartitionCache()
-        MaintenanceRun(read_maintenance_facts(operator), memory).take(operator)
-        read = memory.frees_dedupe_keys
-        self.fill(operator)
-        MaintenanceRun(read_maintenance_facts(operator), memory).take(operator)
-        assert (read, memory.frees_dedupe_keys) == (False, True)
+    def test_a_key_that_its_rule_keeps_outlives_the_partition(self, operator: psycopg.Connection) -> None:
+        keep(operator)
+        name = add_partition(operator, 40)
+        sent = put(operator, State.SENT, dedupe_key="k", age=40 * DAY)
+        Operator(operator).set_retention("*", "sent", timedelta())
+        assert operator.execute(DROP, [name]).fetchall() == [("kept",)]
+        for _ in range(2):
+            Operator(operator).prune_by_retention()
+        assert (rows_of(operator), name in tables_of_partitions(operator)) == ([], False)
+        assert enqueue(operator, "mail", {"to": "ada"}, dedupe_key="k") == sent
+
+    def test_a_cancelled_message_gets_a_free_key_back(self, operator: psycopg.Connection) -> None:
+        cancelled = put(operator, State.CANCELLED, dedupe_key="k")
+        put(operator, dedupe_key="k")
+        operator.execute("DELETE FROM pgoutbox.message WHERE id <> %s", [cancelled])
+        assert redrive(operator, cancelled)
 
     @pytest.mark.parametrize("transactions", [2, 3, 4, 5])
     def test_a_prune_continues_after_a_kill_at_any_point(

@@ -1,5 +1,5 @@
--- The newest message of its coalesce key stands for a superseded message. If that one is deleted, its final state is
--- unknown, so the key stays taken. Volatile, so that each look sees all earlier commits.
+-- The newest message of its coalesce key stands for a superseded message. If the newest one is deleted, its final state
+-- is unknown, so the key stays taken. Volatile, so that each look sees all earlier commits.
 CREATE FUNCTION pgoutbox._has_freed_key(p_id bigint)
 RETURNS boolean
 LANGUAGE plpgsql

@@ -9,6 +9,9 @@ SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
 BEGIN
+    IF older_than IS NULL THEN
+        RETURN;
+    END IF;
     SELECT d.last_topic, d.last_key, d.key_count, d.forgotten_count
     INTO last_topic, last_key, key_count, forgotten_count
     FROM pgoutbox._delete_dedupe_keys(only_topic, now() - older_than, at_most, after_topic, after_key) AS d;

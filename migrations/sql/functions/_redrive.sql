@@ -12,6 +12,20 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 #variable_conflict use_column
 BEGIN
+    -- A key whose message is deleted is free. One that an enqueue has taken meanwhile has another message, and stays.
+    WITH free AS MATERIALIZED (
+        SELECT d.topic, d.dedupe_key, d.message_id
+        FROM pgoutbox.message AS m
+        JOIN pgoutbox.dedupe AS d ON d.topic = m.topic AND d.dedupe_key = m.dedupe_key
+        WHERE m.id = ANY (ids)
+            AND d.message_id <> m.id
+            AND NOT d.is_kept
+            AND (SELECT o.id FROM pgoutbox.message AS o WHERE o.id = d.message_id LIMIT 1) IS NULL
+        FOR UPDATE OF d SKIP LOCKED
+    )
+    DELETE FROM pgoutbox.dedupe AS d
+    USING free AS f
+    WHERE d.topic = f.topic AND d.dedupe_key = f.dedupe_key AND d.message_id = f.message_id;
     RETURN QUERY
     WITH asked AS (
         SELECT DISTINCT ON (a.id) a.id, a.attempt_count

@@ -24,4 +24,4 @@ COMMENT ON COLUMN pgoutbox.claim.lease_expires_at IS
     'When the attempts count as lost unless their worker renews the lease.';
 COMMENT ON COLUMN pgoutbox.claim.queue IS 'The queue of the messages.';
 COMMENT ON COLUMN pgoutbox.claim.worker IS 'The worker.';
-COMMENT ON COLUMN pgoutbox.claim.ids IS 'The messages whose attempt this claim began.';
+COMMENT ON COLUMN pgoutbox.claim.ids IS 'The messages that this claim chose; the attempt of one that changed meanwhile did not begin.';

@@ -1,6 +1,7 @@
 CREATE VIEW pgoutbox.attempt_view AS
 SELECT
     m.id AS message_id,
+    m.state AS message_state,
     a.attempt_count,
     a.times,
     a.outcome,
@@ -14,7 +15,7 @@ SELECT
 FROM pgoutbox.message AS m
 CROSS JOIN LATERAL jsonb_populate_recordset(NULL::pgoutbox.attempt, m.attempts) AS a
 UNION ALL
-SELECT m.id, m.attempt_count, 1, m.state, m.worker, m.claimed_at, m.finished_at, NULL, NULL, NULL, NULL
+SELECT m.id, m.state, m.attempt_count, 1, m.state, m.worker, m.claimed_at, m.finished_at, NULL, NULL, NULL, NULL
 FROM pgoutbox.message AS m
 WHERE m.state = 'sent';
 

@@ -74,8 +74,7 @@ class Email:
     `headers` adds headers that pgoutbox does not set itself, for example `List-Unsubscribe`. `envelope_sender` is the
     address that gets bounces, by default the sender; the empty text sends no bounces, for automatic replies.
 
-    If the server refuses one recipient, no recipient gets the e-mail. Raises `Permanent` for an invalid address, and
-    without `text` and `html`.
+    If the server refuses one recipient, no recipient gets the e-mail.
 
     >>> Email(to="ann@example.com", subject="Welcome", text="Good to have you here.").scheme
     'mailto'
@@ -92,16 +91,6 @@ class Email:
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     attachments: Sequence[Attachment] = ()
     envelope_sender: str | None = None
-
-    def __post_init__(self) -> None:
-        """Raise `Permanent` for an invalid address, and without a body: here the mistake is easy to find."""
-        for name in ("to", "cc", "bcc", "reply_to"):
-            if (value := getattr(self, name)) is not None:
-                _mailboxes(f"email.{name}", value)
-        if self.sender is not None:
-            parse_mailbox("email.sender", self.sender)
-        if self.text is None and self.html is None:
-            raise Permanent("email.text: neither text nor html is given")
 
     @classmethod
     def from_template(
@@ -381,6 +370,8 @@ def _add_headers(mime: EmailMessage, headers: Mapping[str, str]) -> None:
 def _add_body(mime: EmailMessage, email: Email) -> None:
     parts = [("text", "plain", email.text), ("html", "html", email.html)]
     given = [(name, subtype, body) for name, subtype, body in parts if body is not None]
+    if not given:
+        raise Permanent("email.text: neither text nor html is given")
     for index, (name, subtype, body) in enumerate(given):
         encode_text(f"email.{name}", body)  # It raises for a text that is not valid.
         add = mime.add_alternative if index else mime.set_content

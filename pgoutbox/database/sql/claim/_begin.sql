@@ -18,8 +18,8 @@ FROM (
     ORDER BY key, CASE WHEN key IS NOT NULL THEN topic END
 ) AS j
 -- `place` is where the row was locked. By its id alone PostgreSQL may plan to scan the whole primary key with its dead
--- entries, because statistics may describe an empty table. A row that moved since this statement began is left to the
--- next claim.
+-- entries, because statistics may describe an empty table. A row that has a newer version since this statement
+-- began is left to the next claim.
 WHERE m.ctid = j.place AND m.id = j.id AND m.state = 'pending'
 RETURNING
     \ir _returned.sql

@@ -1,7 +1,7 @@
--- Claim up to `total` due messages that were never attempted, those with the earliest due time first. The worker runs
--- this for queues without limits. Messages with an ordering key have their own lane, see find_ordered.sql.
--- The parts: `judged` chooses and locks rows, and decides what becomes of each (_due.sql); the UPDATE writes
--- that (_begin.sql). The worker holds the locks until it commits, right after this statement.
+-- Claim up to `total` due messages that were never attempted, by due time from the place where the last claim ended. The
+-- worker runs this for queues without limits. Messages with an ordering key have their own lane, see find_ordered.sql.
+-- The parts: `judged` chooses and locks rows, and decides what becomes of each (_due.sql); `claim` writes the
+-- lease of those that begin (_claim.sql); the UPDATE writes the decisions (_begin.sql). The worker holds the locks until it commits, right after this statement.
 -- Guards: row locks, the place of the row in the UPDATE, the unique index on keys in flight.
 WITH judged AS MATERIALIZED (
     \ir _due.sql

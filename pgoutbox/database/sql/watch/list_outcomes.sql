@@ -28,6 +28,9 @@ FROM (
     FROM pgoutbox.message_view AS m
     JOIN pgoutbox.attempt_view AS a
         ON a.message_id = m.id
+        AND a.message_state = m.state
+        -- With this condition only the partition of live messages is read.
+        AND a.message_state IN ('pending', 'sending')
         AND a.attempt_count = m.attempt_count - CASE m.state WHEN 'sending' THEN 1 ELSE 0 END
     WHERE m.state IN ('pending', 'sending') AND m.attempt_count > 0 AND a.ended_at >= %(ended_from)s::timestamptz
 ) AS o
