@@ -572,10 +572,7 @@ def test_a_stale_owner_cannot_change_its_message(db: psycopg.Connection, how: st
         assert finish_sent(db, *((i, 2) for i in ids), worker=owner) == set(ids)
 
     def everything() -> list[tuple[object, ...]]:
-        return [
-            *db.execute("SELECT * FROM pgoutbox.message ORDER BY id"),
-            *db.execute("SELECT * FROM pgoutbox.attempt_view ORDER BY 1, 2"),
-        ]
+        return db.execute("SELECT * FROM pgoutbox.message ORDER BY id").fetchall()
 
     # A lapsed attempt that no other worker has claimed still belongs to its owner.
     if (how, again) == ("lease", "pending again"):
