@@ -32,7 +32,7 @@ PGQUEUER_SETTINGS = (
 _PER_KEY = 10
 # The targets by a part of the variant's name, as a share of the plain drain's rate.
 _TARGETS = {"pinned horizon": 0.95, "finished": 0.9, "scheduled": 0.9, "coalesce keys": 0.8}
-_MESSAGE_TABLES = ("pgoutbox.message_live", "pgoutbox.coalesce_head", "pgoutbox.queue")
+_MESSAGE_TABLES = ("pgoutbox.message_live", "pgoutbox.key_head", "pgoutbox.queue")
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ KINDS: Mapping[str, str] = {
 # Each message needs a transaction, and so a flush, so the rate is much lower.
 _SHARES: Mapping[str, float] = {"transactional": 0.1}
 _UNFINISHED = "SELECT EXISTS (SELECT FROM pgoutbox.message_live)"
-_TABLES = ("pgoutbox.message_live", "pgoutbox.coalesce_head", "pgoutbox.queue")
+_TABLES = ("pgoutbox.message_live", "pgoutbox.key_head", "pgoutbox.queue")
 
 
 def run(server: Server, options: Options) -> Result:

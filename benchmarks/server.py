@@ -122,7 +122,7 @@ def settle_all(connection: psycopg.Connection[tuple[object, ...]]) -> None:
 
 def empty_outbox(connection: psycopg.Connection[tuple[object, ...]]) -> None:
     """Remove every message, as in a new schema."""
-    connection.execute("TRUNCATE pgoutbox.message, pgoutbox.coalesce_head, pgoutbox.dedupe")
+    connection.execute("TRUNCATE pgoutbox.message, pgoutbox.key_head, pgoutbox.dedupe")
 
 
 def load_pending(connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str) -> None:
@@ -132,9 +132,10 @@ def load_pending(connection: psycopg.Connection[tuple[object, ...]], count: int,
             """
             SELECT count(*)
             FROM pgoutbox.enqueue_many(
-                topics => (SELECT array_agg(%(topic)s::text) FROM generate_series(1, %(size)s::integer)),
-                payloads => (
-                    SELECT array_agg(jsonb_build_object('user_id', n))
+                (
+                    SELECT jsonb_agg(jsonb_build_object(
+                        'topic', %(topic)s::text, 'payload', jsonb_build_object('user_id', n)
+                    ))
                     FROM generate_series(%(start)s::integer, %(start)s::integer + %(size)s::integer - 1) AS n
                 ),
                 notify => false
@@ -196,13 +197,12 @@ def load_keyed(connection: psycopg.Connection[tuple[object, ...]], count: int, *
                 """
                 SELECT count(*)
                 FROM pgoutbox.enqueue_many(
-                    topics => (SELECT array_agg(%(topic)s::text) FROM generate_series(1, %(size)s::integer)),
-                    payloads => (
-                        SELECT array_agg(jsonb_build_object('user_id', n))
-                        FROM generate_series(%(start)s::integer, %(start)s::integer + %(size)s::integer - 1) AS n
-                    ),
-                    coalesce_keys => (
-                        SELECT array_agg(n::text)
+                    (
+                        SELECT jsonb_agg(jsonb_build_object(
+                            'topic', %(topic)s::text,
+                            'payload', jsonb_build_object('user_id', n),
+                            'coalesce_key', n::text
+                        ))
                         FROM generate_series(%(start)s::integer, %(start)s::integer + %(size)s::integer - 1) AS n
                     ),
                     notify => false

@@ -30,7 +30,7 @@ BOOKED: Topic[Booked] = Topic(
     payload=Booked,
     destination="redis:bookings",
     ordering_key=lambda p: p.account,
-    on_failed="halt",
+    halts_key=True,
 )
 
 outbox = Outbox()

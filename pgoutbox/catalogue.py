@@ -14,13 +14,13 @@ from pydantic import BaseModel, JsonValue
 from pydantic.errors import PydanticUserError
 from typing_extensions import Unpack
 
-from pgoutbox.enqueue.validation import ValidatedMessage
+from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import ArgumentError, PgOutboxError, UnknownTopicError
 from pgoutbox.handlers import OnUnknown
 from pgoutbox.options import check_delay, check_name, if_given
 from pgoutbox.outbox import MessageOptions, Outbox
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.topics import OnDuplicate, OnFailed, Topic
+from pgoutbox.topics import OnDuplicate, Topic
 
 # The options of a message that a topic can compute from the payload.
 _COMPUTABLE: Final = ("destination", "owner", "coalesce_key", "dedupe_key", "ordering_key")
@@ -57,7 +57,7 @@ class TopicFacts(NamedTuple):
     delay_seconds: float | None
     max_delay_seconds: float | None
     expires_after_seconds: float | None
-    on_failed: OnFailed | None
+    halts_key: bool | None
     on_duplicate: OnDuplicate | None
     encrypted: bool
     redact: tuple[str, ...]
@@ -103,7 +103,7 @@ def _facts(outbox: Outbox, name: str) -> TopicFacts:
         delay_seconds=if_given(check_delay, "delay", topic.delay),
         max_delay_seconds=if_given(check_delay, "max_delay", topic.max_delay),
         expires_after_seconds=if_given(check_delay, "expires_after", topic.expires_after),
-        on_failed=topic.on_failed,
+        halts_key=topic.halts_key,
         on_duplicate=topic.on_duplicate,
         encrypted=topic.encrypted,
         redact=topic.redact,
@@ -145,9 +145,7 @@ def find_topic(outbox: Outbox, name: str) -> Topic[Any]:
     raise UnknownTopicError(f"topic {name!r} is neither defined nor handled by the application; {hint}")
 
 
-def draft_message(
-    outbox: Outbox, topic: str | Topic[Any], payload: object, **options: Unpack[MessageOptions]
-) -> ValidatedMessage:
+def draft_message(outbox: Outbox, topic: str | Topic[Any], payload: object, **options: Unpack[MessageOptions]) -> Draft:
     """Check a message of an operator by its topic's definition, and complete it.
 
     Raises like `Outbox.enqueue`. An error of the definition's functions becomes an `ArgumentError`.

@@ -98,8 +98,8 @@ def check_destination(field: str, value: object) -> str:
     return value
 
 
-def check_headers(field: str, value: object) -> str:
-    """Return the headers as JSON text."""
+def check_headers(field: str, value: object) -> dict[str, str]:
+    """Return the headers."""
     if not isinstance(value, Mapping):
         raise ArgumentError(field, f"must be a mapping of text to text, not {type(value).__name__}")
     if len(value) > MAX_HEADER_COUNT:
@@ -109,11 +109,11 @@ def check_headers(field: str, value: object) -> str:
             raise ArgumentError(member(field, name), "a name must be text, not empty and without control characters")
         if not isinstance(text, str) or _UNSAFE.search(text):
             raise ArgumentError(member(field, name), "must be text without control characters")
-    text = encode_json(dict(value)).decode()
-    size = len(text.encode())
+    headers = dict(value)
+    size = len(encode_json(headers))
     if size > MAX_HEADER_BYTES:
         raise ArgumentError(field, f"has {size} bytes as JSON, the limit is {MAX_HEADER_BYTES}")
-    return text
+    return headers
 
 
 def check_whole(field: str, value: object, *, most: int) -> int:

@@ -52,7 +52,7 @@ from pgoutbox.enqueue.generators import (
     transaction,
 )
 from pgoutbox.enqueue.payloads import Serializer
-from pgoutbox.enqueue.validation import Route, ValidatedMessage, carrying, prepare, prepare_fanout
+from pgoutbox.enqueue.validation import Bulk, Draft, Route, carrying, prepare, prepare_fanout
 from pgoutbox.errors import ArgumentError, ConfigurationError, PgOutboxError, UnknownTopicError
 from pgoutbox.handlers import Context, Handler, Middleware, OnUnknown, SyncContext
 from pgoutbox.message import Failure, Message, Outcome, P
@@ -64,7 +64,7 @@ from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.signatures import is_async
 from pgoutbox.text import MAX_NAME_LENGTH, describe, one_line
-from pgoutbox.topics import NewMessage, OnDuplicate, OnFailed, Recipient, Topic
+from pgoutbox.topics import NewMessage, OnDuplicate, Recipient, Topic
 from pgoutbox.transports import Content, Transport
 
 _logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class MessageOptions(TypedDict, total=False):
     headers: Mapping[str, str] | None
     max_attempts: int | None
     ordering_key: str | None
-    on_failed: OnFailed | None
+    halts_key: bool | None
     max_delay: Duration | None
     owner: str | None
     on_duplicate: OnDuplicate | None
@@ -525,15 +525,16 @@ class Outbox:
 
         The contract of `enqueue` applies to each item. All items are checked before the first statement, so that an
         invalid item, or an iterator that raises, leaves no rows; the error names the item: `items[4711].payload.x`.
-        Each statement has up to 5,000 items. Keys are locked in one order over the whole call, so that two bulks do not
-        deadlock. Without items no statement is sent.
+        A statement has up to 5,000 items without keys, or all those with keys, whose keys it locks in one order: two
+        transactions that make one call each never deadlock, unless the items with keys have more than 40 million
+        characters. Without items no statement is sent.
 
             outbox.enqueue_many(connection, [NewMessage("search.index", {"id": n}) for n in changed])
         """
         adapter = sync_adapter(connection, function="enqueue_many", async_function="aenqueue_many")
         with self._producing(None) as span:
-            drafts = self._prepare_all(items, serializer, span.context)
-            enqueued = run(adapter, insert_all(drafts, notify=notify, require_transaction=require_transaction))
+            bulk = self._prepare_all(items, serializer, span.context)
+            enqueued = run(adapter, insert_all(bulk, notify=notify, require_transaction=require_transaction))
             span.wrote(enqueued.ids)
         return enqueued
 
@@ -552,8 +553,8 @@ class Outbox:
         """
         adapter = async_adapter(connection, function="aenqueue_many", sync_function="enqueue_many")
         with self._producing(None) as span:
-            drafts = self._prepare_all(items, serializer, span.context)
-            enqueued = await arun(adapter, insert_all(drafts, notify=notify, require_transaction=require_transaction))
+            bulk = self._prepare_all(items, serializer, span.context)
+            enqueued = await arun(adapter, insert_all(bulk, notify=notify, require_transaction=require_transaction))
             span.wrote(enqueued.ids)
         return enqueued
 
@@ -739,7 +740,7 @@ class Outbox:
         *,
         serializer: Serializer | None = None,
         **options: Unpack[MessageOptions],
-    ) -> ValidatedMessage:
+    ) -> Draft:
         """Check a message like `enqueue`, and complete it from its topic's definition, without a connection.
 
         The result is for `Operator.enqueue`. Raises like `enqueue`.
@@ -757,7 +758,7 @@ class Outbox:
         require_transaction: bool,
         best_effort: bool,
     ) -> Steps[Enqueued | None]:
-        known: NewMessage[P] | ValidatedMessage = message
+        known: NewMessage[P] | Draft = message
         try:
             known = draft = prepare(message, self._route(message.topic, serializer))
             inside = yield from transaction(required=require_transaction)
@@ -772,11 +773,12 @@ class Outbox:
             self._log_lost(known, error)
             return None
 
-    def _log_lost(self, message: NewMessage[Any] | ValidatedMessage, error: Exception) -> None:
+    def _log_lost(self, message: NewMessage[Any] | Draft, error: Exception) -> None:
         """Log a message that a best-effort call could not enqueue, without parts of its payload."""
         answer = answer_of(error)
         topic = message.topic.name if isinstance(message.topic, Topic) else str(message.topic)
-        keys = {name: one_line(str(value)) for name in _KEYS if (value := getattr(message, name)) is not None}
+        options = message.options if isinstance(message, Draft) else {name: getattr(message, name) for name in _KEYS}
+        keys = {name: one_line(str(value)) for name in _KEYS if (value := options.get(name)) is not None}
         error_type, sqlstate = type(error).__name__, None if answer is None else answer.sqlstate
         # The names of a payload's members may be values, so only the first part of a path is logged.
         field = re.split(r"[.\[]", error.field)[0] if isinstance(error, ArgumentError) else None
@@ -831,9 +833,9 @@ class Outbox:
 
     def _prepare_all(
         self, items: Iterable[NewMessage[Any]], serializer: Serializer | None, context: Mapping[str, str]
-    ) -> list[tuple[object, ...]]:
+    ) -> Bulk:
         routes: dict[object, Route] = {}
-        drafts: list[tuple[object, ...]] = []
+        bulk = Bulk()
         for index, item in enumerate(items):
             try:
                 if not isinstance(item, NewMessage):
@@ -844,8 +846,8 @@ class Outbox:
                 draft = prepare(carrying(item, context) if context else item, routes[key])
             except ArgumentError as error:
                 raise ArgumentError(f"items[{index}].{error.field}", error.reason) from error.__cause__
-            drafts.append(tuple(draft))  # The garbage collector need not visit tuples of texts.
-        return drafts
+            bulk.add(draft)
+        return bulk
 
     @cached_property
     def _keyring(self) -> Keyring | None:

@@ -55,8 +55,7 @@ _CLEAR: Final = """
 DELETE FROM pgoutbox.message;
 DELETE FROM pgoutbox.content;
 DELETE FROM pgoutbox.dedupe;
-DELETE FROM pgoutbox.coalesce_head;
-DELETE FROM pgoutbox.ordering;
+DELETE FROM pgoutbox.key_head;
 DELETE FROM pgoutbox.claim;
 DELETE FROM pgoutbox.cancel_request;
 DELETE FROM pgoutbox.breaker;

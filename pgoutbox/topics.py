@@ -20,7 +20,6 @@ from pgoutbox.retry import RetryPolicy
 from pgoutbox.text import preview
 
 OnDuplicate = Literal["error", "ignore"]
-OnFailed = Literal["continue", "halt"]
 
 NOT_BOTH: Final = "give ordering_key or coalesce_key, not both: newer messages replace older ones, or follow them"
 
@@ -33,7 +32,7 @@ class Topic(Generic[P]):
     cannot differ. An option that is None is free for each call site. `destination`, `owner` and the keys are computed
     from the payload, an instance of the model if there is one. `delay` and `expires_after` are seconds or
     timedeltas; `expires_after` counts from the due time of the message. Messages with one queue and `ordering_key` are
-    delivered one after the other, in the order of their commits. With `on_failed="halt"` the messages behind a failed
+    delivered one after the other, in the order of their commits. With `halts_key` the messages behind a failed
     one wait until an operator has redriven or pruned it. Each newer coalesced message restarts the `delay`, but for no
     longer than `max_delay` since the first waiting one. The payloads of an `encrypted` topic, and the contents of
     its fan-outs, are stored encrypted with PGOUTBOX_ENCRYPTION_KEYS; its keys, destinations and headers stay readable.
@@ -60,7 +59,7 @@ class Topic(Generic[P]):
     delay: Duration | None = None
     expires_after: Duration | None = None
     ordering_key: Callable[[P], str | None] | None = None
-    on_failed: OnFailed | None = None
+    halts_key: bool | None = None
     max_delay: Duration | None = None
     owner: Callable[[P], str | None] | None = None
     on_duplicate: OnDuplicate | None = None
@@ -75,7 +74,7 @@ class Topic(Generic[P]):
             if_given(check_name, "queue", self.queue)
             if_given(check_delay, "delay", self.delay)
             if_given(check_delay, "max_delay", self.max_delay)
-            if_given(check_on_failed, "on_failed", self.on_failed)
+            if_given(check_halts_key, "halts_key", self.halts_key)
             if_given(check_on_duplicate, "on_duplicate", self.on_duplicate)
             if self.ordering_key is not None and self.coalesce_key is not None:
                 raise ArgumentError("ordering_key", NOT_BOTH)  # noqa: TRY301 - leaves as the others do
@@ -113,7 +112,7 @@ class NewMessage(Generic[P]):
     headers: Mapping[str, str] | None = None
     max_attempts: int | None = None
     ordering_key: str | None = None
-    on_failed: OnFailed | None = None
+    halts_key: bool | None = None
     max_delay: Duration | None = None
     owner: str | None = None
     on_duplicate: OnDuplicate | None = None
@@ -146,7 +145,7 @@ _topic_options = attrgetter(
     "delay",
     "expires_after",
     "ordering_key",
-    "on_failed",
+    "halts_key",
     "max_delay",
     "owner",
     "on_duplicate",
@@ -154,11 +153,11 @@ _topic_options = attrgetter(
 _NO_TOPIC_OPTIONS = (None,) * 12
 
 
-def check_on_failed(field: str, value: object) -> str:
-    """Return the rule for the messages behind a failed one."""
-    if value not in get_args(OnFailed):
-        raise ArgumentError(field, f"must be continue or halt, not {preview(value)}")
-    return str(value)
+def check_halts_key(field: str, value: object) -> bool:
+    """Return whether a failed message halts its ordering key."""
+    if not isinstance(value, bool):
+        raise ArgumentError(field, f"must be True or False, not {preview(value)}")
+    return value
 
 
 def check_on_duplicate(field: str, value: object) -> str:

@@ -350,7 +350,7 @@ SCHEMA.
 | 23505, constraint `dedupe_payload` | a message with another payload has the dedupe key |
 | 55000 | the sequence of ids is behind the messages; the error has the command that fixes it |
 
-`enqueue_many` also names the element, counted from 0: `items[4711].topic`.
+`enqueue_many` and `enqueue_fanout` also name the element, counted from 0: `messages[4711].topic`.
 """
 
 
@@ -364,7 +364,7 @@ def sql_page(connection: psycopg.Connection) -> str:
             arguments[name].append(f"{out}{argument} {_short_type(kind)}{value}")
     found = {name: (result, comment, source) for name, result, comment, source in connection.execute(_FUNCTIONS)}
     public = sorted(name for name in found if not name.startswith("_"))
-    rules = re.findall(r"THEN\s+'([^']+)'", found["_argument_error"][2])
+    rules = re.findall(r"THEN\s+'([^']+)'", found["_draft_error"][2])
     return _page(
         "SQL functions",
         _SQL,

@@ -26,7 +26,7 @@ from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.operations import RetentionRule
 from pgoutbox.operations.retention import PRUNED_BY_DEFAULT
 
-_COUNTED: Final = ("coalesce_keys", "dedupe_keys", "acts", "partitions_dropped")
+_COUNTED: Final = ("key_heads", "dedupe_keys", "acts", "partitions_dropped")
 
 retention_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(retention_app, name="retention")

@@ -48,7 +48,7 @@ _ROLES: Final = (
         "pgoutbox_operator",
     ),
     (
-        r"message\w*|maintenance_run|worker|content|coalesce_head|permits|\w+_partition",
+        r"message\w*|maintenance_run|worker|content|key_head|permits|\w+_partition",
         "pgoutbox_worker",
     ),
     (r"pgoutbox|schema_version", "pgoutbox_worker, pgoutbox_operator or pgoutbox_viewer"),

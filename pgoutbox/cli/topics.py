@@ -40,7 +40,7 @@ def _row(facts: TopicFacts) -> tuple[object, ...]:
     options: list[str] = [
         f"{name}={value}"
         for name, value in (
-            ("on_failed", facts.on_failed),
+            ("halts_key", facts.halts_key),
             ("on_duplicate", facts.on_duplicate),
             ("max_delay", _seconds(facts.max_delay_seconds)),
         )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from pgoutbox.enqueue.generators import Enqueued
-    from pgoutbox.enqueue.validation import ValidatedMessage
+    from pgoutbox.enqueue.validation import Draft
     from pgoutbox.outbox import Outbox
     from pgoutbox.topics import Topic
 
@@ -92,7 +92,7 @@ async def _enqueue(request: Request, outbox: Outbox, topic: Topic[Any], form: in
     # A lone surrogate is refused like any other invalid text.
     payload = from_json(form.get("payload", "").encode("utf-8", "surrogatepass"), "payload")
 
-    def draft() -> ValidatedMessage:
+    def draft() -> Draft:
         return draft_message(outbox, topic, payload, **options)
 
     # The definition is the application's code, which may block.

@@ -241,7 +241,7 @@ def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
     if queue["free"] == 0:
         return warning(
             f"{what}: {queue['halted']} wait behind a failed message of their ordering key, which is halted",
-            "on_failed=halt: no later message of that key is delivered",
+            "halts_key: no later message of that key is delivered",
             f"pgoutbox list --state failed --queue {name}, then redrive or prune the first failed message",
         )
     if queue["tokens"] is not None and queue["tokens"] < 1:

@@ -154,7 +154,7 @@ def check_sequence(context: DoctorContext) -> Iterator[Note]:
                 "the cause is a restore or a replica without the sequence; as the schema's owner, before the next "
                 "enqueue, run: "
                 "SELECT setval('pgoutbox.message_id_seq', greatest((SELECT max(id) FROM pgoutbox.message), "
-                "(SELECT max(newest_id) FROM pgoutbox.coalesce_head), (SELECT max(last_id) FROM pgoutbox.ordering)));",
+                "(SELECT max(newest_id) FROM pgoutbox.key_head)));",
             )
         )
     if facts["cache_size"] != 1:

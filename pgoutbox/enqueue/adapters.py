@@ -345,7 +345,7 @@ class ClosedError(TransactionError):
 
 
 class ItemRefusedError(ArgumentError):
-    """The SQL function refused one item of the arrays. `index` counts within the statement."""
+    """The SQL function refused one item of the array. `index` counts within the statement."""
 
     def __init__(self, index: int, field: str, reason: str) -> None:
         super().__init__(field, reason)
@@ -410,7 +410,7 @@ def answer_of(error: Exception) -> Answer | None:
 def _refused(column: str, message: str) -> ArgumentError:
     # A field of its own names the invalid argument. Only the text of the function names the item.
     reason = message.partition(f"{column}: ")[2] or message
-    item = re.search(r"items\[(\d+)\]", message)
+    item = re.search(r"(?:messages|destinations)\[(\d+)\]", message)
     return ArgumentError(column, reason) if item is None else ItemRefusedError(int(item[1]), column, reason)
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final, LiteralString, NamedTuple, TypeAlias, T
 from pgoutbox.clock import Duration
 from pgoutbox.database import sql
 from pgoutbox.enqueue.adapters import AsyncAdapter, Call, ItemRefusedError, Rows, SyncAdapter
-from pgoutbox.enqueue.validation import Fanout, ValidatedMessage, chunks
+from pgoutbox.enqueue.validation import Bulk, Draft, Fanout
 from pgoutbox.errors import ArgumentError, TransactionError
 from pgoutbox.message import State
 from pgoutbox.options import (
@@ -175,9 +175,9 @@ def transaction(*, required: bool) -> Steps[bool]:
     return inside
 
 
-def insert(draft: ValidatedMessage, *, notify: bool, statement: LiteralString = sql.ENQUEUE) -> Steps[Enqueued]:
+def insert(draft: Draft, *, notify: bool, statement: LiteralString = sql.ENQUEUE) -> Steps[Enqueued]:
     """Write one message by `sql.ENQUEUE`, or by another statement with the same parameters and columns."""
-    ((message_id, duplicate, state),) = yield Call(statement, (*draft, notify))
+    ((message_id, duplicate, state),) = yield Call(statement, (draft.topic, draft.payload, draft.options_json, notify))
     return Enqueued(message_id, True, _state_of(state)) if duplicate else Enqueued(message_id, False)
 
 
@@ -187,16 +187,16 @@ def _state_of(text: str | bytes | None) -> State | None:
     return State(text) if text else None
 
 
-def insert_all(drafts: Sequence[tuple[object, ...]], *, notify: bool, require_transaction: bool) -> Steps[EnqueuedMany]:
-    """Write many messages. The results are in the order of the drafts."""
-    if not drafts:
+def insert_all(bulk: Bulk, *, notify: bool, require_transaction: bool) -> Steps[EnqueuedMany]:
+    """Write many messages. The results are in the order of the messages."""
+    if not bulk:
         return EnqueuedMany([])
     yield from transaction(required=require_transaction)
-    ids = [0] * len(drafts)
+    ids = [0] * len(bulk)
     duplicates: dict[int, State | None] = {}
-    for positions, parameters in chunks(drafts):
+    for positions, messages in bulk.chunks():
         try:
-            ((id_texts, duplicate_texts),) = yield Call(sql.ENQUEUE_MANY, (*parameters, notify))
+            ((id_texts, duplicate_texts),) = yield Call(sql.ENQUEUE_MANY, (messages, notify))
         except ItemRefusedError as error:
             raise ArgumentError(f"items[{positions[error.index]}].{error.field}", error.reason) from error.__cause__
         for position, id_text in zip(positions, id_texts.split(","), strict=True):
@@ -210,12 +210,12 @@ def insert_all(drafts: Sequence[tuple[object, ...]], *, notify: bool, require_tr
 
 def insert_fanout(fanout: Fanout, *, notify: bool, require_transaction: bool) -> Steps[EnqueuedMany]:
     """Write one message for each destination, in their order. Without destinations, run no statement."""
-    if not fanout.destinations:
+    if not fanout.size:
         return EnqueuedMany([])
     yield from transaction(required=require_transaction)
-    ids = [0] * len(fanout.destinations)
+    ids = [0] * fanout.size
     try:
-        rows = yield Call(sql.ENQUEUE_FANOUT, (*fanout, notify))
+        rows = yield Call(sql.ENQUEUE_FANOUT, (fanout.message, fanout.destinations, fanout.content, notify))
     except ItemRefusedError as error:
         field = "" if error.field == "destination" else f".{error.field}"
         raise ArgumentError(f"destinations[{error.index}]{field}", error.reason) from error.__cause__

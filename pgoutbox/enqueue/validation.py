@@ -6,12 +6,13 @@ accepted payload comes back from PostgreSQL unchanged, except that a tuple comes
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
+
+from pydantic_core import to_json as encode_json
 
 from pgoutbox.encryption import Identity, Keyring
 from pgoutbox.enqueue.payloads import Serializer, fit, to_json
@@ -30,63 +31,51 @@ from pgoutbox.options import (
     check_max_attempts,
     check_name,
     check_owner,
-    if_given,
 )
-from pgoutbox.topics import (
-    NOT_BOTH,
-    NewMessage,
-    Recipient,
-    Topic,
-    check_on_duplicate,
-    check_on_failed,
-)
+from pgoutbox.topics import NOT_BOTH, NewMessage, Recipient, Topic, check_halts_key, check_on_duplicate
 
 CHUNK_ROWS: Final = 5_000
 CHUNK_CHARACTERS: Final = 16_000_000
+# An array of `jsonb` has at most 268,435,455 bytes. A number takes up to six times as many as characters.
+KEYED_CHARACTERS: Final = 40_000_000
+
+# The options of a message and their checks, by their names in `pgoutbox.draft`, the type of the schema. Only a topic has
+# `expires_after`.
+OPTIONS: Final[Mapping[str, Callable[[str, object], object]]] = {
+    "queue": check_name,
+    "destination": check_destination,
+    "owner": check_owner,
+    "coalesce_key": check_key,
+    "ordering_key": check_key,
+    "dedupe_key": check_key,
+    "on_duplicate": check_on_duplicate,
+    "halts_key": check_halts_key,
+    "available_at": check_available_at,
+    "delay": check_delay,
+    "max_delay": check_delay,
+    "expires_at": check_expires_at,
+    "expires_after": check_delay,
+    "max_attempts": check_max_attempts,
+    "headers": check_headers,
+}
+_KEYS: Final = ("coalesce_key", "ordering_key", "dedupe_key")
+_OWN_OPTIONS: Final = ("destination", "owner", "available_at", "delay", "headers")
+_TOGETHER: Final = (("halts_key", "ordering_key"), ("max_delay", "coalesce_key"), ("on_duplicate", "dedupe_key"))
+_message_options = attrgetter(*(name for name in OPTIONS if name != "expires_after"))
+_NO_MESSAGE_OPTIONS = (None,) * (len(OPTIONS) - 1)
 
 
-class ValidatedMessage(NamedTuple):
-    """A checked message, in the order of the parameters of `sql.ENQUEUE`. None means the default."""
+class Draft(NamedTuple):
+    """A checked message: its payload as JSON text, and its options by their names in `OPTIONS`, each a JSON value."""
 
     topic: str
     payload: str
-    queue: str | None
-    destination: str | None
-    coalesce_key: str | None
-    dedupe_key: str | None
-    available_at: datetime | None
-    delay_seconds: float | None
-    expires_at: datetime | None
-    expires_after_seconds: float | None
-    headers: str | None
-    max_attempts: int | None
-    ordering_key: str | None = None
-    on_failed: str | None = None
-    max_delay_seconds: float | None = None
-    owner: str | None = None
-    on_duplicate: str | None = None
+    options: Mapping[str, Any]
 
-
-class Fanout(NamedTuple):
-    """A checked fan-out, in the order of the parameters of `sql.ENQUEUE_FANOUT`. None means the default."""
-
-    topic: str
-    payload: str
-    destinations: list[str]
-    content: str | None
-    queue: str | None
-    available_at: datetime | None
-    delay_seconds: float | None
-    expires_at: datetime | None
-    expires_after_seconds: float | None
-    headers: str | None
-    max_attempts: int | None
-    owner: str | None
-    payloads: list[str | None] | None
-    headers_each: list[str | None] | None
-    available_ats: list[datetime | None] | None
-    delays: list[float | None] | None
-    owners: list[str | None] | None
+    @property
+    def options_json(self) -> str | None:
+        """The options as JSON text, None without any."""
+        return encode_json(self.options).decode() if self.options else None
 
 
 class Route(NamedTuple):
@@ -97,31 +86,6 @@ class Route(NamedTuple):
     max_payload_bytes: int
     serializer: Serializer | None = None
     keyring: Keyring | None = None
-
-
-# The options and their checks, in the order of the fields of `ValidatedMessage`.
-_CHECKS: Final[Mapping[str, Callable[[str, object], object]]] = {
-    "queue": check_name,
-    "destination": check_destination,
-    "coalesce_key": check_key,
-    "dedupe_key": check_key,
-    "available_at": check_available_at,
-    "delay": check_delay,
-    "expires_at": check_expires_at,
-    "expires_after": check_delay,
-    "headers": check_headers,
-    "max_attempts": check_max_attempts,
-    "ordering_key": check_key,
-    "on_failed": check_on_failed,
-    "max_delay": check_delay,
-    "owner": check_owner,
-    "on_duplicate": check_on_duplicate,
-}
-# Only a topic has `expires_after`.
-_message_options = attrgetter(*(field for field in _CHECKS if field != "expires_after"))
-_NO_MESSAGE_OPTIONS = (None,) * 14
-_NO_CHECKED_OPTIONS = (None,) * 9
-_NO_LAST_OPTIONS = (None,) * 5
 
 
 def carrying(message: NewMessage[P], context: Mapping[str, str]) -> NewMessage[P]:
@@ -141,43 +105,90 @@ def carrying(message: NewMessage[P], context: Mapping[str, str]) -> NewMessage[P
     return replace(message, headers={**headers, **context}) if context.keys().isdisjoint(headers) else message
 
 
-def prepare(message: NewMessage[P], route: Route, *, is_fanout: bool = False) -> ValidatedMessage:
+def prepare(message: NewMessage[P], route: Route, *, is_fanout: bool = False) -> Draft:
     """Check a message, and complete it from its topic's definition.
 
     Raises `ArgumentError` with the path of the invalid value, and `ConfigurationError` for an encrypted topic without a
     keyring. Errors of the topic's functions and of the serializer pass through.
     """
-    topic, max_attempts, max_payload_bytes, serializer, keyring = route
+    topic, max_attempts, max_payload_bytes, serializer, _ = route
     payload = message.payload if topic.payload is None else fit(topic.payload, message.payload)
     text = to_json(payload, max_bytes=max_payload_bytes, serializer=serializer)
-    given = _message_options(message)
-    if given == _NO_MESSAGE_OPTIONS and not topic.has_options and not topic.encrypted:
-        return ValidatedMessage._make((topic.name, text, *_NO_CHECKED_OPTIONS, max_attempts, *_NO_LAST_OPTIONS))
+    options: dict[str, Any] = {} if max_attempts is None else {"max_attempts": max_attempts}
+    if topic.has_options or topic.encrypted or _message_options(message) != _NO_MESSAGE_OPTIONS:
+        for name, value in _settled(topic, message, payload):
+            options[name] = OPTIONS[name](name, value)
+        _check_together(options)
+        if topic.encrypted:
+            text = _seal(text, topic, options, route.keyring, max_payload_bytes, is_fanout=is_fanout)
+    return Draft(topic.name, text, options)
 
-    options = _settled(topic, message, payload) if topic.has_options else (*given[:7], None, *given[7:])
-    checked = [
-        None if value is None else check(field, value)
-        for (field, check), value in zip(_CHECKS.items(), options, strict=True)
-    ]
-    draft = ValidatedMessage._make((topic.name, text, *checked))
-    if max_attempts is not None and draft.max_attempts is None:
-        draft = draft._replace(max_attempts=max_attempts)
-    _check_times(draft)
-    _check_together(draft)
-    return _seal(draft, keyring, max_payload_bytes, is_fanout=is_fanout) if topic.encrypted else draft
+
+def _settled(topic: Topic[P], message: NewMessage[P], payload: P) -> Iterator[tuple[str, object]]:
+    """Yield the options that are given. Options of the topic's definition must not be given again."""
+    for name, defined in (
+        ("available_at", topic.delay),
+        ("expires_at", topic.expires_after),
+        ("max_attempts", topic.retry),
+    ):
+        if defined is not None and getattr(message, name) is not None:
+            raise _owned(topic, name)
+    for name in OPTIONS:
+        defined, value = getattr(topic, name, None), getattr(message, name, None)
+        if defined is not None and value is not None:
+            raise _owned(topic, name)
+        if defined is not None:
+            value = defined(payload) if callable(defined) else defined
+        if value is not None:
+            yield name, value
+
+
+def _owned(topic: Topic[Any], field: str) -> ArgumentError:
+    return ArgumentError(field, f"belongs to the definition of topic {topic.name!r}; do not pass it")
+
+
+def _check_together(options: Mapping[str, Any]) -> None:
+    if "ordering_key" in options and "coalesce_key" in options:
+        raise ArgumentError("ordering_key", NOT_BOTH)
+    for name, needed in _TOGETHER:
+        if name in options and needed not in options:
+            raise ArgumentError(name, f"only together with {needed}")
+    _check_times(options)
+
+
+def _check_times(options: Mapping[str, Any]) -> None:
+    available_at, delay, expires_at = options.get("available_at"), options.get("delay"), options.get("expires_at")
+    if available_at is not None and delay is not None:
+        raise ArgumentError("delay", "give delay or available_at, not both")
+    if expires_at is None:
+        return
+    if available_at is not None and expires_at <= available_at:
+        raise ArgumentError("expires_at", "must be later than available_at")
+    if delay is not None and expires_at < datetime.now(UTC) + timedelta(seconds=delay) - CLOCK_TOLERANCE:
+        raise ArgumentError("expires_at", "must be later than the end of the delay")
 
 
 def _seal(
-    draft: ValidatedMessage, keyring: Keyring | None, max_payload_bytes: int, *, is_fanout: bool
-) -> ValidatedMessage:
+    text: str,
+    topic: Topic[Any],
+    options: Mapping[str, Any],
+    keyring: Keyring | None,
+    max_payload_bytes: int,
+    *,
+    is_fanout: bool,
+) -> str:
     if keyring is None:
-        raise ConfigurationError(f"topic {draft.topic!r} is encrypted: set PGOUTBOX_ENCRYPTION_KEYS")
+        raise ConfigurationError(f"topic {topic.name!r} is encrypted: set PGOUTBOX_ENCRYPTION_KEYS")
     identity = Identity(
-        "fan-out" if is_fanout else "payload", draft.topic, draft.destination, draft.coalesce_key, draft.ordering_key
+        "fan-out" if is_fanout else "payload",
+        topic.name,
+        options.get("destination"),
+        options.get("coalesce_key"),
+        options.get("ordering_key"),
     )
-    sealed = keyring.seal(draft.payload, identity, dedupe_key=draft.dedupe_key)
+    sealed = keyring.seal(text, identity, dedupe_key=options.get("dedupe_key"))
     _check_sealed("payload", sealed, max_payload_bytes)
-    return draft._replace(payload=sealed)
+    return sealed
 
 
 def _check_sealed(field: str, sealed: str, max_bytes: int) -> None:
@@ -185,6 +196,18 @@ def _check_sealed(field: str, sealed: str, max_bytes: int) -> None:
         raise ArgumentError(
             field, f"has {len(sealed)} bytes encrypted, the limit is {max_bytes} (PGOUTBOX_MAX_PAYLOAD_BYTES)"
         )
+
+
+# --- fan-outs ---------------------------------------------------------------------------------------------------------
+
+
+class Fanout(NamedTuple):
+    """A checked fan-out: JSON texts for `sql.ENQUEUE_FANOUT`. The destinations are an array with `size` elements."""
+
+    message: str
+    destinations: str
+    content: str | None
+    size: int
 
 
 def prepare_fanout(
@@ -198,8 +221,8 @@ def prepare_fanout(
     if topic.destination is not None:
         raise _owned(topic, "destination")
     draft = prepare(message, route, is_fanout=True)
-    for field in ("coalesce_key", "dedupe_key", "ordering_key"):
-        if getattr(draft, field) is not None:
+    for field in _KEYS:
+        if field in draft.options:
             raise ArgumentError(field, "the messages of a fan-out have no keys; use enqueue_many")
     if isinstance(destinations, (str, bytes)):
         raise ArgumentError("destinations", "must be several texts, not one")
@@ -208,207 +231,90 @@ def prepare_fanout(
         shared = keyring.seal(shared, Identity("content", topic.name), dedupe_key=None)
         _check_sealed("content", shared, max_payload_bytes)
     parts = [_part_of(recipient, index, draft, route) for index, recipient in enumerate(destinations)]
-    columns = zip(*parts, strict=True) if parts else [()] * len(_Part._fields)
-    names, *own = ([*column] for column in columns)
-    shared_fields: dict[str, Any] = {name: value for name, value in draft._asdict().items() if name in Fanout._fields}
-    for field, values in zip(_OWN_PARTS, own, strict=True):
-        shared_fields[field] = None if values.count(None) == len(values) else values
-    return Fanout(
-        **shared_fields,
-        destinations=names,
-        content=None if content is None else shared,
-    )
+    return Fanout(message_json(draft), f"[{','.join(parts)}]", None if content is None else shared, len(parts))
 
 
-class _Part(NamedTuple):
-    """The checked parts of one destination; None means that of the fan-out."""
-
-    destination: str
-    payload: str | None = None
-    headers: str | None = None
-    available_at: datetime | None = None
-    delay_seconds: float | None = None
-    owner: str | None = None
-
-
-_OWN_PARTS: Final = ("payloads", "headers_each", "available_ats", "delays", "owners")
-
-
-def _part_of(recipient: str | Recipient, index: int, common: ValidatedMessage, route: Route) -> _Part:
+def _part_of(recipient: str | Recipient, index: int, common: Draft, route: Route) -> str:
+    """Return the parts of one destination as JSON text."""
     place = f"destinations[{index}]"
     if not isinstance(recipient, Recipient):
-        return _Part(check_destination(place, recipient))
+        return encode_json(check_destination(place, recipient)).decode()
     topic = route.topic
+    own = {name: value for name in _OWN_OPTIONS if (value := getattr(recipient, name)) is not None}
+    text = None
     try:
-        for field in ("available_at", "delay"):
-            if topic.delay is not None and getattr(recipient, field) is not None:
-                raise _owned(topic, field)
-        if topic.owner is not None and recipient.owner is not None:
-            raise _owned(topic, "owner")
-        payload, owner = None, if_given(check_owner, "owner", recipient.owner)
+        for name in own:
+            if getattr(topic, "delay" if name == "available_at" else name, None) is not None:
+                raise _owned(topic, name)
         if recipient.payload is not None:
-            own = recipient.payload if topic.payload is None else fit(topic.payload, recipient.payload)
-            payload = to_json(own, max_bytes=route.max_payload_bytes, serializer=route.serializer)
-            if topic.owner is not None:
-                owner = if_given(check_owner, "owner", topic.owner(own))
-            if topic.encrypted:
-                draft = common._replace(payload=payload)
-                payload = _seal(draft, route.keyring, route.max_payload_bytes, is_fanout=True).payload
-        part = _Part(
-            check_destination("destination", recipient.destination),
-            payload,
-            if_given(check_headers, "headers", recipient.headers),
-            if_given(check_available_at, "available_at", recipient.available_at),
-            if_given(check_delay, "delay", recipient.delay),
-            owner,
-        )
-        _check_times(common._replace(available_at=part.available_at, delay_seconds=part.delay_seconds))
+            payload = recipient.payload if topic.payload is None else fit(topic.payload, recipient.payload)
+            text = to_json(payload, max_bytes=route.max_payload_bytes, serializer=route.serializer)
+            if topic.owner is not None and (owner := topic.owner(payload)) is not None:
+                own["owner"] = owner
+        options = {name: OPTIONS[name](name, value) for name, value in own.items()}
+        _check_times({"expires_at": common.options.get("expires_at"), **options})
+        if text is not None and topic.encrypted:
+            text = _seal(text, topic, common.options, route.keyring, route.max_payload_bytes, is_fanout=True)
     except ArgumentError as error:
         raise ArgumentError(f"{place}.{error.field}", error.reason) from error.__cause__
-    return part
+    return _json_of(options, {} if text is None else {"payload": text})
 
 
-def _settled(topic: Topic[P], message: NewMessage[P], payload: P) -> Iterator[object]:
-    """Return the options in the order of `_CHECKS`. Options of the topic's definition must not be given again."""
-    for field, defined in (
-        ("available_at", topic.delay),
-        ("expires_at", topic.expires_after),
-        ("max_attempts", topic.retry),
-    ):
-        if defined is not None and getattr(message, field) is not None:
-            raise _owned(topic, field)
-    for field in _CHECKS:
-        defined, given = getattr(topic, field, None), getattr(message, field, None)
-        if defined is not None and given is not None:
-            raise _owned(topic, field)
-        yield given if defined is None else defined(payload) if callable(defined) else defined
+# --- bulks ------------------------------------------------------------------------------------------------------------
 
 
-def _owned(topic: Topic[P], field: str) -> ArgumentError:
-    return ArgumentError(field, f"belongs to the definition of topic {topic.name!r}; do not pass it")
+class Bulk:
+    """The messages of one call as JSON texts, by position. The garbage collector has only texts to visit."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._keyed: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def add(self, draft: Draft) -> None:
+        """Append a message."""
+        if not draft.options.keys().isdisjoint(_KEYS):
+            self._keyed.append(len(self._texts))
+        self._texts.append(message_json(draft))
+
+    def chunks(self) -> Iterator[tuple[Sequence[int], str]]:
+        """Yield the positions of some messages, and these as a JSON array, for one statement each.
+
+        All messages with keys are in the last one, which locks their keys in one order: so two bulks never deadlock.
+        Only if they have more than `KEYED_CHARACTERS` it takes several.
+        """
+        keyed = set(self._keyed)
+        plain = [position for position in range(len(self)) if position not in keyed] if keyed else range(len(self))
+        yield from self._pieces(plain, CHUNK_ROWS, CHUNK_CHARACTERS)
+        yield from self._pieces(self._keyed, len(self), KEYED_CHARACTERS)
+
+    def _pieces(
+        self, positions: Sequence[int], max_rows: int, max_characters: int
+    ) -> Iterator[tuple[Sequence[int], str]]:
+        start = characters = 0
+        for end, position in enumerate(positions):
+            size = len(self._texts[position])
+            characters += size
+            if end > start and (end - start == max_rows or characters > max_characters):
+                yield positions[start:end], self._array(positions[start:end])
+                start, characters = end, size
+        if positions:
+            yield positions[start:], self._array(positions[start:])
+
+    def _array(self, positions: Sequence[int]) -> str:
+        return f"[{','.join([self._texts[position] for position in positions])}]"
 
 
-class Chunk(NamedTuple):
-    """The positions of some drafts, and their parameters of `sql.ENQUEUE_MANY` without the last one."""
-
-    positions: Sequence[int]
-    parameters: tuple[object, ...]
+def message_json(draft: Draft) -> str:
+    """Return the message as one JSON object, as `pgoutbox.enqueue_many` takes it."""
+    return _json_of(draft.options, {"topic": f'"{draft.topic}"', "payload": draft.payload})
 
 
-def chunks(drafts: Sequence[tuple[object, ...]]) -> Iterator[Chunk]:
-    """Return the drafts in pieces, one for each statement.
-
-    All drafts with keys come last, sorted over the whole call in the order of `pgoutbox.enqueue_many`. So every
-    transaction locks the keys in the same order, and two bulks never deadlock. An array that no draft of the call uses
-    is None.
-    """
-    if not drafts:
-        return
-    # A draft whose fields are columns.
-    columns = ValidatedMessage._make(
-        None if column.count(None) == len(column) else column for column in zip(*drafts, strict=True)
-    )
-    order = _locking_order(columns)
-    start = characters = 0
-    for end, position in enumerate(order):
-        size = len(columns.payload[position])
-        characters += size
-        if end > start and (end - start == CHUNK_ROWS or characters > CHUNK_CHARACTERS):
-            yield Chunk(order[start:end], _parameters(columns, order[start:end]))
-            start, characters = end, size
-    yield Chunk(order[start:], _parameters(columns, order[start:]))
-
-
-def _locking_order(columns: ValidatedMessage) -> Sequence[int]:
-    everything = range(len(columns.topic))
-    if columns.coalesce_key is None and columns.dedupe_key is None and columns.ordering_key is None:
-        return everything
-    names = (
-        columns.topic,
-        columns.queue,
-        columns.coalesce_key,
-        columns.dedupe_key,
-        columns.ordering_key,
-    )
-    locks = list(map(_lock, *(itertools.repeat(None) if column is None else column for column in names)))
-    return sorted(everything, key=locks.__getitem__)
-
-
-def _lock(
-    topic: str,
-    queue: str | None,
-    coalesce_key: str | None,
-    dedupe_key: str | None,
-    ordering_key: str | None,
-) -> str:
-    """Return the sort key of a draft in the order of locks; it is empty for a draft without such a key.
-
-    As in pgoutbox.enqueue_many: ordering keys, coalesce keys, dedupe keys. PostgreSQL sorts text of the collation "C"
-    by code point, as Python does. NUL, which no key contains, sorts before all others. Messages of one coalesce or
-    ordering key keep their order.
-    """
-    if ordering_key is not None:
-        return f"1{queue or 'default'}\0{ordering_key}"
-    if coalesce_key is not None:
-        return f"2{topic}\0{coalesce_key}"
-    return "" if dedupe_key is None else f"3{topic}\0{dedupe_key}"
-
-
-def _parameters(columns: ValidatedMessage, positions: Sequence[int]) -> tuple[object, ...]:
-    """Return two texts of lines, then arrays. Arrays of texts are written here, because drivers are slow at that."""
-    parameters: list[object] = []
-    for field, column in zip(ValidatedMessage._fields, cast("Sequence[Sequence[Any] | None]", columns), strict=True):
-        if column is None:
-            parameters.append(None)
-            continue
-        values = [column[position] for position in positions]
-        if field in _LINES:
-            parameters.append("\n".join(values))
-        else:
-            parameters.append(values if field in _NOT_TEXTS else text_array(values))
-    return tuple(parameters)
-
-
-def text_array(texts: Sequence[str | None]) -> str:
-    """Return the array in PostgreSQL's text form. No element holds NUL, because PostgreSQL cannot store it."""
-    if None in texts:
-        return "{" + ",".join(["NULL" if text is None else _quoted(text) for text in texts]) + "}"
-    # All elements are escaped at once, with NUL between them.
-    return "{" + _quoted("\0".join(cast("Sequence[str]", texts))).replace("\0", '","') + "}"
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-# --- options ----------------------------------------------------------------------------------------------------------
-
-
-def _check_times(draft: ValidatedMessage) -> None:
-    if draft.available_at is not None and draft.delay_seconds is not None:
-        raise ArgumentError("delay", "give delay or available_at, not both")
-    if draft.expires_at is None:
-        return
-    if draft.available_at is not None and draft.expires_at <= draft.available_at:
-        raise ArgumentError("expires_at", "must be later than available_at")
-    if draft.delay_seconds is not None:
-        due_at = datetime.now(UTC) + timedelta(seconds=draft.delay_seconds)
-        if draft.expires_at < due_at - CLOCK_TOLERANCE:
-            raise ArgumentError("expires_at", "must be later than the end of the delay")
-
-
-def _check_together(draft: ValidatedMessage) -> None:
-    if draft.ordering_key is not None and draft.coalesce_key is not None:
-        raise ArgumentError("ordering_key", NOT_BOTH)
-    if draft.on_failed is not None and draft.ordering_key is None:
-        raise ArgumentError("on_failed", "only together with ordering_key")
-    if draft.max_delay_seconds is not None and draft.coalesce_key is None:
-        raise ArgumentError("max_delay", "only together with coalesce_key")
-    if draft.on_duplicate is not None and draft.dedupe_key is None:
-        raise ArgumentError("on_duplicate", "only together with dedupe_key")
-
-
-_LINES: Final = frozenset({"topic", "payload"})
-_NOT_TEXTS: Final = frozenset(
-    {"available_at", "delay_seconds", "expires_at", "expires_after_seconds", "max_attempts", "max_delay_seconds"}
-)
+def _json_of(options: Mapping[str, Any], texts: Mapping[str, str]) -> str:
+    """Return a JSON object of options and of further values that are JSON texts."""
+    members = [f'"{name}":{text}' for name, text in texts.items()]
+    if options:
+        members.append(encode_json(options).decode()[1:-1])
+    return f"{{{','.join(members)}}}"

@@ -32,7 +32,7 @@ from pgoutbox.database import operator_connection, sql
 from pgoutbox.encryption import Keyring, decrypted, is_sealed, keyring_of
 from pgoutbox.enqueue.adapters import sync_adapter
 from pgoutbox.enqueue.generators import CancelResult, Enqueued, RescheduleResult, insert, run
-from pgoutbox.enqueue.validation import ValidatedMessage
+from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import ArgumentError, ConfigurationError, MessageNotFoundError, StateError
 from pgoutbox.message import State, Transient
 from pgoutbox.operations import retention
@@ -250,7 +250,7 @@ class Operator:
 
     # --- messages: acts -----------------------------------------------------------------------------------------------
 
-    def enqueue(self, draft: ValidatedMessage) -> Enqueued:
+    def enqueue(self, draft: Draft) -> Enqueued:
         """Enqueue a message that `Outbox.draft` has made by its topic's definition.
 
         The audit records the topic and the id, but not the payload. A login with only the role of a producer or a

@@ -248,7 +248,7 @@ class PruneTotals:
     """
 
     messages: Mapping[State, int]
-    coalesce_keys: int
+    key_heads: int
     dedupe_keys: int = 0
     acts: int = 0
     partitions_made: int = 0
@@ -356,7 +356,7 @@ class ShownMessage(NamedTuple):
     dedupe_key: str | None
     ordering_key: str | None
     owner: str | None
-    on_failed: str | None
+    halts_key: bool
     superseded_by: int | None
     resend_of: int | None
     failure_of: int | None

@@ -233,7 +233,7 @@ class MaintenanceRun:
         self._write = write or self._fetch
         self._dropped: set[str] = set()
         self._deleted: Counter[State] = Counter()
-        self._counts = Counter(coalesce_keys=0)
+        self._counts = Counter(key_heads=0)
         cache.refresh(facts.rules)
 
     @property
@@ -351,7 +351,7 @@ class MaintenanceRun:
             passes.update(dict.fromkeys((sql.PRUNE_DEDUPE_BY_RULE, *_PASSES), _FIRST_PAGE))
             self._cache.keys_at = time.monotonic()
         forgotten = _take_passes(self._fetch, passes, self._limit, self._is_over)
-        self._counts["coalesce_keys"] = forgotten[sql.PRUNE_COALESCE]
+        self._counts["key_heads"] = forgotten[sql.PRUNE_KEYS]
         self._counts["dedupe_keys"] = forgotten[sql.PRUNE_DEDUPE_BY_RULE]
         self._counts["acts"] = forgotten[sql.PRUNE_AUDIT]
 
@@ -369,7 +369,7 @@ def prune(
     if State.SENT in cast("Collection[str]", parameters["states"]):
         passes[sql.PRUNE_DEDUPE] = _FIRST_PAGE
     forgotten = _take_passes(functools.partial(fetch, connection), passes, parameters)
-    return PruneTotals(dict(deleted), forgotten[sql.PRUNE_COALESCE], forgotten[sql.PRUNE_DEDUPE])
+    return PruneTotals(dict(deleted), forgotten[sql.PRUNE_KEYS], forgotten[sql.PRUNE_DEDUPE])
 
 
 def _delete_batches(
@@ -417,7 +417,7 @@ def _take_passes(
 
 
 _FIRST_PAGE: Final = ("", "")
-_PASSES: Final = (sql.PRUNE_ORDERING, sql.PRUNE_CONTENT, sql.PRUNE_COALESCE)
+_PASSES: Final = (sql.PRUNE_KEYS, sql.PRUNE_CONTENT)
 
 
 def prune_parameters(older_than: timedelta, states: Collection[State], topic: str | None) -> dict[str, object]:

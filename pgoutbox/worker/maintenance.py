@@ -162,7 +162,7 @@ class Maintenance:
 
     def _report(self, turn: MaintenanceRun) -> None:
         totals = turn.totals
-        if totals.total or totals.partitions_made or totals.partitions_dropped or totals.coalesce_keys or totals.acts:
+        if totals.total or totals.partitions_made or totals.partitions_dropped or totals.key_heads or totals.acts:
             self._telemetry.report(
                 logging.INFO,
                 LogEvent.MAINTENANCE_DONE,
@@ -170,7 +170,7 @@ class Maintenance:
                 deleted_count=totals.total,
                 partitions_made=totals.partitions_made,
                 partitions_dropped=totals.partitions_dropped,
-                coalesce_keys=totals.coalesce_keys,
+                key_heads=totals.key_heads,
                 dedupe_keys=totals.dedupe_keys,
                 acts=totals.acts,
             )

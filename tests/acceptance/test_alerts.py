@@ -220,7 +220,7 @@ async def test_messages_behind_a_halted_ordering_key_are_a_page(
     worker: Worker, db: psycopg.Connection, scrapes: Scrapes
 ) -> None:
     failed = put(db, State.FAILED, topic="greet", ordering_key="k", age=timedelta(hours=2))
-    db.execute("UPDATE pgoutbox.message SET on_failed = 'halt' WHERE id = %s", [failed])
+    db.execute("UPDATE pgoutbox.message SET halts_key = true WHERE id = %s", [failed])
     with db.transaction():
         age(db, enqueue(db, ordering_key="k"), "available_at", "10 min")
     async with running(worker):

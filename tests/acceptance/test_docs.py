@@ -417,8 +417,14 @@ def refused(connection: psycopg.Connection, statement: str) -> bool:
 
 def test_a_capped_queue_is_full_at_its_cap_and_other_queues_are_not(capped: psycopg.Connection) -> None:
     one = "SELECT pgoutbox.enqueue('greet', '1', 'import')"
-    bulk = "SELECT pgoutbox.enqueue_many({0}, {1}, {2})"
-    three = bulk.format("ARRAY['a', 'a', 'a']", "ARRAY['1', '1', '1']::jsonb[]", "array_fill('import'::text, ARRAY[3])")
+    three = """
+        SELECT pgoutbox.enqueue_many(
+            (
+                SELECT jsonb_agg(jsonb_build_object('topic', 'a', 'payload', n, 'queue', 'import'))
+                FROM generate_series(1, 3) AS n
+            )
+        )
+    """
     capped.execute("SET LOCAL ROLE pgoutbox_producer")
     assert refused(capped, three)
     assert [refused(capped, one) for _ in range(4)] == [False, False, True, True]

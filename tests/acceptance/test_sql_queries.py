@@ -21,12 +21,13 @@ ADA: Final = "mailto:ada@example.org"
 # The clock of a transaction stands still, so ages are exact.
 ROWS: Final[LiteralString] = """
 INSERT INTO pgoutbox.message (
-    id, topic, state, destination, payload, coalesce_key, ordering_key, on_failed, attempt_count,
+    id, topic, state, destination, payload, coalesce_key, ordering_key, halts_key, attempt_count,
     created_at, available_at, claimed_at, finished_at, worker, superseded_by, skip_reason, last_error
 )
 SELECT
-    r.id, r.topic, r.state, r.destination, r.payload::jsonb, r.coalesce_key, r.ordering_key, r.on_failed,
-    r.attempt_count, now() - r.created, now() - r.available, now() - r.claimed, now() - r.finished,
+    r.id, r.topic, r.state, r.destination, r.payload::jsonb, r.coalesce_key, r.ordering_key,
+    coalesce(r.halts_key, false), r.attempt_count,
+    now() - r.created, now() - r.available, now() - r.claimed, now() - r.finished,
     CASE WHEN r.attempt_count > 0 THEN 'w' END, r.superseded_by, r.skip_reason, r.last_error
 FROM (
     VALUES
@@ -37,7 +38,7 @@ FROM (
             '30 s', '30 s', NULL, NULL, NULL, NULL, NULL),
         (3, 'mail.welcome', 'sent', 'mailto:eve@example.org', '{}', NULL, NULL, NULL, 2,
             '200 s', '150 s', '140 s', '138 s', NULL, NULL, NULL),
-        (4, 'mail.order', 'failed', 'mailto:eve@example.org', '{}', NULL, 'o', 'halt', 2,
+        (4, 'mail.order', 'failed', 'mailto:eve@example.org', '{}', NULL, 'o', true, 2,
             '2 h', '2 h', '61 min', '1 h', NULL, NULL, '550 no such mailbox 17'),
         (5, 'mail.order', 'pending', NULL, '{}', NULL, 'o', NULL, 0,
             '20 s', '20 s', NULL, NULL, NULL, NULL, NULL),
@@ -58,7 +59,7 @@ FROM (
         (13, 'mail.order', 'failed', NULL, '{}', NULL, NULL, NULL, 1,
             '3 days', '3 days', '3 days', '2 days', NULL, NULL, 'long ago')
 ) AS r(
-    id, topic, state, destination, payload, coalesce_key, ordering_key, on_failed, attempt_count,
+    id, topic, state, destination, payload, coalesce_key, ordering_key, halts_key, attempt_count,
     created, available, claimed, finished, superseded_by, skip_reason, last_error
 )
 """
@@ -81,7 +82,7 @@ FROM (
     GROUP BY r.id
 ) AS a(id, attempts)
 WHERE m.id = a.id;
-INSERT INTO pgoutbox.coalesce_head (newest_id, topic, coalesce_key)
+INSERT INTO pgoutbox.key_head (newest_id, scope, key)
 VALUES (10, 'mail.password_reset', 'ada@example.org');
 INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('bulk', now());
 INSERT INTO pgoutbox.breaker (key, opened_at, retry_at, cooldown_seconds, worker, last_error)

@@ -504,7 +504,7 @@ ATTACKS: Final = (
 
 HOSTILE_MESSAGE: Final = """
     INSERT INTO pgoutbox.message (
-        topic, queue, destination, coalesce_key, dedupe_key, ordering_key, on_failed, worker, last_error, skip_reason,
+        topic, queue, destination, coalesce_key, dedupe_key, ordering_key, worker, last_error, skip_reason,
         payload, headers, state, key_in_flight, attempt_count, lane, claimed_at, finished_at
     ) VALUES (
         %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s,

@@ -52,7 +52,7 @@ FROM (
 """
 
 HEADS: LiteralString = """
-INSERT INTO pgoutbox.coalesce_head (newest_id, topic, coalesce_key)
+INSERT INTO pgoutbox.key_head (newest_id, scope, key)
 SELECT m.id, m.topic, m.coalesce_key FROM pgoutbox.message AS m WHERE m.coalesce_key IS NOT NULL
 """
 
@@ -152,7 +152,7 @@ def filled(
         with connection:
             connection.execute("ALTER TABLE pgoutbox.message_live SET (autovacuum_enabled = off)")
             connection.execute("ALTER TABLE pgoutbox.message_done_default SET (autovacuum_enabled = off)")
-            connection.execute("ALTER TABLE pgoutbox.coalesce_head SET (autovacuum_enabled = off)")
+            connection.execute("ALTER TABLE pgoutbox.key_head SET (autovacuum_enabled = off)")
             connection.execute(FILL, {"done": DONE_COUNT, "pending": PENDING_COUNT})
             connection.execute(HEADS)
             connection.execute("ALTER TABLE pgoutbox.claim SET (autovacuum_enabled = off)")
@@ -256,7 +256,7 @@ def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(
     plan = plan_of(filled, statement, CLAIM_PARAMETERS)
     if index != "claim_lease":
         assert {node.index for node in plan.reads("message_live", "s")} == {"message_live_in_flight"}
-    assert {node.index for node in plan.reads("coalesce_head", "head")} == {"coalesce_head_pkey"}
+    assert {node.index for node in plan.reads("key_head", "head")} == {"key_head_pkey"}
 
 
 @pytest.mark.parametrize(("statement", "index"), LANES)
@@ -381,7 +381,7 @@ def test_statements_for_live_messages_never_touch_finished_rows(
     filled: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
 ) -> None:
     plan = plan_of(filled, statement, parameters)
-    assert plan.relations() <= {"message_live", "coalesce_head", "queue", "claim", "cancel_request"}
+    assert plan.relations() <= {"message_live", "key_head", "queue", "claim", "cancel_request"}
 
 
 IN_FLIGHT_COUNT = 1_699

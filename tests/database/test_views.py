@@ -104,7 +104,7 @@ def a_newer_one_exists(db: psycopg.Connection) -> tuple[int, Expected]:
 
 
 def its_key_is_halted(db: psycopg.Connection) -> tuple[int, Expected]:
-    failed = enqueue(db, ordering_key="o", on_failed="halt")
+    failed = enqueue(db, ordering_key="o", halts_key=True)
     db.execute(
         "UPDATE pgoutbox.message SET state = 'failed', attempt_count = 1, finished_at = now() WHERE id = %s", [failed]
     )

@@ -994,7 +994,7 @@ class TestDue:
 
     def test_a_failed_message_that_halts_its_key_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         first = put(db, State.FAILED, ordering_key="order-7")
-        db.execute("UPDATE pgoutbox.message SET on_failed = 'halt' WHERE id = %s", (first,))
+        db.execute("UPDATE pgoutbox.message SET halts_key = true WHERE id = %s", (first,))
         enqueue(db, "mail", ordering_key="order-7")
         db.execute(HOUR_AGO + " WHERE state = 'pending'")
         expect(found(dsn, "due"), Level.WARNING, "1 wait behind a failed message of their ordering key", "redrive")
@@ -1016,7 +1016,7 @@ class TestDue:
         self, dsn: str, db: psycopg.Connection, handled: Outbox
     ) -> None:
         first = put(db, State.FAILED, ordering_key="order-7")
-        db.execute("UPDATE pgoutbox.message SET on_failed = 'halt' WHERE id = %s", (first,))
+        db.execute("UPDATE pgoutbox.message SET halts_key = true WHERE id = %s", (first,))
         for _ in range(2):
             enqueue(db, "mail", ordering_key="order-7")
         enqueue(db, "mail.lost")

@@ -1,10 +1,10 @@
-"""Tests the SQL function enqueue_many across items: arrays of different lengths, one key twice, and two bulks at
-once."""
+"""Tests the SQL function enqueue_many across items: one key in several items, and two bulks at once."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final, LiteralString, NamedTuple
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import psycopg
 import pytest
@@ -13,38 +13,24 @@ from hypothesis import given as drawing
 from hypothesis import strategies as st
 
 from pgoutbox import NewMessage, Outbox
+from pgoutbox.message import State
 from tests.support import races
+from tests.support.drafts import enqueue_many
+from tests.support.messages import put
+from tests.support.outbox_actions import (
+    claim,
+    claim_ordered,
+    find_ordered,
+    finish_sent,
+    ids_in_flight,
+    row_of,
+    state_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tests.conftest import Connect
-
-OPTIONAL_ARRAYS: Final[dict[str, LiteralString]] = {
-    "queues": "text[]",
-    "destinations": "text[]",
-    "coalesce_keys": "text[]",
-    "dedupe_keys": "text[]",
-    "available_ats": "timestamptz[]",
-    "delays": "double precision[]",
-    "expires_ats": "timestamptz[]",
-    "headers": "jsonb[]",
-    "max_attempts": "integer[]",
-    "ordering_keys": "text[]",
-    "on_failed": "text[]",
-    "max_delays": "double precision[]",
-}
-ENQUEUE_MANY: Final[LiteralString] = """
-SELECT m.item_index, m.id, m.duplicate
-FROM pgoutbox.enqueue_many(
-    topics => %(topics)s::text[],
-    payloads => %(payloads)s::jsonb[],
-    queues => %(queues)s::text[],
-    coalesce_keys => %(coalesce_keys)s::text[],
-    dedupe_keys => %(dedupe_keys)s::text[],
-    ordering_keys => %(ordering_keys)s::text[]
-) AS m
-"""
 
 
 class Item(NamedTuple):
@@ -53,49 +39,123 @@ class Item(NamedTuple):
     coalesce_key: str | None = None
     dedupe_key: str | None = None
     ordering_key: str | None = None
-    payload: str = "1"
-
-
-def given(column: list[str | None]) -> list[str | None] | None:
-    """Pass NULL for an array that no item uses, like Python. Bulks with one kind of key have their own statement."""
-    return None if column.count(None) == len(column) else column
+    payload: object = 1
+    on_duplicate: str | None = None
+    available_at: str | None = None
 
 
 def enqueue(connection: psycopg.Connection, items: Sequence[Item]) -> list[tuple[int, int, bool]]:
-    """Return the answers in the order of their arrival."""
-    topics, queues, coalesce_keys, dedupe_keys, ordering_keys, payloads = map(list, zip(*items, strict=True))
-    parameters = {
-        "topics": topics,
-        "payloads": payloads,
-        "queues": given(queues),
-        "coalesce_keys": given(coalesce_keys),
-        "dedupe_keys": given(dedupe_keys),
-        "ordering_keys": given(ordering_keys),
-    }
-    return connection.execute(ENQUEUE_MANY, parameters).fetchall()
+    """Return the answers in the order of the items."""
+    messages = [{name: value for name, value in item._asdict().items() if value is not None} for item in items]
+    return enqueue_many(connection, *messages)
 
 
-@pytest.mark.parametrize("name", OPTIONAL_ARRAYS)
-def test_no_array_may_have_more_elements_than_there_are_topics(rolled_back: psycopg.Connection, name: str) -> None:
-    with pytest.raises(psycopg.errors.InvalidParameterValue, match="no other array may have more elements"):
-        rolled_back.execute(
-            "SELECT FROM pgoutbox.enqueue_many(ARRAY['t'], ARRAY['1'::jsonb],"
-            f" {name} => ARRAY[NULL, NULL]::{OPTIONAL_ARRAYS[name]})".encode()
-        )
+# --- one key in several items -----------------------------------------------------------------------------------------
 
 
 def test_a_dedupe_key_twice_in_a_bulk_is_one_message(rolled_back: psycopg.Connection) -> None:
-    answers = sorted(enqueue(rolled_back, [Item(dedupe_key="k"), Item(), Item(dedupe_key="k")]))
+    answers = enqueue(rolled_back, [Item(dedupe_key="k"), Item(), Item(dedupe_key="k")])
     assert [duplicate for _, _, duplicate in answers] == [False, False, True]
     assert answers[0][1] == answers[2][1] != answers[1][1]
     assert rolled_back.execute("SELECT count(*) FROM pgoutbox.message").fetchone() == (2,)
 
 
+@pytest.mark.parametrize("rule", [None, "error"])
 def test_a_dedupe_key_twice_in_a_bulk_with_two_payloads_is_a_conflict(
-    rolled_back: psycopg.Connection,
+    rolled_back: psycopg.Connection, rule: str | None
 ) -> None:
-    with pytest.raises(psycopg.errors.UniqueViolation, match="another payload"):
-        enqueue(rolled_back, [Item(dedupe_key="k"), Item(dedupe_key="k", payload="2")])
+    with pytest.raises(psycopg.errors.UniqueViolation, match="another payload"), rolled_back.transaction():
+        enqueue(rolled_back, [Item(dedupe_key="k"), Item(dedupe_key="k", payload=2, on_duplicate=rule)])
+    assert rolled_back.execute("SELECT FROM pgoutbox.message").fetchall() == []
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_another_payload_of_a_dedupe_key_in_a_bulk_is_ignored_if_asked(
+    rolled_back: psycopg.Connection, exists: bool
+) -> None:
+    """The rule of the first item does not matter: it has nothing to ignore, unless the message existed before."""
+    first = enqueue(rolled_back, [Item(dedupe_key="k", payload=2)])[0][1] if exists else None
+    items = [
+        Item(dedupe_key="k", payload=2),
+        Item(dedupe_key="k", payload=3, on_duplicate="ignore"),
+        Item(dedupe_key="k", payload=2, on_duplicate="error"),
+        Item(dedupe_key="l", payload=3),
+    ]
+    answers = enqueue(rolled_back, items)
+    assert [duplicate for _, _, duplicate in answers] == [exists, True, True, False]
+    (known,) = {message_id for _, message_id, _ in answers[:3]}
+    assert first in (None, known)
+    assert rolled_back.execute("SELECT m.payload FROM pgoutbox.message AS m ORDER BY m.id").fetchall() == [(2,), (3,)]
+
+
+def test_the_first_of_several_items_takes_a_freed_dedupe_key(rolled_back: psycopg.Connection) -> None:
+    freed = put(rolled_back, State.CANCELLED, topic="t", dedupe_key="k")
+    answers = enqueue(rolled_back, [Item(dedupe_key="k"), Item(dedupe_key="l"), Item(dedupe_key="k")])
+    assert [duplicate for _, _, duplicate in answers] == [False, False, True]
+    assert freed < answers[0][1] == answers[2][1]
+    with pytest.raises(psycopg.errors.UniqueViolation):
+        enqueue(rolled_back, [Item(dedupe_key="k", payload=2)])
+
+
+@pytest.mark.parametrize("key", ["coalesce_key", "ordering_key"])
+def test_a_duplicate_does_not_take_the_place_of_newer_messages_of_its_other_key(
+    rolled_back: psycopg.Connection, key: str
+) -> None:
+    both = Item(dedupe_key="d")._replace(**{key: "k"})
+    ((_, older, _),) = enqueue(rolled_back, [both])
+    ((_, newer, _), (_, again, duplicate)) = enqueue(rolled_back, [Item()._replace(**{key: "k"}), both])
+    assert (again, duplicate) == (older, True)
+    heads = "SELECT head.newest_id FROM pgoutbox.key_head AS head"
+    assert rolled_back.execute(heads).fetchall() == [(newer,)]
+    assert enqueue(rolled_back, [both]) == [(0, older, True)]
+    assert rolled_back.execute(heads).fetchall() == [(newer,)]
+
+
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_of_several_items_of_a_coalesce_key_the_last_one_is_owed(
+    rolled_back: psycopg.Connection, is_scheduled: bool
+) -> None:
+    due_at = (datetime.now(UTC) + timedelta(days=1)).isoformat() if is_scheduled else None
+    items = [Item(coalesce_key=key, payload=n, available_at=due_at) for n, key in enumerate("klkk")]
+    older, other, old, newest = (message_id for _, message_id, _ in enqueue(rolled_back, items))
+    heads = rolled_back.execute("SELECT head.scope, head.key, head.newest_id FROM pgoutbox.key_head AS head ORDER BY 2")
+    assert heads.fetchall() == [("t", "k", newest), ("t", "l", other)]
+    if is_scheduled:  # Otherwise their claim ends them.
+        assert [row_of(rolled_back, i).superseded_by for i in (older, old)] == [newest, newest]
+        assert {state_of(rolled_back, i) for i in (older, old)} == {"skipped"}
+        rolled_back.execute("UPDATE pgoutbox.message_live SET available_at = now()")
+    assert ids_in_flight(claim(rolled_back, topics=["t"])) == [other, newest]
+
+
+def test_several_items_of_an_ordering_key_are_delivered_one_after_the_other(rolled_back: psycopg.Connection) -> None:
+    items = [Item("ab"[n % 2], ordering_key="k", payload=n) for n in range(4)]
+    ids = [message_id for _, message_id, _ in enqueue(rolled_back, items)]
+    heads = rolled_back.execute("SELECT head.scope, head.key, head.newest_id FROM pgoutbox.key_head AS head")
+    assert heads.fetchall() == [("/default", "k", ids[-1])]
+    for message_id in ids:
+        claimable, _, _ = find_ordered(rolled_back, topics=["a", "b"])
+        assert [row.id for row in claim_ordered(rolled_back, *claimable)] == [message_id]
+        finish_sent(rolled_back, (message_id, 1))
+
+
+@pytest.mark.parametrize("key", ["coalesce_key", "ordering_key"])
+def test_the_duplicates_of_a_bulk_that_waited_name_its_message(connect: Connect, key: str) -> None:
+    """A bulk draws its ids, waits for a dedupe key, and then another transaction has a greater id of the other key."""
+    holder, bulk, other, observer = connect(), connect(), connect(), connect(autocommit=True)
+    enqueue(holder, [Item(dedupe_key="a")])
+    both = Item(dedupe_key="b")._replace(**{key: "k"})
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(enqueue, bulk, [both, Item(dedupe_key="a"), both])
+        races.until_blocked(observer, bulk, waiting)
+        ((_, meanwhile, _),) = enqueue(other, [Item()._replace(**{key: "k"})])
+        other.commit()
+        holder.rollback()
+        first, second, again = waiting.result()
+    bulk.commit()
+    stored = observer.execute("SELECT m.dedupe_key, m.id FROM pgoutbox.message AS m WHERE m.dedupe_key IS NOT NULL")
+    assert dict(stored.fetchall()) == {"a": second[1], "b": first[1]}
+    assert first[1] > meanwhile
+    assert again == (2, first[1], True)
 
 
 @pytest.mark.parametrize("key", ["coalesce_key", "ordering_key"])
@@ -106,7 +166,7 @@ def test_messages_of_one_key_keep_the_order_of_the_items_with_any_dedupe_keys(
     items = [
         Item(dedupe_key=f"{(90 - number) * 7 % 101:03}")._replace(**{key: "cab"[number % 3]}) for number in range(90)
     ]
-    answers = sorted(enqueue(rolled_back, items))
+    answers = enqueue(rolled_back, items)
     assert [index for index, _, _ in answers] == list(range(90))
     for start in range(3):
         ids = [message_id for _, message_id, _ in answers[start::3]]
@@ -122,6 +182,8 @@ def enqueue_by_python(connection: psycopg.Connection, items: Sequence[Item]) -> 
     answers = Outbox().enqueue_many(connection, messages)
     return [(index, answer.id, answer.duplicate) for index, answer in enumerate(answers)]
 
+
+# --- order and locks --------------------------------------------------------------------------------------------------
 
 TOPICS: Final = st.sampled_from("cab")
 KEYS: Final = st.sampled_from("yx")
@@ -159,7 +221,8 @@ def test_messages_of_one_key_have_ids_in_the_order_of_the_items_across_topics(
         pytest.param(Item("a", coalesce_key="k"), Item("b", coalesce_key="k"), id="topics of coalesce keys"),
         pytest.param(Item(dedupe_key="a"), Item(dedupe_key="b"), id="dedupe keys"),
         pytest.param(Item("a", dedupe_key="k"), Item("b", dedupe_key="k"), id="topics of dedupe keys"),
-        pytest.param(Item("b", coalesce_key="k"), Item("a", dedupe_key="k"), id="coalesce keys, then dedupe keys"),
+        pytest.param(Item("b", dedupe_key="k"), Item("a", coalesce_key="k"), id="dedupe keys, then coalesce keys"),
+        pytest.param(Item("b", dedupe_key="k"), Item("a", ordering_key="k"), id="dedupe keys, then ordering keys"),
         pytest.param(Item("b", ordering_key="k"), Item("a", coalesce_key="k"), id="ordering keys, then coalesce keys"),
         pytest.param(Item(ordering_key="a"), Item(ordering_key="b"), id="ordering keys"),
         pytest.param(Item("b", "q", ordering_key="a"), Item("a", "q", ordering_key="b"), id="ordering keys, topics"),
@@ -186,21 +249,31 @@ def test_every_bulk_locks_the_keys_in_one_order(connect: Connect, first: Item, s
         assert sorted(index for index, _, _ in waiting.result()) == [0, 1]
 
 
-@pytest.mark.parametrize("queues", [None, [], [None, "bulk"]])
-def test_a_bulk_notifies_for_the_default_queue_too(connect: Connect, queues: list[str | None] | None) -> None:
+@pytest.mark.parametrize("queues", [(None,), (None, "default"), (None, "bulk"), ("bulk", None, "bulk")])
+@pytest.mark.parametrize("key", [None, "k"])
+def test_a_bulk_notifies_for_the_default_queue_too(
+    connect: Connect, queues: tuple[str | None, ...], key: str | None
+) -> None:
     listener, bulk = connect(autocommit=True), connect()
     listener.execute("LISTEN pgoutbox")
     for queue in ("default", "bulk"):
         listener.execute("SELECT pg_advisory_lock(1885826146, hashtext(%s))", [queue])
-    bulk.execute(
-        "SELECT FROM pgoutbox.enqueue_many(array_fill('t'::text, '{3}'), array_fill('1'::jsonb, '{3}'), %s::text[])",
-        [queues],
-    )
+    enqueue(bulk, [Item(queue=queue, ordering_key=key) for queue in queues])
     bulk.execute("NOTIFY pgoutbox, 'the end'")
     bulk.commit()
-    rung = set()
+    rung = []
     for ring in listener.notifies():
         if ring.payload == "the end":
             break
-        rung.add(ring.payload)
-    assert rung == ({"default", "bulk"} if queues else {"default"})
+        rung.append(ring.payload)
+    assert sorted(rung) == (["bulk", "default"] if "bulk" in queues else ["default"])
+
+
+def test_a_bulk_of_duplicates_notifies_nobody(connect: Connect) -> None:
+    listener, bulk = connect(autocommit=True), connect(autocommit=True)
+    enqueue(bulk, [Item(dedupe_key="k")])
+    listener.execute("LISTEN pgoutbox")
+    listener.execute("SELECT pg_advisory_lock(1885826146, hashtext('default'))")
+    enqueue(bulk, [Item(dedupe_key="k")] * 2)
+    listener.execute("SELECT")  # Notifications arrive with its answer.
+    assert list(listener.notifies(timeout=0)) == []

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import psycopg
 import pytest
+from psycopg.types.json import Jsonb
 
-from pgoutbox import Outbox
+from pgoutbox import NewMessage, Outbox
+from pgoutbox.message import State
 from tests.support import races
+from tests.support.drafts import enqueue_many
+from tests.support.messages import put
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from tests.conftest import Connect
+
+    Message: TypeAlias = Mapping[str, Any]
 
 
 def enqueue_coalesced(connection: psycopg.Connection, key: str) -> None:
@@ -61,3 +67,165 @@ def test_separate_calls_in_one_order_wait_and_do_not_deadlock(connect: Connect) 
         waiting.result()
     enqueue_coalesced(second, "b")
     second.commit()
+
+
+# --- one call in each transaction -------------------------------------------------------------------------------------
+
+
+def message(topic: str, **options: object) -> Message:
+    return {"topic": topic, "payload": 1, **options}
+
+
+def in_sql(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
+    enqueue_many(connection, *messages)
+
+
+def in_python(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
+    Outbox().enqueue_many(connection, [NewMessage(**options) for options in messages])
+
+
+def one_in_sql(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
+    (options,) = messages
+    names = ", ".join(f"{name} => d.{name}" for name in options)
+    call = f"SELECT pgoutbox.enqueue({names}) FROM jsonb_populate_record(NULL::pgoutbox.draft, %s) AS d"
+    connection.execute(call.encode(), [Jsonb(options)])
+
+
+def one_in_python(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
+    (options,) = messages
+    Outbox().enqueue(connection, **options)
+
+
+COALESCED: Final = [message(topic, coalesce_key=key) for topic in "ab" for key in "xy"]
+ORDERED: Final = [message(topic, ordering_key=key, queue=queue) for topic, key, queue in ("axq", "byq", "axr", "byr")]
+DEDUPED: Final = [message(topic, dedupe_key=key) for topic in "ab" for key in "xy"]
+BOTH: Final = message("b", dedupe_key="d", coalesce_key="c")
+MIXED: Final = [
+    message("b", coalesce_key="x"),
+    message("a", ordering_key="x", queue="q"),
+    message("a", dedupe_key="z"),
+    BOTH,
+    message("a", coalesce_key="y", dedupe_key="y"),
+    message("a", ordering_key="y", dedupe_key="o"),
+    message("b", coalesce_key="x"),
+    message("a"),
+]
+KEYS: Final = ("coalesce_key", "ordering_key", "dedupe_key")
+
+
+def gates_of(messages: Sequence[Message]) -> list[Message]:
+    """Return for each key a message that has only this one."""
+    rest = [{name: value for name, value in one.items() if name not in KEYS} for one in messages]
+    gates = [{**rest[n], key: one[key]} for n, one in enumerate(messages) for key in KEYS if key in one]
+    return [gate for n, gate in enumerate(gates) if gate not in gates[:n]]
+
+
+def cross(connect: Connect, gate: Message, *calls: tuple[Callable[..., None], Sequence[Message]]) -> list[str]:
+    """Run each call in its own transaction, where all wait until the gate's key is free. Return how they ended."""
+    holder, observer = connect(), connect(autocommit=True)
+    in_sql(holder, [gate])
+
+    def commit(connection: psycopg.Connection, call: Callable[..., None], messages: Sequence[Message]) -> str:
+        try:
+            call(connection, messages)
+        except psycopg.errors.DeadlockDetected:
+            connection.rollback()
+            return "deadlock"
+        connection.commit()
+        return "committed"
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        ends = []
+        for call, messages in calls:
+            connection = connect()
+            connection.execute("SET LOCAL lock_timeout = 0; SET LOCAL deadlock_timeout = '10ms'")
+            ends.append(threads.submit(commit, connection, call, messages))
+            races.until_blocked(observer, connection, ends[-1])
+        holder.rollback()
+        return [end.result() for end in ends]
+
+
+def redefine(db: psycopg.Connection, function: str, guard: str, instead: str) -> None:
+    ((definition,),) = db.execute("SELECT pg_get_functiondef(%s::regproc)", [f"pgoutbox.{function}"]).fetchall()
+    assert definition.count(guard) == 1
+    db.execute(definition.replace(guard, instead).encode())
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(in_sql, in_sql), (in_python, in_python), (in_sql, in_python)], ids=["sql", "python", "both"]
+)
+@pytest.mark.parametrize(
+    "messages", [COALESCED, ORDERED, DEDUPED, MIXED], ids=["coalesce", "ordering", "dedupe", "all"]
+)
+def test_two_bulks_with_the_same_keys_in_opposite_order_commit(
+    connect: Connect,
+    db: psycopg.Connection,
+    first: Callable[..., None],
+    second: Callable[..., None],
+    messages: list[Message],
+) -> None:
+    """Each key in turn is the gate at which both wait with what they have locked before."""
+    for gate in gates_of(messages):
+        assert cross(connect, gate, (first, messages), (second, messages[::-1])) == ["committed"] * 2
+        db.execute("TRUNCATE pgoutbox.dedupe")  # So that the next two write all of their messages, too.
+
+
+@pytest.mark.parametrize("single", [one_in_sql, one_in_python])
+@pytest.mark.parametrize("bulk", [in_sql, in_python])
+@pytest.mark.parametrize("key", ["coalesce_key", "ordering_key"])
+def test_a_bulk_and_a_message_with_two_of_its_keys_commit(
+    connect: Connect, db: psycopg.Connection, bulk: Callable[..., None], single: Callable[..., None], key: str
+) -> None:
+    both = message("b", dedupe_key="d", **{key: "c"})
+    parts = [message("b", **{key: "c"}), message("b", dedupe_key="d")]
+    for messages in (parts, parts[::-1]):
+        calls = [(bulk, messages), (single, [both])]
+        for gate in parts:
+            for order in (calls, calls[::-1]):
+                assert cross(connect, gate, *order) == ["committed"] * 2
+                db.execute("TRUNCATE pgoutbox.dedupe")
+
+
+@pytest.mark.parametrize("messages", [DEDUPED, [*DEDUPED[1:], message("a", dedupe_key="new")]])
+def test_two_bulks_that_take_over_freed_dedupe_keys_in_opposite_order_commit(
+    connect: Connect, db: psycopg.Connection, messages: list[Message]
+) -> None:
+    for gate in gates_of(messages):
+        db.execute("TRUNCATE pgoutbox.dedupe")
+        for freed in DEDUPED:
+            put(db, State.CANCELLED, topic=freed["topic"], dedupe_key=freed["dedupe_key"])
+        assert cross(connect, gate, (in_sql, messages), (in_sql, messages[::-1])) == ["committed"] * 2
+
+
+EARLY_KEYS: Final = """
+    IF (drafts[1]).coalesce_key = 'x' THEN
+        PERFORM pgoutbox._take_keys(drafts, ids, known_ids);
+    END IF;
+    IF has_dedupe_keys THEN
+"""
+
+
+@pytest.mark.parametrize(
+    ("messages", "function", "guard", "instead"),
+    [
+        (COALESCED, "_take_keys", "ORDER BY i.scope, i.key", "ORDER BY min(i.id)"),
+        (ORDERED, "_take_keys", "ORDER BY i.scope, i.key", "ORDER BY min(i.id)"),
+        (DEDUPED, "_take_dedupe_keys", "FROM first AS f", "FROM first AS f ORDER BY f.id"),
+        (
+            [message("a", coalesce_key="x"), message("a", dedupe_key="x")],
+            "_enqueue",
+            "IF has_dedupe_keys THEN",
+            EARLY_KEYS,
+        ),
+    ],
+    ids=["coalesce", "ordering", "dedupe", "kinds"],
+)
+def test_without_one_order_two_bulks_deadlock(
+    connect: Connect, db: psycopg.Connection, messages: list[Message], function: str, guard: str, instead: str
+) -> None:
+    redefine(db, function, guard, instead)
+    ends = []
+    for gate in gates_of(messages):
+        ends += cross(connect, gate, (in_sql, messages), (in_sql, messages[::-1]))
+        db.execute("TRUNCATE pgoutbox.dedupe")
+    assert "deadlock" in ends

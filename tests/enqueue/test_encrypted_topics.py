@@ -58,7 +58,7 @@ def put(outbox: Outbox, db: psycopg.Connection, code: str = CANARY, **options: U
 def everything_in(db: psycopg.Connection) -> str:
     """Return the contents of all message tables as text."""
     texts = []
-    for table in ("message", "dedupe", "coalesce_head"):
+    for table in ("message", "dedupe", "key_head"):
         texts += [row[0] for row in db.execute(f"SELECT t::text FROM pgoutbox.{table} AS t".encode()).fetchall()]
     return "\n".join(texts)
 
@@ -298,7 +298,8 @@ async def test_payload_and_content_of_a_fan_out_do_not_decrypt_in_another_topic(
         db.execute(
             "SELECT f.id FROM pgoutbox.message AS m JOIN pgoutbox.content AS c ON c.id = m.content_id"
             " CROSS JOIN LATERAL pgoutbox.enqueue_fanout("
-            f"'public.hook', {payload}, ARRAY['mailto:b@example.org'], content => c.body) AS f"
+            f"jsonb_build_object('topic', 'public.hook', 'payload', {payload}),"
+            """ '["mailto:b@example.org"]', content => c.body) AS f"""
             " WHERE m.topic = 'reset'".encode()
         )
     await Worker(outbox).run_once()

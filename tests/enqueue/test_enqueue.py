@@ -228,7 +228,7 @@ def test_a_refusal_by_the_database_raises_the_same_error(outbox: Outbox, rolled_
     past = datetime.now(UTC) - timedelta(hours=1)
     with pytest.raises(ArgumentError) as caught, rolled_back.transaction():
         outbox.enqueue(rolled_back, "mail", 1, expires_at=past)
-    assert str(caught.value) == "expires_at: must be later than now and than available_at"
+    assert str(caught.value) == "expires_at: must be later than now and than the due time"
     assert type(caught.value) is ArgumentError
     assert isinstance(caught.value.__cause__, errors.InvalidParameterValue)
     items = [NewMessage("mail", 1, coalesce_key="k", expires_at=past), *([NewMessage("mail", 1)] * 6000)]

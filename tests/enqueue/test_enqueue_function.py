@@ -1,4 +1,5 @@
-"""Tests the SQL functions enqueue and enqueue_many, as a trigger, psql or another language calls them."""
+"""Tests the SQL functions enqueue and enqueue_many, as a trigger, psql or another language calls them. The options have
+their own tests in test_options.py."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from pgoutbox.embedded import embedded_server
 from pgoutbox.enqueue.adapters import answer_of
 from pgoutbox.errors import SchemaError
 from pgoutbox.message import State
+from tests.support.drafts import enqueue_many
 from tests.support.messages import put
 from tests.support.outbox_actions import WatchedWorker, ask_for_locks, enqueue, running, settings_for
 from tests.support.pages import DOCS, blocks_of
@@ -51,20 +53,12 @@ SELECT pgoutbox.enqueue(
 
 # A valid item first, so that the index in the answer is not 0.
 ENQUEUE_MANY: LiteralString = """
-SELECT *
-FROM pgoutbox.enqueue_many(
-    topics => ARRAY['sound', %(topic)s::text],
-    payloads => ARRAY['1', %(payload)s::jsonb],
-    queues => ARRAY[NULL, %(queue)s::text],
-    destinations => ARRAY[NULL, %(destination)s::text],
-    coalesce_keys => ARRAY[NULL, %(coalesce_key)s::text],
-    dedupe_keys => ARRAY[NULL, %(dedupe_key)s::text],
-    available_ats => ARRAY[NULL, %(available_at)s::text::timestamptz],
-    expires_ats => ARRAY[NULL, %(expires_at)s::text::timestamptz],
-    headers => ARRAY[NULL, %(headers)s::jsonb],
-    max_attempts => ARRAY[NULL, %(max_attempts)s::integer],
-    ordering_keys => ARRAY[NULL, %(ordering_key)s::text]
-)
+SELECT * FROM pgoutbox.enqueue_many(%(messages)s::text::jsonb)
+"""
+
+# The door of Python.
+RECEIPT: LiteralString = """
+SELECT pgoutbox._enqueue_receipt(%(topic)s::text, %(payload)s::jsonb, %(options)s::text::jsonb, true)
 """
 
 SOUND: Mapping[str, object] = {
@@ -86,12 +80,11 @@ BAD_NAMES = (
     "a b",
 )  # fmt: skip
 BAD_HEADERS: tuple[object, ...] = (
-    None, [], "a", 1, {"a": 1}, {"a": None}, {"a": {"b": "c"}}, {"": "a"}, {"a\n": "b"}, {"a": "b\r\nBcc: c"},
+    [], "a", 1, {"a": 1}, {"a": None}, {"a": {"b": "c"}}, {"": "a"}, {"a\n": "b"}, {"a": "b\r\nBcc: c"},
     {"a": "\x7f"}, {f"h{n}": "" for n in range(65)}, {"a": "x" * 65_536},
 )  # fmt: skip
 BAD_ARGUMENTS: list[tuple[str, object, str]] = [
     ("topic", None, "22004"),
-    ("payload", None, "22004"),
     *(("topic", name, "22023") for name in BAD_NAMES),
     *(("queue", name, "22023") for name in BAD_NAMES),
     ("payload", json.dumps("x" * 2**24), "22023"),
@@ -155,29 +148,61 @@ def count(connection: psycopg.Connection) -> object:
     return scalar(connection, "SELECT count(*) FROM pgoutbox.message")
 
 
+def with_json(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments, and as JSON texts its options and a bulk with its message. Payload and headers are JSON."""
+    texts = {
+        name: str(value) if name in ("payload", "headers") else json.dumps(value)
+        for name, value in arguments.items()
+        if value is not None or name == "topic"
+    }
+    members = [f'"{name}": {text}' for name, text in texts.items()]
+    options = [f'"{name}": {text}' for name, text in texts.items() if name not in ("topic", "payload")]
+    return {
+        **arguments,
+        "options": f"{{{', '.join(options)}}}",
+        "messages": f'[{{"topic": "sound", "payload": 1}}, {{{", ".join(members)}}}]',
+    }
+
+
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("argument", "value", "sqlstate"), BAD_ARGUMENTS)
-def test_both_functions_refuse_the_same_arguments_with_sqlstate_and_name(
+def test_every_function_refuses_the_same_arguments_with_sqlstate_and_name(
     rolled_back: psycopg.Connection, argument: str, value: object, sqlstate: str
 ) -> None:
-    arguments = {**SOUND, argument: value}
-    for statement, text in ((ENQUEUE, f"pgoutbox.enqueue: {argument}: "), (ENQUEUE_MANY, f"items[1].{argument}: ")):
+    arguments = with_json({**SOUND, argument: value})
+    for statement, place in ((ENQUEUE, ""), (ENQUEUE_MANY, "messages[1]."), (RECEIPT, "")):
         with pytest.raises(psycopg.Error) as caught, rolled_back.transaction():
             rolled_back.execute(statement, arguments)
         diag = caught.value.diag
         assert (diag.sqlstate, diag.schema_name, diag.column_name) == (sqlstate, "pgoutbox", argument)
-        assert text in (diag.message_primary or "")
+        assert (diag.message_primary or "").startswith(f"pgoutbox.enqueue: {place}{argument}: ")
     assert count(rolled_back) == 0
+
+
+@pytest.mark.parametrize("statement", [ENQUEUE, RECEIPT])
+@pytest.mark.parametrize("options", [None, "{}"])
+def test_a_payload_of_null_is_refused(
+    rolled_back: psycopg.Connection, statement: LiteralString, options: str | None
+) -> None:
+    with pytest.raises(errors.NullValueNotAllowed, match=r"^pgoutbox\.enqueue: payload: must not be null") as caught:
+        rolled_back.execute(statement, {**SOUND, "payload": None, "options": options})
+    assert caught.value.diag.column_name == "payload"
+
+
+def test_an_item_without_a_payload_is_refused(rolled_back: psycopg.Connection) -> None:
+    with pytest.raises(errors.InvalidParameterValue, match=r"messages\[1\]\.payload: must be given") as caught:
+        enqueue_many(rolled_back, {"topic": "a", "payload": None}, {"topic": "a"})
+    assert caught.value.diag.column_name == "payload"
 
 
 @pytest.mark.parametrize(
     ("table", "row"),
     [
-        ("coalesce_head", "(newest_id, topic, coalesce_key) VALUES (1, 'mail', '')"),
+        ("key_head", "(newest_id, scope, key) VALUES (1, 'mail', '')"),
+        ("key_head", "(newest_id, scope, key) VALUES (1, '/default', '')"),
         ("dedupe", "(message_id, topic, dedupe_key, payload_digest) VALUES (1, 'mail', '', '')"),
-        ("ordering", "(last_id, queue, ordering_key) VALUES (1, 'default', '')"),
     ],
 )
 def test_no_key_table_accepts_an_empty_key(
@@ -187,102 +212,61 @@ def test_no_key_table_accepts_an_empty_key(
         rolled_back.execute(f"INSERT INTO pgoutbox.{table} {row}")
 
 
-JUDGED: LiteralString = """
-SELECT
-    pgoutbox._is_plain(
-        a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL, NULL,
-        NULL
-    ),
-    pgoutbox._argument_error(
-        a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL, NULL,
-        NULL
-    )
-FROM (
-    VALUES (%(topic)s::text, %(payload)s::text::jsonb, %(queue)s::text, %(max_attempts)s::integer)
-) AS a(topic, payload, queue, max_attempts)
-"""
+def outcome(connection: psycopg.Connection, options: str | None, arguments: Mapping[str, object]) -> object:
+    """Return the row that _enqueue_receipt wrote, without its id, or its error. Leave nothing behind."""
+    with connection.transaction(force_rollback=True):
+        try:
+            connection.execute(RECEIPT, {**arguments, "options": options})
+        except psycopg.Error as error:
+            return error.sqlstate, error.diag.message_primary
+        return connection.execute("SELECT to_jsonb(m) - 'id' FROM pgoutbox.message AS m").fetchall()
+
+
 NAMES = st.sampled_from((None, "a" * 63, "a" * 64)) | st.text("aZ9_.- \né", max_size=4)
-ANY: Mapping[str, st.SearchStrategy[object]] = {
-    "topic": NAMES,
-    "payload": st.sampled_from((None, "null", "{}", json.dumps("x" * 900))),
-    "queue": NAMES,
-    "max_attempts": st.sampled_from((None, 0, 1, 10_000, 10_001)),
-}
-# Each condition alone, so that nothing else can refuse the message; and all at once.
-ANY_ONE = st.one_of(*(st.fixed_dictionaries({argument: values}) for argument, values in ANY.items()))
+PAYLOADS = st.sampled_from((None, "null", "{}", json.dumps("x" * 900), json.dumps("x" * 70_000)))
 
 
-@given(ANY_ONE | st.fixed_dictionaries({**ANY}))
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(NAMES, PAYLOADS)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_short_check_agrees_with_the_full_check(
-    rolled_back: psycopg.Connection, arguments: Mapping[str, object]
+    rolled_back: psycopg.Connection, topic: str | None, payload: str | None
 ) -> None:
-    row = rolled_back.execute(JUDGED, {**SOUND, **arguments}).fetchone()
-    assert row is not None
-    is_plain, problem = row
-    assert bool(is_plain) == (problem is None)
-
-
-def test_the_short_check_is_inlined(rolled_back: psycopg.Connection) -> None:
-    plan = rolled_back.execute(
-        """
-        EXPLAIN (VERBOSE) SELECT pgoutbox._is_plain(
-            m.topic, m.payload, m.queue, NULL, NULL, NULL, NULL, NULL, NULL, m.max_attempts, NULL, NULL, NULL, NULL,
-            NULL
-        )
-        FROM pgoutbox.message_live AS m
-        """
-    ).fetchall()
-    assert not [line for (line,) in plan if "is_plain" in line or "is_large" in line]
+    """A message without options has a shorter path, which decides and writes like the path with all checks."""
+    arguments = {"topic": topic, "payload": payload}
+    rolled_back.execute("SELECT")
+    assert outcome(rolled_back, None, arguments) == outcome(rolled_back, "{}", arguments)
 
 
 @pytest.mark.parametrize(
-    "argument",
+    ("function", "statement"),
     [
-        "destination",
-        "coalesce_key",
-        "dedupe_key",
-        "available_at",
-        "expires_at",
-        "headers",
-        "ordering_key",
-        "on_failed",
-        "owner",
+        ("_draft_error", "SELECT count(pgoutbox._draft_error(d)) FROM unnest('{}'::pgoutbox.draft[]) AS d"),
+        ("_draft", "SELECT pgoutbox._draft(m.topic, m.payload, m.headers) FROM pgoutbox.message_live AS m"),
+        ("_scope_of", "SELECT pgoutbox._scope_of(m.topic, m.queue, m.ordering_key) FROM pgoutbox.message_live AS m"),
     ],
 )
-def test_optional_arguments_are_left_to_the_full_check(
-    rolled_back: psycopg.Connection, argument: LiteralString
+def test_a_function_that_each_message_passes_is_inlined(
+    rolled_back: psycopg.Connection, function: str, statement: LiteralString
 ) -> None:
-    value = {"available_at": "now()", "expires_at": "now()", "headers": "'{}'"}.get(argument, "'a'")
-    assert not scalar(
-        rolled_back,
-        f"""
-        SELECT pgoutbox._is_plain(
-            topic => draft.topic, payload => draft.payload, queue => draft.queue, destination => draft.destination,
-            coalesce_key => draft.coalesce_key, dedupe_key => draft.dedupe_key, available_at => draft.available_at,
-            expires_at => draft.expires_at, headers => draft.headers, max_attempts => draft.max_attempts,
-            ordering_key => draft.ordering_key, on_failed => draft.on_failed, max_delay => NULL,
-            owner => draft.owner, on_duplicate => NULL
-        )
-        FROM jsonb_populate_record(
-            NULL::pgoutbox.message,
-            jsonb_build_object('topic', 'a', 'payload', 1, 'queue', 'a', 'max_attempts', 1, '{argument}', {value})
-        ) AS draft
-    """,
-    )
+    plan = rolled_back.execute("EXPLAIN (VERBOSE) " + statement).fetchall()
+    assert not [line for (line,) in plan if f"{function}(" in line]
 
 
+@pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY, RECEIPT])
 @pytest.mark.parametrize("argument", ["queue", "max_attempts"])
-def test_null_is_refused_by_enqueue_and_means_the_default_in_an_array(
-    rolled_back: psycopg.Connection, argument: str
-) -> None:
-    arguments = {**SOUND, argument: None}
-    with pytest.raises(errors.NullValueNotAllowed) as caught, rolled_back.transaction():
-        rolled_back.execute(ENQUEUE, arguments)
-    assert caught.value.diag.column_name == argument
-    (_, (_, message_id, _)) = rolled_back.execute(ENQUEUE_MANY, arguments).fetchall()
+def test_null_means_the_default(rolled_back: psycopg.Connection, argument: str, statement: LiteralString) -> None:
+    *_, row = rolled_back.execute(statement, with_json({**SOUND, argument: None})).fetchall()
+    message_id = row[1] if statement is ENQUEUE_MANY else row[0]
     assert found(rolled_back, message_id)[:2] == ("mail", "default")
     assert found(rolled_back, message_id).max_attempts == 11
+
+
+@pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY, RECEIPT])
+def test_headers_that_are_the_json_value_null_mean_none(
+    rolled_back: psycopg.Connection, statement: LiteralString
+) -> None:
+    rolled_back.execute(statement, with_json({**SOUND, "headers": "null"}))
+    assert scalar(rolled_back, "SELECT bool_and(m.headers IS NULL) FROM pgoutbox.message AS m") is True
 
 
 @pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY])
@@ -291,44 +275,48 @@ def test_malformed_json_raises_the_servers_own_error(
     rolled_back: psycopg.Connection, statement: LiteralString, payload: str
 ) -> None:
     with pytest.raises(psycopg.DataError) as caught:
-        rolled_back.execute(statement, {**SOUND, "payload": payload})
+        rolled_back.execute(statement, with_json({**SOUND, "payload": payload}))
     assert caught.value.sqlstate in ("22P02", "22P05")
     assert caught.value.diag.schema_name is None
 
 
 @pytest.mark.parametrize(
-    ("call", "column", "sqlstate"),
+    ("messages", "sqlstate"),
     [
-        ("topics => NULL, payloads => ARRAY['1'::jsonb]", "topics", "22004"),
-        ("topics => ARRAY['a'], payloads => NULL", "payloads", "22023"),
-        ("topics => ARRAY['a', 'b'], payloads => ARRAY['1'::jsonb]", "payloads", "22023"),
-        ("topics => ARRAY['a'], payloads => ARRAY['1', '2'::jsonb]", "payloads", "22023"),
-        ("topics => ARRAY['a'], payloads => ARRAY['1'::jsonb], queues => ARRAY['a', 'b']", "topics", "22023"),
-        ("topics => ARRAY['a'], payloads => ARRAY['1'::jsonb], delays => ARRAY[1, 2]", "topics", "22023"),
+        (None, "22004"),
+        *((text, "22023") for text in ("null", "7", '"a"', "true", "{}", '{"topic": "a", "payload": 1}')),
+        *((f'[{{"topic": "a", "payload": 1}}, {item}]', "22023") for item in ("null", "7", '"a"', "[]", "[{}]")),
     ],
 )
-def test_arrays_of_inconsistent_lengths_are_refused(
-    rolled_back: psycopg.Connection, call: LiteralString, column: str, sqlstate: str
+def test_a_bulk_that_is_not_an_array_of_objects_is_refused(
+    rolled_back: psycopg.Connection, messages: str | None, sqlstate: str
 ) -> None:
-    with pytest.raises(psycopg.DataError) as caught:
-        rolled_back.execute(f"SELECT * FROM pgoutbox.enqueue_many({call})")
-    assert (caught.value.diag.column_name, caught.value.sqlstate) == (column, sqlstate)
+    with pytest.raises(psycopg.DataError, match=r"^pgoutbox\.enqueue: messages") as caught, rolled_back.transaction():
+        rolled_back.execute(ENQUEUE_MANY, {"messages": messages})
+    diag = caught.value.diag
+    assert (diag.sqlstate, diag.schema_name, diag.column_name) == (sqlstate, "pgoutbox", "messages")
+    assert count(rolled_back) == 0
 
 
 def test_the_first_of_several_invalid_items_is_named(rolled_back: psycopg.Connection) -> None:
-    with pytest.raises(errors.InvalidParameterValue, match=r"items\[1\]\.topic"):
-        rolled_back.execute("SELECT * FROM pgoutbox.enqueue_many(ARRAY['a', 'B', 'C'], ARRAY['1', '2', '3'::jsonb])")
+    with pytest.raises(errors.InvalidParameterValue, match=r"messages\[1\]\.topic"), rolled_back.transaction():
+        enqueue_many(rolled_back, *({"topic": topic, "payload": 1} for topic in "aBC"))
+    with pytest.raises(errors.InvalidParameterValue, match=r"messages\[1\]\.queue"):
+        enqueue_many(rolled_back, *({"topic": "a", "payload": 1, "queue": queue} for queue in ("a", 1, 2)))
+
+
+def test_an_item_with_a_wrong_type_is_named_before_one_with_an_invalid_value(rolled_back: psycopg.Connection) -> None:
+    with pytest.raises(errors.InvalidParameterValue, match=r"messages\[1\]\.queue"):
+        enqueue_many(rolled_back, {"topic": "A", "payload": 1}, {"topic": "a", "payload": 1, "queue": 7})
 
 
 def test_no_items_return_no_rows(rolled_back: psycopg.Connection) -> None:
-    assert (
-        rolled_back.execute("SELECT * FROM pgoutbox.enqueue_many(ARRAY[]::text[], ARRAY[]::jsonb[])").fetchall() == []
-    )
+    assert enqueue_many(rolled_back) == []
 
 
 def test_a_large_payload_is_accepted_up_to_its_limit(rolled_back: psycopg.Connection) -> None:
     for statement in (ENQUEUE, ENQUEUE_MANY):
-        rolled_back.execute(statement, {**SOUND, "payload": json.dumps("x" * (2**24 - 2))})
+        rolled_back.execute(statement, with_json({**SOUND, "payload": json.dumps("x" * (2**24 - 2))}))
     sizes = rolled_back.execute("SELECT octet_length(m.payload::text) FROM pgoutbox.message AS m WHERE topic = 'mail'")
     assert sizes.fetchall() == [(2**24,), (2**24,)]
 
@@ -336,14 +324,24 @@ def test_a_large_payload_is_accepted_up_to_its_limit(rolled_back: psycopg.Connec
 def test_a_compressed_payload_is_measured_by_its_text(rolled_back: psycopg.Connection) -> None:
     rolled_back.execute("CREATE TEMP TABLE source AS SELECT to_jsonb(repeat('x', 17000000)) AS payload")
     assert scalar(rolled_back, "SELECT pg_column_size(payload) < 1000000 FROM source")
-    with pytest.raises(errors.InvalidParameterValue, match="payload: must not have more than 16777216 bytes"):
-        rolled_back.execute("SELECT pgoutbox.enqueue('mail', payload) FROM source")
+    for call in (
+        "pgoutbox.enqueue('mail', payload)",
+        "pgoutbox._enqueue_receipt('mail', payload, NULL, true)",
+        "pgoutbox.enqueue_many(jsonb_build_array(jsonb_build_object('topic', 'mail', 'payload', payload)))",
+    ):
+        too_large = pytest.raises(errors.InvalidParameterValue, match="payload: must not have more than 16777216 bytes")
+        with too_large, rolled_back.transaction():
+            scalar(rolled_back, f"SELECT {call} FROM source")
 
 
 def test_the_content_of_a_fan_out_has_the_size_limit_of_a_payload(rolled_back: psycopg.Connection) -> None:
     with pytest.raises(errors.InvalidParameterValue, match="content: must not have more than 16777216 bytes"):
         rolled_back.execute(
-            "SELECT pgoutbox.enqueue_fanout('mail', '1', ARRAY['tel:1'], content => to_jsonb(repeat('x', 17000000)))"
+            """
+            SELECT pgoutbox.enqueue_fanout(
+                '{"topic": "mail", "payload": 1}', '["tel:1"]', content => to_jsonb(repeat('x', 17000000))
+            )
+            """
         )
 
 
@@ -377,7 +375,7 @@ def test_every_argument_reaches_its_column(
         "headers": '{"trace": "1"}',
         "max_attempts": 3,
     }
-    rows = rolled_back.execute(statement, arguments).fetchall()
+    rows = rolled_back.execute(statement, with_json(arguments)).fetchall()
     message_id = rows[-1][0] if statement is ENQUEUE else rows[-1][1]
     assert found(rolled_back, message_id) == Found(
         "mail", "bulk", "mailto:a@example.org", keys.get("coalesce_key"), keys.get("dedupe_key"), "x", {"trace": "1"},
@@ -388,16 +386,14 @@ def test_every_argument_reaches_its_column(
 
 def test_an_available_at_in_the_past_means_now(rolled_back: psycopg.Connection) -> None:
     rolled_back.execute(ENQUEUE, {**SOUND, "available_at": "0044-03-15 12:00:00+00 BC"})
-    rolled_back.execute(ENQUEUE_MANY, {**SOUND, "available_at": "1970-01-01 00:00:00+00"})
+    rolled_back.execute(ENQUEUE_MANY, with_json({**SOUND, "available_at": "1970-01-01 00:00:00+00"}))
     assert scalar(rolled_back, "SELECT bool_and(available_at = now()) FROM pgoutbox.message") is True
 
 
 def test_unkeyed_messages_of_a_bulk_have_ids_in_the_order_of_the_items(rolled_back: psycopg.Connection) -> None:
-    rows = rolled_back.execute(
-        "SELECT * FROM pgoutbox.enqueue_many(array_fill('a'::text, ARRAY[50]), array_fill('1'::jsonb, ARRAY[50]))"
-    ).fetchall()
-    assert [row[1] for row in sorted(rows)] == sorted(row[1] for row in rows)
-    assert [row[0] for row in sorted(rows)] == list(range(50))
+    rows = enqueue_many(rolled_back, *[{"topic": "a", "payload": 1}] * 50)
+    assert [row[1] for row in rows] == sorted(row[1] for row in rows)
+    assert [row[0] for row in rows] == list(range(50))
 
 
 # --- dedupe key -------------------------------------------------------------------------------------------------------
@@ -422,7 +418,7 @@ def test_a_dedupe_key_with_another_payload_is_a_conflict(
 ) -> None:
     rolled_back.execute(ENQUEUE, {**SOUND, "dedupe_key": "k"})
     with pytest.raises(errors.UniqueViolation) as caught:
-        rolled_back.execute(statement, {**SOUND, "dedupe_key": "k", "payload": "1"})
+        rolled_back.execute(statement, with_json({**SOUND, "dedupe_key": "k", "payload": "1"}))
     diag = caught.value.diag
     assert (diag.schema_name, diag.constraint_name, diag.column_name) == ("pgoutbox", "dedupe_payload", "dedupe_key")
 
@@ -439,7 +435,7 @@ def test_a_cancelled_or_skipped_message_passes_its_dedupe_key_on(
     rolled_back: psycopg.Connection, state: State, statement: LiteralString
 ) -> None:
     first = put(rolled_back, state, dedupe_key="k", age=timedelta(days=1))
-    arguments = {**SOUND, "dedupe_key": "k", "payload": '"another"'}
+    arguments = with_json({**SOUND, "dedupe_key": "k", "payload": '"another"'})
     *_, second = rolled_back.execute(statement, arguments).fetchall()
     *_, repeated = rolled_back.execute(statement, arguments).fetchall()
     second_id = second[0] if statement is ENQUEUE else second[1]
@@ -488,11 +484,9 @@ def test_a_dedupe_key_pruned_during_the_conflict_is_taken_again(rolled_back: psy
 
 
 def test_a_bulk_returns_which_items_were_duplicates(rolled_back: psycopg.Connection) -> None:
-    rows = rolled_back.execute(
-        "SELECT * FROM pgoutbox.enqueue_many(ARRAY['a', 'a', 'a'], ARRAY['1', '1', '1'::jsonb], dedupe_keys => %s)",
-        (["x", "y", "x"],),
-    ).fetchall()
-    (first, second, third) = sorted(rows)
+    first, second, third = enqueue_many(
+        rolled_back, *({"topic": "a", "payload": 1, "dedupe_key": key} for key in ("x", "y", "x"))
+    )
     assert [row[2] for row in (first, second, third)] == [False, False, True]
     assert third[1] == first[1] != second[1]
 
@@ -501,7 +495,7 @@ def test_a_bulk_returns_which_items_were_duplicates(rolled_back: psycopg.Connect
 
 
 def newest(connection: psycopg.Connection, key: str) -> object:
-    return scalar(connection, "SELECT newest_id FROM pgoutbox.coalesce_head WHERE coalesce_key = %s", key)
+    return scalar(connection, "SELECT newest_id FROM pgoutbox.key_head WHERE key = %s", key)
 
 
 def test_the_head_names_the_newest_message_of_its_key(rolled_back: psycopg.Connection) -> None:
@@ -515,16 +509,16 @@ def test_the_head_names_the_newest_message_of_its_key(rolled_back: psycopg.Conne
 def test_messages_without_a_key_do_not_coalesce(rolled_back: psycopg.Connection) -> None:
     for _ in range(2):
         rolled_back.execute(ENQUEUE, SOUND)
-    assert scalar(rolled_back, "SELECT count(*) FROM pgoutbox.coalesce_head") == 0
+    assert scalar(rolled_back, "SELECT count(*) FROM pgoutbox.key_head") == 0
 
 
 def test_the_last_bulk_item_of_a_key_is_the_newest(rolled_back: psycopg.Connection) -> None:
-    rows = rolled_back.execute(
-        "SELECT * FROM pgoutbox.enqueue_many(ARRAY['a', 'a', 'a'], ARRAY['1', '2', '3'::jsonb], coalesce_keys => %s)",
-        (["k", None, "k"],),
-    ).fetchall()
-    by_item = {row[0]: row[1] for row in rows}
-    assert by_item[0] < by_item[2] == newest(rolled_back, "k")
+    rows = enqueue_many(
+        rolled_back,
+        *({"topic": "a", "payload": number, "coalesce_key": key} for number, key in enumerate(("k", None, "k"))),
+    )
+    first, _, last = (message_id for _, message_id, _ in rows)
+    assert first < last == newest(rolled_back, "k")
 
 
 def test_a_message_with_both_keys_has_one_id(rolled_back: psycopg.Connection) -> None:
@@ -543,18 +537,20 @@ def test_a_role_without_the_execute_privilege_is_refused(rolled_back: psycopg.Co
     rolled_back.execute("SET ROLE pgoutbox_test_nobody")
     for statement in (ENQUEUE, ENQUEUE_MANY):
         with pytest.raises(errors.InsufficientPrivilege), rolled_back.transaction():
-            rolled_back.execute(statement, SOUND)
+            rolled_back.execute(statement, with_json(SOUND))
 
 
 def test_a_read_only_transaction_is_refused_by_the_server(rolled_back: psycopg.Connection) -> None:
     rolled_back.execute("SET TRANSACTION READ ONLY")
     for statement in (ENQUEUE, ENQUEUE_MANY):
         with pytest.raises(errors.ReadOnlySqlTransaction), rolled_back.transaction():
-            rolled_back.execute(statement, SOUND)
+            rolled_back.execute(statement, with_json(SOUND))
 
 
 HOSTILE: LiteralString = """
 CREATE SCHEMA evil;
+-- The functions run as the owner. A search_path leaves out schemas that the role may not use.
+GRANT USAGE ON SCHEMA evil TO public;
 CREATE DOMAIN evil.text AS pg_catalog.text CHECK (false);
 CREATE DOMAIN evil.jsonb AS pg_catalog.jsonb CHECK (false);
 CREATE DOMAIN evil.timestamptz AS pg_catalog.timestamptz CHECK (false);
@@ -595,7 +591,7 @@ CREATE FUNCTION evil.pg_try_advisory_xact_lock_shared(pg_catalog.int4, pg_catalo
     LANGUAGE sql AS 'SELECT evil.trap() IS NULL';
 CREATE TABLE evil.message_live (id pg_catalog.int8);
 CREATE TEMP TABLE message (id pg_catalog.int8);
-CREATE TEMP TABLE coalesce_head (id pg_catalog.int8);
+CREATE TEMP TABLE key_head (id pg_catalog.int8);
 CREATE FUNCTION pg_temp.jsonb_typeof(pg_catalog.jsonb) RETURNS pg_catalog.text LANGUAGE sql AS
     'SELECT evil.trap()::text';
 """
@@ -621,24 +617,44 @@ def test_the_callers_search_path_has_no_effect(rolled_back: psycopg.Connection, 
         rolled_back, [NewMessage("mail", {}, coalesce_key="c", dedupe_key="d"), NewMessage("mail", 1, delay=1)]
     )
     assert again == Enqueued(one.id, True)
+    (fanned,) = outbox.enqueue_fanout(rolled_back, "mail", {}, ["a:1"], content={}, delay=1)
     for name, (key, result) in keyed.items():
         target: dict[str, str] = {name: key}
         assert outbox.cancel(rolled_back, topic="mail", **target) is result  # type: ignore[arg-type] # keys by name
     rolled_back.execute("SET LOCAL search_path = pg_catalog")
-    ids = [first, plain, also_plain.id, one.id, other.id]
+    ids = [first, plain, also_plain.id, one.id, other.id, fanned.id]
     assert scalar(rolled_back, "SELECT count(*) FROM pgoutbox.message WHERE id = ANY (%s)", ids) == len(ids)
 
 
+@pytest.mark.parametrize("function", ["enqueue_many", "enqueue_fanout", "_enqueue_receipt"])
+def test_the_hostile_schema_catches_an_unpinned_function(rolled_back: psycopg.Connection, function: str) -> None:
+    rolled_back.execute(HOSTILE)
+    rolled_back.execute(f"ALTER FUNCTION pgoutbox.{function} RESET search_path".encode())
+    rolled_back.execute("SET LOCAL search_path = evil, pg_catalog")
+    calls: Mapping[str, Callable[[], object]] = {
+        "enqueue_many": lambda: Outbox().enqueue_many(rolled_back, [NewMessage("mail", 1)]),
+        "enqueue_fanout": lambda: Outbox().enqueue_fanout(rolled_back, "mail", 1, ["a:1"]),
+        "_enqueue_receipt": lambda: Outbox().enqueue(rolled_back, "mail", 1, dedupe_key="k"),
+    }
+    with pytest.raises(psycopg.Error, match="trapped|text_check"):
+        calls[function]()
+
+
 @pytest.mark.parametrize(
-    "call", ["pgoutbox.enqueue($1, $2)", "pgoutbox.enqueue($1, $2, queue => 'bulk', notify => false)"]
+    ("call", "has_options"),
+    [("pgoutbox.enqueue($1, $2)", False), ("pgoutbox.enqueue($1, $2, queue => 'bulk', notify => false)", True)],
 )
-def test_enqueue_is_inlined_into_its_call(rolled_back: psycopg.Connection, call: LiteralString) -> None:
+def test_enqueue_is_inlined_into_its_call(
+    rolled_back: psycopg.Connection, call: LiteralString, has_options: bool
+) -> None:
+    """Without options, the call builds no JSON."""
     rolled_back.execute("SET LOCAL plan_cache_mode = force_generic_plan")
     rolled_back.execute("PREPARE plain(text, jsonb) AS SELECT " + call)
     plan = rolled_back.execute("EXPLAIN (VERBOSE, COSTS off) EXECUTE plain('mail', '{}')").fetchall()
     output = "\n".join(line for (line,) in plan)
     assert "pgoutbox._enqueue_receipt(" in output
     assert "pgoutbox.enqueue(" not in output
+    assert ("jsonb_build_object(" in output) is has_options
 
 
 def test_the_hostile_schema_catches_an_unpinned_path(rolled_back: psycopg.Connection) -> None:
@@ -691,7 +707,7 @@ def test_a_committed_enqueue_notifies_once_per_transaction_and_queue(
 ) -> None:
     for _ in range(3):
         connection.execute(ENQUEUE, SOUND)
-    connection.execute(ENQUEUE_MANY, {**SOUND, "queue": "bulk", "coalesce_key": "k"})
+    connection.execute(ENQUEUE_MANY, with_json({**SOUND, "queue": "bulk", "coalesce_key": "k"}))
     assert rings(sleeper) == []
     connection.commit()
     assert rings(sleeper) == ["bulk", "default"]
@@ -703,7 +719,7 @@ def test_a_rolled_back_enqueue_or_one_without_notify_does_not_notify(
     connection.execute(ENQUEUE, SOUND)
     connection.rollback()
     connection.execute("SELECT pgoutbox.enqueue('mail', '1', notify => false)")
-    connection.execute("SELECT pgoutbox.enqueue_many(ARRAY['mail'], ARRAY['1'::jsonb], notify => false)")
+    connection.execute("""SELECT pgoutbox.enqueue_many('[{"topic": "mail", "payload": 1}]', notify => false)""")
     connection.commit()
     assert rings(sleeper) == []
 
@@ -713,8 +729,8 @@ def test_a_rolled_back_enqueue_or_one_without_notify_does_not_notify(
     [
         "pgoutbox.enqueue('mail', '1', notify => NULL)",
         "pgoutbox.enqueue('mail', '1', coalesce_key => 'k', notify => NULL)",
-        "pgoutbox.enqueue_many(ARRAY['mail'], ARRAY['1'::jsonb], notify => NULL)",
-        "pgoutbox.enqueue_fanout('mail', '1', ARRAY['tel:1'], notify => NULL)",
+        """pgoutbox.enqueue_many('[{"topic": "mail", "payload": 1}]', notify => NULL)""",
+        """pgoutbox.enqueue_fanout('{"topic": "mail", "payload": 1}', '["tel:1"]', notify => NULL)""",
     ],
 )
 def test_notify_of_null_means_true(

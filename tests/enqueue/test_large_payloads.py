@@ -27,20 +27,21 @@ if TYPE_CHECKING:
     import psycopg
 
 DAY = timedelta(days=1)
+BULK: LiteralString = """
+SELECT pgoutbox.enqueue_many(jsonb_build_array(jsonb_build_object('topic', 'greet', 'payload', %(payload)s::jsonb
+"""
 ENQUEUES: dict[str, LiteralString] = {
     "enqueue": "SELECT pgoutbox.enqueue('greet', %(payload)s::jsonb)",
     "enqueue with a key": "SELECT pgoutbox.enqueue('greet', %(payload)s::jsonb, ordering_key => 'k')",
-    "enqueue_many": "SELECT pgoutbox.enqueue_many('{greet}', ARRAY[%(payload)s::jsonb])",
-    "enqueue_many with a key": """
-        SELECT pgoutbox.enqueue_many('{greet}', ARRAY[%(payload)s::jsonb], coalesce_keys => '{k}')
+    "enqueue_many": f"{BULK})))",
+    "enqueue_many with a key": f"{BULK}, 'coalesce_key', 'k')))",
+    "enqueue_many with a dedupe key": f"{BULK}, 'dedupe_key', 'k')))",
+    "enqueue_many with an ordering key": f"{BULK}, 'ordering_key', 'k')))",
+    "enqueue_fanout": """
+        SELECT pgoutbox.enqueue_fanout(
+            jsonb_build_object('topic', 'greet', 'payload', %(payload)s::jsonb), '["a:1", "a:2"]'
+        )
     """,
-    "enqueue_many with a dedupe key": """
-        SELECT pgoutbox.enqueue_many('{greet}', ARRAY[%(payload)s::jsonb], dedupe_keys => '{k}')
-    """,
-    "enqueue_many with an ordering key": """
-        SELECT pgoutbox.enqueue_many('{greet}', ARRAY[%(payload)s::jsonb], ordering_keys => '{k}')
-    """,
-    "enqueue_fanout": "SELECT pgoutbox.enqueue_fanout('greet', %(payload)s::jsonb, '{a:1,a:2}')",
 }
 
 

@@ -12,7 +12,7 @@ from pydantic import JsonValue, SecretStr
 from typing_extensions import Unpack
 
 from pgoutbox.encryption import SEALED, Identity, Keyring, is_sealed, unseal
-from pgoutbox.enqueue.validation import Route, ValidatedMessage, prepare
+from pgoutbox.enqueue.validation import Draft, Route, prepare
 from pgoutbox.errors import ArgumentError, ConfigurationError, MissingExtraError
 from pgoutbox.message import Permanent, Transient
 from pgoutbox.outbox import MessageOptions
@@ -34,7 +34,7 @@ def draft_of(
     max_payload_bytes: int = 1_000,
     encrypted: bool = True,
     **options: Unpack[MessageOptions],
-) -> ValidatedMessage:
+) -> Draft:
     return prepare(
         NewMessage("mail", payload, **options),
         Route(Topic("mail", encrypted=encrypted), None, max_payload_bytes, keyring=keys),

@@ -261,7 +261,7 @@ def test_a_mapping_is_validated_into_the_topics_model() -> None:
     topic = Topic("account.opened", payload=Account, destination=lambda a: f"mailto:{a.email}")
     draft = draft_of(topic, {"userId": "7", "email": "a@example.org"})
     assert json.loads(draft.payload)["userId"] == 7
-    assert draft.destination == "mailto:a@example.org"
+    assert draft.options["destination"] == "mailto:a@example.org"
 
 
 def test_a_mapping_that_does_not_match_the_model_is_refused_without_its_value() -> None:

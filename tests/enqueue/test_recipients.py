@@ -129,19 +129,3 @@ def test_an_option_of_the_topic_is_refused(
 ) -> None:
     with pytest.raises(ArgumentError, match=rf"destinations\[0\]\.{field}: belongs to the definition of topic 'mail'"):
         outbox.enqueue_fanout(rolled_back, topic, None, [recipient])
-
-
-ARRAYS = {
-    "payloads": "jsonb[]",
-    "headers_each": "jsonb[]",
-    "available_ats": "timestamptz[]",
-    "delays": "float8[]",
-    "owners": "text[]",
-}
-
-
-@pytest.mark.parametrize("array", ARRAYS)
-def test_no_array_of_the_function_is_longer_than_the_destinations(rolled_back: psycopg.Connection, array: str) -> None:
-    two = f"ARRAY[NULL, NULL]::{ARRAYS[array]}"
-    with pytest.raises(psycopg.errors.InvalidParameterValue, match="no other array may have more elements"):
-        rolled_back.execute(f"SELECT pgoutbox.enqueue_fanout('mail', '1', '{{a:1}}', {array} => {two})".encode())

@@ -11,12 +11,12 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgoutbox.enqueue.validation import CHUNK_ROWS, ValidatedMessage, carrying, chunks, text_array
+from pgoutbox.enqueue.validation import CHUNK_ROWS, Bulk, Draft, Route, carrying, message_json, prepare
 from pgoutbox.errors import ArgumentError, ConfigurationError
 from pgoutbox.options import check_key, check_name, check_whole
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.topics import NewMessage, Topic
-from tests.support.drafts import DEFAULT, Account, draft_of, refusal
+from tests.support.drafts import DEFAULT, LIMIT, Account, draft_of, refusal
 
 HUGE = pytest.param(10**5000, id="5001 digits")  # More digits than Python converts.
 NOW = datetime.now(UTC)
@@ -36,19 +36,18 @@ def test_a_topic_sets_the_options_that_it_defines() -> None:
         delay=timedelta(minutes=1),
         expires_after=3600,
     )
-    assert draft_of(topic, Account(userId=7, email="a@example.org")) == ValidatedMessage(
+    assert draft_of(topic, Account(userId=7, email="a@example.org")) == Draft(
         topic="mail.activation",
         payload='{"userId":7,"email":"a@example.org","addresses":[],"extra":null}',
-        queue="critical",
-        destination="mailto:a@example.org",
-        coalesce_key="7",
-        dedupe_key="activation-7",
-        available_at=None,
-        delay_seconds=60.0,
-        expires_at=None,
-        expires_after_seconds=3600.0,
-        headers=None,
-        max_attempts=DEFAULT,
+        options={
+            "queue": "critical",
+            "destination": "mailto:a@example.org",
+            "coalesce_key": "7",
+            "dedupe_key": "activation-7",
+            "delay": 60.0,
+            "expires_after": 3600.0,
+            "max_attempts": DEFAULT,
+        },
     )
 
 
@@ -76,7 +75,12 @@ def test_a_call_cannot_pass_options_that_the_topic_defines(
 
 def test_a_call_may_pass_options_that_the_topic_leaves_open() -> None:
     draft = draft_of(Topic("a", queue="bulk"), 1, destination="https://example.org", headers={"trace": "1"})
-    assert (draft.queue, draft.destination, draft.headers) == ("bulk", "https://example.org", '{"trace":"1"}')
+    assert draft.options == {
+        "queue": "bulk",
+        "destination": "https://example.org",
+        "headers": {"trace": "1"},
+        "max_attempts": DEFAULT,
+    }
 
 
 def test_the_result_of_a_topic_function_is_validated() -> None:
@@ -164,7 +168,7 @@ def test_any_other_key_is_refused_whether_given_or_computed(field: str, key: obj
     "uri", ["mailto:a@example.org", "https://example.org/ä?q=1", "x+y-z.1:a b", "urn:" + "x" * 2044]
 )
 def test_a_destination_is_a_uri(uri: str) -> None:
-    assert draft_of(destination=uri).destination == uri
+    assert draft_of(destination=uri).options["destination"] == uri
 
 
 @pytest.mark.parametrize(
@@ -184,7 +188,7 @@ def test_a_mailto_destination_names_one_recipient(uri: str) -> None:
     assert refusal(destination=uri) == f"destination: {problem}"
     topic = Topic("mail", destination=lambda _: uri)
     assert refusal(topic) == f"destination: {problem}"
-    assert draft_of(destination="https://example.org/?a=1,2").destination == "https://example.org/?a=1,2"
+    assert draft_of(destination="https://example.org/?a=1,2").options["destination"] == "https://example.org/?a=1,2"
 
 
 @pytest.mark.parametrize(
@@ -211,12 +215,12 @@ def test_invalid_headers_are_refused(headers: object, problem: str) -> None:
 def test_a_trace_does_not_push_large_headers_over_their_limit() -> None:
     headers = {"a": "x" * 65_520}
     message = carrying(NewMessage("mail", 1, headers=headers), {"traceparent": "00-1-2-01"})
-    assert draft_of("mail", 1, headers=message.headers).headers == json.dumps(headers, separators=(",", ":"))
+    assert draft_of("mail", 1, headers=message.headers).options["headers"] == headers
 
 
 def test_sixty_four_headers_are_accepted() -> None:
     headers = {f"h{n}": "ä" for n in range(64)}
-    assert json.loads(draft_of(headers=headers).headers or "") == headers
+    assert draft_of(headers=headers).options["headers"] == headers
 
 
 @pytest.mark.parametrize("count", [0, -1, 10_001, 1.5, True, "3", HUGE])
@@ -225,15 +229,15 @@ def test_max_attempts_outside_1_to_10000_is_refused(count: object) -> None:
 
 
 def test_max_attempts_of_the_call_takes_precedence_over_the_handlers() -> None:
-    assert draft_of("a").max_attempts == DEFAULT
-    assert draft_of("a", queue="bulk").max_attempts == DEFAULT
-    assert draft_of("a", max_attempts=2).max_attempts == 2
+    assert draft_of("a").options["max_attempts"] == DEFAULT
+    assert draft_of("a", queue="bulk").options["max_attempts"] == DEFAULT
+    assert draft_of("a", max_attempts=2).options["max_attempts"] == 2
 
 
 @pytest.mark.parametrize("delay", [0, 0.5, 3650 * 86_400, timedelta(0), timedelta(days=3650)])
 def test_a_delay_is_seconds_or_a_timedelta_of_up_to_ten_years(delay: float | timedelta) -> None:
     seconds = delay.total_seconds() if isinstance(delay, timedelta) else delay
-    assert draft_of(delay=delay).delay_seconds == seconds
+    assert draft_of(delay=delay).options["delay"] == seconds
 
 
 @pytest.mark.parametrize(
@@ -270,20 +274,18 @@ def test_a_time_at_the_end_of_the_calendar_is_refused(field: str, zone: timezone
 
 def test_a_time_more_than_ten_years_ahead_is_refused() -> None:
     assert "not be more than 10 years ahead" in refusal(available_at=NOW + timedelta(days=3660))
-    assert draft_of(available_at=NOW + timedelta(days=3640)).available_at
+    assert draft_of(available_at=NOW + timedelta(days=3640)).options["available_at"]
 
 
 @pytest.mark.parametrize("zone", [UTC, FAR_EAST, FAR_WEST])
 def test_an_available_at_in_the_past_is_accepted(zone: timezone) -> None:
-    assert draft_of(available_at=datetime.min.replace(tzinfo=zone)).available_at == datetime(1970, 1, 1, tzinfo=UTC)
+    draft = draft_of(available_at=datetime.min.replace(tzinfo=zone))
+    assert draft.options["available_at"] == datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def test_times_are_written_in_utc() -> None:
     moment = datetime(2026, 1, 2, 12, tzinfo=FAR_EAST)
-    written = draft_of(available_at=moment).available_at
-    assert written == moment
-    assert written is not None
-    assert written.tzinfo is UTC
+    assert '"available_at":"2026-01-01T22:00:00Z"' in (draft_of(available_at=moment).options_json or "")
 
 
 @pytest.mark.parametrize(
@@ -307,7 +309,7 @@ def test_contradictory_times_are_refused(options: dict[str, object], problem: st
 
 
 def test_checks_against_the_clock_are_left_to_the_database() -> None:
-    assert draft_of(expires_at=NOW - timedelta(hours=1)).expires_at
+    assert draft_of(expires_at=NOW - timedelta(hours=1)).options["expires_at"]
 
 
 @pytest.mark.parametrize("value", [0, 2**63, True, "1", 1.0])
@@ -319,49 +321,84 @@ def test_an_integer_is_neither_a_boolean_nor_a_text(value: object) -> None:
 # --- bulks ------------------------------------------------------------------------------------------------------------
 
 
-def positions(drafts: list[ValidatedMessage]) -> list[list[int]]:
-    return [list(chunk.positions) for chunk in chunks(drafts)]
+def bulk_of(*drafts: Draft) -> Bulk:
+    bulk = Bulk()
+    for draft in drafts:
+        bulk.add(draft)
+    return bulk
 
 
-def test_topics_and_payloads_are_lines_and_options_are_arrays() -> None:
-    drafts = [draft_of("a", {"x": "1\n2"}), draft_of("b", None, coalesce_key="k\n", delay=2)]
-    (chunk,) = chunks(drafts)
-    assert chunk.parameters == (
-        "a\nb", '{"x":"1\\n2"}\nnull', None, None, '{NULL,"k\n"}', None, None, [None, 2.0], None, None, None,
-        [DEFAULT, DEFAULT], None, None, None, None, None,
-    )  # fmt: skip
+def positions(*drafts: Draft) -> list[list[int]]:
+    return [list(chunk) for chunk, _ in bulk_of(*drafts).chunks()]
 
 
-@pytest.mark.parametrize("texts", [["a"], ["NULL", "", "{}", ",", '"', "\\", '\\"', " a ", "\n\x01é😀"]])
-@pytest.mark.parametrize("missing", [[], [None]])
-def test_an_array_of_texts_reads_back_the_same(
-    rolled_back: psycopg.Connection, texts: list[str | None], missing: list[None]
-) -> None:
-    values = [*texts, *missing]
-    assert rolled_back.execute("SELECT %s::text[]", [text_array(values)]).fetchone() == (values,)
+def test_options_are_json_and_absent_without_any() -> None:
+    draft = prepare(NewMessage("a", 1), Route(Topic("a"), max_attempts=None, max_payload_bytes=LIMIT))
+    assert draft == Draft("a", "1", {})
+    assert draft.options_json is None
+    options = draft_of(delay=timedelta(minutes=1), headers={"a": "ä"}, ordering_key="k", halts_key=False).options_json
+    assert json.loads(options or "") == {
+        "delay": 60.0,
+        "headers": {"a": "ä"},
+        "ordering_key": "k",
+        "halts_key": False,
+        "max_attempts": DEFAULT,
+    }
 
 
-def test_a_bulk_has_unkeyed_messages_first_and_then_keyed_ones_in_lock_order() -> None:
+def test_a_bulk_is_an_array_of_objects_with_the_given_options() -> None:
+    bulk = bulk_of(draft_of("a", {"x": "1\n2"}), draft_of("b", None, coalesce_key="k\n", delay=2))
+    chunks = [(list(chunk), json.loads(messages)) for chunk, messages in bulk.chunks()]
+    assert len(bulk) == 2
+    assert chunks == [
+        ([0], [{"topic": "a", "payload": {"x": "1\n2"}, "max_attempts": DEFAULT}]),
+        (
+            [1],
+            [{"topic": "b", "payload": None, "coalesce_key": "k\n", "delay": 2.0, "max_attempts": DEFAULT}],
+        ),
+    ]
+
+
+def test_an_empty_bulk_has_no_chunks() -> None:
+    assert positions() == []
+
+
+@pytest.mark.parametrize("text", ["a", "NULL", "{}", ",", '"', "\\", '\\"', " a ", "\n\x01é😀", "\\u0000"])
+def test_any_text_of_a_message_reads_back_the_same(rolled_back: psycopg.Connection, text: str) -> None:
+    ((_, messages),) = bulk_of(draft_of("a", {text: text}, dedupe_key=text, coalesce_key=text)).chunks()
+    rolled_back.execute("SELECT FROM pgoutbox.enqueue_many(%s::text::jsonb)", [messages])
+    rows = rolled_back.execute("SELECT m.payload, m.dedupe_key, m.coalesce_key FROM pgoutbox.message AS m")
+    assert rows.fetchall() == [({text: text}, text, text)]
+
+
+def test_a_bulk_has_all_messages_with_keys_in_its_last_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PostgreSQL locks the keys of a piece in one order."""
     drafts = [
         draft_of("b", coalesce_key="z"),
         draft_of("b"),
         draft_of("b", coalesce_key="a", dedupe_key="z"),
         draft_of("a", dedupe_key="z"),
         draft_of("a"),
-        draft_of("a", coalesce_key="z"),
-        draft_of("b", coalesce_key="z"),
-        draft_of("b", coalesce_key=" "),
+        draft_of("a", queue="bulk"),
         draft_of("a", ordering_key="z", queue="bulk"),
-        draft_of("b", ordering_key="a"),
-        draft_of("a", ordering_key="a", queue="bulk"),
-        draft_of("a", ordering_key="a"),
     ]
-    assert positions(drafts) == [[1, 4, 10, 8, 9, 11, 5, 7, 2, 0, 6, 3]]
+    keyed = [0, 2, 3, 6]
+    assert positions(*drafts) == [[1, 4, 5], keyed]
+    assert positions(*(drafts[position] for position in keyed)) == [[0, 1, 2, 3]]
+    monkeypatch.setattr("pgoutbox.enqueue.validation.CHUNK_ROWS", 1)
+    monkeypatch.setattr("pgoutbox.enqueue.validation.CHUNK_CHARACTERS", 1)
+    assert positions(*drafts) == [[1], [4], [5], keyed]
 
 
 def test_a_chunk_is_limited_in_rows_and_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     small = [draft_of("a", 1)] * (2 * CHUNK_ROWS + 1)
-    assert [len(chunk) for chunk in positions(small)] == [CHUNK_ROWS, CHUNK_ROWS, 1]
-    monkeypatch.setattr("pgoutbox.enqueue.validation.CHUNK_CHARACTERS", 10)
-    large = [draft_of("a", "x" * size) for size in (3, 3, 3, 30, 3)]
-    assert positions(large) == [[0, 1], [2], [3], [4]]
+    assert [len(chunk) for chunk in positions(*small)] == [CHUNK_ROWS, CHUNK_ROWS, 1]
+    monkeypatch.setattr("pgoutbox.enqueue.validation.CHUNK_CHARACTERS", 2 * len(message_json(draft_of("a", "xxx"))))
+    large = [draft_of("a", "x" * size) for size in (3, 3, 3, 300, 3)]
+    assert positions(*large) == [[0, 1], [2], [3], [4]]
+
+
+def test_messages_with_keys_are_split_only_by_their_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = draft_of("a", dedupe_key="k")
+    monkeypatch.setattr("pgoutbox.enqueue.validation.KEYED_CHARACTERS", 2 * len(message_json(draft)))
+    assert positions(*[draft] * 5) == [[0, 1], [2, 3], [4]]

@@ -133,7 +133,7 @@ class Late:
 
     def forget_head(self) -> None:
         """Delete the head that names `newer`, so that a claim begins the late message."""
-        self.db.execute("DELETE FROM pgoutbox.coalesce_head")
+        self.db.execute("DELETE FROM pgoutbox.key_head")
 
     def supersede(self, by: int) -> None:
         """Skip it in favour of this message."""

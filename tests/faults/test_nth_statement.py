@@ -614,7 +614,7 @@ def test_a_prune_deletes_messages_with_their_related_rows_and_resumes_after_a_cu
         left_counts.add(len(messages))
         prune(dsn)
         assert left() == [set(), set(), set()], cut
-        assert db.execute("SELECT FROM pgoutbox.coalesce_head").rowcount == 0, cut
+        assert db.execute("SELECT FROM pgoutbox.key_head").rowcount == 0, cut
     assert left_counts == {3, 1, 0}
 
 

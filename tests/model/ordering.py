@@ -181,7 +181,7 @@ class Ordering:
                 yield f"commits message {producer.id}", committed
 
     def _forget(self, state: World) -> Iterator[Step]:
-        """PRUNE_ORDERING: the key was unneeded in its snapshot."""
+        """PRUNE_KEYS: the key was unneeded in its snapshot."""
         is_unneeded = all(row.state in (SENT, PRUNED) for row in state.rows)
         if state.prune == "may look" and state.tail and (is_unneeded or Guard.TAIL_UNNEEDED in self.without):
             yield "a prune sees that no message needs the key", state._replace(prune="has seen it")

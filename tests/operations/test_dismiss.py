@@ -85,7 +85,7 @@ def test_a_dismissed_message_gives_its_dedupe_key_back(outbox: Outbox, db: psyco
 def test_messages_behind_a_dismissed_one_are_claimable(db: psycopg.Connection, connect: Connect) -> None:
     """The workers are told to search, because they have passed over these messages before."""
     head = put(db, State.FAILED, ordering_key="k")
-    db.execute("UPDATE pgoutbox.message_failed SET on_failed = 'halt' WHERE id = %s", [head])
+    db.execute("UPDATE pgoutbox.message_failed SET halts_key = true WHERE id = %s", [head])
     behind = put(db, ordering_key="k")
     view = "SELECT reason FROM pgoutbox.waiting_view WHERE id = %s"
     assert db.execute(view, [behind]).fetchone() == ("halted",)

@@ -628,16 +628,14 @@ class TestPrune:
     def test_a_coalesce_key_is_deleted_with_its_last_message(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, topic="sms", coalesce_key="k", age=2 * DAY)
         put(rolled_back, coalesce_key="k")
-        assert Operator(rolled_back).prune(DAY).coalesce_keys == 1
-        assert rolled_back.execute("SELECT topic, coalesce_key FROM pgoutbox.coalesce_head").fetchall() == [
-            ("mail", "k")
-        ]
+        assert Operator(rolled_back).prune(DAY).key_heads == 1
+        assert rolled_back.execute("SELECT scope, key FROM pgoutbox.key_head").fetchall() == [("mail", "k")]
 
     def test_an_ordering_key_is_deleted_with_its_last_message(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, queue="bulk", ordering_key="k", age=2 * DAY)
         put(rolled_back, ordering_key="k")
         Operator(rolled_back).prune(DAY)
-        assert rolled_back.execute("SELECT queue, ordering_key FROM pgoutbox.ordering").fetchall() == [("default", "k")]
+        assert rolled_back.execute("SELECT scope, key FROM pgoutbox.key_head").fetchall() == [("/default", "k")]
 
     def test_a_prune_deletes_at_most_the_requested_number_of_contents_at_once(
         self, rolled_back: psycopg.Connection
@@ -650,9 +648,9 @@ class TestPrune:
         assert rolled_back.execute(sql.PRUNE_CONTENT, parameters | {"after_key": page[1]}).rowcount == 1
         assert count(rolled_back, "content") == 0
 
-    @pytest.mark.parametrize(("name", "table"), [("coalesce_key", "coalesce_head"), ("ordering_key", "ordering")])
+    @pytest.mark.parametrize("name", ["coalesce_key", "ordering_key"])
     def test_a_key_in_use_by_a_producer_is_skipped(
-        self, operator: psycopg.Connection, connect: Connect, name: str, table: str
+        self, operator: psycopg.Connection, connect: Connect, name: str
     ) -> None:
         producer = connect()
         put(operator, State.SENT, age=2 * DAY, **{name: "k"})
@@ -660,7 +658,7 @@ class TestPrune:
         put(producer, **{name: "k"})  # type: ignore[arg-type]
         assert Operator(operator).prune(DAY).total == 1
         producer.commit()
-        assert count(operator, table) == 1
+        assert count(operator, "key_head") == 1
 
     def test_a_locked_message_is_skipped(self, operator: psycopg.Connection, connect: Connect) -> None:
         message_id = put(operator, State.SENT, age=2 * DAY)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, LiteralString, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import psycopg
 import pytest
-from psycopg import sql as composed
 
 from pgoutbox.database import sql
 from pgoutbox.message import State
@@ -42,19 +41,13 @@ class Page(NamedTuple):
     forgotten_count: int
 
 
-def page(
-    db: psycopg.Connection, statement: LiteralString, *, limit: int = 100, after: tuple[str, str] = ("", "")
-) -> Page | None:
-    row = db.execute(statement, {"limit": limit, "after_scope": after[0], "after_key": after[1]}).fetchone()
+def page(db: psycopg.Connection, *, limit: int = 100, after: tuple[str, str] = ("", "")) -> Page | None:
+    row = db.execute(sql.PRUNE_KEYS, {"limit": limit, "after_scope": after[0], "after_key": after[1]}).fetchone()
     return None if row is None else Page(*row)
 
 
-def keys(db: psycopg.Connection, table: str) -> list[str]:
-    column = {"coalesce_head": "coalesce_key", "ordering": "ordering_key"}[table]
-    query = composed.SQL("SELECT {} FROM {} ORDER BY 1").format(
-        composed.Identifier(column), composed.Identifier("pgoutbox", table)
-    )
-    return [key for (key,) in db.execute(query)]
+def keys(db: psycopg.Connection) -> list[str]:
+    return [key for (key,) in db.execute("SELECT key FROM pgoutbox.key_head ORDER BY key")]
 
 
 def delete(db: psycopg.Connection, *ids: int) -> None:
@@ -69,17 +62,16 @@ def remove(db: psycopg.Connection, function: str, guard: str, instead: str = "")
     db.execute(definition.replace(guard, instead).encode())
 
 
-FAILED_COALESCED = "WHERE m.topic = p.topic AND m.coalesce_key = p.coalesce_key\n"
-CANCELLED_COALESCED = "AND m.coalesce_key = p.coalesce_key AND m.state = 'cancelled'"
+FAILED_COALESCED = "WHERE m.topic = p.scope AND m.coalesce_key = p.key\n"
+CANCELLED_COALESCED = "AND m.coalesce_key = p.key AND m.state = 'cancelled'"
 OLDEST = "SELECT o.topic, o.coalesce_key FROM oldest AS o WHERE o.coalesce_key IS NOT NULL"
 HORIZON = "e.newest_id <= coalesce"
 NEWEST_EXISTS = "WHERE m.id = p.newest_id"
 NEVER = " AND false"
 
-FAILED_ORDERED = "FROM pgoutbox.message_failed AS m\n            WHERE m.queue = p.queue"
-CANCELLED_ORDERED = "AND m.ordering_key = p.ordering_key AND m.state = 'cancelled'"
-LIVE_ORDERED = "FROM pgoutbox.message_live AS m\n            WHERE m.queue = p.queue"
-LAST_EXISTS = "WHERE m.id = p.last_id"
+FAILED_ORDERED = "FROM pgoutbox.message_failed AS m\n                    WHERE m.queue = p.queue"
+CANCELLED_ORDERED = "AND m.ordering_key = p.key AND m.state = 'cancelled'"
+LIVE_ORDERED = "FROM pgoutbox.message_live AS m\n                    WHERE m.queue = p.queue"
 
 
 # --- reasons to keep a key --------------------------------------------------------------------------------------------
@@ -91,11 +83,11 @@ def test_an_older_message_cannot_be_redriven_after_the_newest_one_is_deleted(
     db: psycopg.Connection, state: State, guard: str, *, is_guarded: bool
 ) -> None:
     if not is_guarded:
-        remove(db, "_prune_coalesce", guard, guard.rstrip() + NEVER + "\n")
+        remove(db, "_prune_keys", guard, guard.rstrip() + NEVER + "\n")
     older = put(db, state, coalesce_key="k", age=9 * DAY)
     other, newest = (put(db, State.SENT, coalesce_key=key) for key in ("other", "k"))
     delete(db, other, newest)
-    assert page(db, sql.PRUNE_COALESCE) == ("mail", "other", 2, 1 if is_guarded else 2)
+    assert page(db) == ("mail", "other", 2, 1 if is_guarded else 2)
     answer = Operator(db).redrive(older)
     assert (answer.result is RedriveResult.REDRIVEN) is not is_guarded
     assert answer.other_id == (newest if is_guarded else None)
@@ -106,11 +98,11 @@ def test_an_older_message_is_not_delivered_after_the_newest_one_is_deleted(
     db: psycopg.Connection, *, is_guarded: bool
 ) -> None:
     if not is_guarded:
-        remove(db, "_prune_coalesce", OLDEST, OLDEST + NEVER)
+        remove(db, "_prune_keys", OLDEST, OLDEST + NEVER)
     older = enqueue(db, coalesce_key="k")
     newest, other = enqueue(db, coalesce_key="k"), enqueue(db, coalesce_key="other")
     delete(db, newest, other)
-    answer = page(db, sql.PRUNE_COALESCE)
+    answer = page(db)
     assert answer is not None
     assert answer.forgotten_count == (1 if is_guarded else 2)
     assert ids_in_flight(claim(db)) == ([] if is_guarded else [older])
@@ -120,17 +112,17 @@ def test_an_older_message_is_not_delivered_after_the_newest_one_is_deleted(
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_heads_newer_than_the_live_messages_of_a_batch_stay(db: psycopg.Connection, *, is_guarded: bool) -> None:
     if not is_guarded:
-        remove(db, "_prune_coalesce", HORIZON, "true OR " + HORIZON)
+        remove(db, "_prune_keys", HORIZON, "true OR " + HORIZON)
     for _ in range(10):
         enqueue(db)
     older = enqueue(db, coalesce_key="k")
     newest, later = enqueue(db, coalesce_key="k"), enqueue(db, coalesce_key="later")
     delete(db, newest, later)
-    page(db, sql.PRUNE_COALESCE, limit=1)
-    page(db, sql.PRUNE_COALESCE, limit=1, after=("greet", "k"))
-    assert keys(db, "coalesce_head") == (["k", "later"] if is_guarded else [])
-    page(db, sql.PRUNE_COALESCE, limit=2)
-    assert keys(db, "coalesce_head") == (["k"] if is_guarded else [])
+    page(db, limit=1)
+    page(db, limit=1, after=("greet", "k"))
+    assert keys(db) == (["k", "later"] if is_guarded else [])
+    page(db, limit=2)
+    assert keys(db) == (["k"] if is_guarded else [])
     assert row_of(db, older).state == "pending"
 
 
@@ -140,11 +132,11 @@ def test_the_head_stays_while_its_newest_message_exists(
     db: psycopg.Connection, state: State, *, is_guarded: bool
 ) -> None:
     if not is_guarded:
-        remove(db, "_prune_coalesce", NEWEST_EXISTS, NEWEST_EXISTS + NEVER)
+        remove(db, "_prune_keys", NEWEST_EXISTS, NEWEST_EXISTS + NEVER)
     add_partition(db, 40)
     newest = put(db, state, coalesce_key="k", age=40 * DAY)
-    page(db, sql.PRUNE_COALESCE)
-    assert keys(db, "coalesce_head") == (["k"] if is_guarded else [])
+    page(db)
+    assert keys(db) == (["k"] if is_guarded else [])
     if state is State.SENT and is_guarded:
         assert Operator(db).resend(newest).is_done
     if state is State.SENT and not is_guarded:
@@ -162,8 +154,8 @@ def test_an_older_message_cannot_be_resent_after_its_head_is_pruned(
         remove(db, "resend", RESEND_NEWEST, "OR coalesce(head.newest_id <= m.id, true))\n")
     older, newest = (put(db, State.SENT, coalesce_key="k") for _ in range(2))
     delete(db, newest)
-    page(db, sql.PRUNE_COALESCE)
-    assert keys(db, "coalesce_head") == []
+    page(db)
+    assert keys(db) == []
     if is_guarded:
         answer = Operator(db).resend(older)
         assert answer.explanation == "is superseded by a newer message, which is deleted"
@@ -185,8 +177,8 @@ def test_a_producer_with_an_early_id_is_ordered_after_earlier_commits(
 ) -> None:
     """It waits for the transaction with its dedupe key, between drawing its id and writing the row of its key."""
     if not is_guarded:
-        remove(db, "_prune_ordering", LAST_EXISTS, LAST_EXISTS + NEVER)
-        remove(db, "_prune_ordering", guard, broken)
+        remove(db, "_prune_keys", NEWEST_EXISTS, NEWEST_EXISTS + NEVER)
+        remove(db, "_prune_keys", guard, broken)
     rival, producer = connect(), connect(autocommit=True)
     put(rival, dedupe_key="d")
     with ThreadPoolExecutor(1) as threads:
@@ -199,8 +191,8 @@ def test_a_producer_with_an_early_id_is_ordered_after_earlier_commits(
                 [state.value, earlier],
             )
         delete(db, last, other)
-        page(db, sql.PRUNE_ORDERING)
-        assert keys(db, "ordering") == (["k"] if is_guarded else [])
+        page(db)
+        assert keys(db) == (["k"] if is_guarded else [])
         rival.rollback()
         assert (late.result() > earlier) is is_guarded
 
@@ -218,7 +210,7 @@ def test_a_producer_with_an_early_id_supersedes_earlier_commits(
         races.until_blocked(db, producer, late)
         sent, newest = (put(db, State.SENT, coalesce_key="k") for _ in range(2))
         delete(db, newest)
-        page(db, sql.PRUNE_COALESCE)
+        page(db)
         rival.rollback()
         assert late.result() < sent
     if not is_guarded:
@@ -230,11 +222,11 @@ def test_a_producer_with_an_early_id_supersedes_earlier_commits(
 
 def test_an_ordering_key_stays_while_its_last_message_exists(db: psycopg.Connection) -> None:
     sent = put(db, State.SENT, ordering_key="k")
-    page(db, sql.PRUNE_ORDERING)
-    assert keys(db, "ordering") == ["k"]
+    page(db)
+    assert keys(db) == ["k"]
     delete(db, sent)
-    page(db, sql.PRUNE_ORDERING)
-    assert keys(db, "ordering") == []
+    page(db)
+    assert keys(db) == []
 
 
 def test_one_old_failed_message_does_not_keep_other_keys(db: psycopg.Connection) -> None:
@@ -243,8 +235,8 @@ def test_one_old_failed_message_does_not_keep_other_keys(db: psycopg.Connection)
     put(db, State.SENT, age=400 * DAY)
     for number in range(5):
         delete(db, put(db, coalesce_key=f"k{number}"), put(db, ordering_key=f"k{number}"))
-    assert Operator(db).prune(1000 * DAY).coalesce_keys == 5
-    assert (keys(db, "coalesce_head"), keys(db, "ordering")) == (["old"], ["old"])
+    assert Operator(db).prune(1000 * DAY).key_heads == 10
+    assert keys(db) == ["old", "old"]
 
 
 # --- races ------------------------------------------------------------------------------------------------------------
@@ -252,59 +244,52 @@ def test_one_old_failed_message_does_not_keep_other_keys(db: psycopg.Connection)
 # A page stops here, after its snapshot and before it has read a row.
 _LIMIT = "LIMIT at_most\n"
 _GATE = "LIMIT at_most + length(pg_advisory_lock(4711)::text)\n"
-_KEYS = [
-    pytest.param("_prune_coalesce", "coalesce_key", "coalesce_head", id="coalesce key"),
-    pytest.param("_prune_ordering", "ordering_key", "ordering", id="ordering key"),
-]
-_STATEMENTS: dict[str, LiteralString] = {"_prune_coalesce": sql.PRUNE_COALESCE, "_prune_ordering": sql.PRUNE_ORDERING}
-_UNCHANGED = {
-    "_prune_coalesce": "WHERE head.newest_id = e.newest_id\n        AND",
-    "_prune_ordering": "WHERE tail.last_id = e.last_id\n        AND",
-}
+_UNCHANGED = "WHERE head.newest_id = e.newest_id\n        AND"
+_EACH_KEY = pytest.mark.parametrize(("name", "scope"), [("coalesce_key", "greet"), ("ordering_key", "/default")])
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
-@pytest.mark.parametrize(("function", "name", "table"), _KEYS)
+@_EACH_KEY
 async def test_a_key_whose_next_message_commits_during_a_prune_is_kept(
-    connect: Connect, db: psycopg.Connection, function: str, name: str, table: str, *, is_guarded: bool
+    connect: Connect, db: psycopg.Connection, name: str, scope: str, *, is_guarded: bool
 ) -> None:
-    remove(db, function, _LIMIT, _GATE)
+    remove(db, "_prune_keys", _LIMIT, _GATE)
     if not is_guarded:
-        remove(db, function, _UNCHANGED[function], "WHERE")
+        remove(db, "_prune_keys", _UNCHANGED, "WHERE")
     gate, producer, pruner = connect(autocommit=True), connect(), connect(autocommit=True)
     delete(db, enqueue(db, **{name: "k"}))  # type: ignore[arg-type] # passed on
     gate.execute("SELECT pg_advisory_lock(4711)")
     enqueue(producer, **{name: "k"})  # type: ignore[arg-type] # passed on
-    pruning = asyncio.create_task(asyncio.to_thread(page, pruner, _STATEMENTS[function]))
+    pruning = asyncio.create_task(asyncio.to_thread(page, pruner))
     await until_blocked(db, pruning)
     producer.commit()
     gate.execute("SELECT pg_advisory_unlock(4711)")
-    assert await pruning == ("greet" if table == "coalesce_head" else "default", "k", 1, 0 if is_guarded else 1)
-    assert keys(db, table) == (["k"] if is_guarded else [])
+    assert await pruning == (scope, "k", 1, 0 if is_guarded else 1)
+    assert keys(db) == (["k"] if is_guarded else [])
 
 
-@pytest.mark.parametrize(("function", "name", "table"), _KEYS)
+@_EACH_KEY
 def test_a_key_locked_by_an_open_transaction_is_skipped(
-    connect: Connect, db: psycopg.Connection, function: str, name: str, table: str
+    connect: Connect, db: psycopg.Connection, name: str, scope: str
 ) -> None:
     producer = connect()
     delete(db, enqueue(db, **{name: "k"}), enqueue(db, **{name: "free"}))  # type: ignore[arg-type] # passed on
     enqueue(producer, **{name: "k"})  # type: ignore[arg-type] # passed on
-    answer = page(db, _STATEMENTS[function])
+    answer = page(db)
     assert answer is not None
     assert (answer.key_count, answer.forgotten_count) == (2, 1)
     producer.commit()
-    assert keys(db, table) == ["k"]
+    assert keys(db) == ["k"]
 
 
 @pytest.mark.parametrize("commits", [True, False])
-@pytest.mark.parametrize(("function", "name", "table"), _KEYS)
+@_EACH_KEY
 def test_a_producer_that_waits_for_the_deletion_of_its_key_recreates_it(
-    connect: Connect, db: psycopg.Connection, function: str, name: str, table: str, *, commits: bool
+    connect: Connect, db: psycopg.Connection, name: str, scope: str, *, commits: bool
 ) -> None:
     pruner, producer = connect(), connect(autocommit=True)
     delete(db, enqueue(db, **{name: "k"}))  # type: ignore[arg-type] # passed on
-    assert page(pruner, _STATEMENTS[function]) is not None
+    assert page(pruner) is not None
     with ThreadPoolExecutor(1) as threads:
         enqueued = threads.submit(lambda: enqueue(producer, **{name: "k"}))  # type: ignore[arg-type] # passed on
         races.until_blocked(db, producer, enqueued)
@@ -313,36 +298,31 @@ def test_a_producer_that_waits_for_the_deletion_of_its_key_recreates_it(
         else:
             pruner.rollback()
         message_id = enqueued.result()
-    newest = {
-        "coalesce_head": "SELECT newest_id FROM pgoutbox.coalesce_head",
-        "ordering": "SELECT last_id FROM pgoutbox.ordering",
-    }
-    assert db.execute(newest[table].encode()).fetchall() == [(message_id,)]
+    assert db.execute("SELECT newest_id, scope FROM pgoutbox.key_head").fetchall() == [(message_id, scope)]
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("function", "name", "table"), _KEYS)
-def test_a_page_reads_and_deletes_only_its_keys(db: psycopg.Connection, function: str, name: str, table: str) -> None:
-    statement = _STATEMENTS[function]
-    ids = [put(db, topic=scope, queue=scope, **{name: key}) for scope, key in _SCOPED]  # type: ignore[arg-type]
+@_EACH_KEY
+def test_a_page_reads_and_deletes_only_its_keys(db: psycopg.Connection, name: str, scope: str) -> None:
+    ids = [put(db, topic=place, queue=place, **{name: key}) for place, key in _SCOPED]  # type: ignore[arg-type]
     delete(db, *ids)
     after = ("", "")
-    for scope, key in _SCOPED:
-        answer = page(db, statement, limit=1, after=after)
-        assert answer == (scope, key, 1, 1)
-        after = (scope, key)
-    assert page(db, statement, limit=1, after=after) is None
-    assert keys(db, table) == []
+    for place, key in _SCOPED:
+        answer = page(db, limit=1, after=after)
+        after = (f"/{place}" if scope == "/default" else place, key)
+        assert answer == (*after, 1, 1)
+    assert page(db, limit=1, after=after) is None
+    assert keys(db) == []
 
 
 _SCOPED = [("a", "1"), ("a", "2"), ("b", "1")]
 
 
-@pytest.mark.parametrize(("function", "name", "table"), _KEYS)
+@_EACH_KEY
 def test_the_cost_of_a_page_does_not_depend_on_the_table_size(
-    connect: Connect, db: psycopg.Connection, function: str, name: str, table: str
+    connect: Connect, db: psycopg.Connection, name: str, scope: str
 ) -> None:
     for days_ago in (3, 2, 1):
         add_partition(db, days_ago)
@@ -356,7 +336,7 @@ def test_the_cost_of_a_page_does_not_depend_on_the_table_size(
     delete(db, *old[::2])
     db.execute("ANALYZE")
     reader = connect()
-    answer = page(reader, _STATEMENTS[function], limit=20)
+    answer = page(reader, limit=20)
     assert answer is not None
     assert answer.key_count == 20
     read = reader.execute(
@@ -394,7 +374,10 @@ def test_dedupe_keys_are_read_page_by_page(db: psycopg.Connection) -> None:
 
 def test_contents_are_read_page_by_page(db: psycopg.Connection) -> None:
     for number in range(3):
-        db.execute("SELECT FROM pgoutbox.enqueue_fanout('greet', '{}', ARRAY['tel:1'], %s)", [f'"{number}"'])
+        db.execute(
+            'SELECT FROM pgoutbox.enqueue_fanout(\'{"topic": "greet", "payload": {}}\', \'["tel:1"]\', %s)',
+            [f'"{number}"'],
+        )
     db.execute(
         "DELETE FROM pgoutbox.message AS m USING pgoutbox.content AS c WHERE m.content_id = c.id AND c.body <> '\"1\"'"
     )
@@ -420,24 +403,24 @@ class TestPlace:
             turn = MaintenanceRun(facts, memory, batch_size=1, is_over=self._after(db, 1))
             assert turn.has_work
             turn.take(db)
-            forgotten.append(turn.totals.coalesce_keys)
+            forgotten.append(turn.totals.key_heads)
             if not memory.passes:
                 break
-        assert sum(forgotten) == 3
+        assert sum(forgotten) == 6
         assert max(forgotten) == 1
-        assert (keys(db, "coalesce_head"), keys(db, "ordering")) == ([], [])
+        assert keys(db) == []
         assert not MaintenanceRun(facts, memory).has_work
 
     def test_a_lost_position_costs_another_pass(self, db: psycopg.Connection, memory: PartitionCache) -> None:
         MaintenanceRun(read_maintenance_facts(db), memory, batch_size=1, is_over=self._after(db, 1)).take(db)
         assert memory.passes
         MaintenanceRun(read_maintenance_facts(db), PartitionCache(), batch_size=1).take(db)
-        assert (keys(db, "coalesce_head"), keys(db, "ordering")) == ([], [])
+        assert keys(db) == []
 
     def _after(self, db: psycopg.Connection, count: int) -> Callable[[], bool]:
         """It is over when this many more keys are pruned."""
-        left = len(keys(db, "coalesce_head")) + len(keys(db, "ordering")) - count
-        return lambda: len(keys(db, "coalesce_head")) + len(keys(db, "ordering")) <= left
+        left = len(keys(db)) - count
+        return lambda: len(keys(db)) <= left
 
 
 def test_a_key_is_pruned_after_the_usual_lifetime_of_its_messages(db: psycopg.Connection) -> None:
@@ -445,5 +428,5 @@ def test_a_key_is_pruned_after_the_usual_lifetime_of_its_messages(db: psycopg.Co
     message_id = enqueue(db, coalesce_key="k")
     claim(db)
     finish_sent(db, (message_id, 1))
-    assert Operator(db).prune_by_retention().coalesce_keys == 1
-    assert keys(db, "coalesce_head") == []
+    assert Operator(db).prune_by_retention().key_heads == 1
+    assert keys(db) == []

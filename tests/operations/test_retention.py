@@ -368,7 +368,7 @@ def test_prune_without_arguments_applies_the_rules(cli: Callable[..., str], db: 
     assert [row.id for row in rows_of(db)] == [kept]
     assert json.loads(cli("prune", "--json")) == {
         "deleted": {"cancelled": 0, "failed": 0, "sent": 0, "skipped": 0},
-        "coalesce_keys": 0,
+        "key_heads": 0,
         "dedupe_keys": 0,
         "acts": 0,
         "partitions_dropped": 0,

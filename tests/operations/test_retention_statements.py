@@ -221,7 +221,7 @@ class TestPrune:
         for message_id in (old, young):
             rolled_back.execute(ADD_ATTEMPT, (message_id, 1))
         totals = Operator(rolled_back).prune_by_retention()
-        assert (totals.total, totals.coalesce_keys, totals.dedupe_keys) == (1, 1, 0)
+        assert (totals.total, totals.key_heads, totals.dedupe_keys) == (1, 1, 0)
         assert (attempts_of(rolled_back, old), len(attempts_of(rolled_back, young))) == ([], 1)
         assert keys_of(rolled_back) == ["young"]
 

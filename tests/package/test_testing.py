@@ -171,7 +171,7 @@ def test_clear_deletes_messages_of_every_state_with_their_keys(driver: OutboxDri
     left = "SELECT count(*) FROM pgoutbox.{}"
     with db.transaction():
         driver.clear()
-        tables = ("message", "dedupe", "coalesce_head", "ordering", "content", "breaker")
+        tables = ("message", "dedupe", "key_head", "content", "breaker")
         counts = {table: db.execute(left.format(table).encode()).fetchone() for table in tables}
     assert set(counts.values()) == {(0,)}
 

@@ -151,7 +151,7 @@ def draw_special(chance: random.Random, key: str) -> NewMessage[Any]:
                 payload,
                 queue="ordered",
                 ordering_key=f"halt-{number}",
-                on_failed="halt",
+                halts_key=True,
                 max_attempts=10_000,
             )
         case "forgotten":
@@ -307,7 +307,7 @@ def _one(outbox: Outbox, connection: psycopg.Connection, message: NewMessage[Any
         coalesce_key=message.coalesce_key,
         dedupe_key=message.dedupe_key,
         ordering_key=message.ordering_key,
-        on_failed=message.on_failed,
+        halts_key=message.halts_key,
         destination=message.destination,
         delay=message.delay,
         queue=message.queue,

@@ -76,7 +76,7 @@ def test_a_message_that_waits_while_nothing_begins_is_not_noted(database: psycop
 )
 def test_a_message_that_is_not_claimable_is_not_noted(database: psycopg.Connection, excuse: LiteralString) -> None:
     waiting, later = enqueue(database), enqueue(database)
-    database.execute("INSERT INTO pgoutbox.coalesce_head (topic, coalesce_key, newest_id) VALUES ('greet', 'k', 999)")
+    database.execute("INSERT INTO pgoutbox.key_head (scope, key, newest_id) VALUES ('greet', 'k', 999)")
     database.execute(excuse, [waiting])
     assert not noted(database, waiting, later)
 

@@ -54,7 +54,7 @@ INSERT INTO soak_effect (message_id, attempt_count) VALUES (3, 1)
 """
 
 HEADS: LiteralString = """
-INSERT INTO pgoutbox.coalesce_head (topic, coalesce_key, newest_id) VALUES ('soak.async', 'key', 2);
+INSERT INTO pgoutbox.key_head (scope, key, newest_id) VALUES ('soak.async', 'key', 2);
 INSERT INTO pgoutbox.dedupe (topic, dedupe_key, message_id, payload_digest) VALUES ('soak.effect', 'once', 3, '')
 """
 
@@ -316,7 +316,7 @@ def test_a_message_may_be_superseded_by_one_of_another_queue(run: tuple[Path, ps
 def test_a_pending_message_needs_the_head_of_its_key(run: tuple[Path, psycopg.Connection]) -> None:
     _, connection = run
     message_id = enqueue(connection, payload={KEY: "k50"}, coalesce_key="c")
-    connection.execute("DELETE FROM pgoutbox.coalesce_head WHERE coalesce_key = 'c'")
+    connection.execute("DELETE FROM pgoutbox.key_head WHERE key = 'c'")
     assert (message_id, "a message that is owed is newer than the head of its key") in violations(connection)
 
 
@@ -558,9 +558,7 @@ def test_overlapping_messages_of_a_key_are_detected(
 ) -> None:
     handlers.message(21, **key)
     handlers.message(22, **key)
-    handlers.connection.execute(
-        "INSERT INTO pgoutbox.coalesce_head (topic, coalesce_key, newest_id) VALUES ('soak.sync', 'c', 22)"
-    )
+    handlers.connection.execute("INSERT INTO pgoutbox.key_head (scope, key, newest_id) VALUES ('soak.sync', 'c', 22)")
     handlers.ran(21, 1, "p", 100.0, 110.0)
     handlers.ran(22, 1, "p", began_at, 112.0)
     assert handlers.broken == expected

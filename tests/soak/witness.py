@@ -64,7 +64,7 @@ BEGIN
         max_in_flight, is_paused
     ) VALUES (
         seen.id, seen.payload ->> 'ledger_key', seen.topic, seen.queue, seen.ordering_key,
-        seen.on_failed IS NOT DISTINCT FROM 'halt', did, seen.attempt_count, seen.worker, present, limits.max_in_flight,
+        seen.halts_key, did, seen.attempt_count, seen.worker, present, limits.max_in_flight,
         limits.paused_at IS NOT NULL AND (limits.resume_at > clock_timestamp()) IS NOT FALSE
     );
     RETURN NULL;
@@ -83,7 +83,7 @@ BEGIN
         message_id, ledger_key, topic, queue, ordering_key, halts, what, attempt_count, is_paused
     )
     SELECT
-        m.id, m.payload ->> 'ledger_key', m.topic, m.queue, m.ordering_key, m.on_failed IS NOT DISTINCT FROM 'halt',
+        m.id, m.payload ->> 'ledger_key', m.topic, m.queue, m.ordering_key, m.halts_key,
         'revived', m.attempt_count, false
     FROM pgoutbox.in_flight_view AS v
     JOIN pgoutbox.message_live AS m ON m.id = v.id

@@ -52,7 +52,7 @@ RULES = {
     """,
     "a message that is owed is newer than the head of its key": """
         SELECT m.id FROM pgoutbox.message_live AS m
-        LEFT JOIN pgoutbox.coalesce_head AS head USING (topic, coalesce_key)
+        LEFT JOIN pgoutbox.key_head AS head ON head.scope = m.topic AND head.key = m.coalesce_key
         WHERE m.coalesce_key IS NOT NULL AND coalesce(head.newest_id < m.id, true)
     """,
     "a copy supersedes messages newer than its original": """

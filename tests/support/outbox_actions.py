@@ -80,7 +80,7 @@ class Options(TypedDict, total=False):
     max_attempts: int
     notify: bool
     ordering_key: str | None
-    on_failed: str | None
+    halts_key: bool | None
     max_delay: timedelta | None
     owner: str | None
     on_duplicate: str | None

@@ -537,11 +537,11 @@ def test_a_drain_waits_behind_a_retry_that_is_not_yet_due(rolled_back: psycopg.C
 @pytest.mark.parametrize(
     ("other", "comes_first", "waited_for"),
     [
-        ({"ordering_key": "k", "on_failed": "halt"}, True, False),
-        ({"ordering_key": "k", "on_failed": "halt"}, False, True),
-        ({"ordering_key": "k", "on_failed": "continue"}, True, True),
-        ({"ordering_key": "other", "on_failed": "halt"}, True, True),
-        ({"ordering_key": "k", "on_failed": "halt", "queue": "bulk"}, True, True),
+        ({"ordering_key": "k", "halts_key": True}, True, False),
+        ({"ordering_key": "k", "halts_key": True}, False, True),
+        ({"ordering_key": "k", "halts_key": False}, True, True),
+        ({"ordering_key": "other", "halts_key": True}, True, True),
+        ({"ordering_key": "k", "halts_key": True, "queue": "bulk"}, True, True),
     ],
 )
 def test_a_drain_does_not_wait_behind_a_message_that_halts_its_key(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import psycopg
 import pytest
+from psycopg.types.json import Jsonb
 
 from pgoutbox import Outbox
 from pgoutbox.database import sql
@@ -398,7 +399,7 @@ async def an_erasure_does_not_wait_for_a_breaker(stage: Stage) -> None:
 
 async def a_content_that_a_message_refers_to_is_not_pruned(stage: Stage) -> None:
     stage.db.execute(
-        "SELECT pgoutbox.enqueue_fanout('news', 'null', ARRAY['mailto:a@example.org', 'mailto:b@example.org'], '1')"
+        'SELECT pgoutbox.enqueue_fanout(\'{"topic": "news", "payload": null}\', \'["tel:1", "tel:2"]\', \'1\')'
     )
     contents = stage.db.execute("SELECT id FROM pgoutbox.content").fetchall()
     stage.db.execute(sql.PRUNE_CONTENT, {"limit": 9, "after_key": ""})
@@ -455,11 +456,9 @@ async def a_lapsed_attempt_is_not_repeated_after_a_newer_message(stage: Stage) -
 def enqueue_bulk(connection: psycopg.Connection, **keys: list[str]) -> list[int]:
     """Enqueue a message for each key in one bulk, and return the ids in their order."""
     ((name, values),) = keys.items()
+    messages = [{"topic": "greet", "payload": 1, name: value} for value in values]
     rows = connection.execute(
-        "SELECT m.id FROM pgoutbox.enqueue_many("
-        f" array_fill('greet'::text, ARRAY[%s]), array_fill('1'::jsonb, ARRAY[%s]), {name} => %s::text[])"
-        " AS m ORDER BY m.item_index".encode(),
-        [len(values), len(values), values],
+        "SELECT m.id FROM pgoutbox.enqueue_many(%s) AS m ORDER BY m.item_index", [Jsonb(messages)]
     ).fetchall()
     return [message_id for (message_id,) in rows]
 
@@ -468,8 +467,8 @@ async def a_bulk_that_waited_for_a_coalesce_key_is_the_newest(stage: Stage) -> N
     """The gate is the head row. The bulk waits there with its ids drawn, while the holder writes a greater id."""
     holder, bulk = stage.connect(), stage.connect(autocommit=True)
     enqueue(stage.db, coalesce_key="k")
-    holder.execute("SELECT FROM pgoutbox.coalesce_head AS head WHERE head.coalesce_key = 'k' FOR UPDATE")
-    blocked = asyncio.create_task(asyncio.to_thread(enqueue_bulk, bulk, coalesce_keys=["k", "k"]))
+    holder.execute("SELECT FROM pgoutbox.key_head AS head WHERE head.key = 'k' FOR UPDATE")
+    blocked = asyncio.create_task(asyncio.to_thread(enqueue_bulk, bulk, coalesce_key=["k", "k"]))
     await until_blocked(stage.db, blocked)
     enqueue(holder, coalesce_key="k")
     holder.commit()
@@ -483,11 +482,11 @@ async def two_bulks_lock_dedupe_keys_in_one_order_even_if_one_is_freed(stage: St
     freed_id = enqueue(stage.db, dedupe_key="a")
     stage.db.execute("SELECT pgoutbox.cancel(%s)", [freed_id])
     gate.execute("SELECT FROM pgoutbox.dedupe AS d WHERE d.dedupe_key = 'a' FOR UPDATE")
-    blocked = asyncio.create_task(asyncio.to_thread(enqueue_bulk, bulk, dedupe_keys=["b", "a"]))
+    blocked = asyncio.create_task(asyncio.to_thread(enqueue_bulk, bulk, dedupe_key=["b", "a"]))
     await until_blocked(stage.db, blocked)
     other.execute("SET lock_timeout = '50ms'")
     try:
-        enqueue_bulk(other, dedupe_keys=["b"])
+        enqueue_bulk(other, dedupe_key=["b"])
     except psycopg.errors.LockNotAvailable:
         pytest.fail("the bulk has taken the key b")
     finally:
@@ -543,7 +542,7 @@ async def an_older_attempt_is_not_retried_after_a_newer_message(stage: Stage) ->
 
 async def a_due_message_is_left_to_its_claim(stage: Stage) -> None:
     older = enqueue(stage.db, coalesce_key="k")
-    enqueue_bulk(stage.db, coalesce_keys=["k"])
+    enqueue_bulk(stage.db, coalesce_key=["k"])
     assert state_of(stage.db, older) == "pending"
 
 
@@ -551,7 +550,7 @@ async def a_message_that_fell_due_during_the_transaction_is_left_to_its_claim(st
     producer = stage.connect()
     producer.execute("SELECT now()")
     older = enqueue(stage.db, coalesce_key="k")
-    enqueue_bulk(producer, coalesce_keys=["k"])
+    enqueue_bulk(producer, coalesce_key=["k"])
     producer.commit()
     assert state_of(stage.db, older) == "pending"
 
@@ -586,12 +585,12 @@ async def a_producer_waits_since_a_concurrent_first_message(stage: Stage) -> Non
     first, second = stage.connect(), stage.connect(autocommit=True)
     enqueue(stage.db, coalesce_key="k")
     claim(stage.db)
-    first.execute("SELECT FROM pgoutbox.coalesce_head FOR UPDATE")
+    first.execute("SELECT FROM pgoutbox.key_head FOR UPDATE")
     debounced = partial(enqueue, coalesce_key="k", max_delay=timedelta(hours=1), available_at=tomorrow())
     blocked: asyncio.Task[object] = asyncio.create_task(asyncio.to_thread(debounced, second))
     await until_blocked(stage.db, blocked)
     debounced(first)
-    look = "SELECT waiting_since FROM pgoutbox.coalesce_head"
+    look = "SELECT waiting_since FROM pgoutbox.key_head"
     since = first.execute(look).fetchone()
     first.commit()
     await blocked
@@ -805,7 +804,7 @@ def announced(stage: Stage, act: Callable[[], object]) -> list[str]:
 def halting(stage: Stage) -> int:
     """Create a failed message that halts its ordering key."""
     message_id = put(stage.db, State.FAILED, ordering_key="k")
-    stage.db.execute("UPDATE pgoutbox.message_failed SET on_failed = 'halt' WHERE id = %s", [message_id])
+    stage.db.execute("UPDATE pgoutbox.message_failed SET halts_key = true WHERE id = %s", [message_id])
     return message_id
 
 
@@ -1278,12 +1277,22 @@ def newer_in(statement: str, *parts: tuple[str, str]) -> Mutation:
     return mutate
 
 
+def no_guard_of_superseded(instead: str) -> Mutation:
+    """The caller looks first whether there is such a message."""
+
+    def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+        for name in ("_enqueue", "_skip_superseded"):
+            redefine(stage, name, " AND m.available_at > clock_timestamp()", instead)
+
+    return mutate
+
+
 def no_newer_id_of_a_changed_head(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    redefine(stage, "_enqueue_coalesced", "ELSE pgoutbox._next_id(head.newest_id)", "ELSE head.newest_id")
+    redefine(stage, "_take_keys", "THEN pgoutbox._next_id(k.newest_id)", "THEN ids[k.ordinality]")
 
 
 def no_check_for_freed_keys(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    redefine(stage, "_has_freed_keys", "pgoutbox._has_freed_key(d.message_id)", "false")
+    redefine(stage, "_take_dedupe_keys", "pgoutbox._has_freed_key(t.message_id)", "false")
 
 
 def no_limit_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -1318,7 +1327,7 @@ def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     """Make an enqueue only check whether the bell is armed, and release the lock before its row is visible."""
     lock = "NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue))"
     looks = f"EXISTS (SELECT FROM {races.ADVISORY_LOCKS} WHERE l.mode = 'ExclusiveLock')"
-    redefine(stage, "_enqueue_receipt", lock, looks)
+    redefine(stage, "_notify_workers", lock, looks)
 
 
 def no_poll_after_acquiring(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -1513,12 +1522,12 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "superseded before due: due",
         a_due_message_is_left_to_its_claim,
-        no_guard_in_function("_skip_superseded", " AND m.available_at > clock_timestamp()"),
+        no_guard_of_superseded(""),
     ),
     (
         "superseded before due: clock",
         a_message_that_fell_due_during_the_transaction_is_left_to_its_claim,
-        no_guard_in_function("_skip_superseded", "m.available_at > clock_timestamp()", "m.available_at > now()"),
+        no_guard_of_superseded(" AND m.available_at > now()"),
     ),
     (
         "superseded before due: lock",
@@ -1531,9 +1540,9 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         no_check_of_isolation("_skip_superseded"),
     ),
     (
-        "max_delay: lock on the key",
+        "max_delay: start of the wait",
         a_producer_waits_since_a_concurrent_first_message,
-        no_guard_in_function("_waiting_since", "\n    FOR UPDATE"),
+        no_guard_in_function("_waiting_since", "coalesce(head.waiting_since, now())", "now()"),
     ),
     (
         "cancel: older snapshot",

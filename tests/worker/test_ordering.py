@@ -118,17 +118,17 @@ async def test_a_saturated_worker_serves_both_ordered_and_other_messages(dsn: st
     assert {None, "k"} == set(order[:20])
 
 
-@pytest.mark.parametrize("on_failed", ["continue", "halt"])
+@pytest.mark.parametrize("halts_key", [False, True])
 async def test_the_topic_decides_whether_a_failure_halts_its_key(
-    dsn: str, db: psycopg.Connection, on_failed: str
+    dsn: str, db: psycopg.Connection, halts_key: bool
 ) -> None:
-    first, *rest = (enqueue(db, ordering_key="k", on_failed=on_failed) for _ in range(3))
+    first, *rest = (enqueue(db, ordering_key="k", halts_key=halts_key) for _ in range(3))
     line = Line(dsn, ends=frozenset({first}))
     await drained(line.outbox)
     assert state_of(db, first) == "failed"
-    expected = "sent" if on_failed == "continue" else "pending"
+    expected = "pending" if halts_key else "sent"
     assert {row.state for row in rows_of(db, *rest)} == {expected}
-    if on_failed == "halt":
+    if halts_key:
         mended = Line(dsn)
         assert Operator(db).redrive(first).is_done
         await drained(mended.outbox)
@@ -139,10 +139,10 @@ async def test_the_topic_decides_whether_a_failure_halts_its_key(
 async def test_a_halted_key_continues_when_its_failed_message_is_pruned(
     dsn: str, db: psycopg.Connection, way: str
 ) -> None:
-    first = enqueue(db, ordering_key="k", on_failed="halt")
+    first = enqueue(db, ordering_key="k", halts_key=True)
     line = Line(dsn, ends=frozenset({first}))
     await drained(line.outbox)
-    second = enqueue(db, ordering_key="k", on_failed="halt")
+    second = enqueue(db, ordering_key="k", halts_key=True)
     db.execute("UPDATE pgoutbox.message_failed SET finished_at = finished_at - interval '2 days'")
     worker = WatchedWorker(line.outbox)
     async with running(worker):
@@ -234,7 +234,7 @@ async def test_a_round_ends_although_the_key_where_it_began_is_gone(dsn: str, db
 
 async def test_only_the_topic_can_set_its_ordering_key(dsn: str, connect: Connect) -> None:
     line = Line(dsn)
-    topic: Topic[Any] = Topic("greet", ordering_key=lambda p: str(p["account"]), on_failed="halt")
+    topic: Topic[Any] = Topic("greet", ordering_key=lambda p: str(p["account"]), halts_key=True)
     with connect() as connection:
         for number in range(4):
             line.outbox.enqueue(connection, topic, {"account": number % 2})
@@ -267,10 +267,10 @@ async def test_each_newer_message_restarts_the_delay_up_to_the_limit(
     first = debounced(line.outbox, connect)
     assert 50 < due_in(db, first) <= 60
     # As if the first had been enqueued 40 seconds ago: 50 of the 90 are left.
-    db.execute("UPDATE pgoutbox.coalesce_head SET waiting_since = waiting_since - interval '40 s'")
+    db.execute("UPDATE pgoutbox.key_head SET waiting_since = waiting_since - interval '40 s'")
     second = debounced(line.outbox, connect)
     assert 40 < due_in(db, second) <= 50
-    db.execute("UPDATE pgoutbox.coalesce_head SET waiting_since = waiting_since - interval '60 s'")
+    db.execute("UPDATE pgoutbox.key_head SET waiting_since = waiting_since - interval '60 s'")
     third = debounced(line.outbox, connect)
     assert due_in(db, third) <= 0
     await drained(line.outbox)

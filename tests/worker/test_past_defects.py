@@ -418,7 +418,7 @@ def test_two_claims_with_the_same_keys_in_opposite_order_do_not_deadlock(
         for key in keys:
             enqueue(db, queue=queue, coalesce_key=key)
     # As if each claim had begun before the other's messages were enqueued: nothing is superseded.
-    db.execute("UPDATE pgoutbox.coalesce_head SET newest_id = 0")
+    db.execute("UPDATE pgoutbox.key_head SET newest_id = 0")
     assert len(claim(gate, queue="gate")) == 1
     with ThreadPoolExecutor(2) as threads:
         claims = []

@@ -57,7 +57,8 @@ def test_a_message_is_not_pruned_during_its_resend_and_keeps_its_content(
 ) -> None:
     resending = connect()
     ((_, source_id),) = db.execute(
-        "SELECT * FROM pgoutbox.enqueue_fanout('greet', '{}', ARRAY['mailto:a@example.org'], '\"shared\"')"
+        "SELECT * FROM pgoutbox.enqueue_fanout("
+        '\'{"topic": "greet", "payload": {}}\', \'["mailto:a@example.org"]\', \'"shared"\')'
     ).fetchall()
     claim(db)
     finish_sent(db, (source_id, 1))

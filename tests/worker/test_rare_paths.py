@@ -206,7 +206,7 @@ async def test_a_lost_attempt_in_an_unserved_queue_does_not_block_the_newest_mes
     other = enqueue(db, coalesce_key="other", queue="decommissioned", max_attempts=1)
     foreign = [enqueue(db, "bill", coalesce_key="k", queue=queue) for queue in ("decommissioned", "default")]
     claim(db, queue="decommissioned", topics=["greet"], worker="gone")
-    db.execute("DELETE FROM pgoutbox.coalesce_head WHERE topic = 'bill'")
+    db.execute("DELETE FROM pgoutbox.key_head WHERE scope = 'bill'")
     claim(db, queue="decommissioned", topics=["bill"], worker="gone")
     newer = enqueue(db, coalesce_key="k")
     await Worker(quick(dsn)).run_once()

@@ -97,7 +97,7 @@ class Outboxes(RuleBasedStateMachine):
         super().__init__()
         self.db = psycopg.connect(self.dsn, autocommit=True)
         self.producer = psycopg.connect(self.dsn)
-        self.db.execute("TRUNCATE pgoutbox.message, pgoutbox.coalesce_head, pgoutbox.dedupe, pgoutbox.queue")
+        self.db.execute("TRUNCATE pgoutbox.message, pgoutbox.key_head, pgoutbox.dedupe, pgoutbox.queue")
         self.is_paused = False
         self.lapsed_count = 0
         self.messages: dict[int, Model] = {}

@@ -15,7 +15,7 @@ INFINITIES = ["infinity", "-infinity", "294276-12-31 23:59:59.999999Z", "4713-01
 TIMES = ["created_at", "available_at", "expires_at", "claimed_at"]
 NUMBERS = ["attempt_count", "max_attempts", "attempt_budget"]
 TEXTS = [
-    "destination", "coalesce_key", "dedupe_key", "ordering_key", "on_failed", "worker", "skip_reason", "last_error"
+    "destination", "coalesce_key", "dedupe_key", "ordering_key", "worker", "skip_reason", "last_error"
 ]  # fmt: skip
 DOCUMENTS = [
     "'1e100000'",

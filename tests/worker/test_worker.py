@@ -1446,7 +1446,7 @@ async def test_a_worker_cancelled_before_its_handlers_see_a_claim_releases_the_m
     async def greet(message: Message, ctx: Context) -> None: ...
 
     db, locker = connect(autocommit=True), connect()
-    db.execute("SELECT pgoutbox.enqueue_fanout('greet', '{}', ARRAY['tel:1', 'tel:2'], content => '1')")
+    db.execute('SELECT pgoutbox.enqueue_fanout(\'{"topic": "greet", "payload": {}}\', \'["tel:1", "tel:2"]\', \'1\')')
     locker.execute("LOCK TABLE pgoutbox.content IN ACCESS EXCLUSIVE MODE")
     work: asyncio.Task[object] = asyncio.create_task(Worker(outbox).run())
     await until_blocked(db, work)

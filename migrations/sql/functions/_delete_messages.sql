@@ -19,7 +19,7 @@ BEGIN
             AND m.finished_at = o.finished_at -- The time selects the partition.
             AND m.state = o.state
             AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
-        RETURNING m.id, m.state, m.topic, m.queue, m.on_failed, m.dedupe_key, m.owner
+        RETURNING m.id, m.state, m.topic, m.queue, m.halts_key, m.dedupe_key, m.owner
     ), keys AS (
         DELETE FROM pgoutbox.dedupe AS d
         USING gone AS g
@@ -31,7 +31,7 @@ BEGIN
         WHERE d.topic = g.topic AND d.dedupe_key = g.dedupe_key AND d.message_id = g.id AND keeps_dedupe_keys
     ), notified AS MATERIALIZED (
         SELECT pgoutbox._notify_workers(q.queue)
-        FROM (SELECT DISTINCT g.queue FROM gone AS g WHERE g.state = 'failed' AND g.on_failed = 'halt') AS q
+        FROM (SELECT DISTINCT g.queue FROM gone AS g WHERE g.state = 'failed' AND g.halts_key) AS q
     ), recorded AS MATERIALIZED (
         SELECT pgoutbox._record_act('prune', message_count => count(*)::integer)
         FROM gone AS g

@@ -5,23 +5,19 @@ RETURNS bigint
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET standard_conforming_strings = on
 AS $function$
-#variable_conflict use_variable
 DECLARE
-    hook_id bigint;
-BEGIN
-    hook_id := pgoutbox.enqueue(
-        topic => failure ->> 'topic' || '.failed',
-        payload => failure - 'headers',
-        queue => failure ->> 'queue',
-        headers => nullif(failure -> 'headers', 'null'),
-        max_attempts => max_attempts,
-        owner => failure ->> 'owner'
+    draft constant pgoutbox.draft := pgoutbox._draft(
+        failure ->> 'topic' || '.failed',
+        failure - 'headers',
+        jsonb_build_object(
+            'queue', failure -> 'queue', 'owner', failure -> 'owner', 'headers', failure -> 'headers',
+            'max_attempts', max_attempts
+        )
     );
-    UPDATE pgoutbox.message_live AS m
-    SET failure_of = (failure ->> 'message_id')::bigint
-    WHERE m.id = hook_id AND m.state = 'pending' AND m.failure_of IS NULL;
-    RETURN hook_id;
+BEGIN
+    RETURN (pgoutbox._enqueue(ARRAY[draft], true, failure_of => (failure ->> 'message_id')::bigint))[1];
 END
 $function$;
 

@@ -1,58 +1,31 @@
--- Its callers need no privilege on any table: it runs with the owner's privileges. So it must check the arguments
--- itself. It is the only function without a search_path, which would cost several percent of an enqueue: it has no
--- operator, and every name is qualified, also of the types (docs/decisions/0016). The plain case is here, because
--- another function would cost as much again, and so would a row as the result. The id is negative if the message already
--- existed.
-CREATE FUNCTION pgoutbox._enqueue_receipt(
-    topic text,
-    payload jsonb,
-    queue text,
-    destination text,
-    coalesce_key text,
-    dedupe_key text,
-    available_at timestamptz,
-    expires_at timestamptz,
-    headers jsonb,
-    max_attempts integer,
-    ordering_key text,
-    on_failed text,
-    max_delay interval,
-    owner text,
-    on_duplicate text,
-    notify boolean
-)
+-- Its callers need no privilege on any table: it runs with the owner's privileges. The plain case is here, because
+-- another function would cost as much again.
+CREATE FUNCTION pgoutbox._enqueue_receipt(topic text, payload jsonb, options jsonb, notify boolean)
 RETURNS bigint
 LANGUAGE plpgsql
 SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+SET standard_conforming_strings = on
+SET plan_cache_mode = force_generic_plan
 AS $function$
 DECLARE
     new_id bigint;
 BEGIN
-    IF pgoutbox._is_plain(
-        topic, payload, queue, destination, coalesce_key, dedupe_key, available_at, expires_at, headers, max_attempts,
-        ordering_key, on_failed, max_delay, owner, on_duplicate
-    ) THEN
-        new_id := pg_catalog.nextval('pgoutbox.message_id_seq');
-        INSERT INTO pgoutbox.message_live (
-            id, topic, payload, queue, max_attempts, attempt_budget
-        ) VALUES (
-            new_id, topic, payload, queue, max_attempts, max_attempts
-        );
-        IF notify IS NOT FALSE
-            AND NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue))
-            AND pg_catalog.pg_notification_queue_usage() OPERATOR(pg_catalog.<) 0.9
-        THEN
-            PERFORM pg_catalog.pg_notify('pgoutbox', queue);
+    IF options IS NULL
+        AND topic ~ '^[a-z][a-z0-9_.-]*$'
+        AND length(topic) <= 63
+        AND pg_column_size(payload) <= 65536
+    THEN
+        new_id := nextval('pgoutbox.message_id_seq');
+        INSERT INTO pgoutbox.message_live (id, topic, payload) VALUES (new_id, topic, payload);
+        IF notify IS NOT FALSE THEN
+            PERFORM pgoutbox._notify_workers('default');
         END IF;
         RETURN new_id;
     END IF;
-    RETURN pgoutbox._enqueue_checked(
-        topic, payload, queue, destination, coalesce_key, dedupe_key,
-        available_at, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, owner, on_duplicate,
-        notify
-    );
+    RETURN (pgoutbox._enqueue(ARRAY[pgoutbox._draft(topic, payload, options)], notify))[1];
 END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._enqueue_receipt IS
-    'enqueue without defaults. The id is negative if the message already existed.';
+    'enqueue with its options as JSON. The id is negative if the message already existed.';

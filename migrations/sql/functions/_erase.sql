@@ -2,7 +2,7 @@
 -- after that see every message of these keys, and only this transaction can need or free a key. A message whose key is
 -- locked by another session is left for another call. So an erased message never leaves an unneeded key behind.
 --
--- A key stays if a message that is left needs it, as in _prune_coalesce and _prune_ordering: without the head of a
+-- A key stays if a message that is left needs it, as in _prune_keys: without the head of a
 -- coalesce key, a superseded message would be delivered.
 --
 -- A message may have got another destination since its id was found, so owner and destination are compared under lock.
@@ -11,6 +11,7 @@ RETURNS TABLE (id bigint, result text)
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET standard_conforming_strings = on
 AS $function$
 #variable_conflict use_column
 DECLARE
@@ -20,9 +21,7 @@ DECLARE
         'by', CASE WHEN by_ids THEN 'ids' WHEN _erase.owner IS NOT NULL THEN 'owner' ELSE 'destination' END
     );
     known_ids bigint[];
-    tail_queues text[];
-    tail_keys text[];
-    head_topics text[];
+    head_scopes text[];
     head_keys text[];
     dedupe_ids bigint[];
     pending_ids bigint[];
@@ -40,25 +39,18 @@ BEGIN
         SELECT m.id, m.topic, m.queue, m.coalesce_key, m.dedupe_key, m.ordering_key
         FROM pgoutbox.message AS m
         WHERE m.id = ANY (ids)
-    ), tail_key AS MATERIALIZED (
-        SELECT a.queue, a.ordering_key FROM asked AS a WHERE a.ordering_key IS NOT NULL
-        UNION
-        SELECT tail.queue, tail.ordering_key FROM pgoutbox.ordering AS tail WHERE by_ids AND tail.last_id = ANY (ids)
     ), head_key AS MATERIALIZED (
-        SELECT a.topic, a.coalesce_key FROM asked AS a WHERE a.coalesce_key IS NOT NULL
+        SELECT
+            pgoutbox._scope_of(a.topic, a.queue, a.ordering_key) AS scope,
+            coalesce(a.coalesce_key, a.ordering_key) AS key
+        FROM asked AS a
+        WHERE coalesce(a.coalesce_key, a.ordering_key) IS NOT NULL
         UNION
-        SELECT head.topic, head.coalesce_key
-        FROM pgoutbox.coalesce_head AS head
-        WHERE by_ids AND head.newest_id = ANY (ids)
-    ), tail AS MATERIALIZED (
-        SELECT t.queue, t.ordering_key
-        FROM tail_key AS k
-        JOIN pgoutbox.ordering AS t ON t.queue = k.queue AND t.ordering_key = k.ordering_key
-        FOR UPDATE OF t SKIP LOCKED
+        SELECT h.scope, h.key FROM pgoutbox.key_head AS h WHERE by_ids AND h.newest_id = ANY (ids)
     ), head AS MATERIALIZED (
-        SELECT h.topic, h.coalesce_key
+        SELECT h.scope, h.key
         FROM head_key AS k
-        JOIN pgoutbox.coalesce_head AS h ON h.topic = k.topic AND h.coalesce_key = k.coalesce_key
+        JOIN pgoutbox.key_head AS h ON h.scope = k.scope AND h.key = k.key
         FOR UPDATE OF h SKIP LOCKED
     ), deduped AS MATERIALIZED (
         SELECT d.message_id
@@ -69,12 +61,10 @@ BEGIN
     )
     SELECT
         ARRAY(SELECT a.id FROM asked AS a),
-        ARRAY(SELECT t.queue FROM tail AS t),
-        ARRAY(SELECT t.ordering_key FROM tail AS t),
-        ARRAY(SELECT h.topic FROM head AS h),
-        ARRAY(SELECT h.coalesce_key FROM head AS h),
+        ARRAY(SELECT h.scope FROM head AS h),
+        ARRAY(SELECT h.key FROM head AS h),
         ARRAY(SELECT d.message_id FROM deduped AS d)
-    INTO known_ids, tail_queues, tail_keys, head_topics, head_keys, dedupe_ids;
+    INTO known_ids, head_scopes, head_keys, dedupe_ids;
 
     pending_ids := pgoutbox._lock_pending(ids);
     WITH locked AS MATERIALIZED (
@@ -91,17 +81,10 @@ BEGIN
             )
             AND NOT EXISTS (
                 SELECT
-                FROM pgoutbox.ordering AS t
-                WHERE t.queue = m.queue
-                    AND t.ordering_key = m.ordering_key
-                    AND (t.queue, t.ordering_key) NOT IN (SELECT * FROM unnest(tail_queues, tail_keys))
-            )
-            AND NOT EXISTS (
-                SELECT
-                FROM pgoutbox.coalesce_head AS h
-                WHERE h.topic = m.topic
-                    AND h.coalesce_key = m.coalesce_key
-                    AND (h.topic, h.coalesce_key) NOT IN (SELECT * FROM unnest(head_topics, head_keys))
+                FROM pgoutbox.key_head AS h
+                WHERE h.scope = pgoutbox._scope_of(m.topic, m.queue, m.ordering_key)
+                    AND h.key = coalesce(m.coalesce_key, m.ordering_key)
+                    AND (h.scope, h.key) NOT IN (SELECT * FROM unnest(head_scopes, head_keys))
             )
             AND NOT EXISTS (
                 SELECT
@@ -134,7 +117,7 @@ BEGIN
     left_behind := ARRAY(
         SELECT DISTINCT f.id
         FROM pgoutbox._erase_left_behind(
-            tail_queues, tail_keys, head_topics, head_keys,
+            head_scopes, head_keys,
             CASE WHEN by_ids THEN ARRAY(SELECT a.id FROM unnest(ids) AS a(id) WHERE a.id <> ALL (known_ids)) END
         ) AS f(id)
         WHERE f.id = ANY (ids) AND f.id <> ALL (known_ids)

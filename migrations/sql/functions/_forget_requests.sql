@@ -4,6 +4,7 @@ RETURNS void
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET standard_conforming_strings = on
 AS $function$
 DELETE FROM pgoutbox.cancel_request AS c
 WHERE NOT EXISTS (SELECT FROM pgoutbox.message_live AS m WHERE m.id = c.message_id)

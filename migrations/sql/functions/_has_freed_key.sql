@@ -15,7 +15,7 @@ BEGIN
     SELECT CASE WHEN m.superseded_by IS NULL THEN m.id ELSE head.newest_id END
     INTO standing_id
     FROM pgoutbox.message AS m
-    LEFT JOIN pgoutbox.coalesce_head AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    LEFT JOIN pgoutbox.key_head AS head ON head.scope = m.topic AND head.key = m.coalesce_key
     WHERE m.id = p_id;
     IF NOT FOUND THEN
         RETURN true;

@@ -14,8 +14,8 @@ BEGIN
             MESSAGE = 'pgoutbox.enqueue: sequence pgoutbox.message_id_seq is behind the messages: it gave ' || new_id
                 || ', and the newest message of this key is ' || newest_id || '; run: ALTER SEQUENCE '
                 'pgoutbox.message_id_seq CACHE 1; SELECT setval(''pgoutbox.message_id_seq'', greatest('
-                '(SELECT max(id) FROM pgoutbox.message), (SELECT max(newest_id) FROM pgoutbox.coalesce_head), '
-                '(SELECT max(last_id) FROM pgoutbox.ordering))); and reconnect';
+                '(SELECT max(id) FROM pgoutbox.message), (SELECT max(newest_id) FROM pgoutbox.key_head))); '
+                'and reconnect';
     END IF;
     RETURN new_id;
 END

@@ -1,14 +1,14 @@
-CREATE FUNCTION pgoutbox._raise_argument_error(problem text, item_index integer DEFAULT NULL)
+CREATE FUNCTION pgoutbox._raise_argument_error(problem text, place text DEFAULT NULL, item_index bigint DEFAULT NULL)
 RETURNS void
 LANGUAGE plpgsql
 AS $function$
 BEGIN
     RAISE EXCEPTION USING
-        ERRCODE = CASE WHEN strpos(problem, 'must not be null') > 0 THEN '22004' ELSE '22023' END,
+        ERRCODE = CASE WHEN problem ~ '^[a-z_]+: must not be null' THEN '22004' ELSE '22023' END,
         SCHEMA = 'pgoutbox',
         COLUMN = split_part(problem, ':', 1),
         MESSAGE = 'pgoutbox.enqueue: '
-            || CASE WHEN item_index IS NULL THEN '' ELSE 'items[' || item_index || '].' END
+            || CASE WHEN place IS NULL THEN '' ELSE place || '[' || item_index || '].' END
             || problem;
 END
 $function$;

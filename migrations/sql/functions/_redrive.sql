@@ -43,8 +43,7 @@ BEGIN
                 ) ? 'pgoutbox.encrypted' IS TRUE AS is_bound
         FROM asked AS a
         JOIN pgoutbox.message AS m ON m.id = a.id
-        LEFT JOIN pgoutbox.coalesce_head AS head
-            ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+        LEFT JOIN pgoutbox.key_head AS head ON head.scope = m.topic AND head.key = m.coalesce_key
         WHERE m.state IN ('failed', 'cancelled')
             AND m.state = ANY (_redrive.states)
             AND m.attempt_count = coalesce(a.attempt_count, m.attempt_count)
@@ -118,8 +117,7 @@ BEGIN
         coalesce(l.is_bound, false)
     FROM asked AS a
     LEFT JOIN pgoutbox.message AS m ON m.id = a.id
-    LEFT JOIN pgoutbox.coalesce_head AS head
-        ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    LEFT JOIN pgoutbox.key_head AS head ON head.scope = m.topic AND head.key = m.coalesce_key
     LEFT JOIN pgoutbox.dedupe AS d ON d.topic = m.topic AND d.dedupe_key = m.dedupe_key
     LEFT JOIN locked AS l ON l.id = a.id
     LEFT JOIN redriven AS r ON r.id = a.id

@@ -1,9 +1,10 @@
--- Give a dedupe key to a new message, unless another message has it. The result is the id of that message, otherwise
--- null.
-CREATE FUNCTION pgoutbox._take_dedupe_key(p_topic text, p_dedupe_key text, p_payload jsonb, p_id bigint, p_on_duplicate text)
+-- The row of the key exists, unless it was deleted after the caller looked. A later draft of the same key in one call does
+-- not take over a key: the first one has decided.
+CREATE FUNCTION pgoutbox._take_dedupe_key(
+    p_topic text, p_dedupe_key text, p_payload jsonb, p_id bigint, p_on_duplicate text, p_is_first boolean
+)
 RETURNS bigint
 LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
     digests constant bytea[] := pgoutbox._payload_digests(p_payload);
@@ -12,19 +13,17 @@ DECLARE
     known_kept boolean;
 BEGIN
     LOOP
-        -- This waits for a transaction that is inserting the same key, and inserts the row if that one rolls back.
-        INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
-        VALUES (p_id, p_topic, p_dedupe_key, digests[1])
-        ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING;
-        IF FOUND THEN
-            RETURN NULL;
-        END IF;
         SELECT d.message_id, d.payload_digest, d.is_kept
         INTO known_id, known_digest, known_kept
         FROM pgoutbox.dedupe AS d
         WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
-        CONTINUE WHEN NOT FOUND;
-        IF NOT known_kept AND pgoutbox._has_freed_key(known_id) THEN
+        IF NOT FOUND THEN
+            INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
+            VALUES (p_id, p_topic, p_dedupe_key, digests[1])
+            ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING;
+            CONTINUE WHEN NOT FOUND;
+            RETURN NULL;
+        ELSIF p_is_first AND NOT known_kept AND pgoutbox._has_freed_key(known_id) THEN
             -- Concurrent callers get this lock one after the other, and the first one changes message_id. A redrive of
             -- the cancelled message holds it until its commit, so look at the message again.
             PERFORM FROM pgoutbox.dedupe AS d

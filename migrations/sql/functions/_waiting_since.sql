@@ -1,32 +1,36 @@
--- Each newer message of a coalesce key restarts its delay, up to max_delay after this time. The row is inserted first,
--- so that of two concurrent first messages of a key the second one has a row to wait for.
-CREATE FUNCTION pgoutbox._waiting_since(p_topic text, p_coalesce_key text, p_id bigint)
-RETURNS timestamptz
+-- Each newer message of a coalesce key restarts its delay, up to max_delay after this time. The keys are locked.
+CREATE FUNCTION pgoutbox._waiting_since(drafts pgoutbox.draft[], known_ids bigint[])
+RETURNS timestamptz[]
 LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
 AS $function$
-DECLARE
-    known_id bigint;
-    since timestamptz;
 BEGIN
-    INSERT INTO pgoutbox.coalesce_head (newest_id, topic, coalesce_key)
-    VALUES (p_id, p_topic, p_coalesce_key)
-    ON CONFLICT ON CONSTRAINT coalesce_head_pkey DO NOTHING;
-    SELECT head.newest_id, head.waiting_since
-    INTO known_id, since
-    FROM pgoutbox.coalesce_head AS head
-    WHERE head.topic = p_topic AND head.coalesce_key = p_coalesce_key
-    FOR UPDATE;
-    RETURN coalesce(
-        (
-            SELECT since
-            FROM pgoutbox.message AS m
-            WHERE m.id = known_id AND m.state = 'pending' AND m.attempt_count = 0
-        ),
-        now()
+    UPDATE pgoutbox.key_head AS head
+    SET waiting_since = CASE
+        WHEN EXISTS (
+            SELECT
+            FROM pgoutbox.message_live AS m
+            WHERE m.id = head.replaced_id AND m.state = 'pending' AND m.attempt_count = 0
+        ) THEN coalesce(head.waiting_since, now())
+        ELSE now()
+    END
+    FROM (
+        SELECT DISTINCT d.topic, d.coalesce_key
+        FROM unnest(drafts) WITH ORDINALITY AS d
+        WHERE d.max_delay IS NOT NULL AND known_ids[d.ordinality] IS NULL
+    ) AS k
+    WHERE head.scope = k.topic AND head.key = k.coalesce_key;
+    RETURN ARRAY(
+        SELECT (
+            SELECT head.waiting_since
+            FROM pgoutbox.key_head AS head
+            WHERE d.max_delay IS NOT NULL AND head.scope = d.topic AND head.key = d.coalesce_key
+        )
+        FROM unnest(drafts) WITH ORDINALITY AS d
+        ORDER BY d.ordinality
     );
 END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._waiting_since IS
-    'When the first of the fresh messages that wait at a coalesce key was enqueued; now if none waits. Locks the key.';
+    'For each draft with a max_delay, when the first of the fresh messages that wait at its key was enqueued; now if none '
+    'waits.';

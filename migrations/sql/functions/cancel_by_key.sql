@@ -6,12 +6,13 @@ RETURNS TABLE (id bigint, result text)
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET standard_conforming_strings = on
 AS $function$
 SELECT target.id, pgoutbox.cancel(target.id)
 FROM (
     SELECT head.newest_id
-    FROM pgoutbox.coalesce_head AS head
-    WHERE head.topic = cancel_by_key.topic AND head.coalesce_key = cancel_by_key.coalesce_key
+    FROM pgoutbox.key_head AS head
+    WHERE head.scope = cancel_by_key.topic AND head.key = cancel_by_key.coalesce_key
     UNION ALL
     SELECT d.message_id
     FROM pgoutbox.dedupe AS d

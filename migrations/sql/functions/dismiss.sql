@@ -6,6 +6,7 @@ RETURNS TABLE (id bigint, result text, state text)
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET standard_conforming_strings = on
 AS $function$
 #variable_conflict use_column
 DECLARE
@@ -35,10 +36,10 @@ BEGIN
             skip_reason = 'dismissed by ' || actor || ': ' || reason
         FROM locked AS l
         WHERE m.id = l.id AND m.state = 'failed'
-        RETURNING m.id, m.queue, m.on_failed
+        RETURNING m.id, m.queue, m.halts_key
     ), notified AS MATERIALIZED (
         SELECT pgoutbox._wake_all_workers(q.queue)
-        FROM (SELECT DISTINCT d.queue FROM dismissed AS d WHERE d.on_failed = 'halt') AS q
+        FROM (SELECT DISTINCT d.queue FROM dismissed AS d WHERE d.halts_key) AS q
     ), recorded AS MATERIALIZED (
         SELECT pgoutbox._record_act(
             'dismiss', message_ids => array_agg(d.id ORDER BY d.id), details => jsonb_build_object('reason', reason)

@@ -1,28 +1,40 @@
--- PostgreSQL inlines the body, so the function costs nothing.
+-- The signature is final: an option of a later release is given to enqueue_many. PostgreSQL inlines the body, and leaves
+-- out the options that are null.
 CREATE FUNCTION pgoutbox.enqueue(
     topic text,
     payload jsonb,
-    queue text DEFAULT 'default',
+    queue text DEFAULT NULL,
     destination text DEFAULT NULL,
-    coalesce_key text DEFAULT NULL,
-    dedupe_key text DEFAULT NULL,
-    available_at timestamptz DEFAULT NULL,
-    expires_at timestamptz DEFAULT NULL,
-    headers jsonb DEFAULT NULL,
-    max_attempts integer DEFAULT 11,
-    notify boolean DEFAULT true,
-    ordering_key text DEFAULT NULL,
-    on_failed text DEFAULT NULL,
-    max_delay interval DEFAULT NULL,
     owner text DEFAULT NULL,
-    on_duplicate text DEFAULT NULL
+    coalesce_key text DEFAULT NULL,
+    ordering_key text DEFAULT NULL,
+    dedupe_key text DEFAULT NULL,
+    on_duplicate text DEFAULT NULL,
+    halts_key boolean DEFAULT NULL,
+    available_at timestamptz DEFAULT NULL,
+    delay interval DEFAULT NULL,
+    max_delay interval DEFAULT NULL,
+    expires_at timestamptz DEFAULT NULL,
+    expires_after interval DEFAULT NULL,
+    max_attempts integer DEFAULT NULL,
+    headers jsonb DEFAULT NULL,
+    notify boolean DEFAULT true
 )
 RETURNS bigint
 LANGUAGE sql
-RETURN pg_catalog.abs(pgoutbox._enqueue_receipt(
-    topic, payload, queue, destination, coalesce_key, dedupe_key,
-    available_at, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, owner,
-    on_duplicate, notify
+RETURN abs(pgoutbox._enqueue_receipt(
+    topic,
+    payload,
+    CASE WHEN num_nonnulls(
+        queue, destination, owner, coalesce_key, ordering_key, dedupe_key, on_duplicate, halts_key, available_at, delay,
+        max_delay, expires_at, expires_after, max_attempts, headers
+    ) > 0 THEN jsonb_build_object(
+        'queue', queue, 'destination', destination, 'owner', owner, 'coalesce_key', coalesce_key,
+        'ordering_key', ordering_key, 'dedupe_key', dedupe_key, 'on_duplicate', on_duplicate, 'halts_key', halts_key,
+        'available_at', available_at, 'delay', delay, 'max_delay', max_delay, 'expires_at', expires_at,
+        'expires_after', expires_after, 'max_attempts', max_attempts, 'headers', headers
+    ) END,
+    notify
 ));
 
 COMMENT ON FUNCTION pgoutbox.enqueue IS

@@ -5,6 +5,7 @@ RETURNS TABLE (relation text, field text, id bigint)
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET standard_conforming_strings = on
 AS $function$
 #variable_conflict use_column
 DECLARE
@@ -53,9 +54,7 @@ BEGIN
         FROM pgoutbox.dedupe AS d
         CROSS JOIN LATERAL (VALUES ('dedupe_key', d.dedupe_key), ('owner', d.owner)) AS v(field, value)
         UNION ALL
-        SELECT 'coalesce_head', 'coalesce_key', h.newest_id, h.coalesce_key FROM pgoutbox.coalesce_head AS h
-        UNION ALL
-        SELECT 'ordering', 'ordering_key', t.last_id, t.ordering_key FROM pgoutbox.ordering AS t
+        SELECT 'key_head', 'key', h.newest_id, h.key FROM pgoutbox.key_head AS h
         UNION ALL
         SELECT 'breaker', v.field, NULL, v.value
         FROM pgoutbox.breaker AS b

@@ -8,6 +8,7 @@ RETURNS TABLE (
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET standard_conforming_strings = on
 AS $function$
 SELECT r.* FROM pgoutbox._redrive(redrive.ids, redrive.states, redrive.attempt_counts, NULL) AS r
 $function$;

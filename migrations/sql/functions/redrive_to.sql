@@ -12,12 +12,13 @@ RETURNS TABLE (
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET standard_conforming_strings = on
 AS $function$
 DECLARE
     problem constant text := CASE
         WHEN redrive_to.destination IS NULL THEN 'destination: must not be null'
-        ELSE pgoutbox._argument_error(
-            'a', '1', 'a', redrive_to.destination, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, NULL
+        ELSE pgoutbox._draft_error(
+            pgoutbox._draft('a', '1', jsonb_build_object('destination', redrive_to.destination))
         )
     END;
 BEGIN

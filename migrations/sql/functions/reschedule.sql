@@ -5,6 +5,7 @@ RETURNS TABLE (id bigint, result text, state text, superseded_by bigint)
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET standard_conforming_strings = on
 SET timezone = 'UTC' -- The details of the act do not depend on the session.
 AS $function$
 #variable_conflict use_column
@@ -27,8 +28,7 @@ BEGIN
         SELECT m.id, head.newest_id
         FROM unnest(pending_ids) AS p(id)
         JOIN pgoutbox.message_live AS m ON m.id = p.id
-        LEFT JOIN pgoutbox.coalesce_head AS head
-            ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+        LEFT JOIN pgoutbox.key_head AS head ON head.scope = m.topic AND head.key = m.coalesce_key
     ), rescheduled AS (
         UPDATE pgoutbox.message_live AS m
         SET available_at = due_at
@@ -65,8 +65,7 @@ BEGIN
         CASE WHEN head.newest_id > a.id THEN head.newest_id END
     FROM asked AS a
     LEFT JOIN pgoutbox.message AS m ON m.id = a.id
-    LEFT JOIN pgoutbox.coalesce_head AS head
-        ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    LEFT JOIN pgoutbox.key_head AS head ON head.scope = m.topic AND head.key = m.coalesce_key
     LEFT JOIN rescheduled AS r ON r.id = a.id
     ORDER BY a.id;
 END

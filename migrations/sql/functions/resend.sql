@@ -8,11 +8,9 @@ RETURNS TABLE (id bigint, state text, superseded_by bigint)
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET standard_conforming_strings = on
 AS $function$
 #variable_conflict use_column
-DECLARE
-    shared_id bigint;
-    failed_id bigint;
 BEGIN
     WITH source AS MATERIALIZED (
         SELECT m.id
@@ -20,31 +18,27 @@ BEGIN
         WHERE m.id = resend.message_id AND m.state = 'sent'
         FOR KEY SHARE OF m
     ), head AS MATERIALIZED (
-        SELECT c.newest_id
+        SELECT h.newest_id
         FROM pgoutbox.message AS m
-        JOIN pgoutbox.coalesce_head AS c ON c.topic = m.topic AND c.coalesce_key = m.coalesce_key
+        JOIN pgoutbox.key_head AS h ON h.scope = m.topic AND h.key = m.coalesce_key
         WHERE m.id = resend.message_id
-        FOR UPDATE OF c
+        FOR UPDATE OF h
     )
-    SELECT
-        copy.id, m.state, CASE WHEN copy.id IS NULL AND head.newest_id <> m.id THEN head.newest_id END, m.content_id,
-        m.failure_of
-    INTO resend.id, resend.state, resend.superseded_by, shared_id, failed_id
+    SELECT copy.id, m.state, CASE WHEN copy.id IS NULL AND head.newest_id <> m.id THEN head.newest_id END
+    INTO resend.id, resend.state, resend.superseded_by
     FROM pgoutbox.message AS m
     LEFT JOIN head ON true
     LEFT JOIN LATERAL (
-        SELECT pgoutbox.enqueue(
-            topic => m.topic,
-            payload => m.payload,
-            queue => m.queue,
-            destination => m.destination,
-            coalesce_key => m.coalesce_key,
-            headers => m.headers,
-            max_attempts => m.attempt_budget,
-            ordering_key => m.ordering_key,
-            on_failed => m.on_failed,
-            owner => m.owner
-        ) AS id
+        -- All options that are columns of a message, but for those of its time and the dedupe key, which it has itself.
+        SELECT (pgoutbox._enqueue(
+            ARRAY[pgoutbox._draft(
+                m.topic,
+                m.payload,
+                to_jsonb(m) - '{topic,payload,dedupe_key,available_at,expires_at}'::text[]
+                || jsonb_build_object('max_attempts', m.attempt_budget)
+            )],
+            true, content_id => m.content_id, resend_of => m.id, failure_of => m.failure_of
+        ))[1] AS id
         WHERE m.state = 'sent' AND (m.coalesce_key IS NULL OR head.newest_id = m.id)
     ) AS copy ON true
     WHERE m.id = resend.message_id
@@ -52,12 +46,6 @@ BEGIN
     IF NOT FOUND THEN
         RETURN;
     END IF;
-    -- The copy is visible only to this transaction.
-    UPDATE pgoutbox.message_live AS m
-    SET resend_of = resend.message_id,
-        content_id = shared_id,
-        failure_of = failed_id
-    WHERE m.id = resend.id AND m.state = 'pending' AND m.resend_of IS NULL;
     IF resend.id IS NOT NULL THEN
         PERFORM pgoutbox._record_act(
             'resend', message_ids => ARRAY[resend.message_id], details => jsonb_build_object('copy', resend.id)

@@ -43,7 +43,7 @@ BEGIN
                     SELECT
                         1 AS part,
                         CASE WHEN c.relkind = 'v' THEN 0 ELSE array_position(
-                            '{message_id_seq,dedupe,ordering,coalesce_head,message,message_live}'::name[], c.relname
+                            '{message_id_seq,dedupe,key_head,message,message_live}'::name[], c.relname
                         ) END AS place,
                         c.oid,
                         CASE c.relkind

@@ -48,16 +48,16 @@ BEGIN
             pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of, pgoutbox._in_flight_of,
             pgoutbox._is_limited, pgoutbox._take_turn, pgoutbox._forget_sent,
             pgoutbox._redacted_text, pgoutbox._with_attempt, pgoutbox._enqueue_failure,
-            pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule, pgoutbox._prune_coalesce, pgoutbox._prune_ordering,
+            pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule, pgoutbox._prune_keys,
             pgoutbox._prune_content, pgoutbox._prune_audit, pgoutbox._forget_requests,
             pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._drop_partition
         TO pgoutbox_worker;
         GRANT SELECT ON
-            pgoutbox.message, pgoutbox.message_live, pgoutbox.coalesce_head, pgoutbox.content,
+            pgoutbox.message, pgoutbox.message_live, pgoutbox.key_head, pgoutbox.content,
             pgoutbox.cancel_request, pgoutbox.queue, pgoutbox.breaker, pgoutbox.redirect, pgoutbox.retention
         TO pgoutbox_worker;
         GRANT SELECT ON SEQUENCE pgoutbox.message_id_seq TO pgoutbox_worker;
-        GRANT SELECT (id, queue, ordering_key, on_failed) ON pgoutbox.message_failed TO pgoutbox_worker;
+        GRANT SELECT (id, queue, ordering_key, halts_key) ON pgoutbox.message_failed TO pgoutbox_worker;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.queue_view, pgoutbox.breaker_view, pgoutbox.retention_view,
             pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.blackout_view, pgoutbox.in_flight_view, pgoutbox.worker_view,
@@ -109,7 +109,7 @@ BEGIN
             pgoutbox.set_redirect, pgoutbox.clear_redirect, pgoutbox.adopt,
             pgoutbox.erase, pgoutbox._erase, pgoutbox._selected_messages,
             pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,
-            pgoutbox._prune_coalesce, pgoutbox._prune_ordering, pgoutbox._prune_content, pgoutbox._prune_audit,
+            pgoutbox._prune_keys, pgoutbox._prune_content, pgoutbox._prune_audit,
             pgoutbox._forget_requests, pgoutbox.set_retention, pgoutbox.unset_retention,
             pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._drop_partition
         TO pgoutbox_operator;

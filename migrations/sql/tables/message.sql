@@ -26,7 +26,7 @@ CREATE TABLE pgoutbox.message (
     ordering_key        text COLLATE "C",
     owner               text COLLATE "C",
     key_in_flight       text COLLATE "C",
-    on_failed           text,
+    halts_key           boolean     NOT NULL DEFAULT false,
     worker              text,
     skip_reason         text,
     last_error          text,
@@ -79,8 +79,8 @@ COMMENT ON COLUMN pgoutbox.message.owner IS
     'The person or thing of the application to which the message belongs.';
 COMMENT ON COLUMN pgoutbox.message.key_in_flight IS
     'The coalesce or ordering key of a message in flight. Two of one key cannot be in flight.';
-COMMENT ON COLUMN pgoutbox.message.on_failed IS
-    'halt: if this message fails, later messages of its ordering key wait for redrive or prune.';
+COMMENT ON COLUMN pgoutbox.message.halts_key IS
+    'If this message fails, later messages of its ordering key wait for redrive or prune.';
 COMMENT ON COLUMN pgoutbox.message.worker IS 'The worker of the current or last attempt.';
 COMMENT ON COLUMN pgoutbox.message.skip_reason IS 'Reason for which the message was skipped.';
 COMMENT ON COLUMN pgoutbox.message.last_error IS 'Error or snooze reason of the last attempt, cut at 4000 characters.';

@@ -6,7 +6,7 @@ CREATE TABLE pgoutbox.message_failed PARTITION OF pgoutbox.message (
 ) FOR VALUES IN ('failed');
 
 CREATE INDEX message_failed_halts ON pgoutbox.message_failed (queue, ordering_key, id)
-WHERE on_failed = 'halt';
+WHERE halts_key;
 
 -- Maintenance asks by key whether a message is left that a redrive can make pending again. Only failed and cancelled
 -- messages are in these indexes, so that enqueue, claim and a finish as sent never write them.

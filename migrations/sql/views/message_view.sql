@@ -27,7 +27,7 @@ SELECT
     m.dedupe_key,
     m.ordering_key,
     m.owner,
-    m.on_failed,
+    m.halts_key,
     m.superseded_by,
     m.resend_of,
     m.failure_of,

@@ -32,12 +32,12 @@ SELECT
     END AS until
 FROM pgoutbox.message_live AS m
 LEFT JOIN control ON control.name = m.queue
-LEFT JOIN pgoutbox.coalesce_head AS head
-    ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
+LEFT JOIN pgoutbox.key_head AS head
+    ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
 LEFT JOIN LATERAL (
     SELECT f.id
     FROM pgoutbox.message_failed AS f
-    WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
+    WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.halts_key AND f.id < m.id
     ORDER BY f.id
     LIMIT 1
 ) AS halt ON m.ordering_key IS NOT NULL

@@ -10,7 +10,7 @@ Rules for every statement:
 - Time is the database's `now()`, except the name of a claim and the tokens of a queue.
 - A write of a message names the expected state, and the attempt or the place of the locked row.
 - Locked rows are skipped, because a wait fails with 40001 if the row moves to another partition.
-- Locks for which a statement waits are taken in the order breaker, coalesce_head, message, queue, claim.
+- Locks for which a statement waits are taken in the order breaker, key_head, message, queue, claim.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key AS key, head.newest_id AS 
 -- The partition message_live holds only pending and sending messages. Finished messages never slow down a claim.
 FROM pgoutbox.message_live AS m
 -- The newer message of the same key that supersedes this one.
-LEFT JOIN pgoutbox.coalesce_head AS head
-    ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
+LEFT JOIN pgoutbox.key_head AS head
+    ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
 -- The message of the same key in flight; an ordering key is another key, even with the same text. With LIMIT,
 -- PostgreSQL looks it up by its key; otherwise it may read all attempts in flight.
 LEFT JOIN LATERAL (

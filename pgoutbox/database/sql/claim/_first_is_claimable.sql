@@ -12,6 +12,6 @@ AND NOT EXISTS (
 -- No failed message before it halts the key.
 AND NOT EXISTS (
     SELECT FROM pgoutbox.message_failed AS f
-    WHERE f.queue = %(queue)s::text AND f.ordering_key = v.ordering_key AND f.on_failed = 'halt' AND f.id < first.id
+    WHERE f.queue = %(queue)s::text AND f.ordering_key = v.ordering_key AND f.halts_key AND f.id < first.id
     OFFSET 0
 )

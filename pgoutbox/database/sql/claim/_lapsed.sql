@@ -7,8 +7,8 @@ FROM pgoutbox.claim AS c
 -- Without ANY, the planner may read the whole table once instead of looking up each message.
 JOIN pgoutbox.message_live AS m ON m.id = ANY (c.ids) AND m.worker = c.worker AND m.claimed_at = c.claimed_at
 -- The newer message of the same key that supersedes this one.
-LEFT JOIN pgoutbox.coalesce_head AS head
-    ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
+LEFT JOIN pgoutbox.key_head AS head
+    ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
 CROSS JOIN LATERAL (
     SELECT CASE
         WHEN EXISTS (SELECT FROM pgoutbox.cancel_request AS r WHERE r.message_id = m.id) THEN 'cancelled'

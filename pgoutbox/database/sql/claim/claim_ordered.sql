@@ -29,7 +29,7 @@ WITH judged AS MATERIALIZED (
         AND NOT EXISTS (
             -- A message before it that has failed halts the key. It may have been redriven and have failed again since.
             SELECT FROM pgoutbox.message_failed AS f
-            WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
+            WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.halts_key AND f.id < m.id
             OFFSET 0
         )
     ORDER BY m.available_at, m.id

@@ -3,5 +3,5 @@
 -- flight, so no newer message can begin after this query.
 SELECT m.id
 FROM pgoutbox.message_live AS m
-JOIN pgoutbox.coalesce_head AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+JOIN pgoutbox.key_head AS head ON head.scope = m.topic AND head.key = m.coalesce_key
 WHERE m.id = ANY (%(ids)s::bigint[]) AND head.newest_id > m.id

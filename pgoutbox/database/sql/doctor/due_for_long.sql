@@ -10,7 +10,7 @@ WITH late AS (
             WHERE f.state = 'failed'
                 AND f.queue = m.queue
                 AND f.ordering_key = m.ordering_key
-                AND f.on_failed = 'halt'
+                AND f.halts_key
                 AND f.id < m.id
         ) AS is_halted,
         m.ordering_key IS NOT NULL AND EXISTS (

@@ -8,9 +8,6 @@ SELECT
     END AS state
 FROM (
     SELECT pgoutbox._enqueue_act(
-        \ir _enqueue_arguments.sql
+        \ir _receipt.sql
     ) AS receipt
-    FROM (
-        \ir _enqueue_draft.sql
-    ) AS draft
 ) AS r

@@ -27,11 +27,8 @@ FROM (
     SELECT
         bounded.lock_timeout,
         pgoutbox._enqueue_receipt(
-            \ir _enqueue_arguments.sql
+            \ir _receipt.sql
         ) AS receipt
     FROM bounded
-    CROSS JOIN (
-        \ir _enqueue_draft.sql
-    ) AS draft
 ) AS r
 CROSS JOIN LATERAL pg_catalog.set_config('lock_timeout', r.lock_timeout, true)

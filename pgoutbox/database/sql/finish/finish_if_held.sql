@@ -25,8 +25,8 @@ WITH held AS MATERIALIZED (
     -- Without ANY, PostgreSQL may plan to read the whole primary key, because statistics may describe an empty table.
     JOIN pgoutbox.message_live AS m ON m.id = o.id AND m.id = ANY (%(ids)s::bigint[])
     -- The newer message that supersedes this one. It matters only if this one would become pending again.
-    LEFT JOIN pgoutbox.coalesce_head AS head
-        ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
+    LEFT JOIN pgoutbox.key_head AS head
+        ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
     WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
     -- While its lease runs, only this worker writes a message in flight. A session that has locked its row for another
     -- reason must not delay the batch.

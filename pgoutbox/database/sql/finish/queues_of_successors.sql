@@ -3,6 +3,6 @@
 -- flight.
 SELECT DISTINCT m.queue
 FROM unnest(%(ids)s::bigint[], %(topics)s::text[], %(coalesce_keys)s::text[]) AS done(id, topic, coalesce_key)
-JOIN pgoutbox.coalesce_head AS head ON head.topic = done.topic AND head.coalesce_key = done.coalesce_key
+JOIN pgoutbox.key_head AS head ON head.scope = done.topic AND head.key = done.coalesce_key
 JOIN pgoutbox.message_live AS m ON m.id = head.newest_id
 WHERE head.newest_id <> done.id AND m.state = 'pending' AND m.available_at <= now()

@@ -10,6 +10,6 @@ FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS a(id, attempt_c
 -- ANY keeps PostgreSQL from reading the whole primary key, see finish_if_held.sql.
 JOIN pgoutbox.message_live AS m ON m.id = a.id AND m.id = ANY (%(ids)s::bigint[])
 LEFT JOIN pgoutbox.claim AS c ON c.worker = m.worker AND c.claimed_at = m.claimed_at
-LEFT JOIN pgoutbox.coalesce_head AS head
-    ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
+LEFT JOIN pgoutbox.key_head AS head
+    ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
 WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count AND m.worker = %(worker)s::text

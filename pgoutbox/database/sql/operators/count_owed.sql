@@ -9,7 +9,7 @@ WHERE m.queue = ANY (%(queues)s::text[])
     AND NOT EXISTS (
         SELECT
         FROM pgoutbox.message_failed AS f
-        WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
+        WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.halts_key AND f.id < m.id
     )
     AND NOT EXISTS (
         -- A message behind one of its ordering key that the drain does not wait for cannot begin either.

@@ -1,4 +1,4 @@
--- Delete unused contents of fan-outs, one page at a time; the answer is that of prune_coalesce.sql, with an id as the
+-- Delete unused contents of fan-outs, one page at a time; the answer is that of prune_keys.sql, with an id as the
 -- key.
 SELECT '', p.last_id::text, p.content_count, p.forgotten_count
 FROM pgoutbox._prune_content(

@@ -1,4 +1,4 @@
--- Delete dedupe keys older than an age, for an operator, one page at a time; the answer is that of prune_coalesce.sql.
+-- Delete dedupe keys older than an age, for an operator, one page at a time; the answer is that of prune_keys.sql.
 SELECT p.last_topic, p.last_key, p.key_count, p.forgotten_count
 FROM pgoutbox._prune_dedupe(
     older_than => make_interval(secs => %(older_than_seconds)s::float8),

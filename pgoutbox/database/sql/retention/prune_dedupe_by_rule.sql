@@ -1,5 +1,5 @@
 -- Delete the dedupe keys of deleted messages by the retention rules, one page at a time; the answer is that of
--- prune_coalesce.sql.
+-- prune_keys.sql.
 SELECT p.last_topic, p.last_key, p.key_count, p.forgotten_count
 FROM pgoutbox._prune_dedupe_by_rule(
     at_most => %(limit)s::bigint,

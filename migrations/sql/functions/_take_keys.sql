@@ -1,0 +1,93 @@
+-- Every key is locked by one statement. Its new messages keep the ids that were drawn before, unless a transaction that
+-- drew later has committed meanwhile. Then they get ids that are drawn under the lock. So the ids of a key have the
+-- order of the commits, and a message is superseded if the head of its coalesce key names a greater id.
+CREATE FUNCTION pgoutbox._take_keys(
+    drafts pgoutbox.draft[], INOUT ids bigint[], known_ids bigint[], OUT older_ids bigint[], OUT newer_ids bigint[]
+)
+LANGUAGE plpgsql
+AS $function$
+DECLARE
+    is_done boolean;
+BEGIN
+    WITH item AS MATERIALIZED (
+        SELECT
+            ids[d.ordinality] AS id,
+            pgoutbox._scope_of(d.topic, d.queue, d.ordering_key) COLLATE "C" AS scope,
+            coalesce(d.coalesce_key, d.ordering_key) COLLATE "C" AS key
+        FROM unnest(drafts) WITH ORDINALITY AS d
+        WHERE coalesce(d.coalesce_key, d.ordering_key) IS NOT NULL AND known_ids[d.ordinality] IS NULL
+    ), head AS (
+        INSERT INTO pgoutbox.key_head AS head (newest_id, scope, key)
+        SELECT min(i.id), i.scope, i.key
+        FROM item AS i
+        GROUP BY i.scope, i.key
+        ORDER BY i.scope, i.key
+        ON CONFLICT ON CONSTRAINT key_head_pkey DO UPDATE
+        SET newest_id = greatest(excluded.newest_id, head.newest_id), replaced_id = head.newest_id
+        RETURNING head.newest_id, head.replaced_id, head.scope
+    ), replaced AS (
+        SELECT h.replaced_id, h.newest_id FROM head AS h WHERE h.replaced_id IS NOT NULL AND h.scope NOT LIKE '/%'
+    )
+    SELECT
+        (SELECT count(*) FROM item) = (SELECT count(*) FROM head AS h WHERE h.newest_id IS DISTINCT FROM h.replaced_id),
+        (SELECT array_agg(r.replaced_id) FROM replaced AS r),
+        (SELECT array_agg(r.newest_id) FROM replaced AS r)
+    INTO is_done, older_ids, newer_ids;
+    IF is_done THEN
+        RETURN;
+    END IF;
+
+    -- Two drafts have one key, or another transaction has written a greater id into the head.
+    ids := ARRAY(
+        SELECT CASE WHEN k.newest_id = k.replaced_id THEN pgoutbox._next_id(k.newest_id) ELSE ids[k.ordinality] END
+        FROM (
+            SELECT d.ordinality, h.newest_id, h.replaced_id
+            FROM unnest(drafts) WITH ORDINALITY AS d
+            LEFT JOIN pgoutbox.key_head AS h
+                ON h.scope = pgoutbox._scope_of(d.topic, d.queue, d.ordering_key)
+                AND h.key = coalesce(d.coalesce_key, d.ordering_key)
+            ORDER BY d.ordinality
+        ) AS k
+    );
+    WITH item AS MATERIALIZED (
+        SELECT
+            ids[d.ordinality] AS id,
+            pgoutbox._scope_of(d.topic, d.queue, d.ordering_key) COLLATE "C" AS scope,
+            coalesce(d.coalesce_key, d.ordering_key) COLLATE "C" AS key
+        FROM unnest(drafts) WITH ORDINALITY AS d
+        WHERE coalesce(d.coalesce_key, d.ordering_key) IS NOT NULL AND known_ids[d.ordinality] IS NULL
+    ), newest AS MATERIALIZED (
+        SELECT max(i.id) AS id, i.scope, i.key FROM item AS i GROUP BY i.scope, i.key
+    ), head AS (
+        UPDATE pgoutbox.key_head AS head
+        SET newest_id = n.id
+        FROM newest AS n
+        WHERE head.scope = n.scope AND head.key = n.key
+        RETURNING head.newest_id, head.replaced_id, head.scope
+    ), older AS (
+        SELECT h.replaced_id AS id, h.newest_id
+        FROM head AS h
+        WHERE h.replaced_id IS NOT NULL AND h.scope NOT LIKE '/%'
+        UNION ALL
+        SELECT w.id, w.newest_id
+        FROM (
+            SELECT i.id, max(i.id) OVER (PARTITION BY i.scope, i.key) AS newest_id
+            FROM item AS i
+            WHERE i.scope NOT LIKE '/%'
+        ) AS w
+        WHERE w.id < w.newest_id
+    )
+    SELECT array_agg(o.id), array_agg(o.newest_id) INTO older_ids, newer_ids FROM older AS o;
+    UPDATE pgoutbox.dedupe AS t
+    SET message_id = ids[d.ordinality]
+    FROM unnest(drafts) WITH ORDINALITY AS d
+    WHERE t.topic = d.topic
+        AND t.dedupe_key = d.dedupe_key
+        AND t.message_id <> ids[d.ordinality]
+        AND known_ids[d.ordinality] IS NULL;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._take_keys IS
+    'Lock the ordering and coalesce keys of the drafts. Returns the ids of their messages, and the messages that they '
+    'supersede, each with the newest one of its key.';

@@ -1,8 +1,0 @@
--- Delete unused coalesce keys among the `limit` keys after the given one. One row: the last key of the page, its number
--- of keys, and the number of deleted keys. No row: no key follows.
-SELECT p.last_topic, p.last_key, p.key_count, p.forgotten_count
-FROM pgoutbox._prune_coalesce(
-    at_most => %(limit)s::bigint,
-    after_topic => %(after_scope)s::text,
-    after_key => %(after_key)s::text
-) AS p
