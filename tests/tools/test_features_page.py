@@ -1,4 +1,5 @@
-"""Every line of the page on features is there once, with a test that exists, and with a result."""
+"""Every line of the matrix of features is there once, with a test that exists, and with a result. The page for readers
+has the same groups and fits one screen."""
 
 from __future__ import annotations
 
@@ -10,15 +11,18 @@ from typing import Final
 
 import pytest
 
-PAGE: Final = Path(__file__).parents[2] / "docs/explanation/features.md"
+TESTS: Final = Path(__file__).parents[1]
+MATRIX: Final = TESTS / "features.md"
+PAGE: Final = TESTS.parent / "docs/explanation/features.md"
+SCREEN: Final = 60  # lines
 GROUPS: Final = {"A": 14, "B": 10, "C": 6, "D": 8, "E": 14, "F": 15}
 LINES: Final = [f"{letter}{number}" for letter, count in GROUPS.items() for number in range(1, count + 1)]
-LINK: Final = re.compile(r"\[([^\]]+)\]\((\.\./\.\./tests/[^)]+\.py)\)")
+LINK: Final = re.compile(r"\[([^\]]+)\]\((\w[^):]+\.py)\)")
 
 
 def rows(cell_count: int) -> list[tuple[str, ...]]:
     """Return the rows of the tables with that many cells, without their heads."""
-    lines = re.findall(r"^\| ([A-F]\d+ \|.*) \|$", PAGE.read_text(), re.MULTILINE)
+    lines = re.findall(r"^\| ([A-F]\d+ \|.*) \|$", MATRIX.read_text(), re.MULTILINE)
     cells = [tuple(cell.strip() for cell in line.split("|")) for line in lines]
     return [row for row in cells if len(row) == cell_count]
 
@@ -53,6 +57,14 @@ def test_the_tests_of_a_line_exist(line: str, tests: str) -> None:
     missing = [
         f"{name} in {path}"
         for name, path in named
-        if name[0].lower() + name[1:] not in sentences_in(PAGE.parent / path)
+        if name[0].lower() + name[1:] not in sentences_in(TESTS / path)
     ]
     assert missing == []
+
+
+def test_the_page_for_readers_has_the_same_groups_on_one_screen() -> None:
+    def groups(page: Path) -> list[str]:
+        return re.findall(r"^## (.+)$", page.read_text(), re.MULTILINE)
+
+    assert groups(PAGE) == groups(MATRIX)
+    assert PAGE.read_text().count("\n") <= SCREEN
