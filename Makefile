@@ -61,7 +61,7 @@ soak: $(STAMP) ## Shoot at producers, workers and PostgreSQL for MINUTES (SEED=n
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) --failovers $(FAILOVERS) $(if $(SEED),--seed $(SEED))
 	PGOUTBOX_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/worker/test_state_machine.py
 
-docs: $(STAMP) ## Bring the generated pages of docs/reference up to date
+docs: $(STAMP) ## Bring the generated pages of docs up to date
 	$(BIN)/python -m tools.generate
 
 clean: ## Remove the virtual environment and caches

@@ -55,9 +55,7 @@ def test_the_tests_of_a_line_exist(line: str, tests: str) -> None:
     assert named != [], f"{line} names no test"
     assert len(named) == tests.count("["), f"{line} has a link that is not a test"
     missing = [
-        f"{name} in {path}"
-        for name, path in named
-        if name[0].lower() + name[1:] not in sentences_in(TESTS / path)
+        f"{name} in {path}" for name, path in named if name[0].lower() + name[1:] not in sentences_in(TESTS / path)
     ]
     assert missing == []
 
