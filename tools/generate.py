@@ -58,7 +58,7 @@ def pages(connection: psycopg.Connection) -> dict[str, str]:
 
 
 def main() -> None:
-    """Write the SQL function of redaction, the page on the core, and the pages from the schema of an embedded server."""
+    """Write the SQL function of redaction, the core page, and the pages from the schema of an embedded server."""
     REDACTED_TEXT_SQL.write_text(redacted_text_sql())
     CORE.write_text(core_page())
     sys.stdout.write("docs/explanation/core.md\n")
