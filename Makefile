@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml
 demo: $(STAMP) ## Play a sign-up service against an embedded PostgreSQL and a local SMTP server
 	$(BIN)/pgoutbox demo
 
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 test: $(STAMP) ## Run the tests that are not slow, on the embedded PostgreSQL or on PGOUTBOX_TEST_DSN
 	$(PYTEST) -m 'not slow'
 

@@ -320,7 +320,7 @@ def history(server: Server, template_of_today: Callable[[], str]) -> Iterator[ps
     """Create a database with matching rows for every query."""
     with (
         server.database(template=template_of_today()) as database,
-        psycopg.connect(server.dsn_for(database.dbname)) as connection,
+        psycopg.connect(server.dsn_for(database)) as connection,
     ):
         put(connection, State.SENT, topic="mail.welcome", destination="mailto:ada@example.org")
         put(connection, topic="mail.welcome", destination="mailto:ada@example.org")

@@ -254,16 +254,16 @@ def test_an_unreachable_database_is_a_problem_and_transports_are_still_checked(d
 
 
 def test_a_database_with_another_encoding_is_a_problem(server: Server) -> None:
-    with server.database() as janitor:
+    with server.database() as database:
         dsn = server.dsn_for("postgres")
-        name = sql.Identifier(f"{janitor.dbname}_ascii")
+        name = sql.Identifier(f"{database}_ascii")
         with psycopg.connect(dsn, autocommit=True) as connection:
             connection.execute(
                 sql.SQL("CREATE DATABASE {} ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0").format(name)
             )
             try:
                 expect(
-                    found(server.dsn_for(f"{janitor.dbname}_ascii"), "server"),
+                    found(server.dsn_for(f"{database}_ascii"), "server"),
                     Level.PROBLEM,
                     "encoding-not-utf8",
                     "SQL_ASCII",
