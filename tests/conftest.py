@@ -19,6 +19,7 @@ from urllib.parse import quote, urlencode
 import psycopg
 import pytest
 from psycopg import sql as composable
+from pytest_postgresql.janitor import DatabaseJanitor
 
 from pgoutbox import Outbox, migrate
 from pgoutbox.embedded import embedded_server
@@ -150,7 +151,15 @@ def template_of_today(server: Server) -> Iterator[Callable[[], str]]:
 
         @cache
         def template_of(_: date) -> str:
-            database = stack.enter_context(server.database())
+            janitor = DatabaseJanitor(
+                host=server.host,
+                port=server.port,
+                user=server.user,
+                password=server.password,
+                dbname=f"{DATABASE_PREFIX}_{next(_database_numbers)}",
+                maintenance_dbname=server.maintenance_dbname,
+            )
+            database = str(stack.enter_context(janitor).dbname)
             migrate.upgrade(server.dsn_for(database))
             with psycopg.connect(server.dsn_for(database)) as connection:
                 connection.execute("UPDATE pgoutbox.home SET database_id = NULL")  # Its copies may send.
