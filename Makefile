@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml
 demo: $(STAMP) ## Play a sign-up service against an embedded PostgreSQL and a local SMTP server
 	$(BIN)/pgoutbox demo
 
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 test: $(STAMP) ## Run the tests that are not slow, on the embedded PostgreSQL or on PGOUTBOX_TEST_DSN
 	$(PYTEST) -m 'not slow'
 
@@ -33,9 +33,9 @@ coverage: $(STAMP) ## Run all tests and show the coverage of each package
 	$(BIN)/python -m coverage json --quiet -o - | $(BIN)/python -m tools.coverage_table; exit $$code
 
 # The type checkers are the slowest checks and use one core each.
-CHECKS := check-format check-lint check-mypy check-pyright check-layers check-english
+CHECKS := check-format check-lint check-mypy check-pyright check-layers check-english check-pages check-commits
 .PHONY: $(CHECKS)
-check: $(STAMP) ## Check format, lint, types, layers and plain English
+check: $(STAMP) ## Check format, lint, types, layers, plain English, pages and commit subjects
 	@$(MAKE) --no-print-directory --jobs 2 $(CHECKS)
 
 check-format:
@@ -50,6 +50,10 @@ check-layers:
 	$(BIN)/lint-imports
 check-english:
 	$(BIN)/python -m tools.plain_english
+check-pages:
+	$(BIN)/python -m tools.pages
+check-commits:
+	$(BIN)/python -m tools.commit_subjects
 
 bench: $(STAMP) ## Measure, side by side, and print ratios
 	$(BIN)/python -m benchmarks
@@ -61,7 +65,7 @@ soak: $(STAMP) ## Shoot at producers, workers and PostgreSQL for MINUTES (SEED=n
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) --failovers $(FAILOVERS) $(if $(SEED),--seed $(SEED))
 	PGOUTBOX_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/worker/test_state_machine.py
 
-docs: $(STAMP) ## Bring the generated pages of docs/reference up to date
+docs: $(STAMP) ## Bring the generated pages of docs up to date
 	$(BIN)/python -m tools.generate
 
 clean: ## Remove the virtual environment and caches

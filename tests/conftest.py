@@ -7,8 +7,8 @@ server is missing is skipped with the reason; with CI=true it fails.
 from __future__ import annotations
 
 import os
-from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from itertools import count
@@ -18,6 +18,7 @@ from urllib.parse import quote, urlencode
 
 import psycopg
 import pytest
+from psycopg import sql as composable
 from pytest_postgresql.janitor import DatabaseJanitor
 
 from pgoutbox import Outbox, migrate
@@ -72,15 +73,26 @@ class AsyncConnect(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The server's address and superuser, under the names that pytest-postgresql's `depends_on` reads."""
+    """A server, and a superuser's session that creates and drops databases."""
 
     host: str
     port: int
     user: str
     password: str | None
     maintenance_dbname: str
-    options: str = CONNECTION_OPTIONS
-    template_dbname: str | None = None
+    admin: psycopg.Connection = field(repr=False)
+    strategy: composable.SQL
+
+    @classmethod
+    @contextmanager
+    def at(cls, dsn: str) -> Iterator[Server]:
+        """Connect to the server of this DSN."""
+        with psycopg.connect(dsn, autocommit=True) as admin:
+            (fsync,) = admin.execute("SHOW fsync").fetchone() or ("on",)
+            # To copy the files of a template is faster, unless the server has to flush each of them.
+            strategy = composable.SQL("wal_log" if fsync == "on" else "file_copy")
+            info = admin.info
+            yield cls(info.host, info.port, info.user, info.password or None, info.dbname, admin, strategy)
 
     def dsn_for(self, database: str) -> str:
         """Return the URL of `database`, which psycopg, asyncpg and SQLAlchemy all accept."""
@@ -88,17 +100,20 @@ class Server:
         place = urlencode({"host": self.host, "port": self.port})
         return f"postgresql://{quote(self.user, safe='')}{password}@/{quote(database, safe='')}?{place}"
 
-    def database(self, *, template: str | None = None) -> DatabaseJanitor:
-        """Create a database with a new name, and drop it at the end despite open connections."""
-        return DatabaseJanitor(
-            host=self.host,
-            port=self.port,
-            user=self.user,
-            password=self.password,
-            dbname=f"{DATABASE_PREFIX}_{next(_database_numbers)}",
-            template_dbname=template,
-            maintenance_dbname=self.maintenance_dbname,
-        )
+    @contextmanager
+    def database(self, *, template: str = "template1") -> Iterator[str]:
+        """Create a database and yield its name. Drop it at the end, and end all its sessions.
+
+        This takes about 13 ms if the session already exists and fsync is off. It is faster than to empty a database and
+        to prove that it is as new.
+        """
+        name = f"{DATABASE_PREFIX}_{next(_database_numbers)}"
+        names = (composable.Identifier(name), composable.Identifier(template), self.strategy)
+        self.admin.execute(composable.SQL("CREATE DATABASE {} TEMPLATE {} STRATEGY {}").format(*names))
+        try:
+            yield name
+        finally:
+            self.admin.execute(composable.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(names[0]))
 
 
 @pytest.fixture(scope="session")
@@ -109,9 +124,7 @@ def server() -> Iterator[Server]:
         try:
             if dsn is None:
                 dsn = stack.enter_context(embedded_server(durable=False)).dsn
-            with psycopg.connect(dsn) as connection:
-                info = connection.info
-                found = Server(info.host, info.port, info.user, info.password or None, info.dbname)
+            found = stack.enter_context(Server.at(dsn))
         except (ConfigurationError, psycopg.OperationalError) as error:
             server_missing(f"no PostgreSQL server: {error}")
         yield found
@@ -121,13 +134,12 @@ def server() -> Iterator[Server]:
 def durable_server() -> Iterator[Server]:
     """Start a server that waits for its disk at each commit, for tests with `DURABLE`."""
     try:
-        with embedded_server() as started, psycopg.connect(started.dsn, autocommit=True) as connection:
-            info = connection.info
+        with embedded_server() as started, Server.at(started.dsn) as server:
             # A fast disk behaves like a slow one. PostgreSQL ignores the delay if fsync is off.
-            connection.execute("ALTER SYSTEM SET commit_delay = 5000")
-            connection.execute("ALTER SYSTEM SET commit_siblings = 0")
-            connection.execute("SELECT pg_reload_conf()")
-            yield Server(info.host, info.port, info.user, info.password or None, info.dbname)
+            server.admin.execute("ALTER SYSTEM SET commit_delay = 5000")
+            server.admin.execute("ALTER SYSTEM SET commit_siblings = 0")
+            server.admin.execute("SELECT pg_reload_conf()")
+            yield server
     except ConfigurationError as error:
         server_missing(f"no durable PostgreSQL server: {error}")
 
@@ -139,11 +151,19 @@ def template_of_today(server: Server) -> Iterator[Callable[[], str]]:
 
         @cache
         def template_of(_: date) -> str:
-            database = stack.enter_context(server.database())
-            migrate.upgrade(server.dsn_for(database.dbname))
-            with psycopg.connect(server.dsn_for(database.dbname)) as connection:
+            janitor = DatabaseJanitor(
+                host=server.host,
+                port=server.port,
+                user=server.user,
+                password=server.password,
+                dbname=f"{DATABASE_PREFIX}_{next(_database_numbers)}",
+                maintenance_dbname=server.maintenance_dbname,
+            )
+            database = str(stack.enter_context(janitor).dbname)
+            migrate.upgrade(server.dsn_for(database))
+            with psycopg.connect(server.dsn_for(database)) as connection:
                 connection.execute("UPDATE pgoutbox.home SET database_id = NULL")  # Its copies may send.
-            return str(database.dbname)
+            return database
 
         yield lambda: template_of(datetime.now(UTC).date())
 
@@ -152,7 +172,7 @@ def template_of_today(server: Server) -> Iterator[Callable[[], str]]:
 def empty_dsn(server: Server) -> Iterator[str]:
     """Return the DSN of a new database without the schema."""
     with server.database() as database:
-        yield server.dsn_for(database.dbname)
+        yield server.dsn_for(database)
 
 
 @pytest.fixture
@@ -161,11 +181,11 @@ def dsn(request: pytest.FixtureRequest, server: Server, template_of_today: Calla
     if getattr(request, "param", None) == "durable":
         durable: Server = request.getfixturevalue("durable_server")
         with durable.database() as database:
-            migrate.upgrade(durable.dsn_for(database.dbname))
-            yield durable.dsn_for(database.dbname)
+            migrate.upgrade(durable.dsn_for(database))
+            yield durable.dsn_for(database)
         return
     with server.database(template=template_of_today()) as database:
-        yield server.dsn_for(database.dbname)
+        yield server.dsn_for(database)
 
 
 @pytest.fixture
@@ -204,7 +224,7 @@ def connection(connect: Connect) -> psycopg.Connection:
 def shared_dsn(server: Server, template_of_today: Callable[[], str]) -> Iterator[str]:
     """Return the DSN of the migrated database that all tests with `rolled_back` share."""
     with server.database(template=template_of_today()) as database:
-        yield server.dsn_for(database.dbname)
+        yield server.dsn_for(database)
 
 
 @pytest.fixture

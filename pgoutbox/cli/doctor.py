@@ -54,11 +54,10 @@ def doctor(
 
 def _print(finding: dict[str, str | None]) -> None:
     """Print a finding with its effect and fix on lines below; without a terminal, all on one line, between tabs."""
-    check, level, *texts = (printable(text or "") for text in finding.values())
+    check, level, what, why, fix = (printable(finding[name] or "") for name in ("check", "level", "what", "why", "fix"))
     if not sys.stdout.isatty():
-        sys.stdout.write("\t".join((level, check, *texts)) + "\n")
+        sys.stdout.write("\t".join((level, check, what, why, fix)) + "\n")
         return
-    what, why, fix = texts
     sys.stdout.write(f"{coloured(f'{level:<8}', _COLOURS[level], sys.stdout)} {check:<13} {what}\n")
     for label, text in (("why", why), ("fix", fix)):
         if text:

@@ -37,21 +37,25 @@ def check_partitions(context: DoctorContext) -> Iterator[Note]:
     """Check that partitions exist for messages that end soon."""
     facts = context.ask_one(sql.DONE_PARTITIONS)
     if not facts["dated"]:
-        yield skipped("message_done has no partitions by date")
+        yield skipped("no-dated-partitions", "message_done has no partitions by date")
     elif facts["ahead_seconds"] < context.limits.partition_seconds:
         if facts["ahead_seconds"] > 0:
+            code = "partitions-end-soon"
             what = f"the partitions of message_done end in {duration(facts['ahead_seconds'])}"
         elif facts["last_seconds"] > 0:
+            code = "partition-of-today-missing"
             what = "message_done has no partition for today, but later ones"
         else:
+            code = "partitions-ended"
             what = f"the last partition of message_done ended {duration(-facts['last_seconds'])} ago"
         yield warning(
+            code,
             what,
             "messages that end later go to the default partition, from which retention deletes row by row",
             "workers create partitions in advance: check that one runs, and that its role can create them",
         )
     else:
-        yield ok(f"message_done has partitions for {duration(facts['ahead_seconds'])}")
+        yield ok("partitions-in-order", f"message_done has partitions for {duration(facts['ahead_seconds'])}")
 
 
 def check_retention(context: DoctorContext) -> Iterator[Note]:
@@ -59,6 +63,7 @@ def check_retention(context: DoctorContext) -> Iterator[Note]:
     overdue = context.ask(sql.OVERDUE_RETENTION, {"seconds": context.limits.overdue_seconds})
     for rule in overdue:
         yield warning(
+            "retention-overdue",
             f"{rule['state']} messages of {rule['topic']} should have been deleted "
             f"{duration(rule['overdue_seconds'])} ago",
             "retention does not run or does not keep up: the table grows, and personal data stays for longer than the "
@@ -68,15 +73,17 @@ def check_retention(context: DoctorContext) -> Iterator[Note]:
     facts = context.ask_one(sql.RETENTION_NEED)
     if not facts["rules"] and facts["done_estimate"] >= context.limits.done_without_rules:
         yield warning(
+            "retention-missing",
             f"about {facts['done_estimate']} finished messages, and no retention rule deletes them",
             "the table grows without end, and so does every backup",
             "pgoutbox retention set '*' sent 30d",
         )
     elif not overdue:
         yield ok(
+            "retention-in-order",
             f"{pluralize(facts['rules'], 'retention rule')}, and no message is overdue for deletion"
             if facts["rules"]
-            else "no retention rules"
+            else "no retention rules",
         )
 
 
@@ -85,11 +92,14 @@ def check_workers(context: DoctorContext) -> Iterator[Note]:
     running, run = _workers(context)
     if running:
         queues = sorted({queue for worker in running for queue in worker["queues"]})
-        yield ok(f"{pluralize(len(running), 'worker')} running, for the queues {join_names(queues, most=20)}")
+        yield ok(
+            "workers-running",
+            f"{pluralize(len(running), 'worker')} running, for the queues {join_names(queues, most=20)}",
+        )
     elif run is not None and run["ended_seconds_ago"] <= context.limits.run_seconds:
-        yield ok(f"the last run of worker --once ended {duration(run['ended_seconds_ago'])} ago")
+        yield ok("worker-ran-once", f"the last run of worker --once ended {duration(run['ended_seconds_ago'])} ago")
     else:
-        yield warning("no worker is running", "no message is delivered", "start a worker: pgoutbox worker")
+        yield warning("no-worker", "no worker is running", "no message is delivered", "start a worker: pgoutbox worker")
 
 
 def _workers(context: DoctorContext) -> tuple[list[DictRow], DictRow | None]:
@@ -102,7 +112,7 @@ def _workers(context: DoctorContext) -> tuple[list[DictRow], DictRow | None]:
 def check_handlers(context: DoctorContext) -> Iterator[Note]:
     """Check that each topic with a definition or pending messages has a handler."""
     if context.outbox is None:
-        yield skipped("no application given", _WITHOUT_APP)
+        yield skipped("no-application", "no application given", _WITHOUT_APP)
         return
     handlers = handlers_of(context.outbox, context.settings)
     waiting: dict[str, int] = {}
@@ -111,6 +121,7 @@ def check_handlers(context: DoctorContext) -> Iterator[Note]:
             waiting[row["topic"]] = waiting.get(row["topic"], 0) + row["messages"]
     for topic, count in waiting.items():
         yield problem(
+            "messages-without-handler",
             f"topic {topic} has no handler and {pluralize(count, 'pending message')}",
             "workers never claim messages without a handler",
             "set PGOUTBOX_ALERT_DESTINATION for the workers and for the doctor"
@@ -121,12 +132,13 @@ def check_handlers(context: DoctorContext) -> Iterator[Note]:
     idle = sorted(set(context.outbox.topics) - set(handlers) - set(waiting))
     if idle:
         yield warning(
+            "topics-without-handler",
             f"topics without a handler: {join_names(idle)}",
             "this application never delivers their messages",
             "register a handler in the module of --app, or run the doctor with the workers' --app",
         )
     if not waiting and not idle:
-        yield ok(f"{pluralize(len(handlers), 'topic')} with a handler, and no message without one")
+        yield ok("handlers-in-order", f"{pluralize(len(handlers), 'topic')} with a handler, and no message without one")
 
 
 def check_leases(context: DoctorContext) -> Iterator[Note]:
@@ -139,6 +151,7 @@ def check_leases(context: DoctorContext) -> Iterator[Note]:
     ]
     for row in slow:
         yield warning(
+            "attempts-outlast-lease",
             f"attempts of {row['topic']} take {duration(row['p99_seconds'])} (p99 of {row['attempts']} sent), "
             f"and the lease is {duration(lease)}",
             "they depend on lease renewal: if it fails, a second worker starts before the first attempt has ended",
@@ -147,6 +160,7 @@ def check_leases(context: DoctorContext) -> Iterator[Note]:
     lasting = context.ask(sql.LONG_IN_FLIGHT, {"seconds": context.limits.in_flight_seconds})
     for row in lasting:
         yield warning(
+            "long-in-flight",
             f"topic {row['topic']} has had {pluralize(row['messages'], 'message')} in flight for up to "
             f"{duration(row['longest_seconds'])}, the oldest is message {row['first_id']}",
             "the handler takes that long, or the database refuses to write the outcome",
@@ -154,7 +168,7 @@ def check_leases(context: DoctorContext) -> Iterator[Note]:
             "constraints on the tables of pgoutbox",
         )
     if not slow and not lasting:
-        yield ok(f"no topic has attempts longer than the lease of {duration(lease)}")
+        yield ok("leases-in-order", f"no topic has attempts longer than the lease of {duration(lease)}")
 
 
 def check_encryption(context: DoctorContext) -> Iterator[Note]:
@@ -164,6 +178,7 @@ def check_encryption(context: DoctorContext) -> Iterator[Note]:
     encrypted = sorted(topic.name for topic in topics if topic.encrypted)
     if encrypted and keys is None:
         yield problem(
+            "encryption-keys-missing",
             f"encrypted topics without keys: {join_names(encrypted)}",
             "their messages cannot be enqueued or delivered",
             "set PGOUTBOX_ENCRYPTION_KEYS to the same keys for producers and workers",
@@ -173,6 +188,7 @@ def check_encryption(context: DoctorContext) -> Iterator[Note]:
     if sealed and keys is not None and not reads_payloads:
         user = context.connection.info.user
         yield skipped(
+            "payloads-forbidden",
             f"encrypted payloads of {join_names(sorted(sealed))} are pending; "
             f"{user} cannot read them to check the keys",
             f"run the doctor with the worker's role, or: GRANT SELECT ON pgoutbox.message TO {user}",
@@ -181,12 +197,17 @@ def check_encryption(context: DoctorContext) -> Iterator[Note]:
     unreadable = {topic: count for topic, count in sealed.items() if count}
     for topic, count in unreadable.items():
         yield problem(
+            "payloads-undecryptable",
             f"no key of PGOUTBOX_ENCRYPTION_KEYS decrypts {pluralize(count, 'payload')} of {topic}",
             "each attempt fails, until no attempts are left",
             "append the key that encrypted them to PGOUTBOX_ENCRYPTION_KEYS",
         )
     if not unreadable and not (encrypted and keys is None):
-        yield ok("the keys decrypt all pending payloads" if sealed else "no encrypted payload is pending")
+        yield (
+            ok("payloads-decryptable", "the keys decrypt all pending payloads")
+            if sealed
+            else ok("no-encrypted-payload", "no encrypted payload is pending")
+        )
 
 
 def _unreadable_by_topic(context: DoctorContext) -> dict[str, int]:
@@ -217,7 +238,7 @@ def check_due(context: DoctorContext) -> Iterator[Note]:
         seconds = max(seconds, 2 * min(run["run_interval_seconds"] or 0.0, context.limits.run_seconds))
     late = context.ask(sql.DUE_FOR_LONG, {"seconds": seconds})
     if not late:
-        yield ok(f"no message has been due for more than {duration(seconds)}")
+        yield ok("nothing-late", f"no message has been due for more than {duration(seconds)}")
         return
     for queue in late:
         count = pluralize(queue["messages"], "message") + (" or more" if queue["messages"] >= 10_000 else "")
@@ -231,24 +252,32 @@ def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
     """Return the finding if a late queue is paused, at a limit, or waits for earlier messages."""
     name, why = queue["queue"], "they stay late until this is fixed"
     if queue["is_paused"]:
-        return warning(f"{what}: it is paused", why, f"pgoutbox resume {name}")
+        return warning("due-paused", f"{what}: it is paused", why, f"pgoutbox resume {name}")
     if queue["free"] == 0 and not queue["halted"]:
         return warning(
+            "due-behind-earlier",
             f"{what}: all wait for an earlier message of their ordering key",
             why,
             f"check the state of the earlier message: pgoutbox list --queue {name}",
         )
     if queue["free"] == 0:
         return warning(
+            "due-behind-failed",
             f"{what}: {queue['halted']} wait behind a failed message of their ordering key, which is halted",
             "halts_key: no later message of that key is delivered",
             f"pgoutbox list --state failed --queue {name}, then redrive or prune the first failed message",
         )
     if queue["tokens"] is not None and queue["tokens"] < 1:
         rate = f"{queue['rate_count']} in {queue['rate_seconds']:g} s"
-        return warning(f"{what}: its rate limit of {rate} is used up", why, f"pgoutbox limit {name} --rate none")
+        return warning(
+            "due-rate-limited",
+            f"{what}: its rate limit of {rate} is used up",
+            why,
+            f"pgoutbox limit {name} --rate none",
+        )
     if queue["in_flight"] is not None and queue["in_flight"] >= queue["max_in_flight"]:
         return warning(
+            "due-in-flight-limited",
             f"{what}: its limit of {queue['max_in_flight']} in flight is reached",
             why,
             f"pgoutbox limit {name} --in-flight none, or find out why attempts take so long",
@@ -261,6 +290,7 @@ def _cause_of_workers(context: DoctorContext, queue: DictRow, running: list[Dict
     name = queue["queue"]
     if not running:
         return problem(
+            "due-without-worker",
             f"{what}: no worker is running",
             "no message is delivered",
             f"start a worker: pgoutbox worker --queue {name}; with cron, check that the line of the crontab runs, and "
@@ -269,6 +299,7 @@ def _cause_of_workers(context: DoctorContext, queue: DictRow, running: list[Dict
     serving = [worker for worker in running if name in worker["queues"]]
     if not serving and not queue["is_worked"]:
         return problem(
+            "due-in-unserved-queue",
             f"{what}: no running worker serves this queue",
             "no message of it is delivered",
             f"start a worker for it: pgoutbox worker --queue {name}, or --queue '*' for all queues of the application; "
@@ -280,17 +311,20 @@ def _cause_of_workers(context: DoctorContext, queue: DictRow, running: list[Dict
     missing = [topic for topic in queue["topics"] if topic not in handled]
     if missing and handled:
         return problem(
+            "due-without-handler",
             f"{what}: no handler for {join_names(missing)} in a worker of this queue",
             "workers never claim them",
             "see `handlers`; if the application has the handler, restart the workers with its current release",
         )
     if queue["is_worked"]:
         return warning(
+            "due-overloaded",
             f"{what}: workers claim them but do not keep up",
             "new messages wait behind them",
             "raise PGOUTBOX_CONCURRENCY, start more workers, or make the handlers faster; pgoutbox top shows the rate",
         )
     return problem(
+        "due-unclaimed",
         f"{what}: a worker is running and does not claim them",
         "it serves other queues, has no handler for them, or does not keep up",
         f"check that a worker serves --queue {name} and is not blocked, with pgoutbox workers and pgoutbox top",
@@ -302,6 +336,7 @@ def check_breakers(context: DoctorContext) -> Iterator[Note]:
     found = context.ask(sql.OPEN_BREAKERS)
     for breaker in found:
         yield warning(
+            "breaker-open",
             f"the breaker of {one_line(breaker['key'])} has been open for {duration(breaker['open_seconds'])}: "
             f"{_quoted(context, breaker['last_error'])}",
             "messages to it wait, and use up no attempts",
@@ -309,7 +344,7 @@ def check_breakers(context: DoctorContext) -> Iterator[Note]:
             "breaker, and delivery resumes",
         )
     if not found:
-        yield ok("no circuit breaker is open")
+        yield ok("breakers-closed", "no circuit breaker is open")
 
 
 def check_redirect(context: DoctorContext) -> Iterator[Note]:
@@ -319,6 +354,7 @@ def check_redirect(context: DoctorContext) -> Iterator[Note]:
         if row["source"] == "blackout":
             if len(rows) > 1:
                 yield problem(
+                    "redirect-forbidden",
                     f"the blackout {row['name']} forbids the redirect that is on",
                     "e-mail waits, except to exempt addresses; notifications, webhooks and events wait too",
                     "run `pgoutbox redirect off`, or unset PGOUTBOX_REDIRECT_TO and restart the workers",
@@ -326,18 +362,20 @@ def check_redirect(context: DoctorContext) -> Iterator[Note]:
         elif row["source"] == "operator":
             until = "" if row["until_at"] is None else f" until {row['until_at'].isoformat(timespec='seconds')}"
             yield warning(
+                "redirect-by-operator",
                 f"{one_line(row['name'])} redirects all e-mail to {row['target']}{until}",
                 "your users get no e-mail, and notifications, webhooks and events are held back",
                 "run `pgoutbox redirect off`, unless this is a test",
             )
         else:
             yield warning(
+                "redirect-by-worker",
                 f"worker {row['name']}: PGOUTBOX_REDIRECT_TO={row['target']}: all of its e-mail goes there",
                 "your users get no e-mail, and notifications, webhooks and events are held back",
                 "unset PGOUTBOX_REDIRECT_TO and restart the worker, unless this is a test system",
             )
     if all(row["source"] == "blackout" for row in rows):
-        yield ok("no redirect is on")
+        yield ok("no-redirect", "no redirect is on")
 
 
 def check_failed(context: DoctorContext) -> Iterator[Note]:
@@ -349,16 +387,18 @@ def check_failed(context: DoctorContext) -> Iterator[Note]:
     for row in causes:
         count = pluralize(row["messages"], "message") + (" or more" if row["message_count"] >= 10_000 else "")
         yield warning(
+            "messages-failed",
             f"{count} of {row['topic']} {within}: {_quoted(context, row['error'])}",
             why,
             f"list them: pgoutbox list --state failed --topic {row['topic']}; fix the cause, then run: "
             f"pgoutbox redrive --all-failed --topic {row['topic']}; if nobody can deliver them: pgoutbox dismiss",
         )
     if not causes:
-        yield ok(f"no message {within}")
+        yield ok("nothing-failed", f"no message {within}")
     elif more := causes[0]["cause_count"] - len(causes):
         rest = causes[0]["message_count"] - sum(row["messages"] for row in causes)
         yield warning(
+            "more-messages-failed",
             f"{pluralize(rest, 'message')} {within} for {pluralize(more, 'more cause')}",
             why,
             "list them: pgoutbox list --state failed",
@@ -375,6 +415,7 @@ def check_destinations(context: DoctorContext) -> Iterator[Note]:
     missing = {scheme: count for scheme, count in waiting.items() if not is_served(scheme, settings, context.outbox)}
     for scheme, count in missing.items():
         yield warning(
+            "destination-without-transport",
             f"{pluralize(count, 'message')} for {scheme} destinations, but no transport for {scheme} is configured",
             "unless their handlers send by themselves, they wait until a worker has the transport",
             f"{hint_for(scheme).removeprefix('; ') or 'check the spelling of the scheme, or add its transport'}, "
@@ -382,12 +423,13 @@ def check_destinations(context: DoctorContext) -> Iterator[Note]:
         )
     if waiting.keys() & {"https", "http"} and settings.webhook.secrets is None:
         yield warning(
+            "webhooks-unsigned",
             "webhooks are pending, and PGOUTBOX_WEBHOOK_SECRETS is not set",
             "unless handlers use their own secrets, receivers cannot tell your webhooks from forged ones",
             "set PGOUTBOX_WEBHOOK_SECRETS, and give it to the receivers",
         )
     elif not missing:
-        yield ok("all destinations of pending messages have a transport")
+        yield ok("destinations-in-order", "all destinations of pending messages have a transport")
 
 
 def _quoted(context: DoctorContext, error: str | None) -> str:

@@ -24,13 +24,23 @@ def check_settings(settings: Settings, environment: Mapping[str, str]) -> Iterat
     try:
         keyring_of(settings.encryption_keys)
     except ConfigurationError as error:
-        found.append(problem(str(error), "encrypted payloads cannot be written or read", "install the missing extra"))
-    yield from found or [ok("all PGOUTBOX_ variables are known settings, and none is for testing only")]
+        found.append(
+            problem(
+                "encryption-keys-unusable",
+                str(error),
+                "encrypted payloads cannot be written or read",
+                "install the missing extra",
+            )
+        )
+    yield from found or [
+        ok("settings-in-order", "all PGOUTBOX_ variables are known settings, and none is for testing only")
+    ]
 
 
 def _misspelt(environment: Mapping[str, str]) -> Iterator[Note]:
     for variable, nearest in unknown_variables(environment):
         yield warning(
+            "unknown-setting",
             f"unknown setting {variable}",
             "it is ignored, and the intended setting keeps its default",
             f"did you mean {nearest}?",
@@ -41,12 +51,18 @@ def _redirected(settings: Settings) -> Iterator[Note]:
     try:
         rules = RedirectRules.of(settings.redirect)
     except ConfigurationError as error:
-        yield problem(str(error), "a worker with these settings does not start", "correct or unset the setting")
+        yield problem(
+            "redirect-invalid",
+            str(error),
+            "a worker with these settings does not start",
+            "correct or unset the setting",
+        )
         return
     if rules.to is None:
         return
     exceptions = f", except for {settings.redirect.exempt}" if settings.redirect.exempt else ""
     yield warning(
+        "redirect-by-setting",
         f"PGOUTBOX_REDIRECT_TO={settings.redirect.to}: all e-mail goes there{exceptions}",
         "your users get no e-mail, and notifications, webhooks and events are held back",
         "unset PGOUTBOX_REDIRECT_TO, unless this is a test system",
@@ -56,18 +72,21 @@ def _redirected(settings: Settings) -> Iterator[Note]:
 def _for_testing(settings: Settings) -> Iterator[Note]:
     if settings.log.level == "DEBUG":
         yield warning(
+            "log-level-debug",
             "PGOUTBOX_LOG_LEVEL=DEBUG",
             "every connection and claim is logged: this is slow and fills the log",
             "use INFO",
         )
     if settings.webhook.error_body_chars:
         yield warning(
+            "webhook-error-bodies",
             f"PGOUTBOX_WEBHOOK_ERROR_BODY_CHARS={settings.webhook.error_body_chars}",
             "errors contain the receivers' answers: a person who can choose a webhook URL can read from your network",
             "unset it when you have finished debugging the receiver",
         )
     if not settings.breaker.enabled:
         yield warning(
+            "breakers-disabled",
             "PGOUTBOX_BREAKER_ENABLED=false",
             "while a server is down, every message to it uses up its attempts",
             "unset it: an open circuit breaker then holds back messages to a server that is down",
@@ -80,7 +99,7 @@ def check_tls(settings: Settings) -> Iterator[Note]:
         *_unverified("PGOUTBOX_DSN", settings.dsn.get_secret_value() if settings.dsn else None),
         *_unverified("PGOUTBOX_LISTEN_DSN", settings.listen_dsn.get_secret_value() if settings.listen_dsn else None),
     ]
-    yield from found or [ok("the connections to PostgreSQL are local, or encrypted and verified")]
+    yield from found or [ok("tls-in-order", "the connections to PostgreSQL are local, or encrypted and verified")]
 
 
 def _unverified(variable: str, dsn: str | None) -> Iterator[Note]:
@@ -89,13 +108,14 @@ def _unverified(variable: str, dsn: str | None) -> Iterator[Note]:
     try:
         given = conninfo_to_dict(dsn)
     except ProgrammingError:
-        yield skipped(f"{variable} is not a connection string")
+        yield skipped("dsn-unreadable", f"{variable} is not a connection string")
         return
     hosts = str(given.get("host") or given.get("hostaddr") or os.environ.get("PGHOST") or "").split(",")
     remote = [host for host in hosts if host and not host.startswith(("/", "@")) and host.lower() not in LOOPBACK]
     mode = str(given.get("sslmode") or os.environ.get("PGSSLMODE") or "prefer")
     if remote and mode != "verify-full":
         yield warning(
+            "tls-unverified",
             f"{variable}: sslmode={mode} to {remote[0]}",
             "an attacker on the network can read and change everything, or pose as the server",
             "add sslmode=verify-full, and sslrootcert with the CA certificate of the server; channel_binding=require "

@@ -26,10 +26,14 @@ class Level(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault that a check found, its effect and its fix. A finding without a fault has only `what`."""
+    """A fault that a check found, its effect and its fix. A finding without a fault has only `what`.
+
+    `code` names the cause. It stays the same when the texts change.
+    """
 
     check: str
     level: Level
+    code: str
     what: str
     why: str | None = None
     fix: str | None = None
@@ -39,6 +43,7 @@ class Note(NamedTuple):
     """A finding without the name of its check."""
 
     level: Level
+    code: str
     what: str
     why: str | None = None
     fix: str | None = None
@@ -47,24 +52,24 @@ class Note(NamedTuple):
 Notes = Iterable[Note]
 
 
-def ok(what: str) -> Note:
+def ok(code: str, what: str) -> Note:
     """Report that the check found no fault."""
-    return Note(Level.OK, what)
+    return Note(Level.OK, code, what)
 
 
-def skipped(what: str, fix: str | None = None) -> Note:
+def skipped(code: str, what: str, fix: str | None = None) -> Note:
     """Report that the check does not apply or cannot run; `fix` says how to make it run."""
-    return Note(Level.SKIPPED, what, None, fix)
+    return Note(Level.SKIPPED, code, what, None, fix)
 
 
-def warning(what: str, why: str, fix: str) -> Note:
+def warning(code: str, what: str, why: str, fix: str) -> Note:
     """Report a fault that can lead to a problem, or a deliberate setting that may have been forgotten."""
-    return Note(Level.WARNING, what, why, fix)
+    return Note(Level.WARNING, code, what, why, fix)
 
 
-def problem(what: str, why: str, fix: str) -> Note:
+def problem(code: str, what: str, why: str, fix: str) -> Note:
     """Report a fault that stops delivery, loses messages, or lets others in."""
-    return Note(Level.PROBLEM, what, why, fix)
+    return Note(Level.PROBLEM, code, what, why, fix)
 
 
 def run_check(check: str, ask: Callable[[], Notes]) -> Iterator[Finding]:
@@ -76,6 +81,7 @@ def run_check(check: str, ask: Callable[[], Notes]) -> Iterator[Finding]:
         yield Finding(
             check,
             Level.SKIPPED,
+            "forbidden",
             error_text(error),
             None,
             "run the doctor with a role that can read the schema: GRANT pgoutbox_viewer or pgoutbox_worker to it",
@@ -83,7 +89,12 @@ def run_check(check: str, ask: Callable[[], Notes]) -> Iterator[Finding]:
     except Exception as error:  # noqa: BLE001 - one failed check must not stop the others
         hint = "the server is busy: try again" if isinstance(error, QueryCanceled) else "fix this error, then try again"
         yield Finding(
-            check, Level.PROBLEM, f"the check failed: {error_text(error)}", "a fault here stays undetected", hint
+            check,
+            Level.PROBLEM,
+            "check-failed",
+            f"the check failed: {error_text(error)}",
+            "a fault here stays undetected",
+            hint,
         )
 
 

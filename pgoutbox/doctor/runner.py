@@ -74,6 +74,7 @@ def examine(
             yield Finding(
                 "database",
                 Level.PROBLEM,
+                "database-unreachable",
                 f"PGOUTBOX_DSN: {error_text(error)}",
                 "without the database, no message is enqueued or delivered",
                 "check host, port, user and password in PGOUTBOX_DSN, and that the server runs and accepts this user",
@@ -89,7 +90,12 @@ def examine(
 
 def _check_database(context: DoctorContext) -> Iterator[Finding]:
     info = context.connection.info
-    yield Finding("database", Level.OK, f"connected to {info.dbname} at {info.host or 'a local socket'} as {info.user}")
+    yield Finding(
+        "database",
+        Level.OK,
+        "database-connected",
+        f"connected to {info.dbname} at {info.host or 'a local socket'} as {info.user}",
+    )
     for check, ask in _SERVER_CHECKS.items():
         yield from run_check(check, lambda ask=ask: ask(context))  # type: ignore[misc] # bound now
     has_schema = True
@@ -103,6 +109,7 @@ def _check_database(context: DoctorContext) -> Iterator[Finding]:
             yield Finding(
                 check,
                 Level.SKIPPED,
+                "schema-first",
                 "not checked, because the schema has a problem",
                 None,
                 "fix the finding of `schema` first",

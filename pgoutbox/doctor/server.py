@@ -34,28 +34,34 @@ def check_server(context: DoctorContext) -> Iterator[Note]:
     """Check the version and the encoding, and that the session can write."""
     facts = context.ask_one(sql.EXAMINED_SERVER)
     found = list(_server_faults(facts))
-    yield from found or [ok(f"PostgreSQL {facts['version_text']}, {facts['encoding']}, a primary")]
+    yield from found or [ok("server-in-order", f"PostgreSQL {facts['version_text']}, {facts['encoding']}, a primary")]
 
 
 def _server_faults(facts: DictRow) -> Iterator[Note]:
     if facts["server_version"] < MINIMUM_SERVER_VERSION:
         yield problem(
-            f"PostgreSQL {facts['version_text']} is too old", "workers refuse it", "upgrade to PostgreSQL 15 or newer"
+            "server-too-old",
+            f"PostgreSQL {facts['version_text']} is too old",
+            "workers refuse it",
+            "upgrade to PostgreSQL 15 or newer",
         )
     if facts["encoding"] != "UTF8":
         yield problem(
+            "encoding-not-utf8",
             f"the database's encoding is {facts['encoding']}",
             "workers refuse it, because text could change on its way",
             "create a database with ENCODING 'UTF8', and move the tables there",
         )
     if facts["in_recovery"]:
         yield problem(
+            "standby",
             "PGOUTBOX_DSN leads to a standby",
             "a standby is read-only: messages cannot be enqueued, claimed or finished there",
             "set it to the address of the primary, or to several hosts with target_session_attrs=read-write",
         )
     elif facts["read_only"]:
         yield problem(
+            "read-only-session",
             "PGOUTBOX_DSN leads to a read-only session",
             "messages cannot be enqueued, claimed or finished there",
             "unset default_transaction_read_only in the settings of the server, the database or the role",
@@ -66,10 +72,13 @@ def check_schema(context: DoctorContext) -> Iterator[Note]:
     """Check that the tables exist and are not older than this package."""
     facts = context.ask_one(sql.EXAMINED_SERVER)
     if not facts["has_schema"] or not facts["has_version"]:
-        yield problem("the database has no schema pgoutbox", "messages cannot be enqueued", MIGRATE_HINT)
+        yield problem(
+            "schema-missing", "the database has no schema pgoutbox", "messages cannot be enqueued", MIGRATE_HINT
+        )
         return
     if not facts["may_use_schema"]:
         yield problem(
+            "schema-forbidden",
             f"the role {facts['role']} may not use the schema pgoutbox",
             "it cannot enqueue, deliver or read messages",
             f"grant it a role, for example: GRANT pgoutbox_worker TO {facts['role']}; see docs/how-to/roles.md",
@@ -79,17 +88,18 @@ def check_schema(context: DoctorContext) -> Iterator[Note]:
     try:
         judge_schema(version)
     except SchemaError as error:
-        yield problem(str(error), "workers and commands refuse it", MIGRATE_HINT)
+        yield problem("schema-version-differs", str(error), "workers and commands refuse it", MIGRATE_HINT)
         return
     if missing := [f"pgoutbox.{row['name']}" for row in context.ask(sql.MISSING_RELATIONS)]:
         yield problem(
+            "relation-missing",
             f"{join_names(missing, most=30)}: missing",
             "every statement that uses it fails, and `pgoutbox migrate` does not recreate it",
             "restore it from a backup; or, if no message is pending, run: "
             "pgoutbox migrate downgrade base; pgoutbox migrate",
         )
     else:
-        yield ok(f"the schema has version {version}")
+        yield ok("schema-in-order", f"the schema has version {version}")
 
 
 def check_rights(context: DoctorContext) -> Iterator[Note]:
@@ -99,19 +109,21 @@ def check_rights(context: DoctorContext) -> Iterator[Note]:
     parts = [name for name in ("look", "enqueue", "work", "operate") if rights[f"may_{name}"]]
     if rights["is_superuser"]:
         yield warning(
+            "superuser",
             f"{user} is a superuser",
             "a mistake in the application, or a stolen password, exposes the whole server",
             "use a role with only the rights that it needs; see docs/how-to/roles.md",
         )
     elif not parts:
         yield problem(
+            "no-rights",
             f"{user} may neither enqueue nor deliver nor operate nor read",
             "with this role, messages cannot be enqueued or delivered",
             f"grant it a role, for example: GRANT pgoutbox_worker TO {user}; see docs/how-to/roles.md",
         )
     else:
         member = f"; it has the rights of {join_names(rights['granted_roles'])}" if rights["granted_roles"] else ""
-        yield ok(f"{user} may {', '.join(parts)}{member}")
+        yield ok("rights-in-order", f"{user} may {', '.join(parts)}{member}")
     yield from _public(rights)
 
 
@@ -123,6 +135,7 @@ def check_copy(context: DoctorContext) -> Iterator[Note]:
             context.ask(sql.REQUIRE_HOME, {"deployment": deployment})
     except CopyError as error:
         yield problem(
+            "database-is-copy",
             error.problem,
             "workers send nothing from this database",
             "if this database replaces the original, or is for testing, run: pgoutbox adopt. "
@@ -132,13 +145,14 @@ def check_copy(context: DoctorContext) -> Iterator[Note]:
     home = context.ask_one(sql.HOME)
     if deployment is not None and home["deployment"] is None:
         yield warning(
+            "deployment-unrecorded",
             f"PGOUTBOX_DEPLOYMENT={deployment} is not recorded in the schema",
             "workers do not compare it, so a copy of the server sends too",
             "when all workers have this setting, run: pgoutbox adopt",
         )
     else:
         name = "" if home["deployment"] is None else f" and to deployment {home['deployment']}"
-        yield ok(f"the schema belongs to this database{name}")
+        yield ok("home-in-order", f"the schema belongs to this database{name}")
 
 
 def check_sequence(context: DoctorContext) -> Iterator[Note]:
@@ -149,6 +163,7 @@ def check_sequence(context: DoctorContext) -> Iterator[Note]:
     if facts["newest_id"] is not None and facts["last_id"] < facts["newest_id"]:
         found.append(
             problem(
+                "sequence-behind",
                 f"pgoutbox.message_id_seq is at {facts['last_id']}, but message {facts['newest_id']} exists",
                 why,
                 "the cause is a restore or a replica without the sequence; as the schema's owner, before the next "
@@ -160,13 +175,14 @@ def check_sequence(context: DoctorContext) -> Iterator[Note]:
     if facts["cache_size"] != 1:
         found.append(
             problem(
+                "sequence-cached",
                 f"pgoutbox.message_id_seq has CACHE {facts['cache_size']}: each session reserves ids in advance",
                 why,
                 "as the schema's owner, run: ALTER SEQUENCE pgoutbox.message_id_seq CACHE 1; then reconnect "
                 "every producer",
             )
         )
-    yield from found or [ok(f"the id sequence is in order, the last id is {facts['last_id']}")]
+    yield from found or [ok("sequence-in-order", f"the id sequence is in order, the last id is {facts['last_id']}")]
 
 
 def _public(rights: DictRow) -> Iterator[Note]:
@@ -176,6 +192,7 @@ def _public(rights: DictRow) -> Iterator[Note]:
         open_to_all.insert(0, "CREATE in the schema")
     if open_to_all:
         yield problem(
+            "public-rights",
             f"PUBLIC has rights: {join_names(open_to_all)}",
             "every role of the server can read or write messages, or create objects in the schema",
             "REVOKE CREATE ON SCHEMA pgoutbox FROM PUBLIC; REVOKE ALL ON ALL TABLES IN SCHEMA pgoutbox FROM PUBLIC; "
@@ -187,19 +204,23 @@ def check_pooler(context: DoctorContext) -> Iterator[Note]:
     """Check for a transaction pooler between the worker, or its listener, and PostgreSQL."""
     settings, connection = context.settings, context.connection
     if not _is_pooled(connection):
-        yield ok("direct connection, no pooler")
+        yield ok("no-pooler", "direct connection, no pooler")
     elif not settings.listen:
-        yield ok("a pooler, and PGOUTBOX_LISTEN=false: workers poll and need no notifications")
+        yield ok(
+            "pooler-without-listener", "a pooler, and PGOUTBOX_LISTEN=false: workers poll and need no notifications"
+        )
     elif settings.listen_dsn is not None:
-        yield ok("a pooler, and the listener has its own connection")
+        yield ok("pooler-bypassed", "a pooler, and the listener has its own connection")
     elif _shares_sessions(context):
         yield problem(
+            "transaction-pooler",
             "a transaction pooler between the worker and PostgreSQL, and no direct connection for the listener",
             "workers cannot listen through it, so they poll once a second",
             "set PGOUTBOX_LISTEN_DSN to a direct connection, or set PGOUTBOX_LISTEN=false",
         )
     else:
         yield warning(
+            "pooler",
             "a pooler between the listener and PostgreSQL",
             "if it pools by transaction, workers cannot listen and poll once a second",
             "unless it pools by session: set PGOUTBOX_LISTEN_DSN to a direct connection, or set PGOUTBOX_LISTEN=false",
@@ -231,10 +252,10 @@ def check_listener(context: DoctorContext) -> Iterator[Note]:
     """Check that a notification arrives at the listener, as one from an enqueue would."""
     settings = context.settings
     if not settings.listen:
-        yield skipped("PGOUTBOX_LISTEN=false: workers poll")
+        yield skipped("listener-off", "PGOUTBOX_LISTEN=false: workers poll")
         return
     if settings.listen_dsn is None and _is_pooled(context.connection):
-        yield skipped("not checked behind a pooler", "fix the finding of `pooler` first")
+        yield skipped("listener-behind-pooler", "not checked behind a pooler", "fix the finding of `pooler` first")
         return
     name = "PGOUTBOX_DSN" if settings.listen_dsn is None else "PGOUTBOX_LISTEN_DSN"
     try:
@@ -242,6 +263,7 @@ def check_listener(context: DoctorContext) -> Iterator[Note]:
             yield from _round_trip(context, listener, name)
     except (psycopg.Error, OSError) as error:
         yield problem(
+            "listener-unreachable",
             f"{name}: the listener cannot connect or listen: {error_text(error)}",
             "every message waits for the next poll",
             f"check {name}: host, port, user and password",
@@ -251,6 +273,7 @@ def check_listener(context: DoctorContext) -> Iterator[Note]:
 def _round_trip(context: DoctorContext, listener: psycopg.Connection[DictRow], name: str) -> Iterator[Note]:
     if _is_pooled(listener):
         yield problem(
+            "listener-through-pooler",
             f"{name} leads through a pooler",
             "unless it pools by session, LISTEN ends with each transaction",
             f"set {name} to the server's own address",
@@ -265,9 +288,12 @@ def _round_trip(context: DoctorContext, listener: psycopg.Connection[DictRow], n
     while (left := deadline - time.monotonic()) > 0:
         for notify in listener.notifies(timeout=left, stop_after=1):
             if notify.payload == payload:
-                yield ok(f"a notification arrived after {(time.monotonic() - began) * 1000:.0f} ms")
+                yield ok(
+                    "notification-arrived", f"a notification arrived after {(time.monotonic() - began) * 1000:.0f} ms"
+                )
                 return
     yield problem(
+        "notification-lost",
         f"a notification did not arrive within {context.limits.round_trip_seconds:g} s",
         "every message waits for the next poll",
         "check that PGOUTBOX_DSN and PGOUTBOX_LISTEN_DSN lead to the same database of the same server",
@@ -283,26 +309,34 @@ def check_clock(context: DoctorContext) -> Iterator[Note]:
     if ahead > context.limits.clock_seconds:
         which = "ahead of" if there > after else "behind"
         yield warning(
+            "clock-differs",
             f"the server's clock is {duration(ahead)} {which} this machine's",
             "due times use the server's clock; webhook signatures, e-mail dates and the log use this machine's",
             "synchronise both with NTP",
         )
     else:
-        yield ok("the clocks agree")
+        yield ok("clock-in-order", "the clocks agree")
 
 
 def check_durability(context: DoctorContext) -> Iterator[Note]:
     """Check that committed messages survive a crash."""
     facts = context.ask_one(sql.DURABILITY)
     found = []
-    for setting, is_on in (("fsync", facts["has_fsync"]), ("full_page_writes", facts["has_full_pages"])):
+    settings = (
+        ("fsync-off", "fsync", facts["has_fsync"]),
+        ("full-page-writes-off", "full_page_writes", facts["has_full_pages"]),
+    )
+    for code, setting, is_on in settings:
         if not is_on:
             found.append(
-                problem(f"{setting}=off", "a crash of the machine can corrupt the whole database", f"set {setting}=on")
+                problem(
+                    code, f"{setting}=off", "a crash of the machine can corrupt the whole database", f"set {setting}=on"
+                )
             )
     if facts["unlogged"]:
         found.append(
             problem(
+                "unlogged-tables",
                 f"UNLOGGED tables: {join_names(facts['unlogged'])}",
                 "a crash of the server empties these tables, and they are empty on a standby",
                 "; ".join(f"ALTER TABLE pgoutbox.{name} SET LOGGED" for name in facts["unlogged"]),
@@ -312,12 +346,13 @@ def check_durability(context: DoctorContext) -> Iterator[Note]:
     if hasty:
         found.append(
             warning(
+                "asynchronous-commits",
                 f"synchronous_commit=off for {join_names(hasty)}",
                 "a crash loses the last commits with their messages, or messages are sent twice",
                 "set synchronous_commit=on for the roles of producers and workers",
             )
         )
-    yield from found or [ok("commits are on disk before they are acknowledged")]
+    yield from found or [ok("durability-in-order", "commits are on disk before they are acknowledged")]
 
 
 def check_transactions(context: DoctorContext) -> Iterator[Note]:
@@ -327,6 +362,7 @@ def check_transactions(context: DoctorContext) -> Iterator[Note]:
     for held in found:
         since = "" if held["age_seconds"] is None else f", open for {duration(held['age_seconds'])}"
         yield warning(
+            _CODES[held["kind"]],
             f"{_KINDS[held['kind']]} {one_line(held['name'])} ({one_line(held['detail'])}){since} holds back vacuum by "
             f"{pluralize(held['transactions'], 'transaction')}",
             "dead rows accumulate at the head of the queues: claims become slower, tables and indexes grow",
@@ -334,11 +370,12 @@ def check_transactions(context: DoctorContext) -> Iterator[Note]:
         )
     if not context.ask_one(sql.SEES_ALL_SESSIONS)["sees_all"]:
         yield skipped(
+            "sessions-invisible",
             f"{context.connection.info.user} cannot see the transactions of other roles",
             f"let it see them: GRANT pg_read_all_stats TO {context.connection.info.user}",
         )
     elif not found:
-        yield ok(f"no transaction is older than {duration(limits.transaction_seconds)}")
+        yield ok("no-old-transaction", f"no transaction is older than {duration(limits.transaction_seconds)}")
 
 
 _KINDS = {
@@ -346,6 +383,12 @@ _KINDS = {
     "prepared": "prepared transaction",
     "slot": "replication slot",
     "standby": "standby",
+}
+_CODES = {
+    "session": "vacuum-held-by-session",
+    "prepared": "vacuum-held-by-prepared-transaction",
+    "slot": "vacuum-held-by-slot",
+    "standby": "vacuum-held-by-standby",
 }
 _RELEASES = {
     "session": "commit it there, or end it: SELECT pg_terminate_backend({name}); "
@@ -363,13 +406,14 @@ def check_slots(context: DoctorContext) -> Iterator[Note]:
         use = "in use" if slot["is_active"] else "unused"
         held = f"holds back {slot['bytes'] / (1 << 20):.0f} MiB of WAL" if slot["bytes"] is not None else "has lost WAL"
         yield warning(
+            "slot-retains-wal",
             f"replication slot {slot['name']} ({use}, {slot['wal_status']}) {held}",
             "when the disk is full, the server stops and no transaction commits",
             f"if it is not needed: SELECT pg_drop_replication_slot('{slot['name']}'); "
             "set max_slot_wal_keep_size to limit it",
         )
     if not found:
-        yield ok("no replication slot holds back much WAL")
+        yield ok("slots-in-order", "no replication slot holds back much WAL")
 
 
 def check_notify(context: DoctorContext) -> Iterator[Note]:
@@ -377,6 +421,7 @@ def check_notify(context: DoctorContext) -> Iterator[Note]:
     usage = context.ask_one(sql.NOTIFY_QUEUE_USAGE)["usage"]
     for holder in context.ask(sql.FOREIGN_LOCK_HOLDERS):
         yield warning(
+            "foreign-wake-up-lock",
             f"a session that is not a worker holds the wake-up lock of a queue: {holder['name']}",
             "workers are not notified, so they poll"
             if holder["is_shared"]
@@ -385,10 +430,11 @@ def check_notify(context: DoctorContext) -> Iterator[Note]:
             f"SELECT pg_terminate_backend({holder['pid']});",
         )
     if usage < context.limits.notify_warning:
-        yield ok(f"the notification queue is {usage:.1%} full")
+        yield ok("notify-in-order", f"the notification queue is {usage:.1%} full")
         return
     report = problem if usage >= context.limits.notify_problem else warning
     yield report(
+        "notify-queue-fills",
         f"the notification queue is {usage:.1%} full",
         "when it is full, every transaction that notifies fails at its COMMIT, in all applications",
         "find a session that listens and has been in a transaction for long (see `transactions`), and end it",
@@ -402,6 +448,7 @@ def check_vacuum(context: DoctorContext) -> Iterator[Note]:
     if not facts["has_autovacuum"]:
         found.append(
             problem(
+                "autovacuum-off",
                 "autovacuum is off, or track_counts is",
                 "claims become slower with every message, and in the end the server refuses writes",
                 "set autovacuum=on and track_counts=on",
@@ -410,6 +457,7 @@ def check_vacuum(context: DoctorContext) -> Iterator[Note]:
     if facts["without_autovacuum"]:
         found.append(
             warning(
+                "autovacuum-off-for-table",
                 f"autovacuum is off for {join_names(facts['without_autovacuum'])}",
                 "every claim and finish leaves dead rows, which nothing removes there",
                 "; ".join(
@@ -421,9 +469,10 @@ def check_vacuum(context: DoctorContext) -> Iterator[Note]:
         never = "; autovacuum has never run on it" if table["never"] else ""
         found.append(
             warning(
+                "dead-rows",
                 f"{table['name']} has {table['dead']} dead rows and {table['live']} live ones{never}",
                 "claims have to read past the dead rows",
                 f"see `transactions` for transactions that hold back vacuum, then run: VACUUM pgoutbox.{table['name']}",
             )
         )
-    yield from found or [ok("autovacuum keeps up with the tables")]
+    yield from found or [ok("vacuum-in-order", "autovacuum keeps up with the tables")]

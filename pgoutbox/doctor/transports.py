@@ -40,6 +40,7 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     """Check the sender, the encryption and the sign-in of e-mail."""
     if settings.mail.transport == "log":
         yield warning(
+            "mail-only-logged",
             "PGOUTBOX_MAIL_TRANSPORT=log",
             "e-mails are written to the log and nobody gets them, but their messages end `sent`",
             "unset it and set PGOUTBOX_SMTP_HOST, unless this is a developer's machine",
@@ -47,7 +48,7 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         return
     own = _own("mailto", outbox)
     if settings.smtp.host is None and own is None:
-        yield skipped("no SMTP server is set")
+        yield skipped("smtp-not-set", "no SMTP server is set")
         return
     if own is not None and not isinstance(own(settings), SmtpTransport):
         # It has a server, a sender and an encryption of its own.
@@ -64,9 +65,12 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     yield from _alert_destination(settings)
     host = settings.smtp.host or ""
     if is_placeholder(host) and host.lower() not in LOOPBACK:
-        yield _placeholder("PGOUTBOX_SMTP_HOST", host, "this server does not exist, so no e-mail is sent")
+        yield _placeholder(
+            "smtp-host-placeholder", "PGOUTBOX_SMTP_HOST", host, "this server does not exist, so no e-mail is sent"
+        )
     if settings.smtp.host is not None and settings.smtp.security == "none" and host.lower() not in LOOPBACK:
         yield problem(
+            "smtp-plain-text",
             f"PGOUTBOX_SMTP_SECURITY=none to {host}",
             "everybody on the network can read the e-mails, sign-in links included",
             "set it to starttls or tls",
@@ -89,18 +93,21 @@ _SECURITY: Final = {"starttls": "STARTTLS", "tls": "TLS", "none": "plain text"}
 def _sender(settings: Settings) -> Iterator[Note]:
     if settings.smtp.sender is None:
         yield warning(
+            "sender-missing",
             "PGOUTBOX_SMTP_SENDER is not set",
             "e-mails without a sender of their own wait until it is set",
             "set it to your own address",
         )
     elif is_reserved(settings.smtp.sender):
         yield warning(
+            "sender-reserved",
             f"the domain of PGOUTBOX_SMTP_SENDER={settings.smtp.sender} is reserved for tests (RFC 6761)",
             "mail servers outside a test system refuse it, and you get neither replies nor bounces",
             "set it to your own address before this system sends to real receivers",
         )
     elif is_placeholder(settings.smtp.sender):
         yield _placeholder(
+            "sender-placeholder",
             "PGOUTBOX_SMTP_SENDER",
             settings.smtp.sender,
             "every e-mail claims to come from an address that is not yours: servers refuse it or treat it as spam, and "
@@ -110,6 +117,7 @@ def _sender(settings: Settings) -> Iterator[Note]:
 
 def _doubtful_sender(answer: str) -> Note:
     return warning(
+        "sender-not-a-recipient",
         answer,
         "the server does not accept the sender as a recipient: nobody gets replies and bounces, and it may refuse "
         "other recipients",
@@ -120,12 +128,16 @@ def _doubtful_sender(answer: str) -> Note:
 def _alert_destination(settings: Settings) -> Iterator[Note]:
     if settings.alert_destination is not None and is_placeholder(settings.alert_destination):
         yield _placeholder(
-            "PGOUTBOX_ALERT_DESTINATION", settings.alert_destination, "alerts about a dead server do not reach you"
+            "alert-destination-placeholder",
+            "PGOUTBOX_ALERT_DESTINATION",
+            settings.alert_destination,
+            "alerts about a dead server do not reach you",
         )
 
 
-def _placeholder(variable: str, value: str, why: str) -> Note:
+def _placeholder(code: str, variable: str, value: str, why: str) -> Note:
     return problem(
+        code,
         f"{variable}={value} is still a placeholder",
         why,
         f"set {variable} to your own value first",
@@ -135,12 +147,13 @@ def _placeholder(variable: str, value: str, why: str) -> Note:
 def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     """Check the settings of webhooks, and where webhooks may be sent."""
     if not is_configured("https", settings) and settings.webhook.secrets is None:
-        yield skipped("the extra webhook is not installed")
+        yield skipped("webhook-extra-missing", "the extra webhook is not installed")
         return
     found = []
     if settings.webhook.allow_http:
         found.append(
             warning(
+                "webhook-http-allowed",
                 "PGOUTBOX_WEBHOOK_ALLOW_HTTP=true",
                 "an attacker on the network can read and change webhooks to http:",
                 "unset it, and let the receivers use https",
@@ -149,6 +162,7 @@ def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     if settings.webhook.allowed_networks is not None:
         found.append(
             warning(
+                "webhook-networks-allowed",
                 f"PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS={settings.webhook.allowed_networks}",
                 "a person who can choose a webhook URL can send requests into these networks",
                 "allow only the networks of your receivers",
@@ -157,6 +171,7 @@ def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     if settings.webhook.model_fields_set and settings.webhook.secrets is None:
         found.append(
             warning(
+                "webhook-secrets-missing",
                 "PGOUTBOX_WEBHOOK_SECRETS is not set, but other webhook settings are",
                 "unless handlers use their own secrets, receivers cannot tell your webhooks from forged ones",
                 "set PGOUTBOX_WEBHOOK_SECRETS, and give it to the receivers",
@@ -165,7 +180,7 @@ def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     yield from found
     own = _own("https", outbox)
     if own is not None:
-        yield skipped("the application has its own transport for https")
+        yield skipped("own-transport", "the application has its own transport for https")
         return
     why, fix = "a worker with these settings does not start", "correct the setting; see docs/how-to/webhooks.md"
     in_order = "the webhook settings are valid"
@@ -177,7 +192,7 @@ def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
 def check_apprise(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     """Check the URLs of notifications. Only a real notification can show whether a service accepts it."""
     if settings.apprise_urls is None or _own("apprise", outbox) is not None:
-        yield skipped("no notification service is set")
+        yield skipped("apprise-not-set", "no notification service is set")
         return
     yield from _try_transport(
         partial(build, "apprise"),
@@ -193,11 +208,12 @@ def _broker(scheme: str, title: str, field: str) -> Callable[[Settings, Outbox |
     def check(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         own = _own(scheme, outbox)
         if own is None and getattr(getattr(settings, scheme), field) is None:
-            yield skipped(f"no {title} is set")
+            yield skipped(f"{scheme}-not-set", f"no {title} is set")
             return
         name = variable_of(f"{scheme}.{field}")
         if own is None and (host := _plain_host(settings, scheme)) is not None:
             yield warning(
+                "broker-plain-text",
                 f"{name}: plain text to {host}",
                 "an attacker on the network can read and change the events, and read the password",
                 "use TLS; see docs/how-to/events.md",
@@ -259,24 +275,30 @@ def _try_transport(
     try:
         outcome = asyncio.run(_tried(make, settings, connects=connects))
     except ConfigurationError as error:
-        yield problem(one_line(str(error)), "a worker with these settings does not start", fix)
+        yield problem(
+            "transport-setting-invalid", one_line(str(error)), "a worker with these settings does not start", fix
+        )
         return
     except _UntriableError:
-        yield skipped("the application's own transport has no check", "give it a method `check`")
+        yield skipped(
+            "transport-without-check", "the application's own transport has no check", "give it a method `check`"
+        )
         return
     except Exception as error:  # noqa: BLE001 - transports and client libraries may raise anything
-        yield problem(f"the check failed: {one_line(str(error)) or type(error).__name__}", why, fix)
+        yield problem(
+            "transport-check-failed", f"the check failed: {one_line(str(error)) or type(error).__name__}", why, fix
+        )
         return
     match outcome:
         case Sent():
-            yield ok(in_order)
+            yield ok("transport-in-order", in_order)
         case Unavailable() | SendFailure(outage=True, doubtful=None):
-            yield problem(one_line(str(outcome)), why, fix)
+            yield problem("transport-unavailable", one_line(str(outcome)), why, fix)
         case Permanent() | Transient():
             answer = one_line(outcome.error)
-            yield warning(answer, why, fix) if doubtful is None else doubtful(answer)
+            yield warning("transport-refused", answer, why, fix) if doubtful is None else doubtful(answer)
         case _:
-            yield problem(one_line(str(outcome)), why, fix)
+            yield problem("transport-outcome-unexpected", one_line(str(outcome)), why, fix)
 
 
 class _UntriableError(Exception):

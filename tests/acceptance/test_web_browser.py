@@ -142,7 +142,7 @@ def site_with_topics(dsn: str, browser: Browser) -> Iterator[Site]:
 def shop_dsn(server: Server, template_of_today: Callable[[], str]) -> Iterator[str]:
     """Return the DSN of a database with an hour of a shop's traffic, for reading only."""
     with server.database(template=template_of_today()) as database:
-        dsn = server.dsn_for(database.dbname)
+        dsn = server.dsn_for(database)
         with psycopg.connect(dsn) as connection:
             screenshots.fill(connection)
         yield dsn

@@ -148,7 +148,7 @@ def filled(
 ) -> Iterator[psycopg.Connection]:
     """Open a worker's session on a database with many finished rows and a backlog."""
     with server.database(template=template_of_today()) as database:
-        connection = psycopg.connect(server.dsn_for(database.dbname), autocommit=True)
+        connection = psycopg.connect(server.dsn_for(database), autocommit=True)
         with connection:
             connection.execute("ALTER TABLE pgoutbox.message_live SET (autovacuum_enabled = off)")
             connection.execute("ALTER TABLE pgoutbox.message_done_default SET (autovacuum_enabled = off)")
@@ -170,7 +170,7 @@ def filled(
 def empty(server: Server, template_of_today: Callable[[], str]) -> Iterator[psycopg.Connection]:
     """Open a worker's session on a database whose statistics say that there are no messages."""
     with server.database(template=template_of_today()) as database:
-        connection = psycopg.connect(server.dsn_for(database.dbname), autocommit=True)
+        connection = psycopg.connect(server.dsn_for(database), autocommit=True)
         with connection:
             connection.execute("VACUUM (ANALYZE) pgoutbox.message_live")
             connection.execute(sql.PREPARE_SESSION, session_parameters(load_settings()))

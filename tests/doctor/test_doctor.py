@@ -83,13 +83,13 @@ def report(db: psycopg.Connection, worker: str, queues: list[str], topics: list[
     db.execute(REPORT_WORKER, parameters | {"watched": [], "late_seconds": 60})
 
 
-def expect(findings: list[Finding], level: Level, *words: str) -> Finding:
-    """Return the one finding of this level with these words; it must have a reason and a fix."""
+def expect(findings: list[Finding], level: Level, code: str, *facts: str) -> Finding:
+    """Return the one finding of this level. It must have this code, name these facts, and have a reason and a fix."""
     matching = [finding for finding in findings if finding.level is level]
-    assert len(matching) == 1, findings
+    assert [finding.code for finding in matching] == [code], findings
     (finding,) = matching
-    for word in words:
-        assert word in f"{finding.what}\n{finding.why}\n{finding.fix}"
+    for fact in facts:
+        assert fact in f"{finding.what}\n{finding.why}\n{finding.fix}"
     if level in (Level.WARNING, Level.PROBLEM):
         assert finding.why
         assert finding.fix
@@ -158,51 +158,53 @@ def posing(db: psycopg.Connection) -> None:
 
 def test_a_misspelt_variable_is_named_with_the_intended_setting(dsn: str) -> None:
     findings = found(dsn, "settings", environment={"PGOUTBOX_SMTP_HSOT": "x", "PGOUTBOX_TEST_DSN": "x", "PATH": "x"})
-    expect(findings, Level.WARNING, "PGOUTBOX_SMTP_HSOT", "did you mean PGOUTBOX_SMTP_HOST?")
+    expect(findings, Level.WARNING, "unknown-setting", "PGOUTBOX_SMTP_HSOT", "PGOUTBOX_SMTP_HOST")
 
 
 def test_a_redirect_is_a_warning_and_an_invalid_one_is_a_problem(dsn: str) -> None:
     redirect = settings_of(dsn, redirect_to="tester@club.org", redirect_exempt="@club.org")
-    expect(found(redirect, "settings"), Level.WARNING, "tester@club.org", "your users get no e-mail", "unset")
+    expect(found(redirect, "settings"), Level.WARNING, "redirect-by-setting", "tester@club.org")
     invalid = settings_of(dsn, redirect_to="tester")
-    expect(found(invalid, "settings"), Level.PROBLEM, "PGOUTBOX_REDIRECT_TO: has no @", "does not start")
+    expect(found(invalid, "settings"), Level.PROBLEM, "redirect-invalid", "PGOUTBOX_REDIRECT_TO")
 
 
 def test_a_copy_is_a_problem_and_an_unrecorded_deployment_a_warning(dsn: str, db: psycopg.Connection) -> None:
-    expect(found(dsn, "copy"), Level.OK, "the schema belongs to this database")
+    expect(found(dsn, "copy"), Level.OK, "home-in-order")
     named = settings_of(dsn, deployment="production")
-    expect(found(named, "copy"), Level.WARNING, "PGOUTBOX_DEPLOYMENT=production is not recorded", "pgoutbox adopt")
+    expect(
+        found(named, "copy"), Level.WARNING, "deployment-unrecorded", "PGOUTBOX_DEPLOYMENT=production", "pgoutbox adopt"
+    )
     Operator(named).adopt("production")
-    expect(found(named, "copy"), Level.OK, "the schema belongs to this database and to deployment production")
-    expect(found(dsn, "copy"), Level.PROBLEM, "PGOUTBOX_DEPLOYMENT is not set", "pgoutbox adopt")
+    expect(found(named, "copy"), Level.OK, "home-in-order", "production")
+    expect(found(dsn, "copy"), Level.PROBLEM, "database-is-copy", "PGOUTBOX_DEPLOYMENT", "pgoutbox adopt")
     db.execute("UPDATE pgoutbox.home SET database_id = 1, database_name = 'prod'")
-    expect(found(named, "copy"), Level.PROBLEM, "belongs to database prod of server", "workers send nothing", "adopt")
+    expect(found(named, "copy"), Level.PROBLEM, "database-is-copy", "prod", "pgoutbox adopt")
 
 
 def test_redirects_of_operators_and_workers_are_found(dsn: str, db: psycopg.Connection) -> None:
-    expect(found(dsn, "redirect"), Level.OK, "no redirect is on")
+    expect(found(dsn, "redirect"), Level.OK, "no-redirect")
     db.execute("SELECT pgoutbox.set_redirect('tester@club.org', '2 h')")
-    expect(found(dsn, "redirect"), Level.WARNING, "redirects all e-mail to tester@club.org until", "redirect off")
+    expect(found(dsn, "redirect"), Level.WARNING, "redirect-by-operator", "tester@club.org", "pgoutbox redirect off")
     db.execute("SELECT pgoutbox.clear_redirect()")
     report(db, "w:1", ["default"], ["greet"])
     db.execute("UPDATE pgoutbox.worker SET redirect_to = '@test.club.org'")
-    expect(found(dsn, "redirect"), Level.WARNING, "worker w:1: PGOUTBOX_REDIRECT_TO=@test.club.org", "restart")
+    expect(found(dsn, "redirect"), Level.WARNING, "redirect-by-worker", "w:1", "PGOUTBOX_REDIRECT_TO=@test.club.org")
     db.execute("INSERT INTO pgoutbox.blackout VALUES ('2020-01-01', '2199-01-01')")
-    expect(found(dsn, "redirect"), Level.PROBLEM, "the blackout 2020-01-01/2199-01-01 forbids", "e-mail waits")
+    expect(found(dsn, "redirect"), Level.PROBLEM, "redirect-forbidden", "2020-01-01/2199-01-01")
     db.execute("DELETE FROM pgoutbox.worker")
-    expect(found(dsn, "redirect"), Level.OK, "no redirect is on")
+    expect(found(dsn, "redirect"), Level.OK, "no-redirect")
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "code", "setting"),
     [
-        ({"log_level": "DEBUG"}, "PGOUTBOX_LOG_LEVEL=DEBUG"),
-        ({"webhook_error_body_chars": 80}, "PGOUTBOX_WEBHOOK_ERROR_BODY_CHARS=80"),
-        ({"breaker_enabled": False}, "PGOUTBOX_BREAKER_ENABLED=false"),
+        ({"log_level": "DEBUG"}, "log-level-debug", "PGOUTBOX_LOG_LEVEL=DEBUG"),
+        ({"webhook_error_body_chars": 80}, "webhook-error-bodies", "PGOUTBOX_WEBHOOK_ERROR_BODY_CHARS=80"),
+        ({"breaker_enabled": False}, "breakers-disabled", "PGOUTBOX_BREAKER_ENABLED=false"),
     ],
 )
-def test_settings_for_testing_are_warnings(dsn: str, given: dict[str, object], words: str) -> None:
-    expect(found(settings_of(dsn, **given), "settings"), Level.WARNING, words)
+def test_settings_for_testing_are_warnings(dsn: str, given: dict[str, object], code: str, setting: str) -> None:
+    expect(found(settings_of(dsn, **given), "settings"), Level.WARNING, code, setting)
 
 
 @pytest.mark.parametrize(
@@ -218,13 +220,14 @@ def test_settings_for_testing_are_warnings(dsn: str, given: dict[str, object], w
     ],
 )
 def test_a_dsn_to_another_machine_has_to_verify_the_server(dsn: str, level: Level) -> None:
-    finding = expect(found(dsn, "tls"), level)
+    code = "tls-in-order" if level is Level.OK else "tls-unverified"
+    finding = expect(found(dsn, "tls"), level, code)
     assert level is Level.OK or "sslmode=verify-full" in str(finding.fix)
 
 
 def test_the_listener_dsn_has_to_verify_the_server_too(dsn: str) -> None:
     settings = settings_of(dsn, listen_dsn="host=db.invalid sslmode=prefer")
-    expect(found(settings, "tls"), Level.WARNING, "PGOUTBOX_LISTEN_DSN", "sslmode=prefer")
+    expect(found(settings, "tls"), Level.WARNING, "tls-unverified", "PGOUTBOX_LISTEN_DSN", "sslmode=prefer")
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
@@ -240,20 +243,32 @@ def test_the_listener_dsn_has_to_verify_the_server_too(dsn: str) -> None:
 )
 def test_an_unreachable_database_is_a_problem_and_transports_are_still_checked(dsn: str, words: str) -> None:
     findings = list(examine(load_settings(dsn=dsn, connect_timeout_seconds=1)))
-    expect([finding for finding in findings if finding.check == "database"], Level.PROBLEM, "PGOUTBOX_DSN", words)
+    expect(
+        [finding for finding in findings if finding.check == "database"],
+        Level.PROBLEM,
+        "database-unreachable",
+        "PGOUTBOX_DSN",
+        words,
+    )
     assert {"smtp", "webhooks", "kafka"} <= {finding.check for finding in findings}
 
 
 def test_a_database_with_another_encoding_is_a_problem(server: Server) -> None:
-    with server.database() as janitor:
+    with server.database() as database:
         dsn = server.dsn_for("postgres")
-        name = sql.Identifier(f"{janitor.dbname}_ascii")
+        name = sql.Identifier(f"{database}_ascii")
         with psycopg.connect(dsn, autocommit=True) as connection:
             connection.execute(
                 sql.SQL("CREATE DATABASE {} ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0").format(name)
             )
             try:
-                expect(found(server.dsn_for(f"{janitor.dbname}_ascii"), "server"), Level.PROBLEM, "SQL_ASCII", "UTF8")
+                expect(
+                    found(server.dsn_for(f"{database}_ascii"), "server"),
+                    Level.PROBLEM,
+                    "encoding-not-utf8",
+                    "SQL_ASCII",
+                    "UTF8",
+                )
             finally:
                 connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(name))
 
@@ -261,7 +276,7 @@ def test_a_database_with_another_encoding_is_a_problem(server: Server) -> None:
 def test_a_read_only_session_is_a_problem(dsn: str, db: psycopg.Connection) -> None:
     database = sql.Identifier(str(conninfo_to_dict(dsn)["dbname"]))
     db.execute(sql.SQL("ALTER DATABASE {} SET default_transaction_read_only = on").format(database))
-    expect(found(dsn, "server"), Level.PROBLEM, "read-only", "default_transaction_read_only")
+    expect(found(dsn, "server"), Level.PROBLEM, "read-only-session", "default_transaction_read_only")
 
 
 def test_a_standby_is_a_problem_and_its_slot_and_feedback_are_found_on_the_primary(
@@ -275,13 +290,14 @@ def test_a_standby_is_a_problem_and_its_slot_and_feedback_are_found_on_the_prima
     }
     with own.connect() as db, workshop.standby_of(own, "reports") as standby:
         standby.start(**reporting)
-        expect(found(standby.dsn, "server"), Level.PROBLEM, "leads to a standby", "target_session_attrs=read-write")
+        expect(found(standby.dsn, "server"), Level.PROBLEM, "standby", "target_session_attrs=read-write")
         feedback = "SELECT FROM pg_stat_replication WHERE backend_xmin IS NOT NULL"
         wait_until(lambda: db.execute(feedback).fetchall(), lambda: "the standby tells what it reads")
         expect(
             found(own.dsn, "transactions", limits=limits),
             Level.WARNING,
-            "standby reports",
+            "vacuum-held-by-standby",
+            "reports",
             "hot_standby_feedback=off",
         )
         standby.stop()
@@ -294,7 +310,8 @@ def test_a_standby_is_a_problem_and_its_slot_and_feedback_are_found_on_the_prima
             expect(
                 found(own.dsn, "transactions", limits=limits),
                 Level.WARNING,
-                "replication slot for_reports",
+                "vacuum-held-by-slot",
+                "for_reports",
                 "pg_drop_replication_slot('for_reports')",
             )
         finally:
@@ -305,30 +322,30 @@ def test_a_standby_is_a_problem_and_its_slot_and_feedback_are_found_on_the_prima
 
 
 def test_a_transaction_pooler_for_the_listener_is_a_problem(pooled_dsn: str) -> None:
-    expect(found(pooled_dsn, "pooler"), Level.PROBLEM, "transaction pooler", "PGOUTBOX_LISTEN_DSN")
+    expect(found(pooled_dsn, "pooler"), Level.PROBLEM, "transaction-pooler", "PGOUTBOX_LISTEN_DSN")
     assert levels(found(pooled_dsn, "listener")) == ["skipped"]
 
 
 def test_a_pooler_is_accepted_if_the_listener_bypasses_it_or_is_off(dsn: str, pooled_dsn: str) -> None:
     around = settings_of(pooled_dsn, listen_dsn=dsn)
-    expect(found(around, "pooler"), Level.OK, "its own connection")
-    expect(found(around, "listener"), Level.OK, "arrived after")
+    expect(found(around, "pooler"), Level.OK, "pooler-bypassed")
+    expect(found(around, "listener"), Level.OK, "notification-arrived")
     without = settings_of(pooled_dsn, listen=False)
-    expect(found(without, "pooler"), Level.OK, "PGOUTBOX_LISTEN=false")
+    expect(found(without, "pooler"), Level.OK, "pooler-without-listener", "PGOUTBOX_LISTEN=false")
     assert levels(found(without, "listener")) == ["skipped"]
     through = settings_of(dsn, listen_dsn=pooled_dsn)
-    expect(found(through, "listener"), Level.PROBLEM, "PGOUTBOX_LISTEN_DSN leads through a pooler")
+    expect(found(through, "listener"), Level.PROBLEM, "listener-through-pooler", "PGOUTBOX_LISTEN_DSN")
 
 
 def test_a_listener_on_another_database_is_a_problem(dsn: str, empty_dsn: str) -> None:
     settings = settings_of(dsn, listen_dsn=empty_dsn)
     findings = found(settings, "listener", limits=Limits(round_trip_seconds=0.2))
-    expect(findings, Level.PROBLEM, "did not arrive", "the same database")
+    expect(findings, Level.PROBLEM, "notification-lost", "PGOUTBOX_LISTEN_DSN")
 
 
 def test_a_listener_that_cannot_connect_is_a_problem(dsn: str) -> None:
     settings = settings_of(dsn, listen_dsn=f"postgresql://app:{CANARY}@127.0.0.1:1/app", connect_timeout_seconds=1)
-    finding = expect(found(settings, "listener"), Level.PROBLEM, "PGOUTBOX_LISTEN_DSN", "waits for the next poll")
+    finding = expect(found(settings, "listener"), Level.PROBLEM, "listener-unreachable", "PGOUTBOX_LISTEN_DSN")
     assert CANARY not in str(finding)
 
 
@@ -340,20 +357,20 @@ def test_an_unresponsive_server_is_abandoned(dsn: str, tmp_path: Path, monkeypat
         while next(findings).check != "database":
             pass
         with proxy.stalled():
-            expect([next(findings)], Level.PROBLEM, "the check failed: no answer within 0.3 s")
+            expect([next(findings)], Level.PROBLEM, "check-failed", "0.3 s")
             assert {finding.check for finding in findings} >= {"slots", "schema", "smtp"}
 
 
 @pytest.mark.parametrize(("ahead", "word"), [(60.0, "behind"), (-60.0, "ahead of")])
 def test_clock_differences_are_a_warning(dsn: str, ahead: float, word: str) -> None:
-    expect(found(dsn, "clock", ahead_seconds=ahead), Level.WARNING, "60 s", word, "NTP")
+    expect(found(dsn, "clock", ahead_seconds=ahead), Level.WARNING, "clock-differs", "60 s", word)
 
 
 def test_a_server_that_does_not_flush_to_disk_is_a_problem(reckless: OwnServer) -> None:
     findings = found(reckless.dsn, "durability")
-    assert [(finding.level, finding.what) for finding in findings] == [
-        (Level.PROBLEM, "fsync=off"),
-        (Level.PROBLEM, "full_page_writes=off"),
+    assert [(finding.level, finding.code) for finding in findings] == [
+        (Level.PROBLEM, "fsync-off"),
+        (Level.PROBLEM, "full-page-writes-off"),
     ]
 
 
@@ -362,19 +379,19 @@ def test_asynchronous_commits_are_a_warning_for_any_role(own: OwnServer) -> None
         db.execute("CREATE ROLE hasty_app LOGIN")
         db.execute("ALTER ROLE hasty_app SET synchronous_commit = off")
         try:
-            expect(found(own.dsn, "durability"), Level.WARNING, "synchronous_commit=off for role hasty_app")
+            expect(found(own.dsn, "durability"), Level.WARNING, "asynchronous-commits", "hasty_app")
         finally:
             db.execute("DROP ROLE hasty_app")
         assert levels(found(own.dsn, "durability")) == ["ok"]
         hasty = make_conninfo(own.dsn, options="-c synchronous_commit=off")
-        expect(found(hasty, "durability"), Level.WARNING, "this session")
+        expect(found(hasty, "durability"), Level.WARNING, "asynchronous-commits", "this session")
 
 
 def test_an_unlogged_table_is_a_problem(own: OwnServer) -> None:
     with own.connect() as db:
         db.execute("ALTER TABLE pgoutbox.message_live SET UNLOGGED")
         try:
-            finding = expect(found(own.dsn, "durability"), Level.PROBLEM, "UNLOGGED tables: message_live")
+            finding = expect(found(own.dsn, "durability"), Level.PROBLEM, "unlogged-tables", "message_live")
         finally:
             db.execute(str(finding.fix).encode())
     assert levels(found(own.dsn, "durability")) == ["ok"]
@@ -394,8 +411,9 @@ def test_a_session_that_stays_in_its_transaction_is_named(dsn: str) -> None:
     expect(
         findings,
         Level.WARNING,
-        f"user {user}",
-        "application month-end report",
+        "vacuum-held-by-session",
+        user,
+        "month-end report",
         "idle in transaction",
         f"pg_terminate_backend({pid})",
     )
@@ -408,7 +426,10 @@ def test_a_forgotten_prepared_transaction_is_named_with_a_working_fix(own: OwnSe
         enqueue(db)
         db.execute("PREPARE TRANSACTION 'order 7''s payment'")
         finding = expect(
-            found(own.dsn, "transactions", limits=limits), Level.WARNING, "prepared transaction order 7's payment"
+            found(own.dsn, "transactions", limits=limits),
+            Level.WARNING,
+            "vacuum-held-by-prepared-transaction",
+            "order 7's payment",
         )
         db.execute(str(finding.fix).partition(" or ")[2].encode())
     assert levels(found(own.dsn, "transactions", limits=limits)) == ["ok"]
@@ -416,7 +437,7 @@ def test_a_forgotten_prepared_transaction_is_named_with_a_working_fix(own: OwnSe
 
 def test_a_role_that_cannot_see_other_sessions_reports_that_limit(role: tuple[str, str]) -> None:
     name, role_dsn = role
-    expect(found(role_dsn, "transactions"), Level.SKIPPED, f"GRANT pg_read_all_stats TO {name}")
+    expect(found(role_dsn, "transactions"), Level.SKIPPED, "sessions-invisible", f"GRANT pg_read_all_stats TO {name}")
 
 
 def test_an_unused_replication_slot_is_named(own: OwnServer) -> None:
@@ -426,7 +447,9 @@ def test_an_unused_replication_slot_is_named(own: OwnServer) -> None:
             expect(
                 found(own.dsn, "slots", limits=Limits(retained_bytes=0)),
                 Level.WARNING,
-                "replication slot forgotten (unused, reserved) holds back",
+                "slot-retains-wal",
+                "forgotten",
+                "unused, reserved",
                 "pg_drop_replication_slot('forgotten')",
             )
             assert levels(found(own.dsn, "slots")) == ["ok"]
@@ -442,16 +465,16 @@ def test_notifications_retained_by_a_listener_are_found(own: OwnServer) -> None:
         for number in range(20):
             db.execute("SELECT pg_notify('anything', %s)", (f"{number} {'x' * 7_000}",))
         findings = found(own.dsn, "notify", limits=Limits(notify_warning=1e-9))
-        expect(findings, Level.WARNING, "notification queue", "in a transaction for long")
+        expect(findings, Level.WARNING, "notify-queue-fills")
         findings = found(own.dsn, "notify", limits=Limits(notify_warning=1e-9, notify_problem=1e-9))
-        expect(findings, Level.PROBLEM, "fails at its COMMIT")
+        expect(findings, Level.PROBLEM, "notify-queue-fills")
 
 
 def test_disabled_autovacuum_is_found_for_the_server_and_for_a_table(reckless: OwnServer) -> None:
-    expect(found(reckless.dsn, "vacuum"), Level.PROBLEM, "autovacuum is off", "set autovacuum=on")
+    expect(found(reckless.dsn, "vacuum"), Level.PROBLEM, "autovacuum-off", "autovacuum=on")
     with reckless.connect() as db:
         db.execute("ALTER TABLE pgoutbox.message_live SET (autovacuum_enabled = off)")
-        finding = expect(found(reckless.dsn, "vacuum"), Level.WARNING, "autovacuum is off for message_live")
+        finding = expect(found(reckless.dsn, "vacuum"), Level.WARNING, "autovacuum-off-for-table", "message_live")
         db.execute(str(finding.fix).encode())
     assert levels(found(reckless.dsn, "vacuum")) == ["problem"]
 
@@ -463,7 +486,7 @@ def test_a_majority_of_dead_rows_is_found(reckless: OwnServer) -> None:
         db.execute("DELETE FROM pgoutbox.message")
         db.execute("SELECT pg_stat_force_next_flush()")
         findings = found(reckless.dsn, "vacuum", limits=Limits(dead_rows=10))
-    expect(findings, Level.WARNING, "message_live has 20 dead rows and 0 live ones", "never run on it")
+    expect(findings, Level.WARNING, "dead-rows", "message_live", "20", "never")
 
 
 # --- the schema -------------------------------------------------------------------------------------------------------
@@ -471,18 +494,23 @@ def test_a_majority_of_dead_rows_is_found(reckless: OwnServer) -> None:
 
 def test_a_missing_schema_is_a_problem_and_skips_the_schema_checks(empty_dsn: str) -> None:
     findings = list(examine(settings_of(empty_dsn)))
-    expect([finding for finding in findings if finding.check == "schema"], Level.PROBLEM, "pgoutbox migrate")
+    expect(
+        [finding for finding in findings if finding.check == "schema"],
+        Level.PROBLEM,
+        "schema-missing",
+        "pgoutbox migrate",
+    )
     assert levels([finding for finding in findings if finding.check in ("rights", "due", "failed")]) == ["skipped"] * 3
 
 
 def test_an_outdated_schema_is_a_problem(dsn: str, db: psycopg.Connection) -> None:
     db.execute("CREATE OR REPLACE FUNCTION pgoutbox.schema_version() RETURNS integer LANGUAGE sql AS 'SELECT 0'")
-    expect(found(dsn, "schema"), Level.PROBLEM, "has version 0", "pgoutbox migrate")
+    expect(found(dsn, "schema"), Level.PROBLEM, "schema-version-differs", "version 0", "pgoutbox migrate")
 
 
 def test_a_missing_relation_is_a_problem(dsn: str, db: psycopg.Connection) -> None:
     db.execute("ALTER TABLE pgoutbox.audit RENAME TO elsewhere")
-    expect(found(dsn, "schema"), Level.PROBLEM, "pgoutbox.audit: missing", "restore it from a backup")
+    expect(found(dsn, "schema"), Level.PROBLEM, "relation-missing", "pgoutbox.audit")
 
 
 def test_every_relation_of_the_schema_is_checked(dsn: str, db: psycopg.Connection) -> None:
@@ -502,9 +530,9 @@ def test_a_role_without_privileges_is_a_problem_with_the_grants_it_needs(
     db: psycopg.Connection, role: tuple[str, str]
 ) -> None:
     name, role_dsn = role
-    expect(found(role_dsn, "schema"), Level.PROBLEM, "may not use the schema", f"GRANT pgoutbox_worker TO {name}")
+    expect(found(role_dsn, "schema"), Level.PROBLEM, "schema-forbidden", f"GRANT pgoutbox_worker TO {name}")
     db.execute(sql.SQL("GRANT USAGE ON SCHEMA pgoutbox TO {}").format(sql.Identifier(name)))
-    expect(found(role_dsn, "rights"), Level.PROBLEM, "may neither enqueue nor deliver nor operate")
+    expect(found(role_dsn, "rights"), Level.PROBLEM, "no-rights", f"GRANT pgoutbox_worker TO {name}")
     assert levels(found(role_dsn, "due")) == ["skipped"]
 
 
@@ -513,10 +541,10 @@ def test_the_privileges_of_a_role_are_reported(db: psycopg.Connection, role: tup
     who = sql.Identifier(name)
     db.execute(sql.SQL("GRANT USAGE ON SCHEMA pgoutbox TO {}").format(who))
     db.execute(sql.SQL("GRANT SELECT ON ALL TABLES IN SCHEMA pgoutbox TO {}").format(who))
-    expect(found(role_dsn, "rights"), Level.OK, f"{name} may look")
+    expect(found(role_dsn, "rights"), Level.OK, "rights-in-order", f"{name} may look")
     db.execute(sql.SQL("GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA pgoutbox TO {}").format(who))
     db.execute(sql.SQL("GRANT INSERT ON pgoutbox.message_live TO {}").format(who))
-    expect(found(role_dsn, "rights"), Level.OK, "may look, enqueue")
+    expect(found(role_dsn, "rights"), Level.OK, "rights-in-order", "look, enqueue")
     db.execute(sql.SQL("GRANT INSERT, UPDATE ON ALL TABLES IN SCHEMA pgoutbox TO {}").format(who))
     assert found(role_dsn, "rights")[0].what == f"{name} may look, enqueue, work, operate"
 
@@ -535,7 +563,7 @@ def test_each_pgoutbox_role_has_the_privileges_of_its_part(
 ) -> None:
     name, role_dsn = role
     db.execute(sql.SQL("GRANT {} TO {}").format(sql.Identifier(f"pgoutbox_{part}"), sql.Identifier(name)))
-    expect(found(role_dsn, "rights"), Level.OK, f"{name} may {may}; it has the rights of pgoutbox_{part}")
+    expect(found(role_dsn, "rights"), Level.OK, "rights-in-order", f"{name} may {may};", f"pgoutbox_{part}")
 
 
 def test_the_worker_role_can_run_every_backlog_check(
@@ -638,20 +666,20 @@ def test_a_role_without_access_to_payloads_reports_that_keys_were_not_checked(
     grant = f"GRANT SELECT ON pgoutbox.message TO {name}"
     key = Fernet.generate_key().decode()
     settings = settings_of(role_dsn, encryption_keys=key)
-    expect(found(settings, "encryption"), Level.OK, "no encrypted payload is pending")
+    expect(found(settings, "encryption"), Level.OK, "no-encrypted-payload")
     enqueue(
         db,
         "mail.secret",
         json.loads(Keyring(SecretStr(key)).seal("{}", Identity("payload", "mail.secret"), dedupe_key=None)),
     )
-    expect(found(settings, "encryption"), Level.SKIPPED, "mail.secret", grant)
-    expect(found(role_dsn, "encryption"), Level.PROBLEM, "decrypts 1 payload of mail.secret")
+    expect(found(settings, "encryption"), Level.SKIPPED, "payloads-forbidden", "mail.secret", grant)
+    expect(found(role_dsn, "encryption"), Level.PROBLEM, "payloads-undecryptable", "1 payload", "mail.secret")
     db.execute(grant.encode())
-    expect(found(settings, "encryption"), Level.OK, "the keys decrypt")
+    expect(found(settings, "encryption"), Level.OK, "payloads-decryptable")
 
 
 def test_a_superuser_is_a_warning(dsn: str) -> None:
-    expect(found(dsn, "rights"), Level.WARNING, "is a superuser")
+    expect(found(dsn, "rights"), Level.WARNING, "superuser")
 
 
 @pytest.mark.parametrize(
@@ -669,7 +697,7 @@ def test_privileges_of_public_are_a_problem_with_a_working_fix(
 ) -> None:
     assert levels(found(dsn, "rights")) == ["warning"]
     db.execute(grant.encode())
-    finding = expect(found(dsn, "rights"), Level.PROBLEM, f"PUBLIC has rights: {what}")
+    finding = expect(found(dsn, "rights"), Level.PROBLEM, "public-rights", what)
     db.execute(str(finding.fix).encode())
     assert levels(found(dsn, "rights")) == ["warning"]
 
@@ -706,27 +734,27 @@ $$
 
 
 @pytest.mark.parametrize(
-    ("days", "level", "words"),
+    ("days", "level", "code", "time"),
     [
-        (-50, Level.WARNING, "ended 50 days ago"),
-        (0, Level.WARNING, "the partitions of message_done end in 60 min"),
-        (9, Level.OK, "for 9 days"),
+        (-50, Level.WARNING, "partitions-ended", "50 days"),
+        (0, Level.WARNING, "partitions-end-soon", "60 min"),
+        (9, Level.OK, "partitions-in-order", "9 days"),
     ],
 )
 def test_partitions_that_end_soon_are_a_warning(
-    dsn: str, db: psycopg.Connection, days: int, level: Level, words: str
+    dsn: str, db: psycopg.Connection, days: int, level: Level, code: str, time: str
 ) -> None:
     db.execute(DROP_DATED)
     assert levels(found(dsn, "partitions")) == ["skipped"]
     db.execute(ADD_DATED.replace("{days}", str(days)).encode())
-    expect(found(dsn, "partitions"), level, words)
+    expect(found(dsn, "partitions"), level, code, time)
 
 
 def test_a_sequence_behind_the_messages_is_a_problem_with_a_working_fix(dsn: str, db: psycopg.Connection) -> None:
     newest = [enqueue(db) for _ in range(3)][-1]
-    expect(found(dsn, "sequence"), Level.OK, f"the last id is {newest}")
+    expect(found(dsn, "sequence"), Level.OK, "sequence-in-order", str(newest))
     db.execute("SELECT setval('pgoutbox.message_id_seq', 1)")
-    finding = expect(found(dsn, "sequence"), Level.PROBLEM, f"is at 1, but message {newest} exists")
+    finding = expect(found(dsn, "sequence"), Level.PROBLEM, "sequence-behind", "at 1,", str(newest))
     db.execute(statement_of(finding))
     assert levels(found(dsn, "sequence")) == ["ok"]
     assert enqueue(db) == newest + 1
@@ -750,7 +778,10 @@ def test_a_foreign_session_that_holds_a_wake_up_lock_is_named(
     expect(
         found(dsn, "notify"),
         Level.WARNING,
-        f"holds the wake-up lock of a queue: process {pid}, user {stranger.info.user}, application stranger",
+        "foreign-wake-up-lock",
+        f"process {pid}",
+        str(stranger.info.user),
+        "stranger",
         f"pg_terminate_backend({pid})",
         why,
     )
@@ -763,7 +794,7 @@ def test_a_producer_with_a_shared_wake_up_lock_is_not_reported(dsn: str, connect
 
 def test_a_sequence_with_a_cache_is_a_problem_with_a_working_fix(dsn: str, db: psycopg.Connection) -> None:
     db.execute("ALTER SEQUENCE pgoutbox.message_id_seq CACHE 100")
-    finding = expect(found(dsn, "sequence"), Level.PROBLEM, "has CACHE 100")
+    finding = expect(found(dsn, "sequence"), Level.PROBLEM, "sequence-cached", "CACHE 100")
     db.execute(statement_of(finding))
     assert levels(found(dsn, "sequence")) == ["ok"]
 
@@ -778,51 +809,51 @@ def statement_of(finding: Finding) -> bytes:
 def test_partitions_of_a_wrong_clock_do_not_hide_the_missing_one_of_today(dsn: str, db: psycopg.Connection) -> None:
     db.execute(DROP_DATED)
     add_partition(db, -40, days=7)
-    expect(found(dsn, "partitions"), Level.WARNING, "no partition for today, but later ones")
+    expect(found(dsn, "partitions"), Level.WARNING, "partition-of-today-missing")
 
 
 def test_a_retention_rule_that_is_not_applied_is_a_warning(dsn: str, db: psycopg.Connection) -> None:
     put(db, State.SENT, age=timedelta(days=9))
     put(db, State.SENT, topic="kept", age=timedelta(days=9))
     db.execute("INSERT INTO pgoutbox.retention VALUES ('5 days', '*', 'sent'), ('90 days', 'kept', 'sent')")
-    expect(found(dsn, "retention"), Level.WARNING, "sent messages of *", "4 days ago")
+    expect(found(dsn, "retention"), Level.WARNING, "retention-overdue", "sent messages of *", "4 days")
     db.execute("UPDATE pgoutbox.retention SET keep = '10 days' WHERE topic = '*'")
-    expect(found(dsn, "retention"), Level.OK, "2 retention rules")
+    expect(found(dsn, "retention"), Level.OK, "retention-in-order", "2")
 
 
 def test_many_messages_without_a_retention_rule_are_a_warning(dsn: str, db: psycopg.Connection) -> None:
     put(db, State.SENT)
     db.execute("ANALYZE pgoutbox.message_done")
     findings = found(dsn, "retention", limits=Limits(done_without_rules=1))
-    expect(findings, Level.WARNING, "no retention rule deletes them", "pgoutbox retention set")
+    expect(findings, Level.WARNING, "retention-missing", "pgoutbox retention set")
     assert levels(found(dsn, "retention")) == ["ok"]
 
 
 def test_missing_workers_are_a_warning(dsn: str, db: psycopg.Connection) -> None:
-    expect(found(dsn, "workers"), Level.WARNING, "no worker is running", "pgoutbox worker")
+    expect(found(dsn, "workers"), Level.WARNING, "no-worker", "pgoutbox worker")
     report(db, "a", ["default"], ["greet"])
-    expect(found(dsn, "workers"), Level.OK, "1 worker running, for the queues default")
+    expect(found(dsn, "workers"), Level.OK, "workers-running", "1 worker", "default")
     db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '3 minutes'")
-    expect(found(dsn, "workers"), Level.WARNING, "no worker is running")
+    expect(found(dsn, "workers"), Level.WARNING, "no-worker")
 
 
 def test_runs_of_cron_replace_a_running_worker(dsn: str, db: psycopg.Connection) -> None:
     report(db, "w1", ["default"], ["greet"])
     db.execute("UPDATE pgoutbox.worker SET ended_at = now(), run_interval_seconds = 600")
-    expect(found(dsn, "workers"), Level.OK, "the last run of worker --once ended")
+    expect(found(dsn, "workers"), Level.OK, "worker-ran-once")
     message_id = enqueue(db, "greet")
     db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '15 minutes' WHERE id = %s", [message_id])
     assert levels(found(dsn, "due")) == ["ok"]
     db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '25 minutes'")
-    expect(found(dsn, "due"), Level.PROBLEM, "no worker is running", "line of the crontab")
+    expect(found(dsn, "due"), Level.PROBLEM, "due-without-worker", "crontab")
     db.execute("UPDATE pgoutbox.worker SET ended_at = now() - interval '26 hours'")
-    expect(found(dsn, "workers"), Level.WARNING, "no worker is running", "pgoutbox worker")
+    expect(found(dsn, "workers"), Level.WARNING, "no-worker", "pgoutbox worker")
 
 
 def test_the_queues_of_running_workers_are_named(dsn: str, db: psycopg.Connection) -> None:
     report(db, "a", ["default"], ["greet"])
     report(db, "b", ["bulk", "default"], ["greet"])
-    expect(found(dsn, "workers"), Level.OK, "2 workers running, for the queues bulk, default")
+    expect(found(dsn, "workers"), Level.OK, "workers-running", "2 workers", "bulk, default")
 
 
 def test_a_role_that_cannot_see_workers_does_not_report_missing_ones(
@@ -831,7 +862,7 @@ def test_a_role_that_cannot_see_workers_does_not_report_missing_ones(
     name, role_dsn = role
     db.execute(sql.SQL("GRANT USAGE ON SCHEMA pgoutbox TO {}").format(sql.Identifier(name)))
     db.execute(sql.SQL("GRANT EXECUTE ON FUNCTION pgoutbox.schema_version TO {}").format(sql.Identifier(name)))
-    expect(found(role_dsn, "workers"), Level.SKIPPED, "GRANT pgoutbox_viewer")
+    expect(found(role_dsn, "workers"), Level.SKIPPED, "forbidden", "GRANT pgoutbox_viewer")
 
 
 def test_topics_without_a_handler_are_named(dsn: str, db: psycopg.Connection, handled: Outbox) -> None:
@@ -841,8 +872,8 @@ def test_topics_without_a_handler_are_named(dsn: str, db: psycopg.Connection, ha
     enqueue(db, "mail.lost")
     enqueue(db, "mail.lost")
     findings = found(dsn, "handlers", outbox=handled)
-    expect(findings, Level.PROBLEM, "topic mail.lost has no handler and 2 pending messages")
-    expect(findings, Level.WARNING, "topics without a handler: later.perhaps")
+    expect(findings, Level.PROBLEM, "messages-without-handler", "mail.lost", "2")
+    expect(findings, Level.WARNING, "topics-without-handler", "later.perhaps")
 
 
 @pytest.mark.usefixtures("posing")
@@ -850,11 +881,13 @@ def test_alerts_have_the_handler_of_a_worker_that_sends_them(dsn: str, db: psyco
     enqueue(db, "pgoutbox.alert", destination="mailto:ops@club.org")
     db.execute(HOUR_AGO)
     settings = settings_of(dsn, alert_destination="mailto:ops@club.org")
-    expect(found(settings, "handlers", outbox=handled), Level.OK, "no message without one")
-    expect(found(dsn, "handlers", outbox=handled), Level.PROBLEM, "PGOUTBOX_ALERT_DESTINATION")
-    expect(found(settings, "due", outbox=handled), Level.PROBLEM, "no handler for pgoutbox.alert in a worker")
+    expect(found(settings, "handlers", outbox=handled), Level.OK, "handlers-in-order")
+    expect(
+        found(dsn, "handlers", outbox=handled), Level.PROBLEM, "messages-without-handler", "PGOUTBOX_ALERT_DESTINATION"
+    )
+    expect(found(settings, "due", outbox=handled), Level.PROBLEM, "due-without-handler", "pgoutbox.alert")
     report(db, "w2", ["default"], ["greet", "pgoutbox.alert"])
-    expect(found(settings, "due", outbox=handled), Level.PROBLEM, "does not claim them")
+    expect(found(settings, "due", outbox=handled), Level.PROBLEM, "due-unclaimed")
 
 
 def test_attempts_longer_than_their_lease_are_a_warning(dsn: str, db: psycopg.Connection) -> None:
@@ -862,7 +895,9 @@ def test_attempts_longer_than_their_lease_are_a_warning(dsn: str, db: psycopg.Co
         put(db, State.SENT)
     assert levels(found(dsn, "leases")) == ["ok"]
     db.execute("UPDATE pgoutbox.message SET claimed_at = finished_at - interval '10 minutes'")
-    expect(found(dsn, "leases"), Level.WARNING, "attempts of mail take 10 min", "PGOUTBOX_LEASE_SECONDS above 600")
+    expect(
+        found(dsn, "leases"), Level.WARNING, "attempts-outlast-lease", "mail", "10 min", "PGOUTBOX_LEASE_SECONDS", "600"
+    )
 
 
 def test_messages_long_in_flight_are_a_warning(dsn: str, db: psycopg.Connection) -> None:
@@ -873,8 +908,16 @@ def test_messages_long_in_flight_are_a_warning(dsn: str, db: psycopg.Connection)
         "WITH begun AS (UPDATE pgoutbox.message_live SET claimed_at = now() - interval '20 minutes')"
         " UPDATE pgoutbox.claim SET claimed_at = now() - interval '20 minutes'"
     )
-    says = f"topic greet has had 1 message in flight for up to 20 min, the oldest is message {message_id}"
-    expect(found(dsn, "leases"), Level.WARNING, says, "search the worker's log for finish_refused")
+    expect(
+        found(dsn, "leases"),
+        Level.WARNING,
+        "long-in-flight",
+        "greet",
+        "1 message",
+        "20 min",
+        str(message_id),
+        "finish_refused",
+    )
     lapse(db, message_id)
     assert levels(found(dsn, "leases")) == ["ok"]
 
@@ -886,12 +929,15 @@ def fail(db: psycopg.Connection, error: str | None, *, topic: str = "mail", hour
 
 
 def test_one_failed_message_of_the_last_day_is_a_warning_without_secrets(dsn: str, db: psycopg.Connection) -> None:
-    expect(found(dsn, "failed"), Level.OK, "no message failed within the last 25 h")
+    expect(found(dsn, "failed"), Level.OK, "nothing-failed", "25 h")
     fail(db, f"refused: password={CANARY}")
     finding = expect(
         found(dsn, "failed"),
         Level.WARNING,
-        "1 message of mail failed within the last 25 h: refused: password=",
+        "messages-failed",
+        "1 message of mail",
+        "25 h",
+        "refused: password=",
         "pgoutbox list --state failed --topic mail",
         "pgoutbox redrive --all-failed --topic mail",
         "pgoutbox dismiss",
@@ -902,9 +948,9 @@ def test_one_failed_message_of_the_last_day_is_a_warning_without_secrets(dsn: st
 def test_a_daily_run_of_the_doctor_misses_no_failure(dsn: str, db: psycopg.Connection) -> None:
     """A cron job starts some seconds later than on the day before."""
     fail(db, "550 no", hours=24.1)
-    expect(found(dsn, "failed"), Level.WARNING, "1 message of mail")
+    expect(found(dsn, "failed"), Level.WARNING, "messages-failed", "1 message of mail")
     db.execute("UPDATE pgoutbox.message SET finished_at = now() - interval '26 hours'")
-    expect(found(dsn, "failed"), Level.OK, "no message failed within the last 25 h")
+    expect(found(dsn, "failed"), Level.OK, "nothing-failed")
 
 
 def test_every_cause_of_failures_is_named_once_for_each_topic(dsn: str, db: psycopg.Connection) -> None:
@@ -938,7 +984,7 @@ def test_a_message_that_was_redriven_or_dismissed_is_no_failure(dsn: str, db: ps
     operator = Operator(db)
     operator.redrive(first)
     operator.dismiss(second, "told by phone")
-    expect(found(dsn, "failed"), Level.OK, "no message failed")
+    expect(found(dsn, "failed"), Level.OK, "nothing-failed")
 
 
 def test_an_open_breaker_is_named_with_its_error_but_no_secret(dsn: str, db: psycopg.Connection) -> None:
@@ -949,7 +995,7 @@ def test_an_open_breaker_is_named_with_its_error_but_no_secret(dsn: str, db: psy
         """,
         (f"AUTH: 535 token={CANARY}",),
     )
-    finding = expect(found(dsn, "breakers"), Level.WARNING, "smtp:mx.club.org:587", "open for 3 h", "AUTH: 535")
+    finding = expect(found(dsn, "breakers"), Level.WARNING, "breaker-open", "smtp:mx.club.org:587", "3 h", "AUTH: 535")
     assert CANARY not in str(finding)
 
 
@@ -960,13 +1006,13 @@ class TestDue:
         enqueue(db)
         assert levels(found(dsn, "due")) == ["ok"]
         db.execute(HOUR_AGO)
-        expect(found(dsn, "due"), Level.PROBLEM, "queue default: 1 message due, the oldest for 60 min", "no worker")
+        expect(found(dsn, "due"), Level.PROBLEM, "due-without-worker", "default", "1 message", "60 min")
 
     def test_a_pause_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db)
         db.execute(HOUR_AGO)
         db.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
-        expect(found(dsn, "due"), Level.WARNING, "it is paused", "pgoutbox resume default")
+        expect(found(dsn, "due"), Level.WARNING, "due-paused", "pgoutbox resume default")
 
     def test_an_ended_pause_is_not_a_reason(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db)
@@ -974,7 +1020,7 @@ class TestDue:
         db.execute(
             "INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES ('default', now(), now() - interval '1 s')"
         )
-        expect(found(dsn, "due"), Level.PROBLEM, "no worker")
+        expect(found(dsn, "due"), Level.PROBLEM, "due-without-worker")
 
     def test_a_used_up_rate_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db)
@@ -983,33 +1029,33 @@ class TestDue:
             "INSERT INTO pgoutbox.queue (name, rate_count, rate_seconds, burst, tokens, tokens_at) "
             "VALUES ('default', 1, 86400, 1, 0, now())"
         )
-        expect(found(dsn, "due"), Level.WARNING, "its rate limit of 1 in 86400 s is used up", "--rate none")
+        expect(found(dsn, "due"), Level.WARNING, "due-rate-limited", "1 in 86400 s", "--rate none")
 
     def test_a_reached_in_flight_limit_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db, "mail")
         db.execute(HOUR_AGO)
         put(db, State.SENDING)
         db.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('default', 1)")
-        expect(found(dsn, "due"), Level.WARNING, "its limit of 1 in flight is reached", "--in-flight none")
+        expect(found(dsn, "due"), Level.WARNING, "due-in-flight-limited", "1", "--in-flight none")
 
     def test_a_failed_message_that_halts_its_key_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         first = put(db, State.FAILED, ordering_key="order-7")
         db.execute("UPDATE pgoutbox.message SET halts_key = true WHERE id = %s", (first,))
         enqueue(db, "mail", ordering_key="order-7")
         db.execute(HOUR_AGO + " WHERE state = 'pending'")
-        expect(found(dsn, "due"), Level.WARNING, "1 wait behind a failed message of their ordering key", "redrive")
+        expect(found(dsn, "due"), Level.WARNING, "due-behind-failed", "1", "redrive")
 
     def test_an_earlier_message_of_the_key_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db, "mail", ordering_key="order-7")
         second = enqueue(db, "mail", ordering_key="order-7")
         db.execute((HOUR_AGO + " WHERE id = %s").encode(), (second,))
-        expect(found(dsn, "due"), Level.WARNING, "all wait for an earlier message")
+        expect(found(dsn, "due"), Level.WARNING, "due-behind-earlier")
 
     @pytest.mark.usefixtures("posing")
     def test_a_missing_handler_is_named(self, dsn: str, db: psycopg.Connection, handled: Outbox) -> None:
         enqueue(db, "mail.lost")
         db.execute(HOUR_AGO)
-        expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "no handler for mail.lost")
+        expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "due-without-handler", "mail.lost")
 
     @pytest.mark.usefixtures("posing")
     def test_halted_messages_do_not_hide_a_missing_handler_of_the_others(
@@ -1021,15 +1067,15 @@ class TestDue:
             enqueue(db, "mail", ordering_key="order-7")
         enqueue(db, "mail.lost")
         db.execute(HOUR_AGO + " WHERE state = 'pending'")
-        expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "2 of them halted", "no handler for mail.lost")
+        expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "due-without-handler", "2 of them", "mail.lost")
 
     def test_a_queue_that_no_running_worker_serves_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         report(db, "a", ["default"], ["greet"])
         enqueue(db, queue="bulk")
         db.execute(HOUR_AGO)
-        expect(found(dsn, "due"), Level.PROBLEM, "no running worker serves this queue", "--queue bulk", "--queue '*'")
+        expect(found(dsn, "due"), Level.PROBLEM, "due-in-unserved-queue", "--queue bulk", "--queue '*'")
         report(db, "b", ["bulk"], ["greet"])
-        expect(found(dsn, "due"), Level.PROBLEM, "does not claim them")
+        expect(found(dsn, "due"), Level.PROBLEM, "due-unclaimed")
 
     def test_a_topic_that_no_worker_of_the_queue_handles_is_named(
         self, dsn: str, db: psycopg.Connection, handled: Outbox
@@ -1040,20 +1086,20 @@ class TestDue:
         enqueue(db, "mail.new")
         db.execute(HOUR_AGO)
         for outbox in (None, handled):
-            expect(found(dsn, "due", outbox=outbox), Level.PROBLEM, "no handler for mail.new in a worker", "restart")
+            expect(found(dsn, "due", outbox=outbox), Level.PROBLEM, "due-without-handler", "mail.new")
 
     @pytest.mark.usefixtures("posing")
     def test_overloaded_workers_are_named(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db)
         db.execute(HOUR_AGO)
         put(db, State.SENDING)
-        expect(found(dsn, "due"), Level.WARNING, "do not keep up", "PGOUTBOX_CONCURRENCY")
+        expect(found(dsn, "due"), Level.WARNING, "due-overloaded", "PGOUTBOX_CONCURRENCY")
 
 
 def test_encrypted_topics_without_keys_and_unreadable_payloads_are_problems(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox()
     outbox.define(Topic("mail.secret", encrypted=True))
-    expect(found(dsn, "encryption", outbox=outbox), Level.PROBLEM, "encrypted topics without keys: mail.secret")
+    expect(found(dsn, "encryption", outbox=outbox), Level.PROBLEM, "encryption-keys-missing", "mail.secret")
     mine, lost = (Fernet.generate_key().decode() for _ in range(2))
     settings = settings_of(dsn, encryption_keys=mine)
     assert levels(found(settings, "encryption", outbox=outbox)) == ["ok"]
@@ -1061,7 +1107,7 @@ def test_encrypted_topics_without_keys_and_unreadable_payloads_are_problems(dsn:
         payload = Keyring(SecretStr(key)).seal('{"a": 1}', Identity("payload", "mail.secret"), dedupe_key=None)
         enqueue(db, "mail.secret", json.loads(payload))
         assert levels(found(settings, "encryption", outbox=outbox)) == [level]
-    finding = expect(found(settings, "encryption"), Level.PROBLEM, "decrypts 1 payload of mail.secret")
+    finding = expect(found(settings, "encryption"), Level.PROBLEM, "payloads-undecryptable", "1 payload", "mail.secret")
     assert mine not in str(finding)
 
 
@@ -1069,10 +1115,10 @@ def test_destinations_without_a_transport_and_webhooks_without_secrets_are_warni
     dsn: str, db: psycopg.Connection
 ) -> None:
     enqueue(db, destination="kafka:orders")
-    expect(found(dsn, "destinations"), Level.WARNING, "1 message for kafka destinations")
+    expect(found(dsn, "destinations"), Level.WARNING, "destination-without-transport", "1", "kafka")
     db.execute("DELETE FROM pgoutbox.message")
     enqueue(db, destination="https://hooks.club.org/x")
-    expect(found(dsn, "destinations"), Level.WARNING, "PGOUTBOX_WEBHOOK_SECRETS is not set", "forged")
+    expect(found(dsn, "destinations"), Level.WARNING, "webhooks-unsigned", "PGOUTBOX_WEBHOOK_SECRETS")
     signed = settings_of(dsn, webhook_secrets="whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
     assert levels(found(signed, "destinations")) == ["ok"]
 
@@ -1142,11 +1188,11 @@ def test_a_check_that_fails_does_not_prevent_the_others(dsn: str, db: psycopg.Co
     db.execute("ALTER VIEW pgoutbox.breaker_view RENAME COLUMN opened_at TO since")
     findings = list(examine(settings_of(dsn)))
     broken = [finding for finding in findings if finding.check == "breakers"]
-    expect(broken, Level.PROBLEM, "the check failed", "[42703]")
+    expect(broken, Level.PROBLEM, "check-failed", "[42703]")
     assert [finding.check for finding in findings].index("failed") > findings.index(broken[0])
 
 
 def test_a_check_that_waits_for_a_lock_is_abandoned(dsn: str, connect: Connect) -> None:
     blocker = connect()
     blocker.execute("LOCK TABLE pgoutbox.breaker")
-    expect(found(dsn, "breakers"), Level.PROBLEM, "the check failed", "[55P03]")
+    expect(found(dsn, "breakers"), Level.PROBLEM, "check-failed", "[55P03]")

@@ -54,12 +54,12 @@ async def afound(check: str, outbox: Outbox | None = None, /, **given: object) -
     return await asyncio.to_thread(lambda: found(check, outbox, **given))
 
 
-def expect(findings: list[Finding], level: Level, *words: str) -> Finding:
+def expect(findings: list[Finding], level: Level, code: str, *facts: str) -> Finding:
     matching = [finding for finding in findings if finding.level is level]
-    assert len(matching) == 1, findings
+    assert [finding.code for finding in matching] == [code], findings
     (finding,) = matching
-    for word in words:
-        assert word in f"{finding.what}\n{finding.why}\n{finding.fix}"
+    for fact in facts:
+        assert fact in f"{finding.what}\n{finding.why}\n{finding.fix}"
     assert CANARY not in str(finding)
     return finding
 
@@ -71,17 +71,16 @@ def expect(findings: list[Finding], level: Level, *words: str) -> Finding:
 async def test_an_unedited_example_sender_is_a_problem(sender: str) -> None:
     async with accepting_server() as inbox:
         findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_sender": sender})
-    expect(findings, Level.PROBLEM, f"PGOUTBOX_SMTP_SENDER={sender} is still a placeholder", "not yours")
-    expect(findings, Level.OK, "accepts e-mail")
+    expect(findings, Level.PROBLEM, "sender-placeholder", f"PGOUTBOX_SMTP_SENDER={sender}")
+    expect(findings, Level.OK, "transport-in-order")
 
 
 @pytest.mark.parametrize("sender", ["root@localhost", "Shop <a@shop.test>", "a@club.invalid"])
 async def test_a_sender_of_a_test_system_is_a_warning_that_says_so(sender: str) -> None:
     async with accepting_server() as inbox:
         findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_sender": sender})
-    warned = expect(findings, Level.WARNING, f"PGOUTBOX_SMTP_SENDER={sender} is reserved for tests")
-    assert "placeholder" not in warned.what
-    expect(findings, Level.OK, "accepts e-mail")
+    expect(findings, Level.WARNING, "sender-reserved", f"PGOUTBOX_SMTP_SENDER={sender}")
+    expect(findings, Level.OK, "transport-in-order")
 
 
 CLUB: Final = {"smtp_sender": "Club <a@club.org>"}
@@ -116,7 +115,13 @@ NOT_OWNED: Final = "553 5.7.1 <a@club.org>: Sender address rejected: not owned b
 )
 async def test_a_refusal_that_holds_every_email_is_a_problem(answers: dict[str, str], words: str) -> None:
     async with scripted_server(answers) as server:
-        expect(await afound("smtp", **mail_settings(server.port) | CLUB), Level.PROBLEM, words, "_SENDER")
+        expect(
+            await afound("smtp", **mail_settings(server.port) | CLUB),
+            Level.PROBLEM,
+            "transport-unavailable",
+            words,
+            "_SENDER",
+        )
     assert "DATA" not in server.verbs
 
 
@@ -133,7 +138,7 @@ async def test_a_sender_that_the_server_does_not_accept_as_a_recipient_is_a_warn
     async with scripted_server({OWN: answer}) as server:
         findings = await afound("smtp", **mail_settings(server.port) | CLUB)
     assert [finding.level for finding in findings] == [Level.WARNING]
-    expect(findings, Level.WARNING, f"RCPT a@club.org: {answer}", "replies and bounces", "PGOUTBOX_SMTP_SENDER")
+    expect(findings, Level.WARNING, "sender-not-a-recipient", f"RCPT a@club.org: {answer}", "PGOUTBOX_SMTP_SENDER")
 
 
 @pytest.mark.parametrize(
@@ -148,11 +153,16 @@ async def test_a_server_that_knows_that_no_email_reaches_the_other_address_is_in
 
 async def test_an_example_server_and_an_example_alert_address_are_problems() -> None:
     findings = await afound("smtp", smtp_host="smtp.example.com", smtp_sender="a@club.org", smtp_timeout_seconds=1)
-    assert findings[0].level is Level.PROBLEM
-    assert "PGOUTBOX_SMTP_HOST=smtp.example.com is still a placeholder" in findings[0].what
+    assert (findings[0].level, findings[0].code) == (Level.PROBLEM, "smtp-host-placeholder")
+    assert "PGOUTBOX_SMTP_HOST=smtp.example.com" in findings[0].what
     async with accepting_server() as inbox:
         given = mail_settings(inbox.port) | {"smtp_sender": "a@club.org", "alert_destination": "mailto:ops@example.org"}
-        expect(await afound("smtp", **given), Level.PROBLEM, "PGOUTBOX_ALERT_DESTINATION=mailto:ops@example.org")
+        expect(
+            await afound("smtp", **given),
+            Level.PROBLEM,
+            "alert-destination-placeholder",
+            "PGOUTBOX_ALERT_DESTINATION=mailto:ops@example.org",
+        )
 
 
 async def test_an_accepting_mail_server_is_in_order_and_gets_no_mail() -> None:
@@ -165,7 +175,7 @@ async def test_an_accepting_mail_server_is_in_order_and_gets_no_mail() -> None:
 async def test_a_missing_sender_is_a_warning() -> None:
     async with accepting_server() as inbox:
         findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_sender": None})
-    expect(findings, Level.WARNING, "PGOUTBOX_SMTP_SENDER is not set")
+    expect(findings, Level.WARNING, "sender-missing", "PGOUTBOX_SMTP_SENDER")
 
 
 class Provider:
@@ -187,38 +197,38 @@ class Provider:
 
 def test_the_applications_own_transport_for_email_needs_no_smtp_settings() -> None:
     works = Outbox(transports=[Provider(Sent())])
-    finding = expect(found("smtp", works), Level.OK, "own transport for e-mail works")
+    finding = expect(found("smtp", works), Level.OK, "transport-in-order")
     assert found("smtp", works) == [finding], "and no warning of a missing sender"
     given = {"alert_destination": "mailto:ops@example.org"}
-    expect(found("smtp", works, **given), Level.PROBLEM, "PGOUTBOX_ALERT_DESTINATION")
+    expect(found("smtp", works, **given), Level.PROBLEM, "alert-destination-placeholder", "PGOUTBOX_ALERT_DESTINATION")
 
 
 @pytest.mark.parametrize(
-    ("outcome", "level"),
+    ("outcome", "level", "code"),
     [
-        (Unavailable("mail provider: 401"), Level.PROBLEM),
-        (SendFailure("mail provider: 503", outage=True), Level.PROBLEM),
-        (Transient("mail provider: 429"), Level.WARNING),
-        (Permanent("mail provider: 404"), Level.WARNING),
+        (Unavailable("mail provider: 401"), Level.PROBLEM, "transport-unavailable"),
+        (SendFailure("mail provider: 503", outage=True), Level.PROBLEM, "transport-unavailable"),
+        (Transient("mail provider: 429"), Level.WARNING, "transport-refused"),
+        (Permanent("mail provider: 404"), Level.WARNING, "transport-refused"),
     ],
 )
-def test_the_outcome_of_a_check_is_judged_as_that_of_a_send(outcome: Outcome, level: Level) -> None:
+def test_the_outcome_of_a_check_is_judged_as_that_of_a_send(outcome: Outcome, level: Level, code: str) -> None:
     findings = found("smtp", Outbox(transports=[Provider(outcome)]))
-    expect(findings, level, str(outcome), "docs/how-to/mail-providers.md")
+    expect(findings, level, code, str(outcome), "docs/how-to/mail-providers.md")
 
 
 def test_plain_text_to_another_machine_is_a_problem() -> None:
     given = {"smtp_host": NOWHERE, "smtp_security": "none", "smtp_sender": "a@club.org", "smtp_timeout_seconds": 0.5}
     findings = found("smtp", **given)
     assert [finding.level for finding in findings] == [Level.PROBLEM, Level.PROBLEM]
-    assert f"PGOUTBOX_SMTP_SECURITY=none to {NOWHERE}" in findings[0].what
-    assert "connect" in findings[1].what
+    assert [finding.code for finding in findings] == ["smtp-plain-text", "transport-unavailable"]
+    assert NOWHERE in findings[0].what
 
 
 async def test_a_server_without_encryption_is_a_problem() -> None:
     async with accepting_server() as inbox:
         given = mail_settings(inbox.port) | {"smtp_sender": "a@club.org", "smtp_security": "starttls"}
-        expect(await afound("smtp", **given), Level.PROBLEM, "STARTTLS: the server does not offer it")
+        expect(await afound("smtp", **given), Level.PROBLEM, "transport-unavailable", "STARTTLS")
 
 
 async def test_an_unknown_authority_and_a_refused_password_are_problems() -> None:
@@ -233,19 +243,25 @@ async def test_an_unknown_authority_and_a_refused_password_are_problems() -> Non
             "smtp_username": "club",
             "smtp_password": CANARY,
         }
-        expect(await afound("smtp", **given), Level.PROBLEM, "certificate")
+        expect(await afound("smtp", **given), Level.PROBLEM, "transport-unavailable", "certificate")
         assert inbox.logins == []
         own = Outbox(transports=[SmtpTransport(settings_with(**given), tls_context=ours)])
-        expect(await afound("smtp", own, **given), Level.PROBLEM, "AUTH: 535", "PGOUTBOX_SMTP_HOST")
+        expect(
+            await afound("smtp", own, **given),
+            Level.PROBLEM,
+            "transport-unavailable",
+            "AUTH: 535",
+            "PGOUTBOX_SMTP_HOST",
+        )
         right = given | {"smtp_password": "right"}
         own = Outbox(transports=[SmtpTransport(settings_with(**right), tls_context=ours)])
-        expect(await afound("smtp", own, **right), Level.OK, "STARTTLS, signed in")
+        expect(await afound("smtp", own, **right), Level.OK, "transport-in-order", "STARTTLS, signed in")
         assert inbox.received == []
 
 
 def test_settings_that_stop_a_worker_at_its_start_are_a_problem() -> None:
     given = {"smtp_host": "mx.club.org", "smtp_sender": "no address", "smtp_timeout_seconds": 0.5}
-    expect(found("smtp", **given), Level.PROBLEM, "PGOUTBOX_SMTP_SENDER", "does not start")
+    expect(found("smtp", **given), Level.PROBLEM, "transport-setting-invalid", "PGOUTBOX_SMTP_SENDER")
 
 
 def test_no_mail_server_means_no_check() -> None:
@@ -262,39 +278,48 @@ def test_a_custom_transport_without_a_check_is_skipped() -> None:
 
         async def aclose(self) -> None: ...
 
-    expect(found("redis", Outbox(transports=[Printer()])), Level.SKIPPED, "a method `check`")
+    expect(found("redis", Outbox(transports=[Printer()])), Level.SKIPPED, "transport-without-check")
 
 
 # --- webhooks and notifications ---------------------------------------------------------------------------------------
 
+SIGNING: Final = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+
 
 @pytest.mark.parametrize(
-    ("given", "level", "words"),
+    ("given", "setting"),
     [
-        ({"webhook_secrets": f"whsec_{CANARY}!"}, Level.PROBLEM, "PGOUTBOX_WEBHOOK_SECRETS"),
-        ({"webhook_ports": "x", "webhook_secrets": "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"}, Level.PROBLEM, "PORTS"),
-        ({"webhook_ca_file": "/nowhere"}, Level.PROBLEM, "PGOUTBOX_WEBHOOK_CA_FILE"),
-        ({"webhook_allowed_networks": "10.0.0.0/33"}, Level.PROBLEM, "PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS"),
-        ({"webhook_connections": 9}, Level.WARNING, "PGOUTBOX_WEBHOOK_SECRETS is not set"),
-        ({}, Level.OK, "are valid"),
+        ({"webhook_secrets": f"whsec_{CANARY}!"}, "PGOUTBOX_WEBHOOK_SECRETS"),
+        ({"webhook_ports": "x", "webhook_secrets": SIGNING}, "PGOUTBOX_WEBHOOK_PORTS"),
+        ({"webhook_ca_file": "/nowhere"}, "PGOUTBOX_WEBHOOK_CA_FILE"),
+        ({"webhook_allowed_networks": "10.0.0.0/33"}, "PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS"),
     ],
 )
-def test_errors_in_webhook_settings_are_reported(given: dict[str, object], level: Level, words: str) -> None:
-    expect(found("webhooks", **given), level, words)
+def test_errors_in_webhook_settings_are_reported(given: dict[str, object], setting: str) -> None:
+    expect(found("webhooks", **given), Level.PROBLEM, "transport-setting-invalid", setting)
+
+
+def test_missing_secrets_are_a_warning_if_webhooks_are_set_up() -> None:
+    expect(found("webhooks", webhook_connections=9), Level.WARNING, "webhook-secrets-missing")
+    expect(found("webhooks"), Level.OK, "transport-in-order")
 
 
 def test_unrestricted_webhooks_are_a_warning() -> None:
-    secrets = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
-    given = {"webhook_allow_http": True, "webhook_allowed_networks": "10.0.0.0/8", "webhook_secrets": secrets}
+    given = {"webhook_allow_http": True, "webhook_allowed_networks": "10.0.0.0/8", "webhook_secrets": SIGNING}
     findings = found("webhooks", **given)
     assert [finding.level for finding in findings] == [Level.WARNING, Level.WARNING]
-    assert "PGOUTBOX_WEBHOOK_ALLOW_HTTP" in findings[0].what
+    assert [finding.code for finding in findings] == ["webhook-http-allowed", "webhook-networks-allowed"]
     assert "10.0.0.0/8" in findings[1].what
 
 
 def test_unreadable_notification_urls_are_a_problem() -> None:
-    expect(found("apprise", apprise_urls=f'{{"ops": "nosuch://{CANARY}"}}'), Level.PROBLEM, "PGOUTBOX_APPRISE_URLS")
-    expect(found("apprise", apprise_urls='{"ops": "json://localhost/"}'), Level.OK, "are valid")
+    expect(
+        found("apprise", apprise_urls=f'{{"ops": "nosuch://{CANARY}"}}'),
+        Level.PROBLEM,
+        "transport-setting-invalid",
+        "PGOUTBOX_APPRISE_URLS",
+    )
+    expect(found("apprise", apprise_urls='{"ops": "json://localhost/"}'), Level.OK, "transport-in-order")
 
 
 # --- brokers ----------------------------------------------------------------------------------------------------------
@@ -303,40 +328,52 @@ def test_unreadable_notification_urls_are_a_problem() -> None:
 def test_problems_of_redis_are_reported() -> None:
     with redis_server("--requirepass", "right") as broker:
         given = {"redis_url": f"redis://:right@{HOST}:{broker.port}"}
-        expect(found("redis", **given), Level.OK, "Redis accepts the connection")
+        expect(found("redis", **given), Level.OK, "transport-in-order", "Redis")
         given = {"redis_url": f"redis://:{CANARY}@{HOST}:{broker.port}"}
-        expect(found("redis", **given), Level.PROBLEM, "connect:", "PGOUTBOX_REDIS_URL")
+        expect(found("redis", **given), Level.PROBLEM, "transport-unavailable", "connect:", "PGOUTBOX_REDIS_URL")
         with broker.frozen():
-            expect(found("redis", **given), Level.PROBLEM, "no answer within 2 s")
-    expect(found("redis", **given), Level.PROBLEM, "connect:")
-    expect(found("redis", redis_url=f"nonsense://{CANARY}"), Level.PROBLEM, "(hidden)", "does not start")
+            expect(found("redis", **given), Level.PROBLEM, "transport-unavailable", "2 s")
+    expect(found("redis", **given), Level.PROBLEM, "transport-unavailable", "connect:")
+    expect(found("redis", redis_url=f"nonsense://{CANARY}"), Level.PROBLEM, "transport-setting-invalid", "(hidden)")
 
 
 def test_problems_of_nats_are_reported() -> None:
     with nats_server("authorization { user: app, password: right }") as broker:
-        expect(
-            found("nats", nats_url=f"nats://app:right@{HOST}:{broker.port}"), Level.OK, "NATS accepts the connection"
-        )
+        expect(found("nats", nats_url=f"nats://app:right@{HOST}:{broker.port}"), Level.OK, "transport-in-order", "NATS")
         given = {"nats_url": f"nats://app:{CANARY}@{HOST}:{broker.port}"}
-        expect(found("nats", **given), Level.PROBLEM, "connect:", "uthorization", "PGOUTBOX_NATS_URL")
-    expect(found("nats", **given), Level.PROBLEM, "connect:")
+        expect(
+            found("nats", **given),
+            Level.PROBLEM,
+            "transport-unavailable",
+            "connect:",
+            "uthorization",
+            "PGOUTBOX_NATS_URL",
+        )
+    expect(found("nats", **given), Level.PROBLEM, "transport-unavailable", "connect:")
 
 
 @pytest.mark.slow
 def test_problems_of_rabbitmq_are_reported() -> None:
     with rabbitmq_server() as broker:
         given = {"rabbitmq_url": f"amqp://app:secret@{HOST}:{broker.plain_port}", "broker_timeout_seconds": 20}
-        expect(found("rabbitmq", **given), Level.OK, "RabbitMQ accepts the connection")
+        expect(found("rabbitmq", **given), Level.OK, "transport-in-order", "RabbitMQ")
         given |= {"rabbitmq_url": f"amqp://app:{CANARY}@{HOST}:{broker.plain_port}"}
-        expect(found("rabbitmq", **given), Level.PROBLEM, "connect:", "ACCESS_REFUSED", "PGOUTBOX_RABBITMQ_URL")
-    expect(found("rabbitmq", **given), Level.PROBLEM, "connect:")
+        expect(
+            found("rabbitmq", **given),
+            Level.PROBLEM,
+            "transport-unavailable",
+            "connect:",
+            "ACCESS_REFUSED",
+            "PGOUTBOX_RABBITMQ_URL",
+        )
+    expect(found("rabbitmq", **given), Level.PROBLEM, "transport-unavailable", "connect:")
 
 
 def test_problems_of_kafka_are_reported() -> None:
     with kafka_server() as broker:
         given = {"kafka_servers": f"{HOST}:{broker.port}", "kafka_security": "none"}
-        expect(found("kafka", **given), Level.OK, "Kafka accepts the connection")
-    expect(found("kafka", **given), Level.PROBLEM, "connect: no broker within 2 s", "PGOUTBOX_KAFKA_SERVERS")
+        expect(found("kafka", **given), Level.OK, "transport-in-order", "Kafka")
+    expect(found("kafka", **given), Level.PROBLEM, "transport-unavailable", "connect:", "2 s", "PGOUTBOX_KAFKA_SERVERS")
 
 
 @pytest.mark.parametrize(
@@ -350,8 +387,8 @@ def test_problems_of_kafka_are_reported() -> None:
 )
 def test_plain_text_to_a_broker_on_another_machine_is_a_warning(check: str, given: dict[str, object]) -> None:
     findings = found(check, **given | {"broker_timeout_seconds": 0.5})
-    expect(findings, Level.WARNING, f"plain text to {NOWHERE}")
-    expect(findings, Level.PROBLEM, "connect:")
+    expect(findings, Level.WARNING, "broker-plain-text", NOWHERE)
+    expect(findings, Level.PROBLEM, "transport-unavailable", "connect:")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -375,7 +412,7 @@ def test_with_json_each_finding_is_a_separate_document(cli: Callable[..., Done])
     done = cli("doctor", "--json")
     assert done.err == ""
     for line in done.lines:
-        assert list(line) == ["check", "level", "what", "why", "fix"]
+        assert list(line) == ["check", "level", "code", "what", "why", "fix"]
         assert (line["level"] in ("warning", "problem")) == (line["why"] is not None)
     assert len(done.lines) > 25
 
@@ -386,7 +423,7 @@ def test_with_strict_a_warning_also_fails(dsn: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setenv("PGOUTBOX_DSN", dsn)
     for level, plain, strict in (("ok", 0, 0), ("skipped", 0, 0), ("warning", 0, 1), ("problem", 1, 1)):
-        findings = [Finding("x", Level(level), "what", "why", "fix")]
+        findings = [Finding("x", Level(level), "code", "what", "why", "fix")]
         monkeypatch.setattr(examination, "examine", lambda *_, findings=findings, **__: iter(findings))
         assert (main(["doctor"]), main(["doctor", "--strict"])) == (plain, strict)
 
@@ -406,9 +443,7 @@ def test_the_application_is_checked_too(cli: Callable[..., Done], tmp_path_facto
         done = cli("doctor", "--app", "doctored_app:outbox", "--json")
     finally:
         os.chdir(before)
-    assert [line["what"] for line in done.lines if line["check"] == "handlers"] == [
-        "1 topic with a handler, and no message without one"
-    ]
+    assert [line["code"] for line in done.lines if line["check"] == "handlers"] == ["handlers-in-order"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Explore the models and print the tables. `--traces` prints the traces, `--write` updates the documentation,
+"""Explore the models and print the tables. `--traces` prints the traces, `--write` updates results.md,
 `--large` also explores the larger models.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.model.cases import CASES, LARGE, explored, tables, trace_of
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "model.md"
+PAGE = Path(__file__).resolve().parent / "results.md"
 BEGIN = "<!-- begin: written by python -m tests.model --write -->\n"
 END = "<!-- end -->\n"
 

@@ -10,7 +10,9 @@ from typing import Final
 ROOT: Final = Path(__file__).parents[2]
 DOCS: Final = ROOT / "docs"
 GENERATED: Final = frozenset(DOCS.glob("reference/*.md"))
-PAGES: Final = sorted([*ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md"), *DOCS.rglob("*.md")])
+PAGES: Final = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "tests").rglob("*.md"), *(ROOT / "examples").rglob("*.md"), *DOCS.rglob("*.md")]
+)
 WRITTEN: Final = [page for page in PAGES if page not in GENERATED]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -6,51 +6,48 @@ This broker has neither users nor size limits; limits on those are enforced by t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import ssl
-from typing import TYPE_CHECKING
+from itertools import count
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Producer, TopicPartition
 
-from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Sent, Snooze, Transient, Unavailable
+from pgoutbox.message import Permanent, Sent, Transient
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.kafka import KafkaTransport
-from pgoutbox.worker import Worker
 from tests.support.brokers import (
     HOST,
     TLS_HOST,
     Broker,
-    Forwarder,
     assert_refused,
     forwarded,
     free_port,
     issue_certificate,
     kafka_server,
-    outbox_with,
     target_repaired,
 )
-from tests.support.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.support.sends import closed_gate, closing, error_of, outgoing, refusal_of
+from tests.support.sends import closing, error_of, outgoing, refusal_of
 from tests.support.settings import settings_with
 from tests.support.waiting import until
+from tests.transports.contract import CANARY, EVENT, SECRET, Arrived, BrokerContract, Target
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
     from pathlib import Path
 
     import psycopg
     from confluent_kafka import Message as Record
 
+    from pgoutbox import Settings
+
     Open = Callable[..., KafkaTransport]
 
-CANARY = "canary-password"
-SECRET = "secret-payload"
-EVENT = CloudEvent({"order_id": 7})
-MESSAGE = outgoing(destination="kafka:orders")
-ID = MESSAGE.idempotency_key.encode()
+NUMBERS = count(1)
+ID = outgoing().idempotency_key.encode()
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +72,8 @@ def records(broker: Broker, topic: str, count: int) -> list[Record]:
         consumer.close()
 
 
-def headers_of(record: Record) -> dict[str, object]:
-    return dict(record.headers() or [])
+def headers_of(record: Record) -> dict[str, bytes]:
+    return dict(record.headers() or [])  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -94,34 +91,64 @@ async def open_transport() -> AsyncIterator[Open]:
         yield make_one
 
 
-async def test_an_event_is_a_record_with_its_id_key_and_envelope(broker: Broker, open_transport: Open) -> None:
-    event = CloudEvent({"order_id": 7}, key="customer-7", headers={"traceparent": "00-1"})
+class TestContract(BrokerContract):
+    """This broker has no users, so it refuses to sign anybody in."""
+
+    scheme = "kafka"
+    seconds = 10
+    lost_seconds = 2
+    refusal = "authentication"
+    copies = (1, 2)  # The first one may have been lost with its answer.
+    invalid: ClassVar[dict[str, str]] = {
+        f"kafka:{topic}": "" for topic in ("a/b", "a%20b", "..", "%C3%BC", "x" * 250, "a%0A")
+    }
+    unusable: ClassVar[Sequence[tuple[dict[str, object], str]]] = [
+        ({}, "set PGOUTBOX_KAFKA_SERVERS"),
+        ({"kafka_servers": "host"}, "PGOUTBOX_KAFKA_SERVERS='host': must be host:port"),
+        ({"kafka_servers": "host:1", "kafka_username": "app"}, "PGOUTBOX_KAFKA_PASSWORD is not"),
+        (
+            {
+                "kafka_servers": "host:1",
+                "kafka_username": "app",
+                "kafka_password": CANARY,
+                "kafka_security": "none",
+                "kafka_mechanism": "PLAIN",
+            },
+            "would send PGOUTBOX_KAFKA_PASSWORD in plain text",
+        ),
+    ]
+
+    def transport(self, settings: Settings) -> KafkaTransport:
+        return KafkaTransport(settings)
+
+    def settings(self, port: int, password: str | None = None) -> dict[str, object]:
+        given: dict[str, object] = {"kafka_servers": f"{HOST}:{port}", "kafka_security": "none"}
+        if password is not None:
+            given |= {"kafka_username": "club", "kafka_password": password, "kafka_mechanism": "SCRAM-SHA-256"}
+            given["broker_timeout_seconds"] = 2
+        return given
+
+    @contextlib.asynccontextmanager
+    async def target(self, broker: Broker) -> AsyncIterator[Target]:
+        topic = f"orders-{next(NUMBERS)}"
+
+        async def arrived(count: int) -> list[Arrived]:
+            found = []
+            for record in records(broker, topic, count):
+                headers = {name: value.decode() for name, value in headers_of(record).items()}
+                known = headers.pop("ce_id"), headers.pop("content-type")
+                found.append(Arrived(*known, headers, json.loads(record.value() or b"")))
+            return found
+
+        yield Target(f"kafka:{topic}", arrived)
+
+
+async def test_the_key_is_the_key_of_the_record_and_in_the_envelope(broker: Broker, open_transport: Open) -> None:
     message = outgoing(destination="kafka:first")
-    assert await open_transport(broker).send(message, event) == Sent()
+    assert await open_transport(broker).send(message, CloudEvent(1, key="customer-7")) == Sent()
     (record,) = records(broker, "first", 1)
     assert record.key() == b"customer-7"
-    assert headers_of(record) == {
-        "traceparent": b"00-1",
-        "ce_id": ID,
-        "content-type": b"application/cloudevents+json; charset=UTF-8",
-    }
-    envelope = json.loads(record.value() or b"")
-    assert (envelope["id"], envelope["partitionkey"], envelope["data"]) == (
-        ID.decode(),
-        "customer-7",
-        {"order_id": 7},
-    )
-
-
-async def test_nothing_is_handed_over_if_the_gate_is_closed_after_connecting(
-    broker: Broker, open_transport: Open
-) -> None:
-    transport = open_transport(broker)
-    with closed_gate() as asked:
-        assert isinstance(await transport.send(outgoing(destination="kafka:closed"), EVENT), Snooze)
-    assert asked == [None]
-    assert await transport.send(outgoing(destination="kafka:closed"), EVENT) == Sent()
-    assert len(records(broker, "closed", 1)) == 1
+    assert json.loads(record.value() or b"")["partitionkey"] == "customer-7"
 
 
 async def test_events_with_one_key_are_in_one_partition(broker: Broker, open_transport: Open) -> None:
@@ -134,27 +161,6 @@ async def test_events_with_one_key_are_in_one_partition(broker: Broker, open_tra
     found = records(broker, "many", 100)
     assert len(found) == 100
     assert len({(record.key(), record.partition()) for record in found}) == 5
-
-
-async def test_an_unreachable_broker_is_transient(open_transport: Open, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
-    transport = open_transport(
-        f"{HOST}:{free_port()}", broker_timeout_seconds=1, kafka_username="app", kafka_password=CANARY
-    )
-    error = error_of(await transport.send(MESSAGE, EVENT), Transient)
-    assert error.startswith("connect: no broker within 1 s: ")
-    assert CANARY not in caplog.text + error
-
-
-async def test_refused_credentials_cost_no_attempt_and_are_never_shown(
-    broker: Broker, open_transport: Open, caplog: pytest.LogCaptureFixture
-) -> None:
-    """This broker has no users, so it refuses to sign anybody in."""
-    given = {"kafka_username": "club", "kafka_password": CANARY, "kafka_mechanism": "SCRAM-SHA-256"}
-    transport = open_transport(broker, broker_timeout_seconds=2, **given)
-    error = error_of(await transport.send(MESSAGE, EVENT), Unavailable)
-    assert "authentication" in error
-    assert CANARY not in error + caplog.text
 
 
 async def test_a_broker_without_tls_gets_nothing_from_a_client_that_requires_it(
@@ -222,20 +228,6 @@ async def test_an_oversized_event_is_permanent_and_does_not_disturb_others(
     assert outcomes == [Sent()] * 2
 
 
-async def test_a_repetition_after_a_lost_acknowledgement_has_the_same_id(broker: Broker, open_transport: Open) -> None:
-    transport, message = open_transport(broker, broker_timeout_seconds=2), outgoing(destination="kafka:lost")
-    first = outgoing(message_id=1, destination="kafka:warm")
-    assert await transport.send(first, EVENT) == Sent()
-    with broker.frozen():
-        assert error_of(await transport.send(message, EVENT), Transient).startswith("outcome unknown: ")
-    again = outgoing(destination="kafka:lost", attempt_count=2)
-    outcome = await transport.send(again, EVENT)
-    if outcome != Sent():  # The client may need longer to notice that the broker is available again.
-        outcome = await open_transport(broker).send(again, EVENT)
-    assert outcome == Sent()
-    assert {headers_of(record)["ce_id"] for record in records(broker, "lost", 1)} == {ID}
-
-
 async def test_a_cancelled_event_is_not_sent_during_the_close(broker: Broker, open_transport: Open) -> None:
     transport = open_transport(broker)
     assert await transport.send(outgoing(message_id=1, destination="kafka:warm"), EVENT) == Sent()
@@ -273,53 +265,3 @@ async def test_messages_wait_until_their_topic_exists(broker: Broker, dsn: str, 
 async def test_a_topic_that_the_broker_refuses_is_unavailable(open_transport: Open, code: int) -> None:
     transport = open_transport(f"{HOST}:{free_port()}")
     assert refusal_of(transport._refusal("orders", KafkaError(code))).startswith("kafka:topic orders: produce: ")
-
-
-@pytest.mark.parametrize("topic", ["a%20b", "a/b", "..", "%C3%BC", "x" * 250, "a%0A"])
-async def test_an_invalid_name_is_permanent_before_any_connection(open_transport: Open, topic: str) -> None:
-    transport = open_transport(f"{HOST}:1")
-    error = error_of(await transport.send(outgoing(destination=f"kafka:{topic}"), EVENT), Permanent)
-    assert error.startswith("destination: ")
-    assert transport._link is None
-
-
-async def test_a_worker_delivers_when_the_server_is_back(broker: Broker, dsn: str, db: psycopg.Connection) -> None:
-    forwarder = Forwarder(broker.port)
-    outbox = outbox_with(dsn, kafka_servers=f"{HOST}:{forwarder.port}", kafka_security="none")
-    message_id = enqueue(db, payload={"order_id": 7}, destination="kafka:worker")
-    await Worker(outbox).run_once()
-    assert state_of(db, message_id) == "pending"
-    await forwarder.listen()
-    make_due(db, message_id)
-    wrong = enqueue(db, destination="kafka:a/b")
-    await Worker(outbox).run_once()
-    await forwarder.cut()
-    assert (state_of(db, message_id), state_of(db, wrong)) == ("sent", "failed")
-    ((number, outcome, error),) = attempts_of(db, message_id)
-    assert (number, outcome) == (1, "retry")
-    assert (error or "").startswith("connect: ")
-    (record,) = records(broker, "worker", 1)
-    assert str(headers_of(record)["ce_id"]).startswith(f"b'{message_id}-")
-
-
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        ({}, "set PGOUTBOX_KAFKA_SERVERS"),
-        ({"kafka_servers": "host"}, "PGOUTBOX_KAFKA_SERVERS='host': must be host:port"),
-        ({"kafka_servers": "host:1", "kafka_username": "app"}, "PGOUTBOX_KAFKA_PASSWORD is not"),
-        (
-            {
-                "kafka_servers": "host:1",
-                "kafka_username": "app",
-                "kafka_password": CANARY,
-                "kafka_security": "none",
-                "kafka_mechanism": "PLAIN",
-            },
-            "would send PGOUTBOX_KAFKA_PASSWORD in plain text",
-        ),
-    ],
-)
-def test_an_unusable_setting_is_refused_by_name_at_the_start(given: dict[str, object], error: str) -> None:
-    with pytest.raises(ConfigurationError, match=error):
-        KafkaTransport(settings_with(**given))

@@ -5,49 +5,52 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import ssl
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import quote
 
 import nats
 import pytest
 from nats.js.api import StreamConfig
 
-from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Sent, Snooze, Transient, Unavailable
+from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.nats_jetstream import NatsTransport
-from pgoutbox.worker import Worker
 from tests.support.brokers import (
     HOST,
     TLS_HOST,
-    TLS_REFUSALS,
     Broker,
     TlsBroker,
-    assert_refused,
-    forwarded,
     free_port,
     nats_server,
-    outbox_with,
     target_repaired,
     tls_nats_server,
 )
-from tests.support.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.support.sends import closed_gate, closing, error_of, outgoing, refusal_of
+from tests.support.sends import closing, error_of, outgoing, refusal_of
 from tests.support.settings import settings_with
+from tests.transports.contract import (
+    CANARY,
+    EVENT,
+    PASSWORD,
+    Arrived,
+    Target,
+    TlsContract,
+    assert_pending_send_fails_at_once,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     import psycopg
     from nats.aio.client import Client
     from nats.js.api import RawStreamMsg
 
+    from pgoutbox import Settings
+    from pgoutbox.message import Outcome
+    from tests.support.brokers import Forwarder
+
     Open = Callable[..., NatsTransport]
 
-CANARY = "canary/password"
-SECRET = "secret-payload"
-EVENT = CloudEvent({"order_id": 7})
 MESSAGE = outgoing(destination="nats:orders.placed")
 ID = MESSAGE.idempotency_key
 AGAIN = outgoing(destination="nats:orders.placed", attempt_count=2)
@@ -86,13 +89,20 @@ async def client_of(broker: Broker) -> AsyncIterator[Client]:
 @contextlib.asynccontextmanager
 async def stream(broker: Broker, *, max_msg_size: int = -1) -> AsyncIterator[Client]:
     """Create an empty stream of all orders, and a connection to read it."""
-    async with client_of(broker) as client:
+    async with client_of(broker) as opened, orders_of(opened, max_msg_size=max_msg_size) as client:
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def orders_of(client: Client, *, max_msg_size: int = -1) -> AsyncIterator[Client]:
+    """Create the stream on a connection, and delete it and close the connection at the end."""
+    try:
         config = StreamConfig(name="ORDERS", subjects=["orders.>"], max_msg_size=max_msg_size)
         await client.jetstream().add_stream(config)
-        try:
-            yield client
-        finally:
-            await client.jetstream().delete_stream("ORDERS")
+        yield client
+        await client.jetstream().delete_stream("ORDERS")
+    finally:
+        await client.close()
 
 
 async def stored(client: Client) -> list[RawStreamMsg]:
@@ -114,29 +124,82 @@ async def open_transport() -> AsyncIterator[Open]:
         yield make_one
 
 
-async def test_an_event_is_stored_with_its_id_and_envelope(broker: Broker, open_transport: Open) -> None:
-    async with stream(broker) as client:
-        event = CloudEvent({"order_id": 7}, headers={"traceparent": "00-1"})
-        assert await open_transport(broker).send(MESSAGE, event) == Sent()
-        (message,) = await stored(client)
-    assert message.subject == "orders.placed"
-    assert message.headers == {
-        "traceparent": "00-1",
-        "Nats-Msg-Id": ID,
-        "Content-Type": "application/cloudevents+json; charset=UTF-8",
+@pytest.fixture(scope="module")
+def tls_broker(broker: Broker) -> Iterator[TlsBroker]:
+    with tls_nats_server(ACCOUNTS.replace("app, password: secret", f'app, password: "{CANARY}"'), broker) as tls_broker:
+        yield tls_broker
+
+
+class TestContract(TlsContract):
+    scheme = "nats"
+    refusal = "connect: nats: 'Authorization Violation'"
+    copies = (1,)  # NATS recognises the repetition by its id.
+    plain_text_error = "the server does not offer TLS, and plain text is refused"
+    invalid: ClassVar[dict[str, str]] = {
+        "nats:orders.*": "has a wildcard",
+        "nats:orders.>": "has a wildcard",
+        "nats:orders..placed": "a part of the subject between dots is empty",
+        "nats:.orders": "a part of the subject between dots is empty",
+        "nats:orders%20placed": "contains white space",
+        "nats:orders%0D%0APUB%20x%200": "contains CR, LF or NUL",
+        "nats:$JS.API.STREAM.DELETE.ORDERS": "is one of NATS itself",
+        "nats:_INBOX.a.b": "is one of NATS itself",
+        "nats://127.0.0.1:4222/orders": "names a server",
     }
-    envelope = json.loads(message.data or b"")
-    assert (envelope["id"], envelope["data"]) == (ID, {"order_id": 7})
+    unusable: ClassVar[Sequence[tuple[dict[str, object], str]]] = [
+        ({}, "set PGOUTBOX_NATS_URL"),
+        ({"nats_url": f"http://:{CANARY}@host"}, r"PGOUTBOX_NATS_URL=\(hidden\): is not a URL"),
+        ({"nats_url": "nats://host:99999"}, r"PGOUTBOX_NATS_URL=\(hidden\): is not a URL"),
+    ]
+
+    def transport(self, settings: Settings) -> NatsTransport:
+        return NatsTransport(settings)
+
+    def settings(self, port: int, password: str = PASSWORD) -> dict[str, object]:
+        return {"nats_url": f"nats://app:{quote(password, safe='')}@{HOST}:{port}"}
+
+    @contextlib.asynccontextmanager
+    async def target(self, broker: Broker) -> AsyncIterator[Target]:
+        async with stream(broker) as client:
+            yield self._target(client)
+
+    def tls_settings(self, port: int, host: str, ca_file: str | None) -> dict[str, object]:
+        # A second server, whose URL does not request TLS, gets the same password and must encrypt as well.
+        user = f"app:{quote(CANARY, safe='')}"
+        return {"nats_url": f"tls://{user}@{host}:{port},nats://{host}:{port}", "nats_ca_file": ca_file}
+
+    @contextlib.asynccontextmanager
+    async def tls_target(self, tls_broker: TlsBroker) -> AsyncIterator[Target]:
+        context = ssl.create_default_context(cafile=tls_broker.certificate.ca_file)
+        url = f"tls://{TLS_HOST}:{tls_broker.tls_port}"
+        async with orders_of(await nats.connect(url, user="app", password=CANARY, tls=context)) as client:
+            yield self._target(client)
+
+    def check_plain_text(self, outcome: Outcome, forwarder: Forwarder) -> None:
+        assert forwarder.said == b""
+
+    def _target(self, client: Client) -> Target:
+        async def arrived(_: int) -> list[Arrived]:
+            found = []
+            for message in await stored(client):
+                assert message.subject == "orders.placed"
+                headers = dict(message.headers or {})
+                known = headers.pop("Nats-Msg-Id"), headers.pop("Content-Type")
+                found.append(Arrived(*known, headers, json.loads(message.data or b"")))
+            return found
+
+        return Target("nats:orders.placed", arrived)
 
 
-async def test_nothing_is_handed_over_if_the_gate_is_closed_after_connecting(
-    broker: Broker, open_transport: Open
-) -> None:
-    async with stream(broker) as client:
-        transport = open_transport(broker)
-        with closed_gate() as asked:
-            assert isinstance(await transport.send(MESSAGE, EVENT), Snooze)
-        assert (asked, await stored(client)) == ([None], [])
+async def test_pending_sends_learn_at_once_that_the_server_is_gone(open_transport: Open) -> None:
+    with nats_server() as broker:
+        transport = open_transport(f"nats://{HOST}:{broker.port}", broker_timeout_seconds=600)
+        assert isinstance(await transport.send(MESSAGE, EVENT), Unavailable)
+
+        async def stop() -> None:
+            broker.stop()
+
+        await assert_pending_send_fails_at_once(transport, broker, "nats:orders.placed", stop)
 
 
 async def test_a_repeated_event_is_sent_again_and_stored_once(broker: Broker, open_transport: Open) -> None:
@@ -159,20 +222,6 @@ async def test_all_sends_share_one_connection(broker: Broker, open_transport: Op
         assert (await client.jetstream().stream_info("ORDERS")).state.messages == 100
         async with client_of(broker) as later:
             assert (later.client_id or 0) - before == 2
-
-
-async def test_an_unreachable_server_is_transient_and_a_refused_password_is_an_outage(
-    broker: Broker, open_transport: Open, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    quoted = CANARY.replace("/", "%2F")
-    transport = open_transport(f"nats://app:{quoted}@{HOST}:{free_port()}")
-    assert error_of(await transport.send(MESSAGE, EVENT), Transient).startswith("connect: ")
-    transport = open_transport(url_of(broker, password=quoted))
-    error = error_of(await transport.send(MESSAGE, EVENT), Unavailable)
-    assert error == "connect: nats: 'Authorization Violation'"
-    for text in (CANARY, quoted):
-        assert text not in caplog.text
 
 
 async def test_credentials_are_percent_decoded(broker: Broker, open_transport: Open) -> None:
@@ -224,101 +273,6 @@ async def test_a_full_stream_is_transient(broker: Broker, open_transport: Open) 
         await client.jetstream().delete_stream("ORDERS")
 
 
-async def test_a_repetition_after_a_lost_answer_is_recognised(broker: Broker, open_transport: Open) -> None:
-    async with stream(broker) as client:
-        transport = open_transport(broker, broker_timeout_seconds=0.5)
-        assert await transport.send(outgoing(message_id=1, destination="nats:orders.a"), EVENT) == Sent()
-        with broker.frozen():
-            error = error_of(await transport.send(MESSAGE, EVENT), Transient)
-        assert error.startswith("outcome unknown: no acknowledgement: ")
-        assert await transport.send(AGAIN, EVENT) == Sent()
-        messages = await stored(client)
-    assert [message.headers["Nats-Msg-Id"] for message in messages if message.headers][1:] == [ID]
-
-
-async def test_pending_sends_learn_at_once_that_the_server_is_gone(open_transport: Open) -> None:
-    with nats_server() as broker:
-        transport = open_transport(f"nats://{HOST}:{broker.port}", broker_timeout_seconds=600)
-        assert isinstance(await transport.send(MESSAGE, EVENT), Unavailable)
-        with broker.frozen():
-            sending = asyncio.create_task(transport.send(MESSAGE, EVENT))
-            await asyncio.sleep(0)  # It publishes on the existing connection, and waits.
-            broker.stop()
-        async with asyncio.timeout(30):
-            assert error_of(await sending, Transient).startswith("outcome unknown: no acknowledgement: ")
-
-
-@pytest.mark.parametrize(
-    ("subject", "error"),
-    [
-        ("orders.*", "has a wildcard"),
-        ("orders.>", "has a wildcard"),
-        ("orders..placed", "a part of the subject between dots is empty"),
-        (".orders", "a part of the subject between dots is empty"),
-        ("orders%20placed", "contains white space"),
-        ("orders%0D%0APUB%20x%200", "contains CR, LF or NUL"),
-        ("$JS.API.STREAM.DELETE.ORDERS", "is one of NATS itself"),
-        ("_INBOX.a.b", "is one of NATS itself"),
-        ("//127.0.0.1:4222/orders", "names a server"),
-    ],
-)
-async def test_an_invalid_subject_is_permanent_before_any_connection(
-    open_transport: Open, subject: str, error: str
-) -> None:
-    transport = open_transport(f"nats://{HOST}:1")
-    said = error_of(await transport.send(outgoing(destination=f"nats:{subject}"), EVENT), Permanent)
-    assert said.startswith("destination: ")
-    assert error in said
-
-
-@pytest.fixture(scope="module")
-def tls_broker(broker: Broker) -> Iterator[TlsBroker]:
-    with tls_nats_server(ACCOUNTS.replace("app, password: secret", f'app, password: "{CANARY}"'), broker) as tls_broker:
-        yield tls_broker
-
-
-def tls_url_of(port: int, host: str = TLS_HOST) -> str:
-    return f"tls://app:{CANARY.replace('/', '%2F')}@{host}:{port}"
-
-
-async def test_with_tls_nothing_is_sent_in_plain_text(tls_broker: TlsBroker, open_transport: Open) -> None:
-    ca_file = tls_broker.certificate.ca_file
-    context = ssl.create_default_context(cafile=ca_file)
-    port = tls_broker.tls_port
-    async with forwarded(port) as forwarder:
-        client = await nats.connect(f"tls://{TLS_HOST}:{port}", user="app", password=CANARY, tls=context)
-        await client.jetstream().add_stream(StreamConfig(name="ORDERS", subjects=["orders.>"]))
-        transport = open_transport(tls_url_of(forwarder.port), nats_ca_file=ca_file)
-        assert await transport.send(MESSAGE, CloudEvent(SECRET)) == Sent()
-        (message,) = await stored(client)
-        await client.close()
-    assert json.loads(message.data or b"")["data"] == SECRET
-    for text in (CANARY, SECRET):
-        assert text.encode() not in forwarder.said
-
-
-@pytest.mark.parametrize(("host", "is_tls", "is_known", "error"), TLS_REFUSALS)
-async def test_a_server_with_a_wrong_certificate_gets_nothing(
-    tls_broker: TlsBroker,
-    open_transport: Open,
-    caplog: pytest.LogCaptureFixture,
-    host: str,
-    is_tls: bool,
-    is_known: bool,
-    error: str,
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    async with forwarded(tls_broker.tls_port if is_tls else tls_broker.plain_port) as forwarder:
-        ca_file = tls_broker.certificate.ca_file if is_known else None
-        # A second server, whose URL does not request TLS, gets the same password and must encrypt as well.
-        urls = tls_url_of(forwarder.port, host) + f",nats://{host}:{forwarder.port}"
-        outcome = await open_transport(urls, nats_ca_file=ca_file).send(MESSAGE, CloudEvent(SECRET))
-    said = error or "the server does not offer TLS, and plain text is refused"
-    assert_refused(outcome, f"connect: {said}", {CANARY, SECRET}, caplog.text, forwarder)
-    if not is_tls:
-        assert forwarder.said == b""
-
-
 async def test_messages_wait_until_a_stream_has_their_subject(broker: Broker, dsn: str, db: psycopg.Connection) -> None:
     async with (
         stream(broker) as client,
@@ -332,38 +286,3 @@ async def test_messages_wait_until_a_stream_has_their_subject(broker: Broker, ds
         ),
     ):
         await client.jetstream().update_stream(StreamConfig(name="ORDERS", subjects=["orders.>", "invoices.>"]))
-
-
-async def test_a_worker_delivers_when_the_server_is_back(dsn: str, db: psycopg.Connection) -> None:
-    with nats_server(ACCOUNTS) as broker:
-        outbox = outbox_with(dsn, nats_url=url_of(broker))
-        async with client_of(broker) as client:
-            await client.jetstream().add_stream(StreamConfig(name="ORDERS", subjects=["orders.>"]))
-        broker.stop()
-        message_id = enqueue(db, payload={"order_id": 7}, destination="nats:orders.placed")
-        await Worker(outbox).run_once()
-        assert state_of(db, message_id) == "pending"
-        broker.start()
-        make_due(db, message_id)
-        wrong = enqueue(db, destination="nats:orders.*")
-        await Worker(outbox).run_once()
-        assert (state_of(db, message_id), state_of(db, wrong)) == ("sent", "failed")
-        ((number, outcome, error),) = attempts_of(db, message_id)
-        assert (number, outcome) == (1, "retry")
-        assert (error or "").startswith("connect: ")
-        async with client_of(broker) as client:
-            (message,) = await stored(client)
-    assert (message.headers or {})["Nats-Msg-Id"].startswith(f"{message_id}-")
-
-
-@pytest.mark.parametrize(
-    ("url", "error"),
-    [
-        (None, "set PGOUTBOX_NATS_URL"),
-        (f"http://:{CANARY}@host", r"PGOUTBOX_NATS_URL=\(hidden\): is not a URL"),
-        ("nats://host:99999", r"PGOUTBOX_NATS_URL=\(hidden\): is not a URL"),
-    ],
-)
-def test_an_unusable_setting_is_refused_by_name_at_the_start(url: str | None, error: str) -> None:
-    with pytest.raises(ConfigurationError, match=error):
-        NatsTransport(settings_with(nats_url=url))

@@ -5,50 +5,48 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import quote
 
 import aiormq
 import pytest
 
-from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Sent, Snooze, Transient, Unavailable
+from pgoutbox.message import Permanent, Sent, Transient
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.rabbitmq import RabbitMQTransport
-from pgoutbox.worker import Worker
 from tests.support.brokers import (
     HOST,
     RABBITMQ_MAX_BYTES,
-    RABBITMQ_TLS_PASSWORD,
-    TLS_HOST,
-    TLS_REFUSALS,
     Broker,
     Forwarder,
     TlsBroker,
-    assert_refused,
-    forwarded,
-    free_port,
-    outbox_with,
     rabbitmq_server,
     target_repaired,
 )
-from tests.support.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.support.sends import closed_gate, closing, error_of, outgoing, refusal_of
+from tests.support.sends import closing, error_of, outgoing, refusal_of
 from tests.support.settings import settings_with
+from tests.transports.contract import (
+    CANARY,
+    EVENT,
+    PASSWORD,
+    Arrived,
+    Target,
+    TlsContract,
+    assert_pending_send_fails_at_once,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     import psycopg
     from aiormq.abc import AbstractChannel, DeliveredMessage
 
+    from pgoutbox import Settings
+    from tests.transports.contract import Opened
+
     Open = Callable[..., RabbitMQTransport]
 
-CANARY = RABBITMQ_TLS_PASSWORD
-SECRET = "secret-payload"
-EVENT = CloudEvent({"order_id": 7})
 MESSAGE = outgoing(destination="rabbitmq:orders/order.placed")
-ID = MESSAGE.idempotency_key
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +64,6 @@ def url_of(port: int, user: str = "app", password: str = "secret") -> str:
     return f"amqp://{user}:{password}@{HOST}:{port}"
 
 
-def tls_url_of(port: int, host: str = TLS_HOST) -> str:
-    return f"amqps://tls:{CANARY.replace('/', '%2F')}@{host}:{port}"
-
-
 @contextlib.asynccontextmanager
 async def channel_to(broker: Broker) -> AsyncIterator[AbstractChannel]:
     connection = await aiormq.connect(url_of(broker.port))
@@ -81,7 +75,14 @@ async def channel_to(broker: Broker) -> AsyncIterator[AbstractChannel]:
 
 @pytest.fixture
 async def channel(broker: Broker) -> AsyncIterator[AbstractChannel]:
-    """Open a channel for checks. The exchange `orders` routes `order.#` to the empty queue `placed`."""
+    """Open a channel for checks of `orders`."""
+    async with orders(broker) as channel:
+        yield channel
+
+
+@contextlib.asynccontextmanager
+async def orders(broker: Broker) -> AsyncIterator[AbstractChannel]:
+    """Create the exchange `orders`, which routes `order.#` to the empty queue `placed`."""
     async with channel_to(broker) as channel:
         await channel.exchange_declare("orders", exchange_type="topic")
         await channel.queue_declare("placed")
@@ -116,28 +117,63 @@ async def open_transport() -> AsyncIterator[Open]:
         yield make_one
 
 
-async def test_an_event_is_queued_with_its_id_and_envelope(
+class TestContract(TlsContract):
+    scheme = "rabbitmq"
+    seconds = 10
+    lost_seconds = 2
+    plain_text_error = "TLS: "
+    plain_text_seconds = 10
+    invalid: ClassVar[dict[str, str]] = {
+        "rabbitmq:/": "names neither an exchange nor a queue",
+        "rabbitmq://host/orders": "names a server",
+        "rabbitmq:orders/a%0Ab": "contains CR, LF or NUL",
+        "rabbitmq:orders/" + "x" * 256: "bytes are more than 255",
+    }
+    unusable: ClassVar[Sequence[tuple[dict[str, object], str]]] = [
+        ({}, "set PGOUTBOX_RABBITMQ_URL"),
+        ({"rabbitmq_url": f"http://:{CANARY}@host"}, r"PGOUTBOX_RABBITMQ_URL=\(hidden\): is not a URL"),
+    ]
+
+    def transport(self, settings: Settings) -> RabbitMQTransport:
+        return RabbitMQTransport(settings)
+
+    def settings(self, port: int, password: str = PASSWORD) -> dict[str, object]:
+        return {"rabbitmq_url": f"amqp://app:{quote(password, safe='')}@{HOST}:{port}"}
+
+    @contextlib.asynccontextmanager
+    async def target(self, broker: Broker) -> AsyncIterator[Target]:
+        async with orders(broker) as channel:
+
+            async def arrived(_: int) -> list[Arrived]:
+                found = []
+                for message in await queued(channel):
+                    properties = message.header.properties
+                    headers = {name: str(value) for name, value in (properties.headers or {}).items()}
+                    known = properties.message_id or "", properties.content_type or ""
+                    found.append(Arrived(*known, headers, json.loads(message.body)))
+                return found
+
+            yield Target("rabbitmq:orders/order.placed", arrived)
+
+    def tls_settings(self, port: int, host: str, ca_file: str | None) -> dict[str, object]:
+        option = "no_verify_ssl=1"  # The client itself would accept it.
+        url = f"amqps://tls:{quote(CANARY, safe='')}@{host}:{port}?{option}"
+        return {"rabbitmq_url": url, "rabbitmq_ca_file": ca_file}
+
+    def tls_target(self, tls_broker: TlsBroker) -> contextlib.AbstractAsyncContextManager[Target]:
+        return self.target(tls_broker.broker)
+
+    @pytest.mark.slow
+    async def test_a_repetition_after_a_lost_answer_has_the_same_id(self, broker: Broker, opened: Opened) -> None:
+        await super().test_a_repetition_after_a_lost_answer_has_the_same_id(broker, opened)
+
+
+async def test_a_message_is_persistent_and_has_the_routing_key(
     broker: Broker, channel: AbstractChannel, open_transport: Open
 ) -> None:
-    event = CloudEvent({"order_id": 7}, headers={"traceparent": "00-1"})
-    assert await open_transport(broker).send(MESSAGE, event) == Sent()
+    assert await open_transport(broker).send(MESSAGE, EVENT) == Sent()
     (message,) = await queued(channel)
-    properties = message.header.properties
-    assert (properties.message_id, properties.delivery_mode) == (ID, 2)
-    assert properties.content_type == "application/cloudevents+json; charset=UTF-8"
-    assert properties.headers == {"traceparent": "00-1"}
-    assert message.routing_key == "order.placed"
-    envelope = json.loads(message.body)
-    assert (envelope["id"], envelope["data"]) == (ID, {"order_id": 7})
-
-
-async def test_nothing_is_handed_over_if_the_gate_is_closed_after_connecting(
-    broker: Broker, channel: AbstractChannel, open_transport: Open
-) -> None:
-    transport = open_transport(broker)
-    with closed_gate() as asked:
-        assert isinstance(await transport.send(MESSAGE, EVENT), Snooze)
-    assert (asked, await queued(channel)) == ([None], [])
+    assert (message.header.properties.delivery_mode, message.routing_key) == (2, "order.placed")
 
 
 async def test_the_key_is_the_routing_key_and_a_queue_can_be_named(
@@ -228,33 +264,6 @@ async def test_an_oversized_event_is_permanent_and_does_not_disturb_others(
     assert outcomes == [Sent()] * 4
 
 
-async def test_refused_credentials_cost_no_attempt_and_are_never_shown(
-    broker: Broker, open_transport: Open, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    quoted = CANARY.replace("/", "%2F")
-    kinds: dict[int, type[Transient | Unavailable]] = {broker.port: Unavailable, free_port(): Transient}
-    for port, kind in kinds.items():
-        error = error_of(await open_transport(url_of(port, password=quoted)).send(MESSAGE, EVENT), kind)
-        assert error.startswith("connect: ")
-        for text in (CANARY, quoted):
-            assert text not in caplog.text + error
-
-
-@pytest.mark.slow
-async def test_a_repetition_after_a_lost_confirmation_has_the_same_id(
-    broker: Broker, channel: AbstractChannel, open_transport: Open
-) -> None:
-    transport = open_transport(broker, broker_timeout_seconds=2)
-    assert await transport.send(outgoing(message_id=1, destination=MESSAGE.destination), EVENT) == Sent()
-    with broker.frozen():
-        error = error_of(await transport.send(MESSAGE, EVENT), Transient)
-    assert error == "outcome unknown: no acknowledgement: no answer within 2 s"
-    again = outgoing(destination=MESSAGE.destination, attempt_count=2)
-    assert await transport.send(again, EVENT) == Sent()
-    assert [message.header.properties.message_id for message in await queued(channel)][1:] == [ID, ID]
-
-
 async def test_pending_sends_learn_at_once_that_the_connection_is_gone(
     broker: Broker, channel: AbstractChannel, open_transport: Open
 ) -> None:
@@ -262,60 +271,7 @@ async def test_pending_sends_learn_at_once_that_the_connection_is_gone(
     await forwarder.listen()
     transport = open_transport(url_of(forwarder.port), broker_timeout_seconds=600)
     assert await transport.send(MESSAGE, EVENT) == Sent()
-    with broker.frozen():
-        sending = asyncio.create_task(transport.send(MESSAGE, EVENT))
-        await asyncio.sleep(0)  # It publishes on the existing channel, and waits.
-        await forwarder.cut()
-        async with asyncio.timeout(30):
-            assert error_of(await sending, Transient).startswith("outcome unknown: ")
-
-
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("//host/orders", "names a server"),
-        ("/", "names neither an exchange nor a queue"),
-        ("orders/a%0Ab", "contains CR, LF or NUL"),
-        ("orders/" + "x" * 256, "bytes are more than 255"),
-    ],
-)
-async def test_an_invalid_name_is_permanent_before_any_connection(open_transport: Open, name: str, error: str) -> None:
-    transport = open_transport(url_of(1))
-    said = error_of(await transport.send(outgoing(destination=f"rabbitmq:{name}"), EVENT), Permanent)
-    assert said.startswith("destination: ")
-    assert error in said
-
-
-async def test_with_tls_nothing_is_sent_in_plain_text(
-    tls_broker: TlsBroker, channel: AbstractChannel, open_transport: Open
-) -> None:
-    async with forwarded(tls_broker.tls_port) as forwarder:
-        transport = open_transport(tls_url_of(forwarder.port), rabbitmq_ca_file=tls_broker.certificate.ca_file)
-        assert await transport.send(MESSAGE, CloudEvent(SECRET)) == Sent()
-    (message,) = await queued(channel)
-    assert json.loads(message.body)["data"] == SECRET
-    for text in (CANARY, SECRET):
-        assert text.encode() not in forwarder.said
-
-
-@pytest.mark.parametrize(("host", "is_tls", "is_known", "error"), TLS_REFUSALS)
-async def test_a_server_with_a_wrong_certificate_gets_nothing(
-    tls_broker: TlsBroker,
-    channel: AbstractChannel,
-    open_transport: Open,
-    caplog: pytest.LogCaptureFixture,
-    host: str,
-    is_tls: bool,
-    is_known: bool,
-    error: str,
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    async with forwarded(tls_broker.tls_port if is_tls else tls_broker.plain_port) as forwarder:
-        ca_file = tls_broker.certificate.ca_file if is_known else None
-        url = tls_url_of(forwarder.port, host) + "?no_verify_ssl=1"  # Options that the client itself would accept.
-        outcome = await open_transport(url, rabbitmq_ca_file=ca_file).send(MESSAGE, CloudEvent(SECRET))
-    assert_refused(outcome, f"connect: {error or 'TLS: '}", {CANARY, SECRET}, caplog.text, forwarder)
-    assert await queued(channel) == []
+    await assert_pending_send_fails_at_once(transport, broker, "rabbitmq:orders/order.placed", forwarder.cut)
 
 
 @pytest.mark.parametrize(
@@ -336,36 +292,3 @@ async def test_messages_wait_until_their_exchange_and_a_queue_exist(
         await channel.queue_bind("placed", exchange, "#")
     assert len(await queued(channel)) == 40
     await channel.exchange_delete(exchange)
-
-
-async def test_a_worker_delivers_when_the_server_is_back(
-    broker: Broker, channel: AbstractChannel, dsn: str, db: psycopg.Connection
-) -> None:
-    forwarder = Forwarder(broker.port)
-    outbox = outbox_with(dsn, rabbitmq_url=url_of(forwarder.port))
-    message_id = enqueue(db, payload={"order_id": 7}, destination=MESSAGE.destination)
-    await Worker(outbox).run_once()
-    assert state_of(db, message_id) == "pending"
-    await forwarder.listen()
-    make_due(db, message_id)
-    wrong = enqueue(db, destination="rabbitmq:/")
-    await Worker(outbox).run_once()
-    await forwarder.cut()
-    assert (state_of(db, message_id), state_of(db, wrong)) == ("sent", "failed")
-    ((number, outcome, error),) = attempts_of(db, message_id)
-    assert (number, outcome) == (1, "retry")
-    assert (error or "").startswith("connect: ")
-    (message,) = await queued(channel)
-    assert (message.header.properties.message_id or "").startswith(f"{message_id}-")
-
-
-@pytest.mark.parametrize(
-    ("url", "error"),
-    [
-        (None, "set PGOUTBOX_RABBITMQ_URL"),
-        (f"http://:{CANARY}@host", r"PGOUTBOX_RABBITMQ_URL=\(hidden\): is not a URL"),
-    ],
-)
-def test_an_unusable_setting_is_refused_by_name_at_the_start(url: str | None, error: str) -> None:
-    with pytest.raises(ConfigurationError, match=error):
-        RabbitMQTransport(settings_with(rabbitmq_url=url))

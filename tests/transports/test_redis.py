@@ -3,46 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import quote
 
 import pytest
 import redis
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import SendFailure, Sent, Snooze, Transient, Unavailable
-from pgoutbox.transports.brokers.events import CloudEvent
+from pgoutbox.message import SendFailure, Sent, Transient, Unavailable
 from pgoutbox.transports.brokers.redis_streams import RedisTransport
 from pgoutbox.worker import Worker
 from tests.support.brokers import (
     HOST,
     TLS_HOST,
-    TLS_REFUSALS,
     Broker,
     TlsBroker,
-    assert_refused,
-    forwarded,
     free_port,
     outbox_with,
     redis_server,
     target_repaired,
     tls_redis_server,
 )
-from tests.support.outbox_actions import attempts_of, enqueue, make_due, rows_of, state_of
-from tests.support.sends import closed_gate, closing, error_of, outgoing, refusal_of
+from tests.support.outbox_actions import attempts_of, enqueue, make_due, rows_of
+from tests.support.sends import closing, error_of, outgoing, refusal_of
 from tests.support.settings import settings_with
+from tests.transports.contract import CANARY, EVENT, Arrived, Target, TlsContract
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     import psycopg
 
+    from pgoutbox import Settings
+    from pgoutbox.message import Outcome
+    from tests.support.brokers import Forwarder
+
     Open = Callable[..., RedisTransport]
 
-CANARY = "canary-password"
-SECRET = "secret-payload"
-EVENT = CloudEvent({"order_id": 7})
+QUOTED = quote(CANARY, safe="")
 MESSAGE = outgoing(destination="redis:orders")
 ID = MESSAGE.idempotency_key.encode()
 
@@ -84,26 +84,51 @@ async def open_transport() -> AsyncIterator[Open]:
         yield make_one
 
 
-async def test_an_event_is_an_entry_with_its_id_and_envelope(broker: Broker, open_transport: Open) -> None:
-    event = CloudEvent({"order_id": 7}, subject="orders/7", headers={"traceparent": "00-1"})
-    assert await open_transport(broker).send(MESSAGE, event) == Sent()
-    (entry,) = entries(broker)
-    assert (entry[b"id"], entry[b"traceparent"]) == (ID, b"00-1")
-    assert entry[b"content-type"] == b"application/cloudevents+json; charset=UTF-8"
-    envelope = json.loads(entry[b"event"])
-    assert envelope["data"] == {"order_id": 7}
-    assert (envelope["id"], envelope["type"], envelope["subject"]) == (ID.decode(), "welcome", "orders/7")
+class TestContract(TlsContract):
+    scheme = "redis"
+    refusal = "connect: invalid username-password pair"
+    plain_text_seconds = 0.5
+    invalid: ClassVar[dict[str, str]] = {"redis://elsewhere/orders": "names a server; its address belongs into"}
+    unusable: ClassVar[Sequence[tuple[dict[str, object], str]]] = [
+        ({}, "set PGOUTBOX_REDIS_URL"),
+        ({"redis_url": f"http://:{QUOTED}@host"}, r"PGOUTBOX_REDIS_URL=\(hidden\): is not a URL"),
+    ]
 
+    def transport(self, settings: Settings) -> RedisTransport:
+        # Each send waits for the connection of the one before, also after a lost answer.
+        return RedisTransport(settings, connection_count=1)
 
-async def test_nothing_is_handed_over_if_the_gate_is_closed_after_connecting(
-    broker: Broker, open_transport: Open
-) -> None:
-    transport = open_transport(broker)
-    with closed_gate() as asked:
-        assert isinstance(await transport.send(MESSAGE, EVENT), Snooze)
+    def settings(self, port: int, password: str | None = None) -> dict[str, object]:
+        user = "" if password is None else f"app:{quote(password, safe='')}@"
+        return {"redis_url": f"redis://{user}{HOST}:{port}"}
+
+    @contextlib.asynccontextmanager
+    async def target(self, broker: Broker) -> AsyncIterator[Target]:
         with client_of(broker) as client:
-            assert (len(client.client_list()), asked) == (2, [None])
-    assert entries(broker) == []
+            client.delete("orders")
+
+        async def arrived(_: int) -> list[Arrived]:
+            return [
+                Arrived(
+                    entry.pop(b"id").decode(),
+                    entry.pop(b"content-type").decode(),
+                    envelope=json.loads(entry.pop(b"event")),
+                    headers={name.decode(): value.decode() for name, value in entry.items()},
+                )
+                for entry in entries(broker)
+            ]
+
+        yield Target("redis:orders", arrived)
+
+    def tls_settings(self, port: int, host: str, ca_file: str | None) -> dict[str, object]:
+        return {"redis_url": f"rediss://app:{QUOTED}@{host}:{port}", "redis_ca_file": ca_file}
+
+    def tls_target(self, tls_broker: TlsBroker) -> contextlib.AbstractAsyncContextManager[Target]:
+        return self.target(tls_broker.broker)
+
+    def check_plain_text(self, outcome: Outcome, forwarder: Forwarder) -> None:
+        # There may be an answer or not, depending on a line end among a handshake's random bytes.
+        assert error_of(outcome, Transient).endswith("; does the server speak TLS on this port?")
 
 
 async def test_a_stream_name_may_contain_colons_and_spaces(broker: Broker, open_transport: Open) -> None:
@@ -121,25 +146,6 @@ async def test_connections_are_reused_and_limited(broker: Broker, open_transport
     assert len(entries(broker)) == 100
     with client_of(broker) as client:
         assert len(client.client_list()) == 3 + 1
-
-
-async def test_an_unreachable_server_is_transient_and_the_password_is_never_shown(
-    open_transport: Open, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    transport = open_transport(f"redis://app:{CANARY}@{HOST}:1/0")
-    assert error_of(await transport.send(MESSAGE, EVENT), Transient).startswith("connect: ")
-    assert CANARY not in caplog.text
-
-
-async def test_a_refused_password_costs_no_attempt_and_is_never_shown(
-    broker: Broker, open_transport: Open, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    transport = open_transport(f"redis://app:{CANARY}@{HOST}:{broker.port}/0")
-    error = error_of(await transport.send(MESSAGE, EVENT), Unavailable)
-    assert error.startswith("connect: invalid username-password pair")
-    assert CANARY not in caplog.text + error
 
 
 async def test_a_required_password_that_is_not_set_costs_no_attempt(broker: Broker, open_transport: Open) -> None:
@@ -195,19 +201,6 @@ async def test_a_server_without_memory_is_an_outage(broker: Broker, open_transpo
     assert entries(broker) == []
 
 
-async def test_a_lost_answer_leaves_the_outcome_unknown_and_nothing_is_repeated(
-    broker: Broker, open_transport: Open
-) -> None:
-    transport = open_transport(broker, connection_count=1, broker_timeout_seconds=0.5)
-    assert await transport.send(outgoing(message_id=1, destination="redis:orders"), EVENT) == Sent()
-    with broker.frozen():
-        error = error_of(await transport.send(MESSAGE, EVENT), Transient)
-    assert error == "outcome unknown: no acknowledgement: no answer within 0.5 s"
-    assert await transport.send(outgoing(attempt_count=2, destination="redis:orders"), EVENT) == Sent()
-    # The first of the two was stored after all: the consumer detects it by the id.
-    assert [entry[b"id"] for entry in entries(broker)][1:] == [ID, ID]
-
-
 async def test_a_cancelled_send_does_not_leave_its_answer_to_the_next(broker: Broker, open_transport: Open) -> None:
     transport = open_transport(broker, connection_count=1)
     with client_of(broker) as client:
@@ -248,53 +241,17 @@ def tls_broker() -> Iterator[TlsBroker]:
         yield broker
 
 
-async def test_with_tls_nothing_is_sent_in_plain_text(tls_broker: TlsBroker, open_transport: Open) -> None:
-    async with forwarded(tls_broker.tls_port) as forwarder:
-        url = f"rediss://app:{CANARY}@{TLS_HOST}:{forwarder.port}"
-        transport = open_transport(url, redis_ca_file=tls_broker.certificate.ca_file)
-        assert await transport.send(outgoing(destination="redis:tls"), CloudEvent(SECRET)) == Sent()
-    (entry,) = entries(tls_broker.broker, "tls")
-    assert json.loads(entry[b"event"])["data"] == SECRET
-    for text in (CANARY, SECRET):
-        assert text.encode() not in forwarder.said
-
-
-@pytest.mark.parametrize(("host", "is_tls", "is_known", "error"), TLS_REFUSALS)
-async def test_a_server_with_a_wrong_certificate_gets_nothing(
-    tls_broker: TlsBroker,
-    open_transport: Open,
-    caplog: pytest.LogCaptureFixture,
-    host: str,
-    is_tls: bool,
-    is_known: bool,
-    error: str,
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    async with forwarded(tls_broker.tls_port if is_tls else tls_broker.plain_port) as forwarder:
-        ca_file = tls_broker.certificate.ca_file if is_known else None
-        transport = open_transport(
-            f"rediss://app:{CANARY}@{host}:{forwarder.port}",
-            redis_ca_file=ca_file,
-            broker_timeout_seconds=5 if is_tls else 0.5,
-        )
-        outcome = await transport.send(outgoing(destination="redis:refused"), CloudEvent(SECRET))
-    assert_refused(outcome, f"connect: {error}", {CANARY, SECRET}, caplog.text, forwarder)
-    if not is_tls:  # There may be an answer or not, depending on a line end among a handshake's random bytes.
-        assert error_of(outcome, Transient).endswith("; does the server speak TLS on this port?")
-    assert entries(tls_broker.broker, "refused") == []
-
-
 @pytest.mark.parametrize("query", ["ssl_cert_reqs=none", "ssl_cert_reqs=optional", "ssl_check_hostname=false"])
 def test_a_url_cannot_turn_the_verification_off(query: str) -> None:
     with pytest.raises(ConfigurationError, match=r"PGOUTBOX_REDIS_URL=\(hidden\): turns the verification"):
-        RedisTransport(settings_with(redis_url=f"rediss://:{CANARY}@host?{query}"))
+        RedisTransport(settings_with(redis_url=f"rediss://:{QUOTED}@host?{query}"))
 
 
 async def test_operator_errors_cost_messages_no_attempts(
     tls_broker: TlsBroker, dsn: str, db: psycopg.Connection
 ) -> None:
     wrong: dict[str, Any] = {
-        "redis_url": f"rediss://app:{CANARY}@{TLS_HOST}:{tls_broker.tls_port}",
+        "redis_url": f"rediss://app:{QUOTED}@{TLS_HOST}:{tls_broker.tls_port}",
         "breaker_failures": 2,
         "concurrency": 1,
     }
@@ -306,7 +263,7 @@ async def test_operator_errors_cost_messages_no_attempts(
     assert sorted(row.max_attempts - row.attempt_count for row in rows) == [2] + [3] * 9
     texts = {error or "" for message_id in ids for _, _, error in attempts_of(db, message_id)}
     assert any("the server's certificate is refused: " in text for text in texts)
-    assert not any(CANARY in text for text in texts)
+    assert not any(secret in text for secret in (CANARY, QUOTED) for text in texts)
     db.execute("UPDATE pgoutbox.breaker SET retry_at = now()")
     for _ in range(2):  # One message is the probe; the others follow.
         for message_id in ids:
@@ -329,37 +286,3 @@ async def test_messages_wait_until_the_key_is_a_stream(broker: Broker, dsn: str,
         ):
             client.delete("taken")
     assert (len(entries(broker, "taken")), len(entries(broker))) == (20, 20)
-
-
-async def test_a_worker_delivers_when_the_server_is_back(dsn: str, db: psycopg.Connection) -> None:
-    with redis_server() as broker:
-        outbox = outbox_with(dsn, redis_url=f"redis://{HOST}:{broker.port}")
-        broker.stop()
-        message_id = enqueue(db, payload={"order_id": 7}, destination="redis:orders")
-        await Worker(outbox).run_once()
-        assert state_of(db, message_id) == "pending"
-        broker.start()
-        make_due(db, message_id)
-        await Worker(outbox).run_once()
-        assert state_of(db, message_id) == "sent"
-        ((number, outcome, error),) = attempts_of(db, message_id)
-        assert (number, outcome) == (1, "retry")
-        assert (error or "").startswith("connect: ")
-        (entry,) = entries(broker)
-        assert entry[b"id"].decode().startswith(f"{message_id}-")
-        assert json.loads(entry[b"event"])["data"] == {"order_id": 7}
-        wrong, nowhere = enqueue(db, destination="redis://elsewhere/orders"), enqueue(db)
-        await Worker(outbox).run_once()
-        assert [(row.state, row.last_error) for row in rows_of(db, wrong, nowhere)] == [
-            ("failed", "destination: names a server; its address belongs into the settings, not into the message"),
-            ("failed", "destination: the message has none, and its CloudEvent needs one"),
-        ]
-
-
-@pytest.mark.parametrize(
-    ("url", "error"),
-    [(None, "set PGOUTBOX_REDIS_URL"), (f"http://:{CANARY}@host", r"PGOUTBOX_REDIS_URL=\(hidden\): is not a URL")],
-)
-def test_an_unusable_setting_is_refused_by_name_at_the_start(url: str | None, error: str) -> None:
-    with pytest.raises(ConfigurationError, match=error):
-        RedisTransport(settings_with(redis_url=url))

@@ -1703,6 +1703,7 @@ async def test_a_scenario_holds_with_its_guard(stage: Stage, scenario: Scenario)
     await scenario(stage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "mutate"), [pytest.param(scenario, mutate, id=name) for name, scenario, mutate in GUARDED]
 )

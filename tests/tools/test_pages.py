@@ -1,0 +1,141 @@
+"""The checks of the pages name each fault, and find none in pages without faults."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tools.pages import CHECKS, main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COUNTS = {"A": 14, "B": 10, "C": 6, "D": 8, "E": 14, "F": 15}
+LINES = [f"{letter}{number}" for letter, count in COUNTS.items() for number in range(1, count + 1)]
+TEST = "[A message is sent](worker/test_sending.py)"
+PAGES = {
+    "README.md": "# Club\n\nSee [the index](docs/README.md#decisions).\n\n```sh\n[x](no-link.md) jobs\n```\n",
+    "docs/README.md": """# Docs
+
+[Guarantees](explanation/guarantees.md), [faults](explanation/reliability.md), [features](explanation/features.md)
+
+## Decisions
+
+1. [One
+   table](decisions/0001-one-table.md)
+""",
+    "docs/decisions/0001-one-table.md": "# 1. One table\n\n- Date: 2026-01-31\n- Status: accepted\n\nBecause.\n",
+    "docs/explanation/guarantees.md": "Sent: `tests/worker/test_sending.py` (a message is\n  sent; a scenario).\n",
+    "docs/explanation/reliability.md": "| a crash | `test_a_message_is_sent` |\n",
+    "docs/explanation/features.md": "## Mail\n\n[all](../../tests/features.md)\n",
+    "tests/features.md": "## Mail\n\n"
+    + "".join(
+        [f"| {line} | need | pgoutbox | others |\n" for line in LINES]
+        + [f"| {line} | {TEST} | works |\n" for line in LINES]
+    ),
+    "tests/worker/test_sending.py": "def test_a_message_is_sent() -> None: ...\nasync def a_scenario() -> None: ...\n",
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name, text in PAGES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_pages_without_faults_pass(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(root) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("page", "old", "new", "fault"),
+    [
+        ("README.md", "docs/README.md", "docs/INDEX.md", "README.md: broken link docs/INDEX.md#decisions"),
+        ("README.md", "#decisions", "#reasons", "README.md: broken link docs/README.md#reasons"),
+        ("README.md", "# Club", "# Dead letters", "README.md: `Dead letters` is not a term of the glossary"),
+        ("README.md", "See", "`tests/worker/no.py`", "README.md: tests/worker/no.py does not exist"),
+        ("docs/README.md", "[faults]", "[", "docs/explanation/reliability.md: not in the index docs/README.md"),
+        (
+            "docs/README.md",
+            "1. [One",
+            "1. [A",
+            "docs/decisions/0001-one-table.md: its number and title are not in the index docs/README.md",
+        ),
+        (
+            "docs/decisions/0001-one-table.md",
+            "accepted",
+            "good",
+            "docs/decisions/0001-one-table.md: must begin with its number and title, date and status",
+        ),
+        (
+            "docs/decisions/0001-one-table.md",
+            "# 1.",
+            "# 2.",
+            "docs/decisions/0001-one-table.md: must have the number 1",
+        ),
+        (
+            "docs/explanation/guarantees.md",
+            "a scenario",
+            "a story",
+            "docs/explanation/guarantees.md: no test of tests/worker/test_sending.py says: a story",
+        ),
+        (
+            "docs/explanation/guarantees.md",
+            "(a",
+            "a",
+            "docs/explanation/guarantees.md: names no test",
+        ),
+        (
+            "docs/explanation/reliability.md",
+            "is_sent",
+            "is_lost",
+            "docs/explanation/reliability.md: test_a_message_is_lost does not exist",
+        ),
+        ("docs/explanation/reliability.md", "`", "", "docs/explanation/reliability.md: names no test"),
+        (
+            "tests/features.md",
+            f"| A2 | {TEST} |",
+            f"| A2 | {TEST.replace('sent]', 'lost]')} |",
+            "tests/features.md: A2: no test of worker/test_sending.py says: A message is lost",
+        ),
+        (
+            "tests/features.md",
+            f"| A2 | {TEST} | works |\n",
+            "",
+            "tests/features.md: the checks must have the lines A1 to F15 once, in order",
+        ),
+        (
+            "tests/features.md",
+            "| A2 | need |",
+            "| A2 |  |",
+            "tests/features.md: A2 has an empty cell",
+        ),
+        (
+            "tests/features.md",
+            f"| A2 | {TEST} |",
+            "| A2 | [the page](../README.md) |",
+            "tests/features.md: A2 must name tests, and only tests",
+        ),
+        (
+            "docs/explanation/features.md",
+            "## Mail",
+            "## Post",
+            "docs/explanation/features.md: must have the groups of tests/features.md",
+        ),
+        (
+            "docs/explanation/features.md",
+            "## Mail",
+            "## Mail" + "\n" * 60,
+            "docs/explanation/features.md: must have at most 60 lines",
+        ),
+    ],
+)
+def test_a_fault_is_named(root: Path, page: str, old: str, new: str, fault: str) -> None:
+    assert old in PAGES[page]
+    (root / page).write_text(PAGES[page].replace(old, new))
+    assert fault in [found for check in CHECKS for found in check(root)]
