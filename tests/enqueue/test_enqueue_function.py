@@ -636,7 +636,7 @@ def test_the_hostile_schema_catches_an_unpinned_function(rolled_back: psycopg.Co
         "enqueue_fanout": lambda: Outbox().enqueue_fanout(rolled_back, "mail", 1, ["a:1"]),
         "_enqueue_receipt": lambda: Outbox().enqueue(rolled_back, "mail", 1, dedupe_key="k"),
     }
-    with pytest.raises(psycopg.Error, match="trapped|text_check"):
+    with pytest.raises(psycopg.Error, match=r"trapped|text_check"):
         calls[function]()
 
 
