@@ -18,9 +18,9 @@ from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import ArgumentError, PgOutboxError, UnknownTopicError
 from pgoutbox.handlers import OnUnknown
 from pgoutbox.options import check_delay, check_name, if_given
-from pgoutbox.outbox import MessageOptions, Outbox
+from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.topics import OnDuplicate, Topic
+from pgoutbox.topics import MessageOptions, OnDuplicate, Topic
 
 # The options of a message that a topic can compute from the payload.
 _COMPUTABLE: Final = ("destination", "owner", "coalesce_key", "dedupe_key", "ordering_key")

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Final, Literal, Protocol, TypeAlias, TypedDict, TypeVar, cast, overload
+from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, cast, overload
 
 from pydantic import BaseModel
 from typing_extensions import Unpack
@@ -64,7 +64,7 @@ from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.signatures import is_async
 from pgoutbox.text import MAX_NAME_LENGTH, describe, one_line
-from pgoutbox.topics import NewMessage, OnDuplicate, Recipient, Topic
+from pgoutbox.topics import FanoutOptions, MessageOptions, NewMessage, Recipient, Topic
 from pgoutbox.transports import Content, Transport
 
 _logger = logging.getLogger(__name__)
@@ -84,37 +84,6 @@ M = TypeVar("M", bound=Middleware)
 F = TypeVar("F", bound="Callable[..., object]")
 ResultT = TypeVar("ResultT", bound=Result)
 ResultsT = TypeVar("ResultsT", bound="Sequence[Result] | None")
-
-
-class MessageOptions(TypedDict, total=False):
-    """The options of a message at a call site: the fields of `NewMessage`."""
-
-    queue: str | None
-    destination: str | None
-    coalesce_key: str | None
-    dedupe_key: str | None
-    available_at: datetime | None
-    delay: Duration | None
-    expires_at: datetime | None
-    headers: Mapping[str, str] | None
-    max_attempts: int | None
-    ordering_key: str | None
-    halts_key: bool | None
-    max_delay: Duration | None
-    owner: str | None
-    on_duplicate: OnDuplicate | None
-
-
-class FanoutOptions(TypedDict, total=False):
-    """The options of the messages of a fan-out at a call site."""
-
-    queue: str | None
-    available_at: datetime | None
-    delay: Duration | None
-    expires_at: datetime | None
-    headers: Mapping[str, str] | None
-    max_attempts: int | None
-    owner: str | None
 
 
 class EnqueueOptions(MessageOptions, total=False):

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from dataclasses import field as dataclass_field
 from datetime import datetime
 from operator import attrgetter
-from typing import Final, Generic, Literal, get_args
+from typing import Final, Generic, Literal, TypedDict, get_args
 
 from pgoutbox.clock import Duration
 from pgoutbox.errors import ArgumentError, ConfigurationError
@@ -116,6 +116,37 @@ class NewMessage(Generic[P]):
     max_delay: Duration | None = None
     owner: str | None = None
     on_duplicate: OnDuplicate | None = None
+
+
+class MessageOptions(TypedDict, total=False):
+    """The options of a message at a call site: the fields of `NewMessage`."""
+
+    queue: str | None
+    destination: str | None
+    coalesce_key: str | None
+    dedupe_key: str | None
+    available_at: datetime | None
+    delay: Duration | None
+    expires_at: datetime | None
+    headers: Mapping[str, str] | None
+    max_attempts: int | None
+    ordering_key: str | None
+    halts_key: bool | None
+    max_delay: Duration | None
+    owner: str | None
+    on_duplicate: OnDuplicate | None
+
+
+class FanoutOptions(TypedDict, total=False):
+    """The options of the messages of a fan-out at a call site."""
+
+    queue: str | None
+    available_at: datetime | None
+    delay: Duration | None
+    expires_at: datetime | None
+    headers: Mapping[str, str] | None
+    max_attempts: int | None
+    owner: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,9 +33,10 @@ from pgoutbox.observability import measures
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import Metric
 from pgoutbox.operations.records import BulkChanges
-from pgoutbox.outbox import EnqueueOptions, FanoutOptions, MessageOptions
+from pgoutbox.outbox import EnqueueOptions
 from pgoutbox.redaction import REDACTED, text_forms
 from pgoutbox.settings import Settings, fields_of, variable_of
+from pgoutbox.topics import FanoutOptions, MessageOptions
 
 ROOT: Final = Path(__file__).parents[1]
 REFERENCE: Final = ROOT / "docs" / "reference"

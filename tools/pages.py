@@ -108,18 +108,21 @@ def wrong_decisions(root: Path) -> Iterator[str]:
             yield f"{name}: its number and title are not in the index docs/README.md"
 
 
-def wrong_features(root: Path) -> Iterator[str]:
-    """Yield each line of the matrix of features that is missing, repeated or empty, or names a test that is missing.
+def wrong_summary(root: Path) -> Iterator[str]:
+    """Yield the faults of the page on features: it has the groups of the matrix, and fits one screen."""
+    page, matrix = root / "docs/explanation/features.md", root / "tests/features.md"
+    name = page.relative_to(root)
+    groups, expected = (re.findall(r"^## (.+)$", found.read_text(), re.MULTILINE) for found in (page, matrix))
+    if groups != expected:
+        yield f"{name}: must have the groups of {matrix.relative_to(root)}"
+    if page.read_text().count("\n") > _SCREEN_LINES:
+        yield f"{name}: must have at most {_SCREEN_LINES} lines"
 
-    The page for readers has the same groups, and fits one screen.
-    """
+
+def wrong_features(root: Path) -> Iterator[str]:
+    """Yield each line of the matrix of features that is missing, repeated or empty, or names a test that is missing."""
     page = root / "tests/features.md"
     name = page.relative_to(root)
-    summary = (root / "docs/explanation/features.md").read_text()
-    if re.findall(r"^## (.+)$", summary, re.MULTILINE) != re.findall(r"^## (.+)$", page.read_text(), re.MULTILINE):
-        yield f"docs/explanation/features.md: must have the groups of {name}"
-    if summary.count("\n") > _SCREEN_LINES:
-        yield f"docs/explanation/features.md: must have at most {_SCREEN_LINES} lines"
     lines = [f"{letter}{number}" for letter, count in _FEATURES.items() for number in range(1, count + 1)]
     rows = re.findall(r"^\| ([A-F]\d+ \|.*) \|$", page.read_text(), re.MULTILINE)
     cells = [tuple(cell.strip() for cell in row.split("|")) for row in rows]
@@ -146,6 +149,7 @@ CHECKS: Final[tuple[Callable[[Path], Iterator[str]], ...]] = (
     missing_tests,
     wrong_decisions,
     wrong_features,
+    wrong_summary,
 )
 
 

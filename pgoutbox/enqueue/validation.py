@@ -39,7 +39,7 @@ CHUNK_CHARACTERS: Final = 16_000_000
 # An array of `jsonb` has at most 268,435,455 bytes. A number takes up to six times as many as characters.
 KEYED_CHARACTERS: Final = 40_000_000
 
-# The options of a message and their checks, by their names in `pgoutbox.draft`, the type of the schema. Only a topic has
+# The options of a message and their checks, by their names in the type `pgoutbox.draft`. Only a topic has
 # `expires_after`.
 OPTIONS: Final[Mapping[str, Callable[[str, object], object]]] = {
     "queue": check_name,

@@ -34,6 +34,7 @@ from pgoutbox.operations import Mention, Operator
 from pgoutbox.outbox import EnqueueOptions
 from pgoutbox.settings import ENVIRONMENT_PREFIX, VARIABLES, Settings
 from pgoutbox.testing import OutboxDriver, sqlalchemy_url
+from pgoutbox.topics import MessageOptions
 from tests.support.messages import ADD_ATTEMPT, put
 from tests.support.outbox_actions import claim, enqueue, finish_sent
 from tests.support.pages import DOCS, GENERATED, ROOT, WRITTEN, Block, all_blocks, blocks_of, prose_of, title
@@ -201,7 +202,7 @@ def arguments_of(function: Callable[..., object]) -> set[str]:
     parameters = inspect.signature(function).parameters
     names = set(parameters)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        names |= EnqueueOptions.__annotations__.keys() | pgoutbox.outbox.MessageOptions.__annotations__.keys()
+        names |= EnqueueOptions.__annotations__.keys() | MessageOptions.__annotations__.keys()
     return names
 
 
@@ -336,7 +337,12 @@ def test_plain_sql_enqueues(rolled_back: psycopg.Connection) -> None:
     for block in enqueues:
         rolled_back.execute(block.text.encode())
     topics = rolled_back.execute("SELECT topic FROM pgoutbox.message ORDER BY id").fetchall()
-    assert topics == [("mail.welcome",), ("mail.registration",), ("mail.reminder",), ("mail.reminder",)]  # The last is a duplicate.
+    assert topics == [
+        ("mail.welcome",),
+        ("mail.registration",),
+        ("mail.reminder",),
+        ("mail.reminder",),
+    ]  # The last is a duplicate.
 
 
 CAP: Final = 1_000

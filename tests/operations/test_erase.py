@@ -29,7 +29,7 @@ from tests.support.outbox_actions import claim, enqueue, finish_sent, row_of, ro
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-    from pgoutbox.outbox import MessageOptions
+    from pgoutbox.topics import MessageOptions
     from tests.conftest import Connect
 
 DAY = timedelta(days=1)
