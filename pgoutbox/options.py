@@ -150,7 +150,7 @@ def check_delay(field: str, value: object) -> float:
         seconds = math.nan
     if not 0 <= seconds <= limit:
         raise ArgumentError(field, f"must be from 0 to {limit:.0f} seconds, or such a timedelta, not {preview(value)}")
-    return seconds
+    return round(seconds, 6)  # A microsecond is PostgreSQL's unit.
 
 
 def check_available_at(field: str, value: object) -> datetime:

@@ -6,7 +6,7 @@ A mistake in a topic raises `ConfigurationError` at its definition.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from dataclasses import field as dataclass_field
 from datetime import datetime
 from operator import attrgetter
@@ -167,21 +167,11 @@ class Recipient:
     owner: str | None = None
 
 
-_topic_options = attrgetter(
-    "queue",
-    "destination",
-    "coalesce_key",
-    "dedupe_key",
-    "retry",
-    "delay",
-    "expires_after",
-    "ordering_key",
-    "halts_key",
-    "max_delay",
-    "owner",
-    "on_duplicate",
-)
-_NO_TOPIC_OPTIONS = (None,) * 12
+_TOPIC_OPTIONS: Final = [
+    field.name for field in fields(Topic) if field.init and field.name not in ("name", "payload", "encrypted", "redact")
+]
+_topic_options = attrgetter(*_TOPIC_OPTIONS)
+_NO_TOPIC_OPTIONS = (None,) * len(_TOPIC_OPTIONS)
 
 
 def check_halts_key(field: str, value: object) -> bool:

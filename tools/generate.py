@@ -551,8 +551,8 @@ _FURTHER_NAMES: Final = {
         "version_location", "include_name",
     ),
     "pgoutbox.operations": (
-        "MessageFilter", "MessageResult", "RedriveResult", "ResendResult", "Batch", "Rate", "Pause", "ClosedBreaker",
-        "PruneTotals", "ListedMessage", "ShownMessage", "ShownAttempt", "JsonText", "TopicCounts", "QueueControls",
+        "MessageFilter", "MessageResult", "RedriveResult", "ResendResult", "DismissResult", "Batch", "Rate", "Pause",
+        "ClosedBreaker", "PruneTotals", "ListedMessage", "ShownMessage", "ShownAttempt", "JsonText", "TopicCounts", "QueueControls",
         "OpenBreaker", "SwitchedRedirect", "WorkerRedirect", "Redirects", "ClearedRedirect", "RetentionRule",
         "AuditRow", "Action",
     ),

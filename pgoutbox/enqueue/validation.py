@@ -151,7 +151,7 @@ def _check_together(options: Mapping[str, Any]) -> None:
     if "ordering_key" in options and "coalesce_key" in options:
         raise ArgumentError("ordering_key", NOT_BOTH)
     for name, needed in _TOGETHER:
-        if name in options and needed not in options:
+        if options.get(name, False) is not False and needed not in options:
             raise ArgumentError(name, f"only together with {needed}")
     _check_times(options)
 

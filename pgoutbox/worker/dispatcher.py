@@ -14,7 +14,7 @@ from typing import Final
 
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Handler, SyncContext
-from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Skip, Snooze, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Snooze
 from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, current_gate, scheme_of
 from pgoutbox.transports.registry import MissingTransport
@@ -117,7 +117,7 @@ class Dispatcher:
                 return Sent()
             case Snooze():
                 return _with_a_pause(result)
-            case Sent() | Transient() | Unavailable() | Permanent() | Skip():
+            case _ if isinstance(result, Outcome):
                 return result
             case Content():
                 current_gate.set(attempt.pass_gate)
@@ -177,7 +177,7 @@ def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
     match error:
         case Snooze():
             return _with_a_pause(error)
-        case Transient() | Unavailable() | Permanent() | Skip():
+        case _ if isinstance(error, Outcome):
             return error
         case asyncio.CancelledError() if _is_being_cancelled():
             raise error

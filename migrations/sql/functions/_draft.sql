@@ -1,13 +1,15 @@
--- PostgreSQL inlines the body.
 CREATE FUNCTION pgoutbox._draft(topic text, payload jsonb, options jsonb)
 RETURNS pgoutbox.draft
-LANGUAGE sql
+LANGUAGE plpgsql
 STABLE
-RETURN pg_catalog.jsonb_populate_record(
-    ROW(
-        topic, payload, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
-    )::pgoutbox.draft,
-    options
-);
+AS $function$
+DECLARE
+    draft pgoutbox.draft := jsonb_populate_record(NULL::pgoutbox.draft, options);
+BEGIN
+    draft.topic := topic;
+    draft.payload := payload;
+    RETURN draft;
+END
+$function$;
 
 COMMENT ON FUNCTION pgoutbox._draft IS 'The draft with these options, which are the fields of the type draft.';

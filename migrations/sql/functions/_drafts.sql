@@ -3,6 +3,8 @@ CREATE FUNCTION pgoutbox._drafts(messages jsonb, place text)
 RETURNS pgoutbox.draft[]
 LANGUAGE plpgsql
 AS $function$
+DECLARE
+    no_options constant pgoutbox.draft := pgoutbox._draft(NULL, 'null', NULL);
 BEGIN
     IF messages IS NULL THEN
         PERFORM pgoutbox._raise_argument_error(place || ': must not be null');
@@ -20,7 +22,7 @@ BEGIN
                 AND (jsonb_typeof(f.value) <> 'number' OR f.value #>> '{}' !~ '^-?[0-9]{1,9}$')
                 THEN 'must be a whole number'
             WHEN a.atttypid = 'interval'::regtype
-                AND NOT jsonb_path_exists(f.value, 'strict $ ? (@.type() == "number" && @ >= 0 && @ <= 315360000)')
+                AND (length(f.value::text) > 40 OR NOT jsonb_path_exists(f.value, 'strict $ ? (@.type() == "number" && @ >= 0 && @ <= 315360000)'))
                 THEN 'must be a number of seconds, at most 3650 days'
             WHEN a.atttypid = 'timestamptz'::regtype AND NOT pgoutbox._is_time(f.value #>> '{}')
                 THEN 'must be a time with its zone, such as 2026-01-31T09:00:00Z'
@@ -38,8 +40,9 @@ BEGIN
     ORDER BY o.n, o.problem
     LIMIT 1;
     RETURN ARRAY(
+        -- Without the default, the JSON value null would be no payload.
         SELECT jsonb_populate_record(
-            pgoutbox._draft(NULL, 'null', NULL),
+            no_options,
             CASE WHEN jsonb_typeof(m.message -> 'payload') = 'null' THEN m.message - 'payload' ELSE m.message END
         )
         FROM jsonb_array_elements(messages) WITH ORDINALITY AS m(message, ordinality)

@@ -1,5 +1,5 @@
--- The signature is final: an option of a later release is given to enqueue_many. PostgreSQL inlines the body, and leaves
--- out the options that are null.
+-- An option of a later release is given to enqueue_many, so that this signature stays. PostgreSQL inlines the body, which
+-- costs nothing without options.
 CREATE FUNCTION pgoutbox.enqueue(
     topic text,
     payload jsonb,
