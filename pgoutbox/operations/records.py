@@ -356,7 +356,7 @@ class ShownMessage(NamedTuple):
     dedupe_key: str | None
     ordering_key: str | None
     owner: str | None
-    halts_key: bool
+    halts_key: bool | None
     superseded_by: int | None
     resend_of: int | None
     failure_of: int | None

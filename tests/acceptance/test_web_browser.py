@@ -507,7 +507,7 @@ HOSTILE_MESSAGE: Final = """
         topic, queue, destination, coalesce_key, dedupe_key, ordering_key, worker, last_error, skip_reason,
         payload, headers, state, key_in_flight, attempt_count, lane, claimed_at, finished_at
     ) VALUES (
-        %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s,
+        %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s,
         CASE WHEN %(state)s = 'skipped' THEN %(text)s END,
         jsonb_build_object(%(text)s::text, %(text)s::text), jsonb_build_object(%(text)s::text, %(text)s::text),
         %(state)s, CASE WHEN %(state)s = 'sending' THEN %(text)s END, 1, 1, now(),

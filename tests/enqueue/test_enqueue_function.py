@@ -241,7 +241,6 @@ def test_the_short_check_agrees_with_the_full_check(
     ("function", "statement"),
     [
         ("_draft_error", "SELECT count(pgoutbox._draft_error(d)) FROM unnest('{}'::pgoutbox.draft[]) AS d"),
-        ("_draft", "SELECT pgoutbox._draft(m.topic, m.payload, m.headers) FROM pgoutbox.message_live AS m"),
         ("_scope_of", "SELECT pgoutbox._scope_of(m.topic, m.queue, m.ordering_key) FROM pgoutbox.message_live AS m"),
     ],
 )

@@ -23,7 +23,7 @@ BEGIN
         SELECT (
             SELECT head.waiting_since
             FROM pgoutbox.key_head AS head
-            WHERE d.max_delay IS NOT NULL AND head.scope = d.topic AND head.key = d.coalesce_key
+            WHERE head.scope = d.topic AND head.key = d.coalesce_key
         )
         FROM unnest(drafts) WITH ORDINALITY AS d
         ORDER BY d.ordinality

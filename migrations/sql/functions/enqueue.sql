@@ -1,5 +1,6 @@
 -- An option of a later release is given to enqueue_many, so that this signature stays. PostgreSQL inlines the body, which
--- costs nothing without options.
+-- costs nothing without options. An interval is a number of seconds: the length of a day or a month would depend on the
+-- session's time zone.
 CREATE FUNCTION pgoutbox.enqueue(
     topic text,
     payload jsonb,
@@ -31,8 +32,9 @@ RETURN abs(pgoutbox._enqueue_receipt(
     ) > 0 THEN jsonb_build_object(
         'queue', queue, 'destination', destination, 'owner', owner, 'coalesce_key', coalesce_key,
         'ordering_key', ordering_key, 'dedupe_key', dedupe_key, 'on_duplicate', on_duplicate, 'halts_key', halts_key,
-        'available_at', available_at, 'delay', delay, 'max_delay', max_delay, 'expires_at', expires_at,
-        'expires_after', expires_after, 'max_attempts', max_attempts, 'headers', headers
+        'available_at', available_at, 'delay', extract(epoch FROM delay),
+        'max_delay', extract(epoch FROM max_delay), 'expires_at', expires_at,
+        'expires_after', extract(epoch FROM expires_after), 'max_attempts', max_attempts, 'headers', headers
     ) END,
     notify
 ));
