@@ -125,7 +125,9 @@ def test_an_enqueue_on_a_connection_without_an_encoding_writes_utf8(dsn: str, db
     with psycopg.connect(dsn, client_encoding="SQL_ASCII") as connection:
         enqueued = outbox.enqueue(connection, "greet", UNSPEAKABLE, dedupe_key="once")
         again = outbox.enqueue(connection, "greet", UNSPEAKABLE, dedupe_key="once")
+        bulk = outbox.enqueue_many(connection, [NewMessage("greet", UNSPEAKABLE, dedupe_key="once")])
     assert again == Enqueued(enqueued.id, True)
+    assert bulk == [again]
     assert db.execute("SELECT payload #>> '{}' FROM pgoutbox.message").fetchall() == [(UNSPEAKABLE,)]
 
 

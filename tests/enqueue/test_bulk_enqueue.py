@@ -277,3 +277,64 @@ def test_a_bulk_of_duplicates_notifies_nobody(connect: Connect) -> None:
     enqueue(bulk, [Item(dedupe_key="k")] * 2)
     listener.execute("SELECT")  # Notifications arrive with its answer.
     assert list(listener.notifies(timeout=0)) == []
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+SIZE: Final = 2_000
+
+
+@pytest.mark.parametrize(
+    "item_of",
+    [
+        lambda n: {"coalesce_key": f"{n // 2}", "delay": 60},
+        lambda n: {"coalesce_key": f"{n // 2}", "delay": 60, "max_delay": 600},
+        lambda n: {"ordering_key": f"{n // 2}"},
+        lambda n: {"dedupe_key": f"{n}"},
+        lambda n: {"dedupe_key": f"{n // 2}", "coalesce_key": f"{n // 2}"},
+    ],
+    ids=["coalesce", "debounce", "order", "dedupe", "two keys"],
+)
+def test_a_plan_that_was_made_for_empty_tables_reads_each_row_by_its_index(
+    connect: Connect, db: psycopg.Connection, item_of: Callable[[int], dict[str, object]]
+) -> None:
+    """A session keeps its plans. A plan that scans a table for each item would take a minute for a large bulk."""
+    db.execute("VACUUM ANALYZE")
+    session = connect(autocommit=True)
+
+    def enqueue_range(numbers: range) -> None:
+        enqueue_many(session, *({"topic": "a", "payload": 1, **item_of(n)} for n in numbers))
+
+    enqueue_range(range(-6, 0))
+    enqueue_range(range(SIZE))
+    with session.transaction():
+        enqueue_range(range(SIZE))
+        read = session.execute(
+            "SELECT relname::text, seq_tup_read, idx_tup_fetch FROM pg_stat_xact_user_tables"
+            " WHERE schemaname = 'pgoutbox' AND seq_tup_read + coalesce(idx_tup_fetch, 0) > 0"
+        ).fetchall()
+    assert read != []
+    assert [relation for relation, sequentially, _ in read if sequentially] == []
+    assert all(by_index <= 10 * SIZE for _, _, by_index in read), read
+
+
+# --- an old snapshot --------------------------------------------------------------------------------------------------
+
+
+def test_an_old_snapshot_that_sees_a_deleted_key_finds_its_own_message(
+    connect: Connect, db: psycopg.Connection
+) -> None:
+    """The transaction sees the deleted row and its own one beside each other."""
+    old = enqueue(db, [Item(coalesce_key="k", dedupe_key="d")])[0][1]
+    session = connect()
+    session.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    session.execute("SELECT FROM pgoutbox.message")
+    db.execute("SELECT pgoutbox._erase(ARRAY[%s::bigint])", [old])
+    own = enqueue(session, [Item(coalesce_key="k", dedupe_key="d", payload=2)])[0][1]
+    assert own > old
+    assert enqueue(session, [Item(coalesce_key="k", dedupe_key="d", payload=2)]) == [(0, own, True)]
+    again = {"topic": "t", "payload": 3, "coalesce_key": "k", "delay": 60, "max_delay": 600}
+    ((_, newest, duplicate),) = enqueue_many(session, again)
+    assert (newest > own, duplicate) == (True, False)
+    session.commit()
+    assert db.execute("SELECT newest_id FROM pgoutbox.key_head").fetchall() == [(newest,)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import psycopg
@@ -213,7 +214,13 @@ DEDUPE_KEYS_FIRST: Final = [message("a", dedupe_key="x"), message("a", coalesce_
     [
         (COALESCED, COALESCED[::-1], "_take_keys", "ORDER BY i.scope, i.key", "ORDER BY min(i.id)"),
         (ORDERED, ORDERED[::-1], "_take_keys", "ORDER BY i.scope, i.key", "ORDER BY min(i.id)"),
-        (DEDUPED, DEDUPED[::-1], "_take_dedupe_keys", "FROM first AS f", "FROM first AS f ORDER BY f.id"),
+        (
+            DEDUPED,
+            DEDUPED[::-1],
+            "_take_dedupe_keys",
+            "FROM first AS f",
+            "FROM (SELECT * FROM first ORDER BY id OFFSET 0) AS f",
+        ),
         (KEYS_FIRST, DEDUPE_KEYS_FIRST, "_enqueue", "IF has_dedupe_keys THEN", EARLY_KEYS),
     ],
     ids=["coalesce", "ordering", "dedupe", "kinds"],
@@ -230,3 +237,46 @@ def test_without_one_order_two_bulks_deadlock(
     redefine(db, function, guard, instead)
     ends = cross(connect, gates_of(first)[1], (in_sql, first), (in_sql, second))
     assert sorted(ends) == ["committed", "deadlock"]
+
+
+# --- keys of messages that are cancelled or deleted meanwhile ---------------------------------------------------------
+
+
+def test_a_key_that_is_freed_while_a_bulk_waits_is_not_locked_out_of_order(connect: Connect) -> None:
+    """The first bulk sees a duplicate of `b`, takes `c` and waits for `d`. The second takes `b`, and waits for `c`."""
+    db, gate, first, second = connect(autocommit=True), connect(), connect(), connect()
+    freed = put(db, topic="a", dedupe_key="b")
+    in_sql(gate, [message("a", dedupe_key="d")])
+    for connection in (first, second):
+        connection.execute("SET LOCAL deadlock_timeout = '10ms'")
+
+    def commit(connection: psycopg.Connection, keys: str) -> None:
+        in_sql(connection, [message("a", dedupe_key=key, on_duplicate="ignore") for key in keys])
+        connection.commit()
+
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(commit, first, "bcd")
+        races.until_blocked(db, first, waiting)
+        db.execute("SELECT pgoutbox.cancel(%s)", [freed])
+        other = threads.submit(commit, second, "bc")
+        races.until_blocked(db, second, other)
+        gate.rollback()
+        waiting.result()
+        other.result()
+
+
+@pytest.mark.parametrize("act", ["prune", "erase"])
+def test_a_deletion_does_not_wait_for_an_enqueue_that_takes_over_a_key(connect: Connect, act: str) -> None:
+    db, producer = connect(autocommit=True), connect()
+    cancelled = put(db, State.CANCELLED, topic="a", dedupe_key="k", age=timedelta(days=2))
+    if act == "erase":  # As after a partition was dropped.
+        db.execute("DELETE FROM pgoutbox.message")
+    in_sql(producer, [message("a", dedupe_key="k")])
+    db.execute("SET lock_timeout = '50ms'")
+    if act == "prune":
+        db.execute("SELECT pgoutbox.prune('{cancelled}', '1 day', NULL, 10)")
+    else:
+        db.execute("SELECT pgoutbox._erase(ARRAY[%s::bigint])", [cancelled])
+    producer.commit()
+    ((message_id,),) = db.execute("SELECT id FROM pgoutbox.message WHERE state = 'pending'").fetchall()
+    assert db.execute("SELECT message_id FROM pgoutbox.dedupe").fetchall() == [(message_id,)]

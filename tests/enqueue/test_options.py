@@ -304,7 +304,10 @@ def test_an_interval_is_its_seconds_in_every_style(rolled_back: psycopg.Connecti
     rolled_back.execute("CREATE TEMP TABLE given AS SELECT %s::text::interval AS delay", [delay])
     rolled_back.execute("SELECT set_config('IntervalStyle', %s, true), set_config('timezone', 'CET', true)", [style])
     rolled_back.execute("SELECT pgoutbox.enqueue('mail', '1', delay => given.delay) FROM given")
-    due = "SELECT m.available_at = now() + make_interval(secs => extract(epoch FROM given.delay)::float8) FROM pgoutbox.message AS m CROSS JOIN given"
+    due = (
+        "SELECT m.available_at = now() + make_interval(secs => extract(epoch FROM given.delay)::float8)"
+        " FROM pgoutbox.message AS m CROSS JOIN given"
+    )
     assert scalar(rolled_back, due) is True
 
 

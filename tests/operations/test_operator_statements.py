@@ -425,6 +425,15 @@ class TestRedrive:
 
 
 class TestResend:
+    def test_the_audit_records_the_topic_that_was_enqueued(self, rolled_back: psycopg.Connection) -> None:
+        """A topic and a payload among the options change nothing."""
+        rolled_back.execute(
+            """SELECT pgoutbox._enqueue_act('mail', '1', '{"topic": "evil", "payload": 2, "queue": "q"}', true)"""
+        )
+        rows = rolled_back.execute("SELECT topic, payload, queue FROM pgoutbox.message").fetchall()
+        assert rows == [("mail", 1, "q")]
+        assert rolled_back.execute("SELECT details ->> 'topic' FROM pgoutbox.audit").fetchall() == [("mail",)]
+
     def test_a_resend_enqueues_a_copy_and_keeps_the_sent_message(self, rolled_back: psycopg.Connection) -> None:
         source_id = put(rolled_back, State.SENT, queue="bulk", destination="tel:1", coalesce_key="k", dedupe_key="d")
         before = row_of(rolled_back, source_id)

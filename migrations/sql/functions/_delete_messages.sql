@@ -20,10 +20,17 @@ BEGIN
             AND m.state = o.state
             AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
         RETURNING m.id, m.state, m.topic, m.queue, m.halts_key, m.dedupe_key, m.owner
-    ), keys AS (
+    ), key AS MATERIALIZED (
+        -- An enqueue that has locked a key takes it over.
+        SELECT d.topic, d.dedupe_key
+        FROM gone AS g
+        JOIN pgoutbox.dedupe AS d ON d.topic = g.topic AND d.dedupe_key = g.dedupe_key
+        WHERE d.message_id = g.id AND NOT keeps_dedupe_keys
+        FOR UPDATE OF d SKIP LOCKED
+    ), freed AS (
         DELETE FROM pgoutbox.dedupe AS d
-        USING gone AS g
-        WHERE d.topic = g.topic AND d.dedupe_key = g.dedupe_key AND d.message_id = g.id AND NOT keeps_dedupe_keys
+        USING key AS k
+        WHERE d.topic = k.topic AND d.dedupe_key = k.dedupe_key
     ), kept AS (
         UPDATE pgoutbox.dedupe AS d
         SET is_kept = true, owner = g.owner

@@ -1,6 +1,8 @@
--- The only function that writes new messages, besides the plain case of _enqueue_receipt. Everything is checked before the
--- first row is written. Each call locks dedupe keys first and then the other keys, each kind sorted. So two transactions
--- that make one call each never wait for each other in a circle. Its callers pin the settings of the session.
+-- The only function that writes new messages, besides the plain case of _enqueue_receipt. Every draft is checked before the
+-- first message is written. Each call locks dedupe keys first and then the other keys, each kind sorted. So two transactions
+-- that make one call each never wait for each other in a circle. No statement joins two sets: rows are looked up one by
+-- one, because a plan may be made while the tables are empty and be used for thousands of drafts. Its callers pin the
+-- settings of the session.
 CREATE FUNCTION pgoutbox._enqueue(
     drafts pgoutbox.draft[],
     notify boolean,
@@ -11,47 +13,39 @@ CREATE FUNCTION pgoutbox._enqueue(
 )
 RETURNS bigint[]
 LANGUAGE plpgsql
+SET plan_cache_mode = force_generic_plan
+SET enable_seqscan = off
 AS $function$
 #variable_conflict use_column
 DECLARE
-    has_errors boolean;
-    has_dedupe_keys boolean;
-    has_keys boolean;
-    has_waits boolean;
+    draft pgoutbox.draft;
+    problem text;
+    has_dedupe_keys boolean := false;
+    has_keys boolean := false;
+    has_waits boolean := false;
     ids bigint[];
-    known_ids bigint[]; -- The messages that have the dedupe keys of these drafts; null for a draft that is written.
+    known_ids bigint[]; -- From _take_dedupe_keys: null for a draft that is written.
     taken record;
     older_ids bigint[];
     waiting_since timestamptz[];
     queues text[];
     woken text;
 BEGIN
-    SELECT
-        count(pgoutbox._draft_error(d)) > 0, count(d.dedupe_key) > 0,
-        count(coalesce(d.coalesce_key, d.ordering_key)) > 0, count(d.max_delay) > 0,
-        array_agg(nextval('pgoutbox.message_id_seq'))
-    INTO has_errors, has_dedupe_keys, has_keys, has_waits, ids
-    FROM unnest(drafts) AS d;
-    IF has_errors THEN
-        PERFORM pgoutbox._raise_argument_error(e.problem, place, e.n)
-        FROM (SELECT pgoutbox._draft_error(d) AS problem, row_number() OVER () - 1 AS n FROM unnest(drafts) AS d) AS e
-        WHERE e.problem IS NOT NULL
-        LIMIT 1;
-    END IF;
+    FOREACH draft IN ARRAY drafts LOOP
+        problem := pgoutbox._draft_error(draft);
+        IF problem IS NOT NULL THEN
+            PERFORM pgoutbox._raise_argument_error(problem, place, coalesce(cardinality(ids), 0));
+        END IF;
+        has_dedupe_keys := has_dedupe_keys OR draft.dedupe_key IS NOT NULL;
+        has_keys := has_keys OR draft.coalesce_key IS NOT NULL OR draft.ordering_key IS NOT NULL;
+        has_waits := has_waits OR draft.max_delay IS NOT NULL;
+        ids := ids || nextval('pgoutbox.message_id_seq');
+    END LOOP;
     IF has_dedupe_keys THEN
         known_ids := pgoutbox._take_dedupe_keys(drafts, ids);
     END IF;
     IF has_keys THEN
         taken := pgoutbox._take_keys(drafts, ids, known_ids);
-        IF known_ids IS NOT NULL AND taken.ids <> ids THEN
-            -- A draft can be a duplicate of another one of this call.
-            known_ids := ARRAY(
-                SELECT coalesce(r.new_id, known_ids[n])
-                FROM generate_subscripts(ids, 1) AS n
-                LEFT JOIN unnest(ids, taken.ids) AS r(id, new_id) ON r.id = known_ids[n]
-                ORDER BY n
-            );
-        END IF;
         ids := taken.ids;
         older_ids := taken.older_ids;
     END IF;
@@ -85,7 +79,7 @@ BEGIN
         FROM pgoutbox.message_live AS m
         WHERE m.id = ANY (older_ids) AND m.state = 'pending' AND m.available_at > clock_timestamp()
     ) THEN
-        PERFORM pgoutbox._skip_superseded(older_ids, taken.newer_ids);
+        PERFORM pgoutbox._skip_superseded(older_ids);
     END IF;
     IF notify IS NOT FALSE AND queues IS NOT NULL THEN
         FOREACH woken IN ARRAY queues LOOP
@@ -95,7 +89,11 @@ BEGIN
     IF known_ids IS NULL THEN
         RETURN ids;
     END IF;
-    RETURN ARRAY(SELECT coalesce(-known_ids[n], ids[n]) FROM generate_subscripts(ids, 1) AS n ORDER BY n);
+    RETURN ARRAY(
+        SELECT CASE WHEN known_ids[n] < 0 THEN -ids[-known_ids[n]] ELSE coalesce(-known_ids[n], ids[n]) END
+        FROM generate_subscripts(ids, 1) AS n
+        ORDER BY n
+    );
 END
 $function$;
 

@@ -6,7 +6,6 @@ LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 SET standard_conforming_strings = on
-SET plan_cache_mode = force_generic_plan
 AS $function$
 DECLARE
     new_id bigint;

@@ -55,8 +55,17 @@ BEGIN
         SELECT a.id
         FROM unnest(missing_ids) AS a(id)
         WHERE (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = a.id LIMIT 1) IS NULL
+    ), key AS MATERIALIZED (
+        -- An enqueue that has locked a key takes it over.
+        SELECT d.topic, d.dedupe_key
+        FROM pgoutbox.dedupe AS d
+        WHERE d.message_id IN (SELECT m.id FROM missing AS m)
+        FOR UPDATE SKIP LOCKED
     ), deduped AS (
-        DELETE FROM pgoutbox.dedupe AS d USING missing AS m WHERE d.message_id = m.id RETURNING d.message_id
+        DELETE FROM pgoutbox.dedupe AS d
+        USING key AS k
+        WHERE d.topic = k.topic AND d.dedupe_key = k.dedupe_key
+        RETURNING d.message_id
     )
     SELECT h.newest_id FROM head AS h
     UNION ALL

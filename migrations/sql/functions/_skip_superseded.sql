@@ -2,32 +2,41 @@
 -- left to its claim; it may have fallen due after the start of this transaction. Rows that are locked are left out. At
 -- another isolation level than read committed, a row that a worker has changed since the snapshot would make the
 -- caller's transaction fail.
-CREATE FUNCTION pgoutbox._skip_superseded(ids bigint[], newer_ids bigint[])
+CREATE FUNCTION pgoutbox._skip_superseded(ids bigint[])
 RETURNS void
 LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
-SET enable_seqscan = off
 AS $function$
+DECLARE
+    older record;
 BEGIN
     IF NOT pgoutbox._reads_committed() THEN
         RETURN;
     END IF;
-    WITH locked AS MATERIALIZED (
-        SELECT m.id, o.newer_id
-        FROM unnest(ids, newer_ids) AS o(id, newer_id)
-        JOIN pgoutbox.message_live AS m ON m.id = o.id
-        WHERE m.state = 'pending' AND m.available_at > clock_timestamp()
-        FOR UPDATE OF m SKIP LOCKED
-    )
-    UPDATE pgoutbox.message AS m
-    SET state = 'skipped',
-        finished_at = clock_timestamp(),
-        superseded_by = l.newer_id,
-        skip_reason = 'superseded by ' || l.newer_id
-    FROM locked AS l
-    WHERE m.id = l.id AND m.state = 'pending';
+    FOR older IN
+        SELECT m.id, (
+            SELECT h.newest_id
+            FROM pgoutbox.key_head AS h
+            WHERE h.scope = m.topic AND h.key = m.coalesce_key
+            ORDER BY h.newest_id DESC
+            LIMIT 1
+        ) AS newer_id
+        FROM unnest(ids) AS o(id)
+        CROSS JOIN LATERAL (
+            SELECT m.id, m.topic, m.coalesce_key
+            FROM pgoutbox.message_live AS m
+            WHERE m.id = o.id AND m.state = 'pending' AND m.available_at > clock_timestamp()
+            FOR UPDATE SKIP LOCKED
+        ) AS m
+    LOOP
+        UPDATE pgoutbox.message AS m
+        SET state = 'skipped',
+            finished_at = clock_timestamp(),
+            superseded_by = older.newer_id,
+            skip_reason = 'superseded by ' || older.newer_id
+        WHERE m.id = older.id AND m.state = 'pending';
+    END LOOP;
 END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._skip_superseded IS
-    'End those of the messages as superseded by the newer ones that are pending and not due.';
+    'End those of the messages that are pending and not due, as superseded by the newest ones of their keys.';

@@ -1,7 +1,6 @@
--- The row of the key exists, unless it was deleted after the caller looked. A later draft of the same key in one call does
--- not take over a key: the first one has decided.
+-- The row of the key exists, unless it was deleted after the caller looked.
 CREATE FUNCTION pgoutbox._take_dedupe_key(
-    p_topic text, p_dedupe_key text, p_payload jsonb, p_id bigint, p_on_duplicate text, p_is_first boolean
+    p_topic text, p_dedupe_key text, p_payload jsonb, p_id bigint, p_on_duplicate text
 )
 RETURNS bigint
 LANGUAGE plpgsql
@@ -10,30 +9,19 @@ DECLARE
     digests constant bytea[] := pgoutbox._payload_digests(p_payload);
     known_id bigint;
     known_digest bytea;
-    known_kept boolean;
 BEGIN
     LOOP
-        SELECT d.message_id, d.payload_digest, d.is_kept
-        INTO known_id, known_digest, known_kept
+        SELECT d.message_id, d.payload_digest
+        INTO known_id, known_digest
         FROM pgoutbox.dedupe AS d
-        WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
+        WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key
+        ORDER BY d.message_id DESC -- An old snapshot may see a deleted row too.
+        LIMIT 1;
         IF NOT FOUND THEN
             INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
             VALUES (p_id, p_topic, p_dedupe_key, digests[1])
             ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING;
             CONTINUE WHEN NOT FOUND;
-            RETURN NULL;
-        ELSIF p_is_first AND NOT known_kept AND pgoutbox._has_freed_key(known_id) THEN
-            -- Concurrent callers get this lock one after the other, and the first one changes message_id. A redrive of
-            -- the cancelled message holds it until its commit, so look at the message again.
-            PERFORM FROM pgoutbox.dedupe AS d
-            WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key AND d.message_id = known_id AND NOT d.is_kept
-            FOR UPDATE;
-            CONTINUE WHEN NOT FOUND;
-            CONTINUE WHEN NOT pgoutbox._has_freed_key(known_id);
-            UPDATE pgoutbox.dedupe AS d
-            SET message_id = p_id, payload_digest = digests[1], created_at = now()
-            WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
             RETURN NULL;
         ELSIF known_digest = ANY (digests) OR p_on_duplicate = 'ignore' THEN
             RETURN known_id;

@@ -2,12 +2,13 @@
 -- drew later has committed meanwhile. Then they get ids that are drawn under the lock. So the ids of a key have the
 -- order of the commits, and a message is superseded if the head of its coalesce key names a greater id.
 CREATE FUNCTION pgoutbox._take_keys(
-    drafts pgoutbox.draft[], INOUT ids bigint[], known_ids bigint[], OUT older_ids bigint[], OUT newer_ids bigint[]
+    drafts pgoutbox.draft[], INOUT ids bigint[], known_ids bigint[], OUT older_ids bigint[]
 )
 LANGUAGE plpgsql
 AS $function$
 DECLARE
     is_done boolean;
+    drawn_ids bigint[];
 BEGIN
     WITH item AS MATERIALIZED (
         SELECT
@@ -25,29 +26,30 @@ BEGIN
         ON CONFLICT ON CONSTRAINT key_head_pkey DO UPDATE
         SET newest_id = greatest(excluded.newest_id, head.newest_id), replaced_id = head.newest_id
         RETURNING head.newest_id, head.replaced_id, head.scope
-    ), replaced AS (
-        SELECT h.replaced_id, h.newest_id FROM head AS h WHERE h.replaced_id IS NOT NULL AND h.scope NOT LIKE '/%'
     )
     SELECT
         (SELECT count(*) FROM item) = (SELECT count(*) FROM head AS h WHERE h.newest_id IS DISTINCT FROM h.replaced_id),
-        (SELECT array_agg(r.replaced_id) FROM replaced AS r),
-        (SELECT array_agg(r.newest_id) FROM replaced AS r)
-    INTO is_done, older_ids, newer_ids;
+        (SELECT array_agg(h.replaced_id) FROM head AS h WHERE h.replaced_id IS NOT NULL AND h.scope NOT LIKE '/%')
+    INTO is_done, older_ids;
     IF is_done THEN
         RETURN;
     END IF;
 
     -- Two drafts have one key, or another transaction has written a greater id into the head.
+    drawn_ids := ids;
     ids := ARRAY(
-        SELECT CASE WHEN k.newest_id = k.replaced_id THEN pgoutbox._next_id(k.newest_id) ELSE ids[k.ordinality] END
-        FROM (
-            SELECT d.ordinality, h.newest_id, h.replaced_id
-            FROM unnest(drafts) WITH ORDINALITY AS d
-            LEFT JOIN pgoutbox.key_head AS h
-                ON h.scope = pgoutbox._scope_of(d.topic, d.queue, d.ordering_key)
+        SELECT CASE WHEN k.newest_id = k.replaced_id THEN pgoutbox._next_id(k.newest_id) ELSE ids[d.ordinality] END
+        FROM unnest(drafts) WITH ORDINALITY AS d
+        LEFT JOIN LATERAL (
+            SELECT h.newest_id, h.replaced_id
+            FROM pgoutbox.key_head AS h
+            WHERE h.scope = pgoutbox._scope_of(d.topic, d.queue, d.ordering_key)
                 AND h.key = coalesce(d.coalesce_key, d.ordering_key)
-            ORDER BY d.ordinality
-        ) AS k
+                AND known_ids[d.ordinality] IS NULL
+            ORDER BY h.newest_id DESC -- An old snapshot may see a deleted row too.
+            LIMIT 1
+        ) AS k ON true
+        ORDER BY d.ordinality
     );
     WITH item AS MATERIALIZED (
         SELECT
@@ -56,20 +58,18 @@ BEGIN
             coalesce(d.coalesce_key, d.ordering_key) COLLATE "C" AS key
         FROM unnest(drafts) WITH ORDINALITY AS d
         WHERE coalesce(d.coalesce_key, d.ordering_key) IS NOT NULL AND known_ids[d.ordinality] IS NULL
-    ), newest AS MATERIALIZED (
-        SELECT max(i.id) AS id, i.scope, i.key FROM item AS i GROUP BY i.scope, i.key
     ), head AS (
-        UPDATE pgoutbox.key_head AS head
-        SET newest_id = n.id
-        FROM newest AS n
-        WHERE head.scope = n.scope AND head.key = n.key
-        RETURNING head.newest_id, head.replaced_id, head.scope
+        INSERT INTO pgoutbox.key_head AS head (newest_id, scope, key)
+        SELECT max(i.id), i.scope, i.key
+        FROM item AS i
+        GROUP BY i.scope, i.key
+        ON CONFLICT ON CONSTRAINT key_head_pkey DO UPDATE
+        SET newest_id = excluded.newest_id
+        RETURNING head.replaced_id, head.scope
     ), older AS (
-        SELECT h.replaced_id AS id, h.newest_id
-        FROM head AS h
-        WHERE h.replaced_id IS NOT NULL AND h.scope NOT LIKE '/%'
+        SELECT h.replaced_id FROM head AS h WHERE h.replaced_id IS NOT NULL AND h.scope NOT LIKE '/%'
         UNION ALL
-        SELECT w.id, w.newest_id
+        SELECT w.id
         FROM (
             SELECT i.id, max(i.id) OVER (PARTITION BY i.scope, i.key) AS newest_id
             FROM item AS i
@@ -77,17 +77,19 @@ BEGIN
         ) AS w
         WHERE w.id < w.newest_id
     )
-    SELECT array_agg(o.id), array_agg(o.newest_id) INTO older_ids, newer_ids FROM older AS o;
-    UPDATE pgoutbox.dedupe AS t
-    SET message_id = ids[d.ordinality]
+    SELECT array_agg(o.id) INTO older_ids FROM older AS o(id);
+    -- The rows of these dedupe keys belong to this transaction.
+    INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
+    SELECT ids[d.ordinality], d.topic, d.dedupe_key, ''
     FROM unnest(drafts) WITH ORDINALITY AS d
-    WHERE t.topic = d.topic
-        AND t.dedupe_key = d.dedupe_key
-        AND t.message_id <> ids[d.ordinality]
-        AND known_ids[d.ordinality] IS NULL;
+    WHERE d.dedupe_key IS NOT NULL
+        AND known_ids[d.ordinality] IS NULL
+        AND ids[d.ordinality] <> drawn_ids[d.ordinality]
+    ON CONFLICT ON CONSTRAINT dedupe_pkey DO UPDATE
+    SET message_id = excluded.message_id;
 END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._take_keys IS
     'Lock the ordering and coalesce keys of the drafts. Returns the ids of their messages, and the messages that they '
-    'supersede, each with the newest one of its key.';
+    'supersede.';

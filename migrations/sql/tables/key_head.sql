@@ -1,6 +1,6 @@
--- A message has at most one of the two keys. An enqueue locks its row here and draws its id under the lock, so the ids of
--- a key have the order of the commits. A bulk updates many narrow rows: free space on every page keeps the updates on
--- the page (HOT).
+-- A message has at most one of the two keys. An enqueue locks its row here. If the row has a greater id than the message,
+-- another one is drawn under the lock, so the ids of a key have the order of the commits. A bulk updates many narrow rows:
+-- free space on every page keeps the updates on the page (HOT).
 CREATE TABLE pgoutbox.key_head (
     newest_id     bigint NOT NULL,
     replaced_id   bigint,
