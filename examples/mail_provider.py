@@ -4,8 +4,8 @@
     python -m examples.mail_provider ada@example.org
     pgoutbox worker --app examples.mail_provider:outbox --once
 
-This provider takes complete e-mails (MIME). `render` makes one with all checks of the SMTP transport, and applies the
-redirect for tests. Replace the request in `MailProvider.send` by that of your provider.
+This provider takes complete e-mails (MIME). `render_email` makes one with all checks of the SMTP transport, and applies
+the redirect for tests. Replace the request in `MailProvider.send` by that of your provider.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ from pgoutbox import (
     Snooze,
     Unavailable,
 )
-from pgoutbox.transports import pass_gate
-from pgoutbox.transports.smtp.mail import render
+from pgoutbox.transports import pass_gate, render_email
 
 if TYPE_CHECKING:
-    from pgoutbox.message import Outcome
+    from pgoutbox import Outcome
     from pgoutbox.transports import Content
 
 
@@ -65,7 +64,7 @@ class MailProvider:
             if not value:
                 return Unavailable(f"{name} is not set")
         try:
-            mail = render(content, message, self._settings, await pass_gate())
+            mail = render_email(content, message, self._settings, await pass_gate())
         except (Permanent, Snooze, Unavailable) as refusal:
             return refusal
         body = {

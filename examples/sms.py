@@ -21,7 +21,7 @@ import psycopg
 from pgoutbox import Context, Message, Outbox, Permanent, SendFailure, Sent, Unavailable
 
 if TYPE_CHECKING:
-    from pgoutbox.message import Outcome
+    from pgoutbox import Outcome
     from pgoutbox.transports import Content
 
 

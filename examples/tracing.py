@@ -17,8 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from pgoutbox import Context, Email, Message, Outbox
-from pgoutbox.worker import Worker
+from pgoutbox import Context, Email, Message, Outbox, Worker
 
 # A real application exports its spans by OTLP. This example keeps and prints them.
 exporter = InMemorySpanExporter()

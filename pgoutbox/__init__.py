@@ -7,6 +7,7 @@ notice. A test checks that examples and how-to pages import from public modules 
 from typing import TYPE_CHECKING
 
 from pgoutbox.enqueue.generators import Cancelled, CancelResult, Enqueued, EnqueuedMany, RescheduleResult
+from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import (
     ArgumentError,
     ConfigurationError,
@@ -26,6 +27,7 @@ from pgoutbox.handlers import CallNext, Context, Middleware, SyncContext
 from pgoutbox.message import (
     Failure,
     Message,
+    Outcome,
     Permanent,
     SendFailure,
     Sent,
@@ -37,7 +39,7 @@ from pgoutbox.message import (
 )
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.settings import Settings
+from pgoutbox.settings import Settings, load_settings
 from pgoutbox.topics import NewMessage, Recipient, Topic
 from pgoutbox.transports.apprise import Notification
 from pgoutbox.transports.brokers.events import CloudEvent
@@ -52,32 +54,14 @@ if TYPE_CHECKING:
 # Public modules, besides this one. Most applications need none of them.
 PUBLIC_MODULES = (
     "pgoutbox.dashboard",
-    "pgoutbox.dashboard.access",
     "pgoutbox.doctor",
     "pgoutbox.embedded",
-    "pgoutbox.errors",
-    "pgoutbox.handlers",
-    "pgoutbox.message",
     "pgoutbox.migrate",
-    "pgoutbox.observability.prometheus",
+    "pgoutbox.observability",
     "pgoutbox.operations",
-    "pgoutbox.outbox",
-    "pgoutbox.retry",
-    "pgoutbox.settings",
     "pgoutbox.testing",
-    "pgoutbox.topics",
     "pgoutbox.transports",
-    "pgoutbox.transports.apprise",
-    "pgoutbox.transports.brokers.kafka",
-    "pgoutbox.transports.brokers.nats_jetstream",
-    "pgoutbox.transports.brokers.rabbitmq",
-    "pgoutbox.transports.brokers.redis_streams",
-    "pgoutbox.transports.smtp",
-    "pgoutbox.transports.smtp.mail",
-    "pgoutbox.transports.webhook",
-    "pgoutbox.transports.webhook.request",
     "pgoutbox.webhooks",
-    "pgoutbox.worker",
 )
 
 __version__ = "0.1.0"
@@ -92,6 +76,7 @@ __all__ = [
     "ConfigurationError",
     "Context",
     "DedupeConflictError",
+    "Draft",
     "Email",
     "Enqueued",
     "EnqueuedMany",
@@ -106,6 +91,7 @@ __all__ = [
     "Notification",
     "Operator",
     "Outbox",
+    "Outcome",
     "Permanent",
     "PgOutboxError",
     "RawEmail",
@@ -130,6 +116,7 @@ __all__ = [
     "UnknownTopicError",
     "Webhook",
     "Worker",
+    "load_settings",
 ]
 
 

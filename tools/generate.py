@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from types import FunctionType, ModuleType, NoneType
+from types import FunctionType, ModuleType, NoneType, UnionType
 from typing import Any, Final, Literal, NamedTuple, cast, get_args, get_origin
 
 import psycopg
@@ -557,16 +557,15 @@ _FURTHER_NAMES: Final = {
         "RetentionRule", "AuditRow", "Action",
     ),
     "pgoutbox.embedded": ("embedded_server", "EmbeddedServer"),
-    "pgoutbox.transports": ("Transport", "Content", "FollowsRedirect", "pass_gate"),
-    "pgoutbox.transports.smtp": ("SmtpTransport",),
-    "pgoutbox.transports.apprise": ("AppriseTransport",),
-    "pgoutbox.transports.webhook": ("WebhookTransport",),
+    "pgoutbox.transports": (
+        "Transport", "Content", "FollowsRedirect", "pass_gate", "render_email", "render_webhook", "SmtpTransport",
+        "AppriseTransport", "WebhookTransport", "WebhookRules", "RedisTransport", "NatsTransport",
+        "RabbitMQTransport", "KafkaTransport",
+    ),
+    "pgoutbox.dashboard": ("create_app", "Access", "Viewer"),
+    "pgoutbox.doctor": ("examine", "Finding", "Level"),
     "pgoutbox.webhooks": ("verify", "make_secret"),
-    "pgoutbox.observability.prometheus": ("Exposition", "Page"),
-    "pgoutbox.transports.brokers.redis_streams": ("RedisTransport",),
-    "pgoutbox.transports.brokers.nats_jetstream": ("NatsTransport",),
-    "pgoutbox.transports.brokers.rabbitmq": ("RabbitMQTransport",),
-    "pgoutbox.transports.brokers.kafka": ("KafkaTransport",),
+    "pgoutbox.observability": ("Exposition", "Page"),
 }  # fmt: skip
 
 # pgoutbox creates these; applications do not.
@@ -576,7 +575,8 @@ _NOT_CONSTRUCTED: Final = frozenset({"Context", "SyncContext", "JsonText"})
 def api_page() -> str:
     """Return the page of public names with their signatures and docstrings."""
     by_module: dict[str, list[str]] = defaultdict(list)
-    for name in pgoutbox.__all__:
+    unions = [name for name in pgoutbox.__all__ if isinstance(getattr(pgoutbox, name), UnionType)]
+    for name in sorted({*pgoutbox.__all__} - {*unions}):
         by_module[getattr(pgoutbox, name).__module__].append(name)
     order = [*_MODULE_TITLES, *sorted(by_module.keys() - _MODULE_TITLES.keys())]
     blocks = []
@@ -586,6 +586,10 @@ def api_page() -> str:
         blocks.append(f"## {_MODULE_TITLES.get(module, module)}")
         ordered = sorted(by_module[module], key=_line_of)
         blocks.extend(_name(name, getattr(pgoutbox, name), level=3) for name in ordered)
+    blocks.append("## Types")
+    blocks.extend(
+        f"`{name}` is `{' | '.join(kind.__name__ for kind in get_args(getattr(pgoutbox, name)))}`." for name in unions
+    )
     blocks.append("## Imported from their modules")
     for module_name, names in _FURTHER_NAMES.items():
         module_found = importlib.import_module(module_name)
@@ -664,7 +668,7 @@ def _signature(name: str, function: Callable[..., object]) -> str:
         if parameter.name in ("self", "cls"):
             continue
         if parameter.kind is parameter.VAR_KEYWORD:
-            parts.extend(_unpacked(parameter.annotation))
+            parts.extend(_unpacked(parameter))
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
             keyword_only = True
@@ -682,10 +686,12 @@ def _signature(name: str, function: Callable[..., object]) -> str:
     return f"{name}(\n{inside}{end}"
 
 
-def _unpacked(annotation: object) -> Iterator[str]:
+def _unpacked(parameter: inspect.Parameter) -> Iterator[str]:
     groups = (MessageOptions, EnqueueOptions, FanoutOptions, BulkChanges)
     known = {f"Unpack[{options.__name__}]": options for options in groups}
-    options = known[str(annotation)]
+    if (options := known.get(str(parameter.annotation))) is None:
+        yield f"**{parameter.name}: {_annotation(parameter.annotation)}"
+        return
     for name, value in options.__annotations__.items():
         yield f"{name}: {_annotation(value)} = None"
 

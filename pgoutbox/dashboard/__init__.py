@@ -12,11 +12,11 @@ from pgoutbox.errors import MissingExtraError
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from pgoutbox.dashboard.access import Access
+    from pgoutbox.dashboard.access import Access, Viewer
     from pgoutbox.outbox import Outbox
     from pgoutbox.settings import Settings
 
-__all__ = ["create_app"]
+__all__ = ["Access", "Viewer", "create_app"]
 
 _REQUIRED = {"anyio", "argon2", "itsdangerous", "jinja2", "markupsafe", "python_multipart", "starlette"}
 
@@ -42,3 +42,11 @@ def create_app(
             raise
         raise MissingExtraError("the dashboard", "web") from None
     return build_app(source, settings=settings, access=access)
+
+
+def __getattr__(name: str) -> object:
+    if name not in ("Access", "Viewer"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from pgoutbox.dashboard import access
+
+    return getattr(access, name)

@@ -144,12 +144,12 @@ class Tracing:
         """Run an attempt in a span. A message continues its trace; a batch is linked to the traces of its messages."""
         span = self._start_attempt(messages)
         with _current(span):
-            endings = await run()
-            if len(endings) == 1:
-                _record_outcome(span, endings[0])
-            elif any(isinstance(ending, (Transient, Unavailable, Permanent)) for ending in endings):
+            results = await run()
+            if len(results) == 1:
+                _record_outcome(span, results[0])
+            elif any(isinstance(result, (Transient, Unavailable, Permanent)) for result in results):
                 _mark_failed(span, "partial")
-            return endings
+            return results
 
     def _start_attempt(self, messages: Sequence[Message[object]]) -> Span:
         from opentelemetry import trace
@@ -216,11 +216,11 @@ def _attributes(operation: str, topic: str | None) -> dict[str, AttributeValue]:
     return attributes
 
 
-def _record_outcome(span: Span, ending: object) -> None:
-    name = type(ending).__name__
+def _record_outcome(span: Span, result: object) -> None:
+    name = type(result).__name__
     outcome = _OUTCOMES.get(name, name.lower())
     span.set_attribute("messaging.pgoutbox.outcome", outcome)
-    if isinstance(ending, (Transient, Unavailable, Permanent)):
+    if isinstance(result, (Transient, Unavailable, Permanent)):
         _mark_failed(span, outcome)
 
 

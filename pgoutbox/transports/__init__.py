@@ -11,13 +11,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from importlib import import_module
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import urlsplit
 
 from pgoutbox.message import Message, Outcome
 
 if TYPE_CHECKING:
+    from pgoutbox.transports.apprise import AppriseTransport
+    from pgoutbox.transports.brokers.kafka import KafkaTransport
+    from pgoutbox.transports.brokers.nats_jetstream import NatsTransport
+    from pgoutbox.transports.brokers.rabbitmq import RabbitMQTransport
+    from pgoutbox.transports.brokers.redis_streams import RedisTransport
     from pgoutbox.transports.redirect import Redirect
+    from pgoutbox.transports.smtp import SmtpTransport
+    from pgoutbox.transports.smtp.mail import render as render_email
+    from pgoutbox.transports.webhook import WebhookTransport
+    from pgoutbox.transports.webhook.request import Rules as WebhookRules
+    from pgoutbox.transports.webhook.request import render as render_webhook
+
+__all__ = [
+    "AppriseTransport",
+    "ChecksItself",
+    "Content",
+    "FollowsRedirect",
+    "KafkaTransport",
+    "NamesBreaker",
+    "NamesParts",
+    "NatsTransport",
+    "RabbitMQTransport",
+    "RedisTransport",
+    "SmtpTransport",
+    "Transport",
+    "WebhookRules",
+    "WebhookTransport",
+    "pass_gate",
+    "render_email",
+    "render_webhook",
+]
 
 Gate: TypeAlias = "Callable[[], Coroutine[object, object, Redirect | None]]"
 
@@ -164,3 +195,25 @@ def scheme_of(destination: str) -> str:
     """Return the scheme of a destination URI, lower case: `mailto` for `mailto:a@b`; empty if there is none."""
     scheme, colon, _ = destination.partition(":")
     return scheme.lower() if colon else ""
+
+
+# Loaded when they are first used: most need an extra.
+_PARTS: Final = {
+    "AppriseTransport": ("apprise", "AppriseTransport"),
+    "KafkaTransport": ("brokers.kafka", "KafkaTransport"),
+    "NatsTransport": ("brokers.nats_jetstream", "NatsTransport"),
+    "RabbitMQTransport": ("brokers.rabbitmq", "RabbitMQTransport"),
+    "RedisTransport": ("brokers.redis_streams", "RedisTransport"),
+    "SmtpTransport": ("smtp", "SmtpTransport"),
+    "WebhookRules": ("webhook.request", "Rules"),
+    "WebhookTransport": ("webhook", "WebhookTransport"),
+    "render_email": ("smtp.mail", "render"),
+    "render_webhook": ("webhook.request", "render"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PARTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _PARTS[name]
+    return getattr(import_module(f"{__name__}.{module}"), attribute)

@@ -81,7 +81,7 @@ class Finisher:
         self._notifier = run.notifier
         self._telemetry = run.telemetry
         self._repeated = RepeatedErrors()
-        self._endings: deque[tuple[Attempt, AttemptResult]] = deque()
+        self._results: deque[tuple[Attempt, AttemptResult]] = deque()
         self._refused: dict[Attempt, _Refusal] = {}
         self._ready = asyncio.Event()
         self._is_announced = False
@@ -101,9 +101,9 @@ class Finisher:
         """Whether the database refuses so many outcomes that the worker must claim nothing more."""
         return len(self._refused) >= _MANY_REFUSED
 
-    def collect(self, attempt: Attempt, ending: AttemptResult) -> None:
+    def collect(self, attempt: Attempt, result: AttemptResult) -> None:
         """Take over the end of one attempt."""
-        self._endings.append((attempt, ending))
+        self._results.append((attempt, result))
         if not self._is_announced:
             # Woken once for all attempts that end within one turn of the event loop.
             self._is_announced = True
@@ -144,7 +144,7 @@ class Finisher:
         while True:
             await self._ready.wait()
             self._ready.clear()
-            while self._endings:
+            while self._results:
                 await self._finish(self._next_batch())
                 if len(self._in_flight.ended_claims) >= _MANY_ENDED_CLAIMS:
                     await self.end_claims()
@@ -159,13 +159,13 @@ class Finisher:
         self._in_flight.note_deleted(ended)
 
     def _next_batch(self) -> list[tuple[Attempt, AttemptResult]]:
-        """Return endings to write together. A refused one comes alone: a batch with it would be refused."""
-        endings, refused = self._endings, self._refused
-        batch = [endings.popleft()]
-        while endings and len(batch) < self._batch_size:
-            if refused and (batch[0][0] in refused or endings[0][0] in refused):
+        """Return results to write together. A refused one comes alone: a batch with it would be refused."""
+        results, refused = self._results, self._refused
+        batch = [results.popleft()]
+        while results and len(batch) < self._batch_size:
+            if refused and (batch[0][0] in refused or results[0][0] in refused):
                 break
-            batch.append(endings.popleft())
+            batch.append(results.popleft())
         return batch
 
     async def write_minimal_ends(self) -> None:
@@ -197,19 +197,23 @@ class Finisher:
         if sent:
             await self._write(sent, self._write_sent, {})
         if requests:
-            await self._write(list(requests), lambda part: self._store.finish([requests[c] for c in part]), requests)
+            await self._write(
+                list(requests), lambda part: self._store.finish([requests[attempt] for attempt in part]), requests
+            )
             released = {
-                c.message.queue for c, request in requests.items() if request.outcome is AttemptOutcome.RELEASED
+                attempt.message.queue
+                for attempt, request in requests.items()
+                if request.outcome is AttemptOutcome.RELEASED
             }
             if released:
                 await self._notifier.notify(released)
-        for attempt, ending in batch:
+        for attempt, result in batch:
             if self._in_flight.get(attempt.message.id) is attempt:
                 # Its row is refused, or locked by a transaction that may last.
                 refusal = self._refused.get(attempt)
                 pause = _LOCKED_PAUSE_SECONDS if refusal is None else refusal.backoff.next()
-                asyncio.get_running_loop().call_later(pause, self._collect_again, attempt, ending)
-        keyed = [c.message for c, _ in batch if c.message.coalesce_key is not None]
+                asyncio.get_running_loop().call_later(pause, self._collect_again, attempt, result)
+        keyed = [attempt.message for attempt, _ in batch if attempt.message.coalesce_key is not None]
         if keyed:
             await self._wake_successors(keyed)
 
@@ -220,32 +224,32 @@ class Finisher:
         sent = []
         requests: dict[Attempt, FinishRequest] = {}
         in_flight = self._in_flight
-        for attempt, ending in batch:
+        for attempt, result in batch:
             if in_flight.get(attempt.message.id) is not attempt:
                 # A later attempt has its message, or after a failover another message its id.
                 self._refused.pop(attempt, None)
                 self._note_end(attempt.message, None, None)
                 continue
-            if isinstance(ending, Sent):
+            if isinstance(result, Sent):
                 sent.append(attempt)
-            elif isinstance(ending, (AlreadyFinished, Abandoned)):
-                if isinstance(ending, Abandoned):
+            elif isinstance(result, (AlreadyFinished, Abandoned)):
+                if isinstance(result, Abandoned):
                     in_flight.abandon(attempt)
                 else:
                     self._forget(attempt)
-                self._note_unwritten(attempt.message, ending)
+                self._note_unwritten(attempt.message, result)
             else:
-                requests[attempt] = self._request_of(attempt, ending)
+                requests[attempt] = self._request_of(attempt, result)
         return sent, requests
 
     def _request_of(
-        self, attempt: Attempt, ending: Transient | Unavailable | Permanent | Skip | Snooze | Released
+        self, attempt: Attempt, result: Transient | Unavailable | Permanent | Skip | Snooze | Released
     ) -> FinishRequest:
         names = (*self._redacted_names, *attempt.handler.redact)
         try:
-            request = finish_request_of(attempt, ending)
-            if isinstance(ending, (RaisedTransient, RaisedPermanent)):
-                request = self._with_place(attempt, ending, request, names)
+            request = finish_request_of(attempt, result)
+            if isinstance(result, (RaisedTransient, RaisedPermanent)):
+                request = self._with_place(attempt, result, request, names)
             return request if request.reason is None else replace(request, reason=_redacted(request.reason, names))
         except Exception as error:  # noqa: BLE001 - an invalid outcome ends its own message, not the worker
             message = attempt.message
@@ -253,15 +257,15 @@ class Finisher:
             return FinishRequest(message.id, attempt.attempt_count, AttemptOutcome.FAILED, text)
 
     def _with_place(
-        self, attempt: Attempt, ending: RaisedTransient | RaisedPermanent, request: FinishRequest, names: Sequence[str]
+        self, attempt: Attempt, result: RaisedTransient | RaisedPermanent, request: FinishRequest, names: Sequence[str]
     ) -> FinishRequest:
         """Log the exception of a handler, unless it repeats one, and return the request with its place."""
-        error = ending.__cause__
+        error = result.__cause__
         if error is None:
             return request
         place = place_of(error)
-        if not ending.is_logged:
-            ending.is_logged = True
+        if not result.is_logged:
+            result.is_logged = True
             self._log_exception(attempt.message, error, place, names)
         reason = request.reason if self._error_texts else type(error).__name__
         return replace(request, reason=reason, error_place=place)
@@ -285,8 +289,8 @@ class Finisher:
             traceback=redact_text(traceback_of(error, with_texts=self._error_texts), names),
         )
 
-    def _note_unwritten(self, message: Message[object], ending: AlreadyFinished | Abandoned) -> None:
-        if isinstance(ending, Abandoned):
+    def _note_unwritten(self, message: Message[object], result: AlreadyFinished | Abandoned) -> None:
+        if isinstance(result, Abandoned):
             text = "worker stopped while the handler still runs; its lease will expire"
             self._report(logging.WARNING, LogEvent.ATTEMPT_ABANDONED, text, message)
             return
@@ -294,8 +298,8 @@ class Finisher:
         if self._telemetry.measures is not None:
             self._telemetry.measures.sent([message])
 
-    def _collect_again(self, attempt: Attempt, ending: AttemptResult) -> None:
-        self._endings.append((attempt, ending))
+    def _collect_again(self, attempt: Attempt, result: AttemptResult) -> None:
+        self._results.append((attempt, result))
         self._ready.set()
 
     async def _write_one(self, attempt: Attempt, request: FinishRequest | None) -> Mapping[int, State]:
@@ -306,9 +310,9 @@ class Finisher:
     async def _write_sent(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:
         ended = list(self._in_flight.ended_claims)
         states, are_deleted = await self._store.finish_sent(
-            [c.message.id for c in attempts],
-            [c.attempt_count for c in attempts],
-            {c.message.topic for c in attempts},
+            [attempt.message.id for attempt in attempts],
+            [attempt.attempt_count for attempt in attempts],
+            {attempt.message.topic for attempt in attempts},
             ended_claims=[claim.claimed_at for claim in ended],
         )
         if are_deleted:
@@ -324,14 +328,18 @@ class Finisher:
             try:
                 counts = [attempt.attempt_count for attempt in attempts]
                 done = await write(attempts)
-                current = await self._current_states([c for c in attempts if c.message.id not in done])
+                current = await self._current_states(
+                    [attempt for attempt in attempts if attempt.message.id not in done]
+                )
             except (psycopg.Error, OSError) as error:
                 if not is_transient_error(error):
                     await self._write_apart(attempts, write, requests, error)
                     return
             else:
                 # This process may have claimed a message again meanwhile: that attempt is written next time.
-                same = [c for c, count in zip(attempts, counts, strict=True) if c.attempt_count == count]
+                same = [
+                    attempt for attempt, count in zip(attempts, counts, strict=True) if attempt.attempt_count == count
+                ]
                 self._settle(same, done, current, requests)
                 return
             await asyncio.sleep(backoff.next())
@@ -339,7 +347,9 @@ class Finisher:
     async def _current_states(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:
         if not attempts:
             return {}
-        return await self._store.current_states([c.message.id for c in attempts], [c.attempt_count for c in attempts])
+        return await self._store.current_states(
+            [attempt.message.id for attempt in attempts], [attempt.attempt_count for attempt in attempts]
+        )
 
     def _settle(
         self,
@@ -470,13 +480,13 @@ def _redacted(text: str, names: Sequence[str]) -> str:
 
 
 def finish_request_of(
-    attempt: Attempt, ending: Transient | Unavailable | Permanent | Skip | Snooze | Released
+    attempt: Attempt, result: Transient | Unavailable | Permanent | Skip | Snooze | Released
 ) -> FinishRequest:
-    """Return the finish request for an ending other than sent."""
+    """Return the finish request for a result other than sent."""
     finish = partial(FinishRequest, attempt.message.id, attempt.attempt_count)
-    if attempt.handler.on_unknown == "hold" and (reason := _unknown_reason(ending)) is not None:
+    if attempt.handler.on_unknown == "hold" and (reason := _unknown_reason(result)) is not None:
         return finish(AttemptOutcome.FAILED, clean_text(reason))
-    match ending:
+    match result:
         case Transient(error=error, retry_after=retry_after):
             delay = attempt.handler.retry.delay_seconds(attempt.used_count, retry_after=retry_after)
             return finish(AttemptOutcome.RETRY, clean_text(str(error)), delay)
@@ -493,17 +503,17 @@ def finish_request_of(
             return finish(AttemptOutcome.SKIPPED, text)
         case Snooze(delay_seconds=delay, reason=reason):
             why = None if reason is None else clean_text(str(reason))
-            code, key = (ending.code, ending.breaker_key) if isinstance(ending, Postponed) else (None, None)
+            code, key = (result.code, result.breaker_key) if isinstance(result, Postponed) else (None, None)
             return finish(AttemptOutcome.SNOOZED, why, bounded_delay(delay), code, key)
         case Released():
             return finish(AttemptOutcome.RELEASED)
         case _:
-            assert_never(ending)
+            assert_never(result)
 
 
-def _unknown_reason(ending: object) -> str | None:
+def _unknown_reason(result: object) -> str | None:
     """Return the reason why the attempt may have sent its message; None if it is known whether it did."""
-    match ending:
+    match result:
         case SendFailure(unknown=True, error=error):
             return str(error)
         case Postponed(unknown_error=error):

@@ -1,7 +1,7 @@
 """The worker: connects its parts, starts them and stops them.
 
 A worker has one event loop. Its main task runs the poll loop. Claimed messages go from the claimer through the loader
-to the attempt pool, whose attempts run in tasks. The finisher, a separate task, writes their endings in batches, on
+to the attempt pool, whose attempts run in tasks. The finisher, a separate task, writes their results in batches, on
 another connection. So claims, handlers and finishes overlap, and none of them waits for a single message. Each part
 knows only the parts below it; this module connects them.
 

@@ -102,9 +102,9 @@ async def test_a_refused_outcome_is_written_again_without_the_outcomes_of_others
         finisher = run_of(worker).finisher
         fresh, refused, *_ = finisher._refused
         del finisher._refused[fresh]
-        finisher._endings.extend((attempt, Sent()) for attempt in (fresh, fresh, refused, refused, fresh))
+        finisher._results.extend((attempt, Sent()) for attempt in (fresh, fresh, refused, refused, fresh))
         batches = []
-        while finisher._endings:
+        while finisher._results:
             batches.append([attempt for attempt, _ in finisher._next_batch()])
         assert batches == [[fresh, fresh], [refused], [refused], [fresh]]
         finisher._collect_again(fresh, Sent())
