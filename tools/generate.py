@@ -703,6 +703,8 @@ def _default_text(value: object) -> str:
         return str(value)
     if isinstance(value, tuple):
         return f"({', '.join(map(_default_text, value))})"
+    if isinstance(value, frozenset):
+        return f"frozenset({{{', '.join(sorted(map(_default_text, value)))}}})"
     return "..." if type(value) is object else repr(value)
 
 

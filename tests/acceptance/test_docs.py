@@ -32,7 +32,7 @@ from pgoutbox.database import sql
 from pgoutbox.message import TRANSITIONS, AttemptOutcome, State
 from pgoutbox.operations import Mention, Operator
 from pgoutbox.outbox import EnqueueOptions
-from pgoutbox.settings import ENVIRONMENT_PREFIX, VARIABLES, Settings
+from pgoutbox.settings import ENVIRONMENT_PREFIX, VARIABLES, Settings, load_settings
 from pgoutbox.testing import OutboxDriver, sqlalchemy_url
 from pgoutbox.topics import MessageOptions
 from tests.support.messages import ADD_ATTEMPT, put
@@ -197,7 +197,7 @@ def called(node: ast.Call) -> Callable[..., object] | None:
 
 
 def arguments_of(function: Callable[..., object]) -> set[str]:
-    if function is Settings:
+    if function in (Settings, load_settings):
         return set(Settings.model_fields)
     parameters = inspect.signature(function).parameters
     names = set(parameters)

@@ -268,6 +268,9 @@ def test_two_operations_on_one_message_keep_all_rules_in_either_order(
     for number, (first, second) in enumerate((first, second) for first in OPERATIONS for second in OPERATIONS):
         scene = build(sessions.db, number, state)
         sessions.play(scene, first, second, commits=commits)
+        if "prune" in (first, second):
+            # Like maintenance: a prune leaves a key that an enqueue has locked.
+            sessions.db.execute(sql.PRUNE_DEDUPE_BY_RULE, {"limit": 1_000, "after_scope": "", "after_key": ""})
         found = [str(violation) for violation in violations(sessions.db)]
         sessions.drain(scene)
         pruned = state in FINAL_STATES and "prune" in (first if commits else None, second)

@@ -72,7 +72,8 @@ def test_every_public_name_has_a_complete_type(tmp_path: Path) -> None:
     command = ["--verifytypes", "pgoutbox", "--ignoreexternal", "--outputjson", "--pythonpath", sys.executable]
     report = json.loads(run("pyright", *command, directory=tmp_path))["typeCompleteness"]
     modules: list[str] = sorted((module["name"] for module in report["modules"]), key=len, reverse=True)
-    public = {"pgoutbox", *pgoutbox.PUBLIC_MODULES}
+    exporting = {getattr(pgoutbox, name).__module__ for name in pgoutbox.__all__}
+    public = {"pgoutbox", *pgoutbox.PUBLIC_MODULES, *exporting}
 
     def module_of(symbol: dict[str, Any]) -> str:
         return next(m for m in modules if f"{symbol['name']}.".startswith(f"{m}."))

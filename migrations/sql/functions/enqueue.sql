@@ -1,6 +1,6 @@
--- An option of a later release is given to enqueue_many, so that this signature stays. PostgreSQL inlines the body, which
--- costs nothing without options. An interval is a number of seconds: the length of a day or a month would depend on the
--- session's time zone.
+-- After the first release an option is added to enqueue_many alone, so that this signature stays. PostgreSQL inlines the
+-- body, which costs nothing without options. An interval is a number of seconds: the length of a day or a month would
+-- depend on the session's time zone.
 CREATE FUNCTION pgoutbox.enqueue(
     topic text,
     payload jsonb,
