@@ -338,3 +338,16 @@ def test_an_old_snapshot_that_sees_a_deleted_key_finds_its_own_message(
     assert (newest > own, duplicate) == (True, False)
     session.commit()
     assert db.execute("SELECT newest_id FROM pgoutbox.key_head").fetchall() == [(newest,)]
+
+
+def test_an_old_snapshot_that_sees_a_deleted_wait_begins_a_new_one(connect: Connect, db: psycopg.Connection) -> None:
+    debounced = {"topic": "t", "payload": 1, "coalesce_key": "k", "delay": 60, "max_delay": 600}
+    ((_, old, _),) = enqueue_many(db, debounced)
+    db.execute("UPDATE pgoutbox.key_head SET waiting_since = now() - interval '1 day'")
+    session = connect()
+    session.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    session.execute("SELECT FROM pgoutbox.message")
+    db.execute("SELECT pgoutbox._erase(ARRAY[%s::bigint])", [old])
+    ((_, own, _),) = enqueue_many(session, debounced)
+    due = session.execute("SELECT available_at - now() FROM pgoutbox.message WHERE id = %s", [own]).fetchone()
+    assert due == (timedelta(seconds=60),)

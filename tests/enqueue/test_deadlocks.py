@@ -280,3 +280,31 @@ def test_a_deletion_does_not_wait_for_an_enqueue_that_takes_over_a_key(connect: 
     producer.commit()
     ((message_id,),) = db.execute("SELECT id FROM pgoutbox.message WHERE state = 'pending'").fetchall()
     assert db.execute("SELECT message_id FROM pgoutbox.dedupe").fetchall() == [(message_id,)]
+
+
+KEEP: Final = "UPDATE pgoutbox.dedupe SET is_kept = true"
+
+
+def test_repetitions_of_a_kept_key_do_not_wait_for_each_other(connect: Connect) -> None:
+    """The key of a message that was deleted as it was sent."""
+    db, first, second = connect(autocommit=True), connect(), connect()
+    in_sql(db, [message("a", dedupe_key="k")])
+    db.execute(KEEP)
+    db.execute("DELETE FROM pgoutbox.message")
+    second.execute("SET LOCAL lock_timeout = '50ms'")
+    for connection in (first, second):
+        in_sql(connection, [message("a", dedupe_key="k")])
+    assert second.execute("SELECT FROM pgoutbox.message").rowcount == 0
+
+
+def test_a_key_that_is_kept_while_an_enqueue_waits_for_it_is_not_taken_over(connect: Connect) -> None:
+    db, first, second = connect(autocommit=True), connect(), connect(autocommit=True)
+    in_sql(first, [message("a", dedupe_key="k")])
+    first.execute(KEEP)
+    first.execute("DELETE FROM pgoutbox.message")
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(in_sql, second, [message("a", dedupe_key="k")])
+        races.until_blocked(db, second, waiting)
+        first.commit()
+        waiting.result()
+    assert db.execute("SELECT FROM pgoutbox.message").rowcount == 0

@@ -272,7 +272,7 @@ async def assert_pending_send_fails_at_once(
     """Assert that a send without an answer ends when `end` has ended its connection."""
     with broker.frozen():
         sending = asyncio.create_task(transport.send(outgoing(destination=destination), EVENT))
-        await asyncio.sleep(0)  # It publishes on the existing connection, and waits.
+        await asyncio.sleep(0)  # One turn of the loop starts the task: it publishes, and waits for the answer.
         await end()
         async with asyncio.timeout(30):
             error = error_of(await sending, Transient)

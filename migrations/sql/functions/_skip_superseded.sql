@@ -17,7 +17,6 @@ BEGIN
             SELECT h.newest_id
             FROM pgoutbox.key_head AS h
             WHERE h.scope = m.topic AND h.key = m.coalesce_key
-            ORDER BY h.newest_id DESC
             LIMIT 1
         ) AS newer_id
         FROM unnest(ids) AS o(id)

@@ -46,7 +46,6 @@ BEGIN
             WHERE h.scope = pgoutbox._scope_of(d.topic, d.queue, d.ordering_key)
                 AND h.key = coalesce(d.coalesce_key, d.ordering_key)
                 AND known_ids[d.ordinality] IS NULL
-            ORDER BY h.newest_id DESC -- An old snapshot may see a deleted row too.
             LIMIT 1
         ) AS k ON true
         ORDER BY d.ordinality
