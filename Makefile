@@ -17,6 +17,8 @@ $(STAMP): pyproject.toml
 demo: $(STAMP) ## Play a sign-up service against an embedded PostgreSQL and a local SMTP server
 	$(BIN)/pgoutbox demo
 
+# The tests start hundreds of programs: without bytecode, each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 test: $(STAMP) ## Run the tests that are not slow, on the embedded PostgreSQL or on PGOUTBOX_TEST_DSN
 	$(PYTEST) -m 'not slow'

@@ -6,6 +6,7 @@ server is missing is skipped with the reason; with CI=true it fails.
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from tests.support.outbox_actions import settings_for
 from tests.support.pooler import pooled
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
     from datetime import date
 
 # A statement that unexpectedly waits for a lock fails instead of hanging. Tests that expect the wait use a longer
@@ -50,6 +51,17 @@ _database_numbers = count(1)
 # A value of the fixture `dsn`: a database on a server with fsync on. There a terminated session often has committed and
 # does not answer. Without fsync it hardly ever does.
 DURABLE = pytest.param("durable", marks=pytest.mark.slow)
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """Use two processes more than cores: many tests wait for other processes, for locks and for timeouts."""
+    return (yield) + 2
+
+
+def pytest_collection_finish() -> None:
+    """Take the collected tests out of the garbage collection, which otherwise visits them again and again."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest selects by markers.

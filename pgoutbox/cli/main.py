@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import psycopg
@@ -19,7 +20,7 @@ from pgoutbox.settings import SECRET_VARIABLES
 from pgoutbox.text import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _BAD_DSN: Final = (
     "PGOUTBOX_DSN is not a connection string; give one such as postgresql://app@localhost/app, "
@@ -78,9 +79,17 @@ def _run(arguments: list[str]) -> None:
         import typer  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("the command line", "cli") from error
+    _command()(args=arguments, prog_name="pgoutbox")
+
+
+@cache
+def _command() -> Callable[..., object]:
+    """Return the command with all its sub-commands, which takes longer to build than most of them run."""
+    from typer.main import get_command
+
     from pgoutbox.cli.commands import app
 
-    app(args=arguments, prog_name="pgoutbox")
+    return get_command(app)
 
 
 def explain(error: PgOutboxError | psycopg.Error) -> tuple[str, int]:

@@ -30,6 +30,8 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from tests.conftest import Connect
 
+pytestmark = pytest.mark.slow
+
 RULES: Final = Path(__file__).parents[2] / "examples" / "deploy" / "alerts.yaml"
 WATCHDOG: Final = {"PgoutboxWatchdog": "none"}
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from tests.conftest import Connect
 
+pytestmark = pytest.mark.slow
+
 EMAIL: Final = "ada@example.org"
 GREETINGS: Final = ("greet.sync", "greet.async", "greet.batch", "greet.transactional")
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 # --- pages ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_generated_pages_are_up_to_date(rolled_back: psycopg.Connection) -> None:
     fresh = generate.pages(rolled_back)
     assert {page.name for page in GENERATED} == fresh.keys()
@@ -530,6 +531,7 @@ def test_the_alembic_configuration_runs_both_histories(block: Block, tmp_path: P
     command.downgrade(config, "pgoutbox@base")
 
 
+@pytest.mark.slow
 def test_the_commands_for_a_new_alembic_project_create_revisions_in_it(tmp_path: Path, empty_dsn: str) -> None:
     """A copy of the package stands for the installed one. `alembic init` creates the project."""
     package = tmp_path / "installed" / "pgoutbox"

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
+pytestmark = pytest.mark.slow
+
 UNIT = Path(__file__).parents[2] / "examples/deploy/pgoutbox-worker@.service"
 APP = """
 from pgoutbox import Outbox

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tests.acceptance.conftest import Progress, StartWorker
     from tests.conftest import Connect
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def database(connect: Connect) -> psycopg.Connection:

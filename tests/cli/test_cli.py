@@ -79,14 +79,17 @@ class TestAsProcess:
             "reason": "",
         }
 
+    @pytest.mark.slow
     def test_a_refusal_is_one_line_on_stderr_and_exit_code_1(self, dsn: str) -> None:
         assert run_process("show", "999999", dsn=dsn) == Done(1, "", "error: no such message: 999999\n")
 
+    @pytest.mark.slow
     def test_a_missing_dsn_names_the_variable_with_exit_code_2(self) -> None:
         done = run_process("stats")
         assert (done.exit_code, done.out) == (2, "")
         assert done.err.startswith("error: no database given: set PGOUTBOX_DSN")
 
+    @pytest.mark.slow
     def test_a_missing_extra_is_reported_with_its_install_command(self) -> None:
         program = (
             "import sys; sys.modules['typer'] = None; from pgoutbox.cli.main import main; sys.exit(main(['version']))"
@@ -95,6 +98,7 @@ class TestAsProcess:
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == ("error: the command line needs an optional dependency: pip install 'pgoutbox[cli]'\n")
 
+    @pytest.mark.slow
     def test_an_argument_that_is_not_text_is_refused(self, dsn: str) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "pgoutbox", "list", "--topic", b"\xff"],
@@ -104,6 +108,7 @@ class TestAsProcess:
         )
         assert (done.returncode, done.stderr) == (2, b"error: an argument is not valid UTF-8\n")
 
+    @pytest.mark.slow
     def test_a_closed_pipe_causes_no_traceback(self, dsn: str) -> None:
         environment = {**os.environ, "PGOUTBOX_DSN": dsn}
         command = f"{sys.executable} -m pgoutbox migrate --sql | true"
@@ -123,6 +128,7 @@ class TestOnTerminal:
         refused = run_on_terminal("show", "999999", dsn=dsn, **environment)
         assert ("\x1b[31merror: no such message: 999999\x1b[0m" in refused.out) == colourful
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("answer", "exit_code", "state"), [("n", 1, State.FAILED), ("y", 0, State.PENDING)])
     def test_destructive_commands_ask_for_confirmation(
         self, dsn: str, database: psycopg.Connection, answer: str, exit_code: int, state: State
@@ -231,6 +237,7 @@ class TestMigrate:
     def _on_an_empty_database(self, empty_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PGOUTBOX_DSN", empty_dsn)
 
+    @pytest.mark.slow
     def test_migrate_goes_up_and_down(self, cli_anywhere: Callable[..., Done]) -> None:
         head = migrate.head()
         assert cli_anywhere("migrate", "current").out == f"not migrated (newest: {head})\n"
@@ -264,6 +271,7 @@ class TestMigrate:
         assert (done.exit_code, "--yes" in done.err) == (2, True)
         assert migrate.current(empty_dsn) == migrate.head()
 
+    @pytest.mark.slow
     def test_downgrade_names_the_messages_and_keeps_undelivered_ones(
         self, cli_anywhere: Callable[..., Done], empty_dsn: str
     ) -> None:
@@ -279,6 +287,7 @@ class TestMigrate:
         assert cli_anywhere("migrate", "downgrade", "base", "--yes", "--delete-messages").exit_code == 0
         assert migrate.current(empty_dsn) is None
 
+    @pytest.mark.slow
     def test_grants_are_repeatable_and_name_missing_parts(
         self, cli_anywhere: Callable[..., Done], empty_dsn: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -610,6 +619,7 @@ class TestLooking:
         assert (attempt["outcome"], attempt["error"]) == ("retry", "busy")
         assert "\tretry\t" in cli("show", message_id).out
 
+    @pytest.mark.slow
     def test_a_key_cannot_forge_a_line_of_show(
         self, dsn: str, cli: Callable[..., Done], database: psycopg.Connection
     ) -> None:
@@ -701,6 +711,7 @@ class TestLooking:
         assert (again.exit_code, again.out) == (1, "")
         assert "no open breaker has the name smtp:mail" in again.err
 
+    @pytest.mark.slow
     def test_the_redirect_is_switched_and_shown(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         put(database)
         assert cli("redirect", "show").out == "no redirect is on\n"
@@ -1120,6 +1131,7 @@ class TestWorker:
         assert '"ada"' not in done.err
         assert json.loads(run_process("list", "--json", dsn=dsn).out)["state"] == "sent"
 
+    @pytest.mark.slow
     def test_sigterm_ends_the_worker_with_exit_code_0(self, dsn: str, tmp_path: Path) -> None:
         (tmp_path / "greeter.py").write_text(GREETER)
         run_process("enqueue", "greet", '"ada"', dsn=dsn)
@@ -1136,6 +1148,7 @@ class TestWorker:
         process.communicate(timeout=60)
         assert process.returncode == 0
 
+    @pytest.mark.slow
     def test_supervised_processes_have_no_dsn_in_their_arguments(self, dsn: str, tmp_path: Path) -> None:
         (tmp_path / "greeter.py").write_text(GREETER + "\nimport sys\nprint(sys.argv, flush=True)\n")
         process = subprocess.Popen(
@@ -1161,6 +1174,7 @@ class TestWorker:
             assert "'--no-listen', '--name', 'w'" in arguments
             assert "postgresql:" not in arguments
 
+    @pytest.mark.slow
     def test_an_empty_queue_prints_a_warning_on_a_terminal(self, dsn: str, tmp_path: Path) -> None:
         (tmp_path / "greeter.py").write_text(GREETER)
         run_process("enqueue", "greet", "1", dsn=dsn)

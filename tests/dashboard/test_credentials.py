@@ -111,6 +111,7 @@ def test_no_repr_shows_a_secret_and_no_token_is_kept_in_clear() -> None:
 # --- passwords --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_hash_matches_only_its_password() -> None:
     made = hash_password(PASSWORD)
     known = Credentials(people(viewer=f"vera:{made}, eve:{HASH}", operator=f"ada:{TOKEN}"))

@@ -791,6 +791,7 @@ def operator(dsn: str) -> Iterator[psycopg.Connection]:
         yield connection
 
 
+@pytest.mark.slow
 def test_an_operator_can_run_every_operator_action(
     operator: psycopg.Connection, connection: psycopg.Connection
 ) -> None:
@@ -1082,7 +1083,9 @@ def trapped(rolled_back: psycopg.Connection) -> psycopg.Connection:
     return rolled_back
 
 
-@pytest.mark.parametrize("search_path", ["evil, pg_temp, pg_catalog", "pg_temp, evil, pg_catalog"])
+@pytest.mark.parametrize(
+    "search_path", ["evil, pg_temp, pg_catalog", pytest.param("pg_temp, evil, pg_catalog", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("role", "call"), CALLS)
 def test_no_function_resolves_a_name_in_the_callers_search_path(
     trapped: psycopg.Connection, role: str, call: LiteralString, search_path: str

@@ -41,10 +41,12 @@ def statements_named_in(source: str) -> set[str]:
     return names
 
 
+@pytest.mark.slow
 def test_every_statement_that_a_module_names_exists() -> None:
     assert {name for path in USERS for name in statements_named_in(path.read_text())} - set(dir(sql)) == set()
 
 
+@pytest.mark.slow
 def test_the_package_uses_every_statement() -> None:
     used = {name for path in PACKAGE.rglob("*.py") for name in statements_named_in(path.read_text())}
     assert set(dir(sql)) - used == set()
@@ -134,6 +136,7 @@ def test_statements_that_are_replaced_before_the_load_stay_replaced(archive: Pat
     assert run(program, archive) == "SELECT 1\n"
 
 
+@pytest.mark.slow
 def test_a_worker_that_starts_loads_all_statements() -> None:
     program = """
 from pgoutbox import Settings

@@ -479,6 +479,7 @@ def test_disabled_autovacuum_is_found_for_the_server_and_for_a_table(reckless: O
     assert levels(found(reckless.dsn, "vacuum")) == ["problem"]
 
 
+@pytest.mark.slow
 def test_a_majority_of_dead_rows_is_found(reckless: OwnServer) -> None:
     with reckless.connect() as db:
         for _ in range(20):
@@ -1192,6 +1193,7 @@ def test_a_check_that_fails_does_not_prevent_the_others(dsn: str, db: psycopg.Co
     assert [finding.check for finding in findings].index("failed") > findings.index(broken[0])
 
 
+@pytest.mark.slow
 def test_a_check_that_waits_for_a_lock_is_abandoned(dsn: str, connect: Connect) -> None:
     blocker = connect()
     blocker.execute("LOCK TABLE pgoutbox.breaker")

@@ -325,6 +325,7 @@ def test_unreadable_notification_urls_are_a_problem() -> None:
 # --- brokers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_problems_of_redis_are_reported() -> None:
     with redis_server("--requirepass", "right") as broker:
         given = {"redis_url": f"redis://:right@{HOST}:{broker.port}"}
@@ -369,6 +370,7 @@ def test_problems_of_rabbitmq_are_reported() -> None:
     expect(found("rabbitmq", **given), Level.PROBLEM, "transport-unavailable", "connect:")
 
 
+@pytest.mark.slow
 def test_problems_of_kafka_are_reported() -> None:
     with kafka_server() as broker:
         given = {"kafka_servers": f"{HOST}:{broker.port}", "kafka_security": "none"}
@@ -417,6 +419,7 @@ def test_with_json_each_finding_is_a_separate_document(cli: Callable[..., Done])
     assert len(done.lines) > 25
 
 
+@pytest.mark.slow
 def test_with_strict_a_warning_also_fails(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from pgoutbox import doctor as examination
     from pgoutbox.cli.main import main
@@ -499,6 +502,7 @@ def test_no_secret_is_ever_printed(extra: dict[str, str], monkeypatch: pytest.Mo
         assert sum("problem" in line for line in done.out.splitlines()) >= 6
 
 
+@pytest.mark.slow
 def test_no_secret_is_printed_with_a_reachable_database(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in SECRETS.items():
         monkeypatch.setenv(variable, value)

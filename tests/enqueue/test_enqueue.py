@@ -394,6 +394,7 @@ def test_within_one_coalesce_key_the_order_of_ids_is_the_order_of_commits(outbox
     assert ids_in_flight(claim(observer, topics=["mail"])) == [enqueued.id]
 
 
+@pytest.mark.slow
 def test_of_64_producers_of_one_key_the_last_committed_one_is_delivered(outbox: Outbox, connect: Connect) -> None:
     connections = [connect() for _ in range(64)]
     committed: list[int] = []

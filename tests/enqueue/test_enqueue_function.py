@@ -313,6 +313,7 @@ def test_no_items_return_no_rows(rolled_back: psycopg.Connection) -> None:
     assert enqueue_many(rolled_back) == []
 
 
+@pytest.mark.slow
 def test_a_large_payload_is_accepted_up_to_its_limit(rolled_back: psycopg.Connection) -> None:
     for statement in (ENQUEUE, ENQUEUE_MANY):
         rolled_back.execute(statement, with_json({**SOUND, "payload": json.dumps("x" * (2**24 - 2))}))
@@ -320,6 +321,7 @@ def test_a_large_payload_is_accepted_up_to_its_limit(rolled_back: psycopg.Connec
     assert sizes.fetchall() == [(2**24,), (2**24,)]
 
 
+@pytest.mark.slow
 def test_a_compressed_payload_is_measured_by_its_text(rolled_back: psycopg.Connection) -> None:
     rolled_back.execute("CREATE TEMP TABLE source AS SELECT to_jsonb(repeat('x', 17000000)) AS payload")
     assert scalar(rolled_back, "SELECT pg_column_size(payload) < 1000000 FROM source")

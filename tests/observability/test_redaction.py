@@ -136,6 +136,7 @@ async def test_no_output_contains_the_canary(
     assert CANARY in str(db.execute("SELECT payload, headers, destination FROM pgoutbox.message").fetchall())
 
 
+@pytest.mark.slow
 def test_without_the_application_the_default_and_configured_names_apply(
     dsn: str, db: psycopg.Connection, directory: Path
 ) -> None:

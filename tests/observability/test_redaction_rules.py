@@ -174,6 +174,7 @@ def test_in_a_text_the_last_part_of_a_path_counts() -> None:
     assert redact_text(f"email={CANARY}", ("user.email",)) == f"email={REDACTED}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "piece",
     [

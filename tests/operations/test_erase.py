@@ -137,6 +137,7 @@ def with_hook(outbox: Outbox) -> Outbox:
     return outbox
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [{"owner": OWNER}, {"destination": "ada@example.org"}, {"destination": ADA}])
 def test_a_dump_contains_nothing_of_an_erased_person(db: psycopg.Connection, dsn: str, chosen: dict[str, str]) -> None:
     outbox = with_hook(Outbox(settings_for(dsn, encryption_keys=KEY)))

@@ -99,6 +99,7 @@ def test_acts_become_part_of_your_transaction(connect: Connect, db: psycopg.Conn
     assert state_of(db, message_id) == State.PENDING
 
 
+@pytest.mark.slow
 def test_the_package_loads_no_operator_until_it_is_named() -> None:
     program = "import pgoutbox, sys; assert 'pgoutbox.operations' not in sys.modules; pgoutbox.Operator"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -135,6 +135,7 @@ class TestConnect:
             ).fetchone()
         assert row == ("read committed", "5min", "2s", "pg_catalog, pg_temp", "pgoutbox cli")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("state", [State.PENDING, None], ids=["redrive", "prune"])
     def test_a_transaction_timeout_of_the_role_does_not_end_long_operations(
         self, dsn: str, connect: Connect, state: State | None

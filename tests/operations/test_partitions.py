@@ -461,6 +461,7 @@ class TestClear:
         operator.execute("DELETE FROM pgoutbox.message WHERE id <> %s", [cancelled])
         assert redrive(operator, cancelled)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("transactions", [2, 3, 4, 5])
     def test_a_prune_continues_after_a_kill_at_any_point(
         self, operator: psycopg.Connection, dsn: str, transactions: int

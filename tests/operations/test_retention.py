@@ -282,6 +282,7 @@ def deliver_and_die(dsn: str, point: str) -> None:
     asyncio.run(Worker(outbox).run_once())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["before send", "before finish", "after finish"])
 async def test_a_killed_worker_has_deleted_only_sent_messages(
     outbox: Outbox, dsn: str, db: psycopg.Connection, point: str

@@ -7,7 +7,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 import pgoutbox
+
+pytestmark = pytest.mark.slow
 
 OPTIONAL = (
     "aiormq", "aiosmtplib", "alembic", "anyio", "apprise", "argon2", "asyncpg", "confluent_kafka", "cryptography",
@@ -40,6 +44,8 @@ def test_the_commands_do_not_load_the_dashboard() -> None:
 
 def test_an_application_with_an_outbox_can_be_imported_without_any_setting() -> None:
     program = """
+import pytest
+
 import pgoutbox
 outbox = pgoutbox.Outbox()
 @outbox.handler(outbox.define(pgoutbox.Topic("mail.welcome")))

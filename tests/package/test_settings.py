@@ -62,6 +62,7 @@ def test_every_setting_has_a_default_within_its_bounds() -> None:
     }
 
 
+@pytest.mark.slow
 def test_every_setting_is_described() -> None:
     for path in fields_of(Settings):
         group, _, name = path.rpartition(".")

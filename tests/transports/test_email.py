@@ -63,6 +63,7 @@ def test_an_email_is_a_content_of_the_mailto_scheme() -> None:
     assert email.scheme == "mailto"
 
 
+@pytest.mark.slow
 def test_an_email_can_be_made_without_aiosmtplib() -> None:
     program = (
         "import sys; sys.modules['aiosmtplib'] = None\n"

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
     Open = Callable[..., KafkaTransport]
 
+pytestmark = pytest.mark.slow
+
 NUMBERS = count(1)
 ID = outgoing().idempotency_key.encode()
 

@@ -17,6 +17,8 @@ from tests.support.smtp_server import accepting_server, mail_settings
 if TYPE_CHECKING:
     import psycopg
 
+pytestmark = pytest.mark.slow
+
 LARGEST_PAYLOAD: Final = 16_777_216
 HEADERS: Final = b"Subject: Large\r\nContent-Type: text/plain\r\n\r\n"
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     import psycopg
 
+pytestmark = pytest.mark.slow
+
 COUNT: Final = 20
 BRIEF: Final[dict[str, Any]] = {"breaker_cooldown_seconds": 0.1, "breaker_max_cooldown_seconds": 0.4}
 SENDER: Final = "club@example.org"

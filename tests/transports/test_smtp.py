@@ -361,6 +361,7 @@ async def test_a_connection_lost_after_the_final_dot_leaves_the_outcome_unknown(
     assert first == second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "error"),
     [
@@ -379,6 +380,7 @@ async def test_a_silent_server_is_abandoned(open_transport: Open, step: str, err
         await server.was_left.wait()
 
 
+@pytest.mark.slow
 async def test_a_server_has_more_time_for_a_large_email(open_transport: Open) -> None:
     email = Email(to="ann@example.com", subject="Hello", text="x\n" * 40_000)
     async with scripted_server({"DATA": HANG}) as server:
@@ -387,6 +389,7 @@ async def test_a_server_has_more_time_for_a_large_email(open_transport: Open) ->
     assert error == "outcome unknown: connection lost after DATA: no answer within 3 s"
 
 
+@pytest.mark.slow
 async def test_a_partial_email_is_not_completed_after_the_attempt_was_cancelled(open_transport: Open) -> None:
     large = Email(
         to="ann@example.com", subject="Hello", text="Hi", attachments=[Attachment("a.bin", bytes(16_000_000))]

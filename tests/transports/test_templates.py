@@ -167,6 +167,7 @@ def test_a_missing_directory_is_named_at_the_start(tmp_path: Path) -> None:
         Templates("mails", package="no_such_package")
 
 
+@pytest.mark.slow
 def test_a_missing_jinja_is_reported_with_its_install_command() -> None:
     program = (
         "import sys; sys.modules['jinja2'] = None\n"

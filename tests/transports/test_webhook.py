@@ -737,6 +737,7 @@ async def test_a_permanent_failure_stores_its_reason(dsn: str, db: psycopg.Conne
     assert len(server.received) == 1
 
 
+@pytest.mark.slow
 async def test_refused_credentials_hold_the_messages_of_their_url(dsn: str, db: psycopg.Connection) -> None:
     cooldown = {"breaker_cooldown_seconds": 0.1, "breaker_max_cooldown_seconds": 0.2}
     async with webhook_server(answer(401)) as server:

@@ -317,6 +317,7 @@ async def test_a_row_reset_by_an_operator_is_probed_immediately(dsn: str, db: ps
 # --- probe ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_the_breaker_closes_by_itself_and_everything_is_delivered_once(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, **BRIEF)
     async with line_host(Mood.DROP) as host:
@@ -359,6 +360,7 @@ async def test_the_whole_fleet_sends_one_message_as_a_probe(dsn: str, db: psycop
         assert "sent" not in states_of(db, *ids)
 
 
+@pytest.mark.slow
 async def test_a_process_renders_nothing_else_during_its_probe(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, **BRIEF, breaker_probe_timeout_seconds=HOUR)
     async with line_host(Mood.DROP) as host, running(app.worker()):
@@ -442,6 +444,7 @@ def worker_process(dsn: str, log: Path) -> Iterator[WorkerProcess]:
         process.end()
 
 
+@pytest.mark.slow
 async def test_a_killed_probe_holder_does_not_block_probes_permanently(
     dsn: str, db: psycopg.Connection, tmp_path: Path
 ) -> None:
@@ -463,6 +466,7 @@ async def test_a_killed_probe_holder_does_not_block_probes_permanently(
         assert sorted(set(map(int, host.taken))) == ids
 
 
+@pytest.mark.slow
 async def test_the_breaker_survives_the_restart_of_every_process(
     dsn: str, db: psycopg.Connection, tmp_path: Path
 ) -> None:
@@ -490,6 +494,7 @@ async def test_a_new_worker_closes_a_breaker_that_a_vanished_worker_opened(dsn: 
 # --- room -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_hanging_host_leaves_slots_to_others(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, concurrency=4)
     async with line_host(Mood.HANG) as silent, line_host() as alive:
@@ -504,6 +509,7 @@ async def test_a_hanging_host_leaves_slots_to_others(dsn: str, db: psycopg.Conne
         assert len(silent.attempts) == 3
 
 
+@pytest.mark.slow
 async def test_a_host_that_answers_slowly_loses_nothing(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, concurrency=4)
     async with line_host() as host, running(app.worker()):
@@ -616,6 +622,7 @@ async def test_opening_and_closing_are_announced_by_mail(dsn: str, db: psycopg.C
         assert {recipient for received in inbox.received for recipient in received.recipients} == {"ops@example.org"}
 
 
+@pytest.mark.slow
 async def test_an_alert_about_the_mail_server_waits_for_it_and_creates_no_other_alert(
     dsn: str, db: psycopg.Connection
 ) -> None:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from pgoutbox.database.store import ClaimedRow
     from pgoutbox.handlers import Context
 
+pytestmark = pytest.mark.slow
+
 
 def lost(db: psycopg.Connection, topic: str = "greet", *, times: int = 1, max_attempts: int = 11) -> int:
     """Create a message whose worker died this many times in a row. The next claim does not find it: see `all_due`."""

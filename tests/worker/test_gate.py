@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from pgoutbox.message import Outcome
     from pgoutbox.transports import Content
 
+pytestmark = pytest.mark.slow
+
 
 class Postcard:
     """A content."""

@@ -192,6 +192,7 @@ async def test_a_stopping_worker_releases_a_message_that_waits_for_memory(
     assert [attempt[:2] for attempt in attempts_of(db, waiting)] == [(1, "released")]
 
 
+@pytest.mark.slow
 async def test_a_message_that_is_cancelled_while_it_waits_for_memory_is_not_handed_over(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

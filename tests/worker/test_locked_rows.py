@@ -156,6 +156,7 @@ CREATE FUNCTION public.refuse() RETURNS void LANGUAGE plpgsql AS $$ BEGIN RAISE 
 """
 
 
+@pytest.mark.slow
 async def test_a_refused_statement_costs_no_attempt_and_no_lease(
     dsn: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -338,6 +338,7 @@ async def test_the_stop_of_the_worker_waits_only_for_the_current_batch(
     assert len(rows_of(db)) == 2
 
 
+@pytest.mark.slow
 async def test_a_running_worker_takes_its_turns_and_delivers_in_parallel(
     outbox: Outbox, dsn: str, db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,6 +382,7 @@ async def test_maintenance_works_without_session_state(member: Callable[..., Mem
     assert name not in tables_of_partitions(db)
 
 
+@pytest.mark.slow
 async def test_a_cancelled_turn_on_a_dead_network_does_not_block_the_event_loop(
     dsn: str, tmp_path: Path, member: Callable[..., Member]
 ) -> None:

@@ -240,6 +240,7 @@ async def test_a_thread_that_returned_during_a_blocked_event_loop_has_not_timed_
     await stand.slots.stop()
 
 
+@pytest.mark.slow
 async def test_every_thread_of_a_slot_may_return_during_a_blocked_event_loop() -> None:
     stand = Stand(concurrency=1, timeout_seconds=0.5)
     begun: list[Future[object]] = []

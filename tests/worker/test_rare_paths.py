@@ -151,6 +151,7 @@ async def test_an_overtaken_message_is_not_failed_by_the_handlers_permanent_list
 # --- expiry -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [False, True], ids=["one by one", "batch"])
 async def test_a_message_that_expires_while_it_waits_for_a_slot_is_not_handed_over(
     dsn: str, db: psycopg.Connection, batch: bool

@@ -116,6 +116,7 @@ async def test_a_report_counts_until_the_worker_stops_or_reports_no_more(
 # --- the redirect of an operator --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_when_a_switch_returns_a_running_worker_hands_nothing_to_real_recipients(
     dsn: str, db: psycopg.Connection, inbox: Inbox
 ) -> None:
@@ -152,6 +153,7 @@ async def test_the_target_of_an_operator_overrides_that_of_the_environment_until
     assert recipients(inbox) == [TESTER, "other@example.org"]
 
 
+@pytest.mark.slow
 async def test_a_redirect_for_a_time_ends_by_itself(dsn: str, db: psycopg.Connection, inbox: Inbox) -> None:
     with Operator(dsn) as operator:
         switched = await asyncio.to_thread(operator.set_redirect, TESTER, duration=timedelta(hours=2))
@@ -445,6 +447,7 @@ async def test_a_refusal_is_logged_once(dsn: str, db: psycopg.Connection) -> Non
     assert [sending.telemetry.counts[event] for event in events] == [0, 1]
 
 
+@pytest.mark.slow
 async def test_mail_held_back_in_a_blackout_goes_out_by_itself_when_the_redirect_is_off(
     dsn: str, db: psycopg.Connection, inbox: Inbox
 ) -> None:

@@ -183,6 +183,7 @@ async def test_messages_are_delivered_when_their_claim_is_no_longer_refused(dsn:
         await until(lambda: {state_of(db, message_id) for message_id in ids} == {"sent"})
 
 
+@pytest.mark.slow
 async def test_a_worker_process_exits_with_code_1_after_a_refused_claim(dsn: str, db: psycopg.Connection) -> None:
     refuse_claims(db, {enqueue(db, "test.good")})
     process = await asyncio.create_subprocess_exec(

@@ -63,6 +63,7 @@ def let_pass(db: psycopg.Connection, *message_ids: int) -> None:
         make_due(db, message_id)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3, 20])
 async def test_ten_runs_with_a_dead_mail_server_use_up_no_attempts_and_later_runs_deliver_everything(
     dsn: str, db: psycopg.Connection, count: int

@@ -137,6 +137,7 @@ def take_and_hang(dsn: str, in_handler: ProcessEvent, go_on: ProcessEvent) -> No
     asyncio.run(Worker(outbox).run_once())
 
 
+@pytest.mark.slow
 async def test_the_next_attempt_ends_the_open_transaction_of_a_suspended_worker(
     outbox: Outbox, dsn: str, db: psycopg.Connection
 ) -> None:

@@ -187,6 +187,7 @@ REFUSED_LATE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "answer", "part"), REFUSED_LATE)
 async def test_forty_messages_survive_a_refusal_that_is_not_their_own_fault(
     dsn: str, db: psycopg.Connection, step: str, answer: str, part: str
@@ -269,6 +270,7 @@ async def test_messages_with_three_attempts_survive_a_wrong_host(dsn: str, db: p
     assert are_sent(db, [message_id])
 
 
+@pytest.mark.slow
 async def test_cron_runs_hold_refusals_without_a_reason_after_three_recipients(
     dsn: str, db: psycopg.Connection
 ) -> None:
@@ -353,6 +355,7 @@ async def test_one_refused_recipient_of_many_emails_holds_no_others(
 GROUP = "550 5.7.1 RESOLVER.RST.AuthRequired; authentication required"
 
 
+@pytest.mark.slow
 async def test_a_recipient_that_only_insiders_may_write_to_holds_the_others_once(
     dsn: str, db: psycopg.Connection
 ) -> None:
@@ -544,6 +547,7 @@ async def delivered_by(db: psycopg.Connection, ids: Sequence[int], outbox: Outbo
         await until(lambda: not open_breakers(db))
 
 
+@pytest.mark.slow
 async def test_messages_wait_for_a_worker_with_a_mail_server(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db, destination=ANN) for _ in range(100)]
     await held_by(db, ids, outbox_for(dsn, LONG | {"alert_destination": ALERT}))
@@ -553,6 +557,7 @@ async def test_messages_wait_for_a_worker_with_a_mail_server(dsn: str, db: psyco
         await delivered_by(db, ids, outbox_for(dsn, mail_settings(inbox.port)))
 
 
+@pytest.mark.slow
 async def test_messages_without_a_sender_wait_for_the_setting(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db, destination=ANN) for _ in range(100)]
     own = enqueue(db, payload="own", destination=ANN)
@@ -592,6 +597,7 @@ async def test_messages_held_back_for_a_missing_transport_are_not_rendered(dsn: 
     assert rendered == [first]
 
 
+@pytest.mark.slow
 async def test_messages_wait_for_the_right_password(dsn: str, db: psycopg.Connection) -> None:
     authority = trustme.CA()
     server_tls, client_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
@@ -627,6 +633,7 @@ def alert_ids(db: psycopg.Connection) -> list[int]:
     return [one for (one,) in db.execute("SELECT id FROM pgoutbox.message WHERE topic = 'pgoutbox.alert'").fetchall()]
 
 
+@pytest.mark.slow
 async def test_an_alert_uses_up_no_attempt_while_its_own_breaker_is_open(dsn: str, db: psycopg.Connection) -> None:
     """An alert never probes, so it may be sent while the breaker is half-open."""
     async with scripted_server({"RCPT": "554 5.7.1 no"}) as server:
