@@ -255,8 +255,8 @@ class Outbox:
         """Register the decorated function as the topic's handler of up to `max_size` messages at once.
 
         It gets a list of messages and a list of contexts. It returns None (all sent) or one result for each message, in
-        their order. If it raises, the exception is the outcome of every message of the batch. Everything else is as in
-        `handler`.
+        their order. If it raises, the exception is the outcome of every message of the batch; an exception that ends
+        messages, such as `Permanent`, is first tried again with each half. Everything else is as in `handler`.
 
             @outbox.batch_handler("search.index", max_size=500)
             async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> None: ...

@@ -14,7 +14,7 @@ from typing import Final
 
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Handler, SyncContext
-from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Snooze
+from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Skip, Snooze
 from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, current_gate, scheme_of
 from pgoutbox.transports.registry import MissingTransport
@@ -88,6 +88,10 @@ class Dispatcher:
         messages: list[Message[object]],
         attempts: list[Attempt],
     ) -> Sequence[object]:
+        """Return a result for each message.
+
+        An exception that ends messages does not say which one it is about, so the halves of the batch are tried.
+        """
         try:
             if handler.is_async:
                 results = await handler.function(messages, attempts)
@@ -96,7 +100,14 @@ class Dispatcher:
                 arguments = (messages, [SyncContext(attempt, loop) for attempt in attempts])
                 results = await in_thread(self._threads, handler.function, *arguments)
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its attempt
-            return [outcome_of_error(handler, error)] * len(messages)
+            outcome = outcome_of_error(handler, error)
+            if len(messages) == 1 or not isinstance(outcome, (Permanent, Skip)):
+                return [outcome] * len(messages)
+            half = len(messages) // 2
+            return [
+                *await self._run_batch_handler(handler, messages[:half], attempts[:half]),
+                *await self._run_batch_handler(handler, messages[half:], attempts[half:]),
+            ]
         if results is None:
             return [None] * len(messages)
         if not isinstance(results, Sequence) or isinstance(results, (str, bytes)) or len(results) != len(messages):

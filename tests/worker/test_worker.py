@@ -23,7 +23,7 @@ import pytest
 
 import pgoutbox.worker.poll_loop
 import pgoutbox.worker.worker
-from pgoutbox import Outbox, Topic
+from pgoutbox import Email, Outbox, Topic
 from pgoutbox.database.store import FinishRequest, Store
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.errors import ConfigurationError, LeaseLostError
@@ -721,6 +721,7 @@ class LetGo(logging.Handler):
             self.event.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_batch", [False, True], ids=["single", "batch"])
 async def test_a_handler_that_blocks_the_event_loop_is_named_in_the_log_during_the_block(
     outbox: Outbox, db: psycopg.Connection, is_batch: bool
@@ -994,6 +995,54 @@ async def test_an_exception_in_a_batch_is_the_outcome_of_each_message(outbox: Ou
     ids = [enqueue(db, topic="index") for _ in range(3)]
     await Worker(outbox).run_once()
     assert [(row.state, row.last_error) for row in rows_of(db, *ids)] == [("pending", "SystemExit: index is down")] * 3
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_an_exception_about_one_message_of_a_batch_ends_no_other(
+    outbox: Outbox, db: psycopg.Connection, kind: str
+) -> None:
+    def invite(messages: Sequence[Message]) -> list[Outcome]:
+        for message in messages:
+            Email(to=cast("str", message.payload), subject="Come", text="Tonight")
+        return [Sent() for _ in messages]
+
+    if kind == "async":
+
+        @outbox.batch_handler("invite")
+        async def invite_all(messages: Sequence[Message], contexts: Sequence[Context]) -> list[Outcome]:
+            return invite(messages)
+
+    else:
+
+        @outbox.batch_handler("invite")
+        def invite_all_in_thread(messages: Sequence[Message], contexts: Sequence[SyncContext]) -> list[Outcome]:
+            return invite(messages)
+
+    wrong = {3: "ann@example.org, bob@example.org", 7: "nobody"}
+    ids = [enqueue(db, topic="invite", payload=wrong.get(n, f"guest{n}@example.org")) for n in range(9)]
+    await Worker(outbox).run_once()
+    rows = rows_of(db, *ids)
+    assert {n: row.last_error for n, row in enumerate(rows) if row.state == "failed"} == {
+        3: "email.to: has more than one @; give several addresses as a sequence",
+        7: "email.to: has no @",
+    }
+    assert [row.state for n, row in enumerate(rows) if n not in wrong] == ["sent"] * 7
+
+
+async def test_a_batch_that_raises_an_end_for_each_message_ends_them_all(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    calls: list[int] = []
+
+    @outbox.batch_handler("invite")
+    async def invite(messages: Sequence[Message], contexts: Sequence[Context]) -> None:
+        calls.append(len(messages))
+        raise Skip("the party is cancelled")
+
+    ids = [enqueue(db, topic="invite") for _ in range(5)]
+    await Worker(outbox).run_once()
+    assert [row.state for row in rows_of(db, *ids)] == ["skipped"] * 5
+    assert calls.count(1) == 5
 
 
 async def test_an_invalid_outcome_of_one_batch_message_retries_only_that_message(
@@ -1274,6 +1323,7 @@ async def test_an_overtaken_attempt_learns_of_it_before_its_side_effect(
     assert worker.telemetry.counts[LogEvent.ATTEMPT_OVERTAKEN] == 1
 
 
+@pytest.mark.slow
 async def test_a_running_handler_learns_of_a_cancellation(outbox: Outbox, db: psycopg.Connection) -> None:
     with reports() as heard:
 
@@ -1524,6 +1574,7 @@ def ledger(db: psycopg.Connection) -> Callable[[], list[tuple[int, str]]]:
     return lambda: db.execute("SELECT message_id, idempotency_key FROM handed_over ORDER BY message_id").fetchall()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", KILL_POINTS)
 async def test_a_killed_worker_loses_nothing_and_only_a_kill_after_the_send_duplicates(
     outbox: Outbox, dsn: str, db: psycopg.Connection, ledger: Callable[[], list[tuple[int, str]]], point: str
@@ -1586,6 +1637,7 @@ CREATE TRIGGER note AFTER INSERT OR UPDATE ON pgoutbox.message FOR EACH ROW EXEC
 """
 
 
+@pytest.mark.slow
 async def test_a_process_stopped_past_its_lease_writes_nothing_when_it_continues(
     outbox: Outbox, dsn: str, db: psycopg.Connection
 ) -> None:
@@ -1623,6 +1675,7 @@ async def test_a_process_stopped_past_its_lease_writes_nothing_when_it_continues
     assert everything() == before
 
 
+@pytest.mark.slow
 async def test_a_handler_that_blocks_the_event_loop_keeps_its_lease(dsn: str, db: psycopg.Connection) -> None:
     lease = 2.0
     outbox = Outbox(settings_for(dsn, lease_seconds=lease))
@@ -1722,6 +1775,7 @@ async def test_a_worker_continues_while_its_claims_fail_and_logs_it_once(
     assert heard.events.count(LogEvent.DATABASE_LOST) == 1
 
 
+@pytest.mark.slow
 async def test_successful_reads_on_a_read_only_server_do_not_end_an_outage(
     outbox: Outbox, db: psycopg.Connection
 ) -> None:

@@ -76,6 +76,9 @@ class Email:
 
     If the server refuses one recipient, no recipient gets the e-mail.
 
+    A wrong address, and an e-mail with neither `text` nor `html`, raise `Permanent` with the field. The rest is checked
+    when the e-mail is sent.
+
     >>> Email(to="ann@example.com", subject="Welcome", text="Good to have you here.").scheme
     'mailto'
     """
@@ -91,6 +94,17 @@ class Email:
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     attachments: Sequence[Attachment] = ()
     envelope_sender: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.sender is not None:
+            parse_mailbox("email.sender", self.sender)
+        if self.to is not None:
+            _mailboxes("email.to", self.to)
+        for name in ("cc", "bcc", "reply_to"):
+            _mailboxes(f"email.{name}", getattr(self, name))
+        _envelope_sender("email", self.envelope_sender, None)
+        if self.text is None and self.html is None:
+            raise Permanent("email.text: neither text nor html is given")
 
     @classmethod
     def from_template(
@@ -141,6 +155,8 @@ class RawEmail:
 
     Bytes beyond ASCII need a server with 8BITMIME, or with SMTPUTF8 if they are in the headers.
 
+    A wrong address raises `Permanent` with the field. `data` is checked when the e-mail is sent.
+
     >>> RawEmail(data=b"Subject: Hello\\r\\n\\r\\nHi\\r\\n", to="ann@example.com").scheme
     'mailto'
     """
@@ -148,6 +164,11 @@ class RawEmail:
     data: bytes = field(repr=False)
     to: str | Sequence[str] | None = None
     envelope_sender: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.to is not None:
+            _mailboxes("raw_email.to", self.to)
+        _envelope_sender("raw_email", self.envelope_sender, None)
 
     @property
     def scheme(self) -> str:
@@ -370,8 +391,6 @@ def _add_headers(mime: EmailMessage, headers: Mapping[str, str]) -> None:
 def _add_body(mime: EmailMessage, email: Email) -> None:
     parts = [("text", "plain", email.text), ("html", "html", email.html)]
     given = [(name, subtype, body) for name, subtype, body in parts if body is not None]
-    if not given:
-        raise Permanent("email.text: neither text nor html is given")
     for index, (name, subtype, body) in enumerate(given):
         encode_text(f"email.{name}", body)  # It raises for a text that is not valid.
         add = mime.add_alternative if index else mime.set_content
