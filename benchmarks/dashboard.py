@@ -166,7 +166,7 @@ def _looks(count: int) -> dict[str, dict[str, object]]:
         "LIVE_QUEUES": {"queue": None, "queues": 100, "cap": QUEUE_CAP + 1},
         "RUNNING_WORKERS": {"cap": CAP},
         "FAILED_LATELY": {"cap": CAP},
-        "FAILED_GROUPS": {"cap": GROUP_ROWS, "limit": 100},
+        "LIST_FAILURES": {"topic": None, "seconds": None, "cap": GROUP_ROWS, "limit": 100},
         "SEARCH_MESSAGES": {**nowhere.parameters(), **search, "rows": SEARCH_ROWS},
         "SEARCHED": {**nowhere.parameters(), **search, "rows": SEARCH_ROWS},
         "COUNT_SEARCHED": {**failed.parameters(), **search, "rows": GROUP_ROWS},

@@ -32,6 +32,7 @@ ENVIRONMENT_PREFIX = "PGOUTBOX_"
 _TEST_PREFIX = f"{ENVIRONMENT_PREFIX}TEST_"
 SUPERVISOR_FD_VARIABLE = f"{ENVIRONMENT_PREFIX}SUPERVISOR_FD"
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
+_ALERT_DESTINATION = re.compile(r"(?:mailto:[^,]+@[^,]+|https?://[^/?#]+.*|apprise:.+)")
 _FERNET_KEY = re.compile(r"\s*[A-Za-z0-9_-]{43}=\s*")
 
 
@@ -375,8 +376,10 @@ class Settings(_Group, BaseSettings):
     """First part of the worker's name, as recorded in the column `worker` (default: the host name)."""
     apprise_urls: SecretStr | None = None
     """Targets of the `apprise:` transport: a JSON object of names and Apprise URLs."""
-    alert_destination: str | None = Field(default=None, max_length=2048)
-    """`mailto:` address that receives an e-mail when a circuit breaker opens or closes."""
+    alert_destination: str | None = Field(default=None, max_length=4096)
+    """Who is told when messages fail, and when a circuit breaker opens or closes: destinations, separated by spaces,
+    such as `mailto:ops@example.org`, an `https:` URL and `apprise:NAME`. An alert about the mail server waits for it,
+    so give a second destination of another kind."""
     redact: str | None = None
     """Additional names of values to hide, separated by commas. `password`, `token` and similar names are always hidden.
     """
@@ -463,16 +466,23 @@ class Settings(_Group, BaseSettings):
             raise ValueError(
                 "PGOUTBOX_MAIL_TRANSPORT=log sends no e-mail, but PGOUTBOX_SMTP_HOST is set: unset one of them"
             )
-        if self.alert_destination is not None and not re.fullmatch(
-            r"mailto:[^\s,\x00-\x1f\x7f]+", self.alert_destination
-        ):
-            raise ValueError("PGOUTBOX_ALERT_DESTINATION must be one address such as mailto:ops@example.org")
+        for destination in self.alert_destinations:
+            if not _ALERT_DESTINATION.fullmatch(destination):
+                raise ValueError(
+                    "PGOUTBOX_ALERT_DESTINATION must be destinations such as mailto:ops@example.org, "
+                    "https://hooks.example.org/alert or apprise:NAME, separated by spaces"
+                )
         return self
 
     @property
     def redacted_names(self) -> tuple[str, ...]:
         """The names whose values are hidden in views, output and logs: the default names and those of `redact`."""
         return (*REDACTED_NAMES, *(name.strip() for name in (self.redact or "").split(",") if name.strip()))
+
+    @property
+    def alert_destinations(self) -> tuple[str, ...]:
+        """The destinations of `alert_destination`."""
+        return () if self.alert_destination is None else tuple(self.alert_destination.split())
 
     @property
     def pooled(self) -> bool:

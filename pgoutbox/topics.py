@@ -21,6 +21,7 @@ from pgoutbox.text import preview
 
 OnDuplicate = Literal["error", "ignore"]
 
+ALERT_TOPIC: Final = "pgoutbox.alert"
 NOT_BOTH: Final = "give ordering_key or coalesce_key, not both: newer messages replace older ones, or follow them"
 
 

@@ -552,9 +552,9 @@ _FURTHER_NAMES: Final = {
     ),
     "pgoutbox.operations": (
         "MessageFilter", "MessageResult", "RedriveResult", "ResendResult", "DismissResult", "Batch", "Rate", "Pause",
-        "ClosedBreaker", "PruneTotals", "ListedMessage", "ShownMessage", "ShownAttempt", "JsonText", "TopicCounts",
-        "QueueControls", "OpenBreaker", "SwitchedRedirect", "WorkerRedirect", "Redirects", "ClearedRedirect",
-        "RetentionRule", "AuditRow", "Action",
+        "ClosedBreaker", "PruneTotals", "ListedMessage", "ShownMessage", "ShownAttempt", "JsonText", "FailureGroup",
+        "TopicCounts", "QueueControls", "OpenBreaker", "SwitchedRedirect", "WorkerRedirect", "Redirects",
+        "ClearedRedirect", "RetentionRule", "AuditRow", "Action",
     ),
     "pgoutbox.embedded": ("embedded_server", "EmbeddedServer"),
     "pgoutbox.transports": (

@@ -41,6 +41,7 @@ ORDER = (
     "tables/*.sql",
     "functions/*.sql",  # The private ones first: public ones call them.
     "triggers/*.sql",
+    "views/worker_view.sql",  # The view of waiting messages reads it.
     "views/*.sql",
     "roles/*.sql",
     "setup.sql",

@@ -219,6 +219,36 @@ def show(
 
 
 @app.command()
+def failures(
+    *,
+    topic: Annotated[str | None, typer.Option(help="Only messages of this topic.")] = None,
+    since: Annotated[
+        timedelta | None,
+        typer.Option(parser=parse_duration, metavar="DURATION", help="Only messages that failed this lately: 1d."),
+    ] = None,
+    where: App = None,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Show the failed messages by topic and cause, those with the most failures in the last hour first.
+
+    Errors that differ only in addresses, quoted values, ids and numbers have one cause. Reads the newest 3,000 failed
+    messages.
+    """
+    settings = read_settings(dsn, app=where)
+    names_of = redacted_names_of(settings)
+    with open_operator(settings, read_only=True) as operator:
+        groups = operator.list_failures(topic=topic, within=since)
+    groups = [group.redacted(names_of(group.topic)) for group in groups]
+    if as_json:
+        for group in groups:
+            print_json(group._asdict())
+        return
+    columns = ("messages", "last_hour", "topic", "cause", "place", "first_at", "last_at", "newest_id")
+    print_table(columns, [[getattr(group, name) for name in columns] for group in groups])
+
+
+@app.command()
 def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> None:
     """Count messages by topic; list paused queues, open circuit breakers and redirects."""
     settings = read_settings(dsn)

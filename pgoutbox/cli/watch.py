@@ -16,6 +16,7 @@ from pgoutbox.cli.arguments import App, Dsn, InQueue, InTopic, Json, parse_durat
 from pgoutbox.cli.console import live_tables, print_json, print_line, print_table
 from pgoutbox.cli.program import app, read_settings, redacted_names_of, shorten
 from pgoutbox.database import operator_connection
+from pgoutbox.doctor import examine_delivery
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import activity
 from pgoutbox.redaction import redact_text
@@ -31,7 +32,7 @@ _OUTCOMES = sorted({outcome.value for outcome in AttemptOutcome} | {State.SENT.v
 def top(
     *, queue: InQueue = None, every: Every = 2.0, count: Count = None, dsn: Dsn = None, as_json: Json = False
 ) -> None:
-    """Watch the backlog by topic, and the workers.
+    """Watch the problems of delivery, the backlog by topic, and the workers.
 
     Runs until Ctrl-C. Without a terminal and with --json, each refresh is appended; with --json as one document.
     """
@@ -42,13 +43,21 @@ def top(
         live_tables() as show,
     ):
         for _ in _refreshes(every, count):
+            problems = examine_delivery(connection, settings)
             topics = activity.topic_activity(connection, queue=queue)
             found = activity.list_workers(connection)
             if as_json:
-                print_json({"topics": [asdict(t) for t in topics], "workers": [w._asdict() for w in found]})
+                print_json(
+                    {
+                        "problems": [asdict(problem) for problem in problems],
+                        "topics": [asdict(t) for t in topics],
+                        "workers": [w._asdict() for w in found],
+                    }
+                )
             else:
                 show(
                     [
+                        (("level", "what", "fix"), [(p.level, p.what, p.fix) for p in problems]),
                         (_TOPIC_COLUMNS, [_topic_cells(topic) for topic in topics]),
                         (activity.WorkerActivity._fields, [_worker_cells(worker) for worker in found]),
                     ]

@@ -121,6 +121,15 @@ async def clear_redirect(request: Request) -> Response:
 
 
 @operators_only
+async def close_breaker(request: Request) -> Response:
+    """Close a circuit breaker, and make its messages due."""
+    key = inputs.breaker_of(await inputs.read_form(request))
+    closed = await _act(request, lambda operator: operator.close_breaker(key))
+    done = "breaker-closed" if closed.was_open else "breaker-not-open"
+    return RedirectResponse(f"{link(request, 'overview')}{query(done=done)}#breakers", status_code=303)
+
+
+@operators_only
 async def start_bulk(request: Request) -> Response:
     """Start the bulk action of the preview."""
     form = await inputs.read_form(request)
@@ -175,6 +184,7 @@ ROUTES: Final = [
     Route("/queues/{queue}/in-flight", limit_in_flight, name="limit_in_flight", methods=["POST"]),
     Route("/redirect", set_redirect, name="set_redirect", methods=["POST"]),
     Route("/redirect/off", clear_redirect, name="clear_redirect", methods=["POST"]),
+    Route("/breakers/close", close_breaker, name="close_breaker", methods=["POST"]),
     Route("/bulk", start_bulk, name="start_bulk", methods=["POST"]),
     Route("/bulk/{bulk_id}/stop", stop_bulk, name="stop_bulk", methods=["POST"]),
 ]

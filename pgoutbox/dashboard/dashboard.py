@@ -13,6 +13,7 @@ from pgoutbox.dashboard.charts import failures_by_topic
 from pgoutbox.dashboard.database import ANSWER_SECONDS, Database, UnavailableError
 from pgoutbox.dashboard.history import History, Minute
 from pgoutbox.dashboard.live import ChangeFeed
+from pgoutbox.doctor import Finding, examine_delivery
 from pgoutbox.operations import Operator
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Overview(NamedTuple):
     """The data of the overview page."""
 
     now: datetime
+    problems: list[Finding]
     states: list[reads.StateCount]
     queues: list[reads.QueueRow]
     workers: list[reads.WorkerRow]
@@ -90,6 +92,7 @@ class Dashboard:
         now = reads.now(connection)
         return Overview(
             now,
+            examine_delivery(connection, self.settings, self.outbox),
             reads.count_states(connection),
             reads.live_queues(connection),
             reads.running_workers(connection),

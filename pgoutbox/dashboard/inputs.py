@@ -236,6 +236,14 @@ def redirect_of(form: Given) -> tuple[str, timedelta | None]:
     return target, duration_of(form)
 
 
+def breaker_of(form: Given) -> str:
+    """Return the key of a circuit breaker."""
+    key = text_of(form, "key", at_most=2048)
+    if key is None:
+        raise InputError("key", "give the key of a circuit breaker")
+    return key
+
+
 def rate_of(form: Given) -> tuple[Rate | None, int | None]:
     """Return the rate and the burst of a queue; None means no limit."""
     count = number_of(form, "rate", at_most=1_000_000)

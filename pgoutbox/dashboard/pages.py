@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from starlette.responses import RedirectResponse, Response
@@ -45,6 +46,8 @@ _DONE: Final[Mapping[str, str]] = {
     "redirected": "No worker begins to hand an e-mail over to its real recipients, except to exempt addresses.",
     "redirect-off": "The redirect is off. Held-back messages are due in two seconds.",
     "redirect-not-on": "The redirect was not on.",
+    "breaker-closed": "The circuit breaker is closed. Its messages are due in a second.",
+    "breaker-not-open": "The circuit breaker was not open.",
     "limited": "The limit applies from the next claim of each worker.",
 }
 _PREVIEW: Final = 10
@@ -62,7 +65,9 @@ async def overview(request: Request) -> Response:
         "overview.html",
         {
             "page": "overview",
+            "notice": _notice(request),
             **found._asdict(),
+            "problems": [replace(p, what=redact_text(p.what, hidden)) for p in found.problems],
             "breakers": [b._replace(last_error=redact_text(b.last_error, hidden)) for b in found.breakers],
             "oldest_due_at": min(due, default=None),
             "is_counting": len(found.minutes) < MINUTES,
@@ -190,7 +195,7 @@ async def failed(request: Request) -> Response:
     now, groups = await dashboard.database.read(
         lambda connection: (reads.now(connection), reads.failed_groups(connection))
     )
-    groups = [reads.redact_group(group, dashboard.names_of(group.topic)) for group in groups]
+    groups = [group.redacted(dashboard.names_of(group.topic)) for group in groups]
     return await render_page(
         request,
         "failed.html",

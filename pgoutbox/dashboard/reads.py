@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 from pgoutbox.database import sql
 from pgoutbox.message import State
-from pgoutbox.operations import AuditRow, ListedMessage, MessageFilter, Operator
-from pgoutbox.redaction import redact_text
+from pgoutbox.operations import AuditRow, FailureGroup, ListedMessage, MessageFilter, Operator
 
 if TYPE_CHECKING:
     from pgoutbox.dashboard.types import Connection
@@ -99,18 +97,6 @@ class FailedMinute(NamedTuple):
     messages: int
 
 
-class FailedGroup(NamedTuple):
-    """Failures of one topic whose errors differ only in numbers and addresses; columns as in FAILED_GROUPS."""
-
-    topic: str
-    error: str
-    group: str
-    messages: int
-    first_at: datetime
-    last_at: datetime
-    newest_id: int
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
     """One page of a search. `next_before` means more rows, or perhaps more if `looked_at` rows did not fill the page.
@@ -169,10 +155,9 @@ def failed_lately(connection: Connection) -> list[FailedMinute]:
     return [FailedMinute._make(row) for row in connection.execute(sql.FAILED_LATELY, {"cap": CAP})]
 
 
-def failed_groups(connection: Connection) -> list[FailedGroup]:
-    """Return the newest failures by topic and error, the largest group first."""
-    rows = connection.execute(sql.FAILED_GROUPS, {"cap": GROUP_ROWS, "limit": _GROUPS})
-    return [FailedGroup._make(row) for row in rows]
+def failed_groups(connection: Connection) -> list[FailureGroup]:
+    """Return the newest failures by topic and cause, those with the most failures in the last hour first."""
+    return Operator(connection).list_failures(limit=_GROUPS)
 
 
 def count_by_topic(connection: Connection) -> list[TopicCount]:
@@ -285,8 +270,3 @@ def _first_id_since(connection: Connection, moment: datetime) -> int:
         else:
             low = row[0] + 1
     return high
-
-
-def redact_group(group: FailedGroup, names: Collection[str]) -> FailedGroup:
-    """Return the group with sensitive values hidden."""
-    return group._replace(error=redact_text(group.error, names))

@@ -32,6 +32,8 @@ _PERMIT_PAUSE_SECONDS = 0.25
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _RETENTION_SECONDS = 30.0
 _NO_HOOKS: Final = "{}"
+_FAILURES_TOLD: Final = 1_000
+_ALERTS_AT_ONCE: Final = 10
 _SHOWN_NAME_LENGTH = 48  # With "pgoutbox claim " the 63 bytes that PostgreSQL keeps of an application_name.
 
 
@@ -200,6 +202,8 @@ class Store:
         self.lease_seconds = settings.lease_seconds
         self._settings = settings
         self._hooks = json.dumps(dict(hooks or {}))
+        # Without a destination, the application's own handler sends the alerts.
+        self._alert_destinations: list[str | None] = [*settings.alert_destinations] or [None]
         self.claims = WorkerConnection(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
         self._finishes = WorkerConnection(dsn, settings, purpose="finish", spare=self.claims)
         self._attempts = WorkerConnection(dsn, settings, purpose="attempt", spare=self.claims)
@@ -469,10 +473,21 @@ class Store:
                 "max_cooldown_seconds": settings.breaker.max_cooldown_seconds,
                 "worker": self.worker,
                 "alert_queue": alert_queue,
-                "alert_destination": settings.alert_destination,
+                "alert_destinations": self._alert_destinations,
             },
         )
         return BreakerRow._make(rows[0]) if rows else None
+
+    async def tell_failures(self, alert_queue: str) -> int:
+        """Enqueue the alerts about failed messages that nobody has enqueued today. Return their number."""
+        parameters = {
+            "alert_queue": alert_queue,
+            "alert_destinations": self._alert_destinations,
+            "cap": _FAILURES_TOLD,
+            "limit": _ALERTS_AT_ONCE,
+        }
+        ((count,),) = await self._attempts.fetch(sql.TELL_FAILURES, parameters)
+        return int(count)
 
     async def failures_of_last_run(self) -> dict[str, dict[str, Any]]:
         """Return the memory of each breaker, by its key, that the last run of `run_once` or `drain` hands on."""
@@ -510,7 +525,7 @@ class Store:
                 "probe_id": probe_id,
                 "send_seconds": send_seconds,
                 "alert_queue": alert_queue,
-                "alert_destination": self._settings.alert_destination,
+                "alert_destinations": self._alert_destinations,
             },
         )
         return float(rows[0][0]) if rows else None

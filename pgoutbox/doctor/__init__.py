@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from pgoutbox.doctor.context import Limits
 from pgoutbox.doctor.findings import Finding, Level
-from pgoutbox.doctor.runner import examine
+from pgoutbox.doctor.runner import examine, examine_delivery
 
-__all__ = ["Finding", "Level", "Limits", "examine"]
+__all__ = ["Finding", "Level", "Limits", "examine", "examine_delivery"]

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, LiteralString
+from typing import Any, Final, LiteralString
 
 import psycopg
 from psycopg.rows import DictRow, dict_row
@@ -39,6 +39,7 @@ class Limits:
     in_flight_seconds: float = 900.0
     attempts: int = 20
     failed_seconds: float = 90_000.0
+    failures_read: int = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +48,16 @@ class DoctorContext:
 
     settings: Settings
     outbox: Outbox | None
-    connection: psycopg.Connection[DictRow]
+    connection: psycopg.Connection[Any]
     limits: Limits = field(default_factory=Limits)
+    statement_seconds: float = STATEMENT_SECONDS
     clock: Callable[[], float] = time.time
 
     def ask(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> list[DictRow]:
         """Run one statement in its own read-only transaction, and return its rows."""
-        with self.connection.transaction():
-            self.connection.execute(sql.PREPARE_EXAMINATION, {"seconds": STATEMENT_SECONDS})
-            return self.connection.execute(statement, parameters).fetchall()
+        with self.connection.transaction(), self.connection.cursor(row_factory=dict_row) as cursor:
+            cursor.execute(sql.PREPARE_EXAMINATION, {"seconds": self.statement_seconds})
+            return cursor.execute(statement, parameters).fetchall()
 
     def ask_one(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> DictRow:
         """Run a statement like `ask`, and return its only row."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,9 @@ from pgoutbox.encryption import SEALED, decrypted, keyring_of
 from pgoutbox.message import Transient
 from pgoutbox.redaction import redact_text
 from pgoutbox.text import one_line
+from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.transports.registry import hint_for
-from pgoutbox.worker.alert import ALERT_TOPIC, handlers_of
+from pgoutbox.worker.alert import handlers_of
 
 if TYPE_CHECKING:
     from psycopg.rows import DictRow
@@ -341,7 +343,7 @@ def check_breakers(context: DoctorContext) -> Iterator[Note]:
             f"{_quoted(context, breaker['last_error'])}",
             "messages to it wait, and use up no attempts",
             "repair what the error names, such as the server, the account or the target; then a probe closes the "
-            "breaker, and delivery resumes",
+            f"breaker, or at once: pgoutbox breaker close {shlex.quote(breaker['key'])}",
         )
     if not found:
         yield ok("breakers-closed", "no circuit breaker is open")
@@ -381,27 +383,30 @@ def check_redirect(context: DoctorContext) -> Iterator[Note]:
 def check_failed(context: DoctorContext) -> Iterator[Note]:
     """Name the causes for which messages failed lately."""
     seconds = context.limits.failed_seconds
-    causes = context.ask(sql.FAILURE_CAUSES, {"seconds": seconds})
+    causes = context.ask(
+        sql.LIST_FAILURES, {"topic": None, "seconds": seconds, "cap": context.limits.failures_read, "limit": 10}
+    )
     why = "failed messages are not retried, so their receivers get nothing"
     within = f"failed within the last {duration(seconds)}"
     for row in causes:
-        count = pluralize(row["messages"], "message") + (" or more" if row["message_count"] >= 10_000 else "")
+        more_exist = row["message_count"] >= context.limits.failures_read
+        count = pluralize(row["messages"], "message") + (" or more" if more_exist else "")
         yield warning(
             "messages-failed",
             f"{count} of {row['topic']} {within}: {_quoted(context, row['error'])}",
             why,
-            f"list them: pgoutbox list --state failed --topic {row['topic']}; fix the cause, then run: "
+            f"see them by cause: pgoutbox failures --topic {row['topic']}; fix the cause, then run: "
             f"pgoutbox redrive --all-failed --topic {row['topic']}; if nobody can deliver them: pgoutbox dismiss",
         )
     if not causes:
         yield ok("nothing-failed", f"no message {within}")
-    elif more := causes[0]["cause_count"] - len(causes):
+    elif more := causes[0]["group_count"] - len(causes):
         rest = causes[0]["message_count"] - sum(row["messages"] for row in causes)
         yield warning(
             "more-messages-failed",
             f"{pluralize(rest, 'message')} {within} for {pluralize(more, 'more cause')}",
             why,
-            "list them: pgoutbox list --state failed",
+            "see them by cause: pgoutbox failures",
         )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import psycopg
 
@@ -16,6 +17,10 @@ from pgoutbox.doctor.findings import Finding, Level, Notes, error_text, run_chec
 from pgoutbox.errors import PgOutboxError
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
+
+# What a page that is open all night asks every few seconds, with fewer rows.
+_WATCHED_LIMITS: Final = Limits(failures_read=1_000)
+_WATCHED_SECONDS: Final = 2.0
 
 Check = Callable[[DoctorContext], Notes]
 
@@ -28,6 +33,14 @@ _SERVER_CHECKS: Final[Mapping[str, Check]] = {
     "transactions": server.check_transactions,
     "slots": server.check_slots,
     "notify": server.check_notify,
+}
+
+_DELIVERY_CHECKS: Final[Mapping[str, Check]] = {
+    "workers": delivery.check_workers,
+    "due": delivery.check_due,
+    "breakers": delivery.check_breakers,
+    "redirect": delivery.check_redirect,
+    "failed": delivery.check_failed,
 }
 
 _SCHEMA_CHECKS: Final[Mapping[str, Check]] = {
@@ -86,6 +99,25 @@ def examine(
             yield from _check_database(context)
     for check, ask in transports.CHECKS.items():
         yield from run_check(check, lambda ask=ask: ask(settings, outbox))  # type: ignore[misc] # bound now
+
+
+def examine_delivery(
+    connection: psycopg.Connection[Any], settings: Settings, outbox: Outbox | None = None
+) -> list[Finding]:
+    """Return the problems and warnings of delivery, problems first: what a person on call has to know.
+
+    Runs in the transaction of the connection, if there is one.
+    """
+    context = DoctorContext(
+        settings=settings,
+        outbox=outbox,
+        connection=connection,
+        limits=_WATCHED_LIMITS,
+        statement_seconds=_WATCHED_SECONDS,
+    )
+    found = [finding for check, ask in _DELIVERY_CHECKS.items() for finding in run_check(check, partial(ask, context))]
+    faults = [finding for finding in found if finding.level in (Level.PROBLEM, Level.WARNING)]
+    return sorted(faults, key=lambda finding: finding.level is not Level.PROBLEM)
 
 
 def _check_database(context: DoctorContext) -> Iterator[Finding]:

@@ -126,12 +126,12 @@ def _doubtful_sender(answer: str) -> Note:
 
 
 def _alert_destination(settings: Settings) -> Iterator[Note]:
-    if settings.alert_destination is not None and is_placeholder(settings.alert_destination):
+    for destination in filter(is_placeholder, settings.alert_destinations):
         yield _placeholder(
             "alert-destination-placeholder",
             "PGOUTBOX_ALERT_DESTINATION",
-            settings.alert_destination,
-            "alerts about a dead server do not reach you",
+            destination,
+            "alerts about failed messages and a dead server do not reach you",
         )
 
 

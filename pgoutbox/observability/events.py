@@ -178,6 +178,10 @@ class LogEvent(enum.StrEnum):
         "A turn of maintenance failed. It is tried again, and deliveries continue.",
     )
     MAINTENANCE_BACK = "maintenance_back", "Maintenance works again."
+    ALERTS_FAILED = (
+        "alerts_failed",
+        "The alerts about failed messages could not be enqueued. It is tried again, and deliveries continue.",
+    )
     SCHEMA_KEPT = (
         "schema_kept",
         "The schema was not dropped: it has objects that are not from the migrations, or another owner.",

@@ -50,6 +50,7 @@ from pgoutbox.operations.records import (
     DismissResult,
     EraseResult,
     Erasure,
+    FailureGroup,
     Home,
     JsonText,
     ListedMessage,
@@ -184,6 +185,18 @@ class Operator:
     def count_messages(self, *, queue: str | None = None) -> list[TopicCounts]:
         """Return the numbers of messages by queue and topic. Reads all messages."""
         return [TopicCounts._make(row) for row in self._fetch(sql.STATS, {"queue": queue})]
+
+    def list_failures(
+        self, *, topic: str | None = None, within: timedelta | None = None, limit: int = 100
+    ) -> list[FailureGroup]:
+        """Return failed messages by topic and cause, those with the most failures in the last hour first.
+
+        `within` restricts them to messages that failed that lately. Reads at most the newest 3,000 of them.
+        """
+        seconds = None if within is None else within.total_seconds()
+        parameters = {"topic": topic, "seconds": seconds, "cap": _SEARCHED_GROUP_ROWS, "limit": limit}
+        rows = self._fetch(sql.LIST_FAILURES, parameters)
+        return [FailureGroup._make(row[: len(FailureGroup._fields)]) for row in rows]
 
     def show_message(
         self, message_id: int, *, whole: bool = False, with_values: bool = True

@@ -330,10 +330,31 @@ class ListedMessage(NamedTuple):
         )
 
 
+# In sentences, the reasons of `pgoutbox.waiting_view`.
+_WAITS: Final = {
+    "superseded": "a newer message of its coalesce key takes its place",
+    "paused": "its queue is paused",
+    "scheduled": "its time has not come",
+    "retry": "for the pause before its next attempt",
+    "breaker": "the circuit breaker of its receiver is open",
+    "unavailable": "a setting or a server must be repaired first",
+    "redirect": "the redirect holds it back",
+    "halted": "an earlier message of its ordering key has failed",
+    "in order": "an earlier message of its ordering key is delivered first",
+    "in flight": "another message of its key is being sent",
+    "rate": "the rate limit of its queue is used up",
+    "max_in_flight": "the limit in flight of its queue is reached",
+    "no worker": "no running worker serves its queue",
+    "no handler": "no running worker of its queue has a handler for its topic",
+    "due": "it is due, and the next free slot of a worker takes it",
+}
+
+
 class ShownMessage(NamedTuple):
     """All data of one message, in the order of SHOW_MESSAGE.
 
-    Headers and payload can be a `JsonText`. Their sizes are the sizes of the whole JSON text.
+    Headers and payload can be a `JsonText`. Their sizes are the sizes of the whole JSON text. `waits` is the reason why
+    a pending message is not delivered yet, as in `pgoutbox.waiting_view`.
     """
 
     id: int
@@ -346,6 +367,9 @@ class ShownMessage(NamedTuple):
     attempt_budget: int
     created_at: datetime
     available_at: datetime
+    waits: str | None
+    waits_for: int | None
+    waits_until: datetime | None
     expires_at: datetime | None
     claimed_at: datetime | None
     lease_expires_at: datetime | None
@@ -372,6 +396,11 @@ class ShownMessage(NamedTuple):
     def attempts(self) -> str:
         """The attempts that count, of those that the policy grants."""
         return _attempts(self)
+
+    @property
+    def why_it_waits(self) -> str | None:
+        """`waits` in words."""
+        return None if self.waits is None else _WAITS[self.waits]
 
     def redacted(self, names: Collection[str]) -> ShownMessage:
         """Return the message without an encrypted payload, and without values whose name matches `names`."""
@@ -406,6 +435,30 @@ class ShownAttempt(NamedTuple):
     def redacted(self, names: Collection[str]) -> ShownAttempt:
         """Return the attempt without values whose name matches `names`."""
         return self._replace(error=_redact_text(self.error, names))
+
+
+class FailureGroup(NamedTuple):
+    """The failed messages of one topic and cause, in the order of LIST_FAILURES.
+
+    `cause` is the error without addresses, quoted values, ids and numbers; None if there is none. `last_hour` of the
+    `messages` failed within the last hour. `error` is that of the newest message, at most 300 characters, and `place`
+    the line of its handler that raised it.
+    """
+
+    topic: str
+    cause: str | None
+    group: str
+    messages: int
+    last_hour: int
+    first_at: datetime
+    last_at: datetime
+    newest_id: int
+    error: str | None
+    place: str | None
+
+    def redacted(self, names: Collection[str]) -> FailureGroup:
+        """Return the group without values whose name matches `names`."""
+        return self._replace(cause=_redact_text(self.cause, names), error=_redact_text(self.error, names))
 
 
 class TopicCounts(NamedTuple):

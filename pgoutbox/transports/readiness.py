@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from pgoutbox.settings import Settings, SmtpSettings
+from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.transports import Content, scheme_of
 from pgoutbox.transports.apprise import Notification
 from pgoutbox.transports.brokers.events import CloudEvent
@@ -84,7 +85,7 @@ def lacks_of(
         yield Lack("PGOUTBOX_WEBHOOK_SECRETS", _NOT_SET, topics)
     if settings.event_source is None and (topics := _topics_with(contents, "event")):
         yield Lack("PGOUTBOX_EVENT_SOURCE", _NOT_SET, topics)
-    if settings.alert_destination is not None and is_placeholder(settings.alert_destination):
+    if any(map(is_placeholder, settings.alert_destinations)):
         yield Lack("PGOUTBOX_ALERT_DESTINATION", _PLACEHOLDER)
 
 
@@ -97,6 +98,8 @@ def _missing_transports(
         fixed = destinations.get(topic)
         for scheme in (found & {"mailto", "https", "apprise"}) if fixed is None else {scheme_of(fixed)}:
             needed.setdefault(scheme, set()).add(topic)
+    for destination in settings.alert_destinations if ALERT_TOPIC in contents else ():
+        needed.setdefault(scheme_of(destination), set()).add(ALERT_TOPIC)
     if settings.smtp.sender is not None or settings.smtp.username is not None:
         needed.setdefault("mailto", set())
     has_mail = settings.mail.transport == "log" or settings.smtp.host is not None

@@ -18,9 +18,9 @@ from pgoutbox.database.store import Store
 from pgoutbox.message import Message, Outcome, Postponed, ReasonCode, SendFailure, Sent, Unavailable
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.settings import Settings
+from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.transports import Content, Transport, breaker_key, part_keys, scheme_of
 from pgoutbox.transports.registry import MissingTransport, missing_key
-from pgoutbox.worker.alert import ALERT_TOPIC
 from pgoutbox.worker.bulkhead import Bulkhead, Room
 from pgoutbox.worker.circuit_breaker import WINDOW_SECONDS, Admission, CircuitBreaker
 from pgoutbox.worker.dispatcher import Send, send_by

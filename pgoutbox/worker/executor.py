@@ -19,7 +19,6 @@ from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.tracing import Tracing
 from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, breaker_key, scheme_of
-from pgoutbox.worker.alert import ALERT_TOPIC
 from pgoutbox.worker.attempt import RELEASED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
 from pgoutbox.worker.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.dispatcher import Dispatcher, Send, outcome_of_error
@@ -59,8 +58,7 @@ class AttemptExecutor:
         if telemetry.logs(logging.DEBUG):
             self._run = partial(_run_logged, telemetry, call_next=self._run)
         self._threads = AttemptThreads(settings.concurrency)
-        alert_queue = run.queues.names[0] if ALERT_TOPIC in run.topics else None
-        self.breakers = CircuitBreakers(store, transports, settings, telemetry, alert_queue=alert_queue, send=send)
+        self.breakers = CircuitBreakers(store, transports, settings, telemetry, alert_queue=run.alert_queue, send=send)
         self._dispatcher = Dispatcher(
             transports,
             self._threads,

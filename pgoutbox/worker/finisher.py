@@ -117,7 +117,10 @@ class Finisher:
     def note_unattempted(self, rows: Sequence[ClaimedRow | LapsedRow]) -> None:
         """Report messages that a claim has ended: they have no attempt, and others may have waited for them."""
         for row in rows:
-            level = logging.WARNING if row.state == State.FAILED else logging.DEBUG
+            level = logging.DEBUG
+            if row.state == State.FAILED:
+                level = logging.WARNING
+                self._signals.failed.set()
             event = event_of_state(State(row.state))
             self._report(level, event, "message ended without an attempt", row, state=row.state)
             if self._telemetry.measures is not None:
@@ -394,6 +397,7 @@ class Finisher:
         if state is None:
             self._report(logging.WARNING, LogEvent.LEASE_LOST, "lease lost, outcome not written", message)
         elif state is State.FAILED:
+            self._signals.failed.set()
             self._report(logging.WARNING, LogEvent.FAILED, "message failed", message)
         elif state is State.PENDING and request is not None:
             self._report(logging.DEBUG, event_of_outcome(request.outcome), "attempt ended, pending again", message)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pgoutbox.database.store import Store
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import Settings
+from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.worker.attempt import InFlight
 from pgoutbox.worker.claim_planner import QueueSchedule
 from pgoutbox.worker.notifier import Notifier
@@ -34,6 +35,7 @@ class RunState:
         self.telemetry = telemetry
         self.queues = queues
         self.topics = topics
+        self.alert_queue = queues.names[0] if ALERT_TOPIC in topics else None
         self.stopping = stopping
         self.in_flight = InFlight()
         self.outage = Outage(telemetry, stopping=stopping)

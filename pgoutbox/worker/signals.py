@@ -25,6 +25,8 @@ class Signals:
         """There may be messages to claim, or the worker must stop."""
         self.progress = asyncio.Event()
         """An attempt has ended, or its end is written."""
+        self.failed = asyncio.Event()
+        """A message has failed."""
         self.is_notified = False
         """A notification came after the last poll for fresh messages began."""
         self.needs_full_poll = True

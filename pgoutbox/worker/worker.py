@@ -43,6 +43,7 @@ from pgoutbox.worker.claimer import Claimer
 from pgoutbox.worker.django_orm import DjangoConnections
 from pgoutbox.worker.doorbell import Doorbell
 from pgoutbox.worker.executor import AttemptExecutor
+from pgoutbox.worker.failure_alerts import FailureAlerts
 from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.loader import Loader
@@ -133,6 +134,8 @@ class Worker:
         """
         async with self._at_work(ends_by_itself=True) as run:
             await run.poll_loop.deliver_due()
+            if await run.failure_alerts.look():
+                await run.poll_loop.deliver_due()
 
     async def drain(self) -> None:
         """Work until no message is due, in flight or waiting for a retry in these queues.
@@ -141,6 +144,8 @@ class Worker:
         """
         async with self._at_work(ends_by_itself=True) as run:
             await run.poll_loop.drain()
+            if await run.failure_alerts.look():
+                await run.poll_loop.drain()
 
     def stop(self) -> None:
         """Begin to stop: stop claiming, wait for handlers up to the grace time, release the rest. Idempotent.
@@ -200,6 +205,7 @@ class _Run:
         if self._django is not None:
             handlers = {topic: self._django.around(handler) for topic, handler in handlers.items()}
         self._maintenance = Maintenance(settings, store, telemetry, is_periodic=not ends_by_itself)
+        self.failure_alerts = FailureAlerts(state, is_periodic=not ends_by_itself)
         self._presence = Presence(state, defined=worker._defined_queues, ends_by_itself=ends_by_itself)
         self.finisher = Finisher(state)
         self.executor = AttemptExecutor(
@@ -239,7 +245,7 @@ class _Run:
                 await self._presence.start()
                 if self._ends_by_itself:
                     await self.executor.breakers.inherit()
-                async with self._maintenance:
+                async with self._maintenance, self.failure_alerts:
                     yield
                     if self._ends_by_itself:
                         await self._maintenance.turn_unless(self.state.stopping)

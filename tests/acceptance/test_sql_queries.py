@@ -127,18 +127,18 @@ ANSWERS: Final[dict[str, list[list[tuple[object, ...]]]]] = {
         [
             ("default", "mail.digest", "scheduled", 1, TIME),
             ("default", "mail.order", "halted", 1, None),
-            ("default", "mail.password_reset", "due", 1, None),
-            ("default", "mail.welcome", "due", 1, None),
+            ("default", "mail.password_reset", "no worker", 1, None),
+            ("default", "mail.welcome", "no worker", 1, None),
         ],
         [("halted", 4, None)],
     ],
     "Scheduled messages": [[(6, "mail.digest", None, timedelta(hours=1), 0)]],
     "Messages in flight and their workers": [[(11, "mail.digest", "w", 1, seconds(6), seconds(54))]],
     "Failures of the last day, by topic and error": [
-        [("mail.order", "N no such mailbox N", 1, TIME)],
+        [("mail.order", "550 no such mailbox #", 1, TIME)],
         [
-            ("mail.order", "N busy N", "retry", 1),
-            ("mail.order", "N no such mailbox N", "failed", 1),
+            ("mail.order", "451 busy #", "retry", 1),
+            ("mail.order", "550 no such mailbox #", "failed", 1),
             ("mail.welcome", "lease expired, outcome unknown", "lost", 1),
         ],
     ],

@@ -194,7 +194,20 @@ def test_top_prints_each_refresh(cli: object, database: psycopg.Connection) -> N
     put(database, State.SENDING)
     looks = [json.loads(line) for line in cli("top", "--count", "2", "--every", "0.2", "--json").splitlines()]
     assert [(look["topics"][0]["sending"], look["workers"][0]["worker"]) for look in looks] == [(1, "w")] * 2
-    assert cli("top", "--count", "1").splitlines()[0].startswith("queue\ttopic\tdue\t")
+    assert any(line.startswith("queue\ttopic\tdue\t") for line in cli("top", "--count", "1").splitlines())
+
+
+def test_top_shows_the_problems_of_delivery_first(cli: object, database: psycopg.Connection) -> None:
+    assert callable(cli)
+    put(database, State.FAILED, topic="mail")
+    database.execute("UPDATE pgoutbox.message SET available_at = now() - interval '1 h'")
+    put(database, State.PENDING, topic="mail")
+    database.execute("UPDATE pgoutbox.message SET available_at = now() - interval '1 h' WHERE state = 'pending'")
+    look = json.loads(cli("top", "--count", "1", "--json"))
+    assert [problem["code"] for problem in look["problems"]] == ["due-without-worker", "no-worker", "messages-failed"]
+    lines = cli("top", "--count", "1").splitlines()
+    assert lines[0] == "level\twhat\tfix"
+    assert lines[1].startswith("problem\tqueue default: 1 message due")
 
 
 def test_workers_are_listed(cli: object, database: psycopg.Connection) -> None:

@@ -414,11 +414,11 @@ def test_errors_that_differ_only_in_numbers_and_addresses_are_one_group(site: Si
         fail_with(db, f"RCPT {name}@club.org: 550 <{name}@club.org>: no such user")
     words = get(site.vera, "/failed").words
     for told in (
-        "3 messages of this group mail user # is unknown",
-        "1 messages of this group sms user # is unknown",
-        "2 messages of this group mail HTTP 503 after # s",
-        "1 messages of this group mail HTTP 404 after # s",
-        "2 messages of this group mail RCPT (address): 550 <(address)>: no such user",
+        "3 messages of this group 3 mail user # is unknown",
+        "1 messages of this group 1 sms user # is unknown",
+        "2 messages of this group 2 mail HTTP 503 after # s",
+        "1 messages of this group 1 mail HTTP 404 after # s",
+        "2 messages of this group 2 mail RCPT (address): 550 <(address)>: no such user",
     ):
         assert told in words, told
 

@@ -91,7 +91,7 @@ def most_read(plan: dict[str, Any]) -> int:
         ("RUNNING_WORKERS", {"cap": CAP}, CAP),
         ("COUNT_DONE", {"cap": CAP}, CAP),
         ("FAILED_LATELY", {"cap": CAP}, CAP),
-        ("FAILED_GROUPS", {"cap": CAP, "limit": 10}, CAP),
+        ("LIST_FAILURES", {"topic": None, "seconds": None, "cap": CAP, "limit": 10}, CAP),
         ("SEARCH_MESSAGES", {**NOWHERE.parameters(), **NEAR}, ROWS),
         ("SEARCH_MESSAGES", {**IN_FAILED.parameters(), **NEAR}, ROWS),
         ("SEARCH_MESSAGES", {**IN_GROUP.parameters(), **NEAR}, ROWS),

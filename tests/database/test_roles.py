@@ -119,7 +119,8 @@ PRUNE_BY_RULES: Final = {
 }  # fmt: skip
 MAINTENANCE_FUNCTIONS: Final = {"_drop_partition", "_kept_until", "make_partition", "partitions"}
 LOOK_FUNCTIONS: Final = {
-    "_done_estimate", "_here", "_redacted_json", "_redacted_text", "_require_home", "schema_version", "_tokens_of",
+    "_cause_of", "_done_estimate", "_here", "_redacted_json", "_redacted_text", "_require_home", "schema_version",
+    "_tokens_of",
 }  # fmt: skip
 FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     PRODUCER: ENQUEUE_FUNCTIONS | {"_cancel_each", "_is_known_topic", "schema_version"},
@@ -127,6 +128,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     | PRUNE_BY_RULES
     | MAINTENANCE_FUNCTIONS
     | {
+        "_cause_of",
         "_forget_requests",
         "_forget_sent",
         "_here",

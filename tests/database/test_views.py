@@ -34,6 +34,11 @@ WAITS_FOR_RETRY = (
 )
 
 
+REPORT = "INSERT INTO pgoutbox.worker (name, queues, topics, started_at) VALUES (%s, %s, %s, now())"
+# A worker that served the queue and had the handler would claim these.
+CLAIMABLE = {"due", "no worker", "no handler"}
+
+
 def reason_of(connection: psycopg.Connection, message_id: int) -> tuple[object, ...] | None:
     return connection.execute(
         "SELECT reason, waits_for, round(extract(epoch FROM until - now())) FROM pgoutbox.waiting_view WHERE id = %s",
@@ -150,12 +155,38 @@ def nothing_is_in_its_way(db: psycopg.Connection) -> tuple[int, Expected]:
     return enqueue(db), ("due", None, None)
 
 
+def nobody_serves_its_queue(db: psycopg.Connection) -> tuple[int, Expected]:
+    return enqueue(db, queue="unserved"), ("no worker", None, None)
+
+
+def its_worker_is_long_gone(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '1 h'")
+    return enqueue(db), ("no worker", None, None)
+
+
+def a_run_of_today_has_served_it(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '24 h', ended_at = now() - interval '24 h'")
+    return enqueue(db), ("due", None, None)
+
+
+def the_last_run_was_days_ago(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '2 d', ended_at = now() - interval '2 d'")
+    return enqueue(db), ("no worker", None, None)
+
+
+def no_worker_of_its_queue_knows_its_topic(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("UPDATE pgoutbox.worker SET topics = '{other}'")
+    db.execute(REPORT, ("elsewhere", ["elsewhere"], ["greet"]))
+    return enqueue(db), ("no handler", None, None)
+
+
 SITUATIONS = (
     a_queue_is_paused, a_pause_is_over, it_is_for_later, it_is_retried, a_handler_snoozed_it, a_breaker_held_it_back,
     its_destination_is_stalled, its_transport_is_unavailable, a_redirect_held_it_back,
     a_newer_one_exists, its_key_is_halted, it_is_not_its_turn, an_older_one_is_being_sent,
     a_later_one_of_its_ordering_key_is_being_sent, the_rate_is_used_up,
-    the_queue_is_full, nothing_is_in_its_way,
+    the_queue_is_full, nothing_is_in_its_way, nobody_serves_its_queue, its_worker_is_long_gone,
+    a_run_of_today_has_served_it, the_last_run_was_days_ago, no_worker_of_its_queue_knows_its_topic,
 )  # fmt: skip
 
 
@@ -163,6 +194,7 @@ SITUATIONS = (
 def test_the_view_gives_the_reason_and_a_claim_takes_due_messages(
     rolled_back: psycopg.Connection, situation: Callable[[psycopg.Connection], tuple[int, Expected]]
 ) -> None:
+    rolled_back.execute(REPORT, ("w", ["default", "q"], ["greet"]))
     message_id, expected = situation(rolled_back)
     assert reason_of(rolled_back, message_id) == expected
     reason = expected[0]
@@ -170,7 +202,7 @@ def test_the_view_gives_the_reason_and_a_claim_takes_due_messages(
     taken = ids_in_flight(claim(rolled_back, queue=queue, by_permits=True))
     if reason in ("in order", "halted") or situation is a_later_one_of_its_ordering_key_is_being_sent:
         taken += ids_in_flight(claim_ordered(rolled_back))
-    assert (message_id in taken) == (reason == "due")
+    assert (message_id in taken) == (reason in CLAIMABLE)
 
 
 def test_messages_that_do_not_wait_are_not_shown(rolled_back: psycopg.Connection) -> None:
@@ -187,7 +219,8 @@ def test_the_view_has_every_column_of_a_message(rolled_back: psycopg.Connection)
     (shown,) = rolled_back.execute(columns, ["pgoutbox.message_view"]).fetchone() or ([],)
     (stored,) = rolled_back.execute(columns, ["pgoutbox.message"]).fetchone() or ([],)
     # The key in flight is one of the keys again, the attempts have their own view, and the two times their own tables.
-    assert set(shown) == {*stored, "lease_expires_at", "cancel_requested_at"} - {"key_in_flight", "attempts"}
+    own = {"lease_expires_at", "cancel_requested_at", "cause", "error_place"}
+    assert set(shown) == {*stored, *own} - {"key_in_flight", "attempts"}
 
 
 def test_values_without_secrets_are_shown_unchanged(rolled_back: psycopg.Connection) -> None:

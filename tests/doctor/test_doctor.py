@@ -939,7 +939,7 @@ def test_one_failed_message_of_the_last_day_is_a_warning_without_secrets(dsn: st
         "1 message of mail",
         "25 h",
         "refused: password=",
-        "pgoutbox list --state failed --topic mail",
+        "pgoutbox failures --topic mail",
         "pgoutbox redrive --all-failed --topic mail",
         "pgoutbox dismiss",
     )
@@ -963,8 +963,8 @@ def test_every_cause_of_failures_is_named_once_for_each_topic(dsn: str, db: psyc
     findings = found(dsn, "failed")
     assert [finding.what for finding in findings] == [
         "3 messages of mail failed within the last 25 h: 550 5.1.1 <linus@club.org>: user unknown",
-        "1 message of hook failed within the last 25 h: no error recorded",
         "1 message of hook failed within the last 25 h: 404 Not Found",
+        "1 message of hook failed within the last 25 h: no error recorded",
         "1 message of mail failed within the last 25 h: 552 5.3.4 message size exceeds the limit",
     ]
     assert set(levels(findings)) == {"warning"}
@@ -977,7 +977,7 @@ def test_the_causes_of_failures_are_bounded_and_the_rest_is_counted(dsn: str, db
     assert levels(findings) == ["warning"] * 11
     rest = findings[-1]
     assert rest.what == "3 messages failed within the last 25 h for 3 more causes"
-    assert "pgoutbox list --state failed" in (rest.fix or "")
+    assert "pgoutbox failures" in (rest.fix or "")
 
 
 def test_a_message_that_was_redriven_or_dismissed_is_no_failure(dsn: str, db: psycopg.Connection) -> None:

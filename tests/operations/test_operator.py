@@ -12,7 +12,6 @@ import pytest
 import sqlalchemy
 
 from pgoutbox import Operator, SchemaError, State, StateError
-from pgoutbox.database import sql
 from pgoutbox.enqueue.generators import CancelResult
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError
 from pgoutbox.operations import MessageFilter, MessageResult, Rate, RedriveResult, ResendResult
@@ -253,7 +252,7 @@ def test_a_bulk_act_searches_a_large_table_part_by_part(
 def test_a_bulk_act_on_a_group_of_failures_leaves_the_others(operator: Operator, db: psycopg.Connection) -> None:
     ids = [put(db, State.FAILED) for _ in range(3)]
     db.execute("UPDATE pgoutbox.message SET last_error = 'user ' || id || ' is unknown' WHERE id <> %s", [ids[0]])
-    (group,) = [row[2] for row in db.execute(sql.FAILED_GROUPS, {"cap": 9, "limit": 9}) if row[3] == 2]
+    (group,) = [found.group for found in operator.list_failures() if found.messages == 2]
     which = MessageFilter(error_group=group)
     assert [message.id for message in operator.list_messages(which)] == ids[:0:-1]
     assert operator.count_matching(which, limit=9) == 2

@@ -205,10 +205,26 @@ def test_contradictory_settings_are_both_named(given: dict[str, object], named: 
     assert CANARY not in message
 
 
-@pytest.mark.parametrize("destination", ["mailto:a@example.org,b@example.org", "ops@example.org", "https://x/"])
-def test_alerts_go_to_one_address(monkeypatch: pytest.MonkeyPatch, destination: str) -> None:
+@pytest.mark.parametrize(
+    "destination",
+    [
+        "mailto:a@example.org,b@example.org",
+        "ops@example.org",
+        "https:///x",
+        "mailto:a@example.org, https://x/",
+        "apprise:",
+    ],
+)
+def test_an_alert_destination_that_nothing_can_reach_is_refused(
+    monkeypatch: pytest.MonkeyPatch, destination: str
+) -> None:
     monkeypatch.setenv("PGOUTBOX_ALERT_DESTINATION", destination)
-    assert "PGOUTBOX_ALERT_DESTINATION must be one address such as mailto:ops@example.org" in refusal()
+    assert "PGOUTBOX_ALERT_DESTINATION must be destinations such as mailto:ops@example.org" in refusal()
+
+
+def test_alerts_go_to_several_destinations() -> None:
+    given = load_settings(alert_destination="mailto:ops@club.org  https://hooks.club.org/a apprise:phone")
+    assert given.alert_destinations == ("mailto:ops@club.org", "https://hooks.club.org/a", "apprise:phone")
 
 
 def test_leases_are_renewed_three_times_per_lease_by_default() -> None:

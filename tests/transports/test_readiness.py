@@ -9,7 +9,6 @@ import pytest
 
 from pgoutbox import CloudEvent, Context, Email, Message, Notification, Skip, Webhook
 from pgoutbox.transports.readiness import Lack, is_placeholder, is_reserved, lacks_of
-from pgoutbox.worker.alert import render_alert
 from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
@@ -60,13 +59,23 @@ def lacks(
 def test_topics_whose_handlers_return_an_email_need_a_mail_server() -> None:
     functions = {
         "a.plain": plain, "b.either": either, "c.batch": batch, "d.object": Greeter(), "e.nothing": nothing,
-        "f.unannotated": unannotated, "g.unresolvable": unresolvable, "pgoutbox.alert": render_alert,
+        "f.unannotated": unannotated, "g.unresolvable": unresolvable, "pgoutbox.alert": nothing,
     }  # fmt: skip
     topics = ("a.plain", "b.either", "c.batch", "d.object", "pgoutbox.alert")
-    assert lacks({}, functions) == [Lack("PGOUTBOX_SMTP_HOST", "is not set", topics)]
-    assert lacks({}, functions, ["mailto"]) == [], "the application has its own transport"
+    alerting = {"alert_destination": "mailto:ops@club.org"}
+    assert lacks(alerting, functions) == [Lack("PGOUTBOX_SMTP_HOST", "is not set", topics)]
+    assert lacks(alerting, functions, ["mailto"]) == [], "the application has its own transport"
     assert lacks(COMPLETE, functions) == []
     assert lacks({}, {"e.nothing": nothing}) == []
+
+
+def test_the_destinations_of_alerts_need_their_transports() -> None:
+    alerting = {"alert_destination": "mailto:ops@club.org apprise:phone"}
+    found = lacks(alerting, {"pgoutbox.alert": nothing})
+    assert {(lack.variable, lack.topics) for lack in found} == {
+        ("PGOUTBOX_SMTP_HOST", ("pgoutbox.alert",)),
+        ("PGOUTBOX_APPRISE_URLS", ("pgoutbox.alert",)),
+    }
 
 
 async def call(message: Message, ctx: Context) -> Webhook:

@@ -17,8 +17,8 @@ from pgoutbox import Message, Permanent, Transient, Unavailable
 from pgoutbox.database.store import Store
 from pgoutbox.message import Outcome, Postponed, SendFailure, Sent, Snooze
 from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.worker import bulkhead, circuit_breakers, shared_breakers
-from pgoutbox.worker.alert import ALERT_TOPIC
 from pgoutbox.worker.circuit_breakers import CircuitBreakers
 from tests.support.line_server import Line
 from tests.support.outbox_actions import PATIENCE_SECONDS, settings_for

@@ -42,7 +42,7 @@ def fail(
             "max_cooldown_seconds": MAX_COOLDOWN_SECONDS,
             "worker": "worker-1",
             "alert_queue": alert_queue,
-            "alert_destination": "mailto:ops@example.org",
+            "alert_destinations": ["mailto:ops@example.org"],
         },
     ).fetchone()
     return None if row is None else BreakerRow._make(row)
@@ -69,7 +69,7 @@ def close(
         "probe_id": probe_id,
         "send_seconds": send_seconds,
         "alert_queue": alert_queue,
-        "alert_destination": None,
+        "alert_destinations": [None],
     }
     return db.execute(sql.BREAKER_CLOSE_IF_NEWER, parameters).fetchone() is not None
 

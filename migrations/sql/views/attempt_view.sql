@@ -9,13 +9,14 @@ SELECT
     a.started_at,
     a.ended_at,
     pgoutbox._redacted_text(a.error) AS error,
+    pgoutbox._cause_of(pgoutbox._redacted_text(a.error)) AS cause,
     a.reason_code,
     a.breaker_key,
     a.error_place
 FROM pgoutbox.message AS m
 CROSS JOIN LATERAL jsonb_populate_recordset(NULL::pgoutbox.attempt, m.attempts) AS a
 UNION ALL
-SELECT m.id, m.state, m.attempt_count, 1, m.state, m.worker, m.claimed_at, m.finished_at, NULL, NULL, NULL, NULL
+SELECT m.id, m.state, m.attempt_count, 1, m.state, m.worker, m.claimed_at, m.finished_at, NULL, NULL, NULL, NULL, NULL
 FROM pgoutbox.message AS m
 WHERE m.state = 'sent';
 

@@ -1,10 +1,15 @@
 -- A superseded message is never delivered, whatever else it waits for. The other reasons have the order of the claim's
 -- checks. `breaker`, `unavailable` and `redirect` come from the reason code of the last attempt; the other reasons follow from the
--- rows.
+-- rows. A run of `worker --once` counts as a worker for 25 hours, which is a daily run and an hour.
 CREATE VIEW pgoutbox.waiting_view AS
 WITH control AS MATERIALIZED (
     SELECT q.name, q.is_paused, q.resume_at, q.tokens, q.tokens_per_second, q.max_in_flight, q.in_flight
     FROM pgoutbox.queue_view AS q
+), serving AS MATERIALIZED (
+    SELECT DISTINCT served.queue, w.topics
+    FROM pgoutbox.worker_view AS w
+    CROSS JOIN LATERAL unnest(w.queues) AS served(queue)
+    WHERE w.ended_at IS NULL OR w.ended_at > now() - interval '25 hours'
 )
 SELECT
     m.id,
@@ -74,6 +79,8 @@ CROSS JOIN LATERAL (
         WHEN sibling.id IS NOT NULL THEN 'in flight'
         WHEN control.tokens < 1 THEN 'rate'
         WHEN control.in_flight >= control.max_in_flight THEN 'max_in_flight'
+        WHEN NOT EXISTS (SELECT FROM serving AS s WHERE s.queue = m.queue) THEN 'no worker'
+        WHEN NOT EXISTS (SELECT FROM serving AS s WHERE s.queue = m.queue AND m.topic = ANY (s.topics)) THEN 'no handler'
         ELSE 'due'
     END AS reason
 ) AS why
@@ -81,4 +88,5 @@ WHERE m.state = 'pending';
 
 COMMENT ON VIEW pgoutbox.waiting_view IS
     'Every pending message with the reason why it is not claimed: superseded, paused, scheduled, retry, breaker, '
-    'unavailable, redirect, halted, in order, in flight, rate, max_in_flight, or due if it can be claimed.';
+    'unavailable, redirect, halted, in order, in flight, rate, max_in_flight, no worker, no handler, or due if it can be '
+    'claimed.';

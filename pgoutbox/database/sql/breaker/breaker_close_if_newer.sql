@@ -10,20 +10,18 @@ WITH closed AS (
             OR b.retry_at - make_interval(secs => b.cooldown_seconds) < now() - make_interval(secs => %(send_seconds)s::float8)
         )
     RETURNING b.key, b.opened_at, b.last_error
+), alerts AS (
+    SELECT
+        jsonb_build_object(
+            'breaker', c.key, 'event', 'closed', 'opened_at', c.opened_at, 'error', c.last_error, 'closed_at', now()
+        ) AS payload,
+        left(c.key, 120) AS coalesce_key,
+        NULL::text AS dedupe_key
+    FROM closed AS c
 ), announced AS MATERIALIZED (
     -- The outer join below makes PostgreSQL run this CTE, which is a SELECT.
-    SELECT pgoutbox.enqueue(
-        topic => 'pgoutbox.alert',
-        payload => jsonb_build_object(
-            'breaker', c.key, 'event', 'closed', 'opened_at', c.opened_at, 'error', c.last_error, 'closed_at', now()
-        ),
-        queue => %(alert_queue)s::text,
-        destination => %(alert_destination)s::text,
-        coalesce_key => left(c.key, 128)
-    ) AS id
-    FROM closed AS c
-    WHERE %(alert_queue)s::text IS NOT NULL
+    \ir ../alert/_alerted.sql
 )
 SELECT extract(epoch FROM now() - c.opened_at)::float8 AS open_seconds
 FROM closed AS c
-LEFT JOIN announced AS a ON a.id IS NOT NULL
+LEFT JOIN announced AS a ON true

@@ -36,19 +36,17 @@ WITH reopened AS (
         last_error = EXCLUDED.last_error
     WHERE greatest(b.retry_at, b.probe_until) < now() - interval '2 days'
     RETURNING b.key, b.opened_at, b.retry_at, b.cooldown_seconds, b.last_error
+), alerts AS (
+    SELECT
+        jsonb_build_object(
+            'breaker', o.key, 'event', 'opened', 'opened_at', o.opened_at, 'error', o.last_error
+        ) AS payload,
+        left(o.key, 120) AS coalesce_key,
+        NULL::text AS dedupe_key
+    FROM opened AS o
 ), announced AS MATERIALIZED (
     -- The outer join below makes PostgreSQL run this CTE, which is a SELECT.
-    SELECT pgoutbox.enqueue(
-        topic => 'pgoutbox.alert',
-        payload => jsonb_build_object(
-            'breaker', o.key, 'event', 'opened', 'opened_at', o.opened_at, 'error', o.last_error
-        ),
-        queue => %(alert_queue)s::text,
-        destination => %(alert_destination)s::text,
-        coalesce_key => left(o.key, 128)
-    ) AS id
-    FROM opened AS o
-    WHERE %(alert_queue)s::text IS NOT NULL
+    \ir ../alert/_alerted.sql
 ), known(retry_at, cooldown_seconds, last_error, opened) AS (
     SELECT o.retry_at, o.cooldown_seconds, o.last_error, true FROM opened AS o
     UNION ALL
@@ -64,4 +62,4 @@ SELECT
     extract(epoch FROM k.retry_at - now())::float8 AS retry_seconds, k.cooldown_seconds, k.last_error, k.opened,
     NULL AS probe_id
 FROM known AS k
-LEFT JOIN announced AS a ON a.id IS NOT NULL
+LEFT JOIN announced AS a ON true

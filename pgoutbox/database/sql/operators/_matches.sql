@@ -1,5 +1,5 @@
--- The conditions of a filter of messages; null parameters do not restrict. A group is one of failed_groups.sql: its
--- topic and folded error, hashed.
+-- The conditions of a filter of messages; null parameters do not restrict. A group is one of list_failures.sql: its
+-- topic and cause, hashed.
 (%(states)s::text[] IS NULL OR m.state = ANY (%(states)s::text[]))
 AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
 AND (%(queue)s::text IS NULL OR m.queue = %(queue)s::text)
@@ -33,8 +33,7 @@ AND (%(created_from)s::timestamptz IS NULL OR m.created_at >= %(created_from)s::
 AND (%(created_before)s::timestamptz IS NULL OR m.created_at < %(created_before)s::timestamptz)
 AND (
     %(error_group)s::text IS NULL
-    OR left(encode(sha256(convert_to(
-        m.topic || E'\n' ||
-        \ir ../dashboard/_folded_error.sql
-    , 'UTF8')), 'hex'), 32) = %(error_group)s::text
+    OR (
+        \ir _group_of.sql
+    ) = %(error_group)s::text
 )

@@ -1,0 +1,27 @@
+-- What errors have in common that differ only in addresses, quoted values, ids and numbers. A status code such as 404
+-- or 550 stays, where such codes stand: at the beginning, and after a colon, a bracket or the name of a protocol.
+CREATE FUNCTION pgoutbox._cause_of(error text)
+RETURNS text
+LANGUAGE sql
+IMMUTABLE
+STRICT
+PARALLEL SAFE
+RETURN left(
+    regexp_replace(
+        regexp_replace(
+            regexp_replace(
+                regexp_replace(
+                    left(error, 400), $form$[^\s<>(),:;"']+@[^\s<>(),:;"']+$form$, '(address)', 'g'
+                ),
+                $form$"[^"]*"|(?<![[:alnum:]])'[^']*'(?![[:alnum:]])$form$, '(value)', 'g'
+            ),
+            $form$\m[[:xdigit:]]{8}(-[[:xdigit:]]{4}){3}-[[:xdigit:]]{12}\M|\m(?=[[:xdigit:]]*\d)[[:xdigit:]]{8,}\M|\m(?=\w*\d)\w{20,}\M$form$,
+            '#', 'g'
+        ),
+        $form$(?<!\d)(?!(?<=^|: |\(|HTTP |SMTP |status |code )[245]\d\d(?!\d))\d+$form$, '#', 'g'
+    ),
+    200
+);
+
+COMMENT ON FUNCTION pgoutbox._cause_of IS
+    'The error without addresses, quoted values, ids and numbers: equal for errors of one cause.';

@@ -1,0 +1,21 @@
+-- Enqueue each of `alerts` to each destination. Without a destination, the application's own handler sends it.
+SELECT count(*) FILTER (WHERE NOT e.duplicate) AS alert_count
+FROM pgoutbox.enqueue_many((
+    SELECT coalesce(
+        jsonb_agg(
+            jsonb_build_object(
+                'topic', 'pgoutbox.alert',
+                'payload', a.payload,
+                'queue', %(alert_queue)s::text,
+                'destination', d.destination,
+                'coalesce_key', a.coalesce_key || ' ' || d.number,
+                'dedupe_key', a.dedupe_key || ' ' || d.number,
+                'on_duplicate', CASE WHEN a.dedupe_key IS NOT NULL THEN 'ignore' END
+            )
+        ),
+        '[]'
+    )
+    FROM alerts AS a
+    CROSS JOIN unnest(%(alert_destinations)s::text[]) WITH ORDINALITY AS d(destination, number)
+    WHERE %(alert_queue)s::text IS NOT NULL
+)) AS e

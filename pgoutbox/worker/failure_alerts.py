@@ -1,0 +1,73 @@
+"""Tells a person of failed messages: enqueues alerts at the first failure, and looks for those that others have missed.
+
+The statement looks at the messages, and not at what this worker has seen. So a failure is told even if its worker died
+with it, and each cause is told once a day, whichever workers look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from types import TracebackType
+from typing import Final, Self
+
+from pgoutbox.observability.events import LogEvent
+from pgoutbox.worker.run_state import RunState
+
+_LOOK_SECONDS: Final = 300.0
+_PAUSE_SECONDS: Final = 60.0
+
+
+class FailureAlerts:
+    """A context manager that looks for failures after each failure of this worker, and every five minutes.
+
+    It looks at most once a minute, so that many causes at once do not flood their reader. It does nothing if the run
+    has no handler of alerts. Without `is_periodic` it does not look by itself.
+    """
+
+    def __init__(self, run: RunState, *, is_periodic: bool) -> None:
+        self._store = run.store
+        self._telemetry = run.telemetry
+        self._failed = run.signals.failed
+        self._queue = run.alert_queue
+        self._is_periodic = is_periodic
+        self._trouble: str | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._queue is not None and self._is_periodic:
+            self._task = asyncio.create_task(self._run(), name="pgoutbox-failure-alerts")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._failed.wait(), _LOOK_SECONDS)
+            await self.look()
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def look(self) -> int:
+        """Enqueue the alerts that are missing. Return their number. An error is reported, not raised."""
+        if self._queue is None:
+            return 0
+        self._failed.clear()
+        try:
+            count = await self._store.tell_failures(self._queue)
+        except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
+            reason = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".strip()
+            if reason != self._trouble:
+                self._trouble = reason
+                text = "alerts about failed messages cannot be enqueued, trying again"
+                self._telemetry.report(logging.WARNING, LogEvent.ALERTS_FAILED, text, reason=reason)
+            return 0
+        self._trouble = None
+        return count

@@ -1,0 +1,125 @@
+"""Tests that failed messages of one cause are one group: in SQL, for operators, and in `pgoutbox failures`."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pgoutbox.message import State
+from pgoutbox.operations import MessageFilter, Operator
+from tests.support.messages import put
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+
+    from tests.conftest import Connect
+    from tests.support.command_line import Done
+
+
+def fail(db: psycopg.Connection, *errors: str | None, topic: str = "mail") -> list[int]:
+    """Put a failed message with each of these errors."""
+    ids = [put(db, State.FAILED, topic=topic) for _ in errors]
+    for message_id, error in zip(ids, errors, strict=True):
+        db.execute("UPDATE pgoutbox.message SET last_error = %s WHERE id = %s", [error, message_id])
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("errors", "cause"),
+    [
+        (
+            [
+                f"RCPT nobody{n}@example.org: 550 5.1.1 <nobody{n}@example.org>: User unknown"
+                for n in (1, 45, 450, 4500)
+            ],
+            "RCPT (address): 550 #.#.# <(address)>: User unknown",
+        ),
+        (["order 404 is unknown", "order 7 is unknown", "order 55 is unknown"], "order # is unknown"),
+        (["KeyError: 'name'", 'KeyError: "first name"'], "KeyError: (value)"),
+        (
+            ["no row 8c3f2f6e-1234-4abc-9def-0123456789ab", "no row 0c3f2f6e-1234-4abc-9def-0123456789aB", "no row 12"],
+            "no row #",
+        ),
+        (["DATA: 451 queue file A1B2C3D4E5", "DATA: 451 queue file FFFF0000AA"], "DATA: 451 queue file #"),
+        (["session cs_test_a1B2c3D4e5F6g7H8i9", "session cs_test_9z8Y7x6W5v4U3t2S1r"], "session #"),
+        (["timeout after 1.5 s", "timeout after 30.25 s"], "timeout after #.# s"),
+        (["it's broken, isn't it", "it's broken, isn't it"], "it's broken, isn't it"),
+    ],
+)
+def test_errors_of_one_cause_are_one_group(rolled_back: psycopg.Connection, errors: list[str], cause: str) -> None:
+    fail(rolled_back, *errors)
+    rows = rolled_back.execute("SELECT DISTINCT cause FROM pgoutbox.message_view").fetchall()
+    assert rows == [(cause,)]
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        ["404 Not Found", "503 Service Unavailable", "410 Gone"],
+        ["POST https://a.example: 404", "POST https://a.example: 500"],
+        ["HTTP 401", "HTTP 403"],
+        ["RCPT a@x.org: 550 no", "RCPT a@x.org: 553 no", "MAIL b@x.org: 550 no"],
+        ["TypeError: 'x'", "KeyError: 'x'"],
+    ],
+)
+def test_errors_of_different_causes_are_different_groups(rolled_back: psycopg.Connection, errors: list[str]) -> None:
+    fail(rolled_back, *errors)
+    rows = rolled_back.execute("SELECT DISTINCT cause FROM pgoutbox.message_view").fetchall()
+    assert len(rows) == len(errors)
+
+
+def test_five_hundred_bounces_are_one_line(connect: Connect, cli: Callable[..., Done]) -> None:
+    with connect(autocommit=True) as db:
+        fail(db, *(f"RCPT n{n}@example.org: 550 5.1.1 <n{n}@example.org>: User unknown" for n in range(500)))
+        fail(db, "KeyError: 'name'", topic="sms")
+    done = cli("failures")
+    header, bounces, bug = done.out.splitlines()
+    assert header.split("\t")[:4] == ["messages", "last_hour", "topic", "cause"]
+    assert bounces.startswith("500\t500\tmail\tRCPT (address): 550 #.#.# <(address)>: User unknown\t")
+    assert bug.startswith("1\t1\tsms\tKeyError: (value)\t")
+
+
+def test_new_failures_come_first_and_a_group_has_its_place_and_example(connect: Connect) -> None:
+    with connect(autocommit=True) as db:
+        old = fail(db, *["user 1 is gone"] * 3)
+        db.execute("UPDATE pgoutbox.message SET finished_at = now() - interval '2 hours' WHERE id = ANY (%s)", [old])
+        (new,) = fail(db, "KeyError: 'name'")
+        db.execute(
+            """
+            UPDATE pgoutbox.message
+            SET attempts = pgoutbox._with_attempt(
+                NULL, (1, 1, 'failed', 'w', now(), now(), 'x', 'app.py:7 greet', NULL, NULL)::pgoutbox.attempt
+            )
+            WHERE id = %s
+            """,
+            [new],
+        )
+        first, second = Operator(db).list_failures()
+        assert (first.cause, first.messages, first.last_hour, first.newest_id) == ("KeyError: (value)", 1, 1, new)
+        assert (first.error, first.place) == ("KeyError: 'name'", "app.py:7 greet")
+        assert (second.cause, second.messages, second.last_hour, second.place) == ("user # is gone", 3, 0, None)
+        assert [group.cause for group in Operator(db).list_failures(within=timedelta(hours=1))] == [first.cause]
+        assert [message.id for message in Operator(db).list_messages(MessageFilter(error_group=second.group))] == old[
+            ::-1
+        ]
+
+
+def test_failures_are_filtered_by_topic_and_time_and_printed_as_json(
+    connect: Connect, cli: Callable[..., Done]
+) -> None:
+    with connect(autocommit=True) as db:
+        fail(db, "a", topic="mail")
+        fail(db, None, topic="sms")
+    (document,) = map(json.loads, cli("failures", "--topic", "sms", "--since", "1d", "--json").out.splitlines())
+    assert (document["topic"], document["cause"], document["messages"]) == ("sms", None, 1)
+
+
+def test_a_viewer_sees_the_causes(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back, "user 1 is gone")
+    rolled_back.execute("SET LOCAL ROLE pgoutbox_viewer")
+    assert [group.cause for group in Operator(rolled_back).list_failures()] == ["user # is gone"]
