@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pgoutbox.settings import Settings
 
-    TableContent = tuple[Sequence[str], Iterable[Sequence[object]]]
+    TableContent = tuple[Sequence[str], Sequence[Sequence[object]]]
 
 # Exit codes: success, failure, wrong usage or configuration, Ctrl-C.
 DONE: Final = 0
@@ -44,6 +44,15 @@ _STATE_COLOURS: Final = {
     "skipped": "bright_black",
     "cancelled": "bright_black",
 }
+# On a terminal, the texts in these columns are broken between words; a cell of any other column stays whole.
+_TEXTS: Final = frozenset({"cause", "destination", "error", "fix", "queues", "reason", "topics", "what"})
+_TEXT_WIDTH: Final = 20
+# The columns that a narrow terminal leaves out, in this order. --json has them all.
+_SPARE: Final = (
+    "address", "connected_at", "ended_at", "seen_at", "lease_expires_at", "oldest_claimed_at", "ended_per_second",
+    "available", "created", "first_at", "last_at", "newest_id", "place", "worker", "started_at", "breaker_key",
+    "cancelled", "skipped", "scheduled", "queue", "attempts", "destination",
+)  # fmt: skip
 # Matches up to the next part of the error, the next error of a chain, or the end.
 _DETAIL: Final = re.compile(
     r"^(\s*(?:DETAIL|CONTEXT):).*?(?=^\s*(?:DETAIL|HINT|QUERY|CONTEXT|LOCATION|LINE \d+):|^\s*$|^Traceback |\Z)",
@@ -72,7 +81,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
     if sys.stdout.isatty():
         from rich.console import Console
 
-        Console(highlight=False).print(_rich_table(columns, rows))
+        console = Console(highlight=False)
+        console.print(_rich_table(columns, rows, console.width))
         return
     for line in (columns, *([_cell(value) for value in row] for row in rows)):
         sys.stdout.write("\t".join(line) + "\n")
@@ -93,19 +103,35 @@ def live_tables() -> Iterator[Callable[[Sequence[TableContent]], None]]:
     from rich.console import Console, Group
     from rich.live import Live
 
-    with Live(console=Console(highlight=False), screen=True, auto_refresh=False) as live:
-        yield lambda tables: live.update(Group(*(_rich_table(*content) for content in tables)), refresh=True)
+    console = Console(highlight=False)
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        yield lambda tables: live.update(
+            Group(*(_rich_table(columns, rows, console.width) for columns, rows in tables if rows)), refresh=True
+        )
 
 
-def _rich_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+def _rich_table(columns: Sequence[str], rows: Iterable[Sequence[object]], width: int) -> Table:
+    """Return the table for a terminal of this width. It breaks no word, and leaves out columns instead."""
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(text, style=_STATE_COLOURS.get(text, "")) for text in map(_cell, row)))
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths: list[int] = []
+    for index, column in enumerate(columns):
+        longest = max((cell_len(row[index]) for row in cells), default=0)
+        head = max(map(len, column.split("_")))
+        widths.append(max(head, min(longest, _TEXT_WIDTH) if column in _TEXTS else longest))
+    shown = list(range(len(columns)))
+    for spare in filter(columns.__contains__, _SPARE):
+        if sum(widths[index] + 2 for index in shown) <= width:
+            break
+        shown.remove(columns.index(spare))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for index in shown:
+        table.add_column(columns[index].replace("_", " "), overflow="fold", min_width=widths[index])
+    for row in cells:
+        table.add_row(*(Text(row[index], style=_STATE_COLOURS.get(row[index], "")) for index in shown))
     return table
 
 

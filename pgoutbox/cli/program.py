@@ -17,6 +17,7 @@ import typer.core
 from pgoutbox.cli.arguments import load_outbox
 from pgoutbox.cli.console import FAILED, INTERRUPTED, MISUSED, print_error, print_note, print_table, print_warning
 from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import State
 from pgoutbox.operations import ListedMessage, Operator
 from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings, load_settings, unknown_variables
 
@@ -130,7 +131,8 @@ def print_messages(messages: Sequence[ListedMessage]) -> None:
                 m.attempts,
                 m.created_at,
                 m.available_at,
-                shorten(m.skip_reason or m.last_error),
+                # The error of a message that was sent in the end belongs to an earlier attempt.
+                shorten(m.skip_reason or (None if m.state is State.SENT else m.last_error)),
             )
             for m in messages
         ],

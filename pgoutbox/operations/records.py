@@ -331,7 +331,7 @@ class ListedMessage(NamedTuple):
 
 
 # In sentences, the reasons of `pgoutbox.waiting_view`.
-_WAITS: Final = {
+WAITS: Final = {
     "superseded": "a newer message of its coalesce key takes its place",
     "paused": "its queue is paused",
     "scheduled": "its time has not come",
@@ -400,7 +400,7 @@ class ShownMessage(NamedTuple):
     @property
     def why_it_waits(self) -> str | None:
         """`waits` in words."""
-        return None if self.waits is None else _WAITS[self.waits]
+        return None if self.waits is None else WAITS[self.waits]
 
     def redacted(self, names: Collection[str]) -> ShownMessage:
         """Return the message without an encrypted payload, and without values whose name matches `names`."""

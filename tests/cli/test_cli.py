@@ -129,6 +129,20 @@ class TestOnTerminal:
         assert ("\x1b[31merror: no such message: 999999\x1b[0m" in refused.out) == colourful
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("command", [["list"], ["failures"], ["stats"], ["top", "--count", "1"]])
+    def test_a_narrow_terminal_breaks_no_name_and_no_line(
+        self, dsn: str, database: psycopg.Connection, command: list[str]
+    ) -> None:
+        topic = "mail.registration_confirmation"
+        put(database, State.FAILED, topic=topic, queue="newsletter", destination="mailto:ada.lovelace@example.org")
+        database.execute("UPDATE pgoutbox.message SET last_error = 'RCPT <ada@example.org>: 550 5.1.1 no such user'")
+        shown = run_on_terminal(*command, dsn=dsn, COLUMNS="80", NO_COLOR="1", LINES="40").out
+        lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).rstrip() for line in shown.splitlines()]
+        assert max(map(len, lines)) <= 80
+        assert any(re.search(rf"(^| ){re.escape(topic)}( |$)", line) for line in lines)
+        assert any("failed" in line.split() or "1" in line.split() for line in lines)
+
+    @pytest.mark.slow
     @pytest.mark.parametrize(("answer", "exit_code", "state"), [("n", 1, State.FAILED), ("y", 0, State.PENDING)])
     def test_destructive_commands_ask_for_confirmation(
         self, dsn: str, database: psycopg.Connection, answer: str, exit_code: int, state: State
@@ -587,6 +601,13 @@ class TestLooking:
         documents = [json.loads(line) for line in cli("list", "--json").out.splitlines()]
         assert [document["id"] for document in documents] == ids[::-1]
         assert [document["state"] for document in documents] == [state.value for state in State][::-1]
+
+    def test_an_error_of_an_earlier_attempt_is_not_shown_beside_sent(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        put(database, State.SENT)
+        database.execute("UPDATE pgoutbox.message SET last_error = 'connection refused'")
+        assert "connection refused" not in cli("list").out
 
     def test_list_filters(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         failed = put(database, State.FAILED, topic="sms", queue="bulk", destination="tel:1")

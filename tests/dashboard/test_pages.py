@@ -7,6 +7,7 @@ import threading
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, LiteralString
 from urllib.parse import urlencode
 
@@ -25,6 +26,7 @@ from pgoutbox.dashboard import app as app_module
 from pgoutbox.dashboard import bulk, create_app, database, history, live, reads, rendering
 from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter, Operator, Rate
+from pgoutbox.operations.records import WAITS
 from pgoutbox.settings import load_settings
 from tests.support import topics_app
 from tests.support.messages import ADD_ATTEMPT, PUT_SENDING, SET_LAST_ERROR, before_each_batch, meanwhile, put
@@ -1820,3 +1822,95 @@ def test_a_blackout_forbids_to_redirect_by_the_dashboard(site: Site, db: psycopg
     assert "refused within the blackout 2020-01-01/2199-01-01" in answer.text
     assert db.execute("SELECT count(*) FROM pgoutbox.redirect").fetchone() == (0,)
     assert "The blackout 2020-01-01/2199-01-01 forbids to redirect e-mail today." in get(site.ada, "/queues").words
+
+
+# --- the night on call ------------------------------------------------------------------------------------------------
+
+BREAKER: Final = "smtp:mx.club.org:587"
+OPEN_BREAKER: Final = """
+    INSERT INTO pgoutbox.breaker (key, opened_at, retry_at, cooldown_seconds, worker, last_error)
+    VALUES (%s, now() - interval '3 hours', now() + interval '1 hour', 3600, 'w', 'AUTH: 535 no token=c4n4ry-s3cret')
+"""
+REPORT_WORKER: Final = "INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('w', '{default}', '{mail}')"
+
+
+def test_problems_are_first_on_the_overview_with_their_remedies(site: Site, db: psycopg.Connection) -> None:
+    page = get(site.vera, "/")
+    assert page.words.index("Problems") < page.words.index("States")
+    db.execute(REPORT_WORKER)
+    assert "None: messages are delivered." in get(reloaded(site).vera, "/").words
+    fail_with(db, f"refused: password={CANARY}")
+    db.execute(OPEN_BREAKER, [BREAKER])
+    put(db, queue="reports")
+    db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '1 h' WHERE state = 'pending'")
+    words = get(reloaded(site).vera, "/").words
+    for told in (
+        "problem queue reports: 1 message due",
+        "no running worker serves this queue",
+        f"the breaker of {BREAKER} has been open",
+        f"pgoutbox breaker close {BREAKER}",
+        "1 message of mail failed within the last 25 h",
+    ):
+        assert told in words, told
+    assert CANARY not in words
+
+
+def reloaded(site: Site) -> Site:
+    """Return the site without its cached overview."""
+    site.dashboard.forget()
+    return site
+
+
+def test_an_operator_closes_a_breaker(site: Site, db: psycopg.Connection) -> None:
+    db.execute(OPEN_BREAKER, [BREAKER])
+    assert "/breakers/close" in get(site.ada, "/").values("form", "action")
+    page = Page(site.ada.post("/breakers/close", data={"key": BREAKER}, follow_redirects=True).text)
+    assert "The circuit breaker is closed." in page.words
+    assert db.execute("SELECT count(*) FROM pgoutbox.breaker").fetchone() == (0,)
+    assert [row[:3] for row in audit_of(db)] == [("ada", "web 127.0.0.1", "breaker")]
+    again = Page(site.ada.post("/breakers/close", data={"key": BREAKER}, follow_redirects=True).text)
+    assert "The circuit breaker was not open." in again.words
+    assert site.ada.post("/breakers/close", data={"key": ""}).status_code == 422
+
+
+def test_a_viewer_sees_a_breaker_and_cannot_close_it(site: Site, db: psycopg.Connection) -> None:
+    db.execute(OPEN_BREAKER, [BREAKER])
+    page = get(site.vera, "/")
+    assert BREAKER in page.words
+    assert "/breakers/close" not in page.values("form", "action")
+    assert site.vera.post("/breakers/close", data={"key": BREAKER}).status_code == 403
+    assert db.execute("SELECT count(*) FROM pgoutbox.breaker").fetchone() == (1,)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "told"),
+    [
+        ("SELECT 1", "Waits: no running worker serves its queue."),
+        (REPORT_WORKER, "Waits: it is due, and the next free slot of a worker takes it."),
+        (
+            REPORT_WORKER.replace("{mail}", "{sms}"),
+            "Waits: no running worker of its queue has a handler for its topic.",
+        ),
+        ("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())", "Waits: its queue is paused."),
+    ],
+)
+def test_the_page_of_a_message_says_why_it_waits(
+    site: Site, db: psycopg.Connection, prepare: LiteralString, told: str
+) -> None:
+    db.execute(prepare)
+    assert told in get(site.vera, f"/messages/{put(db)}").words
+
+
+def test_a_waiting_message_links_to_the_one_that_it_waits_for(site: Site, db: psycopg.Connection) -> None:
+    first, second = put(db, ordering_key="o"), put(db, ordering_key="o")
+    page = get(site.vera, f"/messages/{second}")
+    assert f"Waits: an earlier message of its ordering key is delivered first (message {first})." in page.words
+    assert f"/messages/{first}" in page.values("a", "href")
+    assert "Waits:" not in get(site.vera, f"/messages/{put(db, State.SENT)}").words
+
+
+def test_every_reason_to_wait_has_words() -> None:
+    view = Path(__file__).parents[2] / "migrations/sql/views/waiting_view.sql"
+    reasons = set(re.findall(r"(?:THEN|ELSE) '([a-z_ ]+)'\n", view.read_text(encoding="utf-8")))
+    assert {"due", "no worker", "breaker", "in order"} <= reasons
+    assert reasons == WAITS.keys()
