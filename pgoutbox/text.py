@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import Final
 
 from pgoutbox.errors import ArgumentError
@@ -68,3 +69,8 @@ def preview(value: object) -> str:
     except ValueError:  # Python refuses to write very long integers.
         text = type(value).__name__
     return text if len(text) <= _PREVIEW_LENGTH else f"{text[:_PREVIEW_LENGTH]}..."
+
+
+def iso_utc(moment: datetime) -> str:
+    """Format the moment in UTC, as ISO 8601."""
+    return moment.astimezone(UTC).isoformat()

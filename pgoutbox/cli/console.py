@@ -17,7 +17,9 @@ from logging.handlers import WatchedFileHandler
 from typing import TYPE_CHECKING, Final, TextIO
 from urllib.parse import unquote
 
+from pgoutbox.observability.events import Facts
 from pgoutbox.settings import secret_values
+from pgoutbox.text import iso_utc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -194,11 +196,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def iso_utc(moment: datetime) -> str:
-    """Format the moment in UTC, as ISO 8601."""
-    return moment.astimezone(UTC).isoformat()
-
-
 def _cell(value: object) -> str:
     match value:
         case None:
@@ -331,10 +328,8 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Format the record without secrets and control characters, except the line ends of a traceback."""
-        fields = "".join(f" {name}={_field(value)}" for name, value in _extra(record).items())
-        line = printable(
-            f"{_time(record)} {record.levelname} {record.name}: {_without_detail(record.getMessage())}{fields}"
-        )
+        text, fields = _text_and_facts(record)
+        line = printable(f"{_time(record)} {record.levelname} {record.name}: {_without_detail(text)}{fields}")
         trace = self.formatException(record.exc_info) if record.exc_info else record.exc_text or ""
         return mask("\n".join([line, *map(printable, _without_detail(trace).splitlines())]), self._secrets)
 
@@ -352,7 +347,7 @@ class JsonFormatter(logging.Formatter):
             "time": _time(record),
             "level": record.levelname,
             "logger": record.name,
-            "message": _without_detail(record.getMessage()),
+            "message": _without_detail(_text_and_facts(record)[0]),
         }
         if record.exc_info:
             entry["exception"] = _without_detail(self.formatException(record.exc_info))
@@ -376,6 +371,10 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
     return {name: value for name, value in record.__dict__.items() if name not in _RECORD_ATTRIBUTES}
 
 
-def _field(value: object) -> str:
-    text = _json_value(value)
-    return json.dumps(text, ensure_ascii=False) if re.search(r"[\s\"=]", text) or not text else text
+def _text_and_facts(record: logging.LogRecord) -> tuple[str, Facts]:
+    """Return the text of a record without its facts, and the facts."""
+    match record.args:
+        case (Facts() as facts,):
+            return str(record.msg).removesuffix("%s"), facts
+        case _:
+            return record.getMessage(), Facts(_extra(record))

@@ -7,11 +7,16 @@ Only `enqueue_failed` has keys, because its message has no id.
 from __future__ import annotations
 
 import enum
+import json
 import logging
+import re
 from collections import Counter
+from collections.abc import Mapping
+from datetime import datetime
 from typing import TYPE_CHECKING, Self
 
 from pgoutbox.message import AttemptOutcome, State
+from pgoutbox.text import iso_utc
 
 if TYPE_CHECKING:
     from pgoutbox.observability.measures import Measures
@@ -212,6 +217,26 @@ def event_of_state(state: State) -> LogEvent:
     return LogEvent.RETRY if state is State.PENDING else LogEvent(state)
 
 
+class Facts:
+    """The fields of an event, which become text only if a record is formatted: ` event=failed topic=mail`."""
+
+    __slots__ = ("fields",)
+
+    def __init__(self, fields: Mapping[str, object]) -> None:
+        self.fields = fields
+
+    def __str__(self) -> str:
+        return "".join(f" {name}={field_text(value)}" for name, value in self.fields.items())
+
+
+def field_text(value: object) -> str:
+    """Return the value as text, in quotes if it has spaces, and escaped if it cannot be printed."""
+    text = iso_utc(value) if isinstance(value, datetime) else str(value)
+    if text and text.isprintable() and not re.search(r"[ \"=]", text):
+        return text
+    return json.dumps(text, ensure_ascii=not text.isprintable())
+
+
 class Telemetry:
     """Counts and logs the events of one worker. It has `measures` while metrics are exported."""
 
@@ -229,15 +254,21 @@ class Telemetry:
         return self._logger.isEnabledFor(level)
 
     def report(self, level: int, event: LogEvent, text: str, /, *, traceback: object = None, **fields: object) -> None:
-        """Count the event and log the constant `text` with the event and its fields, and a redacted traceback."""
+        """Count the event and log `text` with the event and its fields, and a redacted traceback.
+
+        The fields are in the text for the formatters of applications, and attributes of the record for the others. The
+        format of the record is constant, so that services that group records by it can do so.
+        """
         self.counts[event] += 1
         if not self._logger.isEnabledFor(level):
             return
         extra = {"event": event.value, **fields}
+        template = text + "%s"
         if traceback is None:
-            self._logger.log(level, text, extra=extra)
+            self._logger.log(level, template, Facts(extra), extra=extra)
             return
         # The exception itself would be logged with values that must be redacted.
-        record = self._logger.makeRecord(self._logger.name, level, __file__, 0, text, (), None, extra=extra)
+        arguments = (Facts(extra),)
+        record = self._logger.makeRecord(self._logger.name, level, __file__, 0, template, arguments, None, extra=extra)
         record.exc_text = str(traceback)
         self._logger.handle(record)

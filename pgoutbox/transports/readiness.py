@@ -38,6 +38,15 @@ class Lack(NamedTuple):
     reason: str
     topics: tuple[str, ...] = ()
 
+    @property
+    def text(self) -> str:
+        """What becomes of the messages."""
+        if self.reason == _PLACEHOLDER:
+            return "a setting is still a placeholder, so messages reach nobody or are refused"
+        if self.variable == "PGOUTBOX_MAIL_TRANSPORT":
+            return "e-mails are only logged, and reach nobody"
+        return "messages wait for a setting"
+
 
 _NOT_SET: Final = "is not set"
 _PLACEHOLDER: Final = "is a placeholder"

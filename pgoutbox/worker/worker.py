@@ -373,7 +373,7 @@ class _Run:
             self._telemetry.report(
                 logging.WARNING,
                 LogEvent.TRANSPORT_NOT_READY,
-                "messages cannot go out with these settings",
+                lack.text,
                 setting=lack.variable,
                 reason=lack.reason,
                 topics=lack.topics,

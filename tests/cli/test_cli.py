@@ -27,6 +27,7 @@ from pgoutbox.cli.main import explain
 from pgoutbox.encryption import Keyring, decrypted
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations import DismissResult, RedriveResult, ResendResult
 from pgoutbox.settings import SECRET_VARIABLES, load_settings, secret_values
 from tests.support.command_line import Done, run_on_terminal, run_process
@@ -1437,6 +1438,20 @@ class TestLog:
             r"1970-01-01T00:00:00.500+00:00 WARNING pgoutbox.worker: a b\n\x1b[2J "
             r'reason="two words\nand\u001b a line"'
         )
+
+    def test_an_applications_own_format_shows_the_facts_of_an_event(self, caplog: pytest.LogCaptureFixture) -> None:
+        telemetry = Telemetry(logging.getLogger("pgoutbox.worker"))
+        reason = "two words\nand a line"
+        telemetry.report(logging.WARNING, LogEvent.FAILED, "message failed", topic="mail", message_id=7, reason=reason)
+        telemetry.report(logging.WARNING, LogEvent.FAILED, "message failed", topic="sms", traceback="Traceback")
+        first, second = caplog.records
+        facts = r'event=failed topic=mail message_id=7 reason="two words\nand a line"'
+        assert logging.Formatter("%(levelname)s %(message)s").format(first) == f"WARNING message failed {facts}"
+        assert logging.Formatter().format(second) == "message failed event=failed topic=sms\nTraceback"
+        assert first.msg == second.msg, "services group records by their format"
+        assert TextFormatter().format(first).endswith(f"WARNING pgoutbox.worker: message failed {facts}")
+        entry = json.loads(JsonFormatter().format(first))
+        assert (entry["message"], entry["message_id"], entry["reason"]) == ("message failed", 7, reason)
 
     @pytest.mark.parametrize("formatter", [TextFormatter, JsonFormatter])
     def test_secrets_are_masked_in_tracebacks_too(self, formatter: type[TextFormatter | JsonFormatter]) -> None:

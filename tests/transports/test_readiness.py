@@ -69,6 +69,17 @@ def test_topics_whose_handlers_return_an_email_need_a_mail_server() -> None:
     assert lacks({}, {"e.nothing": nothing}) == []
 
 
+def test_a_missing_setting_a_placeholder_and_a_log_have_different_texts() -> None:
+    (missing,) = lacks({}, {"a.plain": plain})
+    (placeholder,) = lacks(COMPLETE | {"smtp_sender": "you@example.org"}, {"a.plain": plain})
+    (logged,) = lacks({"mail_transport": "log"}, {"a.plain": plain})
+    assert [lack.text for lack in (missing, placeholder, logged)] == [
+        "messages wait for a setting",
+        "a setting is still a placeholder, so messages reach nobody or are refused",
+        "e-mails are only logged, and reach nobody",
+    ]
+
+
 def test_the_destinations_of_alerts_need_their_transports() -> None:
     alerting = {"alert_destination": "mailto:ops@club.org apprise:phone"}
     found = lacks(alerting, {"pgoutbox.alert": nothing})

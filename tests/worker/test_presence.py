@@ -88,7 +88,7 @@ def names(db: psycopg.Connection) -> list[str]:
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[tuple[str, list[str], str]]:
     """Return queue, topics and text of the warnings about unclaimed messages."""
     return [
-        (vars(record)["queue"], vars(record)["topics"], record.message)
+        (vars(record)["queue"], vars(record)["topics"], record.message.partition(" event=")[0])
         for record in caplog.records
         if getattr(record, "event", "") == LogEvent.MESSAGES_UNCLAIMED
     ]
