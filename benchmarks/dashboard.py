@@ -158,7 +158,7 @@ async def _time_pages(dsn: str, count: int) -> dict[str, list[float]]:
 
 def _looks(count: int) -> dict[str, dict[str, object]]:
     nowhere = MessageFilter(topic="no.such")
-    failed = MessageFilter(states=(State.FAILED,), error_group="0" * 32)
+    failed = MessageFilter(states=(State.FAILED,), error_group="0" * 12)
     search = {"before_id": None, "not_below_id": None, "limit": 51}
     return {
         "COUNT_OPEN": {"cap": CAP + 1},

@@ -372,6 +372,8 @@ class Settings(_Group, BaseSettings):
     """Maximum size of an enqueued payload, in bytes of UTF-8 JSON."""
     encryption_keys: SecretStr | None = None
     """Fernet keys for encrypted topics, separated by commas. The first key encrypts; all keys decrypt."""
+    worker_enabled: bool = True
+    """Whether `pgoutbox worker` may work on this host. If not, it says so and ends with exit code 0."""
     worker_name: str | None = Field(default=None, min_length=1, max_length=200)
     """First part of the worker's name, as recorded in the column `worker` (default: the host name)."""
     apprise_urls: SecretStr | None = None

@@ -209,6 +209,10 @@ ToDestination = Annotated[
 ]
 OfOwner = Annotated[str | None, typer.Option("--owner", help="Only messages of this owner.")]
 WithKey = Annotated[str | None, typer.Option("--key", help="Only messages with this coalesce, dedupe or ordering key.")]
+OfGroup = Annotated[
+    str | None,
+    typer.Option("--group", metavar="GROUP", help="Only failed messages of this group; see failures."),
+]
 WithText = Annotated[
     str | None,
     typer.Option("--text", help="Only messages with this text in the destination, the owner, a key or the error."),
@@ -244,6 +248,7 @@ class FilterOptions:
     owner: OfOwner = None
     key: WithKey = None
     text: WithText = None
+    group: OfGroup = None
     since: Since = None
     until: Until = None
     where: App = None
@@ -260,6 +265,7 @@ class FilterOptions:
             owner=self.owner,
             key=self.key,
             text=self.text,
+            error_group=self.group,
             created_from=self.since,
             created_before=self.until,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from datetime import timedelta
 from typing import Annotated
@@ -16,7 +16,7 @@ from pgoutbox.cli.arguments import App, Dsn, InQueue, InTopic, Json, parse_durat
 from pgoutbox.cli.console import live_tables, print_json, print_line, print_table
 from pgoutbox.cli.program import app, read_settings, redacted_names_of, shorten
 from pgoutbox.database import operator_connection
-from pgoutbox.doctor import examine_delivery
+from pgoutbox.doctor import Finding, examine_delivery
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import activity
 from pgoutbox.redaction import redact_text
@@ -24,6 +24,7 @@ from pgoutbox.redaction import redact_text
 Every = Annotated[float, typer.Option("--every", min=0.2, max=3_600, help="Refresh interval in seconds.")]
 Count = Annotated[int | None, typer.Option("--count", min=1, help="Number of refreshes (default: unlimited).")]
 
+_PROBLEMS = 5
 _TOPIC_COLUMNS = tuple(field.name for field in fields(activity.TopicActivity))
 _OUTCOMES = sorted({outcome.value for outcome in AttemptOutcome} | {State.SENT.value})
 
@@ -57,7 +58,7 @@ def top(
             else:
                 show(
                     [
-                        (("level", "what", "fix"), [(p.level, p.what, p.fix) for p in problems]),
+                        (("level", "what"), _most_urgent(problems)),
                         (_TOPIC_COLUMNS, [_topic_cells(topic) for topic in topics]),
                         (activity.WorkerActivity._fields, [_worker_cells(worker) for worker in found]),
                     ]
@@ -144,6 +145,13 @@ def _line(row: activity.OutcomeRow) -> str:
         shorten(row.reason) or "",
     ]
     return " ".join(word for word in words if word)
+
+
+def _most_urgent(problems: Sequence[Finding]) -> list[tuple[str, str]]:
+    """Return the first problems, so that the other tables stay in view."""
+    shown = [(str(problem.level), shorten(problem.what) or "") for problem in problems[:_PROBLEMS]]
+    more = len(problems) - len(shown)
+    return [*shown, ("", f"and {more} more: pgoutbox doctor names them all, with remedies")] if more else shown
 
 
 def _topic_cells(topic: activity.TopicActivity) -> list[object]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Annotated, Final, Literal
 
 import psycopg
 import typer
 
-from pgoutbox.cli.arguments import App, Dsn, load_outbox
+from pgoutbox.cli.arguments import App, Dsn, load_outbox, parse_duration
 from pgoutbox.cli.console import configure_logging, print_warning
 from pgoutbox.cli.program import app, describe_known_queues, open_operator, read_settings
 from pgoutbox.errors import ConfigurationError
@@ -38,6 +40,13 @@ def worker(
     drain: Annotated[
         bool, typer.Option("--drain", help="Deliver all due messages and their retries, then exit.")
     ] = False,
+    max_messages: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With --once: claim at most N messages.")
+    ] = None,
+    max_time: Annotated[
+        timedelta | None,
+        typer.Option(parser=parse_duration, metavar="DURATION", help="With --once: claim nothing after DURATION."),
+    ] = None,
     no_listen: Annotated[
         bool, typer.Option("--no-listen", help="Poll instead of waiting for NOTIFY (behind a transaction pooler).")
     ] = False,
@@ -47,9 +56,14 @@ def worker(
     """Claim messages and run their handlers.
 
     Runs until SIGTERM or SIGINT, then waits for running handlers. A second signal ends it at once.
+
+    With PGOUTBOX_WORKER_ENABLED=false it says so and ends with exit code 0. So the same crontab or unit can be on hosts
+    that must not send.
     """
     if once and drain:
         raise typer.BadParameter("--once and --drain exclude each other")
+    if not once and (max_messages is not None or max_time is not None):
+        raise typer.BadParameter("--max-messages and --max-time need --once")
     if processes > 1 and (once or drain):
         raise typer.BadParameter("--processes excludes --once and --drain")
     from pgoutbox.worker.claim_planner import ALL_QUEUES, parse_queues
@@ -58,20 +72,33 @@ def worker(
     settings = read_settings(
         dsn, app=where, concurrency=concurrency, listen=False if no_listen else None, worker_name=name
     )
+    # Cron sends an e-mail if a command writes anything. A person at a terminal should see the counts and warnings.
+    is_quiet = (once or drain) and not sys.stderr.isatty()
+    if not settings.worker_enabled:
+        configure_logging(settings, is_quiet=is_quiet)
+        logging.getLogger("pgoutbox.worker").info("no worker runs on this host: PGOUTBOX_WORKER_ENABLED is false")
+        raise typer.Exit
     settings.require_dsn()
     shares = parse_queues(queues or ())
     if settings.app is None:
         raise ConfigurationError("no outbox given: set PGOUTBOX_APP, or pass --app module:attribute")
     outbox = load_outbox(settings.app)
-    # Cron sends an e-mail if a command writes anything. A person at a terminal should see the counts and warnings.
-    is_quiet = (once or drain) and not sys.stderr.isatty()
     configure_logging(settings, is_quiet=is_quiet)
     if queues and not is_quiet:
         _warn_of_unknown_queues(settings, [share.name for share in shares if share.name != ALL_QUEUES])
     if processes > 1:
         raise typer.Exit(_supervise(settings, queues or [], processes, dsn=dsn))
     mode: Literal["run", "once", "drain"] = "once" if once else "drain" if drain else "run"
-    raise typer.Exit(run_worker(outbox, settings, queues=queues or (), mode=mode))
+    raise typer.Exit(
+        run_worker(
+            outbox,
+            settings,
+            queues=queues or (),
+            mode=mode,
+            max_messages=max_messages,
+            max_seconds=None if max_time is None else max_time.total_seconds(),
+        )
+    )
 
 
 def _supervise(settings: Settings, queues: Sequence[str], processes: int, *, dsn: str | None) -> int:

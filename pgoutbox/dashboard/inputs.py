@@ -115,7 +115,7 @@ def filter_of(given: Given) -> MessageFilter:
         if value:
             states.append(State(value))
     group = given.get("group", "").strip()
-    if group and re.fullmatch(r"[0-9a-f]{32}", group) is None:
+    if group and re.fullmatch(r"[0-9a-f]{12}", group) is None:
         raise InputError("group", "unknown")
     return MessageFilter(
         states=tuple(dict.fromkeys(states)),

@@ -304,7 +304,7 @@ def _cause_of_workers(context: DoctorContext, queue: DictRow, running: list[Dict
             "due-in-unserved-queue",
             f"{what}: no running worker serves this queue",
             "no message of it is delivered",
-            f"start a worker for it: pgoutbox worker --queue {name}, or --queue '*' for all queues of the application; "
+            f"start a worker for it: pgoutbox worker --queue {name}, beside the queues that it already serves; "
             "pgoutbox workers lists the queues of each worker",
         )
     handled = {topic for worker in serving for topic in worker["topics"]}
@@ -396,7 +396,8 @@ def check_failed(context: DoctorContext) -> Iterator[Note]:
             f"{count} of {row['topic']} {within}: {_quoted(context, row['error'])}",
             why,
             f"see them by cause: pgoutbox failures --topic {row['topic']}; fix the cause, then run: "
-            f"pgoutbox redrive --all-failed --topic {row['topic']}; if nobody can deliver them: pgoutbox dismiss",
+            f"pgoutbox redrive --group {row['error_group']}; if nobody can deliver them: "
+            f"pgoutbox dismiss --group {row['error_group']} --reason 'your reason'",
         )
     if not causes:
         yield ok("nothing-failed", f"no message {within}")

@@ -47,7 +47,7 @@ def alert_text(alert: Mapping[str, Any]) -> tuple[str, str]:
                 alert["cause"] or "no error recorded",
                 f"See them by cause: pgoutbox failures --topic {alert['topic']}",
                 f"See the newest one: pgoutbox show {alert['newest_id']}",
-                f"When the cause is fixed, deliver them: pgoutbox redrive --all-failed --topic {alert['topic']}",
+                f"When the cause is fixed, deliver them: pgoutbox redrive --group {alert['group']}",
                 "More failures of this cause are told tomorrow, in one message with all causes of the day.",
             ]
         case _:

@@ -153,18 +153,21 @@ class PollLoop:
                 self.state, result, is_notified=signals.is_notified, needs_full_poll=signals.needs_full_poll
             )
 
-    async def deliver_due(self) -> None:
-        """Poll until no message is due and none is in flight, or the worker stops.
+    async def deliver_due(self, *, most: int | None = None) -> int:
+        """Poll until no message is due and none is in flight, or `most` were claimed, or the worker stops.
 
-        Also return if the database refuses so many outcomes that the worker may claim nothing more.
+        Also return if the database refuses so many outcomes that the worker may claim nothing more. Return the number
+        of claimed messages.
         """
         from_beginning = True
+        claimed_count = 0
         while not self._stopping.is_set():
             self._signals.progress.clear()
-            room = self._room()
+            room = self._room() if most is None else min(self._room(), most - claimed_count)
             if room == 0:
-                if self._finisher.refuses_many and not self._finisher.unwritten_count:
-                    return
+                is_last = claimed_count == most or self._finisher.refuses_many
+                if is_last and not self._finisher.unwritten_count:
+                    return claimed_count
                 await self._until_progress()
                 continue
             # A message whose attempt ends during the claim may be due again, and the claim does not find it.
@@ -172,16 +175,18 @@ class PollLoop:
             if from_beginning:
                 self._queues.search(now=elapsed_clock())
             found = await self._claimer.poll(room, from_beginning=from_beginning)
+            claimed_count += found or 0
             if found == 0 and from_beginning and not self._claimer.work_ahead:
                 if (owed_at := self._queues.search_owed_at) < math.inf:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(max(0.0, owed_at - elapsed_clock())):
                             await self._stopping.wait()
                 elif was_idle:
-                    return
+                    return claimed_count
                 else:
                     await self._until_progress()
             from_beginning = found == 0
+        return claimed_count
 
     async def drain(self) -> None:
         """Deliver due messages, also those that other workers and retries make due, until none is owed."""

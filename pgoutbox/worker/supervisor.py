@@ -30,8 +30,18 @@ _STEADY_SECONDS = 60.0
 _USAGE_ERROR = 2
 
 
-def run_worker(outbox: Outbox, settings: Settings, *, queues: Sequence[str], mode: Mode) -> int:
+def run_worker(
+    outbox: Outbox,
+    settings: Settings,
+    *,
+    queues: Sequence[str],
+    mode: Mode,
+    max_messages: int | None = None,
+    max_seconds: float | None = None,
+) -> int:
     """Run one worker in this process until it is done or stopped. Return the exit code.
+
+    `max_messages` and `max_seconds` are those of `Worker.run_once`.
 
     SIGTERM and SIGINT stop it gracefully, a second signal at once. A handler's thread that still runs after the grace
     period does not keep the process alive.
@@ -39,11 +49,11 @@ def run_worker(outbox: Outbox, settings: Settings, *, queues: Sequence[str], mod
     worker = Worker(outbox, settings=settings, queues=queues)
     # Imported modules stay until the end, so the garbage collector need not visit them again.
     gc.freeze()
-    asyncio.run(_run(worker, mode))
+    asyncio.run(_run(worker, mode, max_messages, max_seconds))
     return 0
 
 
-async def _run(worker: Worker, mode: Mode) -> None:
+async def _run(worker: Worker, mode: Mode, max_messages: int | None, max_seconds: float | None) -> None:
     loop = asyncio.get_running_loop()
     signals_seen = 0
 
@@ -64,7 +74,7 @@ async def _run(worker: Worker, mode: Mode) -> None:
         case "run":
             await worker.run()
         case "once":
-            await worker.run_once()
+            await worker.run_once(max_messages=max_messages, max_seconds=max_seconds)
         case "drain":
             await worker.drain()
         case _:

@@ -126,16 +126,31 @@ class Worker:
         async with self._at_work(ends_by_itself=False) as run:
             await run.poll_loop.run()
 
-    async def run_once(self) -> None:
+    async def run_once(self, *, max_messages: int | None = None, max_seconds: float | None = None) -> None:
         """Deliver all messages that are due now, then return. Overlapping runs share the work.
+
+        It claims at most `max_messages`, and none after `max_seconds`. Then it stops like a worker: running handlers
+        may end within the grace time.
 
         Unlike `run`, it and `drain` do not wait for the server: they raise an error of the first connection, and
         `SchemaError` in a copy of the database.
         """
-        async with self._at_work(ends_by_itself=True) as run:
-            await run.poll_loop.deliver_due()
+        async with self._ending_after(max_seconds), self._at_work(ends_by_itself=True) as run:
+            claimed_count = await run.poll_loop.deliver_due(most=max_messages)
             if await run.failure_alerts.look():
-                await run.poll_loop.deliver_due()
+                left = None if max_messages is None else max_messages - claimed_count
+                await run.poll_loop.deliver_due(most=left)
+
+    @contextlib.asynccontextmanager
+    async def _ending_after(self, seconds: float | None) -> AsyncIterator[None]:
+        if seconds is None:
+            yield
+            return
+        timer = asyncio.get_running_loop().call_later(seconds, self.stop)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     async def drain(self) -> None:
         """Work until no message is due, in flight or waiting for a retry in these queues.

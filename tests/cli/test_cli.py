@@ -1154,6 +1154,23 @@ class TestWorker:
         assert json.loads(run_process("list", "--json", dsn=dsn).out)["state"] == "sent"
 
     @pytest.mark.slow
+    def test_a_run_is_bounded_and_a_host_can_be_switched_off(self, dsn: str, tmp_path: Path) -> None:
+        (tmp_path / "greeter.py").write_text(GREETER)
+        for name in ("ada", "bob", "cid"):
+            run_process("enqueue", "greet", json.dumps(name), dsn=dsn)
+        arguments = ("worker", "--app", "greeter:outbox", "--once")
+        off = run_process(*arguments, dsn=dsn, PGOUTBOX_WORKER_ENABLED="false")
+        assert (off.exit_code, off.out, off.err) == (0, "", ""), "cron would send an e-mail"
+        off = run_process("worker", "--app", "greeter:outbox", dsn=dsn, PGOUTBOX_WORKER_ENABLED="false")
+        assert (off.exit_code, "PGOUTBOX_WORKER_ENABLED is false" in off.err) == (0, True)
+        one = run_process(*arguments, "--max-messages", "1", "--max-time", "1m", dsn=dsn)
+        assert (one.exit_code, one.out) == (0, "hello ada\n")
+        rest = run_process(*arguments, dsn=dsn)
+        assert sorted(rest.out.splitlines()) == ["hello bob", "hello cid"]
+        refused = run_process("worker", "--app", "greeter:outbox", "--max-messages", "1", dsn=dsn)
+        assert (refused.exit_code, "need --once" in refused.err) == (2, True)
+
+    @pytest.mark.slow
     def test_sigterm_ends_the_worker_with_exit_code_0(self, dsn: str, tmp_path: Path) -> None:
         (tmp_path / "greeter.py").write_text(GREETER)
         run_process("enqueue", "greet", '"ada"', dsn=dsn)

@@ -119,6 +119,16 @@ def test_failures_are_filtered_by_topic_and_time_and_printed_as_json(
     assert (document["topic"], document["cause"], document["messages"]) == ("sms", None, 1)
 
 
+def test_a_group_is_redriven_or_dismissed_alone(connect: Connect, cli: Callable[..., Done]) -> None:
+    with connect(autocommit=True) as db:
+        fail(db, "user 1 is gone", "user 2 is gone", "KeyError: 'name'")
+        groups = {group.cause: group.group for group in Operator(db).list_failures()}
+        assert cli("dismiss", "--group", groups["user # is gone"], "--reason", "gone", "--yes").exit_code == 0
+        assert cli("redrive", "--group", groups["KeyError: (value)"], "--yes").exit_code == 0
+        rows = db.execute("SELECT state, last_error FROM pgoutbox.message ORDER BY id").fetchall()
+    assert [state for state, _ in rows] == ["skipped", "skipped", "pending"]
+
+
 def test_a_viewer_sees_the_causes(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back, "user 1 is gone")
     rolled_back.execute("SET LOCAL ROLE pgoutbox_viewer")

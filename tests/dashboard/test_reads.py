@@ -61,7 +61,7 @@ def full(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -> psy
 
 NOWHERE = MessageFilter(topic="nowhere")
 IN_FAILED = MessageFilter(states=(State.FAILED,), text="nowhere")
-IN_GROUP = MessageFilter(error_group="0" * 32)
+IN_GROUP = MessageFilter(error_group="0" * 12)
 NEAR = {"before_id": None, "not_below_id": None, "rows": ROWS, "limit": 11}
 
 

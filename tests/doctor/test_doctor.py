@@ -940,8 +940,8 @@ def test_one_failed_message_of_the_last_day_is_a_warning_without_secrets(dsn: st
         "25 h",
         "refused: password=",
         "pgoutbox failures --topic mail",
-        "pgoutbox redrive --all-failed --topic mail",
-        "pgoutbox dismiss",
+        "pgoutbox redrive --group ",
+        "pgoutbox dismiss --group ",
     )
     assert CANARY not in str(finding)
 
@@ -1074,7 +1074,13 @@ class TestDue:
         report(db, "a", ["default"], ["greet"])
         enqueue(db, queue="bulk")
         db.execute(HOUR_AGO)
-        expect(found(dsn, "due"), Level.PROBLEM, "due-in-unserved-queue", "--queue bulk", "--queue '*'")
+        expect(
+            found(dsn, "due"),
+            Level.PROBLEM,
+            "due-in-unserved-queue",
+            "--queue bulk",
+            "pgoutbox worker --queue bulk, beside the queues",
+        )
         report(db, "b", ["bulk"], ["greet"])
         expect(found(dsn, "due"), Level.PROBLEM, "due-unclaimed")
 

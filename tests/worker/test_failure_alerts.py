@@ -117,7 +117,9 @@ async def test_the_failures_of_yesterday_are_told_in_one_message(dsn: str, db: p
     put(db, State.FAILED, topic="mail", age=timedelta(days=3))
     for _ in range(2):
         await run_once(dsn)
-    assert alerts(db) == [
+    told = alerts(db)
+    assert all(len(cause.pop("group")) == 12 for cause in told[0]["causes"])
+    assert told == [
         {
             "event": "failed_yesterday",
             "messages": 3,
@@ -204,8 +206,15 @@ async def test_a_business_transaction_that_is_open_delays_no_alert(
 @pytest.mark.parametrize(
     "alert",
     [
-        {"event": "failed", "topic": "mail", "cause": None, "messages": 1, "newest_id": 7},
-        {"event": "failed", "topic": "mail", "cause": "two\nlines " * 90, "messages": 1_200, "newest_id": 7},
+        {"event": "failed", "topic": "mail", "cause": None, "group": "g", "messages": 1, "newest_id": 7},
+        {
+            "event": "failed",
+            "topic": "mail",
+            "cause": "two\nlines " * 90,
+            "group": "g",
+            "messages": 1_200,
+            "newest_id": 7,
+        },
         {"event": "failed_yesterday", "messages": 1, "causes": [{"topic": "a", "cause": None, "messages": 1}]},
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -269,3 +270,50 @@ async def test_a_run_does_not_warn_about_open_breakers_and_unclaimed_messages(
     worker = Worker(outbox)
     await worker.run_once()
     assert worker.telemetry.counts[LogEvent.BREAKER_STILL_OPEN] == 0
+
+
+# --- bounded runs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("most", "sent"), [(1, 1), (7, 7), (10, 10), (11, 10)])
+async def test_a_run_claims_at_most_so_many_messages(dsn: str, db: psycopg.Connection, most: int, sent: int) -> None:
+    outbox = Outbox(settings_for(dsn, batch_size=3))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    ids = [enqueue(db) for _ in range(10)]
+    await Worker(outbox).run_once(max_messages=most)
+    states = [row.state for row in rows_of(db, *ids)]
+    assert (states.count("sent"), states.count("pending")) == (sent, 10 - sent)
+
+
+async def test_a_bounded_run_waits_for_the_messages_that_it_has_claimed(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn))
+    may_end = asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        await may_end.wait()
+
+    ids = [enqueue(db) for _ in range(3)]
+    run = asyncio.create_task(Worker(outbox).run_once(max_messages=2))
+    await until(lambda: [row.state for row in rows_of(db, *ids)].count("sending") == 2)
+    assert not run.done()
+    may_end.set()
+    await run
+    assert sorted(row.state for row in rows_of(db, *ids)) == ["pending", "sent", "sent"]
+
+
+async def test_a_run_ends_after_its_seconds_although_messages_are_due(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=1))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        enqueue(db)  # Without a bound the run would never end.
+
+    first = enqueue(db)
+    await Worker(outbox).run_once(max_seconds=0.2)
+    assert row_of(db, first).state == "sent"
+    (pending,) = db.execute("SELECT count(*) FROM pgoutbox.message WHERE state = 'pending'").fetchone() or (0,)
+    assert pending >= 1

@@ -29,7 +29,8 @@ WITH today AS MATERIALIZED (
     (
         SELECT
             jsonb_build_object(
-                'event', 'failed', 'topic', g.topic, 'cause', g.cause, 'messages', g.messages, 'newest_id', g.newest_id
+                'event', 'failed', 'topic', g.topic, 'cause', g.cause, 'group', g.error_group, 'messages', g.messages,
+                'newest_id', g.newest_id
             ) AS payload,
             NULL::text AS coalesce_key,
             concat_ws(' ', 'failed', t.name, g.error_group) AS dedupe_key
@@ -44,7 +45,8 @@ WITH today AS MATERIALIZED (
             'event', 'failed_yesterday',
             'messages', sum(g.messages),
             'causes', jsonb_agg(jsonb_build_object(
-                'topic', g.topic, 'cause', g.cause, 'messages', g.messages, 'newest_id', g.newest_id
+                'topic', g.topic, 'cause', g.cause, 'group', g.error_group, 'messages', g.messages,
+                'newest_id', g.newest_id
             ))
         ),
         NULL,
