@@ -32,7 +32,10 @@ ENVIRONMENT_PREFIX = "PGOUTBOX_"
 _TEST_PREFIX = f"{ENVIRONMENT_PREFIX}TEST_"
 SUPERVISOR_FD_VARIABLE = f"{ENVIRONMENT_PREFIX}SUPERVISOR_FD"
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
-_ALERT_DESTINATION = re.compile(r"(?:mailto:[^,]+@[^,]+|https?://[^/?#]+.*|apprise:.+)")
+_ALERT_DESTINATION = re.compile(
+    r"(?:mailto:[^@,<>]+@[^@,<>]+|https?://(?:[^/?#\[\]]+|\[[0-9A-Fa-f:.]+\](?::\d+)?)(?:[/?#].*)?|apprise:.+)"
+)
+_MAX_DESTINATION_BYTES = 2048
 _FERNET_KEY = re.compile(r"\s*[A-Za-z0-9_-]{43}=\s*")
 
 
@@ -469,7 +472,8 @@ class Settings(_Group, BaseSettings):
                 "PGOUTBOX_MAIL_TRANSPORT=log sends no e-mail, but PGOUTBOX_SMTP_HOST is set: unset one of them"
             )
         for destination in self.alert_destinations:
-            if not _ALERT_DESTINATION.fullmatch(destination):
+            is_short = len(destination.encode()) <= _MAX_DESTINATION_BYTES
+            if not (is_short and destination.isprintable() and _ALERT_DESTINATION.fullmatch(destination)):
                 raise ValueError(
                     "PGOUTBOX_ALERT_DESTINATION must be destinations such as mailto:ops@example.org, "
                     "https://hooks.example.org/alert or apprise:NAME, separated by spaces"
@@ -484,7 +488,7 @@ class Settings(_Group, BaseSettings):
     @property
     def alert_destinations(self) -> tuple[str, ...]:
         """The destinations of `alert_destination`."""
-        return () if self.alert_destination is None else tuple(self.alert_destination.split())
+        return () if self.alert_destination is None else tuple(dict.fromkeys(self.alert_destination.split()))
 
     @property
     def pooled(self) -> bool:

@@ -32,8 +32,7 @@ _PERMIT_PAUSE_SECONDS = 0.25
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _RETENTION_SECONDS = 30.0
 _NO_HOOKS: Final = "{}"
-_FAILURES_TOLD: Final = 1_000
-_ALERTS_AT_ONCE: Final = 10
+_FAILURES_TOLD: Final = 50_000
 _SHOWN_NAME_LENGTH = 48  # With "pgoutbox claim " the 63 bytes that PostgreSQL keeps of an application_name.
 
 
@@ -207,6 +206,7 @@ class Store:
         self.claims = WorkerConnection(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
         self._finishes = WorkerConnection(dsn, settings, purpose="finish", spare=self.claims)
         self._attempts = WorkerConnection(dsn, settings, purpose="attempt", spare=self.claims)
+        self._alerts = WorkerConnection(dsn, settings, purpose="alerts", spare=self.claims)
         self._forgotten_topics: frozenset[str] = frozenset()
         self._retention_turn = asyncio.Lock()
         self._retention_read_at = -math.inf
@@ -478,15 +478,20 @@ class Store:
         )
         return BreakerRow._make(rows[0]) if rows else None
 
-    async def tell_failures(self, alert_queue: str) -> int:
-        """Enqueue the alerts about failed messages that nobody has enqueued today. Return their number."""
+    async def untold_failures(self) -> list[tuple[str, str]]:
+        """Return key and payload of each alert that failed messages call for, those of the newest messages first."""
+        rows = await self._alerts.fetch(sql.UNTOLD_FAILURES, {"cap": _FAILURES_TOLD})
+        return [(row[0], row[1]) for row in rows]
+
+    async def tell_failures(self, alerts: Sequence[tuple[str, str]], *, alert_queue: str) -> int:
+        """Enqueue these alerts. Return the number of those that nobody had enqueued before."""
         parameters = {
+            "dedupe_keys": [key for key, _ in alerts],
+            "payloads": [payload for _, payload in alerts],
             "alert_queue": alert_queue,
             "alert_destinations": self._alert_destinations,
-            "cap": _FAILURES_TOLD,
-            "limit": _ALERTS_AT_ONCE,
         }
-        ((count,),) = await self._attempts.fetch(sql.TELL_FAILURES, parameters)
+        ((count,),) = await self._alerts.fetch(sql.TELL_FAILURES, parameters)
         return int(count)
 
     async def failures_of_last_run(self) -> dict[str, dict[str, Any]]:
@@ -596,7 +601,7 @@ class Store:
 
     async def close(self) -> None:
         """Close all connections."""
-        for connection in (self.claims, self._finishes, self._attempts):
+        for connection in (self.claims, self._finishes, self._attempts, self._alerts):
             await connection.close()
 
 

@@ -1,7 +1,7 @@
 """The messages that tell a person of a fault, and their default handler.
 
 Topic `pgoutbox.alert`. A payload has an `event`: `opened` and `closed` with the key of a circuit breaker, `failed` with
-the topic and cause of failed messages, `failed_yesterday` with all causes of the day before.
+the topic and cause of failed messages, `failed_on_day` with all causes of an earlier day.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def alert_text(alert: Mapping[str, Any]) -> tuple[str, str]:
                 "More failures of this cause are told tomorrow, in one message with all causes of the day.",
             ]
         case _:
-            subject = f"{_messages(alert['messages'])} failed yesterday"
+            subject = f"{_messages(alert['messages'])} failed on {alert['day']}"
             lines = [
                 *(
                     f"{_messages(group['messages'])} of {group['topic']}: {group['cause'] or 'no error recorded'}"

@@ -17,6 +17,7 @@ from pgoutbox.worker.run_state import RunState
 
 _LOOK_SECONDS: Final = 300.0
 _PAUSE_SECONDS: Final = 60.0
+_AT_ONCE: Final = 10
 
 
 class FailureAlerts:
@@ -32,6 +33,7 @@ class FailureAlerts:
         self._failed = run.signals.failed
         self._queue = run.alert_queue
         self._is_periodic = is_periodic
+        self._told: set[str] = set()
         self._trouble: str | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -61,7 +63,7 @@ class FailureAlerts:
             return 0
         self._failed.clear()
         try:
-            count = await self._store.tell_failures(self._queue)
+            count = await self._tell(self._queue)
         except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
             reason = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".strip()
             if reason != self._trouble:
@@ -70,4 +72,16 @@ class FailureAlerts:
                 self._telemetry.report(logging.WARNING, LogEvent.ALERTS_FAILED, text, reason=reason)
             return 0
         self._trouble = None
+        return count
+
+    async def _tell(self, queue: str) -> int:
+        """Enqueue up to so many new alerts as their reader can read; the next look enqueues others."""
+        count = 0
+        untold = [alert for alert in await self._store.untold_failures() if alert[0] not in self._told]
+        for first in range(0, len(untold), _AT_ONCE):
+            part = untold[first : first + _AT_ONCE]
+            count += await self._store.tell_failures(part, alert_queue=queue)
+            self._told.update(key for key, _ in part)
+            if count >= _AT_ONCE:
+                break
         return count

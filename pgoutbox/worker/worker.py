@@ -160,7 +160,7 @@ class Worker:
         async with self._at_work(ends_by_itself=True) as run:
             await run.poll_loop.drain()
             if await run.failure_alerts.look():
-                await run.poll_loop.drain()
+                await run.poll_loop.deliver_due()  # A drain does not wait for its own alerts.
 
     def stop(self) -> None:
         """Begin to stop: stop claiming, wait for handlers up to the grace time, release the rest. Idempotent.

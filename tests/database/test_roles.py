@@ -119,8 +119,8 @@ PRUNE_BY_RULES: Final = {
 }  # fmt: skip
 MAINTENANCE_FUNCTIONS: Final = {"_drop_partition", "_kept_until", "make_partition", "partitions"}
 LOOK_FUNCTIONS: Final = {
-    "_cause_of", "_done_estimate", "_here", "_redacted_json", "_redacted_text", "_require_home", "schema_version",
-    "_tokens_of",
+    "_cause_of", "_done_estimate", "_error_group", "failures", "_here", "_redacted_json", "_redacted_text",
+    "_require_home", "schema_version", "_tokens_of",
 }  # fmt: skip
 FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     PRODUCER: ENQUEUE_FUNCTIONS | {"_cancel_each", "_is_known_topic", "schema_version"},
@@ -129,6 +129,8 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     | MAINTENANCE_FUNCTIONS
     | {
         "_cause_of",
+        "_error_group",
+        "failures",
         "_forget_requests",
         "_forget_sent",
         "_here",
@@ -1052,6 +1054,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (PRODUCER, "SELECT pgoutbox._state_of(1)"),
     (PRODUCER, "SELECT FROM pgoutbox.cancel_all(destination => 'mailto:ada@example.org')"),
     (PRODUCER, "SELECT FROM pgoutbox.reschedule('{1,2,3}', pg_catalog.now())"),
+    (WORKER, "SELECT FROM pgoutbox.failures()"),
     (WORKER, 'SELECT pgoutbox._enqueue_failure(\'{"topic": "mail", "queue": "q", "message_id": 1}\', 3)'),
     (WORKER, "SELECT FROM pgoutbox._kept_until('-infinity', 'infinity')"),
     (WORKER, "SELECT pgoutbox.make_partition(4711)"),

@@ -174,6 +174,11 @@ def the_last_run_was_days_ago(db: psycopg.Connection) -> tuple[int, Expected]:
     return enqueue(db), ("no worker", None, None)
 
 
+def another_line_of_the_crontab_ran_last(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("UPDATE pgoutbox.worker SET queues = '{other}', ended_at = now()")
+    return enqueue(db), ("due", None, None)
+
+
 def no_worker_of_its_queue_knows_its_topic(db: psycopg.Connection) -> tuple[int, Expected]:
     db.execute("UPDATE pgoutbox.worker SET topics = '{other}'")
     db.execute(REPORT, ("elsewhere", ["elsewhere"], ["greet"]))
@@ -186,7 +191,8 @@ SITUATIONS = (
     a_newer_one_exists, its_key_is_halted, it_is_not_its_turn, an_older_one_is_being_sent,
     a_later_one_of_its_ordering_key_is_being_sent, the_rate_is_used_up,
     the_queue_is_full, nothing_is_in_its_way, nobody_serves_its_queue, its_worker_is_long_gone,
-    a_run_of_today_has_served_it, the_last_run_was_days_ago, no_worker_of_its_queue_knows_its_topic,
+    a_run_of_today_has_served_it, another_line_of_the_crontab_ran_last, the_last_run_was_days_ago,
+    no_worker_of_its_queue_knows_its_topic,
 )  # fmt: skip
 
 

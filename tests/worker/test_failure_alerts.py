@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -19,7 +19,7 @@ from tests.support.messages import put
 from tests.support.outbox_actions import enqueue, rows_of, running, settings_for
 from tests.support.roles import login
 from tests.support.smtp_server import accepting_server, mail_settings
-from tests.support.waiting import until
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS, until
 from tests.support.webhook_server import webhook_server
 
 if TYPE_CHECKING:
@@ -114,14 +114,16 @@ async def test_the_failures_of_yesterday_are_told_in_one_message(dsn: str, db: p
         " finished_at = date_trunc('day', now(), 'UTC') - interval '1 minute'",
         [ids[0]],
     )
-    put(db, State.FAILED, topic="mail", age=timedelta(days=3))
+    put(db, State.FAILED, topic="mail", age=timedelta(days=30))
     for _ in range(2):
         await run_once(dsn)
     told = alerts(db)
     assert all(len(cause.pop("group")) == 12 for cause in told[0]["causes"])
+    yesterday = (datetime.now(UTC) - timedelta(days=1)).date().isoformat()
     assert told == [
         {
-            "event": "failed_yesterday",
+            "event": "failed_on_day",
+            "day": yesterday,
             "messages": 3,
             "causes": [
                 {"topic": "mail", "cause": "user # is gone", "messages": 2, "newest_id": ids[2]},
@@ -130,6 +132,67 @@ async def test_the_failures_of_yesterday_are_told_in_one_message(dsn: str, db: p
             "to": OPS,
         }
     ]
+
+
+async def test_a_new_cause_is_told_although_ten_larger_ones_go_on(dsn: str, db: psycopg.Connection) -> None:
+    for cause in "abcdefghij":
+        for _ in range(2):
+            enqueue(db, payload=f"the parcel {cause} is lost")
+    await run_once(dsn)
+    enqueue(db, payload="the parcel k is lost")
+    await run_once(dsn)
+    assert causes(db).count("the parcel k is lost") == 1
+    assert len(causes(db)) == 11
+
+
+async def test_of_many_new_causes_ten_are_told_at_once_and_the_others_by_later_runs(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    for cause in "abcdefghijklmnopqrstuvw":
+        enqueue(db, payload=f"the parcel {cause} is lost")
+    counts = []
+    for _ in range(4):
+        await run_once(dsn)
+        counts.append(len(set(causes(db))))
+    assert counts == [10, 20, 23, 23]
+
+
+async def test_a_cause_is_told_although_a_thousand_newer_messages_failed_for_another(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    first = put(db, State.FAILED)
+    db.execute("UPDATE pgoutbox.message SET last_error = 'new' WHERE id = %s", [first])
+    db.execute(
+        "INSERT INTO pgoutbox.message_failed (id, topic, queue, payload, state, attempt_count, attempt_budget,"
+        " max_attempts, available_at, finished_at, last_error, created_at)"
+        " SELECT nextval('pgoutbox.message_id_seq'), 'mail', 'default', 'null', 'failed', 1, 1, 1, now(), now(),"
+        " 'bounce', now() FROM generate_series(1, 2000)"
+    )
+    await run_once(dsn)
+    assert {(alert["cause"], alert["messages"]) for alert in alerts(db)} == {("new", 1), ("bounce", 2000)}
+
+
+async def test_a_run_on_monday_tells_of_friday(dsn: str, db: psycopg.Connection) -> None:
+    put(db, State.FAILED, topic="mail", age=timedelta(days=3))
+    put(db, State.FAILED, topic="mail", age=timedelta(days=2))
+    for _ in range(2):
+        await run_once(dsn)
+    assert [alert["event"] for alert in alerts(db)] == ["failed_on_day"] * 2
+    assert len({alert["day"] for alert in alerts(db)}) == 2
+
+
+async def test_a_corrected_destination_is_told_and_no_other_again(dsn: str, db: psycopg.Connection) -> None:
+    put(db, State.FAILED)
+    for destinations in ("mailto:typo@club.org", f"{OPS} mailto:typo@club.org", OPS):
+        await Worker(failing_outbox(dsn, alert_destination=destinations)).run_once()
+    assert [alert["to"] for alert in alerts(db)] == ["mailto:typo@club.org", OPS]
+
+
+async def test_a_drain_does_not_wait_for_its_own_alert(dsn: str, db: psycopg.Connection) -> None:
+    enqueue(db, payload="no such user")
+    outbox = failing_outbox(dsn, alert_destination=OPS, **mail_settings(1))
+    await asyncio.wait_for(Worker(outbox).drain(), PROCESS_PATIENCE_SECONDS)
+    assert causes(db) == ["no such user"]
 
 
 async def test_a_failure_that_its_worker_did_not_live_to_tell_is_told_by_another(
@@ -215,7 +278,12 @@ async def test_a_business_transaction_that_is_open_delays_no_alert(
             "messages": 1_200,
             "newest_id": 7,
         },
-        {"event": "failed_yesterday", "messages": 1, "causes": [{"topic": "a", "cause": None, "messages": 1}]},
+        {
+            "event": "failed_on_day",
+            "day": "2026-03-01",
+            "messages": 1,
+            "causes": [{"topic": "a", "cause": None, "messages": 1}],
+        },
     ],
 )
 def test_every_alert_can_be_sent_as_an_email(alert: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ SELECT
     a.started_at,
     a.ended_at,
     pgoutbox._redacted_text(a.error) AS error,
-    pgoutbox._cause_of(pgoutbox._redacted_text(a.error)) AS cause,
+    pgoutbox._redacted_text(pgoutbox._cause_of(a.error)) AS cause,
     a.reason_code,
     a.breaker_key,
     a.error_place

@@ -34,7 +34,7 @@ SELECT
     m.content_id,
     pgoutbox._redacted_text(m.skip_reason) AS skip_reason,
     pgoutbox._redacted_text(m.last_error) AS last_error,
-    pgoutbox._cause_of(pgoutbox._redacted_text(m.last_error)) AS cause,
+    pgoutbox._redacted_text(pgoutbox._cause_of(m.last_error)) AS cause,
     m.attempts #>> '{-1,error_place}' AS error_place,
     pgoutbox._redacted_json(m.headers) AS headers,
     pgoutbox._redacted_json(m.payload) AS payload

@@ -1,4 +1,4 @@
--- Enqueue each of `alerts` to each destination. Without a destination, the application's own handler sends it.
+-- Enqueue each of `alerts` to each destination, by whose name it is known again. Without a destination, the application's own handler sends it.
 SELECT count(*) FILTER (WHERE NOT e.duplicate) AS alert_count
 FROM pgoutbox.enqueue_many((
     SELECT coalesce(
@@ -8,14 +8,14 @@ FROM pgoutbox.enqueue_many((
                 'payload', a.payload,
                 'queue', %(alert_queue)s::text,
                 'destination', d.destination,
-                'coalesce_key', a.coalesce_key || ' ' || d.number,
-                'dedupe_key', a.dedupe_key || ' ' || d.number,
+                'coalesce_key', a.coalesce_key || ' ' || left(md5(coalesce(d.destination, '')), 8),
+                'dedupe_key', a.dedupe_key || ' ' || left(md5(coalesce(d.destination, '')), 8),
                 'on_duplicate', CASE WHEN a.dedupe_key IS NOT NULL THEN 'ignore' END
             )
         ),
         '[]'
     )
     FROM alerts AS a
-    CROSS JOIN unnest(%(alert_destinations)s::text[]) WITH ORDINALITY AS d(destination, number)
+    CROSS JOIN unnest(%(alert_destinations)s::text[]) AS d(destination)
     WHERE %(alert_queue)s::text IS NOT NULL
 )) AS e

@@ -1,0 +1,71 @@
+-- The views redact the error of each row, which is slow for many. This function groups what it reads as it is stored, and
+-- redacts each group.
+CREATE FUNCTION pgoutbox.failures(within interval DEFAULT NULL, topic text DEFAULT NULL, newest bigint DEFAULT 100000)
+RETURNS TABLE (
+    topic text,
+    cause text,
+    error_group text,
+    messages bigint,
+    last_hour bigint,
+    first_at timestamptz,
+    last_at timestamptz,
+    newest_id bigint,
+    error text,
+    place text
+)
+LANGUAGE sql
+STABLE
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+SET standard_conforming_strings = on
+AS $function$
+WITH failed AS MATERIALIZED (
+    SELECT m.id, m.topic, m.last_error, m.finished_at
+    FROM pgoutbox.message AS m
+    WHERE m.state = 'failed'
+        AND (failures.topic IS NULL OR m.topic = failures.topic)
+        AND (failures.within IS NULL OR m.finished_at > now() - failures.within)
+    ORDER BY m.id DESC
+    LIMIT failures.newest
+), stored AS MATERIALIZED (
+    SELECT
+        f.topic,
+        pgoutbox._redacted_text(coalesce(pgoutbox._cause_of(f.last_error), '')) AS cause,
+        count(*) AS messages,
+        count(*) FILTER (WHERE f.finished_at > now() - interval '1 hour') AS last_hour,
+        min(f.finished_at) AS first_at,
+        max(f.finished_at) AS last_at,
+        max(f.id) AS newest_id
+    FROM failed AS f
+    GROUP BY f.topic, coalesce(pgoutbox._cause_of(f.last_error), '')
+), m AS (
+    SELECT
+        s.topic,
+        s.cause,
+        sum(s.messages)::bigint AS messages,
+        sum(s.last_hour)::bigint AS last_hour,
+        min(s.first_at) AS first_at,
+        max(s.last_at) AS last_at,
+        max(s.newest_id) AS newest_id
+    FROM stored AS s
+    GROUP BY s.topic, s.cause
+)
+SELECT
+    m.topic,
+    nullif(m.cause, ''),
+    pgoutbox._error_group(m.topic, m.cause),
+    m.messages,
+    m.last_hour,
+    m.first_at,
+    m.last_at,
+    m.newest_id,
+    left(pgoutbox._redacted_text(left(example.last_error, 1000)), 300),
+    example.attempts #>> '{-1,error_place}'
+FROM m
+JOIN pgoutbox.message AS example ON example.id = m.newest_id AND example.state = 'failed'
+ORDER BY m.last_hour DESC, m.messages DESC, m.topic, m.cause
+$function$;
+
+COMMENT ON FUNCTION pgoutbox.failures IS
+    'The failed messages by topic and cause, those with the most failures in the last hour first. The cause is the error '
+    'without addresses, quoted values, ids and numbers; error and place are those of the newest message.';
