@@ -79,10 +79,22 @@ def latency(minutes: Sequence[Minute], share: float) -> Chart:
     return Chart(f"percentile {share * 100:g} by minute, at most {highest:.3g} seconds", points=points)
 
 
+def _last_hour(now: datetime) -> list[datetime]:
+    last = now.astimezone(UTC).replace(second=0, microsecond=0)
+    return [last - minutes * timedelta(minutes=1) for minutes in range(MINUTES)][::-1]
+
+
+def failures_by_minute(failed: Sequence[FailedMinute], now: datetime) -> Chart:
+    """Chart the newest failures of all topics, by minute."""
+    counts: Counter[datetime] = Counter()
+    for _, minute, messages in failed:
+        counts[minute.astimezone(UTC)] += messages
+    return bars([counts[at] for at in _last_hour(now)], "failed in the last hour")
+
+
 def failures_by_topic(failed: Sequence[FailedMinute], now: datetime) -> list[TopicFailures]:
     """Group the newest failures by topic, the largest group first."""
-    last = now.astimezone(UTC).replace(second=0, microsecond=0)
-    wanted = [last - minutes * timedelta(minutes=1) for minutes in range(MINUTES)][::-1]
+    wanted = _last_hour(now)
     totals: Counter[str] = Counter()
     by_minute: defaultdict[str, Counter[datetime]] = defaultdict(Counter)
     for topic, minute, messages in failed:

@@ -9,7 +9,7 @@ import anyio
 
 from pgoutbox.dashboard import reads
 from pgoutbox.dashboard.bulk import Bulks
-from pgoutbox.dashboard.charts import failures_by_topic
+from pgoutbox.dashboard.charts import Chart, TopicFailures, failures_by_minute, failures_by_topic
 from pgoutbox.dashboard.database import ANSWER_SECONDS, Database, UnavailableError
 from pgoutbox.dashboard.history import History, Minute
 from pgoutbox.dashboard.live import ChangeFeed
@@ -42,6 +42,7 @@ class Overview(NamedTuple):
     workers: list[reads.WorkerRow]
     breakers: list[reads.BreakerRow]
     failures: list[TopicFailures]
+    failed_chart: Chart
     minutes: list[Minute]
 
 
@@ -90,6 +91,7 @@ class Dashboard:
 
     def _load_overview(self, connection: Connection) -> Overview:
         now = reads.now(connection)
+        failed = reads.failed_lately(connection)
         return Overview(
             now,
             examine_delivery(connection, self.settings, self.outbox),
@@ -97,7 +99,8 @@ class Dashboard:
             reads.live_queues(connection),
             reads.running_workers(connection),
             reads.breakers(connection),
-            failures_by_topic(reads.failed_lately(connection), now),
+            failures_by_topic(failed, now),
+            failures_by_minute(failed, now),
             self._history.of_last_hour(connection, now),
         )
 

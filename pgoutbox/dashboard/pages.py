@@ -72,8 +72,13 @@ async def overview(request: Request) -> Response:
             "oldest_due_at": min(due, default=None),
             "is_counting": len(found.minutes) < MINUTES,
             "throughput": [
-                (state, charts.throughput(found.minutes, state))
-                for state in (State.SENT, State.SKIPPED, State.CANCELLED)
+                (State.SENT, charts.throughput(found.minutes, State.SENT)),
+                (State.FAILED, found.failed_chart),
+                *(
+                    (state, charts.throughput(found.minutes, state))
+                    for state in (State.SKIPPED, State.CANCELLED)
+                    if any(minute.states[state] for minute in found.minutes)
+                ),
             ],
             "sent_count": sum(minute.states[State.SENT] for minute in found.minutes),
             "latency_chart": charts.latency(found.minutes, 0.95),
@@ -259,7 +264,8 @@ async def bulk_preview(request: Request) -> Response:
         count, is_all = reads.count_near(connection, which)
         found = reads.search(connection, which, limit=min(count, _PREVIEW)).messages if count else []
         first = _redacted(dashboard, found)
-        return {"now": reads.now(connection), "count": count, "is_all": is_all, "messages": first}
+        cause = reads.cause_of(connection, which, dashboard.names_of(which.topic))
+        return {"now": reads.now(connection), "count": count, "is_all": is_all, "messages": first, "cause": cause}
 
     known = await dashboard.database.read(load)
     return await render_page(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
@@ -158,6 +159,14 @@ def failed_lately(connection: Connection) -> list[FailedMinute]:
 def failed_groups(connection: Connection) -> list[FailureGroup]:
     """Return the newest failures by topic and cause, those with the most failures in the last hour first."""
     return Operator(connection).list_failures(limit=_GROUPS)
+
+
+def cause_of(connection: Connection, which: MessageFilter, names: Collection[str]) -> str | None:
+    """Return the cause of the filter's group of failures, with sensitive values hidden."""
+    if which.error_group is None:
+        return None
+    groups = Operator(connection).list_failures(topic=which.topic)
+    return next((group.redacted(names).cause for group in groups if group.group == which.error_group), None)
 
 
 def count_by_topic(connection: Connection) -> list[TopicCount]:

@@ -19,7 +19,7 @@ from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 
 # What a page that is open all night asks every few seconds, with fewer rows.
-_WATCHED_LIMITS: Final = Limits(failures_read=1_000)
+_WATCHED_LIMITS: Final = Limits(failures_read=3_000)
 _WATCHED_SECONDS: Final = 2.0
 
 Check = Callable[[DoctorContext], Notes]

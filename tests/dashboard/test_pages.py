@@ -432,6 +432,13 @@ def test_a_group_links_to_its_messages(site: Site, db: psycopg.Connection) -> No
     assert ids_on(get(site.vera, path)) == ids[::-1]
 
 
+def test_the_preview_of_a_group_names_its_cause(site: Site, db: psycopg.Connection) -> None:
+    for number in range(3):
+        fail_with(db, f"user {number} is unknown")
+    (path,) = [href for href in get(site.ada, "/failed").values("a", "href") if "do=dismiss" in href]
+    assert "Cause: user # is unknown" in get(site.ada, path).words
+
+
 def test_the_audit_is_filtered_and_paged(site: Site, db: psycopg.Connection) -> None:
     for hours, name in enumerate(("ada", "grace", "ada", "ada"), start=1):
         Operator(db, actor=name).pause(f"queue-of-{name}", duration=timedelta(hours=hours))

@@ -56,7 +56,7 @@ SELECT
     statement_timestamp() AS at
 FROM pgoutbox.waiting_view AS w
 JOIN pgoutbox.message AS m ON m.id = w.id
-WHERE w.reason = 'due'
+WHERE w.reason IN ('due', 'no worker', 'no handler')
     AND m.state = 'pending'
     AND (m.xmax = '0'::xid OR NOT soak_is_locked(m.xmax))
 UNION ALL
