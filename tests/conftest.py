@@ -7,6 +7,7 @@ server is missing is skipped with the reason; with CI=true it fails.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from urllib.parse import quote, urlencode
 
 import psycopg
 import pytest
+from _pytest.logging import LogCaptureHandler
 from psycopg import sql as composable
 from pytest_postgresql.janitor import DatabaseJanitor
 
@@ -69,6 +71,21 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if SLOW_FOLDERS.intersection(item.path.relative_to(Path(__file__).parent).parts):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    """Remove the handlers of a command that ran in this process.
+
+    Their stream is closed after the test, and each record of later tests would print a traceback.
+    """
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    for handler in set(root.handlers) - {*before}:
+        if not isinstance(handler, LogCaptureHandler):
+            root.removeHandler(handler)
+    root.setLevel(level)
 
 
 class Connect(Protocol):
