@@ -382,9 +382,9 @@ class Settings(_Group, BaseSettings):
     apprise_urls: SecretStr | None = None
     """Targets of the `apprise:` transport: a JSON object of names and Apprise URLs."""
     alert_destination: str | None = Field(default=None, max_length=4096)
-    """Who is told when messages fail, and when a circuit breaker opens or closes: destinations, separated by spaces,
-    such as `mailto:ops@example.org`, an `https:` URL and `apprise:NAME`. An alert about the mail server waits for it,
-    so give a second destination of another kind."""
+    """Destinations of the alerts about failed messages, and about circuit breakers that open or close. Spaces separate
+    them: `mailto:ops@example.org`, an `https:` URL, `apprise:NAME`. An alert about the mail server waits for it, so
+    give a second destination of another kind."""
     redact: str | None = None
     """Additional names of values to hide, separated by commas. `password`, `token` and similar names are always hidden.
     """

@@ -134,7 +134,12 @@ class Worker:
 
         Unlike `run`, it and `drain` do not wait for the server: they raise an error of the first connection, and
         `SchemaError` in a copy of the database.
+
+        Raises `ValueError` for a bound that is not positive.
         """
+        for name, bound in (("max_messages", max_messages), ("max_seconds", max_seconds)):
+            if bound is not None and not bound > 0:
+                raise ValueError(f"{name}: must be greater than 0, not {bound}")
         async with self._ending_after(max_seconds), self._at_work(ends_by_itself=True) as run:
             claimed_count = await run.poll_loop.deliver_due(most=max_messages)
             if await run.failure_alerts.look():
@@ -146,11 +151,20 @@ class Worker:
         if seconds is None:
             yield
             return
-        timer = asyncio.get_running_loop().call_later(seconds, self.stop)
+        is_over = False
+
+        def end() -> None:
+            nonlocal is_over
+            is_over = not self._stopping.is_set()
+            self.stop()
+
+        timer = asyncio.get_running_loop().call_later(seconds, end)
         try:
             yield
         finally:
             timer.cancel()
+            if is_over:
+                self._stopping.clear()  # The time of one run does not stop the next one.
 
     async def drain(self) -> None:
         """Work until no message is due, in flight or waiting for a retry in these queues.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from psycopg.types.json import Jsonb
@@ -317,3 +317,31 @@ async def test_a_run_ends_after_its_seconds_although_messages_are_due(dsn: str, 
     assert row_of(db, first).state == "sent"
     (pending,) = db.execute("SELECT count(*) FROM pgoutbox.message WHERE state = 'pending'").fetchone() or (0,)
     assert pending >= 1
+
+
+async def test_the_time_of_a_run_does_not_stop_the_next_run_of_its_worker(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=1))
+    goes_on = True
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        if goes_on:
+            enqueue(db)
+
+    enqueue(db)
+    worker = Worker(outbox)
+    await worker.run_once(max_seconds=0.2)
+    goes_on = False
+    await worker.run_once()
+    assert db.execute("SELECT DISTINCT state FROM pgoutbox.message").fetchall() == [("sent",)]
+
+
+@pytest.mark.parametrize("bound", [{"max_messages": 0}, {"max_messages": -1}, {"max_seconds": 0.0}])
+async def test_a_bound_that_is_not_positive_is_refused(dsn: str, bound: dict[str, Any]) -> None:
+    outbox = Outbox(settings_for(dsn))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    with pytest.raises(ValueError, match="must be greater than 0"):
+        await Worker(outbox).run_once(**bound)

@@ -1,6 +1,11 @@
--- The views redact the error of each row, which is slow for many. This function groups what it reads as it is stored, and
+-- The views redact the error of each row, which is slow for many. This function groups the errors as they are stored, and
 -- redacts each group.
-CREATE FUNCTION pgoutbox.failures(within interval DEFAULT NULL, topic text DEFAULT NULL, newest bigint DEFAULT 100000)
+CREATE FUNCTION pgoutbox.failures(
+    since timestamptz DEFAULT '-infinity',
+    until timestamptz DEFAULT 'infinity',
+    topic text DEFAULT NULL,
+    newest bigint DEFAULT 100000
+)
 RETURNS TABLE (
     topic text,
     cause text,
@@ -24,7 +29,8 @@ WITH failed AS MATERIALIZED (
     FROM pgoutbox.message AS m
     WHERE m.state = 'failed'
         AND (failures.topic IS NULL OR m.topic = failures.topic)
-        AND (failures.within IS NULL OR m.finished_at > now() - failures.within)
+        AND m.finished_at >= failures.since
+        AND m.finished_at < failures.until
     ORDER BY m.id DESC
     LIMIT failures.newest
 ), stored AS MATERIALIZED (

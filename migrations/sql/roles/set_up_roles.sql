@@ -47,7 +47,8 @@ BEGIN
             pgoutbox._is_known_topic, pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here,
             pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of, pgoutbox._in_flight_of,
             pgoutbox._is_limited, pgoutbox._take_turn, pgoutbox._forget_sent,
-            pgoutbox._redacted_text, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures, pgoutbox._with_attempt, pgoutbox._enqueue_failure,
+            pgoutbox._redacted_text, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures,
+            pgoutbox._with_attempt, pgoutbox._enqueue_failure,
             pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule, pgoutbox._prune_keys,
             pgoutbox._prune_content, pgoutbox._prune_audit, pgoutbox._forget_requests,
             pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._drop_partition
@@ -85,7 +86,8 @@ BEGIN
         TO pgoutbox_viewer;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here, pgoutbox._redacted_text,
-            pgoutbox._redacted_json, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures, pgoutbox._tokens_of, pgoutbox._done_estimate
+            pgoutbox._redacted_json, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures,
+            pgoutbox._tokens_of, pgoutbox._done_estimate
         TO pgoutbox_viewer;
     END IF;
 
@@ -102,7 +104,8 @@ BEGIN
         TO pgoutbox_operator;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here, pgoutbox._redacted_text,
-            pgoutbox._redacted_json, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures, pgoutbox._tokens_of, pgoutbox._done_estimate, pgoutbox.announce_act,
+            pgoutbox._redacted_json, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures,
+            pgoutbox._tokens_of, pgoutbox._done_estimate, pgoutbox.announce_act,
             pgoutbox._state_of, pgoutbox._is_known_topic,
             pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
             pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.resend, pgoutbox.close_breaker,

@@ -1,4 +1,5 @@
--- Enqueue each of `alerts` to each destination, by whose name it is known again. Without a destination, the application's own handler sends it.
+-- Enqueue each of `alerts` to each destination. Its keys name the destination, so that each destination gets its own.
+-- Without a destination, the application's own handler sends it.
 SELECT count(*) FILTER (WHERE NOT e.duplicate) AS alert_count
 FROM pgoutbox.enqueue_many((
     SELECT coalesce(

@@ -1,63 +1,40 @@
--- The alerts that today's and the last week's failed messages call for: for each topic and cause of today, in UTC, and for
--- each earlier day with all of its causes. Each has a dedupe key with its date, so it is sent once. The causes have
--- neither addresses nor quoted values.
-WITH today AS MATERIALIZED (
-    SELECT date_trunc('day', now(), 'UTC') AS began_at
-), failed AS MATERIALIZED (
-    SELECT m.id, m.topic, m.last_error, date_trunc('day', m.finished_at, 'UTC') AS day
-    FROM pgoutbox.message AS m
-    CROSS JOIN today AS t
-    WHERE m.state = 'failed'
-        AND m.topic <> 'pgoutbox.alert'
-        AND m.finished_at >= t.began_at - interval '7 days'
-    ORDER BY m.id DESC
-    LIMIT %(cap)s::bigint
-), stored AS MATERIALIZED (
+-- The alerts that the failed messages of today and of seven days before call for, in UTC: one for each topic and cause of
+-- today, and one for each earlier day with all of its causes. Each has a dedupe key with its day, so it is sent once.
+WITH groups AS MATERIALIZED (
     SELECT
-        f.day,
-        f.topic,
-        pgoutbox._redacted_text(pgoutbox._cause_of(f.last_error)) AS cause,
-        count(*) AS messages,
-        max(f.id) AS newest_id
-    FROM failed AS f
-    GROUP BY f.day, f.topic, pgoutbox._cause_of(f.last_error)
-), groups AS (
-    SELECT
-        s.day,
-        s.topic,
-        s.cause,
-        pgoutbox._error_group(s.topic, s.cause) AS error_group,
-        sum(s.messages)::bigint AS messages,
-        max(s.newest_id) AS newest_id
-    FROM stored AS s
-    GROUP BY s.day, s.topic, s.cause
+        ago.days = 0 AS is_of_today,
+        to_char(day.began_at AT TIME ZONE 'UTC', 'YYYY-MM-DD') AS day,
+        f.error_group,
+        f.newest_id,
+        f.messages,
+        jsonb_build_object(
+            'topic', f.topic, 'cause', f.cause, 'group', f.error_group, 'messages', f.messages, 'newest_id', f.newest_id
+        ) AS facts
+    FROM generate_series(0, 7) AS ago(days)
+    CROSS JOIN LATERAL (SELECT date_trunc('day', now(), 'UTC') - ago.days * interval '24 hours' AS began_at) AS day
+    CROSS JOIN LATERAL pgoutbox.failures(
+        since => day.began_at, until => day.began_at + interval '24 hours', newest => %(cap)s::bigint
+    ) AS f
+    -- A failed alert calls for no alert.
+    WHERE f.topic <> 'pgoutbox.alert'
 )
 SELECT
-    concat_ws(' ', 'failed', to_char(g.day AT TIME ZONE 'UTC', 'YYYY-MM-DD'), g.error_group) AS dedupe_key,
-    jsonb_build_object(
-        'event', 'failed', 'topic', g.topic, 'cause', g.cause, 'group', g.error_group, 'messages', g.messages,
-        'newest_id', g.newest_id
-    )::text AS payload,
+    concat_ws(' ', 'failed', g.day, g.error_group) AS dedupe_key,
+    (g.facts || '{"event": "failed"}')::text AS payload,
     g.newest_id
 FROM groups AS g
-JOIN today AS t ON t.began_at = g.day
+WHERE g.is_of_today
 UNION ALL
 SELECT
-    'failed on ' || to_char(g.day AT TIME ZONE 'UTC', 'YYYY-MM-DD'),
+    'failed on ' || g.day,
     jsonb_build_object(
         'event', 'failed_on_day',
-        'day', to_char(g.day AT TIME ZONE 'UTC', 'YYYY-MM-DD'),
+        'day', g.day,
         'messages', sum(g.messages),
-        'causes', jsonb_agg(
-            jsonb_build_object(
-                'topic', g.topic, 'cause', g.cause, 'group', g.error_group, 'messages', g.messages,
-                'newest_id', g.newest_id
-            )
-            ORDER BY g.messages DESC, g.topic, g.cause
-        )
+        'causes', jsonb_agg(g.facts ORDER BY g.messages DESC, g.error_group)
     )::text,
     max(g.newest_id)
 FROM groups AS g
-JOIN today AS t ON t.began_at > g.day
+WHERE NOT g.is_of_today
 GROUP BY g.day
 ORDER BY newest_id DESC
