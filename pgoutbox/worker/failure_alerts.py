@@ -33,7 +33,6 @@ class FailureAlerts:
         self._failed = run.signals.failed
         self._queue = run.alert_queue
         self._is_periodic = is_periodic
-        self._told: set[str] = set()
         self._trouble: str | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -77,11 +76,9 @@ class FailureAlerts:
     async def _tell(self, queue: str) -> int:
         """Enqueue up to so many new alerts as their reader can read; the next look enqueues others."""
         count = 0
-        untold = [alert for alert in await self._store.untold_failures() if alert[0] not in self._told]
-        for first in range(0, len(untold), _AT_ONCE):
-            part = untold[first : first + _AT_ONCE]
-            count += await self._store.tell_failures(part, alert_queue=queue)
-            self._told.update(key for key, _ in part)
+        called_for = await self._store.untold_failures()
+        for first in range(0, len(called_for), _AT_ONCE):
+            count += await self._store.tell_failures(called_for[first : first + _AT_ONCE], alert_queue=queue)
             if count >= _AT_ONCE:
                 break
         return count

@@ -158,6 +158,18 @@ def test_a_secret_is_hidden_in_cause_and_error(connect: Connect) -> None:
         assert len(Operator(db).list_messages(MessageFilter(error_group=group.group))) == group.messages == 2
 
 
+def test_a_group_has_failed_messages_of_one_topic(connect: Connect) -> None:
+    with connect(autocommit=True) as db:
+        fail(db, "user 1 is gone", topic="mail")
+        (sms,) = fail(db, "user 2 is gone", topic="sms")
+        sent = put(db, State.SENT, topic="sms")
+        db.execute("UPDATE pgoutbox.message SET last_error = 'user 3 is gone' WHERE id = %s", [sent])
+        groups = {group.topic: group for group in Operator(db).list_failures()}
+        assert {topic: group.messages for topic, group in groups.items()} == {"mail": 1, "sms": 1}
+        which = MessageFilter(error_group=groups["sms"].group)
+        assert [message.id for message in Operator(db).list_messages(which)] == [sms]
+
+
 def test_a_viewer_sees_the_causes(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back, "user 1 is gone")
     rolled_back.execute("SET LOCAL ROLE pgoutbox_viewer")

@@ -14,6 +14,8 @@ from tests.support.outbox_actions import enqueue
 from tests.support.sleeping import sleeping_worker
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import psycopg
 
     from tests.conftest import Connect
@@ -31,6 +33,7 @@ def fail(
     error: str = "refused",
     key: str = KEY,
     alert_queue: str | None = None,
+    alert_destinations: Sequence[str] = ("mailto:ops@example.org",),
 ) -> BreakerRow | None:
     row = db.execute(
         sql.BREAKER_FAILED,
@@ -42,7 +45,7 @@ def fail(
             "max_cooldown_seconds": MAX_COOLDOWN_SECONDS,
             "worker": "worker-1",
             "alert_queue": alert_queue,
-            "alert_destinations": ["mailto:ops@example.org"],
+            "alert_destinations": [*alert_destinations],
         },
     ).fetchone()
     return None if row is None else BreakerRow._make(row)
@@ -312,6 +315,15 @@ def test_only_a_change_is_announced(rolled_back: psycopg.Connection) -> None:
     for _ in range(2):
         close(rolled_back, probe_id, alert_queue="ops")
     assert alerts(rolled_back) == [("opened", KEY, "ops"), ("closed", KEY, "ops")]
+
+
+def test_each_destination_gets_the_alert_and_none_supersedes_another(rolled_back: psycopg.Connection) -> None:
+    both = ["mailto:ops@example.org", "https://hooks.example.org/a"]
+    opened = fail(rolled_back, alert_queue="ops", alert_destinations=both)
+    assert opened is not None
+    assert opened.opened
+    found = rolled_back.execute("SELECT destination, reason FROM pgoutbox.waiting_view ORDER BY id").fetchall()
+    assert found == [(destination, "no worker") for destination in both]
 
 
 def test_without_a_queue_nothing_is_announced(rolled_back: psycopg.Connection) -> None:

@@ -33,5 +33,5 @@ AND (%(created_from)s::timestamptz IS NULL OR m.created_at >= %(created_from)s::
 AND (%(created_before)s::timestamptz IS NULL OR m.created_at < %(created_before)s::timestamptz)
 AND (
     %(error_group)s::text IS NULL
-    OR pgoutbox._error_group(m.topic, m.cause) = %(error_group)s::text
+    OR m.state = 'failed' AND pgoutbox._error_group(m.topic, m.cause) = %(error_group)s::text
 )
