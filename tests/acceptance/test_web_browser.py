@@ -212,6 +212,7 @@ FOCUSED: Final = """() => {
 def tab_to(page: Page, name: str, *, most: int = 80) -> list[str]:
     """Press Tab until this element has the focus, and return the elements on the way. Each must be visible and have
     a name."""
+    page.wait_for_load_state()  # A heading can be visible before the style sheet has arrived.
     met: list[str] = []
     while not met or met[-1] != name:
         assert len(met) < most, f"{name!r} is not among {met}"

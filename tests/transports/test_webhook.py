@@ -741,9 +741,9 @@ async def test_a_permanent_failure_stores_its_reason(dsn: str, db: psycopg.Conne
 async def test_refused_credentials_hold_the_messages_of_their_url(dsn: str, db: psycopg.Connection) -> None:
     cooldown = {"breaker_cooldown_seconds": 0.1, "breaker_max_cooldown_seconds": 0.2}
     async with webhook_server(answer(401)) as server:
-        # Each message has a slot at once: one that waits for a slot for a second is released.
+        # Each message and each alert has a slot at once: one that waits for a slot for a second is released.
         settings = settings_for(
-            server.port, dsn=dsn, alert_destination="mailto:ops@club.org", concurrency=100, **cooldown
+            server.port, dsn=dsn, alert_destination="mailto:ops@club.org", concurrency=200, **cooldown
         )
         outbox = Outbox(settings)
 
