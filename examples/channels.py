@@ -10,7 +10,7 @@
     pgoutbox breaker close sms:127.0.0.1      # Send them now.
 
     pgoutbox list --state failed              # The gateway refuses two numbers.
-    pgoutbox redrive 24 49 --to sms:+491701234599
+    pgoutbox correct 24 49 --set destination=sms:+491701234599
     pgoutbox dismiss --destination sms:+9990000002 --reason "moved away"
 
 The scheme of a destination selects the channel. While the gateway is down, text messages wait without using up

@@ -1,6 +1,6 @@
-"""The topics of an application as facts for operators, and drafts of messages by their definitions.
+"""The topics of an application as facts for operators, and new and corrected messages by their definitions.
 
-The command line and the dashboard share it. It reads the registry of an outbox and no database.
+The command line and the dashboard share it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from pydantic import BaseModel, JsonValue
 from pydantic.errors import PydanticUserError
 from typing_extensions import Unpack
 
+from pgoutbox.encryption import is_sealed
+from pgoutbox.enqueue.payloads import fit
 from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import ArgumentError, PgOutboxError, UnknownTopicError
 from pgoutbox.handlers import OnUnknown
+from pgoutbox.operations import Correction, CorrectResult, JsonText, MessageResult, Operator
 from pgoutbox.options import check_delay, check_name, if_given
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
@@ -158,6 +161,43 @@ def draft_message(outbox: Outbox, topic: str | Topic[Any], payload: object, **op
         name = topic.name if isinstance(topic, Topic) else topic
         reason = f"the definition of topic {name!r} fails for it: {type(error).__name__}: {error}"
         raise ArgumentError("payload", reason) from error
+
+
+def correct_message(
+    operator: Operator, outbox: Outbox | None, message_id: int, correction: Correction
+) -> MessageResult[CorrectResult]:
+    """Correct a message like `Operator.correct`, after its topic's model has checked the payload.
+
+    `payload` and `headers` are merge patches (RFC 7396): objects with the members to replace, and null for those to
+    remove. Without an outbox no model checks the payload. Raises like `Operator.correct`, `MessageNotFoundError`, and
+    `UnknownTopicError` for a topic that the outbox neither defines nor handles.
+    """
+    patched = correction.copy()
+    if operator.reads_payloads() and correction.keys() & {"payload", "headers"}:
+        message, _ = operator.show_message(message_id, whole=True)
+        if "headers" in correction and correction["headers"] is not None:
+            merged = _merged(message.headers, cast("JsonValue", correction["headers"]))
+            patched["headers"] = cast("dict[str, str]", merged)
+        if "payload" in correction and not is_sealed(message.payload):
+            if isinstance(message.payload, JsonText):
+                raise ArgumentError("payload", "is nested too deep to be corrected")
+            patched["payload"] = _merged(message.payload, correction["payload"])
+            model = None if outbox is None else find_topic(outbox, message.topic).payload
+            if model is not None:
+                fit(model, patched["payload"])
+    return operator.correct(message_id, patched)
+
+
+def _merged(value: JsonValue, patch: JsonValue) -> JsonValue:
+    if not isinstance(patch, dict):
+        return patch
+    merged = dict(value) if isinstance(value, dict) else {}
+    for name, change in patch.items():
+        if change is None:
+            merged.pop(name, None)
+        else:
+            merged[name] = _merged(merged.get(name), change)
+    return merged
 
 
 def open_options(topic: Topic[Any]) -> tuple[str, ...]:

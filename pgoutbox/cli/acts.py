@@ -10,12 +10,23 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Annotated, Final
+from typing import Annotated, Final, cast
 
 import typer
+from pydantic import JsonValue
 from typing_extensions import Unpack
 
-from pgoutbox.cli.arguments import BulkOptions, Dsn, Json, expanded, parse_due_time, parse_id, read_ids
+from pgoutbox.catalogue import correct_message
+from pgoutbox.cli.arguments import (
+    BulkOptions,
+    Dsn,
+    Json,
+    expanded,
+    load_outbox,
+    parse_due_time,
+    parse_id,
+    read_ids,
+)
 from pgoutbox.cli.console import (
     FAILED,
     pluralize,
@@ -37,15 +48,19 @@ from pgoutbox.cli.program import (
     require_known_queue,
 )
 from pgoutbox.enqueue.generators import CancelResult, RescheduleResult
+from pgoutbox.enqueue.payloads import from_json
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
 from pgoutbox.operations import (
     Action,
+    Correction,
+    CorrectResult,
     DismissResult,
     MessageFilter,
     MessageResult,
     Operator,
     RedriveResult,
+    ReleaseResult,
     ResendResult,
 )
 from pgoutbox.operations.records import AnyResult, BulkAction, BulkChanges
@@ -54,18 +69,23 @@ from pgoutbox.settings import Settings
 _MAX_COUNT: Final = 100_000
 _PREVIEW_ROWS: Final = 10
 _COMMITTED: Final = "the changes so far are committed; run the command again for the rest"
+_CORRECTABLE_FIELDS: Final = ("destination", "owner", "queue", "payload", "headers")
 _RESULTS: Final = {
     "redrive": RedriveResult,
     "resend": ResendResult,
     "cancel": CancelResult,
     "reschedule": RescheduleResult,
     "dismiss": DismissResult,
+    "correct": CorrectResult,
+    "release": ReleaseResult,
 }
 _DONE: Final = {
     RedriveResult.REDRIVEN: "pending again",
     ResendResult.RESENT: "resent",
     RescheduleResult.RESCHEDULED: "rescheduled",
     DismissResult.DISMISSED: "dismissed",
+    CorrectResult.CORRECTED: "corrected, and pending",
+    ReleaseResult.RELEASED: "taken from its worker, and tried again when the lease ends",
     CancelResult.CANCELLED: "cancelled",
     CancelResult.REQUESTED: "asked to stop; its handler is notified, and it is not retried",
 }
@@ -82,17 +102,81 @@ def redrive(
     states: Annotated[
         list[State] | None, typer.Option("--state", help="failed or cancelled (default: failed). Repeatable.")
     ] = None,
-    to: Annotated[
-        str | None, typer.Option("--to", metavar="URI", help="With ids: send to this corrected destination.")
-    ] = None,
 ) -> None:
     """Make failed and cancelled messages pending again.
 
     Each message gets its initial number of attempts. Superseded messages are left alone.
     """
-    if to is not None and not options.message_ids:
-        raise typer.BadParameter("--to: give the ids of the messages too")
-    _run("redrive", options, options.filter(states), everything=all_failed, destination=to)
+    _run("redrive", options, options.filter(states), everything=all_failed)
+
+
+@app.command()
+@expanded
+def correct(
+    options: BulkOptions,
+    *,
+    changes: Annotated[
+        list[str],
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="destination, owner, queue, or with ids: payload, headers (JSON, merged). Repeatable.",
+        ),
+    ],
+    states: Annotated[
+        list[State] | None, typer.Option("--state", help="pending or failed (default: both). Repeatable.")
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Select all pending and failed messages that match the filter.")
+    ] = False,
+) -> None:
+    """Change fields of pending and failed messages, and make failed ones pending.
+
+    --set owner= removes the owner. --set payload='{"email": "ada@example.org"}' replaces this member and keeps the
+    others; null removes one. With --app or PGOUTBOX_APP, the model of the topic checks the payload. Payload and headers
+    need a role that may read them. The audit records the names of the fields, and no values.
+    """
+    correction = _correction_of(changes)
+    if not correction.keys() & {"payload", "headers"}:
+        _run("correct", options, options.filter(states), everything=every, correction=correction)
+        return
+    if not options.message_ids or every or states or options.filter().given():
+        raise typer.BadParameter("--set payload and --set headers: give message ids, and no filter")
+    settings = read_settings(options.dsn, app=options.where)
+    outbox = None if settings.app is None else load_outbox(settings.app)
+    with open_operator(settings) as operator, interruptible(_COMMITTED), _trying(operator, options):
+        results = [correct_message(operator, outbox, message_id, correction) for message_id in options.message_ids]
+    _print_results(results, options)
+
+
+def _correction_of(changes: list[str]) -> Correction:
+    correction: dict[str, JsonValue] = {}
+    for change in changes:
+        name, separator, value = change.partition("=")
+        if name not in _CORRECTABLE_FIELDS or not separator:
+            raise typer.BadParameter(f"--set {name}: give FIELD=VALUE, with one of {', '.join(_CORRECTABLE_FIELDS)}")
+        if name in correction:
+            raise typer.BadParameter(f"--set {name}: given twice")
+        if name in ("payload", "headers"):
+            correction[name] = from_json(value.encode("utf-8", "surrogateescape"), name)
+        else:
+            correction[name] = value or None
+    return cast("Correction", correction)
+
+
+@app.command()
+@expanded
+def release(
+    options: BulkOptions,
+    *,
+    every: Annotated[bool, typer.Option("--all", help="Select all messages in flight that match the filter.")] = False,
+) -> None:
+    """Take messages in flight away from their workers, for attempts that do not end.
+
+    A worker stops the attempt within seconds. It counts as lost when its lease ends, and the message is tried again: it
+    may be delivered twice.
+    """
+    _run("release", options, options.filter(), everything=every)
 
 
 @app.command()

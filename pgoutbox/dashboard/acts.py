@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from pgoutbox.catalogue import correct_message
 from pgoutbox.dashboard import inputs
 from pgoutbox.dashboard.access import operators_only
 from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
@@ -37,9 +38,23 @@ async def redrive(request: Request) -> Response:
     message_id = inputs.message_id_of(request)
     form = await inputs.read_form(request)
     states = inputs.filter_of(form).states or (State.FAILED, State.CANCELLED)
-    to = inputs.corrected_destination_of(form)
-    redriven = await _act(request, lambda operator: operator.redrive(message_id, states=states, destination=to))
-    return await _answer(request, redriven)
+    return await _answer(request, await _act(request, lambda operator: operator.redrive(message_id, states=states)))
+
+
+@operators_only
+async def correct(request: Request) -> Response:
+    """Change fields of one pending or failed message. Its topic's model checks the payload, in an application."""
+    message_id, correction = inputs.message_id_of(request), inputs.correction_of(await inputs.read_form(request))
+    outbox = dashboard_of(request).outbox
+    corrected = await _act(request, lambda operator: correct_message(operator, outbox, message_id, correction))
+    return await _answer(request, corrected)
+
+
+@operators_only
+async def release(request: Request) -> Response:
+    """Take one message in flight away from its worker."""
+    message_id = inputs.message_id_of(request)
+    return await _answer(request, await _act(request, lambda operator: operator.release(message_id)))
 
 
 @operators_only
@@ -174,6 +189,8 @@ def _to_redirect(request: Request, *, done: str) -> Response:
 
 ROUTES: Final = [
     Route("/messages/{message_id}/redrive", redrive, name="redrive", methods=["POST"]),
+    Route("/messages/{message_id}/correct", correct, name="correct", methods=["POST"]),
+    Route("/messages/{message_id}/release", release, name="release", methods=["POST"]),
     Route("/messages/{message_id}/dismiss", dismiss, name="dismiss", methods=["POST"]),
     Route("/messages/{message_id}/reschedule", reschedule, name="reschedule", methods=["POST"]),
     Route("/messages/{message_id}/resend", resend, name="resend", methods=["POST"]),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from starlette.datastructures import ImmutableMultiDict
 from starlette.exceptions import HTTPException
 
+from pgoutbox.enqueue.payloads import from_json
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError, PgOutboxError
 from pgoutbox.message import State
 from pgoutbox.operations import Action, MessageFilter, Rate
@@ -18,8 +19,10 @@ from pgoutbox.text import NAME
 from pgoutbox.transports.redirect import check_target
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
     from starlette.requests import Request
 
+    from pgoutbox.operations import Correction
     from pgoutbox.operations.records import BulkAction, BulkChanges
 
 MAX_LIMIT: Final = 200
@@ -156,9 +159,19 @@ def bulk_action_of(given: Given) -> BulkAction:
     raise InputError("do", f"give {' or '.join(BULK_ACTIONS)}")
 
 
-def corrected_destination_of(form: Given) -> str | None:
-    """Return the corrected destination of a redrive; None keeps that of the message."""
-    return text_of(form, "to", at_most=MAX_DESTINATION_BYTES)
+def correction_of(form: Given) -> Correction:
+    """Return the fields of a message to correct. An empty field stays as it is."""
+    correction: dict[str, JsonValue] = {}
+    for name in ("destination", "owner", "queue"):
+        if (value := text_of(form, name, at_most=MAX_DESTINATION_BYTES)) is not None:
+            correction[name] = value
+    for name in ("payload", "headers"):
+        if value := form.get(name, "").strip():
+            # A lone surrogate is refused like any other invalid text.
+            correction[name] = from_json(value.encode("utf-8", "surrogatepass"), name)
+    if not correction:
+        raise InputError("destination", "change at least one field")
+    return cast("Correction", correction)
 
 
 def reason_of(form: Given) -> str:

@@ -39,6 +39,8 @@ _DONE: Final[Mapping[str, str]] = {
     "rescheduled": "The message has its new due time.",
     "cancelled": "The message is cancelled.",
     "requested": "The message is in flight. Its handler is asked to stop, and the message is not retried.",
+    "corrected": "The message is corrected, and pending.",
+    "released": "The message is taken from its worker, and tried again when the lease ends.",
     "resent": "The message was resent. This is the pending copy.",
     "paused": "The queue is paused. Messages in flight continue.",
     "resumed": "The queue is resumed.",
@@ -157,7 +159,7 @@ async def show_message(request: Request, message_id: int, *, refusal: str | None
         return {
             "now": reads.now(connection),
             "message": details.redacted(names),
-            "corrects_destinations": operator.corrects_destinations(),
+            "corrects": operator.corrects(),
             "attempts": [attempt.redacted(names) for attempt in attempts],
             "acts": None if acts is None else _redacted_acts(dashboard, acts),
             "supersedes": supersedes,

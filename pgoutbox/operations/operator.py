@@ -32,11 +32,13 @@ from pgoutbox.database import operator_connection, sql
 from pgoutbox.encryption import Keyring, decrypted, is_sealed, keyring_of
 from pgoutbox.enqueue.adapters import sync_adapter
 from pgoutbox.enqueue.generators import CancelResult, Enqueued, RescheduleResult, insert, run
-from pgoutbox.enqueue.validation import Draft
+from pgoutbox.enqueue.payloads import to_json
+from pgoutbox.enqueue.validation import OPTIONS, Draft
 from pgoutbox.errors import ArgumentError, ConfigurationError, MessageNotFoundError, StateError
 from pgoutbox.message import State, Transient
 from pgoutbox.operations import retention
 from pgoutbox.operations.records import (
+    CORRECTABLE,
     OWED,
     REDRIVABLE,
     Action,
@@ -47,6 +49,8 @@ from pgoutbox.operations.records import (
     BulkChanges,
     ClearedRedirect,
     ClosedBreaker,
+    Correction,
+    CorrectResult,
     DismissResult,
     EraseResult,
     Erasure,
@@ -65,6 +69,7 @@ from pgoutbox.operations.records import (
     Rate,
     Redirects,
     RedriveResult,
+    ReleaseResult,
     ResendResult,
     RetentionRule,
     ShownAttempt,
@@ -73,7 +78,7 @@ from pgoutbox.operations.records import (
     TopicCounts,
     WorkerRedirect,
 )
-from pgoutbox.options import check_available_at, check_destination, check_name, if_given
+from pgoutbox.options import check_available_at, check_name, if_given
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.redirect import REDIRECT_SECONDS, check_target
 
@@ -83,12 +88,13 @@ _SEARCHED_ROWS: Final = 20_000
 _SEARCHED_GROUP_ROWS: Final = 3_000
 _SHOWN_CHARACTERS: Final = 65_536
 _ALL: Final = 2**31 - 1
+_MAX_PAYLOAD_BYTES: Final = 16 * 1024 * 1024  # The limit of the schema.
 # Far below Python's recursion limit, whatever the caller's depth.
 _MOST_LEVELS: Final = 100
 
 _MISSING: Final = "does not exist"
 _LOCKED: Final = "is locked by another transaction; try again"
-_ENCRYPTED: Final = "is encrypted for its destination; let the application enqueue it again for the other one"
+_ENCRYPTED: Final = "is encrypted for its destination; let the application enqueue it again"
 _CHANGED: Final = "was attempted again"
 _MAX_REASON: Final = 1_000
 _MAX_REDIRECT: Final = timedelta(days=3_650)
@@ -227,9 +233,9 @@ class Operator:
         ((may,),) = self._fetch(sql.READS_PAYLOADS)
         return bool(may)
 
-    def corrects_destinations(self) -> bool:
-        """Whether the role may redrive messages to another destination."""
-        ((may,),) = self._fetch(sql.MAY_REDRIVE_TO)
+    def corrects(self) -> bool:
+        """Whether the role may correct messages."""
+        ((may,),) = self._fetch(sql.MAY_CORRECT)
         return bool(may)
 
     def reads_audit(self) -> bool:
@@ -279,18 +285,39 @@ class Operator:
 
         return self._announced(_Act(), write)
 
-    def redrive(
-        self, message_id: int, *, states: Collection[State] = REDRIVABLE, destination: str | None = None
-    ) -> MessageResult[RedriveResult]:
+    def redrive(self, message_id: int, *, states: Collection[State] = REDRIVABLE) -> MessageResult[RedriveResult]:
         """Make a failed or cancelled message pending again, with its original budget of attempts.
 
         It is left alone if it is in none of `states`, or superseded by a newer message of its key. So is a cancelled
-        message if a later message has its dedupe key. A `destination` replaces that of the message: the operator
-        can then read it there, so the owner may have revoked this right, and the audit records digests of the old and
-        the new destination. An encrypted message is left alone. Raises `StateError` with a `destination` during a
-        blackout.
+        message if a later message has its dedupe key.
         """
-        (result,) = self._redrive({message_id: None}, states, _redriving(destination))
+        (result,) = self._redrive({message_id: None}, states, _Act())
+        return result
+
+    def correct(
+        self, message_id: int, correction: Correction, *, states: Collection[State] = CORRECTABLE
+    ) -> MessageResult[CorrectResult]:
+        """Replace fields of a pending or failed message, and make it pending if it is failed.
+
+        One that waits for its next attempt is tried at once; one that waits for its time is not. Payload and headers
+        need a role that may read them. No model checks the payload: `catalogue.correct_message` does. The operator can
+        read the message at a new destination, so the owner may have revoked this right, and the audit records digests
+        of the old and the new one. It records no values, only the names of the fields and the queue. An encrypted
+        message is left alone, and so is one that is superseded. Raises `ArgumentError` for invalid values, and
+        `StateError` for a destination during a blackout.
+
+            operator.correct(42, {"destination": "mailto:ada@example.org"})
+        """
+        (result,) = self._correct([message_id], states, _correcting(correction))
+        return result
+
+    def release(self, message_id: int) -> MessageResult[ReleaseResult]:
+        """Take a message in flight away from its worker, for an attempt that does not end.
+
+        Its worker stops the attempt within seconds. The attempt counts as lost when its lease ends, and the message is
+        tried again, with one more attempt. It may be delivered twice.
+        """
+        (result,) = self._release([message_id], _Act())
         return result
 
     def dismiss(self, message_id: int, reason: str) -> MessageResult[DismissResult]:
@@ -366,10 +393,9 @@ class Operator:
         limit: int | None = None,
         **changes: Unpack[BulkChanges],
     ) -> Iterator[Batch]:
-        """Redrive, resend, cancel, reschedule or dismiss the messages of a filter, oldest first, or with these ids.
+        """Do this to the messages of a filter, oldest first, or with these ids.
 
-        `destination` is for a redrive, `reason` for a dismissal, and `available_at` for a reschedule, as in the methods
-        for one message.
+        `correction`, `reason` of a dismissal, and `available_at` of a reschedule are as in the methods for one message.
 
         Nothing happens before you iterate. Each step changes a batch, commits it and returns its results. If you stop
         iterating, the remaining messages stay as they are. The act takes at most `limit` messages. A filter selects
@@ -378,8 +404,8 @@ class Operator:
         Raises `StateError` for states that the action cannot change.
         """
         act = _Act()
-        if action == "redrive":
-            act = _redriving(changes.get("destination"))
+        if action == "correct":
+            act = _correcting(changes.get("correction") or {})
         elif action == "dismiss":
             act = _dismissing(changes.get("reason"))
         elif action == "reschedule":
@@ -390,7 +416,7 @@ class Operator:
             states: Collection[State] = which.states
             found = self._search(which, batch_size)
         else:
-            states = REDRIVABLE if action == "redrive" else OWED
+            states = {"redrive": REDRIVABLE, "correct": CORRECTABLE}.get(action, OWED)
             found = ((dict.fromkeys(ids), ids[-1], which[-1]) for ids in _slices(which, batch_size) if ids)
         left = _ALL if limit is None else limit
         for counts, reached_id, through_id in found:
@@ -417,6 +443,10 @@ class Operator:
             return self._reschedule(list(counts), act)
         if action == "dismiss":
             return self._dismiss(counts, act)
+        if action == "correct":
+            return self._correct(list(counts), states, act)
+        if action == "release":
+            return self._release(list(counts), act)
         return [self._resend(message_id, act) for message_id in counts]
 
     def _search(self, which: MessageFilter, batch_size: int) -> Iterator[tuple[Mapping[int, int | None], int, int]]:
@@ -439,9 +469,17 @@ class Operator:
         self, counts: Mapping[int, int | None], states: Collection[State], act: _Act
     ) -> list[MessageResult[RedriveResult]]:
         """Redrive these messages in one transaction, if they still have these numbers of attempts; None means any."""
-        parameters = {**_attempts(counts), "states": list(states), **act.changes}
-        statement = sql.REDRIVE_TO if act.changes else sql.REDRIVE
-        return [_redriven(row, states, counts[row[0]]) for row in self._act(statement, parameters, act)]
+        parameters = {**_attempts(counts), "states": list(states)}
+        return [_redriven(row, states, counts[row[0]]) for row in self._act(sql.REDRIVE, parameters, act)]
+
+    def _correct(self, ids: Sequence[int], states: Collection[State], act: _Act) -> list[MessageResult[CorrectResult]]:
+        """Correct these messages in one transaction."""
+        rows = self._act(sql.CORRECT, {"ids": ids, "states": list(states), **act.changes}, act)
+        return [_corrected(row, states) for row in rows]
+
+    def _release(self, ids: Sequence[int], act: _Act) -> list[MessageResult[ReleaseResult]]:
+        """Release these messages in one transaction."""
+        return [_released(*row) for row in self._act(sql.RELEASE, {"ids": ids}, act)]
 
     def _dismiss(self, counts: Mapping[int, int | None], act: _Act) -> list[MessageResult[DismissResult]]:
         """Dismiss these messages in one transaction, if they still have these numbers of attempts; None means any."""
@@ -838,7 +876,7 @@ class Operator:
 
 
 def _redriven(row: TupleRow, states: Collection[State], expected_count: int | None) -> MessageResult[RedriveResult]:
-    message_id, is_done, state, newer_id, attempt_count, dedupe_key_of, is_bound = row
+    message_id, is_done, state, newer_id, attempt_count, dedupe_key_of = row
 
     def left_alone(
         result: RedriveResult, explanation: str, other_id: int | None = None
@@ -856,11 +894,8 @@ def _redriven(row: TupleRow, states: Collection[State], expected_count: int | No
         return left_alone(RedriveResult.CHANGED, _CHANGED)
     if newer_id is not None:
         return left_alone(RedriveResult.SUPERSEDED, _superseded(newer_id), newer_id)
-    if is_bound:
-        return left_alone(RedriveResult.ENCRYPTED, _ENCRYPTED)
     if dedupe_key_of is not None:
-        explanation = f"has lost its dedupe key to message {dedupe_key_of}"
-        return left_alone(RedriveResult.DEDUPE_KEY_TAKEN, explanation, dedupe_key_of)
+        return left_alone(RedriveResult.DEDUPE_KEY_TAKEN, _dedupe_key_taken(dedupe_key_of), dedupe_key_of)
     return left_alone(RedriveResult.LOCKED, _LOCKED)
 
 
@@ -875,9 +910,16 @@ def _cancelled(message_id: int, answer: str) -> MessageResult[CancelResult]:
     return MessageResult(message_id, result, None, explanation)
 
 
-def _redriving(destination: str | None) -> _Act:
-    changed = if_given(check_destination, "destination", destination)
-    return _Act(changes={} if changed is None else {"destination": changed})
+def _correcting(correction: Correction) -> _Act:
+    changes: dict[str, object] = {}
+    for name, value in correction.items():
+        if name == "payload":
+            changes[name] = json.loads(to_json(value, max_bytes=_MAX_PAYLOAD_BYTES))
+        elif name in OPTIONS and (value is not None or name == "queue"):
+            changes[name] = OPTIONS[name](name, value)
+        else:
+            changes[name] = value
+    return _Act(changes={"changes": Jsonb(changes)})
 
 
 def _dismissing(reason: str | None) -> _Act:
@@ -932,6 +974,37 @@ def _rescheduled(
         RescheduleResult.LOCKED: _LOCKED,
     }[result]
     return MessageResult(message_id, result, newer_id, explanation)
+
+
+def _corrected(row: TupleRow, states: Collection[State]) -> MessageResult[CorrectResult]:
+    message_id, answer, state, newer_id, dedupe_key_of = row
+    result = CorrectResult(answer)
+    explanation = {
+        CorrectResult.CORRECTED: "",
+        CorrectResult.MISSING: _MISSING,
+        CorrectResult.WRONG_STATE: f"is {state}; only {' and '.join(sorted(states))} messages can be corrected",
+        CorrectResult.SUPERSEDED: _superseded(newer_id),
+        CorrectResult.ENCRYPTED: _ENCRYPTED,
+        CorrectResult.ORDERED: "has an ordering key, which belongs to its queue",
+        CorrectResult.DEDUPE_KEY_TAKEN: _dedupe_key_taken(dedupe_key_of),
+        CorrectResult.LOCKED: _LOCKED,
+    }[result]
+    return MessageResult(message_id, result, newer_id or dedupe_key_of, explanation)
+
+
+def _released(message_id: int, answer: str, state: str | None) -> MessageResult[ReleaseResult]:
+    result = ReleaseResult(answer)
+    explanation = {
+        ReleaseResult.RELEASED: "",
+        ReleaseResult.MISSING: _MISSING,
+        ReleaseResult.WRONG_STATE: f"is {state}; only messages in flight can be released",
+        ReleaseResult.LOCKED: _LOCKED,
+    }[result]
+    return MessageResult(message_id, result, None, explanation)
+
+
+def _dedupe_key_taken(other_id: int | None) -> str:
+    return f"has lost its dedupe key to message {other_id}"
 
 
 def _superseded(newer_id: int | None) -> str:

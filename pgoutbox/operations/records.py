@@ -20,6 +20,7 @@ from pgoutbox.redaction import redact, redact_text
 
 _ENCRYPTED: Final = "(encrypted)"
 REDRIVABLE: Final = (State.FAILED, State.CANCELLED)
+CORRECTABLE: Final = (State.PENDING, State.FAILED)
 OWED: Final = (State.PENDING, State.SENDING)
 _PARTITIONS: Final = (
     frozenset(OWED),
@@ -47,17 +48,29 @@ class Action(enum.StrEnum):
     ERASE = "erase"
     EXPORT = "export"
     ADOPT = "adopt"
+    CORRECT = "correct"
+    RELEASE = "release"
 
 
 # Called after each committed batch of a prune, with the number of messages deleted so far.
 Progress: TypeAlias = Callable[[int], object]
-BulkAction: TypeAlias = Literal["redrive", "resend", "cancel", "reschedule", "dismiss"]
+BulkAction: TypeAlias = Literal["redrive", "resend", "cancel", "reschedule", "dismiss", "correct", "release"]
+
+
+class Correction(TypedDict, total=False):
+    """The fields of a message that a correction replaces. None removes the headers, the destination or the owner."""
+
+    payload: JsonValue
+    headers: dict[str, str] | None
+    destination: str | None
+    owner: str | None
+    queue: str
 
 
 class BulkChanges(TypedDict, total=False):
-    """The further arguments of a bulk action: a redrive, a dismissal and a reschedule have one each."""
+    """The further arguments of a bulk action: a correction, a dismissal and a reschedule have one each."""
 
-    destination: str | None
+    correction: Correction
     reason: str
     available_at: datetime | None
 
@@ -69,6 +82,8 @@ _BULK_STATES: Final[Mapping[BulkAction, tuple[tuple[State, ...], tuple[State, ..
     "cancel": (OWED, OWED, "cancelled"),
     "reschedule": ((State.PENDING,), (State.PENDING,), "rescheduled"),
     "dismiss": ((State.FAILED,), (State.FAILED,), "dismissed"),
+    "correct": ((State.PENDING, *REDRIVABLE), (State.FAILED, State.PENDING), "corrected"),
+    "release": ((State.SENDING,), (State.SENDING,), "released"),
 }
 
 
@@ -134,8 +149,8 @@ class RedriveResult(enum.StrEnum):
 
     `redriven`: the message is pending again. `missing`: no such message exists. `wrong_state`: its state is not one of
     the given states. `changed`: it was attempted again since it was listed. `superseded`: a newer message of its
-    coalesce key exists. `dedupe_key_taken`: another message has its dedupe key. `encrypted`: its payload can only
-    be opened for its own destination. `locked`: another transaction has locked its row; try again.
+    coalesce key exists. `dedupe_key_taken`: another message has its dedupe key. `locked`: another transaction has
+    locked its row; try again.
     """
 
     REDRIVEN = "redriven"
@@ -143,8 +158,37 @@ class RedriveResult(enum.StrEnum):
     WRONG_STATE = "wrong_state"
     CHANGED = "changed"
     SUPERSEDED = "superseded"
-    ENCRYPTED = "encrypted"
     DEDUPE_KEY_TAKEN = "dedupe_key_taken"
+    LOCKED = "locked"
+
+
+class CorrectResult(enum.StrEnum):
+    """The effect of a correction on one message, or the reason why it left the message alone.
+
+    `corrected`: the message is changed, and pending. `encrypted`: its payload can only be opened as it is, for its own
+    destination. `ordered`: the place in its ordering key belongs to its queue. The others are those of `RedriveResult`.
+    """
+
+    CORRECTED = "corrected"
+    MISSING = "missing"
+    WRONG_STATE = "wrong_state"
+    SUPERSEDED = "superseded"
+    ENCRYPTED = "encrypted"
+    ORDERED = "ordered"
+    DEDUPE_KEY_TAKEN = "dedupe_key_taken"
+    LOCKED = "locked"
+
+
+class ReleaseResult(enum.StrEnum):
+    """The effect of a release on one message, or the reason why it left the message alone.
+
+    `released`: its worker no longer has it, and it is tried again when the lease ends. `wrong_state`: it is not in
+    flight. `missing`: no such message exists. `locked`: another transaction has locked its row; try again.
+    """
+
+    RELEASED = "released"
+    MISSING = "missing"
+    WRONG_STATE = "wrong_state"
     LOCKED = "locked"
 
 
@@ -189,7 +233,9 @@ class EraseResult(enum.StrEnum):
     MISSING = "missing"
 
 
-AnyResult: TypeAlias = RedriveResult | ResendResult | CancelResult | RescheduleResult | DismissResult
+AnyResult: TypeAlias = (
+    RedriveResult | ResendResult | CancelResult | RescheduleResult | DismissResult | CorrectResult | ReleaseResult
+)
 R_co = TypeVar("R_co", bound=AnyResult, covariant=True)
 
 

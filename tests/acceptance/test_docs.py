@@ -444,11 +444,11 @@ def test_the_owner_finds_and_forbids_other_destinations_as_the_pages_say(rolled_
         if block.directive == f"run as the owner: {name}"
     )
     message_id = put(rolled_back, State.FAILED, destination="mailto:ada@example.org")
-    rolled_back.execute("SELECT pgoutbox.redrive_to(%s, 'mailto:eve@example.com')", ([message_id],))
+    Operator(rolled_back).correct(message_id, {"destination": "mailto:eve@example.com"})
     assert [row[3] for row in rolled_back.execute(compare).fetchall()] == [[message_id]]
     rolled_back.execute(revoke)
     rolled_back.execute("SET LOCAL ROLE pgoutbox_operator")
-    assert not Operator(rolled_back).corrects_destinations()
+    assert not Operator(rolled_back).corrects()
     rolled_back.execute("RESET ROLE")
     rolled_back.execute(blackout)
     assert rolled_back.execute("SELECT count(*) FROM pgoutbox.blackout_view").fetchone() == (2,)

@@ -28,7 +28,7 @@ from pgoutbox.encryption import Keyring, decrypted
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent, Telemetry
-from pgoutbox.operations import DismissResult, RedriveResult, ResendResult
+from pgoutbox.operations import CorrectResult, DismissResult, RedriveResult, ReleaseResult, ResendResult
 from pgoutbox.settings import SECRET_VARIABLES, load_settings, secret_values
 from tests.support.command_line import Done, run_on_terminal, run_process
 from tests.support.foreground import in_foreground
@@ -57,6 +57,8 @@ REDRIVEN = dict.fromkeys(RedriveResult, 0) | {"redriven": 1}
 RESENT = dict.fromkeys(ResendResult, 0) | {"resent": 1}
 CANCELLED = dict.fromkeys(CancelResult, 0) | {"cancelled": 1}
 DISMISSED = dict.fromkeys(DismissResult, 0) | {"dismissed": 1}
+CORRECTED = dict.fromkeys(CorrectResult, 0) | {"corrected": 1}
+RELEASED = dict.fromkeys(ReleaseResult, 0) | {"released": 1}
 RESCHEDULED = dict.fromkeys(RescheduleResult, 0) | {"rescheduled": 1}
 
 
@@ -855,6 +857,8 @@ class TestDeciding:
             (("cancel", "--topic", "sms"), State.PENDING, CANCELLED),
             (("dismiss", "--topic", "sms", "--reason", "spam"), State.FAILED, DISMISSED),
             (("reschedule", "--topic", "sms", "--at", "2h"), State.PENDING, RESCHEDULED),
+            (("correct", "--topic", "sms", "--set", "owner=user-7"), State.FAILED, CORRECTED),
+            (("release", "--topic", "sms"), State.SENDING, RELEASED),
         ],
     )
     def test_an_act_by_filter_needs_a_confirmation(
@@ -923,6 +927,7 @@ class TestDeciding:
             ("redrive", State.FAILED, "would be pending again"),
             ("resend", State.SENT, "would be resent"),
             ("cancel", State.PENDING, "would be cancelled"),
+            ("release", State.SENDING, "would be taken from its worker, and tried again when the lease ends"),
         ],
     )
     def test_a_dry_run_changes_nothing(
@@ -977,14 +982,6 @@ class TestDeciding:
         assert cli("cancel", sending, "--json").json == {"id": sending, "result": "requested", "other_id": None}
         assert cli("cancel", sent) == Done(1, "", f"error: message {sent} is already sent\n")
         assert cli("cancel", 999_999) == Done(1, "", "error: message 999999 does not exist\n")
-
-    def test_redrive_corrects_the_destination(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
-        failed = put(database, State.FAILED, destination="mailto:ada@exmaple.org")
-        assert cli("redrive", failed, "--to", "mailto:ada@example.org").out == f"message {failed}: pending again\n"
-        assert cli("show", failed, "--json").json["destination"] == "mailto:ada@example.org"
-        assert "destination: must be a URI" in cli("redrive", failed, "--to", "ada").err
-        refused = cli("redrive", "--all-failed", "--to", "mailto:ada@example.org")
-        assert (refused.exit_code, "give the ids" in refused.err) == (2, True)
 
     def test_dismiss_records_the_reason(
         self, cli: Callable[..., Done], database: psycopg.Connection, monkeypatch: pytest.MonkeyPatch

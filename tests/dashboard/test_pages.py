@@ -610,15 +610,15 @@ def test_an_act_that_the_state_forbids_is_refused_with_the_reason(
     assert (state_of(db, message_id), audit_of(db)) == (state, [])
 
 
-def test_a_failed_message_is_redriven_to_a_corrected_destination(site: Site, db: psycopg.Connection) -> None:
+def test_a_failed_message_is_sent_to_a_corrected_destination(site: Site, db: psycopg.Connection) -> None:
     message_id = put(db, State.FAILED, destination="mailto:ada@exmaple.org")
     answer = site.ada.post(
-        f"/messages/{message_id}/redrive", data={"to": "mailto:ada@example.org"}, follow_redirects=True
+        f"/messages/{message_id}/correct", data={"destination": "mailto:ada@example.org"}, follow_redirects=True
     )
     page = Page(answer.text)
-    assert "The message is pending again." in page.words
+    assert "The message is corrected, and pending." in page.words
     assert "Destination mailto:ada@example.org" in page.words
-    refused = site.ada.post(f"/messages/{put(db, State.FAILED)}/redrive", data={"to": "ada"})
+    refused = site.ada.post(f"/messages/{put(db, State.FAILED)}/correct", data={"destination": "ada"})
     assert (refused.status_code, "destination: must be a URI" in Page(refused.text).words) == (422, True)
 
 
@@ -723,16 +723,16 @@ def test_the_form_offers_the_options_that_the_topic_leaves_open(shop: Site) -> N
     assert "topic 'mail.welcom' is neither defined nor handled by the application; did you mean" in unknown.words
 
 
-def test_the_form_for_another_destination_is_hidden_without_the_right(dsn: str, open_site: Callable[..., Site]) -> None:
+def test_the_form_for_a_correction_is_hidden_without_the_right(dsn: str, open_site: Callable[..., Site]) -> None:
     with psycopg.connect(dsn, autocommit=True) as owner, login(dsn, "pgoutbox_operator") as its_dsn:
         message_id = put(owner, State.FAILED, destination="mailto:ada@example.org")
         site = open_site(its_dsn)
-        assert "Correct the destination" in get(site.ada, f"/messages/{message_id}").words
-        owner.execute("REVOKE EXECUTE ON FUNCTION pgoutbox.redrive_to FROM pgoutbox_operator")
-        assert "Correct the destination" not in get(site.ada, f"/messages/{message_id}").words
-        refused = site.ada.post(f"/messages/{message_id}/redrive", data={"to": "mailto:eve@example.org"})
+        assert "Correct and redrive" in get(site.ada, f"/messages/{message_id}").words
+        owner.execute("REVOKE EXECUTE ON FUNCTION pgoutbox.correct FROM pgoutbox_operator")
+        assert "Correct and redrive" not in get(site.ada, f"/messages/{message_id}").words
+        refused = site.ada.post(f"/messages/{message_id}/correct", data={"destination": "mailto:eve@example.org"})
         assert refused.status_code in (403, 409), refused.text
-        owner.execute("GRANT EXECUTE ON FUNCTION pgoutbox.redrive_to TO pgoutbox_operator")
+        owner.execute("GRANT EXECUTE ON FUNCTION pgoutbox.correct TO pgoutbox_operator")
 
 
 def test_an_operator_enqueues_by_the_definition_of_the_topic(shop: Site, db: psycopg.Connection) -> None:

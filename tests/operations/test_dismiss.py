@@ -94,28 +94,3 @@ def test_messages_behind_a_dismissed_one_are_claimable(db: psycopg.Connection, c
     Operator(db).dismiss(head, "spam")
     assert db.execute(view, [behind]).fetchone() == ("no worker",)
     assert [n.payload for n in listener.notifies(timeout=10, stop_after=1)] == ["all default"]
-
-
-# --- a corrected destination ------------------------------------------------------------------------------------------
-
-
-def test_a_redrive_sends_to_a_corrected_destination(db: psycopg.Connection) -> None:
-    message_id = put(db, State.FAILED, destination="mailto:ada@exmaple.org")
-    assert Operator(db, actor="bob").redrive(message_id, destination="mailto:ada@example.org").is_done
-    row = db.execute("SELECT state, destination FROM pgoutbox.message WHERE id = %s", [message_id]).fetchone()
-    assert row == ("pending", "mailto:ada@example.org")
-    assert [act.action for act in Operator(db).list_acts(message_id=message_id)] == [Action.REDRIVE]
-
-
-def test_without_a_correction_a_redrive_keeps_the_destination(db: psycopg.Connection) -> None:
-    message_id = put(db, State.FAILED, destination="mailto:ada@example.org")
-    assert Operator(db).redrive(message_id).is_done
-    row = db.execute("SELECT destination FROM pgoutbox.message WHERE id = %s", [message_id]).fetchone()
-    assert row == ("mailto:ada@example.org",)
-
-
-def test_an_invalid_destination_is_refused(rolled_back: psycopg.Connection) -> None:
-    with pytest.raises(ArgumentError, match="destination: must be a URI"):
-        Operator(rolled_back).redrive(1, destination="ada")
-    with pytest.raises(psycopg.errors.InvalidParameterValue, match="destination: must be a URI"):
-        rolled_back.execute("SELECT pgoutbox.redrive_to('{1}', 'ada')")

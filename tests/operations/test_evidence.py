@@ -16,11 +16,12 @@ from psycopg.errors import (
     InvalidParameterValue,
     InvalidTransactionState,
 )
+from psycopg.types.json import Jsonb
 
 from pgoutbox import Context, Failure, Message, Outbox, Permanent, StateError, Topic
 from pgoutbox.cli.main import explain
 from pgoutbox.message import State
-from pgoutbox.operations import Action, MessageFilter, Operator, RedriveResult
+from pgoutbox.operations import Action, CorrectResult, MessageFilter, Operator
 from pgoutbox.worker import Worker
 from tests.support.messages import PUT_FINAL
 from tests.support.messages import put as put_message
@@ -262,11 +263,13 @@ COMPARE: Final = """
 """
 
 
-def test_the_owner_finds_who_has_redriven_which_message_to_which_destination(dsn: str, db: psycopg.Connection) -> None:
+def test_the_owner_finds_who_has_corrected_which_message_to_which_destination(dsn: str, db: psycopg.Connection) -> None:
     """Also after an erasure of both addresses, which an operator can run too."""
     ids = [put(db, State.CANCELLED, destination=to) for to in (CEO, "mailto:cto@example.org", CEO)]
     with login(dsn, "pgoutbox_operator") as its_dsn, psycopg.connect(its_dsn, autocommit=True) as session:
-        session.execute("SELECT pgoutbox.redrive_to(%s, 'mailto:Mallory@evil.example')", (ids,))
+        session.execute(
+            "SELECT pgoutbox.correct(%s, '{\"destination\": \"mailto:Mallory@evil.example\"}', '{cancelled}')", (ids,)
+        )
         for address in (CEO, EVIL):
             session.execute("SELECT pgoutbox.erase(destination => %s)", (address,))
         name = user_of(its_dsn)
@@ -301,7 +304,7 @@ def test_a_blackout_refuses_every_way_to_another_destination(
             db.execute(BLACKOUT)
         ways: dict[str, Callable[[], object]] = {
             "set_redirect: target": lambda: operator.set_redirect("mallory@evil.example"),
-            "redrive_to: destination": lambda: operator.redrive(failed, destination=EVIL),
+            "correct: destination": lambda: operator.correct(failed, {"destination": EVIL}),
             "enqueue: destination": lambda: operator.enqueue(draft),
         }
         for name, way in ways.items():
@@ -309,11 +312,11 @@ def test_a_blackout_refuses_every_way_to_another_destination(
                 way()
         db.execute(PUT_FINAL, {"id": failed, "state": "failed", "age": timedelta()})
         with (
-            pytest.raises(CheckViolation, match="redrive_to: destination: refused within")
+            pytest.raises(CheckViolation, match="correct: destination: refused within")
             if is_blackout
             else nullcontext()
         ):
-            early.execute("SELECT pgoutbox.redrive_to(%s, %s)", ([failed], EVIL))
+            early.execute("SELECT pgoutbox.correct(%s, %s)", ([failed], Jsonb({"destination": EVIL})))
     to = [CEO] if is_blackout else [EVIL, EVIL]
     assert db.execute("SELECT destination FROM pgoutbox.message ORDER BY id").fetchall() == [(one,) for one in to]
 
@@ -327,7 +330,7 @@ def test_a_transaction_that_may_not_see_a_new_blackout_sets_no_destination(dsn: 
         db.execute(BLACKOUT)
         for call in (
             "SELECT pgoutbox.set_redirect('mallory@evil.example')",
-            f"SELECT pgoutbox.redrive_to('{{{failed}}}', '{EVIL}')",
+            f"SELECT pgoutbox.correct('{{{failed}}}', '{{\"destination\": \"{EVIL}\"}}')",
         ):
             with pytest.raises(InvalidTransactionState, match="may not see a new blackout"), early.transaction():
                 early.execute(call.encode())
@@ -371,16 +374,16 @@ def test_a_blackout_in_an_unknown_time_zone_is_refused(rolled_back: psycopg.Conn
 def test_the_owner_takes_the_right_to_another_destination_away(dsn: str, db: psycopg.Connection) -> None:
     """And an upgrade, which grants all rights again, does not give it back."""
     failed = [put(db, State.FAILED, destination=CEO) for _ in range(2)]
-    db.execute("REVOKE EXECUTE ON FUNCTION pgoutbox.redrive_to FROM pgoutbox_operator")
+    db.execute("REVOKE EXECUTE ON FUNCTION pgoutbox.correct FROM pgoutbox_operator")
     db.execute("SELECT pgoutbox.set_up_roles()")
     with login(dsn, "pgoutbox_operator") as its_dsn, Operator(its_dsn) as operator:
-        assert not operator.corrects_destinations()
-        with pytest.raises(InsufficientPrivilege, match="redrive_to"):
-            operator.redrive(failed[0], destination=EVIL)
-        with pytest.raises(InsufficientPrivilege, match="redrive_to"):
-            list(operator.bulk("redrive", failed, destination=EVIL))
+        assert not operator.corrects()
+        with pytest.raises(InsufficientPrivilege, match="correct"):
+            operator.correct(failed[0], {"destination": EVIL})
+        with pytest.raises(InsufficientPrivilege, match="correct"):
+            list(operator.bulk("correct", failed, correction={"destination": EVIL}))
         assert operator.redrive(failed[1]).is_done
-    db.execute("GRANT EXECUTE ON FUNCTION pgoutbox.redrive_to TO pgoutbox_operator")
+    db.execute("GRANT EXECUTE ON FUNCTION pgoutbox.correct TO pgoutbox_operator")
     assert db.execute("SELECT destination FROM pgoutbox.message").fetchall() == [(CEO,)] * 2
 
 
@@ -393,9 +396,11 @@ def test_an_encrypted_message_keeps_its_destination(dsn: str, db: psycopg.Connec
     plain = put(db, State.FAILED, destination=CEO)
     db.execute(PUT_FINAL, {"id": sealed, "state": "failed", "age": timedelta()})
     left, done = (
-        result for batch in Operator(db).bulk("redrive", [sealed, plain], destination=EVIL) for result in batch.results
+        result
+        for batch in Operator(db).bulk("correct", [sealed, plain], correction={"destination": EVIL})
+        for result in batch.results
     )
-    assert (left.result, left.is_done, done.is_done) == (RedriveResult.ENCRYPTED, False, True)
+    assert (left.result, left.is_done, done.is_done) == (CorrectResult.ENCRYPTED, False, True)
     assert "is encrypted for its destination" in left.explanation
     assert Operator(db).redrive(sealed).is_done
     rows = db.execute("SELECT state, destination FROM pgoutbox.message ORDER BY id").fetchall()
@@ -413,7 +418,7 @@ async def test_an_encrypted_fan_out_is_delivered_to_another_destination(dsn: str
     with db.transaction():
         outbox.enqueue_fanout(db, "news", {"n": 1}, [CEO], content={"html": "<p>"})
     db.execute(PUT_FINAL, {"id": 1, "state": "failed", "age": timedelta()})
-    assert Operator(db).redrive(1, destination=EVIL).is_done
+    assert Operator(db).correct(1, {"destination": EVIL}).is_done
     await Worker(outbox).run_once()
     assert seen == [(EVIL, {"html": "<p>"})]
 
@@ -437,7 +442,7 @@ async def test_the_hook_of_an_encrypted_message_keeps_its_destination(dsn: str, 
     await Worker(outbox).run_once()
     ((hook_id,),) = db.execute("SELECT id FROM pgoutbox.message WHERE failure_of IS NOT NULL").fetchall()
     assert seen == [(None, {"code": "x"})]
-    assert Operator(db).redrive(hook_id, destination=EVIL).result == RedriveResult.ENCRYPTED
+    assert Operator(db).correct(hook_id, {"destination": EVIL}).result == CorrectResult.ENCRYPTED
     assert Operator(db).redrive(hook_id).is_done
 
 

@@ -13,6 +13,7 @@ from pgoutbox import Outbox
 from pgoutbox.database.store import Store
 from pgoutbox.message import Transient
 from pgoutbox.observability.events import LogEvent
+from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
 from tests.support.outbox_actions import (
     WatchedWorker,
@@ -238,7 +239,7 @@ async def test_a_lost_answer_to_a_claim_keeps_the_claim_of_a_message_that_still_
 
 
 @pytest.mark.parametrize("is_over", [True, False], ids=["its handler has ended", "its handler runs"])
-async def test_a_message_that_a_person_redrives_is_handed_over_to_its_new_destination(
+async def test_a_message_that_a_person_corrects_is_handed_over_to_its_new_destination(
     dsn: str, db: psycopg.Connection, *, is_over: bool
 ) -> None:
     outbox, opened = Outbox(settings_for(dsn)), asyncio.Event()
@@ -260,7 +261,7 @@ async def test_a_message_that_a_person_redrives_is_handed_over_to_its_new_destin
         if is_over:
             opened.set()
             await until(lambda: not run_of(worker).state.in_flight)
-        db.execute("SELECT FROM pgoutbox.redrive_to(%s, 'mailto:ben@example.org')", [[message_id]])
+        assert Operator(db).correct(message_id, {"destination": "mailto:ben@example.org"}).is_done
         await until(lambda: state_of(db, message_id) == "sent")
         opened.set()
     assert destinations == ["mailto:ann@example.org", "mailto:ben@example.org"]

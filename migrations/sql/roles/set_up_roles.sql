@@ -94,7 +94,7 @@ BEGIN
     IF to_regrole('pgoutbox_operator') IS NOT NULL THEN
         IF NOT has_schema_privilege('pgoutbox_operator', 'pgoutbox', 'USAGE') THEN
             -- An operator can read messages at a destination that it sets. If the owner revokes this, it stays revoked.
-            GRANT EXECUTE ON FUNCTION pgoutbox.redrive_to, pgoutbox._enqueue_act TO pgoutbox_operator;
+            GRANT EXECUTE ON FUNCTION pgoutbox.correct, pgoutbox._enqueue_act TO pgoutbox_operator;
         END IF;
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_operator;
         GRANT SELECT ON
@@ -108,7 +108,7 @@ BEGIN
             pgoutbox._tokens_of, pgoutbox._done_estimate, pgoutbox.announce_act,
             pgoutbox._state_of, pgoutbox._is_known_topic,
             pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
-            pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.resend, pgoutbox.close_breaker,
+            pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.release, pgoutbox.resend, pgoutbox.close_breaker,
             pgoutbox.set_redirect, pgoutbox.clear_redirect, pgoutbox.adopt,
             pgoutbox.erase, pgoutbox._erase, pgoutbox._selected_messages,
             pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,

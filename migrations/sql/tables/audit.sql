@@ -16,7 +16,7 @@ CREATE TABLE pgoutbox.audit (
     CONSTRAINT audit_sound CHECK (
         action IN (
             'enqueue', 'redrive', 'resend', 'cancel', 'reschedule', 'dismiss', 'prune', 'pause', 'resume', 'limit',
-            'retention', 'breaker', 'erase', 'export', 'redirect', 'adopt'
+            'retention', 'breaker', 'erase', 'export', 'redirect', 'adopt', 'correct', 'release'
         )
         AND length(actor) BETWEEN 1 AND 200
         AND (origin IS NULL OR length(origin) BETWEEN 1 AND 200)
@@ -43,7 +43,7 @@ COMMENT ON COLUMN pgoutbox.audit.origin IS
     'Where the act comes from, as db_role states it: the dashboard and the client address, for example.';
 COMMENT ON COLUMN pgoutbox.audit.action IS
     'enqueue, redrive, resend, cancel, reschedule, dismiss, prune, pause, resume, limit, retention, breaker, erase, '
-    'export, redirect or adopt.';
+    'export, redirect, adopt, correct or release.';
 COMMENT ON COLUMN pgoutbox.audit.queue IS 'The queue that was paused, resumed or limited.';
 COMMENT ON COLUMN pgoutbox.audit.message_ids IS 'The changed messages; null for a prune, and for an erasure that changed only the audit.';
 COMMENT ON COLUMN pgoutbox.audit.details IS 'Parameters of the act, as the database found them: the limit or the rule.';

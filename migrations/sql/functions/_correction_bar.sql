@@ -1,0 +1,18 @@
+CREATE FUNCTION pgoutbox._correction_bar(message pgoutbox.message, changes jsonb)
+RETURNS text
+LANGUAGE sql
+IMMUTABLE
+SET search_path = pg_catalog, pg_temp
+AS $function$
+SELECT CASE
+    WHEN (
+        changes ? 'payload' OR (changes ? 'destination' AND message.content_id IS NULL)
+    ) AND (
+        message.payload #> CASE WHEN message.failure_of IS NULL THEN '{}' ELSE '{payload}' END::text[]
+    ) ? 'pgoutbox.encrypted' IS TRUE THEN 'encrypted'
+    WHEN changes ? 'queue' AND message.ordering_key IS NOT NULL AND changes ->> 'queue' <> message.queue THEN 'ordered'
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._correction_bar IS
+    'Why these changes of a correction do not fit a message: encrypted or ordered; null if they do.';

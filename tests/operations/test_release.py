@@ -1,0 +1,168 @@
+"""Tests that an operator takes messages in flight away from their workers, and that the guarantees hold meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pgoutbox import Context, LeaseLostError, Message, Outbox, State
+from pgoutbox.database.store import FinishRequest
+from pgoutbox.message import AttemptOutcome
+from pgoutbox.operations import Action, MessageFilter, Operator, ReleaseResult
+from pgoutbox.worker import Worker
+from tests.support.messages import put
+from tests.support.outbox_actions import (
+    attempts_of,
+    begin,
+    claim,
+    end_lapsed,
+    enqueue,
+    finish,
+    finish_sent,
+    renew,
+    row_of,
+    running,
+    settings_for,
+    state_of,
+    watch,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from tests.conftest import Connect
+
+
+def lapse_all(db: psycopg.Connection) -> None:
+    db.execute("UPDATE pgoutbox.claim SET lease_expires_at = now()")
+
+
+def test_a_released_message_is_tried_again_when_its_lease_ends(db: psycopg.Connection) -> None:
+    message_id = enqueue(db)
+    begin(db, message_id)
+    before = db.execute("SELECT lease_expires_at FROM pgoutbox.in_flight_view").fetchall()
+    assert Operator(db).release(message_id).result is ReleaseResult.RELEASED
+    assert db.execute("SELECT lease_expires_at FROM pgoutbox.in_flight_view").fetchall() == before
+    assert end_lapsed(db) == []
+    lapse_all(db)
+    assert [(row.id, row.state) for row in end_lapsed(db)] == [(message_id, "pending")]
+    ((_, outcome, error),) = attempts_of(db, message_id)
+    assert (outcome, error) == ("lost", "lease expired, outcome unknown")
+    assert f"(released message {message_id})" in str(row_of(db, message_id).last_error)
+
+
+def test_its_worker_no_longer_holds_it(db: psycopg.Connection) -> None:
+    message_id, other = (enqueue(db) for _ in range(2))
+    rows = {row.id: row.attempt_count for row in claim(db)}
+    Operator(db).release(message_id)
+    attempts = [(message_id, rows[message_id]), (other, rows[other])]
+    assert set(watch(db, *attempts)) == {other}
+    assert set(renew(db, *attempts)) == {other}
+    assert finish_sent(db, *attempts) == {other}
+    assert finish(db, FinishRequest(*attempts[0], AttemptOutcome.FAILED, "no such user")) == {}
+    assert state_of(db, message_id) == "sending"
+    # The renewal of its worker has renewed the other attempt alone.
+    lapse_all(db)
+    assert [row.id for row in end_lapsed(db)] == [message_id]
+
+
+def test_a_message_without_an_attempt_left_is_tried_once_more(db: psycopg.Connection) -> None:
+    message_id = enqueue(db, max_attempts=1)
+    begin(db, message_id)
+    Operator(db).release(message_id)
+    lapse_all(db)
+    assert [(row.id, row.state) for row in end_lapsed(db)] == [(message_id, "pending")]
+    assert [(row.id, row.attempt_count) for row in claim(db, worker="other")] == [(message_id, 2)]
+
+
+def test_a_second_release_changes_nothing(db: psycopg.Connection) -> None:
+    message_id = enqueue(db)
+    begin(db, message_id)
+    assert [Operator(db).release(message_id).is_done for _ in range(2)] == [True, True]
+    assert len(Operator(db).list_acts(action=Action.RELEASE)) == 1
+    assert db.execute("SELECT count(*) FROM pgoutbox.in_flight_view").fetchone() == (1,)
+
+
+@pytest.mark.parametrize("key", ["coalesce_key", "ordering_key"])
+def test_a_key_has_one_message_in_flight_until_the_lease_ends(db: psycopg.Connection, key: str) -> None:
+    keys: dict[str, Any] = {key: "k"}
+    message_id = enqueue(db, **keys)
+    begin(db, message_id)
+    newer = enqueue(db, **keys)
+    Operator(db).release(message_id)
+    assert claim(db, worker="other") == []
+    lapse_all(db)
+    ended = {row.id: row.state for row in end_lapsed(db)}
+    assert ended == {message_id: "skipped" if key == "coalesce_key" else "pending"}
+    assert state_of(db, newer) == "pending"
+
+
+def test_a_topic_whose_unknown_outcomes_a_person_judges_keeps_that(db: psycopg.Connection) -> None:
+    message_id = enqueue(db)
+    begin(db, message_id)
+    Operator(db).release(message_id)
+    lapse_all(db)
+    assert [row.state for row in end_lapsed(db, hold_topics=["greet"])] == ["failed"]
+
+
+@pytest.mark.parametrize("state", sorted(set(State) - {State.SENDING}))
+def test_only_a_message_in_flight_is_released(rolled_back: psycopg.Connection, state: State) -> None:
+    message_id = put(rolled_back, state)
+    result = Operator(rolled_back).release(message_id)
+    assert (result.result, result.explanation) == (
+        ReleaseResult.WRONG_STATE,
+        f"is {state}; only messages in flight can be released",
+    )
+    assert Operator(rolled_back).release(2**40).result is ReleaseResult.MISSING
+
+
+@pytest.mark.parametrize("table", ["message", "claim"])
+def test_a_locked_message_is_left_alone(db: psycopg.Connection, connect: Connect, table: str) -> None:
+    """A renewal that has locked the claim is about to change the time at which its lease ends."""
+    message_id, holder = put(db, State.SENDING), connect()
+    holder.execute(f"SELECT FROM pgoutbox.{table} FOR UPDATE".encode())
+    assert Operator(db).release(message_id).result is ReleaseResult.LOCKED
+    holder.rollback()
+    assert Operator(db).release(message_id).is_done
+
+
+def test_all_messages_of_a_filter_are_released(db: psycopg.Connection) -> None:
+    released, other = [put(db, State.SENDING) for _ in range(3)], put(db, State.SENDING, topic="sms")
+    batches = list(Operator(db, actor="ada").bulk("release", MessageFilter(topic="mail")))
+    assert [str(result.result) for batch in batches for result in batch.results] == ["released"] * 3
+    (act,) = Operator(db).list_acts(action=Action.RELEASE)
+    assert (act.actor, act.first_ids) == ("ada", released)
+    assert row_of(db, other).worker == "w"
+
+
+async def test_an_attempt_that_does_not_end_is_given_to_another_process(dsn: str, db: psycopg.Connection) -> None:
+    """The first worker renews its lease as long as its handler runs, and is told that it has lost the message."""
+    # Its only slot is taken: it does not claim the message again, to wait for the handler that it has called.
+    first, second = Outbox(settings_for(dsn, lease_seconds=3, concurrency=1)), Outbox(settings_for(dsn))
+    is_called, errors, calls = asyncio.Event(), list[LeaseLostError](), list[int]()
+
+    @first.handler("greet")
+    async def hang(message: Message, ctx: Context) -> None:
+        is_called.set()
+        await until(lambda: ctx.should_stop)
+        try:
+            await ctx.ensure_lease()
+        except LeaseLostError as error:
+            errors.append(error)
+        await asyncio.Event().wait()
+
+    @second.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        calls.append(message.attempt_count)
+
+    message_id = enqueue(db)
+    async with running(Worker(first)):
+        await is_called.wait()
+        assert Operator(db).release(message_id).is_done
+        await until(lambda: errors)
+        async with running(Worker(second)):
+            await until(lambda: state_of(db, message_id) == "sent")
+    assert calls == [2]
