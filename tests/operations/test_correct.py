@@ -83,6 +83,14 @@ def test_a_cancelled_message_is_corrected_if_asked_for(db: psycopg.Connection) -
     assert fields_of(db, message_id)[0] == "pending"
 
 
+@pytest.mark.parametrize("state", [State.PENDING, State.FAILED])
+def test_only_messages_in_the_asked_states_are_corrected(db: psycopg.Connection, state: State) -> None:
+    message_id, other = put(db, state), State.FAILED if state is State.PENDING else State.PENDING
+    assert Operator(db).correct(message_id, ALL, states=[other]).result is CorrectResult.WRONG_STATE
+    assert fields_of(db, message_id)[0] == state
+    assert Operator(db).correct(message_id, ALL, states=[state]).is_done
+
+
 def test_a_message_in_back_off_is_due_and_one_that_waits_for_its_time_is_not(db: psycopg.Connection) -> None:
     tried, scheduled = (put(db) for _ in range(2))
     db.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 day'")
@@ -94,13 +102,14 @@ def test_a_message_in_back_off_is_due_and_one_that_waits_for_its_time_is_not(db:
 
 
 def test_a_superseded_message_is_left_alone(db: psycopg.Connection) -> None:
-    """Also one that failed before."""
-    older = put(db, State.FAILED, coalesce_key="k")
-    newer = put(db, coalesce_key="k")
-    result = Operator(db).correct(older, ALL)
-    assert (result.result, result.other_id) == (CorrectResult.SUPERSEDED, newer)
-    assert fields_of(db, older)[0] == "failed"
-    assert Operator(db).correct(newer, ALL).is_done
+    """Also one that failed before, and one that a concurrent enqueue has superseded."""
+    failed, pending = put(db, State.FAILED, coalesce_key="k"), put(db, coalesce_key="k")
+    with db.transaction():
+        db.execute("UPDATE pgoutbox.key_head SET newest_id = newest_id + 1000")
+    for message_id, state in ((failed, "failed"), (pending, "pending")):
+        result = Operator(db).correct(message_id, ALL)
+        assert (result.result, result.other_id) == (CorrectResult.SUPERSEDED, pending + 1000)
+        assert fields_of(db, message_id)[0] == state
 
 
 @pytest.mark.parametrize("state", [State.PENDING, State.FAILED])

@@ -37,7 +37,6 @@ BEGIN
         FROM pgoutbox.message AS m
         WHERE m.id = ANY (ids)
             AND m.state IN ('failed', 'cancelled')
-            AND m.state = ANY (correct.states)
             AND pgoutbox._correction_bar(m, changes) IS NULL
         ORDER BY m.id
         FOR UPDATE SKIP LOCKED
