@@ -622,6 +622,48 @@ def test_a_failed_message_is_sent_to_a_corrected_destination(site: Site, db: psy
     assert (refused.status_code, "destination: must be a URI" in Page(refused.text).words) == (422, True)
 
 
+def test_the_payload_is_corrected_by_who_may_read_it(dsn: str, db: psycopg.Connection, shop: Site) -> None:
+    """An empty field stays, and the model of the topic checks the payload."""
+    message_id = put(db, State.FAILED, topic="mail.welcome", destination="mailto:ada@example.org")
+    path = f"/messages/{message_id}"
+    assert {"payload", "headers"} <= fields_of(get(shop.ada, path))
+    form = {"payload": '{"user_id": 0, "email": "ada@example.org", "to": null}'}
+    refused = shop.ada.post(f"{path}/correct", data=form)
+    assert (refused.status_code, "payload.user_id: does not fit Welcome" in Page(refused.text).words) == (422, True)
+    for form in ({}, {"payload": "ada"}):
+        assert shop.ada.post(f"{path}/correct", data=form).status_code == 422
+    assert state_of(db, message_id) == "failed"
+    form = {"payload": '{"user_id": 7, "email": "ada@example.org", "to": null}', "queue": "critical", "owner": " "}
+    page = Page(shop.ada.post(f"{path}/correct", data=form, follow_redirects=True).text)
+    assert "The message is corrected, and pending." in page.words
+    row = db.execute("SELECT payload, queue, destination, owner, state FROM pgoutbox.message").fetchone()
+    corrected = {"user_id": 7, "email": "ada@example.org"}
+    assert row == (corrected, "critical", "mailto:ada@example.org", None, "pending")
+
+
+def test_an_operator_who_may_not_read_payloads_gets_no_field_for_them(
+    dsn: str, db: psycopg.Connection, open_site: Callable[..., Site]
+) -> None:
+    message_id = put(db, State.FAILED)
+    with login(dsn, "pgoutbox_operator") as its_dsn:
+        site = open_site(its_dsn)
+        fields = fields_of(get(site.ada, f"/messages/{message_id}"))
+        assert ("destination" in fields, "payload" in fields) == (True, False)
+        refused = site.ada.post(f"/messages/{message_id}/correct", data={"payload": '{"to": "eve"}'})
+        assert refused.status_code in (403, 409), refused.text
+    assert state_of(db, message_id) == "failed"
+
+
+def test_a_message_in_flight_is_put_back(site: Site, db: psycopg.Connection) -> None:
+    message_id = put(db, State.SENDING)
+    path = f"/messages/{message_id}/release"
+    assert path in get(site.ada, f"/messages/{message_id}").values("form", "action")
+    page = Page(site.ada.post(path, follow_redirects=True).text)
+    assert "The message is taken from its worker, and tried again when the lease ends." in page.words
+    ((_, _, action, _, ids, _),) = audit_of(db)
+    assert (action, ids) == ("release", [message_id])
+
+
 def test_a_failed_message_is_dismissed_with_a_reason(site: Site, db: psycopg.Connection) -> None:
     message_id = put(db, State.FAILED)
     path = f"/messages/{message_id}/dismiss"
