@@ -221,7 +221,8 @@ def test_the_audit_names_the_fields_and_no_values(db: psycopg.Connection) -> Non
 
 
 def test_an_operator_without_the_right_to_read_payloads_changes_none(dsn: str, db: psycopg.Connection) -> None:
-    message_id = put(db)
+    message_id, strict = put(db), Outbox(settings_for(dsn))
+    strict.define(Topic("mail", payload=Welcome))
     with login(dsn, "pgoutbox_operator") as its_dsn, Operator(its_dsn) as operator:
         for change, value in ALL.items():
             correction: Any = {change: value}
@@ -229,7 +230,7 @@ def test_an_operator_without_the_right_to_read_payloads_changes_none(dsn: str, d
                 with pytest.raises(InsufficientPrivilege, match="only a role that may read them"):
                     operator.correct(message_id, correction)
                 with pytest.raises(InsufficientPrivilege, match="only a role that may read them"):
-                    correct_message(operator, None, message_id, correction)
+                    correct_message(operator, strict, message_id, correction)
             else:
                 assert operator.correct(message_id, correction).is_done
         user = psycopg.conninfo.conninfo_to_dict(its_dsn)["user"]
