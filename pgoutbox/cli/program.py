@@ -120,7 +120,7 @@ def describe_pause(paused_at: datetime | None, resume_at: datetime | None) -> st
 def print_messages(messages: Sequence[ListedMessage]) -> None:
     """Print a table of messages whose sensitive values are already hidden."""
     print_table(
-        ("id", "state", "topic", "queue", "destination", "attempts", "created", "available", "reason"),
+        ("id", "state", "topic", "queue", "destination", "attempts", "created", "available", "waits", "reason"),
         [
             (
                 m.id,
@@ -131,6 +131,7 @@ def print_messages(messages: Sequence[ListedMessage]) -> None:
                 m.attempts,
                 m.created_at,
                 m.available_at,
+                m.waits,
                 # The error of a message that was sent in the end belongs to an earlier attempt.
                 shorten(m.skip_reason or (None if m.state is State.SENT else m.last_error)),
             )

@@ -13,6 +13,7 @@ from pgoutbox.dashboard.charts import Chart, TopicFailures, failures_by_minute, 
 from pgoutbox.dashboard.database import ANSWER_SECONDS, Database, UnavailableError
 from pgoutbox.dashboard.history import History, Minute
 from pgoutbox.dashboard.live import ChangeFeed
+from pgoutbox.dashboard.tabs import Tab, count_tabs
 from pgoutbox.doctor import Finding, examine_delivery
 from pgoutbox.operations import Operator
 
@@ -65,6 +66,7 @@ class Dashboard:
         self._history = History()
         self._overview: tuple[float, Overview] | None = None
         self._notices: tuple[float, Notices] | None = None
+        self._tabs: tuple[float, list[Tab]] | None = None
         self._one_reads = anyio.Lock()
 
     def names_of(self, topic: str | None) -> Sequence[str]:
@@ -113,10 +115,20 @@ class Dashboard:
             self._notices = known
         return known[1]
 
+    async def tabs(self) -> list[Tab]:
+        """Return the tabs of the messages with their counts, at most a second old."""
+        known = self._tabs
+        if known is None or time.monotonic() - known[0] > _FRESH_SECONDS:
+            asked_at = time.monotonic()
+            known = (asked_at, await self.database.read(count_tabs))
+            self._tabs = known
+        return known[1]
+
     def forget(self) -> None:
         """Drop the cached data."""
         self._overview = None
         self._notices = None
+        self._tabs = None
 
     def close(self) -> None:
         """Stop bulk actions and close idle connections. Committed changes remain."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 from starlette.datastructures import ImmutableMultiDict
 from starlette.exceptions import HTTPException
@@ -29,7 +29,8 @@ MAX_LIMIT: Final = 200
 BULK_ACTIONS: Final[tuple[BulkAction, ...]] = ("redrive", "dismiss", "reschedule", "cancel")
 _USUAL_LIMIT: Final = 50
 _MAX_TEXT: Final = 500
-_MAX_FIELDS: Final = 100
+# The form of a bulk action has a field for each selected message.
+_MAX_FIELDS: Final = MAX_LIMIT + 100
 _FORM: Final = "pgoutbox.form"
 UNIT_SECONDS: Final[Mapping[str, int]] = {"seconds": 1, "minutes": 60, "hours": 3_600, "days": 86_400}
 PERIODS: Final[Mapping[str, int]] = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400}
@@ -76,6 +77,10 @@ def number_of(given: Given, name: str, *, at_least: int = 1, at_most: int = MAX_
     value = given.get(name, "").strip()
     if not value:
         return None
+    return _number(name, value, at_least=at_least, at_most=at_most)
+
+
+def _number(name: str, value: str, *, at_least: int, at_most: int) -> int:
     if re.fullmatch(r"[0-9]{1,19}", value) is None or not at_least <= int(value) <= at_most:
         raise InputError(name, f"give a whole number from {at_least} to {at_most}")
     return int(value)
@@ -131,7 +136,33 @@ def filter_of(given: Given) -> MessageFilter:
         created_from=time_of(given, "created_from"),
         created_before=time_of(given, "created_before"),
         error_group=group or None,
+        due=_due_of(given),
+        ids=_ids_of(given),
     )
+
+
+def _due_of(given: Given) -> Literal["now", "later"] | None:
+    match given.get("due", "").strip():
+        case "":
+            return None
+        case "now":
+            return "now"
+        case "later":
+            return "later"
+        case _:
+            raise InputError("due", "give now or later")
+
+
+def _ids_of(given: Given) -> tuple[int, ...] | None:
+    """Return the selected messages; None if the form has no selection. An empty one must not mean all messages."""
+    if "ids" not in given:
+        return None
+    chosen = dict.fromkeys(value.strip() for value in given.getlist("ids") if value.strip())
+    if not chosen:
+        raise InputError("ids", "select at least one message")
+    if len(chosen) > MAX_LIMIT:
+        raise InputError("ids", f"select at most {MAX_LIMIT} messages")
+    return tuple(_number("ids", value, at_least=1, at_most=MAX_ID) for value in chosen)
 
 
 def asked_for(which: MessageFilter) -> dict[str, object]:

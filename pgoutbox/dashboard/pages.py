@@ -17,6 +17,7 @@ from pgoutbox.dashboard.database import RefusedError
 from pgoutbox.dashboard.history import MINUTES, percentiles
 from pgoutbox.dashboard.live import EventStream
 from pgoutbox.dashboard.rendering import link, render_page
+from pgoutbox.dashboard.tabs import tabs_of
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
 from pgoutbox.operations import Action, AuditRow, ListedMessage, MessageFilter, Operator
@@ -109,15 +110,17 @@ async def messages(request: Request) -> Response:
         return reads.now(connection), found
 
     now, found = await dashboard.database.read(load)
+    asked = inputs.asked_for(which)
     return await render_page(
         request,
         "messages.html",
         {
             "page": "messages",
             "now": now,
-            "states": list(State),
+            "tabs": tabs_of(await dashboard.tabs(), which),
             "which": which,
-            "asked": inputs.asked_for(which),
+            "asked": asked,
+            "is_filtered": any(value is not None for name, value in asked.items() if name not in ("state", "due")),
             "limit": limit,
             "before_id": before_id,
             "found": found,
@@ -264,7 +267,8 @@ async def bulk_preview(request: Request) -> Response:
 
     def load(connection: Connection) -> dict[str, object]:
         count, is_all = reads.count_near(connection, which)
-        found = reads.search(connection, which, limit=min(count, _PREVIEW)).messages if count else []
+        shown = count if which.ids is not None else min(count, _PREVIEW)
+        found = reads.search(connection, which, limit=shown).messages if count else []
         first = _redacted(dashboard, found)
         cause = reads.cause_of(connection, which, dashboard.names_of(which.topic))
         return {"now": reads.now(connection), "count": count, "is_all": is_all, "messages": first, "cause": cause}

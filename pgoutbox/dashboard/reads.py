@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, cast
 
 from pgoutbox.database import sql
 from pgoutbox.message import State
@@ -29,12 +29,22 @@ _SUPERSEDED: Final = 20
 _LONGEST_TRANSACTION: Final = timedelta(days=1)
 
 
+Kind: TypeAlias = Literal["exactly", "at least", "about"]
+
+
 class StateCount(NamedTuple):
     """The number of messages in a state: exact (`exactly`), capped (`at least`) or estimated (`about`)."""
 
     state: State
     messages: int
-    kind: Literal["exactly", "at least", "about"]
+    kind: Kind
+
+
+class Count(NamedTuple):
+    """A number of messages: exact (`exactly`), capped (`at least`) or estimated (`about`)."""
+
+    messages: int
+    kind: Kind
 
 
 class QueueRow(NamedTuple):
@@ -122,7 +132,7 @@ def count_states(connection: Connection) -> list[StateCount]:
     ((pending, sending, failed),) = connection.execute(sql.COUNT_OPEN, {"cap": CAP + 1})
     done: dict[State, int] = dict.fromkeys((State.SENT, State.SKIPPED, State.CANCELLED), 0)
     done.update({State(state): count for state, count in connection.execute(sql.COUNT_DONE, {"cap": CAP + 1})})
-    kind: Literal["exactly", "at least", "about"] = "exactly"
+    kind: Kind = "exactly"
     if sum(done.values()) > CAP:
         estimates = {State(state): count for state, count in connection.execute(sql.ESTIMATE_DONE)}
         kind = "about" if sum(estimates.values()) > CAP else "at least"
@@ -133,6 +143,26 @@ def count_states(connection: Connection) -> list[StateCount]:
     ]
     counts += [StateCount(state, count, kind) for state, count in done.items()]
     return sorted(counts, key=lambda count: list(State).index(count.state))
+
+
+def count_due(connection: Connection) -> tuple[Count, Count]:
+    """Count the pending messages that are due now, and those that are due later.
+
+    In a large backlog the sample may contain only one kind, so the queues are counted too.
+    """
+    ((due, later),) = connection.execute(sql.COUNT_DUE, {"cap": CAP + 1})
+    if due + later <= CAP:
+        return Count(due, "exactly"), Count(later, "exactly")
+    queues = live_queues(connection)
+    return (
+        _count_in_queues(due, [queue.due for queue in queues]),
+        _count_in_queues(later, [queue.scheduled for queue in queues]),
+    )
+
+
+def _count_in_queues(sample: int, counts: list[int]) -> Count:
+    is_all = len(counts) < _QUEUES and max(counts, default=0) <= QUEUE_CAP
+    return Count(sum(counts), "exactly") if is_all else Count(min(max(sample, sum(counts)), CAP), "at least")
 
 
 def live_queues(connection: Connection, queue: str | None = None) -> list[QueueRow]:
@@ -216,6 +246,12 @@ def search(
 
     Searches `rows_of(which)` rows at a time, until the page is full or `seconds` have passed.
     """
+    found = _search(connection, which, before_id, limit, seconds)
+    waits = Operator(connection).why_they_wait([message.id for message in found.messages])
+    return replace(found, messages=[message._replace(waits=waits.get(message.id)) for message in found.messages])
+
+
+def _search(connection: Connection, which: MessageFilter, before_id: int | None, limit: int, seconds: float) -> Found:
     before_id, not_below_id = _bounds(connection, which, before_id)
     over_at = time.monotonic() + seconds
     rows = rows_of(which)
@@ -227,7 +263,7 @@ def search(
     while True:
         parameters |= {"before_id": before_id, "limit": limit + 1 - len(messages)}
         found = connection.execute(statement, parameters)
-        messages += [ListedMessage._make(row)._replace(state=State(row[4])) for row in found]
+        messages += [ListedMessage(*row)._replace(state=State(row[4])) for row in found]
         if len(messages) > limit:
             return Found(messages[:limit], messages[limit - 1].id, None, is_deep=looked_at > 0)
         ended_at = None if held_only else connection.execute(sql.SEARCHED, parameters).fetchone()

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 import anyio.to_thread
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from starlette.responses import HTMLResponse
 
 from pgoutbox.dashboard.inputs import is_queue_name
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _INVISIBLE: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]"
 )
+_ISO_TIME: Final = re.compile(r"(\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,6})?\+\d\d:\d\d)")
 _UNITS: Final = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
 
 
@@ -80,6 +81,7 @@ def _environment() -> jinja2.Environment:
         upto=format_upto,
         seconds=format_seconds,
         utc=format_utc,
+        times=mark_times,
         pretty=format_json,
         size=format_bytes,
     )
@@ -158,6 +160,23 @@ def format_bytes(size: int) -> str:
 def format_utc(moment: datetime) -> str:
     """Format a time in UTC."""
     return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def mark_times(text: object) -> Markup:
+    """Show the ISO 8601 times of a text as elements, in UTC.
+
+    >>> str(mark_times("since 2026-11-24T08:51:43+01:00"))
+    'since <time datetime="2026-11-24T08:51:43+01:00">2026-11-24 07:51:43 UTC</time>'
+    """
+
+    def mark(found: re.Match[str]) -> str:
+        try:
+            shown = format_utc(datetime.fromisoformat(found[0]))
+        except (ValueError, OverflowError):
+            return found[0]
+        return f'<time datetime="{found[0]}">{shown}</time>'
+
+    return Markup(_ISO_TIME.sub(mark, escape(_escape_invisible(str(text)))))  # noqa: S704 - the text is escaped
 
 
 def format_json(value: object) -> str:

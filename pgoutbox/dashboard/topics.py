@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pgoutbox.outbox import Outbox
     from pgoutbox.topics import Topic
 
+_MAX_SHOWN: Final = 100
 _TEXT_OPTIONS: Final = ("destination", "owner", "coalesce_key", "dedupe_key", "ordering_key")
 _FIELDS: Final = ("payload", *_TEXT_OPTIONS, "delay", "unit")
 
@@ -37,20 +38,24 @@ async def topics(request: Request) -> Response:
     """List the topics of the application, and those with messages in the database."""
     dashboard = dashboard_of(request)
     outbox = dashboard.outbox
-    counts = await dashboard.database.read(reads.count_by_topic)
-    known = [] if outbox is None else describe_topics(outbox)
-    names = {facts.topic for facts in known}
+    start = inputs.text_of(request.query_params, "start") or ""
+    found = await dashboard.database.read(reads.count_by_topic)
+    counts = {count.topic: count for count in found}
+    known = {} if outbox is None else {facts.topic: facts for facts in describe_topics(outbox)}
+    names = sorted(name for name in {*known, *counts} if name.startswith(start))
+    # Topics with messages need attention first, then those that nobody handles.
+    shown = sorted(names, key=lambda name: (name not in counts, name in known and known[name].handler is not None))
     return await render_page(
         request,
         "topics.html",
         {
             "page": "topics",
             "has_outbox": outbox is not None,
-            "topics": known,
-            "others": [count for count in counts if count.topic not in names],
-            "counts": {count.topic: count for count in counts},
+            "start": start,
+            "topics": [(name, known.get(name), counts.get(name)) for name in shown[:_MAX_SHOWN]],
+            "topic_count": len(names),
             "cap": reads.CAP,
-            "is_capped": max(sum(c.waiting for c in counts), sum(c.failed for c in counts)) >= reads.CAP,
+            "is_capped": max(sum(c.waiting for c in found), sum(c.failed for c in found)) >= reads.CAP,
         },
     )
 

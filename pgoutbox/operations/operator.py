@@ -181,7 +181,13 @@ class Operator:
         """Return the newest matching messages, newest first. For the next page, pass the last id as `before_id`."""
         parameters = (which or MessageFilter()).parameters() | {"before_id": before_id, "limit": limit}
         rows = self._fetch(sql.LIST_MESSAGES, parameters)
-        return [ListedMessage._make(row)._replace(state=State(row[4])) for row in rows]
+        messages = [ListedMessage(*row)._replace(state=State(row[4])) for row in rows]
+        waits = self.why_they_wait([message.id for message in messages])
+        return [message._replace(waits=waits.get(message.id)) for message in messages]
+
+    def why_they_wait(self, ids: Sequence[int]) -> dict[int, str]:
+        """Return for each of these messages that is pending why it waits, as in `pgoutbox.waiting_view`."""
+        return dict(self._fetch(sql.WHY_THEY_WAIT, {"ids": list(ids)}))
 
     def count_matching(self, which: MessageFilter, *, limit: int) -> int:
         """Return the number of matching messages, counted up to `limit`."""

@@ -94,7 +94,8 @@ class MessageFilter:
     `destination` may omit `mailto:`. `key` is a coalesce, dedupe or ordering key. `text` is searched in the
     destination, the owner, the keys, the skip reason and the last error, ignoring case and without wildcards. Payloads
     are not searched. The times are enqueue times, the first one inclusive. `error_group` is the id of a group of
-    similar failures, as the dashboard's links have it.
+    similar failures, as the dashboard's links have it. `due` selects the pending messages that are due `now` or
+    `later`, and `ids` these messages.
     """
 
     states: Collection[State] = ()
@@ -107,6 +108,8 @@ class MessageFilter:
     created_from: datetime | None = None
     created_before: datetime | None = None
     error_group: str | None = None
+    due: Literal["now", "later"] | None = None
+    ids: Sequence[int] | None = None
 
     def given(self) -> dict[str, JsonValue]:
         """Return the given conditions, for display and for the audit."""
@@ -120,10 +123,15 @@ class MessageFilter:
 
     def parameters(self) -> dict[str, object]:
         """Return the parameters of the statements that take a filter."""
-        states = {State.FAILED} if self.error_group is not None else set(self.states)
+        states = set(self.states)
+        if self.error_group is not None:
+            states = {State.FAILED}
+        elif self.due is not None:
+            states = {State.PENDING}
         partitions = [partition for partition in _PARTITIONS if partition & states]
         return {
             **{field.name: getattr(self, field.name) for field in fields(self)},
+            "ids": None if self.ids is None else list(self.ids),
             "states": [state.value for state in self.states] or None,
             "partition_states": sorted(state for partition in partitions for state in partition) or None,
         }
@@ -344,7 +352,10 @@ class JsonText(str):
 
 
 class ListedMessage(NamedTuple):
-    """A message in a list, without its payload, in the order of LIST_MESSAGES."""
+    """A message in a list, without its payload, in the order of LIST_MESSAGES.
+
+    `waits` is the reason why a pending message is not delivered yet, as in `pgoutbox.waiting_view`.
+    """
 
     id: int
     topic: str
@@ -361,11 +372,17 @@ class ListedMessage(NamedTuple):
     dedupe_key: str | None
     skip_reason: str | None
     last_error: str | None
+    waits: str | None = None
 
     @property
     def attempts(self) -> str:
         """The attempts that count, of those that the policy grants."""
         return _attempts(self)
+
+    @property
+    def why_it_waits(self) -> str | None:
+        """`waits` in words."""
+        return None if self.waits is None else WAITS[self.waits]
 
     def redacted(self, names: Collection[str]) -> ListedMessage:
         """Return the message without values whose name matches `names`."""

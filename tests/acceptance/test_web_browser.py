@@ -19,6 +19,7 @@ from playwright.sync_api import expect
 from pgoutbox.dashboard import create_app
 from pgoutbox.dashboard.access import Access
 from pgoutbox.message import State
+from pgoutbox.operations import Operator
 from tests.support import topics_app
 from tests.support.messages import CLAIM_ALL, put
 from tests.support.missing import server_missing
@@ -88,7 +89,9 @@ class Site:
     watch: Watch
     dashboard: Dashboard
 
-    def visit(self, *, token: str | None = OPERATOR_TOKEN, scripts: bool = True, wide: bool = True) -> Page:
+    def visit(
+        self, *, token: str | None = OPERATOR_TOKEN, scripts: bool = True, wide: bool = True, zone: str | None = None
+    ) -> Page:
         """Open a page in a new browser context, signed in if there is a token."""
         width, height = screenshots.SIZES["wide" if wide else "phone"]
         context = self.browser.new_context(
@@ -97,6 +100,8 @@ class Site:
             viewport={"width": width, "height": height},
             has_touch=not wide,
             reduced_motion="reduce",
+            timezone_id=zone,
+            permissions=["clipboard-read", "clipboard-write"],
         )
         self.stack.callback(context.close)
         self.watch.over(context)
@@ -255,6 +260,28 @@ def test_a_group_is_redriven_with_the_keyboard_alone(site: Site) -> None:
     assert [site.state_of(message) for message in failed] == ["pending"] * 3
 
 
+def test_two_selected_messages_are_redriven_with_the_keyboard_alone(site: Site) -> None:
+    failed = [put(site.db, State.FAILED) for _ in range(4)]
+    page = site.visit()
+    page.goto("/messages")
+    tab_to(page, f"Select message {failed[2]}")
+    page.keyboard.press("Space")
+    tab_to(page, f"Select message {failed[0]}")
+    page.keyboard.press("Space")
+    # The buttons are above the rows.
+    for _ in range(80):
+        page.keyboard.press("Shift+Tab")
+        if page.evaluate(FOCUSED)["name"] == "Redrive… the selected messages":
+            break
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("2 messages match.")).to_be_visible()
+    tab_to(page, "Redrive messages")
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("Done.")).to_be_visible()
+    states = ["pending", "failed", "pending", "failed"]
+    assert [site.state_of(message_id) for message_id in failed] == states
+
+
 def test_a_message_is_enqueued_with_the_keyboard_alone(site_with_topics: Site) -> None:
     site = site_with_topics
     page = site.visit()
@@ -305,7 +332,16 @@ def test_a_topic_is_chosen_and_enqueued_without_scripts(site_with_topics: Site) 
     assert row == ({"id": 7}, "user-7", timedelta(hours=2))
 
 
-@pytest.mark.parametrize("path", ["/topics", "/enqueue", "/enqueue?topic=search.index"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/topics",
+        "/enqueue",
+        "/enqueue?topic=search.index",
+        "/messages?topic=mail.unheard.of",
+        "/bulk?do=dismiss&ids=1",
+    ],
+)
 def test_axe_finds_no_problem_on_the_pages_of_topics(site_with_topics: Site, path: str) -> None:
     put(site_with_topics.db, State.FAILED, topic="mail.unheard.of")
     page = site_with_topics.visit()
@@ -340,6 +376,114 @@ def test_a_refresh_keeps_an_open_form_which_works_with_the_keyboard(
     expect(page.get_by_role("main")).to_contain_text("changed meanwhile")
     assert site.state_of(message_id) == becomes
     assert site.db.execute("SELECT action FROM pgoutbox.audit").fetchall() == [(action,)]
+
+
+def test_a_refresh_keeps_selected_messages(site: Site) -> None:
+    message_id = put(site.db, State.FAILED)
+    page = site.visit()
+    page.goto("/messages")
+    box = page.get_by_role("checkbox", name=f"Select message {message_id}")
+    box.check()
+    page.evaluate("document.activeElement.blur()")
+    put(site.db, State.FAILED, topic="mail.unheard.of")
+    expect(page.get_by_role("status")).to_have_text("Paused while in use", timeout=30_000)
+    expect(box).to_be_checked()
+    box.uncheck()
+    page.evaluate("document.activeElement.blur()")
+    expect(page.get_by_role("main")).to_contain_text("mail.unheard.of", timeout=30_000)
+
+
+# --- times and copies -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scripts", "shown"), [(True, "2025-12-31 21:00:00 GMT+9"), (False, "2025-12-31 12:00:00 UTC")]
+)
+def test_times_are_local_with_scripts_and_utc_without(site: Site, scripts: bool, shown: str) -> None:
+    message_id = put(site.db)
+    site.db.execute("UPDATE pgoutbox.message SET created_at = '2025-12-31 12:00Z'")
+    site.db.execute("SELECT pgoutbox.set_redirect('tester@example.org')")
+    site.db.execute("UPDATE pgoutbox.redirect SET set_at = '2025-12-31 12:00Z'")
+    site.dashboard.forget()
+    page = site.visit(scripts=scripts, zone="Asia/Tokyo")
+    page.goto(f"/messages/{message_id}")
+    expect(page.locator("dt", has_text="Enqueued").locator("xpath=..")).to_contain_text(shown)
+    expect(page.locator("#redirects")).to_contain_text(f"since {shown}. Details")
+    page.goto("/messages")
+    title = page.get_by_role("row").filter(has_text="mail").locator("time").first
+    expect(title).to_have_attribute("title", re.compile(re.escape(shown)))
+
+
+def test_a_refresh_leaves_a_part_with_local_times_alone(site: Site) -> None:
+    message_id = put(site.db, State.SENT, age=timedelta(days=3))
+    long_ago = "created_at = '2025-12-31 12:00Z', available_at = '2025-12-31 12:00Z', claimed_at = '2025-12-31 12:00Z'"
+    site.db.execute(f"UPDATE pgoutbox.message SET {long_ago}".encode())
+    page = site.visit(token=VIEWER_TOKEN, zone="Asia/Tokyo")
+    page.goto(f"/messages/{message_id}")
+    page.evaluate("document.getElementById('message').firstElementChild.marked = true")
+    for _ in range(2):  # The second refresh begins after the end of the first one.
+        with page.expect_response(re.compile(f"/messages/{message_id}")):
+            put(site.db)
+    assert page.evaluate("document.getElementById('message').firstElementChild.marked") is True
+
+
+def test_texts_are_copied_with_scripts_and_no_button_is_shown_without(site: Site) -> None:
+    message_id = put(site.db, State.FAILED, dedupe_key="order-7")
+    page = site.visit()
+    page.goto(f"/messages/{message_id}")
+    for name, text in (
+        ("the id", str(message_id)),
+        ("the dedupe key", "order-7"),
+        ("the last error", "no such mailbox"),
+        ("the payload", '{\n  "to": "ada"\n}'),
+    ):
+        page.get_by_role("button", name=f"Copy {name}").click()
+        expect(page.locator(".copy.done").last).to_be_visible()
+        assert page.evaluate("navigator.clipboard.readText()") == text
+    page = site.visit(scripts=False)
+    page.goto(f"/messages/{message_id}")
+    expect(page.get_by_role("button", name=re.compile("Copy"))).to_have_count(0)
+
+
+# --- on a phone -------------------------------------------------------------------------------------------------------
+
+CUT_OFF: Final = """() => [...document.querySelectorAll("main :not(input, textarea)")].filter((element) => {
+    const box = element.getBoundingClientRect();
+    const isSeen = box.width > 1 && box.height > 1 && !element.closest(".visually-hidden");
+    return isSeen && (box.left < 0 || box.right > innerWidth || element.clientWidth + 1 < element.scrollWidth);
+}).map((element) => `${element.tagName} ${element.className} ${element.textContent.slice(0, 60)}`)"""
+LONG: Final = "https://shop.example.org/" + "a-very-long-path" * 10
+
+
+@pytest.mark.parametrize(
+    "path", ["/messages", "/messages/{}", "/audit", "/topics", "/bulk?do=dismiss&ids={}", "/enqueue?topic=mail.loose"]
+)
+def test_nothing_is_cut_off_on_a_phone(site_with_topics: Site, path: str) -> None:
+    site = site_with_topics
+    failed = put(site.db, State.FAILED, topic="mail.unheard.of", destination=LONG, dedupe_key=LONG)
+    site.db.execute("UPDATE pgoutbox.message SET last_error = %s", [LONG])
+    Operator(site.db, actor=LONG[:100], origin=LONG[:100]).redrive(failed)
+    site.db.execute("UPDATE pgoutbox.message SET state = 'failed', finished_at = now()")
+    put(site.db, ordering_key="o")
+    page = site.visit(wide=False, zone="Asia/Tokyo")
+    page.goto(path.format(failed))
+    assert page.evaluate(CUT_OFF) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_the_filter_is_folded_on_a_phone_only_and_open_if_one_is_set(site: Site) -> None:
+    page = site.visit(wide=False)
+    for path, wide_too in (("/messages", False), ("/messages?state=failed", False), ("/messages?topic=mail", True)):
+        for size, (width, height) in screenshots.SIZES.items():
+            page.set_viewport_size({"width": width, "height": height})
+            page.goto(path)
+            expect(page.get_by_label("Topic")).to_be_visible(visible=size == "wide" or wide_too)
+    page.goto("/messages")
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.get_by_text("Filter", exact=True).click()
+    page.get_by_label("Topic").fill("mail")
+    press(page, "Find")
+    expect(page.get_by_label("Topic")).to_have_value("mail")
 
 
 # --- without scripts --------------------------------------------------------------------------------------------------
@@ -377,7 +521,7 @@ def test_every_act_works_without_scripts_and_records_its_actor(site: Site) -> No
     assert db.execute(limits).fetchall() == [(None, 20, 7)]
 
     page.goto("/messages?state=pending")
-    page.get_by_role("link", name="Cancel all pending and in-flight messages…").click()
+    page.get_by_role("link", name="Cancel… all matching messages").click()
     press(page, "Cancel messages")
     wait_until(lambda: site.state_of(failed) == "cancelled", lambda: "the bulk cancels the owed message")
 
@@ -410,7 +554,7 @@ def test_a_viewer_sees_no_actions(site: Site) -> None:
     for path in (f"/messages/{failed}", f"/messages/{pending}", "/failed", "/queues", "/messages"):
         page.goto(path)
         offered = set(page.get_by_role("button").all_inner_texts())
-        assert offered <= {"Sign out", "Find"}
+        assert {name for name in offered if not name.startswith("Copy")} <= {"Sign out", "Find"}
         assert "…" not in " ".join(page.get_by_role("link").all_inner_texts())
 
 

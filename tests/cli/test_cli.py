@@ -612,6 +612,12 @@ class TestLooking:
         database.execute("UPDATE pgoutbox.message SET last_error = 'connection refused'")
         assert "connection refused" not in cli("list").out
 
+    def test_list_says_why_messages_wait(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        put(database)
+        header, row = (line.split("\t") for line in cli("list").out.splitlines())
+        assert row[header.index("waits")] == "no worker"
+        assert json.loads(cli("list", "--json").out)["waits"] == "no worker"
+
     def test_list_filters(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         failed = put(database, State.FAILED, topic="sms", queue="bulk", destination="tel:1")
         put(database)

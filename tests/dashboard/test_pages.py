@@ -23,7 +23,7 @@ from starlette.routing import Mount
 
 from pgoutbox import Outbox, Topic
 from pgoutbox.dashboard import app as app_module
-from pgoutbox.dashboard import bulk, create_app, database, history, live, reads, rendering
+from pgoutbox.dashboard import bulk, create_app, database, history, inputs, live, reads, rendering
 from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter, Operator, Rate
 from pgoutbox.operations.records import WAITS
@@ -357,6 +357,90 @@ def test_an_id_leads_directly_to_its_message(site: Site, db: psycopg.Connection)
     assert (answer.status_code, answer.headers["location"]) == (303, f"/messages/{message_id}")
 
 
+def test_each_tab_counts_and_lists_the_messages_of_its_state(site: Site, db: psycopg.Connection) -> None:
+    ids = {state.value: [put(db, state) for _ in range(number)] for number, state in enumerate(State, start=2)}
+    later = ids["pending"].pop()
+    db.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 day' WHERE id = %s", [later])
+    due, sending, failed = (ids.pop(state) for state in ("pending", "sending", "failed"))
+    ids = {"due": due, "scheduled": [later], "in flight": sending, "failed": failed, **ids}
+    page = get(site.vera, "/messages")
+    tabs = " ".join(f"{name} {len(found)}" for name, found in ids.items())
+    assert f"all 27 {tabs} " in page.words
+    paths = [href for href in page.values("a", "href") if href.startswith("/messages?")]
+    assert paths[0] == "/messages?"
+    assert [ids_on(get(site.vera, path)) for path in paths[1:8]] == [found[::-1] for found in ids.values()]
+
+
+def test_a_tab_keeps_the_other_filters_and_counts_nothing_with_them(site: Site, db: psycopg.Connection) -> None:
+    wanted = put(db, State.FAILED, topic="sms")
+    put(db, State.FAILED)
+    page = get(site.vera, "/messages?topic=sms&state=sent&limit=20")
+    assert "all due scheduled in flight failed sent skipped cancelled" in page.words
+    (path,) = [href for href in page.values("a", "href") if "state=failed" in href]
+    assert path == "/messages?state=failed&topic=sms&limit=20"
+    assert ids_on(get(site.vera, path)) == [wanted]
+    assert "cancelled pending, sending" in get(site.vera, "/messages?state=pending&state=sending&topic=sms").words
+
+
+@pytest.mark.parametrize(("queue_cap", "told"), [(100, "due 2 scheduled 8 "), (3, r"due 2 scheduled [45]\+ ")])
+def test_the_counts_of_due_messages_are_bounded(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, queue_cap: int, told: str
+) -> None:
+    monkeypatch.setattr(reads, "CAP", 5)
+    monkeypatch.setattr(reads, "QUEUE_CAP", queue_cap)
+    ids = [put(db) for _ in range(10)]
+    db.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 day' WHERE id = ANY (%s)", [ids[:8]])
+    words = get(site.vera, "/messages").words
+    assert re.search(told, words)
+    assert "all 5+ " in words
+
+
+def test_the_list_says_why_messages_wait(site: Site, db: psycopg.Connection) -> None:
+    put(db)
+    put(db, queue="bulk")
+    put(db, State.SENT)
+    db.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('bulk', now())")
+    words = get(site.vera, "/messages").words
+    assert words.count("Waits: ") == 2
+    assert "bulk 0/4 just now just now Waits: its queue is paused." in words
+    assert "Waits: no running worker serves its queue." in words
+
+
+def test_a_message_links_to_the_messages_with_the_same_values(site: Site, db: psycopg.Connection) -> None:
+    given = {"destination": "mailto:ada@example.org", "coalesce_key": "c 1", "dedupe_key": "d", "ordering_key": None}
+    message_id = put(db, **given)  # type: ignore[arg-type]
+    db.execute("UPDATE pgoutbox.message SET owner = 'user-7'")
+    ordered = put(db, ordering_key="o")
+    long_one = put(db, dedupe_key="k" * 501)
+    put(db, topic="sms", queue="bulk")
+    for shown, count in ((message_id, 6), (ordered, 3), (long_one, 2)):
+        page = get(site.ada, f"/messages/{shown}")
+        paths = [href for href in page.values("a", "href") if href.startswith("/messages?")]
+        assert len(paths) == count
+        for path in paths:
+            found = ids_on(get(site.ada, path))
+            assert shown in found
+            assert len(found) == (3 if path in ("/messages?topic=mail", "/messages?queue=default") else 1), path
+        assert set(page.values("button", "data-copies")) <= {i for _, a in page.elements if (i := a.get("id"))}
+
+
+def test_the_attempts_of_a_message_include_the_one_that_runs_or_sent_it(site: Site, db: psycopg.Connection) -> None:
+    sent, sending, pending = put(db, State.SENT), put(db), put(db)
+    for message_id in (sent, sending, pending):
+        db.execute(ADD_ATTEMPT, [message_id, 2])
+    db.execute("UPDATE pgoutbox.message SET attempt_count = 2, lane = 1 WHERE id IN (%s, %s)", [sending, pending])
+    db.execute(PUT_SENDING, [sending])
+    db.execute("UPDATE pgoutbox.message SET attempt_count = 3 WHERE id = %s", [sending])
+    earlier = r"retry Attempt 2 ended .* busy 1 earlier attempt is not recorded Enqueued"
+    for message_id, told in (
+        (sent, r"sent Attempt 3 ended .* by w"),
+        (sending, r"sending Attempt 3 started .* by w"),
+        (pending, r"Next attempt"),
+    ):
+        words = get(site.vera, f"/messages/{message_id}").words
+        assert re.search(rf"Attempts {told} .*{earlier}", words), words
+
+
 def test_a_message_is_shown_with_its_history(site: Site, db: psycopg.Connection) -> None:
     message_id = put(db, State.FAILED, destination="mailto:ada@example.org", dedupe_key="once-7")
     db.execute(ADD_ATTEMPT, [message_id, 1])
@@ -372,7 +456,7 @@ def test_a_message_is_shown_with_its_history(site: Site, db: psycopg.Connection)
         "trace 7",
         '"to": "ada"',
         "no such mailbox",
-        "1 retry",
+        "retry Attempt 1",
         "busy",
         "cli redrive",
         "cli cancel",
@@ -731,6 +815,28 @@ def test_the_topics_are_listed_with_their_settings_and_messages(shop: Site, db: 
     assert "Enqueue…" not in get(shop.vera, "/topics").words
 
 
+def test_of_many_topics_those_with_messages_come_first_and_the_others_are_found_by_name(
+    dsn: str, open_site: Callable[..., Site], db: psycopg.Connection
+) -> None:
+    outbox = Outbox(load_settings(dsn=dsn))
+    for number in range(150):
+        outbox.define(Topic(f"mail.{number:03}"))
+        if number != 120:
+            outbox.handler(f"mail.{number:03}")(lambda message, context: None)
+    put(db, topic="mail.140")
+    put(db, State.FAILED, topic="zoo")
+    site = open_site(dsn, outbox)
+    page = get(site.ada, "/topics")
+    assert "Shows 100 of 151 topics" in page.words
+    shown = [href.rpartition("=")[2] for href in page.values("a", "href") if href.startswith("/enqueue?topic=")]
+    assert shown[:3] == ["mail.140", "mail.120", "mail.000"]
+    assert "zoo 0 waiting messages of zoo 1 failed" in page.words
+    page = get(site.ada, "/topics?start=mail.14")
+    assert "Shows" not in page.words
+    assert page.words.count("Enqueue…") == 10
+    assert "No topic begins with this." in get(site.ada, "/topics?start=ail").words
+
+
 def test_the_counts_of_topics_are_bounded(shop: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads, "CAP", 2)
     put(db, topic="mail.welcome")
@@ -1056,6 +1162,9 @@ def test_a_path_cannot_escape_the_dashboard(site: Site) -> None:
         ("/messages?text=%00", "text"),
         (f"/messages?topic={'x' * 501}", "topic"),
         ("/messages?group=' OR true", "group"),
+        ("/messages?due=soon", "due"),
+        ("/messages?ids=1&ids=x", "ids"),
+        (f"/messages?{'&'.join(f'ids={number}' for number in range(1, 202))}", "ids"),
         ("/audit?limit=201", "limit"),
         ("/audit?before=1e9", "before"),
         ("/audit?action=drop", "action"),
@@ -1135,6 +1244,65 @@ def test_a_bulk_is_previewed_and_executed(site: Site, db: psycopg.Connection) ->
     ((stated,),) = db.execute("SELECT stated FROM pgoutbox.audit").fetchall()
     assert (actor, origin, action, ids) == ("ada", "web 127.0.0.1", "redrive", failed)
     assert stated == {"topic": "mail", "states": ["failed"]}
+
+
+def test_selected_messages_are_previewed_and_redriven(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "SEARCH_ROWS", 3)
+    failed = [put(db, State.FAILED) for _ in range(9)]
+    pending = put(db)
+    page = get(site.ada, "/messages?state=failed")
+    boxes = [a for tag, a in page.elements if tag == "input" and a.get("type") == "checkbox"]
+    assert [box["value"] for box in boxes] == [str(message_id) for message_id in failed[::-1]]
+    (form,) = [a for tag, a in page.elements if tag == "form" and a.get("id") == "selection"]
+    assert {box["form"] for box in boxes} == {"selection"}
+    assert page.values("button", "value") == ["redrive", "dismiss"]
+    # Apart from each other by more rows than a search reads.
+    chosen = [failed[0], failed[8]]
+    given: list[tuple[str, str]] = [("ids", ""), *(("ids", str(message_id)) for message_id in chosen)]
+    preview = get(site.ada, f"{form['action']}?{urlencode([*given, ('do', 'redrive'), ('state', 'failed')])}")
+    assert "2 messages match." in preview.words
+    assert ids_on(preview) == chosen[::-1]
+    hidden = [(a["name"], a["value"]) for tag, a in preview.elements if tag == "input" and a.get("type") == "hidden"]
+    sent = urlencode([(str(name), str(value)) for name, value in hidden if name != "csrf_token"])
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    answer = site.ada.post("/bulk", content=sent, headers=headers)
+    assert "redriven 2" in wait_for_bulk(site, answer.headers["location"]).words
+    assert [message for message in failed if state_of(db, message) == "pending"] == chosen
+    ((stated,),) = db.execute("SELECT stated FROM pgoutbox.audit").fetchall()
+    assert stated == {"states": ["failed"], "ids": chosen}
+    words = get(site.ada, f"/bulk?do=redrive&ids={failed[1]}&ids={pending}").words
+    assert "1 message matches." in words
+    assert "1 of the selected messages is in a state that this action does not change." in words
+
+
+def test_nothing_is_selected_without_a_selection(site: Site, db: psycopg.Connection) -> None:
+    failed = put(db, State.FAILED)
+    for answer in (site.ada.get("/bulk?do=redrive&ids="), site.ada.post("/bulk", data={"do": "redrive", "ids": ""})):
+        assert (answer.status_code, "ids: select at least one message" in Page(answer.text).words) == (422, True)
+    assert state_of(db, failed) == "failed"
+    assert "selection" not in site.vera.get("/messages").text
+    assert "selection" not in site.ada.get("/messages?state=sent").text
+
+
+def test_a_whole_page_of_messages_can_be_selected(site: Site, db: psycopg.Connection) -> None:
+    failed = [put(db, State.FAILED) for _ in range(12)]
+    ids = [*range(failed[-1] + 1, failed[-1] + inputs.MAX_LIMIT - 11), *failed]
+    form = {"do": "redrive", "state": "failed", "ids": list(map(str, ids))}
+    assert ids_on(get(site.ada, f"/bulk?{urlencode(form, doseq=True)}")) == failed[::-1]
+    answer = site.ada.post("/bulk", data=form)
+    assert "redriven 12" in wait_for_bulk(site, answer.headers["location"]).words
+
+
+def test_a_bulk_reschedules_only_messages_of_its_tab(site: Site, db: psycopg.Connection) -> None:
+    put(db)
+    later = put(db)
+    db.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 day' WHERE id = %s", [later])
+    assert ids_on(get(site.ada, "/bulk?do=reschedule&state=pending&due=later")) == [later]
+    answer = site.ada.post("/bulk", data={"do": "reschedule", "state": "pending", "due": "later"})
+    assert "rescheduled 1" in wait_for_bulk(site, answer.headers["location"]).words
+    assert [row[4] for row in audit_of(db)] == [[later]]
 
 
 def test_a_bulk_cancels_owed_messages(site: Site, db: psycopg.Connection) -> None:
@@ -1655,8 +1823,11 @@ PAGES: Final = (
     "/queues?queue=bulk",
     "/failed",
     "/messages?text=no+such&state=failed",
+    "/messages?state=pending&due=now",
+    "/messages?ids=1&ids=2",
+    "/topics?start=mail",
 )
-OPERATORS_PAGES: Final = ("/audit", "/bulk?do=redrive")
+OPERATORS_PAGES: Final = ("/audit", "/bulk?do=redrive", "/bulk?do=dismiss&ids=1&ids=2")
 
 
 @pytest.mark.parametrize("role", ["pgoutbox_viewer", "pgoutbox_operator"])
@@ -1810,6 +1981,7 @@ def test_every_page_warns_of_a_redirect(site: Site, db: psycopg.Connection) -> N
         assert "redirects all e-mail to tester@example.org since" in page.words, path
         assert "PGOUTBOX_REDIRECT_TO=@t.example redirects all e-mail of 1 worker" in page.words, path
         assert "the blackout 2020-01-01/2199-01-01 forbids to redirect: this e-mail waits" in page.words, path
+        assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC\. Details", page.words), path
 
 
 def test_every_page_warns_of_a_copy(site: Site, db: psycopg.Connection) -> None:

@@ -62,6 +62,8 @@ def full(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -> psy
 NOWHERE = MessageFilter(topic="nowhere")
 IN_FAILED = MessageFilter(states=(State.FAILED,), text="nowhere")
 IN_GROUP = MessageFilter(error_group="0" * 12)
+# The application stores them far apart from each other.
+SELECTED = MessageFilter(ids=(1, 5, 10**12))
 NEAR = {"before_id": None, "not_below_id": None, "rows": ROWS, "limit": 11}
 
 
@@ -99,6 +101,11 @@ def most_read(plan: dict[str, Any]) -> int:
         ("SEARCHED", {**NOWHERE.parameters(), **NEAR}, ROWS),
         ("SEARCH_SENDING", {**NOWHERE.parameters(), **NEAR}, ROWS),
         ("SEARCH_AHEAD", {**NOWHERE.parameters(), "rows": ROWS, "after_id": 0, "through_id": 10**12}, ROWS),
+        ("SEARCH_MESSAGES", {**SELECTED.parameters(), **NEAR, "rows": 10**6}, 3),
+        ("COUNT_SEARCHED", {**SELECTED.parameters(), **NEAR, "rows": 10**6}, 3),
+        ("SEARCH_AHEAD", {**SELECTED.parameters(), "rows": 10**6, "after_id": 0, "through_id": 10**12}, 3),
+        ("COUNT_DUE", {"cap": CAP}, CAP + IN_FLIGHT_COUNT),
+        ("WHY_THEY_WAIT", {"ids": list(range(1, ROWS))}, ROWS),
         ("SUPERSEDED_BY", {"id": 10**12, "rows": ROWS, "limit": 5}, ROWS),
         ("FIRST_FROM", {"id": 1}, 1),
         ("SHOW_MESSAGE", {"id": 10**12, "characters": 10}, 1),

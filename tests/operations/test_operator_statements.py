@@ -186,6 +186,26 @@ class TestList:
         assert messages[0].state is State.FAILED
         assert messages[0].last_error == "no such mailbox"
 
+    def test_messages_are_chosen_by_id_and_by_whether_they_are_due(self, rolled_back: psycopg.Connection) -> None:
+        due, later, failed = put(rolled_back), put(rolled_back), put(rolled_back, State.FAILED)
+        rolled_back.execute(
+            "UPDATE pgoutbox.message SET available_at = now() + interval '1 hour' WHERE id = %s", [later]
+        )
+        for which, wanted in (
+            (MessageFilter(due="now"), [due]),
+            (MessageFilter(due="later"), [later]),
+            (MessageFilter(ids=(due, failed)), [failed, due]),
+            (MessageFilter(ids=(due, failed), states=[State.FAILED]), [failed]),
+            (MessageFilter(ids=()), []),
+        ):
+            assert [m.id for m in Operator(rolled_back).list_messages(which)] == wanted
+
+    def test_a_pending_message_says_why_it_waits(self, rolled_back: psycopg.Connection) -> None:
+        put(rolled_back, State.FAILED)
+        put(rolled_back)
+        waits = [(m.waits, m.why_it_waits) for m in Operator(rolled_back).list_messages()]
+        assert waits == [("no worker", "no running worker serves its queue"), (None, None)]
+
 
 class TestShow:
     def test_show_returns_the_message_and_its_attempts_newest_first(self, rolled_back: psycopg.Connection) -> None:

@@ -1,6 +1,36 @@
-// Refreshes the server-rendered parts of a page when the server reports a change. Without this script, every page still
-// works after a manual reload.
+// Shows times in the time zone of the browser, copies texts, and refreshes the server-rendered parts of a page when the
+// server reports a change. Without this script, every page still works after a manual reload, in UTC.
 "use strict";
+
+// Swedish dates are those of ISO 8601.
+const LOCAL = new Intl.DateTimeFormat("sv-SE", { dateStyle: "short", timeStyle: "medium" });
+const ZONE = new Intl.DateTimeFormat(undefined, { timeZoneName: "short" });
+
+function localize(page) {
+  for (const time of page.querySelectorAll("time[datetime]")) {
+    const moment = new Date(time.dateTime);
+    if (Number.isNaN(moment.getTime())) continue;
+    const zone = ZONE.formatToParts(moment).find((part) => part.type === "timeZoneName").value;
+    const local = `${LOCAL.format(moment)} ${zone}`;
+    const shown = time.querySelector("small") ?? time;
+    if (shown.textContent.endsWith(" UTC")) shown.textContent = local;
+    time.title = `${local}, ${moment.toISOString().slice(0, 19).replace("T", " ")} UTC`;
+  }
+}
+
+localize(document);
+
+// Browsers offer the clipboard only to pages over HTTPS, and of this machine.
+if (navigator.clipboard) {
+  document.documentElement.classList.add("copies");
+  document.addEventListener("click", async (event) => {
+    const button = event.target.closest("button.copy");
+    if (button === null) return;
+    await navigator.clipboard.writeText(document.getElementById(button.dataset.copies).textContent);
+    button.classList.add("done");
+    setTimeout(() => button.classList.remove("done"), 2000);
+  });
+}
 
 (() => {
   const MIN_AGE = 2000;
@@ -22,7 +52,7 @@
     const selection = document.getSelection();
     return (
       part.contains(document.activeElement) ||
-      part.querySelector("details[open] form") !== null ||
+      part.querySelector("details[open] form, [name=ids]:checked") !== null ||
       (selection !== null && !selection.isCollapsed && part.contains(selection.anchorNode))
     );
   }
@@ -43,6 +73,7 @@
       if (!answer.ok) throw new Error(String(answer.status));
       let isPaused = false;
       const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+      localize(fresh);
       for (const part of parts()) {
         const other = fresh.getElementById(part.id);
         if (other === null || part.isEqualNode(other)) continue;

@@ -15,6 +15,8 @@ FROM (
         SELECT near.*
         FROM pgoutbox.message_view AS near
         WHERE (%(partition_states)s::text[] IS NULL OR near.state = ANY (%(partition_states)s::text[]))
+            -- Selected messages are few: without this condition their search would read the whole table.
+            AND (%(ids)s::bigint[] IS NULL OR near.id = ANY (%(ids)s::bigint[]))
             AND near.id > %(after_id)s::bigint
             AND near.id <= %(through_id)s::bigint
         ORDER BY near.id

@@ -1,6 +1,11 @@
 -- The conditions of a filter of messages; null parameters do not restrict. A group is one of list_failures.sql: its
 -- topic and cause, hashed.
 (%(states)s::text[] IS NULL OR m.state = ANY (%(states)s::text[]))
+AND (
+    %(due)s::text IS NULL
+    OR m.state = 'pending' AND CASE WHEN m.available_at <= now() THEN 'now' ELSE 'later' END = %(due)s::text
+)
+AND (%(ids)s::bigint[] IS NULL OR m.id = ANY (%(ids)s::bigint[]))
 AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
 AND (%(queue)s::text IS NULL OR m.queue = %(queue)s::text)
 AND (
