@@ -229,7 +229,7 @@ class Outbox:
         An `async def` gets `(Message, Context)` on the worker's event loop, a `def` gets `(Message, SyncContext)` in a
         thread. It returns nothing (sent), an outcome, or a content to deliver. It runs at least once per message; a
         retry gets the same `message.idempotency_key`. `timeout` (seconds or a timedelta) is per attempt. With
-        `on_unknown="hold"`, a message whose lease lapsed ends as `failed` instead of being tried again. A
+        `on_unknown="hold"`, a message whose lease expired ends as `failed` instead of being tried again. A
         `transactional` handler writes with `ctx.connection`, and its writes and the completion commit together.
         Exceptions of the `permanent` types are not retried.
 

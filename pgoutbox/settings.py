@@ -115,12 +115,14 @@ class MailSettings(_Group):
 
 
 class RedirectSettings(_Group):
-    """The redirect of all e-mail for testing. Exempt addresses also apply to an operator's redirect."""
+    """The redirect of all e-mail for testing. Exempt addresses and topics also apply to an operator's redirect."""
 
     to: str | None = None
     """The address, or `@domain`, that receives all e-mail. Other contents are held back. Operators cannot end it."""
     exempt: str | None = None
     """Addresses and `@domain`s that are exempt from the redirect, separated by commas."""
+    exempt_topics: str | None = None
+    """Topics that are exempt from the redirect, separated by commas. A `*` at the end stands for the rest of a name."""
 
 
 class WebhookSettings(_Group):

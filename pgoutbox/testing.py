@@ -238,7 +238,7 @@ class OutboxDriver:
         pytest.fail(f"after {limit} passes {len(pending)} messages are pending; the first: {pending[0]}")
 
     def make_due(self) -> None:
-        """Let time pass: make every pending message due, and let every lease lapse."""
+        """Let time pass: make every pending message due, and let every lease expire."""
         with self._connect() as connection:
             connection.execute("UPDATE pgoutbox.message_live SET available_at = now()")
             connection.execute("UPDATE pgoutbox.claim SET lease_expires_at = now()")

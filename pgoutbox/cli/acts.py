@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated, Final, cast
 
@@ -146,7 +146,7 @@ def correct(
     outbox = None if settings.app is None else load_outbox(settings.app)
     with open_operator(settings) as operator, interruptible(_COMMITTED), _trying(operator, options):
         results = [correct_message(operator, outbox, message_id, correction) for message_id in options.message_ids]
-    _print_results(results, options)
+    _print_results("correct", results, options)
 
 
 def _correction_of(changes: list[str]) -> Correction:
@@ -260,7 +260,7 @@ def cancel(
         results = operator.cancel_by_key(topic, coalesce_key=coalesce_key, dedupe_key=dedupe_key)
     if not results:
         raise MessageNotFoundError(f"no message of topic {topic!r} has this key")
-    _print_results(results, options)
+    _print_results("cancel", results, options)
 
 
 @app.command()
@@ -327,19 +327,20 @@ def _run(
     settings = read_settings(options.dsn, app=options.where)
     with open_operator(settings) as operator, interruptible(_COMMITTED), _trying(operator, options):
         results = [result for batch in operator.bulk(action, ids, **changes) for result in batch.results]
-    _print_results(results, options)
+    _print_results(action, results, options)
 
 
 def _trying(operator: Operator, options: BulkOptions) -> contextlib.AbstractContextManager[object]:
     return operator.dry_run() if options.dry_run else contextlib.nullcontext()
 
 
-def _print_results(results: Iterable[MessageResult[AnyResult]], options: BulkOptions) -> None:
+def _print_results(action: BulkAction, results: Sequence[MessageResult[AnyResult]], options: BulkOptions) -> None:
     """Print the result of each message, and exit with 1 if one was left alone."""
-    refused = 0
+    refused = done = 0
     for result in results:
         is_refused = not result.is_done and result.result != CancelResult.ALREADY_CANCELLED
         refused += is_refused
+        done += result.is_done
         other_id = None if options.dry_run and result.is_done else result.other_id
         if options.as_json:
             print_json({"id": result.id, "result": result.result, "other_id": other_id})
@@ -351,6 +352,8 @@ def _print_results(results: Iterable[MessageResult[AnyResult]], options: BulkOpt
             print_line(f"message {result.id}: {'would be ' if options.dry_run else ''}{_DONE[result.result]}")
         else:
             print_line(f"message {result.id} {result.explanation}")
+    if options.dry_run and not options.as_json and len(results) > 1:
+        print_line(f"would {action} {done} of {pluralize(len(results), 'message')}; nothing was changed")
     if refused:
         raise typer.Exit(FAILED)
 
@@ -406,5 +409,9 @@ def _print_preview(
     if as_json:
         print_json({"would": action, "count": count, "is_all": count < _MAX_COUNT, "newest": [m.id for m in first]})
         return
-    print_line(f"would {action} {count}{' or more' if count == _MAX_COUNT else ''} messages; the newest:")
+    matches = f"{_MAX_COUNT:,} or more messages" if count == _MAX_COUNT else pluralize(count, "message")
+    would = f"would {action} {matches}"
+    print_line(f"{would}; the newest:")
     print_messages(first)
+    if count:
+        print_line(f"{would}; nothing was changed")  # The rows may fill the terminal.

@@ -6,7 +6,7 @@ import os
 import sys
 from collections import Counter
 from dataclasses import asdict
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -15,6 +15,10 @@ from pgoutbox.cli.console import FAILED, coloured, mask, print_json, print_note,
 from pgoutbox.cli.program import app
 from pgoutbox.settings import load_settings, secret_values
 
+if TYPE_CHECKING:
+    from pgoutbox.doctor import Finding
+
+_ORDER: Final = {"problem": 0, "warning": 1}
 _COLOURS: Final = {"ok": "32", "skipped": "90", "warning": "33", "problem": "31"}
 
 
@@ -22,14 +26,17 @@ _COLOURS: Final = {"ok": "32", "skipped": "90", "warning": "33", "problem": "31"
 def doctor(
     *,
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 for a warning too.")] = False,
+    only_problems: Annotated[
+        bool, typer.Option("--problems", help="Print only problems; with --strict also warnings.")
+    ] = False,
     where: App = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """Check the installation for faults, and suggest fixes.
 
-    Changes nothing and sends nothing. Prints each finding at once, with --json as one document per line. Exits 1 for a
-    problem, and with --strict also for a warning; otherwise 0. Needs --app to check topics and handlers.
+    Changes nothing and sends nothing. Prints problems first and then warnings, with --json as one document per line.
+    Exits 1 for a problem, and with --strict also for a warning; otherwise 0. Needs --app to check topics and handlers.
     """
     from pgoutbox.doctor import Level, examine
 
@@ -37,19 +44,27 @@ def doctor(
     settings.require_dsn()
     outbox = None if settings.app is None else load_outbox(settings.app)
     secrets = secrets_in([*secret_values(settings), ("PGPASSWORD", os.environ.get("PGPASSWORD", ""))])
-    counts: Counter[Level] = Counter()
-    for finding in examine(settings, outbox, environment=os.environ):
-        counts[finding.level] += 1
+    if sys.stderr.isatty():
+        print_note("checking ...")
+    found = sorted(examine(settings, outbox, environment=os.environ), key=_urgency)
+    counts = Counter(finding.level for finding in found)
+    faults = (Level.PROBLEM, Level.WARNING) if strict else (Level.PROBLEM,)
+    for finding in found:
+        if only_problems and finding.level not in faults:
+            continue
         fields = {name: None if text is None else mask(text, secrets) for name, text in asdict(finding).items()}
         if as_json:
             print_json(fields)
         else:
             _print(fields)
-        sys.stdout.flush()
     if not as_json:
         print_note(", ".join(f"{counts[level]} {level}" for level in reversed(Level)))
-    if counts[Level.PROBLEM] or (strict and counts[Level.WARNING]):
+    if any(counts[level] for level in faults):
         raise typer.Exit(FAILED)
+
+
+def _urgency(finding: Finding) -> int:
+    return _ORDER.get(finding.level, len(_ORDER))
 
 
 def _print(finding: dict[str, str | None]) -> None:

@@ -233,7 +233,8 @@ def failures(
     """Show the failed messages by topic and cause, those with the most failures in the last hour first.
 
     Errors that differ only in addresses, quoted values, ids and numbers have one cause. To act on a group, pass it to
-    redrive or dismiss as --group. Reads the newest 3,000 failed messages.
+    redrive or dismiss as --group. `failed_again` counts messages that had failed before and were redriven. Reads the
+    newest 3,000 failed messages.
     """
     settings = read_settings(dsn, app=where)
     names_of = redacted_names_of(settings)
@@ -244,7 +245,19 @@ def failures(
         for group in groups:
             print_json(group._asdict())
         return
-    columns = ("messages", "last_hour", "topic", "cause", "group", "place", "error", "first_at", "last_at", "newest_id")
+    columns = (
+        "messages",
+        "last_hour",
+        "failed_again",
+        "topic",
+        "cause",
+        "group",
+        "place",
+        "error",
+        "first_at",
+        "last_at",
+        "newest_id",
+    )
     print_table(columns, [[getattr(group, name) for name in columns] for group in groups])
 
 

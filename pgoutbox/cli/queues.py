@@ -10,7 +10,7 @@ import typer
 from psycopg.errors import InsufficientPrivilege
 
 from pgoutbox.cli.arguments import MAX_RATE_COUNT, Dsn, Json, parse_count, parse_duration, parse_queue, parse_rate
-from pgoutbox.cli.console import print_json, print_line, print_table, print_warning
+from pgoutbox.cli.console import pluralize, print_json, print_line, print_table, print_warning
 from pgoutbox.cli.program import (
     app,
     describe_known_queues,
@@ -19,8 +19,9 @@ from pgoutbox.cli.program import (
     read_settings,
     require_known_queue,
 )
+from pgoutbox.database import operator_connection
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.operations import Operator, QueueControls, Rate
+from pgoutbox.operations import Operator, QueueControls, Rate, activity
 
 
 @app.command()
@@ -60,15 +61,24 @@ def resume(
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """Resume the claims of a paused queue."""
-    with open_operator(read_settings(dsn)) as operator:
+    """Resume the claims of a paused queue.
+
+    Prints the number of due messages, and warns if no running worker serves the queue.
+    """
+    settings = read_settings(dsn)
+    with open_operator(settings) as operator:
         resumed = operator.resume(queue)
         if not resumed:
             require_known_queue(operator, queue)
+    with operator_connection.connect(settings, read_only=True) as connection:
+        due, is_served = activity.queue_supply(connection, queue)
     if as_json:
-        print_json({"queue": queue, "resumed": resumed})
-    else:
-        print_line(f"queue {queue}: {'resumed' if resumed else 'was not paused'}")
+        print_json({"queue": queue, "resumed": resumed, "due": due, "is_served": is_served})
+        return
+    count = f"{due:,} or more messages" if due == activity.MAX_DUE else pluralize(due, "message")
+    print_line(f"queue {queue}: {'resumed' if resumed else 'was not paused'}; due: {count}")
+    if is_served is False:
+        print_warning(f"no running worker serves queue {queue}; start one: pgoutbox worker --queue {queue}")
 
 
 @app.command()

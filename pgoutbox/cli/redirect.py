@@ -1,4 +1,4 @@
-"""The commands on the redirect of all e-mail."""
+"""The commands on the redirect of e-mail."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from pgoutbox.cli.arguments import Dsn, Json, parse_duration
-from pgoutbox.cli.console import print_json, print_line
+from pgoutbox.cli.console import print_json, print_line, print_warning
 from pgoutbox.cli.program import app, interruptible, open_operator, read_settings
 
 redirect_app = typer.Typer(
-    rich_markup_mode=None, no_args_is_help=True, help="Redirect all e-mail to testers, and show the redirects."
+    rich_markup_mode=None, no_args_is_help=True, help="Redirect e-mail to testers, and show the redirects."
 )
 app.add_typer(redirect_app, name="redirect")
 
@@ -25,8 +25,10 @@ def show(*, dsn: Dsn = None, as_json: Json = False) -> None:
     if as_json:
         print_json(found.as_json())
         return
-    for line in found.warnings() or ["no redirect is on"]:
+    for line in found.warnings() or ["no redirect is on: e-mail goes to its real recipients"]:
         print_line(line)
+    if found.blackout is not None and not found.warnings():
+        print_line(f"the blackout {found.blackout} forbids to redirect it today")
 
 
 @redirect_app.command("set")
@@ -39,23 +41,40 @@ def set_redirect(
             "--for", parser=parse_duration, metavar="DURATION", help="Switch it off automatically, such as after 2h."
         ),
     ] = None,
+    topics: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--topic",
+            metavar="TOPIC",
+            help="Only this topic; 'mail.user.*' stands for several (default: all). Repeatable.",
+        ),
+    ] = None,
+    exempt_topics: Annotated[
+        list[str] | None,
+        typer.Option("--exempt-topic", metavar="TOPIC", help="Not this topic, in the same form. Repeatable."),
+    ] = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """Redirect all e-mail of all workers.
+    """Redirect e-mail of all workers: all, that of some topics, or that of all but some.
 
-    Waits for two seconds. Then no worker begins to hand e-mail over to its real recipients.
+    Waits for two seconds. Then no worker begins to hand this e-mail over to its real recipients.
     """
     with (
         open_operator(read_settings(dsn)) as operator,
         interruptible("the redirect may be on; see `pgoutbox redirect show`"),
     ):
-        switched = operator.set_redirect(target, duration=duration)
+        for topic in topics or ():
+            if not operator.is_known_topic(topic):
+                print_warning(f"topic {topic!r} is unknown to all workers and messages: check its name")
+        switched = operator.set_redirect(
+            target, duration=duration, topics=topics or (), exempt_topics=exempt_topics or ()
+        )
     if as_json:
         print_json(switched._asdict())
         return
     until = "" if switched.until_at is None else f" until {switched.until_at.isoformat(timespec='seconds')}"
-    print_line(f"all e-mail goes to {switched.target}{until}")
+    print_line(f"{switched.mail} goes to {switched.target}{until}")
 
 
 @redirect_app.command()
@@ -76,4 +95,6 @@ def off(*, dsn: Dsn = None, as_json: Json = False) -> None:
     state = "off" if cleared.was_on else "was not on"
     print_line(f"redirect: {state}; {cleared.message_count} held-back messages are due")
     for line in rest.warnings():
-        print_line(f"still on: {line}")
+        print_line(line)
+    others = " of other workers" if rest.workers else ""
+    print_line(f"e-mail{others} goes to its real recipients")

@@ -69,11 +69,11 @@ def _seconds(value: float | None) -> str | None:
 def _print_counts(counts: list[TopicCounts], *, as_json: bool) -> None:
     print_note("these topics have messages in the database; --app or PGOUTBOX_APP lists those of the application")
     rows: list[dict[str, Any]] = [
-        {"topic": c.topic, "queue": c.queue, "waiting": c.due + c.scheduled + c.sending, "failed": c.failed}
+        {"topic": c.topic, "queue": c.queue, "unfinished": c.due + c.scheduled + c.sending, "failed": c.failed}
         for c in counts
     ]
     if as_json:
         for row in rows:
             print_json(row)
         return
-    print_table(("topic", "queue", "waiting", "failed"), [tuple(row.values()) for row in rows])
+    print_table(("topic", "queue", "unfinished", "failed"), [tuple(row.values()) for row in rows])

@@ -122,17 +122,23 @@ async def limit_in_flight(request: Request) -> Response:
 
 @operators_only
 async def set_redirect(request: Request) -> Response:
-    """Redirect all e-mail of all workers, for some time or without end."""
-    target, duration = inputs.redirect_of(await inputs.read_form(request))
-    await _act(request, lambda operator: operator.set_redirect(target, duration=duration))
-    return _to_redirect(request, done="redirected")
+    """Redirect e-mail of all workers, for some time or without end."""
+    target, duration, topics, exempt_topics = inputs.redirect_of(await inputs.read_form(request))
+
+    def switch(operator: Operator) -> bool:
+        operator.set_redirect(target, duration=duration, topics=topics, exempt_topics=exempt_topics)
+        return all(operator.is_known_topic(topic) for topic in topics)
+
+    are_known = await _act(request, switch)
+    return _to_redirect(request, done="redirected" if are_known else "redirected-unknown")
 
 
 @operators_only
 async def clear_redirect(request: Request) -> Response:
     """Switch the redirect off."""
-    cleared = await _act(request, lambda operator: operator.clear_redirect())
-    return _to_redirect(request, done="redirect-off" if cleared.was_on else "redirect-not-on")
+    cleared, rest = await _act(request, lambda operator: (operator.clear_redirect(), operator.redirects()))
+    done = "redirect-off" if cleared.was_on else "redirect-not-on"
+    return _to_redirect(request, done=f"{done}-workers" if rest.workers else done)
 
 
 @operators_only

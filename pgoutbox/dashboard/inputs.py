@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 from starlette.datastructures import ImmutableMultiDict
 from starlette.exceptions import HTTPException
@@ -16,7 +16,7 @@ from pgoutbox.message import State
 from pgoutbox.operations import Action, MessageFilter, Rate
 from pgoutbox.options import MAX_DESTINATION_BYTES, MAX_ID
 from pgoutbox.text import NAME
-from pgoutbox.transports.redirect import check_target
+from pgoutbox.transports.redirect import check_target, check_topics
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -268,8 +268,17 @@ def duration_of(form: Given) -> timedelta | None:
     return duration
 
 
-def redirect_of(form: Given) -> tuple[str, timedelta | None]:
-    """Return the target and the length of a redirect; None means until it is switched off."""
+class RedirectInput(NamedTuple):
+    """The form of a redirect. Without a duration it lasts until it is switched off."""
+
+    target: str
+    duration: timedelta | None
+    topics: list[str]
+    exempt_topics: list[str]
+
+
+def redirect_of(form: Given) -> RedirectInput:
+    """Return the target, the length and the topics of a redirect."""
     target = text_of(form, "target")
     if target is None:
         raise InputError("target", "give an address, or @ and a domain")
@@ -277,7 +286,15 @@ def redirect_of(form: Given) -> tuple[str, timedelta | None]:
         check_target(target)
     except ConfigurationError as error:
         raise InputError("target", str(error).removeprefix("target: ")) from None
-    return target, duration_of(form)
+    topics, exempt_topics = (
+        [topic.strip() for topic in (text_of(form, name) or "").split(",") if topic.strip()]
+        for name in ("topics", "exempt_topics")
+    )
+    try:
+        check_topics(topics, exempt_topics)
+    except ConfigurationError as error:
+        raise InputError(*str(error).split(": ", 1)) from None
+    return RedirectInput(target, duration_of(form), topics, exempt_topics)
 
 
 def breaker_of(form: Given) -> str:

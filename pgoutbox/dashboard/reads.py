@@ -68,10 +68,10 @@ class QueueRow(NamedTuple):
 
 
 class TopicCount(NamedTuple):
-    """Waiting and failed messages of a topic; columns in the order of COUNT_BY_TOPIC."""
+    """Unfinished and failed messages of a topic; columns in the order of COUNT_BY_TOPIC."""
 
     topic: str
-    waiting: int
+    unfinished: int
     failed: int
 
 
@@ -200,7 +200,7 @@ def cause_of(connection: Connection, which: MessageFilter, names: Collection[str
 
 
 def count_by_topic(connection: Connection) -> list[TopicCount]:
-    """Return the numbers of waiting and failed messages by topic, among the newest ones of each."""
+    """Return the numbers of unfinished and failed messages by topic, among the newest ones of each."""
     return [TopicCount._make(row) for row in connection.execute(sql.COUNT_BY_TOPIC, {"cap": CAP})]
 
 

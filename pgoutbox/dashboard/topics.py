@@ -55,7 +55,7 @@ async def topics(request: Request) -> Response:
             "topics": [(name, known.get(name), counts.get(name)) for name in shown[:_MAX_SHOWN]],
             "topic_count": len(names),
             "cap": reads.CAP,
-            "is_capped": max(sum(c.waiting for c in found), sum(c.failed for c in found)) >= reads.CAP,
+            "is_capped": max(sum(c.unfinished for c in found), sum(c.failed for c in found)) >= reads.CAP,
         },
     )
 

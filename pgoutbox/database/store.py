@@ -106,6 +106,15 @@ class LapsedRow(NamedTuple):
     due_seconds: float
 
 
+class RedirectRow(NamedTuple):
+    """An operator's redirect without whose `target` none is on, and the name of the blackout of today or None."""
+
+    target: str | None
+    topics: list[str] | None
+    exempt_topics: list[str] | None
+    blackout: str | None
+
+
 class LapsedOptions(TypedDict):
     """Which lapsed attempts to end or to take over.
 
@@ -455,10 +464,10 @@ class Store:
         )
         return [row[0] for row in rows]
 
-    async def redirect_target(self) -> tuple[str | None, str | None]:
-        """Return the target of the redirect that an operator has switched on, and the blackout of today, or None."""
-        ((target, blackout),) = await self.claims.fetch(sql.REDIRECT_TARGET, {})
-        return target, blackout
+    async def read_redirect(self) -> RedirectRow:
+        """Return the redirect that an operator has switched on, and the blackout of today."""
+        (row,) = await self.claims.fetch(sql.READ_REDIRECT, {})
+        return RedirectRow._make(row)
 
     async def breaker_failed(self, key: str, *, trips: bool, error: str, alert_queue: str | None) -> BreakerRow | None:
         """Record one failure. Returns the breaker if it is open; `opened` if this call opened it."""

@@ -24,7 +24,8 @@ from pgoutbox.message import Transient
 from pgoutbox.redaction import redact_text
 from pgoutbox.text import one_line
 from pgoutbox.topics import ALERT_TOPIC
-from pgoutbox.transports.registry import hint_for
+from pgoutbox.transports.redirect import redirected_mail
+from pgoutbox.transports.registry import hint_for, missing_key
 from pgoutbox.worker.alert import handlers_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
     from pgoutbox.doctor.context import DoctorContext
 
-_WITHOUT_APP = "pass --app, or set PGOUTBOX_APP"
+_COMPARE_HANDLERS = "pgoutbox doctor --app yourapp.outbox:outbox"
+_WITHOUT_APP = f"name the application of the workers: {_COMPARE_HANDLERS}"
 
 
 def check_partitions(context: DoctorContext) -> Iterator[Note]:
@@ -316,7 +318,8 @@ def _cause_of_workers(context: DoctorContext, queue: DictRow, running: list[Dict
             "due-without-handler",
             f"{what}: no handler for {join_names(missing)} in a worker of this queue",
             "workers never claim them",
-            "see `handlers`; if the application has the handler, restart the workers with its current release",
+            "if the application has the handler, restart the workers with its current release; "
+            f"to compare: {_COMPARE_HANDLERS}, and pgoutbox workers",
         )
     if queue["is_worked"]:
         return warning(
@@ -358,15 +361,16 @@ def check_redirect(context: DoctorContext) -> Iterator[Note]:
                 yield problem(
                     "redirect-forbidden",
                     f"the blackout {row['name']} forbids the redirect that is on",
-                    "e-mail waits, except to exempt addresses; notifications, webhooks and events wait too",
+                    "its e-mail waits, except to exempt addresses; notifications, webhooks and events wait too",
                     "run `pgoutbox redirect off`, or unset PGOUTBOX_REDIRECT_TO and restart the workers",
                 )
         elif row["source"] == "operator":
             until = "" if row["until_at"] is None else f" until {row['until_at'].isoformat(timespec='seconds')}"
             yield warning(
                 "redirect-by-operator",
-                f"{one_line(row['name'])} redirects all e-mail to {row['target']}{until}",
-                "your users get no e-mail, and notifications, webhooks and events are held back",
+                f"{one_line(row['name'])} redirects {redirected_mail(row['topics'], row['exempt_topics'])} to "
+                f"{row['target']}{until}",
+                "your users do not get it, and notifications, webhooks and events of these topics are held back",
                 "run `pgoutbox redirect off`, unless this is a test",
             )
         else:
@@ -419,10 +423,24 @@ def check_destinations(context: DoctorContext) -> Iterator[Note]:
         if row["scheme"] is not None:
             waiting[row["scheme"]] = waiting.get(row["scheme"], 0) + row["messages"]
     missing = {scheme: count for scheme, count in waiting.items() if not is_served(scheme, settings, context.outbox)}
+    keys = [missing_key(scheme) for scheme in missing]
+    reported = {row["key"] for row in context.ask(sql.MISSING_TRANSPORTS, {"keys": keys})} if missing else set()
+    running, run = _workers(context)
+    has_workers = bool(running) or (run is not None and run["ended_seconds_ago"] <= context.limits.run_seconds)
     for scheme, count in missing.items():
+        what = f"{pluralize(count, 'message')} for {scheme} destinations"
+        if has_workers and missing_key(scheme) not in reported:
+            # On call, people run the doctor without the settings of the workers.
+            yield skipped(
+                "transport-not-set-here",
+                f"{what}; this process has no transport for {scheme}, and no worker reports that it has none",
+                "to check it, run the doctor with the environment and --app of a worker",
+            )
+            continue
+        where = "workers have no transport for it" if has_workers else "this process has no transport for it"
         yield warning(
             "destination-without-transport",
-            f"{pluralize(count, 'message')} for {scheme} destinations, but no transport for {scheme} is configured",
+            f"{what}, but {where}",
             "unless their handlers send by themselves, they wait until a worker has the transport",
             f"{hint_for(scheme).removeprefix('; ') or 'check the spelling of the scheme, or add its transport'}, "
             "on the machines of the workers",
@@ -430,7 +448,7 @@ def check_destinations(context: DoctorContext) -> Iterator[Note]:
     if waiting.keys() & {"https", "http"} and settings.webhook.secrets is None:
         yield warning(
             "webhooks-unsigned",
-            "webhooks are pending, and PGOUTBOX_WEBHOOK_SECRETS is not set",
+            "webhooks are pending, and PGOUTBOX_WEBHOOK_SECRETS is not set for this process",
             "unless handlers use their own secrets, receivers cannot tell your webhooks from forged ones",
             "set PGOUTBOX_WEBHOOK_SECRETS, and give it to the receivers",
         )

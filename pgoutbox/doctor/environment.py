@@ -60,7 +60,8 @@ def _redirected(settings: Settings) -> Iterator[Note]:
         return
     if rules.to is None:
         return
-    exceptions = f", except for {settings.redirect.exempt}" if settings.redirect.exempt else ""
+    exempt = [text for text in (settings.redirect.exempt, settings.redirect.exempt_topics) if text]
+    exceptions = f", except for {', '.join(exempt)}" if exempt else ""
     yield warning(
         "redirect-by-setting",
         f"PGOUTBOX_REDIRECT_TO={settings.redirect.to}: all e-mail goes there{exceptions}",

@@ -48,7 +48,11 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         return
     own = _own("mailto", outbox)
     if settings.smtp.host is None and own is None:
-        yield skipped("smtp-not-set", "no SMTP server is set")
+        yield skipped(
+            "smtp-not-set",
+            "this process has no SMTP server: PGOUTBOX_SMTP_HOST is not set",
+            "to check that of the workers, run the doctor with their environment",
+        )
         return
     if own is not None and not isinstance(own(settings), SmtpTransport):
         # It has a server, a sender and an encryption of its own.

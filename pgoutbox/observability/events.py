@@ -133,11 +133,11 @@ class LogEvent(enum.StrEnum):
     )
     REDIRECTING = (
         "redirecting",
-        "A redirect is on: all e-mail goes to its target, and contents other than e-mail are held back.",
+        "A redirect is on: its `mail` goes to its `target`, and its contents other than e-mail are held back.",
     )
     REDIRECT_REFUSED = (
         "redirect_refused",
-        "A redirect is on, and a blackout forbids it: e-mail is held back, except to exempt addresses.",
+        "A redirect is on, and a blackout forbids it: its `mail` is held back, except to exempt addresses.",
     )
     REDIRECT_ENDED = "redirect_ended", "The redirect is off. Held-back messages are sent."
     REDIRECT_UNKNOWN = (

@@ -1,4 +1,4 @@
-"""Live activity for `watch` and the dashboard: outstanding messages by topic, workers, and outcomes of attempts."""
+"""Live activity for `watch` and the dashboard: unfinished messages by topic, workers, and outcomes of attempts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from psycopg.rows import TupleRow
 from pgoutbox.database import sql
 from pgoutbox.database.operator_connection import fetch
 
+MAX_DUE: Final = 100_000
 _PAGE: Final = 1_000
 _OVERLAP: Final = timedelta(seconds=5)
 _LONG_AGO: Final = (None, 0, 0)
@@ -22,14 +23,14 @@ _LONG_AGO: Final = (None, 0, 0)
 class TopicActivity:
     """The messages of one topic in one queue by state, and the average number that ended per second.
 
-    `due` messages were never attempted and may be claimed now; `retrying` ones were attempted and are pending.
+    `due` and `scheduled` messages are pending. `retries` counts those of both that were attempted before.
     """
 
     queue: str
     topic: str
     due: int
-    retrying: int
     scheduled: int
+    retries: int
     sending: int
     failed: int
     oldest_due_seconds: float | None
@@ -43,12 +44,12 @@ class WorkerActivity(NamedTuple):
     `queues` and `topics` are those that it serves, idle or not. `ended_at` is the end of the last run with `--once` or
     `--drain`, and None for all others. A worker without `seen_at` reports no more: then `queues` are those of its
     messages. `connected_at` is None if its connection is gone, goes through a pooler, or belongs to a role whose
-    sessions are hidden from this one. `lapsed` counts the messages whose lease has ended.
+    sessions are hidden from this one. `expired_leases` counts the messages whose lease has expired.
     """
 
     worker: str
     in_flight: int
-    lapsed: int
+    expired_leases: int
     oldest_claimed_at: datetime | None
     lease_expires_at: datetime | None
     queues: list[str]
@@ -57,6 +58,13 @@ class WorkerActivity(NamedTuple):
     ended_at: datetime | None
     connected_at: datetime | None
     address: str | None
+
+
+class QueueSupply(NamedTuple):
+    """The due messages of a queue, at most `MAX_DUE`, and whether a running worker serves it; None if nobody knows."""
+
+    due: int
+    is_served: bool | None
 
 
 class OutcomeRow(NamedTuple):
@@ -76,7 +84,7 @@ class OutcomeRow(NamedTuple):
 def topic_activity(
     connection: psycopg.Connection[TupleRow], *, queue: str | None = None, window_seconds: float = 10.0
 ) -> list[TopicActivity]:
-    """Return the topics with outstanding, failed or recently ended messages, by queue and name."""
+    """Return the topics with unfinished, failed or recently ended messages, by queue and name."""
     owed = {row[:2]: row[2:] for row in fetch(connection, sql.OWED_BY_TOPIC, {"queue": queue})}
     ended = {
         row[:2]: row[2:] for row in fetch(connection, sql.ENDED_BY_TOPIC, {"queue": queue, "seconds": window_seconds})
@@ -91,6 +99,12 @@ def topic_activity(
 def list_workers(connection: psycopg.Connection[TupleRow]) -> list[WorkerActivity]:
     """Return the workers that hold messages, report their presence or are connected, and the last run, by name."""
     return [WorkerActivity._make(row) for row in fetch(connection, sql.LIST_WORKERS, {})]
+
+
+def queue_supply(connection: psycopg.Connection[TupleRow], queue: str) -> QueueSupply:
+    """Return what a queue has to do, and whether it has a worker."""
+    (row,) = fetch(connection, sql.QUEUE_SUPPLY, {"queue": queue, "cap": MAX_DUE})
+    return QueueSupply._make(row)
 
 
 class Follower:

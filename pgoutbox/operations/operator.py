@@ -80,7 +80,7 @@ from pgoutbox.operations.records import (
 )
 from pgoutbox.options import check_available_at, check_name, if_given
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.transports.redirect import REDIRECT_SECONDS, check_target
+from pgoutbox.transports.redirect import REDIRECT_SECONDS, check_target, check_topics
 
 BATCH_SIZE: Final = 500
 # A bulk act searches so many rows at a time, and fewer if it has to normalise the error of each.
@@ -269,7 +269,10 @@ class Operator:
         return [AuditRow._make(row) for row in self._fetch(sql.LIST_ACTS, parameters)]
 
     def is_known_topic(self, topic: str) -> bool:
-        """Whether a worker, a retention rule, a coalesce key or one of the newest messages has this topic."""
+        """Whether a worker, a retention rule, a coalesce key or one of the newest messages has this topic.
+
+        With a `*` at the end: whether a worker or one of the newest messages has a topic that begins so.
+        """
         ((is_known,),) = self._fetch(sql.IS_KNOWN_TOPIC, {"topic": topic})
         return bool(is_known)
 
@@ -689,34 +692,51 @@ class Operator:
         """Return the redirect that an operator has switched on, the redirects of workers, and the blackout of today."""
         rows = self._fetch(sql.READ_REDIRECTS)
         switched = [
-            SwitchedRedirect(target, name, since, until_at)
-            for source, target, name, since, until_at in rows
+            SwitchedRedirect(target, name, since, until_at, tuple(topics or ()), tuple(exempt_topics or ()))
+            for source, target, name, since, until_at, topics, exempt_topics in rows
             if source == "operator"
         ]
-        workers = [WorkerRedirect(name, target, since) for source, target, name, since, _ in rows if source == "worker"]
+        workers = [
+            WorkerRedirect(name, target, since) for source, target, name, since, *_ in rows if source == "worker"
+        ]
         blackouts = [name for source, _, name, *_ in rows if source == "blackout"]
         return Redirects(switched[0] if switched else None, tuple(workers), blackouts[0] if blackouts else None)
 
-    def set_redirect(self, target: str, *, duration: timedelta | None = None) -> SwitchedRedirect:
-        """Redirect all e-mail of all workers to `target`, for some time or until `clear_redirect`.
+    def set_redirect(
+        self,
+        target: str,
+        *,
+        duration: timedelta | None = None,
+        topics: Collection[str] = (),
+        exempt_topics: Collection[str] = (),
+    ) -> SwitchedRedirect:
+        """Redirect e-mail of all workers to `target`, for some time or until `clear_redirect`.
 
-        `target` is an address, or `@` and a domain. It replaces an earlier redirect, and takes precedence over
-        `PGOUTBOX_REDIRECT_TO` of the workers. Contents other than e-mail are held back.
+        `target` is an address, or `@` and a domain. With `topics` only their messages are redirected, and those of
+        `exempt_topics` never: `mail.club.*` stands for all topics that begin with `mail.club.`. It replaces an earlier
+        redirect, and takes precedence over `PGOUTBOX_REDIRECT_TO` of the workers, which still holds for other topics.
+        Contents other than e-mail are held back.
 
-        The call waits for two seconds after its commit. When it returns, no worker begins to hand an e-mail over to
-        its real recipients, except to the exempt addresses of its settings. In a transaction of your own connection it
-        does not wait: count the two seconds from your commit. Raises `ConfigurationError` for an invalid target or
-        duration, and `StateError` during a blackout.
+        The call waits for two seconds after its commit. When it returns, no worker begins to hand an e-mail of these
+        topics over to its real recipients, except to the exempt addresses and topics of its settings. In a transaction
+        of your own connection it does not wait: count the two seconds from your commit. Raises `ConfigurationError` for
+        an invalid target, duration or topic, and `StateError` during a blackout.
         """
         check_target(target)
+        check_topics(topics, exempt_topics)
         if duration is not None and not timedelta(seconds=1) <= duration <= _MAX_REDIRECT:
             raise ConfigurationError(f"duration={duration}: must be from 1 second to {_MAX_REDIRECT.days} days")
         seconds = None if duration is None else duration.total_seconds()
-        parameters = {"target": target, "seconds": seconds}
+        parameters = {
+            "target": target,
+            "seconds": seconds,
+            "topics": list(topics),
+            "exempt_topics": list(exempt_topics),
+        }
         ((set_by, set_at, until_at),) = self._act(sql.SET_REDIRECT, parameters, _Act())
         if self._connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE:
             time.sleep(REDIRECT_SECONDS)  # So long a worker may rely on what it has read.
-        return SwitchedRedirect(target, set_by, set_at, until_at)
+        return SwitchedRedirect(target, set_by, set_at, until_at, tuple(sorted(topics)), tuple(sorted(exempt_topics)))
 
     def clear_redirect(self) -> ClearedRedirect:
         """Switch the redirect off for all workers, and make the messages that it held back due.

@@ -17,6 +17,7 @@ from pgoutbox.enqueue.generators import CancelResult, RescheduleResult
 from pgoutbox.errors import StateError
 from pgoutbox.message import State
 from pgoutbox.redaction import redact, redact_text
+from pgoutbox.transports.redirect import redirected_mail
 
 _ENCRYPTED: Final = "(encrypted)"
 REDRIVABLE: Final = (State.FAILED, State.CANCELLED)
@@ -407,8 +408,8 @@ WAITS: Final = {
     "in flight": "another message of its key is being sent",
     "rate": "the rate limit of its queue is used up",
     "max_in_flight": "the limit in flight of its queue is reached",
-    "no worker": "no running worker serves its queue",
-    "no handler": "no running worker of its queue has a handler for its topic",
+    "no worker": "no running worker serves its queue; pgoutbox workers lists the queues",
+    "no handler": "no running worker of its queue has a handler for its topic; pgoutbox workers lists the topics",
     "due": "it is due, and the next free slot of a worker takes it",
 }
 
@@ -504,8 +505,8 @@ class FailureGroup(NamedTuple):
     """The failed messages of one topic and cause, in the order of LIST_FAILURES.
 
     `cause` is the error without addresses, quoted values, ids and numbers; None if there is none. `last_hour` of the
-    `messages` failed within the last hour. `error` is that of the newest message, at most 300 characters, and `place`
-    the line of its handler that raised it.
+    `messages` failed within the last hour, and `failed_again` of them had failed before and were redriven. `error` is
+    that of the newest message, at most 300 characters, and `place` the line of its handler that raised it.
     """
 
     topic: str
@@ -513,6 +514,7 @@ class FailureGroup(NamedTuple):
     group: str
     messages: int
     last_hour: int
+    failed_again: int
     first_at: datetime
     last_at: datetime
     newest_id: int
@@ -600,12 +602,22 @@ class Rate:
 
 
 class SwitchedRedirect(NamedTuple):
-    """A redirect that an operator has switched on. Without `until_at` it lasts until it is switched off."""
+    """A redirect that an operator has switched on. Without `until_at` it lasts until it is switched off.
+
+    It covers `topics`, or all if there are none, except `exempt_topics`. A final `*` stands for the rest of a name.
+    """
 
     target: str
     set_by: str
     set_at: datetime
     until_at: datetime | None
+    topics: tuple[str, ...] = ()
+    exempt_topics: tuple[str, ...] = ()
+
+    @property
+    def mail(self) -> str:
+        """The redirected e-mail in words."""
+        return redirected_mail(self.topics, self.exempt_topics)
 
 
 class WorkerRedirect(NamedTuple):
@@ -624,23 +636,27 @@ class Redirects(NamedTuple):
     blackout: str | None
 
     def warnings(self) -> list[str]:
-        """Return a sentence for each redirect that is on, and one for a blackout that forbids them."""
+        """Return what happens to redirected e-mail: a sentence for each redirect that is on."""
         found = []
-        if self.switched is not None:
-            target, set_by, set_at, until_at = self.switched
-            until = "" if until_at is None else f" until {until_at.isoformat(timespec='seconds')}"
-            since = set_at.isoformat(timespec="seconds")
-            found.append(f"{set_by} redirects all e-mail to {target} since {since}{until}")
-        targets = Counter(report.target for report in self.workers)
-        found += [
-            f"PGOUTBOX_REDIRECT_TO={target} redirects all e-mail of {_workers(count)}"
-            for target, count in targets.items()
-        ]
-        if found and self.blackout is not None:
-            found.append(
-                f"the blackout {self.blackout} forbids to redirect: this e-mail waits, except to exempt addresses"
-            )
+        switched = self.switched
+        if switched is not None:
+            until = "" if switched.until_at is None else f" until {switched.until_at.isoformat(timespec='seconds')}"
+            rest = f" to {switched.target} since {switched.set_at.isoformat(timespec='seconds')}{until}"
+            found.append(self._sentence(switched.set_by, switched.mail, rest))
+        for target, count in Counter(report.target for report in self.workers).items():
+            is_later = switched is not None and switched.mail == redirected_mail((), ())
+            mail = f"all {'e-mail' if switched is None or is_later else 'other e-mail'} of {_workers(count)}"
+            rest = f" when {switched.set_by} no longer does" if switched is not None and is_later else ""
+            found.append(self._sentence(f"PGOUTBOX_REDIRECT_TO={target}", mail, rest))
         return found
+
+    def _sentence(self, who: str, mail: str, rest: str) -> str:
+        if self.blackout is None:
+            return f"{who} redirects {mail}{rest}"
+        return (
+            f"{mail} is held back, except for exempt addresses and topics: {who} redirects it{rest}, "
+            f"and the blackout {self.blackout} forbids that"
+        )
 
     def as_json(self) -> dict[str, object]:
         """Return all of them as JSON values."""

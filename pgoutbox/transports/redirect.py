@@ -1,4 +1,4 @@
-"""The redirect for testing: all e-mail goes to one address or one domain, except for recipients on a list.
+"""The redirect for testing: e-mail goes to one address or one domain, except for recipients and topics on lists.
 
 Pure. `RedirectRules` are a worker's settings. The target comes from them, or from the operator who switched a redirect
 on. It never redirects a real user's e-mail unnoticed: during a blackout, e-mail waits. Contents that cannot be
@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from email.headerregistry import Address
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Message, Permanent, Postponed, ReasonCode
+from pgoutbox.text import NAME
 from pgoutbox.transports.addresses import Mailbox, parse_mailbox
 
 if TYPE_CHECKING:
@@ -26,44 +28,78 @@ REDIRECT_SECONDS = 2.0
 
 _TO = "PGOUTBOX_REDIRECT_TO"
 _EXEMPT = "PGOUTBOX_REDIRECT_EXEMPT"
+_EXEMPT_TOPICS = "PGOUTBOX_REDIRECT_EXEMPT_TOPICS"
 _MAX_LOCAL_BYTES = 64
 _MAX_PAUSE_SECONDS = 300.0
+_MAX_TOPICS: Final = 50
+_TOPICS: Final = re.compile(NAME.pattern + r"\*?")
+
+
+class Switch(NamedTuple):
+    """A redirect that an operator has switched on: its target and its lists of topics."""
+
+    target: str
+    topics: tuple[str, ...] = ()
+    exempt_topics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RedirectRules:
-    """The settings of the redirect: its target if the environment has one, and exempt recipients."""
+    """The settings of the redirect: its target if the environment has one, and exempt recipients and topics."""
 
     to: str | None
     exempt: frozenset[str]
+    exempt_topics: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, settings: RedirectSettings) -> Self:
         """Return the rules of the settings. Raises `ConfigurationError` for an invalid setting."""
         exempt = frozenset(_exemption(text) for text in _items(settings.exempt))
-        rules = cls(settings.to, exempt)
-        rules.redirect()
+        exempt_topics = _items(settings.exempt_topics)
+        _check_topics(_EXEMPT_TOPICS, exempt_topics)
+        rules = cls(settings.to, exempt, tuple(exempt_topics))
+        rules.redirects()
         return rules
 
-    def redirect(self, switched_to: str | None = None, *, blackout: str | None = None) -> Redirect | None:
-        """Return the redirect to the target that an operator has switched on, or else to that of the settings.
+    def redirects(self, switched: Switch | None = None, *, blackout: str | None = None) -> tuple[Redirect, ...]:
+        """Return the redirects that are on: an operator's, and then that of the settings. See `covering`.
 
         `blackout` is the name of the one that forbids to redirect now. Raises `ConfigurationError` for a target that is
-        not an address, or `@` and a domain.
+        not an address, or `@` and a domain, and for a topic that cannot be one.
         """
-        if switched_to is not None:
-            return Redirect(switched_to, _target("target", switched_to), self, blackout)
-        return None if self.to is None else Redirect(self.to, _target(_TO, self.to), self, blackout)
+        found = []
+        if switched is not None:
+            check_topics(switched.topics, switched.exempt_topics)
+            target, topics, exempt_topics = switched
+            exempt_topics = (*exempt_topics, *self.exempt_topics)
+            found.append(Redirect(target, _target("target", target), self, blackout, topics, exempt_topics))
+        if self.to is not None:
+            found.append(Redirect(self.to, _target(_TO, self.to), self, blackout, (), self.exempt_topics))
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """A redirect that is on: its target, an address or `@` and a domain, the rules of the worker, and the blackout."""
+    """A redirect that is on: its target, an address or `@` and a domain, the rules of the worker, and the blackout.
+
+    With `topics` it covers only those. An entry is a topic, or the beginning of topics and `*`.
+    """
 
     target: str
     address: Address
     rules: RedirectRules
     blackout: str | None = None
+    topics: tuple[str, ...] = ()
+    exempt_topics: tuple[str, ...] = ()
+
+    @property
+    def mail(self) -> str:
+        """The redirected e-mail in words."""
+        return redirected_mail(self.topics, self.exempt_topics)
+
+    def covers(self, topic: str) -> bool:
+        """Whether the messages of this topic are redirected."""
+        return (not self.topics or _is_listed(topic, self.topics)) and not _is_listed(topic, self.exempt_topics)
 
     def refusal(self, message: Message[object]) -> Postponed | None:
         """Return the outcome of a content that a blackout forbids to redirect; None on other days.
@@ -96,9 +132,48 @@ def held_back(message: Message[object], reason: str) -> Postponed:
     return Postponed(max(1.0, pause * random.uniform(0.5, 1)), reason, code=ReasonCode.REDIRECT)
 
 
+def covering(redirects: Iterable[Redirect], topic: str) -> Redirect | None:
+    """Return the first redirect that covers the topic, or None: its messages go to their real recipients."""
+    return next((redirect for redirect in redirects if redirect.covers(topic)), None)
+
+
+def redirected_mail(topics: Sequence[str] | None, exempt_topics: Sequence[str] | None) -> str:
+    """Return in words which e-mail a redirect with these lists covers.
+
+    >>> redirected_mail(["mail.user.*"], None), redirected_mail(None, ["mail.club.*"])
+    ('e-mail of mail.user.*', 'all e-mail except that of mail.club.*')
+    """
+    mail = f"e-mail of {', '.join(topics)}" if topics else "all e-mail"
+    return f"{mail} except that of {', '.join(exempt_topics)}" if exempt_topics else mail
+
+
 def check_target(target: str) -> None:
     """Raise `ConfigurationError` for a target that is not an address, or `@` and a domain."""
     _target("target", target)
+
+
+def check_topics(topics: Collection[str], exempt_topics: Collection[str]) -> None:
+    """Raise `ConfigurationError` for a list with an entry that is not a topic, or the beginning of one and `*`."""
+    _check_topics("topics", topics)
+    _check_topics("exempt_topics", exempt_topics)
+
+
+def _check_topics(name: str, topics: Collection[str]) -> None:
+    if isinstance(topics, str):
+        raise ConfigurationError(f"{name}: must be a list of topics, not the text {topics!r}")
+    if len(topics) > _MAX_TOPICS:
+        raise ConfigurationError(
+            f"{name}: {len(topics)} are more than {_MAX_TOPICS}; give the beginning of several and *"
+        )
+    for topic in topics:
+        if not _TOPICS.fullmatch(topic):
+            raise ConfigurationError(
+                f"{name}: {topic!r} is not a topic; give its name, or the beginning of names and *"
+            )
+
+
+def _is_listed(topic: str, entries: Iterable[str]) -> bool:
+    return any(topic.startswith(entry[:-1]) if entry.endswith("*") else topic == entry for entry in entries)
 
 
 def _target(name: str, target: str) -> Address:

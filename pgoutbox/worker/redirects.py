@@ -1,4 +1,4 @@
-"""Redirects of one worker: each content passes here right before its transport, and follows the redirect that is on.
+"""Redirects of one worker: each content passes here right before its transport, and follows the redirect of its topic.
 
 The redirect of the settings is fixed. An operator's redirect is a row of `pgoutbox.redirect`. Nothing is handed over by
 an answer of the database that is older than two seconds. So a redirect holds for every hand-over that begins more than
@@ -21,7 +21,7 @@ from pgoutbox.message import Message, Outcome, Snooze
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import Settings
 from pgoutbox.transports import Content, FollowsRedirect, Transport, current_gate, scheme_of
-from pgoutbox.transports.redirect import REDIRECT_SECONDS, Redirect, RedirectRules, held_back
+from pgoutbox.transports.redirect import REDIRECT_SECONDS, Redirect, RedirectRules, Switch, covering, held_back
 
 _REFRESH_SECONDS = 1.0
 
@@ -40,10 +40,10 @@ class Redirects:
         self._telemetry = telemetry
         self._clock = clock
         self._rules = RedirectRules.of(settings.redirect)
-        self._redirect: Redirect | None = None
+        self._redirects: tuple[Redirect, ...] = ()
         self._read_at = float("-inf")
         self._reading: asyncio.Task[None] | None = None
-        self._noted: tuple[str | None, str | None] = (None, None)
+        self._noted: tuple[str, str, str | None] | None = None
 
     async def close(self) -> None:
         """Stop reading."""
@@ -60,7 +60,7 @@ class Redirects:
         async def gate() -> Redirect | None:
             await ensure_lease()
             try:
-                redirect = await self.current()
+                redirect = covering(await self.current(), message.topic)
             except RedirectUnknownError as error:
                 raise held_back(message, str(error)) from error
             if redirect is not None and not follows:
@@ -79,8 +79,8 @@ class Redirects:
         finally:
             current_gate.reset(token)
 
-    async def current(self) -> Redirect | None:
-        """Return the redirect that is on, or None. Raises `RedirectUnknownError`.
+    async def current(self) -> tuple[Redirect, ...]:
+        """Return the redirects that are on, the most important one first. Raises `RedirectUnknownError`.
 
         Concurrent callers share one query.
         """
@@ -93,36 +93,39 @@ class Redirects:
             # The age counts from the start of the query: a commit during the query may be missing in its answer.
             if self._clock() - self._read_at >= REDIRECT_SECONDS:
                 raise RedirectUnknownError("not sent: the redirect is unknown, because the database answers too slowly")
-        return self._redirect
+        return self._redirects
 
     async def _read(self) -> None:
         asked_at = self._clock()
         try:
-            target, blackout = await self._store.redirect_target()
-            redirect = self._rules.redirect(target, blackout=blackout)
+            target, topics, exempt_topics, blackout = await self._store.read_redirect()
+            switched = None if target is None else Switch(target, tuple(topics or ()), tuple(exempt_topics or ()))
+            redirects = self._rules.redirects(switched, blackout=blackout)
         except (psycopg.Error, OSError, ConfigurationError) as error:
             self._note_unknown(error)
             raise RedirectUnknownError(f"not sent: the redirect is unknown: {type(error).__name__}") from error
         finally:
             self._reading = None
-        self._redirect, self._read_at = redirect, asked_at
-        self._note(redirect)
+        self._redirects, self._read_at = redirects, asked_at
+        self._note(redirects[0] if redirects else None)
 
     def _note(self, redirect: Redirect | None) -> None:
         """Log a change of the redirect, once."""
-        target = None if redirect is None else redirect.target
-        blackout = None if redirect is None else redirect.blackout
-        noted, self._noted = self._noted, (target, blackout)
+        noted = self._noted
+        self._noted = None if redirect is None else (redirect.target, redirect.mail, redirect.blackout)
         if noted == self._noted:
             return
         if redirect is None:
             self._telemetry.report(logging.INFO, LogEvent.REDIRECT_ENDED, "the redirect is off")
-        elif blackout is None:
+            return
+        fields = {"target": redirect.target, "mail": redirect.mail}
+        if redirect.blackout is None:
             text = "e-mail is redirected, the rest held back"
-            self._telemetry.report(logging.WARNING, LogEvent.REDIRECTING, text, target=target)
+            self._telemetry.report(logging.WARNING, LogEvent.REDIRECTING, text, **fields)
         else:
             text = "a blackout forbids the redirect that is on; e-mail is held back"
-            self._telemetry.report(logging.WARNING, LogEvent.REDIRECT_REFUSED, text, target=target, blackout=blackout)
+            fields["blackout"] = redirect.blackout
+            self._telemetry.report(logging.WARNING, LogEvent.REDIRECT_REFUSED, text, **fields)
 
     def _note_unknown(self, error: Exception) -> None:
         reason = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".rstrip()

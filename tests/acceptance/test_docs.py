@@ -297,6 +297,12 @@ def history(server: Server, template_of_today: Callable[[], str]) -> Iterator[ps
             "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
             " VALUES ('smtp:mail.example.org:587', now(), 30, 'w', 'refused')"
         )
+        connection.execute(
+            "INSERT INTO pgoutbox.audit (act_id, actor, action, queue, message_count, message_ids)"
+            " SELECT md5(a.action)::uuid, 'ada', a.action, a.queue, cardinality(a.ids::bigint[]), a.ids::bigint[]"
+            " FROM (VALUES ('pause', 'bulk', NULL), ('redirect', NULL, NULL), ('redrive', NULL, '{3,4}'))"
+            " AS a(action, queue, ids)"
+        )
         connection.execute(  # It still counts as running in a slow run of the tests.
             "INSERT INTO pgoutbox.worker (name, queues, topics, seen_at)"
             " VALUES ('w', '{default}', '{mail}', now() + interval '1 day')"

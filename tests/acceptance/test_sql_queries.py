@@ -1,14 +1,17 @@
-"""Tests every query of the page "SQL queries", as a viewer, on rows with a known answer."""
+"""Tests every query of the page "SQL queries", as a viewer or as the role that the page names, on known rows."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, LiteralString
+from uuid import UUID
 
 import pytest
+from psycopg import sql
 
 from tests.support.messages import CLAIM_ALL
 
@@ -86,10 +89,29 @@ INSERT INTO pgoutbox.key_head (newest_id, scope, key)
 VALUES (10, 'mail.password_reset', 'ada@example.org');
 INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('bulk', now());
 INSERT INTO pgoutbox.breaker (key, opened_at, retry_at, cooldown_seconds, worker, last_error)
-VALUES ('smtp:mail', now() - interval '20 s', now() + interval '10 s', 30, 'w', 'refused, password=hunter2')
+VALUES ('smtp:mail', now() - interval '20 s', now() + interval '10 s', 30, 'w', 'refused, password=hunter2');
+DELETE FROM pgoutbox.audit;
+INSERT INTO pgoutbox.audit (
+    acted_at, act_id, actor, db_role, origin, action, queue, message_count, message_ids, details, stated
+)
+SELECT
+    now() - a.age::interval, md5(a.act)::uuid, a.actor, a.db_role, a.origin, a.action, a.queue,
+    cardinality(a.ids::bigint[]), a.ids::bigint[], a.details::jsonb, a.stated::jsonb
+FROM (
+    VALUES
+        ('30 days', 'a', 'ada', 'web', NULL, 'redrive', NULL, '{4}', NULL, NULL),
+        ('5 h', 'b', 'eve', 'eve', 'cli host', 'pause', 'bulk', NULL, '{"seconds": 60}', NULL),
+        ('4 h', 'c', 'ada', 'web', 'web ::1', 'redirect', NULL, NULL,
+            '{"target": "@t.example", "seconds": 7200, "topics": ["mail.user.*"]}', NULL),
+        ('3 h', 'd', 'ada', 'web', 'web ::1', 'redirect', NULL, NULL, '{"target": "none"}', NULL),
+        ('2 h', 'e', 'ada', 'web', 'web ::1', 'redrive', NULL, '{4,5}', NULL, '{"topic": "mail.order"}'),
+        ('119 min', 'e', 'ada', 'web', 'web ::1', 'redrive', NULL, '{6}', NULL, '{"topic": "mail.order"}')
+) AS a(age, act, actor, db_role, origin, action, queue, ids, details, stated)
 """
 
 TIME: Final = "a time"
+BULK: Final = UUID(hashlib.md5(b"e", usedforsecurity=False).hexdigest())
+TO_TESTERS: Final = {"target": "@t.example", "seconds": 7200, "topics": ["mail.user.*"]}
 
 
 def seconds(count: float) -> timedelta:
@@ -177,18 +199,34 @@ ANSWERS: Final[dict[str, list[list[tuple[object, ...]]]]] = {
     "Throughput": [[(3, 1, 3)]],
     "Paused and limited queues": [[("bulk", True, TIME, None, None, None, None, None, 0)]],
     "Open circuit breakers": [[("smtp:mail", seconds(20), seconds(10), "refused, password=(redacted)")]],
+    "Acts of operators": [
+        [(TIME, "pause", "bulk", "eve", "eve", "cli host", {"seconds": 60})],
+        [
+            (TIME, "ada", "web", "none", None, None, None),
+            (TIME, "ada", "web", "@t.example", timedelta(hours=2), ["mail.user.*"], None),
+        ],
+        [
+            (TIME, "redrive", "ada", "web", None, None, None),
+            (TIME, "redrive", "ada", "web", "web ::1", None, {"topic": "mail.order"}),
+        ],
+        [
+            (TIME, "redrive", None, 1, "web", "web ::1", None, {"topic": "mail.order"}),
+            (TIME, "redrive", None, 2, "web", "web ::1", None, {"topic": "mail.order"}),
+            (TIME, "redirect", None, None, "web", "web ::1", {"target": "none"}, None),
+            (TIME, "redirect", None, None, "web", "web ::1", TO_TESTERS, None),
+        ],
+        [(BULK, "redrive", "ada", {"topic": "mail.order"}, 2, 3, TIME, timedelta(minutes=1))],
+    ],
 }
-# These two do not query the views.
-NOT_FOR_VIEWERS: Final = ("m.payload", "pg_stat_activity")
 
 
-def queries() -> list[tuple[str, int, str]]:
-    """Return heading, number below it, and text of every query."""
+def queries() -> list[tuple[str, int, str, str]]:
+    """Return heading, number below it, role and text of every query."""
     found = []
     for section in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
         heading = section.partition("\n")[0]
-        blocks = re.findall(r"^```sql\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-        found += [(heading, number, text) for number, text in enumerate(blocks)]
+        blocks = re.findall(r"(?:^<!-- as (.*?) -->\n)?^```sql\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+        found += [(heading, number, role or "pgoutbox_viewer", text) for number, (role, text) in enumerate(blocks)]
     return found
 
 
@@ -210,20 +248,20 @@ def known(rolled_back: psycopg.Connection) -> psycopg.Connection:
 
 
 def test_every_expected_answer_belongs_to_a_query() -> None:
-    asked = {heading: number + 1 for heading, number, _ in queries()}
+    asked = {heading: number + 1 for heading, number, *_ in queries()}
     assert {heading: len(answers) for heading, answers in ANSWERS.items()} == {
         heading: count for heading, count in asked.items() if heading != "Transactions that block vacuum"
     }
 
 
 @pytest.mark.parametrize(
-    ("heading", "number", "text"), [pytest.param(*query, id=f"{query[0]} {query[1]}") for query in queries()]
+    ("heading", "number", "role", "text"), [pytest.param(*query, id=f"{query[0]} {query[1]}") for query in queries()]
 )
 def test_each_query_returns_its_documented_answer(
-    known: psycopg.Connection, heading: str, number: int, text: str
+    known: psycopg.Connection, heading: str, number: int, role: str, text: str
 ) -> None:
-    if not any(part in text for part in NOT_FOR_VIEWERS):
-        known.execute("SET LOCAL ROLE pgoutbox_viewer")
+    if role != "the owner":
+        known.execute(sql.SQL("SET LOCAL ROLE {}").format(sql.Identifier(role)))
     rows = [tuple(map(settled, row)) for row in known.execute(text.encode()).fetchall()]
     if heading == "Transactions that block vacuum":
         assert rows != []

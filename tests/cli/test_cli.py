@@ -399,9 +399,9 @@ class TestTopics:
         for state in (State.PENDING, State.SENDING, State.FAILED, State.SENT):
             put(database, state, topic="mail")
         done = cli("topics")
-        assert done.out.splitlines() == ["topic\tqueue\twaiting\tfailed", "mail\tdefault\t2\t1"]
+        assert done.out.splitlines() == ["topic\tqueue\tunfinished\tfailed", "mail\tdefault\t2\t1"]
         assert "--app or PGOUTBOX_APP lists those of the application" in done.err
-        assert cli("topics", "--json").json == {"topic": "mail", "queue": "default", "waiting": 2, "failed": 1}
+        assert cli("topics", "--json").json == {"topic": "mail", "queue": "default", "unfinished": 2, "failed": 1}
 
 
 class TestEnqueue:
@@ -744,7 +744,7 @@ class TestLooking:
     @pytest.mark.slow
     def test_the_redirect_is_switched_and_shown(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         put(database)
-        assert cli("redirect", "show").out == "no redirect is on\n"
+        assert cli("redirect", "show").out == "no redirect is on: e-mail goes to its real recipients\n"
         assert cli("redirect", "set", "tester@example.org").out == "all e-mail goes to tester@example.org\n"
         shown = cli("redirect", "show").out
         assert " redirects all e-mail to tester@example.org since " in shown
@@ -758,10 +758,54 @@ class TestLooking:
         )
         assert cli("redirect", "off").out == (
             "redirect: off; 0 held-back messages are due\n"
-            "still on: PGOUTBOX_REDIRECT_TO=other@example.org redirects all e-mail of 1 worker\n"
+            "PGOUTBOX_REDIRECT_TO=other@example.org redirects all e-mail of 1 worker\n"
+            "e-mail of other workers goes to its real recipients\n"
         )
         assert cli("redirect", "off", "--json").json == {"was_on": False, "message_count": 0}
         assert cli("redirect", "show", "--json").json["workers"][0]["target"] == "other@example.org"
+
+    @pytest.mark.slow
+    def test_switching_off_says_what_happens_to_mail_on_a_blackout_day(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        database.execute("SELECT pgoutbox.set_redirect('tester@example.org')")
+        database.execute("INSERT INTO pgoutbox.blackout VALUES ('2020-01-01', '2199-01-01')")
+        # A run of cron whose crontab had PGOUTBOX_REDIRECT_TO, and that has ended.
+        database.execute(
+            "INSERT INTO pgoutbox.worker (name, queues, topics, redirect_to, ended_at)"
+            " VALUES ('w', '{}', '{}', 'other@example.org', now())"
+        )
+        assert "all e-mail is held back" in cli("redirect", "show").out
+        sent = "e-mail goes to its real recipients"
+        assert cli("redirect", "off").out == f"redirect: off; 0 held-back messages are due\n{sent}\n"
+        shown = cli("redirect", "show").out.splitlines()
+        assert shown == [
+            f"no redirect is on: {sent}",
+            "the blackout 2020-01-01/2199-01-01 forbids to redirect it today",
+        ]
+        database.execute("UPDATE pgoutbox.worker SET ended_at = NULL")
+        assert cli("redirect", "off").out == (
+            "redirect: was not on; 0 held-back messages are due\n"
+            "all e-mail of 1 worker is held back, except for exempt addresses and topics: PGOUTBOX_REDIRECT_TO="
+            "other@example.org redirects it, and the blackout 2020-01-01/2199-01-01 forbids that\n"
+            "e-mail of other workers goes to its real recipients\n"
+        )
+
+    @pytest.mark.slow
+    def test_some_topics_are_redirected(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        put(database, topic="mail.user.welcome")
+        done = cli("redirect", "set", "@t.example", "--topic", "mail.user.*", "--topic", "mail.user.welcome")
+        assert (done.out, done.err) == ("e-mail of mail.user.*, mail.user.welcome goes to @t.example\n", "")
+        assert " redirects e-mail of mail.user.*, mail.user.welcome to @t.example since " in cli("redirect", "show").out
+        done = cli("redirect", "set", "@t.example", "--topic", "mail.usr", "--exempt-topic", "mail.club.*", "--json")
+        assert (done.json["topics"], done.json["exempt_topics"]) == (["mail.usr"], ["mail.club.*"])
+        unknown = "is unknown to all workers and messages: check its name"
+        assert done.err == f"warning: topic 'mail.usr' {unknown}\n"
+        assert f"topic 'mail.usr.*' {unknown}" in cli("redirect", "set", "@t.example", "--topic", "mail.usr.*").err
+        assert cli("redirect", "show", "--json").json["switched"]["topics"] == ["mail.usr.*"]
+        refused = cli("redirect", "set", "@t.example", "--exempt-topic", "Mail")
+        assert (refused.exit_code, refused.out) == (2, "")
+        assert "exempt_topics: 'Mail' is not a topic; give its name, or the beginning of names and *" in refused.err
 
     def test_a_copy_is_adopted_after_a_confirmation(
         self, cli: Callable[..., Done], database: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
@@ -899,8 +943,18 @@ class TestDeciding:
     def test_the_messages_of_a_filter_are_shown(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         message_id = put(database, State.FAILED, topic="sms", destination="tel:1")
         shown = cli("redrive", "--topic", "sms", "--dry-run")
-        assert shown.out.startswith("would redrive 1 messages; the newest:\n")
+        assert shown.out.startswith("would redrive 1 message; the newest:\n")
         assert f"\n{message_id}\tfailed\tsms\t" in shown.out
+        # On a terminal, the first line may have scrolled away.
+        assert shown.out.endswith("\nwould redrive 1 message; nothing was changed\n")
+
+    def test_a_dry_run_of_several_ids_ends_with_their_number(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        ids = [put(database, State.FAILED), put(database, State.FAILED), put(database, State.SENT)]
+        done = cli("redrive", *ids, "--dry-run")
+        assert done.exit_code == 1
+        assert done.out.splitlines()[-1] == "would redrive 2 of 3 messages; nothing was changed"
 
     def test_ids_can_come_from_a_file(
         self, cli: Callable[..., Done], database: psycopg.Connection, tmp_path: Path
@@ -1047,8 +1101,29 @@ class TestDeciding:
         put(database)
         paused = cli("pause", "default", "--json").json
         assert datetime.fromisoformat(paused["paused_at"]).utcoffset() == timedelta()
-        assert cli("resume", "default").out == "queue default: resumed\n"
-        assert cli("resume", "default", "--json").json == {"queue": "default", "resumed": False}
+        resumed = cli("resume", "default")
+        assert resumed.out == "queue default: resumed; due: 1 message\n"
+        assert resumed.err == (
+            "warning: no running worker serves queue default; start one: pgoutbox worker --queue default\n"
+        )
+        again = cli("resume", "default", "--json").json
+        assert again == {"queue": "default", "resumed": False, "due": 1, "is_served": False}
+
+    @pytest.mark.slow
+    def test_resume_knows_the_workers_of_the_queue(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        put(database)
+        put(database, queue="bulk")
+        database.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 h' WHERE queue = 'bulk'")
+        database.execute("INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('w', '{bulk}', '{mail}')")
+        served = cli("resume", "bulk")
+        assert (served.out, served.err) == ("queue bulk: was not paused; due: 0 messages\n", "")
+        assert "no running worker serves queue default" in cli("resume", "default").err
+        # The next run of cron may serve it.
+        database.execute("UPDATE pgoutbox.worker SET ended_at = now()")
+        assert cli("resume", "default").err == ""
+        assert cli("resume", "default", "--json").json["is_served"] is None
 
     def test_a_pause_can_have_an_end(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         put(database)

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox.message import State
+from pgoutbox.database.store import FinishRequest
+from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import MessageFilter, Operator
 from tests.support.messages import put
+from tests.support.outbox_actions import claim, enqueue, finish, make_due, redrive, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,9 +94,47 @@ def test_five_hundred_bounces_are_one_line(connect: Connect, cli: Callable[..., 
         fail(db, "KeyError: 'name'", topic="sms")
     done = cli("failures")
     header, bounces, bug = done.out.splitlines()
-    assert header.split("\t")[:4] == ["messages", "last_hour", "topic", "cause"]
-    assert bounces.startswith("500\t500\tmail\tRCPT (address): 550 #.#.# <(address)>: User unknown\t")
-    assert bug.startswith("1\t1\tsms\tKeyError: (value)\t")
+    assert header.split("\t")[:5] == ["messages", "last_hour", "failed_again", "topic", "cause"]
+    assert bounces.startswith("500\t500\t0\tmail\tRCPT (address): 550 #.#.# <(address)>: User unknown\t")
+    assert bug.startswith("1\t1\t0\tsms\tKeyError: (value)\t")
+
+
+def attempt(db: psycopg.Connection, message_id: int, *outcomes: AttemptOutcome) -> None:
+    """Let the next attempts of a message end so."""
+    for outcome in outcomes:
+        make_due(db, message_id)
+        (row,) = claim(db)
+        finish(db, FinishRequest(message_id, row.attempt_count, outcome, "no such mailbox", 0.0))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "failed_again"),
+    [
+        ([AttemptOutcome.FAILED], [AttemptOutcome.FAILED], 1),
+        ([AttemptOutcome.SNOOZED, AttemptOutcome.FAILED], [AttemptOutcome.SNOOZED, AttemptOutcome.FAILED], 1),
+        ([AttemptOutcome.RETRY] * 3, [AttemptOutcome.RETRY] * 3, 1),
+        ([AttemptOutcome.FAILED], [], 0),
+        ([AttemptOutcome.RETRY, AttemptOutcome.SNOOZED, AttemptOutcome.FAILED], [], 0),
+        ([AttemptOutcome.RELEASED, AttemptOutcome.RETRY, AttemptOutcome.RETRY, AttemptOutcome.RETRY], [], 0),
+    ],
+)
+def test_a_group_shows_how_many_messages_failed_again_after_a_redrive(
+    connect: Connect,
+    cli: Callable[..., Done],
+    before: list[AttemptOutcome],
+    after: list[AttemptOutcome],
+    failed_again: int,
+) -> None:
+    with connect(autocommit=True) as db:
+        message_id = enqueue(db, max_attempts=3)
+        attempt(db, message_id, *before)
+        if after:
+            assert redrive(db, message_id)
+            attempt(db, message_id, *after)
+        assert state_of(db, message_id) == "failed"
+        (group,) = Operator(db).list_failures()
+    assert (group.messages, group.failed_again) == (1, failed_again)
+    assert cli("failures", "--json").json["failed_again"] == failed_again
 
 
 def test_new_failures_come_first_and_a_group_has_its_place_and_example(connect: Connect) -> None:

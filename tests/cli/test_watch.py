@@ -49,7 +49,7 @@ def test_a_topic_shows_the_states_of_its_messages(operator: psycopg.Connection, 
     database.execute("UPDATE pgoutbox.message SET attempt_count = 1, lane = 1 WHERE id = %s", (again,))
     (topic,) = activity.topic_activity(operator, window_seconds=60)
     assert (topic.queue, topic.topic) == ("default", "mail")
-    assert (topic.due, topic.retrying, topic.scheduled, topic.sending, topic.failed) == (1, 1, 1, 1, 1)
+    assert (topic.due, topic.scheduled, topic.retries, topic.sending, topic.failed) == (2, 1, 1, 1, 1)
     assert (topic.sent_per_second, topic.ended_per_second) == (2 / 60, 3 / 60)
     assert topic.oldest_due_seconds is not None
     assert activity.topic_activity(operator, queue="bulk") == []
@@ -80,7 +80,7 @@ async def test_a_worker_is_shown_with_its_messages(
     worker = Worker(outbox)
     await worker.run_once()
     ((found,),) = seen
-    assert (found.worker, found.in_flight, found.lapsed, found.queues) == (worker.name, 1, 0, ["default"])
+    assert (found.worker, found.in_flight, found.expired_leases, found.queues) == (worker.name, 1, 0, ["default"])
     assert found.connected_at is not None
     assert found.lease_expires_at is not None
     assert message_id
@@ -110,7 +110,7 @@ def test_a_vanished_worker_is_shown_by_its_remaining_messages(
     put(database, State.SENDING)
     lapse(database, put(database, State.SENDING))
     (found,) = activity.list_workers(operator)
-    assert (found.worker, found.in_flight, found.lapsed, found.connected_at) == ("w", 2, 1, None)
+    assert (found.worker, found.in_flight, found.expired_leases, found.connected_at) == ("w", 2, 1, None)
 
 
 # --- outcomes ---------------------------------------------------------------------------------------------------------

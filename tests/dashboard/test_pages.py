@@ -403,7 +403,7 @@ def test_the_list_says_why_messages_wait(site: Site, db: psycopg.Connection) -> 
     words = get(site.vera, "/messages").words
     assert words.count("Waits: ") == 2
     assert "bulk 0/4 just now just now Waits: its queue is paused." in words
-    assert "Waits: no running worker serves its queue." in words
+    assert "Waits: no running worker serves its queue; pgoutbox workers lists the queues." in words
 
 
 def test_a_message_links_to_the_messages_with_the_same_values(site: Site, db: psycopg.Connection) -> None:
@@ -799,16 +799,16 @@ def test_the_topics_are_listed_with_their_settings_and_messages(shop: Site, db: 
     put(db, topic="mail.stray")
     page = get(shop.ada, "/topics")
     for told in (
-        "mail.welcome 2 waiting messages of mail.welcome 1 failed messages of mail.welcome critical Welcome",
+        "mail.welcome 2 unfinished messages of mail.welcome 1 failed messages of mail.welcome critical Welcome",
         "destination, owner, dedupe key 4 after 60, 300 s",
         "delay 5 min",
         "expires after 1 h",
         "redacts language",
         "async, on_unknown=hold, timeout 30 s",
         "encrypted sync, transactional",
-        "search.index 0 waiting",
+        "search.index 0 unfinished",
         "async batch of 500",
-        "mail.stray 1 waiting messages of mail.stray 0 failed messages of mail.stray not in the application",
+        "mail.stray 1 unfinished messages of mail.stray 0 failed messages of mail.stray not in the application",
     ):
         assert told in page.words, told
     assert "/enqueue?topic=mail.welcome" in page.values("a", "href")
@@ -830,7 +830,7 @@ def test_of_many_topics_those_with_messages_come_first_and_the_others_are_found_
     assert "Shows 100 of 151 topics" in page.words
     shown = [href.rpartition("=")[2] for href in page.values("a", "href") if href.startswith("/enqueue?topic=")]
     assert shown[:3] == ["mail.140", "mail.120", "mail.000"]
-    assert "zoo 0 waiting messages of zoo 1 failed" in page.words
+    assert "zoo 0 unfinished messages of zoo 1 failed" in page.words
     page = get(site.ada, "/topics?start=mail.14")
     assert "Shows" not in page.words
     assert page.words.count("Enqueue…") == 10
@@ -843,9 +843,9 @@ def test_the_counts_of_topics_are_bounded(shop: Site, db: psycopg.Connection, mo
     assert "Counts only the newest" not in get(shop.ada, "/topics").words
     for _ in range(2):
         put(db, topic="mail.loose")
-    assert "Counts only the newest 2 waiting and failed messages. " in get(shop.ada, "/topics").words
-    assert "mail.loose 2 waiting" in get(shop.ada, "/topics").words
-    assert "mail.welcome 0 waiting" in get(shop.ada, "/topics").words
+    assert "Counts only the newest 2 unfinished and failed messages. " in get(shop.ada, "/topics").words
+    assert "mail.loose 2 unfinished" in get(shop.ada, "/topics").words
+    assert "mail.welcome 0 unfinished" in get(shop.ada, "/topics").words
 
 
 def test_without_an_outbox_the_page_says_how_to_give_one(site: Site, db: psycopg.Connection) -> None:
@@ -854,7 +854,7 @@ def test_without_an_outbox_the_page_says_how_to_give_one(site: Site, db: psycopg
         page = get(site.ada, path)
         assert "Start it with pgoutbox web --app MODULE:ATTRIBUTE" in page.words
         assert "/enqueue" not in page.values("form", "action")
-    assert "mail.welcome 1 waiting" in get(site.ada, "/topics").words
+    assert "mail.welcome 1 unfinished" in get(site.ada, "/topics").words
     refused = site.ada.post("/enqueue", data={"topic": "mail.welcome", "payload": WELCOME})
     assert (refused.status_code, "pgoutbox web --app" in Page(refused.text).words) == (409, True)
 
@@ -1978,10 +1978,11 @@ def test_every_page_warns_of_a_redirect(site: Site, db: psycopg.Connection) -> N
     site.dashboard.forget()
     for path in (*WARNING_PAGES, f"/messages/{message_id}"):
         page = get(site.ada, path)
-        assert "redirects all e-mail to tester@example.org since" in page.words, path
-        assert "PGOUTBOX_REDIRECT_TO=@t.example redirects all e-mail of 1 worker" in page.words, path
-        assert "the blackout 2020-01-01/2199-01-01 forbids to redirect: this e-mail waits" in page.words, path
-        assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC\. Details", page.words), path
+        assert "all e-mail is held back, except for exempt addresses and topics" in page.words, path
+        assert "redirects it to tester@example.org since" in page.words, path
+        assert "PGOUTBOX_REDIRECT_TO=@t.example redirects it when" in page.words, path
+        assert "and the blackout 2020-01-01/2199-01-01 forbids that" in page.words, path
+        assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", page.words), path
 
 
 def test_every_page_warns_of_a_copy(site: Site, db: psycopg.Connection) -> None:
@@ -1997,19 +1998,42 @@ def test_an_operator_switches_the_redirect(site: Site, db: psycopg.Connection) -
     form = {"target": "tester@example.org", "duration": "2", "unit": "hours"}
     answer = site.ada.post("/redirect", data=form, follow_redirects=True)
     page = Page(answer.text)
-    assert "No worker begins to hand an e-mail over to its real recipients" in page.words
+    assert "No worker begins to hand this e-mail over to its real recipients" in page.words
     assert "ada redirects all e-mail to tester@example.org since" in page.words
     assert "All e-mail goes to tester@example.org Switched on by ada" in page.words
     page = Page(site.ada.post("/redirect/off", follow_redirects=True).text)
-    assert "The redirect is off." in page.words
+    assert "The redirect is off. E-mail goes to its real recipients in two seconds" in page.words
     assert "No operator redirects e-mail." in page.words
     assert "/redirect/off" not in page.values("form", "action")
-    assert "The redirect was not on." in Page(site.ada.post("/redirect/off", follow_redirects=True).text).words
+    again = Page(site.ada.post("/redirect/off", follow_redirects=True).text)
+    assert "The redirect was not on. E-mail goes to its real recipients." in again.words
+    db.execute(
+        "INSERT INTO pgoutbox.worker (name, queues, topics, redirect_to) VALUES ('w:1', '{}', '{}', '@t.example')"
+    )
+    again = Page(site.ada.post("/redirect/off", follow_redirects=True).text)
+    assert "The redirect was not on. Workers with PGOUTBOX_REDIRECT_TO, see above, keep their own." in again.words
+    assert "PGOUTBOX_REDIRECT_TO=@t.example redirects all e-mail of 1 worker" in again.words
     origin = "web 127.0.0.1"
     assert audit_of(db) == [
         ("ada", origin, "redirect", None, None, {"target": "tester@example.org", "seconds": 7200.0}),
         ("ada", origin, "redirect", None, None, {"target": "none"}),
     ]
+
+
+@pytest.mark.slow
+def test_an_operator_redirects_some_topics(site: Site, db: psycopg.Connection) -> None:
+    form = {"target": "@t.example", "topics": "mail.user.*, mail.a", "exempt_topics": "mail.user.vip"}
+    page = Page(site.ada.post("/redirect", data=form, follow_redirects=True).text)
+    mail = "e-mail of mail.a, mail.user.* except that of mail.user.vip"
+    assert f"ada redirects {mail} to @t.example since" in page.words
+    assert f"{mail.capitalize()} goes to @t.example" in page.words
+    assert "Check the names: no worker and no message has one of the topics" in page.words
+    assert db.execute("SELECT topics, exempt_topics FROM pgoutbox.redirect").fetchall() == [
+        (["mail.a", "mail.user.*"], ["mail.user.vip"])
+    ]
+    put(db, topic="mail.user.welcome")
+    page = Page(site.ada.post("/redirect", data=form | {"topics": "mail.user.*"}, follow_redirects=True).text)
+    assert "No worker begins to hand this e-mail over to its real recipients" in page.words
 
 
 def test_a_viewer_sees_the_redirect_and_cannot_switch_it(site: Site, db: psycopg.Connection) -> None:
@@ -2028,6 +2052,8 @@ def test_a_viewer_sees_the_redirect_and_cannot_switch_it(site: Site, db: psycopg
         ({"target": ""}, "target: give an address, or @ and a domain"),
         ({"target": "tester"}, "target: has no @; give an address, or @ and a domain"),
         ({"target": "a@b.example", "duration": "99999", "unit": "days"}, "duration: at most 3650 days"),
+        ({"target": "a@b.example", "topics": "mail.*,Club"}, "topics: &#39;Club&#39; is not a topic"),
+        ({"target": "a@b.example", "exempt_topics": "*"}, "exempt_topics: &#39;*&#39; is not a topic"),
     ],
 )
 def test_a_wrong_redirect_is_refused(site: Site, db: psycopg.Connection, form: dict[str, str], error: str) -> None:
@@ -2106,11 +2132,11 @@ def test_a_viewer_sees_a_breaker_and_cannot_close_it(site: Site, db: psycopg.Con
 @pytest.mark.parametrize(
     ("prepare", "told"),
     [
-        ("SELECT 1", "Waits: no running worker serves its queue."),
+        ("SELECT 1", "Waits: no running worker serves its queue; pgoutbox workers lists the queues."),
         (REPORT_WORKER, "Waits: it is due, and the next free slot of a worker takes it."),
         (
             REPORT_WORKER.replace("{mail}", "{sms}"),
-            "Waits: no running worker of its queue has a handler for its topic.",
+            "Waits: no running worker of its queue has a handler for its topic; pgoutbox workers lists",
         ),
         ("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())", "Waits: its queue is paused."),
     ],

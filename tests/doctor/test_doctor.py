@@ -162,8 +162,16 @@ def test_a_misspelt_variable_is_named_with_the_intended_setting(dsn: str) -> Non
 
 
 def test_a_redirect_is_a_warning_and_an_invalid_one_is_a_problem(dsn: str) -> None:
-    redirect = settings_of(dsn, redirect_to="tester@club.org", redirect_exempt="@club.org")
-    expect(found(redirect, "settings"), Level.WARNING, "redirect-by-setting", "tester@club.org")
+    redirect = settings_of(
+        dsn, redirect_to="tester@club.org", redirect_exempt="@club.org", redirect_exempt_topics="mail.club.*"
+    )
+    expect(
+        found(redirect, "settings"),
+        Level.WARNING,
+        "redirect-by-setting",
+        "tester@club.org",
+        "except for @club.org, mail.club.*",
+    )
     invalid = settings_of(dsn, redirect_to="tester")
     expect(found(invalid, "settings"), Level.PROBLEM, "redirect-invalid", "PGOUTBOX_REDIRECT_TO")
 
@@ -185,6 +193,8 @@ def test_redirects_of_operators_and_workers_are_found(dsn: str, db: psycopg.Conn
     expect(found(dsn, "redirect"), Level.OK, "no-redirect")
     db.execute("SELECT pgoutbox.set_redirect('tester@club.org', '2 h')")
     expect(found(dsn, "redirect"), Level.WARNING, "redirect-by-operator", "tester@club.org", "pgoutbox redirect off")
+    db.execute("SELECT pgoutbox.set_redirect('tester@club.org', '2 h', '{mail.user.*}')")
+    expect(found(dsn, "redirect"), Level.WARNING, "redirect-by-operator", "redirects e-mail of mail.user.* to")
     db.execute("SELECT pgoutbox.clear_redirect()")
     report(db, "w:1", ["default"], ["greet"])
     db.execute("UPDATE pgoutbox.worker SET redirect_to = '@test.club.org'")
@@ -1093,7 +1103,10 @@ class TestDue:
         enqueue(db, "mail.new")
         db.execute(HOUR_AGO)
         for outbox in (None, handled):
-            expect(found(dsn, "due", outbox=outbox), Level.PROBLEM, "due-without-handler", "mail.new")
+            finding = expect(found(dsn, "due", outbox=outbox), Level.PROBLEM, "due-without-handler", "mail.new")
+            assert "pgoutbox doctor --app yourapp.outbox:outbox" in str(finding.fix)
+        (skipped,) = found(dsn, "handlers")
+        assert skipped.fix == "name the application of the workers: pgoutbox doctor --app yourapp.outbox:outbox"
 
     @pytest.mark.usefixtures("posing")
     def test_overloaded_workers_are_named(self, dsn: str, db: psycopg.Connection) -> None:
@@ -1128,6 +1141,25 @@ def test_destinations_without_a_transport_and_webhooks_without_secrets_are_warni
     expect(found(dsn, "destinations"), Level.WARNING, "webhooks-unsigned", "PGOUTBOX_WEBHOOK_SECRETS")
     signed = settings_of(dsn, webhook_secrets="whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
     assert levels(found(signed, "destinations")) == ["ok"]
+
+
+def test_a_shell_without_mail_settings_is_no_fault_of_the_workers(dsn: str, db: psycopg.Connection) -> None:
+    """On call, people run the doctor with nothing but the connection string."""
+    enqueue(db, destination="mailto:ada@club.org")
+    expect(found(dsn, "destinations"), Level.WARNING, "destination-without-transport", "this process has no transport")
+    (skipped,) = found(dsn, "smtp")
+    assert (skipped.code, skipped.level) == ("smtp-not-set", Level.SKIPPED)
+    assert "this process has no SMTP server" in skipped.what
+    report(db, "w:1", ["default"], ["greet"])
+    finding = expect(found(dsn, "destinations"), Level.SKIPPED, "transport-not-set-here", "1 message for mailto")
+    assert "this process has no transport for mailto, and no worker reports that it has none" in finding.what
+    db.execute(
+        "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
+        " VALUES ('mailto:no-transport', now(), 30, 'w:1', 'this worker has no transport')"
+    )
+    expect(found(dsn, "destinations"), Level.WARNING, "destination-without-transport", "workers have no transport")
+    with_server = settings_of(dsn, smtp_host="127.0.0.1")
+    assert levels(found(with_server, "destinations")) == ["ok"]
 
 
 # --- everything -------------------------------------------------------------------------------------------------------

@@ -431,6 +431,29 @@ def test_with_strict_a_warning_also_fails(dsn: str, monkeypatch: pytest.MonkeyPa
         assert (main(["doctor"]), main(["doctor", "--strict"])) == (plain, strict)
 
 
+@pytest.mark.slow
+def test_problems_come_first_and_alone_if_asked(
+    dsn: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pgoutbox import doctor as examination
+    from pgoutbox.cli.main import main
+
+    monkeypatch.setenv("PGOUTBOX_DSN", dsn)
+    levels = ("ok", "warning", "skipped", "problem", "ok", "warning", "problem")
+    findings = [Finding(str(number), Level(level), "code", "what") for number, level in enumerate(levels)]
+    monkeypatch.setattr(examination, "examine", lambda *_, **__: iter(findings))
+
+    def printed(*options: str) -> tuple[int, list[str]]:
+        code = main(["doctor", *options])
+        shown, summary = capsys.readouterr()
+        assert summary == "2 problem, 2 warning, 1 skipped, 2 ok\n"
+        return code, [line.split("\t")[1] for line in shown.splitlines()]
+
+    assert printed() == (1, ["3", "6", "1", "5", "0", "2", "4"])
+    assert printed("--problems") == (1, ["3", "6"])
+    assert printed("--problems", "--strict") == (1, ["3", "6", "1", "5"])
+
+
 def test_wrong_usage_has_its_own_exit_code(cli_anywhere: Callable[..., Done], dsn: str) -> None:
     assert (cli_anywhere("doctor").exit_code, "PGOUTBOX_DSN" in cli_anywhere("doctor").err) == (2, True)
     assert cli_anywhere("doctor", "--nonsense").exit_code == 2

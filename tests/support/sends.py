@@ -19,12 +19,14 @@ P = ParamSpec("P")
 T = TypeVar("T", bound="Transport")
 
 
-def outgoing(*, message_id: int = 7, attempt_count: int = 1, destination: str | None = None) -> Message[object]:
+def outgoing(
+    *, message_id: int = 7, topic: str = "welcome", attempt_count: int = 1, destination: str | None = None
+) -> Message[object]:
     """Return a claimed message, as the worker gives it to a transport."""
     created_at = datetime(2026, 3, 1, 12, tzinfo=UTC)
     return Message(
         id=message_id,
-        topic="welcome",
+        topic=topic,
         queue="default",
         destination=destination,
         payload={},

@@ -136,6 +136,15 @@ async def test_a_redirect_applies_to_logged_emails(caplog: pytest.LogCaptureFixt
     assert record.__dict__["recipients"] == ["tester@example.org"]
 
 
+async def test_an_exempt_topic_is_logged_with_its_real_recipients(caplog: pytest.LogCaptureFixture) -> None:
+    settings = settings_with(mail_transport="log", redirect_to="tester@example.org", redirect_exempt_topics="wel*")
+    with caplog.at_level(logging.INFO):
+        assert await LogTransport(settings).send(outgoing(topic="welcome"), EMAIL) == Sent()
+        assert await LogTransport(settings).send(outgoing(topic="bye"), EMAIL) == Sent()
+    exempt, other = (record.__dict__["recipients"] for record in logged(caplog))
+    assert (other, other == exempt) == (["tester@example.org"], False)
+
+
 async def test_no_email_reaches_the_applications_own_transport(dsn: str, db: psycopg.Connection) -> None:
     message_id = enqueue(db, destination="mailto:ann@example.com")
     provider = Provider()

@@ -11,7 +11,7 @@ import pytest
 
 from pgoutbox.message import Permanent, Postponed, Sent, Unavailable
 from pgoutbox.transports import Content
-from pgoutbox.transports.redirect import RedirectRules
+from pgoutbox.transports.redirect import RedirectRules, covering
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.transports.smtp.mail import MAX_RAW_BYTES, MAX_RECIPIENT_COUNT, Email, RawEmail, RenderedEmail, render
 from tests.support.sends import closing, error_of, outgoing
@@ -53,7 +53,7 @@ def rendered(
     email: RawEmail, *, destination: str | None = None, blackout: str | None = None, **overrides: object
 ) -> RenderedEmail:
     settings = settings_with(**({"smtp_sender": "Club <club@example.org>"} | overrides))
-    redirect = RedirectRules.of(settings.redirect).redirect(blackout=blackout)
+    redirect = covering(RedirectRules.of(settings.redirect).redirects(blackout=blackout), "greet")
     return render(email, outgoing(destination=destination), settings, redirect)
 
 

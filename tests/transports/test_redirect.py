@@ -7,7 +7,7 @@ import pytest
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Postponed, ReasonCode
 from pgoutbox.settings import Settings
-from pgoutbox.transports.redirect import RedirectRules, held_back
+from pgoutbox.transports.redirect import RedirectRules, Switch, check_topics, covering, held_back
 from pgoutbox.transports.smtp.mail import Email, RenderedEmail, render
 from tests.support.sends import outgoing
 from tests.support.settings import settings_with
@@ -24,7 +24,8 @@ def settings_for(to: str | None, **overrides: object) -> Settings:
 def redirected(email: Email, to: str | None, **overrides: object) -> RenderedEmail:
     blackout = overrides.pop("blackout", None)
     settings = settings_for(to, **overrides)
-    redirect = RedirectRules.of(settings.redirect).redirect(blackout=None if blackout is None else str(blackout))
+    rules = RedirectRules.of(settings.redirect)
+    redirect = covering(rules.redirects(blackout=None if blackout is None else str(blackout)), "greet")
     return render(email, outgoing(destination="mailto:dan@example.com"), settings, redirect)
 
 
@@ -149,6 +150,11 @@ def test_the_pauses_of_held_back_messages_grow_to_five_minutes() -> None:
         ({"redirect_to": "@" + "a." * 95 + "org"}, "PGOUTBOX_REDIRECT_TO: is too long for an address"),
         ({"redirect_exempt": "example.org"}, "PGOUTBOX_REDIRECT_EXEMPT: has no @; give an address, or @ and a domain"),
         ({"redirect_exempt": "@example.org,"}, "PGOUTBOX_REDIRECT_EXEMPT: is empty"),
+        ({"redirect_exempt_topics": "mail.*,"}, "PGOUTBOX_REDIRECT_EXEMPT_TOPICS: '' is not a topic"),
+        (
+            {"redirect_exempt_topics": "@club.example"},
+            "PGOUTBOX_REDIRECT_EXEMPT_TOPICS: '@club.example' is not a topic",
+        ),
     ],
 )
 def test_an_invalid_setting_is_refused_by_name(overrides: dict[str, object], error: str) -> None:
@@ -158,9 +164,52 @@ def test_an_invalid_setting_is_refused_by_name(overrides: dict[str, object], err
 
 def test_the_target_of_an_operator_takes_precedence_over_the_environment() -> None:
     rules = RedirectRules.of(settings_for("tester@example.org").redirect)
-    assert [redirect and redirect.target for redirect in (rules.redirect(), rules.redirect("@example.net"))] == [
-        "tester@example.org",
-        "@example.net",
-    ]
+    for switched, target in ((None, "tester@example.org"), (Switch("@example.net"), "@example.net")):
+        redirect = covering(rules.redirects(switched), "greet")
+        assert redirect is not None
+        assert redirect.target == target
     with pytest.raises(ConfigurationError, match="target: has no @; give an address, or @ and a domain"):
-        rules.redirect("tester")
+        rules.redirects(Switch("tester"))
+
+
+@pytest.mark.parametrize(
+    ("topics", "exempt_topics", "exempt_by_setting", "target"),
+    [
+        ((), (), None, "operator"),
+        (("mail.user.welcome",), (), None, "operator"),
+        (("mail.user.*",), (), None, "operator"),
+        (("mail.u*", "sms"), (), None, "operator"),
+        (("mail.user",), (), None, "setting"),
+        (("mail.user.welcome.*",), (), None, "setting"),
+        (("mail.club.*",), (), None, "setting"),
+        ((), ("mail.club.*",), None, "operator"),
+        ((), ("mail.user.*",), None, "setting"),
+        (("mail.*",), ("mail.user.*",), None, "setting"),
+        (("mail.user.*",), (), "mail.club.*,mail.user.*", None),
+        ((), (), "mail.user", "operator"),
+    ],
+)
+def test_a_redirect_covers_its_topics_and_the_setting_the_others(
+    topics: tuple[str, ...], exempt_topics: tuple[str, ...], exempt_by_setting: str | None, target: str | None
+) -> None:
+    rules = RedirectRules.of(settings_for("setting@example.org", redirect_exempt_topics=exempt_by_setting).redirect)
+    found = rules.redirects(Switch("operator@example.org", topics, exempt_topics))
+    redirect = covering(found, "mail.user.welcome")
+    assert (redirect and redirect.target) == (target and f"{target}@example.org")
+
+
+@pytest.mark.parametrize("topic", ["", "*", "Mail", "mail.*.user", "*mail", "a b", "m" * 64, "mail\n", "mail.user**"])
+def test_a_text_that_is_not_a_topic_is_refused_by_name(topic: str) -> None:
+    error = "is not a topic; give its name, or the beginning of names and "
+    with pytest.raises(ConfigurationError, match="^topics: .*" + error):
+        check_topics([topic], [])
+    with pytest.raises(ConfigurationError, match="^exempt_topics: .*" + error):
+        check_topics([], [topic])
+
+
+def test_a_text_is_not_a_list_of_topics_and_a_list_has_fifty() -> None:
+    with pytest.raises(ConfigurationError, match="topics: must be a list of topics, not the text 'mail'"):
+        check_topics("mail", [])
+    check_topics([f"t{number}" for number in range(50)], [])
+    with pytest.raises(ConfigurationError, match="exempt_topics: 51 are more than 50"):
+        check_topics([], [f"t{number}" for number in range(51)])

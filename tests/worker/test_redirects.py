@@ -6,7 +6,7 @@ import asyncio
 import logging
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, LiteralString
 
 import psycopg
 import pytest
@@ -19,7 +19,7 @@ from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations import ClearedRedirect, Operator
 from pgoutbox.settings import load_settings
 from pgoutbox.transports import current_gate, pass_gate
-from pgoutbox.transports.redirect import RedirectRules, check_target
+from pgoutbox.transports.redirect import RedirectRules, Switch, check_target
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker
 from pgoutbox.worker.redirects import Redirects
@@ -92,13 +92,15 @@ async def test_the_redirect_of_the_environment_is_followed_logged_and_reported(
     await worker.run_once()
     assert (row_of(db, message_id).state, recipients(inbox)) == ("sent", ["ann=example.com@test.example.org"])
     assert worker.telemetry.counts[LogEvent.REDIRECTING] == 1
-    with Operator(dsn) as operator:
-        found = operator.redirects()
+    async with running(worker):
+        with Operator(dsn) as operator:
+            await until(lambda: bool(operator.redirects().workers))
+            found = operator.redirects()
     assert ([report.target for report in found.workers], found.blackout) == (["@test.example.org"], None)
     assert found.warnings() == ["PGOUTBOX_REDIRECT_TO=@test.example.org redirects all e-mail of 1 worker"]
 
 
-async def test_a_report_counts_until_the_worker_stops_or_reports_no_more(
+async def test_a_report_counts_until_the_worker_stops_or_its_run_ends_or_it_reports_no_more(
     dsn: str, db: psycopg.Connection, inbox: Inbox
 ) -> None:
     reported = "SELECT target, name FROM pgoutbox.redirect_view"
@@ -108,6 +110,9 @@ async def test_a_report_counts_until_the_worker_stops_or_reports_no_more(
         assert db.execute(reported).fetchall() == [(TESTER, worker.name)]
     assert db.execute(reported).fetchall() == []
     await worker.run_once()
+    assert db.execute("SELECT ended_at IS NULL, redirect_to FROM pgoutbox.worker").fetchall() == [(False, TESTER)]
+    assert db.execute(reported).fetchall() == []
+    db.execute("UPDATE pgoutbox.worker SET ended_at = NULL, run_interval_seconds = NULL")
     assert db.execute(reported).fetchall() == [(TESTER, worker.name)]
     db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '3 minutes'")
     assert db.execute(reported).fetchall() == []
@@ -184,6 +189,12 @@ async def test_a_target_that_is_not_an_address_holds_email_back(dsn: str, db: ps
         ("set_redirect", "'a b@c'", "target"),
         ("set_redirect", "'a@b@c'", "target"),
         ("set_redirect", "'@c', '0 s'", "duration"),
+        ("set_redirect", "'@c', topics => '{Mail}'", "topics"),
+        ("set_redirect", "'@c', topics => '{*}'", "topics"),
+        ("set_redirect", "'@c', topics => '{mail,NULL}'", "topics"),
+        ("set_redirect", "'@c', topics => array_fill('m'::text, ARRAY[51])", "topics"),
+        ("set_redirect", "'@c', exempt_topics => '{\"a,b\"}'", "exempt_topics"),
+        ("set_redirect", "'@c', exempt_topics => '{mail.*.x}'", "exempt_topics"),
         ("clear_redirect", "0", "at_most"),
         ("clear_redirect", "NULL", "at_most"),
     ],
@@ -268,6 +279,106 @@ def test_an_operator_refuses_a_wrong_target_and_a_blackout(dsn: str, db: psycopg
     assert db.execute("SELECT count(*) FROM pgoutbox.redirect").fetchone() == (0,)
 
 
+# --- the redirect of some topics --------------------------------------------------------------------------------------
+
+
+def two_topics(dsn: str, inbox: Inbox, **overrides: object) -> Worker:
+    """Return a worker whose two topics send to the destination of a message."""
+    outbox = Outbox(settings_for(dsn, **mail_settings(inbox.port) | overrides))
+
+    @outbox.handler("mail.user.welcome")
+    @outbox.handler("mail.club.order")
+    async def write(message: Message, ctx: Context) -> Content:
+        return Email(subject=message.topic, text="Hi")
+
+    return Worker(outbox)
+
+
+@pytest.mark.parametrize(
+    ("topics", "exempt_topics", "overrides", "expected"),
+    [
+        ("{mail.user.*}", None, {}, {TESTER, ANN}),
+        (None, "{mail.club.*}", {}, {TESTER, ANN}),
+        (None, None, {"redirect_exempt_topics": "mail.club.order"}, {TESTER, ANN}),
+        ("{mail.user.*}", None, {"redirect_to": "env@example.org"}, {TESTER, "env@example.org"}),
+        (None, "{mail.club.*}", {"redirect_to": "env@example.org"}, {TESTER, "env@example.org"}),
+        (None, None, {}, {TESTER}),
+    ],
+)
+async def test_mail_to_one_address_is_redirected_by_topic(
+    dsn: str,
+    db: psycopg.Connection,
+    inbox: Inbox,
+    topics: str | None,
+    exempt_topics: str | None,
+    overrides: dict[str, object],
+    expected: set[str],
+) -> None:
+    db.execute("SELECT pgoutbox.set_redirect(%s, NULL, %s, %s)", (TESTER, topics, exempt_topics))
+    for topic in ("mail.user.welcome", "mail.club.order"):
+        enqueue(db, topic, destination=f"mailto:{ANN}")
+    await two_topics(dsn, inbox, **overrides).run_once()
+    assert len(inbox.received) == 2
+    assert set(recipients(inbox)) == expected
+    users = [received for received in inbox.received if b"Subject: mail.user.welcome" in received.content]
+    assert [received.recipients for received in users] == [[TESTER]]
+
+
+async def test_exempt_topics_of_the_environment_are_exempt_from_its_own_redirect(
+    dsn: str, db: psycopg.Connection, inbox: Inbox
+) -> None:
+    for topic in ("mail.user.welcome", "mail.club.order"):
+        enqueue(db, topic, destination=f"mailto:{ANN}")
+    worker = two_topics(dsn, inbox, redirect_to=TESTER, redirect_exempt_topics="mail.club.*")
+    await worker.run_once()
+    assert {received.recipients[0]: received.content.partition(b"Subject: ")[2][:9] for received in inbox.received} == {
+        TESTER: b"mail.user",
+        ANN: b"mail.club",
+    }
+
+
+async def test_in_a_blackout_only_the_mail_of_redirected_topics_waits(
+    dsn: str, db: psycopg.Connection, inbox: Inbox
+) -> None:
+    db.execute("SELECT pgoutbox.set_redirect(%s, NULL, '{mail.user.*}')", (TESTER,))
+    db.execute(BLACKOUT)
+    user, club = (enqueue(db, t, destination=f"mailto:{ANN}") for t in ("mail.user.welcome", "mail.club.order"))
+    await two_topics(dsn, inbox).run_once()
+    assert (row_of(db, user).state, row_of(db, club).state, recipients(inbox)) == ("pending", "sent", [ANN])
+    with Operator(dsn) as operator:
+        (warning,) = operator.redirects().warnings()
+    assert warning.startswith("e-mail of mail.user.* is held back, except for exempt addresses and topics: ")
+    assert warning.endswith(f"and the blackout {AROUND_TODAY} forbids that")
+
+
+def test_an_operator_switches_topics_and_finds_them_in_the_audit(dsn: str, db: psycopg.Connection) -> None:
+    with Operator(dsn, actor="ada") as operator:
+        switched = operator.set_redirect(TESTER, topics=["mail.user.*", "mail.a"], exempt_topics=["mail.user.vip"])
+        assert operator.redirects().switched == switched
+        assert (switched.topics, switched.exempt_topics) == (("mail.a", "mail.user.*"), ("mail.user.vip",))
+        (warning,) = operator.redirects().warnings()
+        assert f"ada redirects e-mail of mail.a, mail.user.* except that of mail.user.vip to {TESTER} since" in warning
+        assert operator.list_acts()[0].details == {
+            "target": TESTER,
+            "topics": ["mail.a", "mail.user.*"],
+            "exempt_topics": ["mail.user.vip"],
+        }
+        operator.set_redirect(TESTER)
+        assert operator.redirects().warnings()[0].startswith(f"ada redirects all e-mail to {TESTER}")
+        with pytest.raises(ConfigurationError, match="topics: 'Mail' is not a topic"):
+            operator.set_redirect(TESTER, topics=["Mail"])
+
+
+@pytest.mark.parametrize("topics", ["{}", "{Mail}", "{mail,NULL}", "{*}", "{{a},{b}}", "{mail.*.x}"])
+@pytest.mark.parametrize("column", ["topics", "exempt_topics"])
+def test_the_table_refuses_lists_that_workers_would_read_differently(
+    db: psycopg.Connection, column: LiteralString, topics: str
+) -> None:
+    statement = f"INSERT INTO pgoutbox.redirect (target, set_by, set_at, {column}) VALUES ('@c', 'o', now(), %s)"
+    with pytest.raises(psycopg.errors.CheckViolation, match="redirect_sound"):
+        db.execute(statement, (topics,))
+
+
 # --- the window before a worker knows ---------------------------------------------------------------------------------
 
 
@@ -320,8 +431,9 @@ class Sending:
         self.redirects = Redirects(settings, self.store, self.telemetry, clock=lambda: self.now)
         self.sink = Sink()
 
-    async def send(self) -> Outcome:
-        return await self.redirects.send(self.sink, outgoing(destination="https://example.com"), Webhook())
+    async def send(self, topic: str = "greet") -> Outcome:
+        message = outgoing(topic=topic, destination="https://example.com")
+        return await self.redirects.send(self.sink, message, Webhook())
 
     async def close(self) -> None:
         await self.redirects.close()
@@ -343,6 +455,18 @@ async def test_a_worker_reads_the_switch_once_a_second(sending: Sending, db: psy
     sending.now += 0.01
     assert isinstance(await sending.send(), Postponed)
     assert len(sending.sink.sent) == 2
+
+
+async def test_a_topic_that_joins_the_redirect_is_followed_within_a_second(
+    sending: Sending, db: psycopg.Connection
+) -> None:
+    db.execute("SELECT pgoutbox.set_redirect(%s, NULL, '{other}')", (TESTER,))
+    assert isinstance(await sending.send(), Sent)
+    assert isinstance(await sending.send("other"), Postponed)
+    db.execute("SELECT pgoutbox.set_redirect(%s, NULL, '{greet}')", (TESTER,))
+    sending.now += 1
+    assert isinstance(await sending.send(), Postponed)
+    assert isinstance(await sending.send("other"), Sent)
 
 
 async def test_an_answer_counts_from_the_start_of_its_query(
@@ -377,7 +501,7 @@ async def test_nothing_is_handed_over_while_the_switch_cannot_be_read(
 
 async def test_an_email_that_waited_for_a_connection_follows_a_redirect_of_the_meantime(inbox: Inbox) -> None:
     settings = load_settings(smtp={key.removeprefix("smtp_"): v for key, v in mail_settings(inbox.port).items()})
-    switched = RedirectRules.of(settings.redirect).redirect(TESTER)
+    (switched,) = RedirectRules.of(settings.redirect).redirects(Switch(TESTER))
     answers = iter([None, None])
 
     async def current() -> object:
@@ -390,6 +514,34 @@ async def test_an_email_that_waited_for_a_connection_follows_a_redirect_of_the_m
     current_gate.reset(token)
     await transport.aclose()
     assert recipients(inbox) == [TESTER]
+
+
+async def test_an_email_that_waited_for_a_connection_follows_its_topic_that_joined_meanwhile(
+    dsn: str, db: psycopg.Connection, inbox: Inbox
+) -> None:
+    """The worker asks once more right before the hand-over, when the connection is open."""
+    db.execute("SELECT pgoutbox.set_redirect(%s, NULL, '{other}')", (TESTER,))
+    sending = Sending(dsn)
+    settings = load_settings(smtp={key.removeprefix("smtp_"): v for key, v in mail_settings(inbox.port).items()})
+    transport = SmtpTransport(settings)
+    asked = 0
+
+    async def still_held() -> None:
+        nonlocal asked
+        asked += 1
+        sending.now += 1
+        if asked == 4:  # The worker has asked once, and the transport twice before the connection.
+            db.execute("SELECT pgoutbox.set_redirect(%s, NULL, '{greet}')", (TESTER,))
+
+    token = current_gate.set(still_held)
+    outcome = await sending.redirects.send(
+        transport, outgoing(topic="greet"), Email(to=ANN, subject="Hello", text="Hi")
+    )
+    current_gate.reset(token)
+    await transport.aclose()
+    await sending.close()
+    assert isinstance(outcome, Sent)
+    assert (recipients(inbox), asked) == ([TESTER], 5)
 
 
 async def test_a_transport_with_a_redirect_of_its_own_keeps_it(inbox: Inbox) -> None:
@@ -420,7 +572,7 @@ async def test_a_worker_starts_in_a_blackout_and_holds_user_mail_back_but_not_ex
     assert db.execute("SELECT reason FROM pgoutbox.waiting_view").fetchall() == [("redirect",)]
     with Operator(dsn) as operator:
         warnings = operator.redirects().warnings()
-    assert f"the blackout {AROUND_TODAY} forbids to redirect: this e-mail waits" in warnings[1]
+    assert warnings == []  # Both runs have ended.
 
 
 async def test_each_change_of_a_redirect_is_logged_once(dsn: str, db: psycopg.Connection) -> None:

@@ -12,6 +12,7 @@ RETURNS TABLE (
     error_group text,
     messages bigint,
     last_hour bigint,
+    failed_again bigint,
     first_at timestamptz,
     last_at timestamptz,
     newest_id bigint,
@@ -25,7 +26,11 @@ SET search_path = pg_catalog, pg_temp
 SET standard_conforming_strings = on
 AS $function$
 WITH failed AS MATERIALIZED (
-    SELECT m.id, m.topic, m.last_error, m.finished_at
+    SELECT
+        m.id, m.topic, m.last_error, m.finished_at,
+        -- Only a redrive lets a message go on after an attempt that failed. max_attempts does not tell, because snoozes
+        -- raise it too.
+        m.attempts @? '$[0 to last - 1] ? (@.outcome == "failed")' AS is_again
     FROM pgoutbox.message AS m
     WHERE m.state = 'failed'
         AND (failures.topic IS NULL OR m.topic = failures.topic)
@@ -39,6 +44,7 @@ WITH failed AS MATERIALIZED (
         pgoutbox._redacted_text(coalesce(pgoutbox._cause_of(f.last_error), '')) AS cause,
         count(*) AS messages,
         count(*) FILTER (WHERE f.finished_at > now() - interval '1 hour') AS last_hour,
+        count(*) FILTER (WHERE f.is_again) AS failed_again,
         min(f.finished_at) AS first_at,
         max(f.finished_at) AS last_at,
         max(f.id) AS newest_id
@@ -50,6 +56,7 @@ WITH failed AS MATERIALIZED (
         s.cause,
         sum(s.messages)::bigint AS messages,
         sum(s.last_hour)::bigint AS last_hour,
+        sum(s.failed_again)::bigint AS failed_again,
         min(s.first_at) AS first_at,
         max(s.last_at) AS last_at,
         max(s.newest_id) AS newest_id
@@ -62,6 +69,7 @@ SELECT
     pgoutbox._error_group(m.topic, m.cause),
     m.messages,
     m.last_hour,
+    m.failed_again,
     m.first_at,
     m.last_at,
     m.newest_id,
@@ -74,4 +82,5 @@ $function$;
 
 COMMENT ON FUNCTION pgoutbox.failures IS
     'The failed messages by topic and cause, those with the most failures in the last hour first. The cause is the error '
-    'without addresses, quoted values, ids and numbers; error and place are those of the newest message.';
+    'without addresses, quoted values, ids and numbers; error and place are those of the newest message. failed_again '
+    'counts the messages that had failed before and were redriven.';

@@ -13,7 +13,7 @@ CREATE TABLE pgoutbox.claim (
     autovacuum_vacuum_cost_delay = 1
 );
 
--- Recovery reads the claims whose lease has lapsed.
+-- Recovery reads the claims whose lease has expired.
 CREATE INDEX claim_lease ON pgoutbox.claim (lease_expires_at, queue);
 
 COMMENT ON TABLE pgoutbox.claim IS

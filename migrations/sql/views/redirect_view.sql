@@ -4,7 +4,9 @@ SELECT
     r.target,
     r.set_by AS name,
     r.set_at AS since,
-    r.until_at
+    r.until_at,
+    r.topics,
+    r.exempt_topics
 FROM pgoutbox.redirect AS r
 WHERE (r.until_at > now()) IS NOT FALSE
 UNION ALL
@@ -13,10 +15,12 @@ SELECT
     w.redirect_to,
     w.name,
     w.seen_at,
+    NULL,
+    NULL,
     NULL
 FROM pgoutbox.worker AS w
--- The last run says nothing about the next one, except that a run every minute redirects all the time.
-WHERE w.redirect_to IS NOT NULL AND w.seen_at > now() - interval '3 minutes';
+-- The last run says nothing about the next one.
+WHERE w.redirect_to IS NOT NULL AND w.ended_at IS NULL AND w.seen_at > now() - interval '3 minutes';
 
 COMMENT ON VIEW pgoutbox.redirect_view IS
     'The redirect that an operator has switched on, and the redirects that workers have reported.';

@@ -16,7 +16,7 @@ from pgoutbox.message import Message, Outcome, Permanent, Sent, Snooze, Unavaila
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.redaction import redact_text
 from pgoutbox.transports import pass_gate
-from pgoutbox.transports.redirect import RedirectRules
+from pgoutbox.transports.redirect import RedirectRules, covering
 from pgoutbox.transports.smtp.mail import Email, RawEmail, RenderedEmail, render
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class LogTransport:
     follows_redirect: bool = True
 
     def __init__(self, settings: Settings) -> None:
-        self._own_redirect = RedirectRules.of(settings.redirect).redirect()
+        self._own_redirects = RedirectRules.of(settings.redirect).redirects()
         if settings.smtp.sender is None:
             smtp = settings.smtp.model_copy(update={"sender": _DEFAULT_SENDER})
             settings = settings.model_copy(update={"smtp": smtp})
@@ -56,7 +56,8 @@ class LogTransport:
         if not isinstance(content, (Email, RawEmail)):
             return Permanent(f"content: the log transport takes an Email, not {type(content).__name__}")
         try:
-            await asyncio.to_thread(self._write, message, content, await pass_gate() or self._own_redirect)
+            redirect = await pass_gate() or covering(self._own_redirects, message.topic)
+            await asyncio.to_thread(self._write, message, content, redirect)
         except (Permanent, Unavailable, Snooze) as refusal:
             return refusal
         except OSError as error:

@@ -21,7 +21,7 @@ from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import one_line
 from pgoutbox.transports import pass_gate
 from pgoutbox.transports.addresses import is_host_name, parse_mailbox
-from pgoutbox.transports.redirect import RedirectRules
+from pgoutbox.transports.redirect import RedirectRules, covering
 from pgoutbox.transports.smtp.mail import (
     NO_ENVELOPE_SENDER,
     NO_SENDER,
@@ -78,7 +78,7 @@ class SmtpTransport:
         require_extra("aiosmtplib", "the SMTP transport", "smtp")
         smtp = settings.smtp
         _check_settings(smtp)
-        self._own_redirect = RedirectRules.of(settings.redirect).redirect()
+        self._own_redirects = RedirectRules.of(settings.redirect).redirects()
         self._settings = settings
         self._smtp = smtp
         has_tls = smtp.security != "none"
@@ -105,7 +105,7 @@ class SmtpTransport:
         if self._smtp.sender is None and (missing := _missing_sender(content)) is not None:
             return Unavailable(missing, breaker=sender_keys[-1])
 
-        mail = _Mail(content, message, self._settings, self._own_redirect)
+        mail = _Mail(content, message, self._settings, covering(self._own_redirects, message.topic))
         try:
             await mail.pass_gate()
             async with self._slots:

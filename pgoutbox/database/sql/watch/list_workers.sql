@@ -4,7 +4,7 @@ WITH held AS (
     SELECT
         m.worker,
         count(*) AS in_flight,
-        count(*) FILTER (WHERE m.lease_expires_at <= now()) AS lapsed,
+        count(*) FILTER (WHERE m.lease_expires_at <= now()) AS expired_leases,
         min(m.claimed_at) AS oldest_claimed_at,
         min(m.lease_expires_at) AS lease_expires_at,
         array_agg(DISTINCT m.queue) AS queues
@@ -14,7 +14,7 @@ WITH held AS (
     SELECT
         coalesce(v.name, h.worker) AS worker,
         coalesce(h.in_flight, 0) AS in_flight,
-        coalesce(h.lapsed, 0) AS lapsed,
+        coalesce(h.expired_leases, 0) AS expired_leases,
         h.oldest_claimed_at,
         h.lease_expires_at,
         coalesce(v.queues, h.queues) AS queues,
@@ -35,7 +35,7 @@ WITH held AS (
 SELECT
     coalesce(k.worker, c.name) AS worker,
     coalesce(k.in_flight, 0) AS in_flight,
-    coalesce(k.lapsed, 0) AS lapsed,
+    coalesce(k.expired_leases, 0) AS expired_leases,
     k.oldest_claimed_at,
     k.lease_expires_at,
     coalesce(k.queues, '{}') AS queues,

@@ -3,9 +3,9 @@
 SELECT
     m.queue,
     m.topic,
-    count(*) FILTER (WHERE m.state = 'pending' AND m.attempt_count = 0 AND m.available_at <= now()) AS due,
-    count(*) FILTER (WHERE m.state = 'pending' AND m.attempt_count > 0) AS retrying,
-    count(*) FILTER (WHERE m.state = 'pending' AND m.attempt_count = 0 AND m.available_at > now()) AS scheduled,
+    count(*) FILTER (WHERE m.state = 'pending' AND m.available_at <= now()) AS due,
+    count(*) FILTER (WHERE m.state = 'pending' AND m.available_at > now()) AS scheduled,
+    count(*) FILTER (WHERE m.state = 'pending' AND m.attempt_count > 0) AS retries,
     count(*) FILTER (WHERE m.state = 'sending') AS sending,
     count(*) FILTER (WHERE m.state = 'failed') AS failed,
     extract(
