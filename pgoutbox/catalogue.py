@@ -19,7 +19,7 @@ from pgoutbox.enqueue.payloads import fit
 from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import ArgumentError, PgOutboxError, UnknownTopicError
 from pgoutbox.handlers import OnUnknown
-from pgoutbox.operations import Correction, CorrectResult, JsonText, MessageResult, Operator
+from pgoutbox.operations import Correction, CorrectResult, MessageResult, Operator
 from pgoutbox.options import check_delay, check_name, if_given
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
@@ -168,27 +168,22 @@ def correct_message(
 ) -> MessageResult[CorrectResult]:
     """Correct a message like `Operator.correct`, after its topic's model has checked the payload.
 
-    `payload` and `headers` are merge patches (RFC 7396): objects with the members to replace, and null for those to
-    remove. Without an outbox no model checks the payload. Raises like `Operator.correct`, `MessageNotFoundError`, and
+    Without an outbox no model checks it. Raises like `Operator.correct`, `MessageNotFoundError`, and
     `UnknownTopicError` for a topic that the outbox neither defines nor handles.
     """
-    patched = correction.copy()
-    if operator.reads_payloads() and correction.keys() & {"payload", "headers"}:
+    if "payload" in correction and outbox is not None and operator.reads_payloads():
         message, _ = operator.show_message(message_id, whole=True)
-        if "headers" in correction and correction["headers"] is not None:
-            merged = _merged(message.headers, cast("JsonValue", correction["headers"]))
-            patched["headers"] = cast("dict[str, str]", merged)
-        if "payload" in correction and not is_sealed(message.payload):
-            if isinstance(message.payload, JsonText):
-                raise ArgumentError("payload", "is nested too deep to be corrected")
-            patched["payload"] = _merged(message.payload, correction["payload"])
-            model = None if outbox is None else find_topic(outbox, message.topic).payload
-            if model is not None:
-                fit(model, patched["payload"])
-    return operator.correct(message_id, patched)
+        model = find_topic(outbox, message.topic).payload
+        if model is not None and not is_sealed(message.payload):
+            try:
+                fit(model, _merged(message.payload, correction["payload"]))
+            except RecursionError:
+                raise ArgumentError("payload", "is nested too deep") from None
+    return operator.correct(message_id, correction)
 
 
 def _merged(value: JsonValue, patch: JsonValue) -> JsonValue:
+    """Return what `pgoutbox._after_patch` makes of them."""
     if not isinstance(patch, dict):
         return patch
     merged = dict(value) if isinstance(value, dict) else {}

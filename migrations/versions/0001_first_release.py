@@ -52,7 +52,7 @@ STATEMENT = re.compile(r"(?>--[^\n]*|'[^']*'|(\$\w*\$).*?\1|BEGIN ATOMIC\b.*?\nE
 
 # Partitions and indexes are dropped with their table.
 CREATED = re.compile(
-    r"^CREATE (?:(TABLE|TYPE|FUNCTION|VIEW) (pgoutbox\.\w+)\b(?! PARTITION OF)"
+    r"^CREATE (?:CONSTRAINT )?(?:(TABLE|TYPE|FUNCTION|VIEW) (pgoutbox\.\w+)\b(?! PARTITION OF)"
     r"|(TRIGGER) (\w+)\b.*(\bON pgoutbox\.\w+))",
     re.MULTILINE | re.DOTALL,
 )

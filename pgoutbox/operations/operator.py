@@ -22,7 +22,7 @@ from typing import Final, LiteralString, Self, TypeVar, cast
 from uuid import UUID, uuid4
 
 import psycopg
-from psycopg.errors import CheckViolation
+from psycopg.errors import CheckViolation, InvalidParameterValue
 from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
 from pydantic import JsonValue
@@ -306,18 +306,18 @@ class Operator:
     def correct(
         self, message_id: int, correction: Correction, *, states: Collection[State] = CORRECTABLE
     ) -> MessageResult[CorrectResult]:
-        """Replace fields of a pending or failed message, and make it pending if it is failed.
+        """Change fields of a pending or failed message, and make it pending if it is failed.
 
-        One that waits for its next attempt is tried at once; one that waits for its time is not. Payload and headers
-        need a role that may read them. No model checks the payload: `catalogue.correct_message` does. The operator can
-        read the message at a new destination, so the owner may have revoked this right, and the audit records digests
-        of the old and the new one. It records no values, only the names of the fields and the queue. An encrypted
+        A message that has been tried gets its initial number of attempts. With another payload, headers or destination
+        it is due at once. Payload and headers need a role that may read them. No model checks the payload. The operator
+        can read the message at another destination, so the owner may have revoked this right, and the audit records
+        digests of the old and the new one. It has no values, only the names of the fields and the queue. An encrypted
         message is left alone, and so is one that is superseded. Raises `ArgumentError` for invalid values, and
         `StateError` for a destination during a blackout.
 
             operator.correct(42, {"destination": "mailto:ada@example.org"})
         """
-        (result,) = self._correct([message_id], states, _correcting(correction))
+        (result,) = self._correct({message_id: None}, states, _correcting(correction))
         return result
 
     def release(self, message_id: int) -> MessageResult[ReleaseResult]:
@@ -326,7 +326,7 @@ class Operator:
         Its worker stops the attempt within seconds. The attempt counts as lost when its lease ends, and the message is
         tried again, with one more attempt. It may be delivered twice.
         """
-        (result,) = self._release([message_id], _Act())
+        (result,) = self._release({message_id: None}, _Act())
         return result
 
     def dismiss(self, message_id: int, reason: str) -> MessageResult[DismissResult]:
@@ -453,9 +453,9 @@ class Operator:
         if action == "dismiss":
             return self._dismiss(counts, act)
         if action == "correct":
-            return self._correct(list(counts), states, act)
+            return self._correct(counts, states, act)
         if action == "release":
-            return self._release(list(counts), act)
+            return self._release(counts, act)
         return [self._resend(message_id, act) for message_id in counts]
 
     def _search(self, which: MessageFilter, batch_size: int) -> Iterator[tuple[Mapping[int, int | None], int, int]]:
@@ -481,14 +481,16 @@ class Operator:
         parameters = {**_attempts(counts), "states": list(states)}
         return [_redriven(row, states, counts[row[0]]) for row in self._act(sql.REDRIVE, parameters, act)]
 
-    def _correct(self, ids: Sequence[int], states: Collection[State], act: _Act) -> list[MessageResult[CorrectResult]]:
-        """Correct these messages in one transaction."""
-        rows = self._act(sql.CORRECT, {"ids": ids, "states": list(states), **act.changes}, act)
+    def _correct(
+        self, counts: Mapping[int, int | None], states: Collection[State], act: _Act
+    ) -> list[MessageResult[CorrectResult]]:
+        """Correct these messages in one transaction, if they still have these numbers of attempts; None means any."""
+        rows = self._act(sql.CORRECT, {**_attempts(counts), "states": list(states), **act.changes}, act)
         return [_corrected(row, states) for row in rows]
 
-    def _release(self, ids: Sequence[int], act: _Act) -> list[MessageResult[ReleaseResult]]:
-        """Release these messages in one transaction."""
-        return [_released(*row) for row in self._act(sql.RELEASE, {"ids": ids}, act)]
+    def _release(self, counts: Mapping[int, int | None], act: _Act) -> list[MessageResult[ReleaseResult]]:
+        """Release these messages in one transaction, if they are still in these attempts; None means any."""
+        return [_released(*row) for row in self._act(sql.RELEASE, _attempts(counts), act)]
 
     def _dismiss(self, counts: Mapping[int, int | None], act: _Act) -> list[MessageResult[DismissResult]]:
         """Dismiss these messages in one transaction, if they still have these numbers of attempts; None means any."""
@@ -892,6 +894,11 @@ class Operator:
 
         try:
             return operator_connection.transact(self._connection, announce_and_run)
+        except InvalidParameterValue as error:
+            reason = (error.diag.message_primary or "").partition(f": {error.diag.column_name}: ")[2]
+            if error.diag.schema_name != "pgoutbox" or not reason:
+                raise
+            raise ArgumentError(str(error.diag.column_name), reason) from None
         except CheckViolation as error:
             if error.diag.constraint_name not in ("queue_ceiling", "blackout"):
                 raise
@@ -939,8 +946,8 @@ def _cancelled(message_id: int, answer: str) -> MessageResult[CancelResult]:
 def _correcting(correction: Correction) -> _Act:
     changes: dict[str, object] = {}
     for name, value in correction.items():
-        if name == "payload":
-            changes[name] = json.loads(to_json(value, max_bytes=_MAX_PAYLOAD_BYTES))
+        if name in ("payload", "headers"):
+            changes[name] = json.loads(to_json(value, max_bytes=_MAX_PAYLOAD_BYTES, field=name))
         elif name in OPTIONS and (value is not None or name == "queue"):
             changes[name] = OPTIONS[name](name, value)
         else:
@@ -1009,6 +1016,7 @@ def _corrected(row: TupleRow, states: Collection[State]) -> MessageResult[Correc
         CorrectResult.CORRECTED: "",
         CorrectResult.MISSING: _MISSING,
         CorrectResult.WRONG_STATE: f"is {state}; only {' and '.join(sorted(states))} messages can be corrected",
+        CorrectResult.CHANGED: _CHANGED,
         CorrectResult.SUPERSEDED: _superseded(newer_id),
         CorrectResult.ENCRYPTED: _ENCRYPTED,
         CorrectResult.ORDERED: "has an ordering key, which belongs to its queue",
@@ -1024,6 +1032,7 @@ def _released(message_id: int, answer: str, state: str | None) -> MessageResult[
         ReleaseResult.RELEASED: "",
         ReleaseResult.MISSING: _MISSING,
         ReleaseResult.WRONG_STATE: f"is {state}; only messages in flight can be released",
+        ReleaseResult.CHANGED: _CHANGED,
         ReleaseResult.LOCKED: _LOCKED,
     }[result]
     return MessageResult(message_id, result, None, explanation)

@@ -59,10 +59,13 @@ BulkAction: TypeAlias = Literal["redrive", "resend", "cancel", "reschedule", "di
 
 
 class Correction(TypedDict, total=False):
-    """The fields of a message that a correction replaces. None removes the headers, the destination or the owner."""
+    """The fields of a message that a correction changes. None removes the headers, the destination or the owner.
+
+    Payload and headers are merge patches (RFC 7396): objects with the members to replace, and None for those to remove.
+    """
 
     payload: JsonValue
-    headers: dict[str, str] | None
+    headers: dict[str, str | None] | None
     destination: str | None
     owner: str | None
     queue: str
@@ -181,6 +184,7 @@ class CorrectResult(enum.StrEnum):
     CORRECTED = "corrected"
     MISSING = "missing"
     WRONG_STATE = "wrong_state"
+    CHANGED = "changed"
     SUPERSEDED = "superseded"
     ENCRYPTED = "encrypted"
     ORDERED = "ordered"
@@ -192,12 +196,14 @@ class ReleaseResult(enum.StrEnum):
     """The effect of a release on one message, or the reason why it left the message alone.
 
     `released`: its worker no longer has it, and it is tried again when the lease ends. `wrong_state`: it is not in
-    flight. `missing`: no such message exists. `locked`: another transaction has locked its row; try again.
+    flight. `changed`: another attempt is in flight than when it was listed. `missing`: no such message exists.
+    `locked`: another transaction has locked its row; try again.
     """
 
     RELEASED = "released"
     MISSING = "missing"
     WRONG_STATE = "wrong_state"
+    CHANGED = "changed"
     LOCKED = "locked"
 
 

@@ -49,7 +49,9 @@ def test_a_statement_is_not_several(path: Path) -> None:
 @pytest.mark.parametrize("path", OBJECTS, ids=name_of)
 def test_a_file_has_the_name_of_the_object_that_it_creates(path: Path) -> None:
     created = re.findall(
-        r"^CREATE (?:TABLE|TYPE|FUNCTION|VIEW|TRIGGER) (?:pgoutbox\.)?(\w+)", path.read_text(), re.MULTILINE
+        r"^CREATE (?:TABLE|TYPE|FUNCTION|VIEW|TRIGGER|CONSTRAINT TRIGGER) (?:pgoutbox\.)?(\w+)",
+        path.read_text(),
+        re.MULTILINE,
     )
     assert path.stem in created
 

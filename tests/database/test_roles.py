@@ -1041,7 +1041,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (WORKER, "SELECT pgoutbox._prune_audit(10)"),
     (OPERATOR, "SELECT pgoutbox.announce_act('ada')"),
     (OPERATOR, "SELECT FROM pgoutbox.redrive('{1,2,3}')"),
-    (OPERATOR, "SELECT FROM pgoutbox.release('{1,2,3}')"),
+    (OPERATOR, "SELECT FROM pgoutbox.release('{1,2,3}'); SET CONSTRAINTS ALL IMMEDIATE"),
     (OPERATOR, "SELECT FROM pgoutbox.correct('{1,2,3}', '{\"destination\": \"mailto:ada@example.org\"}')"),
     (OPERATOR, "SELECT FROM pgoutbox.resend(2)"),
     (OPERATOR, ENQUEUE_ACT),
@@ -1116,7 +1116,8 @@ def test_a_producers_temporary_type_does_not_run_with_the_owners_rights(dsn: str
 
 # Triggers, which other calls run, and functions that only the owner may call.
 NOT_ATTACKED: Final = {
-    "_record_breaker_act", "_record_queue_act", "_record_retention_act", "destination_digest", "export", "mentions",
+    "_end_with_lease", "_record_breaker_act", "_record_queue_act", "_record_retention_act", "destination_digest",
+    "export", "mentions",
 }  # fmt: skip
 CALLED: Final = {match[1]: (role, call) for role, call in CALLS if (match := re.search(r"pgoutbox\.(\w+)\(", call))}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome
 from pgoutbox.operations import Action, MessageFilter, Operator, ReleaseResult
 from pgoutbox.worker import Worker
-from tests.support.messages import put
+from tests.support.messages import meanwhile, put
 from tests.support.outbox_actions import (
     attempts_of,
     begin,
@@ -28,6 +29,7 @@ from tests.support.outbox_actions import (
     state_of,
     watch,
 )
+from tests.support.races import until_blocked
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -119,14 +121,73 @@ def test_only_a_message_in_flight_is_released(rolled_back: psycopg.Connection, s
     assert Operator(rolled_back).release(2**40).result is ReleaseResult.MISSING
 
 
-@pytest.mark.parametrize("table", ["message", "claim"])
-def test_a_locked_message_is_left_alone(db: psycopg.Connection, connect: Connect, table: str) -> None:
-    """A renewal that has locked the claim is about to change the time at which its lease ends."""
+def test_a_locked_message_is_left_alone(db: psycopg.Connection, connect: Connect) -> None:
     message_id, holder = put(db, State.SENDING), connect()
-    holder.execute(f"SELECT FROM pgoutbox.{table} FOR UPDATE".encode())
+    holder.execute("SELECT FROM pgoutbox.message FOR UPDATE")
     assert Operator(db).release(message_id).result is ReleaseResult.LOCKED
     holder.rollback()
     assert Operator(db).release(message_id).is_done
+
+
+def test_an_open_transaction_keeps_no_worker_from_renewing(db: psycopg.Connection, connect: Connect) -> None:
+    """The message is tried again after the lease that its worker has at the commit, however late that is."""
+    message_id, other = (enqueue(db) for _ in range(2))
+    rows = {row.id: row.attempt_count for row in claim(db)}
+    operator = connect()
+    operator.execute("SELECT pgoutbox.release(%s)", ([message_id],))
+    attempts = [(message_id, rows[message_id]), (other, rows[other])]
+    assert set(renew(db, *attempts)) == {message_id, other}
+    lease = db.execute("SELECT lease_expires_at FROM pgoutbox.claim").fetchall()
+    operator.commit()
+    leases = "SELECT lease_expires_at FROM pgoutbox.in_flight_view ORDER BY id"
+    assert db.execute(leases).fetchall() == lease * 2
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_release_waits_for_a_renewal_only_at_its_commit(
+    db: psycopg.Connection, connect: Connect, *, is_gone: bool
+) -> None:
+    message_id, renewal, operator = put(db, State.SENDING), connect(), connect(autocommit=True)
+    if is_gone:
+        renewal.execute("DELETE FROM pgoutbox.claim")
+    else:
+        renewal.execute("UPDATE pgoutbox.claim SET lease_expires_at = '2100-01-01'")
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(lambda: Operator(operator).release(message_id).is_done)
+        until_blocked(db, operator, waiting)
+        renewal.commit()
+        assert waiting.result()
+    row = db.execute("SELECT lease_expires_at = '2100-01-01', lease_expires_at <= now() FROM pgoutbox.claim").fetchall()
+    assert row[-1] == (not is_gone, is_gone)
+
+
+def test_another_attempt_than_the_listed_one_is_left_alone(
+    db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(db, State.SENDING)
+    meanwhile(monkeypatch, lambda: db.execute("UPDATE pgoutbox.message SET attempt_count = attempt_count + 1"))
+    batches = list(Operator(db).bulk("release", MessageFilter(topic="mail")))
+    assert [result.result for batch in batches for result in batch.results] == [ReleaseResult.CHANGED]
+    assert db.execute("SELECT worker FROM pgoutbox.message").fetchone() == ("w",)
+
+
+async def test_a_process_with_a_free_slot_tries_its_message_again(dsn: str, db: psycopg.Connection) -> None:
+    """The handler that does not end keeps its own slot. Its lease is lost, so it hands nothing over."""
+    outbox = Outbox(settings_for(dsn, lease_seconds=3))
+    calls: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        calls.append(message.attempt_count)
+        if len(calls) == 1:
+            await asyncio.Event().wait()
+
+    message_id = enqueue(db)
+    async with running(Worker(outbox)):
+        await until(lambda: calls)
+        assert Operator(db).release(message_id).is_done
+        await until(lambda: state_of(db, message_id) == "sent")
+    assert calls == [1, 2]
 
 
 def test_all_messages_of_a_filter_are_released(db: psycopg.Connection) -> None:

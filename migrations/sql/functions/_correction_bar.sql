@@ -1,3 +1,5 @@
+-- An encrypted payload is bound to its destination, except that of a fan-out; the message for a hook contains the payload
+-- of the failed message. The place of a message in its ordering key belongs to its queue.
 CREATE FUNCTION pgoutbox._correction_bar(message pgoutbox.message, changes jsonb)
 RETURNS text
 LANGUAGE sql

@@ -12,7 +12,7 @@ DECLARE
     receipt bigint;
 BEGIN
     IF draft.destination IS NOT NULL THEN
-        PERFORM pgoutbox._refuse_in_blackout('enqueue: destination');
+        PERFORM pgoutbox._require_plain_destination('enqueue', draft.destination);
     END IF;
     IF draft.dedupe_key IS NOT NULL AND NOT pg_has_role(session_user, current_user, 'MEMBER') THEN
         draft.on_duplicate := 'ignore';

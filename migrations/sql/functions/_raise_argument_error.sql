@@ -1,4 +1,6 @@
-CREATE FUNCTION pgoutbox._raise_argument_error(problem text, place text DEFAULT NULL, item_index bigint DEFAULT NULL)
+CREATE FUNCTION pgoutbox._raise_argument_error(
+    problem text, place text DEFAULT NULL, item_index bigint DEFAULT NULL, in_function text DEFAULT 'enqueue'
+)
 RETURNS void
 LANGUAGE plpgsql
 AS $function$
@@ -7,7 +9,7 @@ BEGIN
         ERRCODE = CASE WHEN problem ~ '^[a-z_]+: must not be null' THEN '22004' ELSE '22023' END,
         SCHEMA = 'pgoutbox',
         COLUMN = split_part(problem, ':', 1),
-        MESSAGE = 'pgoutbox.enqueue: '
+        MESSAGE = 'pgoutbox.' || in_function || ': '
             || CASE WHEN place IS NULL THEN '' ELSE place || '[' || item_index || '].' END
             || problem;
 END

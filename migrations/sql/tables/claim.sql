@@ -6,6 +6,7 @@ CREATE TABLE pgoutbox.claim (
     queue            text COLLATE "C" NOT NULL,
     worker           text COLLATE "C" NOT NULL,
     ids              bigint[]    NOT NULL,
+    released_from    text COLLATE "C",
     CONSTRAINT claim_pkey PRIMARY KEY (worker, claimed_at)
 ) WITH (
     autovacuum_vacuum_threshold = 1000,
@@ -24,4 +25,5 @@ COMMENT ON COLUMN pgoutbox.claim.lease_expires_at IS
     'When the attempts count as lost unless their worker renews the lease.';
 COMMENT ON COLUMN pgoutbox.claim.queue IS 'The queue of the messages.';
 COMMENT ON COLUMN pgoutbox.claim.worker IS 'The worker.';
+COMMENT ON COLUMN pgoutbox.claim.released_from IS 'The worker from which an operator has released the message.';
 COMMENT ON COLUMN pgoutbox.claim.ids IS 'The messages that this claim chose; the attempt of one that changed meanwhile did not begin.';

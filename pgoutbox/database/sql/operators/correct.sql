@@ -1,3 +1,5 @@
--- Replace fields of pending and failed messages, and make failed ones pending again. One row per id, with the result.
+-- Change fields of pending and failed messages, and make failed ones pending again. One row per id, with the result.
 SELECT c.id, c.result, c.state, c.superseded_by, c.dedupe_key_of
-FROM pgoutbox.correct(%(ids)s::bigint[], %(changes)s::jsonb, %(states)s::text[]) AS c
+FROM pgoutbox.correct(
+    %(ids)s::bigint[], %(changes)s::jsonb, %(states)s::text[], %(attempt_counts)s::integer[]
+) AS c

@@ -1,0 +1,20 @@
+-- The audit has digests of the destinations that operators set. Two spellings of one address would have two digests.
+CREATE FUNCTION pgoutbox._require_plain_destination(in_function text, destination text)
+RETURNS void
+LANGUAGE plpgsql
+STABLE
+SET search_path = pg_catalog, pg_temp
+AS $function$
+BEGIN
+    IF lower(left(destination, 7)) = 'mailto:' AND destination ~ '[%<>"()[:space:]]' THEN
+        PERFORM pgoutbox._raise_argument_error(
+            'destination: must be a plain address, such as mailto:ada@example.org, without a name and escapes',
+            in_function => in_function
+        );
+    END IF;
+    PERFORM pgoutbox._refuse_in_blackout(in_function || ': destination');
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox._require_plain_destination IS
+    'Refuse a destination that an operator sets during a blackout, or in a spelling that hides its address.';
