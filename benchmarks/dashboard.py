@@ -126,7 +126,18 @@ def _pages(count: int) -> list[str]:
         {"before": count // 2, "key": "no-such-key"},
         {"created_before": "2020-01-01T00:00"},
     ]
-    pages = ["/", "/queues", "/failed", "/audit", f"/messages/{count // 2}", f"/messages/{count - 1}"]
+    pages = [
+        "/",
+        "/?range=14d",
+        "/queues",
+        "/queues?queue=bulk",
+        "/workers",
+        "/breakers",
+        "/failed",
+        "/audit",
+        f"/messages/{count // 2}",
+        f"/messages/{count - 1}",
+    ]
     pages += [f"/messages?{urlencode(given)}" for given in filters]
     return [*pages, "/bulk?do=redrive", "/bulk?do=cancel&topic=no.such"]
 
@@ -163,8 +174,10 @@ def _looks(count: int) -> dict[str, dict[str, object]]:
     return {
         "COUNT_OPEN": {"cap": CAP + 1},
         "COUNT_DONE": {"cap": CAP + 1},
-        "LIVE_QUEUES": {"queue": None, "queues": 100, "cap": QUEUE_CAP + 1},
+        "RANK_QUEUES": {"prefix": "", "queues": 10_001, "cap": 100, "limit": 100},
+        "LIVE_QUEUES": {"queues": ["default", "mail", "bulk", "webhooks"], "cap": QUEUE_CAP + 1},
         "RUNNING_WORKERS": {"cap": CAP},
+        "RUNNING_MESSAGES": {"cap": CAP, "limit": 20},
         "FAILED_LATELY": {"cap": CAP},
         "LIST_FAILURES": {"topic": None, "seconds": None, "cap": GROUP_ROWS, "limit": 100},
         "SEARCH_MESSAGES": {**nowhere.parameters(), **search, "rows": SEARCH_ROWS},
@@ -174,7 +187,7 @@ def _looks(count: int) -> dict[str, dict[str, object]]:
         "SEARCH_AHEAD": {**nowhere.parameters(), "after_id": 0, "through_id": count, "rows": 20_000},
         "SUPERSEDED_BY": {"id": count // 2, "rows": SEARCH_ROWS, "limit": 20},
         "FIRST_FROM": {"id": count // 2},
-        "LIST_BREAKERS": {},
+        "LIST_BREAKERS": {"cap": CAP, "limit": 100},
         "ESTIMATE_DONE": {},
         "NEWEST_ID": {},
         "PULSE": {},

@@ -41,6 +41,9 @@ PAGES: Final = {
     "message": f"/messages/{TOLD_ID}",
     "failed": "/failed",
     "queues": "/queues",
+    "queue": "/queues?queue=mail",
+    "workers": "/workers",
+    "breakers": "/breakers",
     "audit": "/audit",
     "redrive-many": "/bulk?do=redrive&state=failed",
 }

@@ -147,7 +147,7 @@ async def close_breaker(request: Request) -> Response:
     key = inputs.breaker_of(await inputs.read_form(request))
     closed = await _act(request, lambda operator: operator.close_breaker(key))
     done = "breaker-closed" if closed.was_open else "breaker-not-open"
-    return RedirectResponse(f"{link(request, 'overview')}{query(done=done)}#breakers", status_code=303)
+    return RedirectResponse(f"{link(request, 'breakers')}{query(done=done)}", status_code=303)
 
 
 @operators_only
@@ -185,7 +185,7 @@ async def _answer(request: Request, answer: MessageResult[AnyResult]) -> Respons
 
 
 def _to_queues(request: Request, queue: str, *, done: str) -> Response:
-    return RedirectResponse(f"{link(request, 'queues')}{query(done=done)}#queue-{queue}", status_code=303)
+    return RedirectResponse(f"{link(request, 'queues')}{query(queue=queue, done=done)}", status_code=303)
 
 
 def _to_redirect(request: Request, *, done: str) -> Response:

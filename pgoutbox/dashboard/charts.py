@@ -1,9 +1,9 @@
-"""Small charts of the last hour, as shapes that a template renders as SVG without a script."""
+"""Charts by time, as shapes that a template renders as SVG without a script."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -11,20 +11,27 @@ from pgoutbox.dashboard.history import MINUTES, Minute, percentiles
 from pgoutbox.message import State
 
 if TYPE_CHECKING:
+    from pgoutbox.dashboard.history import Range
     from pgoutbox.dashboard.reads import FailedMinute
 
 WIDTH: Final = 240
 HEIGHT: Final = 40
+WIDE_WIDTH: Final = 720
+WIDE_HEIGHT: Final = 120
 _SLOT: Final = WIDTH / MINUTES
+_LABELS: Final = 4
+# A single failure beside thousands of sent messages must not disappear.
+_LEAST_HEIGHT: Final = 2.0
 
 
 class Bar(NamedTuple):
-    """A rectangle on the ground line."""
+    """A rectangle on the ground line, with a text for the mouse."""
 
     x: str
     y: str
     width: str
     height: str
+    title: str = ""
 
 
 class Chart(NamedTuple):
@@ -35,6 +42,28 @@ class Chart(NamedTuple):
     points: str = ""
 
 
+class Series(NamedTuple):
+    """The bars of one state, and their sum."""
+
+    state: State
+    total: int
+    bars: Sequence[Bar]
+
+
+class WideChart(NamedTuple):
+    """A chart with axes: the greatest value, and the times below. `since` is the first counted time, None if all are
+    counted. `now` is the last value of a line.
+    """
+
+    label: str
+    highest: int
+    times: Sequence[datetime]
+    since: datetime | None
+    series: Sequence[Series] = ()
+    points: str = ""
+    now: int = 0
+
+
 class TopicFailures(NamedTuple):
     """The number of recent failures of a topic, and a chart of the last hour."""
 
@@ -43,18 +72,69 @@ class TopicFailures(NamedTuple):
     chart: Chart
 
 
-def throughput(minutes: Sequence[Minute], state: State) -> Chart:
-    """Chart the messages that ended in a state, by minute; the newest on the right."""
-    counts = [minute.states[state] for minute in minutes]
-    return bars(counts, f"{state.value} in the last {len(counts)} minutes")
+def activity(asked: Range, now: datetime, sent: Mapping[datetime, int], failed: Mapping[datetime, int]) -> WideChart:
+    """Draw sent beside failed messages by time. `sent` has only the slots that are counted already."""
+    slots = asked.slots(now)
+    counts = {State.SENT: sent, State.FAILED: failed}
+    highest = max((count.get(at, 0) for count in counts.values() for at in slots), default=0)
+    room = WIDE_WIDTH / len(slots)
+    series = []
+    for place, (state, count) in enumerate(counts.items()):
+        drawn = [
+            _bar(room * (number + 0.1 + 0.4 * place), room * 0.4, count[at], highest, _title(at, count[at], state))
+            for number, at in enumerate(slots)
+            if count.get(at)
+        ]
+        series.append(Series(state, sum(count.get(at, 0) for at in slots), drawn))
+    told = " and ".join(f"{one.total:,} {one.state}" for one in series)
+    label = f"{told} in {asked.name}, at most {highest:,} in {_length(asked.width)}"
+    since = next((at for at in slots if at in sent), None)
+    return WideChart(label, highest, _times(slots), None if since == slots[0] else since, series)
 
 
-def bars(counts: Sequence[int], what: str) -> Chart:
+def depth(asked: Range, now: datetime, known: Mapping[datetime, int]) -> WideChart:
+    """Draw the depth of a queue by time. The line begins at the first time that is counted."""
+    slots = asked.slots(now)
+    highest = max(known.values(), default=0)
+    span = (now - slots[0]).total_seconds()
+    points = " ".join(
+        f"{WIDE_WIDTH * (at - slots[0]).total_seconds() / span:.1f},{_y(count, highest):.1f}"
+        for at, count in sorted(known.items())
+    )
+    label = f"{known[now]:,} messages now, at most {highest:,} in {asked.name}"
+    since = min(known)
+    return WideChart(label, highest, _times(slots), None if since == slots[0] else since, points=points, now=known[now])
+
+
+def _bar(x: float, width: float, count: int, highest: int, title: str) -> Bar:
+    y = min(_y(count, highest), WIDE_HEIGHT - _LEAST_HEIGHT)
+    return Bar(f"{x:.1f}", f"{y:.1f}", f"{width:.1f}", f"{WIDE_HEIGHT - y:.1f}", title)
+
+
+def _y(count: int, highest: int) -> float:
+    return WIDE_HEIGHT * (1 - count / max(1, highest))
+
+
+def _title(at: datetime, count: int, state: State) -> str:
+    return f"{at:%Y-%m-%d %H:%M} UTC: {count:,} {state}"
+
+
+def _length(width: timedelta) -> str:
+    minutes = width // timedelta(minutes=1)
+    if minutes == 1:
+        return "a minute"
+    return f"{minutes} minutes" if minutes < 60 else f"{minutes // 60} hours"
+
+
+def _times(slots: Sequence[datetime]) -> list[datetime]:
+    return [slots[len(slots) * number // _LABELS] for number in range(_LABELS)]
+
+
+def _bars(counts: Sequence[int], what: str) -> Chart:
     """Draw a bar for each minute with a count."""
     highest = max(counts, default=0)
-    first = MINUTES - len(counts)
     drawn = []
-    for slot, count in enumerate(counts, start=first):
+    for slot, count in enumerate(counts):
         if count:
             height = max(1.0, HEIGHT * count / highest)
             drawn.append(
@@ -79,28 +159,16 @@ def latency(minutes: Sequence[Minute], share: float) -> Chart:
     return Chart(f"percentile {share * 100:g} by minute, at most {highest:.3g} seconds", points=points)
 
 
-def _last_hour(now: datetime) -> list[datetime]:
-    last = now.astimezone(UTC).replace(second=0, microsecond=0)
-    return [last - minutes * timedelta(minutes=1) for minutes in range(MINUTES)][::-1]
-
-
-def failures_by_minute(failed: Sequence[FailedMinute], now: datetime) -> Chart:
-    """Chart the newest failures of all topics, by minute."""
-    counts: Counter[datetime] = Counter()
-    for _, minute, messages in failed:
-        counts[minute.astimezone(UTC)] += messages
-    return bars([counts[at] for at in _last_hour(now)], "failed in the last hour")
-
-
 def failures_by_topic(failed: Sequence[FailedMinute], now: datetime) -> list[TopicFailures]:
     """Group the newest failures by topic, the largest group first."""
-    wanted = _last_hour(now)
+    last = now.astimezone(UTC).replace(second=0, microsecond=0)
+    wanted = [last - minutes * timedelta(minutes=1) for minutes in range(MINUTES)][::-1]
     totals: Counter[str] = Counter()
     by_minute: defaultdict[str, Counter[datetime]] = defaultdict(Counter)
     for topic, minute, messages in failed:
         totals[topic] += messages
         by_minute[topic][minute.astimezone(UTC)] += messages
     return [
-        TopicFailures(topic, count, bars([by_minute[topic][at] for at in wanted], "failed in the last hour"))
+        TopicFailures(topic, count, _bars([by_minute[topic][at] for at in wanted], "failed in the last hour"))
         for topic, count in totals.most_common(20)
     ]

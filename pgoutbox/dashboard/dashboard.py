@@ -9,12 +9,13 @@ import anyio
 
 from pgoutbox.dashboard import reads
 from pgoutbox.dashboard.bulk import Bulks
-from pgoutbox.dashboard.charts import Chart, TopicFailures, failures_by_minute, failures_by_topic
+from pgoutbox.dashboard.charts import TopicFailures, WideChart, activity, failures_by_topic
 from pgoutbox.dashboard.database import ANSWER_SECONDS, Database, UnavailableError
-from pgoutbox.dashboard.history import History, Minute
+from pgoutbox.dashboard.history import RANGES, History, Minute
 from pgoutbox.dashboard.live import ChangeFeed
 from pgoutbox.dashboard.tabs import Tab, count_tabs
 from pgoutbox.doctor import Finding, examine_delivery
+from pgoutbox.message import State
 from pgoutbox.operations import Operator
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from pgoutbox.dashboard.charts import TopicFailures
+    from pgoutbox.dashboard.history import Range
     from pgoutbox.dashboard.types import Connection, Viewer
     from pgoutbox.operations import Redirects
     from pgoutbox.outbox import Outbox
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 # The overview is cached for this time, because all viewers refresh at once when something changes.
 _FRESH_SECONDS: Final = 1.0
+_QUEUES: Final = 10
 
 
 class Overview(NamedTuple):
@@ -39,12 +41,12 @@ class Overview(NamedTuple):
     now: datetime
     problems: list[Finding]
     states: list[reads.StateCount]
-    queues: list[reads.QueueRow]
+    queues: reads.Queues
     workers: list[reads.WorkerRow]
-    breakers: list[reads.BreakerRow]
+    breaker_count: int
     failures: list[TopicFailures]
-    failed_chart: Chart
     minutes: list[Minute]
+    activity: WideChart
 
 
 class Notices(NamedTuple):
@@ -64,7 +66,7 @@ class Dashboard:
         self.feed = ChangeFeed(settings)
         self.outbox = outbox
         self._history = History()
-        self._overview: tuple[float, Overview] | None = None
+        self._overviews: dict[str, tuple[float, Overview]] = {}
         self._notices: tuple[float, Notices] | None = None
         self._tabs: tuple[float, list[Tab]] | None = None
         self._one_reads = anyio.Lock()
@@ -77,33 +79,38 @@ class Dashboard:
             return (*names, *(name for known in topics.values() for name in known.redact))
         return (*names, *topics[topic].redact) if topic in topics else names
 
-    async def overview(self) -> Overview:
-        """Return the data of the overview page, at most a second old."""
+    async def overview(self, asked: Range) -> Overview:
+        """Return the data of the overview page with a chart of this range, at most a second old."""
         try:
             # One timeout for the wait and the query: if a query fails, waiting requests do not each wait in turn.
             with anyio.fail_after(ANSWER_SECONDS):
                 async with self._one_reads:
-                    known = self._overview
+                    known = self._overviews.get(asked.name)
                     if known is None or time.monotonic() - known[0] > _FRESH_SECONDS:
-                        known = (time.monotonic(), await self.database.read(self._load_overview))
-                        self._overview = known
+                        asked_at = time.monotonic()
+                        found = await self.database.read(lambda connection: self._load_overview(connection, asked))
+                        known = self._overviews[asked.name] = (asked_at, found)
                     return known[1]
         except TimeoutError:
             raise UnavailableError("the database did not answer in time; try again") from None
 
-    def _load_overview(self, connection: Connection) -> Overview:
+    def _load_overview(self, connection: Connection, asked: Range) -> Overview:
         now = reads.now(connection)
-        failed = reads.failed_lately(connection)
+        minutes = self._history.of_last_hour(connection, now)
+        if asked is RANGES["1h"]:
+            sent = {minute.at: minute.states[State.SENT] for minute in minutes}
+        else:
+            sent = self._history.sent(connection, now, asked)
         return Overview(
             now,
             examine_delivery(connection, self.settings, self.outbox),
             reads.count_states(connection),
-            reads.live_queues(connection),
+            reads.queues(connection, limit=_QUEUES),
             reads.running_workers(connection),
-            reads.breakers(connection),
-            failures_by_topic(failed, now),
-            failures_by_minute(failed, now),
-            self._history.of_last_hour(connection, now),
+            reads.count_breakers(connection),
+            failures_by_topic(reads.failed_lately(connection), now),
+            minutes,
+            activity(asked, now, sent, reads.failed_by_time(connection, asked, now)),
         )
 
     async def notices(self) -> Notices:
@@ -126,7 +133,7 @@ class Dashboard:
 
     def forget(self) -> None:
         """Drop the cached data."""
-        self._overview = None
+        self._overviews.clear()
         self._notices = None
         self._tabs = None
 

@@ -171,6 +171,14 @@ def _run_safely(deadline: _Deadline, work: Callable[[_Deadline], _T]) -> _T:
         raise UnavailableError("the database cannot be used: see the log") from None
 
 
+@contextlib.contextmanager
+def allowing_bitmaps(connection: Connection) -> Iterator[None]:
+    """Allow bitmaps in the block, for indexes that need one. Statements with a limit must not use them."""
+    connection.execute(sql.ALLOW_BITMAPS)
+    yield
+    connection.execute(sql.PREPARE_PAGE)
+
+
 def _load(connection: Connection, load: Callable[[Connection], _T]) -> _T:
     with operator_connection.limiting(STATEMENT_SECONDS), connection.transaction():
         operator_connection.prepare(connection)

@@ -1,7 +1,8 @@
-"""Finished messages and latencies of the last hour, by minute.
+"""Finished messages by time: those of the last hour by minute with their latencies, and those of up to two weeks by ten
+minutes.
 
-A past minute does not change, so a process counts it only once. It counts from the newest minute to the oldest, for a
-short time per request. Readers see the minutes counted so far.
+A past slot of time does not change, so a process counts it only once. It counts from the newest slot to the oldest, for
+a short time per request. Readers see the slots counted so far. The depth of a queue is counted for each request.
 """
 
 from __future__ import annotations
@@ -12,23 +13,54 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from pgoutbox.dashboard.database import allowing_bitmaps
 from pgoutbox.database import sql
 from pgoutbox.message import State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from pgoutbox.dashboard.types import Connection
 
 MINUTES: Final = 60
-_STEP: Final = 5
 _BUDGET_SECONDS: Final = 0.08
+# A range of days has more to count, and nobody watches it all the time.
+_RANGE_BUDGET_SECONDS: Final = 0.25
 # A transaction can commit later than the finish time that it writes.
 _SETTLED: Final = timedelta(minutes=2)
 _MINUTE: Final = timedelta(minutes=1)
+_TEN_MINUTES: Final = timedelta(minutes=10)
+# The first step counts all slots that are not settled, so that the next one makes progress.
+_FIRST_MINUTES: Final = 5
+_FIRST_TENS: Final = 2
 _BUCKETS_OF_A_DOUBLING: Final = 12
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Range(NamedTuple):
+    """A range of time up to now, in slots of one width."""
+
+    name: str
+    width: timedelta
+    slot_count: int
+
+    def slots(self, now: datetime) -> list[datetime]:
+        """Return the beginnings of the slots, the current one last."""
+        return _newest_first(now, self.width, self.slot_count)[::-1]
+
+
+RANGES: Final = {
+    known.name: known
+    for known in (
+        Range("1h", _MINUTE, MINUTES),
+        Range("6h", _TEN_MINUTES, 36),
+        Range("24h", timedelta(minutes=30), 48),
+        Range("14d", timedelta(hours=6), 56),
+    )
+}
+_LONGEST: Final = max(known.width * known.slot_count for known in RANGES.values())
 
 
 @dataclass(slots=True)
@@ -41,46 +73,131 @@ class Minute:
 
 
 class History:
-    """The counted minutes of a process. Thread-safe."""
+    """The counted slots of a process. Thread-safe."""
 
     def __init__(self) -> None:
         self._minutes: dict[datetime, Minute] = {}
+        self._sent: dict[datetime, int] = {}
         self._lock = threading.Lock()
 
     def of_last_hour(self, connection: Connection, now: datetime) -> list[Minute]:
         """Return the minutes of the last hour, the current one last. The oldest are missing until they are counted."""
-        last = now.astimezone(UTC).replace(second=0, microsecond=0)
-        wanted = [last - minutes * _MINUTE for minutes in range(MINUTES)]
+        wanted = _newest_first(now, _MINUTE, MINUTES)
         with self._lock:
             counted = {at: self._minutes[at] for at in wanted if at in self._minutes}
-        ends_at = time.monotonic() + _BUDGET_SECONDS
-        missing = [at for at in wanted if at not in counted]
-        steps = 0
-        # The newest minutes are counted every time. At least one more step is made, however long it takes.
-        while missing and (steps < 2 or time.monotonic() < ends_at):
-            newest = missing[0]
-            step = [at for at in missing if newest - at < _STEP * _MINUTE]
-            counted |= _count(connection, step[-1], newest)
-            missing = missing[len(step) :]
-            steps += 1
+
+        def count(first: datetime, last: datetime) -> None:
+            counted.update(_count(connection, first, last))
+
+        with allowing_bitmaps(connection):
+            _count_back([at for at in wanted if at not in counted], _MINUTE, _FIRST_MINUTES, _BUDGET_SECONDS, count)
         with self._lock:
             self._minutes = {at: counted[at] for at in wanted if at in counted and at + _MINUTE + _SETTLED <= now}
-        # Show no gap: leave out minutes older than a missing one.
-        recent = []
-        for at in wanted:
-            if at not in counted:
-                break
-            recent.append(counted[at])
-        return recent[::-1]
+        return [counted[at] for at in _without_gap(wanted, counted)]
+
+    def sent(self, connection: Connection, now: datetime, asked: Range) -> dict[datetime, int]:
+        """Return the sent messages of a range by slot. The oldest slots are missing until they are counted."""
+        wanted = _newest_first(now, _TEN_MINUTES, asked.width * asked.slot_count // _TEN_MINUTES)
+        with self._lock:
+            counted = {at: self._sent[at] for at in wanted if at in self._sent}
+
+        def count(first: datetime, last: datetime) -> None:
+            counted.update(dict.fromkeys(_from_to(first, last, _TEN_MINUTES), 0))
+            rows = connection.execute(sql.SENT_BY_TIME, {"from": first, "to": last + _TEN_MINUTES})
+            counted.update({at.astimezone(UTC): messages for at, messages in rows})
+
+        with allowing_bitmaps(connection):
+            missing = [at for at in wanted if at not in counted]
+            _count_back(missing, _TEN_MINUTES, _FIRST_TENS, _RANGE_BUDGET_SECONDS, count)
+        with self._lock:
+            settled = {at: sent for at, sent in counted.items() if at + _TEN_MINUTES + _SETTLED <= now}
+            known = {**self._sent, **settled}
+            self._sent = {at: sent for at, sent in known.items() if at > now - _LONGEST}
+        slots: Counter[datetime] = Counter()
+        for at in _without_gap(wanted, counted):
+            slots[_slot(at, asked.width)] += counted[at]
+        return dict(slots)
+
+
+def depth(connection: Connection, queue: str, now: datetime, asked: Range, cap: int) -> dict[datetime, int]:
+    """Return how many messages of a queue were pending or in flight at the beginnings of the slots, and now.
+
+    The oldest times are missing if counting takes too long. At most `cap` live messages of each lane count.
+    """
+    slots = asked.slots(now)
+    before = slots[0] - asked.width
+    names = {"queue": queue, "width": asked.width.total_seconds(), "since": before}
+    created: Counter[datetime] = Counter()
+    ended: Counter[datetime] = Counter()
+    part = min(asked.width, _TEN_MINUTES)
+    parts = _newest_first(now, part, (now - slots[0]) // part + 1)
+    counted_from = now
+
+    def count(first: datetime, last: datetime) -> None:
+        nonlocal counted_from
+        rows = connection.execute(sql.ENDED_BY_TIME, {**names, "from": first, "to": last + part})
+        for created_slot, ended_slot, messages in rows:
+            created[created_slot.astimezone(UTC)] += messages
+            ended[ended_slot.astimezone(UTC)] += messages
+        counted_from = first
+
+    with allowing_bitmaps(connection):
+        _count_back(parts, part, 1, _RANGE_BUDGET_SECONDS, count)
+    for created_slot, messages in connection.execute(sql.LIVE_BY_TIME, {**names, "cap": cap}):
+        created[created_slot.astimezone(UTC)] += messages
+    # Messages that ended at times that are not counted are missing from both numbers.
+    waiting, found = 0, dict[datetime, int]()
+    for slot in [before, *slots]:
+        if slot >= max(counted_from, slots[0]):
+            found[slot] = waiting
+        waiting += created[slot] - ended[slot]
+    return {**found, now: waiting}
+
+
+def _newest_first(now: datetime, width: timedelta, count: int) -> list[datetime]:
+    last = _slot(now, width)
+    return [last - number * width for number in range(count)]
+
+
+def _slot(moment: datetime, width: timedelta) -> datetime:
+    """Return the beginning of the slot of this moment. Slots begin at the epoch, as in the statements."""
+    return moment.astimezone(UTC) - (moment - _EPOCH) % width
+
+
+def _from_to(first: datetime, last: datetime, width: timedelta) -> list[datetime]:
+    return [first + number * width for number in range((last - first) // width + 1)]
+
+
+def _without_gap(wanted: list[datetime], counted: Mapping[datetime, object]) -> list[datetime]:
+    """Return the counted slots, the oldest first, without those older than a missing one."""
+    gap = next((place for place, at in enumerate(wanted) if at not in counted), len(wanted))
+    return wanted[:gap][::-1]
+
+
+def _count_back(
+    missing: list[datetime],
+    width: timedelta,
+    first_step: int,
+    budget_seconds: float,
+    count: Callable[[datetime, datetime], None],
+) -> None:
+    """Count the missing slots, the newest first, until the time is over. Quick steps grow."""
+    ends_at = time.monotonic() + budget_seconds
+    steps, step = 0, first_step
+    # The newest slots are counted every time. At least one more step is made, however long it takes.
+    while missing and (steps < 2 or time.monotonic() < ends_at):
+        began_at = time.monotonic()
+        newest = missing[0]
+        slots = [at for at in missing if newest - at < step * width]
+        count(slots[-1], newest)
+        missing = missing[len(slots) :]
+        is_quick = time.monotonic() - began_at < budget_seconds / 8
+        step = step * 2 if is_quick else max(first_step, step // 2)
+        steps += 1
 
 
 def _count(connection: Connection, first: datetime, last: datetime) -> dict[datetime, Minute]:
-    minutes: dict[datetime, Minute] = {}
-    at = first
-    while at <= last:
-        minutes[at] = Minute(at)
-        at += _MINUTE
-    connection.execute(sql.ALLOW_BITMAPS)
+    minutes = {at: Minute(at) for at in _from_to(first, last, _MINUTE)}
     rows = connection.execute(sql.FINISHED_BY_MINUTE, {"from": first, "to": last + _MINUTE})
     for at, state, bucket, count in rows:
         minute = minutes[at.astimezone(UTC)]

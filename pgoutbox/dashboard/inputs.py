@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 from starlette.datastructures import ImmutableMultiDict
 from starlette.exceptions import HTTPException
 
+from pgoutbox.dashboard.history import RANGES
 from pgoutbox.enqueue.payloads import from_json
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError, PgOutboxError
 from pgoutbox.message import State
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
     from starlette.requests import Request
 
+    from pgoutbox.dashboard.history import Range
     from pgoutbox.operations import Correction
     from pgoutbox.operations.records import BulkAction, BulkChanges
 
@@ -246,6 +248,14 @@ def asked_queue_of(given: Given) -> str | None:
     """Return the queue of the query string; None if empty."""
     value = given.get("queue", "").strip()
     return _queue(value) if value else None
+
+
+def range_of(given: Given) -> Range:
+    """Return the range of a chart."""
+    value = given.get("range", "").strip() or next(iter(RANGES))
+    if value not in RANGES:
+        raise InputError("range", f"give one of {', '.join(RANGES)}")
+    return RANGES[value]
 
 
 def _queue(value: str) -> str:

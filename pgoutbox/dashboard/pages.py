@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Final
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from pgoutbox.dashboard import charts, inputs, reads
+from pgoutbox.dashboard import charts, history, inputs, reads
 from pgoutbox.dashboard.access import is_live, operators_only
 from pgoutbox.dashboard.bulk import MAX_MESSAGES
 from pgoutbox.dashboard.dashboard import Dashboard, dashboard_of, viewer_of
 from pgoutbox.dashboard.database import RefusedError
-from pgoutbox.dashboard.history import MINUTES, percentiles
+from pgoutbox.dashboard.history import MINUTES, RANGES, percentiles
 from pgoutbox.dashboard.live import EventStream
 from pgoutbox.dashboard.rendering import link, render_page
 from pgoutbox.dashboard.tabs import tabs_of
 from pgoutbox.errors import MessageNotFoundError, StateError
-from pgoutbox.message import State
 from pgoutbox.operations import Action, AuditRow, ListedMessage, MessageFilter, Operator
 from pgoutbox.redaction import redact_text
 
@@ -63,8 +62,8 @@ _SHARES: Final = (0.5, 0.95, 0.99)
 async def overview(request: Request) -> Response:
     """Show the overview."""
     dashboard = dashboard_of(request)
-    found = await dashboard.overview()
-    due = [queue.next_due_at for queue in found.queues if queue.next_due_at and queue.next_due_at <= found.now]
+    asked = inputs.range_of(request.query_params)
+    found = await dashboard.overview(asked)
     hidden = dashboard.names_of(None)
     return await render_page(
         request,
@@ -74,24 +73,19 @@ async def overview(request: Request) -> Response:
             "notice": _notice(request),
             **found._asdict(),
             "problems": [replace(p, what=redact_text(p.what, hidden)) for p in found.problems],
-            "breakers": [b._replace(last_error=redact_text(b.last_error, hidden)) for b in found.breakers],
-            "oldest_due_at": min(due, default=None),
-            "is_counting": len(found.minutes) < MINUTES,
-            "throughput": [
-                (State.SENT, charts.throughput(found.minutes, State.SENT)),
-                (State.FAILED, found.failed_chart),
-                *(
-                    (state, charts.throughput(found.minutes, state))
-                    for state in (State.SKIPPED, State.CANCELLED)
-                    if any(minute.states[state] for minute in found.minutes)
-                ),
-            ],
-            "sent_count": sum(minute.states[State.SENT] for minute in found.minutes),
+            "oldest_due_at": found.queues.oldest_due_at,
+            "asked_range": asked.name,
+            "ranges": list(RANGES),
+            "is_counting": len(found.minutes) < MINUTES or found.activity.since is not None,
             "latency_chart": charts.latency(found.minutes, 0.95),
             "percentiles": list(zip(_SHARES, percentiles(found.minutes, _SHARES), strict=True)),
             "failed_cap": reads.CAP,
+            "chart_cap": reads.FAILED_CAP,
             "queue_cap": reads.QUEUE_CAP,
+            "count_cap": reads.QUEUE_NAMES,
+            "rate_minutes": reads.RATE_SECONDS // 60,
             "chart_size": (charts.WIDTH, charts.HEIGHT),
+            "wide_size": (charts.WIDE_WIDTH, charts.WIDE_HEIGHT),
         },
     )
 
@@ -183,23 +177,83 @@ def _notice(request: Request) -> str | None:
 
 async def queues(request: Request) -> Response:
     """Show the queues with their backlog and limits, or only the requested queue, even if it is unused."""
-    asked = inputs.asked_queue_of(request.query_params)
+    given = request.query_params
+    asked, prefix = inputs.asked_queue_of(given), inputs.text_of(given, "start", at_most=63)
 
     def load(connection: Connection) -> dict[str, object]:
-        found = reads.live_queues(connection, asked)
-        unused = asked is not None and not reads.is_used(connection, found[0])
-        return {"now": reads.now(connection), "queues": found, "is_unused": unused}
+        found = reads.queues(connection, prefix=prefix or "")
+        return {"now": reads.now(connection), "queues": found.rows, "total": found.total}
+
+    if asked is not None:
+        return await _queue(request, asked)
+    known = await dashboard_of(request).database.read(load)
+    context = {"page": "queues", "cap": reads.QUEUE_CAP, "prefix": prefix, "count_cap": reads.QUEUE_NAMES}
+    return await render_page(request, "queues.html", {**context, **_queue_words(request), **known})
+
+
+async def _queue(request: Request, name: str) -> Response:
+    asked = inputs.range_of(request.query_params)
+
+    def load(connection: Connection) -> dict[str, object]:
+        now = reads.now(connection)
+        found = reads.queue(connection, name)
+        is_unused = not reads.is_used(connection, found)
+        known = history.depth(connection, name, now, asked, reads.DEPTH_CAP)
+        return {"now": now, "q": found, "is_unused": is_unused, "depth": charts.depth(asked, now, known)}
 
     known = await dashboard_of(request).database.read(load)
     context = {
         "page": "queues",
-        "asked": asked,
-        "cap": reads.QUEUE_CAP,
+        "asked": name,
+        "cap": reads.CAP,
         "looked_at": reads.SEARCH_ROWS,
+        "depth_cap": reads.DEPTH_CAP,
+        "asked_range": asked.name,
+        "ranges": list(RANGES),
+        "wide_size": (charts.WIDE_WIDTH, charts.WIDE_HEIGHT),
+    }
+    return await render_page(request, "queue.html", {**context, **_queue_words(request), **known})
+
+
+def _queue_words(request: Request) -> dict[str, object]:
+    return {
         "periods": inputs.PERIODS,
+        "rate_minutes": reads.RATE_SECONDS // 60,
         "notice": _notice(request),
     }
-    return await render_page(request, "queues.html", {**context, **known})
+
+
+async def workers(request: Request) -> Response:
+    """Show the workers and their messages in flight."""
+
+    def load(connection: Connection) -> dict[str, object]:
+        return {
+            "now": reads.now(connection),
+            "workers": reads.running_workers(connection),
+            "running": reads.running_messages(connection),
+        }
+
+    known = await dashboard_of(request).database.read(load)
+    return await render_page(request, "workers.html", {"page": "workers", **known})
+
+
+async def breakers(request: Request) -> Response:
+    """Show the open circuit breakers and the messages that wait for each."""
+    dashboard = dashboard_of(request)
+    now, found = await dashboard.database.read(lambda connection: (reads.now(connection), reads.breakers(connection)))
+    hidden = dashboard.names_of(None)
+    return await render_page(
+        request,
+        "breakers.html",
+        {
+            "page": "breakers",
+            "notice": _notice(request),
+            "now": now,
+            "breakers": [b._replace(last_error=redact_text(b.last_error, hidden)) for b in found],
+            "cap": reads.QUEUE_CAP,
+            "most": reads.MAX_BREAKERS,
+        },
+    )
 
 
 async def failed(request: Request) -> Response:
@@ -319,6 +373,8 @@ ROUTES: Final = [
     Route("/messages", messages, name="messages"),
     Route("/messages/{message_id}", message, name="message"),
     Route("/queues", queues, name="queues"),
+    Route("/workers", workers, name="workers"),
+    Route("/breakers", breakers, name="breakers"),
     Route("/failed", failed, name="failed"),
     Route("/audit", audit, name="audit"),
     Route("/bulk", bulk_preview, name="bulk_preview", methods=["GET"]),

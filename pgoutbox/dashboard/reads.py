@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, cast
 
+from pgoutbox.dashboard.database import allowing_bitmaps
 from pgoutbox.database import sql
 from pgoutbox.message import State
 from pgoutbox.operations import AuditRow, FailureGroup, ListedMessage, MessageFilter, Operator
 
 if TYPE_CHECKING:
+    from pgoutbox.dashboard.history import Range
     from pgoutbox.dashboard.types import Connection
 
 CAP: Final = 10_000
@@ -21,7 +23,16 @@ SEARCH_ROWS: Final = 25_000
 # The error of each row is normalised, which is the slowest query here.
 GROUP_ROWS: Final = 3_000
 SEARCH_SECONDS: Final = 3.0
-_QUEUES: Final = 100
+MAX_QUEUES: Final = 100
+QUEUE_NAMES: Final = 10_000
+_RANK_CAP: Final = 100
+# The rate of a queue is that of this time.
+RATE_SECONDS: Final = 300
+_RATE_ROWS: Final = 50_000
+DEPTH_CAP: Final = 50_000
+FAILED_CAP: Final = 100_000
+MAX_BREAKERS: Final = 100
+_RUNNING: Final = 20
 _GROUPS: Final = 100
 _SUPERSEDED: Final = 20
 
@@ -48,7 +59,7 @@ class Count(NamedTuple):
 
 
 class QueueRow(NamedTuple):
-    """A queue with messages, a pause or limits; columns in the order of LIVE_QUEUES."""
+    """A queue with messages, a pause or limits; columns in the order of LIVE_QUEUES, and the rate of ended messages."""
 
     queue: str
     due: int
@@ -65,6 +76,21 @@ class QueueRow(NamedTuple):
     max_in_flight: int | None
     ceiling_count: int | None
     ceiling_seconds: float | None
+    serving_count: int
+    per_second: float | None
+
+    @property
+    def seconds_to_empty(self) -> float | None:
+        """The time in which the due messages end at the present rate; None if there are none or the rate is unknown."""
+        return self.due / self.per_second if self.due and self.per_second else None
+
+
+class Queues(NamedTuple):
+    """The queues that need a look first, the number of all queues, up to `QUEUE_NAMES`, and their oldest due time."""
+
+    rows: list[QueueRow]
+    total: int
+    oldest_due_at: datetime | None
 
 
 class TopicCount(NamedTuple):
@@ -85,11 +111,29 @@ class WorkerRow(NamedTuple):
     last_lease_at: datetime | None
     queues: list[str]
     topics: list[str]
+    version: str | None
+    slots: int | None
+    started_at: datetime | None
+    seen_at: datetime | None
     ended_at: datetime | None
 
 
+class RunningMessage(NamedTuple):
+    """A message in flight; columns in the order of RUNNING_MESSAGES."""
+
+    worker: str
+    id: int
+    topic: str
+    queue: str
+    claimed_at: datetime
+    lease_expires_at: datetime
+
+
 class BreakerRow(NamedTuple):
-    """A circuit breaker; columns in the order of LIST_BREAKERS."""
+    """A circuit breaker and the messages that wait for it; columns in the order of LIST_BREAKERS.
+
+    The messages are counted among the first ones that wait for any reason. With `is_sample` there may be more.
+    """
 
     key: str
     opened_at: datetime
@@ -98,6 +142,8 @@ class BreakerRow(NamedTuple):
     cooldown_seconds: float
     worker: str
     last_error: str
+    waiting_count: int
+    is_sample: bool
 
 
 class FailedMinute(NamedTuple):
@@ -153,22 +199,44 @@ def count_due(connection: Connection) -> tuple[Count, Count]:
     ((due, later),) = connection.execute(sql.COUNT_DUE, {"cap": CAP + 1})
     if due + later <= CAP:
         return Count(due, "exactly"), Count(later, "exactly")
-    queues = live_queues(connection)
+    found = queues(connection)
+    is_all = len(found.rows) == found.total
     return (
-        _count_in_queues(due, [queue.due for queue in queues]),
-        _count_in_queues(later, [queue.scheduled for queue in queues]),
+        _count_in_queues(due, [queue.due for queue in found.rows], is_all=is_all),
+        _count_in_queues(later, [queue.scheduled for queue in found.rows], is_all=is_all),
     )
 
 
-def _count_in_queues(sample: int, counts: list[int]) -> Count:
-    is_all = len(counts) < _QUEUES and max(counts, default=0) <= QUEUE_CAP
-    return Count(sum(counts), "exactly") if is_all else Count(min(max(sample, sum(counts)), CAP), "at least")
+def _count_in_queues(sample: int, counts: list[int], *, is_all: bool) -> Count:
+    is_exact = is_all and max(counts, default=0) <= QUEUE_CAP
+    return Count(sum(counts), "exactly") if is_exact else Count(min(max(sample, sum(counts)), CAP), "at least")
 
 
-def live_queues(connection: Connection, queue: str | None = None) -> list[QueueRow]:
-    """Return the queues with messages, a pause or limits, by name, at most a hundred; or only `queue`."""
-    rows = connection.execute(sql.LIVE_QUEUES, {"queue": queue, "queues": _QUEUES, "cap": QUEUE_CAP + 1})
-    return [QueueRow._make(row) for row in rows]
+def queues(connection: Connection, *, prefix: str = "", limit: int = MAX_QUEUES) -> Queues:
+    """Return the queues with messages, a pause or limits whose names begin with `prefix`.
+
+    Queues with a late message are first, then those with the most due messages.
+    """
+    parameters = {"prefix": prefix, "queues": QUEUE_NAMES + 1, "cap": _RANK_CAP, "limit": limit}
+    ranked = connection.execute(sql.RANK_QUEUES, parameters).fetchall()
+    names = [row[0] for row in ranked]
+    found = {row.queue: row for row in _live_queues(connection, names, QUEUE_CAP)}
+    total, oldest_due_at = ranked[0][1:] if ranked else (0, None)
+    return Queues([found[name] for name in names], total, oldest_due_at)
+
+
+def queue(connection: Connection, name: str) -> QueueRow:
+    """Return one queue, even if nothing uses it."""
+    (found,) = _live_queues(connection, [name], CAP)
+    return found
+
+
+def _live_queues(connection: Connection, names: list[str], cap: int) -> list[QueueRow]:
+    rows = connection.execute(sql.LIVE_QUEUES, {"queues": names, "cap": cap + 1}).fetchall()
+    parameters = {"queues": names, "seconds": RATE_SECONDS, "cap": _RATE_ROWS}
+    with allowing_bitmaps(connection):
+        rates = {row[0]: row[1] / row[2] for row in connection.execute(sql.ENDED_BY_QUEUE, parameters)}
+    return [QueueRow._make((*row, rates.get(row[0]))) for row in rows]
 
 
 def running_workers(connection: Connection) -> list[WorkerRow]:
@@ -176,9 +244,30 @@ def running_workers(connection: Connection) -> list[WorkerRow]:
     return [WorkerRow._make(row) for row in connection.execute(sql.RUNNING_WORKERS, {"cap": CAP})]
 
 
+def running_messages(connection: Connection) -> dict[str, list[RunningMessage]]:
+    """Return the messages in flight by worker, those that have run longest first, a few of each worker."""
+    found: dict[str, list[RunningMessage]] = {}
+    for row in connection.execute(sql.RUNNING_MESSAGES, {"cap": CAP, "limit": _RUNNING}):
+        message = RunningMessage._make(row)
+        found.setdefault(message.worker, []).append(message)
+    return found
+
+
 def breakers(connection: Connection) -> list[BreakerRow]:
-    """Return the breakers that are not closed, newest first."""
-    return [BreakerRow._make(row) for row in connection.execute(sql.LIST_BREAKERS)]
+    """Return the breakers that are not closed, newest first, with the number of the messages behind each."""
+    rows = connection.execute(sql.LIST_BREAKERS, {"cap": CAP, "limit": MAX_BREAKERS})
+    return [BreakerRow._make(row) for row in rows]
+
+
+def count_breakers(connection: Connection) -> int:
+    """Return the number of breakers that are not closed."""
+    return sum(count for _, _, count in connection.execute(sql.COUNT_BREAKERS))
+
+
+def failed_by_time(connection: Connection, asked: Range, now: datetime) -> dict[datetime, int]:
+    """Return the failed messages of a range by slot, the newest `FAILED_CAP` at most."""
+    parameters = {"width": asked.width.total_seconds(), "from": asked.slots(now)[0], "cap": FAILED_CAP}
+    return {at.astimezone(UTC): messages for at, messages in connection.execute(sql.FAILED_BY_TIME, parameters)}
 
 
 def failed_lately(connection: Connection) -> list[FailedMinute]:
@@ -223,8 +312,8 @@ def acts_on(connection: Connection, message_id: int) -> list[AuditRow] | None:
     operator = Operator(connection)
     if not operator.reads_audit():
         return None
-    connection.execute(sql.ALLOW_BITMAPS)
-    return operator.list_acts(message_id=message_id)
+    with allowing_bitmaps(connection):
+        return operator.list_acts(message_id=message_id)
 
 
 def newest_id(connection: Connection) -> int:

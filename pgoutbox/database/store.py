@@ -578,6 +578,8 @@ class Store:
         *,
         topics: Sequence[str],
         redirect_to: str | None,
+        version: str,
+        slots: int,
         watched: Sequence[str],
         late_seconds: float,
     ) -> list[Trouble]:
@@ -593,6 +595,8 @@ class Store:
                 "queues": queues,
                 "topics": topics,
                 "redirect_to": redirect_to,
+                "version": version,
+                "slots": slots,
                 "watched": watched,
                 "late_seconds": late_seconds,
             },

@@ -104,7 +104,7 @@ class Backlog:
         names = {
             "max_label_values": self._settings.metrics.max_label_values,
             "other": OTHER,
-            "queue": None,
+            "prefix": "",
             "queues": _QUEUES,
         }
         with operator_connection.connect(self._settings, read_only=True) as connection:

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, Final
 
 import psycopg
@@ -52,7 +53,8 @@ class Presence:
         self._queues = run.queues.names
         self._topics = run.topics
         self._watched = [] if ends_by_itself else sorted({*run.queues.names, *defined})
-        self._redirect_to = run.settings.redirect.to
+        self._settings = run.settings
+        self._version = version("pgoutbox")
         self._ends_by_itself = ends_by_itself
         self._clock = clock
         self._warned_at: dict[tuple[str, str, tuple[str, ...]], float] = {}
@@ -92,7 +94,9 @@ class Presence:
             troubles = await self._store.report_worker(
                 self._queues,
                 topics=self._topics,
-                redirect_to=self._redirect_to,
+                redirect_to=self._settings.redirect.to,
+                version=self._version,
+                slots=self._settings.concurrency,
                 watched=self._watched,
                 late_seconds=_LATE_SECONDS,
             )

@@ -511,6 +511,7 @@ def test_every_act_works_without_scripts_and_records_its_actor(site: Site) -> No
     assert site.state_of(pending) == "cancelled"
 
     page.goto("/queues")
+    page.get_by_text("Change default").click()
     press(page, "Pause default")
     press(page, "Resume default")
     page.get_by_role("form", name="Rate of default").get_by_label("Rate").fill("20")
@@ -548,10 +549,64 @@ def test_the_message_search_works_without_scripts(site: Site) -> None:
     expect(found).not_to_contain_text("ada@example.org")
 
 
+OPEN_BREAKER: Final = """
+    INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)
+    VALUES ('smtp:mx.example.org', now() + interval '1 h', 60, 'w', 'refused')
+"""
+
+
+def test_each_act_is_reachable_on_a_phone_without_scripts(site: Site) -> None:
+    put(site.db, State.FAILED)
+    put(site.db)
+    site.db.execute(OPEN_BREAKER)
+    page = site.visit(scripts=False, wide=False)
+    for menu, heading, button in (
+        ("Queues", "Queues", "Pause default"),
+        ("Breakers", "Circuit breakers", "Close the breaker of smtp:mx.example.org"),
+        ("Failed", "Failed", "Dismiss… this group of mail"),
+    ):
+        page.get_by_text("Menu", exact=True).click()
+        page.get_by_role("link", name=menu, exact=True).click()
+        expect(page.get_by_role("heading", name=heading, exact=True)).to_be_visible()
+        if menu == "Queues":
+            page.get_by_text("Change default").click()
+        box = page.get_by_role("link" if menu == "Failed" else "button", name=button, exact=True).bounding_box()
+        assert box is not None
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= screenshots.SIZES["phone"][0], f"{button} is cut off"
+    page.get_by_role("link", name="Dismiss… this group of mail", exact=True).click()
+    expect(page.get_by_role("heading", name="Dismiss messages")).to_be_visible()
+
+
+def test_a_link_to_a_queue_opens_its_drawer(site: Site) -> None:
+    put(site.db, queue="bulk")
+    put(site.db, queue="mail")
+    page = site.visit()
+    page.goto("/queues#queue-mail")
+    expect(page.get_by_role("button", name="Pause mail", exact=True)).to_be_visible()
+    expect(page.get_by_role("button", name="Pause bulk", exact=True)).not_to_be_visible()
+    page.goto("/queues?queue=bulk")
+    expect(page.get_by_role("button", name="Pause bulk", exact=True)).to_be_visible()
+
+
+def test_an_open_list_of_messages_stays_open_while_the_page_updates(site: Site) -> None:
+    first = put(site.db, State.SENDING)
+    page = site.visit(token=VIEWER_TOKEN)
+    page.goto("/workers")
+    expect(page.get_by_role("status")).to_have_text("Live")
+    page.get_by_text("1 in flight").click()
+    expect(page.get_by_role("link", name=str(first), exact=True)).to_be_visible()
+    page.evaluate("document.activeElement.blur()")
+    second = put(site.db, State.SENDING)
+    expect(page.get_by_role("link", name=str(second), exact=True)).to_be_visible(timeout=30_000)
+
+
 def test_a_viewer_sees_no_actions(site: Site) -> None:
     failed, pending = put(site.db, State.FAILED), put(site.db)
     page = site.visit(token=VIEWER_TOKEN)
-    for path in (f"/messages/{failed}", f"/messages/{pending}", "/failed", "/queues", "/messages"):
+    site.db.execute(OPEN_BREAKER)
+    paths = [f"/messages/{failed}", f"/messages/{pending}", "/failed", "/queues", "/queues?queue=default", "/breakers"]
+    for path in (*paths, "/messages"):
         page.goto(path)
         offered = set(page.get_by_role("button").all_inner_texts())
         assert {name for name in offered if not name.startswith("Copy")} <= {"Sign out", "Find"}
@@ -731,7 +786,7 @@ def test_no_hostile_row_attacks_its_viewer_on_any_linked_page(site: Site) -> Non
                 known.add(shape_of(link))
                 waiting.append(link)
     assert len(loaded) > 5
-    for path in ("/", "/messages", "/failed", "/queues", "/audit", "/bulk"):
+    for path in ("/", "/messages", "/failed", "/queues", "/workers", "/breakers", "/audit", "/bulk"):
         assert MARK in loaded[path], f"no attack stands on {path}"
 
 

@@ -6,6 +6,7 @@ import re
 import threading
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, LiteralString
@@ -187,7 +188,7 @@ def test_the_overview_charts_the_last_hour(site: Site, db: psycopg.Connection, m
         put(db, State.SENT, age=timedelta(minutes=minutes))
     put(db, State.SENT, age=timedelta(hours=2))
     page = get(site.vera, "/")
-    assert "3 sent in the last 60 minutes, at most 2 in a minute" in page.values("svg", "aria-label")
+    assert "3 sent and 0 failed in 1h, at most 2 in a minute" in page.values("svg", "aria-label")
 
 
 def test_a_past_minute_is_counted_once(site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +197,7 @@ def test_a_past_minute_is_counted_once(site: Site, db: psycopg.Connection, monke
     get(site.vera, "/")
     db.execute("DELETE FROM pgoutbox.message WHERE id = %s", [message_id])
     site.dashboard.forget()
-    assert "1 sent in the last 60 minutes, at most 1 in a minute" in get(site.vera, "/").values("svg", "aria-label")
+    assert "1 sent and 0 failed in 1h, at most 1 in a minute" in get(site.vera, "/").values("svg", "aria-label")
 
 
 def test_a_slow_count_of_the_hour_is_done_in_parts(
@@ -213,7 +214,54 @@ def test_a_slow_count_of_the_hour_is_done_in_parts(
             break
     assert told[0] == "10"
     assert told[-1] == "all"
-    assert "1 sent in the last 60 minutes" in get(site.vera, "/").words
+    assert "1 sent and 0 failed in 1h, at most 1 in a minute" in get(site.vera, "/").values("svg", "aria-label")
+
+
+@pytest.mark.parametrize(("asked", "sent"), [("1h", 1), ("6h", 2), ("24h", 3), ("14d", 4)])
+def test_sent_and_failed_messages_are_charted_in_a_range(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, asked: str, sent: int
+) -> None:
+    monkeypatch.setattr(history, "_BUDGET_SECONDS", PROCESS_PATIENCE_SECONDS)
+    monkeypatch.setattr(history, "_RANGE_BUDGET_SECONDS", PROCESS_PATIENCE_SECONDS)
+    for hours in (0.5, 5, 20, 300, 400):
+        put(db, State.SENT, age=timedelta(hours=hours))
+        put(db, State.FAILED, age=timedelta(hours=hours))
+        put(db, State.CANCELLED, age=timedelta(hours=hours))
+    page = get(site.vera, f"/?range={asked}")
+    (label,) = [label for label in page.values("svg", "aria-label") if "sent and" in label]
+    assert label.startswith(f"{sent} sent and {sent} failed in {asked}, at most 1 in ")
+    assert f"/?range={asked}" in page.values("a", "href")
+    assert "Still counting" not in page.words
+
+
+def test_a_past_time_of_a_long_range_is_counted_once(site: Site, db: psycopg.Connection) -> None:
+    message_id = put(db, State.SENT, age=timedelta(hours=3))
+    told_on(site, "/?range=24h")
+    db.execute("DELETE FROM pgoutbox.message WHERE id = %s", [message_id])
+    put(db, State.SENT)
+    site.dashboard.forget()
+    labels = get(site.vera, "/?range=24h").values("svg", "aria-label")
+    assert "2 sent and 0 failed in 24h, at most 1 in 30 minutes" in labels
+
+
+def test_a_slow_count_of_a_long_range_is_done_in_parts(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "_RANGE_BUDGET_SECONDS", 0)
+    put(db, State.SENT, age=timedelta(minutes=345))
+    begun = []
+    for _ in range(40):
+        words = get(site.vera, "/?range=6h").words
+        site.dashboard.forget()
+        found = re.search(r"Still counting: since (\S+ \S+) UTC so far", words)
+        if found is None:
+            break
+        begun.append(found[1])
+    assert len(begun) > 5
+    assert begun == sorted(begun, reverse=True)
+    assert "1 sent and 0 failed in 6h, at most 1 in 10 minutes" in get(site.vera, "/?range=6h").values(
+        "svg", "aria-label"
+    )
 
 
 def test_large_numbers_of_final_messages_are_marked_as_estimates(
@@ -239,9 +287,10 @@ def test_open_breakers_are_shown_without_secrets(site: Site, db: psycopg.Connect
         """,
         [f"refused password={CANARY}"],
     )
-    page = get(site.vera, "/")
+    page = get(site.vera, "/breakers")
     assert "smtp mail.example.org" in page.words
     assert CANARY not in page.text
+    assert "(redacted)" in page.text
 
 
 @pytest.mark.parametrize(
@@ -500,11 +549,11 @@ def test_errors_that_differ_only_in_numbers_and_addresses_are_one_group(site: Si
         fail_with(db, f"RCPT {name}@club.org: 550 <{name}@club.org>: no such user")
     words = get(site.vera, "/failed").words
     for told in (
-        "3 messages of this group 3 mail user # is unknown",
-        "1 messages of this group 1 sms user # is unknown",
-        "2 messages of this group 2 mail HTTP 503 after # s",
-        "1 messages of this group 1 mail HTTP 404 after # s",
-        "2 messages of this group 2 mail RCPT (address): 550 <(address)>: no such user",
+        "mail 3 messages of this group 3 user # is unknown",
+        "sms 1 messages of this group 1 user # is unknown",
+        "mail 2 messages of this group 2 HTTP 503 after # s",
+        "mail 1 messages of this group 1 HTTP 404 after # s",
+        "mail 2 messages of this group 2 RCPT (address): 550 <(address)>: no such user",
     ):
         assert told in words, told
 
@@ -576,8 +625,12 @@ def hostile(db: psycopg.Connection) -> int:
 
 def test_hostile_texts_are_inert_on_every_page(site: Site, hostile: int) -> None:
     query = urlencode({"text": HOSTILE, "topic": HOSTILE, "destination": HOSTILE_DESTINATION, "key": HOSTILE})
-    paths = ["/", "/messages", f"/messages?{query}", f"/messages/{hostile}", "/queues", "/failed", "/audit"]
-    paths += [f"/audit?{urlencode({'actor': HOSTILE})}", f"/bulk?do=redrive&{urlencode({'text': HOSTILE[:20]})}"]
+    paths = ["/", "/messages", f"/messages?{query}", f"/messages/{hostile}", "/queues", "/workers", "/breakers"]
+    paths += ["/failed", "/audit"]
+    paths += [
+        f"/audit?{urlencode({'actor': HOSTILE})}",
+        f"/bulk?do=redrive&{urlencode({'text': HOSTILE[:20]})}",
+    ]
     paths += [href for href in get(site.ada, "/failed").values("a", "href") if "group=" in href]
     shown = 0
     for path in paths:
@@ -593,7 +646,7 @@ def test_hostile_texts_are_inert_on_every_page(site: Site, hostile: int) -> None
         assert all(link.startswith(("/", "#")) for link in links), path
         assert not set("\u2028\u202e") & set(answer.text), path
         shown += "<script>alert(1)</script>" in page.text
-    assert shown >= 7, "the hostile text is missing"
+    assert shown >= 9, "the hostile text is missing"
 
 
 def test_secrets_are_hidden_as_on_the_command_line(
@@ -995,7 +1048,7 @@ def test_a_superseded_message_is_not_redriven(site: Site, db: psycopg.Connection
 @pytest.mark.parametrize(
     ("path", "form", "action", "details", "told"),
     [
-        ("pause", {}, "pause", None, "Until resumed by hand"),
+        ("pause", {}, "pause", None, "until resumed by hand"),
         ("pause", {"duration": "2", "unit": "hours"}, "pause", None, "in 1 h"),
         ("rate", {"rate": "60", "per": "hour"}, "limit", {"rate": "60/3600s", "burst": 5}, "60 in 1 h, burst 5"),
         ("rate", {"rate": "9", "burst": "2"}, "limit", {"rate": "9/1s", "burst": 2}, "9 in 1 s, burst 2"),
@@ -1043,7 +1096,7 @@ def test_a_paused_queue_is_resumed(site: Site, db: psycopg.Connection) -> None:
     assert "paused" in get(site.vera, "/").words
     answer = site.ada.post("/queues/bulk/resume", follow_redirects=True)
     assert "The queue is resumed" in Page(answer.text).words
-    assert site.ada.post("/queues/bulk/resume").headers["location"].startswith("/queues?done=not-paused")
+    assert site.ada.post("/queues/bulk/resume").headers["location"].startswith("/queues?queue=bulk&done=not-paused")
 
 
 def test_an_empty_queue_can_be_controlled_by_its_name(site: Site, db: psycopg.Connection) -> None:
@@ -1057,7 +1110,7 @@ def test_an_empty_queue_can_be_controlled_by_its_name(site: Site, db: psycopg.Co
     assert "Queue bulk is empty and has no limits, and none of the newest 25,000 messages was in it." in page.words
     assert {f"/queues/bulk/{act}" for act in ("pause", "rate", "in-flight")} <= set(page.values("form", "action"))
     answer = site.ada.post("/queues/bulk/pause", data={"duration": "1", "unit": "hours"}, follow_redirects=True)
-    assert "bulk paused" in Page(answer.text).words
+    assert "paused just now, resumes in 59 min" in Page(answer.text).words
     assert [act[:5] for act in audit_of(db)] == [("ada", "web 127.0.0.1", "pause", "bulk", None)]
     assert "Queue bulk is empty" not in get(site.ada, "/queues?queue=bulk").words
 
@@ -1068,7 +1121,7 @@ def test_a_queue_in_use_is_not_reported_as_misspelt(site: Site, db: psycopg.Conn
     put(db, queue="other")
     page = get(site.ada, "/queues?queue=bulk")
     assert "Queue bulk is empty" not in page.words
-    assert page.values("section", "id") == ["queue-bulk"]
+    assert page.values("tr", "id") == ["queue-bulk"]
 
 
 def test_a_queue_name_is_validated_as_on_the_command_line(site: Site) -> None:
@@ -1169,6 +1222,9 @@ def test_a_path_cannot_escape_the_dashboard(site: Site) -> None:
         ("/audit?before=1e9", "before"),
         ("/audit?action=drop", "action"),
         ("/audit?actor=%00", "actor"),
+        ("/?range=2d", "range"),
+        ("/queues?queue=bulk&range=2d", "range"),
+        ("/queues?start=%00", "start"),
         ("/bulk", "do"),
         ("/bulk?do=delete", "do"),
         ("/bulk?do=redrive&state=x", "state"),
@@ -1513,7 +1569,18 @@ def test_an_unknown_bulk_is_not_found(site: Site) -> None:
 
 # --- when the database is away ----------------------------------------------------------------------------------------
 
-PATHS: Final = ["/", "/messages", "/messages/1", "/queues", "/failed", "/audit", "/bulk?do=redrive"]
+PATHS: Final = [
+    "/",
+    "/messages",
+    "/messages/1",
+    "/queues",
+    "/queues?queue=a",
+    "/workers",
+    "/breakers",
+    "/failed",
+    "/audit",
+    "/bulk?do=redrive",
+]
 
 
 def test_without_a_database_every_page_reports_only_that(tmp_path: Path, open_site: Callable[..., Site]) -> None:
@@ -1821,6 +1888,11 @@ PAGES: Final = (
     "/topics",
     "/queues",
     "/queues?queue=bulk",
+    "/queues?start=b",
+    "/queues?queue=bulk&range=14d",
+    "/?range=24h",
+    "/workers",
+    "/breakers",
     "/failed",
     "/messages?text=no+such&state=failed",
     "/messages?state=pending&due=now",
@@ -1964,7 +2036,7 @@ def test_a_login_without_privileges_sees_only_that_message(
 
 # --- the redirect -----------------------------------------------------------------------------------------------------
 
-WARNING_PAGES: Final = ("/", "/messages", "/failed", "/queues", "/audit")
+WARNING_PAGES: Final = ("/", "/messages", "/failed", "/queues", "/queues?queue=a", "/workers", "/breakers", "/audit")
 
 
 def test_every_page_warns_of_a_redirect(site: Site, db: psycopg.Connection) -> None:
@@ -2110,7 +2182,7 @@ def reloaded(site: Site) -> Site:
 
 def test_an_operator_closes_a_breaker(site: Site, db: psycopg.Connection) -> None:
     db.execute(OPEN_BREAKER, [BREAKER])
-    assert "/breakers/close" in get(site.ada, "/").values("form", "action")
+    assert "/breakers/close" in get(site.ada, "/breakers").values("form", "action")
     page = Page(site.ada.post("/breakers/close", data={"key": BREAKER}, follow_redirects=True).text)
     assert "The circuit breaker is closed." in page.words
     assert db.execute("SELECT count(*) FROM pgoutbox.breaker").fetchone() == (0,)
@@ -2120,9 +2192,199 @@ def test_an_operator_closes_a_breaker(site: Site, db: psycopg.Connection) -> Non
     assert site.ada.post("/breakers/close", data={"key": ""}).status_code == 422
 
 
+def wait_for_breaker(db: psycopg.Connection, key: str, **options: str) -> int:
+    """Put a message that a breaker has postponed."""
+    message_id = put(db, **options)  # type: ignore[arg-type]
+    db.execute(
+        """
+        UPDATE pgoutbox.message
+        SET attempt_count = 1,
+            lane = 1,
+            available_at = now() + interval '1 h',
+            last_error = format('circuit breaker %%s is open: no', %s::text),
+            attempts = jsonb_build_array(
+                (1, 1, 'snoozed', 'w', now(), now(), 'no', NULL, 'circuit_open', %s)::pgoutbox.attempt
+            )
+        WHERE id = %s
+        """,
+        [key, key, message_id],
+    )
+    return message_id
+
+
+def test_a_breaker_links_to_the_messages_that_wait_for_it(site: Site, db: psycopg.Connection) -> None:
+    db.execute(OPEN_BREAKER, [BREAKER])
+    db.execute(OPEN_BREAKER, ["https://api.example.org"])
+    waiting = [wait_for_breaker(db, BREAKER), wait_for_breaker(db, BREAKER, queue="bulk", ordering_key="o")]
+    db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '1 s' WHERE id = %s", [waiting[0]])
+    wait_for_breaker(db, "https://other.example.org")
+    put(db)
+    page = get(site.vera, "/breakers")
+    assert f"{BREAKER} 2 messages that wait for {BREAKER} 3 h ago in 59 min" in page.words
+    assert "https://api.example.org 0 " in page.words
+    (path,) = [href for href in page.values("a", "href") if "text=" in href]
+    assert ids_on(get(site.vera, path)) == waiting[::-1]
+
+
+def test_the_messages_behind_a_breaker_are_counted_up_to_a_limit(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db.execute(OPEN_BREAKER, [BREAKER])
+    for _ in range(4):
+        wait_for_breaker(db, BREAKER)
+    monkeypatch.setattr(reads, "QUEUE_CAP", 3)
+    assert f"{BREAKER} 3+ messages" in get(site.vera, "/breakers").words
+    monkeypatch.setattr(reads, "CAP", 2)
+    assert f"{BREAKER} 2+ messages" in get(site.vera, "/breakers").words, "there may be more than the sample has"
+
+
+def test_the_overview_links_to_the_open_breakers(site: Site, db: psycopg.Connection) -> None:
+    assert "open breaker" not in get(site.vera, "/").words
+    for key in (BREAKER, "https://api.example.org"):
+        db.execute(OPEN_BREAKER, [key])
+    page = get(reloaded(site).vera, "/")
+    assert "2 open breakers" in page.words
+    # The navigation for wide and for narrow screens, each finding of the doctor, and the number.
+    assert page.values("a", "href").count("/breakers") == 5
+    assert "/breakers/close" not in get(site.ada, "/").values("form", "action")
+
+
+def test_the_page_of_workers_shows_their_slots_and_messages(site: Site, db: psycopg.Connection) -> None:
+    assert "No worker runs." in get(site.vera, "/workers").words
+    db.execute(
+        "INSERT INTO pgoutbox.worker (name, queues, topics, version, slots, started_at)"
+        " VALUES ('w', '{default,bulk}', '{mail}', '1.2.3', 50, now() - interval '3 h'),"
+        " ('idle', '{default}', '{mail}', NULL, NULL, now())"
+    )
+    first, second = put(db, State.SENDING), put(db, State.SENDING, queue="bulk")
+    put(db)
+    page = get(site.vera, "/workers")
+    assert "w 1.2.3 default, bulk mail 2 of 50" in page.words
+    assert "3 h ago just now 2 in flight at w" in page.words
+    assert ids_on(page) == [first, first, second], "the longest attempt leads to its message"
+    assert "idle - default mail 0 - just now just now none" in page.words
+
+
+def test_the_page_of_workers_shows_a_worker_that_holds_messages_and_does_not_report(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "_RUNNING", 2)
+    held = [put(db, State.SENDING) for _ in range(3)]
+    page = get(site.vera, "/workers")
+    assert "w does not report - default - 3" in page.words
+    assert ids_on(page) == [held[0], held[0], held[1]]
+    assert "/messages?state=sending" in page.values("a", "href")
+
+
+def test_the_queues_that_need_a_look_are_first(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, count in (("a-idle", 0), ("b-few", 1), ("c-many", 3), ("d-late", 1)):
+        Operator(db).pause(name)
+        for _ in range(count):
+            put(db, queue=name)
+    db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '2 min' WHERE queue = 'd-late'")
+    page = get(site.vera, "/queues")
+    assert page.values("tr", "id") == ["queue-d-late", "queue-c-many", "queue-b-few", "queue-a-idle"]
+    assert "4 queues" in page.words
+    monkeypatch.setattr(reads, "queues", partial(reads.queues, limit=2))
+    page = get(site.vera, "/queues")
+    assert page.values("tr", "id") == ["queue-d-late", "queue-c-many"]
+    assert "2 of 4 queues" in page.words
+    page = get(site.vera, "/queues?start=b-")
+    assert page.values("tr", "id") == ["queue-b-few"]
+    assert "1 queue whose name begins with b-" in page.words
+    assert "No queue with messages, a pause or limits has a name" in get(site.vera, "/queues?start=b%25").words
+    monkeypatch.setattr(reads, "QUEUE_NAMES", 3)
+    assert "2 of 3+ queues" in get(site.vera, "/queues").words
+
+
+def test_a_queue_shows_its_workers_and_when_it_will_be_empty(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db.execute("INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('w', '{bulk}', '{mail}')")
+    db.execute(
+        "INSERT INTO pgoutbox.worker (name, queues, topics, ended_at) VALUES ('cron', '{bulk}', '{mail}', now())"
+    )
+    for _ in range(10):
+        put(db, State.SENT, queue="bulk")
+    put(db, State.SENT, queue="bulk", age=timedelta(minutes=6))
+    for _ in range(4):
+        put(db, queue="bulk")
+    put(db, queue="other")
+    page = get(site.vera, "/queues")
+    assert re.search(r"bulk 4 due messages of bulk \S+ ms 0 0 1 2 per min 2 min no limit", page.words), page.words
+    assert re.search(r"other 1 due messages of other \S+ ms 0 0 none - - no limit", page.words), page.words
+    monkeypatch.setattr(reads, "QUEUE_CAP", 3)
+    assert "over 2 min" in get(site.vera, "/queues").words
+    # Messages that are read first tell the rate if there are too many.
+    monkeypatch.setattr(reads, "_RATE_ROWS", 5)
+    assert "300 per min" in get(site.vera, "/queues").words
+
+
+def test_the_forms_of_a_queue_are_in_a_drawer_that_its_own_page_opens(site: Site, db: psycopg.Connection) -> None:
+    put(db, queue="bulk")
+    page = get(site.ada, "/queues")
+    assert [a for tag, a in page.elements if tag == "details" and a.get("id")] == [{"id": "change-bulk"}]
+    page = get(site.ada, "/queues?queue=bulk")
+    assert [a for tag, a in page.elements if tag == "details" and a.get("id")] == [
+        {"class": "card", "id": "change", "open": None}
+    ]
+    assert {f"/queues/bulk/{act}" for act in ("pause", "rate", "in-flight")} <= set(page.values("form", "action"))
+    assert "change-bulk" not in get(site.vera, "/queues").values("details", "id")
+
+
+def test_the_depth_of_a_queue_is_charted(site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four messages that wait for 50 minutes two end 20 minutes ago, one of them as failed."""
+    monkeypatch.setattr(history, "_RANGE_BUDGET_SECONDS", PROCESS_PATIENCE_SECONDS)
+    for state in (State.SENT, State.FAILED, State.PENDING, State.SENDING):
+        put(db, state, queue="bulk", age=timedelta(minutes=20))
+    put(db, State.SENT, age=timedelta(minutes=20))
+    db.execute("UPDATE pgoutbox.message SET created_at = now() - interval '50 min'")
+    (label,) = get(site.vera, "/queues?queue=bulk").values("svg", "aria-label")
+    assert label == "2 messages now, at most 4 in 1h"
+    db.execute("UPDATE pgoutbox.message SET created_at = now() - interval '3 days'")
+    (label,) = get(site.vera, "/queues?queue=bulk").values("svg", "aria-label")
+    assert label == "2 messages now, at most 4 in 1h"
+
+
+def test_the_depth_is_exact_at_each_time(db: psycopg.Connection) -> None:
+    """Messages that ended while counting stopped are in no count."""
+    hour = history.RANGES["1h"]
+    for state, age in ((State.SENT, 40), (State.CANCELLED, 20), (State.SENT, 5)):
+        put(db, state, age=timedelta(minutes=age))
+    put(db)
+    db.execute("UPDATE pgoutbox.message SET created_at = now() - interval '45 min' WHERE state = 'sent'")
+    db.execute("UPDATE pgoutbox.message SET created_at = now() - interval '25 min' WHERE state <> 'sent'")
+    with db.transaction():
+        now = reads.now(db)
+        known = history.depth(db, "default", now, hour, 10)
+    ages = {round((now - at).total_seconds() / 60): count for at, count in known.items()}
+    assert {ages[minutes] for minutes in range(46, 60)} == {0}
+    assert {ages[minutes] for minutes in range(41, 45)} == {2}
+    assert {ages[minutes] for minutes in range(26, 40)} == {1}
+    assert {ages[minutes] for minutes in range(21, 25)} == {3}
+    assert {ages[minutes] for minutes in range(6, 20)} == {2}
+    assert {ages[minutes] for minutes in range(5)} == {1}
+
+
+def test_the_depth_begins_where_the_time_to_count_ends(db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_RANGE_BUDGET_SECONDS", 0)
+    for minutes in (0, 300):
+        put(db, State.SENT, age=timedelta(minutes=minutes))
+    put(db)
+    db.execute("UPDATE pgoutbox.message SET created_at = now() - interval '2 d'")
+    with db.transaction():
+        now = reads.now(db)
+        known = history.depth(db, "default", now, history.RANGES["24h"], 10)
+    assert now - min(known) < timedelta(minutes=31)
+    assert known[now] == 1
+    assert {count for at, count in known.items() if at != now} <= {2}
+
+
 def test_a_viewer_sees_a_breaker_and_cannot_close_it(site: Site, db: psycopg.Connection) -> None:
     db.execute(OPEN_BREAKER, [BREAKER])
-    page = get(site.vera, "/")
+    page = get(site.vera, "/breakers")
     assert BREAKER in page.words
     assert "/breakers/close" not in page.values("form", "action")
     assert site.vera.post("/breakers/close", data={"key": BREAKER}).status_code == 403

@@ -48,6 +48,10 @@ def full(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -> psy
     rolled_back.execute(FILL, {})
     rolled_back.execute(CLAIM_ALL, {"lease": "1 hour"})
     rolled_back.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('default', 5)")
+    rolled_back.execute(
+        "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
+        " VALUES ('smtp', now(), 60, 'w', 'refused')"
+    )
     if request.param == "with statistics":
         rolled_back.execute("ANALYZE pgoutbox.message, pgoutbox.claim")
     with operator_connection.limiting(30):
@@ -88,9 +92,14 @@ def most_read(plan: dict[str, Any]) -> int:
 @pytest.mark.parametrize(
     ("name", "parameters", "bound"),
     [
-        ("LIVE_QUEUES", {"queue": None, "queues": 10, "cap": CAP}, 8 * CAP + IN_FLIGHT_COUNT),
-        ("LIVE_QUEUES", {"queue": "default", "queues": 10, "cap": CAP}, 8 * CAP + IN_FLIGHT_COUNT),
+        ("LIVE_QUEUES", {"queues": ["default"], "cap": CAP}, 8 * CAP + IN_FLIGHT_COUNT),
+        ("RANK_QUEUES", {"prefix": "", "queues": 10, "cap": CAP, "limit": 5}, 3 * CAP),
+        ("RANK_QUEUES", {"prefix": "d", "queues": 10, "cap": CAP, "limit": 5}, 3 * CAP),
         ("RUNNING_WORKERS", {"cap": CAP}, CAP),
+        ("RUNNING_MESSAGES", {"cap": CAP, "limit": 5}, CAP),
+        ("LIST_BREAKERS", {"cap": CAP, "limit": 5}, 2 * CAP),
+        ("LIVE_BY_TIME", {"queue": "default", "width": 60, "since": "-infinity", "cap": CAP}, 3 * CAP),
+        ("FAILED_BY_TIME", {"width": 60, "from": "-infinity", "cap": CAP}, CAP),
         ("COUNT_DONE", {"cap": CAP}, CAP),
         ("FAILED_LATELY", {"cap": CAP}, CAP),
         ("LIST_FAILURES", {"topic": None, "seconds": None, "cap": CAP, "limit": 10}, CAP),

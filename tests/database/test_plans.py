@@ -385,7 +385,7 @@ def test_statements_for_live_messages_never_touch_finished_rows(
 
 
 IN_FLIGHT_COUNT = 1_699
-GAUGE_PARAMETERS: Mapping[str, object] = {"max_label_values": 100, "other": "other", "queue": None, "queues": 100_000}
+GAUGE_PARAMETERS: Mapping[str, object] = {"max_label_values": 100, "other": "other", "prefix": "", "queues": 100_000}
 
 
 @pytest.fixture(params=["analyzed", "never analyzed"])

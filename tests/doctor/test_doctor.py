@@ -80,7 +80,7 @@ def found(
 def report(db: psycopg.Connection, worker: str, queues: list[str], topics: list[str]) -> None:
     """Report the presence of a worker."""
     parameters = {"worker": worker, "queues": queues, "topics": topics, "redirect_to": None}
-    db.execute(REPORT_WORKER, parameters | {"watched": [], "late_seconds": 60})
+    db.execute(REPORT_WORKER, parameters | {"version": "1", "slots": 50, "watched": [], "late_seconds": 60})
 
 
 def expect(findings: list[Finding], level: Level, code: str, *facts: str) -> Finding:

@@ -56,7 +56,7 @@ class Pages:
 
     def app(self, access: Access, *, root: str = "") -> Starlette:
         """Return an application of these pages behind `access`."""
-        names = ("overview", "messages", "failed", "queues", "topics", "audit")
+        names = ("overview", "messages", "failed", "queues", "workers", "breakers", "topics", "audit")
         routes = [Route("/" if name == "overview" else f"/{name}", self._page, name=name) for name in names]
 
         @operators_only

@@ -879,7 +879,8 @@ STOP = """
 
 def report_presence(connection: psycopg.Connection, worker: str) -> None:
     parameters = {"worker": worker, "queues": ["default"], "topics": ["greet"], "redirect_to": None}
-    connection.execute(sql.REPORT_WORKER, parameters | {"watched": [], "late_seconds": 60.0})
+    facts = {"version": "1", "slots": 50, "watched": [], "late_seconds": 60.0}
+    connection.execute(sql.REPORT_WORKER, parameters | facts)
 
 
 async def two_late_reports_of_presence_do_not_deadlock(stage: Stage) -> None:

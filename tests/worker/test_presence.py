@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import pgoutbox.worker.presence
-from pgoutbox import Context, Message, Outbox, Topic
+from pgoutbox import Context, Message, Outbox, Topic, __version__
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
 from pgoutbox.worker.presence import Presence
@@ -29,9 +29,9 @@ HOUR = 3600.0
 LATE = "UPDATE pgoutbox.message SET available_at = now() - interval '2 minutes' WHERE state = 'pending'"
 
 
-def outbox_for(dsn: str, *, topics: tuple[str, ...] = ("greet",), queues: tuple[str, ...] = ()) -> Outbox:
+def outbox_for(dsn: str, *, topics: tuple[str, ...] = ("greet",), queues: tuple[str, ...] = (), **given: int) -> Outbox:
     """Build an outbox with handlers for these topics, and with a topic in each of these queues."""
-    outbox = Outbox(settings_for(dsn))
+    outbox = Outbox(settings_for(dsn, **given))
     for queue in queues:
         outbox.define(Topic(f"of.{queue}", queue=queue))
     for topic in topics:
@@ -104,6 +104,16 @@ async def test_an_idle_worker_reports_its_queues_and_topics_until_it_stops(dsn: 
         await until(lambda: names(db))
         assert db.execute(query).fetchall() == [(worker.name, ["critical", "bulk"], ["bye", "greet"], True)]
     assert names(db) == []
+
+
+async def test_a_worker_and_the_last_run_report_their_version_and_slots(dsn: str, db: psycopg.Connection) -> None:
+    query = "SELECT version, slots, ended_at IS NOT NULL FROM pgoutbox.worker_view"
+    async with running(Worker(outbox_for(dsn, concurrency=7))):
+        await until(lambda: names(db))
+        assert db.execute(query).fetchall() == [(__version__, 7, False)]
+    await Worker(outbox_for(dsn, concurrency=8)).run_once()
+    await Worker(outbox_for(dsn, concurrency=9)).run_once()
+    assert db.execute(query).fetchall() == [(__version__, 9, True)]
 
 
 async def test_a_worker_that_died_is_ignored_after_three_minutes_and_then_deleted(

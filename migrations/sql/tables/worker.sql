@@ -6,6 +6,8 @@ CREATE TABLE pgoutbox.worker (
     queues               text[]           NOT NULL,
     topics               text[]           NOT NULL,
     redirect_to          text,
+    version              text,
+    slots                integer,
     started_at           timestamptz      NOT NULL DEFAULT now(),
     seen_at              timestamptz      NOT NULL DEFAULT now(),
     ended_at             timestamptz,
@@ -23,6 +25,8 @@ COMMENT ON COLUMN pgoutbox.worker.name IS 'The name of the worker, as in `messag
 COMMENT ON COLUMN pgoutbox.worker.queues IS 'The queues that it serves.';
 COMMENT ON COLUMN pgoutbox.worker.topics IS 'The topics that it has a handler for.';
 COMMENT ON COLUMN pgoutbox.worker.redirect_to IS 'Its PGOUTBOX_REDIRECT_TO, which the database cannot know otherwise.';
+COMMENT ON COLUMN pgoutbox.worker.version IS 'Its version of pgoutbox.';
+COMMENT ON COLUMN pgoutbox.worker.slots IS 'Its PGOUTBOX_CONCURRENCY: how many attempts it can have in flight.';
 COMMENT ON COLUMN pgoutbox.worker.started_at IS 'When it started.';
 COMMENT ON COLUMN pgoutbox.worker.seen_at IS 'When it last reported, once a minute. Another worker deletes the row three minutes later.';
 COMMENT ON COLUMN pgoutbox.worker.ended_at IS 'When the last run ended. Null while a worker runs.';

@@ -1,6 +1,16 @@
 -- The limit is three reports: a worker that misses one, for example because of a short outage, still counts.
 CREATE VIEW pgoutbox.worker_view AS
-SELECT w.name, w.queues, w.topics, w.redirect_to, w.started_at, w.seen_at, w.ended_at, w.run_interval_seconds
+SELECT
+    w.name,
+    w.queues,
+    w.topics,
+    w.redirect_to,
+    w.version,
+    w.slots,
+    w.started_at,
+    w.seen_at,
+    w.ended_at,
+    w.run_interval_seconds
 FROM pgoutbox.worker AS w
 WHERE w.seen_at > now() - interval '3 minutes' OR w.ended_at IS NOT NULL;
 

@@ -76,7 +76,12 @@ if (navigator.clipboard) {
       localize(fresh);
       for (const part of parts()) {
         const other = fresh.getElementById(part.id);
-        if (other === null || part.isEqualNode(other)) continue;
+        if (other === null) continue;
+        for (const drawer of part.querySelectorAll("details[id]")) {
+          const same = other.querySelector(`#${CSS.escape(drawer.id)}`);
+          if (same !== null) same.open = drawer.open;
+        }
+        if (part.isEqualNode(other)) continue;
         if (isInUse(part)) isPaused = true;
         else part.replaceWith(document.importNode(other, true));
       }
@@ -130,6 +135,15 @@ if (navigator.clipboard) {
     const isPressing = document.querySelector("[data-refresh]") !== null;
     if (age >= MIN_AGE && (stale || isPressing || age >= MAX_AGE)) void refresh();
   }
+
+  // A link to a row, such as #queue-mail, opens its drawer.
+  function openDrawer() {
+    const row = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    const drawer = row === null ? null : row.querySelector("details");
+    if (drawer !== null) drawer.open = true;
+  }
+  openDrawer();
+  addEventListener("hashchange", openDrawer);
 
   // The warnings of redirects are on every page, and alone keep no connection open.
   if ([...parts()].some((part) => part.id !== "redirects")) {

@@ -1,6 +1,5 @@
--- The queues with live messages and queues with limits or a pause; or the given queue. Messages are counted lane by
--- lane up to `cap`: fresh ones, retries, those with an ordering key, and those in flight. Each lane has its own index.
-\ir _live_queue_names.sql
+-- The given queues. Messages are counted lane by lane up to `cap`: fresh ones, retries, those with an ordering key, and
+-- those in flight. Each lane has its own index.
 SELECT
     n.queue,
     counted.due,
@@ -16,8 +15,11 @@ SELECT
     q.tokens,
     q.max_in_flight,
     q.ceiling_count,
-    q.ceiling_seconds
-FROM named AS n
+    q.ceiling_seconds,
+    (
+        SELECT count(*) FROM pgoutbox.worker_view AS w WHERE w.ended_at IS NULL AND n.queue = ANY (w.queues)
+    ) AS serving_count
+FROM unnest(%(queues)s::text[]) AS n(queue)
 CROSS JOIN LATERAL (
     SELECT
         count(*) FILTER (WHERE NOT lane.is_leased AND span.is_past) AS due,
@@ -57,5 +59,4 @@ CROSS JOIN LATERAL (
     ) AS lane(at, is_leased)
 ) AS counted
 LEFT JOIN pgoutbox.queue_view AS q ON q.name = n.queue
-WHERE n.number > 0 OR %(queue)s::text IS NOT NULL
-ORDER BY n.queue
+ORDER BY n.queue COLLATE "C"

@@ -22,6 +22,10 @@ SELECT
     h.last_lease_at,
     coalesce(v.queues, h.queues) AS queues,
     coalesce(v.topics, '{}') AS topics,
+    v.version,
+    v.slots,
+    v.started_at,
+    v.seen_at,
     v.ended_at
 FROM holder AS h
 FULL JOIN pgoutbox.worker_view AS v ON v.name = h.worker

@@ -4,16 +4,22 @@
 WITH own AS (
     DELETE FROM pgoutbox.worker AS w
     WHERE w.name = %(worker)s::text
-    RETURNING w.name, w.queues, w.topics, w.redirect_to, w.started_at
+    RETURNING w.name, w.queues, w.topics, w.redirect_to, w.version, w.slots, w.started_at
 )
-INSERT INTO pgoutbox.worker AS last (name, queues, topics, redirect_to, started_at, ended_at, failures)
-SELECT o.name, o.queues, o.topics, o.redirect_to, o.started_at, now(), jsonb_strip_nulls(%(failures)s::jsonb)
+INSERT INTO pgoutbox.worker AS last (
+    name, queues, topics, redirect_to, version, slots, started_at, ended_at, failures
+)
+SELECT
+    o.name, o.queues, o.topics, o.redirect_to, o.version, o.slots, o.started_at, now(),
+    jsonb_strip_nulls(%(failures)s::jsonb)
 FROM own AS o
 ON CONFLICT ((true)) WHERE ended_at IS NOT NULL DO UPDATE
 SET name = excluded.name,
     queues = excluded.queues,
     topics = excluded.topics,
     redirect_to = excluded.redirect_to,
+    version = excluded.version,
+    slots = excluded.slots,
     started_at = excluded.started_at,
     seen_at = excluded.seen_at,
     ended_at = excluded.ended_at,

@@ -2,8 +2,11 @@
 -- should know, in the order of `Trouble`: open breakers, and late messages of the `watched` queues that no running
 -- worker claims. Every worker runs it before its first claim and then once a minute.
 WITH reported AS (
-    INSERT INTO pgoutbox.worker AS w (name, queues, topics, redirect_to)
-    VALUES (%(worker)s::text, %(queues)s::text[], %(topics)s::text[], %(redirect_to)s::text)
+    INSERT INTO pgoutbox.worker AS w (name, queues, topics, redirect_to, version, slots)
+    VALUES (
+        %(worker)s::text, %(queues)s::text[], %(topics)s::text[], %(redirect_to)s::text, %(version)s::text,
+        %(slots)s::integer
+    )
     ON CONFLICT ON CONSTRAINT worker_pkey DO UPDATE
     SET seen_at = now()
     RETURNING w.name

@@ -1,0 +1,12 @@
+-- The ended messages of a queue by their times of enqueue and of end, those enqueued before `since` together.
+SELECT
+    greatest(date_bin(make_interval(secs => %(width)s::float8), m.created_at, 'epoch'), %(since)s::timestamptz)
+        AS created_slot,
+    date_bin(make_interval(secs => %(width)s::float8), m.finished_at, 'epoch') AS ended_slot,
+    count(*) AS messages
+FROM pgoutbox.message_view AS m
+WHERE m.state IN ('sent', 'failed', 'skipped', 'cancelled')
+    AND m.queue = %(queue)s::text
+    AND m.finished_at >= %(from)s::timestamptz
+    AND m.finished_at < %(to)s::timestamptz
+GROUP BY 1, 2

@@ -1,0 +1,26 @@
+-- The live messages of a queue by time of enqueue, those before `since` together; up to `cap` of each lane.
+SELECT
+    greatest(date_bin(make_interval(secs => %(width)s::float8), live.created_at, 'epoch'), %(since)s::timestamptz)
+        AS created_slot,
+    count(*) AS messages
+FROM (
+    (
+        SELECT m.created_at FROM pgoutbox.message_view AS m
+        WHERE m.queue = %(queue)s::text AND m.lane = 0 AND m.state IN ('pending', 'sending') AND m.ordering_key IS NULL
+        ORDER BY m.available_at LIMIT %(cap)s::bigint
+    )
+    UNION ALL
+    (
+        SELECT m.created_at FROM pgoutbox.message_view AS m
+        WHERE m.queue = %(queue)s::text AND m.lane = 1 AND m.state IN ('pending', 'sending') AND m.ordering_key IS NULL
+        ORDER BY m.available_at LIMIT %(cap)s::bigint
+    )
+    UNION ALL
+    (
+        SELECT m.created_at FROM pgoutbox.message_view AS m
+        WHERE m.queue = %(queue)s::text AND m.ordering_key IS NOT NULL AND m.available_at > '-infinity'
+            AND m.state IN ('pending', 'sending')
+        ORDER BY m.available_at LIMIT %(cap)s::bigint
+    )
+) AS live
+GROUP BY 1
