@@ -49,7 +49,7 @@ from pgoutbox.transports.webhook.request import Webhook
 
 if TYPE_CHECKING:
     from pgoutbox.operations import Operator
-    from pgoutbox.worker import Worker
+    from pgoutbox.worker import Worker, asend_directly, send_directly
 
 # Public modules, besides this one. Most applications need none of them.
 PUBLIC_MODULES = (
@@ -116,18 +116,20 @@ __all__ = [
     "UnknownTopicError",
     "Webhook",
     "Worker",
+    "asend_directly",
     "load_settings",
+    "send_directly",
 ]
 
 
 def __getattr__(name: str) -> object:
-    # A process that only enqueues loads neither of them.
+    # A process that only enqueues loads none of them.
     if name == "Operator":
         from pgoutbox.operations import Operator
 
         return Operator
-    if name == "Worker":
-        from pgoutbox.worker import Worker
+    if name in ("Worker", "asend_directly", "send_directly"):
+        from pgoutbox import worker
 
-        return Worker
+        return getattr(worker, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -103,7 +103,7 @@ class MailSettings(_Group):
 
     transport: Literal["smtp", "log"] = "smtp"
     """Transport of `mailto:`. `log`, for development, writes each e-mail to the log and sends nothing. It replaces also
-    a transport of the application, and it is refused together with `smtp.host`."""
+    a transport of the application, and it is refused together with `smtp.host` or `sendmail`."""
     directory: str | None = None
     """Directory in which `log` also writes each complete e-mail as a file."""
 
@@ -314,7 +314,9 @@ class LogSettings(_Group):
     """The log of the command line."""
 
     file: str | None = None
-    """File to append the CLI's log to, instead of stderr. After log rotation the file is created again."""
+    """File to append the CLI's log to, instead of stderr. After log rotation the file is created again. Runs of `worker
+    --once` and `--drain` without a terminal have a default: `pgoutbox/worker.log` in `$XDG_STATE_HOME`, or in
+    `~/.local/state`."""
     format: Literal["text", "json"] = "text"
     """Format of the CLI's log."""
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -383,6 +385,9 @@ class Settings(_Group, BaseSettings):
     """First part of the worker's name, as recorded in the column `worker` (default: the host name)."""
     apprise_urls: SecretStr | None = None
     """Targets of the `apprise:` transport: a JSON object of names and Apprise URLs."""
+    sendmail: str | None = Field(default=None, max_length=1_000)
+    """Program of a local mail server that sends e-mail instead of `smtp.host`, such as `/usr/sbin/sendmail`. It uses
+    `smtp.sender`, `smtp.timeout_seconds`, and `smtp.connections` as the maximum number of running programs."""
     alert_destination: str | None = Field(default=None, max_length=4096)
     """Destinations of the alerts about failed messages, and about circuit breakers that open or close. Spaces separate
     them: `mailto:ops@example.org`, an `https:` URL, `apprise:NAME`. An alert about the mail server waits for it, so
@@ -442,6 +447,13 @@ class Settings(_Group, BaseSettings):
             check_redacted_name(name)
         return names
 
+    @field_validator("sendmail")
+    @classmethod
+    def _check_sendmail(cls, path: str | None) -> str | None:
+        if path is not None and not (path.startswith("/") and path.isprintable()):
+            raise ValueError("must be the absolute path of a program, without options, such as /usr/sbin/sendmail")
+        return path
+
     @field_validator("encryption_keys")
     @classmethod
     def _check_keys(cls, keys: SecretStr | None) -> SecretStr | None:
@@ -469,10 +481,11 @@ class Settings(_Group, BaseSettings):
             raise ValueError(
                 f"PGOUTBOX_MAINTENANCE_INTERVAL_SECONDS={self.maintenance_interval_seconds:g} must be at least 1, or 0"
             )
-        if self.mail.transport == "log" and self.smtp.host is not None:
-            raise ValueError(
-                "PGOUTBOX_MAIL_TRANSPORT=log sends no e-mail, but PGOUTBOX_SMTP_HOST is set: unset one of them"
-            )
+        if self.smtp.host is not None and self.sendmail is not None:
+            raise ValueError("PGOUTBOX_SMTP_HOST and PGOUTBOX_SENDMAIL are both set: unset one of them")
+        if self.mail.transport == "log" and (self.smtp.host is not None or self.sendmail is not None):
+            name = "PGOUTBOX_SENDMAIL" if self.smtp.host is None else "PGOUTBOX_SMTP_HOST"
+            raise ValueError(f"PGOUTBOX_MAIL_TRANSPORT=log sends no e-mail, but {name} is set: unset one of them")
         for destination in self.alert_destinations:
             is_short = len(destination.encode()) <= _MAX_DESTINATION_BYTES
             if not (is_short and destination.isprintable() and _ALERT_DESTINATION.fullmatch(destination)):

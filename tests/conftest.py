@@ -73,6 +73,14 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the logs of runs that tests start out of the home directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _own_log() -> Iterator[None]:
     """Remove the handlers of a command that ran in this process.

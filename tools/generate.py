@@ -186,7 +186,8 @@ _TOGETHER: Final = """
 - `PGOUTBOX_LISTENER_HEARTBEAT_TIMEOUT_SECONDS` does not exceed `PGOUTBOX_LISTENER_HEARTBEAT_SECONDS`.
 - `PGOUTBOX_BREAKER_COOLDOWN_SECONDS` does not exceed `PGOUTBOX_BREAKER_MAX_COOLDOWN_SECONDS`.
 - `PGOUTBOX_SMTP_PASSWORD` needs `PGOUTBOX_SMTP_USERNAME`, and is refused with `PGOUTBOX_SMTP_SECURITY=none`.
-- `PGOUTBOX_MAIL_TRANSPORT=log` is refused with `PGOUTBOX_SMTP_HOST`, and `PGOUTBOX_MAIL_DIRECTORY` needs it.
+- `PGOUTBOX_SENDMAIL` is refused with `PGOUTBOX_SMTP_HOST`.
+- `PGOUTBOX_MAIL_TRANSPORT=log` is refused with both of them, and `PGOUTBOX_MAIL_DIRECTORY` needs it.
 - `PGOUTBOX_WEB_SESSION_IDLE_SECONDS` does not exceed `PGOUTBOX_WEB_SESSION_MAX_SECONDS`.
 - `PGOUTBOX_KAFKA_PASSWORD` needs `PGOUTBOX_KAFKA_USERNAME`.
 """
@@ -559,7 +560,7 @@ _FURTHER_NAMES: Final = {
     "pgoutbox.embedded": ("embedded_server", "EmbeddedServer"),
     "pgoutbox.transports": (
         "Transport", "Content", "FollowsRedirect", "pass_gate", "render_email", "render_webhook", "SmtpTransport",
-        "AppriseTransport", "WebhookTransport", "WebhookRules", "RedisTransport", "NatsTransport",
+        "SendmailTransport", "AppriseTransport", "WebhookTransport", "WebhookRules", "RedisTransport", "NatsTransport",
         "RabbitMQTransport", "KafkaTransport",
     ),
     "pgoutbox.dashboard": ("create_app", "Access", "Viewer"),

@@ -7,13 +7,16 @@ database are escaped. This module does not use the database.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import re
+import stat
 import sys
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 from urllib.parse import unquote
 
@@ -23,6 +26,7 @@ from pgoutbox.text import iso_utc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from io import TextIOWrapper
 
     from rich.table import Table
 
@@ -37,6 +41,9 @@ MISUSED: Final = 2
 INTERRUPTED: Final = 130
 
 MASK: Final = "***"
+
+# One line a minute: two weeks.
+_MAX_OWN_BYTES: Final = 5_000_000
 
 _STATE_COLOURS: Final = {
     "pending": "yellow",
@@ -248,49 +255,66 @@ def mask(text: str, secrets: Iterable[str]) -> str:
     return text
 
 
-def configure_logging(settings: Settings, *, is_quiet: bool = False) -> None:
+def configure_logging(settings: Settings, *, is_quiet: bool = False, is_run: bool = False) -> None:
     """Configure the log of the process: target, format and level from the settings.
 
-    With `is_quiet` only warnings go to stderr, unless PGOUTBOX_LOG_LEVEL is set.
+    With `is_quiet` only warnings go to stderr, unless PGOUTBOX_LOG_LEVEL is set. A quiet run of a worker (`is_run`)
+    also keeps its whole log in a file of the user.
     """
     secrets = secrets_in(secret_values(settings))
-    formatter = JsonFormatter(secrets) if settings.log.format == "json" else TextFormatter(secrets)
-    handler: logging.Handler = logging.StreamHandler(sys.stderr)
-    if settings.log.file is not None:
-        handler = log_file = _LogFile(settings.log.file)
-        log_file.check()
-    handler.setFormatter(formatter)
+    stderr = logging.StreamHandler(sys.stderr)
+    handlers: list[logging.Handler] = [stderr]
     is_quiet &= settings.log.file is None and "level" not in settings.log.model_fields_set
-    logging.basicConfig(level="WARNING" if is_quiet else settings.log.level, handlers=[handler], force=True)
+    if settings.log.file is not None:
+        handlers = [_LogFile(settings.log.file, then=_OwnFile(_temporary_file(), then=stderr) if is_run else stderr)]
+    elif is_quiet and is_run:
+        # The warnings are on stderr. A mail of cron each minute about the log would be worse than its loss.
+        second = _OwnFile(_temporary_file(), then=logging.NullHandler(), is_told=False)
+        handlers.append(_OwnFile(_state_file(), then=second, is_told=False))
+    for handler in handlers:
+        handler.setFormatter(JsonFormatter(secrets) if settings.log.format == "json" else TextFormatter(secrets))
+        if isinstance(handler, _LogFile):
+            handler.check()
+    if is_quiet:
+        stderr.setLevel(logging.WARNING)
+    level = "WARNING" if is_quiet and not is_run else settings.log.level
+    logging.basicConfig(level=level, handlers=handlers, force=True)
 
 
 class _LogFile(WatchedFileHandler):
-    """Appends to a file and reopens it after rotation. Writes to stderr if the file fails.
+    """Appends to a file and reopens it after rotation. While the file fails, records go to the handler `then`.
 
-    A log file that cannot be opened or written does not stop the process. Each record tries the file again.
+    A log file that cannot be opened or written does not stop the process. Each record tries the file again. Unless
+    `is_told` is false, a failure is told on stderr, once.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, then: logging.Handler, is_told: bool = True) -> None:
         super().__init__(path, encoding="utf-8", errors="backslashreplace", delay=True)
-        self._fallback = logging.StreamHandler(sys.stderr)
+        self._then = then
+        self._is_told = is_told
         self._has_failed = False
 
     def setFormatter(self, formatter: logging.Formatter | None) -> None:  # noqa: N802 - the base class's name
-        """Set the formatter, for stderr too."""
+        """Set the formatter, for the other handler too."""
         super().setFormatter(formatter)
-        self._fallback.setFormatter(formatter)
+        self._then.setFormatter(formatter)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record to the file, or to stderr if that fails."""
+        """Write the record to the file, or to the other handler if that fails."""
         try:
             self._write(self.format(record) + self.terminator)
         except OSError as error:
             self._note(error)
-            self._fallback.emit(record)
+            self._then.emit(record)
         except Exception:  # noqa: BLE001 - like every handler, never raise into the code that logs
             self.handleError(record)
         else:
             self._has_failed = False
+
+    def close(self) -> None:
+        """Close the file, and the other handler."""
+        super().close()
+        self._then.close()
 
     def check(self) -> None:
         """Open the file at the start, to report a wrong path early."""
@@ -298,6 +322,8 @@ class _LogFile(WatchedFileHandler):
             self._write("")
         except OSError as error:
             self._note(error)
+            if isinstance(self._then, _LogFile):
+                self._then.check()
 
     def _write(self, text: str) -> None:
         # The base class's `emit` prints a traceback for each record if the disk is full.
@@ -309,14 +335,66 @@ class _LogFile(WatchedFileHandler):
         self.stream.flush()
 
     def _note(self, error: OSError) -> None:
-        if not self._has_failed:
-            self._has_failed = True
+        if not self._has_failed and self._is_told:
             reason = error.strerror or type(error).__name__
-            print_warning(f"PGOUTBOX_LOG_FILE={self.baseFilename}: {reason}; the log goes to stderr")
+            target = self._then.baseFilename if isinstance(self._then, _LogFile) else "stderr"
+            print_warning(f"{self._title}: {reason}; the log goes to {target}")
+        self._has_failed = True
         stream, self.stream = self.stream, None
         if stream is not None:
             with contextlib.suppress(OSError):
                 stream.close()
+
+    @property
+    def _title(self) -> str:
+        return f"PGOUTBOX_LOG_FILE={self.baseFilename}"
+
+
+class _OwnFile(_LogFile):
+    """A file that pgoutbox chooses: only this user can read it, and one older file is kept."""
+
+    def check(self) -> None:
+        """Open the file at the start. A large one is moved aside, because nobody rotates it."""
+        path = Path(self.baseFilename)
+        with contextlib.suppress(OSError):
+            if path.lstat().st_size > _MAX_OWN_BYTES:
+                path.replace(f"{path}.1")
+        super().check()
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=_open_own)
+
+    @property
+    def _title(self) -> str:
+        return self.baseFilename
+
+
+def _state_file() -> str:
+    """Return the file for the log of runs in the state directory of the user (XDG Base Directory)."""
+    given = os.environ.get("XDG_STATE_HOME", "")
+    if given.startswith("/"):
+        return f"{given}/pgoutbox/worker.log"
+    try:
+        return str(Path("~/.local/state/pgoutbox/worker.log").expanduser())
+    except RuntimeError:
+        return _temporary_file()  # The user has no home.
+
+
+def _temporary_file() -> str:
+    """Return the file for the log of runs whose first file cannot be written."""
+    # tempfile.gettempdir() writes a file to find out, and raises an error if every disk is full.
+    return f"{os.environ.get('TMPDIR') or '/tmp'}/pgoutbox-worker-{os.getuid()}.log"  # noqa: S108 - opened with care
+
+
+def _open_own(path: str, flags: int) -> int:
+    """Open a file of this user. Others may write to the temporary directory, and put a link or their own file there."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    found = os.fstat(descriptor)
+    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "is not a file of this user", path)
+    return descriptor
 
 
 class TextFormatter(logging.Formatter):

@@ -6,7 +6,7 @@ import json
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, assert_never
 
 import typer
 
@@ -26,7 +26,17 @@ from pgoutbox.cli.arguments import (
     parse_id,
     read_payload,
 )
-from pgoutbox.cli.console import print_fields, print_json, print_line, print_note, print_table, print_warning
+from pgoutbox.cli.console import (
+    FAILED,
+    configure_logging,
+    print_error,
+    print_fields,
+    print_json,
+    print_line,
+    print_note,
+    print_table,
+    print_warning,
+)
 from pgoutbox.cli.program import (
     app,
     describe_pause,
@@ -36,25 +46,39 @@ from pgoutbox.cli.program import (
     redacted_names_of,
     require_known_queue,
 )
-from pgoutbox.errors import ArgumentError
+from pgoutbox.errors import ArgumentError, ConfigurationError
+from pgoutbox.message import Outcome, Permanent, Sent, Skip, Snooze, Transient, Unavailable
 from pgoutbox.operations import JsonText, TopicCounts
 from pgoutbox.options import check_name
 from pgoutbox.outbox import Outbox
+from pgoutbox.redaction import redact_text
+from pgoutbox.settings import Settings
 from pgoutbox.topics import OnDuplicate, Topic
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
+
+
+TopicName = Annotated[str, typer.Argument(help="Topic of the message; selects the handler.")]
+Payload = Annotated[str | None, typer.Argument(help="Payload as JSON (default: null); - reads it from stdin.")]
+PayloadFile = Annotated[
+    Path | None, typer.Option("--payload-file", metavar="FILE", help="Read the payload from this file.")
+]
+Destination = Annotated[str | None, typer.Option(help="Receiver of the message, as a URI.")]
+Headers = Annotated[
+    list[Any] | None,
+    typer.Option("--header", parser=parse_header, metavar="NAME=VALUE", help="Header of the message. Repeatable."),
+]
 
 
 @app.command()
 def enqueue(
-    topic: Annotated[str, typer.Argument(help="Topic of the message; selects the handler.")],
-    payload: Annotated[
-        str | None, typer.Argument(help="Payload as JSON (default: null); - reads it from stdin.")
-    ] = None,
+    topic: TopicName,
+    payload: Payload = None,
     *,
-    payload_file: Annotated[
-        Path | None, typer.Option("--payload-file", metavar="FILE", help="Read the payload from this file.")
-    ] = None,
+    payload_file: PayloadFile = None,
     queue: Annotated[str | None, typer.Option(help="Queue of the message (default: default).")] = None,
-    destination: Annotated[str | None, typer.Option(help="Receiver of the message, as a URI.")] = None,
+    destination: Destination = None,
     coalesce_key: Annotated[
         str | None, typer.Option(help="Only the newest message with this key is delivered.")
     ] = None,
@@ -74,10 +98,7 @@ def enqueue(
         timedelta | None,
         typer.Option(parser=parse_duration, metavar="DURATION", help="Earliest delivery, such as 15m from now."),
     ] = None,
-    headers: Annotated[
-        list[Any] | None,
-        typer.Option("--header", parser=parse_header, metavar="NAME=VALUE", help="Header of the message. Repeatable."),
-    ] = None,
+    headers: Headers = None,
     encrypt: Annotated[
         bool, typer.Option("--encrypt", help="Encrypt the payload with PGOUTBOX_ENCRYPTION_KEYS.")
     ] = False,
@@ -95,12 +116,7 @@ def enqueue(
     The role of a producer is enough. With the role of an operator, the audit records the act.
     """
     settings = read_settings(dsn, app=where)
-    if payload is not None and payload_file is not None:
-        raise typer.BadParameter("give the payload as an argument or as --payload-file, not both")
-    value = read_payload(payload, payload_file, limit=settings.max_payload_bytes)
-    names = [name for name, _ in headers or []]
-    if len(set(names)) < len(names):
-        raise typer.BadParameter("--header: two headers have the same name")
+    value = _payload_of(payload, payload_file, settings)
     outbox = Outbox(settings) if settings.app is None else load_outbox(settings.app)
     draft = draft_message(
         outbox,
@@ -113,7 +129,7 @@ def enqueue(
         on_duplicate=on_duplicate,
         owner=owner,
         delay=delay,
-        headers=dict(headers or []) or None,
+        headers=_headers_of(headers),
     )
     with open_operator(settings) as operator:
         is_known = settings.app is not None or operator.is_known_topic(topic)
@@ -128,6 +144,84 @@ def enqueue(
     if receipt.duplicate:
         print_note(f"a message with this dedupe key already exists, and is {receipt.state or 'deleted'}")
     print_line(str(receipt.id))
+
+
+@app.command()
+def send(
+    topic: TopicName,
+    payload: Payload = None,
+    *,
+    payload_file: PayloadFile = None,
+    destination: Destination = None,
+    headers: Headers = None,
+    where: App = None,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Run a topic's handler once, send what it returns, and print the outcome. Nothing is stored.
+
+    For a test of handler, settings and mail server. There is no message, no retry and no trace in the database: use
+    `pgoutbox enqueue` for a message that must arrive. Redirects and blackouts apply. A copy of the database sends
+    nothing.
+
+    Exits with 0 if it was sent, else with 1. Needs --app or PGOUTBOX_APP. The role of a producer is enough.
+    """
+    settings = read_settings(dsn, app=where)
+    value = _payload_of(payload, payload_file, settings)
+    if settings.app is None:
+        raise ConfigurationError("no outbox given: set PGOUTBOX_APP, or pass --app module:attribute")
+    outbox = load_outbox(settings.app)
+    names = settings.redacted_names + find_topic(outbox, topic).redact
+    configure_logging(settings, is_quiet=True)
+    from pgoutbox.worker import send_directly
+
+    outcome = send_directly(
+        outbox, topic, value, destination=destination, headers=_headers_of(headers), settings=settings
+    )
+    name, text = _told(outcome)
+    if isinstance(outcome, Exception) and outcome.__cause__ is not None and not settings.error_texts:
+        text = type(outcome.__cause__).__name__
+    text = None if text is None else redact_text(text, names)
+    if as_json:
+        print_json({"outcome": name, "error": text})
+    elif isinstance(outcome, Sent):
+        print_line(name)
+    else:
+        print_error(f"{name}: {text}" if text else name)
+    if not isinstance(outcome, Sent):
+        raise typer.Exit(FAILED)
+
+
+def _told(outcome: Outcome) -> tuple[str, str | None]:
+    """Return the name and the text of an outcome."""
+    match outcome:
+        case Sent():
+            return "sent", None
+        case Transient(error=error):
+            return "transient", error
+        case Unavailable(error=error):
+            return "unavailable", error
+        case Permanent(error=error):
+            return "permanent", error
+        case Skip(reason=reason):
+            return "skipped", reason
+        case Snooze(reason=reason):
+            return "snoozed", reason
+        case _:
+            assert_never(outcome)
+
+
+def _payload_of(payload: str | None, payload_file: Path | None, settings: Settings) -> JsonValue:
+    if payload is not None and payload_file is not None:
+        raise typer.BadParameter("give the payload as an argument or as --payload-file, not both")
+    return read_payload(payload, payload_file, limit=settings.max_payload_bytes)
+
+
+def _headers_of(headers: list[Any] | None) -> dict[str, str] | None:
+    names = [name for name, _ in headers or []]
+    if len(set(names)) < len(names):
+        raise typer.BadParameter("--header: two headers have the same name")
+    return dict(headers or []) or None
 
 
 def _undefined(name: str, *, encrypt: bool) -> Topic[Any]:

@@ -22,7 +22,8 @@ from pgoutbox.operations import ListedMessage, Operator
 from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings, load_settings, unknown_variables
 
 _ORDER: Final = (
-    *("demo", "migrate", "worker", "topics", "enqueue", "list", "show", "failures", "stats", "top", "tail", "workers"),
+    *("demo", "migrate", "worker", "topics", "enqueue", "send"),
+    *("list", "show", "failures", "stats", "top", "tail", "workers"),
     *("redrive", "dismiss", "reschedule", "resend", "cancel", "prune", "retention", "queues", "pause", "resume"),
     *("limit", "redirect", "adopt", "audit"),
     *("export", "erase", "mentions"),

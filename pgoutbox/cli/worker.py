@@ -75,7 +75,7 @@ def worker(
     # Cron sends an e-mail if a command writes anything. A person at a terminal should see the counts and warnings.
     is_quiet = (once or drain) and not sys.stderr.isatty()
     if not settings.worker_enabled:
-        configure_logging(settings, is_quiet=is_quiet)
+        configure_logging(settings, is_quiet=is_quiet, is_run=is_quiet)
         logging.getLogger("pgoutbox.worker").info("no worker runs on this host: PGOUTBOX_WORKER_ENABLED is false")
         raise typer.Exit
     settings.require_dsn()
@@ -83,7 +83,7 @@ def worker(
     if settings.app is None:
         raise ConfigurationError("no outbox given: set PGOUTBOX_APP, or pass --app module:attribute")
     outbox = load_outbox(settings.app)
-    configure_logging(settings, is_quiet=is_quiet)
+    configure_logging(settings, is_quiet=is_quiet, is_run=is_quiet)
     if queues and not is_quiet:
         _warn_of_unknown_queues(settings, [share.name for share in shares if share.name != ALL_QUEUES])
     if processes > 1:

@@ -15,7 +15,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 
-from pgoutbox.dashboard import acts, pages, sign_in, topics
+from pgoutbox.dashboard import acts, pages, sign_in, status, topics
 from pgoutbox.dashboard.access import Access, AccessMiddleware
 from pgoutbox.dashboard.dashboard import Dashboard
 from pgoutbox.dashboard.responses import EXCEPTION_HANDLERS, ResponseMiddleware
@@ -41,7 +41,7 @@ def build_app(source: Outbox | Settings, *, settings: Settings | None, access: A
     settings.require_dsn()
     dashboard = Dashboard(settings, outbox)
     app = protect(
-        [*pages.ROUTES, *acts.ROUTES, *topics.ROUTES],
+        [*pages.ROUTES, *acts.ROUTES, *topics.ROUTES, *status.ROUTES],
         access if access is not None else Access.from_settings(settings),
         public=[Mount("/static", routes=_static_routes(), name="static")],
         lifespan=_lifespan,

@@ -239,6 +239,12 @@ def _live_queues(connection: Connection, names: list[str], cap: int) -> list[Que
     return [QueueRow._make((*row, rates.get(row[0]))) for row in rows]
 
 
+def count_failed_of_day(connection: Connection) -> int:
+    """Return the number of messages that failed within the last day and are still failed, up to one above `CAP`."""
+    ((count,),) = connection.execute(sql.COUNT_FAILED_OF_DAY, {"cap": CAP + 1})
+    return int(count)
+
+
 def running_workers(connection: Connection) -> list[WorkerRow]:
     """Return the workers that run or hold leases, and the last run, by name."""
     return [WorkerRow._make(row) for row in connection.execute(sql.RUNNING_WORKERS, {"cap": CAP})]

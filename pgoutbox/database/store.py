@@ -197,13 +197,16 @@ class Store:
     What running attempts read and write has another one: large payloads take time, and changes of breakers may wait for
     a row that a session of an operator has locked.
 
-    `hooks` are the topics whose failures are announced to a hook, each with the `max_attempts` of that message.
+    `hooks` are the topics whose failures are announced to a hook, each with the `max_attempts` of that message. The
+    `purpose` is in the name of the main session: "claim" means a worker.
 
     If the server has only one free connection, all of them share it, so that a worker that can claim can also finish.
     Otherwise it would hand over messages again and again without ending any of them.
     """
 
-    def __init__(self, settings: Settings, *, worker: str, hooks: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, settings: Settings, *, worker: str, hooks: Mapping[str, int] | None = None, purpose: str = "claim"
+    ) -> None:
         sql.load_all()
         dsn = settings.require_dsn()
         self.worker = worker
@@ -212,7 +215,7 @@ class Store:
         self._hooks = json.dumps(dict(hooks or {}))
         # Without a destination, the application's own handler sends the alerts.
         self._alert_destinations: list[str | None] = [*settings.alert_destinations] or [None]
-        self.claims = WorkerConnection(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
+        self.claims = WorkerConnection(dsn, settings, purpose=f"{purpose} {worker[-_SHOWN_NAME_LENGTH:]}")
         self._finishes = WorkerConnection(dsn, settings, purpose="finish", spare=self.claims)
         self._attempts = WorkerConnection(dsn, settings, purpose="attempt", spare=self.claims)
         self._alerts = WorkerConnection(dsn, settings, purpose="alerts", spare=self.claims)

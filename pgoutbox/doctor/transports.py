@@ -47,10 +47,10 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         )
         return
     own = _own("mailto", outbox)
-    if settings.smtp.host is None and own is None:
+    if own is None and not is_configured("mailto", settings):
         yield skipped(
             "smtp-not-set",
-            "this process has no SMTP server: PGOUTBOX_SMTP_HOST is not set",
+            "this process has neither an SMTP server (PGOUTBOX_SMTP_HOST) nor a sendmail program (PGOUTBOX_SENDMAIL)",
             "to check that of the workers, run the doctor with their environment",
         )
         return
@@ -67,6 +67,15 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         return
     yield from _sender(settings)
     yield from _alert_destination(settings)
+    if settings.sendmail is not None and own is None:
+        yield from _try_transport(
+            partial(build, "mailto"),
+            settings,
+            in_order=f"{settings.sendmail} is an executable program",
+            why="no e-mail is sent; messages wait and are retried",
+            fix="install the mail server, or correct PGOUTBOX_SENDMAIL; see docs/how-to/email.md",
+        )
+        return
     host = settings.smtp.host or ""
     if is_placeholder(host) and host.lower() not in LOOPBACK:
         yield _placeholder(

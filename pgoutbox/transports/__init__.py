@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pgoutbox.transports.brokers.rabbitmq import RabbitMQTransport
     from pgoutbox.transports.brokers.redis_streams import RedisTransport
     from pgoutbox.transports.redirect import Redirect
-    from pgoutbox.transports.smtp import SmtpTransport
+    from pgoutbox.transports.smtp import SendmailTransport, SmtpTransport
     from pgoutbox.transports.smtp.mail import render as render_email
     from pgoutbox.transports.webhook import WebhookTransport
     from pgoutbox.transports.webhook.request import Rules as WebhookRules
@@ -41,6 +41,7 @@ __all__ = [
     "NatsTransport",
     "RabbitMQTransport",
     "RedisTransport",
+    "SendmailTransport",
     "SmtpTransport",
     "Transport",
     "WebhookRules",
@@ -204,6 +205,7 @@ _PARTS: Final = {
     "NatsTransport": ("brokers.nats_jetstream", "NatsTransport"),
     "RabbitMQTransport": ("brokers.rabbitmq", "RabbitMQTransport"),
     "RedisTransport": ("brokers.redis_streams", "RedisTransport"),
+    "SendmailTransport": ("smtp", "SendmailTransport"),
     "SmtpTransport": ("smtp", "SmtpTransport"),
     "WebhookRules": ("webhook.request", "Rules"),
     "WebhookTransport": ("webhook", "WebhookTransport"),

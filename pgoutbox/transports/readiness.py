@@ -15,6 +15,7 @@ from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.transports import Content, scheme_of
 from pgoutbox.transports.apprise import Notification
 from pgoutbox.transports.brokers.events import CloudEvent
+from pgoutbox.transports.registry import is_configured
 from pgoutbox.transports.smtp.mail import Email, RawEmail
 from pgoutbox.transports.webhook.request import Webhook
 
@@ -88,7 +89,7 @@ def lacks_of(
     yield from _missing_transports(settings, schemes, contents, destinations or {})
     if settings.mail.transport == "log":
         yield Lack("PGOUTBOX_MAIL_TRANSPORT", "is log: e-mails are only logged, and their messages end sent")
-    elif settings.smtp.host is not None:
+    elif settings.smtp.host is not None or settings.sendmail is not None:
         yield from _lacks_of_server(settings.smtp)
     if settings.webhook.secrets is None and (topics := _topics_with(contents, "https")):
         yield Lack("PGOUTBOX_WEBHOOK_SECRETS", _NOT_SET, topics)
@@ -111,7 +112,7 @@ def _missing_transports(
         needed.setdefault(scheme_of(destination), set()).add(ALERT_TOPIC)
     if settings.smtp.sender is not None or settings.smtp.username is not None:
         needed.setdefault("mailto", set())
-    has_mail = settings.mail.transport == "log" or settings.smtp.host is not None
+    has_mail = is_configured("mailto", settings)
     served = {*schemes, "mailto"} if has_mail else {*schemes}
     for scheme in sorted(needed.keys() & _NEEDS.keys() - served):
         yield _NEEDS[scheme]._replace(topics=tuple(sorted(needed[scheme])))

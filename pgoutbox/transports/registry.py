@@ -31,11 +31,12 @@ def _has_webhooks() -> bool:
 
 _WEBHOOK: Final = "webhook:WebhookTransport"
 _LOG: Final = "smtp.log:LogTransport"
+_SENDMAIL: Final = "smtp.sendmail:SendmailTransport"
 _AUTOMATIC: Final[Mapping[str, _Automatic]] = {
     "mailto": _Automatic(
         "smtp:SmtpTransport",
-        lambda s: s.smtp.host is not None or s.mail.transport == "log",
-        "set PGOUTBOX_SMTP_HOST",
+        lambda s: s.smtp.host is not None or s.sendmail is not None or s.mail.transport == "log",
+        "set PGOUTBOX_SMTP_HOST or PGOUTBOX_SENDMAIL",
     ),
     "apprise": _Automatic(
         "apprise:AppriseTransport", lambda s: s.apprise_urls is not None, "set PGOUTBOX_APPRISE_URLS"
@@ -71,7 +72,11 @@ def build(scheme: str, settings: Settings) -> Transport:
 
     Raises `MissingExtraError` if its extra is not installed, and `ConfigurationError` if a setting is unusable.
     """
-    place = _LOG if scheme == "mailto" and settings.mail.transport == "log" else _AUTOMATIC[scheme].place
+    place = _AUTOMATIC[scheme].place
+    if scheme == "mailto" and settings.mail.transport == "log":
+        place = _LOG
+    elif scheme == "mailto" and settings.sendmail is not None:
+        place = _SENDMAIL
     kind = resolve_name(f"pgoutbox.transports.{place}")
     return cast("Transport", kind(settings))
 

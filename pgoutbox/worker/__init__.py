@@ -1,5 +1,6 @@
 """The worker: claims due messages, runs their handlers and writes the outcomes."""
 
+from pgoutbox.worker.direct import asend_directly, send_directly
 from pgoutbox.worker.worker import Worker
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "asend_directly", "send_directly"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from functools import partial
 from typing import cast, get_args
 
@@ -74,12 +74,13 @@ class AttemptExecutor:
                 return self._run_if_still_to_be_sent(work)
         return (self._run_admitted if self.breakers.watches_any else self._run)(work)
 
-    async def close(self) -> None:
-        """Close connections, transports and threads. Call it after all attempts have ended."""
+    async def close(self, *, keeps: Collection[Transport] = ()) -> None:
+        """Close connections, threads, and the transports except those in `keeps`. Call it after all attempts."""
         await self._transactions.close()
         await self.breakers.close()
         await self.redirects.close()
-        for transport in {id(t): t for t in self._transports.values()}.values():
+        kept = {id(transport) for transport in keeps}
+        for transport in {id(t): t for t in self._transports.values() if id(t) not in kept}.values():
             await transport.aclose()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

@@ -598,6 +598,79 @@ class TestEnqueue:
         assert cli("show", message_id, "--json").json["payload"] == {"to": "ada"}
 
 
+class TestSend:
+    """`pgoutbox send`, with an application whose topic `mail` sends an e-mail to the destination."""
+
+    @pytest.fixture(autouse=True)
+    def _mail_is_logged(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("PGOUTBOX_APP", "tests.support.mail_app:outbox")
+        monkeypatch.setenv("PGOUTBOX_MAIL_TRANSPORT", "log")
+        monkeypatch.setenv("PGOUTBOX_MAIL_DIRECTORY", str(tmp_path))
+
+    def test_one_message_is_sent_by_a_producer_and_nothing_is_stored(
+        self,
+        cli: Callable[..., Done],
+        dsn: str,
+        database: psycopg.Connection,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
+        with login(dsn, "pgoutbox_producer") as its_dsn:
+            monkeypatch.setenv("PGOUTBOX_DSN", its_dsn)
+            done = cli("send", "mail", '{"id": 7}', "--destination", "mailto:ada@example.org")
+            assert done == Done(0, "sent\n", "")
+            assert cli("send", "mail", "--destination", "mailto:ada@example.org", "--json").json == {
+                "outcome": "sent",
+                "error": None,
+            }
+        assert sum("To: ada@example.org" in path.read_text() for path in tmp_path.iterdir()) == 2
+        assert database.execute("SELECT FROM pgoutbox.message").fetchall() == []
+
+    def test_a_refusal_is_one_line_without_secrets_and_exit_code_1(self, cli: Callable[..., Done]) -> None:
+        done = cli("send", "mail.broken")
+        assert done == Done(1, "", "error: transient: ValueError: password=(redacted)\n")
+        done = cli("send", "mail", "--json")
+        assert (done.exit_code, done.json["outcome"]) == (1, "permanent")
+        assert "destination" in done.json["error"]
+
+    def test_texts_of_exceptions_are_left_out_as_in_a_worker(
+        self, cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PGOUTBOX_ERROR_TEXTS", "false")
+        assert cli("send", "mail.broken").err == "error: transient: ValueError\n"
+
+    def test_a_copy_of_the_database_names_the_next_step(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        database.execute("UPDATE pgoutbox.home SET database_id = 1, server_id = 1")
+        done = cli("send", "mail", "--destination", "mailto:ada@example.org")
+        assert (done.exit_code, done.out) == (1, "")
+        assert done.err.startswith("error: unavailable: not sent: workers send nothing from this database")
+
+    @pytest.mark.parametrize(
+        ("arguments", "exit_code", "told"),
+        [
+            (("letter",), 1, "topic 'letter' is neither defined nor handled by the application"),
+            (("mail", "{"), 2, "payload"),
+            (("mail", "--destination", "ada"), 2, "destination: must be a URI"),
+            (("mail", "--header", "a=1", "--header", "a=2"), 2, "two headers have the same name"),
+        ],
+    )
+    def test_a_mistake_is_refused(
+        self, cli: Callable[..., Done], arguments: tuple[str, ...], exit_code: int, told: str
+    ) -> None:
+        done = cli("send", *arguments)
+        assert (done.exit_code, done.out) == (exit_code, "")
+        assert told in done.err
+
+    def test_without_an_application_the_error_says_how_to_name_it(
+        self, cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("PGOUTBOX_APP")
+        done = cli("send", "mail")
+        assert (done.exit_code, "set PGOUTBOX_APP, or pass --app" in done.err) == (2, True)
+
+
 class TestLooking:
     def test_list_prints_one_document_per_line(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         ids = [put(database, state) for state in State]

@@ -102,6 +102,7 @@ def most_read(plan: dict[str, Any]) -> int:
         ("FAILED_BY_TIME", {"width": 60, "from": "-infinity", "cap": CAP}, CAP),
         ("COUNT_DONE", {"cap": CAP}, CAP),
         ("FAILED_LATELY", {"cap": CAP}, CAP),
+        ("COUNT_FAILED_OF_DAY", {"cap": CAP}, CAP),
         ("LIST_FAILURES", {"topic": None, "seconds": None, "cap": CAP, "limit": 10}, CAP),
         ("SEARCH_MESSAGES", {**NOWHERE.parameters(), **NEAR}, ROWS),
         ("SEARCH_MESSAGES", {**IN_FAILED.parameters(), **NEAR}, ROWS),

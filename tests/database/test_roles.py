@@ -76,7 +76,6 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "blackout_view": "SELECT",
         "queue": "SELECT",
         "queue_view": "SELECT",
-        "redirect": "SELECT",
         "retention": "SELECT",
         "retention_view": "SELECT",
         "maintenance_run": "SELECT",
@@ -123,7 +122,8 @@ LOOK_FUNCTIONS: Final = {
     "_require_home", "schema_version", "_tokens_of",
 }  # fmt: skip
 FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
-    PRODUCER: ENQUEUE_FUNCTIONS | {"_cancel_each", "_is_known_topic", "schema_version"},
+    PRODUCER: ENQUEUE_FUNCTIONS
+    | {"_cancel_each", "_is_known_topic", "_read_redirect", "_require_home", "schema_version"},
     WORKER: ENQUEUE_FUNCTIONS
     | PRUNE_BY_RULES
     | MAINTENANCE_FUNCTIONS
@@ -142,6 +142,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "next_permit_at",
         "_permits",
         "_redacted_text",
+        "_read_redirect",
         "_require_home",
         "schema_version",
         "_take_turn",
@@ -1053,6 +1054,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (VIEWER, "SELECT pgoutbox.schema_version()"),
     (VIEWER, "SELECT pgoutbox._here()"),
     (VIEWER, "SELECT pgoutbox._require_home('staging')"),
+    (PRODUCER, "SELECT FROM pgoutbox._read_redirect()"),
     (PRODUCER, "SELECT pgoutbox._state_of(1)"),
     (PRODUCER, "SELECT FROM pgoutbox.cancel_all(destination => 'mailto:ada@example.org')"),
     (PRODUCER, "SELECT FROM pgoutbox.reschedule('{1,2,3}', pg_catalog.now())"),

@@ -11,3 +11,9 @@ outbox = Outbox()
 async def mail(message: Message, ctx: Context) -> Email:
     """Return a short e-mail."""
     return Email(subject="Hello", text="Hello")
+
+
+@outbox.handler("mail.broken")
+async def broken(message: Message, ctx: Context) -> Email:
+    """Fail with a secret."""
+    raise ValueError("password=c4n4ry for nobody")

@@ -51,6 +51,7 @@ smtpd_error_sleep_time = 0
 """
 _MASTER_CF: Final = """
 postlog unix-dgram n - n - 1 postlogd
+pickup unix n - n 60 1 pickup
 cleanup unix n - n - 0 cleanup
 qmgr unix n - n 300 1 qmgr
 rewrite unix - - n - - trivial-rewrite
@@ -66,6 +67,7 @@ anvil unix - - n - 1 anvil
 tlsmgr unix - - n 1000? 1 tlsmgr
 """
 _EXIM: Final = """
+exim_path = {program}
 primary_hostname = {domain}
 spool_directory = {place}/spool
 log_file_path = {place}/log-%s
@@ -180,7 +182,7 @@ def running_exim() -> Iterator[Exim]:
         (place / "spool").mkdir()
         shutil.chown(place, "Debian-exim")
         shutil.chown(place / "spool", "Debian-exim")
-        (place / "conf").write_text(_EXIM.format(place=place, domain=LOCAL_DOMAIN, user=LOCAL_USER))
+        (place / "conf").write_text(_EXIM.format(place=place, program=program, domain=LOCAL_DOMAIN, user=LOCAL_USER))
         (port,) = free_ports(1)
         command = [program, "-C", str(place / "conf"), "-bdf", "-oX", f"{HOST}.{port}", "-oP", str(place / "pid")]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL) as daemon:

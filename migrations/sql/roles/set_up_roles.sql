@@ -35,7 +35,9 @@ BEGIN
             pgoutbox.enqueue, pgoutbox._enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout, pgoutbox._state_of,
             pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
             -- For `pgoutbox enqueue` and `pgoutbox cancel`.
-            pgoutbox.schema_version, pgoutbox._is_known_topic, pgoutbox._cancel_each
+            pgoutbox.schema_version, pgoutbox._is_known_topic, pgoutbox._cancel_each,
+            -- For direct sends.
+            pgoutbox._require_home, pgoutbox._read_redirect
         TO pgoutbox_producer;
     END IF;
 
@@ -45,7 +47,7 @@ BEGIN
             pgoutbox.enqueue, pgoutbox._enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout, pgoutbox._state_of,
             pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
             pgoutbox._is_known_topic, pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here,
-            pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of, pgoutbox._in_flight_of,
+            pgoutbox._read_redirect, pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of, pgoutbox._in_flight_of,
             pgoutbox._is_limited, pgoutbox._take_turn, pgoutbox._forget_sent,
             pgoutbox._redacted_text, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures,
             pgoutbox._with_attempt, pgoutbox._enqueue_failure,
@@ -55,7 +57,7 @@ BEGIN
         TO pgoutbox_worker;
         GRANT SELECT ON
             pgoutbox.message, pgoutbox.message_live, pgoutbox.key_head, pgoutbox.content,
-            pgoutbox.cancel_request, pgoutbox.queue, pgoutbox.breaker, pgoutbox.redirect, pgoutbox.retention
+            pgoutbox.cancel_request, pgoutbox.queue, pgoutbox.breaker, pgoutbox.retention
         TO pgoutbox_worker;
         GRANT SELECT ON SEQUENCE pgoutbox.message_id_seq TO pgoutbox_worker;
         GRANT SELECT (id, queue, ordering_key, halts_key) ON pgoutbox.message_failed TO pgoutbox_worker;

@@ -19,17 +19,15 @@ from pgoutbox.errors import ConfigurationError, require_extra
 from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Snooze, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import one_line
-from pgoutbox.transports import pass_gate
 from pgoutbox.transports.addresses import is_host_name, parse_mailbox
 from pgoutbox.transports.redirect import RedirectRules, covering
-from pgoutbox.transports.smtp.mail import (
-    NO_ENVELOPE_SENDER,
-    NO_SENDER,
-    Attachment,
-    Email,
-    RawEmail,
-    RenderedEmail,
-    render,
+from pgoutbox.transports.smtp.mail import Attachment, Email, RawEmail, RenderedEmail
+from pgoutbox.transports.smtp.outgoing import (
+    SLOWEST_BYTES_PER_SECOND,
+    OutgoingMail,
+    check_sender,
+    missing_sender,
+    sender_keys,
 )
 from pgoutbox.transports.smtp.refusals import Cause, Refusal, cause_of
 from pgoutbox.transports.tls import client_context
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 
     from pgoutbox.settings import Settings, SmtpSettings
     from pgoutbox.transports import Content
-    from pgoutbox.transports.redirect import Redirect
 
 __all__ = ["Attachment", "Email", "RawEmail", "SmtpTransport"]
 
@@ -50,8 +47,6 @@ _QUIT_SECONDS = 2.0
 _NAMED_REFUSAL_COUNT = 5
 # A server that does not relay refuses this address. It exists nowhere, by RFC 2606.
 _ELSEWHERE = "pgoutbox-doctor@example.com"
-# The timeout of a large content grows: the server answers after the last byte.
-_SLOWEST_BYTES_PER_SECOND = 100_000
 # A server that is busy may cause these. Other failures to connect need a repair: name, port, route or protocol. They
 # have no common class: if a name has several addresses, asyncio joins their errors into one text.
 _BUSY = (TimeoutError, ConnectionResetError, ConnectionAbortedError)
@@ -102,10 +97,10 @@ class SmtpTransport:
         if not isinstance(content, (Email, RawEmail)):
             return Permanent(f"content: the SMTP transport sends an Email, not {type(content).__name__}")
         sender_keys = self.part_keys(message, content)
-        if self._smtp.sender is None and (missing := _missing_sender(content)) is not None:
+        if (missing := missing_sender(content, self._smtp)) is not None:
             return Unavailable(missing, breaker=sender_keys[-1])
 
-        mail = _Mail(content, message, self._settings, covering(self._own_redirects, message.topic))
+        mail = OutgoingMail(content, message, self._settings, covering(self._own_redirects, message.topic))
         try:
             await mail.pass_gate()
             async with self._slots:
@@ -125,17 +120,7 @@ class SmtpTransport:
         The sender of an e-mail is the one of the settings, or its own. The envelope senders of one domain share a key,
         because VERP gives each e-mail a different one.
         """
-        if not isinstance(content, (Email, RawEmail)):
-            return ()
-        keys = []
-        if content.envelope_sender is not None:
-            domain = _address_in(content.envelope_sender).rpartition("@")[2]
-            keys.append(f"{self._breaker_key} sender {f'@{domain}' if domain else '<>'}")
-        if isinstance(content, Email) and content.sender not in (None, self._smtp.sender):
-            keys.append(f"{self._breaker_key} sender {_address_in(content.sender)}")
-        elif isinstance(content, Email) or not keys:
-            keys.append(f"{self._breaker_key} sender PGOUTBOX_SMTP_SENDER")
-        return keys
+        return sender_keys(self._breaker_key, content, self._smtp)
 
     async def check(self) -> Outcome:
         """Name the sender and two recipients as for an e-mail, and return the outcome. No content follows.
@@ -161,7 +146,7 @@ class SmtpTransport:
         idle, self._idle = self._idle, []
         await asyncio.gather(*(connection.quit() for connection in idle))
 
-    async def _hand_over(self, mail: _Mail) -> Outcome:
+    async def _hand_over(self, mail: OutgoingMail) -> Outcome:
         """Hand the e-mail over on an open connection or a new one. Raises `_Failure`."""
         idle = self._take_idle()
         if idle is not None:
@@ -174,7 +159,7 @@ class SmtpTransport:
                 logger.debug("an idle connection had died", extra={"event": LogEvent.SMTP_CONNECTION_REPLACED.value})
         return await self._transact(await self._open(), mail)
 
-    async def _transact(self, connection: _Connection, mail: _Mail) -> Outcome:
+    async def _transact(self, connection: _Connection, mail: OutgoingMail) -> Outcome:
         """Run one mail transaction. Keep the connection if its state is known, also after a cancellation."""
         try:
             return await connection.deliver(await mail.pass_gate())
@@ -209,46 +194,8 @@ class SmtpTransport:
         return connection
 
 
-class _Mail:
-    """An e-mail as it is rendered for the redirect that is on."""
-
-    def __init__(
-        self, email: Email | RawEmail, message: Message[object], settings: Settings, own_redirect: Redirect | None
-    ) -> None:
-        self._email = email
-        self._message = message
-        self._settings = settings
-        self._own_redirect = own_redirect
-        self._rendered: tuple[Redirect | None, RenderedEmail] | None = None
-
-    async def pass_gate(self) -> RenderedEmail:
-        """Return the e-mail for the current redirect. Raises the refusals of the gate and of `render`."""
-        # A redirect may be switched on while a long e-mail is rendered.
-        while True:
-            redirect = await pass_gate() or self._own_redirect
-            if self._rendered is not None and self._rendered[0] == redirect:
-                return self._rendered[1]
-            inputs = (self._email, self._message, self._settings, redirect)
-            # Encoding many megabytes takes so long that it would delay every other handler.
-            is_long = isinstance(self._email, RawEmail) or bool(self._email.attachments)
-            mail = await asyncio.to_thread(render, *inputs) if is_long else render(*inputs)
-            self._rendered = redirect, mail
-
-
 def _port_of(settings: SmtpSettings) -> int:
     return settings.port or _DEFAULT_PORTS[settings.security]
-
-
-def _missing_sender(content: Email | RawEmail) -> str | None:
-    """Return the problem of an e-mail that needs the sender of the settings."""
-    if isinstance(content, Email):
-        return NO_SENDER if content.sender is None else None
-    return NO_ENVELOPE_SENDER if content.envelope_sender is None else None
-
-
-def _address_in(sender: object) -> str:
-    """Return the address of `Ann Lee <ann@example.com>`. An invalid one is refused before it is sent."""
-    return str(sender).rpartition("<")[2].rstrip("> ").lower()
 
 
 def _check_settings(settings: SmtpSettings) -> None:
@@ -260,11 +207,7 @@ def _check_settings(settings: SmtpSettings) -> None:
         raise ConfigurationError("PGOUTBOX_SMTP_USERNAME is set, PGOUTBOX_SMTP_PASSWORD is not")
     if settings.ehlo_name is not None and not is_host_name(settings.ehlo_name):
         raise ConfigurationError(f"PGOUTBOX_SMTP_EHLO_NAME={settings.ehlo_name!r}: is not a host name")
-    if settings.sender is not None:
-        try:
-            parse_mailbox("PGOUTBOX_SMTP_SENDER", settings.sender)
-        except Permanent as refusal:
-            raise ConfigurationError(refusal.error) from None
+    check_sender(settings)
 
 
 @dataclass(eq=False)
@@ -457,7 +400,7 @@ class _Connection:
             raise max(counted, key=lambda refusal: refusal.cause)
 
     async def _data(self, mail: RenderedEmail) -> None:
-        seconds = self._settings.timeout_seconds + len(mail.content) // _SLOWEST_BYTES_PER_SECOND
+        seconds = self._settings.timeout_seconds + len(mail.content) // SLOWEST_BYTES_PER_SECOND
         try:
             with self._step("DATA", sender=mail.sender, seconds=seconds):
                 await self._client.data(mail.content, timeout=seconds)
