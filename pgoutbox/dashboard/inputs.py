@@ -143,7 +143,7 @@ def filter_of(given: Given) -> MessageFilter:
     )
 
 
-def _due_of(given: Given) -> Literal["now", "later"] | None:
+def _due_of(given: Given) -> Literal["now", "later", "again"] | None:
     match given.get("due", "").strip():
         case "":
             return None
@@ -151,8 +151,10 @@ def _due_of(given: Given) -> Literal["now", "later"] | None:
             return "now"
         case "later":
             return "later"
+        case "again":
+            return "again"
         case _:
-            raise InputError("due", "give now or later")
+            raise InputError("due", "give now, later or again")
 
 
 def _ids_of(given: Given) -> tuple[int, ...] | None:

@@ -270,6 +270,7 @@ async def failed(request: Request) -> Response:
             "page": "failed",
             "now": now,
             "groups": groups,
+            "retrying": next(tab for tab in await dashboard.tabs() if tab.due == "again"),
             "looked_at": sum(group.messages for group in groups),
             "cap": reads.GROUP_ROWS,
         },

@@ -191,19 +191,20 @@ def count_states(connection: Connection) -> list[StateCount]:
     return sorted(counts, key=lambda count: list(State).index(count.state))
 
 
-def count_due(connection: Connection) -> tuple[Count, Count]:
-    """Count the pending messages that are due now, and those that are due later.
+def count_due(connection: Connection) -> tuple[Count, Count, Count]:
+    """Count the pending messages that are due now, those that are due later, and those that have been tried.
 
     In a large backlog the sample may contain only one kind, so the queues are counted too.
     """
-    ((due, later),) = connection.execute(sql.COUNT_DUE, {"cap": CAP + 1})
+    ((due, later, tried),) = connection.execute(sql.COUNT_DUE, {"cap": CAP + 1})
     if due + later <= CAP:
-        return Count(due, "exactly"), Count(later, "exactly")
+        return Count(due, "exactly"), Count(later, "exactly"), Count(tried, "exactly")
     found = queues(connection)
     is_all = len(found.rows) == found.total
     return (
         _count_in_queues(due, [queue.due for queue in found.rows], is_all=is_all),
         _count_in_queues(later, [queue.scheduled for queue in found.rows], is_all=is_all),
+        Count(min(tried, CAP), "at least"),
     )
 
 

@@ -61,8 +61,9 @@ async def render_page(
 ) -> HTMLResponse:
     """Render a page in a thread, so that a long page does not block other requests. Each page warns of redirects
     and copies."""
-    notices = await request.app.state.dashboard.notices()
-    known = {**notices._asdict(), **(context or {})}
+    dashboard = request.app.state.dashboard
+    notices = await dashboard.notices()
+    known = {**notices._asdict(), "deployment": dashboard.settings.deployment, **(context or {})}
     return await anyio.to_thread.run_sync(lambda: render(request, template, known, status=status))
 
 

@@ -21,19 +21,20 @@ class Tab(NamedTuple):
 
     name: str
     states: tuple[State, ...]
-    due: Literal["now", "later"] | None
+    due: Literal["now", "later", "again"] | None
     total: reads.Count | None = None
 
 
 def count_tabs(connection: Connection) -> list[Tab]:
     """Return the tabs with their counts."""
     states = {count.state: reads.Count(count.messages, count.kind) for count in reads.count_states(connection)}
-    due, later = reads.count_due(connection)
+    due, later, tried = reads.count_due(connection)
     kind = max((count.kind for count in states.values()), key=_KINDS.index)
     return [
         Tab("all", (), None, reads.Count(sum(count.messages for count in states.values()), kind)),
         Tab("due", (State.PENDING,), "now", due),
         Tab("scheduled", (State.PENDING,), "later", later),
+        Tab("retrying", (State.PENDING,), "again", tried),
         Tab("in flight", (State.SENDING,), None, states[State.SENDING]),
         *(
             Tab(state.value, (state,), None, states[state])

@@ -98,8 +98,8 @@ class MessageFilter:
     `destination` may omit `mailto:`. `key` is a coalesce, dedupe or ordering key. `text` is searched in the
     destination, the owner, the keys, the skip reason and the last error, ignoring case and without wildcards. Payloads
     are not searched. The times are enqueue times, the first one inclusive. `error_group` is the id of a group of
-    similar failures, as the dashboard's links have it. `due` selects the pending messages that are due `now` or
-    `later`, and `ids` these messages.
+    similar failures, as the dashboard's links have it. `due` selects the pending messages that are due `now`,
+    or `later`, or that have been tried and are tried `again`; `ids` selects these messages.
     """
 
     states: Collection[State] = ()
@@ -112,7 +112,7 @@ class MessageFilter:
     created_from: datetime | None = None
     created_before: datetime | None = None
     error_group: str | None = None
-    due: Literal["now", "later"] | None = None
+    due: Literal["now", "later", "again"] | None = None
     ids: Sequence[int] | None = None
 
     def given(self) -> dict[str, JsonValue]:

@@ -409,26 +409,46 @@ def test_an_id_leads_directly_to_its_message(site: Site, db: psycopg.Connection)
 def test_each_tab_counts_and_lists_the_messages_of_its_state(site: Site, db: psycopg.Connection) -> None:
     ids = {state.value: [put(db, state) for _ in range(number)] for number, state in enumerate(State, start=2)}
     later = ids["pending"].pop()
-    db.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 day' WHERE id = %s", [later])
+    db.execute(
+        "UPDATE pgoutbox.message SET available_at = now() + interval '1 day', attempt_count = 1, lane = 1 WHERE id = %s",
+        [later],
+    )
     due, sending, failed = (ids.pop(state) for state in ("pending", "sending", "failed"))
-    ids = {"due": due, "scheduled": [later], "in flight": sending, "failed": failed, **ids}
+    ids = {"due": due, "scheduled": [later], "retrying": [later], "in flight": sending, "failed": failed, **ids}
     page = get(site.vera, "/messages")
     tabs = " ".join(f"{name} {len(found)}" for name, found in ids.items())
     assert f"all 27 {tabs} " in page.words
     paths = [href for href in page.values("a", "href") if href.startswith("/messages?")]
     assert paths[0] == "/messages?"
-    assert [ids_on(get(site.vera, path)) for path in paths[1:8]] == [found[::-1] for found in ids.values()]
+    assert [ids_on(get(site.vera, path)) for path in paths[1:9]] == [found[::-1] for found in ids.values()]
 
 
 def test_a_tab_keeps_the_other_filters_and_counts_nothing_with_them(site: Site, db: psycopg.Connection) -> None:
     wanted = put(db, State.FAILED, topic="sms")
     put(db, State.FAILED)
     page = get(site.vera, "/messages?topic=sms&state=sent&limit=20")
-    assert "all due scheduled in flight failed sent skipped cancelled" in page.words
+    assert "all due scheduled retrying in flight failed sent skipped cancelled" in page.words
     (path,) = [href for href in page.values("a", "href") if "state=failed" in href]
     assert path == "/messages?state=failed&topic=sms&limit=20"
     assert ids_on(get(site.vera, path)) == [wanted]
     assert "cancelled pending, sending" in get(site.vera, "/messages?state=pending&state=sending&topic=sms").words
+
+
+def test_the_page_of_failures_leads_to_messages_that_are_tried_again(site: Site, db: psycopg.Connection) -> None:
+    """A new fault is seen there before the first message has used up its attempts."""
+    retrying, _ = put(db), put(db)
+    assert "retrying" not in get(site.vera, "/failed").words
+    db.execute("UPDATE pgoutbox.message SET attempt_count = 1, lane = 1 WHERE id = %s", [retrying])
+    site.dashboard.forget()
+    page = get(site.vera, "/failed")
+    assert "Messages that failed an attempt and are tried again: 1 retrying" in page.words
+    (path,) = [href for href in page.values("a", "href") if "due=again" in href]
+    assert ids_on(get(site.vera, path)) == [retrying]
+
+
+def test_each_page_names_its_deployment(dsn: str, open_site: Callable[..., Site]) -> None:
+    words = get(open_site(dsn, deployment="staging").vera, "/queues").words
+    assert words.startswith("Queues · pgoutbox staging ")
 
 
 @pytest.mark.parametrize(("queue_cap", "told"), [(100, "due 2 scheduled 8 "), (3, r"due 2 scheduled [45]\+ ")])

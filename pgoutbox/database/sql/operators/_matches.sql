@@ -3,7 +3,11 @@
 (%(states)s::text[] IS NULL OR m.state = ANY (%(states)s::text[]))
 AND (
     %(due)s::text IS NULL
-    OR m.state = 'pending' AND CASE WHEN m.available_at <= now() THEN 'now' ELSE 'later' END = %(due)s::text
+    OR m.state = 'pending' AND CASE %(due)s::text
+        WHEN 'now' THEN m.available_at <= now()
+        WHEN 'later' THEN m.available_at > now()
+        WHEN 'again' THEN m.attempt_count > 0
+    END
 )
 AND (%(ids)s::bigint[] IS NULL OR m.id = ANY (%(ids)s::bigint[]))
 AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
