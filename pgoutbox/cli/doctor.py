@@ -52,15 +52,20 @@ def doctor(
     for finding in found:
         if only_problems and finding.level not in faults:
             continue
-        fields = {name: None if text is None else mask(text, secrets) for name, text in asdict(finding).items()}
+        texts = {name: None if text is None else mask(text, secrets) for name, text in _texts_of(finding).items()}
         if as_json:
-            print_json(fields)
+            about = {name: mask(text, secrets) for name, text in finding.about.items()}
+            print_json({**texts, "about": about})
         else:
-            _print(fields)
+            _print(texts)
     if not as_json:
         print_note(", ".join(f"{counts[level]} {level}" for level in reversed(Level)))
     if any(counts[level] for level in faults):
         raise typer.Exit(FAILED)
+
+
+def _texts_of(finding: Finding) -> dict[str, str | None]:
+    return {name: text for name, text in asdict(finding).items() if name != "about"}
 
 
 def _urgency(finding: Finding) -> int:

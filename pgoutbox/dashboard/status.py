@@ -48,6 +48,7 @@ def _overview(found: Overview, notices: Notices, hidden: Sequence[str]) -> dict[
                 "what": redact_text(finding.what, hidden),
                 "why": finding.why,
                 "fix": finding.fix,
+                "about": {name: redact_text(value, hidden) for name, value in finding.about.items()},
             }
             for finding in found.problems
         ],

@@ -132,6 +132,7 @@ def check_handlers(context: DoctorContext) -> Iterator[Note]:
             if topic == ALERT_TOPIC
             else "register a handler, or deploy the release that has it; or cancel the messages: "
             f"pgoutbox cancel --all --topic {topic}",
+            topic=topic,
         )
     idle = sorted(set(context.outbox.topics) - set(handlers) - set(waiting))
     if idle:
@@ -256,13 +257,14 @@ def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
     """Return the finding if a late queue is paused, at a limit, or waits for earlier messages."""
     name, why = queue["queue"], "they stay late until this is fixed"
     if queue["is_paused"]:
-        return warning("due-paused", f"{what}: it is paused", why, f"pgoutbox resume {name}")
+        return warning("due-paused", f"{what}: it is paused", why, f"pgoutbox resume {name}", queue=name)
     if queue["free"] == 0 and not queue["halted"]:
         return warning(
             "due-behind-earlier",
             f"{what}: all wait for an earlier message of their ordering key",
             why,
             f"check the state of the earlier message: pgoutbox list --queue {name}",
+            queue=name,
         )
     if queue["free"] == 0:
         return warning(
@@ -270,6 +272,7 @@ def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
             f"{what}: {queue['halted']} wait behind a failed message of their ordering key, which is halted",
             "halts_key: no later message of that key is delivered",
             f"pgoutbox list --state failed --queue {name}, then redrive or prune the first failed message",
+            queue=name,
         )
     if queue["tokens"] is not None and queue["tokens"] < 1:
         rate = f"{queue['rate_count']} in {queue['rate_seconds']:g} s"
@@ -278,6 +281,7 @@ def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
             f"{what}: its rate limit of {rate} is used up",
             why,
             f"pgoutbox limit {name} --rate none",
+            queue=name,
         )
     if queue["in_flight"] is not None and queue["in_flight"] >= queue["max_in_flight"]:
         return warning(
@@ -285,6 +289,7 @@ def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
             f"{what}: its limit of {queue['max_in_flight']} in flight is reached",
             why,
             f"pgoutbox limit {name} --in-flight none, or find out why attempts take so long",
+            queue=name,
         )
     return None
 
@@ -299,6 +304,7 @@ def _cause_of_workers(context: DoctorContext, queue: DictRow, running: list[Dict
             "no message is delivered",
             f"start a worker: pgoutbox worker --queue {name}; with cron, check that the line of the crontab runs, and "
             "that it names this queue",
+            queue=name,
         )
     serving = [worker for worker in running if name in worker["queues"]]
     if not serving and not queue["is_worked"]:
@@ -308,6 +314,7 @@ def _cause_of_workers(context: DoctorContext, queue: DictRow, running: list[Dict
             "no message of it is delivered",
             f"start a worker for it: pgoutbox worker --queue {name}, beside the queues that it already serves; "
             "pgoutbox workers lists the queues of each worker",
+            queue=name,
         )
     handled = {topic for worker in serving for topic in worker["topics"]}
     if not serving and context.outbox is not None:
@@ -319,7 +326,10 @@ def _cause_of_workers(context: DoctorContext, queue: DictRow, running: list[Dict
             f"{what}: no handler for {join_names(missing)} in a worker of this queue",
             "workers never claim them",
             "if the application has the handler, restart the workers with its current release; "
-            f"to compare: {_COMPARE_HANDLERS}, and pgoutbox workers",
+            f"if no release has it: pgoutbox cancel --all --topic {missing[0]}; to compare: {_COMPARE_HANDLERS}, and "
+            "pgoutbox workers",
+            queue=name,
+            topic=missing[0],
         )
     if queue["is_worked"]:
         return warning(
@@ -327,12 +337,14 @@ def _cause_of_workers(context: DoctorContext, queue: DictRow, running: list[Dict
             f"{what}: workers claim them but do not keep up",
             "new messages wait behind them",
             "raise PGOUTBOX_CONCURRENCY, start more workers, or make the handlers faster; pgoutbox top shows the rate",
+            queue=name,
         )
     return problem(
         "due-unclaimed",
         f"{what}: a worker is running and does not claim them",
         "it serves other queues, has no handler for them, or does not keep up",
         f"check that a worker serves --queue {name} and is not blocked, with pgoutbox workers and pgoutbox top",
+        queue=name,
     )
 
 
@@ -347,6 +359,7 @@ def check_breakers(context: DoctorContext) -> Iterator[Note]:
             "messages to it wait, and use up no attempts",
             "repair what the error names, such as the server, the account or the target; then a probe closes the "
             f"breaker, or at once: pgoutbox breaker close {shlex.quote(breaker['key'])}",
+            breaker=breaker["key"],
         )
     if not found:
         yield ok("breakers-closed", "no circuit breaker is open")
@@ -402,6 +415,8 @@ def check_failed(context: DoctorContext) -> Iterator[Note]:
             f"see them by cause: pgoutbox failures --topic {row['topic']}; fix the cause, then run: "
             f"pgoutbox redrive --group {row['error_group']}; if nobody can deliver them: "
             f"pgoutbox dismiss --group {row['error_group']} --reason 'your reason'",
+            topic=row["topic"],
+            group=row["error_group"],
         )
     if not causes:
         yield ok("nothing-failed", f"no message {within}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import psycopg
@@ -28,7 +28,8 @@ class Level(enum.StrEnum):
 class Finding:
     """A fault that a check found, its effect and its fix. A finding without a fault has only `what`.
 
-    `code` names the cause. It stays the same when the texts change.
+    `code` names the cause. It stays the same when the texts change. `about` names the queue, the topic, the group of
+    failures or the breaker that the finding is about.
     """
 
     check: str
@@ -37,6 +38,7 @@ class Finding:
     what: str
     why: str | None = None
     fix: str | None = None
+    about: Mapping[str, str] = field(default_factory=dict)
 
 
 class Note(NamedTuple):
@@ -47,6 +49,7 @@ class Note(NamedTuple):
     what: str
     why: str | None = None
     fix: str | None = None
+    about: Mapping[str, str] = {}
 
 
 Notes = Iterable[Note]
@@ -62,14 +65,14 @@ def skipped(code: str, what: str, fix: str | None = None) -> Note:
     return Note(Level.SKIPPED, code, what, None, fix)
 
 
-def warning(code: str, what: str, why: str, fix: str) -> Note:
+def warning(code: str, what: str, why: str, fix: str, **about: str) -> Note:
     """Report a fault that can lead to a problem, or a deliberate setting that may have been forgotten."""
-    return Note(Level.WARNING, code, what, why, fix)
+    return Note(Level.WARNING, code, what, why, fix, about)
 
 
-def problem(code: str, what: str, why: str, fix: str) -> Note:
+def problem(code: str, what: str, why: str, fix: str, **about: str) -> Note:
     """Report a fault that stops delivery, loses messages, or lets others in."""
-    return Note(Level.PROBLEM, code, what, why, fix)
+    return Note(Level.PROBLEM, code, what, why, fix, about)
 
 
 def run_check(check: str, ask: Callable[[], Notes]) -> Iterator[Finding]:

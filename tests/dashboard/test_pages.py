@@ -410,7 +410,8 @@ def test_each_tab_counts_and_lists_the_messages_of_its_state(site: Site, db: psy
     ids = {state.value: [put(db, state) for _ in range(number)] for number, state in enumerate(State, start=2)}
     later = ids["pending"].pop()
     db.execute(
-        "UPDATE pgoutbox.message SET available_at = now() + interval '1 day', attempt_count = 1, lane = 1 WHERE id = %s",
+        "UPDATE pgoutbox.message SET available_at = now() + interval '1 day', attempt_count = 1, lane = 1"
+        " WHERE id = %s",
         [later],
     )
     due, sending, failed = (ids.pop(state) for state in ("pending", "sending", "failed"))
@@ -2194,6 +2195,31 @@ def test_problems_are_first_on_the_overview_with_their_remedies(site: Site, db: 
     assert CANARY not in words
 
 
+def test_each_problem_is_mended_where_it_is_shown(site: Site, db: psycopg.Connection) -> None:
+    db.execute(REPORT_WORKER)
+    failed = fail_with(db, "no such mailbox")
+    db.execute(OPEN_BREAKER, [BREAKER])
+    unheard, paused = put(db, topic="push.notify"), put(db, queue="bulk")
+    db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '1 h' WHERE state = 'pending'")
+    db.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('bulk', now())")
+    page = get(reloaded(site).ada, "/")
+    forms = page.values("form", "action")
+    assert {"/queues/bulk/resume", "/breakers/close"} <= set(forms)
+    links = [href for href in page.values("a", "href") if href.startswith("/bulk?") or "group=" in href]
+    shown = {
+        href.partition("&")[0].removeprefix("/bulk?do="): get(site.ada, href)
+        for href in links
+        if href.startswith("/bulk?")
+    }
+    assert sorted(shown) == ["cancel", "dismiss", "redrive"]
+    assert ids_on(shown["redrive"]) == ids_on(shown["dismiss"]) == [failed]
+    assert ids_on(shown["cancel"]) == [unheard]
+    assert paused not in ids_on(shown["cancel"])
+    viewed = get(reloaded(site).vera, "/")
+    assert not {"/queues/bulk/resume", "/breakers/close"} & set(viewed.values("form", "action"))
+    assert not [href for href in viewed.values("a", "href") if href.startswith("/bulk?")]
+
+
 def reloaded(site: Site) -> Site:
     """Return the site without its cached overview."""
     site.dashboard.forget()
@@ -2266,7 +2292,6 @@ def test_the_overview_links_to_the_open_breakers(site: Site, db: psycopg.Connect
     assert "2 open breakers" in page.words
     # The navigation for wide and for narrow screens, each finding of the doctor, and the number.
     assert page.values("a", "href").count("/breakers") == 5
-    assert "/breakers/close" not in get(site.ada, "/").values("form", "action")
 
 
 def test_the_page_of_workers_shows_their_slots_and_messages(site: Site, db: psycopg.Connection) -> None:

@@ -1149,7 +1149,7 @@ def test_a_shell_without_mail_settings_is_no_fault_of_the_workers(dsn: str, db: 
     expect(found(dsn, "destinations"), Level.WARNING, "destination-without-transport", "this process has no transport")
     (skipped,) = found(dsn, "smtp")
     assert (skipped.code, skipped.level) == ("smtp-not-set", Level.SKIPPED)
-    assert "this process has no SMTP server" in skipped.what
+    assert "this process has neither an SMTP server" in skipped.what
     report(db, "w:1", ["default"], ["greet"])
     finding = expect(found(dsn, "destinations"), Level.SKIPPED, "transport-not-set-here", "1 message for mailto")
     assert "this process has no transport for mailto, and no worker reports that it has none" in finding.what

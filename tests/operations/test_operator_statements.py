@@ -204,7 +204,10 @@ class TestList:
         put(rolled_back, State.FAILED)
         put(rolled_back)
         waits = [(m.waits, m.why_it_waits) for m in Operator(rolled_back).list_messages()]
-        assert waits == [("no worker", "no running worker serves its queue; pgoutbox workers lists the queues"), (None, None)]
+        assert waits == [
+            ("no worker", "no running worker serves its queue; pgoutbox workers lists the queues"),
+            (None, None),
+        ]
 
 
 class TestShow:
