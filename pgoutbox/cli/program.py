@@ -118,10 +118,17 @@ def describe_pause(paused_at: datetime | None, resume_at: datetime | None) -> st
     return "not paused" if paused_at is None else f"paused since {paused_at.isoformat(timespec='seconds')}{until}"
 
 
+def _reason_of(message: ListedMessage) -> str | None:
+    # The error of a message that was sent in the end belongs to an earlier attempt.
+    error = message.skip_reason or (None if message.state is State.SENT else message.last_error)
+    waits = None if message.waits is None else f"waits: {message.waits}"
+    return shorten("; ".join(filter(None, (waits, error))) or None)
+
+
 def print_messages(messages: Sequence[ListedMessage]) -> None:
     """Print a table of messages whose sensitive values are already hidden."""
     print_table(
-        ("id", "state", "topic", "queue", "destination", "attempts", "created", "available", "waits", "reason"),
+        ("id", "state", "topic", "queue", "destination", "attempts", "created", "available", "reason"),
         [
             (
                 m.id,
@@ -132,9 +139,7 @@ def print_messages(messages: Sequence[ListedMessage]) -> None:
                 m.attempts,
                 m.created_at,
                 m.available_at,
-                m.waits,
-                # The error of a message that was sent in the end belongs to an earlier attempt.
-                shorten(m.skip_reason or (None if m.state is State.SENT else m.last_error)),
+                _reason_of(m),
             )
             for m in messages
         ],

@@ -111,7 +111,7 @@ async def test_an_outage_of_the_gateway_loses_no_message(shell: Shell, inbox: In
             wrong = await failed_ids(shell, "--destination", WRONG_NUMBERS[0])
             assert len(wrong) == 2
             corrected = "sms:+491701234599"
-            await shell.run("-m", "pgoutbox", "redrive", *wrong, "--to", corrected)
+            await shell.run("-m", "pgoutbox", "correct", *wrong, "--set", f"destination={corrected}")
             dismissal = ("--destination", WRONG_NUMBERS[1], "--reason", "moved away", "--yes")
             assert await shell.run("-m", "pgoutbox", "dismiss", *dismissal) == "2 dismissed\n"
             await worker.until(lambda: len(gateway.lines) == len(texts) + 2)
@@ -128,7 +128,7 @@ async def test_an_outage_of_the_gateway_loses_no_message(shell: Shell, inbox: In
         reasons = connection.execute("SELECT skip_reason FROM pgoutbox.message WHERE state = 'skipped'").fetchall()
         acts = connection.execute("SELECT DISTINCT action FROM pgoutbox.audit ORDER BY 1").fetchall()
     assert all("moved away" in reason for (reason,) in reasons)
-    assert acts == [("dismiss",), ("redrive",)]
+    assert acts == [("correct",), ("dismiss",), ("redrive",)]
 
     # Marked addresses get no further messages.
     assert (await shell.example("channels"))[0] == "notice.routine 3 mailto 20 sms"

@@ -79,7 +79,7 @@ class TestAsProcess:
             "attempts": "0/11",
             "created": "",
             "available": "",
-            "reason": "",
+            "reason": "waits: no worker",
         }
 
     @pytest.mark.slow
@@ -688,7 +688,7 @@ class TestLooking:
     def test_list_says_why_messages_wait(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         put(database)
         header, row = (line.split("\t") for line in cli("list").out.splitlines())
-        assert row[header.index("waits")] == "no worker"
+        assert row[header.index("reason")] == "waits: no worker"
         assert json.loads(cli("list", "--json").out)["waits"] == "no worker"
 
     def test_list_filters(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:

@@ -45,6 +45,8 @@ PAGES: Final[dict[str, tuple[int, ...]]] = {
     "/queues": (200,),
     "/queues?queue=nobody": (200,),
     "/failed": (200,),
+    "/workers": (200,),
+    "/breakers": (200,),
     "/audit": (200,),
     "/bulk?do=redrive": (200,),
     "/bulk/none": (404,),

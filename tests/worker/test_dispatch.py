@@ -211,7 +211,7 @@ async def test_the_destination_takes_precedence_over_the_content(dispatcher: Dis
 @pytest.mark.parametrize(
     ("destination", "hint"),
     [
-        ("mailto:a@example.org", "; set PGOUTBOX_SMTP_HOST"),
+        ("mailto:a@example.org", "; set PGOUTBOX_SMTP_HOST or PGOUTBOX_SENDMAIL"),
         ("https://a.test", "; pip install 'pgoutbox[webhook]'"),
         ("http://a.test", "; use https, or set PGOUTBOX_WEBHOOK_ALLOW_HTTP"),
         ("fax:1", ""),

@@ -1575,7 +1575,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "request before a redrive",
         a_redriven_message_is_not_cancelled_by_an_old_request,
-        no_guard_in_function("_redrive", "WHERE c.message_id = r.id", "WHERE false"),
+        no_guard_in_function("redrive", "WHERE c.message_id = r.id", "WHERE false"),
     ),
     (
         "lease of an attempt",
@@ -1627,7 +1627,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_superseded_message_keeps_its_dedupe_key,
         no_guard_in_function("_has_freed_key", "WHEN m.superseded_by IS NULL THEN", "WHEN true THEN"),
     ),
-    ("redrive: search", a_redrive_makes_workers_search, notifies_like_an_enqueue("_redrive")),
+    ("redrive: search", a_redrive_makes_workers_search, notifies_like_an_enqueue("redrive")),
     ("reschedule: search", a_reschedule_makes_workers_search, notifies_like_an_enqueue("reschedule")),
     ("dismiss: search", a_dismissal_makes_workers_search_behind_a_halted_key, notifies_like_an_enqueue("dismiss")),
     (
