@@ -31,10 +31,10 @@ QUALITY: Final = 82
 
 ColorScheme = Literal["light", "dark"]
 COLOR_SCHEMES: Final[tuple[ColorScheme, ...]] = ("light", "dark")
-SIZES: Final = {"wide": (1280, 800), "phone": (390, 844)}
+SIZES: Final = {"wide": (1440, 900), "phone": (390, 844)}
 
 # The message of the detail page: it failed after several attempts.
-TOLD_ID: Final = 9_001
+TOLD_ID: Final = 10_001
 PAGES: Final = {
     "overview": "/",
     "messages": "/messages",
@@ -79,16 +79,16 @@ SELECT
 FROM (
     SELECT
         i AS n,
-        now() - (1200 - i) * interval '3 s' - (sin(i / 40.0) + 1) * interval '20 s' AS at,
+        now() - (10000 - i) * interval '3 s' - (sin(i / 40.0) + 1) * interval '20 s' AS at,
         CASE
-            WHEN i > 1190 THEN 'sending'
-            WHEN i > 1160 THEN 'pending'
+            WHEN i > 9990 THEN 'sending'
+            WHEN i > 9960 THEN 'pending'
             WHEN i % 23 = 0 THEN 'failed'
             WHEN i % 31 = 0 THEN 'skipped'
             WHEN i % 151 = 0 THEN 'cancelled'
             ELSE 'sent'
         END AS state
-    FROM generate_series(1, 1200) AS i
+    FROM generate_series(1, 10000) AS i
 ) AS s
 """
 
