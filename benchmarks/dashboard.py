@@ -121,7 +121,7 @@ def _pages(count: int) -> list[str]:
         {"state": "sent", "text": "stands nowhere"},
         {"state": "cancelled", "queue": "bulk"},
         {"state": "failed", "text": "stands nowhere"},
-        {"state": "failed", "group": "0" * 32},
+        {"state": "failed", "group": "0" * 12},
         {"state": "sending"},
         {"before": count // 2, "key": "no-such-key"},
         {"created_before": "2020-01-01T00:00"},

@@ -342,6 +342,7 @@ def failures(
     columns = (
         "messages",
         "last_hour",
+        "hour_before",
         "failed_again",
         "topic",
         "cause",

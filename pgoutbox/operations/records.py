@@ -511,8 +511,9 @@ class FailureGroup(NamedTuple):
     """The failed messages of one topic and cause, in the order of LIST_FAILURES.
 
     `cause` is the error without addresses, quoted values, ids and numbers; None if there is none. `last_hour` of the
-    `messages` failed within the last hour, and `failed_again` of them had failed before and were redriven. `error` is
-    that of the newest message, at most 300 characters, and `place` the line of its handler that raised it.
+    `messages` failed within the last hour, `hour_before` within the hour before it, and `failed_again` of them had
+    failed before and were redriven. `error` is that of the newest message, at most 300 characters, and `place` the line
+    of its handler that raised it.
     """
 
     topic: str
@@ -520,6 +521,7 @@ class FailureGroup(NamedTuple):
     group: str
     messages: int
     last_hour: int
+    hour_before: int
     failed_again: int
     first_at: datetime
     last_at: datetime

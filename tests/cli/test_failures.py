@@ -94,9 +94,9 @@ def test_five_hundred_bounces_are_one_line(connect: Connect, cli: Callable[..., 
         fail(db, "KeyError: 'name'", topic="sms")
     done = cli("failures")
     header, bounces, bug = done.out.splitlines()
-    assert header.split("\t")[:5] == ["messages", "last_hour", "failed_again", "topic", "cause"]
-    assert bounces.startswith("500\t500\t0\tmail\tRCPT (address): 550 #.#.# <(address)>: User unknown\t")
-    assert bug.startswith("1\t1\t0\tsms\tKeyError: (value)\t")
+    assert header.split("\t")[:5] == ["messages", "last_hour", "hour_before", "failed_again", "topic"]
+    assert bounces.startswith("500\t500\t0\t0\tmail\tRCPT (address): 550 #.#.# <(address)>: User unknown\t")
+    assert bug.startswith("1\t1\t0\t0\tsms\tKeyError: (value)\t")
 
 
 def attempt(db: psycopg.Connection, message_id: int, *outcomes: AttemptOutcome) -> None:
@@ -140,7 +140,7 @@ def test_a_group_shows_how_many_messages_failed_again_after_a_redrive(
 def test_new_failures_come_first_and_a_group_has_its_place_and_example(connect: Connect) -> None:
     with connect(autocommit=True) as db:
         old = fail(db, *["user 1 is gone"] * 3)
-        db.execute("UPDATE pgoutbox.message SET finished_at = now() - interval '2 hours' WHERE id = ANY (%s)", [old])
+        db.execute("UPDATE pgoutbox.message SET finished_at = now() - interval '90 min' WHERE id = ANY (%s)", [old])
         (new,) = fail(db, "KeyError: 'name'")
         db.execute(
             """
@@ -153,9 +153,9 @@ def test_new_failures_come_first_and_a_group_has_its_place_and_example(connect: 
             [new],
         )
         first, second = Operator(db).list_failures()
-        assert (first.cause, first.messages, first.last_hour, first.newest_id) == ("KeyError: (value)", 1, 1, new)
+        assert (first.cause, first.last_hour, first.hour_before, first.newest_id) == ("KeyError: (value)", 1, 0, new)
         assert (first.error, first.place) == ("KeyError: 'name'", "app.py:7 greet")
-        assert (second.cause, second.messages, second.last_hour, second.place) == ("user # is gone", 3, 0, None)
+        assert (second.cause, second.last_hour, second.hour_before, second.place) == ("user # is gone", 0, 3, None)
         assert [group.cause for group in Operator(db).list_failures(within=timedelta(hours=1))] == [first.cause]
         assert [message.id for message in Operator(db).list_messages(MessageFilter(error_group=second.group))] == old[
             ::-1

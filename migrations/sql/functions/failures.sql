@@ -12,6 +12,7 @@ RETURNS TABLE (
     error_group text,
     messages bigint,
     last_hour bigint,
+    hour_before bigint,
     failed_again bigint,
     first_at timestamptz,
     last_at timestamptz,
@@ -44,6 +45,9 @@ WITH failed AS MATERIALIZED (
         pgoutbox._redacted_text(coalesce(pgoutbox._cause_of(f.last_error), '')) AS cause,
         count(*) AS messages,
         count(*) FILTER (WHERE f.finished_at > now() - interval '1 hour') AS last_hour,
+        count(*) FILTER (
+            WHERE f.finished_at <= now() - interval '1 hour' AND f.finished_at > now() - interval '2 hours'
+        ) AS hour_before,
         count(*) FILTER (WHERE f.is_again) AS failed_again,
         min(f.finished_at) AS first_at,
         max(f.finished_at) AS last_at,
@@ -56,6 +60,7 @@ WITH failed AS MATERIALIZED (
         s.cause,
         sum(s.messages)::bigint AS messages,
         sum(s.last_hour)::bigint AS last_hour,
+        sum(s.hour_before)::bigint AS hour_before,
         sum(s.failed_again)::bigint AS failed_again,
         min(s.first_at) AS first_at,
         max(s.last_at) AS last_at,
@@ -69,6 +74,7 @@ SELECT
     pgoutbox._error_group(m.topic, m.cause),
     m.messages,
     m.last_hour,
+    m.hour_before,
     m.failed_again,
     m.first_at,
     m.last_at,
