@@ -265,6 +265,7 @@ def test_members_that_are_not_corrected_keep_their_exact_values(db: psycopg.Conn
     assert row == ('{"z": 1.10, "to": "bob", "amount": 1234567890.12345678901234}',)
 
 
+@pytest.mark.slow
 def test_twenty_thousand_messages_are_corrected_by_sql_without_a_square(db: psycopg.Connection) -> None:
     """Each row is visited once: with 20,000 ids, one visit for each pair would be 400 million."""
     db.execute(

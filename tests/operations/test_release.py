@@ -171,6 +171,7 @@ def test_another_attempt_than_the_listed_one_is_left_alone(
     assert db.execute("SELECT worker FROM pgoutbox.message").fetchone() == ("w",)
 
 
+@pytest.mark.slow
 async def test_a_process_with_a_free_slot_tries_its_message_again(dsn: str, db: psycopg.Connection) -> None:
     """The handler that does not end keeps its own slot. Its lease is lost, so it hands nothing over."""
     outbox = Outbox(settings_for(dsn, lease_seconds=3))
@@ -199,6 +200,7 @@ def test_all_messages_of_a_filter_are_released(db: psycopg.Connection) -> None:
     assert row_of(db, other).worker == "w"
 
 
+@pytest.mark.slow
 async def test_an_attempt_that_does_not_end_is_given_to_another_process(dsn: str, db: psycopg.Connection) -> None:
     """The first worker renews its lease as long as its handler runs, and is told that it has lost the message."""
     # Its only slot is taken: it does not claim the message again, to wait for the handler that it has called.

@@ -202,6 +202,7 @@ async def test_a_program_that_a_signal_ends_leaves_an_unknown_outcome(program: C
     assert (outcome.unknown, outcome.error.partition(": ")[2]) == (True, "ended by signal 9, outcome unknown")
 
 
+@pytest.mark.slow
 async def test_output_without_end_is_read_and_cut(program: Callable[[str], Path]) -> None:
     path = program("head -c 3000000 /dev/zero | tr '\\0' x; head -c 3000000 /dev/zero | tr '\\0' y >&2; exit 67")
     error = error_of(await transport_for(path).send(outgoing(), EMAIL), Permanent)
@@ -209,6 +210,7 @@ async def test_output_without_end_is_read_and_cut(program: Callable[[str], Path]
     assert len(error) < 700
 
 
+@pytest.mark.slow
 async def test_a_program_that_ends_without_reading_a_large_email_has_not_sent_it(
     program: Callable[[str], Path],
 ) -> None:
@@ -220,6 +222,7 @@ async def test_a_program_that_ends_without_reading_a_large_email_has_not_sent_it
     assert isinstance(outcome, Permanent)
 
 
+@pytest.mark.slow
 async def test_a_large_email_arrives_whole(program: Callable[[str], Path], tmp_path: Path) -> None:
     data = b"Subject: x\r\n\r\n" + b"line of text\r\n" * 300_000
     transport = transport_for(program(recording(tmp_path)))
@@ -227,6 +230,7 @@ async def test_a_large_email_arrives_whole(program: Callable[[str], Path], tmp_p
     assert (tmp_path / "input").read_bytes() == data.replace(b"\r\n", b"\n")
 
 
+@pytest.mark.slow
 async def test_children_in_the_background_neither_delay_the_answer_nor_end_with_it(
     program: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -243,6 +247,7 @@ async def test_children_in_the_background_neither_delay_the_answer_nor_end_with_
 # --- the program itself -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_program_that_does_not_end_is_killed_with_its_children(
     program: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -254,12 +259,14 @@ async def test_a_program_that_does_not_end_is_killed_with_its_children(
     await until(lambda: not any(is_running(pid) for pid in pids_in(tmp_path)))
 
 
+@pytest.mark.slow
 async def test_a_program_that_reads_nothing_is_killed_too(program: Callable[[str], Path]) -> None:
     large = Email(to="ann@example.com", subject="Hello", attachments=[Attachment("a", b"x" * 250_000)], text="Hi")
     transport = transport_for(program("exec sleep 600"), smtp_timeout_seconds=0.5)
     assert "did not end within" in error_of(await transport.send(outgoing(), large), SendFailure)
 
 
+@pytest.mark.slow
 async def test_a_cancelled_send_kills_the_program(program: Callable[[str], Path], tmp_path: Path) -> None:
     transport = transport_for(program(f"sleep 600 &\necho $$ $! >{tmp_path}/pids\nwait"))
     sending = asyncio.create_task(transport.send(outgoing(), EMAIL))
@@ -270,6 +277,7 @@ async def test_a_cancelled_send_kills_the_program(program: Callable[[str], Path]
     await until(lambda: not any(is_running(pid) for pid in pids_in(tmp_path)))
 
 
+@pytest.mark.slow
 async def test_a_send_that_is_cancelled_at_any_moment_leaves_no_program(
     program: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
