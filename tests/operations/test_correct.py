@@ -274,6 +274,7 @@ def test_twenty_thousand_messages_are_corrected_by_sql_without_a_square(db: psyc
         SELECT 'failed', 'mail', '{}', 1, now() FROM generate_series(1, 20000)
         """
     )
+    db.execute("ANALYZE pgoutbox.message")
     with db.transaction():
         db.execute("SET LOCAL statement_timeout = '60s'")
         row = db.execute(
