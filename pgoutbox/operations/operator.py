@@ -93,15 +93,13 @@ _MAX_PAYLOAD_BYTES: Final = 16 * 1024 * 1024  # The limit of the schema.
 _MOST_LEVELS: Final = 100
 
 _MISSING: Final = "does not exist"
-_LOCKED: Final = "is locked by another transaction; try again"
-_ENCRYPTED: Final = "is encrypted for its destination; let the application enqueue it again"
-_CHANGED: Final = "was attempted again"
 _MAX_REASON: Final = 1_000
 _MAX_REDIRECT: Final = timedelta(days=3_650)
 # Each row of the schema is compared with each text.
 _MAX_SEARCHED_ADDRESSES: Final = 20
 
 _T = TypeVar("_T")
+_R = TypeVar("_R", bound=AnyResult)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +269,13 @@ class Operator:
     def is_known_topic(self, topic: str) -> bool:
         """Whether a worker, a retention rule, a coalesce key or one of the newest messages has this topic.
 
-        With a `*` at the end: whether a worker or one of the newest messages has a topic that begins so.
+        With a `*` at the end: whether a worker or one of the newest messages has a topic that begins so. This needs a
+        role that may read the views.
         """
-        ((is_known,),) = self._fetch(sql.IS_KNOWN_TOPIC, {"topic": topic})
+        if topic.endswith("*"):
+            ((is_known,),) = self._fetch(sql.IS_KNOWN_PREFIX, {"prefix": topic[:-1]})
+        else:
+            ((is_known,),) = self._fetch(sql.IS_KNOWN_TOPIC, {"topic": topic})
         return bool(is_known)
 
     # --- messages: acts -----------------------------------------------------------------------------------------------
@@ -486,33 +488,46 @@ class Operator:
     ) -> list[MessageResult[CorrectResult]]:
         """Correct these messages in one transaction, if they still have these numbers of attempts; None means any."""
         rows = self._act(sql.CORRECT, {**_attempts(counts), "states": list(states), **act.changes}, act)
-        return [_corrected(row, states) for row in rows]
+        can_be = f"{' and '.join(sorted(states))} messages can be corrected"
+        return [
+            _result_of(message_id, CorrectResult(answer), newer_id or dedupe_key_of, state=state, can_be=can_be)
+            for message_id, answer, state, newer_id, dedupe_key_of in rows
+        ]
 
     def _release(self, counts: Mapping[int, int | None], act: _Act) -> list[MessageResult[ReleaseResult]]:
         """Release these messages in one transaction, if they are still in these attempts; None means any."""
-        return [_released(*row) for row in self._act(sql.RELEASE, _attempts(counts), act)]
+        can_be = "messages in flight can be released"
+        return [
+            _result_of(message_id, ReleaseResult(answer), state=state, can_be=can_be)
+            for message_id, answer, state in self._act(sql.RELEASE, _attempts(counts), act)
+        ]
 
     def _dismiss(self, counts: Mapping[int, int | None], act: _Act) -> list[MessageResult[DismissResult]]:
         """Dismiss these messages in one transaction, if they still have these numbers of attempts; None means any."""
         rows = self._act(sql.DISMISS, {**_attempts(counts), **act.changes}, act)
-        return [_dismissed(*row) for row in rows]
+        return [
+            _result_of(message_id, DismissResult(answer), state=state, can_be="failed messages can be dismissed")
+            for message_id, answer, state in rows
+        ]
 
     def _reschedule(self, ids: Sequence[int], act: _Act) -> list[MessageResult[RescheduleResult]]:
         """Reschedule these messages in one transaction."""
         rows = self._act(sql.RESCHEDULE, {"ids": ids, **act.changes}, act)
-        return [_rescheduled(*row) for row in rows]
+        can_be = "pending messages can be rescheduled"
+        return [
+            _result_of(message_id, RescheduleResult(answer), newer_id, state=state, can_be=can_be)
+            for message_id, answer, state, newer_id in rows
+        ]
 
     def _resend(self, message_id: int, act: _Act) -> MessageResult[ResendResult]:
         rows = self._act(sql.RESEND, {"id": message_id}, act)
-        if not rows:
-            return MessageResult(message_id, ResendResult.MISSING, None, _MISSING)
-        ((copy_id, state, newer_id),) = rows
+        copy_id, state, newer_id = rows[0] if rows else (None, None, None)
+        result, other_id = ResendResult.RESENT, copy_id
         if state != State.SENT:
-            explanation = f"is {state}; only sent messages can be resent"
-            return MessageResult(message_id, ResendResult.WRONG_STATE, None, explanation)
-        if copy_id is None:
-            return MessageResult(message_id, ResendResult.SUPERSEDED, newer_id, _superseded(newer_id))
-        return MessageResult(message_id, ResendResult.RESENT, copy_id)
+            result = ResendResult.WRONG_STATE if rows else ResendResult.MISSING
+        elif copy_id is None:
+            result, other_id = ResendResult.SUPERSEDED, newer_id
+        return _result_of(message_id, result, other_id, state=state, can_be="sent messages can be resent")
 
     def _cancel(self, ids: Sequence[int], states: Collection[State], act: _Act) -> list[MessageResult[CancelResult]]:
         """Cancel those of the messages that are in one of `states`, in one transaction."""
@@ -908,28 +923,49 @@ class Operator:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
+def _result_of(
+    message_id: int, result: _R, other_id: int | None = None, *, state: str | None, can_be: str
+) -> MessageResult[_R]:
+    """Return the result of an act, with the reason if it has left the message alone.
+
+    `state` is that of the message, `can_be` tells which messages the act changes, as in "only sent messages can be
+    resent".
+    """
+    explanations = {
+        "missing": _MISSING,
+        "wrong_state": f"is {state}; only {can_be}",
+        "changed": "was attempted again",
+        "superseded": "is superseded by a newer message, which is deleted"
+        if other_id is None
+        else f"is superseded by message {other_id}, which is newer",
+        "expires": "expires before that time",
+        "encrypted": "is encrypted for its destination; let the application enqueue it again",
+        "ordered": "has an ordering key, which belongs to its queue",
+        "dedupe_key_taken": f"has lost its dedupe key to message {other_id}",
+        "locked": "is locked by another transaction; try again",
+    }
+    return MessageResult(message_id, result, other_id, explanations.get(result.value, ""))
+
+
 def _redriven(row: TupleRow, states: Collection[State], expected_count: int | None) -> MessageResult[RedriveResult]:
     message_id, is_done, state, newer_id, attempt_count, dedupe_key_of = row
-
-    def left_alone(
-        result: RedriveResult, explanation: str, other_id: int | None = None
-    ) -> MessageResult[RedriveResult]:
-        return MessageResult(message_id, result, other_id, explanation)
-
+    other_id = None
     if is_done:
-        return MessageResult(message_id, RedriveResult.REDRIVEN)
-    if state is None:
-        return left_alone(RedriveResult.MISSING, _MISSING)
-    if state not in states:
-        explanation = f"is {state}; only {' and '.join(states)} messages can be redriven"
-        return left_alone(RedriveResult.WRONG_STATE, explanation)
-    if expected_count not in (None, attempt_count):
-        return left_alone(RedriveResult.CHANGED, _CHANGED)
-    if newer_id is not None:
-        return left_alone(RedriveResult.SUPERSEDED, _superseded(newer_id), newer_id)
-    if dedupe_key_of is not None:
-        return left_alone(RedriveResult.DEDUPE_KEY_TAKEN, _dedupe_key_taken(dedupe_key_of), dedupe_key_of)
-    return left_alone(RedriveResult.LOCKED, _LOCKED)
+        result = RedriveResult.REDRIVEN
+    elif state is None:
+        result = RedriveResult.MISSING
+    elif state not in states:
+        result = RedriveResult.WRONG_STATE
+    elif expected_count not in (None, attempt_count):
+        result = RedriveResult.CHANGED
+    elif newer_id is not None:
+        result, other_id = RedriveResult.SUPERSEDED, newer_id
+    elif dedupe_key_of is not None:
+        result, other_id = RedriveResult.DEDUPE_KEY_TAKEN, dedupe_key_of
+    else:
+        result = RedriveResult.LOCKED
+    can_be = f"{' and '.join(states)} messages can be redriven"
+    return _result_of(message_id, result, other_id, state=state, can_be=can_be)
 
 
 def _cancelled(message_id: int, answer: str) -> MessageResult[CancelResult]:
@@ -980,72 +1016,6 @@ def _chosen(ids: Sequence[int] | None, owner: str | None, destination: str | Non
 
 def _attempts(counts: Mapping[int, int | None]) -> dict[str, object]:
     return {"ids": list(counts), "attempt_counts": None if None in counts.values() else list(counts.values())}
-
-
-def _dismissed(message_id: int, answer: str, state: str | None) -> MessageResult[DismissResult]:
-    result = DismissResult(answer)
-    explanation = {
-        DismissResult.DISMISSED: "",
-        DismissResult.MISSING: _MISSING,
-        DismissResult.WRONG_STATE: f"is {state}; only failed messages can be dismissed",
-        DismissResult.CHANGED: _CHANGED,
-        DismissResult.LOCKED: _LOCKED,
-    }[result]
-    return MessageResult(message_id, result, None, explanation)
-
-
-def _rescheduled(
-    message_id: int, answer: str, state: str | None, newer_id: int | None
-) -> MessageResult[RescheduleResult]:
-    result = RescheduleResult(answer)
-    explanation = {
-        RescheduleResult.RESCHEDULED: "",
-        RescheduleResult.MISSING: _MISSING,
-        RescheduleResult.WRONG_STATE: f"is {state}; only pending messages can be rescheduled",
-        RescheduleResult.SUPERSEDED: _superseded(newer_id),
-        RescheduleResult.EXPIRES: "expires before that time",
-        RescheduleResult.LOCKED: _LOCKED,
-    }[result]
-    return MessageResult(message_id, result, newer_id, explanation)
-
-
-def _corrected(row: TupleRow, states: Collection[State]) -> MessageResult[CorrectResult]:
-    message_id, answer, state, newer_id, dedupe_key_of = row
-    result = CorrectResult(answer)
-    explanation = {
-        CorrectResult.CORRECTED: "",
-        CorrectResult.MISSING: _MISSING,
-        CorrectResult.WRONG_STATE: f"is {state}; only {' and '.join(sorted(states))} messages can be corrected",
-        CorrectResult.CHANGED: _CHANGED,
-        CorrectResult.SUPERSEDED: _superseded(newer_id),
-        CorrectResult.ENCRYPTED: _ENCRYPTED,
-        CorrectResult.ORDERED: "has an ordering key, which belongs to its queue",
-        CorrectResult.DEDUPE_KEY_TAKEN: _dedupe_key_taken(dedupe_key_of),
-        CorrectResult.LOCKED: _LOCKED,
-    }[result]
-    return MessageResult(message_id, result, newer_id or dedupe_key_of, explanation)
-
-
-def _released(message_id: int, answer: str, state: str | None) -> MessageResult[ReleaseResult]:
-    result = ReleaseResult(answer)
-    explanation = {
-        ReleaseResult.RELEASED: "",
-        ReleaseResult.MISSING: _MISSING,
-        ReleaseResult.WRONG_STATE: f"is {state}; only messages in flight can be released",
-        ReleaseResult.CHANGED: _CHANGED,
-        ReleaseResult.LOCKED: _LOCKED,
-    }[result]
-    return MessageResult(message_id, result, None, explanation)
-
-
-def _dedupe_key_taken(other_id: int | None) -> str:
-    return f"has lost its dedupe key to message {other_id}"
-
-
-def _superseded(newer_id: int | None) -> str:
-    if newer_id is None:
-        return "is superseded by a newer message, which is deleted"
-    return f"is superseded by message {newer_id}, which is newer"
 
 
 def _count(batches: Iterator[Batch]) -> Counter[str]:
