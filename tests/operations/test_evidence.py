@@ -605,3 +605,17 @@ def test_an_erasure_finds_a_person_in_statements_and_reasons(db: psycopg.Connect
     told = str([(act.details, act.stated) for act in operator.list_acts()])
     assert ("ada@" in told.lower(), "ada-17" in told) == (False, False)
     assert ("has left" in told, "same mailbox as" in told, "'topic': 'greet'" in told) == (True, True, True)
+
+
+def test_a_producer_finds_no_topics_by_the_beginning_of_their_names(dsn: str, db: psycopg.Connection) -> None:
+    """Operators read the views, and a redirect of `mail.*` warns them if no topic begins so."""
+    put(db, topic="mail.secret")
+    with login(dsn, "pgoutbox_operator") as its_dsn, Operator(its_dsn) as operator:
+        assert [operator.is_known_topic(name) for name in ("mail.*", "sms.*", "mail.secret", "mail")] == [
+            True, False, True, False
+        ]  # fmt: skip
+    with login(dsn, "pgoutbox_producer") as its_dsn, psycopg.connect(its_dsn, autocommit=True) as session:
+        ask = "SELECT pgoutbox._is_known_topic(%s)"
+        assert [session.execute(ask, [name]).fetchone() for name in ("mail.*", "mail.secret")] == [(False,), (True,)]
+        with pytest.raises(InsufficientPrivilege):
+            Operator(session).is_known_topic("mail.*")
