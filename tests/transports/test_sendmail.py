@@ -14,7 +14,7 @@ import pytest
 from pgoutbox import Attachment, Context, Email, Message, Outbox, RawEmail
 from pgoutbox.doctor import Level, examine
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, SendFailure, Sent, Snooze, State, Transient, Unavailable
+from pgoutbox.message import Outcome, Permanent, SendFailure, Sent, Snooze, State, Transient, Unavailable
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports import SendmailTransport
 from pgoutbox.transports.registry import build
@@ -151,8 +151,7 @@ async def test_the_gate_is_asked_again_after_the_wait_for_a_turn(
     with closed_gate() as asked:
         # It asks with an open gate first, and with a closed one after its wait.
         second = asyncio.create_task(transport.send(outgoing(), EMAIL))
-        await asyncio.sleep(0)
-        assert len(asked) == 1
+        await until(lambda: len(asked) == 1)
         assert isinstance(await second, Snooze)
     await asyncio.to_thread((tmp_path / "gate").write_text, "")
     assert await first == Sent()
@@ -282,21 +281,29 @@ async def test_a_send_that_is_cancelled_at_any_moment_leaves_no_program(
     program: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     transport = transport_for(program("exec sleep 600"))
-    before = children()
+    before, open_before = children(), open_files()
     for turns in range(30):
         sending = asyncio.create_task(transport.send(outgoing(), EMAIL))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        sending.cancel()
+        cancel_after(turns, sending)
         if turns % 2:
-            await asyncio.sleep(0)
-            sending.cancel()
+            cancel_after(turns + 1, sending)
         with pytest.raises(asyncio.CancelledError):
             await sending
     await until(lambda: children() <= before and not any("waitpid" in one.name for one in threading.enumerate()))
-    for _ in range(3):
-        await asyncio.sleep(0)  # The last exits are noted, and their pipes closed.
+    await until(lambda: open_files() <= open_before)
     assert [record.message for record in caplog.records] == []
+
+
+def cancel_after(turns: int, task: asyncio.Task[Outcome]) -> None:
+    """Cancel the task after this number of turns of the event loop."""
+    if turns == 0:
+        task.cancel()
+    else:
+        asyncio.get_running_loop().call_soon(cancel_after, turns - 1, task)
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def children() -> set[int]:
