@@ -82,7 +82,7 @@ def _for_testing(settings: Settings) -> Iterator[Note]:
         yield warning(
             "webhook-error-bodies",
             f"PGOUTBOX_WEBHOOK_ERROR_BODY_CHARS={settings.webhook.error_body_chars}",
-            "errors contain the receivers' answers: a person who can choose a webhook URL can read from your network",
+            "errors contain the receivers' answers: whoever chooses a webhook URL can read from your network",
             "unset it when you have finished debugging the receiver",
         )
     if not settings.breaker.enabled:

@@ -177,7 +177,7 @@ def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
             warning(
                 "webhook-networks-allowed",
                 f"PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS={settings.webhook.allowed_networks}",
-                "a person who can choose a webhook URL can send requests into these networks",
+                "whoever chooses a webhook URL can send requests into these networks",
                 "allow only the networks of your receivers",
             )
         )

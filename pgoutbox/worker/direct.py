@@ -1,4 +1,4 @@
-"""Direct sends: one attempt of a message that is not stored, for a caller who needs the answer.
+"""Direct sends: one attempt of a message that is not stored. The caller gets the answer.
 
 The attempt takes the way of a worker's attempt: handler, middleware, redirect, transport. There is no row, so nothing
 is retried, nothing is left for a worker, and no circuit breaker changes.
@@ -66,7 +66,7 @@ async def asend_directly(
 ) -> Outcome:
     """Run the topic's handler once, send what it returns, and return the outcome. Nothing is stored.
 
-    For a caller who waits for the answer, such as a button "send a test mail". A message that must arrive is enqueued:
+    The caller waits, for example for a button "send a test mail". A message that must arrive is enqueued:
     after a failure, a crash or a cancelled call, nobody tries a direct send again.
 
     `destination` and `headers` are those of `Outbox.enqueue`, `content` is the shared content of a fan-out. The
