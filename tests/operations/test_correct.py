@@ -187,6 +187,17 @@ def test_invalid_values_are_refused(rolled_back: psycopg.Connection, correction:
         Operator(rolled_back).correct(message_id, correction)
 
 
+@pytest.mark.parametrize("state", [State.PENDING, State.FAILED])
+def test_what_a_patch_makes_of_the_headers_is_checked_too(db: psycopg.Connection, state: State) -> None:
+    message_id = put(db, state)
+    sixty = {f"h{number}": "x" for number in range(60)}
+    db.execute("UPDATE pgoutbox.message SET headers = %s WHERE id = %s", (Jsonb(sixty), message_id))
+    with pytest.raises(ArgumentError, match="headers: must not have more than 64 entries"):
+        Operator(db).correct(message_id, {"headers": dict.fromkeys("abcde", "x")})
+    assert fields_of(db, message_id)[::2] == (state, sixty, None)
+    assert Operator(db).correct(message_id, {"headers": {"h0": None, **dict.fromkeys("abcde", "x")}}).is_done
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
