@@ -21,7 +21,7 @@ from benchmarks.options import CLAIM_PARAMETERS, TOPIC, Options
 from benchmarks.report import Result, Table, Verdict
 from benchmarks.server import Server, empty_outbox, pgbench_program, settle
 from pgoutbox.database import sql
-from pgoutbox.database.store import ClaimedRow
+from pgoutbox.database.store import ClaimedRow, FencingToken, fence
 from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
@@ -134,9 +134,7 @@ def finish(connection: _Connection, batches: list[_Batch]) -> None:
     ended: list[object] = []
     for batch in batches:
         parameters = {
-            "ids": [row[0] for row in batch],
-            "attempt_count": 1,
-            "worker": CLAIM_PARAMETERS["worker"],
+            **fence([FencingToken(row[0], 1, row[_CLAIMED_AT]) for row in batch], CLAIM_PARAMETERS["worker"]),
             "ended_claims": ended,
             "lock_timeout": "20ms",
         }

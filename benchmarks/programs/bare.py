@@ -14,7 +14,7 @@ import psycopg
 from benchmarks.options import CLAIM_PARAMETERS
 from benchmarks.programs.lifeline import Meter, hold_lifeline
 from pgoutbox.database import sql
-from pgoutbox.database.store import BEGINNING, ClaimedRow, Place
+from pgoutbox.database.store import BEGINNING, ClaimedRow, FencingToken, Place, fence
 from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.settings import load_settings
 
@@ -49,9 +49,7 @@ def main(batch_size: int) -> int:
             place = Place(*last) if last else BEGINNING
             if rows:
                 parameters = {
-                    "ids": [row[0] for row in rows],
-                    "attempt_count": 1,
-                    "worker": CLAIM_PARAMETERS["worker"],
+                    **fence([FencingToken(row[0], 1, row[CLAIMED_AT]) for row in rows], CLAIM_PARAMETERS["worker"]),
                     "ended_claims": ended,
                     "lock_timeout": "20ms",
                 }

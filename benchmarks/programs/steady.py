@@ -20,7 +20,7 @@ import psycopg
 from benchmarks.options import CLAIM_PARAMETERS, TOPIC
 from benchmarks.programs.lifeline import hold_lifeline, say
 from pgoutbox.database import sql
-from pgoutbox.database.store import ClaimedRow
+from pgoutbox.database.store import ClaimedRow, FencingToken, fence
 from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.settings import load_settings
 
@@ -85,9 +85,7 @@ def _finish(connection: psycopg.Connection[tuple[object, ...]]) -> Iterator[tupl
         rows = connection.execute(sql.CLAIM_FRESH, CLAIM_PARAMETERS).fetchall()
         began_at = time.monotonic()
         held = {
-            "ids": [row[0] for row in rows],
-            "attempt_count": 1,
-            "worker": "benchmark",
+            **fence([FencingToken(row[0], 1, row[_CLAIMED_AT]) for row in rows], "benchmark"),
             "ended_claims": ended,
             "lock_timeout": "20ms",
         }

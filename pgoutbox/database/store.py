@@ -126,12 +126,19 @@ class LapsedOptions(TypedDict):
     in_flight: Collection[int]
 
 
+class FencingToken(NamedTuple):
+    """What a row must have, with the worker's name, for an attempt to write it."""
+
+    id: int
+    attempt_count: int
+    claimed_at: datetime
+
+
 @dataclass(frozen=True, slots=True)
 class FinishRequest:
     """An outcome to be written to the row."""
 
-    id: int
-    attempt_count: int
+    token: FencingToken
     outcome: AttemptOutcome
     reason: str | None = None
     delay_seconds: float = 0.0
@@ -346,11 +353,11 @@ class Store:
         `after` is the time of that claim by the server's clock; None for all claims.
         """
         rows = await self.claims.fetch(sql.UNANSWERED_ATTEMPTS, {"worker": self.worker, "after": after})
-        lost = [FinishRequest(row[0], row[1], AttemptOutcome.RELEASED) for row in rows if row[0] not in held]
-        if not lost:
+        tokens = [FencingToken._make(row) for row in rows if row[0] not in held]
+        if not tokens:
             return 0
-        count = len(await self.finish(lost))
-        await self.end_claims({row[2] for row in rows if row[0] not in held})
+        count = len(await self.finish([FinishRequest(token, AttemptOutcome.RELEASED) for token in tokens]))
+        await self.end_claims({token.claimed_at for token in tokens})
         return count
 
     async def contents(self, content_ids: Sequence[int]) -> dict[int, str | None]:
@@ -362,9 +369,9 @@ class Store:
         rows = await self._attempts.fetch(sql.LARGE_CONTENT, {"id": content_id})
         return rows[0][0] if rows else None
 
-    async def large_payload(self, message_id: int, attempt_count: int) -> list[str]:
+    async def large_payload(self, token: FencingToken) -> list[str]:
         """Return the payload of an attempt as a JSON text; nothing if it no longer holds its message."""
-        parameters = {"id": message_id, "attempt_count": attempt_count, "worker": self.worker}
+        parameters = fence([token], self.worker)
         return [text for (text,) in await self._attempts.fetch(sql.LARGE_PAYLOAD, parameters)]
 
     async def next_due(
@@ -394,37 +401,28 @@ class Store:
 
     async def finish_sent(
         self,
-        ids: Sequence[int],
-        attempt_counts: Sequence[int],
+        tokens: Sequence[FencingToken],
         topics: Collection[str],
         *,
         ended_claims: Collection[datetime] = (),
     ) -> tuple[dict[int, State], bool]:
-        """Finish these attempts of these topics as sent.
+        """Finish the attempts of these tokens, whose topics are `topics`, as sent.
 
         Returns the attempts that held their message, and whether it has deleted `ended_claims`, of which no other
         attempt is left. A message is deleted instead if a retention rule keeps no sent messages. After a short wait, a
         locked row is left out.
         """
-        attempts = dict(zip(ids, attempt_counts, strict=True))
-        finished: dict[int, State] = {}
+        parameters = fence(tokens, self.worker)
         if await self.forgets_sent(topics):
-            parameters = _forget_parameters(attempts, worker=self.worker)
             rows = await self._finishes.fetch(sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters)
             return dict.fromkeys((row[0] for row in rows), State.SENT), False
-        groups = sorted(set(attempt_counts))
+        parameters |= {"ended_claims": list(ended_claims), "lock_timeout": _FINISH_LOCK_TIMEOUT}
         try:
-            for attempt_count in groups:
-                group = {message_id: number for message_id, number in attempts.items() if number == attempt_count}
-                ended = ended_claims if attempt_count == groups[-1] else ()
-                parameters = _sent_parameters(group, worker=self.worker, ended_claims=ended)
-                rows = await self._finishes.fetch(sql.FINISH_SENT_IF_HELD, parameters)
-                finished |= dict.fromkeys((row[0] for row in rows), State.SENT)
+            rows = await self._finishes.fetch(sql.FINISH_SENT_IF_HELD, parameters)
         except (psycopg.errors.LockNotAvailable, psycopg.errors.SerializationFailure):
             # A row is locked, or another worker has ended its message while this statement waited for it.
-            rest = [_sent(*attempt) for attempt in attempts.items() if attempt[0] not in finished]
-            return finished | await self.finish(rest), False
-        return finished, True
+            return await self.finish([FinishRequest(token, AttemptOutcome.SENT) for token in tokens]), False
+        return dict.fromkeys((row[0] for row in rows), State.SENT), True
 
     async def end_claims(self, claimed_ats: Collection[datetime]) -> None:
         """Delete these claims of this worker, whose attempts have ended."""
@@ -450,12 +448,9 @@ class Store:
         rows = await self._finishes.fetch(sql.FINISH_IF_HELD, parameters)
         return {row[0]: State(row[1]) for row in rows}
 
-    async def current_states(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
-        """Return the states of these messages, except those that another attempt has taken over."""
-        rows = await self._finishes.fetch(
-            sql.CURRENT_STATES,
-            {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": self.worker},
-        )
+    async def current_states(self, tokens: Sequence[FencingToken]) -> dict[int, State]:
+        """Return the states of the messages of these attempts, except those that another attempt has taken over."""
+        rows = await self._finishes.fetch(sql.CURRENT_STATES, fence(tokens, self.worker))
         return {row[0]: State(row[1]) for row in rows}
 
     async def queues_of_successors(
@@ -627,7 +622,7 @@ def name_session(message_id: int, attempt_count: int) -> str:
 
 
 async def complete_within(
-    connection: psycopg.AsyncConnection[TupleRow], message_id: int, attempt_count: int, *, worker: str, forgets: bool
+    connection: psycopg.AsyncConnection[TupleRow], token: FencingToken, *, worker: str, forgets: bool
 ) -> bool:
     """Finish one attempt as sent in the open transaction of `connection`; False if it does not hold its message.
 
@@ -635,25 +630,26 @@ async def complete_within(
     answer of `Store.forgets_sent`.
     """
     if forgets:
-        await connection.execute(sql.WAIT_FOR_MESSAGE, {"id": message_id})
-    statement, parameters = _completion({message_id: attempt_count}, worker=worker, forgets=forgets)
+        await connection.execute(sql.WAIT_FOR_MESSAGE, {"id": token.id})
+    statement, parameters = _completion(token, worker=worker, forgets=forgets)
     return await (await connection.execute(statement, parameters)).fetchone() is not None
 
 
 def complete_within_sync(
-    connection: psycopg.Connection[TupleRow], message_id: int, attempt_count: int, *, worker: str, forgets: bool
+    connection: psycopg.Connection[TupleRow], token: FencingToken, *, worker: str, forgets: bool
 ) -> bool:
     """Finish one attempt as sent, like `complete_within`, on a sync connection for handlers in threads."""
     if forgets:
-        connection.execute(sql.WAIT_FOR_MESSAGE, {"id": message_id})
-    statement, parameters = _completion({message_id: attempt_count}, worker=worker, forgets=forgets)
+        connection.execute(sql.WAIT_FOR_MESSAGE, {"id": token.id})
+    statement, parameters = _completion(token, worker=worker, forgets=forgets)
     return connection.execute(statement, parameters).fetchone() is not None
 
 
-def _completion(attempt: Mapping[int, int], *, worker: str, forgets: bool) -> Step:
+def _completion(token: FencingToken, *, worker: str, forgets: bool) -> Step:
+    parameters = fence([token], worker)
     if forgets:
-        return sql.FINISH_SENT_AND_FORGET_IF_HELD, _forget_parameters(attempt, worker=worker)
-    return sql.FINISH_SENT_IF_HELD, _sent_parameters(attempt, worker=worker, lock_timeout="0")
+        return sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters
+    return sql.FINISH_SENT_IF_HELD, {**parameters, "ended_claims": [], "lock_timeout": "0"}
 
 
 async def check_server(settings: Settings) -> None:
@@ -672,8 +668,7 @@ async def check_server(settings: Settings) -> None:
 
 async def watch(
     link: WorkerConnection,
-    ids: Sequence[int],
-    attempt_counts: Sequence[int],
+    tokens: Sequence[FencingToken],
     *,
     worker: str,
     renewed_claims: Collection[datetime] = (),
@@ -686,56 +681,40 @@ async def watch(
     )
     rows = await link.fetch(
         sql.WATCH_IF_HELD,
-        {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": worker},
+        fence(tokens, worker),
         first=renewal if renewed_claims else None,
     )
     return {row[0]: HeldRow._make(row) for row in rows}
 
 
-def _sent(message_id: int, attempt_count: int) -> FinishRequest:
-    return FinishRequest(message_id, attempt_count, AttemptOutcome.SENT)
-
-
-def _sent_parameters(
-    attempts: Mapping[int, int],
-    *,
-    worker: str,
-    ended_claims: Collection[datetime] = (),
-    lock_timeout: str = _FINISH_LOCK_TIMEOUT,
-) -> dict[str, object]:
-    """Return the parameters of a finish as sent. The attempts, by their messages, have one attempt count."""
+def fence(tokens: Iterable[FencingToken], worker: str) -> dict[str, object]:
+    """Return the parameters of `_fence.sql`: arrays in the order of the ids."""
+    ordered = sorted(tokens)
     return {
-        "ids": _array_of(attempts),
-        "attempt_count": next(iter(attempts.values())),
+        "ids": _array_of(token.id for token in ordered),
+        "attempt_counts": _array_of(token.attempt_count for token in ordered),
+        "claimed_ats": _array_of(token.claimed_at.isoformat() for token in ordered),
         "worker": worker,
-        "ended_claims": list(ended_claims),
-        "lock_timeout": lock_timeout,
     }
 
 
-def _forget_parameters(attempts: Mapping[int, int], *, worker: str) -> dict[str, object]:
-    """Return the parameters of a finish as sent that may delete. The attempts, by their messages, have any counts."""
-    return {"ids": _array_of(attempts), "attempt_counts": _array_of(attempts.values()), "worker": worker}
-
-
 def _finish_parameters(requests: Sequence[FinishRequest], *, worker: str, hooks: str = _NO_HOOKS) -> dict[str, object]:
+    requests = sorted(requests, key=lambda request: request.token)
     return {
-        "ids": _array_of(request.id for request in requests),
-        "attempt_counts": _array_of(request.attempt_count for request in requests),
+        **fence([request.token for request in requests], worker),
         "outcomes": [request.outcome for request in requests],
         "reasons": [request.reason for request in requests],
         "reason_codes": [request.reason_code for request in requests],
         "breaker_keys": [request.breaker_key for request in requests],
         "error_places": [request.error_place for request in requests],
         "delays": [request.delay_seconds for request in requests],
-        "worker": worker,
         "hooks": hooks,
     }
 
 
-def _array_of(numbers: Iterable[int]) -> str:
+def _array_of(values: Iterable[int | str]) -> str:
     """Return an array in PostgreSQL's text format. The driver's own conversion takes forty times as long."""
-    return f"{{{','.join(map(str, numbers))}}}"
+    return f"{{{','.join(map(str, values))}}}"
 
 
 def _lapsed_parameters(options: LapsedOptions) -> dict[str, object]:

@@ -12,6 +12,7 @@ import psycopg
 from psycopg.rows import TupleRow
 
 from pgoutbox.clock import elapsed_clock
+from pgoutbox.database.store import FencingToken
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Context, Handler, lent
 from pgoutbox.message import Message, Outcome, Snooze
@@ -77,7 +78,7 @@ class InFlight(dict[int, "Attempt"]):
 class Attempt(Context):
     """One attempt, from its claim to its finish. Its handler sees it as a `Context`. Times are on `elapsed_clock`.
 
-    `attempt_count` is the fencing token. The message keeps the number that its handler got: see `take_over`.
+    `attempt_count` is part of the fencing token. The message keeps the number that its handler got: see `take_over`.
     `used_count` is the number of attempts that used up budget, including this one: without snoozes, releases and
     attempts before a redrive. `overtaken` is the reason why the attempt has become pointless. `done` means that its
     result is known, and `sent` that it is a hand-over.
@@ -133,6 +134,11 @@ class Attempt(Context):
     def identity(self) -> tuple[datetime, int, str | None]:
         """Three columns of the row. Retries keep them. A redrive, or another message with the same id, changes them."""
         return self.message.created_at, self.message.max_attempts, self.message.destination
+
+    @property
+    def token(self) -> FencingToken:
+        """What its row must have for it to write."""
+        return FencingToken(self.message.id, self.attempt_count, self.claim.claimed_at)
 
     @property
     def connection(self) -> psycopg.AsyncConnection[TupleRow]:

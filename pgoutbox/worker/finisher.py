@@ -255,9 +255,8 @@ class Finisher:
                 request = self._with_place(attempt, result, request, names)
             return request if request.reason is None else replace(request, reason=_redacted(request.reason, names))
         except Exception as error:  # noqa: BLE001 - an invalid outcome ends its own message, not the worker
-            message = attempt.message
             text = f"the outcome cannot be read: {describe(error)}"
-            return FinishRequest(message.id, attempt.attempt_count, AttemptOutcome.FAILED, text)
+            return FinishRequest(attempt.token, AttemptOutcome.FAILED, text)
 
     def _with_place(
         self, attempt: Attempt, result: RaisedTransient | RaisedPermanent, request: FinishRequest, names: Sequence[str]
@@ -308,13 +307,12 @@ class Finisher:
     async def _write_one(self, attempt: Attempt, request: FinishRequest | None) -> Mapping[int, State]:
         if request is None:
             return await self._write_sent([attempt])
-        return await self._store.finish([replace(request, attempt_count=attempt.attempt_count)])
+        return await self._store.finish([replace(request, token=attempt.token)])
 
     async def _write_sent(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:
         ended = list(self._in_flight.ended_claims)
         states, are_deleted = await self._store.finish_sent(
-            [attempt.message.id for attempt in attempts],
-            [attempt.attempt_count for attempt in attempts],
+            [attempt.token for attempt in attempts],
             {attempt.message.topic for attempt in attempts},
             ended_claims=[claim.claimed_at for claim in ended],
         )
@@ -329,7 +327,7 @@ class Finisher:
         backoff = Backoff(0.05, 5.0)
         while True:
             try:
-                counts = [attempt.attempt_count for attempt in attempts]
+                tokens = [attempt.token for attempt in attempts]
                 done = await write(attempts)
                 current = await self._current_states(
                     [attempt for attempt in attempts if attempt.message.id not in done]
@@ -340,9 +338,7 @@ class Finisher:
                     return
             else:
                 # This process may have claimed a message again meanwhile: that attempt is written next time.
-                same = [
-                    attempt for attempt, count in zip(attempts, counts, strict=True) if attempt.attempt_count == count
-                ]
+                same = [attempt for attempt, token in zip(attempts, tokens, strict=True) if attempt.token == token]
                 self._settle(same, done, current, requests)
                 return
             await asyncio.sleep(backoff.next())
@@ -350,9 +346,7 @@ class Finisher:
     async def _current_states(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:
         if not attempts:
             return {}
-        return await self._store.current_states(
-            [attempt.message.id for attempt in attempts], [attempt.attempt_count for attempt in attempts]
-        )
+        return await self._store.current_states([attempt.token for attempt in attempts])
 
     def _settle(
         self,
@@ -471,12 +465,11 @@ def _reported_outcome(state: State | None, request: FinishRequest | None) -> Att
 
 def _minimal_request(attempt: Attempt, request: FinishRequest | None, reason: str) -> FinishRequest:
     """Return a minimal finish request, which the database can hardly refuse: failed if it was handed over."""
-    message = attempt.message
     if request is not None and request.outcome in _PENDING_AGAIN:
         return replace(request, reason=f"the database refused to write its outcome ({reason})")
     outcome = AttemptOutcome.SENT if request is None else request.outcome
     text = f"it was handed over and ended {outcome}, which the database refused to write ({reason})"
-    return FinishRequest(message.id, attempt.attempt_count, AttemptOutcome.FAILED, text)
+    return FinishRequest(attempt.token, AttemptOutcome.FAILED, text)
 
 
 def _redacted(text: str, names: Sequence[str]) -> str:
@@ -487,7 +480,7 @@ def finish_request_of(
     attempt: Attempt, result: Transient | Unavailable | Permanent | Skip | Snooze | Released
 ) -> FinishRequest:
     """Return the finish request for a result other than sent."""
-    finish = partial(FinishRequest, attempt.message.id, attempt.attempt_count)
+    finish = partial(FinishRequest, attempt.token)
     if attempt.handler.on_unknown == "hold" and (reason := _unknown_reason(result)) is not None:
         return finish(AttemptOutcome.FAILED, clean_text(reason))
     match result:

@@ -150,8 +150,7 @@ class LeaseKeeper:
         asked_at = elapsed_clock()
         rows = await watch(
             link,
-            [attempt.message.id for attempt in attempts],
-            [attempt.attempt_count for attempt in attempts],
+            [attempt.token for attempt in attempts],
             worker=self._worker,
             renewed_claims={attempt.claim.claimed_at for attempt in attempts} if renews else (),
             lease_seconds=self._settings.lease_seconds,

@@ -91,7 +91,7 @@ class LargeTexts:
         message, size = attempt.message, 0
         payload, content = message.payload, message.content
         if attempt.is_payload_large:
-            rows = await self._store.large_payload(message.id, attempt.attempt_count)
+            rows = await self._store.large_payload(attempt.token)
             if not rows:
                 return RELEASED  # The attempt no longer holds its message, so nothing is written.
             payload, problem = read_payload(rows[0], message, attempt.handler, self._keyring)

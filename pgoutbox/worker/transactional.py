@@ -81,9 +81,7 @@ class Transactions:
                 with self._lent(connection, attempt):
                     (outcome,) = await self._dispatcher.run((attempt,))
                 _require_sent(outcome, connection, attempt)
-                if not await complete_within(
-                    connection, message.id, attempt.attempt_count, worker=self._store.worker, forgets=forgets
-                ):
+                if not await complete_within(connection, attempt.token, worker=self._store.worker, forgets=forgets):
                     raise _lost(message)
 
     async def _run_in_thread(self, attempt: Attempt) -> None:
@@ -103,9 +101,7 @@ class Transactions:
                 conclusion = self._dispatcher.conclude(attempt, message, result)
                 outcome = asyncio.run_coroutine_threadsafe(conclusion, loop).result()
                 _require_sent(outcome, connection, attempt)
-                if not complete_within_sync(
-                    connection, message.id, attempt.attempt_count, worker=self._store.worker, forgets=forgets
-                ):
+                if not complete_within_sync(connection, attempt.token, worker=self._store.worker, forgets=forgets):
                     raise _lost(message)
 
         await in_thread(self._threads, work)

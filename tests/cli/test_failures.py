@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import MessageFilter, Operator
 from tests.support.messages import put
-from tests.support.outbox_actions import claim, enqueue, finish, make_due, redrive, state_of
+from tests.support.outbox_actions import (
+    End,
+    claim,
+    enqueue,
+    finish,
+    make_due,
+    redrive,
+    state_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,7 +111,7 @@ def attempt(db: psycopg.Connection, message_id: int, *outcomes: AttemptOutcome) 
     for outcome in outcomes:
         make_due(db, message_id)
         (row,) = claim(db)
-        finish(db, FinishRequest(message_id, row.attempt_count, outcome, "no such mailbox", 0.0))
+        finish(db, End(message_id, row.attempt_count, outcome, "no such mailbox", 0.0))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, LiteralString
 
 import psycopg
@@ -80,9 +81,8 @@ HELD_PARAMETERS: Mapping[str, object] = {
     "worker": "w",
     "ids": list(range(DONE_COUNT, DONE_COUNT + 200)),
     "attempt_counts": [1] * 200,
-    "attempt_count": 1,
+    "claimed_ats": [datetime.now(UTC)] * 200,
     "lease_seconds": 60.0,
-    "claimed_ats": [],
     "ended_claims": [],
     "after": None,
     "lock_timeout": "20ms",

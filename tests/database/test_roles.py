@@ -527,7 +527,7 @@ CONTROLS: Final = (
     "INSERT INTO pgoutbox.audit (act_id, actor, action) VALUES (gen_random_uuid(), 'a', 'pause')",
 )
 DELIVERS: Final = (
-    "SELECT pgoutbox._forget_sent(ARRAY[1::bigint], ARRAY[1], 'w')",
+    "SELECT pgoutbox._forget_sent(ARRAY[1::bigint], ARRAY[1], ARRAY[now()], 'w')",
     "UPDATE pgoutbox.message SET state = 'sent'",
     (
         "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error) "
@@ -592,7 +592,8 @@ def test_a_worker_can_delete_only_messages_that_it_holds_and_a_rule_allows(
     kept, held = put(connection, State.SENDING), put(connection, State.SENDING, topic="other")
     connection.execute("INSERT INTO pgoutbox.retention VALUES ('0 s', 'other', 'sent')")
     connection.commit()
-    forget = "SELECT pgoutbox._forget_sent(%s, %s, 'w')"
+    claimed_ats = "ARRAY(SELECT m.claimed_at FROM pgoutbox.message_live AS m ORDER BY m.id)"
+    forget = f"SELECT pgoutbox._forget_sent(%s, %s, {claimed_ats}, 'w')"
     with login(dsn, WORKER) as their_dsn, psycopg.connect(their_dsn, autocommit=True) as worker:
         assert worker.execute(forget, ([kept, held], [1, 2])).fetchall() == []
         assert worker.execute(forget.replace("'w'", "'another'"), ([kept, held], [1, 1])).fetchall() == []
@@ -1029,7 +1030,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (PRODUCER, "SELECT pgoutbox.enqueue('mail', '{}', delay => '1 s')"),
     (PRODUCER, "SELECT pgoutbox.cancel(1)"),
     (PRODUCER, "SELECT FROM pgoutbox.cancel_by_key('mail', coalesce_key => 'k', dedupe_key => 'd')"),
-    (WORKER, "SELECT pgoutbox._forget_sent('{1}', '{1}', 'w')"),
+    (WORKER, "SELECT pgoutbox._forget_sent('{1}', '{1}', '{now}', 'w')"),
     (WORKER, "SELECT pgoutbox._permits('limited', 5)"),
     (WORKER, "SELECT pgoutbox._is_limited('default')"),
     (WORKER, "SELECT pgoutbox._take_turn('default')"),

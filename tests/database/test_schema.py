@@ -9,11 +9,20 @@ from typing import TYPE_CHECKING, LiteralString
 import psycopg
 import pytest
 
-from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
 from pgoutbox.operations import Operator
 from tests.support.messages import PUT_SENDING
-from tests.support.outbox_actions import cancel, claim, enqueue, finish, finish_sent, lapse, redrive, state_of
+from tests.support.outbox_actions import (
+    End,
+    cancel,
+    claim,
+    enqueue,
+    finish,
+    finish_sent,
+    lapse,
+    redrive,
+    state_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,7 +184,7 @@ def _observed_transitions(connection: psycopg.Connection) -> set[tuple[str, str]
 
     for outcome in (AttemptOutcome.RETRY, AttemptOutcome.FAILED, AttemptOutcome.SKIPPED):
         message_id = held()
-        observe(message_id, lambda: finish(connection, FinishRequest(message_id, 1, outcome, "why", 3600.0)))  # noqa: B023 - runs at once
+        observe(message_id, lambda: finish(connection, End(message_id, 1, outcome, "why", 3600.0)))  # noqa: B023 - runs at once
     observe(message_id := held(), lambda: finish_sent(connection, (message_id, 1)))
 
     message_id = held()
@@ -184,16 +193,16 @@ def _observed_transitions(connection: psycopg.Connection) -> set[tuple[str, str]
 
     message_id = held()
     cancel(connection, message_id)
-    observe(message_id, lambda: finish(connection, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "why")))
+    observe(message_id, lambda: finish(connection, End(message_id, 1, AttemptOutcome.RETRY, "why")))
     observe(message_id, lambda: redrive(connection, message_id))
     observe(message_id, lambda: cancel(connection, message_id))
 
     message_id = held()
-    finish(connection, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "why"))
+    finish(connection, End(message_id, 1, AttemptOutcome.FAILED, "why"))
     observe(message_id, lambda: redrive(connection, message_id))
 
     message_id = held()
-    finish(connection, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "why"))
+    finish(connection, End(message_id, 1, AttemptOutcome.FAILED, "why"))
     observe(message_id, lambda: Operator(connection).dismiss(message_id, "why"))
 
     message_id = fresh(coalesce_key="k")

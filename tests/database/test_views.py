@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING
 import pytest
 from psycopg.types.json import Jsonb
 
-from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.redaction import REDACTED
 from tests.support.messages import put
-from tests.support.outbox_actions import claim, claim_ordered, enqueue, finish, ids_in_flight, redrive
+from tests.support.outbox_actions import (
+    End,
+    claim,
+    claim_ordered,
+    enqueue,
+    finish,
+    ids_in_flight,
+    redrive,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +138,7 @@ def a_later_one_of_its_ordering_key_is_being_sent(db: psycopg.Connection) -> tup
     """The first one had failed, and was redriven."""
     first, later = enqueue(db, ordering_key="o"), enqueue(db, ordering_key="o")
     assert ids_in_flight(claim_ordered(db)) == [first]
-    finish(db, FinishRequest(first, 1, AttemptOutcome.FAILED, "why"))
+    finish(db, End(first, 1, AttemptOutcome.FAILED, "why"))
     assert ids_in_flight(claim_ordered(db)) == [later]
     redrive(db, first)
     return first, ("in flight", later, None)

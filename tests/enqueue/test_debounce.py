@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome
 from tests.support import races
 from tests.support.drafts import enqueue_many
-from tests.support.outbox_actions import claim, enqueue, finish, finish_sent, ids_in_flight, row_of, state_of
+from tests.support.outbox_actions import (
+    End,
+    claim,
+    enqueue,
+    finish,
+    finish_sent,
+    ids_in_flight,
+    row_of,
+    state_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +65,7 @@ def test_an_attempted_message_no_longer_waits_for_newer_ones(rolled_back: psycop
     message_id = debounce(rolled_back)
     since = age(rolled_back)
     assert ids_in_flight(claim(rolled_back)) == [message_id]
-    finish(rolled_back, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy", 60.0))
+    finish(rolled_back, End(message_id, 1, AttemptOutcome.RETRY, "busy", 60.0))
     debounce(rolled_back)
     assert waiting_since(rolled_back) != since
 

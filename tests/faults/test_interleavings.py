@@ -24,7 +24,7 @@ import pytest
 from pgoutbox import Outbox
 from pgoutbox.database import operator_connection as session
 from pgoutbox.database import sql
-from pgoutbox.database.store import FinishRequest, Store
+from pgoutbox.database.store import Store
 from pgoutbox.handlers import Context
 from pgoutbox.message import FINAL_STATES, AttemptOutcome, Message, State
 from pgoutbox.operations import MessageFilter, Operator, RedriveResult
@@ -34,6 +34,7 @@ from pgoutbox.worker.claimer import Claimer
 from tests.support.judge import violations
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
+    End,
     attempts_of,
     claim,
     enqueue,
@@ -115,9 +116,9 @@ def build(db: psycopg.Connection, number: int, state: str) -> Scene:
         case "lapsed":
             lapse(db, scene.message_id)
         case "retried":
-            finish(db, FinishRequest(scene.message_id, 1, AttemptOutcome.RETRY, "busy"), worker=scene.worker)
+            finish(db, End(scene.message_id, 1, AttemptOutcome.RETRY, "busy"), worker=scene.worker)
         case "failed":
-            finish(db, FinishRequest(scene.message_id, 1, AttemptOutcome.FAILED, "no"), worker=scene.worker)
+            finish(db, End(scene.message_id, 1, AttemptOutcome.FAILED, "no"), worker=scene.worker)
         case "sent":
             finish_sent(db, (scene.message_id, 1), worker=scene.worker)
         case "cancelled":
@@ -144,7 +145,7 @@ OPERATIONS: dict[str, Callable[[psycopg.Connection, Scene], object]] = {
     "claim": lambda s, scene: scene.claim(s),
     "finish sent": lambda s, scene: finish_sent(s, (scene.message_id, 1), worker=scene.worker),
     "finish retry": lambda s, scene: finish(
-        s, FinishRequest(scene.message_id, 1, AttemptOutcome.RETRY, "busy"), worker=scene.worker
+        s, End(scene.message_id, 1, AttemptOutcome.RETRY, "busy"), worker=scene.worker
     ),
     "renew": lambda s, scene: renew(s, (scene.message_id, 1), worker=scene.worker),
     "redrive": lambda s, scene: Operator(s).redrive(scene.message_id),
@@ -325,7 +326,7 @@ def test_many_producers_of_one_key_deliver_the_last_committed_message(connect: C
         worker = f"worker-{db.info.backend_pid}"
         finish(
             db,
-            *(FinishRequest(row.id, row.attempt_count, AttemptOutcome.RETRY, "superseded") for row in overtaken),
+            *(End(row.id, row.attempt_count, AttemptOutcome.RETRY, "superseded") for row in overtaken),
             worker=worker,
         )
         sent = [row for row in rows if not row.superseded]
@@ -528,9 +529,7 @@ TRIALS = 1000
 STALE_WRITES: tuple[Callable[[psycopg.Connection, Sequence[int]], object], ...] = (
     lambda s, ids: finish_sent(s, *((i, 1) for i in ids), worker="first"),
     *(
-        lambda s, ids, outcome=outcome: finish(
-            s, *(FinishRequest(i, 1, outcome, "stale", 3600.0) for i in ids), worker="first"
-        )
+        lambda s, ids, outcome=outcome: finish(s, *(End(i, 1, outcome, "stale", 3600.0) for i in ids), worker="first")
         for outcome in ("retry", "snoozed", "released", "failed", "skipped")
     ),
     lambda s, ids: renew(s, *((i, 1) for i in ids), worker="first"),
@@ -544,15 +543,15 @@ def lose(db: psycopg.Connection, ids: Sequence[int], how: str) -> None:
             for message_id in ids:
                 lapse(db, message_id)
         case "redrive":
-            finish(db, *(FinishRequest(i, 1, AttemptOutcome.FAILED, "no") for i in ids), worker="first")
+            finish(db, *(End(i, 1, AttemptOutcome.FAILED, "no") for i in ids), worker="first")
             for message_id in ids:
                 assert redrive(db, message_id)
         case "snooze":
-            finish(db, *(FinishRequest(i, 1, AttemptOutcome.SNOOZED, None, 0.0) for i in ids), worker="first")
+            finish(db, *(End(i, 1, AttemptOutcome.SNOOZED, None, 0.0) for i in ids), worker="first")
         case "release":
-            finish(db, *(FinishRequest(i, 1, AttemptOutcome.RELEASED) for i in ids), worker="first")
+            finish(db, *(End(i, 1, AttemptOutcome.RELEASED) for i in ids), worker="first")
         case _:
-            finish(db, *(FinishRequest(i, 1, AttemptOutcome.RETRY, "busy", 0.0) for i in ids), worker="first")
+            finish(db, *(End(i, 1, AttemptOutcome.RETRY, "busy", 0.0) for i in ids), worker="first")
 
 
 @pytest.mark.parametrize("again", ["pending again", "in flight again", "sent"])
@@ -603,14 +602,14 @@ def test_a_message_put_back_by_hand_does_not_block_the_others(db: psycopg.Connec
     """Its attempt number occurs again, and both attempts are in the history."""
     message_id = enqueue(db)
     claim(db)
-    finish(db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "first"))
+    finish(db, End(message_id, 1, AttemptOutcome.FAILED, "first"))
     put_back_by_hand(db, message_id)
     other = enqueue(db)
     assert ids_in_flight(claim(db)) == [message_id, other]
     if end == "retry":
         verdicts = (
-            FinishRequest(message_id, 1, AttemptOutcome.RETRY, "second"),
-            FinishRequest(other, 1, AttemptOutcome.RETRY, "busy"),
+            End(message_id, 1, AttemptOutcome.RETRY, "second"),
+            End(other, 1, AttemptOutcome.RETRY, "busy"),
         )
         assert finish(db, *verdicts) == {message_id: State.PENDING, other: State.PENDING}
     else:

@@ -18,7 +18,10 @@ import pytest
 
 from pgoutbox import EnqueuedMany, NewMessage, Outbox, migrate
 from pgoutbox.database import operator_connection
-from pgoutbox.database.store import watch
+from pgoutbox.database.store import (
+    FencingToken,
+    watch,
+)
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Permanent, Snooze, State, Transient
@@ -474,9 +477,8 @@ def test_a_cut_renewal_leaves_the_lease_unchanged_or_extended_and_is_repeatable(
     async def ask() -> None:
         try:
             ((claimed_at,),) = db.execute("SELECT claimed_at FROM pgoutbox.message WHERE id = %s", [message_id])
-            held = await watch(
-                link, [message_id], [1], worker="worker-1", renewed_claims=[claimed_at], lease_seconds=600
-            )
+            token = FencingToken(message_id, 1, claimed_at)
+            held = await watch(link, [token], worker="worker-1", renewed_claims=[claimed_at], lease_seconds=600)
         finally:
             # Each run has its own event loop, and therefore its own connection.
             await link.close()

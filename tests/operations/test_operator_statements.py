@@ -12,7 +12,6 @@ import pytest
 
 from pgoutbox import CancelResult
 from pgoutbox.database import operator_connection, sql
-from pgoutbox.database.store import FinishRequest
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError, SchemaError, StateError
 from pgoutbox.message import FINAL_STATES, AttemptOutcome, State
 from pgoutbox.operations import (
@@ -26,7 +25,11 @@ from pgoutbox.operations import (
 )
 from pgoutbox.settings import load_settings
 from tests.support.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
-from tests.support.outbox_actions import claim, finish
+from tests.support.outbox_actions import (
+    End,
+    claim,
+    finish,
+)
 from tests.support.sleeping import sleeping_worker
 
 if TYPE_CHECKING:
@@ -411,7 +414,7 @@ class TestRedrive:
         def fail_anew() -> None:
             Operator(other).redrive(message_id)
             (row,) = claim(other, topics=["mail"])
-            finish(other, FinishRequest(row.id, row.attempt_count, AttemptOutcome.FAILED, "outcome unknown"))
+            finish(other, End(row.id, row.attempt_count, AttemptOutcome.FAILED, "outcome unknown"))
 
         meanwhile(monkeypatch, fail_anew)
         totals = Operator(operator).redrive_all(MessageFilter(text="no such mailbox"))

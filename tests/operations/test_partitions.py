@@ -14,13 +14,21 @@ import psycopg
 import pytest
 
 from pgoutbox.database import operator_connection
-from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import Operator, retention
 from pgoutbox.operations.retention import MaintenanceRun, PartitionCache, read_maintenance_facts
 from pgoutbox.settings import load_settings
 from tests.support.messages import ADD_ATTEMPT, put
-from tests.support.outbox_actions import claim, enqueue, finish, finish_sent, redrive, row_of, rows_of
+from tests.support.outbox_actions import (
+    End,
+    claim,
+    enqueue,
+    finish,
+    finish_sent,
+    redrive,
+    row_of,
+    rows_of,
+)
 from tests.support.partitions import add_partition, drop_partitions, partitions_of, tables_of_partitions
 from tests.support.races import until_blocked
 from tests.support.waiting import wait_until
@@ -522,7 +530,7 @@ def test_partitions_come_and_go_while_eight_sessions_enqueue_and_finish(
             try:
                 assert finish_sent(connection, (message_id, 1), worker=f"w{number}") == {message_id}
             except psycopg.errors.LockNotAvailable:
-                request = FinishRequest(message_id, 1, AttemptOutcome.SENT)
+                request = End(message_id, 1, AttemptOutcome.SENT)
                 assert finish(connection, request, worker=f"w{number}") == {message_id: State.SENT}
             sent.append(message_id)
         return sent

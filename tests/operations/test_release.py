@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgoutbox import Context, LeaseLostError, Message, Outbox, State
-from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome
 from pgoutbox.operations import Action, MessageFilter, Operator, ReleaseResult
 from pgoutbox.worker import Worker
 from tests.support.messages import meanwhile, put
 from tests.support.outbox_actions import (
+    End,
     attempts_of,
     begin,
     claim,
@@ -64,7 +64,7 @@ def test_its_worker_no_longer_holds_it(db: psycopg.Connection) -> None:
     assert set(watch(db, *attempts)) == {other}
     assert set(renew(db, *attempts)) == {other}
     assert finish_sent(db, *attempts) == {other}
-    assert finish(db, FinishRequest(*attempts[0], AttemptOutcome.FAILED, "no such user")) == {}
+    assert finish(db, End(*attempts[0], AttemptOutcome.FAILED, "no such user")) == {}
     assert state_of(db, message_id) == "sending"
     # The renewal of its worker has renewed the other attempt alone.
     lapse_all(db)

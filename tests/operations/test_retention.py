@@ -18,7 +18,10 @@ import pgoutbox.worker.worker
 from pgoutbox import Outbox
 from pgoutbox.cli.main import main
 from pgoutbox.database import sql
-from pgoutbox.database.store import Store
+from pgoutbox.database.store import (
+    FencingToken,
+    Store,
+)
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Skip, State, Transient
@@ -262,15 +265,14 @@ def deliver_and_die(dsn: str, point: str) -> None:
     class DoomedStore(Store):
         async def finish_sent(
             self,
-            ids: Sequence[int],
-            attempt_counts: Sequence[int],
+            tokens: Sequence[FencingToken],
             topics: Collection[str],
             *,
             ended_claims: Collection[datetime] = (),
         ) -> tuple[dict[int, State], bool]:
             if point == "before finish":
                 os._exit(9)
-            await super().finish_sent(ids, attempt_counts, topics, ended_claims=ended_claims)
+            await super().finish_sent(tokens, topics, ended_claims=ended_claims)
             os._exit(9)
 
     @outbox.handler("greet")

@@ -21,6 +21,7 @@ from tests.support.outbox_actions import (
     attempts_of,
     cancel,
     claim,
+    claimed_ats,
     enqueue,
     finish_sent_and_forget,
     row_of,
@@ -411,18 +412,21 @@ class TestFinish:
         holder.rollback()
         assert finish_sent_and_forget(operator, (first, 1), (locked, 1)) == {locked}
 
-    @pytest.mark.parametrize("change", ["attempt_count = 2", "state = 'pending', worker = NULL, lane = 1"])
+    @pytest.mark.parametrize(
+        "change", ["attempt_count = 2", "claimed_at = now()", "state = 'pending', worker = NULL, lane = 1"]
+    )
     def test_a_message_that_changes_owner_while_the_function_waits_stays(
         self, operator: psycopg.Connection, connect: Connect, change: LiteralString
     ) -> None:
         """A worker may call the function directly, without the lock that the statement takes."""
         Operator(operator).set_retention("*", "sent", ZERO)
         message_id = self.sending(operator)
+        claimed_at = claimed_ats(operator, message_id)[message_id]
         other, stale = connect(), connect()
         other.execute(f"UPDATE pgoutbox.message SET {change}")
-        forget = "SELECT pgoutbox._forget_sent(%s, %s, 'worker-1')"
+        forget = "SELECT pgoutbox._forget_sent(%s, %s, %s, 'worker-1')"
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(lambda: stale.execute(forget, ([message_id], [1])).fetchall())
+            waiting = pool.submit(lambda: stale.execute(forget, ([message_id], [1], [claimed_at])).fetchall())
             races.until_blocked(operator, stale, waiting)
             other.commit()
             assert waiting.result() == []
@@ -432,10 +436,10 @@ class TestFinish:
     def test_only_messages_in_flight_are_deleted(self, operator: psycopg.Connection) -> None:
         Operator(operator).set_retention("*", "sent", ZERO)
         message_id = self.sending(operator)
+        claimed_at = claimed_ats(operator, message_id)[message_id]
         operator.execute("UPDATE pgoutbox.message SET state = 'pending', lane = 1")
-        assert (
-            operator.execute("SELECT pgoutbox._forget_sent(%s, %s, 'worker-1')", ([message_id], [1])).fetchall() == []
-        )
+        forget = "SELECT pgoutbox._forget_sent(%s, %s, %s, 'worker-1')"
+        assert operator.execute(forget, ([message_id], [1], [claimed_at])).fetchall() == []
 
     def test_a_message_named_several_times_is_finished_once(self, operator: psycopg.Connection) -> None:
         Operator(operator).set_retention("other", "sent", ZERO)

@@ -20,13 +20,12 @@ from pgoutbox.database.store import (
     BEGINNING,
     LAPSED_DISTANCE_SECONDS,
     ClaimedRow,
-    FinishRequest,
     HeldRow,
     LapsedRow,
     Place,
     Store,
 )
-from pgoutbox.message import Message, Permanent, State, Transient
+from pgoutbox.message import AttemptOutcome, Message, Permanent, ReasonCode, State, Transient
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.settings import Settings
 from pgoutbox.worker import Worker
@@ -258,55 +257,100 @@ def ids_in_flight(rows: Sequence[ClaimedRow]) -> list[int]:
 _NOTHING_ELSE: dict[str, object] = {"ended_claims": [], "lock_timeout": "20ms"}
 
 
-def finish_sent(connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1") -> set[int]:
-    """Finish attempts, each an id and its attempt count, as sent. Return the ids that were written."""
-    finished: set[int] = set()
-    for attempt_count in {attempt_count for _, attempt_count in attempts}:
-        ids = [message_id for message_id, number in attempts if number == attempt_count]
-        parameters = {"ids": ids, "attempt_count": attempt_count, "worker": worker, **_NOTHING_ELSE}
-        finished |= {row[0] for row in connection.execute(sql.FINISH_SENT_IF_HELD, parameters).fetchall()}
-    return finished
+@dataclass(frozen=True, slots=True)
+class End:
+    """An outcome to be written, of the attempt with this number of a message. Its claim is that of the row's last
+    attempt, unless it is given.
+    """
+
+    id: int
+    attempt_count: int
+    outcome: AttemptOutcome
+    reason: str | None = None
+    delay_seconds: float = 0.0
+    reason_code: ReasonCode | None = None
+    breaker_key: str | None = None
+    error_place: str | None = None
+    claimed_at: datetime | None = None
 
 
-def finish_sent_and_forget(
-    connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1"
-) -> set[int]:
-    """Finish as sent with the statement that also deletes where a retention rule requires it."""
-    parameters = {
-        "ids": [a[0] for a in attempts],
-        "attempt_counts": [a[1] for a in attempts],
+Attempted = tuple[int, int] | tuple[int, int, "datetime"]
+
+
+def fence_of(connection: psycopg.Connection, attempts: Sequence[Attempted], worker: str) -> dict[str, object]:
+    """Return the parameters of the fence. An attempt without a claim has that of the last attempt of its row."""
+    claimed_at = claimed_ats(connection, *(message_id for message_id, *_ in attempts))
+    ordered = sorted(attempts)
+    return {
+        "ids": [message_id for message_id, *_ in ordered],
+        "attempt_counts": [attempt_count for _, attempt_count, *_ in ordered],
+        "claimed_ats": [rest[0] if rest else claimed_at.get(message_id) for message_id, _, *rest in ordered],
         "worker": worker,
-        **_NOTHING_ELSE,
     }
+
+
+def claimed_ats(connection: psycopg.Connection, *ids: int) -> dict[int, datetime]:
+    """Return when the last attempts of these messages were claimed, by the ids of their messages.
+
+    It locks no partition of finished messages, unless a message has finished.
+    """
+    query = "SELECT id, claimed_at FROM {} WHERE id = ANY (%s) AND claimed_at IS NOT NULL"
+    found: dict[int, datetime] = {}
+    for table in ("pgoutbox.message_live", "pgoutbox.message"):
+        found = dict(connection.execute(query.format(table).encode(), [list(ids)]).fetchall())
+        if len(found) == len(set(ids)):
+            break
+    return found
+
+
+def finish_sent(connection: psycopg.Connection, *attempts: Attempted, worker: str = "worker-1") -> set[int]:
+    """Finish attempts (an id, an attempt count and perhaps a claim) as sent. Return the ids that were written."""
+    parameters = {**fence_of(connection, attempts, worker), **_NOTHING_ELSE}
+    return {row[0] for row in connection.execute(sql.FINISH_SENT_IF_HELD, parameters).fetchall()}
+
+
+def finish_sent_and_forget(connection: psycopg.Connection, *attempts: Attempted, worker: str = "worker-1") -> set[int]:
+    """Finish as sent with the statement that also deletes where a retention rule requires it."""
+    parameters = fence_of(connection, attempts, worker)
     return {row[0] for row in connection.execute(sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters).fetchall()}
 
 
-def finish(
-    connection: psycopg.Connection, *verdicts: FinishRequest, worker: str = "worker-1", hooks: str = "{}"
-) -> dict[int, State]:
+def finish(connection: psycopg.Connection, *ends: End, worker: str = "worker-1", hooks: str = "{}") -> dict[int, State]:
     """Finish attempts with other outcomes. Return the states that were reached."""
+    ends = tuple(sorted(ends, key=lambda end: end.id))
+    attempts: list[Attempted] = [
+        (end.id, end.attempt_count) if end.claimed_at is None else (end.id, end.attempt_count, end.claimed_at)
+        for end in ends
+    ]
     parameters = {
-        "ids": [v.id for v in verdicts],
-        "attempt_counts": [v.attempt_count for v in verdicts],
-        "outcomes": [v.outcome for v in verdicts],
-        "reasons": [v.reason for v in verdicts],
-        "reason_codes": [v.reason_code for v in verdicts],
-        "breaker_keys": [v.breaker_key for v in verdicts],
-        "error_places": [v.error_place for v in verdicts],
-        "delays": [v.delay_seconds for v in verdicts],
-        "worker": worker,
+        **fence_of(connection, attempts, worker),
+        "outcomes": [end.outcome for end in ends],
+        "reasons": [end.reason for end in ends],
+        "reason_codes": [end.reason_code for end in ends],
+        "breaker_keys": [end.breaker_key for end in ends],
+        "error_places": [end.error_place for end in ends],
+        "delays": [end.delay_seconds for end in ends],
         "hooks": hooks,
     }
     return {row[0]: State(row[1]) for row in connection.execute(sql.FINISH_IF_HELD, parameters).fetchall()}
 
 
-def renew(connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1") -> dict[int, HeldRow]:
+def current_states(connection: psycopg.Connection, *attempts: Attempted, worker: str = "worker-1") -> dict[int, State]:
+    """Return the states of the messages of these attempts, unless others have taken them over."""
+    parameters = fence_of(connection, attempts, worker)
+    return {row[0]: State(row[1]) for row in connection.execute(sql.CURRENT_STATES, parameters).fetchall()}
+
+
+def large_payload(connection: psycopg.Connection, attempt: Attempted, *, worker: str = "worker-1") -> list[str]:
+    """Return the payload that a claim has left out; nothing if the attempt does not hold its message."""
+    answer = connection.execute(sql.LARGE_PAYLOAD, fence_of(connection, [attempt], worker))
+    return [text for (text,) in answer.fetchall()]
+
+
+def renew(connection: psycopg.Connection, *attempts: Attempted, worker: str = "worker-1") -> dict[int, HeldRow]:
     """Renew the leases of the claims of these attempts, and check them."""
-    claimed_ats = connection.execute(
-        "SELECT claimed_at FROM pgoutbox.message WHERE id = ANY (%s)", [[a[0] for a in attempts]]
-    ).fetchall()
     parameters = {
-        "claimed_ats": [claimed_at for (claimed_at,) in claimed_ats],
+        "claimed_ats": list(claimed_ats(connection, *(a[0] for a in attempts)).values()),
         "worker": worker,
         "lease_seconds": LEASE_SECONDS,
     }
@@ -314,9 +358,9 @@ def renew(connection: psycopg.Connection, *attempts: tuple[int, int], worker: st
     return watch(connection, *attempts, worker=worker)
 
 
-def watch(connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1") -> dict[int, HeldRow]:
+def watch(connection: psycopg.Connection, *attempts: Attempted, worker: str = "worker-1") -> dict[int, HeldRow]:
     """Check attempts without writing."""
-    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts], "worker": worker}
+    parameters = fence_of(connection, attempts, worker)
     return {row[0]: HeldRow._make(row) for row in connection.execute(sql.WATCH_IF_HELD, parameters).fetchall()}
 
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, LiteralString, Unpack
 import pytest
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import ClaimedRow, FinishRequest, LapsedRow, Place
+from pgoutbox.database.store import ClaimedRow, LapsedRow, Place
 from pgoutbox.message import AttemptOutcome, State
 from tests.support.messages import PUT_FINAL
 from tests.support.outbox_actions import (
     LEASE_SECONDS,
+    End,
     Options,
     attempts_of,
     begin,
@@ -227,7 +228,7 @@ def test_a_message_waits_while_its_predecessor_is_in_flight(rolled_back: psycopg
     successor = enqueue(rolled_back, coalesce_key="k")
     other = enqueue(rolled_back, coalesce_key="other")
     assert ids_in_flight(claim(rolled_back)) == [other]
-    finish(rolled_back, FinishRequest(predecessor, 1, AttemptOutcome.FAILED, "no"), worker="first")
+    finish(rolled_back, End(predecessor, 1, AttemptOutcome.FAILED, "no"), worker="first")
     assert ids_in_flight(claim(rolled_back)) == [successor]
 
 
@@ -431,7 +432,7 @@ def test_every_claim_increments_the_attempt_count(rolled_back: psycopg.Connectio
 
 def test_a_snoozed_message_continues_its_attempt_count(rolled_back: psycopg.Connection) -> None:
     message_id = in_flight(rolled_back)
-    finish(rolled_back, FinishRequest(message_id, 1, AttemptOutcome.SNOOZED, None, 0.0), worker="first")
+    finish(rolled_back, End(message_id, 1, AttemptOutcome.SNOOZED, None, 0.0), worker="first")
     assert claim(rolled_back)[0].attempt_count == 2
 
 

@@ -8,13 +8,14 @@ import psycopg
 import pytest
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
 from tests.support.outbox_actions import (
+    End,
     Options,
     attempts_of,
     cancel,
     claim,
+    current_states,
     enqueue,
     finish,
     finish_sent,
@@ -39,10 +40,10 @@ def in_flight(connection: psycopg.Connection, **arguments: Unpack[Options]) -> i
     return message_id
 
 
-def verdict(message_id: int, outcome: str, attempt_count: int = 1) -> FinishRequest:
+def verdict(message_id: int, outcome: str, attempt_count: int = 1) -> End:
     reason = None if outcome in {"snoozed", "released"} else f"because {outcome}"
     delay = 30.0 if outcome in {"retry", "snoozed"} else 0.0
-    return FinishRequest(message_id, attempt_count, AttemptOutcome(outcome), reason, delay)
+    return End(message_id, attempt_count, AttemptOutcome(outcome), reason, delay)
 
 
 def test_a_sent_message_is_final_and_keeps_its_attempt(rolled_back: psycopg.Connection) -> None:
@@ -183,7 +184,7 @@ def test_a_snooze_with_a_reason_replaces_the_last_error_and_without_one_keeps_it
     ):
         make_due(rolled_back, message_id)
         (row,) = claim(rolled_back)
-        finish(rolled_back, FinishRequest(message_id, row.attempt_count, AttemptOutcome(asked), reason))
+        finish(rolled_back, End(message_id, row.attempt_count, AttemptOutcome(asked), reason))
         assert row_of(rolled_back, message_id).last_error == shown
 
 
@@ -207,9 +208,9 @@ def test_an_outcome_with_a_used_attempt_keeps_the_budget(rolled_back: psycopg.Co
 
 def test_a_retry_records_the_error_of_the_previous_attempt(rolled_back: psycopg.Connection) -> None:
     message_id = in_flight(rolled_back)
-    finish(rolled_back, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "first", 0.0))
+    finish(rolled_back, End(message_id, 1, AttemptOutcome.RETRY, "first", 0.0))
     claim(rolled_back)
-    finish(rolled_back, FinishRequest(message_id, 2, AttemptOutcome.RETRY, "second", 0.0))
+    finish(rolled_back, End(message_id, 2, AttemptOutcome.RETRY, "second", 0.0))
     assert attempts_of(rolled_back, message_id) == [(1, "retry", "first"), (2, "retry", "second")]
     assert row_of(rolled_back, message_id).last_error == "second"
 
@@ -307,11 +308,6 @@ def test_a_locked_row_is_skipped_and_the_others_are_finished(connect: Connect) -
     assert attempts_of(ours, locked) == []
     theirs.commit()
     assert finish(ours, *asked) == {locked: State.PENDING}
-
-
-def current_states(connection: psycopg.Connection, *attempts: tuple[int, int]) -> dict[int, str]:
-    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts], "worker": "worker-1"}
-    return {row[0]: row[1] for row in connection.execute(sql.CURRENT_STATES, parameters).fetchall()}
 
 
 def test_a_current_attempt_has_the_state_of_its_message(rolled_back: psycopg.Connection) -> None:

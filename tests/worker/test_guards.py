@@ -23,7 +23,7 @@ from psycopg.types.json import Jsonb
 
 from pgoutbox import Outbox
 from pgoutbox.database import sql
-from pgoutbox.database.store import BEGINNING, FinishRequest, Store
+from pgoutbox.database.store import BEGINNING, Store
 from pgoutbox.database.worker_connection import CopyError, WorkerConnection
 from pgoutbox.handlers import Context
 from pgoutbox.message import AttemptOutcome, Message, ReasonCode, State
@@ -33,11 +33,14 @@ from pgoutbox.worker.signals import Signals
 from tests.support import races
 from tests.support.messages import put
 from tests.support.outbox_actions import (
+    End,
     WatchedWorker,
     begin,
     cancel,
     claim,
     claim_ordered,
+    claimed_ats,
+    current_states,
     enqueue,
     expire,
     finish,
@@ -46,6 +49,7 @@ from tests.support.outbox_actions import (
     first_of,
     ids_in_flight,
     lapse,
+    large_payload,
     make_due,
     redrive,
     renew,
@@ -137,7 +141,7 @@ def attempted_again(stage: Stage) -> int:
     """Create a message in its second attempt, by the worker that made the first one."""
     message_id = enqueue(stage.db)
     claim(stage.db)
-    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RELEASED))
+    finish(stage.db, End(message_id, 1, AttemptOutcome.RELEASED))
     assert ids_in_flight(claim(stage.db)) == [message_id]
     return message_id
 
@@ -153,6 +157,21 @@ def claimed_on_both_timelines(stage: Stage) -> int:
     return message_id
 
 
+def claimed_as_another(stage: Stage) -> tuple[int, int, datetime]:
+    """Create a message in its first attempt by worker-1. The server has lost an older message with the same id, which
+    the same worker had claimed: return that attempt."""
+    lost = stage.connect()
+    message_id = enqueue(lost)
+    claim(lost)
+    claimed_at = claimed_ats(lost, message_id)[message_id]
+    lost.rollback()
+    # A rollback leaves the sequence alone, a lost commit does not.
+    stage.db.execute("SELECT setval('pgoutbox.message_id_seq', %s, false)", [message_id])
+    assert enqueue(stage.db) == message_id
+    assert ids_in_flight(claim(stage.db)) == [message_id]
+    return message_id, 1, claimed_at
+
+
 def failures_announced(db: psycopg.Connection) -> int:
     """Return the number of messages for the hook of the topic `greet`."""
     ((count,),) = db.execute("SELECT count(*) FROM pgoutbox.message WHERE topic = 'greet.failed'").fetchall()
@@ -161,14 +180,14 @@ def failures_announced(db: psycopg.Connection) -> int:
 
 async def a_stale_attempt_announces_no_failure(stage: Stage) -> None:
     message_id = attempted_again(stage)
-    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "stale"), hooks=HOOKS)
+    finish(stage.db, End(message_id, 1, AttemptOutcome.FAILED, "stale"), hooks=HOOKS)
     assert failures_announced(stage.db) == 0
 
 
 async def an_attempt_that_is_retried_announces_no_failure(stage: Stage) -> None:
     message_id = enqueue(stage.db)
     claim(stage.db)
-    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy"), hooks=HOOKS)
+    finish(stage.db, End(message_id, 1, AttemptOutcome.RETRY, "busy"), hooks=HOOKS)
     assert failures_announced(stage.db) == 0
 
 
@@ -190,7 +209,7 @@ async def a_stale_attempt_cannot_write_sent(stage: Stage) -> None:
 
 async def a_stale_attempt_cannot_write_another_end(stage: Stage) -> None:
     message_id = attempted_again(stage)
-    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "stale"))
+    finish(stage.db, End(message_id, 1, AttemptOutcome.FAILED, "stale"))
     assert row_of(stage.db, message_id).state == "sending"
 
 
@@ -203,7 +222,7 @@ async def a_repeated_finish_does_not_end_a_redriven_message(stage: Stage) -> Non
     """The answer to the first finish was lost. No attempt has begun since, so the attempt count is the same."""
     message_id = enqueue(stage.db)
     claim(stage.db)
-    failed = FinishRequest(message_id, 1, AttemptOutcome.FAILED, "no")
+    failed = End(message_id, 1, AttemptOutcome.FAILED, "no")
     finish(stage.db, failed, hooks=HOOKS)
     assert redrive(stage.db, message_id)
     finish(stage.db, failed, hooks=HOOKS)
@@ -213,7 +232,7 @@ async def a_repeated_finish_does_not_end_a_redriven_message(stage: Stage) -> Non
 async def a_message_that_is_pending_again_is_not_finished_as_sent(stage: Stage) -> None:
     message_id = enqueue(stage.db)
     claim(stage.db)
-    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy"))
+    finish(stage.db, End(message_id, 1, AttemptOutcome.RETRY, "busy"))
     finish_sent(stage.db, (message_id, 1))
     assert state_of(stage.db, message_id) == "pending"
 
@@ -226,7 +245,7 @@ async def a_worker_of_a_lost_timeline_cannot_write_sent(stage: Stage) -> None:
 
 async def a_worker_of_a_lost_timeline_cannot_write_another_end(stage: Stage) -> None:
     message_id = claimed_on_both_timelines(stage)
-    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "stale"), worker="stale")
+    finish(stage.db, End(message_id, 1, AttemptOutcome.FAILED, "stale"), worker="stale")
     assert row_of(stage.db, message_id).state == "sending"
 
 
@@ -237,8 +256,7 @@ async def a_worker_of_a_lost_timeline_cannot_watch(stage: Stage) -> None:
 
 async def a_worker_of_a_lost_timeline_learns_that_its_attempt_is_lost(stage: Stage) -> None:
     message_id = claimed_on_both_timelines(stage)
-    parameters = {"ids": [message_id], "attempt_counts": [1], "worker": "stale"}
-    assert stage.db.execute(sql.CURRENT_STATES, parameters).fetchall() == []
+    assert current_states(stage.db, (message_id, 1), worker="stale") == {}
 
 
 async def a_worker_of_a_lost_timeline_cannot_delete(stage: Stage) -> None:
@@ -246,6 +264,45 @@ async def a_worker_of_a_lost_timeline_cannot_delete(stage: Stage) -> None:
     message_id = claimed_on_both_timelines(stage)
     finish_sent_and_forget(stage.db, (message_id, 1), worker="stale")
     assert [row.state for row in rows_of(stage.db, message_id)] == ["sending"]
+
+
+async def an_attempt_of_a_lost_message_cannot_write_sent(stage: Stage) -> None:
+    attempt = claimed_as_another(stage)
+    assert finish_sent(stage.db, attempt) == set()
+    assert state_of(stage.db, attempt[0]) == "sending"
+
+
+async def an_attempt_of_a_lost_message_cannot_write_another_end(stage: Stage) -> None:
+    message_id, attempt_count, claimed_at = claimed_as_another(stage)
+    end = End(message_id, attempt_count, AttemptOutcome.FAILED, "stale", claimed_at=claimed_at)
+    assert finish(stage.db, end) == {}
+    assert state_of(stage.db, message_id) == "sending"
+
+
+async def an_attempt_of_a_lost_message_cannot_watch(stage: Stage) -> None:
+    assert watch(stage.db, claimed_as_another(stage)) == {}
+
+
+async def an_attempt_of_a_lost_message_learns_that_it_is_lost(stage: Stage) -> None:
+    assert current_states(stage.db, claimed_as_another(stage)) == {}
+
+
+async def an_attempt_of_a_lost_message_gets_no_payload(stage: Stage) -> None:
+    assert large_payload(stage.db, claimed_as_another(stage)) == []
+
+
+async def an_attempt_of_a_lost_message_cannot_delete(stage: Stage) -> None:
+    keep_nothing(stage)
+    attempt = claimed_as_another(stage)
+    assert finish_sent_and_forget(stage.db, attempt) == set()
+    assert state_of(stage.db, attempt[0]) == "sending"
+
+
+async def an_attempt_of_a_lost_message_cannot_delete_by_the_function(stage: Stage) -> None:
+    keep_nothing(stage)
+    message_id, attempt_count, claimed_at = claimed_as_another(stage)
+    forget = "SELECT pgoutbox._forget_sent(ARRAY[%s::bigint], ARRAY[%s::integer], ARRAY[%s::timestamptz], 'worker-1')"
+    assert stage.db.execute(forget, [message_id, attempt_count, claimed_at]).fetchall() == []
 
 
 async def a_worker_does_not_repeat_a_lapsed_attempt_that_it_still_runs(stage: Stage) -> None:
@@ -282,7 +339,7 @@ async def a_worker_ends_an_attempt_in_its_name_that_it_does_not_run(stage: Stage
 async def an_attempt_from_before_a_redrive_cannot_write(stage: Stage) -> None:
     message_id = enqueue(stage.db, max_attempts=1)
     claim(stage.db)
-    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "first"))
+    finish(stage.db, End(message_id, 1, AttemptOutcome.FAILED, "first"))
     assert redrive(stage.db, message_id)
     claim(stage.db)
     finish_sent(stage.db, (message_id, 1))
@@ -292,7 +349,7 @@ async def an_attempt_from_before_a_redrive_cannot_write(stage: Stage) -> None:
 async def a_released_attempt_cannot_write(stage: Stage) -> None:
     message_id = enqueue(stage.db)
     claim(stage.db)
-    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RELEASED))
+    finish(stage.db, End(message_id, 1, AttemptOutcome.RELEASED))
     claim(stage.db)
     finish_sent(stage.db, (message_id, 1))
     assert state_of(stage.db, message_id) == "sending"
@@ -316,7 +373,7 @@ async def a_message_that_is_pending_again_is_not_deleted(stage: Stage) -> None:
     keep_nothing(stage)
     message_id = enqueue(stage.db)
     claim(stage.db)
-    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy"))
+    finish(stage.db, End(message_id, 1, AttemptOutcome.RETRY, "busy"))
     finish_sent_and_forget(stage.db, (message_id, 1))
     assert rows_of(stage.db, message_id)
 
@@ -536,7 +593,7 @@ async def an_older_attempt_is_not_retried_after_a_newer_message(stage: Stage) ->
     older = enqueue(stage.db, coalesce_key="k")
     claim(stage.db)
     enqueue(stage.db, coalesce_key="k")
-    finish(stage.db, FinishRequest(older, 1, AttemptOutcome.RETRY, "busy"))
+    finish(stage.db, End(older, 1, AttemptOutcome.RETRY, "busy"))
     assert state_of(stage.db, older) == "skipped"
 
 
@@ -672,7 +729,7 @@ async def a_cancelled_attempt_is_not_retried(stage: Stage) -> None:
     message_id = enqueue(stage.db)
     claim(stage.db)
     cancel(stage.db, message_id)
-    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy"))
+    finish(stage.db, End(message_id, 1, AttemptOutcome.RETRY, "busy"))
     assert state_of(stage.db, message_id) == "cancelled"
 
 
@@ -680,7 +737,7 @@ async def a_redriven_message_is_not_cancelled_by_an_old_request(stage: Stage) ->
     message_id = enqueue(stage.db)
     claim(stage.db)
     cancel(stage.db, message_id)
-    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "no"))
+    finish(stage.db, End(message_id, 1, AttemptOutcome.FAILED, "no"))
     assert redrive(stage.db, message_id)
     assert [row.state for row in claim(stage.db)] == ["sending"]
 
@@ -713,7 +770,7 @@ async def a_claim_that_has_ended_takes_no_lease_from_the_next_one(stage: Stage) 
     message_id = enqueue(stage.db)
     claim(stage.db, worker="first")
     lapse(stage.db, message_id)
-    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RELEASED), worker="first")
+    finish(stage.db, End(message_id, 1, AttemptOutcome.RELEASED), worker="first")
     assert ids_in_flight(claim(stage.db, worker="first")) == [message_id]
     assert claim(stage.db, worker="second") == []
 
@@ -743,7 +800,8 @@ async def a_claim_with_an_attempt_is_not_deleted(stage: Stage) -> None:
                 "worker": "worker-1",
                 "ended_claims": claimed_ats,
                 "ids": [],
-                "attempt_count": 1,
+                "attempt_counts": [],
+                "claimed_ats": [],
                 "lock_timeout": "1s",
             },
         )
@@ -830,7 +888,7 @@ def held_back(stage: Stage) -> int:
     """Create a message that a redirect holds back for five minutes."""
     message_id = enqueue(stage.db)
     claim(stage.db)
-    held = FinishRequest(message_id, 1, AttemptOutcome.SNOOZED, "not sent", 300.0, ReasonCode.REDIRECT)
+    held = End(message_id, 1, AttemptOutcome.SNOOZED, "not sent", 300.0, ReasonCode.REDIRECT)
     finish(stage.db, held)
     return message_id
 
@@ -863,7 +921,7 @@ async def the_end_of_a_redirect_leaves_a_message_that_was_attempted_since(stage:
     message_id = held_back(stage)
     make_due(stage.db, message_id)
     claim(stage.db)
-    finish(stage.db, FinishRequest(message_id, 2, AttemptOutcome.RETRY, "busy", 300.0))
+    finish(stage.db, End(message_id, 2, AttemptOutcome.RETRY, "busy", 300.0))
     stage.db.execute(sql.CLEAR_REDIRECT)
     assert row_of(stage.db, message_id).due_in_seconds > 3
 
@@ -1137,7 +1195,7 @@ def without(text: str, *parts: str, times: int = 1) -> str:
 
 
 def no_fence_in(name: str, *conditions: str) -> Mutation:
-    """Return the statement of this name without its conditions on the attempt count."""
+    """Return the statement of this name without these conditions of its fence."""
 
     def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(sql, name, without(getattr(sql, name), *conditions))
@@ -1145,13 +1203,14 @@ def no_fence_in(name: str, *conditions: str) -> Mutation:
     return mutate
 
 
-def no_worker_in(name: str, *, times: int = 1) -> Mutation:
+def no_worker_in(name: str) -> Mutation:
     """Return the statement of this name without its condition on the worker."""
+    return no_fence_in(name, "AND m.worker = %(worker)s::text")
 
-    def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(sql, name, without(getattr(sql, name), "AND m.worker = %(worker)s::text", times=times))
 
-    return mutate
+PLACE = "width_bucket(m.id, %(ids)s::bigint[])"
+NUMBER = f"AND m.attempt_count = (%(attempt_counts)s::integer[])[{PLACE}]"
+CLAIM = f"AND m.claimed_at = (%(claimed_ats)s::timestamptz[])[{PLACE}]"
 
 
 REQUEST = "WHEN EXISTS (SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id) THEN 'cancelled'\n"
@@ -1171,20 +1230,13 @@ def no_part_in_claims(part: str, *, instead: str = "") -> Mutation:
     return mutate
 
 
-NO_FENCE_IN_SENT = no_fence_in("FINISH_SENT_IF_HELD", "AND m.attempt_count = %(attempt_count)s::integer")
-NO_FENCE_IN_FINISH = no_fence_in(
-    "FINISH_IF_HELD", "AND m.attempt_count = o.attempt_count", "AND m.attempt_count = h.attempt_count"
-)
-
-
-def no_fence_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    fenced = without(sql.FINISH_SENT_AND_FORGET_IF_HELD, "AND m.attempt_count = o.attempt_count")
-    patch.setattr(sql, "FINISH_SENT_AND_FORGET_IF_HELD", without(fenced, "AND m.attempt_count = h.attempt_count"))
+NO_FENCE_IN_SENT = no_fence_in("FINISH_SENT_IF_HELD", NUMBER)
+NO_FENCE_IN_FINISH = no_fence_in("FINISH_IF_HELD", NUMBER)
 
 
 def no_state_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    stateless = without(sql.FINISH_SENT_AND_FORGET_IF_HELD, "m.state = 'sending' AND ")
-    patch.setattr(sql, "FINISH_SENT_AND_FORGET_IF_HELD", without(stateless, "AND m.state = 'sending'\n"))
+    stateless = without(sql.FINISH_SENT_AND_FORGET_IF_HELD, "AND m.state = 'sending'\n", times=2)
+    patch.setattr(sql, "FINISH_SENT_AND_FORGET_IF_HELD", stateless)
     redefine(stage, "_forget_sent", "AND m.state = 'sending'\n", "\n")
 
 
@@ -1413,9 +1465,28 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "fence in watch",
         a_stale_attempt_cannot_watch,
-        no_fence_in("WATCH_IF_HELD", "AND m.attempt_count = a.attempt_count"),
+        no_fence_in("WATCH_IF_HELD", NUMBER),
     ),
-    ("fence in forget", a_stale_attempt_cannot_delete, no_fence_in_forget),
+    ("fence in forget", a_stale_attempt_cannot_delete, no_fence_in("FINISH_SENT_AND_FORGET_IF_HELD", NUMBER)),
+    ("claim in sent", an_attempt_of_a_lost_message_cannot_write_sent, no_fence_in("FINISH_SENT_IF_HELD", CLAIM)),
+    ("claim in finish", an_attempt_of_a_lost_message_cannot_write_another_end, no_fence_in("FINISH_IF_HELD", CLAIM)),
+    ("claim in watch", an_attempt_of_a_lost_message_cannot_watch, no_fence_in("WATCH_IF_HELD", CLAIM)),
+    (
+        "claim in current states",
+        an_attempt_of_a_lost_message_learns_that_it_is_lost,
+        no_fence_in("CURRENT_STATES", CLAIM),
+    ),
+    ("claim in large payload", an_attempt_of_a_lost_message_gets_no_payload, no_fence_in("LARGE_PAYLOAD", CLAIM)),
+    (
+        "claim in forget",
+        an_attempt_of_a_lost_message_cannot_delete,
+        no_fence_in("FINISH_SENT_AND_FORGET_IF_HELD", CLAIM),
+    ),
+    (
+        "claim in the function",
+        an_attempt_of_a_lost_message_cannot_delete_by_the_function,
+        no_guard_in_function("_forget_sent", "AND m.claimed_at = o.claimed_at "),
+    ),
     ("worker in finish sent", a_worker_of_a_lost_timeline_cannot_write_sent, no_worker_in("FINISH_SENT_IF_HELD")),
     ("worker in finish", a_worker_of_a_lost_timeline_cannot_write_another_end, no_worker_in("FINISH_IF_HELD")),
     ("worker in watch", a_worker_of_a_lost_timeline_cannot_watch, no_worker_in("WATCH_IF_HELD")),
@@ -1444,7 +1515,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "state in finish",
         a_repeated_finish_does_not_end_a_redriven_message,
-        newer_in("FINISH_IF_HELD", ("m.state = 'sending' AND ", ""), (" AND m.state = 'sending'", "")),
+        newer_in("FINISH_IF_HELD", ("AND m.state = 'sending'\n", "")),
     ),
     (
         "state in finish sent",

@@ -249,6 +249,7 @@ async def test_a_message_whose_payload_the_database_does_not_give_is_snoozed(
     "change",
     [
         "worker = 'other'",
+        "claimed_at = claimed_at + interval '1 s'",
         "attempt_count = attempt_count + 1",
         "state = 'pending', lane = 1, available_at = now() + interval '1 hour'",
     ],

@@ -10,15 +10,17 @@ import pytest
 
 from pgoutbox import Context, Message, Outbox
 from pgoutbox.database import sql
-from pgoutbox.database.store import FinishRequest, Store
+from pgoutbox.database.store import FencingToken, Store
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.worker import Worker
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
+    End,
     WatchedWorker,
     attempts_of,
     claim,
+    claimed_ats,
     enqueue,
     finish,
     rows_of,
@@ -69,7 +71,7 @@ def new_and_ordered(db: psycopg.Connection) -> int:
 def retried(db: psycopg.Connection) -> int:
     message_id = enqueue(db)
     claim(db)
-    finish(db, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy", delay_seconds=0))
+    finish(db, End(message_id, 1, AttemptOutcome.RETRY, "busy", delay_seconds=0))
     return message_id
 
 
@@ -137,9 +139,10 @@ async def test_a_row_that_moves_while_its_finish_waits_delays_no_other_outcomes(
     db, other = connect(autocommit=True), connect()
     first, gone, last = (enqueue(db) for _ in range(3))
     claim(db)
-    assert finish(other, FinishRequest(gone, 1, AttemptOutcome.FAILED, "by somebody else")) == {gone: State.FAILED}
+    assert finish(other, End(gone, 1, AttemptOutcome.FAILED, "by somebody else")) == {gone: State.FAILED}
     store = Store(settings_for(dsn, lock_timeout_seconds=PATIENCE_SECONDS), worker="worker-1")
-    finishing = asyncio.create_task(store.finish_sent([first, gone, last], [1, 1, 1], {"greet"}))
+    tokens = [FencingToken(one, 1, claimed_at) for one, claimed_at in claimed_ats(db, first, gone, last).items()]
+    finishing = asyncio.create_task(store.finish_sent(tokens, {"greet"}))
     try:
         await until_blocked(db, finishing)
         other.commit()

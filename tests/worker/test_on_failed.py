@@ -11,12 +11,12 @@ from cryptography.fernet import Fernet
 from psycopg.types.json import Jsonb
 
 from pgoutbox import Context, Failure, Message, Outbox, Permanent, RetryPolicy, SyncContext, Topic, Transient, Worker
-from pgoutbox.database.store import FinishRequest
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import AttemptOutcome
 from pgoutbox.operations import Operator
 from tests.support.messages import LARGE
 from tests.support.outbox_actions import (
+    End,
     attempts_of,
     claim,
     enqueue,
@@ -185,7 +185,7 @@ NUMBERS = f"[{', '.join(['1e100000'] * 167)}]"
 def test_a_payload_near_the_limit_does_not_keep_its_message_from_failing(db: psycopg.Connection, payload: str) -> None:
     ((message_id,),) = db.execute("SELECT pgoutbox.enqueue('greet', %s::jsonb)", [payload]).fetchall()
     claim(db)
-    assert finish(db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "no"), hooks=HOOKS) == {message_id: "failed"}
+    assert finish(db, End(message_id, 1, AttemptOutcome.FAILED, "no"), hooks=HOOKS) == {message_id: "failed"}
     assert [failure["payload"] for failure in failures(db)] == [None]
 
 
@@ -194,7 +194,7 @@ def test_headers_travel_with_the_failure(db: psycopg.Connection) -> None:
         "SELECT pgoutbox.enqueue('greet', '{}', headers => %s)", [Jsonb({"tenant": "north"})]
     ).fetchall()
     claim(db)
-    finish(db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "no"), hooks=HOOKS)
+    finish(db, End(message_id, 1, AttemptOutcome.FAILED, "no"), hooks=HOOKS)
     assert db.execute("SELECT headers FROM pgoutbox.message WHERE topic = 'greet.failed'").fetchone() == (
         {"tenant": "north"},
     )
@@ -207,12 +207,12 @@ def test_headers_travel_with_the_failure(db: psycopg.Connection) -> None:
 def test_a_finish_that_lost_its_fence_announces_nothing(db: psycopg.Connection) -> None:
     message_id = enqueue(db)
     claim(db)
-    finish(db, FinishRequest(message_id, 1, AttemptOutcome.RELEASED), hooks=HOOKS)
+    finish(db, End(message_id, 1, AttemptOutcome.RELEASED), hooks=HOOKS)
     claim(db)
-    failed = FinishRequest(message_id, 1, AttemptOutcome.FAILED, "stale")
+    failed = End(message_id, 1, AttemptOutcome.FAILED, "stale")
     assert finish(db, failed, hooks=HOOKS) == {}
     assert failures(db) == []
-    failed = FinishRequest(message_id, 2, AttemptOutcome.FAILED, "no")
+    failed = End(message_id, 2, AttemptOutcome.FAILED, "no")
     assert finish(db, failed, hooks=HOOKS) == {message_id: "failed"}
     assert finish(db, failed, hooks=HOOKS) == {}
     assert [failure["error"] for failure in failures(db)] == ["no"]
@@ -222,7 +222,7 @@ def test_a_finish_that_is_rolled_back_announces_nothing(db: psycopg.Connection, 
     message_id = enqueue(db)
     claim(db)
     other = connect()
-    finish(other, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "no"), hooks=HOOKS)
+    finish(other, End(message_id, 1, AttemptOutcome.FAILED, "no"), hooks=HOOKS)
     other.rollback()
     assert (state_of(db, message_id), failures(db)) == ("sending", [])
 
@@ -256,8 +256,8 @@ def test_only_failures_of_topics_with_a_hook_are_announced(db: psycopg.Connectio
     claim(db, topics=["greet", "bill"])
     finish(
         db,
-        *(FinishRequest(i, 1, outcome, "why", 60.0) for i, outcome in zip(ids, outcomes, strict=True)),
-        FinishRequest(other, 1, AttemptOutcome.FAILED, "no"),
+        *(End(i, 1, outcome, "why", 60.0) for i, outcome in zip(ids, outcomes, strict=True)),
+        End(other, 1, AttemptOutcome.FAILED, "no"),
         hooks=HOOKS,
     )
     assert [failure["message_id"] for failure in failures(db)] == ids[:1]

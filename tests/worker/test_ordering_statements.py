@@ -10,10 +10,10 @@ import psycopg
 import pytest
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import Operator, Rate
 from tests.support.outbox_actions import (
+    End,
     attempts_of,
     begin,
     cancel,
@@ -61,7 +61,7 @@ def test_claims_of_other_lanes_skip_ordered_messages(rolled_back: psycopg.Connec
     (message_id,) = ordered(rolled_back, 1)
     assert claim(rolled_back) == []
     claim_ordered(rolled_back)
-    finish(rolled_back, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy", 0.0))
+    finish(rolled_back, End(message_id, 1, AttemptOutcome.RETRY, "busy", 0.0))
     assert claim(rolled_back) == []
     assert ids_in_flight(claim_ordered(rolled_back)) == [message_id]
 
@@ -69,7 +69,7 @@ def test_claims_of_other_lanes_skip_ordered_messages(rolled_back: psycopg.Connec
 def test_the_next_message_waits_while_the_first_waits_for_its_retry(rolled_back: psycopg.Connection) -> None:
     first, _ = ordered(rolled_back, 2)
     claim_ordered(rolled_back)
-    finish(rolled_back, FinishRequest(first, 1, AttemptOutcome.RETRY, "busy", 60.0))
+    finish(rolled_back, End(first, 1, AttemptOutcome.RETRY, "busy", 60.0))
     assert find_ordered(rolled_back)[0] == []
 
 
@@ -84,7 +84,7 @@ def test_the_next_message_follows_any_end_of_the_first(rolled_back: psycopg.Conn
             assert ids_in_flight(claim_ordered(rolled_back)) == []
         case _:
             claim_ordered(rolled_back)
-            finish(rolled_back, FinishRequest(first, 1, AttemptOutcome(how), "why"))
+            finish(rolled_back, End(first, 1, AttemptOutcome(how), "why"))
     assert state_of(rolled_back, first) not in (State.PENDING, State.SENDING)
     assert ids_in_flight(claim_ordered(rolled_back)) == [second]
 
@@ -101,7 +101,7 @@ def test_a_lost_attempt_is_repeated_before_the_next_message(rolled_back: psycopg
 def test_a_halting_failure_blocks_the_messages_behind_it(rolled_back: psycopg.Connection) -> None:
     first, second = ordered(rolled_back, 2, halts_key=True)
     claim_ordered(rolled_back)
-    finish(rolled_back, FinishRequest(first, 1, AttemptOutcome.FAILED, "why"))
+    finish(rolled_back, End(first, 1, AttemptOutcome.FAILED, "why"))
     (third,) = ordered(rolled_back, 1)
     assert find_ordered(rolled_back)[0] == []
     redrive(rolled_back, first)
@@ -124,7 +124,7 @@ def test_a_halting_failure_does_not_block_earlier_messages(rolled_back: psycopg.
 def test_a_redriven_message_waits_until_its_key_is_free(rolled_back: psycopg.Connection) -> None:
     first, second, third = ordered(rolled_back, 3)
     claim_ordered(rolled_back)
-    finish(rolled_back, FinishRequest(first, 1, AttemptOutcome.FAILED, "why"))
+    finish(rolled_back, End(first, 1, AttemptOutcome.FAILED, "why"))
     claim_ordered(rolled_back)
     redrive(rolled_back, first)
     assert find_ordered(rolled_back)[0] == []
@@ -139,7 +139,7 @@ def test_a_found_message_is_not_claimed_after_a_redrive_of_an_earlier_one(
 ) -> None:
     first, second = ordered(rolled_back, 2)
     claim_ordered(rolled_back)
-    finish(rolled_back, FinishRequest(first, 1, AttemptOutcome.FAILED, "why"))
+    finish(rolled_back, End(first, 1, AttemptOutcome.FAILED, "why"))
     found = find_ordered(rolled_back)[0]
     assert found == [second]
     redrive(rolled_back, first)
@@ -156,7 +156,7 @@ def test_a_claim_of_a_limited_queue_leaves_the_message_of_another_claim_alone(co
     found = find_ordered(db)[0]
     assert ids_in_flight(claim_ordered(other, *found)) == [message_id]
     if meanwhile == "waiting for its retry":
-        finish(other, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy", 60.0))
+        finish(other, End(message_id, 1, AttemptOutcome.RETRY, "busy", 60.0))
     history = attempts_of(other, message_id)
     late.execute("SET lock_timeout = '1ms'")
     assert claim_ordered(late, *found) == []
@@ -176,7 +176,7 @@ def test_a_message_halted_after_it_was_found_is_not_claimed(rolled_back: psycopg
     assert found == [second]
     redrive(rolled_back, first)
     claim_ordered(rolled_back)
-    finish(rolled_back, FinishRequest(first, 1, AttemptOutcome.FAILED, "why"))
+    finish(rolled_back, End(first, 1, AttemptOutcome.FAILED, "why"))
     assert claim_ordered(rolled_back, *found) == []
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pgoutbox import Outbox
 from pgoutbox.database import sql
-from pgoutbox.database.store import FinishRequest, Store
+from pgoutbox.database.store import Store
 from pgoutbox.handlers import Context
 from pgoutbox.message import AttemptOutcome, Message, State, Transient
 from pgoutbox.observability.events import LogEvent
@@ -22,6 +22,7 @@ from pgoutbox.worker import Worker
 from tests.support import races
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
+    End,
     WatchedWorker,
     attempts_of,
     cancel,
@@ -151,11 +152,11 @@ async def test_a_worker_that_meets_another_at_one_key_continues(outbox: Outbox, 
 def test_a_duplicate_finish_around_a_new_attempt_changes_nothing(db: psycopg.Connection, outcome: str) -> None:
     message_id = enqueue(db)
     claim(db)
-    assert finish(db, FinishRequest(message_id, 1, AttemptOutcome(outcome), None, 0.0))
+    assert finish(db, End(message_id, 1, AttemptOutcome(outcome), None, 0.0))
     assert ids_in_flight(claim(db)) == [message_id]
     before = row_of(db, message_id)
     assert finish_sent(db, (message_id, 1)) == set()
-    assert finish(db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "stale")) == {}
+    assert finish(db, End(message_id, 1, AttemptOutcome.FAILED, "stale")) == {}
     after = row_of(db, message_id)
     assert (after.state, after.attempt_count, after.worker) == (before.state, before.attempt_count, before.worker)
     assert finish_sent(db, (message_id, 2)) == {message_id}
@@ -201,7 +202,7 @@ def test_a_cancel_after_the_claim_is_a_request(connect: Connect, db: psycopg.Con
     claim(db)
     assert cancel(business, message_id) == "requested"
     business.commit()
-    assert finish(db, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy")) == {message_id: State.CANCELLED}
+    assert finish(db, End(message_id, 1, AttemptOutcome.RETRY, "busy")) == {message_id: State.CANCELLED}
 
 
 @pytest.mark.parametrize("commits", [True, False])
@@ -237,7 +238,7 @@ def test_a_cancel_during_a_claim_is_honoured_by_the_next_one(
     business.commit()
     if claim_commits:
         worker.commit()
-        finish(db, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy"))
+        finish(db, End(message_id, 1, AttemptOutcome.RETRY, "busy"))
     else:
         worker.rollback()
         assert ids_in_flight(claim(db)) == []
@@ -260,7 +261,7 @@ def test_a_cancel_with_an_old_snapshot_does_not_return_the_state_before_a_redriv
     application.isolation_level = level
     message_id = enqueue(db)
     claim(db)
-    finish(db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "no"))
+    finish(db, End(message_id, 1, AttemptOutcome.FAILED, "no"))
     application.execute("SELECT FROM pgoutbox.message")
     assert cancel(application, message_id) == "failed"
     application.rollback()
@@ -448,13 +449,13 @@ def test_a_successor_that_rolls_back_supersedes_nothing(connect: Connect, db: ps
     enqueue(producer, coalesce_key="k")
     assert ids_in_flight(claim(db)) == [older]
     producer.rollback()
-    assert finish(db, FinishRequest(older, 1, AttemptOutcome.RETRY, "busy", 0.0)) == {older: State.PENDING}
+    assert finish(db, End(older, 1, AttemptOutcome.RETRY, "busy", 0.0)) == {older: State.PENDING}
 
 
 def test_a_redrive_does_not_revive_a_superseded_message(db: psycopg.Connection) -> None:
     older = enqueue(db, coalesce_key="k")
     claim(db)
-    finish(db, FinishRequest(older, 1, AttemptOutcome.FAILED, "no"))
+    finish(db, End(older, 1, AttemptOutcome.FAILED, "no"))
     enqueue(db, coalesce_key="k")
     assert not redrive(db, older)
     assert state_of(db, older) == State.FAILED

@@ -11,13 +11,13 @@ import psycopg
 import pytest
 
 from pgoutbox import Context, Message, Outbox, RetryPolicy, Sent, Transient
-from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.worker import Worker
 from pgoutbox.worker.worker import _Run
 from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.outbox_actions import (
+    End,
     WatchedWorker,
     attempts_of,
     cancel,
@@ -234,7 +234,7 @@ async def test_a_notification_in_a_limited_queue_keeps_the_order_of_due_times(ds
 
     late = enqueue(db)
     claim(db)
-    finish(db, FinishRequest(late, 1, AttemptOutcome.RETRY, "later", -3600.0))
+    finish(db, End(late, 1, AttemptOutcome.RETRY, "later", -3600.0))
     Operator(db).limit_in_flight("default", 1)
     Operator(db).pause("default")
     fresh = [enqueue(db) for _ in range(3)]

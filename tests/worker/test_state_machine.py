@@ -26,10 +26,10 @@ from hypothesis.stateful import (
 )
 
 from pgoutbox import RescheduleResult
-from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
 from pgoutbox.operations import Operator
 from tests.support.outbox_actions import (
+    End,
     cancel,
     claim,
     enqueue,
@@ -266,7 +266,7 @@ class Outboxes(RuleBasedStateMachine):
     def finish(self, attempt: Attempt, outcome: AttemptOutcome) -> None:
         """A worker, which may be stale, reports another outcome."""
         message = self._held(attempt)
-        verdict = FinishRequest(attempt.message_id, attempt.attempt_count, outcome, "why", 3600.0)
+        verdict = End(attempt.message_id, attempt.attempt_count, outcome, "why", 3600.0)
         written = finish(self.db, verdict, worker=attempt.worker)
         if message is None:
             assert written == {}

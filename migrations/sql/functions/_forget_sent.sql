@@ -1,6 +1,8 @@
 -- A worker has no privilege to delete. This function deletes a sent message only if its attempt is in flight and a rule
 -- deletes sent messages.
-CREATE FUNCTION pgoutbox._forget_sent(ids bigint[], attempt_counts integer[], worker text)
+CREATE FUNCTION pgoutbox._forget_sent(
+    ids bigint[], attempt_counts integer[], claimed_ats timestamptz[], worker text
+)
 RETURNS SETOF bigint
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -10,10 +12,10 @@ AS $function$
 BEGIN
     RETURN QUERY
     WITH asked AS MATERIALIZED (
-        SELECT m.id, m.attempt_count, m.topic
-        FROM unnest(ids, attempt_counts) AS o(id, attempt_count)
+        SELECT m.id, m.attempt_count, m.claimed_at, m.topic
+        FROM unnest(ids, attempt_counts, claimed_ats) AS o(id, attempt_count, claimed_at)
         JOIN pgoutbox.message_live AS m ON m.id = o.id
-        WHERE m.attempt_count = o.attempt_count AND m.worker = _forget_sent.worker
+        WHERE m.attempt_count = o.attempt_count AND m.claimed_at = o.claimed_at AND m.worker = _forget_sent.worker
     ), forgetful AS MATERIALIZED (
         SELECT t.topic
         FROM (SELECT DISTINCT a.topic FROM asked AS a) AS t
@@ -36,6 +38,7 @@ BEGIN
         WHERE m.id = a.id
             AND m.state = 'sending'
             AND m.attempt_count = a.attempt_count
+            AND m.claimed_at = a.claimed_at
             AND m.worker = _forget_sent.worker
             AND a.topic = ANY (ARRAY(SELECT f.topic FROM forgetful AS f))
         RETURNING m.id, m.topic, m.dedupe_key, m.owner

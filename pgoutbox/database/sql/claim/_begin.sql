@@ -1,5 +1,5 @@
--- Write what the CTE `judged` has decided. The attempt count rises with each attempt. State, attempt count and worker
--- are the fence: a write of an outcome that names other values changes nothing.
+-- Write what the CTE `judged` has decided. The attempt count rises with each attempt. State, attempt count,
+-- worker and claim are the fence: a write of an outcome that names other values changes nothing.
 UPDATE pgoutbox.message AS m
 SET state = j.state,
     attempt_count = m.attempt_count + CASE WHEN j.state = 'sending' THEN 1 ELSE 0 END,

@@ -2,11 +2,9 @@
 -- new state of each message that its attempt still held. A locked row is left out and tried again later: one row never
 -- delays a batch.
 -- The same statement enqueues the message for the hook of a message that fails, so that no failure is without one.
--- The fence is the state, the attempt count and the worker. The count alone is not enough: a failover that loses
--- commits gives the same attempt number out a second time, to another worker.
 WITH held AS MATERIALIZED (
     SELECT
-        o.id, o.attempt_count, o.outcome, o.reason, o.reason_code, o.breaker_key, o.error_place, o.delay_seconds,
+        o.id, m.attempt_count, o.outcome, o.reason, o.reason_code, o.breaker_key, o.error_place, o.delay_seconds,
         head.newest_id AS newer_id,
         CASE
             -- A message that would become pending again ends instead if it was cancelled or superseded, or has no
@@ -14,20 +12,20 @@ WITH held AS MATERIALIZED (
             WHEN o.outcome IN ('sent', 'failed', 'skipped') THEN o.outcome
             WHEN EXISTS (SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id) THEN 'cancelled'
             WHEN head.newest_id IS NOT NULL THEN 'skipped'
-            WHEN o.outcome = 'retry' AND o.attempt_count >= m.max_attempts THEN 'failed'
+            WHEN o.outcome = 'retry' AND m.attempt_count >= m.max_attempts THEN 'failed'
             ELSE 'pending'
         END AS state
     FROM unnest(
-        %(ids)s::bigint[], %(attempt_counts)s::integer[], %(outcomes)s::text[], %(reasons)s::text[],
-        %(reason_codes)s::text[], %(breaker_keys)s::text[], %(error_places)s::text[],
-        %(delays)s::float8[]
-    ) AS o(id, attempt_count, outcome, reason, reason_code, breaker_key, error_place, delay_seconds)
+        %(ids)s::bigint[], %(outcomes)s::text[], %(reasons)s::text[], %(reason_codes)s::text[],
+        %(breaker_keys)s::text[], %(error_places)s::text[], %(delays)s::float8[]
+    ) AS o(id, outcome, reason, reason_code, breaker_key, error_place, delay_seconds)
     -- Without ANY, PostgreSQL may plan to read the whole primary key, because statistics may describe an empty table.
-    JOIN pgoutbox.message_live AS m ON m.id = o.id AND m.id = ANY (%(ids)s::bigint[])
+    JOIN pgoutbox.message_live AS m ON m.id = o.id
     -- The newer message that supersedes this one. It matters only if this one would become pending again.
     LEFT JOIN pgoutbox.key_head AS head
         ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
-    WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
+    WHERE m.id = ANY (%(ids)s::bigint[])
+        \ir _fence.sql
     -- While its lease runs, only this worker writes a message in flight. A session that has locked its row for another
     -- reason must not delay the batch.
     FOR UPDATE OF m SKIP LOCKED
@@ -69,7 +67,6 @@ WITH held AS MATERIALIZED (
     WHERE m.id = h.id
         AND m.id = ANY (%(ids)s::bigint[])
         AND m.state = 'sending'
-        AND m.attempt_count = h.attempt_count
     RETURNING m.id, m.state,
         \ir _failure.sql
 ), announced AS MATERIALIZED (

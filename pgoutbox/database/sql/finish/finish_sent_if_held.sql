@@ -1,8 +1,5 @@
--- Finish attempts as sent. The hot path of a worker: all attempts of one statement have the same `attempt_count`. It also
--- deletes claims whose attempts had ended before.
+-- Finish attempts as sent. The hot path of a worker. It also deletes claims whose attempts had ended before.
 -- Returns the messages that the attempts still held.
--- The fence is the state, the attempt count and the worker. The count alone is not enough: a failover that loses
--- commits gives the same attempt number out a second time, to another worker.
 WITH ended AS (
     \ir _ended_claims.sql
 )
@@ -13,9 +10,7 @@ SET state = 'sent',
     finished_at = now(),
     key_in_flight = NULL
 WHERE m.id = ANY (%(ids)s::bigint[])
-    AND m.state = 'sending'
-    AND m.attempt_count = %(attempt_count)s::integer
-    AND m.worker = %(worker)s::text
+    \ir _fence.sql
     -- While its lease runs, only this worker writes a message in flight. If a session has locked its row for another reason, this statement
     -- fails after the lock timeout, and the worker uses finish_if_held.sql, which skips such a row. As a subquery it is
     -- set once, before the first row, until the end of this transaction.
