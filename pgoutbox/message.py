@@ -80,7 +80,7 @@ class Message(Generic[P]):
     """One claimed message, as its handler sees it.
 
     `payload` is the JSON value that was enqueued, or an instance of the topic's payload model. `attempt_count` is the
-    number of this attempt, from 1, and the fencing token: it only grows. `content` is the shared content of a fan-out.
+    number of this attempt, from 1: it only grows. `content` is the shared content of a fan-out.
     All its messages in this process share one object: do not change it.
     """
 

@@ -30,6 +30,7 @@ TWO_IN_ONE_CLAIM = Delivery(messages=2, renews=True, share_process=True)
 TRAFFIC = Delivery(cancels=1, releases=1, flows=True)
 FAILOVER = Delivery(renews=True, failovers=1)
 FAILOVER_OF_ONE = replace(FAILOVER, share_process=True)
+FAILOVER_LOSES_MESSAGE = replace(FAILOVER_OF_ONE, loses_messages=True)
 FAILOVER_UNANSWERED = replace(FAILOVER_OF_ONE, releases=1, lose_answers=True)
 SUSPENDED = Delivery(max_attempts=2, renews=True, share_process=True)
 UNANSWERED = Delivery(releases=2, lose_answers=True)
@@ -87,6 +88,7 @@ NAMES: dict[Model, str] = {
     FEW_ATTEMPTS: "one message, one attempt, a release, a redrive",
     FAILOVER: "one message, one attempt, a failover that loses commits",
     FAILOVER_OF_ONE: "one message, one attempt, one process, a failover that loses commits",
+    FAILOVER_LOSES_MESSAGE: "one message, one attempt, one process, a failover that loses a message",
     FAILOVER_UNANSWERED: "one message, one attempt, one process, a failover and an answer to a claim is lost",
     SUSPENDED: "one message, two attempts, one process",
     UNANSWERED: "one message, one attempt, answers to claims are lost",
@@ -170,7 +172,7 @@ class Case:
 
 _HOLDING: tuple[Model, ...] = (
     ATTEMPTS, FEW_ATTEMPTS, TWO_IN_ONE_CLAIM, CANCEL, CANCEL_AND_REDRIVE, CANCEL_FAILOVER, TRAFFIC,
-    FAILOVER, FAILOVER_OF_ONE, FAILOVER_UNANSWERED, SUSPENDED, UNANSWERED,
+    FAILOVER, FAILOVER_OF_ONE, FAILOVER_LOSES_MESSAGE, FAILOVER_UNANSWERED, SUSPENDED, UNANSWERED,
     KEY, FLEET, ROLLING, ROLLING_POLLS, FROZEN,
     BEGINS_FROZEN, BEGINS_FROZEN_POLLING, BEGINS_FROZEN_ROLLING, ALONE, CUT_OFF, SUCCESSOR,
     LINE_OF_BULKS, LINE_FORGOTTEN, LINE_OF_THREE, LINE_AND_ALL, LINE_AND_ALL_GOES_ON,
@@ -204,8 +206,8 @@ _C = breaker.Guard
 _R = retention.Guard
 
 BREAK = [
-    Case(FEW_ATTEMPTS, (_D.TOKEN_IN_SENT,), STALE, 22),
-    Case(FEW_ATTEMPTS, (_D.TOKEN_IN_FINISH,), STALE, 17),
+    Case(FEW_ATTEMPTS, (_D.TOKEN_IN_SENT, _D.CLAIM_IN_SENT), STALE, 22),
+    Case(FEW_ATTEMPTS, (_D.TOKEN_IN_FINISH, _D.CLAIM_IN_FINISH), STALE, 17),
     Case(FEW_ATTEMPTS, (_D.STATE_IN_SENT,), STALE, 17),
     Case(FEW_ATTEMPTS, (_D.STATE_IN_FINISH,), STALE, 12),
     Case(FEW_ATTEMPTS, (_D.COUNT_KEPT_BY_REDRIVE,), STALE, 19),
@@ -213,8 +215,10 @@ BREAK = [
     Case(FEW_ATTEMPTS, (_D.COUNT_KEPT_BY_RELEASE,), STALE, 17),
     Case(FEW_ATTEMPTS, (_D.EXPIRED_LEASES,), STUCK, 6),
     Case(FEW_ATTEMPTS, (_D.SECOND_LOOK,), TAKEN_AWAY, 10),
-    Case(FAILOVER, (_D.WORKER_IN_SENT,), STALE, 17),
-    Case(FAILOVER, (_D.WORKER_IN_FINISH,), STALE, 16),
+    Case(FAILOVER, (_D.WORKER_IN_SENT, _D.CLAIM_IN_SENT), STALE, 17),
+    Case(FAILOVER, (_D.WORKER_IN_FINISH, _D.CLAIM_IN_FINISH), STALE, 16),
+    Case(FAILOVER_LOSES_MESSAGE, (_D.CLAIM_IN_SENT,), STALE, 17),
+    Case(FAILOVER_LOSES_MESSAGE, (_D.CLAIM_IN_FINISH,), STALE, 16),
     Case(FEW_ATTEMPTS, (_D.LEASE_ASKED_AGAIN,), TAKEN_AWAY, 11),
     Case(FEW_ATTEMPTS, (_D.LEASE_LOCKED,), TAKEN_AWAY, 11),
     Case(TWO_IN_ONE_CLAIM, (_D.CLAIM_KEPT,), STUCK, 10),

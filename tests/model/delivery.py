@@ -30,6 +30,8 @@ class Guard(enum.Enum):
     TOKEN_IN_FINISH = "the attempt count in FINISH_IF_HELD"
     WORKER_IN_SENT = "the worker's name in FINISH_SENT_IF_HELD"
     WORKER_IN_FINISH = "the worker's name in FINISH_IF_HELD"
+    CLAIM_IN_SENT = "the time of the claim in FINISH_SENT_IF_HELD"
+    CLAIM_IN_FINISH = "the time of the claim in FINISH_IF_HELD"
     STATE_IN_SENT = "the state in FINISH_SENT_IF_HELD"
     STATE_IN_FINISH = "the state in FINISH_IF_HELD"
     COUNT_KEPT_BY_REDRIVE = "redrive leaves attempt_count alone"
@@ -105,7 +107,8 @@ class Candidate(NamedTuple):
 
 class Worker(NamedTuple):
     """A worker, its open transaction and the attempt that it believes to hold. `has_thread`: it has ended an attempt
-    whose thread still runs. `leases`: the claims that it has locked.
+    whose thread still runs. `leases`: the claims that it has locked. `is_lost`: a failover has lost the message of its
+    attempt, and another message has its id.
     """
 
     at: str = "idle"
@@ -121,6 +124,7 @@ class Worker(NamedTuple):
     candidates: tuple[Candidate, ...] = ()
     writes: tuple[Row, ...] = ()
     leases: tuple[tuple[int, int], ...] = ()
+    is_lost: bool = False
 
 
 class Producer(NamedTuple):
@@ -194,7 +198,7 @@ class Delivery:
     `failovers`, commits are lost. With `share_process`, the two workers are two slots of one process with one name;
     otherwise, where the name counts, no new worker takes their place. Where answers to claims are lost, `releases`
     limits the releases. `flows`: other messages, which are not modelled, never end, so a worker never is idle for a
-    poll interval.
+    poll interval. `loses_messages`: a failover may also lose a message, and another message gets its id.
     """
 
     producers: tuple[int, ...] = ()
@@ -210,6 +214,7 @@ class Delivery:
     share_process: bool = False
     lose_answers: bool = False
     have_threads: bool = False
+    loses_messages: bool = False
     without: frozenset[Guard] = frozenset()
 
     def initial(self) -> World:
@@ -239,7 +244,7 @@ class Delivery:
             return "two messages of one key are in flight"
         if self.share_process and all(worker.at in _IN_HAND for worker in state.workers):
             one, other = state.workers
-            if one.id == other.id:
+            if one.id == other.id and one.is_lost == other.is_lost:
                 return "a process attempts one message twice at once"
         if state.rows and state.rows[-1].state == SKIPPED:
             return "the newest committed message was skipped"
@@ -306,17 +311,19 @@ class Delivery:
         for row in state.standby.rows:
             now = _row_of(state, row.id)
             rows.append(row._replace(handed_over=now.handed_over, is_unknown=now.is_unknown or now.handed_over > 0))
-        yield (
-            "the standby takes over",
-            state._replace(
-                **state.standby._replace(rows=tuple(rows))._asdict(),
-                standby=None,
-                failovers=state.failovers - 1,
-                workers=(_cut_off(state.workers[0]), _cut_off(state.workers[1])),
-                operator=Operator(state.operator.left),
-                canceller=Canceller(state.canceller.left),
-            ),
+        taken_over = state._replace(
+            **state.standby._replace(rows=tuple(rows))._asdict(),
+            standby=None,
+            failovers=state.failovers - 1,
+            workers=(_cut_off(state.workers[0]), _cut_off(state.workers[1])),
+            operator=Operator(state.operator.left),
+            canceller=Canceller(state.canceller.left),
         )
+        yield "the standby takes over", taken_over
+        if self.loses_messages:
+            for row in taken_over.rows:
+                if row.state == PENDING and not row.attempt_count:  # The standby may not have heard of it either.
+                    yield f"the standby takes over, and another message gets id {row.id}", _with_another(taken_over, row)
 
     def _name_of(self, index: int) -> int:
         return 1 if self.share_process else index + 1
@@ -594,7 +601,11 @@ class Delivery:
             return
         other = state.workers[1 - index]
         is_in_hand = self.share_process and after is not _IDLE and other.id == after.id and other.at in _IN_HAND
-        if is_in_hand and other.outcome in ("retry", "released") and Guard.ENDS_NOT_REPEATED not in self.without:
+        if is_in_hand and other.is_lost:
+            # Its attempt has lost its message. Its result is forgotten, unless its finish is running.
+            if other.at not in ("finishing", "written"):
+                committed = _with(committed, 1 - index, _IDLE)
+        elif is_in_hand and other.outcome in ("retry", "released") and Guard.ENDS_NOT_REPEATED not in self.without:
             committed = _with(committed, 1 - index, _IDLE)
         elif is_in_hand and Guard.OWN_TAKEN_OVER not in self.without:
             # If its finish is running, the finish finds nothing, and is repeated with the new number.
@@ -703,12 +714,14 @@ class Delivery:
         is_sent = worker.outcome == "sent"
         name = Guard.WORKER_IN_SENT if is_sent else Guard.WORKER_IN_FINISH
         token = Guard.TOKEN_IN_SENT if is_sent else Guard.TOKEN_IN_FINISH
+        claim = Guard.CLAIM_IN_SENT if is_sent else Guard.CLAIM_IN_FINISH
         states = Guard.STATE_IN_SENT if is_sent else Guard.STATE_IN_FINISH
         return (
             row.state in (PENDING, SENDING)
             and (row.state == SENDING or states in self.without)
             and (row.attempt_count == worker.attempt_count or token in self.without)
             and (not self._has_names or row.worker == self._name_of(index) or name in self.without)
+            and (row.claim_count == worker.claim or claim in self.without)
         )
 
     def _end(self, row: Row, worker: Worker) -> Row:
@@ -894,9 +907,17 @@ def _with_row(state: World, row: Row) -> World:
     return state._replace(rows=tuple(row if old.id == row.id else old for old in state.rows))
 
 
+def _with_another(state: World, lost: Row) -> World:
+    """Put another message in the place of a lost one. Attempts of the lost one remain in the memory of workers."""
+    state = _with_row(state, Row(lost.id, PENDING, 0, lost.max_attempts))
+    return state._replace(
+        workers=tuple(worker._replace(is_lost=True) if worker.id == lost.id else worker for worker in state.workers)
+    )
+
+
 def _with_unknown(state: World, worker: Worker) -> World:
     """Mark a handed-over message as one that may be handed over again, because no record remains."""
-    if not worker.has_handed_over:
+    if not worker.has_handed_over or worker.is_lost:
         return state
     return _with_row(state, _row_of(state, worker.id)._replace(is_unknown=True))
 
@@ -926,6 +947,8 @@ def _commit(state: World, writes: tuple[Row, ...]) -> World:
 
 
 def _hand_over(state: World, worker: Worker) -> World:
+    if worker.is_lost:
+        return state
     row = _row_of(state, worker.id)
     count = min(row.handed_over + 1, 2)
     if row.state == CANCELLED and row.claim_count == worker.claim and not row.is_unknown:

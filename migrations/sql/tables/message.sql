@@ -58,7 +58,7 @@ COMMENT ON COLUMN pgoutbox.message.failure_of IS
     'The failed message of which this one, for the hook of its topic, has a copy.';
 COMMENT ON COLUMN pgoutbox.message.content_id IS 'The shared content of a fan-out.';
 COMMENT ON COLUMN pgoutbox.message.attempt_count IS
-    'Number of attempts so far, and the fencing token: up by one at each claim, never down.';
+    'Number of attempts so far, part of the fence: up by one at each claim, never down.';
 COMMENT ON COLUMN pgoutbox.message.max_attempts IS
     'The attempt after which a transient failure is final. Snooze, release and redrive raise it.';
 COMMENT ON COLUMN pgoutbox.message.attempt_budget IS
