@@ -324,6 +324,11 @@ class Store:
         )
         return message_ids or (), last_key if count == key_limit else ""
 
+    async def random_key(self, queue: str) -> str:
+        """Return the ordering key of a message at random; an empty text if none was found."""
+        rows = await self.claims.fetch(sql.RANDOM_KEY, {"queue": queue})
+        return rows[0][0] if rows else ""
+
     async def find_new_ordered(
         self, queue: str, *, topics: Sequence[str], since_seconds: float, key_limit: int
     ) -> Sequence[int]:

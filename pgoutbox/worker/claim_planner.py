@@ -271,6 +271,7 @@ class ClaimPlanner:
         self.fresh = Cursor()
         self.retries = Cursor()
         self.after_key = ""  # The last ordering key that was read.
+        self.has_place = False  # Whether it has read the whole first page, or begun its round at a random key.
         self._round_began_after: str | None = None
         self._round_has_wrapped = False
         self._page_found_some = False

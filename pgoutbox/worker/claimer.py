@@ -262,9 +262,11 @@ class Claimer:
         began_at = elapsed_clock()
         rows: Sequence[ClaimedRow] = ()
         try:
-            found, last_key = await self._store.find_ordered(
-                planner.queue, topics=self._topics, after_key=planner.after_key, key_limit=planner.page_limit(room)
-            )
+            found, last_key = await self._find_ordered(planner, room)
+            if last_key and not planner.has_place:
+                planner.after_key = await self._store.random_key(planner.queue)
+                found, last_key = await self._find_ordered(planner, room)
+            planner.has_place = True
             is_whole = planner.after_key == last_key == ""
             # A message with a new key need not wait for its turn in the round.
             if not is_whole and room > len(found):
@@ -287,6 +289,11 @@ class Claimer:
         self.work_ahead |= bool(rows) or (complete and not is_round_over)
         await self._hand_over(rows, began_at)
         return len(rows)
+
+    async def _find_ordered(self, planner: ClaimPlanner, room: int) -> tuple[Sequence[int], str]:
+        return await self._store.find_ordered(
+            planner.queue, topics=self._topics, after_key=planner.after_key, key_limit=planner.page_limit(room)
+        )
 
     async def _handle_error(self, error: psycopg.Error | OSError, queue: str, lane: str) -> None:
         """Pause after a transient error. Report and raise a permanent one: waiting does not change it."""

@@ -12,7 +12,7 @@ import pytest
 
 from pgoutbox import ArgumentError, NewMessage, Outbox, Topic
 from pgoutbox.database.store import ClaimedRow, Store
-from pgoutbox.message import Message, Permanent, State, Transient
+from pgoutbox.message import Message, Permanent, Snooze, State, Transient
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
@@ -60,6 +60,27 @@ class Line:
             if message.id in fails and message.attempt_count < 3:
                 raise Transient("planned")
             self.seen[key].append(message.id)
+
+
+async def test_processes_that_end_early_do_not_all_begin_with_the_same_keys(dsn: str, db: psycopg.Connection) -> None:
+    """Each process ends with its first messages. A page of a worker with one slot is one key."""
+    keys = [f"key-{number:02}" for number in range(40)]
+    ids = {enqueue(db, ordering_key=key): key for key in keys for _ in range(2)}
+    first: dict[Worker, str] = {}
+    for _ in range(20):
+        outbox = Outbox(settings_for(dsn, concurrency=1))
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            first.setdefault(worker, ids[message.id])  # noqa: B023 - runs at once
+            worker.stop()  # noqa: B023 - runs at once
+            raise Snooze(0)
+
+        worker = Worker(outbox)
+        await worker.run()
+        db.execute("UPDATE pgoutbox.message_live SET available_at = created_at")
+    assert len(first) == 20
+    assert len(set(first.values())) > 5
 
 
 async def test_two_workers_deliver_each_key_in_order_despite_failed_attempts(dsn: str, db: psycopg.Connection) -> None:

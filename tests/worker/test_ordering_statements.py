@@ -49,6 +49,17 @@ def test_only_the_first_message_of_each_key_is_found(rolled_back: psycopg.Connec
     assert find_ordered(rolled_back) == ([first[0], second[0]], "b", 2)
 
 
+def test_a_random_key_may_be_each_of_its_queue(rolled_back: psycopg.Connection) -> None:
+    assert rolled_back.execute(sql.RANDOM_KEY, {"queue": "default"}).fetchall() == []
+    enqueue(rolled_back)
+    ordered(rolled_back, 1, "elsewhere", queue="bulk")
+    keys = {f"key-{number}" for number in range(10)}
+    for key in keys:
+        ordered(rolled_back, 1, key)
+    found = {rolled_back.execute(sql.RANDOM_KEY, {"queue": "default"}).fetchall()[0][0] for _ in range(200)}
+    assert found == keys
+
+
 def test_the_next_message_follows_when_the_previous_one_is_final(rolled_back: psycopg.Connection) -> None:
     ids = ordered(rolled_back, 3)
     for message_id in ids:
