@@ -21,8 +21,9 @@ from benchmarks.options import CLAIM_PARAMETERS, TOPIC, Options
 from benchmarks.report import Result, Table, Verdict
 from benchmarks.server import Server, empty_outbox, pgbench_program, settle
 from pgoutbox.database import sql
-from pgoutbox.database.store import ClaimedRow, FencingToken, fence
+from pgoutbox.database.store import ClaimedRow, fence
 from pgoutbox.database.worker_connection import session_parameters
+from pgoutbox.message import FencingToken
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
 from pgoutbox.topics import NewMessage

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, NamedTuple
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, JsonValue
 from typing_extensions import TypeVar
@@ -58,6 +58,14 @@ class AttemptOutcome(enum.StrEnum):
     SNOOZED = "snoozed"
     RELEASED = "released"
     LOST = "lost"
+
+
+class FencingToken(NamedTuple):
+    """What a row must have, with the worker's name, for an attempt to write it."""
+
+    id: int
+    attempt_count: int
+    claimed_at: datetime
 
 
 class ReasonCode(enum.StrEnum):

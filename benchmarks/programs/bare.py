@@ -14,8 +14,9 @@ import psycopg
 from benchmarks.options import CLAIM_PARAMETERS
 from benchmarks.programs.lifeline import Meter, hold_lifeline
 from pgoutbox.database import sql
-from pgoutbox.database.store import BEGINNING, ClaimedRow, FencingToken, Place, fence
+from pgoutbox.database.store import BEGINNING, ClaimedRow, Place, fence
 from pgoutbox.database.worker_connection import session_parameters
+from pgoutbox.message import FencingToken
 from pgoutbox.settings import load_settings
 
 AVAILABLE_AT = ClaimedRow._fields.index("available_at")

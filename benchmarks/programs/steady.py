@@ -20,8 +20,9 @@ import psycopg
 from benchmarks.options import CLAIM_PARAMETERS, TOPIC
 from benchmarks.programs.lifeline import hold_lifeline, say
 from pgoutbox.database import sql
-from pgoutbox.database.store import ClaimedRow, FencingToken, fence
+from pgoutbox.database.store import ClaimedRow, fence
 from pgoutbox.database.worker_connection import session_parameters
+from pgoutbox.message import FencingToken
 from pgoutbox.settings import load_settings
 
 _CLAIMED_AT = ClaimedRow._fields.index("claimed_at")

@@ -23,7 +23,7 @@ from pgoutbox.database.connections import deadline
 from pgoutbox.database.round_trip import Step
 from pgoutbox.database.server import ServerFacts, judge_schema, judge_server
 from pgoutbox.database.worker_connection import WorkerConnection, connect
-from pgoutbox.message import AttemptOutcome, ReasonCode, State
+from pgoutbox.message import AttemptOutcome, FencingToken, ReasonCode, State
 from pgoutbox.settings import Settings
 
 # A finish waits so long for a row that another session has locked, and keeps its own row locks meanwhile.
@@ -124,14 +124,6 @@ class LapsedOptions(TypedDict):
     topics: Sequence[str]
     hold_topics: Sequence[str]
     in_flight: Collection[int]
-
-
-class FencingToken(NamedTuple):
-    """What a row must have, with the worker's name, for an attempt to write it."""
-
-    id: int
-    attempt_count: int
-    claimed_at: datetime
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,9 @@ import psycopg
 from psycopg.rows import TupleRow
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import FencingToken
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Context, Handler, lent
-from pgoutbox.message import Message, Outcome, Snooze
+from pgoutbox.message import FencingToken, Message, Outcome, Snooze
 
 _REMEMBERED: Final = 10_000
 

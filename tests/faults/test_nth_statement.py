@@ -18,13 +18,10 @@ import pytest
 
 from pgoutbox import EnqueuedMany, NewMessage, Outbox, migrate
 from pgoutbox.database import operator_connection
-from pgoutbox.database.store import (
-    FencingToken,
-    watch,
-)
+from pgoutbox.database.store import watch
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context, SyncContext
-from pgoutbox.message import Message, Permanent, Snooze, State, Transient
+from pgoutbox.message import FencingToken, Message, Permanent, Snooze, State, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import MessageFilter, Operator
 from pgoutbox.retry import RetryPolicy

@@ -18,13 +18,10 @@ import pgoutbox.worker.worker
 from pgoutbox import Outbox
 from pgoutbox.cli.main import main
 from pgoutbox.database import sql
-from pgoutbox.database.store import (
-    FencingToken,
-    Store,
-)
+from pgoutbox.database.store import Store
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context, SyncContext
-from pgoutbox.message import Message, Outcome, Permanent, Skip, State, Transient
+from pgoutbox.message import FencingToken, Message, Outcome, Permanent, Skip, State, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import Operator
 from pgoutbox.retry import RetryPolicy

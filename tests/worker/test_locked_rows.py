@@ -10,9 +10,9 @@ import pytest
 
 from pgoutbox import Context, Message, Outbox
 from pgoutbox.database import sql
-from pgoutbox.database.store import FencingToken, Store
+from pgoutbox.database.store import Store
 from pgoutbox.database.worker_connection import WorkerConnection
-from pgoutbox.message import AttemptOutcome, State
+from pgoutbox.message import AttemptOutcome, FencingToken, State
 from pgoutbox.worker import Worker
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
