@@ -30,10 +30,12 @@ class ConfigurationError(PgOutboxError):
 
 
 class MissingExtraError(ConfigurationError):
-    """A feature needs an optional dependency that is not installed."""
+    """A feature needs a package that is not installed. Without an extra, it belongs to the default installation."""
 
-    def __init__(self, feature: str, extra: str) -> None:
-        super().__init__(f"{feature} needs an optional dependency: pip install 'pgoutbox[{extra}]'")
+    def __init__(self, feature: str, extra: str | None = None) -> None:
+        needs = "a package of the default installation" if extra is None else "an optional dependency"
+        name = "pgoutbox" if extra is None else f"'pgoutbox[{extra}]'"
+        super().__init__(f"{feature} needs {needs}: pip install {name}")
         self.extra = extra
 
 
@@ -41,8 +43,8 @@ class NotReadyError(ConfigurationError):
     """A setting is valid, and what it names cannot be used now: a file, a module, a port, a server. It may be later."""
 
 
-def require_extra(module: str, feature: str, extra: str) -> None:
-    """Import an optional dependency. Raise `MissingExtraError` if it is not installed."""
+def require_extra(module: str, feature: str, extra: str | None = None) -> None:
+    """Import a dependency that may be missing. Raise `MissingExtraError` if it is not installed."""
     try:
         import_module(module)
     except ImportError:

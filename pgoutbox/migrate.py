@@ -419,4 +419,4 @@ def _require_alembic() -> None:
         import alembic  # noqa: F401
         import sqlalchemy  # noqa: F401
     except ImportError as error:
-        raise MissingExtraError("migrating the schema", "migrate") from error
+        raise MissingExtraError("migrating the schema") from error

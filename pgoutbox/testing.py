@@ -372,7 +372,7 @@ def sqlalchemy_url(dsn: str, *, drivername: str = "postgresql+psycopg") -> URL:
     try:
         from sqlalchemy import URL
     except ImportError as error:
-        raise MissingExtraError("a SQLAlchemy URL", "testing") from error
+        raise MissingExtraError("a SQLAlchemy URL") from error
     parameters = psycopg.conninfo.conninfo_to_dict(dsn)
     given = {name: str(value) for name, value in parameters.items() if value is not None and str(value).strip(",")}
     user, password, database = (given.pop(name, None) for name in ("user", "password", "dbname"))

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).parents[1]
 
+# The README is also the page of the package, where relative links lead nowhere.
+_SITE: Final = "https://pgoutbox.github.io/pgoutbox/"
+_REPOSITORY: Final = "https://github.com/pgoutbox/pgoutbox/blob/main/"
+_RAW: Final = "https://raw.githubusercontent.com/pgoutbox/pgoutbox/main/"
+
 _FENCE: Final = re.compile(r"^```\w*\n.*?^```$", re.MULTILINE | re.DOTALL)
 _FOREIGN: Final = re.compile(
     r"\b(?:jobs?|consumer groups?|dead.letters?|visibility timeouts?|task queues?|acks?|nacks?)\b", re.IGNORECASE
@@ -46,18 +51,30 @@ def broken_links(root: Path) -> Iterator[str]:
     """Yield each link to a file or heading that does not exist."""
     for page in pages_of(root):
         for link in re.findall(r"\]\(([^)\s]+)\)", _prose_of(page)):
-            if link.startswith(("https://", "http://")):
-                continue
             path, _, anchor = link.partition("#")
-            target = (page.parent / path).resolve() if path else page
+            if (target := _target_of(path, page, root)) is None:
+                continue
             if not target.exists() or (anchor and anchor not in _anchors_of(target)):
                 yield f"{page.relative_to(root)}: broken link {link}"
 
 
+def _target_of(path: str, page: Path, root: Path) -> Path | None:
+    """Return the file that a link means; None for a page of somebody else."""
+    for prefix, folder in ((_REPOSITORY, root), (_RAW, root), (_SITE, root / "docs")):
+        if path.startswith(prefix):
+            name = path.removeprefix(prefix)
+            return folder / (f"{name.rstrip('/') or 'README'}.md" if prefix is _SITE else name)
+    if path.startswith(("https://", "http://")):
+        return None
+    return (page.parent / path).resolve() if path else page
+
+
 def unlisted_pages(root: Path) -> Iterator[str]:
-    """Yield each page that the index does not list."""
+    """Yield each page that neither the index nor the list of decisions has."""
     docs = root / "docs"
-    links = re.findall(r"\]\(([^)#\s]+)\)", (docs / "README.md").read_text())
+    links = re.findall(
+        r"\]\(([^)#\s]+)\)", "".join((docs / name).read_text() for name in ("README.md", "decisions.md"))
+    )
     listed = {(docs / link).resolve() for link in links} | {docs / "README.md"}
     for page in sorted(set(docs.rglob("*.md")) - listed):
         yield f"{page.relative_to(root)}: not in the index docs/README.md"
@@ -96,7 +113,7 @@ def missing_tests(root: Path) -> Iterator[str]:
 
 def wrong_decisions(root: Path) -> Iterator[str]:
     """Yield each decision with a gap in its number, a wrong head, or no line in the index."""
-    index = re.sub(r"\n +", " ", (root / "docs/README.md").read_text()).splitlines()
+    index = re.sub(r"\n +", " ", (root / "docs/decisions.md").read_text()).splitlines()
     for expected, page in enumerate(sorted((root / "docs/decisions").glob("*.md")), start=1):
         name = page.relative_to(root)
         head = _DECISION_HEAD.match(page.read_text())
@@ -105,7 +122,7 @@ def wrong_decisions(root: Path) -> Iterator[str]:
         elif not int(head[1]) == int(page.name[:4]) == expected:
             yield f"{name}: must have the number {expected}"
         elif f"{head[1]}. [{head[2]}](decisions/{page.name})" not in index:
-            yield f"{name}: its number and title are not in the index docs/README.md"
+            yield f"{name}: its number and title are not in docs/decisions.md"
 
 
 def wrong_summary(root: Path) -> Iterator[str]:

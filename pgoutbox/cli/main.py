@@ -78,7 +78,7 @@ def _run(arguments: list[str]) -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
-        raise MissingExtraError("the command line", "cli") from error
+        raise MissingExtraError("the command line") from error
     _command()(args=arguments, prog_name="pgoutbox")
 
 

@@ -23,7 +23,7 @@ from pgoutbox.demo.ledger import Committed, Verdict, balance, read_rows
 from pgoutbox.demo.mailbox import BUSY, GONE, Mailbox, open_mailbox
 from pgoutbox.demo.service import Enqueued, Kind
 from pgoutbox.embedded import embedded_server
-from pgoutbox.errors import MissingExtraError, PgOutboxError
+from pgoutbox.errors import PgOutboxError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,18 +82,15 @@ def run_demo(*, people: int = 300, seed: int | None = None, keep: bool = False, 
 
     `people` sign up, some of them roll back; `keep` leaves the server running until Enter is pressed.
     """
-    try:
-        from rich.console import Console
-    except ImportError as error:
-        raise MissingExtraError("the demo", "demo") from error
+    from rich.console import Console
 
     seed = secrets.randbelow(1_000_000) if seed is None else seed
     console = Console(stderr=json_output)
     console.print(f"[bold]pgoutbox demo[/]: {people} people sign up (seed {seed})", highlight=False)
     with contextlib.ExitStack() as stack:
         console.print("Starting PostgreSQL, an SMTP server and two workers ...")
+        mailbox, port = stack.enter_context(open_mailbox())  # First: it names the extra that has everything.
         server = stack.enter_context(embedded_server())
-        mailbox, port = stack.enter_context(open_mailbox())
         migrate.upgrade(server.dsn)
         connection = stack.enter_context(psycopg.connect(server.dsn))
         connection.execute(service.TABLES)

@@ -14,6 +14,7 @@ from pgoutbox.database.server import MIGRATE_HINT, MINIMUM_SERVER_VERSION, judge
 from pgoutbox.database.worker_connection import CopyError, refusing_copies
 from pgoutbox.doctor.context import DoctorContext, connected, run
 from pgoutbox.doctor.findings import (
+    HOW_TO,
     Note,
     duration,
     error_text,
@@ -81,7 +82,7 @@ def check_schema(context: DoctorContext) -> Iterator[Note]:
             "schema-forbidden",
             f"the role {facts['role']} may not use the schema pgoutbox",
             "it cannot enqueue, deliver or read messages",
-            f"grant it a role, for example: GRANT pgoutbox_worker TO {facts['role']}; see docs/how-to/roles.md",
+            f"grant it a role, for example: GRANT pgoutbox_worker TO {facts['role']}; see {HOW_TO}/roles/",
         )
         return
     ((version,),) = (row.values() for row in context.ask(sql.SCHEMA_VERSION))
@@ -112,14 +113,14 @@ def check_rights(context: DoctorContext) -> Iterator[Note]:
             "superuser",
             f"{user} is a superuser",
             "a mistake in the application, or a stolen password, exposes the whole server",
-            "use a role with only the rights that it needs; see docs/how-to/roles.md",
+            f"use a role with only the rights that it needs; see {HOW_TO}/roles/",
         )
     elif not parts:
         yield problem(
             "no-rights",
             f"{user} may neither enqueue nor deliver nor operate nor read",
             "with this role, messages cannot be enqueued or delivered",
-            f"grant it a role, for example: GRANT pgoutbox_worker TO {user}; see docs/how-to/roles.md",
+            f"grant it a role, for example: GRANT pgoutbox_worker TO {user}; see {HOW_TO}/roles/",
         )
     else:
         member = f"; it has the rights of {join_names(rights['granted_roles'])}" if rights["granted_roles"] else ""
@@ -139,7 +140,7 @@ def check_copy(context: DoctorContext) -> Iterator[Note]:
             error.problem,
             "workers send nothing from this database",
             "if this database replaces the original, or is for testing, run: pgoutbox adopt. "
-            "See docs/how-to/restore-clone-failover.md",
+            f"See {HOW_TO}/restore-clone-failover/",
         )
         return
     home = context.ask_one(sql.HOME)

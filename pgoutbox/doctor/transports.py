@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from pgoutbox.doctor.environment import LOOPBACK
-from pgoutbox.doctor.findings import Level, Note, Notes, ok, problem, skipped, warning
+from pgoutbox.doctor.findings import HOW_TO, Level, Note, Notes, ok, problem, skipped, warning
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.settings import variable_of
@@ -62,7 +62,7 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
             settings,
             in_order="the application's own transport for e-mail works",
             why="no e-mail is sent; messages wait and are retried",
-            fix="check the settings of that transport; see docs/how-to/mail-providers.md",
+            fix=f"check the settings of that transport; see {HOW_TO}/mail-providers/",
         )
         return
     yield from _sender(settings)
@@ -73,7 +73,7 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
             settings,
             in_order=f"{settings.sendmail} is an executable program",
             why="no e-mail is sent; messages wait and are retried",
-            fix="install the mail server, or correct PGOUTBOX_SENDMAIL; see docs/how-to/email.md",
+            fix=f"install the mail server, or correct PGOUTBOX_SENDMAIL; see {HOW_TO}/email/",
         )
         return
     host = settings.smtp.host or ""
@@ -95,7 +95,7 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         + (", signed in" if settings.smtp.username else ""),
         why="no e-mail is sent; messages wait and are retried",
         fix="check PGOUTBOX_SMTP_HOST, _PORT, _SECURITY, _USERNAME, _PASSWORD and _SENDER, and that the server lets "
-        "this account or machine send to other servers; see docs/how-to/email.md",
+        f"this account or machine send to other servers; see {HOW_TO}/email/",
         doubtful=_doubtful_sender,
     )
 
@@ -195,7 +195,7 @@ def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     if own is not None:
         yield skipped("own-transport", "the application has its own transport for https")
         return
-    why, fix = "a worker with these settings does not start", "correct the setting; see docs/how-to/webhooks.md"
+    why, fix = "a worker with these settings does not start", f"correct the setting; see {HOW_TO}/webhooks/"
     in_order = "the webhook settings are valid"
     for note in _try_transport(partial(build, "https"), settings, in_order=in_order, why=why, fix=fix, connects=False):
         if note.level is not Level.OK or not found:
@@ -212,7 +212,7 @@ def check_apprise(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         settings,
         in_order="the notification URLs are valid",
         why="a worker with these settings does not start",
-        fix="correct PGOUTBOX_APPRISE_URLS; see docs/how-to/notifications.md",
+        fix=f"correct PGOUTBOX_APPRISE_URLS; see {HOW_TO}/notifications/",
         connects=False,
     )
 
@@ -229,14 +229,14 @@ def _broker(scheme: str, title: str, field: str) -> Callable[[Settings, Outbox |
                 "broker-plain-text",
                 f"{name}: plain text to {host}",
                 "an attacker on the network can read and change the events, and read the password",
-                "use TLS; see docs/how-to/events.md",
+                f"use TLS; see {HOW_TO}/events/",
             )
         yield from _try_transport(
             own or partial(build, scheme),
             settings,
             in_order=f"{title} accepts the connection",
             why="no event is sent; messages wait and are retried",
-            fix=f"check {name}, and that the server runs and accepts this user; see docs/how-to/events.md",
+            fix=f"check {name}, and that the server runs and accepts this user; see {HOW_TO}/events/",
         )
 
     return check

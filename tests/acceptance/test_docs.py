@@ -73,6 +73,13 @@ def test_named_settings_exist(page: Path) -> None:
     assert set(re.findall(r"\bPGOUTBOX_[A-Z_]*[A-Z]", page.read_text())) - known == set()
 
 
+def test_the_pages_that_the_doctor_names_exist() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "pgoutbox").rglob("*.py"))
+    named = set(re.findall(r"\{HOW_TO\}/([a-z-]+)/", source))
+    assert "roles" in named
+    assert {name for name in named if not (DOCS / f"how-to/{name}.md").exists()} == set()
+
+
 # --- the state machine ------------------------------------------------------------------------------------------------
 
 ALLOWED: Final = {(state.value, target.value) for state, targets in TRANSITIONS.items() for target in targets}
@@ -157,9 +164,6 @@ def test_python_blocks_run(block: Block, saved_files: Path) -> None:
         compile(block.text, block.place, "exec")
         return
     namespace: dict[str, object] = {"__name__": "snippet"}
-    if block.page == ROOT / "README.md":
-        # Its second block continues the first one, with an `Order` of the reader's.
-        namespace |= {"Order": object, "outbox": Outbox()}
     before = set(sys.modules)
     exec(compile(block.text, block.place, "exec", dont_inherit=True), namespace)
     for name in set(sys.modules) - before:

@@ -69,7 +69,7 @@ def test_the_wheel_alone_migrates_a_database_and_delivers_a_message(
     wheel: Path, empty_dsn: str, tmp_path: Path, run_in_new_environment: Callable[..., str]
 ) -> None:
     (tmp_path / "shop.py").write_text(APP)
-    run_in_new_environment("pip", "install", "--quiet", f"{wheel}[binary,cli,migrate]")
+    run_in_new_environment("pip", "install", "--quiet", str(wheel))
     run_in_new_environment("pgoutbox", "migrate", PGOUTBOX_DSN=empty_dsn)
     enqueue = ("pgoutbox", "enqueue", "wheel.test", '{"text": "from the wheel"}')
     run_in_new_environment(*enqueue, PGOUTBOX_DSN=empty_dsn)
@@ -87,7 +87,7 @@ def test_the_quick_start_of_the_readme_delivers_an_e_mail_and_has_strict_types(
     (commands,) = [block for block in blocks_of(ROOT / "README.md") if block.directive == "run: quick start"]
     (tmp_path / "shop.py").write_text(program.text)
     port = str(free_port())
-    typed = commands.text.replace("'pgoutbox[", f"'{wheel}[").replace("8025", port)
+    typed = commands.text.replace("pip install pgoutbox ", f"pip install {wheel} ").replace("8025", port)
     typed = re.sub(r"PGOUTBOX_DSN=\S+", f"PGOUTBOX_DSN={shlex.quote(empty_dsn)}", typed)
     before, server, after = re.split(r"^(.*aiosmtpd --nosetuid.*) &\n", typed, flags=re.MULTILINE)
     run_in_new_environment("bash", "-ec", before)

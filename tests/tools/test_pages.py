@@ -15,16 +15,13 @@ COUNTS = {"A": 14, "B": 10, "C": 6, "D": 8, "E": 14, "F": 15}
 LINES = [f"{letter}{number}" for letter, count in COUNTS.items() for number in range(1, count + 1)]
 TEST = "[A message is sent](worker/test_sending.py)"
 PAGES = {
-    "README.md": "# Club\n\nSee [the index](docs/README.md#decisions).\n\n```sh\n[x](no-link.md) jobs\n```\n",
+    "README.md": "# Club\n\nSee [the list](docs/decisions.md#decisions).\n\n```sh\n[x](no-link.md) jobs\n```\n",
     "docs/README.md": """# Docs
 
-[Guarantees](explanation/guarantees.md), [faults](explanation/reliability.md), [features](explanation/features.md)
-
-## Decisions
-
-1. [One
-   table](decisions/0001-one-table.md)
+[Guarantees](explanation/guarantees.md), [faults](explanation/reliability.md), [features](explanation/features.md),
+[decisions](decisions.md)
 """,
+    "docs/decisions.md": "# Decisions\n\n1. [One\n   table](decisions/0001-one-table.md)\n",
     "docs/decisions/0001-one-table.md": "# 1. One table\n\n- Date: 2026-01-31\n- Status: accepted\n\nBecause.\n",
     "docs/explanation/guarantees.md": "Sent: `tests/worker/test_sending.py` (a message is\n  sent; a scenario).\n",
     "docs/explanation/reliability.md": "| a crash | `test_a_message_is_sent` |\n",
@@ -55,16 +52,16 @@ def test_pages_without_faults_pass(root: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("page", "old", "new", "fault"),
     [
-        ("README.md", "docs/README.md", "docs/INDEX.md", "README.md: broken link docs/INDEX.md#decisions"),
-        ("README.md", "#decisions", "#reasons", "README.md: broken link docs/README.md#reasons"),
+        ("README.md", "docs/decisions.md", "docs/INDEX.md", "README.md: broken link docs/INDEX.md#decisions"),
+        ("README.md", "#decisions", "#reasons", "README.md: broken link docs/decisions.md#reasons"),
         ("README.md", "# Club", "# Dead letters", "README.md: `Dead letters` is not a term of the glossary"),
         ("README.md", "See", "`tests/worker/no.py`", "README.md: tests/worker/no.py does not exist"),
         ("docs/README.md", "[faults]", "[", "docs/explanation/reliability.md: not in the index docs/README.md"),
         (
-            "docs/README.md",
+            "docs/decisions.md",
             "1. [One",
             "1. [A",
-            "docs/decisions/0001-one-table.md: its number and title are not in the index docs/README.md",
+            "docs/decisions/0001-one-table.md: its number and title are not in docs/decisions.md",
         ),
         (
             "docs/decisions/0001-one-table.md",

@@ -75,7 +75,7 @@ def test_an_email_can_be_made_without_aiosmtplib() -> None:
         "except MissingExtraError as error: print(error)\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout == "the SMTP transport needs an optional dependency: pip install 'pgoutbox[smtp]'\n"
+    assert result.stdout == "the SMTP transport needs a package of the default installation: pip install pgoutbox\n"
 
 
 def test_the_repr_shows_neither_subject_nor_body_nor_attachment() -> None:

@@ -20,8 +20,6 @@ pytestmark = pytest.mark.slow
 PAGES: Final = (ROOT / "README.md", DOCS / "tutorial.md", *sorted((DOCS / "how-to").glob("*.md")))
 # Django and asyncpg ship no types. tests/typing/check_public_api.py has the shapes of their type stubs.
 UNTYPED: Final = re.compile(r"^(?:import|from) (?:asyncpg|django)\b", re.MULTILINE)
-# The second block of the README continues the first one, with a model of the reader's.
-README_PREFIX: Final = "from shop import outbox\n\n\nclass Order:\n    id: int\n    email: str\n\n\n"
 
 
 def run(*command: str, directory: Path) -> str:
@@ -49,8 +47,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if UNTYPED.search(block.text) is not None:
                 continue
             name = block.file_name or f"{page.stem.replace('-', '_')}_line_{block.line}.py"
-            continues = page.name == "README.md" and block.file_name is None
-            (directory / name).write_text(README_PREFIX * continues + block.text)
+            (directory / name).write_text(block.text)
     # The examples, which two pages import, are annotated but not an installed package.
     strict = {"typeCheckingMode": "strict", "pythonVersion": "3.11", "reportMissingTypeStubs": False}
     (directory / "pyrightconfig.json").write_text(json.dumps(strict))

@@ -70,7 +70,7 @@ class SmtpTransport:
     def __init__(
         self, settings: Settings, *, tls_context: ssl.SSLContext | None = None, idle_seconds: float = 60.0
     ) -> None:
-        require_extra("aiosmtplib", "the SMTP transport", "smtp")
+        require_extra("aiosmtplib", "the SMTP transport")
         smtp = settings.smtp
         _check_settings(smtp)
         self._own_redirects = RedirectRules.of(settings.redirect).redirects()
