@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-all coverage check bench soak docs clean
+.PHONY: help demo test test-all coverage check bench soak docs site clean
 help: ## Show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
 
@@ -69,6 +69,9 @@ soak: $(STAMP) ## Shoot at producers, workers and PostgreSQL for MINUTES (SEED=n
 
 docs: $(STAMP) ## Bring the generated pages of docs up to date
 	$(BIN)/python -m tools.generate
+
+site: $(STAMP) ## Build the documentation site in build/site
+	$(BIN)/python -m tools.site
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .bench-cache .coverage-data .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build

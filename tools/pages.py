@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from tools import site
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -63,7 +65,9 @@ def _target_of(path: str, page: Path, root: Path) -> Path | None:
     for prefix, folder in ((_REPOSITORY, root), (_RAW, root), (_SITE, root / "docs")):
         if path.startswith(prefix):
             name = path.removeprefix(prefix)
-            return folder / (f"{name.rstrip('/') or 'README'}.md" if prefix is _SITE else name)
+            return folder / (
+                name.replace("contents.html", "README.html").replace(".html", ".md") if prefix is _SITE else name
+            )
     if path.startswith(("https://", "http://")):
         return None
     return (page.parent / path).resolve() if path else page
@@ -78,6 +82,17 @@ def unlisted_pages(root: Path) -> Iterator[str]:
     listed = {(docs / link).resolve() for link in links} | {docs / "README.md"}
     for page in sorted(set(docs.rglob("*.md")) - listed):
         yield f"{page.relative_to(root)}: not in the index docs/README.md"
+
+
+def misplaced_pages(root: Path) -> Iterator[str]:
+    """Yield each page that is not in one group of the site's navigation, and each name there without a page."""
+    named = [page for pages in site.groups_of(root).values() for page in pages]
+    pages = site.pages_of(root)
+    for page, file in pages.items():
+        if named.count(page) != 1:
+            yield f"{file}: name it once, as {page}, in a group of {site.CONFIGURATION}"
+    for page in sorted(set(named) - pages.keys()):
+        yield f"{site.CONFIGURATION}: there is no page {page}"
 
 
 def foreign_terms(root: Path) -> Iterator[str]:
@@ -162,6 +177,7 @@ def wrong_features(root: Path) -> Iterator[str]:
 CHECKS: Final[tuple[Callable[[Path], Iterator[str]], ...]] = (
     broken_links,
     unlisted_pages,
+    misplaced_pages,
     foreign_terms,
     missing_tests,
     wrong_decisions,

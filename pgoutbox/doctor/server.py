@@ -82,7 +82,7 @@ def check_schema(context: DoctorContext) -> Iterator[Note]:
             "schema-forbidden",
             f"the role {facts['role']} may not use the schema pgoutbox",
             "it cannot enqueue, deliver or read messages",
-            f"grant it a role, for example: GRANT pgoutbox_worker TO {facts['role']}; see {HOW_TO}/roles/",
+            f"grant it a role, for example: GRANT pgoutbox_worker TO {facts['role']}; see {HOW_TO}/roles.html",
         )
         return
     ((version,),) = (row.values() for row in context.ask(sql.SCHEMA_VERSION))
@@ -113,14 +113,14 @@ def check_rights(context: DoctorContext) -> Iterator[Note]:
             "superuser",
             f"{user} is a superuser",
             "a mistake in the application, or a stolen password, exposes the whole server",
-            f"use a role with only the rights that it needs; see {HOW_TO}/roles/",
+            f"use a role with only the rights that it needs; see {HOW_TO}/roles.html",
         )
     elif not parts:
         yield problem(
             "no-rights",
             f"{user} may neither enqueue nor deliver nor operate nor read",
             "with this role, messages cannot be enqueued or delivered",
-            f"grant it a role, for example: GRANT pgoutbox_worker TO {user}; see {HOW_TO}/roles/",
+            f"grant it a role, for example: GRANT pgoutbox_worker TO {user}; see {HOW_TO}/roles.html",
         )
     else:
         member = f"; it has the rights of {join_names(rights['granted_roles'])}" if rights["granted_roles"] else ""
@@ -140,7 +140,7 @@ def check_copy(context: DoctorContext) -> Iterator[Note]:
             error.problem,
             "workers send nothing from this database",
             "if this database replaces the original, or is for testing, run: pgoutbox adopt. "
-            f"See {HOW_TO}/restore-clone-failover/",
+            f"See {HOW_TO}/restore-clone-failover.html",
         )
         return
     home = context.ask_one(sql.HOME)

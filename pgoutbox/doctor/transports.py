@@ -62,7 +62,7 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
             settings,
             in_order="the application's own transport for e-mail works",
             why="no e-mail is sent; messages wait and are retried",
-            fix=f"check the settings of that transport; see {HOW_TO}/mail-providers/",
+            fix=f"check the settings of that transport; see {HOW_TO}/mail-providers.html",
         )
         return
     yield from _sender(settings)
@@ -73,7 +73,7 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
             settings,
             in_order=f"{settings.sendmail} is an executable program",
             why="no e-mail is sent; messages wait and are retried",
-            fix=f"install the mail server, or correct PGOUTBOX_SENDMAIL; see {HOW_TO}/email/",
+            fix=f"install the mail server, or correct PGOUTBOX_SENDMAIL; see {HOW_TO}/email.html",
         )
         return
     host = settings.smtp.host or ""
@@ -95,7 +95,7 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         + (", signed in" if settings.smtp.username else ""),
         why="no e-mail is sent; messages wait and are retried",
         fix="check PGOUTBOX_SMTP_HOST, _PORT, _SECURITY, _USERNAME, _PASSWORD and _SENDER, and that the server lets "
-        f"this account or machine send to other servers; see {HOW_TO}/email/",
+        f"this account or machine send to other servers; see {HOW_TO}/email.html",
         doubtful=_doubtful_sender,
     )
 
@@ -195,7 +195,7 @@ def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     if own is not None:
         yield skipped("own-transport", "the application has its own transport for https")
         return
-    why, fix = "a worker with these settings does not start", f"correct the setting; see {HOW_TO}/webhooks/"
+    why, fix = "a worker with these settings does not start", f"correct the setting; see {HOW_TO}/webhooks.html"
     in_order = "the webhook settings are valid"
     for note in _try_transport(partial(build, "https"), settings, in_order=in_order, why=why, fix=fix, connects=False):
         if note.level is not Level.OK or not found:
@@ -212,7 +212,7 @@ def check_apprise(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         settings,
         in_order="the notification URLs are valid",
         why="a worker with these settings does not start",
-        fix=f"correct PGOUTBOX_APPRISE_URLS; see {HOW_TO}/notifications/",
+        fix=f"correct PGOUTBOX_APPRISE_URLS; see {HOW_TO}/notifications.html",
         connects=False,
     )
 
@@ -229,14 +229,14 @@ def _broker(scheme: str, title: str, field: str) -> Callable[[Settings, Outbox |
                 "broker-plain-text",
                 f"{name}: plain text to {host}",
                 "an attacker on the network can read and change the events, and read the password",
-                f"use TLS; see {HOW_TO}/events/",
+                f"use TLS; see {HOW_TO}/events.html",
             )
         yield from _try_transport(
             own or partial(build, scheme),
             settings,
             in_order=f"{title} accepts the connection",
             why="no event is sent; messages wait and are retried",
-            fix=f"check {name}, and that the server runs and accepts this user; see {HOW_TO}/events/",
+            fix=f"check {name}, and that the server runs and accepts this user; see {HOW_TO}/events.html",
         )
 
     return check

@@ -75,7 +75,7 @@ def test_named_settings_exist(page: Path) -> None:
 
 def test_the_pages_that_the_doctor_names_exist() -> None:
     source = "".join(path.read_text() for path in (ROOT / "pgoutbox").rglob("*.py"))
-    named = set(re.findall(r"\{HOW_TO\}/([a-z-]+)/", source))
+    named = set(re.findall(r"\{HOW_TO\}/([a-z-]+)\.html", source))
     assert "roles" in named
     assert {name for name in named if not (DOCS / f"how-to/{name}.md").exists()} == set()
 

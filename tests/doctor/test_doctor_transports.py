@@ -214,7 +214,7 @@ def test_the_applications_own_transport_for_email_needs_no_smtp_settings() -> No
 )
 def test_the_outcome_of_a_check_is_judged_as_that_of_a_send(outcome: Outcome, level: Level, code: str) -> None:
     findings = found("smtp", Outbox(transports=[Provider(outcome)]))
-    expect(findings, level, code, str(outcome), "/how-to/mail-providers/")
+    expect(findings, level, code, str(outcome), "/how-to/mail-providers.html")
 
 
 def test_plain_text_to_another_machine_is_a_problem() -> None:

@@ -22,6 +22,13 @@ PAGES = {
 [decisions](decisions.md)
 """,
     "docs/decisions.md": "# Decisions\n\n1. [One\n   table](decisions/0001-one-table.md)\n",
+    "docs/zensical.toml": """[project]
+nav = [
+    { Start = ["index.md", "contents.md"] },
+    { Why = ["explanation/guarantees.md", { More = ["explanation/reliability.md", "explanation/features.md"] }] },
+    { Decisions = ["decisions.md", "decisions/*"] },
+]
+""",
     "docs/decisions/0001-one-table.md": "# 1. One table\n\n- Date: 2026-01-31\n- Status: accepted\n\nBecause.\n",
     "docs/explanation/guarantees.md": "Sent: `tests/worker/test_sending.py` (a message is\n  sent; a scenario).\n",
     "docs/explanation/reliability.md": "| a crash | `test_a_message_is_sent` |\n",
@@ -57,6 +64,19 @@ def test_pages_without_faults_pass(root: Path, capsys: pytest.CaptureFixture[str
         ("README.md", "# Club", "# Dead letters", "README.md: `Dead letters` is not a term of the glossary"),
         ("README.md", "See", "`tests/worker/no.py`", "README.md: tests/worker/no.py does not exist"),
         ("docs/README.md", "[faults]", "[", "docs/explanation/reliability.md: not in the index docs/README.md"),
+        (
+            "docs/zensical.toml",
+            "{ Start = [",
+            '{ Start = ["explanation/features.md", ',
+            "docs/explanation/features.md: name it once, as explanation/features.md, in a group of docs/zensical.toml",
+        ),
+        (
+            "docs/zensical.toml",
+            '"index.md"',
+            '"home.md"',
+            "README.md: name it once, as index.md, in a group of docs/zensical.toml",
+        ),
+        ("docs/zensical.toml", '"index.md"', '"home.md"', "docs/zensical.toml: there is no page home.md"),
         (
             "docs/decisions.md",
             "1. [One",
