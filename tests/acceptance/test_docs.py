@@ -12,7 +12,6 @@ import os
 import random
 import re
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -23,8 +22,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 import pytest
-from alembic import command
-from alembic.config import Config
 
 import pgoutbox
 from pgoutbox import Outbox, Topic
@@ -33,7 +30,7 @@ from pgoutbox.message import TRANSITIONS, AttemptOutcome, State
 from pgoutbox.operations import Mention, Operator
 from pgoutbox.outbox import EnqueueOptions
 from pgoutbox.settings import ENVIRONMENT_PREFIX, VARIABLES, Settings, load_settings
-from pgoutbox.testing import OutboxDriver, sqlalchemy_url
+from pgoutbox.testing import OutboxDriver
 from pgoutbox.topics import MessageOptions
 from tests.support.messages import ADD_ATTEMPT, put
 from tests.support.outbox_actions import claim, enqueue, finish_sent
@@ -489,90 +486,6 @@ def test_the_people_roles_of_the_page_read_and_only_the_operator_acts(roles: psy
         assert roles.execute("SELECT id FROM pgoutbox.message_view").fetchall() == [(message_id,)]
     roles.execute(sql.PAUSE_QUEUE, {"queue": "default", "seconds": None})
     assert roles.execute("SELECT pgoutbox.cancel(%s)", [message_id]).fetchone() == ("cancelled",)
-
-
-# --- Alembic ----------------------------------------------------------------------------------------------------------
-
-HOST_ENV: Final = """
-import sqlalchemy
-from alembic import context
-
-engine = sqlalchemy.create_engine(context.config.attributes["url"], poolclass=sqlalchemy.pool.NullPool)
-with engine.connect() as connection:
-    context.configure(connection=connection)
-    with context.begin_transaction():
-        context.run_migrations()
-"""
-HOST_REVISION: Final = """
-from alembic import op
-
-revision = "4f1c2a"
-down_revision = None
-depends_on = "pgoutbox_0001"
-
-def upgrade():
-    op.execute("COMMENT ON TABLE pgoutbox.message IS 'ours'")
-
-def downgrade():
-    op.execute("COMMENT ON TABLE pgoutbox.message IS NULL")
-"""
-INIS: Final = blocks_of(DOCS / "how-to/migrations.md", "ini")
-
-
-@pytest.mark.parametrize("block", INIS, ids=lambda block: re.findall(r"path_separator = (\w+)", block.text)[0])
-def test_the_alembic_configuration_runs_both_histories(block: Block, tmp_path: Path, empty_dsn: str) -> None:
-    scripts = tmp_path / "migrations"
-    (scripts / "versions").mkdir(parents=True)
-    (scripts / "env.py").write_text(HOST_ENV)
-    (scripts / "script.py.mako").write_text((ROOT / "migrations/script.py.mako").read_text())
-    (scripts / "versions" / "4f1c2a_first.py").write_text(HOST_REVISION)
-    (tmp_path / "alembic.ini").write_text(block.text)
-    config = Config(tmp_path / "alembic.ini")
-    config.attributes["url"] = empty_dsn.replace("postgresql://", "postgresql+psycopg://", 1)
-    command.upgrade(config, "heads")
-    with psycopg.connect(empty_dsn) as connection:
-        rows = connection.execute("SELECT version_num FROM alembic_version").fetchall()
-        comment = connection.execute("SELECT obj_description('pgoutbox.message'::regclass)").fetchone()
-    assert ("4f1c2a",) in rows
-    assert comment == ("ours",)
-    made = command.revision(config, "add places", head="4f1c2a")
-    assert Path(getattr(made, "path", "")).parent == scripts / "versions"
-    command.downgrade(config, "4f1c2a@base")
-    command.downgrade(config, "pgoutbox@base")
-
-
-@pytest.mark.slow
-def test_the_commands_for_a_new_alembic_project_create_revisions_in_it(tmp_path: Path, empty_dsn: str) -> None:
-    """A copy of the package stands for the installed one. `alembic init` creates the project."""
-    package = tmp_path / "installed" / "pgoutbox"
-    shutil.copytree(ROOT / "pgoutbox", package)  # Follows the link to the migrations.
-    environment = os.environ | {"PYTHONPATH": str(package.parent), "PGOUTBOX_DSN": empty_dsn}
-
-    def type_in(line: str) -> subprocess.CompletedProcess[str]:
-        typed = [sys.executable, "-m", *shlex.split(line)]
-        return subprocess.run(typed, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-
-    assert type_in("alembic init migrations").returncode == 0
-    ini = tmp_path / "alembic.ini"
-    location = re.findall(r"^version_locations = .*$", INIS[0].text, re.MULTILINE)[0]
-    url = sqlalchemy_url(empty_dsn).render_as_string(hide_password=False).replace("%", "%%")
-    changed = re.sub(
-        r"^path_separator = .*$", f"path_separator = space\n{location}", ini.read_text(), flags=re.MULTILINE
-    )
-    ini.write_text(re.sub(r"^sqlalchemy.url = .*$", lambda _: f"sqlalchemy.url = {url}", changed, flags=re.MULTILINE))
-    shipped = sorted((package / "migrations" / "versions").glob("*.py"))
-
-    refused = type_in("alembic revision -m first")
-    assert "is not represented in current version locations" in refused.stdout + refused.stderr
-    (block,) = [block for block in blocks_of(DOCS / "how-to/migrations.md", "sh") if block.directive == "run: alembic"]
-    for line in block.text.splitlines():
-        done = type_in(line)
-        assert done.returncode == 0, done.stdout + done.stderr
-    names = [path.name for path in (tmp_path / "migrations" / "versions").glob("*.py")]
-    assert sorted(name.partition("_")[2] for name in names) == ["add_places.py", "first.py"]
-    assert sorted((package / "migrations" / "versions").glob("*.py")) == shipped
-    current = type_in("pgoutbox migrate current --json")
-    assert '"history": "application"' in current.stdout
 
 
 # --- the tutorial -----------------------------------------------------------------------------------------------------

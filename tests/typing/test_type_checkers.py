@@ -18,8 +18,8 @@ from tests.support.pages import DOCS, ROOT, blocks_of
 pytestmark = pytest.mark.slow
 
 PAGES: Final = (ROOT / "README.md", DOCS / "tutorial.md", *sorted((DOCS / "how-to").glob("*.md")))
-# Django and asyncpg ship no types. tests/typing/check_public_api.py has the shapes of their type stubs.
-UNTYPED: Final = re.compile(r"^(?:import|from) (?:asyncpg|django)\b", re.MULTILINE)
+# These ship no types. tests/typing/check_public_api.py has the shapes of the type stubs of asyncpg and Django.
+UNTYPED: Final = re.compile(r"^(?:import|from) (?:asyncpg|celery|django)\b", re.MULTILINE)
 
 
 def run(*command: str, directory: Path) -> str:

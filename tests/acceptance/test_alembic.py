@@ -1,0 +1,193 @@
+"""Tests that the Alembic recipes of docs/how-to/migrations.md work in projects that `alembic init` has created."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import alembic.config
+import psycopg
+import pytest
+from alembic.script import ScriptDirectory
+
+from pgoutbox import migrate
+from pgoutbox.testing import sqlalchemy_url
+from tests.support.outbox_actions import enqueue
+from tests.support.pages import DOCS, blocks_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Server
+
+pytestmark = pytest.mark.slow
+
+PAGE: Final = DOCS / "how-to/migrations.md"
+(INI,) = (block.text for block in blocks_of(PAGE, "ini"))
+(LABEL,) = (block.text for block in blocks_of(PAGE, "python") if block.directive == "")
+BEFORE, NOW = zip(*re.findall(r"^\| `(alembic .*)` \| `(alembic .*)` \|$", PAGE.read_text(), re.MULTILINE), strict=True)
+(DELETION,) = re.findall(r"`PGOPTIONS='(.*)' (alembic .*)`", PAGE.read_text())
+(DEPENDENCY,) = re.findall(r"`depends_on = (.*)`", PAGE.read_text())
+MODELS: Final = "from sqlalchemy import Column, MetaData, Table, Text\n\nmetadata = MetaData()\n"
+
+# A command of Alembic takes a second, mostly for its imports, so the processes are forked from one that has done them.
+PROCESSES: Final = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["alembic.config", "asyncpg", "pgoutbox.migrate", "sqlalchemy.ext.asyncio", __name__])
+
+
+def type_in(line: str, directory: Path, environment: dict[str, str], output: Path, errors: Path) -> None:
+    """Run a command of Alembic in this process."""
+    os.chdir(directory)
+    os.environ.update(environment)
+    for path, descriptor in ((output, 1), (errors, 2)):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
+    alembic.config.main(shlex.split(line.removeprefix("alembic ")))
+
+
+def commands(directive: str) -> list[str]:
+    """Return the lines of a block of the page."""
+    (block,) = (block for block in blocks_of(PAGE, "sh") if block.directive == f"run: {directive}")
+    return block.text.splitlines()
+
+
+@dataclass
+class Project:
+    """A project of `alembic init`, with the tables of `models.py`."""
+
+    directory: Path
+    dsn: str
+    driver: str = "psycopg"
+
+    def __post_init__(self) -> None:
+        self.run(f"alembic init --template {'async' if self.driver == 'asyncpg' else 'generic'} migrations")
+        url = sqlalchemy_url(self.dsn).set(drivername=f"postgresql+{self.driver}").render_as_string(hide_password=False)
+        self.edit("alembic.ini", "sqlalchemy.url", url.replace("%", "%%"))
+        self.edit("migrations/env.py", "target_metadata", "__import__('models').metadata")
+        (self.directory / "models.py").write_text(MODELS)
+        self.add_table("member")
+
+    def edit(self, name: str, option: str, value: str) -> None:
+        """Give an option of a file another value."""
+        path = self.directory / name
+        changed, count = re.subn(
+            rf"(?m)^({option}\b.*?) = .*$", lambda match: f"{match[1]} = {value}", path.read_text()
+        )
+        assert count == 1, f"{name}: {option}"
+        path.write_text(changed)
+
+    def add_table(self, name: str) -> None:
+        with (self.directory / "models.py").open("a") as models:
+            models.write(f"Table({name!r}, metadata, Column('name', Text, primary_key=True))\n")
+
+    def add_pgoutbox(self) -> None:
+        """Change alembic.ini as the page says."""
+        locations, separator = INI.splitlines()[2:]
+        self.edit("alembic.ini", "path_separator", f"{separator.partition(' = ')[2]}\n{locations}")
+
+    def run(self, line: str, *, refusal: str = "", **environment: str) -> str:
+        """Run a command of Alembic and return its output. With `refusal`, it must fail with this text."""
+        output, errors = self.directory / "output", self.directory / "errors"
+        process = PROCESSES.Process(target=type_in, args=(line, self.directory, environment, output, errors))
+        process.start()
+        process.join()
+        printed = output.read_text()
+        assert (process.exitcode != 0) == (refusal != ""), printed + errors.read_text()
+        assert refusal in printed + errors.read_text()
+        return printed
+
+    @property
+    def revisions(self) -> list[Path]:
+        return list((self.directory / "migrations/versions").glob("*.py"))
+
+    def tables(self) -> set[str]:
+        return tables_of(self.dsn)
+
+
+def tables_of(dsn: str) -> set[str]:
+    """Return the application's tables, and `message` for pgoutbox."""
+    with psycopg.connect(dsn) as connection:
+        rows = connection.execute(
+            "SELECT tablename FROM pg_tables WHERE schemaname = 'public' OR tablename = 'message'"
+        ).fetchall()
+        return {name for (name,) in rows} - {"alembic_version"}
+
+
+def test_an_existing_project_takes_pgoutbox_in(tmp_path: Path, empty_dsn: str, server: Server) -> None:
+    project = Project(tmp_path, empty_dsn)
+    project.run("alembic revision --autogenerate -m first")
+    project.run("alembic upgrade head")
+    (first,) = project.revisions
+
+    project.add_pgoutbox()
+    project.edit(str(first.relative_to(tmp_path)), "branch_labels", LABEL.strip().partition(" = ")[2])
+    upgrade, script, revision, downgrade = NOW
+    project.run(BEFORE[0], refusal="Multiple head revisions")
+    project.run(BEFORE[1], refusal="Multiple head revisions")
+    project.run(upgrade)
+    project.add_table("place")
+    project.run(BEFORE[2], refusal="Multiple heads")
+    project.run(revision)
+    (second,) = set(project.revisions) - {first}
+    project.edit(str(second.relative_to(tmp_path)), "depends_on", DEPENDENCY)
+    project.run(upgrade)
+    assert project.tables() == {"member", "place", "message"}
+    project.run("alembic check")
+    with server.database() as other, psycopg.connect(server.dsn_for(other), autocommit=True) as connection:
+        connection.execute(project.run(script).encode())
+        assert tables_of(server.dsn_for(other)) == {"member", "place", "message"}
+
+    with psycopg.connect(empty_dsn) as connection:
+        enqueue(connection)
+    project.run(BEFORE[3], refusal="would be deleted: 1 pending")
+    assert project.tables() == {"member", "place", "message"}
+    project.run(downgrade)
+    assert project.tables() == {"message"}
+    project.run(upgrade)
+    options, deletion = DELETION
+    project.run(deletion, PGOPTIONS=options)
+    assert project.tables() == {"member"}
+
+
+def test_an_async_project_takes_pgoutbox_in(tmp_path: Path, empty_dsn: str) -> None:
+    project = Project(tmp_path, empty_dsn, "asyncpg")
+    project.add_pgoutbox()
+    project.run("alembic upgrade heads")
+    assert project.tables() == {"message"}
+    project.run("alembic downgrade pgoutbox@base")
+    assert project.tables() == set()
+
+
+@pytest.mark.parametrize("has_pgoutbox", [False, True])
+def test_a_new_project_creates_its_first_revision(tmp_path: Path, empty_dsn: str, has_pgoutbox: bool) -> None:
+    project = Project(tmp_path, empty_dsn)
+    if has_pgoutbox:
+        project.add_pgoutbox()
+        (first,) = commands("first")
+        project.run(first, refusal="Target database is not up to date")
+        project.run(first.replace("--autogenerate ", ""), refusal="is not represented in current version locations")
+    for line in commands("instead of first" if has_pgoutbox else "first"):
+        project.run(line)
+    if not has_pgoutbox:
+        project.add_pgoutbox()
+    project.add_table("place")
+    for line in commands("then"):
+        project.run(line)
+    assert project.tables() == {"member", "place", "message"}
+    assert sorted(path.stem.partition("_")[2] for path in project.revisions) == ["add_places", "first"]
+    assert migrate.state(empty_dsn) == (migrate.head(), "application")
+
+
+@pytest.mark.filterwarnings("ignore:The version_path_separator:DeprecationWarning")
+@pytest.mark.parametrize("separator", ["path_separator = newline", "version_path_separator = newline"])
+def test_each_location_may_have_its_own_line(tmp_path: Path, separator: str) -> None:
+    home = tmp_path / "my project"
+    (home / "migrations/versions").mkdir(parents=True)
+    *head, locations, _ = INI.splitlines()
+    lines = locations.replace(" = ", " =\n    ").replace("versions pgoutbox:", "versions\n    pgoutbox:")
+    (home / "alembic.ini").write_text("\n".join((*head, lines, separator)))
+    scripts = ScriptDirectory.from_config(alembic.config.Config(home / "alembic.ini"))
+    assert [revision.revision for revision in scripts.walk_revisions()] == ["pgoutbox_0001"]
