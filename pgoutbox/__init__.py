@@ -49,7 +49,7 @@ from pgoutbox.transports.webhook.request import Webhook
 
 if TYPE_CHECKING:
     from pgoutbox.operations import Operator
-    from pgoutbox.worker import Worker, asend_directly, send_directly
+    from pgoutbox.worker import Worker, asend_directly, lifespan, send_directly
 
 # Public modules, besides this one. Most applications need none of them.
 PUBLIC_MODULES = (
@@ -117,6 +117,7 @@ __all__ = [
     "Webhook",
     "Worker",
     "asend_directly",
+    "lifespan",
     "load_settings",
     "send_directly",
 ]
@@ -128,7 +129,7 @@ def __getattr__(name: str) -> object:
         from pgoutbox.operations import Operator
 
         return Operator
-    if name in ("Worker", "asend_directly", "send_directly"):
+    if name in ("Worker", "asend_directly", "lifespan", "send_directly"):
         from pgoutbox import worker
 
         return getattr(worker, name)

@@ -42,7 +42,7 @@ from pgoutbox.message import Message, Outcome, Sent, State
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import RedirectSettings, load_settings
 from pgoutbox.transports import Content
-from pgoutbox.worker import Worker
+from pgoutbox.worker import Worker, asgi
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
@@ -381,6 +381,11 @@ def sqlalchemy_url(dsn: str, *, drivername: str = "postgresql+psycopg") -> URL:
 
 
 _DRIVERS = pytest.StashKey[list[OutboxDriver]]()
+
+
+def pytest_configure() -> None:
+    """Let `pgoutbox.lifespan` start no worker: it would deliver by itself, and on the database of the environment."""
+    asgi.is_under_pytest = True
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,7 +18,7 @@ import psycopg
 
 from pgoutbox.dashboard.database import RefusedError
 from pgoutbox.errors import PgOutboxError, StateError
-from pgoutbox.observability.events import LogEvent
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations import MessageFilter, Operator
 from pgoutbox.operations.records import BulkAction, BulkChanges
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pgoutbox.dashboard.database import Database
     from pgoutbox.dashboard.types import Viewer
 
-logger = logging.getLogger(__name__)
+_telemetry: Final = Telemetry(logging.getLogger(__name__))
 
 
 MAX_MESSAGES: Final = 1_000_000
@@ -108,9 +108,12 @@ class Bulks:
             # The driver's text can quote parameters.
             bulk.error = _error_text(error)
             bulk.status = "broken"
-            logger.warning(
+            _telemetry.report(
+                logging.WARNING,
+                LogEvent.WEB_BULK_BROKEN,
                 "a bulk action of the dashboard failed",
-                extra={"event": LogEvent.WEB_BULK_BROKEN, "action": bulk.action, "error": type(error).__name__},
+                action=bulk.action,
+                error=type(error).__name__,
             )
 
     def _work(self, operator: Operator, bulk: Bulk) -> Literal["done", "stopped", "capped"]:

@@ -102,11 +102,7 @@ class AsyncpgConnection(Protocol):
 
 
 SyncConnection: TypeAlias = (
-    psycopg.Connection[object]
-    | DjangoConnection
-    | "sqlalchemy.Connection"
-    | "orm.Session"
-    | "orm.scoped_session[orm.Session]"
+    psycopg.Connection[object] | DjangoConnection | "sqlalchemy.Connection" | "orm.Session" | "orm.scoped_session[Any]"
 )
 AsyncConnection: TypeAlias = (
     psycopg.AsyncConnection[object]

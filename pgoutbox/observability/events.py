@@ -41,6 +41,11 @@ class LogEvent(enum.StrEnum):
         "The worker begins to stop: it claims no more messages and waits for its handlers.",
     )
     WORKER_STOPPED = "worker_stopped", "The worker has stopped."
+    WORKER_FAILED = "worker_failed", "The worker of a `lifespan` has failed. The application stops."
+    WORKER_LEFT_OUT = (
+        "worker_left_out",
+        "Under the pytest plugin a `lifespan` starts no worker: a test delivers itself.",
+    )
     RUN_DONE = (
         "run_done",
         "A run of `worker --once` or `--drain` has ended. The fields count the outcomes of its attempts.",

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
-import signal
-import sys
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx
 import psycopg
 import pytest
 import redis
@@ -22,17 +17,14 @@ from pgoutbox import Email, Permanent, Sent, Unavailable
 from pgoutbox.message import SendFailure
 from pgoutbox.webhooks import verify
 from tests.support import webhook_server as http
-from tests.support.brokers import HOST, accepts, free_port, redis_server
+from tests.support.brokers import HOST, free_port, redis_server
 from tests.support.example_shell import ROOT, mails, states
 from tests.support.sends import outgoing
 from tests.support.settings import settings_with
 from tests.support.smtp_server import parsed
-from tests.support.waiting import until
 from tests.support.webhook_server import webhook_server
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from pgoutbox.message import Outcome
     from pgoutbox.transports import Content, Transport
     from tests.conftest import Server
@@ -243,37 +235,6 @@ async def test_each_document_of_a_batch_has_its_own_outcome(shell: Shell, dsn: s
 async def test_a_script_delivers_its_messages(shell: Shell, dsn: str) -> None:
     assert await shell.example("points") == ["ada 120", "bob 5"]
     assert states(dsn) == {"sent": 2}
-
-
-@asynccontextmanager
-async def web_application(shell: Shell, port: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run the web application until it has answered SIGTERM."""
-    command = ("-m", "uvicorn", "--port", str(port), "examples.web_app:app")
-    process = await asyncio.create_subprocess_exec(sys.executable, *command, cwd=ROOT, env=shell.environment)
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await asyncio.wait_for(process.wait(), 60)
-
-
-async def test_a_web_application_delivers_with_a_worker_in_its_lifespan(shell: Shell, inbox: Inbox, dsn: str) -> None:
-    port = free_port()
-    async with web_application(shell, port) as process, httpx.AsyncClient(timeout=60) as client:
-        await until(lambda: accepts(port))
-        answer = await client.post(f"http://{HOST}:{port}/members", json={"email": "ada@example.org"})
-        assert answer.status_code == 201
-        await until(lambda: inbox.received)
-    assert process.returncode == -signal.SIGTERM  # uvicorn raises the signal again after its shutdown.
-    assert [recipient for recipient, _ in mails(inbox)] == ["ada@example.org"]
-    assert states(dsn) == {"sent": 1}
-
-
-async def test_a_web_application_ends_if_its_worker_fails(shell: Shell, empty_dsn: str) -> None:
-    shell.environment["PGOUTBOX_DSN"] = empty_dsn
-    async with web_application(shell, free_port()) as process:
-        assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(("name", "count"), [("test_sign_up", 4), ("test_points", 2)])

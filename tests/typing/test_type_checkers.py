@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 continue
             name = block.file_name or f"{page.stem.replace('-', '_')}_line_{block.line}.py"
             (directory / name).write_text(block.text)
+    for starter in (ROOT / "examples").glob("*_app.py"):  # Readers save them beside the blocks.
+        shutil.copy(starter, directory)
     # The examples, which two pages import, are annotated but not an installed package.
     strict = {"typeCheckingMode": "strict", "pythonVersion": "3.11", "reportMissingTypeStubs": False}
     (directory / "pyrightconfig.json").write_text(json.dumps(strict))

@@ -6,14 +6,14 @@ The log entry is redacted, the file is complete: links in it work.
 from __future__ import annotations
 
 import asyncio
+import logging
 from email.parser import BytesHeaderParser
 from email.policy import default
-from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Snooze, Unavailable
-from pgoutbox.observability.events import LogEvent
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.redaction import redact_text
 from pgoutbox.transports import pass_gate
 from pgoutbox.transports.redirect import RedirectRules, covering
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pgoutbox.transports import Content
     from pgoutbox.transports.redirect import Redirect
 
-logger = getLogger("pgoutbox.transports.smtp")
+_telemetry: Final = Telemetry(logging.getLogger("pgoutbox.transports.smtp"))
 
 _DEFAULT_SENDER: Final = "pgoutbox@localhost"
 _MAX_LOGGED_CHARS: Final = 10_000
@@ -75,19 +75,18 @@ class LogTransport:
         else:
             shown, text, attachments = {}, mail.content[:_MAX_LOGGED_CHARS].decode(errors="replace"), []
         names = self._settings.redacted_names
-        logger.info(
+        _telemetry.report(
+            logging.INFO,
+            LogEvent.EMAIL_LOGGED,
             "e-mail not sent, only logged",
-            extra={
-                "event": LogEvent.EMAIL_LOGGED.value,
-                "message_id": message.id,
-                "topic": message.topic,
-                "sender": mail.sender,
-                "recipients": list(mail.recipients),
-                "headers": {name: redact_text(value, names) for name, value in shown.items()},
-                "attachments": attachments,
-                "file": None if file is None else str(file),
-                "text": redact_text(text[:_MAX_LOGGED_CHARS], names),
-            },
+            message_id=message.id,
+            topic=message.topic,
+            sender=mail.sender,
+            recipients=list(mail.recipients),
+            headers={name: redact_text(value, names) for name, value in shown.items()},
+            attachments=attachments,
+            file=None if file is None else str(file),
+            text=redact_text(text[:_MAX_LOGGED_CHARS], names),
         )
 
     def _write_file(self, directory: Path, message: Message[object], mail: RenderedEmail) -> Path:

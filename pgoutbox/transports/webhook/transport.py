@@ -8,6 +8,7 @@ is recorded, unless the settings ask for an excerpt.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
 import time
@@ -21,12 +22,11 @@ from functools import cached_property
 from hashlib import blake2b
 from http import HTTPStatus
 from importlib.util import find_spec
-from logging import getLogger
 from typing import TYPE_CHECKING, Protocol, cast
 
 from pgoutbox.errors import MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Unavailable
-from pgoutbox.observability.events import LogEvent
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.tracing import current_context
 from pgoutbox.text import one_line
 from pgoutbox.transports import breaker_key_of, pass_gate
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Webhook", "WebhookTransport"]
 
-logger = getLogger("pgoutbox.transports.webhook")
+_telemetry = Telemetry(logging.getLogger("pgoutbox.transports.webhook"))
 
 MAX_ANSWER_BYTES = 64 * 1024
 _REST_SECONDS = 2.0
@@ -293,13 +293,9 @@ class _Dialler:
         for address in addresses:
             if not self.policy.allows(address):
                 # Only for the operator: it would reveal details of the network to the author of the URL.
-                logger.warning(
-                    "a webhook to an address that is not public was refused",
-                    extra={
-                        "event": LogEvent.WEBHOOK_ADDRESS_REFUSED.value,
-                        "host": endpoint.host,
-                        "address": address,
-                    },
+                text = "a webhook to an address that is not public was refused"
+                _telemetry.report(
+                    logging.WARNING, LogEvent.WEBHOOK_ADDRESS_REFUSED, text, host=endpoint.host, address=address
                 )
                 raise _RefusedAddress
         return addresses[:_MAX_DIALLED_ADDRESSES]
