@@ -11,7 +11,8 @@ help: ## Show the commands
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pgoutbox needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --editable '.[all,testing]' --group dev --group bench
 	touch $@
 
 demo: $(STAMP) ## Play a sign-up service against an embedded PostgreSQL and a local SMTP server

@@ -136,7 +136,7 @@ class System:
         try:
             importlib.metadata.version(self.package)
         except importlib.metadata.PackageNotFoundError:
-            return f"the package {self.package} is not installed: pip install -e '.[bench]'"
+            return f"the package {self.package} is not installed: pip install --group bench"
         if self.redis and shutil.which("redis-server") is None:
             return "redis-server is not installed"
         return None

@@ -9,16 +9,19 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, LiteralString, NamedTuple
 
 import pytest
 import yaml
 
+import pgoutbox
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import DATABASE_METRICS, WORKER_METRICS, Kind
 from pgoutbox.settings import VARIABLES, Settings, load_settings
+from tests.support.messages import PUT_SENDING
 from tests.support.missing import server_missing
 
 if TYPE_CHECKING:
@@ -356,6 +359,55 @@ def test_the_dashboard_is_reached_only_by_its_host_name_and_proxy(monkeypatch: p
     service = found["Service", "pgoutbox-dashboard"]["spec"]
     assert service["selector"] == found[DASHBOARD]["spec"]["template"]["metadata"]["labels"]
     assert [port["targetPort"] for port in service["ports"]] == ["http"]
+
+
+def test_keda_counts_the_messages_that_more_workers_would_deliver(rolled_back: psycopg.Connection) -> None:
+    documents = yaml.safe_load_all((DEPLOY / "keda.yaml").read_text())
+    (spec,) = [document["spec"] for document in documents if document["kind"] == "ScaledObject"]
+    assert ("Deployment", spec["scaleTargetRef"]["name"]) == WORKER
+    assert spec["minReplicaCount"] == manifests()[WORKER]["spec"]["replicas"]
+    ((query, target),) = [(t["metadata"]["query"], t["metadata"]["targetQueryValue"]) for t in spec["triggers"]]
+    assert int(target) * spec["maxReplicaCount"] == int(re.findall(r"LIMIT (\d+)", query)[0])
+    execute = rolled_back.execute
+    execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('paused', now())")
+    enqueue = "SELECT pgoutbox.enqueue('scale', '{}', queue => %s, delay => %s)"
+    for queue, delay in (
+        ("default", None),
+        ("default", None),
+        ("default", "1 hour"),
+        ("paused", None),
+        ("paused", None),
+    ):
+        execute(enqueue, (queue, delay))
+    execute(PUT_SENDING, execute("SELECT max(id) FROM pgoutbox.message_live").fetchone())
+    execute("SET LOCAL ROLE pgoutbox_viewer")
+    assert execute(query).fetchone() == (3,)
+
+
+# --- compose ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_services_of_compose_run_commands_of_pgoutbox_with_valid_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (DEPLOY / "compose.yaml").read_text().replace("${TOKEN:?set it to 20 random characters or more}", "t" * 20)
+    services = yaml.safe_load(text)["services"]
+    database = services.pop("db")
+    assert {name: service["command"][1] for name, service in services.items()} == {
+        "migrate": "migrate",
+        "worker": "worker",
+        "dashboard": "web",
+    }
+    for service in services.values():
+        with monkeypatch.context() as patch:
+            settings = settings_of(service["environment"], patch)
+        assert settings.dsn is not None
+        assert f":{database['environment']['POSTGRES_PASSWORD']}@db/" in settings.dsn.get_secret_value()
+    assert int(services["worker"]["stop_grace_period"].rstrip("s")) >= GRACE_SECONDS + CLOSING_SECONDS
+
+
+def test_the_image_contains_this_version_and_extras_that_exist() -> None:
+    (extras, version) = re.findall(r"pgoutbox\[(.*)\]==([\d.]+)", (DEPLOY / "Containerfile").read_text())[0]
+    assert version == pgoutbox.__version__
+    assert set(extras.split(",")) <= set(metadata("pgoutbox").get_all("Provides-Extra") or ())
 
 
 # --- systemd ----------------------------------------------------------------------------------------------------------

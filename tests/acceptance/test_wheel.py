@@ -43,11 +43,14 @@ async def write_down(message: Message, ctx: Context) -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel from the source archive, like a release."""
     directory = tmp_path_factory.mktemp("dist")
-    subprocess.run(
-        [sys.executable, "-m", "build", "--outdir", str(directory), str(ROOT)], check=True, capture_output=True
-    )
+    build(ROOT, directory)
     (built,) = directory.glob("*.whl")
     return built
+
+
+def build(source: Path, directory: Path) -> None:
+    command = [sys.executable, "-m", "build", "--installer", "uv", "--outdir", str(directory), str(source)]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def test_the_wheel_contains_exactly_the_package_its_types_statements_and_migrations(wheel: Path) -> None:
@@ -59,6 +62,21 @@ def test_the_wheel_contains_exactly_the_package_its_types_statements_and_migrati
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "pgoutbox" / "database").rglob("*.sql")} <= {*names}
     assert len(names) == len(set(names))
     assert {Path(name).parts[0].split("-")[0] for name in names} == {"pgoutbox"}
+
+
+def test_the_unpacked_source_archive_builds_the_same_files(wheel: Path, tmp_path: Path) -> None:
+    (archive,) = wheel.parent.glob("*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    build(unpacked, tmp_path / "dist")
+    for path in (wheel, archive):
+        assert (tmp_path / "dist" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_the_release_runs_only_actions_that_a_commit_names() -> None:
+    used = re.findall(r"uses: (.*)", (ROOT / ".github/workflows/release.yml").read_text())
+    assert used
+    assert [action for action in used if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v[\d.]+", action)] == []
 
 
 def test_the_version_of_the_wheel_is_that_of_the_package(wheel: Path) -> None:

@@ -23,6 +23,7 @@ from pgoutbox.message import State
 from pgoutbox.settings import load_settings
 from pgoutbox.worker import Worker
 from tests.support.messages import put
+from tests.support.missing import setting_of_old_servers
 from tests.support.outbox_actions import enqueue, row_of, rows_of, running, settings_for
 from tests.support.roles import ROLES, login
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS, until
@@ -55,7 +56,8 @@ def login_with(dsn: str, *roles: str, **defaults: str) -> Iterator[str]:
         role = composable.Identifier(str(conninfo_to_dict(own_dsn)["user"]))
         for name, value in defaults.items():
             statement = composable.SQL("ALTER ROLE {} SET {} = {}")
-            superuser.execute(statement.format(role, composable.Identifier(name), composable.Literal(value)))
+            with setting_of_old_servers():
+                superuser.execute(statement.format(role, composable.Identifier(name), composable.Literal(value)))
         yield own_dsn
 
 

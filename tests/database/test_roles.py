@@ -37,6 +37,7 @@ from pgoutbox.worker import Worker
 from tests.support import races
 from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.messages import ADD_ATTEMPT, SET_LAST_ERROR, put
+from tests.support.missing import setting_of_old_servers
 from tests.support.outbox_actions import WatchedWorker, enqueue, lapse, row_of, running, settings_for
 from tests.support.roles import ROLES, login
 from tests.support.waiting import until
@@ -430,7 +431,8 @@ def test_no_literal_of_a_function_depends_on_the_session(rolled_back: psycopg.Co
 
 def test_a_caller_with_old_strings_sets_no_redirect_that_workers_refuse(dsn: str) -> None:
     with login(dsn, "pgoutbox_operator") as its_dsn, psycopg.connect(its_dsn, autocommit=True) as session:
-        session.execute("SET standard_conforming_strings = off")
+        with setting_of_old_servers():
+            session.execute("SET standard_conforming_strings = off")
         for target in ("a b@example.org", "ann@example org", "ann,bob@example.org", "@a,b"):
             with pytest.raises(psycopg.errors.InvalidParameterValue, match="set_redirect: target: must be an address"):
                 session.execute("SELECT pgoutbox.set_redirect(%s)", [target])

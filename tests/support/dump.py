@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import psycopg
 
 from pgoutbox import embedded
+from tests.support.missing import server_missing
 
 
 def dump_of(dsn: str) -> str:
@@ -21,7 +23,12 @@ def dump_of(dsn: str) -> str:
         embedded._package_directory() / embedded._INSTALLATION / "bin" / "pg_dump",
         Path(shutil.which("pg_dump") or os.devnull),
     ]
-    program = next(candidate for candidate in candidates if candidate.is_file())
+    for program in filter(Path.is_file, candidates):
+        (version,) = re.findall(rb"PostgreSQL\) (\d+)", subprocess.check_output([program, "--version"]))
+        if int(version) >= major:
+            break
+    else:
+        server_missing(f"there is no pg_dump of PostgreSQL {major}")
     dumped = subprocess.run(
         [program, "--data-only", "--schema=pgoutbox", dsn], capture_output=True, text=True, check=True, timeout=60
     )

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import NoReturn
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
 
+import psycopg
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def server_missing(reason: str) -> NoReturn:
@@ -13,3 +18,12 @@ def server_missing(reason: str) -> NoReturn:
     if os.environ.get("CI") == "true":
         pytest.fail(f"CI must not skip this: {reason}", pytrace=False)
     pytest.skip(reason)
+
+
+@contextmanager
+def setting_of_old_servers() -> Iterator[None]:
+    """Skip the test if the server refuses a setting: PostgreSQL 19 removed `standard_conforming_strings = off`."""
+    try:
+        yield
+    except psycopg.errors.FeatureNotSupported as error:
+        pytest.skip(f"the server does not support the setting: {error}")

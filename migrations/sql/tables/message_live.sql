@@ -48,10 +48,10 @@ WHERE key_in_flight IS NOT NULL AND ordering_key IS NULL;
 CREATE INDEX message_live_ordered ON pgoutbox.message_live (queue, ordering_key, id)
 WHERE ordering_key IS NOT NULL;
 
--- The second condition is always true. Because of it, only statements with a condition on the time use this index: the
--- planner never looks up the messages of a key in it.
+-- The second condition is always true. Because of it, only statements that repeat it use this index: the planner never
+-- looks up the messages of a key in it. PostgreSQL 19 leaves out a condition NOT NULL, so it is another one.
 CREATE INDEX message_live_ordered_due ON pgoutbox.message_live (queue, available_at)
-WHERE ordering_key IS NOT NULL AND available_at IS NOT NULL;
+WHERE ordering_key IS NOT NULL AND available_at > '-infinity';
 
 CREATE UNIQUE INDEX message_live_ordered_in_flight ON pgoutbox.message_live (queue, key_in_flight)
 WHERE key_in_flight IS NOT NULL AND ordering_key IS NOT NULL;

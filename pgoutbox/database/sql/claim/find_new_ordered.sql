@@ -5,6 +5,8 @@ WITH new AS MATERIALIZED (
     FROM pgoutbox.message_live AS m
     WHERE m.queue = %(queue)s::text AND m.ordering_key IS NOT NULL AND m.state = 'pending'
         AND m.available_at BETWEEN now() - make_interval(secs => %(since_seconds)s::float8) AND now()
+        -- Always true: it permits the index message_live_ordered_due.
+        AND m.available_at > '-infinity'
     ORDER BY m.available_at
     LIMIT %(key_limit)s::integer
 )

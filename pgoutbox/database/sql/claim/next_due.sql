@@ -40,6 +40,8 @@ CROSS JOIN LATERAL (
                 FROM pgoutbox.message_live AS m
                 WHERE m.queue = asked.name AND m.state = 'pending' AND m.ordering_key IS NOT NULL
                     AND m.available_at > asked.since
+                    -- Always true: it permits the index message_live_ordered_due.
+                    AND m.available_at > '-infinity'
             )
         ) AS first_at,
         least(
