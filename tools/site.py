@@ -60,10 +60,16 @@ def groups_of(root: Path) -> dict[str, list[str]]:
 def site_text(text: str, file: Path, repository: str) -> str:
     """Return the text of a page with links that work on the site, without comments."""
 
+    # The README is also the page of the package on PyPI, so its picture has an absolute address.
+    raw = repository.replace("https://github.com/", "https://raw.githubusercontent.com/") + "/main/"
+
     def moved(link: re.Match[str]) -> str:
-        if "://" in link[0]:
+        if link[0].startswith(raw):
+            target = Path(link[0].removeprefix(raw))
+        elif "://" in link[0]:
             return link[0]
-        target = Path(os.path.normpath(file.parent / link[0]))
+        else:
+            target = Path(os.path.normpath(file.parent / link[0]))
         place, page = place_of(target), place_of(file)
         if place is None or page is None:
             return f"{repository}/blob/main/{target}"

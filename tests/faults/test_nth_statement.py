@@ -91,6 +91,7 @@ def cuts(proxy: Proxy, play: Callable[[str], object], *, at_most: int | None = N
             except psycopg.OperationalError as lost:
                 error = lost
             if not proxy.has_cut():
+                proxy.withdraw_cut()
                 if number <= 0.8 * statement_count:
                     # The machine was busier at first, and each play took a round of claims more.
                     statement_count = min(statement_count, count_statements())

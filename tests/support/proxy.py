@@ -111,6 +111,14 @@ class Proxy:
 
         self._call(set_cut)
 
+    def withdraw_cut(self) -> None:
+        """Cut nothing more. The last cut has not happened."""
+
+        def withdraw() -> None:
+            self._cut = None
+
+        self._call(withdraw)
+
     def has_cut(self) -> bool:
         """Return whether this many statements have arrived."""
         return self._call(lambda: self._cut is not None and len(self.statements) >= self._cut[0])

@@ -47,6 +47,8 @@ CROSS JOIN LATERAL (
             SELECT m.available_at, false FROM pgoutbox.message_view AS m
             WHERE m.queue = n.queue AND m.ordering_key IS NOT NULL AND m.state = 'pending'
                 AND m.available_at > span.after_at AND m.available_at <= span.until_at
+                -- Always true: it permits the index message_live_ordered_due.
+                AND m.available_at > '-infinity'
             ORDER BY m.available_at LIMIT %(cap)s::bigint
         )
         UNION ALL

@@ -32,6 +32,8 @@ FROM (
                 SELECT m.available_at FROM pgoutbox.message_view AS m
                 WHERE m.queue = n.queue AND m.ordering_key IS NOT NULL AND m.state = 'pending'
                     AND m.available_at <= now()
+                    -- Always true: it permits the index message_live_ordered_due.
+                    AND m.available_at > '-infinity'
                 ORDER BY m.available_at LIMIT %(cap)s::bigint
             )
         ) AS lane

@@ -65,6 +65,8 @@ WITH reported AS (
                 AND o.ordering_key IS NOT NULL
                 AND o.state = 'pending'
                 AND o.available_at < now() - make_interval(secs => %(late_seconds)s::float8)
+                -- Always true: it permits the index message_live_ordered_due.
+                AND o.available_at > '-infinity'
             ORDER BY o.available_at
             LIMIT 1000
         )
