@@ -62,6 +62,7 @@ class Line:
             self.seen[key].append(message.id)
 
 
+@pytest.mark.slow
 async def test_processes_that_end_early_do_not_all_begin_with_the_same_keys(dsn: str, db: psycopg.Connection) -> None:
     """Each process ends with its first messages. A page of a worker with one slot is one key."""
     keys = [f"key-{number:02}" for number in range(40)]
