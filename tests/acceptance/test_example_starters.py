@@ -42,7 +42,7 @@ TOKEN: Final = "a-token-of-20-characters-or-more"
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A reader of a page, who has saved its files in an empty directory and types its commands."""
+    """A reader of a page: saves its files in an empty directory, and types its commands."""
 
     framework: str
     directory: Path
