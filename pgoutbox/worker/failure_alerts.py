@@ -52,7 +52,8 @@ class FailureAlerts:
     async def _run(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._failed.wait(), _LOOK_SECONDS)
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await self._failed.wait()
             await self.look()
             await asyncio.sleep(_PAUSE_SECONDS)
 

@@ -599,8 +599,11 @@ async def running(worker: Worker) -> AsyncIterator[None]:
             yield
     finally:
         worker.stop()
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        _, late = await asyncio.wait([task], timeout=PATIENCE_SECONDS)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
             await task
+        assert not late, "the worker did not stop"
 
 
 async def drained(*outboxes: Outbox) -> None:

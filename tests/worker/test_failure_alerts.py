@@ -290,3 +290,17 @@ def test_every_alert_can_be_sent_as_an_email(alert: Mapping[str, Any]) -> None:
     subject, text = alert_text(alert)
     assert "\n" not in subject
     assert Email(to="ops@club.org", subject=subject, text=text).text == text
+
+
+@pytest.mark.parametrize("steps", range(5))
+async def test_a_worker_that_stops_at_a_failure_does_not_wait_for_the_next_look(dsn: str, steps: int) -> None:
+    worker = Worker(failing_outbox(dsn, alert_destination=OPS))
+    async with worker._at_work(ends_by_itself=False) as run:
+        await asyncio.sleep(0)
+        run.state.signals.failed.set()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task = run.failure_alerts._task
+        assert task is not None
+        task.cancel()
+        await until(task.done)
