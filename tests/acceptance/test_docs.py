@@ -379,6 +379,7 @@ def refused(connection: psycopg.Connection, statement: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_capped_queue_is_full_at_its_cap_and_other_queues_are_not(capped: psycopg.Connection) -> None:
     one = "SELECT pgoutbox.enqueue('greet', '1', 'import')"
     three = """
@@ -405,6 +406,7 @@ def test_a_capped_queue_is_full_at_its_cap_and_other_queues_are_not(capped: psyc
     assert with_fallback.enqueue(capped, "greet", 1, queue="mail") is not None
 
 
+@pytest.mark.slow
 def test_a_full_queue_accepts_redriven_and_retried_messages(capped: psycopg.Connection) -> None:
     failed = put(capped, State.FAILED, queue="import")
     capped.execute("UPDATE pgoutbox.message_failed SET created_at = now() - interval '1 day'")

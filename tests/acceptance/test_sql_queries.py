@@ -254,6 +254,7 @@ def test_every_expected_answer_belongs_to_a_query() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heading", "number", "role", "text"), [pytest.param(*query, id=f"{query[0]} {query[1]}") for query in queries()]
 )

@@ -282,6 +282,7 @@ class TestMigrate:
             "revision": None,
         }
 
+    @pytest.mark.slow
     def test_current_recognizes_a_schema_of_the_applications_history(
         self, cli_anywhere: Callable[..., Done], empty_dsn: str
     ) -> None:
@@ -293,6 +294,7 @@ class TestMigrate:
             " upgrade it with `alembic upgrade heads`)\n"
         )
 
+    @pytest.mark.slow
     def test_downgrade_asks_for_confirmation(self, cli_anywhere: Callable[..., Done], empty_dsn: str) -> None:
         cli_anywhere("migrate")
         done = cli_anywhere("migrate", "downgrade", "base")
@@ -744,6 +746,7 @@ class TestLooking:
             ["state", "failed"]
         ]
 
+    @pytest.mark.slow
     def test_show_is_truncated_and_names_the_option_for_all(
         self, cli: Callable[..., Done], database: psycopg.Connection
     ) -> None:
@@ -756,6 +759,7 @@ class TestLooking:
         assert ("x" * 1_000_000 in whole.out, whole.err) == (True, "")
         assert cli("show", message_id, "--json").json["payload"] == "x" * 1_000_000
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("payload", ['{"x": 1e131071}', "[" * 3000 + "]" * 3000])
     def test_show_handles_json_that_python_cannot_parse(
         self, cli: Callable[..., Done], database: psycopg.Connection, payload: str
@@ -810,6 +814,7 @@ class TestLooking:
         assert re.search(r"circuit breaker mial:no-transport is open for \d+ s: this worker has no transport", error)
         assert "hunter2" not in error + str(breaker)
 
+    @pytest.mark.slow
     def test_breakers_are_listed_and_closed(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         assert cli("breaker", "list").out == "all circuit breakers are closed\n"
         database.execute(

@@ -95,6 +95,7 @@ def test_errors_of_different_causes_are_different_groups(rolled_back: psycopg.Co
     assert len(rows) == len(errors)
 
 
+@pytest.mark.slow
 def test_five_hundred_bounces_are_one_line(connect: Connect, cli: Callable[..., Done]) -> None:
     with connect(autocommit=True) as db:
         fail(db, *(f"RCPT n{n}@example.org: 550 5.1.1 <n{n}@example.org>: User unknown" for n in range(500)))

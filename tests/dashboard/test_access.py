@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
     from pgoutbox.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 OURS: Final = {"Sec-Fetch-Site": "same-origin"}
 AS_BROWSER: Final = {"Accept": "text/html,application/xhtml+xml"}
 PASSWORD: Final = "correct horse battery"

@@ -127,6 +127,7 @@ async def test_a_damaged_hash_matches_no_password() -> None:
     assert await known.identify("vera", PASSWORD) is None
 
 
+@pytest.mark.slow
 def test_the_same_password_has_another_hash_each_time() -> None:
     assert hash_password(PASSWORD) != hash_password(PASSWORD)
 
@@ -137,6 +138,7 @@ def test_a_password_that_is_too_short_or_too_long_is_refused(password: str) -> N
         hash_password(password)
 
 
+@pytest.mark.slow
 async def test_a_password_requires_a_name_and_a_token_does_not() -> None:
     known = Credentials(people(viewer=f"vera:{HASH}", operator=f"ada:{TOKEN}"))
     signed_in = [

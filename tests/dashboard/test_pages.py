@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from pgoutbox.dashboard.dashboard import Dashboard
     from tests.conftest import Connect
 
+pytestmark = pytest.mark.slow
+
 CANARY: Final = "c4n4ry-s3cret"
 HOSTILE: Final = "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&\u2028\u202e{{ 7 * 7 }}"
 HOSTILE_DESTINATION: Final = "javascript:alert(3)//<b onmouseover=alert(4)>"
@@ -2087,7 +2089,6 @@ def test_every_page_warns_of_a_copy(site: Site, db: psycopg.Connection) -> None:
         assert "workers send nothing from this one. pgoutbox doctor" in get(site.ada, path).words, path
 
 
-@pytest.mark.slow
 def test_an_operator_switches_the_redirect(site: Site, db: psycopg.Connection) -> None:
     form = {"target": "tester@example.org", "duration": "2", "unit": "hours"}
     answer = site.ada.post("/redirect", data=form, follow_redirects=True)
@@ -2114,7 +2115,6 @@ def test_an_operator_switches_the_redirect(site: Site, db: psycopg.Connection) -
     ]
 
 
-@pytest.mark.slow
 def test_an_operator_redirects_some_topics(site: Site, db: psycopg.Connection) -> None:
     form = {"target": "@t.example", "topics": "mail.user.*, mail.a", "exempt_topics": "mail.user.vip"}
     page = Page(site.ada.post("/redirect", data=form, follow_redirects=True).text)

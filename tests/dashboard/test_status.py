@@ -63,6 +63,7 @@ def site(dsn: str) -> Iterator[Site]:
         yield Site(stack.enter_context(serving(app, settings)), app.state.dashboard)
 
 
+@pytest.mark.slow
 def test_an_idle_outbox_has_every_name_and_the_worst_level_of_its_findings(site: Site, db: psycopg.Connection) -> None:
     found = site.status()
     assert (found["status"], [finding["code"] for finding in found["findings"]]) == ("warning", ["no-worker"])

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import LiteralString
 
+pytestmark = pytest.mark.slow
+
 CATALOG = """
     SELECT 'column' AS kind,
            format('%s.%s', c.relname, a.attname) AS name,
@@ -187,7 +189,6 @@ class TestAlone:
         assert catalog(empty_dsn) == catalog(dsn)
         assert migrate.current(empty_dsn) == migrate.head()
 
-    @pytest.mark.slow
     def test_defaults_of_the_role_do_not_matter(self, dsn: str, empty_dsn: str) -> None:
         with psycopg.connect(empty_dsn, autocommit=True) as connection:
             # One statement that takes longer than the role allows, on any machine.
@@ -273,7 +274,6 @@ class TestAlone:
         with pytest.raises(psycopg.OperationalError, match="no_such_database"):
             migrate.current(f"{empty_dsn}&dbname=no_such_database")
 
-    @pytest.mark.slow
     def test_without_alembic_the_error_names_the_extra(self) -> None:
         program = """
 import sys
@@ -307,7 +307,6 @@ class TestRoles:
             superuser.execute("DROP SCHEMA IF EXISTS pgoutbox CASCADE")
             superuser.execute(composable.SQL("ALTER DATABASE {} OWNER TO CURRENT_USER").format(database))
 
-    @pytest.mark.slow
     def test_the_owner_of_a_database_migrates_up_and_down_and_keeps_its_objects(self, owner_dsn: str) -> None:
         migrate.upgrade(owner_dsn)
         once = catalog(owner_dsn)
@@ -425,7 +424,6 @@ class TestRoles:
             with psycopg.connect(theirs) as viewer:
                 viewer.execute("SELECT FROM pgoutbox.message_view")
 
-    @pytest.mark.slow
     def test_a_downgrade_drops_unused_roles(self) -> None:
         """Runs on a server where no other database has granted them anything."""
         left = "SELECT rolname FROM pg_roles WHERE rolname LIKE 'pgoutbox%' ORDER BY rolname"

@@ -308,6 +308,7 @@ def test_attempts_in_flight_are_found_by_primary_key(
     assert all(node.condition for node in reads), "the whole index is read"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "statement",
     [
@@ -406,6 +407,7 @@ def monitored(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -
     return rolled_back
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statement", "indexes", "most"),
     [

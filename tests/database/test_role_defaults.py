@@ -32,6 +32,8 @@ from tests.support.web_server import VIEWER_TOKEN, serving, web_settings
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.slow
+
 
 UNSPEAKABLE: Final = "5 € 🎉"  # LATIN1 has neither character.
 HOSTILE: Final = {
@@ -153,7 +155,6 @@ def levels(dsn: str) -> dict[str, Level]:
     return {finding.check: finding.level for finding in examine(load_settings(dsn=dsn))}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_default_of_a_role_affects_operator_commands(
     dsn: str, db: psycopg.Connection, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
@@ -184,7 +185,6 @@ def test_no_default_of_a_role_affects_the_dashboard(dsn: str, db: psycopg.Connec
                 assert answer.status_code == 200, (path, answer.text[-500:])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_default_of_a_database_affects_a_migration(empty_dsn: str, name: str) -> None:
     with psycopg.connect(empty_dsn, autocommit=True) as superuser:

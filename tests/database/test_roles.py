@@ -268,6 +268,7 @@ def test_public_has_no_privileges(rolled_back: psycopg.Connection) -> None:
     assert rolled_back.execute(GRANTED_TO_PUBLIC).fetchall() == [("open_to_all", "EXECUTE")]
 
 
+@pytest.mark.slow
 def test_default_privileges_of_the_migrating_role_grant_public_nothing(empty_dsn: str) -> None:
     with psycopg.connect(empty_dsn) as connection:
         for objects in ("SCHEMAS", "TABLES", "SEQUENCES", "FUNCTIONS"):
@@ -379,6 +380,7 @@ def test_a_superuser_releases_its_locks_before_the_deadlock_timeout(
     assert owners_of(of_a_superuser) == {"pgoutbox_owner"}
 
 
+@pytest.mark.slow
 def test_a_superuser_gives_up_after_the_lock_timeout(of_a_superuser: psycopg.Connection, connect: Connect) -> None:
     producer, superuser = connect(), connect()
     producer.execute("SELECT pgoutbox.enqueue('mail', '1')")
@@ -714,6 +716,7 @@ def state_or_gone(connection: psycopg.Connection, message_id: int) -> str:
     return "gone" if row is None else str(row[0])
 
 
+@pytest.mark.slow
 async def test_a_worker_sleeps_is_notified_renews_and_releases(worker_dsn: str, connection: psycopg.Connection) -> None:
     connection.autocommit = True
     outbox = Outbox()
@@ -736,6 +739,7 @@ async def test_a_worker_sleeps_is_notified_renews_and_releases(worker_dsn: str, 
     assert (row.state, row.attempt_count, row.max_attempts) == ("pending", 1, 12)
 
 
+@pytest.mark.slow
 async def test_a_worker_opens_and_closes_breakers_and_announces_it(
     worker_dsn: str, connection: psycopg.Connection
 ) -> None:
@@ -841,6 +845,7 @@ def test_an_operator_can_run_every_operator_action(
     assert {act.db_role for act in Operator(operator).list_acts()} == {operator.info.user}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", [OPERATOR, VIEWER])
 def test_a_viewer_sees_every_message_but_no_payload_values(dsn: str, connection: psycopg.Connection, role: str) -> None:
     message_id = put(connection, State.FAILED, destination="https://ada:s3cret@example.org/?token=s3cret")

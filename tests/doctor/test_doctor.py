@@ -176,6 +176,7 @@ def test_a_redirect_is_a_warning_and_an_invalid_one_is_a_problem(dsn: str) -> No
     expect(found(invalid, "settings"), Level.PROBLEM, "redirect-invalid", "PGOUTBOX_REDIRECT_TO")
 
 
+@pytest.mark.slow
 def test_a_copy_is_a_problem_and_an_unrecorded_deployment_a_warning(dsn: str, db: psycopg.Connection) -> None:
     expect(found(dsn, "copy"), Level.OK, "home-in-order")
     named = settings_of(dsn, deployment="production")
@@ -189,6 +190,7 @@ def test_a_copy_is_a_problem_and_an_unrecorded_deployment_a_warning(dsn: str, db
     expect(found(named, "copy"), Level.PROBLEM, "database-is-copy", "prod", "pgoutbox adopt")
 
 
+@pytest.mark.slow
 def test_redirects_of_operators_and_workers_are_found(dsn: str, db: psycopg.Connection) -> None:
     expect(found(dsn, "redirect"), Level.OK, "no-redirect")
     db.execute("SELECT pgoutbox.set_redirect('tester@club.org', '2 h')")
@@ -289,6 +291,7 @@ def test_a_read_only_session_is_a_problem(dsn: str, db: psycopg.Connection) -> N
     expect(found(dsn, "server"), Level.PROBLEM, "read-only-session", "default_transaction_read_only")
 
 
+@pytest.mark.slow
 def test_a_standby_is_a_problem_and_its_slot_and_feedback_are_found_on_the_primary(
     own: OwnServer, workshop: Workshop
 ) -> None:
@@ -632,6 +635,7 @@ def told(findings: list[Finding]) -> list[Finding]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["worker", "operator", "viewer"])
 def test_a_viewer_gets_the_same_findings_as_the_owner(
     dsn: str, role: tuple[str, str], db: psycopg.Connection, troubled: Outbox, part: str
@@ -645,6 +649,7 @@ def test_a_viewer_gets_the_same_findings_as_the_owner(
     assert CANARY not in str(theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "skipped"),
     [
@@ -693,6 +698,7 @@ def test_a_superuser_is_a_warning(dsn: str) -> None:
     expect(found(dsn, "rights"), Level.WARNING, "superuser")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grant", "what"),
     [
@@ -887,6 +893,7 @@ def test_topics_without_a_handler_are_named(dsn: str, db: psycopg.Connection, ha
     expect(findings, Level.WARNING, "topics-without-handler", "later.perhaps")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("posing")
 def test_alerts_have_the_handler_of_a_worker_that_sends_them(dsn: str, db: psycopg.Connection, handled: Outbox) -> None:
     enqueue(db, "pgoutbox.alert", destination="mailto:ops@club.org")
@@ -1094,6 +1101,7 @@ class TestDue:
         report(db, "b", ["bulk"], ["greet"])
         expect(found(dsn, "due"), Level.PROBLEM, "due-unclaimed")
 
+    @pytest.mark.slow
     def test_a_topic_that_no_worker_of_the_queue_handles_is_named(
         self, dsn: str, db: psycopg.Connection, handled: Outbox
     ) -> None:
@@ -1116,6 +1124,7 @@ class TestDue:
         expect(found(dsn, "due"), Level.WARNING, "due-overloaded", "PGOUTBOX_CONCURRENCY")
 
 
+@pytest.mark.slow
 def test_encrypted_topics_without_keys_and_unreadable_payloads_are_problems(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox()
     outbox.define(Topic("mail.secret", encrypted=True))
@@ -1143,6 +1152,7 @@ def test_destinations_without_a_transport_and_webhooks_without_secrets_are_warni
     assert levels(found(signed, "destinations")) == ["ok"]
 
 
+@pytest.mark.slow
 def test_a_shell_without_mail_settings_is_no_fault_of_the_workers(dsn: str, db: psycopg.Connection) -> None:
     """On call, people run the doctor with nothing but the connection string."""
     enqueue(db, destination="mailto:ada@club.org")
@@ -1165,6 +1175,7 @@ def test_a_shell_without_mail_settings_is_no_fault_of_the_workers(dsn: str, db: 
 # --- everything -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_healthy_installation_has_no_findings_to_fix(own: OwnServer, handled: Outbox) -> None:
     """A database of an ordinary role, a running worker, and a mail server that accepts e-mail."""
     with own.connect() as db:

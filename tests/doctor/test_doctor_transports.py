@@ -312,6 +312,7 @@ def test_unrestricted_webhooks_are_a_warning() -> None:
     assert "10.0.0.0/8" in findings[1].what
 
 
+@pytest.mark.slow
 def test_unreadable_notification_urls_are_a_problem() -> None:
     expect(
         found("apprise", apprise_urls=f'{{"ops": "nosuch://{CANARY}"}}'),

@@ -408,6 +408,7 @@ def test_no_savepoint_is_created_unless_requested(caller: Caller, observer: psyc
     assert transactions["plain"] == transactions["bulk"] != transactions["best effort"]
 
 
+@pytest.mark.slow
 def test_many_repetitions_of_one_statement_succeed(caller: Caller, observer: psycopg.Connection) -> None:
     for number in range(12):
         caller.enqueue("mail", number)
@@ -511,6 +512,7 @@ def lock_timeout_of(caller: Caller, observer: psycopg.Connection) -> str:
     return str(value)
 
 
+@pytest.mark.slow
 def test_best_effort_never_waits_longer_than_its_own_lock_timeout(
     caller: Caller, connect: Connect, observer: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:

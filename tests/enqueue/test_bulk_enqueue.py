@@ -193,6 +193,7 @@ ORDERED_ITEMS: Final = st.tuples(TOPICS, st.sampled_from((None, "default", "bulk
 COALESCED_ITEMS: Final = st.tuples(TOPICS, KEYS).map(lambda drawn: Item(drawn[0], coalesce_key=drawn[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enqueue_all", [enqueue, enqueue_by_python])
 @drawing(items=st.lists(ORDERED_ITEMS | COALESCED_ITEMS | st.just(Item()), min_size=1, max_size=12))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -284,6 +285,7 @@ def test_a_bulk_of_duplicates_notifies_nobody(connect: Connect) -> None:
 SIZE: Final = 2_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "item_of",
     [

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     Message: TypeAlias = Mapping[str, Any]
 
+pytestmark = pytest.mark.slow
+
 
 def enqueue_coalesced(connection: psycopg.Connection, key: str) -> None:
     Outbox().enqueue(connection, "greet", None, coalesce_key=key)

@@ -100,6 +100,7 @@ async def test_the_row_is_encrypted_and_the_handler_gets_the_model(dsn: str, db:
     assert state_of(db, message_id) == "sent"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keys", [(), (NEW,)], ids=["without keys", "with another key"])
 async def test_a_worker_without_the_key_retries_and_the_next_worker_delivers(

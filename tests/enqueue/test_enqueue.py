@@ -317,6 +317,7 @@ def test_the_invalid_item_of_ten_thousand_is_named(outbox: Outbox, rolled_back: 
     assert rolled_back.info.transaction_status is TransactionStatus.IDLE
 
 
+@pytest.mark.slow
 def test_the_answers_are_in_the_order_of_the_items_across_chunks(
     outbox: Outbox, rolled_back: psycopg.Connection
 ) -> None:

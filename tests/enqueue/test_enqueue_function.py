@@ -167,6 +167,7 @@ def with_json(arguments: Mapping[str, object]) -> dict[str, object]:
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("argument", "value", "sqlstate"), BAD_ARGUMENTS)
 def test_every_function_refuses_the_same_arguments_with_sqlstate_and_name(
     rolled_back: psycopg.Connection, argument: str, value: object, sqlstate: str
@@ -226,6 +227,7 @@ NAMES = st.sampled_from((None, "a" * 63, "a" * 64)) | st.text("aZ9_.- \né", max
 PAYLOADS = st.sampled_from((None, "null", "{}", json.dumps("x" * 900), json.dumps("x" * 70_000)))
 
 
+@pytest.mark.slow
 @given(NAMES, PAYLOADS)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_short_check_agrees_with_the_full_check(

@@ -91,6 +91,7 @@ class Loop:
         self.loop.close()
 
 
+@pytest.mark.slow
 def test_a_blocked_event_loop_is_not_alive_until_it_runs_again() -> None:
     watched = Loop()
     may_go_on = threading.Event()

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from pgoutbox.message import Outcome
     from tests.conftest import Connect
 
+pytestmark = pytest.mark.slow
+
 OUTCOMES: dict[str, Outcome] = {
     "transient": Transient("busy"),
     "permanent": Permanent("refused"),
@@ -148,7 +150,6 @@ async def test_the_wait_begins_when_a_message_falls_due(outbox: Outbox, db: psyc
     assert value(families, "pgoutbox_wait_seconds_bucket", topic="greet", le="300.0") == 1
 
 
-@pytest.mark.slow
 async def test_a_handler_that_outlives_its_attempt_is_counted_as_abandoned(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, metrics_address="127.0.0.1:0", metrics_cache_seconds=0.1, lease_seconds=1))
     may_end = threading.Event()
@@ -422,7 +423,6 @@ async def test_a_locked_table_costs_only_the_gauges(outbox: Outbox, db: psycopg.
     assert value(families, "pgoutbox_slots") == 4
 
 
-@pytest.mark.slow
 def test_a_slow_count_costs_only_the_counts(dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sql, "COUNT_BACKLOG", "SELECT pg_sleep(600)")
     enqueue(db)
@@ -431,7 +431,6 @@ def test_a_slow_count_costs_only_the_counts(dsn: str, db: psycopg.Connection, mo
     assert [sample.labels for sample in reading.samples[OLDEST_DUE]] == [("default", "false")]
 
 
-@pytest.mark.slow
 def test_a_slow_gauge_that_alerts_read_is_abandoned(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sql, "OLDEST_DUE", "SELECT pg_sleep(600)")
     assert not Backlog(settings_for(dsn)).ask().result(PATIENCE_SECONDS).is_up
@@ -612,7 +611,6 @@ async def test_an_invalid_request_is_refused_and_does_no_harm(outbox: Outbox) ->
         assert (await ask(port, "/livez")).status == 200
 
 
-@pytest.mark.slow
 async def test_a_probe_is_answered_while_hundreds_of_requests_never_end(outbox: Outbox) -> None:
     async with served(outbox) as port, asyncio.timeout(PROCESS_PATIENCE_SECONDS):
         slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]

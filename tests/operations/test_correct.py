@@ -198,6 +198,7 @@ def test_what_a_patch_makes_of_the_headers_is_checked_too(db: psycopg.Connection
     assert Operator(db).correct(message_id, {"headers": {"h0": None, **dict.fromkeys("abcde", "x")}}).is_done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

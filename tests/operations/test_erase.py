@@ -207,6 +207,7 @@ def test_the_dump_shows_a_part_that_is_not_erased(db: psycopg.Connection, dsn: s
     assert "lovelace" in after or OWNER in after
 
 
+@pytest.mark.slow
 def test_the_dump_shows_the_message_of_a_hook_that_is_not_erased(db: psycopg.Connection, dsn: str) -> None:
     failures_of_a_person(with_hook(Outbox(settings_for(dsn))), db, OWNER, ADA, "lovelace")
     remove(db, "_is_failure_to", "failure_of IS NOT NULL", "false")
@@ -365,6 +366,7 @@ def test_rows_that_outlived_their_message_are_erased_by_its_id(db: psycopg.Conne
     assert Operator(db).erase(ids=gone).results == dict.fromkeys(gone, "missing")
 
 
+@pytest.mark.slow
 async def test_the_key_of_a_message_that_was_deleted_as_it_was_sent_is_erased_by_its_owner(
     outbox: Outbox, db: psycopg.Connection, dsn: str
 ) -> None:

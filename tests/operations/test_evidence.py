@@ -287,6 +287,7 @@ def test_the_enqueue_of_an_operator_leaves_a_digest_of_its_destination(db: psyco
     assert [ids for _, ids in db.execute(COMPARE, ("new_destination_digest", EVIL)).fetchall()] == [[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_blackout", [False, True])
 def test_a_blackout_refuses_every_way_to_another_destination(
     dsn: str, db: psycopg.Connection, *, is_blackout: bool

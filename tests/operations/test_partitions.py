@@ -359,6 +359,7 @@ class TestDrop:
         dropping.commit()
         assert row_of(db, ids[2]).state == "pending"
 
+    @pytest.mark.slow
     def test_a_long_reader_postpones_the_drop_without_blocking_enqueues(
         self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -395,6 +396,7 @@ class TestRows:
         put(operator, State.SENT, age=3 * DAY)
         assert Operator(operator).prune_by_retention().messages == {State.SENT: 1}
 
+    @pytest.mark.slow
     def test_a_message_does_not_wait_for_a_partition_that_cannot_be_dropped(
         self, operator: psycopg.Connection, connect: Connect
     ) -> None:

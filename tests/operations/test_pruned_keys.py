@@ -320,6 +320,7 @@ def test_a_page_reads_and_deletes_only_its_keys(db: psycopg.Connection, name: st
 _SCOPED = [("a", "1"), ("a", "2"), ("b", "1")]
 
 
+@pytest.mark.slow
 @_EACH_KEY
 def test_the_cost_of_a_page_does_not_depend_on_the_table_size(
     connect: Connect, db: psycopg.Connection, name: str, scope: str

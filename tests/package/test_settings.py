@@ -69,6 +69,7 @@ def test_every_setting_is_described() -> None:
         assert name in meanings(group_of(group))
 
 
+@pytest.mark.slow
 def test_every_setting_is_read_from_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for path in fields_of(Settings):
         with monkeypatch.context() as patch:

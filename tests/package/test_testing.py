@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from tests.conftest import Server
 
+pytestmark = pytest.mark.slow
+
 outbox: Final = Outbox()
 Failed: Final = pytest.fail.Exception
 
@@ -249,7 +251,6 @@ def run_tests(tmp_path: Path, server: Server) -> Callable[..., str]:
     return run
 
 
-@pytest.mark.slow
 def test_a_failed_test_shows_the_exceptions_of_retried_messages(run_tests: Callable[..., str]) -> None:
     output = run_tests(RETRIED, outcome="1 failed")
     shown = output.partition("exceptions of pgoutbox handlers")[2]
@@ -292,7 +293,6 @@ def test_each_test_has_a_new_database(pgoutbox_dsn):
 """
 
 
-@pytest.mark.slow
 def test_the_recipe_migrates_by_the_applications_own_history(tmp_path: Path, run_tests: Callable[..., str]) -> None:
     """The environment of the application leaves a connection open, as an engine with a pool does."""
     (recipe,) = [b for b in blocks_of(DOCS / "how-to/testing.md", "python") if "def pgoutbox_migrate" in b.text]

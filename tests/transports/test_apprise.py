@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     import psycopg
 
+pytestmark = pytest.mark.slow
+
 HOST = "127.0.0.1"
 BACKUP = Notification("Backup", "Done.", kind="success")
 
@@ -292,7 +294,6 @@ async def test_a_worker_names_the_missing_setting(outbox: Outbox, db: psycopg.Co
     assert (error or "").endswith("; set PGOUTBOX_APPRISE_URLS")
 
 
-@pytest.mark.slow
 def test_a_missing_apprise_is_reported_with_its_install_command() -> None:
     program = (
         "import sys; sys.modules['apprise'] = None\n"

@@ -426,6 +426,7 @@ def test_a_lone_surrogate_in_the_body_is_refused() -> None:
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(SAFE_TEXT)
 @example(" " * 1_200 + "x" + " " * 1_200)
@@ -440,6 +441,7 @@ def test_any_safe_text_is_preserved_as_subject_and_custom_header(text: str) -> N
     assert max(map(len, content.split(b"\r\n"))) <= 998
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(SAFE_TEXT, min_size=1, max_size=5))
 @example(['say "hi"', "back\\slash", "a, <b@example.com>", "Zoë, Ann", "x" * 300])
@@ -455,6 +457,7 @@ def test_any_display_name_is_preserved_and_adds_no_address(names: list[str]) -> 
     assert [str(make_header(decode_header(name))).split() for name, _ in addresses] == [name.split() for name in names]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.text(SPECIALS | st.sampled_from("\r\n\0") | st.characters(), max_size=300))
 def test_no_text_can_add_a_header_or_end_the_headers(text: str) -> None:
@@ -492,6 +495,7 @@ def test_any_body_is_preserved_with_short_lines_and_crlf(text: str) -> None:
     assert body.splitlines() == (text.encode().splitlines() or [b""])
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.emails())
 def test_an_accepted_address_is_sent_unchanged(address: str) -> None:

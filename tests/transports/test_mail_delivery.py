@@ -114,6 +114,7 @@ async def test_the_refusal_of_the_server_is_in_the_row(
 # --- templates --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_an_undefined_template_variable_fails_and_a_missing_template_is_retried(
     dsn: str, db: psycopg.Connection, tmp_path: Path
 ) -> None:

@@ -273,6 +273,7 @@ async def test_a_full_stream_is_transient(broker: Broker, open_transport: Open) 
         await client.jetstream().delete_stream("ORDERS")
 
 
+@pytest.mark.slow
 async def test_messages_wait_until_a_stream_has_their_subject(broker: Broker, dsn: str, db: psycopg.Connection) -> None:
     async with (
         stream(broker) as client,

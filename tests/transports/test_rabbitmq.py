@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
     Open = Callable[..., RabbitMQTransport]
 
+pytestmark = pytest.mark.slow
+
 MESSAGE = outgoing(destination="rabbitmq:orders/order.placed")
 
 
@@ -163,7 +165,6 @@ class TestContract(TlsContract):
     def tls_target(self, tls_broker: TlsBroker) -> contextlib.AbstractAsyncContextManager[Target]:
         return self.target(tls_broker.broker)
 
-    @pytest.mark.slow
     async def test_a_repetition_after_a_lost_answer_has_the_same_id(self, broker: Broker, opened: Opened) -> None:
         await super().test_a_repetition_after_a_lost_answer_has_the_same_id(broker, opened)
 

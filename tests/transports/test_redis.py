@@ -247,6 +247,7 @@ def test_a_url_cannot_turn_the_verification_off(query: str) -> None:
         RedisTransport(settings_with(redis_url=f"rediss://:{QUOTED}@host?{query}"))
 
 
+@pytest.mark.slow
 async def test_operator_errors_cost_messages_no_attempts(
     tls_broker: TlsBroker, dsn: str, db: psycopg.Connection
 ) -> None:
@@ -273,6 +274,7 @@ async def test_operator_errors_cost_messages_no_attempts(
     assert len(entries(tls_broker.broker, "mended")) == len(ids)
 
 
+@pytest.mark.slow
 async def test_messages_wait_until_the_key_is_a_stream(broker: Broker, dsn: str, db: psycopg.Connection) -> None:
     with client_of(broker) as client:
         client.set("taken", "by another application")

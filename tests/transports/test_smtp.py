@@ -586,6 +586,7 @@ async def test_a_connection_with_a_failed_reset_is_not_reused(open_transport: Op
     assert server.connection_count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [DROP, HANG, "421 4.4.2 idle for too long", "503 5.5.1 nested MAIL"])
 async def test_an_idle_connection_that_fails_at_mail_is_replaced(
     open_transport: Open, answer: str | Misbehaviour

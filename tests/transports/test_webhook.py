@@ -316,6 +316,7 @@ async def test_a_host_that_does_not_resolve_is_transient(open_transport: Open) -
     assert error_of(outcome, Transient).startswith("connect: ")
 
 
+@pytest.mark.slow
 async def test_an_endless_handshake_is_transient_and_its_connection_closed(open_transport: Open) -> None:
     was_left = asyncio.Event()
 
@@ -375,6 +376,7 @@ async def test_a_truncated_body_does_not_change_the_classification(open_transpor
     assert (outcome == Sent()) is (b"200" in status_line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behaviour", [ENDLESS, Misbehaviour.DRIP_BODY])
 async def test_a_long_body_is_read_only_in_part_and_its_connection_closed(
     open_transport: Open, behaviour: Misbehaviour
@@ -627,6 +629,7 @@ async def deliver(
     return rows
 
 
+@pytest.mark.slow
 async def test_a_retry_has_the_same_id_and_a_new_timestamp(dsn: str, db: psycopg.Connection) -> None:
     async with webhook_server(answer(503), DROP, answer(200)) as server:
         settings = settings_for(server.port, dsn=dsn)
@@ -718,6 +721,7 @@ async def test_retry_after_is_the_delay_of_the_row(dsn: str, db: psycopg.Connect
     assert unasked.due_in_seconds > 120
 
 
+@pytest.mark.slow
 async def test_a_permanent_failure_stores_its_reason(dsn: str, db: psycopg.Connection) -> None:
     async with webhook_server(answer(410)) as server:
         settings = settings_for(server.port, dsn=dsn)
@@ -774,6 +778,7 @@ async def test_refused_credentials_hold_the_messages_of_their_url(dsn: str, db: 
     assert {outcome for one in ids for _, outcome, _ in attempts_of(db, one)} == {"snoozed"}
 
 
+@pytest.mark.slow
 async def test_a_forbidden_url_holds_its_messages(dsn: str, db: psycopg.Connection) -> None:
     """The first five messages use up an attempt: the receiver may refuse their contents alone."""
     cooldown = {"breaker_cooldown_seconds": 0.1, "breaker_max_cooldown_seconds": 0.2}

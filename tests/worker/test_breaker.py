@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from pgoutbox.message import Outcome
     from pgoutbox.transports import Content
 
+pytestmark = pytest.mark.slow
+
 HOUR = 3600.0
 LONG: dict[str, Any] = {"breaker_cooldown_seconds": HOUR, "breaker_max_cooldown_seconds": 2 * HOUR}
 AT_ONCE = RetryPolicy.steps(0)
@@ -317,7 +319,6 @@ async def test_a_row_reset_by_an_operator_is_probed_immediately(dsn: str, db: ps
 # --- probe ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 async def test_the_breaker_closes_by_itself_and_everything_is_delivered_once(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, **BRIEF)
     async with line_host(Mood.DROP) as host:
@@ -338,7 +339,6 @@ def knows_as_open(worker: Worker, key: str) -> bool:
     return circuit is not None and not circuit.breaker.is_closed
 
 
-@pytest.mark.slow
 async def test_the_whole_fleet_sends_one_message_as_a_probe(dsn: str, db: psycopg.Connection) -> None:
     """The host hangs: during the probe, every worker snoozes the messages that fall due."""
     app = App(dsn, **BRIEF, breaker_probe_timeout_seconds=HOUR)
@@ -360,7 +360,6 @@ async def test_the_whole_fleet_sends_one_message_as_a_probe(dsn: str, db: psycop
         assert "sent" not in states_of(db, *ids)
 
 
-@pytest.mark.slow
 async def test_a_process_renders_nothing_else_during_its_probe(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, **BRIEF, breaker_probe_timeout_seconds=HOUR)
     async with line_host(Mood.DROP) as host, running(app.worker()):
@@ -444,7 +443,6 @@ def worker_process(dsn: str, log: Path) -> Iterator[WorkerProcess]:
         process.end()
 
 
-@pytest.mark.slow
 async def test_a_killed_probe_holder_does_not_block_probes_permanently(
     dsn: str, db: psycopg.Connection, tmp_path: Path
 ) -> None:
@@ -466,7 +464,6 @@ async def test_a_killed_probe_holder_does_not_block_probes_permanently(
         assert sorted(set(map(int, host.taken))) == ids
 
 
-@pytest.mark.slow
 async def test_the_breaker_survives_the_restart_of_every_process(
     dsn: str, db: psycopg.Connection, tmp_path: Path
 ) -> None:
@@ -494,7 +491,6 @@ async def test_a_new_worker_closes_a_breaker_that_a_vanished_worker_opened(dsn: 
 # --- room -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 async def test_a_hanging_host_leaves_slots_to_others(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, concurrency=4)
     async with line_host(Mood.HANG) as silent, line_host() as alive:
@@ -509,7 +505,6 @@ async def test_a_hanging_host_leaves_slots_to_others(dsn: str, db: psycopg.Conne
         assert len(silent.attempts) == 3
 
 
-@pytest.mark.slow
 async def test_a_host_that_answers_slowly_loses_nothing(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, concurrency=4)
     async with line_host() as host, running(app.worker()):
@@ -622,7 +617,6 @@ async def test_opening_and_closing_are_announced_by_mail(dsn: str, db: psycopg.C
         assert {recipient for received in inbox.received for recipient in received.recipients} == {"ops@example.org"}
 
 
-@pytest.mark.slow
 async def test_an_alert_about_the_mail_server_waits_for_it_and_creates_no_other_alert(
     dsn: str, db: psycopg.Connection
 ) -> None:

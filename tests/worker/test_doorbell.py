@@ -161,6 +161,7 @@ async def test_of_two_idle_workers_the_one_on_watch_is_notified(
     assert await second.doorbell.acquire(["default"]) is LockAnswer.UNCHANGED
 
 
+@pytest.mark.slow
 async def test_the_other_idle_workers_poll_after_the_watch_had_time_to_answer(
     notified: Callable[..., Notified], db: psycopg.Connection
 ) -> None:
@@ -211,6 +212,7 @@ async def test_the_watches_of_different_topics_are_both_notified(
     assert (await first.queues_so_far(), await second.queues_so_far()) == (["default"], ["default"])
 
 
+@pytest.mark.slow
 async def test_an_enqueue_does_not_notify_while_the_watch_polls(
     notified: Callable[..., Notified], db: psycopg.Connection
 ) -> None:
@@ -644,6 +646,7 @@ async def test_a_worker_that_only_polls_acquires_no_lock(dsn: str, db: psycopg.C
     assert receiver.delivered == [message_id]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("surplus", [0, 8])
 async def test_a_full_worker_leaves_its_watch_to_an_idle_worker(
     dsn: str, connect: Connect, db: psycopg.Connection, surplus: int
@@ -708,6 +711,7 @@ async def test_a_full_worker_does_not_go_on_watch_when_the_watch_dies(
         go_on.set()
 
 
+@pytest.mark.slow
 async def test_one_message_wakes_the_watch_and_then_costs_one_look(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -731,6 +735,7 @@ async def test_one_message_wakes_the_watch_and_then_costs_one_look(
         assert watch.telemetry.counts[LogEvent.CLAIMED] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("polls", [False, True])
 async def test_a_message_that_the_watch_misses_is_found_by_another_idle_worker(
     dsn: str, db: psycopg.Connection, notified: Callable[..., Notified], *, polls: bool
@@ -750,6 +755,7 @@ async def test_a_message_that_the_watch_misses_is_found_by_another_idle_worker(
     assert receiver.delivered == [message_id]
 
 
+@pytest.mark.slow
 async def test_a_scheduled_message_that_the_watch_misses_wakes_another_worker_at_its_time(
     dsn: str, db: psycopg.Connection, notified: Callable[..., Notified]
 ) -> None:

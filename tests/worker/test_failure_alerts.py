@@ -80,6 +80,7 @@ async def test_a_first_failure_is_told_at_once_over_each_way_although_the_mail_s
     assert [alert["to"] for alert in alerts(db)] == [OPS, hook]
 
 
+@pytest.mark.slow
 async def test_each_cause_is_told_once_a_day_in_each_run_of_cron(dsn: str, db: psycopg.Connection) -> None:
     for address in ("ada", "bob", "cid"):
         enqueue(db, payload=f"RCPT {address}@example.org: 550 no such user")
@@ -99,6 +100,7 @@ async def test_an_alert_is_sent_in_the_run_that_finds_the_failure(dsn: str, db: 
     assert b"Subject: Failed: greet: no such user\r\n" in mail.content
 
 
+@pytest.mark.slow
 async def test_two_workers_that_look_at_the_same_time_tell_once(dsn: str, db: psycopg.Connection) -> None:
     for cause in ("x", "y", "z"):
         enqueue(db, payload=cause)
@@ -134,6 +136,7 @@ async def test_the_failures_of_yesterday_are_told_in_one_message(dsn: str, db: p
     ]
 
 
+@pytest.mark.slow
 async def test_a_new_cause_is_told_although_ten_larger_ones_go_on(dsn: str, db: psycopg.Connection) -> None:
     for cause in "abcdefghij":
         for _ in range(2):
@@ -145,6 +148,7 @@ async def test_a_new_cause_is_told_although_ten_larger_ones_go_on(dsn: str, db: 
     assert len(causes(db)) == 11
 
 
+@pytest.mark.slow
 async def test_of_many_new_causes_ten_are_told_at_once_and_the_others_by_later_runs(
     dsn: str, db: psycopg.Connection
 ) -> None:

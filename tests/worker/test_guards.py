@@ -1770,6 +1770,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", [pytest.param(scenario, id=name) for name, scenario, _ in GUARDED])
 async def test_a_scenario_holds_with_its_guard(stage: Stage, scenario: Scenario) -> None:
     await scenario(stage)

@@ -118,6 +118,7 @@ async def test_an_encrypted_large_payload_is_decrypted_also_for_the_hook_of_a_fa
     assert seen == [LARGE, LARGE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["payload", "content"])
 async def test_few_large_texts_are_in_memory_at_a_time(
     dsn: str, connect: Connect, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, what: str

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from pgoutbox.database.round_trip import Step
     from tests.conftest import Connect
 
+pytestmark = pytest.mark.slow
+
 
 async def test_a_row_that_another_session_has_locked_delays_no_other_outcomes(dsn: str, connect: Connect) -> None:
     db, holder = connect(autocommit=True), connect()
@@ -159,7 +161,6 @@ CREATE FUNCTION public.refuse() RETURNS void LANGUAGE plpgsql AS $$ BEGIN RAISE 
 """
 
 
-@pytest.mark.slow
 async def test_a_refused_statement_costs_no_attempt_and_no_lease(
     dsn: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def lose_answer(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
     monkeypatch.setattr(WorkerConnection, "fetch", lose)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nth", [1, 2, 6, 11, 12])
 async def test_messages_of_a_lost_claim_are_delivered_at_once(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, nth: int

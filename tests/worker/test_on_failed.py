@@ -102,6 +102,7 @@ async def test_a_message_that_is_retried_and_then_sent_has_no_failure(outbox: Ou
     assert (state_of(db, message_id), failures(db)) == ("sent", [])
 
 
+@pytest.mark.slow
 async def test_each_failure_after_a_redrive_has_a_message_of_its_own_and_a_dismissal_none(
     outbox: Outbox, db: psycopg.Connection
 ) -> None:
@@ -227,6 +228,7 @@ def test_a_finish_that_is_rolled_back_announces_nothing(db: psycopg.Connection, 
     assert (state_of(db, message_id), failures(db)) == ("sending", [])
 
 
+@pytest.mark.slow
 async def test_a_failure_that_cannot_be_announced_is_not_committed(outbox: Outbox, db: psycopg.Connection) -> None:
     seen = hooked(outbox)
     db.execute(

@@ -84,6 +84,7 @@ async def test_processes_that_end_early_do_not_all_begin_with_the_same_keys(dsn:
     assert len(set(first.values())) > 5
 
 
+@pytest.mark.slow
 async def test_two_workers_deliver_each_key_in_order_despite_failed_attempts(dsn: str, db: psycopg.Connection) -> None:
     ids: dict[str, list[int]] = defaultdict(list)
     for number in range(60):
@@ -99,6 +100,7 @@ async def test_two_workers_deliver_each_key_in_order_despite_failed_attempts(dsn
         assert [message_id for k, message_id in rows if k == key] == expected
 
 
+@pytest.mark.slow
 async def test_a_sleeping_worker_continues_a_key_as_soon_as_its_first_message_ends(
     dsn: str, db: psycopg.Connection
 ) -> None:
@@ -157,6 +159,7 @@ async def test_the_topic_decides_whether_a_failure_halts_its_key(
         assert mended.seen["k"] == [first, *rest]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["by age", "by rule"])
 async def test_a_halted_key_continues_when_its_failed_message_is_pruned(
     dsn: str, db: psycopg.Connection, way: str
@@ -186,6 +189,7 @@ async def test_more_keys_than_one_poll_covers_are_all_served(dsn: str, db: psyco
     assert {row.state for row in rows_of(db, *ids)} == {"sent"}
 
 
+@pytest.mark.slow
 async def test_a_worker_falls_asleep_beside_more_waiting_keys_than_one_poll_covers(
     dsn: str, db: psycopg.Connection
 ) -> None:
@@ -201,6 +205,7 @@ async def test_a_worker_falls_asleep_beside_more_waiting_keys_than_one_poll_cove
         await worker.polls_and_sleeps()
 
 
+@pytest.mark.slow
 async def test_a_new_key_does_not_wait_for_a_round_over_many_keys(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +341,7 @@ async def test_a_fan_out_stores_its_content_once_and_delivers_it_to_each(
     assert attempts_of(db, enqueued[7].id) == [(1, "retry", "planned")]
 
 
+@pytest.mark.slow
 async def test_more_contents_than_a_worker_caches_are_delivered(
     dsn: str, connect: Connect, db: psycopg.Connection
 ) -> None:
@@ -428,6 +434,7 @@ def test_an_error_in_a_fan_out_names_the_destination_and_stores_nothing(dsn: str
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_workers_together_begin_no_more_attempts_than_the_bucket_holds(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db) for _ in range(20)]
     Operator(db).limit_rate("default", Rate(8, 3600), burst=1)
@@ -451,6 +458,7 @@ async def test_a_worker_sleeps_exactly_until_the_next_token(dsn: str, db: psycop
         await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
 
 
+@pytest.mark.slow
 async def test_the_end_of_an_attempt_starts_the_next_one_under_an_in_flight_limit(
     dsn: str, db: psycopg.Connection
 ) -> None:

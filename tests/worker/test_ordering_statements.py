@@ -261,6 +261,7 @@ def test_a_message_of_a_topic_without_handler_blocks_its_key(rolled_back: psycop
     assert find_ordered(rolled_back)[0] == [other]
 
 
+@pytest.mark.slow
 def test_messages_behind_the_first_are_not_read(connect: Connect) -> None:
     """A few index tuples for each key, and not one for each message."""
     db = connect(autocommit=True)

@@ -89,6 +89,7 @@ async def test_a_retry_after_a_short_delay_does_not_wait_for_the_next_poll(
     assert (state_of(db, message_id), row_of(db, message_id).attempt_count) == ("sent", 2)
 
 
+@pytest.mark.slow
 async def test_without_a_listener_a_backlog_is_processed_without_waiting_for_a_poll(
     dsn: str, db: psycopg.Connection
 ) -> None:

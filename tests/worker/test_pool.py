@@ -169,6 +169,7 @@ async def test_an_error_of_the_runner_is_the_outcome_and_the_slot_stays_usable()
     await stand.slots.stop()
 
 
+@pytest.mark.slow
 async def test_an_attempt_past_its_timeout_is_ended_and_its_slot_stays_usable() -> None:
     stand = Stand(concurrency=1, timeout_seconds=1)
     stand.put(1, 2)
@@ -208,6 +209,7 @@ async def test_a_running_thread_keeps_its_slot_and_waiting_messages_are_released
     await stand.slots.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passed", [LogEvent.ATTEMPT_OVERDUE, None], ids=["in its overtime", "in its time"])
 async def test_a_thread_that_returned_during_a_blocked_event_loop_has_not_timed_out(
     passed: LogEvent | None,

@@ -113,6 +113,7 @@ def test_a_burst_is_a_part_of_the_rate(rolled_back: psycopg.Connection, burst: i
         limit(rolled_back, 60, burst=burst)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "seconds", "burst", "fewest"),
     [(60, 3600, None, 59), (60, 3600, 1, 59), (60, 3600, 60, 60), (3, 900, None, 2), (1, 60, None, 1), (20, 1, 19, 19)],

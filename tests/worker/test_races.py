@@ -428,6 +428,7 @@ async def test_a_successor_is_delivered_if_its_predecessor_ends_during_the_claim
         assert newer_delivered.is_set()
 
 
+@pytest.mark.slow
 def test_the_last_committed_of_many_producers_is_the_one_delivered(connect: Connect, db: psycopg.Connection) -> None:
     committed = []
     for number in range(20):

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from pgoutbox.handlers import OnUnknown
     from pgoutbox.message import Outcome
 
+pytestmark = pytest.mark.slow
+
 
 def quick(dsn: str, *topics: str, **settings: object) -> Outbox:
     """Build an outbox whose handlers send immediately."""
@@ -151,7 +153,6 @@ async def test_an_overtaken_message_is_not_failed_by_the_handlers_permanent_list
 # --- expiry -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch", [False, True], ids=["one by one", "batch"])
 async def test_a_message_that_expires_while_it_waits_for_a_slot_is_not_handed_over(
     dsn: str, db: psycopg.Connection, batch: bool

@@ -351,6 +351,7 @@ async def test_in_a_blackout_only_the_mail_of_redirected_topics_waits(
     assert warning.endswith(f"and the blackout {AROUND_TODAY} forbids that")
 
 
+@pytest.mark.slow
 def test_an_operator_switches_topics_and_finds_them_in_the_audit(dsn: str, db: psycopg.Connection) -> None:
     with Operator(dsn, actor="ada") as operator:
         switched = operator.set_redirect(TESTER, topics=["mail.user.*", "mail.a"], exempt_topics=["mail.user.vip"])
@@ -484,6 +485,7 @@ async def test_an_answer_counts_from_the_start_of_its_query(
     assert sending.sink.sent == []
 
 
+@pytest.mark.slow
 async def test_nothing_is_handed_over_while_the_switch_cannot_be_read(
     dsn: str, db: psycopg.Connection, connect: Connect
 ) -> None:

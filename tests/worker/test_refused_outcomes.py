@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     import psycopg
 
+pytestmark = pytest.mark.slow
+
 
 PARTITIONED_TABLES = {"sent": "message_done", "failed": "message_failed"}
 
@@ -131,7 +133,6 @@ async def test_a_worker_with_ten_refused_outcomes_claims_nothing_until_one_is_wr
     assert handed_over == dict.fromkeys(ids, 1)
 
 
-@pytest.mark.slow
 async def test_another_worker_does_not_get_a_message_whose_outcome_is_refused(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, lease_seconds=2))
     handed_over = counting(outbox)

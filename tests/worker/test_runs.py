@@ -124,6 +124,7 @@ def test_destinations_that_are_never_used_again_do_not_pile_up(rolled_back: psyc
     assert failures_of(rolled_back) == {"smtp": 2}
 
 
+@pytest.mark.slow
 async def test_each_failed_run_after_the_pause_doubles_it_even_if_runs_are_hours_apart(
     dsn: str, db: psycopg.Connection
 ) -> None:
@@ -138,6 +139,7 @@ async def test_each_failed_run_after_the_pause_doubles_it_even_if_runs_are_hours
     assert cooldowns == [30.0, 60.0, 120.0, 240.0]
 
 
+@pytest.mark.slow
 async def test_a_run_takes_the_due_turn_of_maintenance(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, maintenance_interval_seconds=300))
 

@@ -104,6 +104,7 @@ def test_a_transaction_that_cancels_messages_in_flight_frees_no_permit(connect: 
     assert claim(db, by_permits=True, worker="second") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 async def test_a_transactional_handler_of_any_isolation_level_outlasts_renewals(
     dsn: str, db: psycopg.Connection, level: str

@@ -52,6 +52,7 @@ REFUSALS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["pending", "sending"])
 async def test_no_strange_row_stops_its_queue(outbox: Outbox, db: psycopg.Connection, state: str) -> None:
     @outbox.handler("greet")

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     import psycopg
 
+pytestmark = pytest.mark.slow
+
 AT_ONCE = RetryPolicy.steps(0, jitter=0)
 TIMEOUT_SECONDS = 0.2
 

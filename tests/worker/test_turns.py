@@ -76,6 +76,7 @@ def test_a_claim_continues_without_a_turn(db: psycopg.Connection, connect: Conne
     assert third.execute("SELECT current_setting('lock_timeout')").fetchall() == [("0",)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_pooled", [False, True], ids=["direct", "pooled"])
 async def test_claims_of_a_backlog_take_turns_and_others_do_not(
     dsn: str,

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from pgoutbox.transports import Content
 
+pytestmark = pytest.mark.slow
+
 HOUR = 3600.0
 SOON = RetryPolicy.steps(0.02)
 BRIEF: dict[str, Any] = {"breaker_cooldown_seconds": 0.1, "breaker_max_cooldown_seconds": 0.4}
@@ -125,7 +127,6 @@ OF_SENDER = [
 OF_ACCOUNT = ["530 5.7.0 authentication required", "535 5.7.8 authentication failed", "503 authenticate first"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("answer", OF_SENDER + OF_ACCOUNT)
 async def test_a_hundred_messages_survive_a_refusal_at_mail_and_are_sent_after_the_repair(
     dsn: str, db: psycopg.Connection, answer: str
@@ -194,7 +195,6 @@ REFUSED_LATE = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("step", "answer", "part"), REFUSED_LATE)
 async def test_forty_messages_survive_a_refusal_that_is_not_their_own_fault(
     dsn: str, db: psycopg.Connection, step: str, answer: str, part: str
@@ -277,7 +277,6 @@ async def test_messages_with_three_attempts_survive_a_wrong_host(dsn: str, db: p
     assert are_sent(db, [message_id])
 
 
-@pytest.mark.slow
 async def test_cron_runs_hold_refusals_without_a_reason_after_three_recipients(
     dsn: str, db: psycopg.Connection
 ) -> None:
@@ -362,7 +361,6 @@ async def test_one_refused_recipient_of_many_emails_holds_no_others(
 GROUP = "550 5.7.1 RESOLVER.RST.AuthRequired; authentication required"
 
 
-@pytest.mark.slow
 async def test_a_recipient_that_only_insiders_may_write_to_holds_the_others_once(
     dsn: str, db: psycopg.Connection
 ) -> None:
@@ -554,7 +552,6 @@ async def delivered_by(db: psycopg.Connection, ids: Sequence[int], outbox: Outbo
         await until(lambda: not open_breakers(db))
 
 
-@pytest.mark.slow
 async def test_messages_wait_for_a_worker_with_a_mail_server(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db, destination=ANN) for _ in range(100)]
     await held_by(db, ids, outbox_for(dsn, LONG | {"alert_destination": ALERT}))
@@ -564,7 +561,6 @@ async def test_messages_wait_for_a_worker_with_a_mail_server(dsn: str, db: psyco
         await delivered_by(db, ids, outbox_for(dsn, mail_settings(inbox.port)))
 
 
-@pytest.mark.slow
 async def test_messages_without_a_sender_wait_for_the_setting(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db, destination=ANN) for _ in range(100)]
     own = enqueue(db, payload="own", destination=ANN)
@@ -604,7 +600,6 @@ async def test_messages_held_back_for_a_missing_transport_are_not_rendered(dsn: 
     assert rendered == [first]
 
 
-@pytest.mark.slow
 async def test_messages_wait_for_the_right_password(dsn: str, db: psycopg.Connection) -> None:
     authority = trustme.CA()
     server_tls, client_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
@@ -640,7 +635,6 @@ def alert_ids(db: psycopg.Connection) -> list[int]:
     return [one for (one,) in db.execute("SELECT id FROM pgoutbox.message WHERE topic = 'pgoutbox.alert'").fetchall()]
 
 
-@pytest.mark.slow
 async def test_an_alert_uses_up_no_attempt_while_its_own_breaker_is_open(dsn: str, db: psycopg.Connection) -> None:
     """An alert never probes, so it may be sent while the breaker is half-open."""
     async with scripted_server({"RCPT": "554 5.7.1 no"}) as server:

@@ -344,6 +344,7 @@ async def test_two_concurrent_runs_share_the_work(outbox: Outbox, db: psycopg.Co
     assert sorted(delivered) == ids
 
 
+@pytest.mark.slow
 async def test_messages_that_wait_for_slow_handlers_go_to_an_idle_worker(dsn: str, db: psycopg.Connection) -> None:
     first, second = Outbox(settings_for(dsn, concurrency=2)), Outbox(settings_for(dsn, concurrency=50))
     may_end = asyncio.Event()
@@ -376,6 +377,7 @@ async def test_messages_that_wait_for_slow_handlers_go_to_an_idle_worker(dsn: st
         await until(lambda: {row.state for row in rows_of(db, *slow)} == {"sent"})
 
 
+@pytest.mark.slow
 async def test_waiting_messages_are_released_unless_a_second_claim_would_take_a_second_token(
     dsn: str, db: psycopg.Connection
 ) -> None:
@@ -400,6 +402,7 @@ async def test_waiting_messages_are_released_unless_a_second_claim_would_take_a_
         await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
 
 
+@pytest.mark.slow
 async def test_a_worker_alone_with_slow_handlers_does_not_claim_and_release_repeatedly(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -640,6 +643,7 @@ async def test_a_message_in_a_thread_past_the_grace_period_stays_until_its_lease
         made.let_go.set()
 
 
+@pytest.mark.slow
 async def test_an_attempt_ends_even_if_its_handler_ignores_its_cancellation(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, lease_seconds=1))
     may_end = asyncio.Event()
@@ -662,6 +666,7 @@ async def test_an_attempt_ends_even_if_its_handler_ignores_its_cancellation(dsn:
     assert state_of(db, message_id) == State.PENDING
 
 
+@pytest.mark.slow
 async def test_a_thread_that_outlives_its_attempt_keeps_its_slot(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, concurrency=1, lease_seconds=1))
     let_go, second_ran = threading.Event(), threading.Event()
@@ -1099,6 +1104,7 @@ async def test_the_writes_of_a_transactional_handler_with_an_invalid_result_are_
     assert effects() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["async", "sync"])
 async def test_the_writes_of_a_transactional_handler_commit_with_the_completion(
     outbox: Outbox, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str
@@ -1710,6 +1716,7 @@ def terminate(db: psycopg.Connection, purpose: str) -> int:
     )
 
 
+@pytest.mark.slow
 async def test_terminated_connections_lose_no_message(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, lease_seconds=1, batch_size=5, concurrency=5))
     db.execute(AUDIT)
@@ -1895,6 +1902,7 @@ HOSTILE_DEFAULTS = {
 }
 
 
+@pytest.mark.slow
 async def test_role_defaults_do_not_affect_the_workers_statements(dsn: str, connect: Connect, server: Server) -> None:
     db = connect(autocommit=True)
     for name, value in HOSTILE_DEFAULTS.items():
@@ -1938,6 +1946,7 @@ async def test_role_defaults_do_not_affect_the_workers_statements(dsn: str, conn
     assert {(row.state, row.attempt_count) for row in rows_of(db, *ids)} == {("sent", 2)}
 
 
+@pytest.mark.slow
 async def test_snoozes_and_redrives_do_not_lengthen_the_pause_after_a_failure(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn))
 
