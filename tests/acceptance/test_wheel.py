@@ -10,7 +10,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
+UV: Final = str(Path(sys.executable).with_name("uv"))
 
 APP = """
 from pathlib import Path
@@ -73,6 +74,23 @@ def test_the_unpacked_source_archive_builds_the_same_files(wheel: Path, tmp_path
         assert (tmp_path / "dist" / path.name).read_bytes() == path.read_bytes()
 
 
+def test_pypi_accepts_and_shows_the_metadata(wheel: Path) -> None:
+    files = [str(path) for path in wheel.parent.iterdir()]
+    checked = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True, check=False
+    )
+    assert (checked.returncode, checked.stdout.count("PASSED")) == (0, 2), checked.stdout + checked.stderr
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    fields, _, description = metadata.partition("\n\n")
+    urls = dict(re.findall(r"^Project-URL: (\w+), (\S+)$", fields, re.MULTILINE))
+    assert urls.keys() == {"Documentation", "Repository", "Issues", "Changelog"}
+    links = re.findall(r"\]\((\S+?)\)|\b(?:src|href)=\"(\S+?)\"", description)
+    assert links
+    assert [link for pair in links for link in pair if link and not link.startswith("https://")] == []
+
+
 def test_the_release_runs_only_actions_that_a_commit_names() -> None:
     used = re.findall(r"uses: (.*)", (ROOT / ".github/workflows/release.yml").read_text())
     assert used
@@ -87,7 +105,7 @@ def test_the_wheel_alone_migrates_a_database_and_delivers_a_message(
     wheel: Path, empty_dsn: str, tmp_path: Path, run_in_new_environment: Callable[..., str]
 ) -> None:
     (tmp_path / "shop.py").write_text(APP)
-    run_in_new_environment("pip", "install", "--quiet", str(wheel))
+    run_in_new_environment("uv", "pip", "install", "--quiet", "--python", "venv", str(wheel))
     run_in_new_environment("pgoutbox", "migrate", PGOUTBOX_DSN=empty_dsn)
     enqueue = ("pgoutbox", "enqueue", "wheel.test", '{"text": "from the wheel"}')
     run_in_new_environment(*enqueue, PGOUTBOX_DSN=empty_dsn)
@@ -149,11 +167,11 @@ def test_the_quick_start_of_the_readme_delivers_an_e_mail_and_has_strict_types(
 def run_in_new_environment(tmp_path: Path) -> Callable[..., str]:
     """Run a program in an empty directory, with the programs of a new virtual environment first in PATH."""
     environment = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    subprocess.run([UV, "venv", "--quiet", "--seed", "--python", sys.executable, str(environment)], check=True)
 
     def run(program: str, *arguments: str, **variables: str) -> str:
         inherited = {n: v for n, v in os.environ.items() if not n.startswith(("PGOUTBOX_", "PYTHON"))}
-        path = f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        path = os.pathsep.join((str(environment / "bin"), str(Path(UV).parent), os.environ["PATH"]))
         found = shutil.which(program, path=path)
         assert found is not None, program
         done = subprocess.run(
