@@ -103,11 +103,11 @@ def _numbered(statement: str) -> tuple[bytes, tuple[str, ...]]:
 def _receive(pgconn: pq.abc.PGconn, results: list[pq.abc.PGresult]) -> abc.PQGen[None]:
     """Send all steps, and receive one result for each."""
     while pgconn.flush():
-        if (yield Wait.RW) & Ready.R:
+        if ((yield Wait.RW) or 0) & Ready.R:  # psycopg resumes it with None after a cancellation.
             pgconn.consume_input()
     while True:
         while pgconn.is_busy():
-            if (yield Wait.R) & Ready.R:
+            if ((yield Wait.R) or 0) & Ready.R:
                 pgconn.consume_input()
         result = pgconn.get_result()  # None separates the results of two steps.
         if result is not None and result.status == pq.ExecStatus.PIPELINE_SYNC:
