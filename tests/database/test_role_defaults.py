@@ -191,7 +191,8 @@ def test_no_default_of_a_database_affects_a_migration(empty_dsn: str, name: str)
         database = composable.Identifier(superuser.info.dbname)
         for setting, value in HOSTILE[name].items():
             statement = composable.SQL("ALTER DATABASE {} SET {} = {}")
-            superuser.execute(statement.format(database, composable.Identifier(setting), composable.Literal(value)))
+            with setting_of_old_servers():
+                superuser.execute(statement.format(database, composable.Identifier(setting), composable.Literal(value)))
     migrate.upgrade(empty_dsn)
     assert migrate.current(empty_dsn) == migrate.head()
 

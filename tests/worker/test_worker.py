@@ -584,8 +584,9 @@ async def test_a_transactional_handler_does_not_begin_after_waiting_past_its_lea
     worker = Worker(outbox)
 
     def pass_the_lease() -> None:
-        lapse(db, message_id)
-        claim(db, worker="another")
+        with db.transaction():  # Or this worker would claim the message again.
+            lapse(db, message_id)
+            claim(db, worker="another")
         # The last step: the lease keeper would renew an old lease.
         run_of(worker).state.in_flight[message_id].leased_at -= 3600
 
