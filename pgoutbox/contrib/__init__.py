@@ -1,0 +1,1 @@
+"""Applications of other projects, which only their users import."""

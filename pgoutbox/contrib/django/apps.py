@@ -1,0 +1,43 @@
+"""The application: it imports the handlers of all applications, and keeps the schema up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from django.apps import AppConfig
+from django.db.models.signals import post_migrate
+from django.utils.module_loading import autodiscover_modules
+
+from pgoutbox import migrate
+from pgoutbox.contrib.django import conf
+
+
+class PgOutboxConfig(AppConfig):
+    """`pgoutbox.contrib.django` of INSTALLED_APPS."""
+
+    name = "pgoutbox.contrib.django"
+    label = "pgoutbox"
+    verbose_name = "pgoutbox"
+
+    def ready(self) -> None:
+        """Register the checks, the handler of e-mail, and those in the module `outbox` of each application."""
+        from pgoutbox.contrib.django import checks, mail  # noqa: F401 - they register themselves
+
+        autodiscover_modules("outbox")
+        post_migrate.connect(_migrate, sender=self)
+
+
+def _migrate(*, using: str, verbosity: int = 1, stdout: Any = None, **_: object) -> None:  # noqa: ANN401 - Django's
+    """Bring the schema to the revision of the installed package, at the end of `manage.py migrate`.
+
+    Raises `SchemaError` for a schema that a newer package has migrated.
+    """
+    if using != conf.alias() or migrate.current(conf.dsn()) == migrate.head():  # Tests send the signal often.
+        return
+    report: Callable[[str], None] | None = None
+    if verbosity:
+        report = print if stdout is None else stdout.write
+    migrate.upgrade(conf.dsn(), report=report)
+    if report is not None:
+        report(f"pgoutbox: the schema is at {migrate.head()}")

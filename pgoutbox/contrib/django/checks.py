@@ -1,0 +1,59 @@
+"""Checks for `manage.py check`: settings always, the schema with `--database`, delivery with `--deploy` too.
+
+What is wrong in the database is only a warning, because `migrate` refuses to run with an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psycopg
+from django.core import checks
+
+from pgoutbox import migrate
+from pgoutbox.contrib.django import conf, outbox
+from pgoutbox.doctor import Level, examine
+from pgoutbox.errors import PgOutboxError
+
+
+@checks.register
+def check_settings(**_: object) -> list[checks.CheckMessage]:
+    """Report wrong settings, and topics without a handler."""
+    try:
+        outbox.settings.require_dsn()
+    except PgOutboxError as error:
+        return [checks.Error(str(error), id="pgoutbox.settings")]
+    missing = sorted(outbox.topics.keys() - outbox.handlers.keys())
+    hint = "Register one with @outbox.handler in the module `outbox` of an application, or deliver them elsewhere."
+    return [
+        checks.Warning(f"the topic {name!r} has no handler", hint, id="pgoutbox.topic-unhandled") for name in missing
+    ]
+
+
+@checks.register(checks.Tags.database)
+def check_schema(databases: Sequence[str] | None = None, **_: object) -> list[checks.CheckMessage]:
+    """Report a schema that is older or newer than the package. A missing one is created by `migrate`."""
+    try:
+        if conf.alias() not in (databases or ()):
+            return []
+        revision = migrate.current(conf.dsn())
+    except (PgOutboxError, psycopg.Error):
+        return []  # The settings and the database have checks of their own.
+    if revision in (None, migrate.head()):
+        return []
+    text = f"the schema pgoutbox is at {revision}, and the package needs {migrate.head()}"
+    hint = "Run manage.py migrate. If the schema is newer, install the package that migrated it."
+    return [checks.Warning(text, hint, id="pgoutbox.schema-outdated")]
+
+
+@checks.register(checks.Tags.database, deploy=True)
+def check_delivery(databases: Sequence[str] | None = None, **_: object) -> list[checks.CheckMessage]:
+    """Report what `pgoutbox doctor` finds, such as queues without a worker and messages without a handler."""
+    try:
+        if conf.alias() not in (databases or ()):
+            return []
+        settings = outbox.settings
+    except PgOutboxError:
+        return []
+    found = [finding for finding in examine(settings, outbox) if finding.level in (Level.PROBLEM, Level.WARNING)]
+    return [checks.Warning(f"{one.what}: {one.why}", one.fix, id=f"pgoutbox.{one.code}") for one in found]

@@ -1,0 +1,138 @@
+"""The settings of pgoutbox in a Django project, from DATABASES, the setting PGOUTBOX and the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any, Final
+
+import psycopg
+from django.conf import settings as project
+from django.core.signals import setting_changed
+from django.db import connections
+from django.dispatch import receiver
+from psycopg.conninfo import make_conninfo
+
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.outbox import Outbox
+from pgoutbox.settings import ENVIRONMENT_PREFIX, Settings, fields_of, load_settings, variable_of
+
+DATABASE: Final = "DATABASE"
+DELIVER_WITH: Final = "DELIVER_WITH"
+# These are Django's to give.
+_REFUSED: Final = {
+    "DSN": f"name a database of DATABASES by {DATABASE!r}",
+    "APP": "each application has a module outbox",
+}
+# Django's mail backends accept attachments of any size.
+_LARGEST: Final = 16_777_216
+_LIBPQ: Final = frozenset(option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults())
+
+
+class ProjectOutbox(Outbox):
+    """An outbox with the settings of the Django project."""
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the project. They are read again when the database or a setting changes, as in tests."""
+        return _load(str(connections[alias()].settings_dict["NAME"]))
+
+
+def alias() -> str:
+    """Return the alias of the database with the outbox."""
+    name = _mapping().get(DATABASE, "default")
+    if name not in connections.settings:
+        raise ConfigurationError(f"PGOUTBOX[{DATABASE!r}]: DATABASES has no {name!r}")
+    return str(name)
+
+
+def dsn() -> str:
+    """Return the connection string of that database; in tests, of the test database."""
+    connection = connections[alias()]
+    if connection.vendor != "postgresql":
+        raise ConfigurationError(
+            f"DATABASES[{alias()!r}]: pgoutbox needs PostgreSQL, not {connection.vendor}; "
+            f"name another one by PGOUTBOX[{DATABASE!r}]"
+        )
+    parameters = {name: value for name, value in connection.get_connection_params().items() if name in _LIBPQ}
+    if role := connection.settings_dict["OPTIONS"].get("assume_role"):
+        parameters["options"] = f"{parameters.get('options', '')} -c role={role}".strip()
+    return make_conninfo(**parameters)
+
+
+def deliver_with() -> str | None:
+    """Return the mailer that sends e-mails by default; None: pgoutbox does by SMTP."""
+    return _mapping().get(DELIVER_WITH)
+
+
+def has_keys() -> bool:
+    """Whether payloads can be encrypted."""
+    return bool(given().get("encryption_keys") or os.environ.get(variable_of("encryption_keys")))
+
+
+def given() -> dict[str, str]:
+    """Return the values of PGOUTBOX by field, as text. Raises `ConfigurationError` for an unknown name."""
+    fields = {variable_of(path).removeprefix(ENVIRONMENT_PREFIX): path for path in fields_of(Settings)}
+    values = _mail_settings()
+    if variable_of("max_payload_bytes") not in os.environ:
+        values["max_payload_bytes"] = str(_LARGEST)
+    for name, value in _mapping().items():
+        if name in (DATABASE, DELIVER_WITH):
+            continue
+        if name in _REFUSED:
+            raise ConfigurationError(f"PGOUTBOX[{name!r}]: {_REFUSED[name]}")
+        if name not in fields:
+            nearest = get_close_matches(str(name), [DATABASE, DELIVER_WITH, *fields], 1, 0)
+            raise ConfigurationError(f"PGOUTBOX[{name!r}]: unknown setting; did you mean {nearest[0]!r}?")
+        if not isinstance(value, (str, int, float)):
+            raise ConfigurationError(f"PGOUTBOX[{name!r}]: must be text, a number or a boolean, as in the environment")
+        values[fields[name]] = str(value)
+    return values
+
+
+def environment() -> dict[str, str]:
+    """Return the settings as environment variables, for the commands of pgoutbox and for their processes."""
+    variables = {variable_of(path): value for path, value in given().items()}
+    return variables | {variable_of("dsn"): dsn(), variable_of("app"): "pgoutbox.contrib.django.project:outbox"}
+
+
+def _mapping() -> Mapping[str, Any]:
+    values = getattr(project, "PGOUTBOX", {})
+    if not isinstance(values, Mapping):
+        raise ConfigurationError(f"PGOUTBOX: must be a dictionary, not {type(values).__name__}")
+    return values
+
+
+def _mail_settings() -> dict[str, str]:
+    """Return the mail server and the sender that Django's own settings name, if the environment names no server."""
+    if not project.is_overridden("EMAIL_HOST") or variable_of("smtp.host") in os.environ:
+        return {}
+    security = "tls" if project.EMAIL_USE_SSL else "starttls" if project.EMAIL_USE_TLS else "none"
+    values = {
+        "smtp.host": project.EMAIL_HOST,
+        "smtp.port": project.EMAIL_PORT,
+        "smtp.security": security,
+        "smtp.username": project.EMAIL_HOST_USER,
+        "smtp.password": project.EMAIL_HOST_PASSWORD,
+        "smtp.sender": project.DEFAULT_FROM_EMAIL,
+    }
+    return {name: str(value) for name, value in values.items() if value}
+
+
+@lru_cache(maxsize=1)
+def _load(name: str) -> Settings:  # noqa: ARG001 - the name of the database, for the cache
+    overrides: dict[str, Any] = {"dsn": dsn()}
+    for path, value in given().items():
+        group, _, field = path.rpartition(".")
+        if group:
+            overrides.setdefault(group, {})[field] = value
+        else:
+            overrides[field] = value
+    return load_settings(**overrides)
+
+
+@receiver(setting_changed)
+def _forget(**_: object) -> None:
+    _load.cache_clear()

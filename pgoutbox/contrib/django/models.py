@@ -1,0 +1,1 @@
+"""No models. Django sends the signal after `migrate` only to applications with this module."""
