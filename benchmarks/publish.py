@@ -6,7 +6,7 @@ the results. So do not edit the page by hand.
 These placeholders are replaced. A scenario without measurements is marked as such:
 
     {{machine}} {{versions}} {{settings SCENARIO}} {{notes SCENARIO}} {{verdicts SCENARIO}}
-    {{table SCENARIO NUMBER}}
+    {{table SCENARIO NUMBER [COLUMN ...]}}   a table, or some of its columns
     {{bars SCENARIO NUMBER COLUMN FILE}}   a plot of one column
     {{ranges SCENARIO NUMBER COLUMN-COLUMN UNIT FILE}}   a plot of neighbouring columns, such as percentiles
 """
@@ -123,19 +123,21 @@ def _of_scenario(kind: str, scenario: _Scenario, rest: Sequence[str], images: di
             return [f"- {note}" for note in scenario["notes"]]
         case "verdicts", []:
             return _verdicts(scenario["verdicts"])
-        case "table", [index]:
+        case "table", [index, *wanted]:
             table = _table_of(scenario, index)
-            return _markdown(table["columns"], [[_shown(cell) for cell in row] for row in table["rows"]])
+            columns = [int(column) for column in wanted] or range(len(table["columns"]))
+            rows = [[_shown(row[column]) for column in columns] for row in table["rows"]]
+            return _markdown([table["columns"][column] for column in columns], rows)
         case "bars", [index, column, file]:
             table = _table_of(scenario, index)
             values = [(str(row[0]), _as_float(row[int(column)])) for row in table["rows"]]
             return _image(file, bars(table["title"], values), table["title"], images)
-        case "ranges", [index, columns, unit, file]:
+        case "ranges", [index, between, unit, file]:
             table = _table_of(scenario, index)
-            first, last = (int(column) for column in columns.split("-"))
-            rows = [(str(row[0]), [_as_float(cell) for cell in row[first : last + 1]]) for row in table["rows"]]
+            first, last = (int(column) for column in between.split("-"))
+            values_of = [(str(row[0]), [_as_float(cell) for cell in row[first : last + 1]]) for row in table["rows"]]
             title = f"{table['title']}: {', '.join(table['columns'][first : last + 1])}"
-            return _image(file, ranges(title, rows, unit=unit), title, images)
+            return _image(file, ranges(title, values_of, unit=unit), title, images)
         case _:
             raise TemplateError(f"unknown placeholder: {kind} {' '.join(rest)}")
 
@@ -153,19 +155,19 @@ def _image(file: str, content: str, title: str, images: dict[str, str]) -> list[
 
 
 def _verdicts(verdicts: Sequence[_Verdict]) -> list[str]:
-    columns = ("metric", "measured", "target", "")
-    return _markdown(
-        columns,
-        [
-            [
-                verdict["what"],
-                f"{number(verdict['value'])} {verdict['unit']}",
-                f"{verdict['direction']} {number(verdict['target'])} {verdict['unit']}",
-                "met" if verdict["is_met"] else "**missed**",
-            ]
-            for verdict in verdicts
-        ],
-    )
+    """Return how many targets were met, and each missed one."""
+    missed = [
+        f"- {verdict['what']}: {_with_unit(verdict['value'], verdict['unit'])}"
+        f" ({verdict['direction']} {_with_unit(verdict['target'], verdict['unit'])})"
+        for verdict in verdicts
+        if not verdict["is_met"]
+    ]
+    met = f"Targets met: {len(verdicts) - len(missed)} of {len(verdicts)}."
+    return [f"{met} Missed:", "", *missed] if missed else [met]
+
+
+def _with_unit(value: float, unit: str) -> str:
+    return f"{number(value)} {unit}".rstrip()
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -29,7 +29,7 @@ def drain() -> Result:
         "drain",
         settings={"messages": 50_000},
         tables=[Table("the drain", ("variant", "messages/s"), [("pgoutbox", 41_234.5), ("a|b <c>", 18_800.0)])],
-        verdicts=[Verdict("pgoutbox / pgqueuer", 1.5, 2.0, "at least")],
+        verdicts=[Verdict("pgoutbox / pgqueuer", 1.5, 2.0, "at least"), Verdict("memory", 51, 80, "at most", "MiB")],
         notes=["one peer is left out"],
     )
 
@@ -49,10 +49,18 @@ def test_every_placeholder_is_replaced_by_a_result(tmp_path: Path) -> None:
         "- messages: 50,000",
         "| pgoutbox | 41,200 |",
         "| a\\|b <c> | 18,800 |",
-        "| pgoutbox / pgqueuer | 1.5 x | at least 2 x | **missed** |",
+        "Targets met: 1 of 2. Missed:\n\n- pgoutbox / pgqueuer: 1.5 x (at least 2 x)\n",
         "- one peer is left out",
     ):
         assert expected in text
+
+
+def test_a_table_can_be_reduced_to_some_columns(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+
+    publish(results_of(drain(), directory=tmp_path), page, "{{table drain 0 1}}")
+
+    assert page.read_text() == "| messages/s |\n| --- |\n| 41,200 |\n| 18,800 |\n"
 
 
 def test_each_plot_is_a_file_beside_the_page_that_shows_it(tmp_path: Path) -> None:
