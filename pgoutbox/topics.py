@@ -120,7 +120,7 @@ class NewMessage(Generic[P]):
 
 
 class MessageOptions(TypedDict, total=False):
-    """The options of a message at a call site: the fields of `NewMessage`."""
+    """The options of a message at a call site."""
 
     queue: str | None
     destination: str | None

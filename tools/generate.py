@@ -9,15 +9,16 @@ A test compares the committed pages with fresh ones.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import enum
 import importlib
 import inspect
 import re
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import FunctionType, ModuleType, NoneType, UnionType
 from typing import Any, Final, Literal, NamedTuple, cast, get_args, get_origin
@@ -27,16 +28,16 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 import pgoutbox
-from pgoutbox import migrate
+from pgoutbox import migrate, operations, transports
 from pgoutbox.embedded import embedded_server
 from pgoutbox.observability import measures
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import Metric
 from pgoutbox.operations.records import BulkChanges
-from pgoutbox.outbox import EnqueueOptions
 from pgoutbox.redaction import REDACTED, text_forms
 from pgoutbox.settings import Settings, fields_of, variable_of
 from pgoutbox.topics import FanoutOptions, MessageOptions
+from pgoutbox.worker.direct import DirectOptions
 
 ROOT: Final = Path(__file__).parents[1]
 REFERENCE: Final = ROOT / "docs" / "reference"
@@ -175,21 +176,8 @@ This page lists the environment variables of pgoutbox. The command line and `Out
 general settings, in lower case and without the prefix, are arguments of `pgoutbox.Settings`. Each group of the others
 is one argument: `Outbox(Settings(lease_seconds=120, smtp={"host": "localhost"}))`.
 
-An invalid value ends every command with exit code 2. One line per variable shows its name, its value unless it is a
-secret, and the accepted values. An unknown variable that begins with `PGOUTBOX_` causes a warning.
-"""
-
-_TOGETHER: Final = """
-## Rules for several settings
-
-- `PGOUTBOX_LEASE_SECONDS` is at least three times `PGOUTBOX_RENEW_SECONDS`, so that a renewal may fail twice.
-- `PGOUTBOX_LISTENER_HEARTBEAT_TIMEOUT_SECONDS` does not exceed `PGOUTBOX_LISTENER_HEARTBEAT_SECONDS`.
-- `PGOUTBOX_BREAKER_COOLDOWN_SECONDS` does not exceed `PGOUTBOX_BREAKER_MAX_COOLDOWN_SECONDS`.
-- `PGOUTBOX_SMTP_PASSWORD` needs `PGOUTBOX_SMTP_USERNAME`, and is refused with `PGOUTBOX_SMTP_SECURITY=none`.
-- `PGOUTBOX_SENDMAIL` is refused with `PGOUTBOX_SMTP_HOST`.
-- `PGOUTBOX_MAIL_TRANSPORT=log` is refused with both of them, and `PGOUTBOX_MAIL_DIRECTORY` needs it.
-- `PGOUTBOX_WEB_SESSION_IDLE_SECONDS` does not exceed `PGOUTBOX_WEB_SESSION_MAX_SECONDS`.
-- `PGOUTBOX_KAFKA_PASSWORD` needs `PGOUTBOX_KAFKA_USERNAME`.
+An invalid value, or two values that contradict each other, end every command with exit code 2. The error names the
+variables. An unknown variable that begins with `PGOUTBOX_` causes a warning.
 """
 
 
@@ -199,12 +187,12 @@ def settings_page() -> str:
     for path, info in fields_of(Settings).items():
         group, _, name = path.rpartition(".")
         meaning = meanings(group_of(group))[name]
-        rows[group].append([_code(variable_of(path)), _accepted(info), _default(info), meaning])
+        rows[group].append([_code(variable_of(path)), f"{_accepted(info)}{_default(info)}", meaning])
     blocks = []
     for group, lines in rows.items():
         blocks += [f"## {group}", _first_paragraph(group_of(group))] if group else ["## General"]
-        blocks.append(_table(["variable", "values", "default", "meaning"], lines))
-    return _page("Settings", _SETTINGS, *blocks, _TOGETHER)
+        blocks.append(_table(["variable", "values (default)", "meaning"], lines))
+    return _page("Settings", _SETTINGS, *blocks)
 
 
 def group_of(name: str) -> type:
@@ -249,11 +237,11 @@ def _default(info: FieldInfo) -> str:
         case None:
             return ""
         case bool():
-            return _code(str(info.default).lower())
+            return f" (`{str(info.default).lower()}`)"
         case float():
-            return _code(f"{info.default:g}")
+            return f" (`{info.default:g}`)"
         case _:
-            return _code(info.default)
+            return f" (`{info.default}`)"
 
 
 # --- command line -----------------------------------------------------------------------------------------------------
@@ -298,32 +286,65 @@ def _below(group: Any, prefix: str) -> Iterator[Command]:  # noqa: ANN401 - type
 def cli_page() -> str:
     """Return the page of commands with their arguments and options."""
     found = sorted(commands())
-    index = "\n".join(
-        f"- [`pgoutbox {name}`](#pgoutbox-{name.replace(' ', '-')}): {_paragraphs(command.help)[0]}"
-        for name, command in found
-    )
+    index = ", ".join(f"[`{name}`](#pgoutbox-{name.replace(' ', '-')})" for name, _ in found)
+    counts = Counter(_entry(parameter) for _, command in found for parameter in _parameters(command))
+    shared = [entry for entry, count in counts.items() if count >= _SHARED_FROM]
     return _page(
         "Command line",
         "This page lists the commands of `pgoutbox COMMAND`, or `python -m pgoutbox COMMAND`. `PGOUTBOX_DSN` names the "
         "database.",
-        index,
+        f"{index}.",
         _EXIT_CODES,
-        *(_command(name, command) for name, command in found),
+        "## Shared options",
+        "\n".join(entry for entry in shared if not _is_filter(entry)),
+        "The filter selects messages:",
+        "\n".join(filter(_is_filter, shared)),
+        *(_command(name, command, shared) for name, command in found),
     )
 
 
-def _command(name: str, command: Any) -> str:  # noqa: ANN401 - as above
-    arguments = [p for p in command.params if not p.opts[0].startswith("-")]
-    options = [p for p in command.params if p.opts[0].startswith("-") and p.opts[0] != "--help"]
-    usage = " ".join(
-        [f"pgoutbox {name}", *(["[OPTIONS]"] if options else []), *(_shown_argument(p) for p in arguments)]
-    )
-    rows = [[_code(_shown_argument(p)), p.help or ""] for p in arguments]
-    rows += [[", ".join(_code(_with_value(p, opt)) for opt in p.opts), _option_help(p)] for p in options]
-    blocks = [f"## pgoutbox {name}", f"```text\n{usage}\n```", *_paragraphs(command.help)]
-    if rows:
-        blocks.append(_table(["argument or option", "meaning"], rows))
+# What `FilterOptions` adds to a command, without its --app, --dsn and --json.
+_FILTER: Final = ("topic", "queue", "destination", "owner", "key", "text", "group", "since", "until")
+
+# An argument or option that so many commands have alike is explained once.
+_SHARED_FROM: Final = 3
+
+
+def _command(name: str, command: Any, shared: Sequence[str]) -> str:  # noqa: ANN401 - as above
+    parameters = _parameters(command)
+    arguments = [_shown_argument(p) for p in parameters if not _is_option(p)]
+    own = [entry for entry in map(_entry, parameters) if entry not in shared]
+    common = [p.opts[0] for p in parameters if _is_option(p) and _entry(p) in shared]
+    others = [_code(option) for option in common]
+    if {*common} >= {f"--{name}" for name in _FILTER}:
+        others = ["filter", *(_code(option) for option in common if option[2:] not in _FILTER)]
+    blocks = [f"## pgoutbox {name}"]
+    if arguments:
+        blocks.append(_code(f"pgoutbox {name} {' '.join(arguments)}"))
+    blocks += _paragraphs(command.help)
+    if own:
+        blocks.append("\n".join(own))
+    if others:
+        blocks.append(f"[Shared](#shared-options): {', '.join(others)}.")
     return "\n\n".join(blocks)
+
+
+def _is_filter(entry: str) -> bool:
+    return entry.startswith(tuple(f"- `--{name} " for name in _FILTER))
+
+
+def _parameters(command: Any) -> list[Any]:  # noqa: ANN401 - as above
+    return sorted((p for p in command.params if p.opts[0] != "--help"), key=_is_option)
+
+
+def _is_option(parameter: Any) -> bool:  # noqa: ANN401 - as above
+    return str(parameter.opts[0]).startswith("-")
+
+
+def _entry(parameter: Any) -> str:  # noqa: ANN401 - as above
+    if not _is_option(parameter):
+        return f"- {_code(_shown_argument(parameter))}: {parameter.help}"
+    return f"- {', '.join(_code(_with_value(parameter, opt)) for opt in parameter.opts)}: {_option_help(parameter)}"
 
 
 def _shown_argument(parameter: Any) -> str:  # noqa: ANN401 - as above
@@ -381,7 +402,7 @@ _SQL: Final = """
 This page lists the SQL functions of pgoutbox. Any client can call them: another language, a trigger, psql. They run in
 the caller's transaction. The functions that write run with the privileges of the schema's owner. The
 [roles](../how-to/roles.md) define their callers. Functions whose names begin with an underscore are private. They may
-change in any release.
+change in any release. An argument in brackets may be omitted, and is null then.
 
 Name the arguments: `SELECT pgoutbox.enqueue('mail.welcome', '{"user_id": 7}', dedupe_key => 'welcome-7')`. With
 `notify => false` the workers' next poll finds the messages; null means true.
@@ -406,21 +427,39 @@ def sql_page(connection: psycopg.Connection) -> str:
     """Return the page of SQL functions with their arguments and errors."""
     arguments = defaultdict(list)
     for name, mode, argument, kind, default in connection.execute(_ARGUMENTS):
-        if mode != "t":
-            out = "OUT " if mode == "o" else ""
-            value = " DEFAULT " + _CAST.sub("", default) if default else ""
-            arguments[name].append(f"{out}{argument} {_short_type(kind)}{value}")
+        if mode == "i":
+            arguments[name].append(_argument(f"{argument} {_short_type(kind)}", default))
     found = {name: (result, comment, source) for name, result, comment, source in connection.execute(_FUNCTIONS)}
-    public = sorted(name for name in found if not name.startswith("_"))
-    rules = re.findall(r"THEN\s+'([^']+)'", found["_draft_error"][2])
+    public = sorted(name for name in found if not name.startswith("_") and name not in _FOR_WORKERS)
     return _page(
         "SQL functions",
         _SQL,
         *(f"## {name}\n\n{_function(name, arguments[name], found[name][0])}\n\n{found[name][1]}" for name in public),
         "## Errors",
         _ERRORS,
-        _table(["argument", "rule"], [[_code(rule.split(": ")[0]), rule.split(": ", 1)[1]] for rule in rules]),
+        "\n".join(_rules(found["_draft_error"][2])),
     )
+
+
+# Only workers and migrations call these.
+_FOR_WORKERS: Final = frozenset({"next_permit_at", "schema_version"})
+
+
+def _rules(source: str) -> Iterator[str]:
+    """Yield a line for each rule, with the arguments that have it."""
+    arguments: dict[str, dict[str, None]] = {}
+    for text in re.findall(r"THEN\s+('[^']+'(?:\s+'[^']+')*)", source):
+        argument, rule = re.sub(r"'(?:\s+')?", "", text).split(": ", 1)
+        arguments.setdefault(rule, {})[_code(argument)] = None
+    for rule, names in arguments.items():
+        yield f"- {', '.join(names)}: {rule}"
+
+
+def _argument(text: str, default: str | None) -> str:
+    if default is None:
+        return text
+    value = _CAST.sub("", default)
+    return f"[{text}]" if value == "NULL" else f"{text} DEFAULT {value}"
 
 
 def _short_type(kind: str) -> str:
@@ -428,101 +467,71 @@ def _short_type(kind: str) -> str:
 
 
 def _function(name: str, arguments: Sequence[str], result: str) -> str:
-    inside = ",\n".join(f"    {argument}" for argument in arguments)
-    call = f"pgoutbox.{name}(\n{inside}\n)" if arguments else f"pgoutbox.{name}()"
-    return f"```sql\n{call} RETURNS {result}\n```"
+    call = f"pgoutbox.{name}({', '.join(arguments)}) RETURNS {_short_type(result)}"
+    if len(call) > _LINE:
+        inside = "".join(f"    {argument},\n" for argument in arguments).removesuffix(",\n")
+        call = f"pgoutbox.{name}(\n{inside}\n) RETURNS {_short_type(result)}"
+    return f"```sql\n{call}\n```"
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
+# A column of a view has the meaning of the column with its name in the table or type of the view.
 _RELATIONS: Final = """
-SELECT
-    c.oid::bigint,
-    c.relname,
-    parent.relname,
-    pg_get_expr(c.relpartbound, c.oid),
-    pg_get_partkeydef(c.oid),
-    obj_description(c.oid, 'pg_class')
+SELECT c.oid::bigint, c.relname, base.oid::bigint, obj_description(c.oid, 'pg_class')
 FROM pg_catalog.pg_class AS c
-LEFT JOIN pg_catalog.pg_inherits AS i ON i.inhrelid = c.oid
-LEFT JOIN pg_catalog.pg_class AS parent ON parent.oid = i.inhparent
+LEFT JOIN pg_catalog.pg_class AS base
+    ON base.relnamespace = c.relnamespace AND c.relname = base.relname || '_view'
 WHERE c.relnamespace = 'pgoutbox'::regnamespace
-    AND c.relkind IN ('r', 'p', 'v')
-    AND c.relname <> 'alembic_version'
-    AND c.relname !~ '^message_done_[0-9]{8}$'
-ORDER BY c.relkind = 'v', c.oid
+    AND (c.relkind = 'v' OR c.relname IN ('message', 'audit'))
+ORDER BY c.relkind = 'v', c.relname <> 'message', c.relname
 """
 
 _COLUMNS: Final = """
 SELECT
     a.attname,
-    format_type(a.atttypid, a.atttypmod),
-    a.attnotnull,
-    pg_get_expr(d.adbin, d.adrelid),
-    col_description(a.attrelid, a.attnum)
+    format_type(a.atttypid, a.atttypmod) || CASE WHEN a.attnotnull THEN ', not null' ELSE '' END,
+    col_description(coalesce(base.attrelid, a.attrelid), coalesce(base.attnum, a.attnum))
 FROM pg_catalog.pg_attribute AS a
-LEFT JOIN pg_catalog.pg_attrdef AS d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
+LEFT JOIN pg_catalog.pg_attribute AS base ON base.attrelid = %s::oid AND base.attname = a.attname
 WHERE a.attrelid = %s::oid AND a.attnum > 0 AND NOT a.attisdropped
 ORDER BY a.attnum
 """
 
-_INDEXES: Final = """
-SELECT pg_get_indexdef(i.indexrelid)
-FROM pg_catalog.pg_index AS i
-JOIN pg_catalog.pg_class AS c ON c.oid = i.indexrelid
-WHERE i.indrelid = %s::oid
-ORDER BY c.relname
-"""
-
 _TABLES: Final = """
-This page lists the tables and views of the schema `pgoutbox`, from the catalog. See
-[schema design](../explanation/schema.md) for the reasons, and [SQL queries](../how-to/sql-queries.md) for queries. You
-may read all tables. Write only through the functions and commands.
+This page lists the views and tables of the schema `pgoutbox` that people query, from the catalog. See
+[SQL queries](../how-to/sql-queries.md) for queries, and [schema design](../explanation/schema.md) for the reasons, the
+indexes and the constraints. Write only through the functions and commands. The owner of the schema can read all tables,
+other logins what their [roles](../how-to/roles.md) allow.
 """
 
-_CHECKS: Final = """
-SELECT k.conname, pg_get_constraintdef(k.oid, true)
-FROM pg_catalog.pg_constraint AS k
-WHERE k.conrelid = %s::oid AND k.contype = 'c'
-ORDER BY k.conname
+_OTHER_TABLES: Final = """
+The other tables are private: they may change in any release. [Schema design](../explanation/schema.md#other-tables)
+explains them, and the files in [migrations/sql/tables](../../migrations/sql/tables) explain their columns.
 """
 
 
 def schema_page(connection: psycopg.Connection) -> str:
-    """Return the page of tables and views, from the catalog."""
-    blocks = []
-    for oid, name, parent, bound, key, comment in connection.execute(_RELATIONS).fetchall():
-        blocks.append(f"## {name}")
-        if parent is not None:
-            blocks.append(f"Partition of `{parent}`: `{bound}`.")
-        if key is not None:
-            blocks.append(f"Partitioned by `{key}`.")
-        if comment is not None:
-            blocks.append(comment)
-        if parent is None:
-            blocks.append(
-                _table(
-                    ["column", "type", "default", "meaning"],
-                    [
-                        [
-                            _code(column),
-                            _short_type(kind) + (", not null" if not_null else ""),
-                            _code(default) if default else "",
-                            text or "",
-                        ]
-                        for column, kind, not_null, default, text in connection.execute(_COLUMNS, [oid])
-                    ],
-                )
-            )
-        rules = [f"{row[0]}: {' '.join(row[1].split())}" for row in connection.execute(_CHECKS, [oid])]
-        rules += [row[0] for row in connection.execute(_INDEXES, [oid])]
-        if rules:
-            blocks.append("```text\n" + "\n".join(rules) + "\n```")
-    return _page(
-        "Tables",
-        _TABLES,
-        *blocks,
-    )
+    """Return the page of the tables and views that people query, from the catalog."""
+    blocks: list[str] = []
+    of_message: list[str] = []
+    for oid, name, base, comment in connection.execute(_RELATIONS).fetchall():
+        rows = [
+            [_code(column), _short_type(kind), text or ""]
+            for column, kind, text in connection.execute(_COLUMNS, [base, oid])
+        ]
+        blocks += [f"## {name}", comment]
+        if name == "message":
+            of_message = [row[0] for row in rows]
+        elif name == "message_view":
+            missing = [column for column in of_message if column not in {row[0] for row in rows}]
+            rows = [row for row in rows if not row[2]]
+            blocks.append(f"The columns of `message`, except {' and '.join(missing)}, and these:")
+        if explained := [row for row in rows if row[2]]:
+            blocks.append(_table(["column", "type", "meaning"], explained))
+        if named := [f"{column} {kind}" for column, kind, text in rows if not text]:
+            blocks.append(f"{'Also: ' if explained else ''}{', '.join(named)}.")
+    return _page("Tables", _TABLES, *blocks, "## Other tables", _OTHER_TABLES)
 
 
 # --- Python -----------------------------------------------------------------------------------------------------------
@@ -532,9 +541,13 @@ _MODULE_TITLES: Final = {
     "pgoutbox.enqueue.generators": "Results",
     "pgoutbox.operations.operator": "Operators",
     "pgoutbox.topics": "Messages to enqueue",
+    "pgoutbox.enqueue.validation": "Drafts",
     "pgoutbox.retry": "Retry policy",
     "pgoutbox.message": "Messages, states and outcomes",
     "pgoutbox.handlers": "Context of an attempt",
+    "pgoutbox.worker.worker": "Workers",
+    "pgoutbox.worker.asgi": "Workers in ASGI applications",
+    "pgoutbox.worker.direct": "Direct sends",
     "pgoutbox.transports.smtp.mail": "E-mail",
     "pgoutbox.transports.smtp.templates": "Templates",
     "pgoutbox.transports.apprise": "Notifications",
@@ -551,26 +564,42 @@ _FURTHER_NAMES: Final = {
         "upgrade", "grants", "create_roles_sql", "downgrade", "current", "state", "SchemaState", "head", "upgrade_sql",
         "version_location", "include_name",
     ),
-    "pgoutbox.operations": (
-        "MessageFilter", "MessageResult", "RedriveResult", "ResendResult", "DismissResult", "Batch", "Rate", "Pause",
-        "ClosedBreaker", "PruneTotals", "ListedMessage", "ShownMessage", "ShownAttempt", "JsonText", "FailureGroup",
-        "TopicCounts", "QueueControls", "OpenBreaker", "SwitchedRedirect", "WorkerRedirect", "Redirects",
-        "ClearedRedirect", "RetentionRule", "AuditRow", "Action",
-    ),
+    "pgoutbox.operations": tuple(name for name in operations.__all__ if name != "Operator"),
     "pgoutbox.embedded": ("embedded_server", "EmbeddedServer"),
     "pgoutbox.transports": (
-        "Transport", "Content", "FollowsRedirect", "pass_gate", "render_email", "render_webhook", "SmtpTransport",
+        "Transport", "Content", "NamesBreaker", "NamesParts", "ChecksItself", "FollowsRedirect",
+        "pass_gate", "render_email", "render_webhook", "SmtpTransport",
         "SendmailTransport", "AppriseTransport", "WebhookTransport", "WebhookRules", "RedisTransport", "NatsTransport",
         "RabbitMQTransport", "KafkaTransport",
     ),
     "pgoutbox.dashboard": ("create_app", "Access", "Viewer"),
-    "pgoutbox.doctor": ("examine", "Finding", "Level"),
+    "pgoutbox.doctor": ("examine", "Finding", "Level", "Limits"),
     "pgoutbox.webhooks": ("verify", "make_secret"),
     "pgoutbox.observability": ("Exposition", "Page"),
 }  # fmt: skip
 
 # pgoutbox creates these; applications do not.
-_NOT_CONSTRUCTED: Final = frozenset({"Context", "SyncContext", "JsonText"})
+_NOT_CONSTRUCTED: Final = frozenset({"Context", "Draft", "EmbeddedServer", "JsonText", "SyncContext"})
+
+# Applications read these: the page has the names of their fields.
+_RESULTS: Final = frozenset({*_FURTHER_NAMES["pgoutbox.operations"], "Finding", "Limits", "Row"}) - {
+    "MessageFilter",
+    "Rate",
+}
+
+# The keyword arguments that several functions of a module have.
+_OPTIONS: Final = {"pgoutbox.topics": (MessageOptions, FanoutOptions), "pgoutbox.worker.direct": (DirectOptions,)}
+
+# Members that the command line and the dashboard need, and the twins of others.
+_LEFT_OUT_MEMBERS: Final = {
+    "Draft": {"options_json"},
+    "SyncContext": {"connection", "should_stop", "ensure_lease"},
+    "MessageFilter": {"given", "limited_to", "parameters"},
+    "Redirects": {"as_json", "warnings"},
+    "SwitchedRedirect": {"mail"},
+    "Access": {"identify", "check_secret", "begin_session"},
+}
+_PROTOCOLS: Final = ("Transport", "Content", "NamesBreaker", "NamesParts", "ChecksItself", "FollowsRedirect")
 
 
 def api_page() -> str:
@@ -579,35 +608,30 @@ def api_page() -> str:
     unions = [name for name in pgoutbox.__all__ if isinstance(getattr(pgoutbox, name), UnionType)]
     for name in sorted({*pgoutbox.__all__} - {*unions}):
         by_module[getattr(pgoutbox, name).__module__].append(name)
-    order = [*_MODULE_TITLES, *sorted(by_module.keys() - _MODULE_TITLES.keys())]
+    assert by_module.keys() == _MODULE_TITLES.keys()
     blocks = []
-    for module in order:
-        if not by_module[module]:
-            continue
-        blocks.append(f"## {_MODULE_TITLES.get(module, module)}")
+    for module, heading in _MODULE_TITLES.items():
+        blocks.append(f"## {heading}")
+        if options := _OPTIONS.get(module):
+            blocks.append("\n".join(map(_line_of_options, options)))
         ordered = sorted(by_module[module], key=_line_of)
-        blocks.extend(_name(name, getattr(pgoutbox, name), level=3) for name in ordered)
+        blocks.extend(_names({name: getattr(pgoutbox, name) for name in ordered}, level=3))
     blocks.append("## Types")
     blocks.extend(
         f"`{name}` is `{' | '.join(kind.__name__ for kind in get_args(getattr(pgoutbox, name)))}`." for name in unions
     )
-    blocks.append("## Imported from their modules")
-    for module_name, names in _FURTHER_NAMES.items():
-        module_found = importlib.import_module(module_name)
-        blocks.append(f"### {module_name}\n\n{_paragraphs(module_found.__doc__)[0]}")
-        blocks.extend(_name(name, getattr(module_found, name), level=4) for name in names)
-        blocks.extend(_fixtures(module_found))
-    rows = [
-        [_code(name), _paragraphs(importlib.import_module(name).__doc__)[0].replace("\n", " ")]
-        for name in pgoutbox.PUBLIC_MODULES
-    ]
     blocks.append("## Public modules")
-    blocks.append("All other modules are private: they change without notice.")
-    blocks.append(_table(["module", "subject"], rows))
+    blocks.append("Import further names from these modules. All other modules are private: they change without notice.")
+    for module_name in pgoutbox.PUBLIC_MODULES:
+        found = importlib.import_module(module_name)
+        blocks.append(f"### {module_name}\n\n{_paragraphs(found.__doc__)[0]}")
+        names = {name: getattr(found, name) for name in _FURTHER_NAMES[module_name]}
+        blocks.extend(_names(names, level=4))
+        blocks.extend(_fixtures(found))
     return _page(
         "Python API",
         "This page lists the public names of `pgoutbox`, with the first paragraph of each docstring. `help()` shows "
-        "the rest.",
+        "the rest, and the types of the fields of results. An argument with the default None accepts None.",
         *blocks,
     )
 
@@ -616,23 +640,78 @@ def _line_of(name: str) -> int:
     return inspect.getsourcelines(getattr(pgoutbox, name))[1]
 
 
-def _name(name: str, thing: object, *, level: int) -> str:
-    heading = "#" * level
+def _names(things: Mapping[str, object], *, level: int) -> Iterator[str]:
+    """Yield the short names as a list, and then each other one below a heading."""
+    long = []
+    lines = []
+    for name, thing in things.items():
+        if (line := _line(name, thing)) is not None:
+            lines.append(line)
+        else:
+            long.append(f"{'#' * level} {name}")
+            long += _described(name, thing)
+    if lines:
+        yield "\n".join(lines)
+    yield from long
+
+
+def _line(name: str, thing: object) -> str | None:
+    """Return what there is to say of a name if it fits a line of a list."""
+    text = _first_paragraph(thing)
+    members = [*_members(thing)] if isinstance(thing, type) and thing is not Settings else []
+    if isinstance(thing, type) and issubclass(thing, enum.Enum):
+        return f"- {_code(name)}: {text} Members: {', '.join(_code(member.value) for member in thing)}."
+    if name in _RESULTS and isinstance(thing, type) and (names := _fields_of_result(thing)):
+        more = "".join(f" {_code(member.split(': ')[0])}: {told}" for member, told in members)
+        return f"- {_code(name)}: {text} Fields: {', '.join(map(_code, names))}.{more}"
+    shown = _shown_name(name, thing).removeprefix("class ")
+    return None if members or thing is Settings or len(shown) > _LINE else f"- {_code(shown)}: {text}"
+
+
+def _line_of_options(kind: type) -> str:
+    return f"- {_code(kind.__name__)}: {_first_paragraph(kind)} They are {', '.join(map(_code, kind.__annotations__))}."
+
+
+def _fields_of_result(kind: type) -> list[str]:
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind)]
+    return [*getattr(kind, "__annotations__", {})]
+
+
+def _described(name: str, thing: object) -> Iterator[str]:
+    """Yield the signature, the text and the members of a class or function."""
+    if thing is Settings:
+        yield f"{_first_paragraph(thing)} Its fields are in [settings](settings.md)."
+        return
+    if (shown := _shown_name(name, thing)) != f"class {name}":
+        yield _code_block(shown)
+    yield _first_paragraph(thing)
     if not isinstance(thing, type):
-        function = cast("Callable[..., object]", thing)
-        return f"{heading} {name}\n\n```python\n{_signature(name, function)}\n```\n\n{_first_paragraph(function)}"
-    blocks = [f"{heading} {name}", f"```python\n{_class_line(name, thing)}\n```", _first_paragraph(thing)]
-    if issubclass(thing, enum.Enum):
-        blocks.append("Members: " + ", ".join(_code(member.value) for member in thing) + ".")
-    elif thing is Settings:
-        blocks.append("Its fields are in [settings](settings.md).")
-    else:
-        blocks.extend(f"{_code_block(member)}\n\n{text}" for member, text in _members(thing) if text)
-    return "\n\n".join(blocks)
+        return
+    for is_short, members in groupby(_members(thing), key=lambda member: len(member[0]) <= _LINE):
+        if is_short:
+            yield "\n".join(f"- {_code(member)}: {text}" for member, text in members)
+        else:
+            for member, text in members:
+                yield _code_block(member)
+                yield text
+    if twins := _twins(thing):
+        yield f"On an async connection, with the same arguments and contract: {', '.join(map(_code, twins))}."
+
+
+# A longer signature is a block of its own.
+_LINE: Final = 100
 
 
 def _code_block(text: str) -> str:
     return f"```python\n{text}\n```"
+
+
+def _shown_name(name: str, thing: object) -> str:
+    """Return the signature of a function, or the first line of a class."""
+    if not isinstance(thing, type):
+        return _signature(name, cast("Callable[..., object]", thing))
+    return _class_line(name, thing)
 
 
 def _class_line(name: str, kind: type) -> str:
@@ -649,16 +728,28 @@ def _class_line(name: str, kind: type) -> str:
 
 
 def _members(kind: type) -> Iterator[tuple[str, str]]:
+    """Yield the signature and the text of each public member that has a text."""
+    left_out = _LEFT_OUT_MEMBERS.get(kind.__name__, set()) | {*_twins(kind), "redacted"}
+    if kind.__module__.startswith("pgoutbox.transports.") and not getattr(kind, "_is_protocol", False):
+        left_out |= {name for protocol in _PROTOCOLS for name in dir(getattr(transports, protocol))}
     for name, member in vars(kind).items():
-        if name.startswith("_"):
+        if name.startswith("_") or name in left_out:
             continue
         if isinstance(member, property):
             returned = inspect.signature(member.fget).return_annotation if member.fget else ""
-            yield f"{kind.__name__}.{name}: {_annotation(returned)}", _first_paragraph(member)
+            shown = f"{name}: {_annotation(returned)}"
         elif isinstance(member, (classmethod, staticmethod, FunctionType)):
             function = getattr(kind, name)
-            prefix = "await " if inspect.iscoroutinefunction(function) else ""
-            yield prefix + _signature(f"{kind.__name__}.{name}", function), _first_paragraph(function)
+            shown = ("await " if inspect.iscoroutinefunction(function) else "") + _signature(name, function)
+        else:
+            continue
+        if text := _first_paragraph(member):
+            yield shown, text
+
+
+def _twins(kind: type) -> list[str]:
+    """Return the async methods that a sync one explains."""
+    return [name for name in vars(kind) if name.startswith("a") and name[1:] in vars(kind)]
 
 
 def _signature(name: str, function: Callable[..., object]) -> str:
@@ -677,6 +768,8 @@ def _signature(name: str, function: Callable[..., object]) -> str:
         star = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
         keyword_only = keyword_only or bool(star)
         text = f"{star}{parameter.name}: {_annotation(parameter.annotation)}"
+        if parameter.default is None:
+            text = text.removesuffix(" | None")
         parts.append(text if parameter.default is parameter.empty else f"{text} = {_default_text(parameter.default)}")
     returned = signature.return_annotation
     end = ")" if isinstance(function, type) or returned is signature.empty else f") -> {_annotation(returned)}"
@@ -688,13 +781,11 @@ def _signature(name: str, function: Callable[..., object]) -> str:
 
 
 def _unpacked(parameter: inspect.Parameter) -> Iterator[str]:
-    groups = (MessageOptions, EnqueueOptions, FanoutOptions, BulkChanges)
-    known = {f"Unpack[{options.__name__}]": options for options in groups}
-    if (options := known.get(str(parameter.annotation))) is None:
-        yield f"**{parameter.name}: {_annotation(parameter.annotation)}"
-        return
-    for name, value in options.__annotations__.items():
-        yield f"{name}: {_annotation(value)} = None"
+    if str(parameter.annotation) == f"Unpack[{BulkChanges.__name__}]":
+        for name, value in BulkChanges.__annotations__.items():
+            yield f"{name}: {_annotation(value).removesuffix(' | None')} = None"
+    else:
+        yield f"**{parameter.name}: {_annotation(parameter.annotation).removeprefix('Unpack[').removesuffix(']')}"
 
 
 def _default_text(value: object) -> str:
@@ -703,10 +794,10 @@ def _default_text(value: object) -> str:
     if isinstance(value, enum.Enum):
         return str(value)
     if isinstance(value, tuple):
-        return f"({', '.join(map(_default_text, value))})"
+        return f"({', '.join(map(_default_text, value))}{',' * (len(value) == 1)})"
     if isinstance(value, frozenset):
         return f"frozenset({{{', '.join(sorted(map(_default_text, value)))}}})"
-    return "..." if type(value) is object else repr(value)
+    return "..." if type(value) is object or callable(value) else repr(value)
 
 
 def _annotation(annotation: object) -> str:
@@ -723,17 +814,23 @@ def _fixtures(module: ModuleType) -> Iterator[str]:
     from _pytest.fixtures import FixtureFunctionDefinition
 
     found = {name: thing for name, thing in vars(module).items() if isinstance(thing, FixtureFunctionDefinition)}
-    for name, fixture in found.items():
-        text = _first_paragraph(inspect.unwrap(fixture._get_wrapped_function()))
-        yield f"#### {name}\n\nA pytest fixture. {text}"
+    lines = [
+        f"- {_code(name)}: {_first_paragraph(inspect.unwrap(fixture._get_wrapped_function()))}"
+        for name, fixture in found.items()
+        if not name.startswith("_")
+    ]
+    if lines:
+        yield "#### Fixtures of pytest"
+        yield "\n".join(lines)
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
 
 _EVENTS: Final = """
 This page lists the events that pgoutbox logs. A log record has a constant text. Its `extra` has the field `event` with
-the name below, and the fields of the last column. It never contains a payload or a secret. Only `enqueue_failed` has
-keys and an owner, because its message has no id; its text repeats them.
+the name below, and the fields of the last column, where message stands for `message_id`, `topic`, `queue` and
+`attempt_count`. It never contains a payload or a secret. Only `enqueue_failed` has keys and an owner, because its
+message has no id; its text repeats them.
 
 The loggers are called `pgoutbox.<module>`. `pgoutbox worker` writes to stderr or to `PGOUTBOX_LOG_FILE`, as text. With
 `PGOUTBOX_LOG_FORMAT=json` it writes one JSON object per line. Your own program configures logging itself. The metric
@@ -762,7 +859,7 @@ def events_page() -> str:
                 _code(event.value),
                 ", ".join(sorted(report.levels)).lower() or "counted only",
                 event.meaning,
-                ", ".join(map(_code, report.fields)),
+                ", ".join(_short_fields(report.fields)),
             ]
         )
     return _page(
@@ -770,6 +867,15 @@ def events_page() -> str:
         _EVENTS,
         _table(["event", "level", "meaning", "fields"], rows),
     )
+
+
+def _short_fields(fields: Mapping[str, None]) -> list[str]:
+    named = [_code(name) for name in fields if name not in _MESSAGE]
+    return ["message", *named] if fields.keys() >= {*_MESSAGE} else [*map(_code, fields)]
+
+
+# Most events name a message by these fields.
+_MESSAGE: Final = ("message_id", "topic", "queue", "attempt_count")
 
 
 def _reports() -> dict[LogEvent, _Report]:

@@ -160,9 +160,8 @@ def send(
 ) -> None:
     """Run a topic's handler once, send what it returns, and print the outcome. Nothing is stored.
 
-    For a test of handler, settings and mail server. There is no message, no retry and no trace in the database: use
-    `pgoutbox enqueue` for a message that must arrive. Redirects and blackouts apply. A copy of the database sends
-    nothing.
+    For a test of handler, settings and mail server. There is no retry: use `pgoutbox enqueue` for a message that must
+    arrive. Redirects and blackouts apply. A copy of the database sends nothing.
 
     Exits with 0 if it was sent, else with 1. Needs --app or PGOUTBOX_APP. The role of a producer is enough.
     """

@@ -57,8 +57,7 @@ def worker(
 
     Runs until SIGTERM or SIGINT, then waits for running handlers. A second signal ends it at once.
 
-    With PGOUTBOX_WORKER_ENABLED=false it says so and ends with exit code 0. So the same crontab or unit can be on hosts
-    that must not send.
+    For hosts that must not send: with PGOUTBOX_WORKER_ENABLED=false it says so and ends with exit code 0.
     """
     if once and drain:
         raise typer.BadParameter("--once and --drain exclude each other")

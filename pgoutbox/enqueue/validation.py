@@ -66,7 +66,10 @@ _NO_MESSAGE_OPTIONS = (None,) * (len(OPTIONS) - 1)
 
 
 class Draft(NamedTuple):
-    """A checked message: its payload as JSON text, and its options by their names in `OPTIONS`, each a JSON value."""
+    """A checked message, as `Outbox.draft` returns it.
+
+    The payload is JSON text. The options have their names in `OPTIONS`, and each is a JSON value.
+    """
 
     topic: str
     payload: str

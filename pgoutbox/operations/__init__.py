@@ -1,4 +1,6 @@
-"""What operators do, as one object: `Operator` lists and changes messages, and controls queues."""
+"""What operators do, as one object: `Operator` lists and changes messages, and controls queues. Rows contain
+sensitive values until `redacted(names)` hides them.
+"""
 
 from pgoutbox.operations.operator import Operator
 from pgoutbox.operations.records import (

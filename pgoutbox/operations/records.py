@@ -157,7 +157,7 @@ class MessageFilter:
 
 
 class RedriveResult(enum.StrEnum):
-    """The effect of a redrive on one message, or the reason why it left the message alone.
+    """The result of a redrive of one message.
 
     `redriven`: the message is pending again. `missing`: no such message exists. `wrong_state`: its state is not one of
     the given states. `changed`: it was attempted again since it was listed. `superseded`: a newer message of its
@@ -175,7 +175,7 @@ class RedriveResult(enum.StrEnum):
 
 
 class CorrectResult(enum.StrEnum):
-    """The effect of a correction on one message, or the reason why it left the message alone.
+    """The result of a correction of one message.
 
     `corrected`: the message is changed, and pending. `encrypted`: its payload can only be opened as it is, for its own
     destination. `ordered`: the place in its ordering key belongs to its queue. The others are those of `RedriveResult`.
@@ -193,7 +193,7 @@ class CorrectResult(enum.StrEnum):
 
 
 class ReleaseResult(enum.StrEnum):
-    """The effect of a release on one message, or the reason why it left the message alone.
+    """The result of a release of one message.
 
     `released`: its worker no longer has it, and it is tried again when the lease ends. `wrong_state`: it is not in
     flight. `changed`: another attempt is in flight than when it was listed. `missing`: no such message exists.
@@ -208,7 +208,7 @@ class ReleaseResult(enum.StrEnum):
 
 
 class ResendResult(enum.StrEnum):
-    """The effect of a resend on one message, or the reason why it made no copy.
+    """The result of a resend of one message.
 
     `resent`: a copy is pending. `missing`: no such message exists. `wrong_state`: it is not sent. `superseded`: a newer
     message of its coalesce key exists, or existed.
@@ -221,7 +221,7 @@ class ResendResult(enum.StrEnum):
 
 
 class DismissResult(enum.StrEnum):
-    """The effect of a dismissal on one message, or the reason why it left the message alone.
+    """The result of a dismissal of one message.
 
     `dismissed`: the message is skipped, with the actor and the reason. The other results are those of `RedriveResult`.
     """
@@ -234,7 +234,7 @@ class DismissResult(enum.StrEnum):
 
 
 class EraseResult(enum.StrEnum):
-    """The effect of an erasure on one message, or the reason why it left the message alone.
+    """The result of an erasure of one message.
 
     `erased`: the message is deleted, with all that belongs to it. `in_flight`: its attempt is asked to stop; erase
     again after it. `locked`: another transaction has locked the message or its key; erase again. `changed`: it got
@@ -322,10 +322,10 @@ class PruneTotals:
 
 
 class Mention(NamedTuple):
-    """A place that contains a text, in the order of MENTIONS.
+    """A place that contains a text.
 
-    `id` is the message, the act of `audit`, or the row of `content`; None for a circuit breaker. The id of a key is the
-    newest message of the key, which may be deleted.
+    The fields have the order of MENTIONS. `id` is the message, the act of `audit`, or the row of `content`; None for a
+    circuit breaker. The id of a key is the newest message of the key, which may be deleted.
     """
 
     table: str
@@ -359,9 +359,10 @@ class JsonText(str):
 
 
 class ListedMessage(NamedTuple):
-    """A message in a list, without its payload, in the order of LIST_MESSAGES.
+    """A message in a list, without its payload.
 
-    `waits` is the reason why a pending message is not delivered yet, as in `pgoutbox.waiting_view`.
+    The fields have the order of LIST_MESSAGES. `waits` is the reason why a pending message is not delivered yet, as in
+    `pgoutbox.waiting_view`.
     """
 
     id: int
@@ -421,10 +422,10 @@ WAITS: Final = {
 
 
 class ShownMessage(NamedTuple):
-    """All data of one message, in the order of SHOW_MESSAGE.
+    """All data of one message.
 
-    Headers and payload can be a `JsonText`. Their sizes are the sizes of the whole JSON text. `waits` is the reason why
-    a pending message is not delivered yet, as in `pgoutbox.waiting_view`.
+    The fields have the order of SHOW_MESSAGE. Headers and payload can be a `JsonText`. Their sizes are the sizes of the
+    whole JSON text. `waits` is the reason why a pending message is not delivered yet, as in `pgoutbox.waiting_view`.
     """
 
     id: int
@@ -489,7 +490,10 @@ def _attempts(message: ListedMessage | ShownMessage) -> str:
 
 
 class ShownAttempt(NamedTuple):
-    """One attempt, or several alike, in the order of SHOW_ATTEMPTS."""
+    """One attempt, or several alike.
+
+    The fields have the order of SHOW_ATTEMPTS.
+    """
 
     attempt_count: int
     times: int
@@ -508,12 +512,12 @@ class ShownAttempt(NamedTuple):
 
 
 class FailureGroup(NamedTuple):
-    """The failed messages of one topic and cause, in the order of LIST_FAILURES.
+    """The failed messages of one topic and cause.
 
-    `cause` is the error without addresses, quoted values, ids and numbers; None if there is none. `last_hour` of the
-    `messages` failed within the last hour, `hour_before` within the hour before it, and `failed_again` of them had
-    failed before and were redriven. `error` is that of the newest message, at most 300 characters, and `place` the line
-    of its handler that raised it.
+    The fields have the order of LIST_FAILURES. `cause` is the error without addresses, quoted values, ids and numbers;
+    None if there is none. `last_hour` of the `messages` failed within the last hour, `hour_before` within the hour
+    before it, and `failed_again` of them had failed before and were redriven. `error` is that of the newest message, at
+    most 300 characters, and `place` the line of its handler that raised it.
     """
 
     topic: str
@@ -535,9 +539,10 @@ class FailureGroup(NamedTuple):
 
 
 class TopicCounts(NamedTuple):
-    """The numbers of messages of one topic in one queue by state, in the order of STATS.
+    """The numbers of messages of one topic in one queue by state.
 
-    `due` and `scheduled` messages are pending. `oldest_due_seconds` is the waiting time of the oldest due message.
+    The fields have the order of STATS. `due` and `scheduled` messages are pending. `oldest_due_seconds` is the waiting
+    time of the oldest due message.
     """
 
     queue: str
@@ -553,9 +558,10 @@ class TopicCounts(NamedTuple):
 
 
 class AuditRow(NamedTuple):
-    """One batch of one act, in the order of LIST_ACTS. It lists the first twenty messages.
+    """One batch of one act. It lists the first twenty messages.
 
-    The login `db_role` states `actor`, `origin` and `stated`. The database finds the rest.
+    The fields have the order of LIST_ACTS. The login `db_role` states `actor`, `origin` and `stated`. The database
+    finds the rest.
     """
 
     id: int
@@ -582,10 +588,10 @@ class AuditRow(NamedTuple):
 
 
 class QueueControls(NamedTuple):
-    """A queue that is paused or has limits, in the order of LIST_QUEUES.
+    """A queue that is paused or has limits.
 
-    Up to `rate_count` attempts may begin in any `rate_seconds`, up to `burst` at once, and `tokens` now. Operators may
-    allow up to `ceiling_count` in any `ceiling_seconds`.
+    The fields have the order of LIST_QUEUES. Up to `rate_count` attempts may begin in any `rate_seconds`, up to `burst`
+    at once, and `tokens` now. Operators may allow up to `ceiling_count` in any `ceiling_seconds`.
     """
 
     queue: str
@@ -702,7 +708,10 @@ class Home(NamedTuple):
 
 
 class OpenBreaker(NamedTuple):
-    """An open circuit breaker, in the order of OPEN_BREAKERS."""
+    """An open circuit breaker.
+
+    The fields have the order of OPEN_BREAKERS.
+    """
 
     key: str
     open_seconds: float

@@ -65,13 +65,13 @@ class _Address(NamedTuple):
 
 class RabbitMQTransport(BrokerTransport[_Address]):
     """Publishes a `CloudEvent` to the exchange and with the routing key that the destination names,
-    `rabbitmq:orders/order.placed`. One instance serves one event loop.
+    `rabbitmq:orders/order.placed`.
 
-    The default routing key is the event's `key`. `rabbitmq:/invoices` is the queue `invoices`, through the default
-    exchange. An event is persistent and has the properties `message_id` and `content_type`, and the event's own
-    headers. All sends share one connection, with a channel for each exchange, because a refusal by RabbitMQ ends the
-    channel. The next send reopens a broken connection or channel. With `amqps:` nothing is sent in plain text, and the
-    certificate and its host name are verified.
+    One instance serves one event loop. The default routing key is the event's `key`. `rabbitmq:/invoices` is the queue
+    `invoices`, through the default exchange. An event is persistent and has the properties `message_id` and
+    `content_type`, and the event's own headers. All sends share one connection, with a channel for each exchange,
+    because a refusal by RabbitMQ ends the channel. The next send reopens a broken connection or channel. With `amqps:`
+    nothing is sent in plain text, and the certificate and its host name are verified.
 
     | RabbitMQ | outcome |
     |---|---|

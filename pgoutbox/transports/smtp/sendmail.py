@@ -56,10 +56,10 @@ _NEEDS_REPAIR: Final = frozenset({64, 69, 77, 78, 126, 127})
 
 
 class SendmailTransport:
-    """Sends `Email` and `RawEmail` by the program that `sendmail` names. One instance serves one event loop.
+    """Sends `Email` and `RawEmail` by the program that `sendmail` names.
 
-    At most `smtp.connections` programs run at once. The sender and the timeout are those of the SMTP settings. A
-    program that does not end in time is killed.
+    One instance serves one event loop. At most `smtp.connections` programs run at once. The sender and the timeout are
+    those of the SMTP settings. A program that does not end in time is killed.
 
     Raises `ConfigurationError` when a setting is missing or unusable.
     """

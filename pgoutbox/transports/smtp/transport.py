@@ -53,13 +53,14 @@ _BUSY = (TimeoutError, ConnectionResetError, ConnectionAbortedError)
 
 
 class SmtpTransport:
-    """Sends `Email` and `RawEmail` through the SMTP server of the settings. One instance serves one event loop.
+    """Sends `Email` and `RawEmail` through the SMTP server of the settings.
 
-    At most `smtp.connections` connections are open at once. They are reused, unless they were idle for longer than
-    `idle_seconds`, or the server has refused something other than a recipient or the e-mail: only new connections see
-    its repaired settings. A connection that is dead before the server accepts MAIL is replaced; after that nothing is
-    repeated. With `starttls` and `tls` nothing is sent in plain text, in particular no password: the certificate and
-    its host name are verified against the CAs of the system and of `smtp.ca_file`, or by `tls_context`.
+    One instance serves one event loop. At most `smtp.connections` connections are open at once. They are reused, unless
+    they were idle for longer than `idle_seconds`, or the server has refused something other than a recipient or the
+    e-mail: only new connections see its repaired settings. A connection that is dead before the server accepts MAIL is
+    replaced; after that nothing is repeated. With `starttls` and `tls` nothing is sent in plain text, in particular no
+    password: the certificate and its host name are verified against the CAs of the system and of `smtp.ca_file`, or by
+    `tls_context`.
 
     Raises `ConfigurationError` when a setting is missing or unusable, `MissingExtraError` without aiosmtplib.
     """

@@ -62,11 +62,11 @@ def is_installed() -> bool:
 
 
 class WebhookTransport:
-    """Sends `Webhook` to the URL that the message or the content names. One instance serves one event loop.
+    """Sends `Webhook` to the URL that the message or the content names.
 
-    At most `webhook.connections` requests run at once; connections are reused while they are fresh. One deadline covers
-    the whole exchange. TLS 1.2 or newer is verified against the CAs of the system and `webhook.ca_file`. `clock`, in
-    seconds since 1970, gives the time of signatures.
+    One instance serves one event loop. At most `webhook.connections` requests run at once; connections are reused while
+    they are fresh. One deadline covers the whole exchange. TLS 1.2 or newer is verified against the CAs of the system
+    and `webhook.ca_file`. `clock`, in seconds since 1970, gives the time of signatures.
 
     Raises `ConfigurationError` when a setting is unusable, `MissingExtraError` without httpcore.
     """
