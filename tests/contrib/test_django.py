@@ -373,7 +373,7 @@ async def test_the_page_leads_from_a_new_project_to_a_delivered_email(new_projec
     page = DOCS / "how-to/django.md"
     reader = Project(tmp_path / "reader", new_project.dsn)
     reader.directory.mkdir()
-    start, deliver = (block.text for block in blocks_of(page, "sh"))
+    start, deliver, test = (block.text for block in blocks_of(page, "sh"))
     await reader.type(start.partition("\n")[2])  # Both packages are installed here.
     for block in blocks_of(page, "python"):
         if named := re.match(r"# (\w+/\w+\.py)\n", block.text):
@@ -382,4 +382,6 @@ async def test_the_page_leads_from_a_new_project_to_a_delivered_email(new_projec
     shown = await reader.type(deliver)
     assert "the schema is at" in shown
     assert shown.count("\tsent\t") == 2
+    assert states(reader) == [("mail.welcome", "sent"), ("django.mail", "sent")]
+    assert "Ran 1 test" in await reader.type(test.partition("\n")[2])
     assert states(reader) == [("mail.welcome", "sent"), ("django.mail", "sent")]

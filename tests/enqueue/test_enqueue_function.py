@@ -811,7 +811,7 @@ def preparing_dsn(open_directory: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_the_documented_two_phase_commit_enqueues(preparing_dsn: str) -> None:
-    (block,) = [b for b in blocks_of(DOCS / "how-to/django-asyncpg.md", "python") if "tpc_prepare" in b.text]
+    (block,) = [b for b in blocks_of(DOCS / "how-to/drivers.md", "python") if "tpc_prepare" in b.text]
     page: dict[str, Any] = {}
     exec(compile(block.text, block.place, "exec"), page)
     with psycopg.connect(preparing_dsn) as connection:
