@@ -29,6 +29,8 @@ _FENCE: Final = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _COMMENT: Final = re.compile(r"^<!--.*?-->\n+", re.MULTILINE | re.DOTALL)  # How a test runs the block below it.
 _TARGET: Final = re.compile(r"(?<=\]\()[^)#\s]+")
 _CODE: Final = re.compile(r"`[^`\n]+`")
+_SAVED: Final = re.compile(r"^Save (?:.+\n)+", re.MULTILINE)  # The paragraph that tells a reader which files to save.
+_EXAMPLE: Final = re.compile(r"\(\.\./\.\./(examples/(\w+\.py))\)")
 _LINK: Final = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 
 
@@ -80,6 +82,18 @@ def site_text(text: str, file: Path, repository: str) -> str:
     return "".join(parts)
 
 
+def with_files(text: str, root: Path) -> str:
+    """Return the text of a page with the files of examples/ that its reader saves."""
+
+    def shown(paragraph: re.Match[str]) -> str:
+        files = _EXAMPLE.findall(paragraph[0])
+        return paragraph[0] + "".join(
+            f"\n`{name}`:\n\n```python\n{(root / file).read_text()}```\n" for file, name in files
+        )
+
+    return _SAVED.sub(shown, text)
+
+
 def index_of(groups: dict[str, list[str]], texts: dict[str, str]) -> str:
     """Return llms.txt: each page with its title and its first sentence."""
     lines = ["# pgoutbox", "", f"> {_sentence(texts['index.md'])}"]
@@ -96,7 +110,9 @@ def build(root: Path, target: Path) -> None:
     unwanted = shutil.ignore_patterns("*.md", CONFIGURATION.name)
     shutil.copytree(root / "docs", target / "pages", ignore=unwanted)
     sources = pages_of(root).items()
-    texts = {page: site_text((root / file).read_text(), file, urls["Repository"]) for page, file in sources}
+    texts = {
+        page: site_text(with_files((root / file).read_text(), root), file, urls["Repository"]) for page, file in sources
+    }
     # In the code of a table, GitHub needs a backslash before a pipe, and Zensical would show it.
     _write(target / "pages", {p: _CODE.sub(lambda code: code[0].replace(r"\|", "|"), t) for p, t in texts.items()})
     configuration = _configuration(root).replace("{repository}", urls["Repository"])

@@ -392,7 +392,8 @@ class Finisher:
             self._report(logging.WARNING, LogEvent.LEASE_LOST, "lease lost, outcome not written", message)
         elif state is State.FAILED:
             self._signals.failed.set()
-            self._report(logging.WARNING, LogEvent.FAILED, "message failed", message)
+            reason = None if request is None else request.reason
+            self._report(logging.WARNING, LogEvent.FAILED, "message failed", message, reason=reason)
         elif state is State.PENDING and request is not None:
             self._report(logging.DEBUG, event_of_outcome(request.outcome), "attempt ended, pending again", message)
         else:

@@ -298,7 +298,7 @@ async def test_an_email_with_two_addresses_in_one_is_refused_and_with_a_broken_h
     project.send_by()
     for arguments in ("'x', 'y', None, ['ann@example.org, bo@example.org']", "'a\\nb', 'y', None, ['ann@example.org']"):
         failed = await project.run(f"from django.core.mail import send_mail; send_mail({arguments})", code=1)
-        assert "Invalid address" in failed or "BadHeaderError" in failed
+        assert "Invalid address" in failed or "Header values may" in failed or "Header values can't" in failed
     assert states(project) == []
 
 
@@ -378,7 +378,10 @@ async def test_the_page_leads_from_a_new_project_to_a_delivered_email(new_projec
     for block in blocks_of(page, "python"):
         if named := re.match(r"# (\w+/\w+\.py)\n", block.text):
             with (reader.directory / named[1]).open("a") as file:
-                file.write(re.sub(r'"NAME": "app".*"localhost"', f"**{new_project.database!r}", block.text))
+                text = re.sub(r'"NAME": "app".*"localhost"', f"**{new_project.database!r}", block.text)
+                if django.VERSION < (6, 1):  # As the page says.
+                    text = re.sub(r'MAILERS = .*"(pgoutbox.*)"}}', r'EMAIL_BACKEND = "\1"', text)
+                file.write(text)
     shown = await reader.type(deliver)
     assert "the schema is at" in shown
     assert shown.count("\tsent\t") == 2

@@ -44,3 +44,16 @@ def test_the_index_has_titles_and_first_sentences() -> None:
         "## Start\n\n- [Club](index.md): The club runs `1.5`.\n\n"
         "## Why\n\n- [1. One table](decisions/0001.md): It is fast.\n"
     )
+
+
+def test_files_that_a_reader_saves_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "examples").mkdir()
+    for name in ("a.py", "b.py"):
+        (tmp_path / "examples" / name).write_text(f"print({name!r})\n")
+    text = (
+        "Save [a.py](../../examples/a.py) and\n[b.py](../../examples/b.py). Go:\n\nSee [a.py](../../examples/a.py).\n"
+    )
+    paragraph, blocks, last = site.with_files(text, tmp_path).partition("\n`a.py`:\n\n```python\nprint('a.py')\n```\n")
+    assert blocks
+    assert paragraph.endswith("Go:\n")
+    assert last == "\n`b.py`:\n\n```python\nprint('b.py')\n```\n\nSee [a.py](../../examples/a.py).\n"

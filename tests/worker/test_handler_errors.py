@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox import Context, Message, Outbox, RetryPolicy, Skip, SyncContext, Transient
+from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, Skip, SyncContext, Transient
 from pgoutbox.cli.console import JsonFormatter, TextFormatter
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
 from pgoutbox.worker.handler_errors import RepeatedErrors
-from tests.support.outbox_actions import attempts_of, enqueue, reports, settings_for
+from tests.support.outbox_actions import attempts_of, enqueue, reports, row_of, settings_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -208,3 +208,18 @@ async def test_start_and_end_of_attempts_are_logged_at_debug_only(
     assert events == [LogEvent.ATTEMPT_STARTED, LogEvent.ATTEMPT_ENDED]
     (ended,) = [r for r, e in zip(heard.records, heard.events, strict=True) if e == LogEvent.ATTEMPT_ENDED]
     assert (ended.message_id, ended.outcome, ended.duration_seconds >= 0) == (message_id, "Sent", True)  # type: ignore[attr-defined]
+
+
+async def test_the_report_of_a_failed_message_has_the_reason_that_is_stored(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        raise Permanent("password=canary is wrong")
+
+    message_id = enqueue(db)
+    with reports() as heard:
+        await Worker(outbox).run_once()
+    (reason,) = [record.__dict__["reason"] for record in heard.records if record.__dict__["event"] == LogEvent.FAILED]
+    assert "canary" not in reason
+    assert reason == row_of(db, message_id).last_error

@@ -142,7 +142,8 @@ def _fields_of(message: Any) -> dict[str, Any]:  # noqa: ANN401
     fields = {name: _plain(getattr(message, name)) for name in _FIELDS}
     fields["attachments"] = [_attachment(one) for one in message.attachments]
     fields["alternatives"] = [[_plain(content), kind] for content, kind in getattr(message, "alternatives", ())]
-    others = {name: value for name, value in vars(message).items() if name not in {*_FIELDS, *_OTHERS}}
+    known = {*_FIELDS, *_OTHERS}
+    others = {name: value for name, value in vars(message).items() if name not in known and not name.startswith("_")}
     return {"kind": kind, "fields": fields, "others": others}  # Others are those of Anymail, such as tags.
 
 
