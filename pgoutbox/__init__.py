@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 # Public modules, besides this one. Most applications need none of them.
 PUBLIC_MODULES = (
+    "pgoutbox.contrib.django",
     "pgoutbox.dashboard",
     "pgoutbox.doctor",
     "pgoutbox.embedded",

@@ -559,6 +559,7 @@ _MODULE_TITLES: Final = {
 
 # Public names that need an extra, or that few applications need; import them from these modules.
 _FURTHER_NAMES: Final = {
+    "pgoutbox.contrib.django": (),
     "pgoutbox.testing": ("OutboxDriver", "Row", "Delivery", "sqlalchemy_url"),
     "pgoutbox.migrate": (
         "upgrade", "grants", "create_roles_sql", "downgrade", "current", "state", "SchemaState", "head", "upgrade_sql",

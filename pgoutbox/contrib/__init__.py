@@ -1,1 +1,1 @@
-"""Applications of other projects, which only their users import."""
+"""Parts of other frameworks, which only their users import."""

@@ -801,6 +801,7 @@ class TestLooking:
         assert [paused["queue"] for paused in stats["paused"]] == ["default"]
         assert "queue default is paused since" in cli("stats").err
 
+    @pytest.mark.slow
     def test_stats_names_open_breakers(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         """Messages held back by a breaker never fail, so nothing else would draw attention to them."""
         put(database)
@@ -1169,6 +1170,7 @@ class TestDeciding:
         done = cli("cancel", "--topic", "mail", "--dedupe-key", "k")
         assert done == Done(1, "", "error: no message of topic 'mail' has this key\n")
 
+    @pytest.mark.slow
     def test_pruning_everything_needs_a_confirmation_or_a_filter(
         self, cli: Callable[..., Done], database: psycopg.Connection
     ) -> None:

@@ -154,6 +154,7 @@ async def test_a_surrogate_or_an_endless_secret_is_just_wrong() -> None:
     assert await known.identify("vera", "x" * 1_001) is None
 
 
+@pytest.mark.slow
 async def test_every_sign_in_computes_one_hash_for_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Credentials(people(viewer=f"vera:{HASH}", operator=f"ada:{TOKEN}"))
     hashed: list[str] = []

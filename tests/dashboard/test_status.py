@@ -83,6 +83,7 @@ def test_an_idle_outbox_has_every_name_and_the_worst_level_of_its_findings(site:
     assert found["time"].endswith("+00:00")
 
 
+@pytest.mark.slow
 def test_a_busy_outbox_is_described_with_stable_names(site: Site, db: psycopg.Connection) -> None:
     late, scheduled = put(db, queue="mail"), put(db, queue="mail")
     db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '3 hours' WHERE id = %s", [late])
@@ -118,6 +119,7 @@ def test_a_busy_outbox_is_described_with_stable_names(site: Site, db: psycopg.Co
     assert [breaker["key"] for breaker in found["breakers"]] == ["smtp:mx:587"]
 
 
+@pytest.mark.slow
 def test_large_numbers_end_at_their_caps(site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads, "CAP", 2)
     monkeypatch.setattr(reads, "QUEUE_CAP", 2)

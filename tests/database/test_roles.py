@@ -345,6 +345,7 @@ def owners_of(db: psycopg.Connection) -> set[str]:
     return {owner for (owner,) in rows}
 
 
+@pytest.mark.slow
 def test_a_superuser_holds_no_lock_while_it_waits_for_an_open_transaction(
     of_a_superuser: psycopg.Connection, connect: Connect
 ) -> None:

@@ -339,6 +339,7 @@ def test_a_transaction_pooler_for_the_listener_is_a_problem(pooled_dsn: str) -> 
     assert levels(found(pooled_dsn, "listener")) == ["skipped"]
 
 
+@pytest.mark.slow
 def test_a_pooler_is_accepted_if_the_listener_bypasses_it_or_is_off(dsn: str, pooled_dsn: str) -> None:
     around = settings_of(pooled_dsn, listen_dsn=dsn)
     expect(found(around, "pooler"), Level.OK, "pooler-bypassed")
@@ -379,6 +380,7 @@ def test_clock_differences_are_a_warning(dsn: str, ahead: float, word: str) -> N
     expect(found(dsn, "clock", ahead_seconds=ahead), Level.WARNING, "clock-differs", "60 s", word)
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_flush_to_disk_is_a_problem(reckless: OwnServer) -> None:
     findings = found(reckless.dsn, "durability")
     assert [(finding.level, finding.code) for finding in findings] == [
@@ -674,6 +676,7 @@ def test_checks_without_privileges_are_skipped_with_the_missing_grant(
     assert all("GRANT " in str(finding.fix) for finding in findings)
 
 
+@pytest.mark.slow
 def test_a_role_without_access_to_payloads_reports_that_keys_were_not_checked(
     db: psycopg.Connection, role: tuple[str, str]
 ) -> None:
@@ -750,6 +753,7 @@ $$
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("days", "level", "code", "time"),
     [
@@ -846,6 +850,7 @@ def test_many_messages_without_a_retention_rule_are_a_warning(dsn: str, db: psyc
     assert levels(found(dsn, "retention")) == ["ok"]
 
 
+@pytest.mark.slow
 def test_missing_workers_are_a_warning(dsn: str, db: psycopg.Connection) -> None:
     expect(found(dsn, "workers"), Level.WARNING, "no-worker", "pgoutbox worker")
     report(db, "a", ["default"], ["greet"])
@@ -854,6 +859,7 @@ def test_missing_workers_are_a_warning(dsn: str, db: psycopg.Connection) -> None
     expect(found(dsn, "workers"), Level.WARNING, "no-worker")
 
 
+@pytest.mark.slow
 def test_runs_of_cron_replace_a_running_worker(dsn: str, db: psycopg.Connection) -> None:
     report(db, "w1", ["default"], ["greet"])
     db.execute("UPDATE pgoutbox.worker SET ended_at = now(), run_interval_seconds = 600")
@@ -918,6 +924,7 @@ def test_attempts_longer_than_their_lease_are_a_warning(dsn: str, db: psycopg.Co
     )
 
 
+@pytest.mark.slow
 def test_messages_long_in_flight_are_a_warning(dsn: str, db: psycopg.Connection) -> None:
     message_id = enqueue(db)
     claim(db)
@@ -946,6 +953,7 @@ def fail(db: psycopg.Connection, error: str | None, *, topic: str = "mail", hour
     return message_id
 
 
+@pytest.mark.slow
 def test_one_failed_message_of_the_last_day_is_a_warning_without_secrets(dsn: str, db: psycopg.Connection) -> None:
     expect(found(dsn, "failed"), Level.OK, "nothing-failed", "25 h")
     fail(db, f"refused: password={CANARY}")
@@ -1020,6 +1028,7 @@ def test_an_open_breaker_is_named_with_its_error_but_no_secret(dsn: str, db: psy
 class TestDue:
     """Tests due messages that no worker claims, and the reported reason."""
 
+    @pytest.mark.slow
     def test_a_missing_worker_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db)
         assert levels(found(dsn, "due")) == ["ok"]
@@ -1140,6 +1149,7 @@ def test_encrypted_topics_without_keys_and_unreadable_payloads_are_problems(dsn:
     assert mine not in str(finding)
 
 
+@pytest.mark.slow
 def test_destinations_without_a_transport_and_webhooks_without_secrets_are_warnings(
     dsn: str, db: psycopg.Connection
 ) -> None:
@@ -1220,6 +1230,7 @@ def test_the_commands_in_the_fixes_exist() -> None:
         assert options <= {option for parameter in commands[name].params for option in parameter.opts}
 
 
+@pytest.mark.slow
 def test_the_doctor_changes_nothing(dsn: str, db: psycopg.Connection) -> None:
     put(db, State.FAILED)
     enqueue(db, destination="kafka:orders")

@@ -379,6 +379,7 @@ def test_problems_of_kafka_are_reported() -> None:
     expect(found("kafka", **given), Level.PROBLEM, "transport-unavailable", "connect:", "2 s", "PGOUTBOX_KAFKA_SERVERS")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("check", "given"),
     [

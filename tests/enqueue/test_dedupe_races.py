@@ -138,6 +138,7 @@ def test_an_enqueue_with_a_snapshot_older_than_a_redrive_does_not_take_the_key(
     assert live_count(db) == 1
 
 
+@pytest.mark.slow
 async def test_a_repeated_registration_after_a_withdrawal_gets_its_mail(
     dsn: str, connect: Connect, db: psycopg.Connection
 ) -> None:

@@ -342,6 +342,7 @@ def test_a_payload_of_the_reserved_form_is_refused(dsn: str, db: psycopg.Connect
         outbox_with(dsn, OLD).enqueue(db, "plain", {SEALED: {"token": "x"}})
 
 
+@pytest.mark.slow
 def test_a_resent_copy_is_decrypted_like_its_source(dsn: str, db: psycopg.Connection) -> None:
     outbox = outbox_with(dsn, OLD)
     got = register(outbox, "async")

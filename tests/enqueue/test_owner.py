@@ -119,6 +119,7 @@ def test_the_cancel_of_a_message_that_another_transaction_has_locked_is_requeste
     ]
 
 
+@pytest.mark.slow
 def test_many_locked_messages_cost_no_wait(outbox: Outbox, db: psycopg.Connection, connect: Connect) -> None:
     """As after a second click: the first call has locked every message until its commit."""
     for _ in range(600):

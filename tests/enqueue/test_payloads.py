@@ -138,6 +138,7 @@ def test_a_payload_nested_20000_deep_is_refused_like_any_other_that_is_too_deep(
         to_json(nested(20_000), max_bytes=LIMIT)
 
 
+@pytest.mark.slow
 def test_a_payload_that_needs_more_than_the_remaining_stack_is_refused() -> None:
     payload = {"a": nested(MAX_DEPTH - 1, dict), "bad": Decimal(1)}
     limit = sys.getrecursionlimit()

@@ -50,6 +50,7 @@ def test_a_scheduled_message_is_skipped_when_it_is_superseded(
     assert [state_of(connection, i) for i in (other, newer)] == ["pending", "pending"]
 
 
+@pytest.mark.slow
 def test_of_many_reminders_one_is_owed(connection: psycopg.Connection) -> None:
     ids = [enqueue(connection, coalesce_key="k", available_at=tomorrow()) for _ in range(50)]
     assert [state_of(connection, i) for i in ids] == ["skipped"] * 49 + ["pending"]

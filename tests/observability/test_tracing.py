@@ -320,6 +320,7 @@ async def test_a_webhook_carries_the_trace_only_on_request(
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_the_applications_meters_get_the_same_metrics(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

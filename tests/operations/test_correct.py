@@ -344,6 +344,7 @@ def test_the_right_is_that_of_the_role_that_the_session_has_set(rolled_back: psy
 # --- the worker -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_worker_that_sleeps_delivers_a_corrected_message(dsn: str, db: psycopg.Connection) -> None:
     """It goes to another queue, with an earlier due time than any message that the worker has seen there."""
     outbox = Outbox(settings_for(dsn))
@@ -391,6 +392,7 @@ def test_a_claim_never_sees_half_a_correction(db: psycopg.Connection, connect: C
     assert fields_of(db, message_id) == (before if is_undone else ("pending", *ALL.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_handed_over", [False, True], ids=["its attempt runs", "it is handed over"])
 async def test_a_process_that_knows_an_earlier_attempt_delivers_the_corrected_payload(
     dsn: str, db: psycopg.Connection, *, is_handed_over: bool

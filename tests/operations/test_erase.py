@@ -191,6 +191,7 @@ def others_of(db: psycopg.Connection, ids: list[int]) -> list[tuple[object, ...]
     ).fetchall()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["_erased_values", "_erase_left_behind"])
 def test_the_dump_shows_a_part_that_is_not_erased(db: psycopg.Connection, dsn: str, missing: str) -> None:
     """The audit and the keys each need their part of the erasure."""
@@ -215,6 +216,7 @@ def test_the_dump_shows_the_message_of_a_hook_that_is_not_erased(db: psycopg.Con
     assert "lovelace" in dump_of(dsn)
 
 
+@pytest.mark.slow
 def test_ids_select_the_messages_of_their_hooks(db: psycopg.Connection, dsn: str) -> None:
     outbox = with_hook(Outbox(settings_for(dsn)))
     failed, *others = failures_of_a_person(outbox, db, OWNER, ADA, "lovelace")

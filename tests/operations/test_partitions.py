@@ -258,6 +258,7 @@ class TestDrop:
         assert db.execute(DROP, [name]).fetchall() == [(answer,)]
         assert [row.id for row in rows_of(db)] == ([] if answer == "dropped" else [message_id])
 
+    @pytest.mark.slow
     def test_a_clock_that_is_days_ahead_deletes_nothing(self, operator: psycopg.Connection) -> None:
         keep(operator)
         Operator(operator).set_retention("*", "failed", 30 * DAY)
@@ -390,6 +391,7 @@ class TestRows:
         assert [row.id for row in rows_of(operator)] == [waiting]
         assert name in partitions_of(operator)
 
+    @pytest.mark.slow
     def test_a_message_waits_for_at_most_a_quarter_of_its_retention(self, operator: psycopg.Connection) -> None:
         keep(operator, 3 * DAY)
         add_partition(operator, 3)
@@ -559,6 +561,7 @@ def test_partitions_come_and_go_while_eight_sessions_enqueue_and_finish(
     assert [row.id for row in rows_of(operator) if row.state == "sent"] == sorted(sent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["pgoutbox_worker", "pgoutbox_operator"])
 def test_maintenance_needs_no_ownership_of_the_tables(db: psycopg.Connection, dsn: str, role: str) -> None:
     keep(db)

@@ -93,6 +93,7 @@ def register(outbox: Outbox, kind: str) -> list[int]:
     return got
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["async", "sync", "batch", "transactional", "transactional sync"])
 async def test_a_message_is_deleted_as_it_is_sent(outbox: Outbox, db: psycopg.Connection, kind: str) -> None:
     Operator(db).set_retention("greet", "sent", ZERO)

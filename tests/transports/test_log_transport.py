@@ -71,6 +71,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if getattr(record, "event", "") == LogEvent.EMAIL_LOGGED]
 
 
+@pytest.mark.slow
 async def test_an_email_is_logged_without_its_secrets_and_saved_with_them(
     dsn: str, db: psycopg.Connection, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,6 +191,7 @@ def test_the_worker_and_the_doctor_name_the_setting() -> None:
     assert (finding.level, finding.what) == (Level.WARNING, "PGOUTBOX_MAIL_TRANSPORT=log")
 
 
+@pytest.mark.slow
 def test_the_pytest_plugin_captures_emails_as_without_the_setting(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -387,6 +387,7 @@ def findings(dsn: str, path: Path) -> list[tuple[Level, str, str]]:
     return [(f.level, f.code, f.what) for f in examine(settings) if f.check == "smtp"]
 
 
+@pytest.mark.slow
 def test_the_doctor_looks_at_the_program(dsn: str, program: Callable[[str], Path], tmp_path: Path) -> None:
     path = program("exit 0")
     assert findings(dsn, path) == [(Level.OK, "transport-in-order", f"{path} is an executable program")]
@@ -401,6 +402,7 @@ def test_the_doctor_looks_at_the_program(dsn: str, program: Callable[[str], Path
 # --- in a worker, and with real mail servers --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_missing_program_opens_the_breaker_and_the_mail_goes_out_when_it_is_there(
     dsn: str, db: psycopg.Connection, program: Callable[[str], Path], tmp_path: Path
 ) -> None:

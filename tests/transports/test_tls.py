@@ -49,6 +49,7 @@ def ca_file(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("transport", "given"), ENCRYPTED.items())
 async def test_an_unusable_ca_file_is_refused_by_name_at_the_start(
     transport: Callable[..., object], given: dict[str, object], tmp_path: Path, ca_file: str

@@ -337,6 +337,7 @@ async def test_an_endless_handshake_is_transient_and_its_connection_closed(open_
     assert error_of(outcome, Transient) == "connect: no connection within 0.5 s"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behaviour", "error"),
     [
@@ -649,6 +650,7 @@ async def test_a_retry_has_the_same_id_and_a_new_timestamp(dsn: str, db: psycopg
     assert len({received.headers["webhook-signature"] for received in server.received}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaker_failures", [5, 1], ids=["alive", "the failure that opens the breaker"])
 async def test_an_unknown_outcome_is_not_sent_again_if_the_topic_holds_it(
     dsn: str, db: psycopg.Connection, breaker_failures: int
@@ -712,6 +714,7 @@ async def test_a_dead_host_opens_its_breaker_and_messages_keep_their_attempts(ds
     assert sorted(left) == [2] + [3] * 9
 
 
+@pytest.mark.slow
 async def test_retry_after_is_the_delay_of_the_row(dsn: str, db: psycopg.Connection) -> None:
     async with webhook_server(answer(429, Retry_After="120"), answer(429)) as server:
         settings = settings_for(server.port, dsn=dsn)
@@ -806,6 +809,7 @@ async def test_a_forbidden_url_holds_its_messages(dsn: str, db: psycopg.Connecti
     assert (outcomes.count("retry"), set(outcomes)) == (4, {"retry", "snoozed"})
 
 
+@pytest.mark.slow
 async def test_one_forbidden_content_fails_and_does_not_hold_the_others(dsn: str, db: psycopg.Connection) -> None:
     async with webhook_server() as server:
         outbox = Outbox(settings_for(server.port, dsn=dsn, concurrency=1))

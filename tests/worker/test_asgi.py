@@ -37,6 +37,7 @@ def _outside_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asgi, "is_under_pytest", False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_outside_pytest")
 async def test_a_worker_delivers_while_the_application_runs(db: psycopg.Connection, dsn: str) -> None:
     run = lifespan(outbox_of(dsn))

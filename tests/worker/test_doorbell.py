@@ -176,6 +176,7 @@ async def test_the_other_idle_workers_poll_after_the_watch_had_time_to_answer(
     assert (watch.queues, second.queues, third.queues) == (["default"], [], [])
 
 
+@pytest.mark.slow
 async def test_an_announced_look_spares_the_workers_of_the_same_topics_theirs(
     notified: Callable[..., Notified], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +237,7 @@ async def test_an_enqueue_does_not_notify_while_the_watch_polls(
     assert second.doorbell._relied_on == {"default"}
 
 
+@pytest.mark.slow
 async def test_an_announced_look_only_postpones_others_while_the_watch_polls(
     notified: Callable[..., Notified], db: psycopg.Connection
 ) -> None:
@@ -487,6 +489,7 @@ async def test_a_worker_finds_a_message_of_a_late_commit(dsn: str, connect: Conn
     assert receiver.delivered == [early, late]
 
 
+@pytest.mark.slow
 async def test_a_worker_wakes_for_a_message_that_falls_due(dsn: str, db: psycopg.Connection) -> None:
     receiver = Receiver(dsn)
     message_id = enqueue(db, notify=False)
@@ -496,6 +499,7 @@ async def test_a_worker_wakes_for_a_message_that_falls_due(dsn: str, db: psycopg
     assert receiver.delivered == [message_id]
 
 
+@pytest.mark.slow
 async def test_a_sleeping_worker_wakes_for_a_scheduled_message(dsn: str, db: psycopg.Connection) -> None:
     receiver = Receiver(dsn)
     worker = WatchedWorker(receiver.outbox)
@@ -505,6 +509,7 @@ async def test_a_sleeping_worker_wakes_for_a_scheduled_message(dsn: str, db: psy
         await until(lambda: scheduled in receiver.delivered)
 
 
+@pytest.mark.slow
 async def test_a_commit_during_a_listener_outage_is_found_after_the_reconnect(
     dsn: str, server: Server, db: psycopg.Connection
 ) -> None:
@@ -679,6 +684,7 @@ async def test_a_full_worker_leaves_its_watch_to_an_idle_worker(
                 go_on.set()
 
 
+@pytest.mark.slow
 async def test_a_full_worker_does_not_go_on_watch_when_the_watch_dies(
     dsn: str, db: psycopg.Connection, notified: Callable[..., Notified]
 ) -> None:
@@ -768,6 +774,7 @@ async def test_a_scheduled_message_that_the_watch_misses_wakes_another_worker_at
     assert receiver.delivered == [scheduled]
 
 
+@pytest.mark.slow
 async def test_producers_do_not_notify_while_work_is_continuous(
     dsn: str, db: psycopg.Connection, connect: Connect
 ) -> None:

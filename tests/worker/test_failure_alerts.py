@@ -176,6 +176,7 @@ async def test_a_cause_is_told_although_a_thousand_newer_messages_failed_for_ano
     assert {(alert["cause"], alert["messages"]) for alert in alerts(db)} == {("new", 1), ("bounce", 2000)}
 
 
+@pytest.mark.slow
 async def test_a_run_on_monday_tells_of_friday(dsn: str, db: psycopg.Connection) -> None:
     put(db, State.FAILED, topic="mail", age=timedelta(days=3))
     put(db, State.FAILED, topic="mail", age=timedelta(days=2))
@@ -185,6 +186,7 @@ async def test_a_run_on_monday_tells_of_friday(dsn: str, db: psycopg.Connection)
     assert len({alert["day"] for alert in alerts(db)}) == 2
 
 
+@pytest.mark.slow
 async def test_a_corrected_destination_is_told_and_no_other_again(dsn: str, db: psycopg.Connection) -> None:
     put(db, State.FAILED)
     for destinations in ("mailto:typo@club.org", f"{OPS} mailto:typo@club.org", OPS):
@@ -239,6 +241,7 @@ async def test_without_a_destination_and_a_handler_nothing_is_enqueued(dsn: str,
     assert alerts(db) == []
 
 
+@pytest.mark.slow
 async def test_the_workers_role_may_tell(dsn: str, db: psycopg.Connection) -> None:
     enqueue(db, payload="no such user")
     with login(dsn, "pgoutbox_worker") as theirs:
@@ -246,6 +249,7 @@ async def test_the_workers_role_may_tell(dsn: str, db: psycopg.Connection) -> No
     assert causes(db) == ["no such user"]
 
 
+@pytest.mark.slow
 async def test_a_refused_alert_is_logged_and_delays_no_delivery(
     dsn: str, db: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,6 +263,7 @@ async def test_a_refused_alert_is_logged_and_delays_no_delivery(
     ]
 
 
+@pytest.mark.slow
 async def test_a_business_transaction_that_is_open_delays_no_alert(
     dsn: str, db: psycopg.Connection, connect: Connect
 ) -> None:

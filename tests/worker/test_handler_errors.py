@@ -39,6 +39,7 @@ def raised(records: Sequence[logging.LogRecord]) -> list[logging.LogRecord]:
     return [record for record in records if getattr(record, "event", None) == LogEvent.HANDLER_RAISED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["async", "sync", "transactional"])
 async def test_the_innermost_frame_of_the_application_is_stored_and_the_traceback_logged(
     outbox: Outbox, db: psycopg.Connection, kind: str

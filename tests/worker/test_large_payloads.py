@@ -246,6 +246,7 @@ async def test_a_message_whose_payload_the_database_does_not_give_is_snoozed(
     assert attempts_of(db, message_id) == [(1, "snoozed", "its payload could not be read: AdminShutdown")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -301,6 +302,7 @@ async def test_the_messages_of_a_fan_out_share_a_large_content(
     assert len({id(message.content) for message in seen}) == 1
 
 
+@pytest.mark.slow
 async def test_a_content_that_no_attempt_uses_makes_none_wait(
     dsn: str, connect: Connect, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,6 +327,7 @@ async def test_a_content_that_no_attempt_uses_makes_none_wait(
         await until(lambda: state_of(db, message_id) == "sent")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "state", "error"),
     [

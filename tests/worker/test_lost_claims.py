@@ -85,6 +85,7 @@ async def test_messages_of_a_lost_claim_are_delivered_at_once(
     assert worker.telemetry.counts[LogEvent.CLAIM_LOST] == 1
 
 
+@pytest.mark.slow
 async def test_an_attempt_whose_outcome_a_failover_lost_is_not_released_with_a_lost_claim(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +124,7 @@ def break_connection(link: WorkerConnection) -> None:
         broken.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.slow
 async def test_a_claim_cannot_commit_after_its_connection_broke(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn))
 

@@ -128,6 +128,7 @@ async def test_a_turn_creates_partitions_and_applies_the_rules(
     assert db.execute("SELECT worker, due_at > now() FROM pgoutbox.maintenance_run").fetchall() == [("a", True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guarded", [True, False])
 async def test_one_of_many_workers_has_the_turn(
     member: Callable[..., Member], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, guarded: bool
@@ -201,6 +202,7 @@ async def test_a_turn_with_nothing_to_do_is_two_statements(
     assert one.count_of(LogEvent.MAINTENANCE_FAILED) == 0
 
 
+@pytest.mark.slow
 async def test_an_outage_and_its_end_are_logged_once(member: Callable[..., Member], db: psycopg.Connection) -> None:
     keep(db)
     drop_partitions(db)
@@ -302,6 +304,7 @@ async def test_a_turn_without_a_connection_is_logged_and_ends_nothing(
     assert one.count_of(LogEvent.MAINTENANCE_FAILED) == 1
 
 
+@pytest.mark.slow
 async def test_a_statement_longer_than_the_limit_of_a_turn_is_cancelled(
     member: Callable[..., Member],
     db: psycopg.Connection,

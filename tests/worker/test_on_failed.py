@@ -60,6 +60,7 @@ def failures(db: psycopg.Connection) -> list[dict[str, Any]]:
     return [payload for (payload,) in rows]
 
 
+@pytest.mark.slow
 async def test_a_hook_runs_once_for_a_message_that_fails(outbox: Outbox, db: psycopg.Connection) -> None:
     seen = hooked(outbox)
     message_id = enqueue(

@@ -121,6 +121,7 @@ async def test_a_sleeping_worker_learns_of_the_first_ordering_key_ever(dsn: str,
         await until(lambda: state_of(db, message_id) == "sent")
 
 
+@pytest.mark.slow
 async def test_a_saturated_worker_serves_both_ordered_and_other_messages(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=1))
     order: list[str | None] = []
@@ -182,6 +183,7 @@ async def test_a_halted_key_continues_when_its_failed_message_is_pruned(
     assert line.seen["k"] == [second]
 
 
+@pytest.mark.slow
 async def test_more_keys_than_one_poll_covers_are_all_served(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db, ordering_key=f"key-{number:03}") for number in range(130)]
     line = Line(dsn)
@@ -287,6 +289,7 @@ def debounced(outbox: Outbox, connect: Connect) -> int:
         return outbox.enqueue(connection, "greet", 1, coalesce_key="k", delay=60, max_delay=timedelta(seconds=90)).id
 
 
+@pytest.mark.slow
 async def test_each_newer_message_restarts_the_delay_up_to_the_limit(
     dsn: str, connect: Connect, db: psycopg.Connection
 ) -> None:
@@ -407,6 +410,7 @@ async def test_the_content_is_deleted_with_the_last_of_its_messages(
     assert prune_after_a_day() == 0
 
 
+@pytest.mark.slow
 async def test_a_message_with_a_deleted_content_fails_with_the_reason(
     dsn: str, connect: Connect, db: psycopg.Connection
 ) -> None:
@@ -450,6 +454,7 @@ async def test_workers_together_begin_no_more_attempts_than_the_bucket_holds(dsn
         await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
 
 
+@pytest.mark.slow
 async def test_a_worker_sleeps_exactly_until_the_next_token(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db) for _ in range(12)]
     Operator(db).limit_rate("default", Rate(100, 1), burst=1)
@@ -511,6 +516,7 @@ async def test_a_drain_ignores_due_messages_in_a_paused_queue(dsn: str, db: psyc
     assert state_of(db, message_id) == "pending"
 
 
+@pytest.mark.slow
 async def test_a_pause_that_ends_by_itself_wakes_the_worker(dsn: str, db: psycopg.Connection) -> None:
     Operator(db).pause("default", duration=timedelta(milliseconds=300))
     message_id = enqueue(db)

@@ -141,6 +141,7 @@ async def test_a_hand_over_that_could_not_be_written_is_written_by_the_next_atte
     assert is_sent_once(db, message_id, gate)
 
 
+@pytest.mark.slow
 async def test_another_process_hands_the_message_over_again(dsn: str, db: psycopg.Connection) -> None:
     """It cannot know what the first one has done."""
     message_id, gates = enqueue(db), [Gate(dsn, is_open=False), Gate(dsn, is_open=True)]

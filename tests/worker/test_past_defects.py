@@ -143,6 +143,7 @@ async def test_a_message_released_by_a_stopping_worker_wakes_another_worker(dsn:
     assert receiver.delivered == [message_id]
 
 
+@pytest.mark.slow
 async def test_a_drain_that_waits_for_another_workers_message_does_not_spin(
     outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +377,7 @@ class Overtaking:
         self._gate.rollback()
 
 
+@pytest.mark.slow
 async def test_a_claim_reports_an_older_message_that_a_newer_one_has_overtaken(dsn: str, connect: Connect) -> None:
     overtaking = Overtaking(connect)
     store = Store(settings_for(dsn, lock_timeout_seconds=PATIENCE_SECONDS), worker="slow")
@@ -440,6 +442,7 @@ LOOK_AT_SESSION = "SELECT current_setting('statement_timeout'), current_setting(
 CHANGE_SESSION = "SET statement_timeout = '54321ms'; SET search_path = nowhere"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["async", "sync"])
 async def test_session_settings_of_a_transactional_handler_do_not_reach_the_next_one(
     dsn: str, db: psycopg.Connection, kind: str

@@ -106,6 +106,7 @@ async def test_an_idle_worker_reports_its_queues_and_topics_until_it_stops(dsn: 
     assert names(db) == []
 
 
+@pytest.mark.slow
 async def test_a_worker_and_the_last_run_report_their_version_and_slots(dsn: str, db: psycopg.Connection) -> None:
     query = "SELECT version, slots, ended_at IS NOT NULL FROM pgoutbox.worker_view"
     async with running(Worker(outbox_for(dsn, concurrency=7))):
@@ -200,6 +201,7 @@ async def test_a_worker_warns_about_a_queue_of_its_outbox_that_no_worker_serves(
     assert len(warnings_in(caplog)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_once")
 async def test_a_worker_warns_about_topics_without_a_handler_in_its_queues(
     dsn: str, db: psycopg.Connection, caplog: pytest.LogCaptureFixture

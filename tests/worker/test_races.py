@@ -462,6 +462,7 @@ def test_a_redrive_does_not_revive_a_superseded_message(db: psycopg.Connection) 
     assert state_of(db, older) == State.FAILED
 
 
+@pytest.mark.slow
 async def test_a_claim_refused_by_a_unique_index_of_any_name_is_a_lost_race(db: psycopg.Connection, dsn: str) -> None:
     """REINDEX CONCURRENTLY, for example, enforces the same rule with an index of an unpredictable name."""
     db.execute(

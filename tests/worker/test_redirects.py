@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 ANN, ORGANISER, TESTER = "ann@example.com", "org@club.example", "tester@example.org"
 TODAY = datetime.now(UTC).date()
 AROUND_TODAY = f"{TODAY - timedelta(days=2)}/{TODAY + timedelta(days=2)}"
-BLACKOUT = "INSERT INTO pgoutbox.blackout SELECT d - 2, d + 2 FROM (SELECT (now() AT TIME ZONE 'UTC')::date) AS t(d)"
+# Around midnight, today is another day for the server, and within these days.
+BLACKOUT = f"INSERT INTO pgoutbox.blackout VALUES ('{TODAY - timedelta(days=2)}', '{TODAY + timedelta(days=2)}')"
 SWITCH_ON = f"SELECT pgoutbox.set_redirect('{TESTER}')"
 
 

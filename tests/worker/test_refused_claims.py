@@ -170,6 +170,7 @@ async def test_a_worker_that_ends_because_of_a_refused_claim_writes_the_outcomes
     assert {row.id: row.state for row in rows_of(db)} == {delivered: "sent", refused: "pending"}
 
 
+@pytest.mark.slow
 async def test_messages_are_delivered_when_their_claim_is_no_longer_refused(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn))
     handed_over = greeting(outbox)

@@ -87,6 +87,7 @@ async def test_ten_runs_with_a_dead_mail_server_use_up_no_attempts_and_later_run
     assert failures_of(db) == {}
 
 
+@pytest.mark.slow
 async def test_runs_continue_the_count_of_failures_until_a_success(dsn: str, db: psycopg.Connection) -> None:
     async with line_host(Mood.DROP) as host:
         message_id = enqueue(db, destination=host.destination)
@@ -106,6 +107,7 @@ async def test_a_first_run_without_failures_records_none(dsn: str, db: psycopg.C
     assert (row_of(db, message_id).state, failures_of(db)) == ("sent", {})
 
 
+@pytest.mark.slow
 async def test_a_run_leaves_the_count_of_destinations_that_it_does_not_use(dsn: str, db: psycopg.Connection) -> None:
     async with line_host(Mood.DROP) as dead, line_host(Mood.TAKE) as good:
         enqueue(db, destination=dead.destination)
@@ -214,6 +216,7 @@ async def test_a_worker_that_keeps_running_hands_no_failures_on(dsn: str, db: ps
     assert db.execute("SELECT count(*) FROM pgoutbox.worker").fetchall() == [(0,)]
 
 
+@pytest.mark.slow
 async def test_overlapping_runs_and_a_running_worker_keep_their_rows_apart(
     outbox: Outbox, db: psycopg.Connection
 ) -> None:
@@ -322,6 +325,7 @@ async def test_a_run_ends_after_its_seconds_although_messages_are_due(dsn: str, 
     assert pending >= 1
 
 
+@pytest.mark.slow
 async def test_the_time_of_a_run_does_not_stop_the_next_run_of_its_worker(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=1))
     goes_on = True

@@ -49,6 +49,7 @@ def taken(db: psycopg.Connection) -> int:
     return int(count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["async", "sync"])
 async def test_a_cancel_and_a_transactional_handler_that_need_one_row_both_end(
     outbox: Outbox, connect: Connect, kind: str

@@ -64,6 +64,7 @@ def test_two_claims_choose_at_once_and_the_next_waits_for_one_of_them(db: psycop
     assert turns_of(db, third) == 1
 
 
+@pytest.mark.slow
 def test_a_claim_continues_without_a_turn(db: psycopg.Connection, connect: Connect) -> None:
     """Only speed depends on a turn, so a session that keeps one on purpose stops nobody."""
     take_both_turns(connect)

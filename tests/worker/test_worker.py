@@ -166,6 +166,7 @@ async def test_a_message_is_retried_until_its_attempts_are_used_up(outbox: Outbo
     assert attempts_of(db, message_id) == [(1, "retry", "busy 1"), (2, "retry", "busy 2"), (3, "failed", "busy 3")]
 
 
+@pytest.mark.slow
 async def test_each_message_of_a_fan_out_has_its_own_outcome(outbox: Outbox, db: psycopg.Connection) -> None:
     contents: list[object] = []
 
@@ -246,6 +247,7 @@ async def test_a_drain_waits_for_retries_but_not_for_scheduled_messages(outbox: 
     assert [(row.state, row.attempt_count) for row in rows_of(db, retried, scheduled)] == [("sent", 3), ("pending", 0)]
 
 
+@pytest.mark.slow
 async def test_a_drain_delivers_messages_that_another_worker_releases(dsn: str, db: psycopg.Connection) -> None:
     claimed, give_back = asyncio.Event(), asyncio.Event()
 
@@ -309,6 +311,7 @@ async def test_a_topic_without_a_handler_is_left_to_another_worker(outbox: Outbo
     assert [(row.state, row.attempt_count) for row in rows_of(db, unknown, known)] == [("pending", 0), ("sent", 1)]
 
 
+@pytest.mark.slow
 async def test_an_unknown_outcome_is_held_if_the_handler_requests_it(outbox: Outbox, db: psycopg.Connection) -> None:
     delivered: list[str] = []
 
@@ -332,6 +335,7 @@ async def test_an_unknown_outcome_is_held_if_the_handler_requests_it(outbox: Out
     assert worker.telemetry.counts[LogEvent.LEASE_EXPIRED] == 1
 
 
+@pytest.mark.slow
 async def test_two_concurrent_runs_share_the_work(outbox: Outbox, db: psycopg.Connection) -> None:
     delivered: list[int] = []
 
@@ -625,6 +629,7 @@ async def test_no_newer_message_of_its_key_starts_beside_a_thread_past_its_timeo
     assert [i for i in made.calls if i != other] == [older, newer]
 
 
+@pytest.mark.slow
 async def test_a_message_in_a_thread_past_the_grace_period_stays_until_its_lease_ends(
     dsn: str, db: psycopg.Connection
 ) -> None:
@@ -789,6 +794,7 @@ MISBEHAVIOUR: dict[str, tuple[Callable[[], BaseException], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transactional", [False, True], ids=["plain", "transactional"])
 @pytest.mark.parametrize("kind", ["async", "sync"])
 async def test_after_any_exception_the_message_is_retried_and_the_others_are_sent(
@@ -830,6 +836,7 @@ async def test_after_any_exception_the_message_is_retried_and_the_others_are_sen
     assert max(map(len, errors.values())) <= 4000
 
 
+@pytest.mark.slow
 async def test_a_message_is_retried_until_a_release_returns_a_valid_result(
     outbox: Outbox, db: psycopg.Connection
 ) -> None:
@@ -1135,6 +1142,7 @@ async def test_the_writes_of_a_transactional_handler_commit_with_the_completion(
     assert worker.telemetry.counts[LogEvent.SENT] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["async", "sync"])
 async def test_an_outcome_other_than_sent_rolls_the_handlers_writes_back(
     outbox: Outbox, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str
@@ -1222,6 +1230,7 @@ async def test_a_block_of_the_drivers_own_transaction_commits_with_the_completio
     assert effects() == [message_id]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["commit", "rollback", "autocommit", "COMMIT", "ROLLBACK"])
 @pytest.mark.parametrize("kind", ["async", "sync"])
 async def test_a_handler_that_ends_its_transaction_is_not_a_completion(
@@ -1279,6 +1288,7 @@ async def test_only_a_transactional_handler_has_a_connection(outbox: Outbox, db:
 # --- overtaken attempts -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["async", "sync"])
 @pytest.mark.parametrize("how", ["cancelled", "superseded", "lease lost"])
 async def test_an_overtaken_attempt_learns_of_it_before_its_side_effect(
@@ -1406,6 +1416,7 @@ async def test_a_handler_that_ends_within_the_grace_period_is_not_interrupted(
     assert state_of(db, message_id) == State.SENT
 
 
+@pytest.mark.slow
 async def test_an_attempt_lost_in_a_failover_does_not_end_a_new_message_with_the_same_id(
     dsn: str, db: psycopg.Connection
 ) -> None:
@@ -1744,6 +1755,7 @@ async def test_terminated_connections_lose_no_message(dsn: str, db: psycopg.Conn
     assert all(numbers == sorted(numbers) and sent_count == 1 for _, numbers, sent_count in counts)
 
 
+@pytest.mark.slow
 async def test_a_terminated_producer_leaves_nothing_behind(
     outbox: Outbox, connect: Connect, db: psycopg.Connection
 ) -> None:

@@ -1,4 +1,4 @@
-"""The outbox of a Django project: add `pgoutbox.contrib.django` to INSTALLED_APPS.
+"""`outbox` is the outbox of a Django project with `pgoutbox.contrib.django` in INSTALLED_APPS.
 
 Each application registers its topics and handlers in its module `outbox`, which is imported when Django starts:
 
