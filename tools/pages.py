@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).parents[1]
 
 # The README is also the page of the package, where relative links lead nowhere.
-_SITE: Final = "https://pgoutbox.github.io/pgoutbox/"
+_SITE: Final = "https://pgoutbox.github.io/pgoutbox/latest/"
 _REPOSITORY: Final = "https://github.com/pgoutbox/pgoutbox/blob/main/"
 _RAW: Final = "https://raw.githubusercontent.com/pgoutbox/pgoutbox/main/"
 

@@ -1,12 +1,14 @@
-"""Build the documentation site in build/site from README.md and docs: `python -m tools.site`.
+"""Build the documentation site from README.md and docs: `python -m tools.site`.
 
-It copies the pages to build/pages with links that work on the site, and Zensical renders them; a warning is an error.
-Zensical's own Markdown is made from the HTML, without the languages of the blocks. So this module writes the pages as
-Markdown, and llms.txt, the index of these.
+The directory build/site has one folder for each published version, and the newest also as `latest`. The module copies
+the pages to build/pages with links that work on the site, and Zensical renders them; a warning is an error. Zensical's
+own Markdown is made from the HTML, without the languages of the blocks. So this module writes the pages as Markdown,
+and llms.txt, the index of these.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).parents[1]
 BUILD: Final = ROOT / "build"
 CONFIGURATION: Final = Path("docs/zensical.toml")
+LATEST: Final = "latest"
+_START: Final = (
+    '<!doctype html><meta charset="utf-8"><title>pgoutbox</title>'
+    f'<meta http-equiv="refresh" content="0; url={LATEST}/">\n'
+)
 
 _FENCE: Final = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _COMMENT: Final = re.compile(r"^<!--.*?-->\n+", re.MULTILINE | re.DOTALL)  # How a test runs the block below it.
@@ -103,10 +110,28 @@ def index_of(groups: dict[str, list[str]], texts: dict[str, str]) -> str:
     return "\n".join([*lines, ""])
 
 
+def publish(built: Path, target: Path) -> None:
+    """Copy a built site into the directory of all versions, as this version and as the latest.
+
+    The theme reads `versions.json` there, and shows the versions on each page.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for folder in (target / __version__, target / LATEST):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(built, folder)
+    list_of_versions = target / "versions.json"
+    known = json.loads(list_of_versions.read_text()) if list_of_versions.exists() else []
+    others = [one | {"aliases": []} for one in known if one["version"] != __version__]
+    newest = {"version": __version__, "title": __version__, "aliases": [LATEST]}
+    list_of_versions.write_text(json.dumps([newest, *others], indent=2) + "\n")
+    (target / "index.html").write_text(_START)
+
+
 def build(root: Path, target: Path) -> None:
-    """Build the site of a repository in the directory `target`."""
+    """Build the site of a repository in the directory `target/html`."""
     urls = tomllib.loads((root / "pyproject.toml").read_text())["project"]["urls"]
-    shutil.rmtree(target, ignore_errors=True)
+    for folder in ("pages", "html"):
+        shutil.rmtree(target / folder, ignore_errors=True)
     unwanted = shutil.ignore_patterns("*.md", CONFIGURATION.name)
     shutil.copytree(root / "docs", target / "pages", ignore=unwanted)
     sources = pages_of(root).items()
@@ -119,7 +144,7 @@ def build(root: Path, target: Path) -> None:
     (target / CONFIGURATION.name).write_text(configuration.replace("{address}", urls["Documentation"]))
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", str(target / CONFIGURATION.name)]
     subprocess.run(command, check=True)
-    _write(target / "site", texts | {"llms.txt": index_of(groups_of(root), texts)})
+    _write(target / "html", texts | {"llms.txt": index_of(groups_of(root), texts)})
 
 
 def _configuration(root: Path) -> str:
@@ -157,3 +182,4 @@ def _write(directory: Path, texts: dict[str, str]) -> None:
 
 if __name__ == "__main__":
     build(ROOT, BUILD)
+    publish(BUILD / "html", BUILD / "site")

@@ -13,7 +13,7 @@ from psycopg.errors import InsufficientPrivilege, QueryCanceled
 from pgoutbox.text import one_line
 
 MAX_QUOTE_LENGTH: Final = 200
-HOW_TO: Final = "https://pgoutbox.github.io/pgoutbox/how-to"
+HOW_TO: Final = "https://pgoutbox.github.io/pgoutbox/latest/how-to"
 """The pages for operators."""
 
 

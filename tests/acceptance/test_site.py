@@ -36,7 +36,10 @@ LOADED: Final = re.compile(
 def test_the_site_is_complete_and_works_on_a_desk_and_on_a_phone_without_other_hosts(tmp_path: Path) -> None:
     site.build(ROOT, tmp_path)
     built = tmp_path / "site"
-    _expect_every_page_as_html_and_as_markdown(built)
+    built.mkdir()
+    (built / "versions.json").write_text('[{"version": "0.0.9", "title": "0.0.9", "aliases": ["latest"]}]')
+    site.publish(tmp_path / "html", built)
+    _expect_every_page_as_html_and_as_markdown(built / pgoutbox.__version__)
     executable = screenshots.chromium()
     if executable is None:
         server_missing("chromium is not installed")
@@ -46,8 +49,8 @@ def test_the_site_is_complete_and_works_on_a_desk_and_on_a_phone_without_other_h
                 with _opened(built, browser, width, scheme) as (page, address):
                     _expect_pages_that_fit(page, address, "default" if scheme == "light" else "slate")
         with _opened(built, browser, 1440, "light") as (page, address):
-            page.goto(address)
-            _expect_the_version_copy_buttons_and_search(page)
+            page.goto(address.removesuffix("latest/"))
+            _expect_the_versions_copy_buttons_and_search(page)
 
 
 def _expect_every_page_as_html_and_as_markdown(built: Path) -> None:
@@ -68,8 +71,9 @@ def _expect_pages_that_fit(page: Page, address: str, scheme: str) -> None:
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (name, page.viewport_size)
 
 
-def _expect_the_version_copy_buttons_and_search(page: Page) -> None:
+def _expect_the_versions_copy_buttons_and_search(page: Page) -> None:
     expect(page.get_by_role("banner")).to_contain_text(f"pgoutbox {pgoutbox.__version__}")
+    expect(page.locator(".md-version a")).to_have_text([pgoutbox.__version__, "0.0.9"])
     expect(page.get_by_title("Copy to clipboard").first).to_be_attached()
     expect(page.get_by_title("Copy as Markdown")).to_be_visible()
     page.get_by_role("button", name="Search").click()
@@ -100,7 +104,7 @@ def _opened(built: Path, browser: Browser, width: int, scheme: screenshots.Color
         context.on("weberror", lambda error: complaints.append(f"error: {error.error}"))
         context.route(lambda url: not url.startswith(address), refuse)
         try:
-            yield context.new_page(), address
+            yield context.new_page(), f"{address}latest/"
         finally:
             context.close()
             server.shutdown()
