@@ -18,5 +18,5 @@ from pgoutbox.contrib.django.conf import ProjectOutbox
 
 __all__ = ["outbox"]
 
-outbox = ProjectOutbox()
+outbox: ProjectOutbox = ProjectOutbox()
 """The topics and handlers of the project. Its settings are read when one is first needed."""
