@@ -190,6 +190,11 @@ async def test_a_schema_of_a_newer_package_stops_migrate_and_check_names_it(proj
     assert "pgoutbox.schema-outdated" in await project.manage("check", "--database", "default")
 
 
+async def test_check_names_a_database_that_does_not_answer(new_project: Project) -> None:
+    new_project.set(DATABASES={"default": {"ENGINE": "django.db.backends.postgresql", "HOST": "/nowhere", "NAME": "x"}})
+    assert "pgoutbox.database-unreachable" in await new_project.manage("check", "--database", "default", code=0)
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [

@@ -600,10 +600,10 @@ async def running(worker: Worker) -> AsyncIterator[None]:
     finally:
         worker.stop()
         _, late = await asyncio.wait([task], timeout=PATIENCE_SECONDS)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        for one in late:
+            one.cancel()
         assert not late, "the worker did not stop"
+        await task
 
 
 async def drained(*outboxes: Outbox) -> None:

@@ -1,6 +1,6 @@
 """Checks for `manage.py check`: settings always, the schema with `--database`, delivery with `--deploy` too.
 
-What is wrong in the database is only a warning, because `migrate` refuses to run with an error.
+A fault in the database is only a warning, because `migrate` refuses to run with an error.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ def check_schema(databases: Sequence[str] | None = None, **_: object) -> list[ch
         if conf.alias() not in (databases or ()):
             return []
         revision = migrate.current(conf.dsn())
-    except (PgOutboxError, psycopg.Error):
-        return []  # The settings and the database have checks of their own.
+    except PgOutboxError:
+        return []  # The check of the settings reports it.
+    except psycopg.Error as error:
+        return [checks.Warning(f"the database does not answer: {error}", id="pgoutbox.database-unreachable")]
     if revision in (None, migrate.head()):
         return []
     text = f"the schema pgoutbox is at {revision}, and the package needs {migrate.head()}"
@@ -54,6 +56,6 @@ def check_delivery(databases: Sequence[str] | None = None, **_: object) -> list[
             return []
         settings = outbox.settings
     except PgOutboxError:
-        return []
+        return []  # The check of the settings reports it.
     found = [finding for finding in examine(settings, outbox) if finding.level in (Level.PROBLEM, Level.WARNING)]
     return [checks.Warning(f"{one.what}: {one.why}", one.fix, id=f"pgoutbox.{one.code}") for one in found]

@@ -33,7 +33,7 @@ _REFUSED_ACCESS: Final = frozenset({401, 403})
 _PASSING: Final = frozenset({408, 425, 429})
 _KINDS: Final = {kind.__name__: kind for kind in (mail.EmailMessage, mail.EmailMultiAlternatives)}
 _FIELDS: Final = ("subject", "body", "from_email", "to", "cc", "bcc", "reply_to", "extra_headers", "content_subtype")
-# What is stored otherwise, and what belongs to this process.
+# Fields that are stored in another form, or belong to this process.
 _OTHERS: Final = frozenset({"attachments", "alternatives", "connection", "mixed_subtype", "alternative_subtype"})
 
 
