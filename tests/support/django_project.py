@@ -1,0 +1,139 @@
+"""A Django project in a directory of its own, for tests that run its `manage.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import django
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MANAGE: Final = """
+import os
+from django.core.management import execute_from_command_line
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "club.settings")
+execute_from_command_line()
+"""
+SETTINGS: Final = """
+SECRET_KEY = "k" * 60
+INSTALLED_APPS = ["django.contrib.auth", "django.contrib.contenttypes", "pgoutbox.contrib.django", "members"]
+DATABASES = {"default": {"ENGINE": "django.db.backends.postgresql", **DATABASE}}
+ROOT_URLCONF = "club.urls"
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+TEMPLATES = [{"BACKEND": "django.template.backends.django.DjangoTemplates", "APP_DIRS": True}]
+DEFAULT_FROM_EMAIL = "The club <club@example.org>"
+"""
+BACKEND: Final = "pgoutbox.contrib.django.mail.EmailBackend"
+HANDLERS: Final = """
+from pgoutbox import Email, Message, SyncContext, Topic
+from pgoutbox.contrib.django import outbox
+
+outbox.define(Topic("mail.welcome"))
+
+
+@outbox.handler("mail.welcome")
+def welcome(message: Message, ctx: SyncContext) -> Email:
+    return Email(subject="Welcome", text="Hello")
+"""
+URLS: Final = """
+from django.contrib.auth import views
+from django.urls import path
+
+urlpatterns = [
+    path("reset/", views.PasswordResetView.as_view(), name="password_reset"),
+    path("reset/done/", views.PasswordResetDoneView.as_view(), name="password_reset_done"),
+    path("reset/<uidb64>/<token>/", views.PasswordResetConfirmView.as_view(), name="password_reset_confirm"),
+]
+"""
+
+
+@dataclass(frozen=True)
+class Project:
+    """A project in a directory, with its database."""
+
+    directory: Path
+    dsn: str
+
+    @property
+    def database(self) -> dict[str, str]:
+        """The database as Django names it."""
+        given = conninfo_to_dict(self.dsn)
+        return {
+            "NAME": str(given["dbname"]),
+            "USER": str(given["user"]),
+            "HOST": str(given["host"]),
+            "PORT": str(given["port"]),
+        }
+
+    def set(self, **settings: object) -> None:
+        """Append these settings."""
+        with (self.directory / "club" / "settings.py").open("a") as file:
+            file.writelines(f"{name} = {value!r}\n" for name, value in settings.items())
+
+    def send_by(self, port: int = 25, *, deliver_with: str | None = None, **settings: object) -> None:
+        """Send e-mail through the outbox, to this port or with this backend."""
+        if django.VERSION >= (6, 1):
+            options = {} if deliver_with is None else {"deliver_with": "last"}
+            mailers = {"default": {"BACKEND": BACKEND, "OPTIONS": options}, "last": {"BACKEND": deliver_with}}
+            settings = {"SMTP_HOST": "127.0.0.1", "SMTP_PORT": port, "SMTP_SECURITY": "none"} | settings
+            self.set(MAILERS=mailers, PGOUTBOX={"SMTP_SENDER": "club@example.org", **settings})
+        else:
+            settings |= {} if deliver_with is None else {"DELIVER_WITH": deliver_with}
+            self.set(EMAIL_BACKEND=BACKEND, EMAIL_HOST="127.0.0.1", EMAIL_PORT=port, PGOUTBOX=settings)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start `manage.py` with these arguments."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PGOUTBOX_", "DJANGO_"))}
+        command = [sys.executable, "-W", "error", "manage.py", *arguments]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=self.directory, env=inherited, stdout=pipe, stderr=pipe, text=True)
+
+    async def manage(self, *arguments: str, code: int = 0) -> str:
+        """Run `manage.py` with these arguments, and return what it prints."""
+        process = self.start(*arguments)
+        out, err = await asyncio.to_thread(process.communicate, timeout=PROCESS_PATIENCE_SECONDS)
+        assert process.returncode == code, out + err
+        return out + err
+
+    async def type(self, script: str) -> str:
+        """Type commands of the page."""
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PGOUTBOX_", "DJANGO_"))}
+        done = await asyncio.to_thread(
+            subprocess.run,
+            ["bash", "-ec", script],
+            cwd=self.directory,
+            env=inherited | {"PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=PROCESS_PATIENCE_SECONDS,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    async def run(self, program: str, **options: int) -> str:
+        """Run a program in the project."""
+        return await self.manage("shell", "-v0", "-c", program, **options)
+
+
+def states(project: Project) -> list[tuple[str, str]]:
+    with psycopg.connect(project.dsn) as connection:
+        return connection.execute("SELECT topic, state FROM pgoutbox.message ORDER BY id").fetchall()
+
+
+def are_sent(project: Project, count: int) -> Callable[[], bool]:
+    return lambda: [state for _, state in states(project)] == ["sent"] * count
