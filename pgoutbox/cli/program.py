@@ -110,7 +110,8 @@ def describe_known_queues(operator: Operator) -> str:
 
 
 def shorten(text: str | None) -> str | None:
-    return text if text is None or len(text) <= 80 else f"{text[:79]}…"
+    """Return the text as a table has it: at most 80 characters on a terminal, and all elsewhere."""
+    return text if text is None or len(text) <= 80 or not sys.stdout.isatty() else f"{text[:79]}…"
 
 
 def describe_pause(paused_at: datetime | None, resume_at: datetime | None) -> str:
@@ -122,11 +123,12 @@ def _reason_of(message: ListedMessage) -> str | None:
     # The error of a message that was sent in the end belongs to an earlier attempt.
     error = message.skip_reason or (None if message.state is State.SENT else message.last_error)
     waits = None if message.waits is None else f"waits: {message.waits}"
-    return shorten("; ".join(filter(None, (waits, error))) or None)
+    return "; ".join(filter(None, (waits, error))) or None
 
 
 def print_messages(messages: Sequence[ListedMessage]) -> None:
     """Print a table of messages whose sensitive values are already hidden."""
+    reasons = {m.id: _reason_of(m) for m in messages}
     print_table(
         ("id", "state", "topic", "queue", "destination", "attempts", "created", "available", "reason"),
         [
@@ -139,8 +141,11 @@ def print_messages(messages: Sequence[ListedMessage]) -> None:
                 m.attempts,
                 m.created_at,
                 m.available_at,
-                _reason_of(m),
+                shorten(reasons[m.id]),
             )
             for m in messages
         ],
     )
+    cut = next((number for number, reason in reasons.items() if shorten(reason) != reason), None)
+    if cut is not None:
+        print_note(f"some reasons are cut: pgoutbox show {cut} shows this one as a whole")

@@ -394,6 +394,10 @@ class Finisher:
             self._signals.failed.set()
             reason = None if request is None else request.reason
             self._report(logging.WARNING, LogEvent.FAILED, "message failed", message, reason=reason)
+        elif state is State.PENDING and request is not None and request.reason_code is ReasonCode.UNAVAILABLE:
+            # There may be no breaker, whose opening would be logged.
+            text = "message waits until something is mended"
+            self._report(logging.WARNING, LogEvent.SNOOZED, text, message, reason=request.reason)
         elif state is State.PENDING and request is not None:
             self._report(logging.DEBUG, event_of_outcome(request.outcome), "attempt ended, pending again", message)
         else:

@@ -157,6 +157,19 @@ class TestOnTerminal:
         assert any("failed" in line.split() or "1" in line.split() for line in lines)
 
     @pytest.mark.slow
+    def test_only_a_terminal_cuts_a_reason_and_it_names_the_command_that_shows_all(
+        self, dsn: str, database: psycopg.Connection, cli: Callable[..., Done]
+    ) -> None:
+        message_id = put(database, State.FAILED)
+        database.execute("UPDATE pgoutbox.message SET last_error = repeat('a reason ', 20) || 'and its remedy'")
+        shown = run_on_terminal("list", dsn=dsn, COLUMNS="80", NO_COLOR="1").out
+        assert "remedy" not in shown
+        assert f"pgoutbox show {message_id}" in shown
+        piped = cli("list")
+        assert "and its remedy" in piped.out
+        assert "some reasons are cut" not in piped.err
+
+    @pytest.mark.slow
     @pytest.mark.parametrize(("answer", "exit_code", "state"), [("n", 1, State.FAILED), ("y", 0, State.PENDING)])
     def test_destructive_commands_ask_for_confirmation(
         self, dsn: str, database: psycopg.Connection, answer: str, exit_code: int, state: State

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, Skip, SyncContext, Transient
+from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, Skip, SyncContext, Transient, Unavailable
 from pgoutbox.cli.console import JsonFormatter, TextFormatter
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import Operator
@@ -211,16 +211,24 @@ async def test_start_and_end_of_attempts_are_logged_at_debug_only(
     assert (ended.message_id, ended.outcome, ended.duration_seconds >= 0) == (message_id, "Sent", True)  # type: ignore[attr-defined]
 
 
-async def test_the_report_of_a_failed_message_has_the_reason_that_is_stored(
-    outbox: Outbox, db: psycopg.Connection
+@pytest.mark.parametrize(
+    ("outcome", "event"),
+    [
+        (Permanent("password=canary is wrong"), LogEvent.FAILED),
+        (Unavailable("password=canary is wrong"), LogEvent.SNOOZED),
+    ],
+)
+async def test_the_report_of_a_failure_has_the_reason_that_is_stored(
+    outbox: Outbox, db: psycopg.Connection, outcome: Permanent | Unavailable, event: LogEvent
 ) -> None:
     @outbox.handler("greet")
-    async def greet(message: Message, ctx: Context) -> None:
-        raise Permanent("password=canary is wrong")
+    async def greet(message: Message, ctx: Context) -> Permanent | Unavailable:
+        return outcome
 
     message_id = enqueue(db)
     with reports() as heard:
         await Worker(outbox).run_once()
-    (reason,) = [record.__dict__["reason"] for record in heard.records if record.__dict__["event"] == LogEvent.FAILED]
+    warned = [record.__dict__ for record in heard.records if record.levelname == "WARNING"]
+    (reason,) = [fields["reason"] for fields in warned if fields["event"] == event]
     assert "canary" not in reason
     assert reason == row_of(db, message_id).last_error
