@@ -326,9 +326,13 @@ def test_each_process_has_its_own_password_and_no_node_rights() -> None:
         for name in ("pgoutbox-worker", "pgoutbox-owner", "pgoutbox-dashboard")
     ]
     assert len(set(users)) == 3
+    # psycopg[binary] looks for `system` certificates in a directory of its own.
+    assert "sslrootcert=system" not in (DEPLOY / "kubernetes.yaml").read_text()
     for manifest in pods:
         pod = manifest["spec"]["template"]["spec"]
         assert pod["automountServiceAccountToken"] is False
+        # Kubernetes would set PGOUTBOX_DASHBOARD_PORT, which is not a setting.
+        assert pod["enableServiceLinks"] is False
         assert pod["securityContext"]["runAsNonRoot"] is True
         container = container_of(manifest)
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
