@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 # Public modules, besides this one. Most applications need none of them.
 PUBLIC_MODULES = (
     "pgoutbox.contrib.django",
+    "pgoutbox.contrib.django.test",
     "pgoutbox.dashboard",
     "pgoutbox.doctor",
     "pgoutbox.embedded",

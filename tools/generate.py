@@ -560,6 +560,7 @@ _MODULE_TITLES: Final = {
 # Public names that need an extra, or that few applications need; import them from these modules.
 _FURTHER_NAMES: Final = {
     "pgoutbox.contrib.django": (),
+    "pgoutbox.contrib.django.test": ("OutboxTestCase", "OutboxTestMixin", "ProjectDriver"),
     "pgoutbox.testing": ("OutboxDriver", "Row", "Delivery", "sqlalchemy_url"),
     "pgoutbox.migrate": (
         "upgrade", "grants", "create_roles_sql", "downgrade", "current", "state", "SchemaState", "head", "upgrade_sql",
@@ -580,7 +581,9 @@ _FURTHER_NAMES: Final = {
 }  # fmt: skip
 
 # pgoutbox creates these; applications do not.
-_NOT_CONSTRUCTED: Final = frozenset({"Context", "Draft", "EmbeddedServer", "JsonText", "SyncContext"})
+_NOT_CONSTRUCTED: Final = frozenset(
+    {"Context", "Draft", "EmbeddedServer", "JsonText", "OutboxTestCase", "OutboxTestMixin", "SyncContext"}
+)
 
 # Applications read these: the page has the names of their fields.
 _RESULTS: Final = frozenset({*_FURTHER_NAMES["pgoutbox.operations"], "Finding", "Limits", "Row"}) - {
@@ -628,7 +631,8 @@ def api_page() -> str:
         blocks.append(f"### {module_name}\n\n{_paragraphs(found.__doc__)[0]}")
         names = {name: getattr(found, name) for name in _FURTHER_NAMES[module_name]}
         blocks.extend(_names(names, level=4))
-        blocks.extend(_fixtures(found))
+        for plugin in getattr(found, "pytest_plugins", ()):
+            blocks.extend(_fixtures(importlib.import_module(plugin)))
     return _page(
         "Python API",
         "This page lists the public names of `pgoutbox`, with the first paragraph of each docstring. `help()` shows "

@@ -207,20 +207,23 @@ class Store:
         self, settings: Settings, *, worker: str, hooks: Mapping[str, int] | None = None, purpose: str = "claim"
     ) -> None:
         sql.load_all()
-        dsn = settings.require_dsn()
         self.worker = worker
         self.lease_seconds = settings.lease_seconds
         self._settings = settings
         self._hooks = json.dumps(dict(hooks or {}))
         # Without a destination, the application's own handler sends the alerts.
         self._alert_destinations: list[str | None] = [*settings.alert_destinations] or [None]
-        self.claims = WorkerConnection(dsn, settings, purpose=f"{purpose} {worker[-_SHOWN_NAME_LENGTH:]}")
-        self._finishes = WorkerConnection(dsn, settings, purpose="finish", spare=self.claims)
-        self._attempts = WorkerConnection(dsn, settings, purpose="attempt", spare=self.claims)
-        self._alerts = WorkerConnection(dsn, settings, purpose="alerts", spare=self.claims)
+        self.claims = self.new_connection(f"{purpose} {worker[-_SHOWN_NAME_LENGTH:]}")
+        self._finishes = self.new_connection("finish", spare=self.claims)
+        self._attempts = self.new_connection("attempt", spare=self.claims)
+        self._alerts = self.new_connection("alerts", spare=self.claims)
         self._forgotten_topics: frozenset[str] = frozenset()
         self._retention_turn = asyncio.Lock()
         self._retention_read_at = -math.inf
+
+    def new_connection(self, purpose: str, *, spare: WorkerConnection | None = None) -> WorkerConnection:
+        """Return a connection for statements of this worker."""
+        return WorkerConnection(self._settings.require_dsn(), self._settings, purpose=purpose, spare=spare)
 
     async def check_server(self) -> None:
         """Raise an error for an unusable server, with the fix, and `CopyError` in a copy of the database."""

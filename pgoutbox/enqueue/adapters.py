@@ -300,9 +300,16 @@ class _Django(SyncAdapter):
         return self._connection.in_atomic_block or not self._connection.get_autocommit()
 
     def fetch(self, call: Call) -> Rows:
-        with translated_errors(), self._connection.cursor() as cursor:
-            cursor.execute(call.statement, call.parameters)
-            return cursor.fetchall() if call.has_rows else []
+        try:
+            with translated_errors(), self._connection.cursor() as cursor:
+                cursor.execute(call.statement, call.parameters)
+                return cursor.fetchall() if call.has_rows else []
+        except SchemaError as error:
+            alias = cast("Any", self._connection).alias
+            raise SchemaError(
+                f"connection: is that of DATABASES[{alias!r}], where {error}. "
+                "If the outbox is in another database, use the connection of that one"
+            ) from error
 
 
 _SYNC_ADAPTERS: Mapping[str, Callable[..., SyncAdapter]] = {

@@ -33,7 +33,7 @@ class AttemptExecutor:
     """Runs the attempts of one worker, and closes their resources, including the transports.
 
     `middleware` wraps each call of a handler, the first one outermost. `finisher` takes the results of attempts that
-    end before the others of their batch.
+    end before the others of their batch. Plain functions run in `threads`.
     """
 
     def __init__(
@@ -43,6 +43,8 @@ class AttemptExecutor:
         *,
         middleware: Sequence[Middleware],
         finisher: Finisher,
+        threads: AttemptThreads | None = None,
+        transactions: type[Transactions] = Transactions,
     ) -> None:
         settings, store, telemetry = run.settings, run.store, run.telemetry
         self._transports = transports
@@ -57,14 +59,14 @@ class AttemptExecutor:
             send = partial(_send_traced, tracing, send)
         if telemetry.logs(logging.DEBUG):
             self._run = partial(_run_logged, telemetry, call_next=self._run)
-        self._threads = AttemptThreads(settings.concurrency)
+        self._threads = threads or AttemptThreads(settings.concurrency)
         self.breakers = CircuitBreakers(store, transports, settings, telemetry, alert_queue=run.alert_queue, send=send)
         self._dispatcher = Dispatcher(
             transports,
             self._threads,
             send=self.breakers.send if settings.breaker.enabled else send,
         )
-        self._transactions = Transactions(settings, store, self._dispatcher, self._threads)
+        self._transactions = transactions(settings, store, self._dispatcher, self._threads)
 
     def run(self, work: Work) -> Awaitable[Sequence[AttemptResult]]:
         """Run one attempt for each message of the work. Return their results, in the same order."""

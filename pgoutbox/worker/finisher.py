@@ -147,11 +147,15 @@ class Finisher:
         while True:
             await self._ready.wait()
             self._ready.clear()
-            while self._results:
-                await self._finish(self._next_batch())
-                if len(self._in_flight.ended_claims) >= _MANY_ENDED_CLAIMS:
-                    await self.end_claims()
-                self._signals.note_written()
+            await self.write_collected()
+
+    async def write_collected(self) -> None:
+        """Write the outcomes that are collected, and those that are collected meanwhile."""
+        while self._results:
+            await self._finish(self._next_batch())
+            if len(self._in_flight.ended_claims) >= _MANY_ENDED_CLAIMS:
+                await self.end_claims()
+            self._signals.note_written()
 
     async def end_claims(self) -> None:
         """Delete the claims whose attempts have ended. The next finish as sent does so too, or else their lapse."""

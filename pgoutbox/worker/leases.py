@@ -40,7 +40,7 @@ class LeaseKeeper:
         self.stale_seconds = settings.lease_seconds / 2
         self._in_flight = run.in_flight
         self._telemetry = run.telemetry
-        self._link = WorkerConnection(settings.require_dsn(), settings, purpose="ensure lease", spare=self._spare)
+        self._link = run.store.new_connection("ensure lease", spare=self._spare)
         self._stopping = threading.Event()
         self._stopped: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -101,7 +101,7 @@ class LeaseKeeper:
 
     async def _keep(self) -> None:
         settings = self._settings
-        link = WorkerConnection(settings.require_dsn(), settings, purpose="lease", spare=self._spare)
+        link = self._run.store.new_connection("lease", spare=self._spare)
         tick = min(_WATCH_SECONDS, settings.renew_interval_seconds / 2)
         backoff = Backoff(tick, 1.5 * tick)
         failing = False

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 outbox: Final = Outbox()
-Failed: Final = pytest.fail.Exception
+Failed: Final = AssertionError
 
 
 @outbox.handler("test.lookup", retry=RetryPolicy.steps(1, max_attempts=2))

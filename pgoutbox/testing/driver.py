@@ -1,54 +1,37 @@
-"""The pytest plugin for applications that use pgoutbox: the test triggers each delivery, and nothing is sent.
-
-    def test_sign_up_sends_the_activation_mail(pgoutbox_driver, connection):
-        driver = pgoutbox_driver(myapp.outbox)
-        myapp.sign_up(connection, "ada@example.org")
-        connection.commit()
-        driver.assert_enqueued("mail.activation", payload={"email": "ada@example.org"})
-        driver.run_pass()
-        assert driver.deliveries[0].content.subject == "Welcome"
-
-A message that ends `failed` fails the test, unless the test expects it. The statements, claims and fences are the real
-ones, on a real database. `pgoutbox_dsn` creates one on the embedded server; an application with its own test database
-overrides that fixture, and one with its own Alembic history overrides `pgoutbox_migrate`.
-"""
+"""The driver delivers the messages of one outbox when its test says so, and sends nothing. It needs no pytest."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
-import os
 import re
 import traceback
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psycopg
-import pytest
-from psycopg import sql as composable
 from psycopg.rows import class_row
 from pydantic import JsonValue
 
 from pgoutbox.database import connections
 from pgoutbox.encryption import decrypted, is_sealed, keyring_of
 from pgoutbox.errors import MissingExtraError
-from pgoutbox.handlers import CallNext
+from pgoutbox.handlers import CallNext, Middleware
 from pgoutbox.message import Message, Outcome, Sent, State
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import RedirectSettings, load_settings
 from pgoutbox.transports import Content
-from pgoutbox.worker import Worker, asgi
+from pgoutbox.worker import Worker
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
 
 _MISSING = object()
-_PACKAGE: Final = str(Path(__file__).parent)
+_PACKAGE: Final = str(Path(__file__).parents[1])
 
 # Keys and contents have no foreign keys, so the order does not matter. Queues keep their pauses and limits.
 _CLEAR: Final = """
@@ -63,7 +46,7 @@ DELETE FROM pgoutbox.breaker;
 
 # A test's database is often a copy of a template, and the driver sends nothing.
 _IS_HOME: Final = "SELECT EXISTS (SELECT FROM pgoutbox.home_view AS h WHERE h.is_here AND h.deployment IS NULL)"
-_ALLOW_COPIES: Final = """
+ALLOW_COPIES: Final = """
 INSERT INTO pgoutbox.home (server_id, database_id)
 VALUES (NULL, NULL)
 ON CONFLICT ON CONSTRAINT home_pkey DO UPDATE SET server_id = NULL, database_id = NULL, deployment = NULL
@@ -146,18 +129,22 @@ class _Expectation:
 
 
 class _ObservedWorker(Worker):
-    """A worker that records the exceptions of its handlers by the ids of their messages."""
-
     def observe(self, exceptions: dict[int, BaseException]) -> None:
-        async def record(messages: Sequence[Message[object]], call_next: CallNext) -> Sequence[Outcome]:
-            outcomes = await call_next()
-            for message, outcome in zip(messages, outcomes, strict=True):
-                exceptions.pop(message.id, None)
-                if (exception := _raised(outcome)) is not None:
-                    exceptions[message.id] = exception
-            return outcomes
+        self._middlewares = (recording(exceptions), *self._middlewares)
 
-        self._middlewares = (record, *self._middlewares)
+
+def recording(exceptions: dict[int, BaseException]) -> Middleware:
+    """Return a middleware that records the exceptions of handlers by the ids of their messages."""
+
+    async def record(messages: Sequence[Message[object]], call_next: CallNext) -> Sequence[Outcome]:
+        outcomes = await call_next()
+        for message, outcome in zip(messages, outcomes, strict=True):
+            exceptions.pop(message.id, None)
+            if (exception := _raised(outcome)) is not None:
+                exceptions[message.id] = exception
+        return outcomes
+
+    return record
 
 
 class OutboxDriver:
@@ -176,6 +163,7 @@ class OutboxDriver:
         self._keyring = keyring_of(keys)
         self.deliveries: list[Delivery] = []
         self._capture = _Capture(self.deliveries)
+        self._transports = _EveryScheme(self._capture)
         self._expectations: list[_Expectation] = []
         self._exceptions: dict[int, BaseException] = {}
 
@@ -190,7 +178,7 @@ class OutboxDriver:
         running event loop.
         """
         failed_before = {row.id for row in self.messages(state=State.FAILED)}
-        _run_in_thread(self._run_once)
+        self._deliver()
         self._check([row for row in self.messages(state=State.FAILED) if row.id not in failed_before])
 
     @contextlib.contextmanager
@@ -211,7 +199,7 @@ class OutboxDriver:
         finally:
             self._expectations.remove(expectation)
         if not expectation.rows:
-            pytest.fail(f"expect_failed: {expectation} should have ended failed, but none has")
+            raise AssertionError(f"expect_failed: {expectation} should have ended failed, but none has")
 
     def clear(self) -> None:
         """Delete all messages with their keys and attempts, and forget the deliveries.
@@ -235,7 +223,7 @@ class OutboxDriver:
                 return
             self.make_due()
         pending = self.messages(state=State.PENDING)
-        pytest.fail(f"after {limit} passes {len(pending)} messages are pending; the first: {pending[0]}")
+        raise AssertionError(f"after {limit} passes {len(pending)} messages are pending; the first: {pending[0]}")
 
     def make_due(self) -> None:
         """Let time pass: make every pending message due, and let every lease expire."""
@@ -285,7 +273,7 @@ class OutboxDriver:
         if (count is None and not matching) or (count is not None and len(matching) != count):
             wanted = "at least 1" if count is None else str(count)
             found = "\n".join(f"  {row}" for row in everything) or "  (none)"
-            pytest.fail(
+            raise AssertionError(
                 f"{topic}: {len(matching)} messages match, expected {wanted}; of this topic there are:\n{found}"
             )
         return matching
@@ -295,16 +283,24 @@ class OutboxDriver:
             return row
         return replace(row, payload=json.loads(decrypted(row.payload, self._keyring)[1]))
 
+    def _deliver(self) -> None:
+        """Run one pass. A driver for another connection overrides it, and `_connect`."""
+        _run_in_thread(self._run_once)
+
     async def _run_once(self) -> None:
         with self._connect() as connection:
             if connection.execute(_IS_HOME).fetchall() != [(True,)]:
-                connection.execute(_ALLOW_COPIES)
-            rows = connection.execute("SELECT DISTINCT queue FROM pgoutbox.message_live ORDER BY queue").fetchall()
-        queues = [queue for (queue,) in rows]
-        transports = _EveryScheme(self._capture)
-        worker = _ObservedWorker(self._outbox, settings=self._settings, queues=queues, transports=transports)
+                connection.execute(ALLOW_COPIES)
+        worker = _ObservedWorker(
+            self._outbox, settings=self._settings, queues=self._queues(), transports=self._transports
+        )
         worker.observe(self._exceptions)
         await worker.run_once()
+
+    def _queues(self) -> list[str]:
+        with self._connect() as connection:
+            rows = connection.execute("SELECT DISTINCT queue FROM pgoutbox.message_live ORDER BY queue").fetchall()
+        return [queue for (queue,) in rows]
 
     def _check(self, failed: Sequence[Row]) -> None:
         """Fail the test for messages that ended `failed` unexpectedly."""
@@ -321,7 +317,7 @@ class OutboxDriver:
             return
         shown = [self._describe(row, self._exceptions.pop(row.id, None)) for row in unexpected]
         messages = "1 message" if len(shown) == 1 else f"{len(shown)} messages"
-        pytest.fail(
+        raise AssertionError(
             f"{messages} ended failed. If the test expects that, deliver in `with driver.expect_failed():`\n"
             + "\n".join(shown)
         )
@@ -334,7 +330,8 @@ class OutboxDriver:
         """Return the exceptions that were not yet reported, of messages whose last attempt raised one."""
         return [f"message {number}: {_traceback_of(error)}" for number, error in self._exceptions.items()]
 
-    def _connect(self) -> psycopg.Connection:
+    def _connect(self) -> contextlib.AbstractContextManager[psycopg.Connection]:
+        """Return a connection whose transaction ends with the block."""
         return connections.connect(self._dsn, purpose="testing", answer_seconds=None, autocommit=False)
 
 
@@ -378,103 +375,3 @@ def sqlalchemy_url(dsn: str, *, drivername: str = "postgresql+psycopg") -> URL:
     user, password, database = (given.pop(name, None) for name in ("user", "password", "dbname"))
     # Hosts and ports may be lists or paths of sockets, which fit only into the query.
     return URL.create(drivername, username=user, password=password, database=database, query=given)
-
-
-_DRIVERS = pytest.StashKey[list[OutboxDriver]]()
-
-
-def pytest_configure() -> None:
-    """Let `pgoutbox.lifespan` start no worker: it would deliver by itself, and on the database of the environment."""
-    asgi.is_under_pytest = True
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the exceptions of handlers to the report of a failed test: their messages wait for a retry."""
-    report = yield
-    if report.when == "call" and report.failed:
-        tracebacks = [text for driver in item.stash.get(_DRIVERS, []) for text in driver._retried()]
-        if tracebacks:
-            report.sections.append(("exceptions of pgoutbox handlers", "\n".join(tracebacks)))
-    return report
-
-
-@pytest.fixture(scope="session")
-def pgoutbox_server_dsn() -> Iterator[str]:
-    """DSN of a superuser on the server of this test session: PGOUTBOX_TEST_DSN, or else an embedded server."""
-    given = os.environ.get("PGOUTBOX_TEST_DSN")
-    if given is not None:
-        yield given
-        return
-    from pgoutbox.embedded import embedded_server
-
-    with embedded_server(durable=False) as server:
-        yield server.dsn
-
-
-@pytest.fixture(scope="session")
-def pgoutbox_migrate() -> Callable[[str], None]:
-    """Create the schema in the database of a DSN. Override it if your Alembic history contains pgoutbox's branch."""
-    from pgoutbox.migrate import upgrade
-
-    return upgrade
-
-
-_database_numbers = itertools.count(1)
-
-
-@contextlib.contextmanager
-def _new_database(server_dsn: str, template: str = "template0") -> Iterator[str]:
-    """Create a database, yield its name, and drop it despite open connections."""
-    name = f"pgoutbox_test_{os.getpid()}_{next(_database_numbers)}"
-    create = composable.SQL("CREATE DATABASE {} TEMPLATE {} ENCODING 'UTF8'")
-    names = (composable.Identifier(name), composable.Identifier(template))
-    with connections.connect(server_dsn, purpose="testing", answer_seconds=None) as connection:
-        connection.execute(create.format(*names))
-        try:
-            yield name
-        finally:
-            connection.execute(composable.SQL("DROP DATABASE {} WITH (FORCE)").format(names[0]))
-
-
-@pytest.fixture(scope="session")
-def _pgoutbox_template(pgoutbox_server_dsn: str, pgoutbox_migrate: Callable[[str], None]) -> Iterator[str]:
-    """The name of a migrated database, which each test copies."""
-    with _new_database(pgoutbox_server_dsn) as name:
-        template = psycopg.conninfo.make_conninfo(pgoutbox_server_dsn, dbname=name)
-        pgoutbox_migrate(template)
-        with connections.connect(template, purpose="testing", answer_seconds=None) as connection:
-            connection.execute(_ALLOW_COPIES)  # A test may run a worker of its own.
-        with connections.connect(pgoutbox_server_dsn, purpose="testing", answer_seconds=None) as connection:
-            # A database with connections cannot be copied, and the application's migration may have left some.
-            database = composable.Identifier(name)
-            connection.execute(composable.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS false").format(database))
-            connection.execute(
-                "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = %s", (name,)
-            )
-        yield name
-
-
-@pytest.fixture
-def pgoutbox_dsn(pgoutbox_server_dsn: str, _pgoutbox_template: str) -> Iterator[str]:
-    """DSN of a new database with the schema, dropped after the test. Override it to use your own database."""
-    with _new_database(pgoutbox_server_dsn, _pgoutbox_template) as name:
-        yield psycopg.conninfo.make_conninfo(pgoutbox_server_dsn, dbname=name)
-
-
-@pytest.fixture
-def pgoutbox_url(pgoutbox_dsn: str) -> URL:
-    """The database of `pgoutbox_dsn` for `create_engine`; `.set(drivername=...)` gives the URL of another driver."""
-    return sqlalchemy_url(pgoutbox_dsn)
-
-
-@pytest.fixture
-def pgoutbox_driver(pgoutbox_dsn: str, request: pytest.FixtureRequest) -> Callable[[Outbox], OutboxDriver]:
-    """Create an `OutboxDriver` for an application's outbox on the database of `pgoutbox_dsn`."""
-    drivers: list[OutboxDriver] = request.node.stash.setdefault(_DRIVERS, [])
-
-    def make(outbox: Outbox) -> OutboxDriver:
-        drivers.append(OutboxDriver(outbox, pgoutbox_dsn))
-        return drivers[-1]
-
-    return make

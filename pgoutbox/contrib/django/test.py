@@ -1,0 +1,138 @@
+"""Tests that deliver inside the transaction of a Django `TestCase`.
+
+    class SignUpTest(OutboxTestCase):
+        def test_a_new_member_is_welcomed(self):
+            sign_up("bob", "bob@example.org")
+            self.driver.drain()
+            self.assertEqual([d.content.to for d in self.driver.deliveries], ["bob@example.org"])
+
+The statements of the worker run on Django's connection, and handlers in the thread of the test. So handlers see what
+the test has written, and everything is rolled back with the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from functools import cached_property
+from typing import Any, ParamSpec, TypeVar
+
+import psycopg
+from asgiref.sync import async_to_sync, sync_to_async
+from django.db import DatabaseError, connections
+from django.test import TestCase
+
+from pgoutbox.contrib.django import conf, outbox
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.handlers import CallNext
+from pgoutbox.message import Message, Outcome
+from pgoutbox.testing.borrowed import borrow, run_pass
+from pgoutbox.testing.driver import OutboxDriver, recording
+
+__all__ = ["OutboxTestCase", "OutboxTestMixin", "ProjectDriver"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ProjectDriver(OutboxDriver):
+    """An `OutboxDriver` for the outbox of the project, in the open transaction of Django's connection.
+
+    The time of a transaction stands still: only `make_due` and `drain` make retries and scheduled messages due. Circuit
+    breakers are off. Async tests call it by `sync_to_async`.
+    """
+
+    def __init__(self) -> None:
+        settings = outbox.settings
+        super().__init__(outbox, settings.require_dsn())
+        self._settings = settings.model_copy(update={"redirect": self._settings.redirect})
+
+    @contextlib.contextmanager
+    def _connect(self) -> Iterator[psycopg.Connection]:
+        connection = connections[conf.alias()]
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT")  # Connects, and refuses async tests, broken transactions and forbidden databases.
+        if not connection.in_atomic_block:
+            raise ConfigurationError(
+                f"driver: DATABASES[{conf.alias()!r}] has no open transaction; outside of TestCase and atomic() use "
+                "pgoutbox.testing.OutboxDriver(outbox, outbox.settings.require_dsn())"
+            )
+        borrowed = borrow(connection.connection)
+        with borrowed.transaction():
+            yield borrowed
+
+    def _deliver(self) -> None:
+        opened = connections.all(initialized_only=True)
+        counts = [len(connection.run_on_commit) for connection in opened]
+        queues = self._queues()
+        with self._connect() as connection:
+            async_to_sync(run_pass)(
+                connection,
+                self._outbox,
+                self._settings,
+                queues=queues,
+                transports=self._transports,
+                middlewares=(recording(self._exceptions), *self._outbox.middlewares, _in_savepoints),
+                threads=_TestThread(),
+            )
+        for wrapper, count in zip(opened, counts, strict=True):
+            # In a worker the handlers' transactions have committed.
+            registered, wrapper.run_on_commit[count:] = wrapper.run_on_commit[count:], []
+            for _, callback, *_ in registered:
+                callback()
+
+
+class OutboxTestMixin:
+    """Gives each test of a test case a `driver`.
+
+    Other classes than `TestCase` commit. There it is an `OutboxDriver` with a connection of its own, and all messages
+    are deleted after the test.
+    """
+
+    @cached_property
+    def driver(self) -> OutboxDriver:
+        """The driver of this test."""
+        if isinstance(self, TestCase):
+            return ProjectDriver()
+        driver = OutboxDriver(outbox, outbox.settings.require_dsn())
+        self.addCleanup(driver.clear)  # type: ignore[attr-defined]
+        return driver
+
+
+class OutboxTestCase(OutboxTestMixin, TestCase):
+    """A `TestCase` with a `driver`."""
+
+
+class _TestThread(Executor):
+    """Runs plain functions in the thread of the test, which waits in `async_to_sync`."""
+
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        return asyncio.run_coroutine_threadsafe(sync_to_async(fn)(*args, **kwargs), asyncio.get_running_loop())
+
+
+async def _in_savepoints(messages: Sequence[Message[object]], call_next: CallNext) -> Sequence[Outcome]:  # noqa: ARG001
+    """Undo what a handler has written if it leaves a transaction of the test broken. A middleware."""
+    begun = await sync_to_async(_begin)()
+    try:
+        return await call_next()
+    finally:
+        await sync_to_async(_end)(begun)
+
+
+def _begin() -> list[tuple[Any, str]]:
+    return [(one, one.savepoint()) for one in connections.all(initialized_only=True) if one.in_atomic_block]
+
+
+def _end(begun: list[tuple[Any, str]]) -> None:
+    for connection, savepoint in begun:
+        is_broken = connection.needs_rollback
+        if not is_broken:
+            try:
+                connection.savepoint_commit(savepoint)
+            except DatabaseError:
+                is_broken = True
+        if is_broken:
+            connection.needs_rollback = False
+            connection.savepoint_rollback(savepoint)

@@ -1,0 +1,181 @@
+"""One pass of a worker in the open transaction of somebody else's connection, which it never commits.
+
+The parts and the statements are those of a worker. Claims, handlers and finishes alternate, each in a savepoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from types import SimpleNamespace
+from typing import Any, Final, LiteralString
+
+import psycopg
+from psycopg.rows import TupleRow
+
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.database.connections import AsyncConnection, Connection
+from pgoutbox.database.round_trip import Step
+from pgoutbox.database.store import Store
+from pgoutbox.database.worker_connection import WorkerConnection
+from pgoutbox.encryption import keyring_of
+from pgoutbox.handlers import Middleware
+from pgoutbox.observability.events import Telemetry
+from pgoutbox.outbox import Outbox
+from pgoutbox.settings import Settings
+from pgoutbox.transports import Transport
+from pgoutbox.worker.alert import handlers_of
+from pgoutbox.worker.claim_planner import QueueSchedule, parse_queues
+from pgoutbox.worker.claimer import Claimer
+from pgoutbox.worker.executor import AttemptExecutor
+from pgoutbox.worker.finisher import Finisher
+from pgoutbox.worker.leases import LeaseKeeper
+from pgoutbox.worker.loader import Loader
+from pgoutbox.worker.payloads import LargeTexts
+from pgoutbox.worker.pool import AttemptPool
+from pgoutbox.worker.run_state import RunState
+from pgoutbox.worker.threads import AttemptThreads
+from pgoutbox.worker.transactional import Transactions
+
+_log = logging.getLogger("pgoutbox.worker")
+
+# The worker's statements change these up to the end of their transaction, which is the caller's here.
+_SETTINGS: Final = "SELECT current_setting('lock_timeout'), current_setting('application_name')"
+_SET: Final = "SELECT set_config('lock_timeout', %s, true), set_config('application_name', %s, true)"
+
+
+async def run_pass(
+    connection: psycopg.Connection,
+    outbox: Outbox,
+    settings: Settings,
+    *,
+    queues: Sequence[str],
+    transports: Mapping[str, Transport],
+    middlewares: Sequence[Middleware],
+    threads: Executor,
+) -> None:
+    """Deliver the due messages of these queues, one after the other, on a connection that `borrow` returned.
+
+    Plain functions run in `threads`.
+    """
+    breaker = settings.breaker.model_copy(update={"enabled": False})  # Its pauses would never end in one transaction.
+    settings = settings.model_copy(update={"breaker": breaker, "concurrency": 1})
+    handlers = handlers_of(outbox, settings)
+    hooks = {topic: handlers[hook].retry.max_attempts for topic, hook in outbox.hooks.items()}
+    run = RunState(
+        settings,
+        _BorrowingStore(connection, settings, hooks=hooks),
+        Telemetry(_log),
+        queues=QueueSchedule(parse_queues(queues), now=elapsed_clock()),
+        topics=sorted(handlers),
+        stopping=asyncio.Event(),
+    )
+    finisher = Finisher(run)
+    executor = AttemptExecutor(
+        run,
+        transports,
+        middleware=middlewares,
+        finisher=finisher,
+        threads=AttemptThreads(inner=threads),
+        transactions=_Savepoints,
+    )
+    keyring = keyring_of(settings.encryption_keys)
+    texts = LargeTexts(run, keyring=keyring)
+    pool = AttemptPool(run, executor.run, large_texts=texts, on_outcome=finisher.collect)
+    keeper = LeaseKeeper(run, pool)
+    loader = Loader(run, handlers, keyring=keyring, pool=pool, finisher=finisher, lease_keeper=keeper)
+    hold_topics = [topic for topic, handler in handlers.items() if handler.on_unknown == "hold"]
+    claimer = Claimer(run, hold_topics=hold_topics, loader=loader, finisher=finisher)
+    try:
+        found: int | None = 1
+        while found or claimer.work_ahead:
+            run.queues.search(now=elapsed_clock())
+            found = await claimer.poll(settings.batch_size, from_beginning=True)
+            while pool.open_count:
+                run.signals.progress.clear()
+                await run.signals.progress.wait()
+            # Only now: an outcome that is written while a handler runs would be in the savepoint of the handler.
+            await finisher.write_collected()
+        await finisher.write_minimal_ends()
+        await finisher.end_claims()
+    finally:
+        await pool.stop()
+        await executor.close()
+
+
+def borrow(connection: psycopg.Connection[Any]) -> psycopg.Connection:
+    """Return the connection as psycopg alone makes it: the cursors and adapters of its owner do not matter.
+
+    Threads may use both, one after the other.
+    """
+    borrowed = _Borrowed(connection.pgconn)
+    borrowed.lock = connection.lock
+    borrowed.prepare_threshold = None  # The owner's statements and these would get the same names.
+    return borrowed
+
+
+class _Borrowed(Connection[TupleRow]):
+    def __del__(self, *_: object) -> None:
+        """Leave the connection to its owner."""
+
+
+class _AsyncBorrowed(AsyncConnection[TupleRow]):
+    def __del__(self, *_: object) -> None:
+        """Leave the connection to its owner."""
+
+
+class _BorrowingStore(Store):
+    def __init__(self, connection: psycopg.Connection, settings: Settings, *, hooks: Mapping[str, int]) -> None:
+        self.borrowed = connection
+        super().__init__(settings, worker=f"test:{secrets.token_hex(4)}", hooks=hooks)
+
+    def new_connection(self, purpose: str, *, spare: WorkerConnection | None = None) -> WorkerConnection:  # noqa: ARG002
+        link = _Link(self._settings.require_dsn(), self._settings, purpose=purpose)
+        link.borrowed = self.borrowed
+        return link
+
+
+class _Link(WorkerConnection):
+    """Runs statements on the borrowed connection. It blocks the event loop: no other task has work meanwhile."""
+
+    borrowed: psycopg.Connection
+
+    async def fetch(
+        self, statement: LiteralString, parameters: Mapping[str, object], *, first: Step | None = None
+    ) -> list[TupleRow]:
+        with _savepoint(self.borrowed):
+            if first is not None:
+                self.borrowed.execute(*first)
+            cursor = self.borrowed.execute(statement, parameters)
+            return cursor.fetchall() if cursor.description else []
+
+
+class _Savepoints(Transactions):
+    """Runs each transactional handler in a savepoint."""
+
+    _store: _BorrowingStore
+
+    async def _open_pool(self) -> Any:  # noqa: ANN401 - it has the one method of a pool that is used
+        return SimpleNamespace(connection=self._lend)
+
+    def _open_sync_pool(self) -> Any:  # noqa: ANN401 - it has the one method of a pool that is used
+        return SimpleNamespace(connection=lambda: _savepoint(self._store.borrowed))
+
+    @contextlib.asynccontextmanager
+    async def _lend(self) -> AsyncIterator[AsyncConnection[TupleRow]]:
+        with _savepoint(self._store.borrowed):
+            connection = _AsyncBorrowed(self._store.borrowed.pgconn)
+            connection.prepare_threshold = None
+            yield connection
+
+
+@contextlib.contextmanager
+def _savepoint(connection: psycopg.Connection) -> Iterator[psycopg.Connection]:
+    with connection.transaction():
+        kept = connection.execute(_SETTINGS).fetchone()
+        yield connection
+        connection.execute(_SET, kept)
