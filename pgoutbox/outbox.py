@@ -169,6 +169,11 @@ class Outbox:
         """The topics with a hook for failed messages, each with the topic of the hook: see `on_failed`."""
         return MappingProxyType(self._hooks)
 
+    @property
+    def default_queues(self) -> Sequence[str]:
+        """The queues that the command `worker` serves if it names none."""
+        return ("default",)
+
     def define(self, topic: Topic[P]) -> Topic[P]:
         """Register the definition and return it. Call sites can then use its name alone.
 

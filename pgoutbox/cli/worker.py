@@ -92,7 +92,7 @@ def worker(
         run_worker(
             outbox,
             settings,
-            queues=queues or (),
+            queues=queues or outbox.default_queues,
             mode=mode,
             max_messages=max_messages,
             max_seconds=None if max_time is None else max_time.total_seconds(),

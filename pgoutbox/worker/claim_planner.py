@@ -116,6 +116,7 @@ class QueueSchedule:
         self._shares = tuple(shares)
         self.names = [share.name for share in shares]
         self._credits = {share.name: 0 for share in shares}
+        self._idle: set[str] = set()
         self._planners = {share.name: ClaimPlanner(share.name) for share in shares}
         self.polled_at = now  # The start of their last poll.
         self._lapsed = Cursor()
@@ -133,12 +134,23 @@ class QueueSchedule:
         """Return all queues, in the order in which the next poll claims from them."""
         if self._shares[0].weight is None:
             return list(self._planners.values())
-        # Smooth weighted round robin: the queue with the most credit goes first, and pays for it.
+        # Smooth weighted round robin: the queue with the most credit goes first.
         for share in self._shares:
             self._credits[share.name] += share.weight or 0
-        order = sorted(self.names, key=lambda name: -self._credits[name])
-        self._credits[order[0]] -= sum(share.weight or 0 for share in self._shares)
-        return [self._planners[name] for name in order]
+        return [self._planners[name] for name in sorted(self.names, key=lambda name: -self._credits[name])]
+
+    def record_turn(self, queue: str, found: int, *, is_first: bool) -> None:
+        """Remember what a queue had. The first one of a poll that had messages pays, for all that have some.
+
+        An empty queue saves no credit: it would displace the others later, and its share would be nobody's now.
+        """
+        if not found:
+            self._idle.add(queue)
+            self._credits[queue] = 0
+            return
+        self._idle.discard(queue)
+        if is_first:
+            self._credits[queue] -= sum(share.weight or 0 for share in self._shares if share.name not in self._idle)
 
     @property
     def searched_at(self) -> float:

@@ -79,15 +79,18 @@ class Claimer:
                 return None
             found += sum(counts)
             room -= counts[1]
+        claimed = 0
         for planner in planners:
             count = await self._claim(planner, room, from_beginning=from_beginning, fresh_only=fresh_only)
             if count is None:
                 return None
             self._conflict_count = 0
-            found += count
+            self._queues.record_turn(planner.queue, count, is_first=not claimed)
+            claimed += count
             room -= count
             if room <= 0:
                 break
+        found += claimed
         if found:
             self._busy_since = min(self._busy_since, self._queues.polled_at)
         return found

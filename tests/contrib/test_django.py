@@ -27,7 +27,7 @@ TEMPLATES: Final = ("password_reset_form.html", "password_reset_done.html", "pas
 
 async def test_migrate_brings_the_schema_and_the_commands_know_the_project(new_project: Project) -> None:
     assert "the schema is at pgoutbox_0001" in await new_project.manage("migrate")
-    assert "pgoutbox" not in await new_project.manage("migrate")
+    assert "the schema is at" not in await new_project.manage("migrate")
     await new_project.manage("makemigrations", "--check")
     assert "mail.welcome" in await new_project.manage("pgoutbox", "topics")
     await new_project.manage("pgoutbox", "enqueue", "mail.welcome", "{}", "--destination", "mailto:ann@example.org")
@@ -73,7 +73,7 @@ async def test_another_database_and_a_database_that_is_not_postgresql(new_projec
         file.write("'mail': {'ENGINE': 'django.db.backends.postgresql', **DATABASE}}\n")
     assert "DATABASES['default']: pgoutbox needs PostgreSQL, not sqlite" in await new_project.manage("check", code=1)
     new_project.set(PGOUTBOX={"DATABASE": "mail"})
-    assert "pgoutbox" not in await new_project.manage("migrate")
+    assert "the schema is at" not in await new_project.manage("migrate")
     assert "the schema is at" in await new_project.manage("migrate", "--database", "mail")
 
 

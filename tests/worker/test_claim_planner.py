@@ -401,8 +401,23 @@ def test_queues_without_weights_come_in_the_order_given() -> None:
 
 def test_queues_with_weights_come_first_in_proportion_and_evenly_spread() -> None:
     queues = queues_of("a:3", "b:1", "c:2")
-    first = [queues.in_turn()[0].queue for _ in range(12)]
-    assert first == ["a", "c", "a", "b", "c", "a"] * 2
+    assert [first_of(queues) for _ in range(12)] == ["a", "c", "a", "b", "c", "a"] * 2
+
+
+def test_an_empty_queue_leaves_its_share_to_the_others_by_their_weights() -> None:
+    queues = queues_of("high:16", "plain:4", "low:1")
+    assert "".join(first_of(queues, empty="high")[0] for _ in range(15)) == "pplpppplpppplpp"
+    assert [first_of(queues) for _ in range(21)].count("high") == 16
+
+
+def first_of(queues: QueueSchedule, *, empty: str | None = None) -> str:
+    """Return the queue that is the first with messages in the next poll."""
+    for planner in queues.in_turn():
+        if planner.queue != empty:
+            queues.record_turn(planner.queue, 1, is_first=True)
+            return planner.queue
+        queues.record_turn(planner.queue, 0, is_first=True)
+    raise AssertionError
 
 
 def test_every_queue_is_in_each_poll_once() -> None:

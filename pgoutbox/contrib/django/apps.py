@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from django.apps import AppConfig
+from django.conf import settings
 from django.db.models.signals import post_migrate
-from django.utils.module_loading import autodiscover_modules
+from django.utils.module_loading import autodiscover_modules, import_string
 
 from pgoutbox import migrate
 from pgoutbox.contrib.django import conf
@@ -21,9 +23,12 @@ class PgOutboxConfig(AppConfig):
     verbose_name = "pgoutbox"
 
     def ready(self) -> None:
-        """Register the checks, the handler of e-mail, and those in the module `outbox` of each application."""
+        """Register the checks, the handlers of e-mail and tasks, and those in the module `outbox` of applications."""
         from pgoutbox.contrib.django import checks, mail  # noqa: F401 - they register themselves
 
+        for backend in getattr(settings, "TASKS", {}).values():
+            with contextlib.suppress(ImportError, KeyError):  # Django reports them.
+                import_string(backend["BACKEND"])  # A worker needs the handler of tasks.
         autodiscover_modules("outbox")
         post_migrate.connect(_migrate, sender=self)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Final
@@ -38,6 +38,14 @@ class ProjectOutbox(Outbox):
     def settings(self) -> Settings:
         """The settings of the project. They are read again when the database or a setting changes, as in tests."""
         return _load(str(connections[alias()].settings_dict["NAME"]))
+
+    find_queues: Callable[[], Sequence[str]] = staticmethod(lambda: ("*",))
+    """The backend of tasks adds its own."""
+
+    @property
+    def default_queues(self) -> Sequence[str]:
+        """The queues of all topics, and of all tasks."""
+        return self.find_queues()
 
 
 def alias() -> str:

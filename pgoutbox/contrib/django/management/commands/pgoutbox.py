@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from pgoutbox.cli.main import main
@@ -29,7 +30,7 @@ class Command(BaseCommand):
         _, arguments = parser.parse_known_args(argv[2:])
         try:
             sys.exit(_run(arguments))
-        except ConfigurationError as error:
+        except (ConfigurationError, ImproperlyConfigured) as error:
             self.stderr.write(str(error))
             sys.exit(2)
 

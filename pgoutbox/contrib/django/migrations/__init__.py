@@ -1,0 +1,1 @@
+"""The migrations of Django's own tables. `migrate` brings the schema of pgoutbox after them."""

@@ -1,0 +1,334 @@
+"""Tasks of Django through the outbox: the backend enqueues in the caller's transaction, and a worker runs the task.
+
+A task is a message of the topic `django.task`, and its result has the id of the message. Status, times and workers come
+from the message. The table of `models.StoredResult` has the return value and the errors. They are written before the
+message is finished, so that a successful task always has its value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+import django
+from django.apps import apps
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections, transaction
+from django.utils import timezone
+from django.utils.module_loading import import_string
+
+from pgoutbox.contrib.django import conf, outbox
+from pgoutbox.encryption import Identity, is_sealed, keyring_of, unseal
+from pgoutbox.enqueue.payloads import to_json
+from pgoutbox.errors import ArgumentError
+from pgoutbox.handlers import SyncContext
+from pgoutbox.message import Message, Outcome, Unavailable
+from pgoutbox.options import check_max_attempts, check_name
+from pgoutbox.topics import Topic
+
+if django.VERSION >= (6, 0):
+    from django.tasks import Task, TaskContext, TaskResult, TaskResultStatus, task_backends
+    from django.tasks.backends.base import BaseTaskBackend
+    from django.tasks.base import TaskError
+    from django.tasks.exceptions import TaskResultDoesNotExist
+    from django.tasks.signals import task_enqueued, task_finished, task_started
+    from django.utils.json import normalize_json
+else:  # The backport.
+    from django_tasks import TaskContext, TaskResult, TaskResultStatus, task_backends
+    from django_tasks.backends.base import BaseTaskBackend
+    from django_tasks.base import Task, TaskError
+    from django_tasks.exceptions import TaskResultDoesNotExist
+    from django_tasks.signals import task_enqueued, task_finished, task_started
+    from django_tasks.utils import normalize_json
+
+TOPIC: Final = "django.task"
+MAX_ATTEMPTS: Final = "MAX_ATTEMPTS"
+# The queues of one queue of Django, and how often a worker asks each of them first.
+_WEIGHTS: Final = {".high": 16, "": 4, ".low": 1}
+_STATUSES: Final = {
+    "pending": TaskResultStatus.READY,
+    "sending": TaskResultStatus.RUNNING,
+    "sent": TaskResultStatus.SUCCESSFUL,
+}
+
+# An attempt that was postponed did not run the task.
+_READ: Final = """
+SELECT
+    m.payload::text, m.state, m.attempt_count, m.finished_at, m.skip_reason,
+    a.workers, a.started_at, a.last_started_at, a.errors, r.attempt_count, r.content::text
+FROM pgoutbox.message AS m
+LEFT JOIN pgoutbox_task_result AS r ON r.message_id = m.id
+CROSS JOIN LATERAL (
+    SELECT
+        array_agg(b.worker ORDER BY b.attempt_count) AS workers,
+        min(b.started_at) AS started_at,
+        max(b.started_at) AS last_started_at,
+        array_agg(b.error ORDER BY b.attempt_count) AS errors
+    FROM (
+        SELECT v.attempt_count, v.worker, v.started_at, v.error
+        FROM pgoutbox.attempt_view AS v
+        WHERE v.message_id = m.id AND v.outcome <> 'snoozed'
+        UNION ALL
+        SELECT m.attempt_count, m.worker, m.claimed_at, NULL WHERE m.state = 'sending'
+    ) AS b
+) AS a
+WHERE m.id = %(id)s AND m.topic = %(topic)s
+"""
+# The fence: an attempt never overwrites what a later one has written.
+# Each write also removes a few results whose messages are gone. Messages live as long as the rules of retention say, so
+# the shortest rule says when to ask again.
+_WRITE: Final = """
+WITH pause AS (
+    SELECT greatest(coalesce(min(r.keep), interval '30 days'), interval '1 hour') AS length
+    FROM pgoutbox.retention AS r
+    WHERE r.topic IN ('*', %(topic)s) AND r.state IN ('sent', 'failed', 'skipped', 'cancelled')
+), due AS (
+    SELECT r.message_id
+    FROM pgoutbox_task_result AS r
+    WHERE r.check_at < now() AND r.message_id <> %(id)s
+    ORDER BY r.check_at
+    LIMIT 20
+    FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM pgoutbox_task_result AS r
+    USING due
+    WHERE r.message_id = due.message_id AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = r.message_id)
+), kept AS (
+    UPDATE pgoutbox_task_result AS r
+    SET check_at = now() + pause.length
+    FROM due, pause
+    WHERE r.message_id = due.message_id AND EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = r.message_id)
+)
+INSERT INTO pgoutbox_task_result AS r (message_id, attempt_count, content, check_at)
+SELECT %(id)s, %(attempt_count)s, %(content)s::jsonb, now() + pause.length
+FROM pause
+ON CONFLICT (message_id) DO UPDATE
+SET attempt_count = excluded.attempt_count, content = excluded.content, check_at = excluded.check_at
+WHERE r.attempt_count < excluded.attempt_count
+"""
+
+
+class OutboxBackend(BaseTaskBackend):
+    """Enqueue each task as a message: in the caller's transaction, and outside of one it commits at once.
+
+    An exception of the task is final, unless OPTIONS["MAX_ATTEMPTS"] grants more attempts. An attempt whose worker died
+    is repeated. With QUEUES = [] all tasks are in the queue `default` of pgoutbox.
+    """
+
+    supports_defer = True
+    supports_async_task = True
+    supports_get_result = True
+    supports_priority = True
+    option_names: frozenset[str] = frozenset({MAX_ATTEMPTS})
+
+    def __init__(self, alias: str, params: Mapping[str, Any]) -> None:
+        super().__init__(alias, params)
+        place = f"TASKS[{alias!r}]"
+        for name in self.options:
+            if name not in self.option_names:
+                known = ", ".join(sorted(self.option_names))
+                raise ImproperlyConfigured(f"{place}['OPTIONS'][{name!r}]: unknown option; known: {known}")
+        try:
+            if MAX_ATTEMPTS in self.options:
+                check_max_attempts(f"['OPTIONS'][{MAX_ATTEMPTS!r}]", self.options[MAX_ATTEMPTS])
+            for name in self.queues:
+                check_name("['QUEUES']", name)
+                check_name("['QUEUES']", f"{name}.high")
+        except ArgumentError as error:
+            raise ImproperlyConfigured(f"{place}{error}") from None
+
+    def enqueue(self, task: Task, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TaskResult:
+        """Write the message. Raises `TypeError` for arguments that are not JSON."""
+        self.validate_task(task)
+        result = TaskResult(
+            task=task,
+            id="",
+            status=TaskResultStatus.READY,
+            enqueued_at=timezone.now(),
+            started_at=None,
+            last_attempted_at=None,
+            finished_at=None,
+            args=normalize_json(args),
+            kwargs=normalize_json(kwargs),
+            backend=self.alias,
+            errors=[],
+            worker_ids=[],
+        )
+        payload = {
+            "task": task.module_path,
+            "args": result.args,
+            "kwargs": result.kwargs,
+            "queue": task.queue_name,
+            "priority": int(task.priority),
+            "backend": self.alias,
+            "run_after": task.run_after and task.run_after.isoformat(),
+            "enqueued_at": result.enqueued_at.isoformat(),
+        }
+        due = task.run_after
+        if due is not None and timezone.is_naive(due):
+            due = timezone.make_aware(due)
+        lane = ".high" if task.priority > 0 else ".low" if task.priority < 0 else ""
+        database = conf.alias()
+        with transaction.atomic(using=database, savepoint=False):
+            enqueued = outbox.enqueue(
+                connections[database],
+                TOPIC,
+                payload,
+                queue=f"{task.queue_name if self.queues else 'default'}{lane}",
+                available_at=due,
+                max_attempts=self.options.get(MAX_ATTEMPTS),
+            )
+        _set(result, id=str(enqueued.id))
+        task_enqueued.send(type(self), task_result=result)
+        return result
+
+    def get_result(self, result_id: str) -> TaskResult:
+        """Return the result as the database has it. Raises `TaskResultDoesNotExist` without such a task."""
+        row = None
+        if str(result_id).isdecimal() and len(str(result_id)) <= 18:
+            with connections[conf.alias()].cursor() as cursor:
+                cursor.execute(_READ, {"id": int(result_id), "topic": TOPIC})
+                row = cursor.fetchone()
+        if row is None:
+            raise TaskResultDoesNotExist(result_id)
+        text, state, count, finished_at, skip_reason, workers, started_at, last_at, errors, stored_count, content = row
+        payload = _opened(text, Identity("payload", TOPIC))
+        stored: dict[str, Any] = {"return_value": None, "errors": []}
+        if content is not None:
+            stored = _opened(content, _identity_of(result_id))
+        result = TaskResult(
+            task=_task_of(payload),
+            id=str(result_id),
+            status=_STATUSES.get(state, TaskResultStatus.FAILED),
+            enqueued_at=datetime.fromisoformat(payload["enqueued_at"]),
+            started_at=started_at,
+            last_attempted_at=last_at,
+            finished_at=finished_at,
+            args=payload["args"],
+            kwargs=payload["kwargs"],
+            backend=payload["backend"],
+            errors=[TaskError(exception_class_path=path, traceback=trace) for path, trace in stored["errors"]],
+            worker_ids=workers or [],
+        )
+        if state not in _STATUSES and (state != "failed" or stored_count != count):
+            # The task itself did not say why.
+            reason = ": ".join(filter(None, (state, skip_reason or (errors and errors[-1]))))
+            kind = "Permanent" if state == "failed" else "Skip"
+            result.errors.append(TaskError(exception_class_path=f"pgoutbox.message.{kind}", traceback=f"{reason}\n"))
+        if state == "sent":
+            _set(result, _return_value=stored["return_value"])
+        return result
+
+    def check(self, **_: object) -> list[checks.CheckMessage]:
+        """Report that the application is not installed."""
+        if apps.is_installed("pgoutbox.contrib.django"):
+            return []
+        hint = "Append 'pgoutbox.contrib.django' to INSTALLED_APPS."
+        return [checks.Error(f"TASKS[{self.alias!r}]: its application is not installed", hint, id="pgoutbox.tasks")]
+
+    def run(self, message: Message[Any], result: TaskResult) -> Outcome | None:
+        """Run the task of a message, and store its return value or its error."""
+        from pgoutbox.worker.handler_errors import outcome_of_exception, traceback_of
+
+        task = result.task
+        settings = outbox.settings
+        task_started.send_robust(type(self), task_result=result)
+        try:
+            context = (TaskContext(task_result=result),) if task.takes_context else ()
+            value = normalize_json(task.call(*context, *result.args, **result.kwargs))
+            to_json(value, max_bytes=settings.max_payload_bytes, field="return_value")
+        except BaseException as error:  # noqa: BLE001 - a task may exit
+            trace = traceback_of(error, with_texts=settings.error_texts).replace("\0", "\\x00")
+            path = f"{type(error).__module__}.{type(error).__qualname__}"
+            result.errors.append(TaskError(exception_class_path=path, traceback=f"{trace}\n"))
+            self._store(message, result)
+            is_final = MAX_ATTEMPTS not in self.options or message.attempt_count >= message.max_attempts
+            if is_final:
+                _set(result, status=TaskResultStatus.FAILED, finished_at=timezone.now())
+                task_finished.send_robust(type(self), task_result=result)
+            outcome = outcome_of_exception(error, is_permanent=is_final)
+            outcome.is_logged = is_final  # Django logs it at the signal.
+            return outcome
+        _set(result, _return_value=value)
+        self._store(message, result)
+        _set(result, status=TaskResultStatus.SUCCESSFUL, finished_at=timezone.now())
+        task_finished.send_robust(type(self), task_result=result)
+        return None
+
+    def _store(self, message: Message[Any], result: TaskResult) -> None:
+        errors = [[error.exception_class_path, error.traceback] for error in result.errors]
+        content = json.dumps({"return_value": result._return_value, "errors": errors})
+        if (keyring := keyring_of(outbox.settings.encryption_keys)) is not None:
+            content = keyring.seal(content, _identity_of(result.id), dedupe_key=None)
+        values = {"id": message.id, "attempt_count": message.attempt_count, "content": content, "topic": TOPIC}
+        connection = connections[conf.alias()]
+        if not connection.in_atomic_block and _is_spoilt(connection):
+            connection.close()  # The next use opens it again.
+        with connection.cursor() as cursor:
+            cursor.execute(_WRITE, values)
+
+
+def queues() -> list[str]:
+    """Return the queues of a worker that names none, with weights: those of all tasks, and those of topics."""
+    names = {
+        name
+        for backend in task_backends.all()
+        if isinstance(backend, OutboxBackend)
+        for name in backend.queues or ("default",)
+    }
+    lanes = {f"{name}{lane}": weight for name in sorted(names) for lane, weight in _WEIGHTS.items()}
+    return [*(f"{lane}:{weight}" for lane, weight in lanes.items()), "*:4"]
+
+
+outbox.find_queues = queues
+
+# Arguments have no names by which secrets among them are found.
+outbox.define(Topic(TOPIC, encrypted=conf.has_keys(), redact=("args",)))
+
+
+@outbox.handler(TOPIC)
+def run(message: Message[Any], ctx: SyncContext) -> Outcome | None:  # noqa: ARG001
+    """Run the task that the message names. It waits while this process does not know the task."""
+    try:
+        backend = task_backends[message.payload["backend"]]
+        result = backend.get_result(str(message.id))
+    except Exception as error:  # noqa: BLE001 - the task's module is imported, which may raise anything
+        return Unavailable(f"the task cannot be loaded: {type(error).__name__}: {error}")
+    outcome: Outcome | None = backend.run(message, result)
+    return outcome
+
+
+def _task_of(payload: Mapping[str, Any]) -> Task:
+    task = import_string(payload["task"])
+    if not isinstance(task, Task):
+        raise ImproperlyConfigured(f"{payload['task']}: must be a task, not {type(task).__name__}")
+    run_after = payload["run_after"] and datetime.fromisoformat(payload["run_after"])
+    return task.using(
+        priority=payload["priority"], queue_name=payload["queue"], run_after=run_after, backend=payload["backend"]
+    )
+
+
+def _identity_of(result_id: str) -> Identity:
+    return Identity("content", TOPIC, str(result_id))
+
+
+def _opened(text: str, identity: Identity) -> Any:  # noqa: ANN401
+    value = json.loads(text)
+    if is_sealed(value):
+        return json.loads(unseal(value, keyring_of(outbox.settings.encryption_keys), identity))
+    return value
+
+
+def _is_spoilt(connection: Any) -> bool:  # noqa: ANN401
+    """Whether the task has broken the connection, or begun a transaction without an end, which Django rolls back."""
+    if connection.errors_occurred and not connection.is_usable():
+        return True
+    return bool(connection.get_autocommit() != connection.settings_dict["AUTOCOMMIT"])
+
+
+def _set(result: TaskResult, **values: object) -> None:
+    for name, value in values.items():
+        object.__setattr__(result, name, value)  # It is frozen for everyone but the backend.

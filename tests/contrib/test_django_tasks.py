@@ -1,0 +1,509 @@
+"""Tests the backend of `django.tasks` in a real project with a real worker process.
+
+`BEFORE` and `AFTER` are the behaviours of Django's own tests (tests/tasks of its source), each under the name that it
+has there. `BEFORE` runs when the tasks are enqueued, and `AFTER` when a worker has run them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+from typing import Any, Final
+
+import django
+import psycopg
+import pytest
+
+from pgoutbox.encryption import SEALED
+from tests.support.django_project import Project
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+MODULE: Final = "django.tasks" if django.VERSION >= (6, 0) else "django_tasks"
+BACKEND: Final = "pgoutbox.contrib.django.tasks.OutboxBackend"
+KEY: Final = "MTIzNDU2Nzg5MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTI="
+HEAD: Final = f"""
+import asyncio, dataclasses, datetime, importlib, logging, os, pathlib, pickle, types
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connection, transaction
+from django.test import modify_settings, override_settings
+from django.utils import timezone
+from {MODULE} import TaskResultStatus, default_task_backend, task, task_backends
+from {MODULE}.exceptions import *
+from {MODULE}.signals import task_enqueued, task_finished, task_started
+from {MODULE} import exceptions
+InvalidTask = getattr(exceptions, "InvalidTask", None) or exceptions.InvalidTaskError
+"""
+TASKS: Final = f"""
+{HEAD}
+
+def note(text):
+    with open("notes.txt", "a") as file:
+        file.write(text + "\\n")
+
+@task()
+def noop(*args, **kwargs):
+    note("noop " + " ".join(map(str, args)))
+
+@task
+def bare():
+    return None
+
+@task()
+async def noop_async(*args, **kwargs):
+    return None
+
+@task(priority=10)
+def answer():
+    return 42
+
+@task()
+def value_error():
+    raise ValueError("This task failed")
+
+@task()
+def system_exit():
+    raise SystemExit("This task exits")
+
+@task()
+def keyboard_interrupt():
+    raise KeyboardInterrupt("This task is interrupted")
+
+@task()
+def complex_exception():
+    raise ValueError(ValueError("This task failed"))
+
+@task()
+def complex_return_value():
+    return lambda: True
+
+@task()
+def refused_return_value():
+    return "\\x00"
+
+@task(takes_context=True)
+def own_id(context):
+    return context.task_result.id
+
+@task(takes_context=True)
+def attempt_of(context):
+    return context.attempt
+
+@task()
+def broken_connection():
+    connection.cursor().execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+@task()
+def left_connection():
+    transaction.set_autocommit(False)
+    connection.cursor().execute("SELECT 1")
+    return "done"
+
+@task(takes_context=True)
+def third_time(context):
+    note(f"attempt {{context.attempt}} with {{len(context.task_result.errors)}} errors")
+    if context.attempt < 3:
+        raise ValueError(f"not yet: {{context.attempt}}")
+    return "at last"
+
+@task(takes_context=True)
+def exits(context):
+    if context.attempt == 1:
+        os._exit(1)
+    return "survived"
+
+def noted(sender, task_result, **_):
+    if sender.__name__ == "OutboxBackend":
+        note(f"signal {{task_result.status}} {{task_result.task.name}}")
+
+for signal in (task_enqueued, task_started, task_finished):
+    signal.connect(noted)
+"""
+RAISES: Final = """
+def raises(kind, text, call, *args, **kwargs):
+    try:
+        call(*args, **kwargs)
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"{kind.__name__} expected")
+"""
+BEFORE: Final = f"""
+{HEAD}
+{RAISES}
+from members import tasks as t
+from pgoutbox.contrib.django.tasks import OutboxBackend
+
+def test_using_correct_backend():
+    assert default_task_backend == task_backends["default"] and isinstance(task_backends["default"], OutboxBackend)
+    assert default_task_backend.alias == "default" and default_task_backend.options == {{}}
+
+def test_task_decorator():
+    assert all(type(one).__name__ == "Task" for one in (t.noop, t.bare, t.noop_async))
+
+def test_enqueue_task():
+    for one in (t.noop, t.noop_async):
+        result = one.enqueue(1, two=(3, b"4"))
+        assert result.status == TaskResultStatus.READY and not result.is_finished
+        assert (result.task, result.args, result.kwargs) == (one, [1], {{"two": [3, "4"]}})
+        assert result.enqueued_at and not (result.started_at or result.last_attempted_at or result.finished_at)
+        assert result.attempts == 0 and result.worker_ids == []
+        raises(ValueError, "Task has not finished yet", lambda: result.return_value)
+
+def test_enqueue_task_async():
+    result = asyncio.run(t.noop.aenqueue())
+    assert (result.status, result.args, result.kwargs) == (TaskResultStatus.READY, [], {{}})
+
+def test_enqueue_with_invalid_argument():
+    raises(TypeError, "Unsupported type", t.noop.enqueue, datetime.datetime.now())
+    raises(TypeError, "Unsupported type", asyncio.run, t.noop.aenqueue(datetime.datetime.now()))
+
+def test_using():
+    now = timezone.now()
+    changed = t.noop.using(run_after=now).using(priority=10).using(queue_name="mail")
+    assert (changed.priority, changed.queue_name, changed.run_after) == (10, "mail", now)
+    assert (t.noop.priority, t.noop.queue_name, t.noop.run_after) == (0, "default", None)
+    assert t.noop.using() == t.noop and t.noop.using() is not t.noop
+
+def test_using_unknown_or_missing_backend():
+    raises(ImproperlyConfigured, "The connection 'unknown' doesn't exist.", t.noop.using, backend="unknown")
+    with override_settings(TASKS={{"missing": {{"BACKEND": "does.not.exist"}}}}):
+        raises(ImproperlyConfigured, "Could not find backend 'does.not.exist'", t.noop.using, backend="missing")
+
+def test_refresh_result():
+    result = t.noop.enqueue()
+    before = dataclasses.asdict(result)
+    result.refresh()
+    assert dataclasses.asdict(result) == before
+    asyncio.run(result.arefresh())
+    assert dataclasses.asdict(result) == before
+
+def test_naive_datetime():
+    raises(InvalidTask, "run_after must be an aware datetime.", t.noop.using, run_after=datetime.datetime.now())
+
+def test_invalid_priority():
+    for priority in (-101, 101, 3.1):
+        raises(InvalidTask, "priority must be a whole number between -100 and 100.", t.noop.using, priority=priority)
+    for priority in (100, -100, 0):
+        t.noop.using(priority=priority)
+
+def test_unknown_queue_name():
+    raises(InvalidTask, "Queue 'queue-2' is not valid for backend.", t.noop.using, queue_name="queue-2")
+    assert t.noop.using(queue_name="Any name", backend="any").queue_name == "Any name"
+
+def test_call_task():
+    assert t.answer.call() == 42 and t.noop_async.call() is None
+    assert asyncio.run(t.answer.acall()) == 42 and asyncio.run(t.noop_async.acall()) is None
+
+def test_get_result():
+    result = t.noop.using(run_after=timezone.now() + datetime.timedelta(days=1), priority=-5).enqueue(1)
+    assert t.noop.get_result(result.id) == result
+    assert asyncio.run(t.noop.aget_result(result.id)) == result
+
+def test_get_missing_result():
+    for result_id in ("12345", "0", "-1", "x", "", "1.5", "9" * 30, "²"):
+        raises(TaskResultDoesNotExist, result_id, t.noop.get_result, result_id)
+    raises(TaskResultDoesNotExist, "12345", asyncio.run, t.noop.aget_result("12345"))
+
+def test_get_incorrect_result():
+    result = t.noop_async.enqueue()
+    raises(TaskResultMismatch, "Task does not match", t.noop.get_result, result.id)
+    raises(TaskResultMismatch, "Task does not match", asyncio.run, t.noop.aget_result(result.id))
+
+def test_invalid_function():
+    for function in (any, lambda: None, test_invalid_function.__str__):
+        raises(InvalidTask, "Task function must be defined at a module level.", task(), function)
+
+def test_get_backend_and_names():
+    assert isinstance(t.noop.get_backend(), OutboxBackend) and t.noop.name == "noop"
+    assert t.noop.module_path == "members.tasks.noop"
+
+def test_pickle_task_result():
+    result = t.noop.enqueue()
+    if hasattr(t.noop, "_reconstruct"):  # Since Django 6.1.
+        assert pickle.loads(pickle.dumps(t.noop)) == t.noop
+        assert pickle.loads(pickle.dumps(result)) == result
+
+def test_no_backends():
+    with override_settings(TASKS={{}}):
+        raises(ImproperlyConfigured, "doesn't exist", t.noop.enqueue)
+
+def test_takes_context_without_taking_context():
+    raises(InvalidTask, "does not have a first argument of 'context'", task(takes_context=True), t.answer.func)
+
+def test_run_after_in_decorator():
+    raises(TypeError, "run_after", lambda: task(run_after=timezone.now())(t.answer.func))
+
+def test_enqueue_logs():
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("{MODULE}")
+    logger.addHandler(handler)
+    logger.setLevel("DEBUG")
+    result = t.noop.enqueue()
+    (record,) = records
+    assert "enqueued" in record.getMessage() and result.id in record.getMessage()
+
+def test_check():
+    assert list(default_task_backend.check()) == []
+    with modify_settings(INSTALLED_APPS={{"remove": ["pgoutbox.contrib.django"]}}):
+        assert [one.id for one in default_task_backend.check()] == ["pgoutbox.tasks"]
+
+def test_validate_on_enqueue():
+    changed = t.noop.using(queue_name="mail")
+    with override_settings(TASKS={{"default": {{"BACKEND": "{BACKEND}", "QUEUES": ["queue-1"]}}}}):
+        raises(InvalidTask, "Queue 'mail' is not valid for backend", changed.enqueue)
+        raises(InvalidTask, "Queue 'mail' is not valid for backend", asyncio.run, changed.aenqueue())
+
+def test_doesnt_wait_until_transaction_commit_by_default():
+    with transaction.atomic():
+        result = t.noop.enqueue()
+        assert result.enqueued_at and t.noop.get_result(result.id) == result
+
+def test_options():
+    for option, value in (("MAX_ATTEMPTS", 0), ("MAX_ATTEMPTS", "3"), ("MAX_TRIES", 3)):
+        backend = {{"BACKEND": "{BACKEND}", "OPTIONS": {{option: value}}}}
+        with override_settings(TASKS={{"default": backend}}):
+            raises(ImproperlyConfigured, f"TASKS['default']['OPTIONS']['{{option}}']", t.noop.using)
+    for queue in ("Mail", "a" * 60, ""):
+        with override_settings(TASKS={{"default": {{"BACKEND": "{BACKEND}", "QUEUES": [queue]}}}}):
+            raises(ImproperlyConfigured, "TASKS['default']['QUEUES']", t.noop.using)
+
+for name, case in list(globals().items()):
+    if name.startswith("test_"):
+        case()
+
+def fails():
+    with transaction.atomic():
+        t.noop.enqueue("rolled-back")
+        raise RuntimeError("rolled back")
+
+for priority, count in ((-1, 12), (0, 4), (10, 3)):
+    for _ in range(count):
+        t.noop.using(priority=priority, queue_name="mail").enqueue("mail", priority)
+t.noop.using(priority=10, queue_name="Any name", backend="any").enqueue("any-queue")
+raises(RuntimeError, "rolled back", fails)
+later = t.noop.using(run_after=timezone.now() + datetime.timedelta(days=1)).enqueue("later")
+results = {{
+    one.name: one.enqueue().id
+    for one in (
+        t.answer, t.noop, t.noop_async, t.value_error, t.system_exit, t.keyboard_interrupt, t.complex_exception,
+        t.complex_return_value, t.refused_return_value, t.own_id, t.attempt_of, t.left_connection, t.broken_connection,
+    )
+}}
+pathlib.Path("results.txt").write_text(repr((later.id, results)))
+"""
+AFTER: Final = f"""
+{HEAD}
+{RAISES}
+from members import tasks as t
+
+from pgoutbox.contrib.django import outbox
+
+later, ids = eval(pathlib.Path("results.txt").read_text())
+results = {{name: getattr(t, name).get_result(one) for name, one in ids.items()}}
+
+def test_result():
+    for name, value in (("answer", 42), ("noop", None), ("noop_async", None), ("left_connection", "done")):
+        result = results[name]
+        assert result.status == TaskResultStatus.SUCCESSFUL and result.is_finished and result.errors == []
+        assert result.return_value == value and result.attempts == 1 and result.worker_ids
+        assert result.enqueued_at <= result.started_at == result.last_attempted_at <= result.finished_at
+
+def test_catches_exception():
+    for name, kind, text in (
+        ("value_error", ValueError, "ValueError: This task failed"),
+        ("system_exit", SystemExit, "SystemExit: This task exits"),
+        ("keyboard_interrupt", KeyboardInterrupt, "KeyboardInterrupt: This task is interrupted"),
+    ):
+        result = results[name]
+        assert result.status == TaskResultStatus.FAILED and result.is_finished and result.attempts == 1
+        raises(ValueError, "Task failed", lambda: result.return_value)
+        (error,) = result.errors
+        assert error.exception_class is kind and error.traceback.endswith(text + "\\n")
+        assert result.enqueued_at <= result.started_at <= result.finished_at
+        assert (result.task, result.args, result.kwargs) == (getattr(t, name), [], {{}})
+
+def test_complex_exception():
+    (error,) = results["complex_exception"].errors
+    assert error.exception_class is ValueError and 'ValueError(ValueError("This task failed"))' in error.traceback
+
+def test_complex_return_value():
+    result = results["complex_return_value"]
+    assert result.status == TaskResultStatus.FAILED and result._return_value is None
+    assert result.errors[0].exception_class is TypeError and "Unsupported type" in result.errors[0].traceback
+    result = results["refused_return_value"]
+    assert result.status == TaskResultStatus.FAILED and "return_value" in result.errors[0].traceback
+
+def test_takes_context():
+    assert results["own_id"].return_value == results["own_id"].id
+    assert results["attempt_of"].return_value == 1
+
+def test_task_error():
+    error = results["value_error"].errors[0]
+    object.__setattr__(error, "exception_class_path", "subprocess.run")
+    raises(ValueError, "'subprocess.run' does not reference a valid exception.", lambda: error.exception_class)
+    object.__setattr__(error, "exception_class_path", "does.not.exist")
+    raises(ImportError, "", lambda: error.exception_class)
+
+def test_broken_connection():
+    assert results["broken_connection"].errors[0].exception_class.__name__ == "OperationalError"
+
+def test_run_after():
+    assert t.noop.get_result(later).status == TaskResultStatus.READY
+
+def ends(state, **values):
+    result = t.noop.enqueue()
+    columns = ", ".join(f"{{name}} = '{{value}}'" for name, value in values.items())
+    connection.cursor().execute(
+        f"UPDATE pgoutbox.message SET state = '{{state}}', finished_at = now(), {{columns}} WHERE id = {{result.id}}"
+    )
+    result.refresh()
+    assert result.status == TaskResultStatus.FAILED
+    return result.errors[-1].traceback
+
+def test_other_ends():
+    assert ends("cancelled", owner="x") == "cancelled\\n"
+    assert ends("skipped", skip_reason="expired") == "skipped: expired\\n"
+    assert ends("failed", attempt_count=1) == "failed\\n"
+
+def test_other_topic():
+    with transaction.atomic():
+        other = outbox.enqueue(connection, "mail.welcome", {{}})
+    raises(TaskResultDoesNotExist, "", default_task_backend.get_result, str(other.id))
+
+def store(result, attempt_count, value):
+    object.__setattr__(result, "_return_value", value)
+    default_task_backend._store(types.SimpleNamespace(id=int(result.id), attempt_count=attempt_count), result)
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT content->>'return_value' FROM pgoutbox_task_result WHERE message_id = %s", [result.id])
+        return cursor.fetchone()[0]
+
+def test_fence():
+    result = t.noop.enqueue()
+    assert [store(result, *one) for one in ((1, "a"), (3, "c"), (2, "b"), (3, "d"))] == ["a", "c", "c", "c"]
+
+def test_retention():
+    result = t.noop.enqueue()
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pgoutbox_task_result")
+        count = cursor.fetchone()[0]
+        cursor.execute("UPDATE pgoutbox_task_result SET check_at = now() - interval '2 days'")
+        cursor.execute(
+            "INSERT INTO pgoutbox_task_result "
+            "SELECT -n, 1, '{{}}', now() - interval '1 day' FROM generate_series(1, 25) AS n"
+        )
+        left = []
+        for attempt_count in (1, 2, 3, 4):
+            store(result, attempt_count, None)
+            cursor.execute("SELECT count(*), count(*) FILTER (WHERE check_at < now()) FROM pgoutbox_task_result")
+            left.append(cursor.fetchone())
+    assert left[-1] == (count + 1, 0), left
+    assert all(one[1] >= other[1] and one[1] - other[1] <= 20 for one, other in zip(left, left[1:])), left
+
+for name, case in list(globals().items()):
+    if name.startswith("test_"):
+        case()
+"""
+
+
+@pytest.fixture
+async def tasks(new_project: Project) -> Project:
+    """Return a project with tasks."""
+    names: dict[str, dict[str, Any]] = {
+        "default": {"QUEUES": ["default", "mail"]},
+        "any": {"QUEUES": []},
+        "thrice": {"OPTIONS": {"MAX_ATTEMPTS": 3}},
+        "once": {"OPTIONS": {"MAX_ATTEMPTS": 1}},
+    }
+    new_project.set(TASKS={name: {"BACKEND": BACKEND, **given} for name, given in names.items()})
+    (new_project.directory / "members" / "tasks.py").write_text(TASKS)
+    await new_project.manage("migrate", "-v0")
+    return new_project
+
+
+def notes(project: Project) -> list[str]:
+    return (project.directory / "notes.txt").read_text().splitlines()
+
+
+async def test_the_behaviours_that_django_tests(tasks: Project) -> None:
+    assert "No changes" in await tasks.manage("makemigrations", "--check")
+    await tasks.run(BEFORE)
+    log = await tasks.manage("pgoutbox", "worker", "--once", "--concurrency", "1")
+    assert "This task failed" in log
+    await tasks.run(AFTER)
+    done = notes(tasks)
+    assert not [note for note in done if "rolled-back" in note or "later" in note]
+    assert "noop any-queue" in done
+    # The tasks of one queue, whose oldest ones have the lowest priority.
+    mail = [note.removeprefix("noop mail ") for note in done if note.startswith("noop mail")]
+    assert len(mail) == 19
+    assert mail[:3] == ["10"] * 3
+    assert mail[-7:] == ["-1"] * 7
+    signals = [note.removeprefix("signal ") for note in done if note.startswith("signal") and "answer" in note]
+    assert signals == ["READY answer", "RUNNING answer", "SUCCESSFUL answer"]
+    assert "signal FAILED value_error" in done
+
+
+async def test_retries_crashes_and_unknown_tasks(tasks: Project) -> None:
+    tasks.set(PGOUTBOX={"ENCRYPTION_KEYS": KEY})
+    enqueue = """
+        from members import tasks as t
+        import datetime
+        from django.utils import timezone
+        later = timezone.now() + datetime.timedelta(days=1)
+        print(t.third_time.using(backend="thrice", run_after=later).enqueue().id, t.exits.enqueue().id, end=" ")
+        print(t.exits.using(backend="once").enqueue().id, t.answer.using(run_after=later).enqueue().id)
+    """
+    ids = [int(word) for word in (await tasks.run(textwrap.dedent(enqueue))).split()]
+    with psycopg.connect(tasks.dsn, autocommit=True) as connection:
+        assert connection.execute("SELECT bool_and(payload ? %s) FROM pgoutbox.message", [SEALED]).fetchone() == (True,)
+        # A release that does not know the task any more.
+        (tasks.directory / "members" / "tasks.py").write_text(TASKS.replace("def answer", "def renamed"))
+        await tasks.manage("pgoutbox", "worker", "--once", code=1)
+        connection.execute("UPDATE pgoutbox.claim SET lease_expires_at = now() - interval '1 s'")
+        connection.execute("SELECT pgoutbox.reschedule(%s)", [ids])
+        worker = tasks.start("pgoutbox", "worker")
+        expected = ["failed", "pending", "sent", "sent"]
+        try:
+            await asyncio.to_thread(wait_until, lambda: _hurry(connection) == expected, lambda: str(_hurry(connection)))
+        finally:
+            worker.terminate()
+            await asyncio.to_thread(worker.communicate)
+        (sealed,) = (
+            connection.execute("SELECT bool_and(content ? %s) FROM pgoutbox_task_result", [SEALED]).fetchone() or ()
+        )
+        assert sealed
+        row = connection.execute(
+            "SELECT attempt_count < max_attempts, last_error FROM pgoutbox.message WHERE id = %s", ids[3:]
+        )
+        has_attempts_left, error = row.fetchone() or ()
+        assert has_attempts_left
+        assert "the task cannot be loaded: ImportError" in error
+    assert [note for note in notes(tasks) if note.startswith("attempt")] == [
+        "attempt 1 with 0 errors",
+        "attempt 2 with 1 errors",
+        "attempt 3 with 2 errors",
+    ]
+    read = f"""
+        from members import tasks as t
+        third, survivor, lost = [one.get_result(str(id)) for one, id in zip((t.third_time, t.exits, t.exits), {ids})]
+        print(third.return_value, third.attempts, [error.traceback.splitlines()[-1] for error in third.errors])
+        print(survivor.return_value, survivor.attempts, len(set(survivor.worker_ids)))
+        print(lost.status, lost.attempts, lost.errors)
+    """
+    lines = (await tasks.run(textwrap.dedent(read))).splitlines()
+    assert lines[0] == "at last 3 ['ValueError: not yet: 1', 'ValueError: not yet: 2']"
+    assert lines[1] == "survived 2 2"
+    assert lines[2].startswith("FAILED 1 [TaskError(exception_class_path='pgoutbox.message.Permanent'")
+
+
+def _hurry(connection: psycopg.Connection) -> list[str]:
+    """Make retries due, and return the states."""
+    connection.execute(
+        "SELECT pgoutbox.reschedule(array_agg(id)) FROM pgoutbox.message WHERE state = 'pending' AND attempt_count > 0"
+    )
+    rows = connection.execute("SELECT state FROM pgoutbox.message WHERE topic = 'django.task' ORDER BY state")
+    return [state for (state,) in rows.fetchall()]
