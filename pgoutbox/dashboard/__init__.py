@@ -5,6 +5,8 @@ An ASGI application. Serve it with `pgoutbox web`, or mount it in your own appli
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pgoutbox.errors import MissingExtraError
@@ -35,18 +37,24 @@ def create_app(
 
     Call `app.state.dashboard.close()` when the host application ends. If served alone, it closes itself.
     """
-    try:
+    with _naming_the_extra():
         from pgoutbox.dashboard.app import build_app
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in _REQUIRED:
-            raise
-        raise MissingExtraError("the dashboard", "web") from None
     return build_app(source, settings=settings, access=access)
 
 
 def __getattr__(name: str) -> object:
     if name not in ("Access", "Viewer"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from pgoutbox.dashboard import access
-
+    with _naming_the_extra():
+        from pgoutbox.dashboard import access
     return getattr(access, name)
+
+
+@contextmanager
+def _naming_the_extra() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _REQUIRED:
+            raise
+        raise MissingExtraError("the dashboard", "web") from None

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import psycopg
+from django.conf import settings as project
 from django.core import checks
+from django.urls import NoReverseMatch, reverse
 
 from pgoutbox import migrate
 from pgoutbox.contrib.django import conf, outbox
 from pgoutbox.doctor import Level, examine
-from pgoutbox.errors import PgOutboxError
+from pgoutbox.errors import MissingExtraError, PgOutboxError
 
 
 @checks.register
@@ -28,6 +30,21 @@ def check_settings(**_: object) -> list[checks.CheckMessage]:
     return [
         checks.Warning(f"the topic {name!r} has no handler", hint, id="pgoutbox.topic-unhandled") for name in missing
     ]
+
+
+@checks.register(checks.Tags.urls)
+def check_dashboard(**_: object) -> list[checks.CheckMessage]:
+    """Report that the URLs include the dashboard, and its extra is not installed."""
+    if not getattr(project, "ROOT_URLCONF", None):
+        return []
+    try:
+        reverse("pgoutbox:dashboard")
+        from pgoutbox.dashboard import Access  # noqa: F401
+    except NoReverseMatch:
+        return []
+    except MissingExtraError as error:
+        return [checks.Error(str(error), id="pgoutbox.dashboard-extra")]
+    return []
 
 
 @checks.register(checks.Tags.database)
