@@ -1,4 +1,4 @@
-"""Take the screenshots of the dashboard in docs/how-to/img, from an outbox with made-up messages.
+"""Take the screenshots of the dashboard and of Django's admin in docs/how-to/img, from an outbox with made-up messages.
 
     python -m tools.screenshots
 
@@ -11,13 +11,15 @@ import base64
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
+from wsgiref.simple_server import make_server
 
 import psycopg
 from playwright.sync_api import Browser, Page, sync_playwright
+from psycopg.conninfo import conninfo_to_dict
 
 from pgoutbox import migrate
 from pgoutbox.dashboard import create_app
@@ -213,6 +215,62 @@ def _serving(settings: Settings) -> Iterator[str]:
         thread.join()
 
 
+@contextmanager
+def _serving_admin(dsn: str, password: str) -> Iterator[str]:
+    """Serve Django's admin for a superuser named ada, with an outbox that is migrated."""
+    import django
+    from django.conf import settings
+    from django.contrib.staticfiles.handlers import StaticFilesHandler
+    from django.core.management import call_command
+    from django.core.wsgi import get_wsgi_application
+    from django.urls import path
+
+    given = conninfo_to_dict(dsn)
+    processors = ["template.context_processors.request", "contrib.auth.context_processors.auth"]
+    processors += ["contrib.messages.context_processors.messages"]
+    middleware = ["sessions.middleware.Session", "auth.middleware.Authentication", "messages.middleware.Message"]
+    applications = ["admin", "auth", "contenttypes", "sessions", "messages", "staticfiles"]
+    settings.configure(
+        DEBUG=True,  # For the static files.
+        SECRET_KEY=password * 3,
+        USE_TZ=True,
+        STATIC_URL="/static/",
+        DATABASES={
+            "default": {
+                "ENGINE": "django.db.backends.postgresql",
+                "NAME": given["dbname"],
+                "USER": given["user"],
+                "HOST": given["host"],
+                "PORT": given["port"],
+            }
+        },
+        INSTALLED_APPS=[*(f"django.contrib.{name}" for name in applications), "pgoutbox.contrib.django"],
+        MIDDLEWARE=[f"django.contrib.{name}Middleware" for name in middleware],
+        TEMPLATES=[
+            {
+                "BACKEND": "django.template.backends.django.DjangoTemplates",
+                "APP_DIRS": True,
+                "OPTIONS": {"context_processors": [f"django.{name}" for name in processors]},
+            }
+        ],
+    )
+    django.setup()
+    from django.contrib import admin
+    from django.contrib.auth.models import User
+
+    settings.ROOT_URLCONF = (path("", admin.site.urls),)
+    call_command("migrate", verbosity=0)
+    User.objects.create_superuser("ada", password=password)
+    server = make_server("127.0.0.1", 0, StaticFilesHandler(get_wsgi_application()))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+
+
 def main() -> None:
     """Take all screenshots."""
     executable = chromium()
@@ -220,31 +278,39 @@ def main() -> None:
         sys.exit("chromium is not installed: apt-get install chromium")
     token = "a-token-that-is-long-enough"
     IMAGES.mkdir(exist_ok=True)
-    with embedded_server(durable=False) as database, open_browser(executable) as browser:
+    with embedded_server(durable=False) as database:
         migrate.upgrade(database.dsn)
         with psycopg.connect(database.dsn) as connection:
             fill(connection)
-        with _serving(load_settings(dsn=database.dsn, web={"operator_tokens": f"ada:{token}"})) as url:
-            page = browser.new_page(base_url=url, java_script_enabled=False, reduced_motion="reduce")
-            page.goto("/login")
-            _shoot(page, SIGN_IN)
-            page.get_by_label("Token").fill(token)
-            page.get_by_role("button", name="Sign in").click()
-            while page.get_by_text("Still counting").count():
-                page.reload()
-            for name, path in PAGES.items():
-                page.goto(path)
-                _shoot(page, name)
+        # Django refuses a database in the event loop of a browser, so it is set up first.
+        with _serving_admin(database.dsn, token) as admin_url, open_browser(executable) as browser:
+            with _serving(load_settings(dsn=database.dsn, web={"operator_tokens": f"ada:{token}"})) as url:
+                page = browser.new_page(base_url=url, java_script_enabled=False, reduced_motion="reduce")
+                page.goto("/login")
+                _shoot(page, f"dashboard-{SIGN_IN}")
+                page.get_by_label("Token").fill(token)
+                page.get_by_role("button", name="Sign in").click()
+                while page.get_by_text("Still counting").count():
+                    page.reload()
+                for name, path in PAGES.items():
+                    page.goto(path)
+                    _shoot(page, f"dashboard-{name}")
+            page = browser.new_page(base_url=admin_url, java_script_enabled=False)
+            page.goto("/login/?next=/pgoutbox/message/%3Fstate__exact%3Dfailed")
+            page.get_by_label("Username").fill("ada")
+            page.get_by_label("Password").fill(token)
+            page.get_by_role("button", name="Log in").click()
+            _shoot(page, "django-admin", ["light"])
 
 
-def _shoot(page: Page, name: str) -> None:
-    for scheme in COLOR_SCHEMES:
+def _shoot(page: Page, name: str, schemes: Sequence[ColorScheme] = COLOR_SCHEMES) -> None:
+    for scheme in schemes:
         for size, (width, height) in SIZES.items():
             page.emulate_media(color_scheme=scheme)
             page.set_viewport_size({"width": width, "height": height})
             devtools = page.context.new_cdp_session(page)
             taken = devtools.send("Page.captureScreenshot", {"format": "webp", "quality": QUALITY})
-            file = IMAGES / f"dashboard-{name}-{scheme}-{size}.webp"
+            file = IMAGES / f"{name}-{scheme}-{size}.webp"
             file.write_bytes(base64.b64decode(taken["data"]))
             sys.stdout.write(f"{file.name} {file.stat().st_size:,} bytes\n")
 

@@ -1,8 +1,45 @@
-"""The results of tasks. The schema of pgoutbox has no models: its own migrations create it."""
+"""The models of the application: the messages for Django's admin, and the results of tasks.
+
+`Message` is not managed, because the migrations of pgoutbox itself create its view.
+"""
 
 from __future__ import annotations
 
 from django.db import models
+
+from pgoutbox.message import State
+
+
+class Message(models.Model):
+    """A message of `pgoutbox.message_view`, which hides all values of payloads. It has the columns of a list."""
+
+    id = models.BigIntegerField(primary_key=True)
+    topic = models.TextField()
+    queue = models.TextField()
+    destination = models.TextField(null=True)
+    state = models.TextField(choices=[(state.value, state.value) for state in State])
+    attempt_count = models.IntegerField()
+    max_attempts = models.IntegerField()
+    attempt_budget = models.IntegerField()
+    created_at = models.DateTimeField("created")
+    available_at = models.DateTimeField()
+    finished_at = models.DateTimeField(null=True)
+    coalesce_key = models.TextField(null=True)
+    dedupe_key = models.TextField(null=True)
+    ordering_key = models.TextField(null=True)
+    owner = models.TextField(null=True)
+    skip_reason = models.TextField(null=True)
+    last_error = models.TextField(null=True)
+
+    class Meta:
+        """The view of another schema, in quotes that Django leaves alone."""
+
+        managed = False
+        db_table = '"pgoutbox"."message_view"'
+        default_permissions = ("view", "change")
+
+    def __str__(self) -> str:
+        return f"message {self.pk}"
 
 
 class StoredResult(models.Model):
@@ -21,4 +58,5 @@ class StoredResult(models.Model):
         """The table is only written by `tasks`."""
 
         db_table = "pgoutbox_task_result"
+        default_permissions = ()
         verbose_name = "task result"

@@ -1,13 +1,22 @@
-"""The table for the results of tasks."""
+"""The table for the results of tasks, and the permissions for messages, of which Django compares no fields."""
 
 from django.db import migrations, models
 
 
 class Migration(migrations.Migration):
-    """Create `pgoutbox_task_result`."""
+    """Create `pgoutbox_task_result`, and make permissions for the messages."""
 
     initial = True
     operations = (
+        migrations.CreateModel(
+            name="Message",
+            fields=[("id", models.BigIntegerField(primary_key=True, serialize=False))],
+            options={
+                "db_table": '"pgoutbox"."message_view"',
+                "managed": False,
+                "default_permissions": ("view", "change"),
+            },
+        ),
         migrations.CreateModel(
             name="StoredResult",
             fields=[
@@ -16,6 +25,6 @@ class Migration(migrations.Migration):
                 ("content", models.JSONField()),
                 ("check_at", models.DateTimeField(db_index=True)),
             ],
-            options={"db_table": "pgoutbox_task_result", "verbose_name": "task result"},
+            options={"db_table": "pgoutbox_task_result", "default_permissions": (), "verbose_name": "task result"},
         ),
     )

@@ -1,0 +1,285 @@
+"""The messages in Django's admin: a list, a page for each, and the acts of operators.
+
+The list searches only the newest `ROWS` messages of the chosen state, so that no page reads millions of rows. Acts have
+their own connection and transactions, as always with `Operator`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+import psycopg
+from django import forms
+from django.contrib import admin, messages
+from django.contrib.admin import helpers
+from django.core.exceptions import PermissionDenied
+from django.db import connections, transaction
+from django.db.models import Q, QuerySet
+from django.db.models.expressions import RawSQL
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.utils.formats import date_format
+from django.utils.text import Truncator
+from django.utils.timezone import localtime
+
+from pgoutbox.contrib.django import conf, outbox
+from pgoutbox.contrib.django.models import Message
+from pgoutbox.database import sql
+from pgoutbox.database.operator_connection import limiting
+from pgoutbox.errors import MessageNotFoundError, PgOutboxError
+from pgoutbox.message import State
+from pgoutbox.operations import ListedMessage, MessageResult, Operator
+from pgoutbox.operations.records import BulkAction, BulkChanges
+
+ROWS: Final = 25_000
+_HITS: Final = 1_000
+_SECONDS: Final = 5
+_MOST_RESENT: Final = 1_000  # Each copy has a transaction of its own.
+_LARGEST_ID: Final = 10**18
+_FILTERS: Final = frozenset({"state", "topic", "queue", "created_at", "before"})
+_LINKS: Final = frozenset({"waits_for", "superseded_by", "resend_of", "failure_of"})
+_LIVE: Final = (State.PENDING, State.SENDING)
+# For each partition, its states.
+_PARTITIONS: Final = (_LIVE, (State.FAILED,), (State.SENT, State.SKIPPED, State.CANCELLED))
+# For each act, the states that it changes, and its description.
+_ACTS: Final[Mapping[BulkAction, tuple[tuple[State, ...], str]]] = {
+    "redrive": ((State.FAILED, State.CANCELLED), "Redrive failed and cancelled messages"),
+    "dismiss": ((State.FAILED,), "Dismiss failed messages, for the reason"),
+    "cancel": (_LIVE, "Cancel pending messages"),
+    "resend": ((State.SENT,), "Resend sent messages, as copies"),
+}
+_DONE: Final = {"requested": "asked to stop"}
+_FACTS: Final = """
+WITH newest AS (SELECT m.topic, m.queue FROM pgoutbox.message_view AS m ORDER BY m.id DESC LIMIT 1000)
+SELECT
+    (
+        SELECT m.id FROM pgoutbox.message_view AS m WHERE m.state = ANY (%s) AND m.id < %s
+        ORDER BY m.id DESC OFFSET %s LIMIT 1
+    ),
+    ARRAY(SELECT DISTINCT n.topic FROM newest AS n),
+    ARRAY(SELECT n.queue FROM newest AS n UNION SELECT q.name FROM pgoutbox.queue_view AS q)
+"""
+_IN_FLIGHT: Final = "SELECT v.id FROM pgoutbox.in_flight_view AS v LIMIT 10000"
+
+
+class _NameFilter(admin.SimpleListFilter):
+    def lookups(self, request: HttpRequest, model_admin: MessageAdmin) -> list[tuple[str, str]]:
+        names = {*model_admin.facts(request)[self.parameter_name], self.value()}
+        return [(name, name) for name in sorted(filter(None, names))]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet) -> QuerySet:  # noqa: ARG002
+        return queryset.filter(**{self.parameter_name: self.value()}) if self.value() else queryset
+
+
+class _TopicFilter(_NameFilter):
+    title = parameter_name = "topic"
+
+
+class _QueueFilter(_NameFilter):
+    title = parameter_name = "queue"
+
+
+class _OlderFilter(admin.SimpleListFilter):
+    title = "older messages"
+    parameter_name = "before"
+
+    def lookups(self, request: HttpRequest, model_admin: MessageAdmin) -> list[tuple[str, str]]:
+        ids = {model_admin.facts(request)["first_id"], _id_of(self.value() or "")} - {None, 0}
+        return [(str(one), f"before {one:,}") for one in sorted(ids, reverse=True)]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet) -> QuerySet:  # noqa: ARG002
+        return queryset.filter(id__lt=_id_of(self.value()) or 0) if self.value() else queryset
+
+
+class _ActForm(helpers.ActionForm):
+    reason = forms.CharField(label="", required=False, widget=forms.TextInput({"placeholder": "reason to dismiss"}))
+
+
+def _action(act: BulkAction) -> Any:  # noqa: ANN401 - Django has no types
+    @admin.action(permissions=["change"], description=_ACTS[act][1])
+    def action(model_admin: MessageAdmin, request: HttpRequest, queryset: QuerySet) -> None:
+        model_admin.act(request, act, list(queryset.values_list("id", flat=True)))
+
+    action.__name__ = act
+    return action
+
+
+def _names_of(topic: str) -> tuple[str, ...]:
+    return outbox.settings.redacted_names + (outbox.topics[topic].redact if topic in outbox.topics else ())
+
+
+def _listed(message: Message) -> ListedMessage:
+    row = ListedMessage(*(getattr(message, name) for name in ListedMessage._fields if name != "waits"))
+    return row.redacted(_names_of(message.topic))
+
+
+def _short(moment: datetime) -> str:
+    return str(date_format(localtime(moment), "SHORT_DATETIME_FORMAT"))
+
+
+def _id_of(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and int(text) < _LARGEST_ID else None
+
+
+@admin.register(Message)
+class MessageAdmin(admin.ModelAdmin):
+    """Who may view messages sees them. Who may change them acts, and sees their payloads without sensitive values."""
+
+    list_display = ("id", "topic", "state", "attempts", "reason", "created", "due_or_ended", "receiver")
+    list_filter = ("state", _TopicFilter, _QueueFilter, "created_at", _OlderFilter)
+    list_per_page = list_max_show_all = 50
+    show_full_result_count = False
+    show_facets = admin.ShowFacets.NEVER
+    ordering = ("-id",)
+    search_fields = ("id",)  # `get_search_results` searches.
+    search_help_text = f"An id, an owner, or a key of the newest {ROWS:,} messages in this list."
+    actions = tuple(_action(act) for act in _ACTS)
+    action_form = _ActForm
+
+    def has_add_permission(self, request: HttpRequest) -> bool:  # noqa: ARG002
+        """Only the application enqueues."""
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Message | None = None) -> bool:  # noqa: ARG002
+        """Only retention deletes."""
+        return False
+
+    def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:  # noqa: ARG002
+        """Allow only the filters. Others could guess hidden values letter by letter."""
+        return lookup.partition("__")[0] in _FILTERS
+
+    # --- the list -----------------------------------------------------------------------------------------------------
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet:  # noqa: ARG002
+        """Return the messages of the database with the outbox."""
+        return Message.objects.using(conf.alias()).order_by(*self.ordering)
+
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """Show the list, in a transaction for the timeout of its statements."""
+        with transaction.atomic(using=conf.alias()):
+            return super().changelist_view(request, extra_context)
+
+    def facts(self, request: HttpRequest) -> dict[str, Any]:
+        """Return the id from which the list searches, and the known topics and queues. Set the timeout."""
+        if not hasattr(request, "pgoutbox_facts"):
+            state = request.GET.get("state__exact")
+            states = next((few for few in _PARTITIONS if state in few), State)
+            before_id = _id_of(request.GET.get("before", "")) or _LARGEST_ID
+            with connections[conf.alias()].cursor() as cursor:
+                cursor.execute(f"SET LOCAL statement_timeout = '{_SECONDS}s'; {sql.PREPARE_PAGE}")
+                cursor.execute(_FACTS, [[one.value for one in states], before_id, ROWS - 1])
+                first_id, topics, queues = cursor.fetchone()
+            request.pgoutbox_facts = {
+                "first_id": first_id or 0,
+                "topic": {*topics, *outbox.topics},
+                "queue": {*queues, *(topic.queue for topic in outbox.topics.values())},
+            }
+        return dict(request.pgoutbox_facts)
+
+    def get_search_results(self, request: HttpRequest, queryset: QuerySet, search_term: str) -> tuple[QuerySet, bool]:
+        """Restrict the filtered messages to the newest ones, or to those with this id, owner or key."""
+        near = queryset.filter(id__gte=self.facts(request)["first_id"])
+        if request.GET.get("state__exact") == State.SENDING:
+            near = queryset.filter(id__in=RawSQL(_IN_FLIGHT, ()))  # noqa: S611 - a constant
+        if not (term := search_term.strip()):
+            return near, False
+        # Each search reads its ids first, so that it uses its own index.
+        keyed = near.filter(Q(coalesce_key=term) | Q(dedupe_key=term) | Q(ordering_key=term))
+        owned = queryset.order_by().filter(owner=term)
+        ids = [_id_of(term) or 0]
+        for found in (keyed, owned):
+            ids += found.values_list("id", flat=True)[:_HITS]
+        return queryset.filter(id__in=ids), False
+
+    @admin.display(description="destination", empty_value="-")
+    def receiver(self, message: Message) -> str | None:
+        """Return the destination without secrets."""
+        return _listed(message).destination
+
+    def attempts(self, message: Message) -> str:
+        """Return the attempts that count, of those that are granted."""
+        return _listed(message).attempts
+
+    @admin.display(ordering="created_at")
+    def created(self, message: Message) -> str:
+        """Return the time of the enqueue."""
+        return _short(message.created_at)
+
+    def due_or_ended(self, message: Message) -> str:
+        """Return the end of a final message, and the due time of another one."""
+        return _short(message.finished_at or message.available_at)
+
+    def reason(self, message: Message) -> str:
+        """Return the reason of the last failure or skip, shortened."""
+        listed = _listed(message)
+        return str(Truncator(listed.skip_reason or listed.last_error or "").chars(80))
+
+    # --- one message --------------------------------------------------------------------------------------------------
+
+    def change_view(
+        self,
+        request: HttpRequest,
+        object_id: str,
+        form_url: str = "",  # noqa: ARG002
+        extra_context: dict[str, Any] | None = None,
+    ) -> HttpResponse:
+        """Show one message and its attempts, or do the act of a button."""
+        may_act = self.has_change_permission(request)
+        if not self.has_view_or_change_permission(request) or (request.method == "POST" and not may_act):
+            raise PermissionDenied
+        number = _id_of(object_id) or 0
+        if request.method == "POST":
+            if (act := request.POST.get("act")) in _ACTS:
+                self.act(request, act, [number])
+            return HttpResponseRedirect(request.get_full_path())
+        try:
+            with limiting(_SECONDS), Operator(outbox.settings, read_only=True) as operator:
+                message, attempts = operator.show_message(number, with_values=may_act)
+        except MessageNotFoundError:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        message = message.redacted(_names_of(message.topic))
+        values = message._asdict() | {"waits": message.why_it_waits}
+        for name in ("headers", "payload"):
+            if not isinstance(values[name], str | None):
+                values[name] = json.dumps(values[name], indent=2, ensure_ascii=False)
+        context = {
+            **self.admin_site.each_context(request),
+            "title": f"Message {number}",
+            "original": f"message {number}",
+            "opts": self.opts,
+            "media": self.media,
+            "has_view_permission": True,
+            "fields": [(name.replace("_", " "), value, name in _LINKS) for name, value in values.items()],
+            "attempts": [attempt.redacted(_names_of(message.topic)) for attempt in attempts],
+            "acts": [act for act, (states, _) in _ACTS.items() if may_act and message.state in states],
+            **(extra_context or {}),
+        }
+        return TemplateResponse(request, "admin/pgoutbox/message/change_form.html", context)
+
+    def act(self, request: HttpRequest, act: BulkAction, ids: Sequence[int]) -> None:
+        """Do this as the user, and report how many messages changed, and why others did not."""
+        if act == "resend" and len(ids) > _MOST_RESENT:
+            text = f"select at most {_MOST_RESENT:,} messages to resend, not {len(ids):,}"
+            self.message_user(request, text, messages.ERROR)
+            return
+        changes: BulkChanges = {"reason": request.POST.get("reason", "")} if act == "dismiss" else {}
+        actor, origin = f"django:{request.user.get_username()}", f"admin {request.META['REMOTE_ADDR']}"
+        results: list[MessageResult[Any]] = []
+        try:
+            with limiting(_SECONDS), Operator(outbox.settings, actor=actor, origin=origin) as operator:
+                for batch in operator.bulk(act, ids, **changes):
+                    results += batch.results
+        except (PgOutboxError, psycopg.Error) as error:
+            reason = getattr(getattr(error, "diag", None), "message_primary", error) or type(error).__name__
+            self.message_user(request, f"{act}: {reason}", messages.ERROR)
+        for result, count in Counter(one.result for one in results).items():
+            first = next(one for one in results if one.result == result)
+            if first.is_done:
+                self.message_user(request, f"{count:,} {_DONE.get(result, result)}", messages.SUCCESS)
+            else:
+                text = f"{count:,} left alone: message {first.id} {first.explanation}"
+                self.message_user(request, text, messages.WARNING)
