@@ -15,7 +15,7 @@ overrides that fixture, and one with its own Alembic history overrides `pgoutbox
 
 from pgoutbox.testing.driver import Delivery, OutboxDriver, Row, sqlalchemy_url
 
-__all__ = ["Delivery", "OutboxDriver", "Row", "pytest_plugins", "sqlalchemy_url"]
+__all__ = ["Delivery", "OutboxDriver", "Row", "sqlalchemy_url"]
 
 pytest_plugins = ("pgoutbox.testing.fixtures",)
 """pytest loads this module by its entry point, and then the fixtures. Other test runners need no pytest."""

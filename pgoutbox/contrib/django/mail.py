@@ -10,31 +10,54 @@ import base64
 import email
 import io
 import smtplib
+import socket
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from datetime import date, datetime, time
+from email.charset import QP, Charset
 from email.generator import BytesGenerator
 from email.message import Message as MimeMessage
-from email.utils import getaddresses
+from email.mime.base import MIMEBase
+from email.policy import compat32, default
+from email.utils import format_datetime
 from typing import Any, Final
 
+import django
 from django.core import mail
 from django.core.exceptions import ImproperlyConfigured
 from django.core.mail.backends.base import BaseEmailBackend
 from django.db import connections, transaction
+from django.utils.functional import Promise
+from django.utils.module_loading import import_string
+from django.utils.timezone import is_naive, make_aware
 
 from pgoutbox.contrib.django import conf, outbox
 from pgoutbox.handlers import SyncContext
-from pgoutbox.message import Message, Outcome, Permanent, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, Skip, Transient, Unavailable
 from pgoutbox.topics import NewMessage, Topic
+from pgoutbox.transports.addresses import parse_mailbox
 from pgoutbox.transports.smtp import RawEmail
 
 TOPIC: Final = "django.mail"
 # HTTP answers of a provider that concern the account or the moment, and not the e-mail.
-_REFUSED_ACCESS: Final = frozenset({401, 403})
+_REFUSED_ACCOUNT: Final = frozenset({401, 402, 403})
 _PASSING: Final = frozenset({408, 425, 429})
-_KINDS: Final = {kind.__name__: kind for kind in (mail.EmailMessage, mail.EmailMultiAlternatives)}
+# Exceptions of Anymail about the e-mail. They have no status, and Anymail is not always installed.
+_REFUSED_EMAIL: Final = frozenset(
+    {"AnymailRecipientsRefused", "AnymailInvalidAddress", "AnymailUnsupportedFeature", "AnymailSerializationError"}
+)
+# smtplib's, before the e-mail is handed over.
+_NO_SERVER: Final = (
+    ConnectionRefusedError,
+    socket.gaierror,
+    smtplib.SMTPAuthenticationError,
+    smtplib.SMTPConnectError,
+    smtplib.SMTPHeloError,
+    smtplib.SMTPNotSupportedError,
+)
 _FIELDS: Final = ("subject", "body", "from_email", "to", "cc", "bcc", "reply_to", "extra_headers", "content_subtype")
 # Fields that are stored in another form, or belong to this process.
-_OTHERS: Final = frozenset({"attachments", "alternatives", "connection", "mixed_subtype", "alternative_subtype"})
+_OTHERS: Final = frozenset({"attachments", "alternatives", "connection", "anymail_status"})
 
 
 class EmailBackend(BaseEmailBackend):
@@ -50,20 +73,24 @@ class EmailBackend(BaseEmailBackend):
 
     def send_messages(self, email_messages: Iterable[Any]) -> int:
         """Enqueue the e-mails that have a recipient, and return their number."""
-        database = conf.alias()
+        connection = connections[conf.alias()]
         drafts = [_draft(one, self._deliver_with) for one in email_messages if one.recipients()]
         if drafts:
-            with transaction.atomic(using=database, savepoint=False):
-                outbox.enqueue_many(connections[database], drafts)
+            # A refused e-mail must not break the transaction of a caller that catches the error.
+            with nullcontext() if connection.in_atomic_block else transaction.atomic(connection.alias):
+                outbox.enqueue_many(connection, drafts)
         return len(drafts)
 
 
 def _address(value: object) -> str:
-    """Return the address of `Ann <ann@example.org>`. Raises `ValueError` unless it is exactly one, as Django does."""
-    found = [address for _, address in getaddresses([str(value)])]
-    if len(found) != 1 or not found[0]:
-        raise ValueError(f"Invalid address {str(value)!r}: must be a single address")
-    return found[0]
+    """Return the address of `Ann <ann@example.org>`. Raises `ValueError`, as Django does, for one that SMTP refuses."""
+    try:
+        address = parse_mailbox("", str(value)).address
+    except Permanent as refusal:
+        raise ValueError(f"Invalid address {str(value)!r}{refusal}") from None
+    if not address.username.isascii():
+        raise ValueError(f"Invalid address {str(value)!r}: local-part contains non-ASCII characters")
+    return address.addr_spec
 
 
 def _draft(message: Any, deliver_with: str | None) -> NewMessage[Any]:  # noqa: ANN401 - Django has no types
@@ -72,11 +99,8 @@ def _draft(message: Any, deliver_with: str | None) -> NewMessage[Any]:  # noqa: 
     if deliver_with is not None:
         payload: dict[str, Any] = {"deliver_with": deliver_with, "email": _fields_of(message)}
     else:
-        payload = {
-            "sender": _address(message.from_email),
-            "to": recipients,
-            "data": _text_of(_bytes_of(message.message())),
-        }
+        data = _seven_bit(_bytes_of(message.message()))
+        payload = {"sender": _address(message.from_email), "to": recipients, "data": _text_of(data)}
     return NewMessage(TOPIC, payload, destination=destination)
 
 
@@ -95,13 +119,18 @@ def deliver(message: Message[Any], ctx: SyncContext) -> RawEmail | Outcome | Non
         mailer = _mailer(name)
     except Exception as error:  # noqa: BLE001 - a mistake in the settings, which backends report in their own ways
         return Unavailable(f"deliver_with {name!r}: {type(error).__name__}: {error}")
+    stored = _email_of(payload["email"])
     try:
-        accepted = mailer.send_messages([_email_of(payload["email"])])
+        accepted = mailer.send_messages([stored])
     except Exception as error:
         if (outcome := _outcome_of(error)) is None:
             raise
         return outcome
-    return None if accepted else Transient(f"deliver_with {name!r}: accepted no e-mail")
+    if accepted:
+        return None
+    if hasattr(stored, "anymail_status") and not getattr(mailer, "fail_silently", False):
+        return Skip("a receiver of Anymail's signal pre_send cancelled it")
+    return Transient(f"deliver_with {name!r}: accepted no e-mail")
 
 
 def _mailer(name: str) -> Any:  # noqa: ANN401
@@ -114,15 +143,17 @@ def _mailer(name: str) -> Any:  # noqa: ANN401
 def _outcome_of(error: Exception) -> Outcome | None:
     """Return the outcome of a refusal by the provider or the mail server. None: the attempt is repeated."""
     text = f"{type(error).__name__}: {error}"
+    if isinstance(error, (ImproperlyConfigured, *_NO_SERVER)):
+        return Unavailable(text)
     if isinstance(error, smtplib.SMTPRecipientsRefused):
         codes = [code for code, _ in error.recipients.values()]
         return Permanent(text) if all(code >= 500 for code in codes) else None
-    if isinstance(error, smtplib.SMTPAuthenticationError):
-        return Unavailable(text)
     if isinstance(error, smtplib.SMTPResponseException):
         return Permanent(text) if error.smtp_code >= 500 else None
+    if _REFUSED_EMAIL.intersection(kind.__name__ for kind in type(error).__mro__):
+        return Permanent(text)
     status = getattr(error, "status_code", None)  # Anymail's.
-    if status in _REFUSED_ACCESS:
+    if status in _REFUSED_ACCOUNT:
         return Unavailable(text)
     if isinstance(status, int) and 400 <= status < 500 and status not in _PASSING:
         return Permanent(text)
@@ -132,61 +163,121 @@ def _outcome_of(error: Exception) -> Outcome | None:
 # --- an e-mail as JSON ------------------------------------------------------------------------------------------------
 
 
+class _Part(MIMEBase):
+    """An attachment with headers of its own, as Django before 6.0 takes it. The parser adds the headers."""
+
+    def __init__(self, policy: Any = compat32) -> None:  # noqa: ANN401 - the policy of the parser
+        MimeMessage.__init__(self, policy)
+
+
 def _fields_of(message: Any) -> dict[str, Any]:  # noqa: ANN401
-    kind = next((name for name, kind in _KINDS.items() if type(message) is kind), None)
-    if kind is None:
+    path = f"{type(message).__module__}.{type(message).__qualname__}"
+    try:
+        blank = import_string(path)()
+    except (ImportError, TypeError) as error:
         raise TypeError(
-            f"deliver_with: cannot store the e-mail class {type(message).__name__}; "
-            "send an EmailMessage or EmailMultiAlternatives, or leave deliver_with out"
-        )
+            f"deliver_with: cannot store the e-mail class {path}: a worker must be able to import it and to call it "
+            "without arguments; send an EmailMultiAlternatives, or leave deliver_with out"
+        ) from error
     fields = {name: _plain(getattr(message, name)) for name in _FIELDS}
+    headers = {name: fields[name] for name in ("subject", "from_email", "to", "cc", "reply_to")}
+    headers["headers"] = {name: str(value) for name, value in fields["extra_headers"].items()}
+    mail.EmailMessage(**headers).message()  # It refuses line breaks.
     fields["attachments"] = [_attachment(one) for one in message.attachments]
-    fields["alternatives"] = [[_plain(content), kind] for content, kind in getattr(message, "alternatives", ())]
+    fields["alternatives"] = [[*_content(content), kind] for content, kind in getattr(message, "alternatives", ())]
     known = {*_FIELDS, *_OTHERS}
-    others = {name: value for name, value in vars(message).items() if name not in known and not name.startswith("_")}
-    return {"kind": kind, "fields": fields, "others": others}  # Others are those of Anymail, such as tags.
+    others = {
+        name: _moment(value) if name == "send_at" else _plain(value)
+        for name, value in vars(message).items()
+        if name not in known and not name.startswith("_") and value is not getattr(blank, name, message)
+    }
+    return {"kind": path, "fields": fields, "others": others}  # Others are those of Anymail, such as tags.
 
 
 def _email_of(stored: Mapping[str, Any]) -> Any:  # noqa: ANN401
     fields = dict(stored["fields"])
     attachments, alternatives = fields.pop("attachments"), fields.pop("alternatives")
-    message = _KINDS[stored["kind"]]()
+    kind = import_string(stored["kind"])
+    if not issubclass(kind, mail.EmailMessage):
+        raise Permanent(f"email.kind: {stored['kind']} is not a class of e-mails")
+    message = kind()
     for name, value in (fields | stored["others"]).items():
         setattr(message, name, value)
-    for name, content, kind in attachments:
-        data = base64.b64decode(content)
-        if kind is None:
-            message.attach(email.message_from_bytes(data, policy=email.policy.default))
+    for name, data, is_text, media_type in attachments:
+        content = _content_of(data, is_text=is_text)
+        if media_type is not None:
+            message.attachments.append(mail.EmailAttachment(name, content, media_type))
+        elif django.VERSION < (6, 0):
+            message.attachments.append(email.message_from_bytes(content, _Part))
         else:
-            message.attach(name, data.decode() if kind.startswith("text/") else data, kind)
-    for content, kind in alternatives:
-        message.attach_alternative(content, kind)
+            message.attachments.append(email.message_from_bytes(content, policy=default))
+    for data, is_text, media_type in alternatives:
+        message.attach_alternative(_content_of(data, is_text=is_text), media_type)
     return message
 
 
-def _attachment(attachment: Any) -> tuple[str | None, str, str | None]:  # noqa: ANN401
+def _attachment(attachment: Any) -> tuple[str | None, str, bool, str | None]:  # noqa: ANN401
     if isinstance(attachment, MimeMessage):
-        return None, _text_of(_bytes_of(attachment)), None
-    name, content, kind = attachment
+        return None, *_content(attachment), None
+    name, content, media_type = attachment
+    return _plain(name), *_content(content), media_type or "application/octet-stream"
+
+
+def _content(content: Any) -> tuple[str, bool]:  # noqa: ANN401
+    """Return the content as base64, and whether it is text."""
+    if isinstance(content, mail.EmailMessage):
+        content = content.message()
     if isinstance(content, MimeMessage):
-        content = content.as_bytes()
-    data = content.encode() if isinstance(content, str) else bytes(content)
-    return name, _text_of(data), kind or "application/octet-stream"
+        content = _bytes_of(content)
+    is_text = isinstance(content, (str, Promise))
+    return _text_of(str(content).encode() if is_text else bytes(content)), is_text
+
+
+def _content_of(data: str, *, is_text: bool) -> Any:  # noqa: ANN401
+    content = base64.b64decode(data)
+    return content.decode() if is_text else content
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401
-    """Return text for what Django translates late."""
+    """Return texts for lazy translations and for the header Date. `enqueue` refuses values that are not JSON."""
     if isinstance(value, (list, tuple)):
-        return [str(one) for one in value]
+        return [_plain(one) for one in value]
     if isinstance(value, Mapping):
-        return {str(name): str(one) for name, one in value.items()}
-    return str(value)
+        return {
+            str(name): format_datetime(one) if name == "Date" and isinstance(one, datetime) else _plain(one)
+            for name, one in value.items()
+        }
+    return str(value) if isinstance(value, Promise) else value
+
+
+def _moment(value: Any) -> Any:  # noqa: ANN401
+    """Return a time as seconds since 1970, which Anymail accepts too."""
+    if not isinstance(value, date):
+        return value
+    moment = value if isinstance(value, datetime) else datetime.combine(value, time())
+    return (make_aware(moment) if is_naive(moment) else moment).timestamp()
 
 
 def _bytes_of(message: MimeMessage) -> bytes:
     target = io.BytesIO()
     BytesGenerator(target, mangle_from_=False).flatten(message, linesep="\r\n")
     return target.getvalue()
+
+
+def _seven_bit(data: bytes) -> bytes:
+    """Return the e-mail for servers without 8BITMIME. Some filters against spam dislike text in base64."""
+    if data.isascii():
+        return data
+    message = email.message_from_bytes(data)
+    for part in message.walk():
+        name = part.get_content_charset()
+        if part.get("Content-Transfer-Encoding") == "8bit" and name is not None and not part.is_multipart():
+            text = bytes(part.get_payload(decode=True)).decode(name).replace("\r\n", "\n")
+            charset = Charset(name)
+            charset.body_encoding = QP
+            del part["Content-Transfer-Encoding"]
+            part.set_payload(text, charset)
+    return _bytes_of(message)
 
 
 def _text_of(data: bytes) -> str:
