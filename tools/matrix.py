@@ -83,6 +83,7 @@ def run(cell: Cell) -> bool:
         try:
             with contextlib.ExitStack() as stack:
                 environment = os.environ.copy()
+                environment.pop("PYTHONDONTWRITEBYTECODE", None)  # Each program would compile every package again.
                 if cell.server is not None:
                     environment["PGOUTBOX_TEST_DSN"] = stack.enter_context(server(cell.server, log))
                 command = [

@@ -101,7 +101,7 @@ class KindTest(Base):
         put("secret", "s" * 100_000)
         with connection.cursor() as cursor:
             cursor.execute("SELECT payload::text FROM pgoutbox.message")
-            assert "ssss" not in cursor.fetchone()[0]
+            assert "s" * 20 not in cursor.fetchone()[0]
         self.driver.run_pass()
         assert seen == ["s" * 100_000]
         assert self.driver.messages()[0].payload == "s" * 100_000
