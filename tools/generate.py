@@ -560,7 +560,7 @@ _MODULE_TITLES: Final = {
 # Public names that need an extra, or that few applications need; import them from these modules.
 _FURTHER_NAMES: Final = {
     "pgoutbox.contrib.django": (),
-    "pgoutbox.contrib.django.test": ("OutboxTestCase", "OutboxTestMixin", "ProjectDriver"),
+    "pgoutbox.contrib.django.test": ("OutboxTestCase", "ProjectDriver"),
     "pgoutbox.testing": ("OutboxDriver", "Row", "Delivery", "sqlalchemy_url"),
     "pgoutbox.migrate": (
         "upgrade", "grants", "create_roles_sql", "downgrade", "current", "state", "SchemaState", "head", "upgrade_sql",
@@ -581,9 +581,7 @@ _FURTHER_NAMES: Final = {
 }  # fmt: skip
 
 # pgoutbox creates these; applications do not.
-_NOT_CONSTRUCTED: Final = frozenset(
-    {"Context", "Draft", "EmbeddedServer", "JsonText", "OutboxTestCase", "OutboxTestMixin", "SyncContext"}
-)
+_NOT_CONSTRUCTED: Final = frozenset({"Context", "Draft", "EmbeddedServer", "JsonText", "OutboxTestCase", "SyncContext"})
 
 # Applications read these: the page has the names of their fields.
 _RESULTS: Final = frozenset({*_FURTHER_NAMES["pgoutbox.operations"], "Finding", "Limits", "Row"}) - {

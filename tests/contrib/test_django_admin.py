@@ -134,8 +134,6 @@ PAGES: Final = """
 # The list, its filters and its search.
 assert ids() == list(range(35_099, 35_049, -1)), ids()
 assert count() == 25_000, count()
-assert count("?before=101") == 100, count("?before=101")
-assert ids("?before=101&o=1")[-1] == 50, ids("?before=101&o=1")
 assert (count("?state__exact=failed"), count("?state__exact=sending")) == (434, 10)
 assert ids("?topic=webhook.order&state__exact=failed")[:2] == [10_001, 9_890] and ids("?topic=nothing") == []
 assert ids("?queue=webhooks&p=2")[0] == 9_802
@@ -174,7 +172,7 @@ for path in ("", "?state__exact=sent", "?q=17", "10001/change/"):
         page(operator, path)
     words = [one["sql"].split()[0] for one in found]
     searched = ["SELECT"] * 2 if "q=" in path else []
-    expected = [] if "change" in path else ["BEGIN", "SET", "WITH", *searched, "SELECT", "SELECT", "COMMIT"]
+    expected = [] if "change" in path else ["BEGIN", "SET", "SELECT", *searched, "SELECT", "SELECT", "COMMIT"]
     assert len(own) == 4 and words == expected, (path, own.captured_queries, found.captured_queries)
 """
 

@@ -27,7 +27,7 @@ HEAD: Final = f"""
 import asyncio, dataclasses, datetime, importlib, logging, os, pathlib, pickle, types
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connection, transaction
-from django.test import modify_settings, override_settings
+from django.test import override_settings
 from django.utils import timezone
 from {MODULE} import TaskResultStatus, default_task_backend, task, task_backends
 from {MODULE}.exceptions import *
@@ -246,11 +246,6 @@ def test_enqueue_logs():
     (record,) = records
     assert "enqueued" in record.getMessage() and result.id in record.getMessage()
 
-def test_check():
-    assert list(default_task_backend.check()) == []
-    with modify_settings(INSTALLED_APPS={{"remove": ["pgoutbox.contrib.django"]}}):
-        assert [one.id for one in default_task_backend.check()] == ["pgoutbox.tasks"]
-
 def test_validate_on_enqueue():
     changed = t.noop.using(queue_name="mail")
     with override_settings(TASKS={{"default": {{"BACKEND": "{BACKEND}", "QUEUES": ["queue-1"]}}}}):
@@ -390,18 +385,15 @@ def test_retention():
     with connection.cursor() as cursor:
         cursor.execute("SELECT count(*) FROM pgoutbox_task_result")
         count = cursor.fetchone()[0]
-        cursor.execute("UPDATE pgoutbox_task_result SET check_at = now() - interval '2 days'")
-        cursor.execute(
-            "INSERT INTO pgoutbox_task_result "
-            "SELECT -n, 1, '{{}}', now() - interval '1 day' FROM generate_series(1, 25) AS n"
-        )
+        # Results of deleted messages, right after the id from which the writes look.
+        cursor.execute("INSERT INTO pgoutbox_task_result SELECT *, 1, '{{}}' FROM generate_series(10000001, 10000025)")
         left = []
-        for attempt_count in (1, 2, 3, 4):
-            store(result, attempt_count, None)
-            cursor.execute("SELECT count(*), count(*) FILTER (WHERE check_at < now()) FROM pgoutbox_task_result")
-            left.append(cursor.fetchone())
-    assert left[-1] == (count + 1, 0), left
-    assert all(one[1] >= other[1] and one[1] - other[1] <= 20 for one, other in zip(left, left[1:])), left
+        for attempt_count in (1, 2, 3):
+            values = {{"id": int(result.id), "attempt_count": attempt_count, "content": "{{}}", "after_id": 10_000_000}}
+            cursor.execute(importlib.import_module("pgoutbox.contrib.django.tasks")._WRITE, values)
+            cursor.execute("SELECT count(*) FROM pgoutbox_task_result")
+            left.append(cursor.fetchone()[0] - count - 1)
+    assert left == [5, 0, 0], left
 
 for name, case in list(globals().items()):
     if name.startswith("test_"):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import psycopg
@@ -22,9 +21,7 @@ from django.db.models import Q, QuerySet
 from django.db.models.expressions import RawSQL
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
-from django.utils.formats import date_format
 from django.utils.text import Truncator
-from django.utils.timezone import localtime
 
 from pgoutbox.contrib.django import conf, outbox
 from pgoutbox.contrib.django.models import Message
@@ -40,7 +37,6 @@ _HITS: Final = 1_000
 _SECONDS: Final = 5
 _MOST_RESENT: Final = 1_000  # Each copy has a transaction of its own.
 _LARGEST_ID: Final = 10**18
-_FILTERS: Final = frozenset({"state", "topic", "queue", "created_at", "before"})
 _LINKS: Final = frozenset({"waits_for", "superseded_by", "resend_of", "failure_of"})
 _LIVE: Final = (State.PENDING, State.SENDING)
 # For each partition, its states.
@@ -53,46 +49,29 @@ _ACTS: Final[Mapping[BulkAction, tuple[tuple[State, ...], str]]] = {
     "resend": ((State.SENT,), "Resend sent messages, as copies"),
 }
 _DONE: Final = {"requested": "asked to stop"}
-_FACTS: Final = """
-WITH newest AS (SELECT m.topic, m.queue FROM pgoutbox.message_view AS m ORDER BY m.id DESC LIMIT 1000)
-SELECT
-    (
-        SELECT m.id FROM pgoutbox.message_view AS m WHERE m.state = ANY (%s) AND m.id < %s
-        ORDER BY m.id DESC OFFSET %s LIMIT 1
-    ),
-    ARRAY(SELECT DISTINCT n.topic FROM newest AS n),
-    ARRAY(SELECT n.queue FROM newest AS n UNION SELECT q.name FROM pgoutbox.queue_view AS q)
+_FIRST: Final = """
+SELECT m.id FROM pgoutbox.message_view AS m WHERE m.state = ANY (%s)
+ORDER BY m.id DESC OFFSET %s LIMIT 1
 """
 _IN_FLIGHT: Final = "SELECT v.id FROM pgoutbox.in_flight_view AS v LIMIT 10000"
 
 
-class _NameFilter(admin.SimpleListFilter):
-    def lookups(self, request: HttpRequest, model_admin: MessageAdmin) -> list[tuple[str, str]]:
-        names = {*model_admin.facts(request)[self.parameter_name], self.value()}
-        return [(name, name) for name in sorted(filter(None, names))]
+def _filter(name: str, known: Callable[[], set[str]]) -> type[admin.SimpleListFilter]:
+    class Filter(admin.SimpleListFilter):
+        title = parameter_name = name
 
-    def queryset(self, request: HttpRequest, queryset: QuerySet) -> QuerySet:  # noqa: ARG002
-        return queryset.filter(**{self.parameter_name: self.value()}) if self.value() else queryset
+        def lookups(self, request: HttpRequest, model_admin: admin.ModelAdmin) -> list[tuple[str, str]]:  # noqa: ARG002
+            return [(one, one) for one in sorted({*known(), self.value() or ""} - {""})]
 
+        def queryset(self, request: HttpRequest, queryset: QuerySet) -> QuerySet:  # noqa: ARG002
+            return queryset.filter(**{name: self.value()}) if self.value() else queryset
 
-class _TopicFilter(_NameFilter):
-    title = parameter_name = "topic"
-
-
-class _QueueFilter(_NameFilter):
-    title = parameter_name = "queue"
+    return Filter
 
 
-class _OlderFilter(admin.SimpleListFilter):
-    title = "older messages"
-    parameter_name = "before"
-
-    def lookups(self, request: HttpRequest, model_admin: MessageAdmin) -> list[tuple[str, str]]:
-        ids = {model_admin.facts(request)["first_id"], _id_of(self.value() or "")} - {None, 0}
-        return [(str(one), f"before {one:,}") for one in sorted(ids, reverse=True)]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet) -> QuerySet:  # noqa: ARG002
-        return queryset.filter(id__lt=_id_of(self.value()) or 0) if self.value() else queryset
+def _queues() -> set[str]:
+    served = {name.partition(":")[0] for name in outbox.default_queues} - {"*"}
+    return served | {topic.queue or "default" for topic in outbox.topics.values()}
 
 
 class _ActForm(helpers.ActionForm):
@@ -117,10 +96,6 @@ def _listed(message: Message) -> ListedMessage:
     return row.redacted(_names_of(message.topic))
 
 
-def _short(moment: datetime) -> str:
-    return str(date_format(localtime(moment), "SHORT_DATETIME_FORMAT"))
-
-
 def _id_of(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and int(text) < _LARGEST_ID else None
 
@@ -129,8 +104,8 @@ def _id_of(text: str) -> int | None:
 class MessageAdmin(admin.ModelAdmin):
     """Who may view messages sees them. Who may change them acts, and sees their payloads without sensitive values."""
 
-    list_display = ("id", "topic", "state", "attempts", "reason", "created", "due_or_ended", "receiver")
-    list_filter = ("state", _TopicFilter, _QueueFilter, "created_at", _OlderFilter)
+    list_display = ("id", "topic", "state", "attempts", "reason", "created_at", "finished_at", "receiver")
+    list_filter = ("state", _filter("topic", lambda: {*outbox.topics}), _filter("queue", _queues), "created_at")
     list_per_page = list_max_show_all = 50
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER
@@ -140,19 +115,15 @@ class MessageAdmin(admin.ModelAdmin):
     actions = tuple(_action(act) for act in _ACTS)
     action_form = _ActForm
 
-    def has_add_permission(self, request: HttpRequest) -> bool:  # noqa: ARG002
-        """Only the application enqueues."""
+    def has_add_permission(self, request: HttpRequest, obj: Message | None = None) -> bool:  # noqa: ARG002
+        """Only the application enqueues, and only retention deletes."""
         return False
 
-    def has_delete_permission(self, request: HttpRequest, obj: Message | None = None) -> bool:  # noqa: ARG002
-        """Only retention deletes."""
-        return False
+    has_delete_permission = has_add_permission
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:  # noqa: ARG002
         """Allow only the filters. Others could guess hidden values letter by letter."""
-        return lookup.partition("__")[0] in _FILTERS
-
-    # --- the list -----------------------------------------------------------------------------------------------------
+        return lookup.partition("__")[0] in ("state", "topic", "queue", "created_at")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet:  # noqa: ARG002
         """Return the messages of the database with the outbox."""
@@ -163,26 +134,18 @@ class MessageAdmin(admin.ModelAdmin):
         with transaction.atomic(using=conf.alias()):
             return super().changelist_view(request, extra_context)
 
-    def facts(self, request: HttpRequest) -> dict[str, Any]:
-        """Return the id from which the list searches, and the known topics and queues. Set the timeout."""
-        if not hasattr(request, "pgoutbox_facts"):
-            state = request.GET.get("state__exact")
-            states = next((few for few in _PARTITIONS if state in few), State)
-            before_id = _id_of(request.GET.get("before", "")) or _LARGEST_ID
-            with connections[conf.alias()].cursor() as cursor:
-                cursor.execute(f"SET LOCAL statement_timeout = '{_SECONDS}s'; {sql.PREPARE_PAGE}")
-                cursor.execute(_FACTS, [[one.value for one in states], before_id, ROWS - 1])
-                first_id, topics, queues = cursor.fetchone()
-            request.pgoutbox_facts = {
-                "first_id": first_id or 0,
-                "topic": {*topics, *outbox.topics},
-                "queue": {*queues, *(topic.queue for topic in outbox.topics.values())},
-            }
-        return dict(request.pgoutbox_facts)
+    def first_id(self, request: HttpRequest) -> int:
+        """Return the id from which the list searches. Set the timeout."""
+        state = request.GET.get("state__exact")
+        states = next((few for few in _PARTITIONS if state in few), State)
+        with connections[conf.alias()].cursor() as cursor:
+            cursor.execute(f"SET LOCAL statement_timeout = '{_SECONDS}s'; {sql.PREPARE_PAGE}")
+            cursor.execute(_FIRST, [[one.value for one in states], ROWS - 1])
+            return next((first for (first,) in cursor.fetchall()), 0)
 
     def get_search_results(self, request: HttpRequest, queryset: QuerySet, search_term: str) -> tuple[QuerySet, bool]:
         """Restrict the filtered messages to the newest ones, or to those with this id, owner or key."""
-        near = queryset.filter(id__gte=self.facts(request)["first_id"])
+        near = queryset.filter(id__gte=self.first_id(request))
         if request.GET.get("state__exact") == State.SENDING:
             near = queryset.filter(id__in=RawSQL(_IN_FLIGHT, ()))  # noqa: S611 - a constant
         if not (term := search_term.strip()):
@@ -195,7 +158,7 @@ class MessageAdmin(admin.ModelAdmin):
             ids += found.values_list("id", flat=True)[:_HITS]
         return queryset.filter(id__in=ids), False
 
-    @admin.display(description="destination", empty_value="-")
+    @admin.display(description="destination")
     def receiver(self, message: Message) -> str | None:
         """Return the destination without secrets."""
         return _listed(message).destination
@@ -204,21 +167,10 @@ class MessageAdmin(admin.ModelAdmin):
         """Return the attempts that count, of those that are granted."""
         return _listed(message).attempts
 
-    @admin.display(ordering="created_at")
-    def created(self, message: Message) -> str:
-        """Return the time of the enqueue."""
-        return _short(message.created_at)
-
-    def due_or_ended(self, message: Message) -> str:
-        """Return the end of a final message, and the due time of another one."""
-        return _short(message.finished_at or message.available_at)
-
     def reason(self, message: Message) -> str:
         """Return the reason of the last failure or skip, shortened."""
         listed = _listed(message)
         return str(Truncator(listed.skip_reason or listed.last_error or "").chars(80))
-
-    # --- one message --------------------------------------------------------------------------------------------------
 
     def change_view(
         self,
@@ -281,5 +233,5 @@ class MessageAdmin(admin.ModelAdmin):
             if first.is_done:
                 self.message_user(request, f"{count:,} {_DONE.get(result, result)}", messages.SUCCESS)
             else:
-                text = f"{count:,} left alone: message {first.id} {first.explanation}"
-                self.message_user(request, text, messages.WARNING)
+                why = f"message {first.id} {first.explanation}"
+                self.message_user(request, f"{count:,} left alone: {why}", messages.WARNING)

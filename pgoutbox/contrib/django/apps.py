@@ -40,9 +40,7 @@ def _migrate(*, using: str, verbosity: int = 1, stdout: Any = None, **_: object)
     """
     if using != conf.alias() or migrate.current(conf.dsn()) == migrate.head():  # Tests send the signal often.
         return
-    report: Callable[[str], None] | None = None
-    if verbosity:
-        report = print if stdout is None else stdout.write
+    report: Callable[[str], None] | None = (stdout.write if stdout else print) if verbosity else None
     migrate.upgrade(conf.dsn(), report=report)
     if report is not None:
         report(f"pgoutbox: the schema is at {migrate.head()}")

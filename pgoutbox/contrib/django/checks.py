@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import psycopg
-from django.conf import settings as project
 from django.core import checks
-from django.urls import NoReverseMatch, reverse
 
 from pgoutbox import migrate
 from pgoutbox.contrib.django import conf, outbox
 from pgoutbox.doctor import Level, examine
-from pgoutbox.errors import MissingExtraError, PgOutboxError
+from pgoutbox.errors import PgOutboxError
 
 
 @checks.register
@@ -32,30 +30,13 @@ def check_settings(**_: object) -> list[checks.CheckMessage]:
     ]
 
 
-@checks.register(checks.Tags.urls)
-def check_dashboard(**_: object) -> list[checks.CheckMessage]:
-    """Report that the URLs include the dashboard, and its extra is not installed."""
-    if not getattr(project, "ROOT_URLCONF", None):
-        return []
-    try:
-        reverse("pgoutbox:dashboard")
-        from pgoutbox.dashboard import Access  # noqa: F401
-    except NoReverseMatch:
-        return []
-    except MissingExtraError as error:
-        return [checks.Error(str(error), id="pgoutbox.dashboard-extra")]
-    return []
-
-
 @checks.register(checks.Tags.database)
 def check_schema(databases: Sequence[str] | None = None, **_: object) -> list[checks.CheckMessage]:
     """Report a schema that is older or newer than the package. A missing one is created by `migrate`."""
+    if not _is_among(databases):
+        return []
     try:
-        if conf.alias() not in (databases or ()):
-            return []
         revision = migrate.current(conf.dsn())
-    except PgOutboxError:
-        return []  # The check of the settings reports it.
     except psycopg.Error as error:
         return [checks.Warning(f"the database does not answer: {error}", id="pgoutbox.database-unreachable")]
     if revision in (None, migrate.head()):
@@ -68,11 +49,14 @@ def check_schema(databases: Sequence[str] | None = None, **_: object) -> list[ch
 @checks.register(checks.Tags.database, deploy=True)
 def check_delivery(databases: Sequence[str] | None = None, **_: object) -> list[checks.CheckMessage]:
     """Report what `pgoutbox doctor` finds, such as queues without a worker and messages without a handler."""
-    try:
-        if conf.alias() not in (databases or ()):
-            return []
-        settings = outbox.settings
-    except PgOutboxError:
-        return []  # The check of the settings reports it.
-    found = [finding for finding in examine(settings, outbox) if finding.level in (Level.PROBLEM, Level.WARNING)]
+    if not _is_among(databases):
+        return []
+    found = [finding for finding in examine(outbox.settings, outbox) if finding.level in (Level.PROBLEM, Level.WARNING)]
     return [checks.Warning(f"{one.what}: {one.why}", one.fix, id=f"pgoutbox.{one.code}") for one in found]
+
+
+def _is_among(databases: Sequence[str] | None) -> bool:
+    try:
+        return conf.alias() in (databases or ()) and outbox.settings is not None
+    except PgOutboxError:
+        return False  # The check of the settings reports it.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Final
@@ -39,13 +40,11 @@ class ProjectOutbox(Outbox):
         """The settings of the project. They are read again when the database or a setting changes, as in tests."""
         return _load(str(connections[alias()].settings_dict["NAME"]))
 
-    find_queues: Callable[[], Sequence[str]] = staticmethod(lambda: ("*",))
-    """The backend of tasks adds its own."""
-
     @property
     def default_queues(self) -> Sequence[str]:
         """The queues of all topics, and of all tasks."""
-        return self.find_queues()
+        tasks = sys.modules.get("pgoutbox.contrib.django.tasks")
+        return tasks.queues() if tasks else ("*",)
 
 
 def alias() -> str:

@@ -1,13 +1,12 @@
 """The dashboard behind Django's own login: one view, for WSGI and ASGI.
 
 Its pages run in an event loop of a thread that lives only during requests, so nothing is left at a fork or at the end.
-Under ASGI, pages stay connected for changes. Under WSGI each would occupy a thread, so they poll.
+They poll: under WSGI, a page that stays connected would occupy a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -15,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from django.conf import settings as project
 from django.contrib.auth.views import redirect_to_login
 from django.core.exceptions import PermissionDenied
-from django.core.handlers.asgi import ASGIRequest
-from django.db import connections, transaction
-from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
-from django.urls import NoReverseMatch, reverse
+from django.db import transaction
+from django.http import HttpRequest, HttpResponse
+from django.urls import NoReverseMatch, path, reverse
 from django.utils.crypto import salted_hmac
 from django.views.decorators.csrf import csrf_exempt
 from pydantic import SecretStr
@@ -38,31 +36,20 @@ _READ_BYTES: Final = 65_537  # The dashboard refuses a body of this length.
 _HIDDEN: Final = frozenset({"authorization", "cookie"})
 # Tells a page to poll, as if a newer page had replaced its stream.
 _POLL: Final = b"event: replaced\ndata:\n\n"
-_STREAM_HEADERS: Final = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Content-Encoding": "identity",  # GZipMiddleware leaves it alone.
-    "Cache-Control": "no-store",
-    "X-Accel-Buffering": "no",
-}
 
 
 @csrf_exempt  # The dashboard checks the origin of each form, and its own token, which only this user has.
 @transaction.non_atomic_requests
-def dashboard(request: HttpRequest, path: str = "") -> Any:  # noqa: ANN401 - Django has no types
+def dashboard(request: HttpRequest, page: str = "") -> Any:  # noqa: ANN401 - Django has no types
     """Show a page to staff with the permission `pgoutbox.view_message`. To act, they need `pgoutbox.change_message`."""
     user = request.user
     may_act = user.has_perm("pgoutbox.change_message")
     if not (user.is_active and user.is_staff and (may_act or user.has_perm("pgoutbox.view_message"))):
         return _refuse(request)
+    if page == "live":
+        return HttpResponse(_POLL, content_type="text/event-stream")
     app = _app(outbox.settings)
-    scope = _scope(request, path) | {_USER: (user.get_username(), "operator" if may_act else "viewer")}
-    if path == "live":
-        if not isinstance(request, ASGIRequest) or request.method != "GET":
-            return HttpResponse(_POLL, headers=_STREAM_HEADERS)
-        for connection in connections.all(initialized_only=True):
-            if not connection.in_atomic_block:  # A test has one.
-                connection.close()  # The stream lasts for minutes.
-        return StreamingHttpResponse(_follow(app, scope), headers=_STREAM_HEADERS)
+    scope = _scope(request, page) | {_USER: (user.get_username(), "operator" if may_act else "viewer")}
     try:
         with app.state.portals as portal:
             return portal.call(_ask, app, scope, request.read(_READ_BYTES))
@@ -97,7 +84,7 @@ def _app(settings: Settings) -> Starlette:
     return app
 
 
-def _scope(request: HttpRequest, path: str) -> dict[str, Any]:
+def _scope(request: HttpRequest, page: str) -> dict[str, Any]:
     headers = {name.lower(): value for name, value in request.headers.items() if name.lower() not in _HIDDEN}
     headers["host"] = request.get_host()  # Raises `DisallowedHost`.
     return {
@@ -105,7 +92,7 @@ def _scope(request: HttpRequest, path: str) -> dict[str, Any]:
         "method": request.method,
         "scheme": request.scheme,
         "path": request.path,
-        "root_path": request.path.removesuffix(path).rstrip("/"),
+        "root_path": request.path.removesuffix(page).rstrip("/"),
         "query_string": request.META.get("QUERY_STRING", "").encode("latin-1", "replace"),
         "headers": [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()],
         "client": (address, 0) if (address := request.META.get("REMOTE_ADDR")) else None,
@@ -126,23 +113,5 @@ async def _ask(app: Starlette, scope: Scope, body: bytes) -> HttpResponse:
     return HttpResponse(b"".join(part.get("body", b"") for part in parts), status=start["status"], headers=headers)
 
 
-async def _follow(app: Starlette, scope: Scope) -> AsyncIterator[bytes]:
-    """Stream the changes in the event loop of the server, until the client goes away."""
-    sent: asyncio.Queue[Message] = asyncio.Queue()
-    is_gone = asyncio.Event()
-
-    async def receive() -> Message:
-        await is_gone.wait()
-        return {"type": "http.disconnect"}
-
-    following = asyncio.create_task(app(scope, receive, sent.put))
-    following.add_done_callback(lambda _: sent.put_nowait({"body": b""}))
-    try:
-        if (await sent.get()).get("status") != 200:  # Too many pages are connected.
-            yield _POLL
-            return
-        while part := (await sent.get())["body"]:
-            yield part
-    finally:
-        is_gone.set()
-        await following
+app_name = "pgoutbox"
+urlpatterns = [path("", dashboard, name="dashboard"), path("<path:page>", dashboard)]

@@ -47,14 +47,8 @@ _REFUSED_EMAIL: Final = frozenset(
     {"AnymailRecipientsRefused", "AnymailInvalidAddress", "AnymailUnsupportedFeature", "AnymailSerializationError"}
 )
 # smtplib's, before the e-mail is handed over.
-_NO_SERVER: Final = (
-    ConnectionRefusedError,
-    socket.gaierror,
-    smtplib.SMTPAuthenticationError,
-    smtplib.SMTPConnectError,
-    smtplib.SMTPHeloError,
-    smtplib.SMTPNotSupportedError,
-)
+_NO_SERVER: Final = (ConnectionRefusedError, socket.gaierror, smtplib.SMTPNotSupportedError)
+_NO_SESSION: Final = (smtplib.SMTPAuthenticationError, smtplib.SMTPConnectError, smtplib.SMTPHeloError)
 _FIELDS: Final = ("subject", "body", "from_email", "to", "cc", "bcc", "reply_to", "extra_headers", "content_subtype")
 # Fields that are stored in another form, or belong to this process.
 _OTHERS: Final = frozenset({"attachments", "alternatives", "connection", "anymail_status"})
@@ -143,7 +137,7 @@ def _mailer(name: str) -> Any:  # noqa: ANN401
 def _outcome_of(error: Exception) -> Outcome | None:
     """Return the outcome of a refusal by the provider or the mail server. None: the attempt is repeated."""
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, (ImproperlyConfigured, *_NO_SERVER)):
+    if isinstance(error, (ImproperlyConfigured, *_NO_SERVER, *_NO_SESSION)):
         return Unavailable(text)
     if isinstance(error, smtplib.SMTPRecipientsRefused):
         codes = [code for code, _ in error.recipients.values()]
@@ -266,18 +260,15 @@ def _bytes_of(message: MimeMessage) -> bytes:
 
 def _seven_bit(data: bytes) -> bytes:
     """Return the e-mail for servers without 8BITMIME. Some filters against spam dislike text in base64."""
-    if data.isascii():
-        return data
     message = email.message_from_bytes(data)
     for part in message.walk():
-        name = part.get_content_charset()
-        if part.get("Content-Transfer-Encoding") == "8bit" and name is not None and not part.is_multipart():
-            text = bytes(part.get_payload(decode=True)).decode(name).replace("\r\n", "\n")
-            charset = Charset(name)
-            charset.body_encoding = QP
+        if part.get("Content-Transfer-Encoding") == "8bit" and (charset := part.get_content_charset()) is not None:
+            text = bytes(part.get_payload(decode=True)).decode(charset).replace("\r\n", "\n")
+            quoted = Charset(charset)
+            quoted.body_encoding = QP
             del part["Content-Transfer-Encoding"]
-            part.set_payload(text, charset)
-    return _bytes_of(message)
+            part.set_payload(text, quoted)
+    return data if data.isascii() else _bytes_of(message)
 
 
 def _text_of(data: bytes) -> str:

@@ -43,20 +43,17 @@ class Message(models.Model):
 
 
 class StoredResult(models.Model):
-    """The part of a task's result that its message does not have: the return value and the errors.
+    """What the message of a task does not have: its return value and its errors, as JSON that may be sealed.
 
-    It says nothing while the message does not exist or has a higher attempt count. `content` is a JSON object, or a
-    sealed one. `check_at` is when to ask whether the message still exists.
+    It says nothing while the message does not exist or has a higher attempt count.
     """
 
     message_id = models.BigIntegerField(primary_key=True)
     attempt_count = models.IntegerField()
     content = models.JSONField()
-    check_at = models.DateTimeField(db_index=True)
 
     class Meta:
         """The table is only written by `tasks`."""
 
         db_table = "pgoutbox_task_result"
         default_permissions = ()
-        verbose_name = "task result"

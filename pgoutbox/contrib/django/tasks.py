@@ -8,13 +8,12 @@ message is finished, so that a successful task always has its value.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
 import django
-from django.apps import apps
-from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
 from django.utils import timezone
@@ -78,35 +77,27 @@ CROSS JOIN LATERAL (
 WHERE m.id = %(id)s AND m.topic = %(topic)s
 """
 # The fence: an attempt never overwrites what a later one has written.
-# Each write also removes a few results whose messages are gone. Messages live as long as the rules of retention say, so
-# the shortest rule says when to ask again.
+# Each write also removes results whose messages retention has deleted, among the next 20 after a random id. So a result
+# outlives its message by about a twentieth of its life.
 _WRITE: Final = """
-WITH pause AS (
-    SELECT greatest(coalesce(min(r.keep), interval '30 days'), interval '1 hour') AS length
-    FROM pgoutbox.retention AS r
-    WHERE r.topic IN ('*', %(topic)s) AND r.state IN ('sent', 'failed', 'skipped', 'cancelled')
-), due AS (
-    SELECT r.message_id
-    FROM pgoutbox_task_result AS r
-    WHERE r.check_at < now() AND r.message_id <> %(id)s
-    ORDER BY r.check_at
-    LIMIT 20
-    FOR UPDATE SKIP LOCKED
-), gone AS (
+WITH gone AS (
     DELETE FROM pgoutbox_task_result AS r
-    USING due
-    WHERE r.message_id = due.message_id AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = r.message_id)
-), kept AS (
-    UPDATE pgoutbox_task_result AS r
-    SET check_at = now() + pause.length
-    FROM due, pause
-    WHERE r.message_id = due.message_id AND EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = r.message_id)
+    USING (
+        SELECT s.message_id
+        FROM pgoutbox_task_result AS s
+        WHERE s.message_id > %(after_id)s
+        ORDER BY s.message_id
+        LIMIT 20
+        FOR UPDATE SKIP LOCKED
+    ) AS near
+    WHERE r.message_id = near.message_id
+        AND r.message_id <> %(id)s
+        AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = r.message_id)
 )
-INSERT INTO pgoutbox_task_result AS r (message_id, attempt_count, content, check_at)
-SELECT %(id)s, %(attempt_count)s, %(content)s::jsonb, now() + pause.length
-FROM pause
+INSERT INTO pgoutbox_task_result AS r (message_id, attempt_count, content)
+VALUES (%(id)s, %(attempt_count)s, %(content)s::jsonb)
 ON CONFLICT (message_id) DO UPDATE
-SET attempt_count = excluded.attempt_count, content = excluded.content, check_at = excluded.check_at
+SET attempt_count = excluded.attempt_count, content = excluded.content
 WHERE r.attempt_count < excluded.attempt_count
 """
 
@@ -127,10 +118,8 @@ class OutboxBackend(BaseTaskBackend):
     def __init__(self, alias: str, params: Mapping[str, Any]) -> None:
         super().__init__(alias, params)
         place = f"TASKS[{alias!r}]"
-        for name in self.options:
-            if name not in self.option_names:
-                known = ", ".join(sorted(self.option_names))
-                raise ImproperlyConfigured(f"{place}['OPTIONS'][{name!r}]: unknown option; known: {known}")
+        for name in self.options.keys() - self.option_names:
+            raise ImproperlyConfigured(f"{place}['OPTIONS'][{name!r}]: unknown option; known: {MAX_ATTEMPTS}")
         try:
             if MAX_ATTEMPTS in self.options:
                 check_max_attempts(f"['OPTIONS'][{MAX_ATTEMPTS!r}]", self.options[MAX_ATTEMPTS])
@@ -143,29 +132,15 @@ class OutboxBackend(BaseTaskBackend):
     def enqueue(self, task: Task, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TaskResult:
         """Write the message. Raises `TypeError` for arguments that are not JSON."""
         self.validate_task(task)
-        result = TaskResult(
-            task=task,
-            id="",
-            status=TaskResultStatus.READY,
-            enqueued_at=timezone.now(),
-            started_at=None,
-            last_attempted_at=None,
-            finished_at=None,
-            args=normalize_json(args),
-            kwargs=normalize_json(kwargs),
-            backend=self.alias,
-            errors=[],
-            worker_ids=[],
-        )
         payload = {
             "task": task.module_path,
-            "args": result.args,
-            "kwargs": result.kwargs,
+            "args": normalize_json(args),
+            "kwargs": normalize_json(kwargs),
             "queue": task.queue_name,
             "priority": int(task.priority),
             "backend": self.alias,
             "run_after": task.run_after and task.run_after.isoformat(),
-            "enqueued_at": result.enqueued_at.isoformat(),
+            "enqueued_at": timezone.now().isoformat(),
         }
         due = task.run_after
         if due is not None and timezone.is_naive(due):
@@ -181,7 +156,7 @@ class OutboxBackend(BaseTaskBackend):
                 available_at=due,
                 max_attempts=self.options.get(MAX_ATTEMPTS),
             )
-        _set(result, id=str(enqueued.id))
+        result = _result_of(task, payload, id=str(enqueued.id), status=TaskResultStatus.READY)
         task_enqueued.send(type(self), task_result=result)
         return result
 
@@ -196,23 +171,18 @@ class OutboxBackend(BaseTaskBackend):
             raise TaskResultDoesNotExist(result_id)
         text, state, count, finished_at, skip_reason, workers, started_at, last_at, errors, stored_count, content = row
         payload = _opened(text, Identity("payload", TOPIC))
-        stored: dict[str, Any] = {"return_value": None, "errors": []}
-        if content is not None:
-            stored = _opened(content, _identity_of(result_id))
-        result = TaskResult(
-            task=_task_of(payload),
+        stored = _opened(content or '{"return_value": null, "errors": []}', _identity_of(result_id))
+        result = _result_of(
+            _task_of(payload),
+            payload,
             id=str(result_id),
             status=_STATUSES.get(state, TaskResultStatus.FAILED),
-            enqueued_at=datetime.fromisoformat(payload["enqueued_at"]),
             started_at=started_at,
             last_attempted_at=last_at,
             finished_at=finished_at,
-            args=payload["args"],
-            kwargs=payload["kwargs"],
-            backend=payload["backend"],
-            errors=[TaskError(exception_class_path=path, traceback=trace) for path, trace in stored["errors"]],
-            worker_ids=workers or [],
         )
+        result.worker_ids.extend(workers or ())
+        result.errors.extend(TaskError(exception_class_path=path, traceback=trace) for path, trace in stored["errors"])
         if state not in _STATUSES and (state != "failed" or stored_count != count):
             # The task itself did not say why.
             reason = ": ".join(filter(None, (state, skip_reason or (errors and errors[-1]))))
@@ -222,68 +192,53 @@ class OutboxBackend(BaseTaskBackend):
             _set(result, _return_value=stored["return_value"])
         return result
 
-    def check(self, **_: object) -> list[checks.CheckMessage]:
-        """Report that the application is not installed."""
-        if apps.is_installed("pgoutbox.contrib.django"):
-            return []
-        hint = "Append 'pgoutbox.contrib.django' to INSTALLED_APPS."
-        return [checks.Error(f"TASKS[{self.alias!r}]: its application is not installed", hint, id="pgoutbox.tasks")]
-
     def run(self, message: Message[Any], result: TaskResult) -> Outcome | None:
         """Run the task of a message, and store its return value or its error."""
         from pgoutbox.worker.handler_errors import outcome_of_exception, traceback_of
 
-        task = result.task
-        settings = outbox.settings
+        task, settings, error = result.task, outbox.settings, None
         task_started.send_robust(type(self), task_result=result)
         try:
             context = (TaskContext(task_result=result),) if task.takes_context else ()
             value = normalize_json(task.call(*context, *result.args, **result.kwargs))
             to_json(value, max_bytes=settings.max_payload_bytes, field="return_value")
-        except BaseException as error:  # noqa: BLE001 - a task may exit
+            _set(result, _return_value=value)
+        except BaseException as raised:  # noqa: BLE001 - a task may exit
+            error = raised
             trace = traceback_of(error, with_texts=settings.error_texts).replace("\0", "\\x00")
             path = f"{type(error).__module__}.{type(error).__qualname__}"
             result.errors.append(TaskError(exception_class_path=path, traceback=f"{trace}\n"))
-            self._store(message, result)
-            is_final = MAX_ATTEMPTS not in self.options or message.attempt_count >= message.max_attempts
-            if is_final:
-                _set(result, status=TaskResultStatus.FAILED, finished_at=timezone.now())
-                task_finished.send_robust(type(self), task_result=result)
-            outcome = outcome_of_exception(error, is_permanent=is_final)
-            outcome.is_logged = is_final  # Django logs it at the signal.
-            return outcome
-        _set(result, _return_value=value)
         self._store(message, result)
-        _set(result, status=TaskResultStatus.SUCCESSFUL, finished_at=timezone.now())
-        task_finished.send_robust(type(self), task_result=result)
-        return None
+        is_final = error is None or MAX_ATTEMPTS not in self.options or message.attempt_count >= message.max_attempts
+        if is_final:
+            status = TaskResultStatus.SUCCESSFUL if error is None else TaskResultStatus.FAILED
+            _set(result, status=status, finished_at=timezone.now())
+            task_finished.send_robust(type(self), task_result=result)
+        if error is None:
+            return None
+        outcome = outcome_of_exception(error, is_permanent=is_final)
+        outcome.is_logged = is_final  # Django logs it at the signal.
+        return outcome
 
     def _store(self, message: Message[Any], result: TaskResult) -> None:
         errors = [[error.exception_class_path, error.traceback] for error in result.errors]
         content = json.dumps({"return_value": result._return_value, "errors": errors})
         if (keyring := keyring_of(outbox.settings.encryption_keys)) is not None:
             content = keyring.seal(content, _identity_of(result.id), dedupe_key=None)
-        values = {"id": message.id, "attempt_count": message.attempt_count, "content": content, "topic": TOPIC}
+        values = {"id": message.id, "attempt_count": message.attempt_count, "content": content}
+        values["after_id"] = random.randrange(message.id)
         connection = connections[conf.alias()]
-        if not connection.in_atomic_block and _is_spoilt(connection):
-            connection.close()  # The next use opens it again.
+        connection.close_if_unusable_or_obsolete()  # The task may have broken it. The next use opens it again.
         with connection.cursor() as cursor:
             cursor.execute(_WRITE, values)
 
 
 def queues() -> list[str]:
     """Return the queues of a worker that names none, with weights: those of all tasks, and those of topics."""
-    names = {
-        name
-        for backend in task_backends.all()
-        if isinstance(backend, OutboxBackend)
-        for name in backend.queues or ("default",)
-    }
-    lanes = {f"{name}{lane}": weight for name in sorted(names) for lane, weight in _WEIGHTS.items()}
-    return [*(f"{lane}:{weight}" for lane, weight in lanes.items()), "*:4"]
+    backends = [one for one in task_backends.all() if isinstance(one, OutboxBackend)]
+    names = sorted({name for one in backends for name in one.queues or ("default",)})
+    return [*(f"{name}{lane}:{weight}" for name in names for lane, weight in _WEIGHTS.items()), "*:4"]
 
-
-outbox.find_queues = queues
 
 # Arguments have no names by which secrets among them are found.
 outbox.define(Topic(TOPIC, encrypted=conf.has_keys(), redact=("args",)))
@@ -311,6 +266,13 @@ def _task_of(payload: Mapping[str, Any]) -> Task:
     )
 
 
+def _result_of(task: Task, payload: Mapping[str, Any], **state: Any) -> TaskResult:  # noqa: ANN401
+    times = dict.fromkeys(("started_at", "last_attempted_at", "finished_at")) | state
+    given = {name: payload[name] for name in ("args", "kwargs", "backend")}
+    enqueued_at = datetime.fromisoformat(payload["enqueued_at"])
+    return TaskResult(task=task, enqueued_at=enqueued_at, errors=[], worker_ids=[], **given, **times)
+
+
 def _identity_of(result_id: str) -> Identity:
     return Identity("content", TOPIC, str(result_id))
 
@@ -320,13 +282,6 @@ def _opened(text: str, identity: Identity) -> Any:  # noqa: ANN401
     if is_sealed(value):
         return json.loads(unseal(value, keyring_of(outbox.settings.encryption_keys), identity))
     return value
-
-
-def _is_spoilt(connection: Any) -> bool:  # noqa: ANN401
-    """Whether the task has broken the connection, or begun a transaction without an end, which Django rolls back."""
-    if connection.errors_occurred and not connection.is_usable():
-        return True
-    return bool(connection.get_autocommit() != connection.settings_dict["AUTOCOMMIT"])
 
 
 def _set(result: TaskResult, **values: object) -> None:

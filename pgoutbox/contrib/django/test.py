@@ -17,11 +17,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from functools import cached_property
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import psycopg
 from asgiref.sync import async_to_sync, sync_to_async
-from django.db import DatabaseError, connections
+from django.db import DatabaseError, connections, transaction
 from django.test import TestCase
 
 from pgoutbox.contrib.django import conf, outbox
@@ -31,7 +31,7 @@ from pgoutbox.message import Message, Outcome
 from pgoutbox.testing.borrowed import borrow, run_pass
 from pgoutbox.testing.driver import OutboxDriver, recording
 
-__all__ = ["OutboxTestCase", "OutboxTestMixin", "ProjectDriver"]
+__all__ = ["OutboxTestCase", "ProjectDriver"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,25 +84,13 @@ class ProjectDriver(OutboxDriver):
                 callback()
 
 
-class OutboxTestMixin:
-    """Gives each test of a test case a `driver`.
-
-    Other classes than `TestCase` commit. There it is an `OutboxDriver` with a connection of its own, and all messages
-    are deleted after the test.
-    """
+class OutboxTestCase(TestCase):
+    """A `TestCase` with a `driver`."""
 
     @cached_property
-    def driver(self) -> OutboxDriver:
+    def driver(self) -> ProjectDriver:
         """The driver of this test."""
-        if isinstance(self, TestCase):
-            return ProjectDriver()
-        driver = OutboxDriver(outbox, outbox.settings.require_dsn())
-        self.addCleanup(driver.clear)  # type: ignore[attr-defined]
-        return driver
-
-
-class OutboxTestCase(OutboxTestMixin, TestCase):
-    """A `TestCase` with a `driver`."""
+        return ProjectDriver()
 
 
 class _TestThread(Executor):
@@ -114,25 +102,22 @@ class _TestThread(Executor):
 
 async def _in_savepoints(messages: Sequence[Message[object]], call_next: CallNext) -> Sequence[Outcome]:  # noqa: ARG001
     """Undo what a handler has written if it leaves a transaction of the test broken. A middleware."""
-    begun = await sync_to_async(_begin)()
+    savepoints = await sync_to_async(_begin)()
     try:
         return await call_next()
     finally:
-        await sync_to_async(_end)(begun)
+        await sync_to_async(_end)(savepoints)
 
 
-def _begin() -> list[tuple[Any, str]]:
-    return [(one, one.savepoint()) for one in connections.all(initialized_only=True) if one.in_atomic_block]
+def _begin() -> list[transaction.Atomic]:
+    opened = [one for one in connections.all(initialized_only=True) if one.in_atomic_block]
+    savepoints = [transaction.atomic(one.alias) for one in opened]
+    for savepoint in savepoints:
+        savepoint.__enter__()
+    return savepoints
 
 
-def _end(begun: list[tuple[Any, str]]) -> None:
-    for connection, savepoint in begun:
-        is_broken = connection.needs_rollback
-        if not is_broken:
-            try:
-                connection.savepoint_commit(savepoint)
-            except DatabaseError:
-                is_broken = True
-        if is_broken:
-            connection.needs_rollback = False
-            connection.savepoint_rollback(savepoint)
+def _end(savepoints: list[transaction.Atomic]) -> None:
+    for savepoint in reversed(savepoints):
+        with contextlib.suppress(DatabaseError):  # It is broken, and Django has rolled it back.
+            savepoint.__exit__(None, None, None)

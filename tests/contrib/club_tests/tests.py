@@ -16,9 +16,10 @@ from typing_extensions import Unpack
 
 from pgoutbox import State, Transient
 from pgoutbox.contrib.django import outbox
-from pgoutbox.contrib.django.test import OutboxTestCase, OutboxTestMixin, ProjectDriver
+from pgoutbox.contrib.django.test import OutboxTestCase, ProjectDriver
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.outbox import EnqueueOptions
+from pgoutbox.testing import OutboxDriver
 
 from .models import Member
 from .outbox import seen
@@ -264,8 +265,12 @@ class ViewTest(OutboxTestCase):
         assert len(self.driver.deliveries) == 1
 
 
-class CommittedTest(OutboxTestMixin, TransactionTestCase):  # type: ignore[misc] # Django ships no types.
+class CommittedTest(TransactionTestCase):  # type: ignore[misc] # Django ships no types.
     """Tests that commit."""
+
+    def setUp(self) -> None:
+        self.driver = OutboxDriver(outbox, outbox.settings.require_dsn())
+        self.addCleanup(self.driver.clear)
 
     def test_the_driver_has_its_own_connection(self) -> None:
         assert self.driver.messages() == []

@@ -5,11 +5,10 @@
 from __future__ import annotations
 
 from django.db import connections, transaction
-from django.test import TestCase
 
 from pgoutbox import SchemaError
 from pgoutbox.contrib.django import outbox
-from pgoutbox.contrib.django.test import OutboxTestCase, OutboxTestMixin
+from pgoutbox.contrib.django.test import OutboxTestCase
 
 from .models import Member
 
@@ -35,7 +34,7 @@ class BothTest(OutboxTestCase):
         transaction.set_rollback(True)
 
 
-class ForgottenTest(OutboxTestMixin, TestCase):  # type: ignore[misc] # Django ships no types.
+class ForgottenTest(OutboxTestCase):
     """A test case that does not name the database of the outbox."""
 
     def test_django_names_it(self) -> None:

@@ -23,8 +23,7 @@ class Migration(migrations.Migration):
                 ("message_id", models.BigIntegerField(primary_key=True, serialize=False)),
                 ("attempt_count", models.IntegerField()),
                 ("content", models.JSONField()),
-                ("check_at", models.DateTimeField(db_index=True)),
             ],
-            options={"db_table": "pgoutbox_task_result", "default_permissions": (), "verbose_name": "task result"},
+            options={"db_table": "pgoutbox_task_result", "default_permissions": ()},
         ),
     )
