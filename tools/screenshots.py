@@ -1,4 +1,4 @@
-"""Take the screenshots of the dashboard and of Django's admin in docs/how-to/img, from an outbox with made-up messages.
+"""Take the screenshots of dashboard, Django's admin and site in docs/how-to/img, from an outbox with made-up messages.
 
     python -m tools.screenshots
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from pgoutbox.dashboard.access import Access
 from pgoutbox.dashboard.server import Server
 from pgoutbox.embedded import embedded_server
 from pgoutbox.settings import Settings, load_settings
+from tools import site
 
 IMAGES: Final = Path(__file__).parents[1] / "docs" / "how-to" / "img"
 QUALITY: Final = 82
@@ -301,6 +303,11 @@ def main() -> None:
             page.get_by_label("Password").fill(token)
             page.get_by_role("button", name="Log in").click()
             _shoot(page, "django-admin", ["light"])
+            with tempfile.TemporaryDirectory() as folder:
+                site.build(site.ROOT, Path(folder))
+                page = browser.new_page(reduced_motion="reduce")
+                page.goto(f"file://{folder}/html/how-to/django.html")
+                _shoot(page, "site", ["light"])
 
 
 def _shoot(page: Page, name: str, schemes: Sequence[ColorScheme] = COLOR_SCHEMES) -> None:
