@@ -17,5 +17,5 @@ from pgoutbox.testing.driver import Delivery, OutboxDriver, Row, sqlalchemy_url
 
 __all__ = ["Delivery", "OutboxDriver", "Row", "sqlalchemy_url"]
 
-pytest_plugins = ("pgoutbox.testing.fixtures",)
+pytest_plugins: tuple[str, ...] = ("pgoutbox.testing.fixtures",)
 """pytest loads this module by its entry point, and then the fixtures. Other test runners need no pytest."""

@@ -78,7 +78,7 @@ def _expect_the_versions_copy_buttons_and_search(page: Page) -> None:
     expect(page.get_by_title("Copy as Markdown")).to_be_visible()
     page.get_by_role("button", name="Search").click()
     page.get_by_role("combobox", name="Search").fill("coalesce key")
-    page.locator("a", has_text="A coalesce key delivers only the newest message").first.click()
+    page.locator("a", has_text="A coalesce key delivers only the newest committed message").first.click()
     expect(page.locator("h1")).to_contain_text("Coalesce and dedupe messages")
 
 

@@ -139,7 +139,8 @@ class MessageAdmin(admin.ModelAdmin):
         state = request.GET.get("state__exact")
         states = next((few for few in _PARTITIONS if state in few), State)
         with connections[conf.alias()].cursor() as cursor:
-            cursor.execute(f"SET LOCAL statement_timeout = '{_SECONDS}s'; {sql.PREPARE_PAGE}")
+            cursor.execute(sql.PREPARE_PAGE)
+            cursor.execute("SELECT set_config('statement_timeout', %s, true)", [f"{_SECONDS}s"])
             cursor.execute(_FIRST, [[one.value for one in states], ROWS - 1])
             return next((first for (first,) in cursor.fetchall()), 0)
 
