@@ -23,6 +23,7 @@ from pgoutbox.database.round_trip import Step
 from pgoutbox.database.store import Store
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.encryption import keyring_of
+from pgoutbox.errors import ConfigurationError
 from pgoutbox.handlers import Middleware
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.outbox import Outbox
@@ -147,6 +148,8 @@ class _Link(WorkerConnection):
     async def fetch(
         self, statement: LiteralString, parameters: Mapping[str, object], *, first: Step | None = None
     ) -> list[TupleRow]:
+        if self.borrowed.closed:  # The parts of a worker would wait for the server.
+            raise ConfigurationError("driver: a handler has closed the connection of the test")
         with _savepoint(self.borrowed):
             if first is not None:
                 self.borrowed.execute(*first)

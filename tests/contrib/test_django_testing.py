@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import django
 import psycopg
 import pytest
 from cryptography.fernet import Fernet
@@ -38,7 +39,11 @@ def club(new_project: Project) -> Iterator[Project]:
     new_project.set(
         DATABASES={"default": {**database_of(new_project), "ATOMIC_REQUESTS": True}},
         PGOUTBOX={"ENCRYPTION_KEYS": Fernet.generate_key().decode()},
+        TASKS={"default": {"BACKEND": "pgoutbox.contrib.django.tasks.OutboxBackend"}},
     )
+    if django.VERSION < (6, 0):
+        with (new_project.directory / "club" / "settings.py").open("a") as file:
+            file.write('INSTALLED_APPS += ["django_tasks"]\n')
     yield new_project
     with psycopg.connect(new_project.dsn, autocommit=True) as connection:
         pattern = f"test%{new_project.database['NAME']}%"

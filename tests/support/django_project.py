@@ -89,7 +89,7 @@ class Project:
             options = {} if deliver_with is None else {"deliver_with": "last"}
             mailers = {"default": {"BACKEND": BACKEND, "OPTIONS": options}, "last": {"BACKEND": deliver_with}}
             settings = {"SMTP_HOST": "127.0.0.1", "SMTP_PORT": port, "SMTP_SECURITY": "none"} | settings
-            self.set(MAILERS=mailers, PGOUTBOX={"SMTP_SENDER": "club@example.org", **settings})
+            self.set(MAILERS=mailers, PGOUTBOX=settings)
         else:
             settings |= {} if deliver_with is None else {"DELIVER_WITH": deliver_with}
             self.set(EMAIL_BACKEND=BACKEND, EMAIL_HOST="127.0.0.1", EMAIL_PORT=port, PGOUTBOX=settings)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import psycopg
@@ -56,12 +56,12 @@ ORDER BY m.id DESC OFFSET %s LIMIT 1
 _IN_FLIGHT: Final = "SELECT v.id FROM pgoutbox.in_flight_view AS v LIMIT 10000"
 
 
-def _filter(name: str, known: Callable[[], set[str]]) -> type[admin.SimpleListFilter]:
+def _filter(name: str) -> type[admin.SimpleListFilter]:
     class Filter(admin.SimpleListFilter):
         title = parameter_name = name
 
         def lookups(self, request: HttpRequest, model_admin: admin.ModelAdmin) -> list[tuple[str, str]]:  # noqa: ARG002
-            return [(one, one) for one in sorted({*known(), self.value() or ""} - {""})]
+            return [(one, one) for one in sorted({*_known(name), self.value() or ""} - {""})]
 
         def queryset(self, request: HttpRequest, queryset: QuerySet) -> QuerySet:  # noqa: ARG002
             return queryset.filter(**{name: self.value()}) if self.value() else queryset
@@ -69,7 +69,9 @@ def _filter(name: str, known: Callable[[], set[str]]) -> type[admin.SimpleListFi
     return Filter
 
 
-def _queues() -> set[str]:
+def _known(name: str) -> set[str]:
+    if name == "topic":
+        return {*outbox.topics, *outbox.handlers}
     served = {name.partition(":")[0] for name in outbox.default_queues} - {"*"}
     return served | {topic.queue or "default" for topic in outbox.topics.values()}
 
@@ -105,7 +107,7 @@ class MessageAdmin(admin.ModelAdmin):
     """Who may view messages sees them. Who may change them acts, and sees their payloads without sensitive values."""
 
     list_display = ("id", "topic", "state", "attempts", "reason", "created_at", "finished_at", "receiver")
-    list_filter = ("state", _filter("topic", lambda: {*outbox.topics}), _filter("queue", _queues), "created_at")
+    list_filter = ("state", _filter("topic"), _filter("queue"), "created_at")
     list_per_page = list_max_show_all = 50
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER

@@ -113,19 +113,18 @@ def _mapping() -> Mapping[str, Any]:
 
 
 def _mail_settings() -> dict[str, str]:
-    """Return the mail server and the sender that Django's own settings name, if the environment names no server."""
-    if not project.is_overridden("EMAIL_HOST") or variable_of("smtp.host") in os.environ:
-        return {}
-    security = "tls" if project.EMAIL_USE_SSL else "starttls" if project.EMAIL_USE_TLS else "none"
-    values = {
-        "smtp.host": project.EMAIL_HOST,
-        "smtp.port": project.EMAIL_PORT,
-        "smtp.security": security,
-        "smtp.username": project.EMAIL_HOST_USER,
-        "smtp.password": project.EMAIL_HOST_PASSWORD,
-        "smtp.sender": project.DEFAULT_FROM_EMAIL,
-    }
-    return {name: str(value) for name, value in values.items() if value}
+    """Return the sender and the mail server that Django's own settings name, and the environment does not."""
+    values = {"smtp.sender": project.DEFAULT_FROM_EMAIL} if project.is_overridden("DEFAULT_FROM_EMAIL") else {}
+    if project.is_overridden("EMAIL_HOST") and variable_of("smtp.host") not in os.environ:
+        security = "tls" if project.EMAIL_USE_SSL else "starttls" if project.EMAIL_USE_TLS else "none"
+        values |= {
+            "smtp.host": project.EMAIL_HOST,
+            "smtp.port": project.EMAIL_PORT,
+            "smtp.security": security,
+            "smtp.username": project.EMAIL_HOST_USER,
+            "smtp.password": project.EMAIL_HOST_PASSWORD,
+        }
+    return {name: str(value) for name, value in values.items() if value and variable_of(name) not in os.environ}
 
 
 @lru_cache(maxsize=1)

@@ -45,6 +45,11 @@ def welcome(message: Message, ctx: SyncContext) -> Email:
     return Email(to=Member.objects.get(pk=message.payload["pk"]).email, subject="Welcome", text="Hello")
 
 
+@outbox.handler("closes")
+def close(message: Message, ctx: SyncContext) -> None:
+    connection.close()
+
+
 @outbox.handler("mail.async")
 async def welcome_async(message: Message, ctx: Context) -> Email:
     await ctx.ensure_lease()

@@ -23,6 +23,7 @@ from pgoutbox.testing import OutboxDriver
 
 from .models import Member
 from .outbox import seen
+from .tasks import count_members
 from .views import sign_up
 
 logging.getLogger("pgoutbox").setLevel(logging.CRITICAL)
@@ -263,6 +264,25 @@ class ViewTest(OutboxTestCase):
         assert self.client.get("/join/").status_code == 200
         self.driver.drain()
         assert len(self.driver.deliveries) == 1
+
+
+class TaskTest(Base):
+    """Tasks see the rows of the test."""
+
+    def test_a_task_runs_and_its_result_is_read(self) -> None:
+        result = count_members.enqueue()
+        self.driver.drain()
+        result.refresh()
+        assert result.return_value == 1
+
+
+class ClosedTest(OutboxTestCase):
+    """The transaction of this test is lost."""
+
+    def test_a_handler_that_closes_the_connection_fails_the_test(self) -> None:
+        put("closes")
+        with self.assertRaisesRegex(ConfigurationError, "a handler has closed the connection"):
+            self.driver.run_pass()
 
 
 class CommittedTest(TransactionTestCase):  # type: ignore[misc] # Django ships no types.
