@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
     from datetime import date
 
+    from playwright.sync_api import Browser
+
 # A statement that unexpectedly waits for a lock fails instead of hanging. Tests that expect the wait use a longer
 # limit, because the lock may be released slowly.
 CONNECTION_OPTIONS = "-c lock_timeout=10s"
@@ -203,6 +205,18 @@ def template_of_today(server: Server) -> Iterator[Callable[[], str]]:
             return database
 
         yield lambda: template_of(datetime.now(UTC).date())
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Run one Chromium for the tests of a module. In other modules its event loop would disturb async tests."""
+    from tools import screenshots
+
+    executable = screenshots.chromium()
+    if executable is None:
+        server_missing("chromium is not installed")
+    with screenshots.open_browser(executable) as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ CELLS: Final = (
     *(Cell(f"postgres-{version}", ON_SERVER, server=version) for version in (*NPM_VERSIONS, "19")),
     *(Cell(f"python-{version}", ON_PYTHON, python=version) for version in ("3.11", "3.12", "3.13", "3.14")),
     Cell("lowest", ON_PYTHON, python="3.11", packages=("--resolution=lowest-direct",)),
-    Cell("django-6.1", ("tests/contrib",), python="3.12", packages=("django==6.1.*",)),
+    Cell("django-6.1", ("tests/contrib",), python="3.12", packages=("django==6.1.*", "celery")),
     Cell("sqlalchemy-2.0", ON_SERVER, python="3.13", packages=("sqlalchemy==2.0.*",)),
 )
 

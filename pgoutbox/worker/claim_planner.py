@@ -144,6 +144,8 @@ class QueueSchedule:
 
         An empty queue saves no credit: it would displace the others later, and its share would be nobody's now.
         """
+        if self._shares[0].weight is None:
+            return
         if not found:
             self._idle.add(queue)
             self._credits[queue] = 0

@@ -22,7 +22,6 @@ from pgoutbox.message import State
 from pgoutbox.operations import Operator
 from tests.support import topics_app
 from tests.support.messages import CLAIM_ALL, put
-from tests.support.missing import server_missing
 from tests.support.waiting import wait_until
 from tests.support.web_server import OPERATOR_TOKEN, VIEWER_TOKEN, serving, web_settings
 from tools import screenshots
@@ -37,16 +36,6 @@ if TYPE_CHECKING:
     from tests.conftest import Server
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Run one Chromium for all tests here. It is not session-scoped: its event loop would disturb async tests."""
-    executable = screenshots.chromium()
-    if executable is None:
-        server_missing("chromium is not installed")
-    with screenshots.open_browser(executable) as opened:
-        yield opened
 
 
 @dataclass

@@ -16,11 +16,9 @@ import pytest
 from playwright.sync_api import expect
 
 from pgoutbox.message import State
-from tests.support.django_project import HANDLERS, MANAGE, SETTINGS, Project
+from tests.support.django_project import Project
 from tests.support.messages import put
-from tests.support.missing import server_missing
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS, wait_until
-from tools import screenshots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -163,15 +161,9 @@ def club(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     """Return a project with users, which includes the dashboard in its URLs."""
     directory = tmp_path_factory.mktemp("club")
     with server.database() as database:
-        project = Project(directory, server.dsn_for(database))
-        (directory / "manage.py").write_text(MANAGE)
-        for package in ("club", "members"):
-            (directory / package).mkdir()
-            (directory / package / "__init__.py").touch()
-        (directory / "club" / "settings.py").write_text(f"DATABASE = {project.database!r}\n{SETTINGS}{WITH_LOGIN}")
+        project = Project.create(directory, server.dsn_for(database), WITH_LOGIN)
         (directory / "club" / "urls.py").write_text(URLS)
         (directory / "club" / "asgi.py").write_text(ASGI)
-        (directory / "members" / "outbox.py").write_text(HANDLERS)
         manage(project, "shell", "-v0", "-c", USERS)
         yield project
 
@@ -212,17 +204,7 @@ def site(club: Project, request: pytest.FixtureRequest) -> Iterator[Site]:
             process.wait()
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Run one Chromium. Tests here are not async, because its event loop would disturb them."""
-    executable = screenshots.chromium()
-    if executable is None:
-        server_missing("chromium is not installed")
-    with screenshots.open_browser(executable) as opened:
-        yield opened
-
-
-# --- who may ----------------------------------------------------------------------------------------------------------
+# --- permissions ------------------------------------------------------------------------------------------------------
 
 
 def test_a_stranger_signs_in_first_and_scripts_and_users_without_the_right_are_refused(site: Site) -> None:

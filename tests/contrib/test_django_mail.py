@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 import django
 import psycopg
 import pytest
 
-from tests.support.django_project import BACKEND, Project, are_sent, states
+from tests.support.django_project import BACKEND, ROLLED_BACK, Project, are_sent, states
 from tests.support.pages import DOCS, blocks_of
 from tests.support.smtp_server import Misbehaviour, accepting_server, parsed, scripted_server
 from tests.support.waiting import until
@@ -291,16 +290,8 @@ async def test_anymail_gets_the_same_email_and_refusals_have_the_right_outcomes(
 
 # --- a killed worker --------------------------------------------------------------------------------------------------
 
-TWO: Final = """
-from django.core.mail import send_mail
-from django.db import transaction
-
-try:
-    with transaction.atomic():
-        send_mail("Rolled back", "is not sent", None, ["ann@example.org"])
-        raise KeyError
-except KeyError:
-    pass
+TWO: Final = f"""
+{ROLLED_BACK}
 with transaction.atomic():
     send_mail("First", "text", None, ["ann@example.org"])
     send_mail("Second", "text", None, ["ann@example.org"])
@@ -446,7 +437,6 @@ def _with_mailers(settings: str) -> str:
     return re.sub(r'EMAIL_BACKEND = "(.*)"', r'MAILERS = {"default": {"BACKEND": "\1"}}', settings)
 
 
-@pytest.mark.skipif(not find_spec("celery"), reason="needs celery, which is not in every cell of tools/matrix.py")
 async def test_the_pages_lead_from_celery_and_from_django_post_office(new_project: Project) -> None:
     project = new_project
     for block in blocks_of(DOCS / "how-to/from-celery.md", "python"):

@@ -60,12 +60,39 @@ urlpatterns = [
 """
 
 
+# The start of a program that sends e-mails: one whose transaction rolls back.
+ROLLED_BACK: Final = """
+from django.core.mail import EmailMultiAlternatives, send_mail
+from django.db import transaction
+
+try:
+    with transaction.atomic():
+        send_mail("Rolled back", "is not sent", None, ["ann@example.org"])
+        raise KeyError
+except KeyError:
+    pass
+"""
+
+
 @dataclass(frozen=True)
 class Project:
     """A project in a directory, with its database."""
 
     directory: Path
     dsn: str
+
+    @classmethod
+    def create(cls, directory: Path, dsn: str, settings: str = "") -> Project:
+        """Write the files of a project with these further settings. Its database is not migrated."""
+        project = cls(directory, dsn)
+        (directory / "manage.py").write_text(MANAGE)
+        for package in ("club", "members"):
+            (directory / package).mkdir()
+            (directory / package / "__init__.py").touch()
+        (directory / "club" / "settings.py").write_text(f"DATABASE = {project.database!r}\n{SETTINGS}{settings}")
+        (directory / "club" / "urls.py").write_text(URLS)
+        (directory / "members" / "outbox.py").write_text(HANDLERS)
+        return project
 
     @property
     def database(self) -> dict[str, str]:

@@ -104,7 +104,7 @@ def _id_of(text: str) -> int | None:
 
 @admin.register(Message)
 class MessageAdmin(admin.ModelAdmin):
-    """Who may view messages sees them. Who may change them acts, and sees their payloads without sensitive values."""
+    """With the permission to view, people see messages. To act, and to see payloads, they need the one to change."""
 
     list_display = ("id", "topic", "state", "attempts", "reason", "created_at", "finished_at", "receiver")
     list_filter = ("state", _filter("topic"), _filter("queue"), "created_at")
