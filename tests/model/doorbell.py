@@ -139,14 +139,13 @@ class Doorbell:
         return self.freezes > 0 or self.begins_frozen
 
     def canonical(self, state: World) -> World:
-        if len(set(self.handles)) > 1:
-            return state
-        state = state._replace(workers=tuple(sorted(state.workers)))
-        if self.sends == ((0,), (1,)):
-            # Producers and their messages are also interchangeable.
-            swapped = _swapped(state)
-            return min(state, swapped)
-        return state
+        choices = [state]
+        # The producers are interchangeable together with their messages and the workers of these.
+        if self.sends == ((0,), (1,)) and self.handles == tuple(_SWAPPED[mask] for mask in reversed(self.handles)):
+            choices.append(_swapped(state))
+        if len(set(self.handles)) == 1:
+            choices = [choice._replace(workers=tuple(sorted(choice.workers))) for choice in choices]
+        return min(choices)
 
     def fault(self, state: World) -> str:
         """Return a claimable message whose workers with room all sleep while none is about to poll."""
@@ -516,9 +515,10 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _swapped(state: World) -> World:
-    """Return the state with the two producers and their messages exchanged."""
+    """Return the state with the two producers, their messages and the workers of these exchanged."""
     workers = tuple(
-        sorted(worker._replace(seen=_SWAPPED[worker.seen], locked=_SWAPPED[worker.locked]) for worker in state.workers)
+        worker._replace(seen=_SWAPPED[worker.seen], locked=_SWAPPED[worker.locked])
+        for worker in reversed(state.workers)
     )
     return state._replace(due=_SWAPPED[state.due], producers=state.producers[::-1], workers=workers)
 
