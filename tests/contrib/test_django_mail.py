@@ -1,4 +1,4 @@
-"""Tests the mail backend of Django: what Django's own tests ask of a backend, Anymail, a killed worker, and allauth."""
+"""Tests the mail backend of Django: what Django's own tests ask of a backend, Anymail, a killed worker, and moves."""
 
 from __future__ import annotations
 
@@ -329,68 +329,6 @@ async def test_after_kill_9_another_worker_sends_once_unless_the_server_had_acce
     assert first["subject"] == "First"
     assert [one["subject"] for one in second] == ["Second", "Second"]
     assert len({one["message-id"] for one in second}) == 1
-
-
-# --- a project of others ----------------------------------------------------------------------------------------------
-
-ALLAUTH: Final = """
-INSTALLED_APPS += ["django.contrib.sessions", "django.contrib.messages", "allauth", "allauth.account"]
-MIDDLEWARE = [
-    "django.contrib.sessions.middleware.SessionMiddleware",
-    "django.contrib.auth.middleware.AuthenticationMiddleware",
-    "django.contrib.messages.middleware.MessageMiddleware",
-    "allauth.account.middleware.AccountMiddleware",
-]
-AUTHENTICATION_BACKENDS = ["allauth.account.auth_backends.AuthenticationBackend"]
-TEMPLATES[0]["OPTIONS"] = {
-    "context_processors": [
-        "django.template.context_processors.request",
-        "django.contrib.auth.context_processors.auth",
-        "django.contrib.messages.context_processors.messages",
-    ]
-}
-ALLOWED_HOSTS = ["testserver"]
-ACCOUNT_EMAIL_VERIFICATION = "mandatory"
-ACCOUNT_SIGNUP_FIELDS = ["username*", "email*", "password1*", "password2*"]
-CACHES = {"default": {"BACKEND": "django.core.cache.backends.dummy.DummyCache"}}
-DATABASES["default"]["ATOMIC_REQUESTS"] = True
-ROOT_URLCONF = "allauth.urls"
-"""
-SIGN_UP: Final = """
-from django.contrib.auth.models import User
-from django.db import transaction
-from django.test import Client
-
-
-def sign_up(name):
-    passwords = {"password1": "a-long-password", "password2": "a-long-password"}
-    form = {"email": f"{name}@example.org", "username": name} | passwords
-    assert Client().post("/signup/", form).status_code == 302
-
-
-with transaction.atomic():
-    sign_up("eve")
-    transaction.set_rollback(True)
-assert not User.objects.exists()
-sign_up("ann")
-assert Client().post("/password/reset/", {"email": "ann@example.org"}).status_code == 302
-"""
-
-
-async def test_allauth_sends_its_emails_with_the_transaction_of_the_request(new_project: Project) -> None:
-    project = new_project
-    async with accepting_server() as inbox:
-        project.send_by(inbox.port)
-        with (project.directory / "club" / "settings.py").open("a") as file:
-            file.write(ALLAUTH)
-        await project.manage("migrate", "-v0")
-        await project.run(SIGN_UP)
-        assert states(project) == [("django.mail", "pending")] * 2
-        await project.manage("pgoutbox", "worker", "--once")
-    texts = [parsed(one.content).get_content() for one in inbox.received]
-    assert [one.recipients for one in inbox.received] == [["ann@example.org"]] * 2
-    assert sorted("/confirm-email/" in text for text in texts) == [False, True]
-    assert sorted("/password/reset/key/" in text for text in texts) == [False, True]
 
 
 # --- the pages for those who move -------------------------------------------------------------------------------------

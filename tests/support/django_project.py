@@ -80,6 +80,8 @@ class Project:
 
     directory: Path
     dsn: str
+    settings: str = "club/settings.py"
+    on_warning: str = "error"
 
     @classmethod
     def create(cls, directory: Path, dsn: str, settings: str = "") -> Project:
@@ -107,7 +109,7 @@ class Project:
 
     def set(self, **settings: object) -> None:
         """Append these settings."""
-        with (self.directory / "club" / "settings.py").open("a") as file:
+        with (self.directory / self.settings).open("a") as file:
             file.writelines(f"{name} = {value!r}\n" for name, value in settings.items())
 
     def send_by(self, port: int = 25, *, deliver_with: str | None = None, **settings: object) -> None:
@@ -124,7 +126,7 @@ class Project:
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start `manage.py` with these arguments."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PGOUTBOX_", "DJANGO_"))}
-        command = [sys.executable, "-W", "error", "manage.py", *arguments]
+        command = [sys.executable, "-W", self.on_warning, "manage.py", *arguments]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, cwd=self.directory, env=inherited, stdout=pipe, stderr=pipe, text=True)
 
