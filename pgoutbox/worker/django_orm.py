@@ -139,7 +139,7 @@ class DjangoConnections:
     def _close_stale(self) -> None:
         for connection in self._of_this_thread():
             with _logged():
-                connection.close_if_unusable_or_obsolete()
+                close_left(connection)
 
     def _close_broken(self) -> None:
         for connection in self._of_this_thread():
@@ -153,6 +153,18 @@ class DjangoConnections:
         for connection in self._of_this_thread():
             with _logged():
                 connection.close()
+
+
+def close_left(connection: Any) -> None:  # noqa: ANN401 - Django has no types
+    """Close a connection of this thread that is broken, old or in a transaction. The next use opens another one."""
+    if not connection.in_atomic_block:
+        connection.close_if_unusable_or_obsolete()
+        return
+    from django.db import connections
+
+    _log.warning("a handler left a transaction of DATABASES[%r] open: it is rolled back", connection.alias)
+    connection.close()
+    del connections[connection.alias]  # Django opens none again in the block that was left.
 
 
 def _close_of_idle_threads(left_open: Iterable[Any]) -> None:

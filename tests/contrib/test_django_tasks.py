@@ -24,7 +24,8 @@ MODULE: Final = "django.tasks" if django.VERSION >= (6, 0) else "django_tasks"
 BACKEND: Final = "pgoutbox.contrib.django.tasks.OutboxBackend"
 KEY: Final = "MTIzNDU2Nzg5MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTI="
 HEAD: Final = f"""
-import asyncio, dataclasses, datetime, importlib, logging, os, pathlib, pickle, types
+import asyncio, dataclasses, datetime, importlib, io, json, logging, os, pathlib, pickle, types
+from django.core.management import call_command
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connection, transaction
 from django.test import override_settings
@@ -33,6 +34,7 @@ from {MODULE} import TaskResultStatus, default_task_backend, task, task_backends
 from {MODULE}.exceptions import *
 from {MODULE}.signals import task_enqueued, task_finished, task_started
 from {MODULE} import exceptions
+from pgoutbox.errors import ArgumentError
 InvalidTask = getattr(exceptions, "InvalidTask", None) or exceptions.InvalidTaskError
 """
 TASKS: Final = f"""
@@ -99,6 +101,12 @@ def left_connection():
     transaction.set_autocommit(False)
     connection.cursor().execute("SELECT 1")
     return "done"
+
+@task()
+def left_atomic():
+    transaction.atomic().__enter__()
+    connection.cursor().execute("SELECT 1")
+    return "left"
 
 @task(takes_context=True)
 def third_time(context):
@@ -280,12 +288,16 @@ for priority, count in ((-1, 12), (0, 4), (10, 3)):
         t.noop.using(priority=priority, queue_name="mail").enqueue("mail", priority)
 t.noop.using(priority=10, queue_name="Any name", backend="any").enqueue("any-queue")
 raises(RuntimeError, "rolled back", fails)
+with transaction.atomic():
+    raises(ArgumentError, "NUL", t.noop.enqueue, "\\0")
+    t.noop.enqueue("after-refusal")
 later = t.noop.using(run_after=timezone.now() + datetime.timedelta(days=1)).enqueue("later")
 results = {{
     one.name: one.enqueue().id
     for one in (
-        t.answer, t.noop, t.noop_async, t.value_error, t.system_exit, t.keyboard_interrupt, t.complex_exception,
-        t.complex_return_value, t.refused_return_value, t.own_id, t.attempt_of, t.left_connection, t.broken_connection,
+        t.left_atomic, t.answer, t.noop, t.noop_async, t.value_error, t.system_exit, t.keyboard_interrupt,
+        t.complex_exception, t.complex_return_value, t.refused_return_value, t.own_id, t.attempt_of, t.left_connection,
+        t.broken_connection,
     )
 }}
 pathlib.Path("results.txt").write_text(repr((later.id, results)))
@@ -301,7 +313,8 @@ later, ids = eval(pathlib.Path("results.txt").read_text())
 results = {{name: getattr(t, name).get_result(one) for name, one in ids.items()}}
 
 def test_result():
-    for name, value in (("answer", 42), ("noop", None), ("noop_async", None), ("left_connection", "done")):
+    values = {{"answer": 42, "noop": None, "noop_async": None, "left_connection": "done", "left_atomic": "left"}}
+    for name, value in values.items():
         result = results[name]
         assert result.status == TaskResultStatus.SUCCESSFUL and result.is_finished and result.errors == []
         assert result.return_value == value and result.attempts == 1 and result.worker_ids
@@ -346,6 +359,16 @@ def test_task_error():
 def test_broken_connection():
     assert results["broken_connection"].errors[0].exception_class.__name__ == "OperationalError"
 
+def test_removed_queue():
+    result = t.noop.using(queue_name="mail").enqueue()
+    with override_settings(TASKS={{"default": {{"BACKEND": "{BACKEND}"}}}}):
+        assert task_backends["default"].get_result(result.id).task.queue_name == "mail"
+
+def test_dumpdata():
+    dumped = io.StringIO()
+    call_command("dumpdata", stdout=dumped)
+    assert '"model": "auth.permission"' in dumped.getvalue() and '"model": "pgoutbox.' not in dumped.getvalue()
+
 def test_run_after():
     assert t.noop.get_result(later).status == TaskResultStatus.READY
 
@@ -371,8 +394,10 @@ def test_other_topic():
 
 def store(result, attempt_count, value):
     object.__setattr__(result, "_return_value", value)
-    default_task_backend._store(types.SimpleNamespace(id=int(result.id), attempt_count=attempt_count), result)
     with connection.cursor() as cursor:
+        cursor.execute("SELECT created_at FROM pgoutbox.message WHERE id = %s", [result.id])
+        token = {{"id": int(result.id), "created_at": cursor.fetchone()[0], "attempt_count": attempt_count}}
+        default_task_backend._store(types.SimpleNamespace(**token), result)
         cursor.execute("SELECT content->>'return_value' FROM pgoutbox_task_result WHERE message_id = %s", [result.id])
         return cursor.fetchone()[0]
 
@@ -380,16 +405,26 @@ def test_fence():
     result = t.noop.enqueue()
     assert [store(result, *one) for one in ((1, "a"), (3, "c"), (2, "b"), (3, "d"))] == ["a", "c", "c", "c"]
 
+def test_result_of_another_time():
+    result = t.noop.enqueue()
+    stale = json.dumps({{"return_value": "stale", "errors": [["builtins.ValueError", "stale"]]}})
+    with connection.cursor() as cursor:
+        cursor.execute("INSERT INTO pgoutbox_task_result VALUES (%s, '2000-01-01', 9, %s)", [result.id, stale])
+    result.refresh()
+    assert result.errors == [] and store(result, 1, "new") == "new"
+
 def test_retention():
     result = t.noop.enqueue()
     with connection.cursor() as cursor:
         cursor.execute("SELECT count(*) FROM pgoutbox_task_result")
         count = cursor.fetchone()[0]
         # Results of deleted messages, right after the id from which the writes look.
-        cursor.execute("INSERT INTO pgoutbox_task_result SELECT *, 1, '{{}}' FROM generate_series(10000001, 10000025)")
+        left_behind = "SELECT *, now(), 1, '{{}}' FROM generate_series(10000001, 10000025)"
+        cursor.execute(f"INSERT INTO pgoutbox_task_result {{left_behind}}")
         left = []
         for attempt_count in (1, 2, 3):
-            values = {{"id": int(result.id), "attempt_count": attempt_count, "content": "{{}}", "after_id": 10_000_000}}
+            values = {{"id": int(result.id), "created_at": timezone.now(), "attempt_count": attempt_count}}
+            values |= {{"content": "{{}}", "after_id": 10_000_000}}
             cursor.execute(importlib.import_module("pgoutbox.contrib.django.tasks")._WRITE, values)
             cursor.execute("SELECT count(*) FROM pgoutbox_task_result")
             left.append(cursor.fetchone()[0] - count - 1)
@@ -424,11 +459,13 @@ async def test_the_behaviours_that_django_tests(tasks: Project) -> None:
     assert "No changes" in await tasks.manage("makemigrations", "--check")
     await tasks.run(BEFORE)
     log = await tasks.manage("pgoutbox", "worker", "--once", "--concurrency", "1")
-    assert "This task failed" in log
+    assert 'raise ValueError("This task failed")' in log
+    assert "NoneType: None" not in log
+    assert "a handler left a transaction of DATABASES['default'] open" in log
     await tasks.run(AFTER)
     done = notes(tasks)
     assert not [note for note in done if "rolled-back" in note or "later" in note]
-    assert "noop any-queue" in done
+    assert {"noop any-queue", "noop after-refusal"} <= set(done)
     # The tasks of one queue, whose oldest ones have the lowest priority.
     mail = [note.removeprefix("noop mail ") for note in done if note.startswith("noop mail")]
     assert len(mail) == 19

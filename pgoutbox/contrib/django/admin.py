@@ -36,7 +36,6 @@ ROWS: Final = 25_000
 _HITS: Final = 1_000
 _SECONDS: Final = 5
 _MOST_RESENT: Final = 1_000  # Each copy has a transaction of its own.
-_LARGEST_ID: Final = 10**18
 _LINKS: Final = frozenset({"waits_for", "superseded_by", "resend_of", "failure_of"})
 _LIVE: Final = (State.PENDING, State.SENDING)
 # For each partition, its states.
@@ -99,7 +98,7 @@ def _listed(message: Message) -> ListedMessage:
 
 
 def _id_of(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() and int(text) < _LARGEST_ID else None
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
 @admin.register(Message)
@@ -222,7 +221,7 @@ class MessageAdmin(admin.ModelAdmin):
             self.message_user(request, text, messages.ERROR)
             return
         changes: BulkChanges = {"reason": request.POST.get("reason", "")} if act == "dismiss" else {}
-        actor, origin = f"django:{request.user.get_username()}", f"admin {request.META['REMOTE_ADDR']}"
+        actor, origin = f"django:{request.user.get_username()}", f"admin {request.META.get('REMOTE_ADDR', '')}"
         results: list[MessageResult[Any]] = []
         try:
             with limiting(_SECONDS), Operator(outbox.settings, actor=actor, origin=origin) as operator:

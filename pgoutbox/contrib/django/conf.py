@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Final
@@ -12,7 +13,7 @@ from typing import Any, Final
 import psycopg
 from django.conf import settings as project
 from django.core.signals import setting_changed
-from django.db import connections
+from django.db import connections, transaction
 from django.dispatch import receiver
 from psycopg.conninfo import make_conninfo
 
@@ -65,8 +66,14 @@ def dsn() -> str:
         )
     parameters = {name: value for name, value in connection.get_connection_params().items() if name in _LIBPQ}
     if role := connection.settings_dict["OPTIONS"].get("assume_role"):
+        role = role.replace("\\", "\\\\").replace(" ", "\\ ")
         parameters["options"] = f"{parameters.get('options', '')} -c role={role}".strip()
     return make_conninfo(**parameters)
+
+
+def transaction_of(connection: Any) -> AbstractContextManager[None]:  # noqa: ANN401 - Django has no types
+    """Return the transaction of the caller, which a refusal does not break, or one that commits at once."""
+    return nullcontext() if connection.in_atomic_block else transaction.atomic(connection.alias)
 
 
 def deliver_with() -> str | None:
@@ -76,7 +83,7 @@ def deliver_with() -> str | None:
 
 def has_keys() -> bool:
     """Whether payloads can be encrypted."""
-    return bool(given().get("encryption_keys") or os.environ.get(variable_of("encryption_keys")))
+    return bool(_mapping().get("ENCRYPTION_KEYS") or os.environ.get(variable_of("encryption_keys")))
 
 
 def given() -> dict[str, str]:

@@ -12,7 +12,6 @@ import io
 import smtplib
 import socket
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from datetime import date, datetime, time
 from email.charset import QP, Charset
 from email.generator import BytesGenerator
@@ -26,7 +25,7 @@ import django
 from django.core import mail
 from django.core.exceptions import ImproperlyConfigured
 from django.core.mail.backends.base import BaseEmailBackend
-from django.db import connections, transaction
+from django.db import connections
 from django.utils.functional import Promise
 from django.utils.module_loading import import_string
 from django.utils.timezone import is_naive, make_aware
@@ -70,14 +69,13 @@ class EmailBackend(BaseEmailBackend):
         connection = connections[conf.alias()]
         drafts = [_draft(one, self._deliver_with) for one in email_messages if one.recipients()]
         if drafts:
-            # A refused e-mail must not break the transaction of a caller that catches the error.
-            with nullcontext() if connection.in_atomic_block else transaction.atomic(connection.alias):
+            with conf.transaction_of(connection):
                 outbox.enqueue_many(connection, drafts)
         return len(drafts)
 
 
 def _address(value: object) -> str:
-    """Return the address of `Ann <ann@example.org>`. Raises `ValueError`, as Django does, for one that SMTP refuses."""
+    """Return the address of `Ann <ann@example.org>`. Raises `ValueError`, as Django does, for one that is not sent."""
     try:
         address = parse_mailbox("", str(value)).address
     except Permanent as refusal:
@@ -94,7 +92,7 @@ def _draft(message: Any, deliver_with: str | None) -> NewMessage[Any]:  # noqa: 
         payload: dict[str, Any] = {"deliver_with": deliver_with, "email": _fields_of(message)}
     else:
         data = _seven_bit(_bytes_of(message.message()))
-        payload = {"sender": _address(message.from_email), "to": recipients, "data": _text_of(data)}
+        payload = {"sender": _address(message.from_email), "to": recipients, "data": data.decode("latin-1")}
     return NewMessage(TOPIC, payload, destination=destination)
 
 
@@ -107,7 +105,7 @@ def deliver(message: Message[Any], ctx: SyncContext) -> RawEmail | Outcome | Non
     """Send by SMTP, or hand the e-mail to the mailer that it names."""
     payload = message.payload
     if "data" in payload:
-        return RawEmail(data=base64.b64decode(payload["data"]), to=payload["to"], envelope_sender=payload["sender"])
+        return RawEmail(data=payload["data"].encode("latin-1"), to=payload["to"], envelope_sender=payload["sender"])
     name = payload["deliver_with"]
     try:
         mailer = _mailer(name)
@@ -120,7 +118,7 @@ def deliver(message: Message[Any], ctx: SyncContext) -> RawEmail | Outcome | Non
         if (outcome := _outcome_of(error)) is None:
             raise
         return outcome
-    if accepted:
+    if accepted or accepted is None:  # Some backends return nothing, and raise what goes wrong.
         return None
     if hasattr(stored, "anymail_status") and not getattr(mailer, "fail_silently", False):
         return Skip("a receiver of Anymail's signal pre_send cancelled it")
@@ -224,7 +222,7 @@ def _content(content: Any) -> tuple[str, bool]:  # noqa: ANN401
     if isinstance(content, MimeMessage):
         content = _bytes_of(content)
     is_text = isinstance(content, (str, Promise))
-    return _text_of(str(content).encode() if is_text else bytes(content)), is_text
+    return base64.b64encode(str(content).encode() if is_text else bytes(content)).decode(), is_text
 
 
 def _content_of(data: str, *, is_text: bool) -> Any:  # noqa: ANN401
@@ -269,7 +267,3 @@ def _seven_bit(data: bytes) -> bytes:
             del part["Content-Transfer-Encoding"]
             part.set_payload(text, quoted)
     return data if data.isascii() else _bytes_of(message)
-
-
-def _text_of(data: bytes) -> str:
-    return base64.b64encode(data).decode()

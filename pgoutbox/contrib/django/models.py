@@ -10,6 +10,13 @@ from django.db import models
 from pgoutbox.message import State
 
 
+class _Nothing(models.Manager):
+    """The first manager of a model, which `dumpdata` reads: `loaddata` could not write the messages."""
+
+    def get_queryset(self) -> models.QuerySet:
+        return super().get_queryset().none()
+
+
 class Message(models.Model):
     """A message of `pgoutbox.message_view`, which hides all values of payloads. It has the columns of a list."""
 
@@ -31,6 +38,9 @@ class Message(models.Model):
     skip_reason = models.TextField(null=True)
     last_error = models.TextField(null=True)
 
+    undumped = _Nothing()
+    objects = models.Manager()
+
     class Meta:
         """The view of another schema, in quotes that Django leaves alone."""
 
@@ -45,12 +55,15 @@ class Message(models.Model):
 class StoredResult(models.Model):
     """What the message of a task does not have: its return value and its errors, as JSON that may be sealed.
 
-    It says nothing while the message does not exist or has a higher attempt count.
+    It says nothing without the message of the same id and time.
     """
 
     message_id = models.BigIntegerField(primary_key=True)
+    created_at = models.DateTimeField()
     attempt_count = models.IntegerField()
     content = models.JSONField()
+
+    objects = _Nothing()
 
     class Meta:
         """The table is only written by `tasks`."""

@@ -7,15 +7,17 @@ message is finished, so that a successful task always has its value.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, Final
 
 import django
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connections, transaction
+from django.db import connections
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
@@ -27,6 +29,7 @@ from pgoutbox.handlers import SyncContext
 from pgoutbox.message import Message, Outcome, Unavailable
 from pgoutbox.options import check_max_attempts, check_name
 from pgoutbox.topics import Topic
+from pgoutbox.worker.django_orm import close_left
 
 if django.VERSION >= (6, 0):
     from django.tasks import Task, TaskContext, TaskResult, TaskResultStatus, task_backends
@@ -59,7 +62,7 @@ SELECT
     m.payload::text, m.state, m.attempt_count, m.finished_at, m.skip_reason,
     a.workers, a.started_at, a.last_started_at, a.errors, r.attempt_count, r.content::text
 FROM pgoutbox.message AS m
-LEFT JOIN pgoutbox_task_result AS r ON r.message_id = m.id
+LEFT JOIN pgoutbox_task_result AS r ON r.message_id = m.id AND r.created_at = m.created_at
 CROSS JOIN LATERAL (
     SELECT
         array_agg(b.worker ORDER BY b.attempt_count) AS workers,
@@ -76,7 +79,8 @@ CROSS JOIN LATERAL (
 ) AS a
 WHERE m.id = %(id)s AND m.topic = %(topic)s
 """
-# The fence: an attempt never overwrites what a later one has written.
+# The fence: an attempt never overwrites what a later one has written. Rows that a restored table has from messages of
+# other times count as earlier.
 # Each write also removes results whose messages retention has deleted, among the next 20 after a random id. So a result
 # outlives its message by about a twentieth of its life.
 _WRITE: Final = """
@@ -94,11 +98,11 @@ WITH gone AS (
         AND r.message_id <> %(id)s
         AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = r.message_id)
 )
-INSERT INTO pgoutbox_task_result AS r (message_id, attempt_count, content)
-VALUES (%(id)s, %(attempt_count)s, %(content)s::jsonb)
+INSERT INTO pgoutbox_task_result AS r (message_id, created_at, attempt_count, content)
+VALUES (%(id)s, %(created_at)s, %(attempt_count)s, %(content)s::jsonb)
 ON CONFLICT (message_id) DO UPDATE
-SET attempt_count = excluded.attempt_count, content = excluded.content
-WHERE r.attempt_count < excluded.attempt_count
+SET created_at = excluded.created_at, attempt_count = excluded.attempt_count, content = excluded.content
+WHERE (r.created_at, r.attempt_count) < (excluded.created_at, excluded.attempt_count)
 """
 
 
@@ -146,10 +150,10 @@ class OutboxBackend(BaseTaskBackend):
         if due is not None and timezone.is_naive(due):
             due = timezone.make_aware(due)
         lane = ".high" if task.priority > 0 else ".low" if task.priority < 0 else ""
-        database = conf.alias()
-        with transaction.atomic(using=database, savepoint=False):
+        connection = connections[conf.alias()]
+        with conf.transaction_of(connection):
             enqueued = outbox.enqueue(
-                connections[database],
+                connection,
                 TOPIC,
                 payload,
                 queue=f"{task.queue_name if self.queues else 'default'}{lane}",
@@ -194,13 +198,14 @@ class OutboxBackend(BaseTaskBackend):
 
     def run(self, message: Message[Any], result: TaskResult) -> Outcome | None:
         """Run the task of a message, and store its return value or its error."""
-        from pgoutbox.worker.handler_errors import outcome_of_exception, traceback_of
+        from pgoutbox.worker.handler_errors import traceback_of
 
         task, settings, error = result.task, outbox.settings, None
         task_started.send_robust(type(self), task_result=result)
         try:
             context = (TaskContext(task_result=result),) if task.takes_context else ()
-            value = normalize_json(task.call(*context, *result.args, **result.kwargs))
+            with _closing():
+                value = normalize_json(task.call(*context, *result.args, **result.kwargs))
             to_json(value, max_bytes=settings.max_payload_bytes, field="return_value")
             _set(result, _return_value=value)
         except BaseException as raised:  # noqa: BLE001 - a task may exit
@@ -208,6 +213,13 @@ class OutboxBackend(BaseTaskBackend):
             trace = traceback_of(error, with_texts=settings.error_texts).replace("\0", "\\x00")
             path = f"{type(error).__module__}.{type(error).__qualname__}"
             result.errors.append(TaskError(exception_class_path=path, traceback=f"{trace}\n"))
+            if settings.error_texts:
+                return self._end(message, result, error)  # Receivers of the signal log the exception in hand.
+        return self._end(message, result, error)
+
+    def _end(self, message: Message[Any], result: TaskResult, error: BaseException | None) -> Outcome | None:
+        from pgoutbox.worker.handler_errors import outcome_of_exception
+
         self._store(message, result)
         is_final = error is None or MAX_ATTEMPTS not in self.options or message.attempt_count >= message.max_attempts
         if is_final:
@@ -217,7 +229,7 @@ class OutboxBackend(BaseTaskBackend):
         if error is None:
             return None
         outcome = outcome_of_exception(error, is_permanent=is_final)
-        outcome.is_logged = is_final  # Django logs it at the signal.
+        outcome.is_logged = is_final and outbox.settings.error_texts  # By Django, at the signal.
         return outcome
 
     def _store(self, message: Message[Any], result: TaskResult) -> None:
@@ -225,13 +237,20 @@ class OutboxBackend(BaseTaskBackend):
         content = json.dumps({"return_value": result._return_value, "errors": errors})
         if (keyring := keyring_of(outbox.settings.encryption_keys)) is not None:
             content = keyring.seal(content, _identity_of(result.id), dedupe_key=None)
-        values = {"id": message.id, "attempt_count": message.attempt_count, "content": content}
-        values["after_id"] = random.randrange(message.id)
-        connection = connections[conf.alias()]
-        if not connection.in_atomic_block:  # A test has one.
-            connection.close_if_unusable_or_obsolete()  # The task may have broken it. The next use opens it again.
-        with connection.cursor() as cursor:
-            cursor.execute(_WRITE, values)
+        token = {"id": message.id, "created_at": message.created_at, "attempt_count": message.attempt_count}
+        with connections[conf.alias()].cursor() as cursor:
+            cursor.execute(_WRITE, token | {"content": content, "after_id": random.randrange(message.id)})
+
+
+@contextmanager
+def _closing() -> Iterator[None]:
+    """Close the connection if the task breaks it or leaves it in a transaction, so that its result is stored."""
+    in_transaction = connections[conf.alias()].in_atomic_block  # That of a test.
+    try:
+        yield
+    finally:
+        if not in_transaction:
+            close_left(connections[conf.alias()])
 
 
 def queues() -> list[str]:
@@ -262,9 +281,11 @@ def _task_of(payload: Mapping[str, Any]) -> Task:
     if not isinstance(task, Task):
         raise ImproperlyConfigured(f"{payload['task']}: must be a task, not {type(task).__name__}")
     run_after = payload["run_after"] and datetime.fromisoformat(payload["run_after"])
-    return task.using(
-        priority=payload["priority"], queue_name=payload["queue"], run_after=run_after, backend=payload["backend"]
+    task = copy.copy(task)  # `using` would ask the settings of today.
+    _set(
+        task, priority=payload["priority"], queue_name=payload["queue"], run_after=run_after, backend=payload["backend"]
     )
+    return task
 
 
 def _result_of(task: Task, payload: Mapping[str, Any], **state: Any) -> TaskResult:  # noqa: ANN401
@@ -285,6 +306,6 @@ def _opened(text: str, identity: Identity) -> Any:  # noqa: ANN401
     return value
 
 
-def _set(result: TaskResult, **values: object) -> None:
+def _set(frozen: Task | TaskResult, **values: object) -> None:
     for name, value in values.items():
-        object.__setattr__(result, name, value)  # It is frozen for everyone but the backend.
+        object.__setattr__(frozen, name, value)  # It is frozen for everyone but the backend.

@@ -21,6 +21,7 @@ class Migration(migrations.Migration):
             name="StoredResult",
             fields=[
                 ("message_id", models.BigIntegerField(primary_key=True, serialize=False)),
+                ("created_at", models.DateTimeField()),
                 ("attempt_count", models.IntegerField()),
                 ("content", models.JSONField()),
             ],

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -38,12 +39,20 @@ class Command(BaseCommand):
         """Take any arguments, for `call_command("pgoutbox", "list", "--json")`."""
         parser.add_argument("arguments", nargs=argparse.REMAINDER)
 
-    def handle(self, *_: Any, arguments: list[str], **__: Any) -> None:  # noqa: ANN401 - Django's signature
+    def handle(self, *_: Any, arguments: list[str], **options: Any) -> None:  # noqa: ANN401 - Django's signature
         """Run the command. Raises `CommandError` if it fails."""
-        if code := _run(arguments):
+        out, err = options.get("stdout") or sys.stdout, options.get("stderr") or sys.stderr
+        with redirect_stdout(out), redirect_stderr(err):
+            code = _run(arguments)
+        if code:
             raise CommandError(f"pgoutbox {' '.join(arguments[:1])} failed", returncode=code)
 
 
 def _run(arguments: list[str]) -> int:
+    before = os.environ.copy()
     os.environ.update(conf.environment())
-    return main(arguments)
+    try:
+        return main(arguments)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)  # The settings of the project may change, as in tests.
