@@ -22,6 +22,16 @@ pytestmark = pytest.mark.slow
 TEMPLATES: Final = ("password_reset_form.html", "password_reset_done.html", "password_reset_email.html")
 
 
+CALLED: Final = """
+import io, os
+from django.core.management import call_command
+
+before, out = os.environ.copy(), io.StringIO()
+call_command("pgoutbox", "list", "--state", "pending", stdout=out)
+assert os.environ == before
+print(out.getvalue())
+"""
+
 # --- schema, commands, checks -----------------------------------------------------------------------------------------
 
 
@@ -33,9 +43,7 @@ async def test_migrate_brings_the_schema_and_the_commands_know_the_project(new_p
     await new_project.manage("pgoutbox", "enqueue", "mail.welcome", "{}", "--destination", "mailto:ann@example.org")
     assert "pending" in await new_project.manage("pgoutbox", "list", "--settings=club.settings")
     assert "No such command" in await new_project.manage("pgoutbox", "nonsense", code=2)
-    assert "mail.welcome" in await new_project.run(
-        "from django.core.management import call_command; call_command('pgoutbox', 'list', '--state', 'pending')"
-    )
+    assert "mail.welcome" in await new_project.run(CALLED)
 
 
 async def test_a_schema_of_a_newer_package_stops_migrate_and_check_names_it(project: Project) -> None:

@@ -174,13 +174,7 @@ class MessageAdmin(admin.ModelAdmin):
         listed = _listed(message)
         return str(Truncator(listed.skip_reason or listed.last_error or "").chars(80))
 
-    def change_view(
-        self,
-        request: HttpRequest,
-        object_id: str,
-        form_url: str = "",  # noqa: ARG002
-        extra_context: dict[str, Any] | None = None,
-    ) -> HttpResponse:
+    def change_view(self, request: HttpRequest, object_id: str, *_: Any, **__: Any) -> HttpResponse:  # noqa: ANN401
         """Show one message and its attempts, or do the act of a button."""
         may_act = self.has_change_permission(request)
         if not self.has_view_or_change_permission(request) or (request.method == "POST" and not may_act):
@@ -210,7 +204,6 @@ class MessageAdmin(admin.ModelAdmin):
             "fields": [(name.replace("_", " "), value, name in _LINKS) for name, value in values.items()],
             "attempts": [attempt.redacted(_names_of(message.topic)) for attempt in attempts],
             "acts": [act for act, (states, _) in _ACTS.items() if may_act and message.state in states],
-            **(extra_context or {}),
         }
         return TemplateResponse(request, "admin/pgoutbox/message/change_form.html", context)
 

@@ -89,9 +89,7 @@ def has_keys() -> bool:
 def given() -> dict[str, str]:
     """Return the values of PGOUTBOX by field, as text. Raises `ConfigurationError` for an unknown name."""
     fields = {variable_of(path).removeprefix(ENVIRONMENT_PREFIX): path for path in fields_of(Settings)}
-    values = _mail_settings()
-    if variable_of("max_payload_bytes") not in os.environ:
-        values["max_payload_bytes"] = str(_LARGEST)
+    values = _defaults()
     for name, value in _mapping().items():
         if name in (DATABASE, DELIVER_WITH):
             continue
@@ -119,9 +117,11 @@ def _mapping() -> Mapping[str, Any]:
     return values
 
 
-def _mail_settings() -> dict[str, str]:
+def _defaults() -> dict[str, str]:
     """Return the sender and the mail server that Django's own settings name, and the environment does not."""
-    values = {"smtp.sender": project.DEFAULT_FROM_EMAIL} if project.is_overridden("DEFAULT_FROM_EMAIL") else {}
+    values: dict[str, Any] = {"max_payload_bytes": _LARGEST}
+    if project.is_overridden("DEFAULT_FROM_EMAIL"):
+        values["smtp.sender"] = project.DEFAULT_FROM_EMAIL
     if project.is_overridden("EMAIL_HOST") and variable_of("smtp.host") not in os.environ:
         security = "tls" if project.EMAIL_USE_SSL else "starttls" if project.EMAIL_USE_TLS else "none"
         values |= {
@@ -139,10 +139,7 @@ def _load(name: str) -> Settings:  # noqa: ARG001 - the name of the database, fo
     overrides: dict[str, Any] = {"dsn": dsn()}
     for path, value in given().items():
         group, _, field = path.rpartition(".")
-        if group:
-            overrides.setdefault(group, {})[field] = value
-        else:
-            overrides[field] = value
+        (overrides.setdefault(group, {}) if group else overrides)[field] = value
     return load_settings(**overrides)
 
 

@@ -1,7 +1,4 @@
-"""The outbox of a Django project for `--app` and its processes, which start without manage.py.
-
-It needs the variable DJANGO_SETTINGS_MODULE.
-"""
+"""The outbox of a Django project for processes that start without manage.py. It needs DJANGO_SETTINGS_MODULE."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
@@ -30,6 +29,7 @@ from pgoutbox.message import Message, Outcome, Unavailable
 from pgoutbox.options import check_max_attempts, check_name
 from pgoutbox.topics import Topic
 from pgoutbox.worker.django_orm import close_left
+from pgoutbox.worker.handler_errors import outcome_of_exception, traceback_of
 
 if django.VERSION >= (6, 0):
     from django.tasks import Task, TaskContext, TaskResult, TaskResultStatus, task_backends
@@ -79,8 +79,7 @@ CROSS JOIN LATERAL (
 ) AS a
 WHERE m.id = %(id)s AND m.topic = %(topic)s
 """
-# The fence: an attempt never overwrites what a later one has written. Rows that a restored table has from messages of
-# other times count as earlier.
+# The fence: an attempt never overwrites what a later one has written. A row of a restored table counts as earlier.
 # Each write also removes results whose messages retention has deleted, among the next 20 after a random id. So a result
 # outlives its message by about a twentieth of its life.
 _WRITE: Final = """
@@ -176,15 +175,9 @@ class OutboxBackend(BaseTaskBackend):
         text, state, count, finished_at, skip_reason, workers, started_at, last_at, errors, stored_count, content = row
         payload = _opened(text, Identity("payload", TOPIC))
         stored = _opened(content or '{"return_value": null, "errors": []}', _identity_of(result_id))
-        result = _result_of(
-            _task_of(payload),
-            payload,
-            id=str(result_id),
-            status=_STATUSES.get(state, TaskResultStatus.FAILED),
-            started_at=started_at,
-            last_attempted_at=last_at,
-            finished_at=finished_at,
-        )
+        times = {"started_at": started_at, "last_attempted_at": last_at, "finished_at": finished_at}
+        status = _STATUSES.get(state, TaskResultStatus.FAILED)
+        result = _result_of(_task_of(payload), payload, id=str(result_id), status=status, **times)
         result.worker_ids.extend(workers or ())
         result.errors.extend(TaskError(exception_class_path=path, traceback=trace) for path, trace in stored["errors"])
         if state not in _STATUSES and (state != "failed" or stored_count != count):
@@ -198,14 +191,16 @@ class OutboxBackend(BaseTaskBackend):
 
     def run(self, message: Message[Any], result: TaskResult) -> Outcome | None:
         """Run the task of a message, and store its return value or its error."""
-        from pgoutbox.worker.handler_errors import traceback_of
-
         task, settings, error = result.task, outbox.settings, None
+        in_transaction = connections[conf.alias()].in_atomic_block  # That of a test.
         task_started.send_robust(type(self), task_result=result)
         try:
             context = (TaskContext(task_result=result),) if task.takes_context else ()
-            with _closing():
+            try:
                 value = normalize_json(task.call(*context, *result.args, **result.kwargs))
+            finally:
+                if not in_transaction:
+                    close_left(connections[conf.alias()])  # The result is stored whatever the task has left.
             to_json(value, max_bytes=settings.max_payload_bytes, field="return_value")
             _set(result, _return_value=value)
         except BaseException as raised:  # noqa: BLE001 - a task may exit
@@ -218,8 +213,6 @@ class OutboxBackend(BaseTaskBackend):
         return self._end(message, result, error)
 
     def _end(self, message: Message[Any], result: TaskResult, error: BaseException | None) -> Outcome | None:
-        from pgoutbox.worker.handler_errors import outcome_of_exception
-
         self._store(message, result)
         is_final = error is None or MAX_ATTEMPTS not in self.options or message.attempt_count >= message.max_attempts
         if is_final:
@@ -242,17 +235,6 @@ class OutboxBackend(BaseTaskBackend):
             cursor.execute(_WRITE, token | {"content": content, "after_id": random.randrange(message.id)})
 
 
-@contextmanager
-def _closing() -> Iterator[None]:
-    """Close the connection if the task breaks it or leaves it in a transaction, so that its result is stored."""
-    in_transaction = connections[conf.alias()].in_atomic_block  # That of a test.
-    try:
-        yield
-    finally:
-        if not in_transaction:
-            close_left(connections[conf.alias()])
-
-
 def queues() -> list[str]:
     """Return the queues of a worker that names none, with weights: those of all tasks, and those of topics."""
     backends = [one for one in task_backends.all() if isinstance(one, OutboxBackend)]
@@ -272,8 +254,7 @@ def run(message: Message[Any], ctx: SyncContext) -> Outcome | None:  # noqa: ARG
         result = backend.get_result(str(message.id))
     except Exception as error:  # noqa: BLE001 - the task's module is imported, which may raise anything
         return Unavailable(f"the task cannot be loaded: {type(error).__name__}: {error}")
-    outcome: Outcome | None = backend.run(message, result)
-    return outcome
+    return backend.run(message, result)  # type: ignore[no-any-return]
 
 
 def _task_of(payload: Mapping[str, Any]) -> Task:

@@ -1,11 +1,5 @@
 """Tests that deliver inside the transaction of a Django `TestCase`.
 
-    class SignUpTest(OutboxTestCase):
-        def test_a_new_member_is_welcomed(self):
-            sign_up("bob", "bob@example.org")
-            self.driver.drain()
-            self.assertEqual([d.content.to for d in self.driver.deliveries], ["bob@example.org"])
-
 The statements of the worker run on Django's connection, and handlers in the thread of the test. So handlers see what
 the test has written, and everything is rolled back with the test.
 """
