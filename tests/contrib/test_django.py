@@ -197,7 +197,7 @@ class EmailBackend(BaseEmailBackend):
                     raise Refusal("no such template")
                 file.write(f"{type(one).__name__} {one.subject} {one.to} {one.attachments} {one.alternatives} ")
                 file.write(f"{getattr(one, 'tags', None)} {one.extra_headers} {one.body}\\n")
-        return len(messages)
+        return None if messages[0].subject == "Outside" else len(messages)
 """
 
 
