@@ -430,6 +430,13 @@ def test_retention():
             left.append(cursor.fetchone()[0] - count - 1)
     assert left == [5, 0, 0], left
 
+def test_serializable_by_default():
+    is_read_committed = "current_setting('transaction_isolation') = 'read committed'"
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER TABLE pgoutbox_task_result ADD CHECK ({{is_read_committed}}) NOT VALID")
+        cursor.execute("SET default_transaction_isolation = 'serializable'")
+    assert store(t.noop.enqueue(), 1, "stored") == "stored"
+
 for name, case in list(globals().items()):
     if name.startswith("test_"):
         case()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 import psycopg
@@ -131,8 +132,8 @@ class MessageAdmin(admin.ModelAdmin):
         return Message.objects.using(conf.alias()).order_by(*self.ordering)
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """Show the list, in a transaction for the timeout of its statements."""
-        with transaction.atomic(using=conf.alias()):
+        """Show the list, in a transaction for the timeout of its statements. An act has its own transactions."""
+        with nullcontext() if request.method == "POST" else transaction.atomic(using=conf.alias()):
             return super().changelist_view(request, extra_context)
 
     def first_id(self, request: HttpRequest) -> int:

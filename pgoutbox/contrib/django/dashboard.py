@@ -49,7 +49,7 @@ def dashboard(request: HttpRequest, page: str = "") -> Any:  # noqa: ANN401 - Dj
     if page == "live":
         return HttpResponse(_POLL, content_type="text/event-stream")
     app = _app(outbox.settings)
-    scope = _scope(request, page) | {_USER: (user.get_username(), "operator" if may_act else "viewer")}
+    scope = _scope(request, page) | {_USER: (str(user.get_username()), "operator" if may_act else "viewer")}
     try:
         with app.state.portals as portal:
             return portal.call(_ask, app, scope, request.read(_READ_BYTES))

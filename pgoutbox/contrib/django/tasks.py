@@ -174,7 +174,7 @@ class OutboxBackend(BaseTaskBackend):
             raise TaskResultDoesNotExist(result_id)
         text, state, count, finished_at, skip_reason, workers, started_at, last_at, errors, stored_count, content = row
         payload = _opened(text, Identity("payload", TOPIC))
-        stored = _opened(content or '{"return_value": null, "errors": []}', _identity_of(result_id))
+        stored = _opened(content or '{"return_value": null, "errors": []}', Identity("content", TOPIC, str(result_id)))
         times = {"started_at": started_at, "last_attempted_at": last_at, "finished_at": finished_at}
         status = _STATUSES.get(state, TaskResultStatus.FAILED)
         result = _result_of(_task_of(payload), payload, id=str(result_id), status=status, **times)
@@ -229,9 +229,13 @@ class OutboxBackend(BaseTaskBackend):
         errors = [[error.exception_class_path, error.traceback] for error in result.errors]
         content = json.dumps({"return_value": result._return_value, "errors": errors})
         if (keyring := keyring_of(outbox.settings.encryption_keys)) is not None:
-            content = keyring.seal(content, _identity_of(result.id), dedupe_key=None)
+            content = keyring.seal(content, Identity("content", TOPIC, result.id), dedupe_key=None)
         token = {"id": message.id, "created_at": message.created_at, "attempt_count": message.attempt_count}
-        with connections[conf.alias()].cursor() as cursor:
+        connection = connections[conf.alias()]
+        is_own = not connection.in_atomic_block
+        with conf.transaction_of(connection), connection.cursor() as cursor:
+            if is_own:  # Where transactions are serializable by default, those of other results would conflict.
+                cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
             cursor.execute(_WRITE, token | {"content": content, "after_id": random.randrange(message.id)})
 
 
@@ -274,10 +278,6 @@ def _result_of(task: Task, payload: Mapping[str, Any], **state: Any) -> TaskResu
     given = {name: payload[name] for name in ("args", "kwargs", "backend")}
     enqueued_at = datetime.fromisoformat(payload["enqueued_at"])
     return TaskResult(task=task, enqueued_at=enqueued_at, errors=[], worker_ids=[], **given, **times)
-
-
-def _identity_of(result_id: str) -> Identity:
-    return Identity("content", TOPIC, str(result_id))
 
 
 def _opened(text: str, identity: Identity) -> Any:  # noqa: ANN401

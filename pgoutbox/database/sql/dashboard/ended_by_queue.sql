@@ -14,8 +14,7 @@ WITH ended AS MATERIALIZED (
         END AS seconds
     FROM ended AS e
 )
-SELECT e.queue, count(*) AS messages, s.seconds
+SELECT e.queue, count(*) AS messages, (SELECT s.seconds FROM span AS s) AS seconds
 FROM ended AS e
-CROSS JOIN span AS s
 WHERE e.queue = ANY (%(queues)s::text[])
-GROUP BY e.queue, s.seconds
+GROUP BY e.queue
