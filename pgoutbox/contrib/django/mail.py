@@ -118,7 +118,7 @@ def deliver(message: Message[Any], ctx: SyncContext) -> RawEmail | Outcome | Non
         if (outcome := _outcome_of(error)) is None:
             raise
         return outcome
-    if accepted or accepted is None:  # Some backends return nothing, and raise what goes wrong.
+    if accepted or accepted is None:  # Some backends return None.
         return None
     if hasattr(stored, "anymail_status") and not getattr(mailer, "fail_silently", False):
         return Skip("a receiver of Anymail's signal pre_send cancelled it")
