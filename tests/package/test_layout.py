@@ -18,6 +18,7 @@ import pgoutbox
 ROOT = Path(__file__).parents[2]
 PUBLIC = {"pgoutbox", *pgoutbox.PUBLIC_MODULES}
 PROGRAMS = sorted((ROOT / "examples").rglob("*.py"))
+PROMISES = sorted((ROOT / "tests/promises").rglob("*.py"))
 PAGES = sorted([ROOT / "README.md", ROOT / "docs/tutorial.md", *(ROOT / "docs/how-to").rglob("*.md")])
 IN_SQL = {"pgoutbox.enqueue", "pgoutbox.message"}  # A function and a table have the names of private modules.
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -63,6 +64,11 @@ def test_the_public_modules_are_sorted_and_differ() -> None:
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=title)
 def test_an_example_imports_from_public_modules_only(path: Path) -> None:
+    assert imported_by(path.read_text()) - PUBLIC == set()
+
+
+@pytest.mark.parametrize("path", PROMISES, ids=title)
+def test_a_test_of_a_promise_imports_from_public_modules_only(path: Path) -> None:
     assert imported_by(path.read_text()) - PUBLIC == set()
 
 

@@ -1,0 +1,52 @@
+"""Worker processes with the handlers of a test, and its database: promises are tested at the surface."""
+
+from __future__ import annotations
+
+import textwrap
+from contextlib import ExitStack
+from itertools import count
+from typing import TYPE_CHECKING, Protocol
+
+import pytest
+
+from tests.support.worker_process import WorkerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+
+class StartWorker(Protocol):
+    """Starts `pgoutbox worker` with the handlers of `application`, and kills it when the test ends.
+
+    `application` is the text of a module with an `outbox`. Settings are named without their prefix.
+    """
+
+    def __call__(
+        self, application: str, *arguments: str, environment: Mapping[str, str] | None = None, **settings: str
+    ) -> WorkerProcess: ...
+
+
+@pytest.fixture
+def start_worker(dsn: str, tmp_path: Path) -> Iterator[StartWorker]:
+    """Start workers on the test's database; a test may give them another `dsn`."""
+    with ExitStack() as stack:
+        numbers = count(1)
+
+        def start(
+            application: str, *arguments: str, environment: Mapping[str, str] | None = None, **settings: str
+        ) -> WorkerProcess:
+            number = next(numbers)
+            module = tmp_path / f"promise_app_{number}.py"
+            module.write_text(textwrap.dedent(application))
+            worker = WorkerProcess(
+                f"{module.stem}:outbox",
+                *arguments,
+                log=tmp_path / f"worker-{number}.log",
+                settings={"dsn": dsn, **settings},
+                environment={"PYTHONPATH": str(tmp_path), **(environment or {})},
+            )
+            stack.callback(worker.end)
+            return worker
+
+        yield start
