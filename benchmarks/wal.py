@@ -21,7 +21,7 @@ from benchmarks.options import CLAIM_PARAMETERS, TOPIC, Options
 from benchmarks.report import Result, Table, Verdict
 from benchmarks.server import Server, empty_outbox, pgbench_program, settle
 from pgoutbox.database import sql
-from pgoutbox.database.store import ClaimedRow, fence
+from pgoutbox.database.store import ClaimedRow, sent_fence
 from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.message import FencingToken
 from pgoutbox.outbox import Outbox
@@ -135,7 +135,7 @@ def finish(connection: _Connection, batches: list[_Batch]) -> None:
     ended: list[object] = []
     for batch in batches:
         parameters = {
-            **fence([FencingToken(row[0], 1, row[_CLAIMED_AT]) for row in batch], CLAIM_PARAMETERS["worker"]),
+            **sent_fence([FencingToken(row[0], 1, row[_CLAIMED_AT]) for row in batch], CLAIM_PARAMETERS["worker"]),
             "ended_claims": ended,
             "lock_timeout": "20ms",
         }

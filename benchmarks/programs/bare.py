@@ -14,7 +14,7 @@ import psycopg
 from benchmarks.options import CLAIM_PARAMETERS
 from benchmarks.programs.lifeline import Meter, hold_lifeline
 from pgoutbox.database import sql
-from pgoutbox.database.store import BEGINNING, ClaimedRow, Place, fence
+from pgoutbox.database.store import BEGINNING, ClaimedRow, Place, sent_fence
 from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.message import FencingToken
 from pgoutbox.settings import load_settings
@@ -50,7 +50,9 @@ def main(batch_size: int) -> int:
             place = Place(*last) if last else BEGINNING
             if rows:
                 parameters = {
-                    **fence([FencingToken(row[0], 1, row[CLAIMED_AT]) for row in rows], CLAIM_PARAMETERS["worker"]),
+                    **sent_fence(
+                        [FencingToken(row[0], 1, row[CLAIMED_AT]) for row in rows], CLAIM_PARAMETERS["worker"]
+                    ),
                     "ended_claims": ended,
                     "lock_timeout": "20ms",
                 }

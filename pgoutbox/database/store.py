@@ -412,17 +412,23 @@ class Store:
         attempt is left. A message is deleted instead if a retention rule keeps no sent messages. After a short wait, a
         locked row is left out.
         """
-        parameters = fence(tokens, self.worker)
         if await self.forgets_sent(topics):
-            rows = await self._finishes.fetch(sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters)
+            rows = await self._finishes.fetch(sql.FINISH_SENT_AND_FORGET_IF_HELD, fence(tokens, self.worker))
             return dict.fromkeys((row[0] for row in rows), State.SENT), False
-        parameters |= {"ended_claims": list(ended_claims), "lock_timeout": _FINISH_LOCK_TIMEOUT}
-        try:
-            rows = await self._finishes.fetch(sql.FINISH_SENT_IF_HELD, parameters)
-        except (psycopg.errors.LockNotAvailable, psycopg.errors.SerializationFailure):
-            # A row is locked, or another worker has ended its message while this statement waited for it.
-            return await self.finish([FinishRequest(token, AttemptOutcome.SENT) for token in tokens]), False
-        return dict.fromkeys((row[0] for row in rows), State.SENT), True
+        done: dict[int, State] = {}
+        are_deleted = False
+        for same in _by_number(tokens):
+            parameters = sent_fence(same, self.worker)
+            parameters |= {"ended_claims": list(ended_claims), "lock_timeout": _FINISH_LOCK_TIMEOUT}
+            try:
+                rows = await self._finishes.fetch(sql.FINISH_SENT_IF_HELD, parameters)
+            except (psycopg.errors.LockNotAvailable, psycopg.errors.SerializationFailure):
+                # A row is locked, or another worker has ended its message while this statement waited for it.
+                done |= await self.finish([FinishRequest(token, AttemptOutcome.SENT) for token in same])
+            else:
+                done |= dict.fromkeys((row[0] for row in rows), State.SENT)
+                ended_claims, are_deleted = (), True
+        return done, are_deleted
 
     async def end_claims(self, claimed_ats: Collection[datetime]) -> None:
         """Delete these claims of this worker, whose attempts have ended."""
@@ -646,10 +652,9 @@ def complete_within_sync(
 
 
 def _completion(token: FencingToken, *, worker: str, forgets: bool) -> Step:
-    parameters = fence([token], worker)
     if forgets:
-        return sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters
-    return sql.FINISH_SENT_IF_HELD, {**parameters, "ended_claims": [], "lock_timeout": "0"}
+        return sql.FINISH_SENT_AND_FORGET_IF_HELD, fence([token], worker)
+    return sql.FINISH_SENT_IF_HELD, {**sent_fence([token], worker), "ended_claims": [], "lock_timeout": "0"}
 
 
 async def check_server(settings: Settings) -> None:
@@ -694,6 +699,24 @@ def fence(tokens: Iterable[FencingToken], worker: str) -> dict[str, object]:
         "ids": _array_of(token.id for token in ordered),
         "attempt_counts": _array_of(token.attempt_count for token in ordered),
         "claimed_ats": _array_of(token.claimed_at.isoformat() for token in ordered),
+        "worker": worker,
+    }
+
+
+def _by_number(tokens: Sequence[FencingToken]) -> Iterable[Sequence[FencingToken]]:
+    """Group attempts by their number. Nearly all are first ones, and one group."""
+    numbers = {token.attempt_count for token in tokens}
+    if len(numbers) == 1:
+        return [tokens]
+    return [[token for token in tokens if token.attempt_count == number] for number in sorted(numbers)]
+
+
+def sent_fence(tokens: Sequence[FencingToken], worker: str) -> dict[str, object]:
+    """Return the parameters of the fence in `FINISH_SENT_IF_HELD`, for attempts with one number."""
+    return {
+        "ids": _array_of(token.id for token in tokens),
+        "attempt_count": tokens[0].attempt_count,
+        "claimed_ats": list({token.claimed_at for token in tokens}),
         "worker": worker,
     }
 

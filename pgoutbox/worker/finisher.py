@@ -331,7 +331,7 @@ class Finisher:
         backoff = Backoff(0.05, 5.0)
         while True:
             try:
-                tokens = [attempt.token for attempt in attempts]
+                claims = [attempt.claim for attempt in attempts]
                 done = await write(attempts)
                 current = await self._current_states(
                     [attempt for attempt in attempts if attempt.message.id not in done]
@@ -342,10 +342,15 @@ class Finisher:
                     return
             else:
                 # This process may have claimed a message again meanwhile: that attempt is written next time.
-                same = [attempt for attempt, token in zip(attempts, tokens, strict=True) if attempt.token == token]
+                same = [attempt for attempt, claim in zip(attempts, claims, strict=True) if attempt.claim is claim]
                 self._settle(same, done, current, requests)
                 return
             await asyncio.sleep(backoff.next())
+            # A claim has been answered meanwhile: a batch names only the last known attempt of a message.
+            lost = [attempt for attempt in attempts if self._in_flight.get(attempt.message.id) is not attempt]
+            for attempt in lost:
+                self._note_end(attempt.message, None, None)
+            attempts = [attempt for attempt in attempts if attempt not in lost]
 
     async def _current_states(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:
         if not attempts:

@@ -31,6 +31,7 @@ TRAFFIC = Delivery(cancels=1, releases=1, flows=True)
 FAILOVER = Delivery(renews=True, failovers=1)
 FAILOVER_OF_ONE = replace(FAILOVER, share_process=True)
 FAILOVER_LOSES_MESSAGE = replace(FAILOVER_OF_ONE, loses_messages=True)
+FAILOVER_LOSES_ONE_OF_TWO = replace(FAILOVER_LOSES_MESSAGE, messages=2)
 FAILOVER_UNANSWERED = replace(FAILOVER_OF_ONE, releases=1, lose_answers=True)
 SUSPENDED = Delivery(max_attempts=2, renews=True, share_process=True)
 UNANSWERED = Delivery(releases=2, lose_answers=True)
@@ -89,6 +90,7 @@ NAMES: dict[Model, str] = {
     FAILOVER: "one message, one attempt, a failover that loses commits",
     FAILOVER_OF_ONE: "one message, one attempt, one process, a failover that loses commits",
     FAILOVER_LOSES_MESSAGE: "one message, one attempt, one process, a failover that loses a message",
+    FAILOVER_LOSES_ONE_OF_TWO: "two messages, one attempt, one process, a failover that loses one of them",
     FAILOVER_UNANSWERED: "one message, one attempt, one process, a failover and an answer to a claim is lost",
     SUSPENDED: "one message, two attempts, one process",
     UNANSWERED: "one message, one attempt, answers to claims are lost",
@@ -186,6 +188,7 @@ HOLD = [Case(model) for model in _HOLDING]
 _LARGE: tuple[Model, ...] = (
     ATTEMPTS_AND_REDRIVE,
     CANCELS,
+    FAILOVER_LOSES_ONE_OF_TWO,
     KEY_AND_REDRIVE,
     KEY_AND_ATTEMPTS,
     KEY_AND_CANCEL,
@@ -219,6 +222,7 @@ BREAK = [
     Case(FAILOVER, (_D.WORKER_IN_FINISH, _D.CLAIM_IN_FINISH), STALE, 16),
     Case(FAILOVER_LOSES_MESSAGE, (_D.CLAIM_IN_SENT,), STALE, 17),
     Case(FAILOVER_LOSES_MESSAGE, (_D.CLAIM_IN_FINISH,), STALE, 16),
+    Case(FAILOVER_LOSES_MESSAGE, (_D.LAST_IN_BATCH,), STALE, 19),
     Case(FEW_ATTEMPTS, (_D.LEASE_ASKED_AGAIN,), TAKEN_AWAY, 11),
     Case(FEW_ATTEMPTS, (_D.LEASE_LOCKED,), TAKEN_AWAY, 11),
     Case(TWO_IN_ONE_CLAIM, (_D.CLAIM_KEPT,), STUCK, 10),

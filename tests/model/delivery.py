@@ -31,6 +31,7 @@ class Guard(enum.Enum):
     WORKER_IN_SENT = "the worker's name in FINISH_SENT_IF_HELD"
     WORKER_IN_FINISH = "the worker's name in FINISH_IF_HELD"
     CLAIM_IN_SENT = "the time of the claim in FINISH_SENT_IF_HELD"
+    LAST_IN_BATCH = "a batch of FINISH_SENT_IF_HELD names only the last known attempt of a message"
     CLAIM_IN_FINISH = "the time of the claim in FINISH_IF_HELD"
     STATE_IN_SENT = "the state in FINISH_SENT_IF_HELD"
     STATE_IN_FINISH = "the state in FINISH_IF_HELD"
@@ -108,7 +109,7 @@ class Candidate(NamedTuple):
 class Worker(NamedTuple):
     """A worker, its open transaction and the attempt that it believes to hold. `has_thread`: it has ended an attempt
     whose thread still runs. `leases`: the claims that it has locked. `is_lost`: a failover has lost the message of its
-    attempt, and another message has its id.
+    attempt, and another message has its id. `batch`: the claims that its finish as sent names.
     """
 
     at: str = "idle"
@@ -125,6 +126,7 @@ class Worker(NamedTuple):
     writes: tuple[Row, ...] = ()
     leases: tuple[tuple[int, int], ...] = ()
     is_lost: bool = False
+    batch: tuple[int, ...] = ()
 
 
 class Producer(NamedTuple):
@@ -606,14 +608,14 @@ class Delivery:
         is_in_hand = self.share_process and after is not _IDLE and other.id == after.id and other.at in _IN_HAND
         if is_in_hand and other.is_lost:
             # Its attempt has lost its message. Its result is forgotten, unless its finish is running.
-            if other.at not in ("finishing", "written"):
+            if other.at not in ("finishing", "written") and Guard.LAST_IN_BATCH not in self.without:
                 committed = _with(committed, 1 - index, _IDLE)
         elif is_in_hand and other.outcome in ("retry", "released") and Guard.ENDS_NOT_REPEATED not in self.without:
             committed = _with(committed, 1 - index, _IDLE)
         elif is_in_hand and Guard.OWN_TAKEN_OVER not in self.without:
             # If its finish is running, the finish finds nothing, and is repeated with the new number.
             at = "ended" if other.at == "finishing" else other.at
-            taken = other._replace(at=at, attempt_count=after.attempt_count, claim=after.claim)
+            taken = other._replace(at=at, attempt_count=after.attempt_count, claim=after.claim, batch=())
             fault = ""
             if other.outcome in ("retry", "released"):
                 fault = f"an attempt that no handler began ends as {other.outcome}"
@@ -689,7 +691,23 @@ class Delivery:
     def _finish(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         match worker.at:
             case "ended":
-                now = worker._replace(at="finishing", head=state.head, is_requested=worker.id in state.requests)
+                mate = state.workers[1 - index]
+                is_mate = self.share_process and mate.at in _IN_HAND
+                if (
+                    is_mate
+                    and mate.id == worker.id
+                    and mate.claim > worker.claim
+                    and Guard.LAST_IN_BATCH not in self.without
+                ):
+                    yield "forgets its result: a later claim has its message", _with(state, index, _IDLE)
+                    return
+                # The attempts of a process end in one batch, which names the claims of all of them.
+                joins = (
+                    is_mate and mate.outcome == worker.outcome == "sent" and mate.attempt_count == worker.attempt_count
+                )
+                batch = tuple(sorted({worker.claim, mate.claim})) if joins else ()
+                asked = worker.id in state.requests
+                now = worker._replace(at="finishing", head=state.head, is_requested=asked, batch=batch)
                 yield f"begins to finish attempt {worker.attempt_count} as {worker.outcome}", _with(state, index, now)
             case "finishing":
                 yield from self._write_end(state, index, worker)
@@ -724,7 +742,7 @@ class Delivery:
             and (row.state == SENDING or states in self.without)
             and (row.attempt_count == worker.attempt_count or token in self.without)
             and (not self._has_names or row.worker == self._name_of(index) or name in self.without)
-            and (row.claim_count == worker.claim or claim in self.without)
+            and (row.claim_count in (worker.batch or (worker.claim,)) or claim in self.without)
         )
 
     def _end(self, row: Row, worker: Worker) -> Row:
@@ -743,7 +761,7 @@ class Delivery:
     def _commit_end(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         (written,) = worker.writes
         row = _row_of(state, worker.id)
-        again = worker._replace(at="ended", writes=(), head=0, is_requested=False)
+        again = worker._replace(at="ended", writes=(), head=0, is_requested=False, batch=())
         yield "is cut off: its finish is rolled back", _with(state, index, again)
         done = _commit(state, worker.writes)
         ended = {claim for claim in done.claims if _belongs(row, claim)}

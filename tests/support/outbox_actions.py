@@ -305,8 +305,12 @@ def claimed_ats(connection: psycopg.Connection, *ids: int) -> dict[int, datetime
 
 def finish_sent(connection: psycopg.Connection, *attempts: Attempted, worker: str = "worker-1") -> set[int]:
     """Finish attempts (an id, an attempt count and perhaps a claim) as sent. Return the ids that were written."""
-    parameters = {**fence_of(connection, attempts, worker), **_NOTHING_ELSE}
-    return {row[0] for row in connection.execute(sql.FINISH_SENT_IF_HELD, parameters).fetchall()}
+    written: set[int] = set()
+    for number in {attempt_count for _, attempt_count, *_ in attempts}:
+        same = [attempt for attempt in attempts if attempt[1] == number]
+        parameters = {**fence_of(connection, same, worker), "attempt_count": number, **_NOTHING_ELSE}
+        written |= {row[0] for row in connection.execute(sql.FINISH_SENT_IF_HELD, parameters).fetchall()}
+    return written
 
 
 def finish_sent_and_forget(connection: psycopg.Connection, *attempts: Attempted, worker: str = "worker-1") -> set[int]:

@@ -800,7 +800,7 @@ async def a_claim_with_an_attempt_is_not_deleted(stage: Stage) -> None:
                 "worker": "worker-1",
                 "ended_claims": claimed_ats,
                 "ids": [],
-                "attempt_counts": [],
+                "attempt_count": 1,
                 "claimed_ats": [],
                 "lock_timeout": "1s",
             },
@@ -1230,7 +1230,9 @@ def no_part_in_claims(part: str, *, instead: str = "") -> Mutation:
     return mutate
 
 
-NO_FENCE_IN_SENT = no_fence_in("FINISH_SENT_IF_HELD", NUMBER)
+NUMBER_OF_BATCH = "AND m.attempt_count = %(attempt_count)s::integer"
+CLAIMS_OF_BATCH = "AND m.claimed_at = ANY (%(claimed_ats)s::timestamptz[])"
+NO_FENCE_IN_SENT = no_fence_in("FINISH_SENT_IF_HELD", NUMBER_OF_BATCH)
 NO_FENCE_IN_FINISH = no_fence_in("FINISH_IF_HELD", NUMBER)
 
 
@@ -1468,7 +1470,11 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         no_fence_in("WATCH_IF_HELD", NUMBER),
     ),
     ("fence in forget", a_stale_attempt_cannot_delete, no_fence_in("FINISH_SENT_AND_FORGET_IF_HELD", NUMBER)),
-    ("claim in sent", an_attempt_of_a_lost_message_cannot_write_sent, no_fence_in("FINISH_SENT_IF_HELD", CLAIM)),
+    (
+        "claim in sent",
+        an_attempt_of_a_lost_message_cannot_write_sent,
+        no_fence_in("FINISH_SENT_IF_HELD", CLAIMS_OF_BATCH),
+    ),
     ("claim in finish", an_attempt_of_a_lost_message_cannot_write_another_end, no_fence_in("FINISH_IF_HELD", CLAIM)),
     ("claim in watch", an_attempt_of_a_lost_message_cannot_watch, no_fence_in("WATCH_IF_HELD", CLAIM)),
     (
