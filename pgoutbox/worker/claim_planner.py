@@ -236,10 +236,16 @@ class Cursor:
         if asked_at is not None and due_at > now:
             self.searched_at = asked_at
 
-    def start(self, now: float, *, from_beginning: bool, wanted_at: float = -math.inf) -> Place:
-        """Return the starting place: the beginning too if the last search from there began before `wanted_at`."""
+    def start(
+        self, now: float, *, from_beginning: bool, wanted_at: float = -math.inf, only_news: bool = False
+    ) -> Place:
+        """Return the starting place: the beginning too if the last search from there began before `wanted_at`.
+
+        With `only_news` it is never the beginning: a notified message does not wait for a slow search.
+        """
         wants = from_beginning or self.restarted_at <= wanted_at
-        self._is_search = now >= self.search_due_at or (wants and now >= self._may_search_at)
+        is_due = now >= self.search_due_at or (wants and now >= self._may_search_at)
+        self._is_search = is_due and not only_news
         self.search_owed_at = math.inf if self._is_search or not wants else self._may_search_at
         if self._is_search:
             return BEGINNING

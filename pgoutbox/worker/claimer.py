@@ -195,21 +195,29 @@ class Claimer:
                 case Lane.ORDERED:
                     count = await self._claim_ordered(planner, room - found, complete=from_beginning)
                 case Lane.RETRIES:
-                    count = await self._claim_due(planner, planner.retries, room - found, from_beginning=False)
+                    count = await self._claim_due(planner, planner.retries, room - found)
                 case Lane.FRESH:
                     count = await self._claim_due(
-                        planner, planner.fresh, room - found, from_beginning=from_beginning or fresh_only
+                        planner, planner.fresh, room - found, from_beginning=from_beginning, only_news=fresh_only
                     )
             if count is None:
                 return None
             found += count
         return found
 
-    async def _claim_due(self, planner: ClaimPlanner, cursor: Cursor, room: int, *, from_beginning: bool) -> int | None:
+    async def _claim_due(
+        self,
+        planner: ClaimPlanner,
+        cursor: Cursor,
+        room: int,
+        *,
+        from_beginning: bool = False,
+        only_news: bool = False,
+    ) -> int | None:
         """Claim fresh messages or retries."""
         began_at = elapsed_clock()
         is_retries = cursor is planner.retries
-        place = cursor.start(began_at, from_beginning=from_beginning, wanted_at=planner.wanted_at)
+        place = cursor.start(began_at, from_beginning=from_beginning, wanted_at=planner.wanted_at, only_news=only_news)
         rows = await self._run(
             planner.queue,
             (Lane.RETRIES if is_retries else Lane.FRESH).value,

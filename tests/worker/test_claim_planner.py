@@ -59,8 +59,8 @@ class Clock:
         self.cursor = Cursor()
         self.now = 1000.0
 
-    def start(self, *, from_beginning: bool = False) -> Place:
-        return self.cursor.start(self.now, from_beginning=from_beginning)
+    def start(self, *, from_beginning: bool = False, only_news: bool = False) -> Place:
+        return self.cursor.start(self.now, from_beginning=from_beginning, only_news=only_news)
 
     def claim(self, *seconds: int, from_beginning: bool = False, took: float = 0.001) -> None:
         self.start(from_beginning=from_beginning)
@@ -89,7 +89,15 @@ def test_after_a_partial_claim_the_next_one_goes_back_to_transactions_that_commi
     assert 1.0 < clock.start().since_seconds < 10.0
 
 
-def test_a_notified_worker_starts_at_the_beginning() -> None:
+def test_a_notified_message_does_not_wait_for_a_search_from_the_beginning_that_is_due() -> None:
+    clock = Clock()
+    clock.claim(1, 2)
+    clock.now += 3600.0
+    assert clock.start(only_news=True) != BEGINNING
+    assert clock.start() == BEGINNING
+
+
+def test_a_full_poll_starts_at_the_beginning() -> None:
     clock = Clock()
     clock.claim(1, 2, 3, 4)
     assert clock.start(from_beginning=True) == BEGINNING
