@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-all coverage check bench soak docs site clean
+.PHONY: help demo test test-all coverage check budget bench soak docs site clean
 help: ## Show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
 
@@ -57,6 +57,9 @@ check-pages:
 	$(BIN)/python -m tools.pages
 check-commits:
 	$(BIN)/python -m tools.commit_subjects
+
+budget: $(STAMP) ## Count what a message costs, and write the budget that CI compares
+	$(BIN)/python -m tests.budget --write
 
 bench: $(STAMP) ## Measure, side by side, and print ratios
 	$(BIN)/python -m benchmarks

@@ -43,7 +43,7 @@ CONNECTION_OPTIONS = "-c lock_timeout=10s"
 DATABASE_PREFIX = f"pgoutbox_{os.getpid()}"
 
 # `make test` leaves out these folders, wherever they are, and the tests that are marked `slow`.
-SLOW_FOLDERS = frozenset({"faults", "model", "promises", "soak"})
+SLOW_FOLDERS = frozenset({"budget", "faults", "model", "promises", "soak"})
 
 # `make coverage` measures this process. Programs that tests start are not measured: coverage.py writes to stderr.
 if "PYTEST_XDIST_WORKER" in os.environ:

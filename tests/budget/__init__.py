@@ -1,0 +1,1 @@
+"""The budget: what one message costs, counted and not timed, at the surface: a worker process and its server."""

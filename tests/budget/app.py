@@ -1,0 +1,25 @@
+"""The application of the measured workers: a handler for each kind of work, which does as little as it can."""
+
+from __future__ import annotations
+
+from pgoutbox import Context, Message, Outbox, RetryPolicy
+
+outbox = Outbox()
+
+
+@outbox.handler("budget.plain")
+async def plain(message: Message, context: Context) -> None:
+    """Deliver."""
+
+
+@outbox.handler("budget.retry", retry=RetryPolicy.steps(0, jitter=0))
+async def retry(message: Message, context: Context) -> None:
+    """Fail in the first attempt."""
+    if message.attempt_count == 1:
+        raise ConnectionError("the first attempt fails")
+
+
+@outbox.handler("budget.effect", transactional=True)
+async def effect(message: Message, context: Context) -> None:
+    """Write one row."""
+    await context.connection.execute("INSERT INTO effect (number) VALUES (%s)", (message.id,))

