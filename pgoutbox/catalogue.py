@@ -14,6 +14,7 @@ from pydantic import BaseModel, JsonValue
 from pydantic.errors import PydanticUserError
 from typing_extensions import Unpack
 
+from pgoutbox.clock import seconds_of
 from pgoutbox.encryption import is_sealed
 from pgoutbox.enqueue.payloads import fit
 from pgoutbox.enqueue.validation import Draft
@@ -64,6 +65,7 @@ class TopicFacts(NamedTuple):
     on_duplicate: OnDuplicate | None
     encrypted: bool
     redact: tuple[str, ...]
+    unreadable_timeout_seconds: float | None
     handler: str | None
     max_size: int | None
     transactional: bool
@@ -110,6 +112,7 @@ def _facts(outbox: Outbox, name: str) -> TopicFacts:
         on_duplicate=topic.on_duplicate,
         encrypted=topic.encrypted,
         redact=topic.redact,
+        unreadable_timeout_seconds=None if topic.payload is None else seconds_of(topic.unreadable_timeout),
         handler=None if handler is None else "async" if handler.is_async else "sync",
         max_size=None if handler is None else handler.max_size,
         transactional=handler is not None and handler.transactional,

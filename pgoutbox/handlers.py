@@ -7,20 +7,23 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 import psycopg
 from psycopg.rows import TupleRow
 from pydantic import BaseModel, ValidationError
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Message, Outcome, Permanent
-from pgoutbox.retry import RetryPolicy
+from pgoutbox.message import Message, Outcome, Postponed, ReasonCode
+from pgoutbox.retry import UNREADABLE_TIMEOUT_SECONDS, RetryPolicy
 from pgoutbox.signatures import check_handler, is_async
 
 C = TypeVar("C")
 
 OnUnknown = Literal["retry", "hold"]
+
+# Several workers take turns at an unreadable message by chance, so the first pauses are short.
+_UNREADABLE_PAUSES: Final = RetryPolicy.steps(2, 2, 2, 2, 2, 2, 4, 4, 8, 8, 16, 32, 64, 120, jitter=0.5)
 
 _NOT_TRANSACTIONAL = "ctx.connection is only for transactional handlers: register this one with transactional=True"
 
@@ -43,6 +46,7 @@ class Handler:
     permanent: Sequence[type[BaseException]] = ()
     payload: type[BaseModel] | None = None
     redact: tuple[str, ...] = ()
+    unreadable_timeout_seconds: float = UNREADABLE_TIMEOUT_SECONDS
     is_async: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,7 +69,10 @@ class Handler:
         object.__setattr__(self, "is_async", is_async(self.function))
 
     def parse(self, message: Message[object]) -> Message[object]:
-        """Return the message with its payload as an instance of the topic's model."""
+        """Return the message with its payload as an instance of the topic's model.
+
+        Raises `Postponed` if it does not fit: a worker with another version of the model may be able to read it.
+        """
         if self.payload is None:
             return message
         try:
@@ -75,7 +82,9 @@ class Handler:
                 ".".join(("payload", *map(str, e["loc"]))) + f": {e['msg']}"
                 for e in error.errors(include_url=False, include_context=False, include_input=False)[:10]
             )
-            raise Permanent(f"the payload does not fit the topic's model: {places}") from None
+            pause = _UNREADABLE_PAUSES.delay_seconds(message.attempt_count)
+            text = f"the payload does not fit the topic's model: {places}"
+            raise Postponed(pause, text, code=ReasonCode.UNREADABLE) from None
         return replace(message, payload=payload)
 
 

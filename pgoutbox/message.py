@@ -73,13 +73,15 @@ class ReasonCode(enum.StrEnum):
 
     `circuit_open`: the circuit breaker of its destination is open. `stalled`: its destination answers none of the sends
     in flight. `unavailable`: the transport or the handler reported `Unavailable`, and no breaker handles it.
-    `redirect`: a redirect is on that the transport does not follow, or that a blackout forbids.
+    `redirect`: a redirect is on that the transport does not follow, or that a blackout forbids. `unreadable`: the
+    payload does not fit the topic's model in this worker.
     """
 
     CIRCUIT_OPEN = "circuit_open"
     STALLED = "stalled"
     UNAVAILABLE = "unavailable"
     REDIRECT = "redirect"
+    UNREADABLE = "unreadable"
 
 
 # Not frozen: a frozen dataclass sets each field with a call, which takes five times as long.

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, cast, over
 from pydantic import BaseModel
 from typing_extensions import Unpack
 
-from pgoutbox.clock import Duration
+from pgoutbox.clock import Duration, seconds_of
 from pgoutbox.database import sql
 from pgoutbox.encryption import Keyring, keyring_of
 from pgoutbox.enqueue.adapters import (
@@ -351,6 +351,7 @@ class Outbox:
                 timeout_seconds=timeout_seconds,
                 payload=cast("type[BaseModel] | None", definition.payload),
                 redact=definition.redact,
+                unreadable_timeout_seconds=seconds_of(definition.unreadable_timeout),
             )
             return function
 

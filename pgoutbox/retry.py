@@ -14,6 +14,9 @@ from pgoutbox.errors import ConfigurationError
 
 DEFAULT_MAX_ATTEMPTS = 11
 MAX_DELAY_SECONDS = 30 * 86_400.0
+# Longer than a rolling deployment. Meanwhile a message without a reader delays its ordering key, and its owner knows
+# nothing.
+UNREADABLE_TIMEOUT_SECONDS = 3_600.0
 _MAX_EXPONENT = 62
 
 

@@ -16,7 +16,7 @@ from pgoutbox.clock import Duration
 from pgoutbox.errors import ArgumentError, ConfigurationError
 from pgoutbox.message import P
 from pgoutbox.options import check_delay, check_destination, check_model, check_name, check_redact, if_given
-from pgoutbox.retry import RetryPolicy
+from pgoutbox.retry import UNREADABLE_TIMEOUT_SECONDS, RetryPolicy
 from pgoutbox.text import preview
 
 OnDuplicate = Literal["error", "ignore"]
@@ -37,7 +37,9 @@ class Topic(Generic[P]):
     one wait until an operator has redriven or pruned it. Each newer coalesced message restarts the `delay`, but for no
     longer than `max_delay` since the first waiting one. The payloads of an `encrypted` topic, and the contents of
     its fan-outs, are stored encrypted with PGOUTBOX_ENCRYPTION_KEYS; its keys, destinations and headers stay readable.
-    `redact` names further values to hide, besides passwords and similar ones: names, or paths such as `user.email`.
+    `redact` names further values to hide, besides passwords and similar ones: names, or paths such as `user.email`. A
+    message whose payload does not fit the model of a worker waits for another worker, and fails after
+    `unreadable_timeout`.
     Raises `ConfigurationError` for a mistake.
 
         activation = Topic(
@@ -66,6 +68,7 @@ class Topic(Generic[P]):
     on_duplicate: OnDuplicate | None = None
     encrypted: bool = False
     redact: tuple[str, ...] = ()
+    unreadable_timeout: Duration = UNREADABLE_TIMEOUT_SECONDS
     has_options: bool = dataclass_field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -75,6 +78,7 @@ class Topic(Generic[P]):
             if_given(check_name, "queue", self.queue)
             if_given(check_delay, "delay", self.delay)
             if_given(check_delay, "max_delay", self.max_delay)
+            check_delay("unreadable_timeout", self.unreadable_timeout)
             if_given(check_halts_key, "halts_key", self.halts_key)
             if_given(check_on_duplicate, "on_duplicate", self.on_duplicate)
             if self.ordering_key is not None and self.coalesce_key is not None:
@@ -168,9 +172,8 @@ class Recipient:
     owner: str | None = None
 
 
-_TOPIC_OPTIONS: Final = [
-    field.name for field in fields(Topic) if field.init and field.name not in ("name", "payload", "encrypted", "redact")
-]
+_NOT_OF_MESSAGES: Final = ("name", "payload", "encrypted", "redact", "unreadable_timeout")
+_TOPIC_OPTIONS: Final = [field.name for field in fields(Topic) if field.init and field.name not in _NOT_OF_MESSAGES]
 _topic_options = attrgetter(*_TOPIC_OPTIONS)
 _NO_TOPIC_OPTIONS = (None,) * len(_TOPIC_OPTIONS)
 

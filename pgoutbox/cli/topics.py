@@ -9,6 +9,7 @@ from pgoutbox.cli.arguments import App, Dsn, Json, load_outbox
 from pgoutbox.cli.console import print_json, print_note, print_table
 from pgoutbox.cli.program import app, open_operator, read_settings
 from pgoutbox.operations import TopicCounts
+from pgoutbox.retry import UNREADABLE_TIMEOUT_SECONDS
 
 _COLUMNS: Final = (
     *("topic", "queue", "payload", "destination", "computed", "attempts", "retry", "delay", "expires after"),
@@ -37,12 +38,14 @@ def topics(*, where: App = None, dsn: Dsn = None, as_json: Json = False) -> None
 
 
 def _row(facts: TopicFacts) -> tuple[object, ...]:
+    patience = facts.unreadable_timeout_seconds
     options: list[str] = [
         f"{name}={value}"
         for name, value in (
             ("halts_key", facts.halts_key),
             ("on_duplicate", facts.on_duplicate),
             ("max_delay", _seconds(facts.max_delay_seconds)),
+            ("unreadable_timeout", None if patience == UNREADABLE_TIMEOUT_SECONDS else _seconds(patience)),
         )
         if value is not None
     ]

@@ -128,7 +128,11 @@ class LapsedOptions(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class FinishRequest:
-    """An outcome to be written to the row."""
+    """An outcome to be written to the row.
+
+    With `fails_after_seconds` a snooze ends the message as failed once its attempts in a row with this reason code have
+    lasted that long.
+    """
 
     token: FencingToken
     outcome: AttemptOutcome
@@ -137,6 +141,7 @@ class FinishRequest:
     reason_code: ReasonCode | None = None
     breaker_key: str | None = None
     error_place: str | None = None
+    fails_after_seconds: float | None = None
 
 
 class Place(NamedTuple):
@@ -373,6 +378,10 @@ class Store:
         """Return the payload of an attempt as a JSON text; nothing if it no longer holds its message."""
         parameters = fence([token], self.worker)
         return [text for (text,) in await self._attempts.fetch(sql.LARGE_PAYLOAD, parameters)]
+
+    async def pending_payloads(self, parameters: Mapping[str, object]) -> list[TupleRow]:
+        """Return a sample of the pending payloads: see PENDING_PAYLOADS."""
+        return await self.claims.fetch(sql.PENDING_PAYLOADS, parameters)
 
     async def next_due(
         self, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float
@@ -731,6 +740,7 @@ def _finish_parameters(requests: Sequence[FinishRequest], *, worker: str, hooks:
         "breaker_keys": [request.breaker_key for request in requests],
         "error_places": [request.error_place for request in requests],
         "delays": [request.delay_seconds for request in requests],
+        "fails_after": [request.fails_after_seconds for request in requests],
         "hooks": hooks,
     }
 

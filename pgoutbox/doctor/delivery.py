@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pgoutbox.database import sql
 from pgoutbox.doctor.findings import (
+    HOW_TO,
     MAX_QUOTE_LENGTH,
     Note,
     duration,
@@ -27,6 +28,7 @@ from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.transports.redirect import redirected_mail
 from pgoutbox.transports.registry import hint_for, missing_key
 from pgoutbox.worker.alert import handlers_of
+from pgoutbox.worker.payloads import SampledPayload, find_unreadable, sample_parameters
 
 if TYPE_CHECKING:
     from psycopg.rows import DictRow
@@ -231,6 +233,39 @@ def _unreadable_by_topic(context: DoctorContext) -> dict[str, int]:
 def _encrypted_by_topic(context: DoctorContext) -> dict[str, int]:
     """Return the topics with encrypted pending payloads and their number, for a role that cannot read payloads."""
     return {row["topic"]: row["messages"] for row in context.ask(sql.SEALED_TOPICS, {"member": SEALED})}
+
+
+def check_payloads(context: DoctorContext) -> Iterator[Note]:
+    """Compare a sample of the pending payloads with the models of the application."""
+    if context.outbox is None:
+        yield skipped("no-application", "no application given", _WITHOUT_APP)
+        return
+    if not context.ask_one(sql.READS_PAYLOADS)["reads_payloads"]:
+        user = context.connection.info.user
+        yield skipped(
+            "payloads-forbidden",
+            f"{user} cannot read payloads to compare them with the models",
+            f"run the doctor with the worker's role, or: GRANT SELECT ON pgoutbox.message TO {user}",
+        )
+        return
+    settings = context.settings
+    handlers = handlers_of(context.outbox, settings)
+    rows = context.ask(sql.PENDING_PAYLOADS, sample_parameters(handlers, served=None))
+    sample = (SampledPayload(**row) for row in rows)
+    keyring = keyring_of(settings.encryption_keys)
+    found = find_unreadable(sample, handlers, keyring, settings.redacted_names)
+    for topic, unreadable in found.items():
+        yield warning(
+            "payloads-unreadable",
+            f"{topic}: {unreadable.message_count} of {unreadable.sampled_count} sampled pending payloads do not fit "
+            f"the model: {one_line(unreadable.reason, length=MAX_QUOTE_LENGTH)}",
+            "they wait for a worker that can read them, and fail after the unreadable_timeout of the topic",
+            "keep the workers of the other version running, or accept both forms in the model: "
+            f"{HOW_TO}/topics.html#change-a-model",
+            topic=topic,
+        )
+    if not found:
+        yield ok("payloads-readable", "a sample of the pending payloads fits the models")
 
 
 def check_due(context: DoctorContext) -> Iterator[Note]:

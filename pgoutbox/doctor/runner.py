@@ -54,6 +54,7 @@ _SCHEMA_CHECKS: Final[Mapping[str, Check]] = {
     "handlers": delivery.check_handlers,
     "leases": delivery.check_leases,
     "encryption": delivery.check_encryption,
+    "payloads": delivery.check_payloads,
     "due": delivery.check_due,
     "breakers": delivery.check_breakers,
     "redirect": delivery.check_redirect,

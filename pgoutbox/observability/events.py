@@ -66,6 +66,10 @@ class LogEvent(enum.StrEnum):
     )
     CANCELLED = "cancelled", "A message was cancelled while an attempt was in flight, and ended cancelled."
     SNOOZED = "snoozed", "An attempt ended with a snooze, and its message is pending again."
+    PAYLOAD_UNREADABLE = (
+        "payload_unreadable",
+        "A payload does not fit the model of this worker. Its message waits for another one. Once a minute by topic.",
+    )
     RELEASED = (
         "released",
         "An attempt was given up, for example at shutdown. It does not count; its message is pending again.",

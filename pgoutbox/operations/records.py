@@ -410,6 +410,7 @@ WAITS: Final = {
     "breaker": "the circuit breaker of its receiver is open",
     "unavailable": "a setting or a server must be repaired first",
     "redirect": "the redirect holds it back",
+    "unreadable": "its payload does not fit the model of the worker that tried it; another version may read it",
     "halted": "an earlier message of its ordering key has failed",
     "in order": "an earlier message of its ordering key is delivered first",
     "in flight": "another message of its key is being sent",

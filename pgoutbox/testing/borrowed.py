@@ -28,6 +28,7 @@ from pgoutbox.handlers import Middleware
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
+from pgoutbox.testing.driver import without_patience
 from pgoutbox.transports import Transport
 from pgoutbox.worker.alert import handlers_of
 from pgoutbox.worker.claim_planner import QueueSchedule, parse_queues
@@ -65,7 +66,7 @@ async def run_pass(
     """
     breaker = settings.breaker.model_copy(update={"enabled": False})  # Its pauses would never end in one transaction.
     settings = settings.model_copy(update={"breaker": breaker, "concurrency": 1})
-    handlers = handlers_of(outbox, settings)
+    handlers = without_patience(handlers_of(outbox, settings))
     hooks = {topic: handlers[hook].retry.max_attempts for topic, hook in outbox.hooks.items()}
     run = RunState(
         settings,

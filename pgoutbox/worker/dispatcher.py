@@ -14,7 +14,7 @@ from typing import Final
 
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Handler, SyncContext
-from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Skip, Snooze
+from pgoutbox.message import Message, Outcome, Permanent, Postponed, SendFailure, Sent, Skip, Snooze
 from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, current_gate, scheme_of
 from pgoutbox.transports.registry import MissingTransport
@@ -67,8 +67,8 @@ class Dispatcher:
         for attempt in attempts:
             try:
                 parsed.append((handler.parse(attempt.message), attempt))
-            except Permanent as refused:
-                outcomes[attempt.message.id] = refused
+            except Postponed as unreadable:
+                outcomes[attempt.message.id] = unreadable
         if parsed:
             messages = [message for message, _ in parsed]
             results = await self._run_batch_handler(handler, messages, [attempt for _, attempt in parsed])

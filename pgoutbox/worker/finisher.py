@@ -407,6 +407,15 @@ class Finisher:
             # There may be no breaker, whose opening would be logged.
             text = "message waits until something is mended"
             self._report(logging.WARNING, LogEvent.SNOOZED, text, message, reason=request.reason)
+        elif state is State.PENDING and request is not None and request.reason_code is ReasonCode.UNREADABLE:
+            self._telemetry.count(LogEvent.SNOOZED)
+            omitted_count = self._repeated.admit(message.topic, request.reason_code, None)
+            if omitted_count is None:
+                self._telemetry.count(LogEvent.PAYLOAD_UNREADABLE)
+                return
+            text = "message waits for a worker that can read its payload"
+            fields = {"reason": request.reason, "omitted_count": omitted_count}
+            self._report(logging.WARNING, LogEvent.PAYLOAD_UNREADABLE, text, message, **fields)
         elif state is State.PENDING and request is not None:
             self._report(logging.DEBUG, event_of_outcome(request.outcome), "attempt ended, pending again", message)
         else:
@@ -515,7 +524,8 @@ def finish_request_of(
         case Snooze(delay_seconds=delay, reason=reason):
             why = None if reason is None else clean_text(str(reason))
             code, key = (result.code, result.breaker_key) if isinstance(result, Postponed) else (None, None)
-            return finish(AttemptOutcome.SNOOZED, why, bounded_delay(delay), code, key)
+            limit = attempt.handler.unreadable_timeout_seconds if code is ReasonCode.UNREADABLE else None
+            return finish(AttemptOutcome.SNOOZED, why, bounded_delay(delay), code, key, fails_after_seconds=limit)
         case Released():
             return finish(AttemptOutcome.RELEASED)
         case _:

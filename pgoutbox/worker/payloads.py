@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, cast
+from datetime import UTC, datetime
+from typing import Final, NamedTuple, cast
 
 import psycopg
 from pydantic import JsonValue
@@ -21,14 +24,17 @@ from pgoutbox.database.store import ClaimedRow
 from pgoutbox.database.worker_connection import is_transient_error
 from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
 from pgoutbox.handlers import Handler
-from pgoutbox.message import Failure, Message, Permanent, Snooze, Transient
-from pgoutbox.text import describe
+from pgoutbox.message import Failure, Message, Permanent, Postponed, Snooze, Transient
+from pgoutbox.redaction import redact_text
+from pgoutbox.text import clean_text, describe
 from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult
 from pgoutbox.worker.run_state import RunState
 
 # Large texts are read while those in memory have at most so many characters.
 _HELD_CHARS: Final = 8_388_608
 _PAUSE_SECONDS: Final = 1.0
+
+_SAMPLED_PER_END: Final = 25
 
 Content = JsonValue | Permanent | Transient  # The shared content of a fan-out, or the outcome if it cannot be read.
 
@@ -38,6 +44,62 @@ class _LargeContent:
     value: Content
     size: int
     user_count: int = 0
+
+
+class SampledPayload(NamedTuple):
+    """A pending message with its payload as a JSON text: a row of PENDING_PAYLOADS."""
+
+    topic: str
+    destination: str | None
+    coalesce_key: str | None
+    ordering_key: str | None
+    payload: str
+
+
+@dataclass(slots=True)
+class Unreadable:
+    """How many payloads of a sample do not fit the model of their topic, with the first error, redacted."""
+
+    message_count: int
+    sampled_count: int
+    reason: str
+
+
+def sample_parameters(handlers: Mapping[str, Handler], *, served: Sequence[str] | None) -> dict[str, object]:
+    """Return the parameters of PENDING_PAYLOADS for the topics with a model, in the `served` queues or in all."""
+    topics = sorted(topic for topic, handler in handlers.items() if handler.payload is not None)
+    return {"topics": topics, "served": served, "cap": _SAMPLED_PER_END, "prefix": "", "queues": 200}
+
+
+def find_unreadable(
+    rows: Iterable[SampledPayload], handlers: Mapping[str, Handler], keyring: Keyring | None, names: Sequence[str]
+) -> dict[str, Unreadable]:
+    """Return the topics of which sampled payloads do not fit the model. Payloads that no key decrypts are left out."""
+    found: dict[str, Unreadable] = {}
+    counts: Counter[str] = Counter()
+    for row in rows:
+        handler = handlers[row.topic]
+        message = _message_of(row)
+        payload, problem = read_payload(row.payload, message, handler, keyring)
+        if problem is not None:
+            continue
+        counts[row.topic] += 1
+        try:
+            handler.parse(replace(message, payload=payload))
+        except Postponed as unreadable:
+            reason = redact_text(clean_text(str(unreadable.reason)), (*names, *handler.redact))
+            found.setdefault(row.topic, Unreadable(0, 0, reason)).message_count += 1
+        except Exception:  # noqa: BLE001, S112 - a validator with a bug: its attempts are retried
+            continue
+    for topic, of_topic in found.items():
+        of_topic.sampled_count = counts[topic]
+    return found
+
+
+def _message_of(row: SampledPayload) -> Message[object]:
+    start = datetime.min.replace(tzinfo=UTC)
+    keys = row.coalesce_key, row.ordering_key
+    return Message(0, row.topic, "", row.destination, None, {}, 0, 0, start, start, *keys)
 
 
 class LargeTexts:

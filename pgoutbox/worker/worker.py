@@ -48,7 +48,7 @@ from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.maintenance import Maintenance
-from pgoutbox.worker.payloads import LargeTexts
+from pgoutbox.worker.payloads import LargeTexts, SampledPayload, find_unreadable, sample_parameters
 from pgoutbox.worker.poll_loop import PollLoop
 from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.presence import Presence
@@ -271,6 +271,7 @@ class _Run:
             try:
                 if not self.state.stopping.is_set():
                     self._report_start()
+                    await self._report_unreadable()
                 await self._presence.start()
                 if self._ends_by_itself:
                     await self.executor.breakers.inherit()
@@ -407,6 +408,26 @@ class _Run:
                 reason=lack.reason,
                 topics=lack.topics,
             )
+
+    async def _report_unreadable(self) -> None:
+        """Warn about pending payloads that do not fit the models of this worker. A run of cron does not."""
+        handlers = self._worker._handlers
+        parameters = sample_parameters(handlers, served=self.state.queues.names)
+        if self._ends_by_itself or not parameters["topics"]:
+            return
+        with contextlib.suppress(psycopg.Error, OSError):  # Only people depend on it.
+            rows = map(SampledPayload._make, await self.state.store.pending_payloads(parameters))
+            names = self._settings.redacted_names
+            for topic, found in find_unreadable(rows, handlers, self._worker._keyring, names).items():
+                self._telemetry.report(
+                    logging.WARNING,
+                    LogEvent.PAYLOAD_UNREADABLE,
+                    "pending payloads do not fit the model of this worker",
+                    topic=topic,
+                    message_count=found.message_count,
+                    sampled_count=found.sampled_count,
+                    reason=found.reason,
+                )
 
     def _report_run(self, before: Mapping[LogEvent, int]) -> None:
         counts = {event.value: self._telemetry.counts[event] - before.get(event, 0) for event in _OUTCOMES}

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Final
 import psycopg
 import pytest
 import yaml
+from pydantic import BaseModel
 
-from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, SyncContext
+from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, SyncContext, Topic
 from pgoutbox.database import sql
 from pgoutbox.database.store import Store
 from pgoutbox.message import State
@@ -299,6 +300,25 @@ async def test_a_thread_that_outlives_its_timeout_is_a_ticket(
         finally:
             may_end.set()
     scrapes.assert_firing({"PgoutboxHandlersAbandoned": "ticket"} | WATCHDOG)
+
+
+async def test_payloads_that_no_worker_can_read_are_a_ticket_before_they_fail(
+    outbox: Outbox, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    class Greeting(BaseModel):
+        name: str
+
+    @outbox.handler(Topic("greet", payload=Greeting))
+    async def greet(message: Message[Greeting], ctx: Context) -> None: ...
+
+    worker = Worker(outbox)
+    async with running(worker):
+        await started(worker)
+        await scrapes.take(worker, minutes=5)
+        enqueue(db)
+        await reported(worker, LogEvent.PAYLOAD_UNREADABLE, 1)
+        await scrapes.take(worker, minutes=12)
+    scrapes.assert_firing({"PgoutboxPayloadsUnreadable": "ticket"} | WATCHDOG)
 
 
 async def test_attempts_that_died_with_their_process_are_a_ticket(

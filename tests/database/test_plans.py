@@ -96,6 +96,7 @@ FINISH_PARAMETERS: Mapping[str, object] = {
     "breaker_keys": [None] * 200,
     "error_places": [None] * 200,
     "delays": [1.0] * 200,
+    "fails_after": [None] * 200,
     "hooks": "{}",
 }
 SUCCESSOR_PARAMETERS: Mapping[str, object] = {"ids": [1], "topics": ["greet"], "coalesce_keys": ["k3"]}

@@ -672,7 +672,9 @@ def test_checks_without_privileges_are_skipped_with_the_missing_grant(
         if finding.level is Level.SKIPPED
         and finding.check not in ("smtp", "apprise", "redis", "nats", "rabbitmq", "kafka")
     ]
-    assert {finding.check for finding in findings} == skipped | ({"encryption"} if part != "worker" else set())
+    assert {finding.check for finding in findings} == skipped | (
+        {"encryption", "payloads"} if part != "worker" else set()
+    )
     assert all("GRANT " in str(finding.fix) for finding in findings)
 
 

@@ -271,6 +271,7 @@ class End:
     reason_code: ReasonCode | None = None
     breaker_key: str | None = None
     error_place: str | None = None
+    fails_after_seconds: float | None = None
     claimed_at: datetime | None = None
 
 
@@ -334,6 +335,7 @@ def finish(connection: psycopg.Connection, *ends: End, worker: str = "worker-1",
         "breaker_keys": [end.breaker_key for end in ends],
         "error_places": [end.error_place for end in ends],
         "delays": [end.delay_seconds for end in ends],
+        "fails_after": [end.fails_after_seconds for end in ends],
         "hooks": hooks,
     }
     return {row[0]: State(row[1]) for row in connection.execute(sql.FINISH_IF_HELD, parameters).fetchall()}

@@ -14,7 +14,16 @@ from pgoutbox import Outbox
 from pgoutbox.clock import Duration, elapsed_clock
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.handlers import Context, Handler, SyncContext
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Transient, Unavailable
+from pgoutbox.message import (
+    Message,
+    Outcome,
+    Postponed,
+    ReasonCode,
+    Sent,
+    Skip,
+    Transient,
+    Unavailable,
+)
 from pgoutbox.retry import MAX_DELAY_SECONDS, bounded_delay
 from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
 from pgoutbox.worker.attempt import Attempt, Claim
@@ -153,18 +162,19 @@ async def test_a_handler_gets_its_payload_as_the_model(dispatcher: Dispatcher) -
     assert seen == [Greeting(name="Ann")]
 
 
-async def test_a_payload_that_does_not_match_the_model_fails_permanently(dispatcher: Dispatcher) -> None:
+async def test_a_payload_that_does_not_match_the_model_waits_for_another_worker(dispatcher: Dispatcher) -> None:
     async def greet(message: Message[Greeting], ctx: Context) -> None:
         raise AssertionError("never runs")
 
     message = message_of({"name": "s3cret", "age": "s3cret"})
     outcome = await outcome_of(dispatcher, handler_of(greet, model=Greeting), message)
-    assert isinstance(outcome, Permanent)
-    assert "payload.age" in outcome.error
-    assert "s3cret" not in outcome.error
+    assert isinstance(outcome, Postponed)
+    assert outcome.code is ReasonCode.UNREADABLE
+    assert "payload.age" in str(outcome.reason)
+    assert "s3cret" not in str(outcome.reason)
 
 
-async def test_in_a_batch_only_the_message_with_the_invalid_payload_fails(dispatcher: Dispatcher) -> None:
+async def test_in_a_batch_only_the_message_with_the_unreadable_payload_waits(dispatcher: Dispatcher) -> None:
     async def greet(messages: list[Message[Greeting]], contexts: list[Context]) -> list[Outcome]:
         return [Skip(message.payload.name) for message in messages]
 
@@ -176,7 +186,7 @@ async def test_in_a_batch_only_the_message_with_the_invalid_payload_fails(dispat
     ]
     first, second, third = await dispatcher.run_batch(attempts)
     assert isinstance(first, Skip)
-    assert isinstance(second, Permanent)
+    assert isinstance(second, Postponed)
     assert isinstance(third, Skip)
     assert (first.reason, third.reason) == ("Ann", "Bo")
 

@@ -11,8 +11,10 @@ DECLARE
 BEGIN
     added.error := left(added.error, 1000);
     IF added.outcome IN ('snoozed', 'released')
-        AND (last ->> 'outcome', last ->> 'error', last ->> 'reason_code', last ->> 'breaker_key')
-            IS NOT DISTINCT FROM (added.outcome, added.error, added.reason_code, added.breaker_key)
+        AND (last ->> 'outcome', last ->> 'reason_code', last ->> 'breaker_key')
+            IS NOT DISTINCT FROM (added.outcome, added.reason_code, added.breaker_key)
+        -- Each version of a model has its own error. Together they last as long as nobody can read the payload.
+        AND (added.reason_code = 'unreadable' OR last ->> 'error' IS NOT DISTINCT FROM added.error)
     THEN
         added.times := (last ->> 'times')::integer + 1;
         added.started_at := last ->> 'started_at';

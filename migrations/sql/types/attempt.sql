@@ -23,6 +23,6 @@ COMMENT ON COLUMN pgoutbox.attempt.error IS 'Error message, cut at 1000 characte
 COMMENT ON COLUMN pgoutbox.attempt.error_place IS
     'The innermost frame of the application in the traceback of its handler: file:line function. Else null.';
 COMMENT ON COLUMN pgoutbox.attempt.reason_code IS
-    'Why pgoutbox postponed the message: circuit_open, stalled, unavailable or redirect. Else null.';
+    'Why pgoutbox postponed the message: circuit_open, stalled, unavailable, redirect or unreadable. Else null.';
 COMMENT ON COLUMN pgoutbox.attempt.breaker_key IS
     'The circuit breaker that postponed it, for circuit_open and stalled.';

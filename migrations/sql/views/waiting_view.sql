@@ -36,6 +36,7 @@ SELECT
         WHEN 'breaker' THEN m.available_at
         WHEN 'unavailable' THEN m.available_at
         WHEN 'redirect' THEN m.available_at
+        WHEN 'unreadable' THEN m.available_at
         WHEN 'rate' THEN now() + make_interval(secs => (1 - control.tokens) / control.tokens_per_second)
     END AS until
 FROM pgoutbox.message_live AS m
@@ -75,6 +76,7 @@ CROSS JOIN LATERAL (
         WHEN m.available_at > now() AND last_attempt.reason_code IN ('circuit_open', 'stalled') THEN 'breaker'
         WHEN m.available_at > now() AND last_attempt.reason_code = 'unavailable' THEN 'unavailable'
         WHEN m.available_at > now() AND last_attempt.reason_code = 'redirect' THEN 'redirect'
+        WHEN m.available_at > now() AND last_attempt.reason_code = 'unreadable' THEN 'unreadable'
         WHEN m.available_at > now() AND m.attempt_count > 0 THEN 'retry'
         WHEN m.available_at > now() THEN 'scheduled'
         WHEN halt.id IS NOT NULL THEN 'halted'

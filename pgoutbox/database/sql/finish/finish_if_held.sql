@@ -13,12 +13,20 @@ WITH held AS MATERIALIZED (
             WHEN EXISTS (SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id) THEN 'cancelled'
             WHEN head.newest_id IS NOT NULL THEN 'skipped'
             WHEN o.outcome = 'retry' AND m.attempt_count >= m.max_attempts THEN 'failed'
+            WHEN o.fails_after IS NULL THEN 'pending'
+            -- Postponed for this reason for too long, counted from the first of its attempts in a row. Those before a
+            -- redrive do not count.
+            WHEN CASE
+                WHEN (m.attempts #>> '{-1,outcome}', m.attempts #>> '{-1,reason_code}') = ('snoozed', o.reason_code)
+                    THEN (m.attempts #>> '{-1,started_at}')::timestamptz
+                ELSE m.claimed_at
+            END <= now() - make_interval(secs => o.fails_after) THEN 'failed'
             ELSE 'pending'
         END AS state
     FROM unnest(
         %(ids)s::bigint[], %(outcomes)s::text[], %(reasons)s::text[], %(reason_codes)s::text[],
-        %(breaker_keys)s::text[], %(error_places)s::text[], %(delays)s::float8[]
-    ) AS o(id, outcome, reason, reason_code, breaker_key, error_place, delay_seconds)
+        %(breaker_keys)s::text[], %(error_places)s::text[], %(delays)s::float8[], %(fails_after)s::float8[]
+    ) AS o(id, outcome, reason, reason_code, breaker_key, error_place, delay_seconds, fails_after)
     -- Without ANY, PostgreSQL may plan to read the whole primary key, because statistics may describe an empty table.
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     -- The newer message that supersedes this one. It matters only if this one would become pending again.
