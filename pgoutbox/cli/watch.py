@@ -69,7 +69,7 @@ def top(
 def workers(*, dsn: Dsn = None, as_json: Json = False) -> None:
     """List the workers with their queues and topics. With --json one document per line.
 
-    A worker reports them once a minute. The last run with --once or --drain is listed too, with ended_at. The columns
+    A worker reports them once a minute. The last runs with --once or --drain are listed too, with ended_at. The columns
     connected_at and address are empty behind a pooler, and for other roles if the role does not have pg_read_all_stats.
     """
     with operator_connection.connect(read_settings(dsn), read_only=True) as connection:

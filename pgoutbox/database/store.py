@@ -585,6 +585,10 @@ class Store:
         """Record that a turn of maintenance ended without an error."""
         await self.claims.fetch(sql.MAINTENANCE_SUCCEEDED, {})
 
+    async def count_due(self, queues: Sequence[str]) -> dict[str, int]:
+        """Return how many messages are due in each of these queues, at most 10,000; without queues that have none."""
+        return dict(await self.claims.fetch(sql.COUNT_DUE_BY_QUEUE, {"queues": queues}))
+
     async def report_worker(
         self,
         queues: Sequence[str],

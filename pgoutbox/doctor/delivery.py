@@ -95,24 +95,26 @@ def check_retention(context: DoctorContext) -> Iterator[Note]:
 
 def check_workers(context: DoctorContext) -> Iterator[Note]:
     """Check that a worker runs, and name the queues that workers serve."""
-    running, run = _workers(context)
+    running, runs = _workers(context)
     if running:
         queues = sorted({queue for worker in running for queue in worker["queues"]})
         yield ok(
             "workers-running",
             f"{pluralize(len(running), 'worker')} running, for the queues {join_names(queues, most=20)}",
         )
-    elif run is not None and run["ended_seconds_ago"] <= context.limits.run_seconds:
-        yield ok("worker-ran-once", f"the last run of worker --once ended {duration(run['ended_seconds_ago'])} ago")
+    elif runs:
+        ended = min(run["ended_seconds_ago"] for run in runs)
+        yield ok("worker-ran-once", f"the last run of worker --once ended {duration(ended)} ago")
     else:
         yield warning("no-worker", "no worker is running", "no message is delivered", "start a worker: pgoutbox worker")
 
 
-def _workers(context: DoctorContext) -> tuple[list[DictRow], DictRow | None]:
-    """Return the running workers with their queues and topics, and the last run of `worker --once`, if any."""
+def _workers(context: DoctorContext) -> tuple[list[DictRow], list[DictRow]]:
+    """Return the running workers with their queues and topics, and the last runs of `worker --once`."""
     rows = context.ask(sql.PRESENT_WORKERS)
     running = [row for row in rows if row["ended_seconds_ago"] is None]
-    return running, next((row for row in rows if row["ended_seconds_ago"] is not None), None)
+    ended = [row for row in rows if row["ended_seconds_ago"] is not None]
+    return running, [row for row in ended if row["ended_seconds_ago"] <= context.limits.run_seconds]
 
 
 def check_handlers(context: DoctorContext) -> Iterator[Note]:
@@ -273,10 +275,12 @@ def check_due(context: DoctorContext) -> Iterator[Note]:
     seconds = context.limits.late_seconds
     if not context.settings.listen:
         seconds = max(seconds, 2 * context.settings.poll_interval_seconds)
-    running, run = _workers(context)
-    if not running and run is not None and run["ended_seconds_ago"] <= context.limits.run_seconds:
-        seconds = max(seconds, 2 * min(run["run_interval_seconds"] or 0.0, context.limits.run_seconds))
-    late = context.ask(sql.DUE_FOR_LONG, {"seconds": seconds})
+    running, runs = _workers(context)
+    late = [
+        queue
+        for queue in context.ask(sql.DUE_FOR_LONG, {"seconds": seconds})
+        if queue["oldest_seconds"] > 2 * _run_interval(context, queue["queue"], running, runs)
+    ]
     if not late:
         yield ok("nothing-late", f"no message has been due for more than {duration(seconds)}")
         return
@@ -285,7 +289,15 @@ def check_due(context: DoctorContext) -> Iterator[Note]:
         what = f"queue {queue['queue']}: {count} due, the oldest for {duration(queue['oldest_seconds'])}"
         if queue["halted"] and queue["free"]:
             what = f"{what}, {queue['halted']} of them halted behind a failed message of their ordering key"
-        yield _cause_of_limits(queue, what) or _cause_of_workers(context, queue, running, what)
+        yield _cause_of_limits(queue, what) or _cause_of_workers(context, queue, running, runs, what)
+
+
+def _run_interval(context: DoctorContext, queue: str, running: list[DictRow], runs: list[DictRow]) -> float:
+    """Return the time between two runs of a queue that only runs of `worker --once` serve, else 0."""
+    if any(queue in worker["queues"] for worker in running):
+        return 0.0
+    known = [run["run_interval_seconds"] or 0.0 for run in runs if queue in run["queues"]]
+    return float(min([*known, context.limits.run_seconds])) if known else 0.0
 
 
 def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
@@ -329,19 +341,14 @@ def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
     return None
 
 
-def _cause_of_workers(context: DoctorContext, queue: DictRow, running: list[DictRow], what: str) -> Note:
+def _cause_of_workers(
+    context: DoctorContext, queue: DictRow, running: list[DictRow], runs: list[DictRow], what: str
+) -> Note:
     """Return the finding with the missing worker or handler of a late queue, else that workers do not keep up."""
     name = queue["queue"]
-    if not running:
-        return problem(
-            "due-without-worker",
-            f"{what}: no worker is running",
-            "no message is delivered",
-            f"start a worker: pgoutbox worker --queue {name}; with cron, check that the line of the crontab runs, and "
-            "that it names this queue",
-            queue=name,
-        )
-    serving = [worker for worker in running if name in worker["queues"]]
+    serving = [worker for worker in (*running, *runs) if name in worker["queues"]]
+    if not running and not serving:
+        return _without_worker(name, what)
     if not serving and not queue["is_worked"]:
         return problem(
             "due-in-unserved-queue",
@@ -374,12 +381,25 @@ def _cause_of_workers(context: DoctorContext, queue: DictRow, running: list[Dict
             "raise PGOUTBOX_CONCURRENCY, start more workers, or make the handlers faster; pgoutbox top shows the rate",
             queue=name,
         )
+    if not running:
+        return _without_worker(name, what)
     return problem(
         "due-unclaimed",
         f"{what}: a worker is running and does not claim them",
         "it serves other queues, has no handler for them, or does not keep up",
         f"check that a worker serves --queue {name} and is not blocked, with pgoutbox workers and pgoutbox top",
         queue=name,
+    )
+
+
+def _without_worker(queue: str, what: str) -> Note:
+    return problem(
+        "due-without-worker",
+        f"{what}: no worker is running",
+        "no message is delivered",
+        f"start a worker: pgoutbox worker --queue {queue}; with cron, check that the line of the crontab runs, and "
+        "that it names this queue",
+        queue=queue,
     )
 
 
@@ -475,8 +495,8 @@ def check_destinations(context: DoctorContext) -> Iterator[Note]:
     missing = {scheme: count for scheme, count in waiting.items() if not is_served(scheme, settings, context.outbox)}
     keys = [missing_key(scheme) for scheme in missing]
     reported = {row["key"] for row in context.ask(sql.MISSING_TRANSPORTS, {"keys": keys})} if missing else set()
-    running, run = _workers(context)
-    has_workers = bool(running) or (run is not None and run["ended_seconds_ago"] <= context.limits.run_seconds)
+    running, runs = _workers(context)
+    has_workers = bool(running or runs)
     for scheme, count in missing.items():
         what = f"{pluralize(count, 'message')} for {scheme} destinations"
         if has_workers and missing_key(scheme) not in reported:

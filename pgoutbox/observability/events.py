@@ -36,6 +36,10 @@ class LogEvent(enum.StrEnum):
 
     METRICS_SERVED = "metrics_served", "`/metrics`, `/livez` and `/readyz` are served at this address."
     WORKER_STARTED = "worker_started", "The worker is connected and starts to claim."
+    TOPICS_NOT_SERVED = (
+        "topics_not_served",
+        "At start: topics of the application are in queues that this worker does not serve.",
+    )
     WORKER_STOPPING = (
         "worker_stopping",
         "The worker begins to stop: it claims no more messages and waits for its handlers.",
@@ -48,7 +52,7 @@ class LogEvent(enum.StrEnum):
     )
     RUN_DONE = (
         "run_done",
-        "A run of `worker --once` or `--drain` has ended. The fields count the outcomes of its attempts.",
+        "A run of `worker --once` or `--drain` has ended. It counts its outcomes, and what is due in unserved queues.",
     )
     CLAIMED = "claimed", "Attempts begun."
     SENT = "sent", "Attempts that ended sent."

@@ -39,9 +39,9 @@ class TopicActivity:
 
 
 class WorkerActivity(NamedTuple):
-    """A worker that holds messages, reports its presence or is connected, or the last run; as in LIST_WORKERS.
+    """A worker that holds messages, reports its presence or is connected, or a last run; as in LIST_WORKERS.
 
-    `queues` and `topics` are those that it serves, idle or not. `ended_at` is the end of the last run with `--once` or
+    `queues` and `topics` are those that it serves, idle or not. `ended_at` is the end of a run with `--once` or
     `--drain`, and None for all others. A worker without `seen_at` reports no more: then `queues` are those of its
     messages. `connected_at` is None if its connection is gone, goes through a pooler, or belongs to a role whose
     sessions are hidden from this one. `expired_leases` counts the messages whose lease has expired.

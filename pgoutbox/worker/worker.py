@@ -32,6 +32,7 @@ from pgoutbox.observability.measures import WorkerStatus
 from pgoutbox.observability.server import TelemetryServer
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
+from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.transports import Transport
 from pgoutbox.transports.readiness import lacks_of
 from pgoutbox.transports.redirect import RedirectRules
@@ -109,6 +110,11 @@ class Worker:
         }
         self._defined_queues = sorted({topic.queue for topic in outbox.topics.values() if topic.queue is not None})
         self._queues = name_all(parse_queues(queues), self._defined_queues)
+        self._is_default = self._queues == name_all(parse_queues(outbox.default_queues), self._defined_queues)
+        served = {share.name for share in self._queues}
+        own = self._handlers.keys() - {ALERT_TOPIC, *outbox.hooks.values()}  # These follow the queues of others.
+        queue_of = {name: topic.queue or "default" for name, topic in outbox.topics.items()}
+        self._unserved = {name: q for name in sorted(own) if (q := queue_of.get(name, "default")) not in served}
         self.name: str = _name_for(self._settings)
         self.telemetry: Telemetry = Telemetry(_log)
         RedirectRules.of(self._settings.redirect)
@@ -282,7 +288,7 @@ class _Run:
             finally:
                 await self._wind_down(finishing)
                 if self._ends_by_itself:
-                    self._report_run(counts)
+                    await self._report_run(counts)
         finally:
             await self._close()
             self._telemetry.report(
@@ -398,6 +404,15 @@ class _Run:
             worker=worker.name,
             queues=self.state.queues.names,
         )
+        if worker._unserved:
+            self._telemetry.report(
+                # Queues that were named may share the work with other workers.
+                logging.WARNING if worker._is_default and not self._ends_by_itself else logging.DEBUG,
+                LogEvent.TOPICS_NOT_SERVED,
+                "this worker does not serve the queues of these topics: name them with --queue, or use --queue '*'",
+                queues=sorted(set(worker._unserved.values())),
+                topics=list(worker._unserved),
+            )
         functions = {topic: handler.function for topic, handler in worker._handlers.items()}
         for lack in lacks_of(self._settings, worker._transports, functions, worker._fixed_destinations):
             self._telemetry.report(
@@ -429,9 +444,23 @@ class _Run:
                     reason=found.reason,
                 )
 
-    def _report_run(self, before: Mapping[LogEvent, int]) -> None:
+    async def _report_run(self, before: Mapping[LogEvent, int]) -> None:
         counts = {event.value: self._telemetry.counts[event] - before.get(event, 0) for event in _OUTCOMES}
-        self._telemetry.report(logging.INFO, LogEvent.RUN_DONE, "run done", worker=self.state.store.worker, **counts)
+        left: Mapping[str, int] = {}
+        if unserved := sorted(set(self._worker._unserved.values())):
+            with contextlib.suppress(psycopg.Error, OSError):  # The run itself has ended well.
+                left = await self.state.store.count_due(unserved)
+        self._telemetry.report(
+            logging.INFO,
+            LogEvent.RUN_DONE,
+            "run done; messages are left due in queues that it does not serve: name them with --queue"
+            if left
+            else "run done",
+            worker=self.state.store.worker,
+            **counts,
+            left_due=sum(left.values()),
+            left_queues=list(left),
+        )
 
 
 def _name_for(settings: Settings) -> str:

@@ -1225,7 +1225,7 @@ class TestDeciding:
         assert (served.out, served.err) == ("queue bulk: was not paused; due: 0 messages\n", "")
         assert "no running worker serves queue default" in cli("resume", "default").err
         # The next run of cron may serve it.
-        database.execute("UPDATE pgoutbox.worker SET ended_at = now()")
+        database.execute("UPDATE pgoutbox.worker SET ended_at = now(), queues = '{default}'")
         assert cli("resume", "default").err == ""
         assert cli("resume", "default", "--json").json["is_served"] is None
 

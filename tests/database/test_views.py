@@ -43,7 +43,7 @@ WAITS_FOR_RETRY = (
 
 REPORT = "INSERT INTO pgoutbox.worker (name, queues, topics, started_at) VALUES (%s, %s, %s, now())"
 # A worker that served the queue and had the handler would claim these.
-CLAIMABLE = {"due", "no worker", "no handler"}
+CLAIMABLE = {"due", "next run", "no worker", "no handler"}
 
 
 def reason_of(connection: psycopg.Connection, message_id: int) -> tuple[object, ...] | None:
@@ -101,6 +101,13 @@ def its_transport_is_unavailable(db: psycopg.Connection) -> tuple[int, Expected]
     db.execute(WAITS_FOR_RETRY, [message_id])
     db.execute(SNOOZED, (message_id, "no password", "unavailable", None))
     return message_id, ("unavailable", None, 3600)
+
+
+def its_payload_is_unreadable(db: psycopg.Connection) -> tuple[int, Expected]:
+    message_id = enqueue(db)
+    db.execute(WAITS_FOR_RETRY, [message_id])
+    db.execute(SNOOZED, (message_id, "does not fit", "unreadable", None))
+    return message_id, ("unreadable", None, 3600)
 
 
 def a_redirect_held_it_back(db: psycopg.Connection) -> tuple[int, Expected]:
@@ -173,7 +180,7 @@ def its_worker_is_long_gone(db: psycopg.Connection) -> tuple[int, Expected]:
 
 def a_run_of_today_has_served_it(db: psycopg.Connection) -> tuple[int, Expected]:
     db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '24 h', ended_at = now() - interval '24 h'")
-    return enqueue(db), ("due", None, None)
+    return enqueue(db), ("next run", None, None)
 
 
 def the_last_run_was_days_ago(db: psycopg.Connection) -> tuple[int, Expected]:
@@ -181,9 +188,16 @@ def the_last_run_was_days_ago(db: psycopg.Connection) -> tuple[int, Expected]:
     return enqueue(db), ("no worker", None, None)
 
 
-def another_line_of_the_crontab_ran_last(db: psycopg.Connection) -> tuple[int, Expected]:
+def only_a_run_of_another_queue_has_ended(db: psycopg.Connection) -> tuple[int, Expected]:
     db.execute("UPDATE pgoutbox.worker SET queues = '{other}', ended_at = now()")
-    return enqueue(db), ("due", None, None)
+    return enqueue(db), ("no worker", None, None)
+
+
+def a_run_beside_the_worker_knows_its_topic(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("UPDATE pgoutbox.worker SET topics = '{other}'")
+    db.execute(REPORT, ("run", ["default"], ["greet"]))
+    db.execute("UPDATE pgoutbox.worker SET ended_at = now() WHERE name = 'run'")
+    return enqueue(db), ("next run", None, None)
 
 
 def no_worker_of_its_queue_knows_its_topic(db: psycopg.Connection) -> tuple[int, Expected]:
@@ -194,11 +208,12 @@ def no_worker_of_its_queue_knows_its_topic(db: psycopg.Connection) -> tuple[int,
 
 SITUATIONS = (
     a_queue_is_paused, a_pause_is_over, it_is_for_later, it_is_retried, a_handler_snoozed_it, a_breaker_held_it_back,
-    its_destination_is_stalled, its_transport_is_unavailable, a_redirect_held_it_back,
+    its_destination_is_stalled, its_transport_is_unavailable, its_payload_is_unreadable, a_redirect_held_it_back,
     a_newer_one_exists, its_key_is_halted, it_is_not_its_turn, an_older_one_is_being_sent,
     a_later_one_of_its_ordering_key_is_being_sent, the_rate_is_used_up,
     the_queue_is_full, nothing_is_in_its_way, nobody_serves_its_queue, its_worker_is_long_gone,
-    a_run_of_today_has_served_it, another_line_of_the_crontab_ran_last, the_last_run_was_days_ago,
+    a_run_of_today_has_served_it, only_a_run_of_another_queue_has_ended, the_last_run_was_days_ago,
+    a_run_beside_the_worker_knows_its_topic,
     no_worker_of_its_queue_knows_its_topic,
 )  # fmt: skip
 

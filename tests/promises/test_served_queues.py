@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ def command(dsn: str, tmp_path: Path, app: str) -> Callable[..., Done]:
 
     def run(*arguments: str, **environment: str) -> Done:
         settings = {"PGOUTBOX_APP": app, "PGOUTBOX_LOG_FORMAT": "json", **environment}
-        return run_process(*arguments, dsn=dsn, PYTHONPATH=str(tmp_path), **settings)
+        return run_process(*arguments, dsn=dsn, stdin=b"", PYTHONPATH=str(tmp_path), **settings)
 
     return run
 
@@ -65,8 +66,7 @@ def codes(command: Callable[..., Done]) -> set[str]:
 
 
 def run_done(done: Done) -> dict[str, Any]:
-    import json
-
+    record: dict[str, Any]
     (record,) = [r for r in map(json.loads, done.err.splitlines()) if r.get("event") == "run_done"]
     return record
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.messages import put
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, reports, row_of, rows_of, running, settings_for
 from tests.support.partitions import drop_partitions, partitions_of
-from tests.support.races import until_blocked
 from tests.support.smtp_server import accepting_server, mail_settings
 from tests.support.waiting import until
 
@@ -244,22 +242,49 @@ async def test_overlapping_runs_and_a_running_worker_keep_their_rows_apart(
     assert rows() == {(run.name, True)}
 
 
-async def test_runs_that_end_at_the_same_time_leave_one_row_with_the_failures_of_both(
+async def test_runs_that_end_at_the_same_time_do_not_wait_and_the_next_run_replaces_both(
     dsn: str, db: psycopg.Connection, connect: Connect
 ) -> None:
-    for name in ("first", "second"):
+    for name in ("last", "first", "second", "third"):
         db.execute("INSERT INTO pgoutbox.worker (name, queues, topics) VALUES (%s, '{}', '{}')", [name])
+    end_run(db, "last", {"smtp:a": {"failures": 1}})
     first, second = connect(), connect()
-    first.execute(sql.END_RUN, {"worker": "first", "failures": Jsonb({"smtp:a": {"failures": 1}})})
-    with ThreadPoolExecutor(1) as thread:
-        parameters = {"worker": "second", "failures": Jsonb({"smtp:b": {"failures": 2}})}
-        ending = thread.submit(second.execute, sql.END_RUN, parameters)
-        until_blocked(db, second, ending)
-        first.commit()
-        assert ending.result().fetchall() == [("second",)]
+    end_run(first, "first", {"smtp:b": {"failures": 2}})
+    end_run(second, "second", {"smtp:c": {"failures": 3}})
+    first.commit()
     second.commit()
-    rows = db.execute("SELECT name, failures FROM pgoutbox.worker").fetchall()
-    assert rows == [("second", {"smtp:a": {"failures": 1}, "smtp:b": {"failures": 2}})]
+    end_run(db, "third", {"smtp:a": None})
+    ((name, failures, seconds),) = db.execute(
+        "SELECT name, failures, run_interval_seconds FROM pgoutbox.worker"
+    ).fetchall()
+    assert (name, seconds is not None) == ("third", True)
+    # One of the two failures is lost, because neither run has seen the other.
+    assert failures in ({"smtp:b": {"failures": 2}}, {"smtp:c": {"failures": 3}})
+
+
+def end_run(connection: psycopg.Connection, name: str, failures: object) -> None:
+    assert connection.execute(sql.END_RUN, {"worker": name, "failures": Jsonb(failures)}).fetchall() == [(name,)]
+
+
+async def test_the_lines_of_a_crontab_keep_their_rows_and_their_intervals(db: psycopg.Connection) -> None:
+    for name, queues in (("a1", "{a}"), ("b1", "{b}"), ("a2", "{a}"), ("a-b", "{a,b,c}"), ("b2", "{b}")):
+        db.execute("INSERT INTO pgoutbox.worker (name, queues, topics) VALUES (%s, %s, '{t}')", [name, queues])
+        end_run(db, name, {name: 1})
+        db.execute("UPDATE pgoutbox.worker SET ended_at = ended_at - interval '1 hour'")
+        rows = db.execute(
+            "SELECT name, round(run_interval_seconds / 3600)::integer FROM pgoutbox.worker ORDER BY ended_at DESC"
+        ).fetchall()
+        expected = {
+            "a1": [("a1", None)],
+            "b1": [("b1", None), ("a1", None)],
+            "a2": [("a2", 2), ("b1", None)],
+            "a-b": [("a-b", None)],  # It serves what the others serve.
+            "b2": [("b2", None), ("a-b", None)],
+        }
+        assert rows == expected[name]
+    # The newest one has the failures of all.
+    (row,) = db.execute("SELECT failures FROM pgoutbox.worker WHERE name = 'b2'").fetchall()
+    assert row[0].keys() == {"a1", "b1", "a2", "a-b", "b2"}
 
 
 async def test_a_run_does_not_warn_about_open_breakers_and_unclaimed_messages(

@@ -1,6 +1,6 @@
 -- Workers write their row once a minute, so each update finds room on its page. A host with only cron has no worker that
--- runs all the time. Its last run leaves its row: the next run continues, because a process of its own would count the
--- failures from zero.
+-- runs all the time. Its runs leave their rows, one for each line of the crontab. They tell which queues have a worker, and
+-- the last one has the failures with which the next run continues.
 CREATE TABLE pgoutbox.worker (
     name                 text COLLATE "C" NOT NULL,
     queues               text[]           NOT NULL,
@@ -16,11 +16,8 @@ CREATE TABLE pgoutbox.worker (
     CONSTRAINT worker_pkey PRIMARY KEY (name)
 ) WITH (fillfactor = 50);
 
--- One row is that of the last run.
-CREATE UNIQUE INDEX worker_last_run ON pgoutbox.worker ((true)) WHERE ended_at IS NOT NULL;
-
 COMMENT ON TABLE pgoutbox.worker IS
-    'The workers that run, and the last run of pgoutbox worker --once or --drain. Other workers delete their row when they stop.';
+    'The workers that run, and the last runs of pgoutbox worker --once or --drain. Other workers delete their row when they stop.';
 COMMENT ON COLUMN pgoutbox.worker.name IS 'The name of the worker, as in `message.worker`.';
 COMMENT ON COLUMN pgoutbox.worker.queues IS 'The queues that it serves.';
 COMMENT ON COLUMN pgoutbox.worker.topics IS 'The topics that it has a handler for.';
@@ -29,7 +26,7 @@ COMMENT ON COLUMN pgoutbox.worker.version IS 'Its version of pgoutbox.';
 COMMENT ON COLUMN pgoutbox.worker.slots IS 'Its PGOUTBOX_CONCURRENCY: how many attempts it can have in flight.';
 COMMENT ON COLUMN pgoutbox.worker.started_at IS 'When it started.';
 COMMENT ON COLUMN pgoutbox.worker.seen_at IS 'When it last reported, once a minute. Another worker deletes the row three minutes later.';
-COMMENT ON COLUMN pgoutbox.worker.ended_at IS 'When the last run ended. Null while a worker runs.';
-COMMENT ON COLUMN pgoutbox.worker.run_interval_seconds IS 'Time between the ends of the last two runs. Null after the first.';
+COMMENT ON COLUMN pgoutbox.worker.ended_at IS 'When the run ended. Null while a worker runs.';
+COMMENT ON COLUMN pgoutbox.worker.run_interval_seconds IS 'Time between the ends of the last two runs of these queues. Null after the first.';
 COMMENT ON COLUMN pgoutbox.worker.failures IS
     'Failures in a row of each transport, by circuit breaker, and digests of recipients with doubtful ones. The next run continues.';

@@ -15,5 +15,5 @@ FROM pgoutbox.worker AS w
 WHERE w.seen_at > now() - interval '3 minutes' OR w.ended_at IS NOT NULL;
 
 COMMENT ON VIEW pgoutbox.worker_view IS
-    'The workers that have reported within three minutes, with their queues and topics. A row with `ended_at` is the last '
-    'run of pgoutbox worker --once or --drain.';
+    'The workers that have reported within three minutes, with their queues and topics. A row with `ended_at` is a '
+    'run of pgoutbox worker --once or --drain, the last one with its queues.';

@@ -1,4 +1,4 @@
--- The workers that have reported within three minutes, and the last run of `worker --once` or `--drain`, which has ended.
+-- The workers that have reported within three minutes, and the last runs of `worker --once` or `--drain`, which have ended.
 SELECT
     v.name,
     v.queues,

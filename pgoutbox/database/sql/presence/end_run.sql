@@ -1,32 +1,45 @@
--- A run of `worker --once` or `--drain` ends. Its row replaces the row of the last run. `failures` has the failures in a
--- row of each breaker that this run has used; those of others stay. Overlapping runs may lose a failure, and then the
--- breaker opens a run later.
+-- A run of `worker --once` or `--drain` ends. Its row replaces those of earlier runs that served nothing else, so each line
+-- of a crontab has one. `failures` has the failures in a row of each breaker that this run has used; those of others are
+-- taken from the run that ended last. Overlapping runs may lose a failure, and then the breaker opens a run later.
 WITH own AS (
-    DELETE FROM pgoutbox.worker AS w
+    SELECT w.name, w.queues, w.topics
+    FROM pgoutbox.worker AS w
     WHERE w.name = %(worker)s::text
-    RETURNING w.name, w.queues, w.topics, w.redirect_to, w.version, w.slots, w.started_at
+), last AS (
+    SELECT w.failures
+    FROM pgoutbox.worker AS w
+    WHERE w.ended_at IS NOT NULL
+    ORDER BY w.ended_at DESC
+    LIMIT 1
+), replaced AS MATERIALIZED (
+    SELECT w.name, w.ended_at, w.queues = o.queues AS is_same_line
+    FROM pgoutbox.worker AS w
+    CROSS JOIN own AS o
+    WHERE w.ended_at IS NOT NULL
+        AND ((w.queues <@ o.queues AND w.topics <@ o.topics) OR w.ended_at < now() - interval '25 hours')
+    -- Runs that end at the same time do not wait for each other.
+    ORDER BY w.name
+    FOR UPDATE OF w SKIP LOCKED
+), gone AS (
+    DELETE FROM pgoutbox.worker AS w
+    USING replaced AS r
+    WHERE w.name = r.name
 )
-INSERT INTO pgoutbox.worker AS last (
-    name, queues, topics, redirect_to, version, slots, started_at, ended_at, failures
-)
-SELECT
-    o.name, o.queues, o.topics, o.redirect_to, o.version, o.slots, o.started_at, now(),
-    jsonb_strip_nulls(%(failures)s::jsonb)
-FROM own AS o
-ON CONFLICT ((true)) WHERE ended_at IS NOT NULL DO UPDATE
-SET name = excluded.name,
-    queues = excluded.queues,
-    topics = excluded.topics,
-    redirect_to = excluded.redirect_to,
-    version = excluded.version,
-    slots = excluded.slots,
-    started_at = excluded.started_at,
-    seen_at = excluded.seen_at,
-    ended_at = excluded.ended_at,
-    run_interval_seconds = greatest(extract(epoch FROM excluded.ended_at - last.ended_at)::float8, 0),
+UPDATE pgoutbox.worker AS w
+SET ended_at = now(),
+    seen_at = now(),
+    run_interval_seconds = (
+        SELECT greatest(extract(epoch FROM now() - r.ended_at)::float8, 0)
+        FROM replaced AS r
+        WHERE r.is_same_line
+        ORDER BY r.ended_at DESC
+        LIMIT 1
+    ),
     -- A destination that is used once and never again would stay here, so their number has a limit.
-    failures = CASE
-        WHEN octet_length(last.failures::text) > 100000 THEN excluded.failures
-        ELSE jsonb_strip_nulls(last.failures || %(failures)s::jsonb)
-    END
-RETURNING last.name
+    failures = jsonb_strip_nulls(
+        CASE WHEN octet_length(l.failures::text) <= 100000 THEN l.failures ELSE '{}' END || %(failures)s::jsonb
+    )
+FROM own AS o
+LEFT JOIN last AS l ON true
+WHERE w.name = o.name
+RETURNING w.name

@@ -2,3 +2,5 @@
 SELECT w.failures
 FROM pgoutbox.worker AS w
 WHERE w.ended_at IS NOT NULL
+ORDER BY w.ended_at DESC
+LIMIT 1

@@ -1,5 +1,5 @@
--- The due messages of a queue, up to `cap`, and whether a running worker serves it. After a run of `worker --once`, for
--- 25 hours, nobody knows which queues have no worker: null.
+-- The due messages of a queue, up to `cap`, and whether a running worker serves it. Null for 25 hours after a run of
+-- `worker --once` that served it: nobody knows whether there is a next one.
 SELECT
     (
         SELECT count(*)
@@ -15,6 +15,8 @@ SELECT
             SELECT FROM pgoutbox.worker_view AS w WHERE w.ended_at IS NULL AND %(queue)s::text = ANY (w.queues)
         ) THEN true
         WHEN NOT EXISTS (
-            SELECT FROM pgoutbox.worker_view AS w WHERE w.ended_at > now() - interval '25 hours'
+            SELECT
+            FROM pgoutbox.worker_view AS w
+            WHERE w.ended_at > now() - interval '25 hours' AND %(queue)s::text = ANY (w.queues)
         ) THEN false
     END AS is_served
