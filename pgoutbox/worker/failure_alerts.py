@@ -21,7 +21,7 @@ _AT_ONCE: Final = 10
 
 
 class FailureAlerts:
-    """A context manager that looks for failures after each failure of this worker, and every five minutes.
+    """A context manager that looks for failures at its start, after each failure here, and every five minutes.
 
     It looks at most once a minute, so that many causes at once do not flood their reader. It does nothing if the run
     has no handler of alerts. Without `is_periodic` it does not look by itself.
@@ -50,6 +50,7 @@ class FailureAlerts:
                 await self._task
 
     async def _run(self) -> None:
+        await self.look()
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_SECONDS):
