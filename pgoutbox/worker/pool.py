@@ -336,6 +336,8 @@ class AttemptPool:
             if slot.deadline is not None and slot.deadline <= now:
                 was_away = now - slot.deadline > _RETURN_SECONDS
                 slot.deadline = None if slot.is_abandoned else now + self._overtime_seconds
+                for attempt in slot.work:
+                    self._signals.forget_suspect(attempt)
                 self._overrun(slot, was_away=was_away)
         deadlines = [slot.deadline for slot in self._slots if slot.deadline is not None]
         self._timer_at = math.inf

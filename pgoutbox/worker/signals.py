@@ -57,7 +57,7 @@ class Signals:
         """React to the end of an attempt, before or after it is written."""
         self.progress.set()
         if self.suspect is not None and self._in_flight.get(self.suspect.message.id) is not self.suspect:
-            self._forget(self.suspect)
+            self.forget_suspect(self.suspect)
 
     def note_written(self) -> None:
         """React to a batch of ends that is written."""
@@ -66,11 +66,12 @@ class Signals:
             self.wake.set()
 
     def note_suspect(self, suspect: Attempt) -> None:
-        """Claim no other suspect until this one has ended, but for no longer than a lease."""
+        """Claim no other suspect until this one has ended or passed its timeout, but for no longer than a lease."""
         self.suspect = suspect
-        asyncio.get_running_loop().call_later(self._lease_seconds, self._forget, suspect)
+        asyncio.get_running_loop().call_later(self._lease_seconds, self.forget_suspect, suspect)
 
-    def _forget(self, suspect: Attempt) -> None:
+    def forget_suspect(self, suspect: Attempt) -> None:
+        """Claim the next suspect, if this attempt was one: it has ended or hangs, so it is not likely to crash."""
         if self.suspect is suspect:
             self.suspect = None
             self.progress.set()
