@@ -45,7 +45,10 @@ class LogEvent(enum.StrEnum):
         "The worker begins to stop: it claims no more messages and waits for its handlers.",
     )
     WORKER_STOPPED = "worker_stopped", "The worker has stopped."
-    WORKER_FAILED = "worker_failed", "The worker of a `lifespan` has failed. The application stops."
+    WORKER_FAILED = (
+        "worker_failed",
+        "A worker has failed: that of a `lifespan`, whose application stops, or one beside handlers that never return.",
+    )
     WORKER_LEFT_OUT = (
         "worker_left_out",
         "Under the pytest plugin a `lifespan` starts no worker: a test delivers itself.",
@@ -99,6 +102,10 @@ class LogEvent(enum.StrEnum):
     ATTEMPT_ABANDONED = (
         "attempt_abandoned",
         "A handler still runs after the end of its attempt or of its worker. It keeps its slot.",
+    )
+    TOPIC_SUSPENDED = (
+        "topic_suspended",
+        "Handlers of this topic hold a quarter of the slots after their timeout: its messages wait until one ends.",
     )
     FINISH_REFUSED = (
         "finish_refused",

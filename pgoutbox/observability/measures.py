@@ -206,7 +206,10 @@ class LabelSet:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """The current state of a worker. Ages are in seconds. None means never, or a disabled listener."""
+    """The current state of a worker. Ages are in seconds. None means never, or a disabled listener.
+
+    `failure` is the reason why the worker ends by itself: it claims nothing more.
+    """
 
     is_started: bool = False
     is_stopping: bool = False
@@ -221,6 +224,7 @@ class WorkerStatus:
     claimed_seconds_ago: float | None = None
     outcomes_refused: int = 0
     breakers_open: int = 0
+    failure: str | None = None
 
 
 class Measures:

@@ -120,18 +120,12 @@ class TelemetryServer:
         match path:
             case "/metrics" if self._exposition is not None:
                 return self._exposition.answer_blocking(accept)
-            case "/livez" if self._loop_watch is not None:
-                reason = self._loop_watch.reason_not_alive()
-                return _verdict([] if reason is None else [reason])
-            case "/readyz" if self._loop_watch is not None:
-                reason = self._loop_watch.reason_not_alive()
-                reasons = [] if reason is None else [reason]
-                return _verdict(
-                    reasons
-                    + reasons_not_ready(
-                        self._worker.status(), poll_interval_seconds=self._settings.poll_interval_seconds
-                    )
-                )
+            case "/livez" | "/readyz" if self._loop_watch is not None:
+                status = self._worker.status()
+                reasons = [reason for reason in (self._loop_watch.reason_not_alive(), status.failure) if reason]
+                if path == "/readyz":
+                    reasons += reasons_not_ready(status, poll_interval_seconds=self._settings.poll_interval_seconds)
+                return _verdict(reasons)
             case _:
                 return None
 

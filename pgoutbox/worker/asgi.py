@@ -12,10 +12,12 @@ import logging
 import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.outbox import Outbox
 from pgoutbox.text import describe
+from pgoutbox.worker.threads import leave
 from pgoutbox.worker.worker import Worker
 
 _telemetry = Telemetry(logging.getLogger("pgoutbox.worker"))
@@ -48,7 +50,7 @@ def lifespan(
             return
         worker = Worker(outbox, queues=queues)
         running = asyncio.create_task(worker.run(), name="pgoutbox-worker")
-        running.add_done_callback(_stop_server_after_failure)
+        running.add_done_callback(partial(_stop_server_after_failure, worker))
         try:
             yield
         finally:
@@ -58,7 +60,7 @@ def lifespan(
     return run
 
 
-def _stop_server_after_failure(running: asyncio.Task[None]) -> None:
+def _stop_server_after_failure(worker: Worker, running: asyncio.Task[None]) -> None:
     """Stop the web server. It does not notice when a lifespan ends early."""
     if running.cancelled() or (error := running.exception()) is None:
         return
@@ -69,4 +71,6 @@ def _stop_server_after_failure(running: asyncio.Task[None]) -> None:
         signal.raise_signal(signal.SIGTERM)
     elif threading.current_thread() is threading.main_thread():
         # A process of Hypercorn has no handler, and the signal would end a test run without a word.
+        if worker.has_running_handlers:
+            leave(1)
         raise SystemExit(1)

@@ -158,7 +158,7 @@ class _DirectSend:
             Store(settings, worker=f"{socket.gethostname()}:{os.getpid()}", purpose="direct"),
             Telemetry(_log),
             queues=QueueSchedule(parse_queues(()), now=elapsed_clock()),
-            topics=(message.topic,),
+            topics=[message.topic],
             stopping=asyncio.Event(),
         )
         executor = AttemptExecutor(run, transports, middleware=self._outbox.middlewares, finisher=Finisher(run))

@@ -54,15 +54,17 @@ class LeaseKeeper:
 
         def note_end() -> None:
             self._ended.set()
-            if self._error is not None:
-                self._run.stop()
+            if (cause := self._error) is not None:
+                error = PgOutboxError(f"leases are no longer renewed, and the worker has stopped: {describe(cause)}")
+                error.__cause__ = cause
+                self._run.stop(error)
 
         def run() -> None:
             try:
                 with asyncio.Runner() as runner:
                     runner.get_loop()
                     runner.run(self._keep())
-            except BaseException as error:  # noqa: BLE001 - `check` raises it
+            except BaseException as error:  # noqa: BLE001 - the run raises it
                 self._error = error
             with contextlib.suppress(RuntimeError):  # The event loop is closed, so no caller waits.
                 loop.call_soon_threadsafe(note_end)
@@ -80,13 +82,6 @@ class LeaseKeeper:
             await self._ended.wait()
             self._thread.join()
         await self._link.close()
-
-    def check(self) -> None:
-        """Raise `PgOutboxError` if the thread has ended with an error."""
-        if self._error is not None:
-            raise PgOutboxError(
-                f"leases are no longer renewed, and the worker has stopped: {describe(self._error)}"
-            ) from self._error
 
     async def ensure(self, attempt: Attempt) -> None:
         """Check or renew one lease at once, on the event loop. Raise `LeaseLostError` if it is no longer held.

@@ -8,6 +8,9 @@ stopped (with a running thread, or ignoring its cancellation) keeps its message 
 succeed, no other attempt begins, and its real outcome counts. After the time of a lease the attempt ends as timed
 out; if the process was suspended during it, that time begins again. The attempt then keeps its slot until it ends, so
 that the number of running handlers never exceeds the limit.
+
+A topic that holds a quarter of the slots in this way is suspended: the worker claims none of its messages until such a
+handler ends. When half of the slots are held, the run stops with an error, because only a new process has all slots.
 """
 
 from __future__ import annotations
@@ -15,14 +18,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from pgoutbox.errors import PgOutboxError
 from pgoutbox.message import SendFailure, Sent, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import Attempted
 from pgoutbox.text import describe
+from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.worker.attempt import ABANDONED, RELEASED, STOPPED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
 from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.run_state import RunState
@@ -34,6 +40,10 @@ _TURN_SECONDS = 0.005
 _RETURN_SECONDS = 0.1
 # How long measurements are collected: one report of many costs a fraction of many reports.
 _MEASURE_SECONDS = 0.1
+_HALF_LOST = (
+    "half of the slots are held by handlers that run on after their timeout, and only a new process has all slots: set "
+    "timeouts in the libraries that these handlers call"
+)
 
 
 class _Slot(ThreadOwner):
@@ -88,10 +98,12 @@ class AttemptPool:
         large_texts: LargeTexts,
         on_outcome: Callable[[Attempt, AttemptResult], None],
     ) -> None:
+        self._run = run
         self._run_work = run_work
         self._large_texts = large_texts
         self._on_outcome = on_outcome
         self._concurrency = run.settings.concurrency
+        self._topic_limit = max(1, self._concurrency // 4)
         self._default_timeout_seconds = run.settings.handler_timeout_seconds
         self._overtime_seconds = run.settings.lease_seconds
         self._signals = run.signals
@@ -100,7 +112,7 @@ class AttemptPool:
         self._ready: deque[tuple[Work, float]] = deque()
         self._ready_count = 0
         self._running_count = 0
-        self._outlived_count = 0
+        self._outlived: list[str] = []  # The topic of each slot whose handler outlived its attempt.
         self._slots: list[_Slot] = []
         self._idle: deque[asyncio.Future[None]] = deque()
         self._waking = False
@@ -111,7 +123,7 @@ class AttemptPool:
     @property
     def capacity(self) -> int:
         """The number of attempts that can run at once, without slots of handlers that outlived their attempts."""
-        return self._concurrency - self._outlived_count
+        return self._concurrency - len(self._outlived)
 
     @property
     def running_count(self) -> int:
@@ -121,12 +133,12 @@ class AttemptPool:
     @property
     def outlived_count(self) -> int:
         """Number of slots of handlers that outlived their attempts."""
-        return self._outlived_count
+        return len(self._outlived)
 
     @property
-    def has_running_threads(self) -> bool:
-        """Whether a thread of an attempt runs, also after the end of its attempt."""
-        return any(slot.runs_in_thread for slot in self._slots)
+    def has_running_handlers(self) -> bool:
+        """Whether a handler still runs after `stop`: in a thread, or ignoring its cancellation."""
+        return any(slot.runs_in_thread or not slot.task.done() for slot in self._slots)
 
     @property
     def waiting_count(self) -> int:
@@ -314,15 +326,36 @@ class AttemptPool:
                 await slot.threads_end()
             finally:
                 slot.is_abandoned = False
-                self._outlived_count -= 1
+                self._note_return(work[0].message.topic)
                 self._signals.note_progress()
 
     def _abandon(self, slot: _Slot, work: Work) -> None:
         slot.is_abandoned = True
-        self._outlived_count += 1
+        topic = work[0].message.topic
+        self._outlived.append(topic)
         self._report(logging.ERROR, LogEvent.ATTEMPT_ABANDONED, "attempt timed out, its handler still runs", work)
-        if self.capacity == 0:
-            self.release_waiting()
+        if self._run.stopping.is_set():
+            return
+        if len(self._outlived) >= self.capacity:
+            topics = ", ".join(sorted(set(self._outlived)))
+            self._run.stop(PgOutboxError(f"{_HALF_LOST}; topics: {topics}"))
+        elif self._may_suspend(topic):
+            self._run.topics.remove(topic)
+            text = "topic suspended: a quarter of the slots are held by its handlers, which run on after their timeout"
+            self._telemetry.report(logging.ERROR, LogEvent.TOPIC_SUSPENDED, text, topic=topic)
+            self.release_waiting(lambda attempt: attempt.message.topic == topic)
+
+    def _may_suspend(self, topic: str) -> bool:
+        # A worker without another topic to deliver goes on until it has lost half of its slots: it must not idle.
+        topics = self._run.topics
+        has_other = any(other not in (topic, ALERT_TOPIC) for other in topics)
+        return topic in topics and has_other and self._outlived.count(topic) >= self._topic_limit
+
+    def _note_return(self, topic: str) -> None:
+        self._outlived.remove(topic)
+        if topic not in self._run.topics and self._outlived.count(topic) < self._topic_limit:
+            insort(self._run.topics, topic)
+            self._signals.poll_all_lanes()
 
     def _set_timer(self, at: float) -> None:
         if self._timer is not None:

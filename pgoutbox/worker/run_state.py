@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 from pgoutbox.database.store import Store
+from pgoutbox.errors import PgOutboxError
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import Settings
 from pgoutbox.topics import ALERT_TOPIC
@@ -27,7 +27,7 @@ class RunState:
         telemetry: Telemetry,
         *,
         queues: QueueSchedule,
-        topics: Sequence[str],
+        topics: list[str],
         stopping: asyncio.Event,
     ) -> None:
         self.settings = settings
@@ -35,19 +35,25 @@ class RunState:
         self.telemetry = telemetry
         self.queues = queues
         self.topics = topics
+        """The topics whose messages this worker claims, in alphabetical order. They change: see `AttemptPool`."""
         self.alert_queue = queues.names[0] if ALERT_TOPIC in topics else None
         self.stopping = stopping
+        self.error: PgOutboxError | None = None
+        """Why the run has stopped by itself. It raises this error at its end."""
         self.in_flight = InFlight()
         self.outage = Outage(telemetry, stopping=stopping)
         self.signals = Signals(queues, self.in_flight, lease_seconds=settings.lease_seconds)
         self.notifier = Notifier(store, queues, self.signals, self.outage)
 
-    def stop(self) -> None:
-        """Begin to stop the run. Idempotent. Call it on the event loop."""
+    def stop(self, error: PgOutboxError | None = None) -> None:
+        """Begin to stop the run, which then raises `error`. Idempotent. Call it on the event loop."""
+        self.error = self.error or error
         if not self.stopping.is_set():
             self.stopping.set()
-            self.telemetry.report(
-                logging.INFO, LogEvent.WORKER_STOPPING, "worker stopping", in_flight_count=len(self.in_flight)
-            )
+            count, report, text = len(self.in_flight), self.telemetry.report, "worker stopping"
+            if error is None:
+                report(logging.INFO, LogEvent.WORKER_STOPPING, text, in_flight_count=count)
+            else:
+                report(logging.ERROR, LogEvent.WORKER_STOPPING, text, in_flight_count=count, reason=str(error))
         self.signals.wake.set()
         self.signals.progress.set()

@@ -13,13 +13,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn, assert_never
+from typing import Literal, assert_never
 
 from pgoutbox.observability import systemd
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings
+from pgoutbox.text import describe
 from pgoutbox.worker.backoff import Backoff
+from pgoutbox.worker.threads import leave
 from pgoutbox.worker.worker import Worker
 
 _log = logging.getLogger("pgoutbox.worker.supervisor")
@@ -39,12 +41,12 @@ def run_worker(
     max_messages: int | None = None,
     max_seconds: float | None = None,
 ) -> int:
-    """Run one worker in this process until it is done or stopped. Return the exit code.
+    """Run one worker in this process until it is done or stopped. Return the exit code or raise the worker's error.
 
     `max_messages` and `max_seconds` are those of `Worker.run_once`.
 
-    SIGTERM and SIGINT stop it gracefully, a second signal at once. A handler's thread that still runs after the grace
-    period does not keep the process alive.
+    SIGTERM and SIGINT stop it gracefully, a second signal at once. A handler that still runs after the grace period
+    does not keep the process alive.
     """
     worker = Worker(outbox, settings=settings, queues=queues)
     # Imported modules stay until the end, so the garbage collector need not visit them again.
@@ -61,7 +63,7 @@ async def _run(worker: Worker, mode: Mode, max_messages: int | None, max_seconds
         nonlocal signals_seen
         signals_seen += 1
         if signals_seen > 1:
-            _leave(128 + number)
+            leave(128 + number)
         worker.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -70,6 +72,19 @@ async def _run(worker: Worker, mode: Mode, max_messages: int | None, max_seconds
     if supervisor_fd is not None:
         # The supervisor never writes to the pipe: end of file means that it has ended.
         loop.add_reader(int(supervisor_fd), _stop_orphan, worker, loop, int(supervisor_fd))
+    try:
+        await _work(worker, mode, max_messages, max_seconds)
+    except Exception as error:
+        if not worker.has_running_handlers:
+            raise
+        reason = describe(error).partition("\n")[0]  # Further lines may quote values of rows.
+        Telemetry(_log).report(logging.CRITICAL, LogEvent.WORKER_FAILED, "worker failed", reason=reason)
+        leave(1)
+    if worker.has_running_handlers:
+        leave(0)
+
+
+async def _work(worker: Worker, mode: Mode, max_messages: int | None, max_seconds: float | None) -> None:
     match mode:
         case "run":
             await worker.run()
@@ -79,21 +94,11 @@ async def _run(worker: Worker, mode: Mode, max_messages: int | None, max_seconds
             await worker.drain()
         case _:
             assert_never(mode)
-    # The event loop and the interpreter would wait for the thread. Exit functions are skipped only in this case.
-    if worker.has_running_threads:
-        _leave(0)
 
 
 def _stop_orphan(worker: Worker, loop: asyncio.AbstractEventLoop, supervisor_fd: int) -> None:
     loop.remove_reader(supervisor_fd)
     worker.stop()
-
-
-def _leave(code: int) -> NoReturn:
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 @dataclass(slots=True)

@@ -127,7 +127,8 @@ class Worker:
         """Work until `stop()`. Wait first for a server that is down, starting or full, or for the adoption of a copy.
 
         Raises `ConfigurationError` or `SchemaError` for an unsuitable database, and the driver's error for a permanent
-        refusal, such as a wrong password.
+        refusal, such as a wrong password. Raises `PgOutboxError` if half of the slots are lost to handlers that do not
+        return after their timeout: the error names their topics, and only a restart of the process helps.
         """
         async with self._at_work(ends_by_itself=False) as run:
             await run.poll_loop.run()
@@ -193,9 +194,9 @@ class Worker:
             self._run.state.stop()
 
     @property
-    def has_running_threads(self) -> bool:
-        """Whether a handler's thread runs, also after the worker has ended."""
-        return self._run is not None and self._run.pool.has_running_threads
+    def has_running_handlers(self) -> bool:
+        """Whether a handler still runs after the worker has ended: in a thread, or ignoring its cancellation."""
+        return self._run is not None and self._run.pool.has_running_handlers
 
     def status(self) -> WorkerStatus:
         """The worker's health. It only reads attributes, so that any thread can call it."""
@@ -297,7 +298,8 @@ class _Run:
                 "worker stopped",
                 worker=self.state.store.worker,
             )
-        self._lease_keeper.check()
+        if self.state.error is not None:
+            raise self.state.error
 
     def status(self) -> WorkerStatus:
         """See `Worker.status`."""
@@ -321,6 +323,7 @@ class _Run:
             claimed_seconds_ago=None if claimed_at is None else now - claimed_at,
             outcomes_refused=self.finisher.refused_count,
             breakers_open=self.executor.breakers.open_count,
+            failure=None if state.error is None else str(state.error),
         )
 
     async def _start(self) -> asyncio.Task[None]:

@@ -54,9 +54,9 @@ async def test_a_worker_ends_with_an_error_if_its_lease_thread_cannot_create_an_
     def start_without_files(keeper: LeaseKeeper) -> None:
         stop = keeper._run.stop
 
-        def restore() -> None:
+        def restore(error: PgOutboxError | None = None) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            stop()
+            stop(error)
 
         keeper._run.stop = restore  # type: ignore[method-assign] # the same, with files again
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))

@@ -192,7 +192,7 @@ async def test_a_stop_leaves_a_message_to_its_lease_while_a_thread_of_its_async_
     async with running(worker):
         await until(lambda: post.began and (post.was_given_up or way is not given_up))
     try:
-        assert (state_of(db, message_id), worker.has_running_threads) == (state, True)
+        assert (state_of(db, message_id), worker.has_running_handlers) == (state, True)
     finally:
         post.may_end.set()
         await asyncio.gather(*post.left)

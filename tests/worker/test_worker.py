@@ -672,35 +672,6 @@ async def test_an_attempt_ends_even_if_its_handler_ignores_its_cancellation(dsn:
     assert state_of(db, message_id) == State.PENDING
 
 
-@pytest.mark.slow
-async def test_a_thread_that_outlives_its_attempt_keeps_its_slot(dsn: str, db: psycopg.Connection) -> None:
-    outbox = Outbox(settings_for(dsn, concurrency=1, lease_seconds=1))
-    let_go, second_ran = threading.Event(), threading.Event()
-
-    @outbox.handler("stuck", timeout=0.05, retry=MUCH_LATER)
-    def stuck(message: Message, ctx: SyncContext) -> None:
-        let_go.wait(PATIENCE_SECONDS)
-
-    @outbox.handler("greet")
-    def greet(message: Message, ctx: SyncContext) -> None:
-        second_ran.set()
-
-    hung, other = enqueue(db, topic="stuck"), enqueue(db)
-    worker = Worker(outbox)
-    with reports() as heard:
-        run = asyncio.create_task(worker.run_once())
-        try:
-            await heard.wait_for(LogEvent.RETRY)
-            assert worker.telemetry.counts[LogEvent.ATTEMPT_ABANDONED] == 1
-            assert attempts_of(db, hung) == [(1, "retry", "timed out after 0.05 s, outcome unknown")]
-            assert not second_ran.is_set()
-        finally:
-            let_go.set()
-            await run
-    assert state_of(db, other) == State.SENT
-    assert worker.telemetry.counts[LogEvent.ATTEMPT_ABANDONED] == 1
-
-
 async def test_the_timeout_in_the_settings_applies_to_handlers_without_their_own(
     dsn: str, db: psycopg.Connection
 ) -> None:
