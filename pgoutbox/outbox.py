@@ -74,7 +74,7 @@ _KEYS: Final = ("coalesce_key", "dedupe_key", "ordering_key", "owner")
 # What that log adds to an error of PostgreSQL.
 _NEXT_STEPS: Final[Mapping[str, str]] = {
     "40001": "; its key was used after this transaction's snapshot: repeat the whole transaction",
-    "55P03": "; another session held the lock for a second, or for the caller's shorter lock_timeout",
+    "55P03": "; another session held a table of the outbox for a second, or a lock for the caller's lock_timeout",
 }
 _FAILED: Final = ".failed"  # The end of a hook's topic; finish_if_held.sql appends it too.
 
@@ -413,9 +413,9 @@ class Outbox:
         sequence of ids is behind the messages; `ConfigurationError` if the connection's encoding lacks a character;
         `TypeError` for another kind of connection. The driver's own errors pass through. With `best_effort` all but the
         `TypeError` are logged instead, with the keys and the owner, rolled back to a savepoint, and None is returned:
-        the caller's transaction stays usable. Such a call waits at most a second for a lock, or less if the caller's
-        `lock_timeout` is shorter. An error that ends the whole transaction, such as a lost connection, is still raised:
-        None never hides the loss of the caller's own writes.
+        the caller's transaction stays usable. Such a call waits at most a second for a locked table, and for a key as
+        every call does: up to the caller's `lock_timeout` and `statement_timeout`. An error that ends the whole
+        transaction, such as a lost connection, is still raised: None never hides the loss of the caller's own writes.
 
             with psycopg.connect(dsn) as connection:
                 connection.execute("INSERT INTO account ...")

@@ -32,7 +32,7 @@ function register(PDO $db, int $number, string $name, string $email): void
     $db->prepare(REGISTER)->execute(['number' => $number, 'name' => $name, 'email' => $email]);
     $db->exec('SAVEPOINT mail');
     try {
-        $db->exec("SET LOCAL lock_timeout = '2s'");
+        $db->exec('SELECT pgoutbox.lock_for_enqueue()');
         $db->prepare(ENQUEUE)->execute(['number' => $number]);
         $db->exec('RELEASE SAVEPOINT mail');
     } catch (PDOException $error) {

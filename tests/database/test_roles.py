@@ -112,7 +112,7 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
 
 ENQUEUE_FUNCTIONS: Final = {
     "cancel", "cancel_all", "cancel_by_key", "enqueue", "enqueue_fanout", "enqueue_many", "_enqueue_receipt",
-    "reschedule", "_state_of",
+    "lock_for_enqueue", "reschedule", "_state_of",
 }  # fmt: skip
 PRUNE_BY_RULES: Final = {
     "_prune_audit", "_prune_by_rule", "_prune_content", "_prune_dedupe_by_rule", "_prune_keys",
@@ -1035,6 +1035,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
         """,
     ),
     (PRODUCER, "SELECT pgoutbox._enqueue_receipt('mail', '{}', '{\"delay\": 1}', true)"),
+    (PRODUCER, "SELECT pgoutbox.lock_for_enqueue()"),
     (PRODUCER, "SELECT pgoutbox.enqueue('mail', '{}', delay => '1 s')"),
     (PRODUCER, "SELECT pgoutbox.cancel(1)"),
     (PRODUCER, "SELECT FROM pgoutbox.cancel_by_key('mail', coalesce_key => 'k', dedupe_key => 'd')"),

@@ -513,7 +513,7 @@ def lock_timeout_of(caller: Caller, observer: psycopg.Connection) -> str:
 
 
 @pytest.mark.slow
-def test_best_effort_never_waits_longer_than_its_own_lock_timeout(
+def test_best_effort_waits_no_longer_than_a_second_for_a_locked_table(
     caller: Caller, connect: Connect, observer: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     locker = connect()

@@ -33,6 +33,7 @@ BEGIN
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_producer;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.enqueue, pgoutbox._enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout, pgoutbox._state_of,
+            pgoutbox.lock_for_enqueue,
             pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
             -- For `pgoutbox enqueue` and `pgoutbox cancel`.
             pgoutbox.schema_version, pgoutbox._is_known_topic, pgoutbox._cancel_each,
@@ -45,6 +46,7 @@ BEGIN
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_worker;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.enqueue, pgoutbox._enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout, pgoutbox._state_of,
+            pgoutbox.lock_for_enqueue,
             pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
             pgoutbox._is_known_topic, pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here,
             pgoutbox._read_redirect, pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of, pgoutbox._in_flight_of,

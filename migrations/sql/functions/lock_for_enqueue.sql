@@ -1,0 +1,23 @@
+-- A lock_timeout cannot tell a locked table from a key that another transaction is enqueuing, so the locks on tables are
+-- taken before. After an error, the caller's rollback to a savepoint restores its lock_timeout.
+CREATE FUNCTION pgoutbox.lock_for_enqueue()
+RETURNS void
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+SET standard_conforming_strings = on
+AS $function$
+DECLARE
+    callers constant text := current_setting('lock_timeout');
+BEGIN
+    IF callers::interval NOT BETWEEN '1ms' AND '1s' THEN
+        PERFORM set_config('lock_timeout', '1s', true);
+    END IF;
+    LOCK TABLE pgoutbox.dedupe, pgoutbox.key_head, pgoutbox.message_live IN ROW EXCLUSIVE MODE;
+    PERFORM set_config('lock_timeout', callers, true);
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox.lock_for_enqueue IS
+    'Take the locks on tables that enqueue needs. Waits at most a second for each, or for the caller''s shorter '
+    'lock_timeout. A later enqueue of the transaction waits for keys only.';
