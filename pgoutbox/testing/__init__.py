@@ -8,7 +8,8 @@
         driver.run_pass()
         assert driver.deliveries[0].content.subject == "Welcome"
 
-A message that ends `failed` fails the test, unless the test expects it. The statements, claims and fences are the real
+A message that ends `failed` fails the test, and so does a handler that raises an exception, unless the test expects it.
+The statements, claims and fences are the real
 ones, on a real database. `pgoutbox_dsn` creates one on the embedded server; an application with its own test database
 overrides that fixture, and one with its own Alembic history overrides `pgoutbox_migrate`.
 """

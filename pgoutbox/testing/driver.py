@@ -91,7 +91,10 @@ class _Capture:
     async def send(self, message: Message[object], content: Content) -> Outcome:
         delivery = Delivery(message, content)
         self._deliveries.append(delivery)
-        return self.answer(delivery)
+        outcome = self.answer(delivery)
+        if not isinstance(outcome, Outcome):
+            raise TypeError(f"answer_with: return an Outcome such as Sent(), not {outcome!r}")
+        return outcome
 
     async def aclose(self) -> None:
         """Do nothing: nothing is open."""
@@ -128,6 +131,21 @@ class _Expectation:
         return f"a message{topic}" + ("" if self.match is None else f" with an error that matches {self.match!r}")
 
 
+@dataclass(slots=True)
+class _ExpectedException:
+    """Exceptions that a test expects of handlers."""
+
+    kind: type[BaseException]
+    match: str | None
+    raised: list[BaseException] = field(default_factory=list)
+
+    def meets(self, error: BaseException) -> bool:
+        return isinstance(error, self.kind) and (self.match is None or re.search(self.match, str(error)) is not None)
+
+    def __str__(self) -> str:
+        return self.kind.__name__ + ("" if self.match is None else f" that matches {self.match!r}")
+
+
 class _ObservedWorker(Worker):
     def observe(self, exceptions: dict[int, BaseException]) -> None:
         self._handlers = without_patience(self._handlers)
@@ -157,7 +175,8 @@ class OutboxDriver:
     """Delivers the messages of one outbox pass by pass, and records the contents.
 
     `deliveries` has every content that a handler returned, in order. `answer_with` sets the receiver's answers to the
-    next deliveries. A message that ends `failed` fails the test at once, unless `expect_failed` expects it.
+    next deliveries. A message that ends `failed` fails the test at once, unless `expect_failed` expects it, and so does
+    an exception of a handler that is not an outcome, unless `expect_raised` does.
     """
 
     def __init__(self, outbox: Outbox, dsn: str) -> None:
@@ -171,6 +190,7 @@ class OutboxDriver:
         self._capture = _Capture(self.deliveries)
         self._transports = _EveryScheme(self._capture)
         self._expectations: list[_Expectation] = []
+        self._expected_exceptions: list[_ExpectedException] = []
         self._exceptions: dict[int, BaseException] = {}
 
     def answer_with(self, answer: Callable[[Delivery], Outcome]) -> None:
@@ -180,8 +200,8 @@ class OutboxDriver:
     def run_pass(self) -> None:
         """Deliver every due message once. A message that is retried is due again only after `make_due`.
 
-        Fails with the error and the handler's traceback if a message ended `failed`. This also works in a test with a
-        running event loop.
+        Fails with the error and the handler's traceback if a message ended `failed`, or if a handler raised an
+        exception that is not an outcome. This also works in a test with a running event loop.
         """
         failed_before = {row.id for row in self.messages(state=State.FAILED)}
         self._deliver()
@@ -191,8 +211,9 @@ class OutboxDriver:
     def expect_failed(self, topic: str | None = None, *, match: str | None = None) -> Iterator[list[Row]]:
         """Expect that messages end `failed` in this block, and yield the list to which their rows are added.
 
-        `match` is a regular expression that is searched in the last error. Other messages still fail the test. Fails at
-        the end of the block if no message met the expectation.
+        `match` is a regular expression that is searched in the last error. Exceptions of earlier attempts of these
+        messages are expected too. Other messages still fail the test. Fails at the end of the block if no message met
+        the expectation.
 
             with driver.expect_failed("mail.welcome", match="no such user") as failed:
                 driver.drain()
@@ -206,6 +227,27 @@ class OutboxDriver:
             self._expectations.remove(expectation)
         if not expectation.rows:
             raise AssertionError(f"expect_failed: {expectation} should have ended failed, but none has")
+
+    @contextlib.contextmanager
+    def expect_raised(
+        self, kind: type[BaseException] = Exception, *, match: str | None = None
+    ) -> Iterator[list[BaseException]]:
+        """Expect exceptions of handlers in this block, and yield the list to which they are added.
+
+        `match` is a regular expression that is searched in their texts. The messages are retried; one that ends
+        `failed` needs `expect_failed`. Fails at the end of the block if no exception met the expectation.
+
+            with driver.expect_raised(ConnectionError):
+                driver.run_pass()
+        """
+        expectation = _ExpectedException(kind, match)
+        self._expected_exceptions.append(expectation)
+        try:
+            yield expectation.raised
+        finally:
+            self._expected_exceptions.remove(expectation)
+        if not expectation.raised:
+            raise AssertionError(f"expect_raised: a handler should have raised {expectation}, but none has")
 
     def clear(self) -> None:
         """Delete all messages with their keys and attempts, and forget the deliveries.
@@ -309,36 +351,53 @@ class OutboxDriver:
         return [queue for (queue,) in rows]
 
     def _check(self, failed: Sequence[Row]) -> None:
-        """Fail the test for messages that ended `failed` unexpectedly."""
+        """Fail the test for messages that ended `failed` unexpectedly, and for unexpected exceptions of handlers."""
         __tracebackhide__ = True
-        unexpected = []
+        shown = []
         for row in failed:
-            expectation = next((e for e in reversed(self._expectations) if e.meets(row)), None)
-            if expectation is None:
-                unexpected.append(row)
+            exception = self._exceptions.pop(row.id, None)
+            if (expectation := self._expectation_of(row)) is None:
+                shown.append(_describe(row, "failed", f": {row.last_error}", exception))
             else:
                 expectation.rows.append(row)
-                self._exceptions.pop(row.id, None)
-        if not unexpected:
-            return
-        shown = [self._describe(row, self._exceptions.pop(row.id, None)) for row in unexpected]
-        messages = "1 message" if len(shown) == 1 else f"{len(shown)} messages"
-        raise AssertionError(
-            f"{messages} ended failed. If the test expects that, deliver in `with driver.expect_failed():`\n"
-            + "\n".join(shown)
-        )
+        problems = _problem(shown, "message", "ended failed", expect="expect_failed")
+        bugs = {number: error for number, error in self._exceptions.items() if not isinstance(error, Outcome)}
+        shown = []
+        for row in self.messages() if bugs else ():
+            if row.id not in bugs:
+                continue
+            exception = self._exceptions.pop(row.id)
+            expected = next((e for e in reversed(self._expected_exceptions) if e.meets(exception)), None)
+            if expected is not None:
+                expected.raised.append(exception)
+            elif self._expectation_of(row) is None:
+                shown.append(_describe(row, "raised", ":", exception))
+        problems += _problem(shown, "attempt", "raised an exception", expect="expect_raised")
+        if problems:
+            raise AssertionError("\n".join(problems))
 
-    def _describe(self, row: Row, exception: BaseException | None) -> str:
-        told = f"message {row.id} ({row.topic}) failed at attempt {row.attempt_count}: {row.last_error}"
-        return told if exception is None else f"{told}\n{_traceback_of(exception)}"
+    def _expectation_of(self, row: Row) -> _Expectation | None:
+        return next((e for e in reversed(self._expectations) if e.meets(row)), None)
 
     def _retried(self) -> list[str]:
-        """Return the exceptions that were not yet reported, of messages whose last attempt raised one."""
+        """Return the outcomes that the last attempts of messages have raised."""
         return [f"message {number}: {_traceback_of(error)}" for number, error in self._exceptions.items()]
 
     def _connect(self) -> contextlib.AbstractContextManager[psycopg.Connection]:
         """Return a connection whose transaction ends with the block."""
         return connections.connect(self._dsn, purpose="testing", answer_seconds=None, autocommit=False)
+
+
+def _problem(shown: Sequence[str], noun: str, verb: str, *, expect: str) -> list[str]:
+    if not shown:
+        return []
+    nouns = f"1 {noun}" if len(shown) == 1 else f"{len(shown)} {noun}s"
+    return [f"{nouns} {verb}. If the test expects that, deliver in `with driver.{expect}():`", *shown]
+
+
+def _describe(row: Row, verb: str, text: str, exception: BaseException | None) -> str:
+    told = f"message {row.id} ({row.topic}) {verb} at attempt {row.attempt_count}{text}"
+    return told if exception is None else f"{told}\n{_traceback_of(exception)}"
 
 
 def _contains(actual: JsonValue, expected: object) -> bool:

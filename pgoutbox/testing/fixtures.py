@@ -30,12 +30,12 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the exceptions of handlers to the report of a failed test: their messages wait for a retry."""
+    """Add the outcomes that handlers raised to the report of a failed test: their messages wait for a retry."""
     report = yield
     if report.when == "call" and report.failed:
         tracebacks = [text for driver in item.stash.get(_DRIVERS, []) for text in driver._retried()]
         if tracebacks:
-            report.sections.append(("exceptions of pgoutbox handlers", "\n".join(tracebacks)))
+            report.sections.append(("outcomes that pgoutbox handlers raised", "\n".join(tracebacks)))
     return report
 
 

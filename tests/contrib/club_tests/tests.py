@@ -10,7 +10,7 @@ import threading
 
 from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
-from django.db import connection, transaction
+from django.db import IntegrityError, connection, transaction
 from django.test import TransactionTestCase
 from typing_extensions import Unpack
 
@@ -136,8 +136,14 @@ class OutcomeTest(Base):
         put("try", "permanent")
         put("try", "raise")
         put("try", "skip")
-        with self.assertRaises(AssertionError) as raised, self.driver.expect_failed(match="no such user"):
-            self.driver.drain()
+        with self.driver.expect_failed(match="no such user"):
+            with self.assertRaises(AssertionError) as raised:
+                self.driver.run_pass()
+            assert "1 attempt raised an exception." in str(raised.exception)
+            self.driver.make_due()
+            with self.assertRaises(AssertionError) as raised, self.driver.expect_raised(KeyError):
+                self.driver.drain()
+        assert "1 message ended failed." in str(raised.exception)
         assert "KeyError: 'nope'" in str(raised.exception)
         assert 'raise KeyError("nope")' in str(raised.exception)
         assert self.states() == ["failed", "failed", "skipped"]
@@ -190,7 +196,9 @@ class OutcomeTest(Base):
         put("break", "cursor")
         put("break", "atomic")
         put("mail.welcome", {"pk": self.pk})
-        self.driver.run_pass()
+        with self.driver.expect_raised(IntegrityError) as raised:
+            self.driver.run_pass()
+        assert len(raised) == 2
         assert Member.objects.count() == 1
         assert self.states() == ["pending", "pending", "sent"]
         assert all("IntegrityError" in str(row.last_error) for row in self.driver.messages(state=State.PENDING))

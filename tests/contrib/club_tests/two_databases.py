@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from django.db import connections, transaction
+from django.db import IntegrityError, connections, transaction
 
 from pgoutbox import SchemaError
 from pgoutbox.contrib.django import outbox
@@ -22,7 +22,8 @@ class BothTest(OutboxTestCase):
         pk = Member.objects.create(email="bob@example.org").pk
         for topic in ("mail.welcome", "mail.async", "break"):
             outbox.enqueue(connections["mail"], topic, {"pk": pk})
-        self.driver.drain()
+        with self.driver.expect_raised(IntegrityError):
+            self.driver.drain()
         assert len(self.driver.deliveries) == 2
         assert Member.objects.get().greeting_count == 2
 
