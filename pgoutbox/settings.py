@@ -581,6 +581,13 @@ SECRET_VARIABLES: Final = frozenset(
 )
 
 
+def people_in(tokens: str) -> list[tuple[str | None, str]]:
+    """Return the names, or None, and the secrets of `web.viewer_tokens` or `web.operator_tokens`."""
+    # The parameters of a hash are separated by commas too: m=65536,t=3,p=4.
+    entries = [entry.strip().rpartition(":") for entry in re.split(",(?![tp]=)", tokens)]
+    return [(name if colon else None, secret) for name, colon, secret in entries]
+
+
 def secret_values(settings: BaseModel) -> Iterator[tuple[str, str]]:
     """Yield the name and the value of each secret of the settings: of each field whose type is `SecretStr`."""
     for name in type(settings).model_fields:

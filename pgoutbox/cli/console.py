@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, TextIO
 from urllib.parse import unquote
 
 from pgoutbox.observability.events import Facts
-from pgoutbox.settings import secret_values
+from pgoutbox.settings import people_in, secret_values
 from pgoutbox.text import iso_utc
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ MISUSED: Final = 2
 INTERRUPTED: Final = 130
 
 MASK: Final = "***"
+# A shorter one is often a part of other words.
+_LONG_SECRET: Final = 8
 
 # One line a minute: two weeks.
 _MAX_OWN_BYTES: Final = 5_000_000
@@ -224,34 +226,44 @@ def _json_value(value: object) -> str:
 def secrets_in(values: Iterable[tuple[str, str]]) -> frozenset[str]:
     """Return every secret text that an error about these values could quote.
 
-    Each value comes with the name of its setting. One that ends in `dsn` or `url` is a connection string, and one that
-    ends in `urls` has several whose parts are all secret. Any other is a password, or a list of keys and tokens, each
-    with or without a name. If a password is not percent-encoded, libpq parses the string differently and quotes parts
-    of it, so the parts are secrets too. Texts of one or two characters are left out: masking them would make every line
-    unreadable.
+    Each value comes with the name of its setting, which tells its form. Names of people and of webhook secrets are no
+    secrets. If a password of a connection string is not percent-encoded, libpq parses the string differently and quotes
+    parts of it, so the parts are secrets too. Texts of one or two characters are left out: masking them would make
+    every line unreadable.
     """
     found: set[str] = set()
     for name, value in values:
-        if name.lower().endswith(("dsn", "url")):
-            found.update(re.findall(r"password\s*=\s*('(?:[^'\\]|\\.)*'|[^\s&]+)", value))
-            found.update(re.findall(r"://[^:/@]*:(.+)@", value))
-        elif name.lower().endswith("urls"):
-            found.update(part for url in re.findall(r"://([^\"]+)", value) for part in re.split(r"[&,]", url))
-        else:
-            entries = re.split(r"[,\s]+", value)
-            found.update((value, *entries, *(re.sub(r"^[^:=]*(:|=whsec_)", "", entry) for entry in entries)))
-    for text in list(found):
-        found.add(unquote(text))
-        found.add(text.strip("'"))
-        found.update(re.split(r"[@:/?#]", text))
+        match name.lower().rpartition("_")[2]:
+            case "dsn" | "url":
+                passwords = re.findall(r"password\s*=\s*('(?:[^'\\]|\\.)*'|[^\s&]+)", value)
+                found.update(_parts_of([*passwords, *re.findall(r"://[^:/@]*:(.+)@", value)]))
+            case "urls":
+                found.update(_parts_of(re.split(r"[&,]", "&".join(re.findall(r"://([^\"]+)", value)))))
+            case "tokens":
+                found.update(secret for _, secret in people_in(value))
+            case "secrets":
+                found.update(re.sub(r"^[^=]*=whsec_|^whsec_", "", entry) for entry in value.split())
+            case "keys":
+                found.update(re.split(r"[,\s]+", value))
+            case _:
+                found.add(value)
     found.update([json.dumps(text)[1:-1] for text in found])
     return frozenset(text for text in found if len(text) > 2)
 
 
+def _parts_of(passwords: Iterable[str]) -> set[str]:
+    texts = {text for password in passwords for text in (password, unquote(password), password.strip("'"))}
+    return texts.union(*(re.split(r"[@:/?#]", text) for text in texts))
+
+
 def mask(text: str, secrets: Iterable[str]) -> str:
-    """Mask all `secrets` in `text`; the longest first, because some contain others."""
+    """Mask all `secrets` in `text`; the longest first, because some contain others. A short one masks whole words."""
     for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, MASK)
+        if len(secret) >= _LONG_SECRET:
+            text = text.replace(secret, MASK)
+        elif secret in text:
+            begin, end = (r"(?<![^\W_])" * secret[0].isalnum(), r"(?![^\W_])" * secret[-1].isalnum())
+            text = re.sub(f"{begin}{re.escape(secret)}{end}", MASK, text)
     return text
 
 

@@ -22,7 +22,7 @@ import argon2
 import itsdangerous
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.settings import Settings
+from pgoutbox.settings import Settings, people_in
 
 Role: TypeAlias = Literal["viewer", "operator"]
 
@@ -88,11 +88,10 @@ def people_of(settings: Settings) -> tuple[Person, ...]:
         ("PGOUTBOX_WEB_VIEWER_TOKENS", settings.web.viewer_tokens, "viewer"),
         ("PGOUTBOX_WEB_OPERATOR_TOKENS", settings.web.operator_tokens, "operator"),
     ):
-        # The parameters of a hash are separated by commas too: m=65536,t=3,p=4.
-        entries = re.split(",(?![tp]=)", given.get_secret_value()) if given is not None else []
-        for number, entry in enumerate(entries, start=1):
+        entries = people_in(given.get_secret_value()) if given is not None else []
+        for number, (name, secret) in enumerate(entries, start=1):
             try:
-                people.append(_parse_person(entry.strip(), "viewer" if role == "viewer" else "operator"))
+                people.append(_person_of(name, secret, "viewer" if role == "viewer" else "operator"))
             except ValueError as error:
                 raise ConfigurationError(f"{variable}: entry {number} {error}") from None
     for what, values in (("name", [p.name for p in people]), ("token", [p.proof for p in people])):
@@ -104,13 +103,12 @@ def people_of(settings: Settings) -> tuple[Person, ...]:
     return tuple(people)
 
 
-def _parse_person(entry: str, role: Role) -> Person:
-    name, colon, secret = entry.rpartition(":")
-    if colon and _NAME.fullmatch(name) is None:
+def _person_of(name: str | None, secret: str, role: Role) -> Person:
+    if name is not None and _NAME.fullmatch(name) is None:
         raise ValueError("has an invalid name: give name:token, where the name has only A-Z, a-z, 0-9, dot, _, @ and -")
     proof = hashlib.sha256(secret.encode()).digest()
     if secret.startswith(_HASH_MARK):
-        if not colon:
+        if name is None:
             raise ValueError("is a password hash without a name: give name:hash")
         _check_hash(secret)
         return Person(name, role, proof, secret)
@@ -119,7 +117,7 @@ def _parse_person(entry: str, role: Role) -> Person:
             f"has no token of {MIN_TOKEN_LENGTH} to {MAX_SECRET_LENGTH} characters (A-Z, a-z, 0-9 and ._~+/-); make "
             "one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         )
-    return Person(name if colon else role, role, proof)
+    return Person(name or role, role, proof)
 
 
 class Credentials:

@@ -150,6 +150,19 @@ def test_it_serves_prints_its_url_and_never_shows_a_secret(dsn: str, tmp_path: P
     assert "web_sign_in_refused" in process.output
 
 
+def test_the_log_says_who_signed_in_and_shows_no_token(dsn: str, tmp_path: Path, started: list[WebProcess]) -> None:
+    process = WebProcess(tmp_path, dsn=dsn, web_operator_tokens=f"ada:{OPERATOR_TOKEN},on:{VIEWER_TOKEN}")
+    started.append(process)
+    with httpx.Client(base_url=process.url(), timeout=PROCESS_PATIENCE_SECONDS) as client:
+        for token in (OPERATOR_TOKEN, VIEWER_TOKEN):
+            answer = client.post("/login", data={"secret": token}, headers={"Sec-Fetch-Site": "same-origin"})
+            assert answer.status_code == 303
+    wait_until(lambda: process.output.count("web_signed_in") == 2, lambda: process.output)
+    assert '"viewer": "ada", "role": "operator"' in process.output
+    assert '"viewer": "on", "role": "operator"' in process.output
+    assert OPERATOR_TOKEN not in process.output
+
+
 def test_anonymous_users_on_loopback_can_view_but_not_act(dsn: str, tmp_path: Path, started: list[WebProcess]) -> None:
     process = WebProcess(tmp_path, "--insecure", dsn=dsn)
     started.append(process)

@@ -1,0 +1,33 @@
+"""The log of a worker hides the secrets of its settings, and nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from pgoutbox import Outbox
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from tests.promises.conftest import StartWorker
+
+APPLICATION: Final = """
+    from pgoutbox import Message, Outbox, Permanent
+
+    outbox = Outbox()
+
+    @outbox.handler("mail")
+    async def refuse(message: Message, ctx: object) -> Permanent:
+        return Permanent(message.payload["reason"])
+"""
+
+
+def test_a_short_secret_masks_no_part_of_a_word(start_worker: StartWorker, db: psycopg.Connection, dsn: str) -> None:
+    password = "&password=ada" if "?" in dsn else "?password=ada"
+    with db.transaction():
+        Outbox().enqueue(db, "mail", {"reason": "adam@canada.example has left"})
+        Outbox().enqueue(db, "mail", {"reason": "the server wants ada, not this"})
+    worker = start_worker(APPLICATION, "--drain", dsn=dsn + password)
+    assert worker.wait() == 0
+    assert "adam@canada.example has left" in worker.log
+    assert "the server wants ***, not this" in worker.log
