@@ -41,10 +41,7 @@ def is_host_name(text: str) -> bool:
 
 def parse_mailbox(name: str, value: object) -> Mailbox:
     """Parse one address, `ann@example.com` or `Ann Lee <ann@example.com>`. Raises `Permanent` with `name`."""
-    text = _checked(name, value).strip(" \t")
-    named = _NAMED_ADDRESS.fullmatch(text)
-    display_name = _display_name(name, named["name"]) if named else ""
-    address = named["address"] if named else text
+    display_name, address = split_mailbox(name, value)
     local, at, domain = address.partition("@")
     if not at:
         raise Permanent(f"{name}: has no @" if address else f"{name}: is empty")
@@ -57,6 +54,13 @@ def parse_mailbox(name: str, value: object) -> Mailbox:
     if len(local.encode()) > 64 or len(local.encode()) + len(domain) > 253:
         raise Permanent(f"{name}: is too long for an address")
     return Mailbox(name, Address(display_name=display_name, username=local, domain=domain))
+
+
+def split_mailbox(name: str, value: object) -> tuple[str, str]:
+    """Return the display name and the address. Of the address only the characters are checked."""
+    text = _checked(name, value).strip(" \t")
+    named = _NAMED_ADDRESS.fullmatch(text)
+    return (_display_name(name, named["name"]), named["address"]) if named else ("", text)
 
 
 def _display_name(name: str, text: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import django
 import psycopg
 import pytest
+from cryptography.fernet import Fernet
 
 from tests.support.django_project import BACKEND, ROLLED_BACK, Project, are_sent, states
 from tests.support.pages import DOCS, blocks_of
@@ -79,7 +80,7 @@ full.send()
 with transaction.atomic():
     for address in (
         "to@other.com@example.com", "to@other.com <to@example.com>", "to@example.com, other@example.com", "@", "to@",
-        "@example.com", '"evil@example.com\r\nto"@example.com', "to\nevil@example.com", "nø@example.dk", "localpart",
+        "@example.com", '"evil@example.com\r\nto"@example.com', "to\nevil@example.com", "to@example.com\u2028", "<>",
     ):
         try:
             EmailMessage(bcc=[address]).send()
@@ -399,3 +400,164 @@ async def test_the_pages_lead_from_celery_and_from_django_post_office(new_projec
     assert "('Expired', 'queued')" in left
     assert "('Tomorrow', 'queued')" in left
     assert left.count("'sent'") == 3
+
+
+# --- differences from the SMTP backend --------------------------------------------------------------------------------
+
+# What Django's own SMTP backend hands to the server, or did in some release.
+UNUSUAL: Final = (
+    '"quoted"@x.test', "Ann <a@[127.0.0.1]>", f"{'l' * 65}@x.test", "jürgen@club.test", "jane.@x.test", "root",
+    '"a, b"@x.test',
+)  # fmt: skip
+ENQUEUED: Final = """
+from django.core.mail import EmailMessage
+
+for address in UNUSUAL:
+    assert EmailMessage("to", "text", to=[address]).send() == 1, address
+assert EmailMessage("from", "text", "webmaster", ["ann@x.test"]).send() == 1
+"""
+
+
+async def test_an_address_that_smtp_may_refuse_is_enqueued_and_ends_with_a_reason(project: Project) -> None:
+    async with accepting_server() as inbox:
+        project.send_by(inbox.port)
+        await project.run(f"UNUSUAL = {UNUSUAL!r}\n{ENQUEUED}")
+        await project.manage("pgoutbox", "worker", "--once")
+    with psycopg.connect(project.dsn) as connection:
+        rows = connection.execute("SELECT state, last_error FROM pgoutbox.message_view ORDER BY id").fetchall()
+    assert len(rows) == len(UNUSUAL) + 1
+    assert {state for state, _ in rows} <= {"sent", "failed"}
+    reasons = [reason for state, reason in rows if state == "failed"]
+    assert [reason for reason in reasons if not re.match(r"raw_email\.(to\[0\]|envelope_sender): \w", reason)] == []
+
+
+SILENT: Final = """
+from django.core import mail
+from django.core.mail import EmailMessage, send_mass_mail
+from django.db import transaction
+from pgoutbox.contrib.django.mail import EmailBackend
+
+good, bad = EmailMessage("good", "text", to=["a@x.test"]), EmailMessage("bad", "text", to=["a@x.test, b@x.test"])
+folded, large = EmailMessage("a\\nb", to=["a@x.test"]), EmailMessage("large", "x" * 20_000_000, to=["a@x.test"])
+silent = EmailBackend(fail_silently=True)
+with transaction.atomic():
+    assert silent.send_messages([good, bad, folded, large, good]) == 2
+assert silent.send_messages([bad]) == 0
+try:
+    EmailBackend().send_messages([good, bad, good])
+    raise AssertionError
+except ValueError:
+    pass
+if not hasattr(mail, "mailers"):
+    data = [("mass", "text", None, [address]) for address in ("a@x.test", "a@x.test, b@x.test", "c@x.test")]
+    assert send_mass_mail(data, fail_silently=True) == 2
+    assert bad.send(fail_silently=True) == 0
+"""
+
+
+async def test_fail_silently_skips_and_logs_refused_emails_and_counts_the_others(project: Project) -> None:
+    project.send_by()
+    printed = await project.run(SILENT)
+    assert len(states(project)) == (2 if django.VERSION >= (6, 1) else 4)
+    assert printed.count("an e-mail could not be enqueued") >= 3
+    assert "b@x.test" not in printed
+
+
+MAIL_OUTBOX: Final = """
+from django.core import mail
+from django.core.mail import EmailMessage
+from pgoutbox.contrib.django.test import OutboxTestCase
+
+
+class MailTest(OutboxTestCase):
+    def test_an_email_that_the_backend_refuses_is_refused(self):
+        with self.assertRaisesRegex(ValueError, "Invalid address"):
+            EmailMessage("two", "text", to=["a@x.test, b@x.test"]).send()
+        if not hasattr(mail, "mailers"):
+            self.assertEqual(EmailMessage("two", to=["a@x.test, b@x.test"]).send(fail_silently=True), 0)
+        with self.assertRaisesRegex(ValueError, "payload"):
+            EmailMessage("large", "x" * 20_000_000, to=["a@x.test"]).send()
+        self.assertEqual(EmailMessage("umlaut", "text", to=["jürgen@club.test"]).send(), 1)
+        self.assertEqual([message.subject for message in mail.outbox], ["umlaut"])
+        self.assertEqual(self.driver.messages(), [])
+"""
+
+
+async def test_mail_outbox_of_a_test_refuses_what_the_backend_refuses(project: Project) -> None:
+    project.send_by()
+    (project.directory / "members" / "tests.py").write_text(MAIL_OUTBOX)
+    assert "OK" in await project.manage("test", "members")
+    project.set(
+        EMAIL_BACKEND=LOCMEM, **({"MAILERS": {"default": {"BACKEND": LOCMEM}}} if django.VERSION > (6, 1) else {})
+    )
+    assert "FAILED (failures=1)" in await project.manage("test", "members", code=1)
+
+
+# --- links that sign their reader in ----------------------------------------------------------------------------------
+
+
+async def test_check_warns_of_links_that_anybody_who_reads_the_queue_could_use(project: Project) -> None:
+    assert "pgoutbox.mail-readable" not in await project.manage("check")
+    project.send_by()
+    shown = await project.manage("check")
+    assert "(pgoutbox.mail-readable)" in shown
+    assert "ENCRYPTION_KEYS" in shown
+    assert "pgoutbox retention set django.mail" in shown
+    await project.manage("migrate", "-v0", "--check")
+    project.set(SILENCED_SYSTEM_CHECKS=["pgoutbox.mail-readable"])
+    assert "pgoutbox.mail-readable)" not in await project.manage("check")
+    project.set(SILENCED_SYSTEM_CHECKS=[])
+    project.send_by(ENCRYPTION_KEYS=Fernet.generate_key().decode())
+    assert "pgoutbox.mail-readable" not in await project.manage("check")
+
+
+RESET: Final = """
+import re
+from django.contrib.auth.models import User
+from django.test import Client
+
+User.objects.create_user("ada", "ada@x.test", "old")
+answer = Client().post("/reset/", {"email": "ada@x.test"}, headers={"host": "localhost"})
+assert answer.status_code == 302, answer.status_code
+"""
+USED: Final = """
+import sys
+from django.contrib.auth.models import User
+from django.test import Client
+
+client = Client(headers={"host": "localhost"})
+form = client.get(LINK, follow=True).request["PATH_INFO"]
+answer = client.post(form, {"new_password1": "a-new-password", "new_password2": "a-new-password"})
+assert User.objects.get().check_password("a-new-password"), answer.content
+"""
+
+
+async def test_the_recipe_of_the_page_renders_the_link_of_a_password_reset_when_it_is_sent(project: Project) -> None:
+    recipe = [b.text for b in blocks_of(DOCS / "how-to/django.md", "python") if "reset" in b.text]
+    assert len(recipe) == 3
+    for text in recipe:
+        name = text.partition("\n")[0].removeprefix("# ")
+        with (project.directory / name).open("a") as file:
+            file.write(text)
+    with (project.directory / "club" / "urls.py").open("a") as file:
+        file.write('urlpatterns += [path("done/", PasswordResetView.as_view(), name="password_reset_complete")]\n')
+    templates = project.directory / "members" / "templates" / "registration"
+    templates.mkdir(parents=True)
+    for name in ("password_reset_form", "password_reset_done", "password_reset_confirm"):
+        (templates / f"{name}.html").write_text("{{ form }}")
+    async with accepting_server() as inbox:
+        project.send_by(inbox.port)
+        project.set(ALLOWED_HOSTS=["localhost"], MIDDLEWARE=["django.contrib.sessions.middleware.SessionMiddleware"])
+        with (project.directory / project.settings).open("a") as file:
+            file.write('INSTALLED_APPS += ["django.contrib.sessions"]\n')
+        await project.manage("migrate", "-v0")
+        await project.run(RESET)
+        with psycopg.connect(project.dsn) as connection:
+            rows = connection.execute("SELECT topic, payload::text FROM pgoutbox.message").fetchall()
+        assert [topic for topic, _ in rows] == ["mail.reset"]
+        assert "/reset/" not in rows[0][1]
+        await project.manage("pgoutbox", "worker", "--once")
+        (received,) = inbox.received
+    link = re.search(r"http://localhost(/reset/\S+)", parsed(received.content).get_content())
+    assert link is not None
+    await project.run(f"LINK = {link[1]!r}\n{USED}")

@@ -26,6 +26,7 @@ class PgOutboxConfig(AppConfig):
         """Register the checks, the handlers of e-mail and tasks, and those in the module `outbox` of applications."""
         from pgoutbox.contrib.django import checks, mail  # noqa: F401 - they register themselves
 
+        mail.is_used()
         for backend in getattr(settings, "TASKS", {}).values():
             with contextlib.suppress(ImportError, KeyError):  # Django reports them.
                 import_string(backend["BACKEND"])  # A worker needs the handler of tasks.

@@ -11,7 +11,7 @@ import psycopg
 from django.core import checks
 
 from pgoutbox import migrate
-from pgoutbox.contrib.django import conf, outbox
+from pgoutbox.contrib.django import conf, mail, outbox
 from pgoutbox.doctor import Level, examine
 from pgoutbox.errors import PgOutboxError
 
@@ -28,6 +28,19 @@ def check_settings(**_: object) -> list[checks.CheckMessage]:
     return [
         checks.Warning(f"the topic {name!r} has no handler", hint, id="pgoutbox.topic-unhandled") for name in missing
     ]
+
+
+@checks.register
+def check_mail(**_: object) -> list[checks.CheckMessage]:
+    """Report e-mails that are stored as plain text. Only the database knows whether a rule deletes them."""
+    if conf.has_keys() or not mail.is_used():
+        return []
+    text = "e-mails are stored as plain text: who reads the queue can use the link of a password reset"
+    hint = (
+        "Set PGOUTBOX['ENCRYPTION_KEYS'], or delete e-mails early by `manage.py pgoutbox retention set "
+        f"{mail.TOPIC} sent 0`, also for failed ones, and then name the check in SILENCED_SYSTEM_CHECKS."
+    )
+    return [checks.Warning(text, hint, id="pgoutbox.mail-readable")]
 
 
 @checks.register(checks.Tags.database)

@@ -81,6 +81,13 @@ def deliver_with() -> str | None:
     return _mapping().get(DELIVER_WITH)
 
 
+def mail_backends() -> list[str]:
+    """Return the paths of the project's mail backends."""
+    mailers = getattr(project, "MAILERS", {})
+    backends = [project.EMAIL_BACKEND] if project.is_overridden("EMAIL_BACKEND") else []
+    return [*backends, *(mailer["BACKEND"] for mailer in mailers.values() if mailer.get("BACKEND"))]
+
+
 def has_keys() -> bool:
     """Whether payloads can be encrypted."""
     return bool(_mapping().get("ENCRYPTION_KEYS") or os.environ.get(variable_of("encryption_keys")))

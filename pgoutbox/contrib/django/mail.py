@@ -9,6 +9,8 @@ from __future__ import annotations
 import base64
 import email
 import io
+import logging
+import re
 import smtplib
 import socket
 from collections.abc import Iterable, Mapping
@@ -19,6 +21,7 @@ from email.message import Message as MimeMessage
 from email.mime.base import MIMEBase
 from email.policy import compat32, default
 from email.utils import format_datetime
+from functools import cache
 from typing import Any, Final
 
 import django
@@ -31,13 +34,21 @@ from django.utils.module_loading import import_string
 from django.utils.timezone import is_naive, make_aware
 
 from pgoutbox.contrib.django import conf, outbox
+from pgoutbox.enqueue.validation import prepare
 from pgoutbox.handlers import SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Skip, Transient, Unavailable
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.topics import NewMessage, Topic
-from pgoutbox.transports.addresses import parse_mailbox
+from pgoutbox.transports.addresses import parse_mailbox, split_mailbox
 from pgoutbox.transports.smtp import RawEmail
 
+_logger = logging.getLogger(__name__)
+
 TOPIC: Final = "django.mail"
+# One address, whether or not a mail server takes it: `root`, `"a b"@example.org`, `a@[127.0.0.1]`.
+_ONE_ADDRESS: Final = re.compile(
+    r"""(?:"(?:[^"\\]|\\.)*"|[^\s"<>@,;:()\[\]\\]+)(?:@(?:\[[^\s<>@,;\[\]\\]+\]|[^\s"<>@,;:()\[\]\\]+))?"""
+)
 # HTTP answers of a provider that concern the account or the moment, and not the e-mail.
 _REFUSED_ACCOUNT: Final = frozenset({401, 402, 403})
 _PASSING: Final = frozenset({408, 425, 429})
@@ -60,34 +71,70 @@ class EmailBackend(BaseEmailBackend):
     default is PGOUTBOX["DELIVER_WITH"], and without it pgoutbox sends by SMTP.
     """
 
-    def __init__(self, *arguments: Any, deliver_with: str | None = None, **options: Any) -> None:  # noqa: ANN401
-        super().__init__(*arguments, **options)
+    def __init__(self, fail_silently: bool = False, *, deliver_with: str | None = None, **options: Any) -> None:  # noqa: ANN401, FBT001, FBT002 - Django's
+        super().__init__(**options)
+        self.fail_silently = fail_silently
         self._deliver_with = deliver_with or conf.deliver_with()
 
     def send_messages(self, email_messages: Iterable[Any]) -> int:
-        """Enqueue the e-mails that have a recipient, and return their number."""
+        """Enqueue the e-mails that have a recipient, and return their number.
+
+        The first refused e-mail raises `ValueError` or `TypeError`, and none is enqueued. With `fail_silently` refused
+        ones are logged, and the others are enqueued.
+        """
         connection = connections[conf.alias()]
-        drafts = [_draft(one, self._deliver_with) for one in email_messages if one.recipients()]
+        emails = [one for one in email_messages if one.recipients()]
+        if self.fail_silently:
+            with conf.transaction_of(connection):
+                return sum(self._is_enqueued(connection, one) for one in emails)
+        drafts = [_draft(one, self._deliver_with) for one in emails]
         if drafts:
             with conf.transaction_of(connection):
                 outbox.enqueue_many(connection, drafts)
         return len(drafts)
 
+    def _is_enqueued(self, connection: Any, one: Any) -> bool:  # noqa: ANN401
+        try:
+            draft = _draft(one, self._deliver_with)
+        except (TypeError, ValueError) as error:
+            # Its text contains an address or a header.
+            text = "an e-mail could not be enqueued; the caller continues without it: %s"
+            event = {"event": LogEvent.ENQUEUE_FAILED.value, "topic": TOPIC, "error_type": type(error).__name__}
+            _logger.error(text, type(error).__name__, extra=event)  # noqa: TRY400 - so does the traceback
+            return False
+        stored = outbox.enqueue(connection, TOPIC, draft.payload, destination=draft.destination, best_effort=True)
+        return stored is not None
+
+
+@cache
+def is_used() -> bool:
+    """Whether the project sends by this backend. The answer is that of its start: tests replace the backend."""
+    return any(issubclass(import_string(path), EmailBackend) for path in conf.mail_backends())
+
+
+def check(email_message: Any) -> None:  # noqa: ANN401
+    """Refuse the e-mail if the backend does, and enqueue nothing."""
+    if email_message.recipients():
+        prepare(_draft(email_message, conf.deliver_with()), outbox._route(TOPIC, None))
+
 
 def _address(value: object) -> str:
-    """Return the address of `Ann <ann@example.org>`. Raises `ValueError`, as Django does, for one that is not sent."""
+    """Return the address of `Ann <ann@example.org>`. Raises `ValueError` if it is not one address."""
     try:
-        address = parse_mailbox("", str(value)).address
+        _, address = split_mailbox("", str(value))
     except Permanent as refusal:
         raise ValueError(f"Invalid address {str(value)!r}{refusal}") from None
-    if not address.username.isascii():
-        raise ValueError(f"Invalid address {str(value)!r}: local-part contains non-ASCII characters")
-    return address.addr_spec
+    if _ONE_ADDRESS.fullmatch(address) is None:
+        raise ValueError(f"Invalid address {str(value)!r}: must be one address")
+    try:
+        return parse_mailbox("", address).address.addr_spec
+    except Permanent:
+        return address  # The worker ends it as failed, with the reason.
 
 
 def _draft(message: Any, deliver_with: str | None) -> NewMessage[Any]:  # noqa: ANN401 - Django has no types
     recipients = [_address(one) for one in message.recipients()]
-    destination = f"mailto:{recipients[0]}" if len(recipients) == 1 else None
+    destination = f"mailto:{recipients[0]}" if len(recipients) == 1 and "," not in recipients[0] else None
     if deliver_with is not None:
         payload: dict[str, Any] = {"deliver_with": deliver_with, "email": _fields_of(message)}
     else:

@@ -11,10 +11,12 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from functools import cached_property
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+from unittest.mock import patch
 
 import psycopg
 from asgiref.sync import async_to_sync, sync_to_async
+from django.core.mail.backends import locmem
 from django.db import DatabaseError, connections, transaction
 from django.test import TestCase
 
@@ -79,12 +81,40 @@ class ProjectDriver(OutboxDriver):
 
 
 class OutboxTestCase(TestCase):
-    """A `TestCase` with a `driver`."""
+    """A `TestCase` with a `driver`. `mail.outbox` refuses what the project's backend of pgoutbox refuses."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """Check e-mails for `mail.outbox` in these tests."""
+        from pgoutbox.contrib.django import mail  # It needs the settings.
+
+        super().setUpClass()
+        if mail.is_used():
+            cls.enterClassContext(patch.object(locmem.EmailBackend, "send_messages", _send_checked))
 
     @cached_property
     def driver(self) -> ProjectDriver:
         """The driver of this test."""
         return ProjectDriver()
+
+
+_send = locmem.EmailBackend.send_messages
+
+
+def _send_checked(backend: locmem.EmailBackend, messages: Sequence[Any]) -> int:
+    from pgoutbox.contrib.django import mail
+
+    accepted = []
+    for one in messages:
+        try:
+            mail.check(one)
+        except (TypeError, ValueError):
+            if not vars(backend).get("fail_silently", vars(backend).get("_fail_silently")):  # Django 6.1 warns of it.
+                raise
+        else:
+            accepted.append(one)
+    count: int = _send(backend, accepted)
+    return count
 
 
 class _TestThread(Executor):
