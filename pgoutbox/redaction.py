@@ -48,6 +48,25 @@ REDACTED_WORDS: Final = frozenset(
     {"pass", "pwd", "jwt", "sig", "signature", "otp", "totp", "pin", "cvv", "cvc", "session"}
 )
 
+# The fields that a reason of pgoutbox names at its beginning: `raw_email.data: line 3 has a bare LF`. Whatever an
+# application hides, they are not names of secrets.
+OWN_FIELDS: Final = {
+    "email": (
+        "subject", "to", "text", "html", "sender", "cc", "bcc", "reply_to", "headers", "attachments", "envelope_sender",
+        "kind",
+    ),
+    "raw_email": ("data", "to", "envelope_sender"),
+    "webhook": ("url", "body", "headers", "media_type", "method", "request", "secret_name", "secrets", "signed"),
+    "event": ("type", "source", "subject", "data", "content_type", "extensions", "headers", "key"),
+    "notification": ("title", "body", "kind", "format"),
+}  # fmt: skip
+OWN_FIELD: Final = (
+    r"\A(?:destination|"
+    + "|".join(rf"{kind}\.(?:{'|'.join(names)})" for kind, names in OWN_FIELDS.items())
+    + r")(?:\[[^\[\]\r\n]{0,100}\](?:\.[a-z_]{1,20})?)?: "
+)
+_OWN_FIELD: Final = re.compile(OWN_FIELD)
+
 _NOT_IN_NAMES = str.maketrans("", "", "-_ ")
 _WORD = re.compile(r"[A-Z]++(?![a-z])|[A-Z]?[a-z]++|[A-Z]")
 # Longer texts are cut off, because the forms pass over the whole text a dozen times.
@@ -310,16 +329,19 @@ def redact_text(text: str, names: Iterable[str] = REDACTED_NAMES) -> str:
 
     It finds `key=value`, `key: value`, `"key": "value"` and similar forms, authorization headers, the user and password
     of a URL, and the tokens of known issuers. A text has no paths, so of a name with dots only the last part is used.
+    The field at the beginning of pgoutbox's own reasons stays, with the reason.
 
     >>> redact_text("login(user='ann', password='x y') at https://ann:pw@example.org/?token=abc&page=2")
     "login(user='ann', password=(redacted)) at https://(redacted)@example.org/?token=(redacted)&page=2"
     """
     text = text[:MAX_TEXT_CHARS]
+    field = own[0] if (own := _OWN_FIELD.match(text)) else ""
+    text = text[len(field) :]
     hint = squeezed(text)
     for pattern, hints in _compiled(tuple(names)):
         if not hints or any(part in hint for part in hints):
             text = pattern.sub(_hide, text)
-    return text
+    return field + text
 
 
 def _hide(found: re.Match[str]) -> str:

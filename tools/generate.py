@@ -34,7 +34,7 @@ from pgoutbox.observability import measures
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import Metric
 from pgoutbox.operations.records import BulkChanges
-from pgoutbox.redaction import REDACTED, text_forms
+from pgoutbox.redaction import OWN_FIELD, REDACTED, text_forms
 from pgoutbox.settings import Settings, fields_of, variable_of
 from pgoutbox.topics import FanoutOptions, MessageOptions
 from pgoutbox.worker.direct import DirectOptions
@@ -84,10 +84,13 @@ STRICT
 PARALLEL SAFE
 AS $function$
 DECLARE
-    squeezed pg_catalog.text := pg_catalog.translate(pg_catalog.lower(value), '-_ ', '');
+    field constant pg_catalog.text := coalesce(pg_catalog."substring"(value, $form${own_field}$form$), '');
+    squeezed pg_catalog.text;
 BEGIN
+    value := pg_catalog.substr(value, pg_catalog.length(field) OPERATOR(pg_catalog.+) 1);
+    squeezed := pg_catalog.translate(pg_catalog.lower(value), '-_ ', '');
     {statements}
-    RETURN value;
+    RETURN field OPERATOR(pg_catalog.||) value;
 END
 $function$;
 
@@ -108,7 +111,7 @@ def redacted_text_sql() -> str:
         statement = f"value := pg_catalog.regexp_replace(value, {replacement});"
         hints = ", ".join(f"'%{hint}%'" for hint in form.hints)
         statements.append(_HINTED.format(hints=hints, statement=statement) if hints else statement)
-    return _REDACTED_TEXT.format(statements="\n    ".join(statements))
+    return _REDACTED_TEXT.format(own_field=OWN_FIELD, statements="\n    ".join(statements))
 
 
 # --- the core ---------------------------------------------------------------------------------------------------------

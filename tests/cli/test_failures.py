@@ -49,7 +49,12 @@ def fail(db: psycopg.Connection, *errors: str | None, topic: str = "mail") -> li
             "RCPT (address): 550 #.#.# <(address)>: User unknown",
         ),
         (["order 404 is unknown", "order 7 is unknown", "order 55 is unknown"], "order # is unknown"),
-        (["KeyError: 'name'", 'KeyError: "first name"'], "KeyError: (value)"),
+        (["KeyError: 'vat_id'", "KeyError: 'vat_id'"], "KeyError: 'vat_id'"),
+        (["KeyError: 'Ada Lovelace'", 'KeyError: "first name"'], "KeyError: (value)"),
+        (
+            ["AttributeError: 'NoneType' object has no attribute 'email'"] * 2,
+            "AttributeError: 'NoneType' object has no attribute 'email'",
+        ),
         (
             ["no row 8c3f2f6e-1234-4abc-9def-0123456789ab", "no row 0c3f2f6e-1234-4abc-9def-0123456789aB", "no row 12"],
             "no row #",
@@ -104,7 +109,7 @@ def test_five_hundred_bounces_are_one_line(connect: Connect, cli: Callable[..., 
     header, bounces, bug = done.out.splitlines()
     assert header.split("\t")[:5] == ["messages", "last_hour", "hour_before", "failed_again", "topic"]
     assert bounces.startswith("500\t500\t0\t0\tmail\tRCPT (address): 550 #.#.# <(address)>: User unknown\t")
-    assert bug.startswith("1\t1\t0\t0\tsms\tKeyError: (value)\t")
+    assert bug.startswith("1\t1\t0\t0\tsms\tKeyError: 'name'\t")
 
 
 def attempt(db: psycopg.Connection, message_id: int, *outcomes: AttemptOutcome) -> None:
@@ -161,7 +166,7 @@ def test_new_failures_come_first_and_a_group_has_its_place_and_example(connect: 
             [new],
         )
         first, second = Operator(db).list_failures()
-        assert (first.cause, first.last_hour, first.hour_before, first.newest_id) == ("KeyError: (value)", 1, 0, new)
+        assert (first.cause, first.last_hour, first.hour_before, first.newest_id) == ("KeyError: 'name'", 1, 0, new)
         assert (first.error, first.place) == ("KeyError: 'name'", "app.py:7 greet")
         assert (second.cause, second.last_hour, second.hour_before, second.place) == ("user # is gone", 0, 3, None)
         assert [group.cause for group in Operator(db).list_failures(within=timedelta(hours=1))] == [first.cause]
@@ -185,7 +190,7 @@ def test_a_group_is_redriven_or_dismissed_alone(connect: Connect, cli: Callable[
         fail(db, "user 1 is gone", "user 2 is gone", "KeyError: 'name'")
         groups = {group.cause: group.group for group in Operator(db).list_failures()}
         assert cli("dismiss", "--group", groups["user # is gone"], "--reason", "gone", "--yes").exit_code == 0
-        assert cli("redrive", "--group", groups["KeyError: (value)"], "--yes").exit_code == 0
+        assert cli("redrive", "--group", groups["KeyError: 'name'"], "--yes").exit_code == 0
         rows = db.execute("SELECT state, last_error FROM pgoutbox.message ORDER BY id").fetchall()
     assert [state for state, _ in rows] == ["skipped", "skipped", "pending"]
 

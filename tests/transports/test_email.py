@@ -350,8 +350,8 @@ def test_an_invalid_address_is_refused_with_the_reason(address: str, reason: str
 @pytest.mark.parametrize(
     ("destination", "error"),
     [
-        (None, "email.to: no recipient, and the message has no mailto: destination"),
-        ("https://example.com", "email.to: no recipient, and the message has no mailto: destination"),
+        (None, "email.to: no recipient, and the message has no destination with mailto"),
+        ("https://example.com", "email.to: no recipient, and the message has no destination with mailto"),
         ("mailto:", "destination: is empty"),
         ("mailto:ann@example.com?bcc=eve@example.com", "destination: header fields after ? are not accepted"),
         ("mailto:ann%0D%0A@example.com", "destination: contains CR, LF or NUL"),

@@ -1,6 +1,7 @@
 -- What errors have in common that differ only in addresses, quoted values, ids and numbers, without the DETAIL and
 -- CONTEXT of PostgreSQL, which quote rows. A status code such as 404 or 550 stays, where such codes stand: at the
 -- beginning, and after a colon, a bracket or the name of a protocol. A quotation that is cut off ends with the text.
+-- Python quotes names of the program in some errors: KeyError: 'vat_id' stays.
 CREATE FUNCTION pgoutbox._cause_of(error text)
 RETURNS text
 LANGUAGE sql
@@ -15,7 +16,7 @@ RETURN left(
                     regexp_replace(left(error, 400), $form$\n\s*(DETAIL|CONTEXT):.*$form$, ''),
                     $form$[^\s<>(),:;"'=][^\s<>(),:;"=]*(@|%40)[^\s<>(),:;"'&]+$form$, '(address)', 'g'
                 ),
-                $form$(?<![[:alnum:]])[bru]?'([^']|'(?=[[:alnum:]]))*('(?![[:alnum:]])|$)|"[^"]*("|$)|“[^”]*(”|$)|«[^»]*(»|$)|»[^«]*(«|$)|‘[^’]*(’|$)|`[^`]*(`|$)$form$,
+                $form$(?:(?<!^(?:Key|Attribute|Name|Import|ModuleNotFound)Error: .*)|(?!'[A-Za-z_]{1,60}'))(?<![[:alnum:]])[bru]?'([^']|'(?=[[:alnum:]]))*('(?![[:alnum:]])|$)|"[^"]*("|$)|“[^”]*(”|$)|«[^»]*(»|$)|»[^«]*(«|$)|‘[^’]*(’|$)|`[^`]*(`|$)$form$,
                 '(value)', 'g'
             ),
             $form$\m[[:xdigit:]]{8}(-[[:xdigit:]]{4}){3}-[[:xdigit:]]{12}\M|\m(?=[[:xdigit:]]*\d)[[:xdigit:]]{8,}\M|\m(?=\w*\d)\w{20,}\M$form$,

@@ -8,8 +8,11 @@ STRICT
 PARALLEL SAFE
 AS $function$
 DECLARE
-    squeezed pg_catalog.text := pg_catalog.translate(pg_catalog.lower(value), '-_ ', '');
+    field constant pg_catalog.text := coalesce(pg_catalog."substring"(value, $form$\A(?:destination|email\.(?:subject|to|text|html|sender|cc|bcc|reply_to|headers|attachments|envelope_sender|kind)|raw_email\.(?:data|to|envelope_sender)|webhook\.(?:url|body|headers|media_type|method|request|secret_name|secrets|signed)|event\.(?:type|source|subject|data|content_type|extensions|headers|key)|notification\.(?:title|body|kind|format))(?:\[[^\[\]\r\n]{0,100}\](?:\.[a-z_]{1,20})?)?: $form$), '');
+    squeezed pg_catalog.text;
 BEGIN
+    value := pg_catalog.substr(value, pg_catalog.length(field) OPERATOR(pg_catalog.+) 1);
+    squeezed := pg_catalog.translate(pg_catalog.lower(value), '-_ ', '');
     IF squeezed OPERATOR(pg_catalog.~~) ANY (ARRAY['%?%', '%&%']) THEN
         value := pg_catalog.regexp_replace(value, $form$(?i)([?&](?:[A-Za-z0-9_.%-]*(?:i[-_ ]?n[-_ ]?p[-_ ]?u[-_ ]?t[-_ ]?v[-_ ]?a[-_ ]?l[-_ ]?u[-_ ]?e|p[-_ ]?a[-_ ]?s[-_ ]?s[-_ ]?w[-_ ]?o[-_ ]?r[-_ ]?d|p[-_ ]?a[-_ ]?s[-_ ]?s[-_ ]?w[-_ ]?d|p[-_ ]?a[-_ ]?s[-_ ]?s[-_ ]?p[-_ ]?h[-_ ]?r[-_ ]?a[-_ ]?s[-_ ]?e|p[-_ ]?a[-_ ]?s[-_ ]?s[-_ ]?c[-_ ]?o[-_ ]?d[-_ ]?e|s[-_ ]?e[-_ ]?c[-_ ]?r[-_ ]?e[-_ ]?t|t[-_ ]?o[-_ ]?k[-_ ]?e[-_ ]?n|a[-_ ]?u[-_ ]?t[-_ ]?h[-_ ]?o[-_ ]?r[-_ ]?i[-_ ]?z[-_ ]?a[-_ ]?t[-_ ]?i[-_ ]?o[-_ ]?n|c[-_ ]?o[-_ ]?o[-_ ]?k[-_ ]?i[-_ ]?e|c[-_ ]?r[-_ ]?e[-_ ]?d[-_ ]?e[-_ ]?n[-_ ]?t[-_ ]?i[-_ ]?a[-_ ]?l|a[-_ ]?p[-_ ]?i[-_ ]?k[-_ ]?e[-_ ]?y|a[-_ ]?c[-_ ]?c[-_ ]?e[-_ ]?s[-_ ]?s[-_ ]?k[-_ ]?e[-_ ]?y|a[-_ ]?c[-_ ]?c[-_ ]?o[-_ ]?u[-_ ]?n[-_ ]?t[-_ ]?k[-_ ]?e[-_ ]?y|a[-_ ]?u[-_ ]?t[-_ ]?h[-_ ]?k[-_ ]?e[-_ ]?y|e[-_ ]?n[-_ ]?c[-_ ]?r[-_ ]?y[-_ ]?p[-_ ]?t[-_ ]?i[-_ ]?o[-_ ]?n[-_ ]?k[-_ ]?e[-_ ]?y|p[-_ ]?r[-_ ]?i[-_ ]?v[-_ ]?a[-_ ]?t[-_ ]?e[-_ ]?k[-_ ]?e[-_ ]?y|s[-_ ]?i[-_ ]?g[-_ ]?n[-_ ]?i[-_ ]?n[-_ ]?g[-_ ]?k[-_ ]?e[-_ ]?y|s[-_ ]?e[-_ ]?s[-_ ]?s[-_ ]?i[-_ ]?o[-_ ]?n[-_ ]?i[-_ ]?d|s[-_ ]?e[-_ ]?s[-_ ]?s[-_ ]?i[-_ ]?d|c[-_ ]?s[-_ ]?r[-_ ]?f|x[-_ ]?s[-_ ]?r[-_ ]?f)[A-Za-z0-9_.%-]{0,64}|(?:[A-Za-z0-9_.%-]*[-_.])?(?:cvc|cvv|jwt|otp|pass|pin|pwd|session|sig|signature|totp|key|code)(?:[-_.][A-Za-z0-9_.%-]{0,64})?)=)(?!\(redacted\))[^ \t\r\n\f\v&#\"'<>]+$form$, $form$\1(redacted)$form$, 'g');
     END IF;
@@ -59,7 +62,7 @@ BEGIN
         value := pg_catalog.regexp_replace(value, $form$((?:\A|[^A-Za-z0-9_-]))(?:eyJ[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]*){2,4}|gAAAA[A-Za-z0-9_-]{40,}=*|A[KS]IA[A-Z0-9]{16}|AIza[A-Za-z0-9_-]{30,}|ya29\.[A-Za-z0-9_-]{10,}|gh[opsur]_[A-Za-z0-9]{6,}|github_pat_[A-Za-z0-9_]{6,}|gl[a-z]{2,5}-[A-Za-z0-9_.-]{10,}|x(?:ox[a-z]|app)-[A-Za-z0-9-]{6,}|[sr]k_(?:live|test)_[A-Za-z0-9]{6,}|whsec_[A-Za-z0-9+/=_-]{6,}|sk-[A-Za-z0-9_-]{20,}|SG\.[A-Za-z0-9_-]{6,}(?:\.[A-Za-z0-9_-]+)?|(?:npm|hf|shp(?:at|ss|ca)|dop_v1)_[A-Za-z0-9]{16,}|pypi-[A-Za-z0-9_-]{16,}|key-[0-9a-f]{32}|AGE-SECRET-KEY-[A-Z0-9]+|x(?:key|smtp)sib-[a-z0-9]{16,}(?:-[A-Za-z0-9]+)?|re_[A-Za-z0-9]{6,}_[A-Za-z0-9]{10,}|mlsn\.[a-z0-9]{16,}|hvs\.[A-Za-z0-9_-]{16,}|dapi[0-9a-f]{32}|SK[0-9a-f]{32}|(?:glsa|dckr_pat|lin_api)_[A-Za-z0-9_-]{16,}|(?:bot)?[0-9]{8,10}:AA[A-Za-z0-9_-]{30,})$form$, $form$\1(redacted)$form$, 'g');
     END IF;
     value := pg_catalog.regexp_replace(value, $form$((?:\A|[^A-Za-z0-9.-]))(?:S[ACNOUX][A-Z2-7]{56}|(?:4[0-9]{3}|5[1-5][0-9]{2}|2[2-7][0-9]{2}|6(?:011|5[0-9]{2}))(?:[ -]?[0-9]{4}){3}|3[47][0-9]{2}[ -]?[0-9]{6}[ -]?[0-9]{5})(?![A-Za-z0-9-]|\.[0-9])$form$, $form$\1(redacted)$form$, 'g');
-    RETURN value;
+    RETURN field OPERATOR(pg_catalog.||) value;
 END
 $function$;
 

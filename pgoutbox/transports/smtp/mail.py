@@ -244,7 +244,7 @@ def _render_raw(
     envelope_sender = _envelope_sender("raw_email", email.envelope_sender, default)
     to = _mailboxes("raw_email.to", email.to) if email.to is not None else _destination(message)
     if not to:
-        raise Permanent("raw_email.to: no recipient, and the message has no mailto: destination")
+        raise Permanent("raw_email.to: no recipient, and the message has no destination with mailto")
     data = _checked_data(email.data)
     head = data.partition(b"\r\n\r\n")[0]
     smtputf8_problem = None if head.isascii() else "raw_email.data: has headers that are not ASCII"
@@ -332,7 +332,7 @@ def _recipients(email: Email, message: Message[object]) -> tuple[list[Mailbox], 
     bcc = _mailboxes("email.bcc", email.bcc)
     count = len(to) + len(cc) + len(bcc)
     if count == 0:
-        raise Permanent("email.to: no recipient, and the message has no mailto: destination")
+        raise Permanent("email.to: no recipient, and the message has no destination with mailto")
     if count > MAX_RECIPIENT_COUNT:
         raise Permanent(f"email.to, cc, bcc: {count} recipients are more than {MAX_RECIPIENT_COUNT}")
     return to, cc, bcc
