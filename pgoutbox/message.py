@@ -193,7 +193,7 @@ class Unavailable(Exception):  # noqa: N818 - an outcome; it can be returned or 
     the whole transport. With `outage` the fault may pass by itself: then only several in a row open the breaker, as
     those of `Transient` do. Without a breaker the delay grows by the handler's retry policy, from one second on.
     `retry_after` (seconds or a timedelta) is the minimum delay. `doubtful` names the recipient, or another part
-    that may be at fault: then it opens no breaker again after messages for others were sent.
+    that may be at fault: after messages for others were sent it opens no breaker, and uses up attempts.
     """
 
     def __init__(

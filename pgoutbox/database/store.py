@@ -521,11 +521,19 @@ class Store:
         rows = await self.claims.fetch(sql.FAILURES_OF_LAST_RUN, {})
         return dict(rows[0][0]) if rows else {}
 
-    async def breaker_probe(self, key: str) -> BreakerRow | None:
-        """Ask for a probe: granted if the answer has a `probe_id`. None if the breaker is closed."""
+    async def breaker_probe(self, key: str, *, is_early: bool) -> BreakerRow | None:
+        """Ask for a probe: granted if the answer has a `probe_id`. None if the breaker is closed.
+
+        It may be granted during the pause only if `is_early`.
+        """
         rows = await self._attempts.fetch(
             sql.BREAKER_PROBE,
-            {"key": key, "probe_timeout_seconds": self._settings.breaker.probe_timeout_seconds, "worker": self.worker},
+            {
+                "key": key,
+                "is_early": is_early,
+                "probe_timeout_seconds": self._settings.breaker.probe_timeout_seconds,
+                "worker": self.worker,
+            },
         )
         return BreakerRow._make(rows[0]) if rows else None
 

@@ -4,8 +4,8 @@ Closed: messages are sent, and failures are counted. Open: messages wait until `
 message of this process, the probe holder, may ask the database for a probe. Times come from the caller's clock.
 
 A doubtful failure may be the fault of its recipient alone. Recipients that failed since the last success are
-suspects: several of them are not all at fault. A suspect becomes an outlier when another recipient succeeds: the
-failures of an outlier are its own, until it succeeds too.
+suspects: several of them are not all at fault. While there are few, another recipient may probe at once. A suspect
+becomes an outlier when another recipient succeeds: the failures of an outlier are its own, until it succeeds too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hashlib import blake2b
 from typing import Any
 
 from pgoutbox.database.store import BreakerRow
-from pgoutbox.message import Outcome, SendFailure, Unavailable
+from pgoutbox.message import Outcome, SendFailure, Transient, Unavailable
 
 WINDOW_SECONDS = 60.0
 _WINDOW_MIN_COUNT = 20
@@ -55,6 +55,7 @@ class CircuitBreaker:
     failure_count: int = 0
     suspects: set[str] = field(default_factory=set)
     outliers: set[str] = field(default_factory=set)
+    _is_in_doubt: bool = False
     _window_began_at: float = 0.0
     _window_sent_count: int = 0
     _window_failed_count: int = 0
@@ -67,11 +68,11 @@ class CircuitBreaker:
         """Whether it is open and not half-open."""
         return self.retry_at is not None and now < self.retry_at
 
-    def admit(self, message_id: int, now: float, *, may_probe: bool = True) -> Admission:
-        """Return what this message may do. The first one that may probe after the pause becomes the probe holder."""
+    def admit(self, message_id: int, now: float, *, recipient: str | None = None, may_probe: bool = True) -> Admission:
+        """Return what this message may do. The first one that may probe becomes the probe holder."""
         if self.retry_at is None:
             return Admission.SEND
-        if now < self.retry_at:
+        if now < (self._probe_at(self.retry_at, recipient) if may_probe else self.retry_at):
             return Admission.WAIT
         if not may_probe:
             return Admission.BYPASS
@@ -79,6 +80,14 @@ class CircuitBreaker:
             return Admission.WAIT
         self.probe_holder = message_id
         return Admission.PROBE
+
+    def _probe_at(self, retry_at: float, recipient: str | None) -> float:
+        """Return when this recipient may probe: a suspect later than others, which may settle a doubt at once."""
+        if recipient is None:
+            return retry_at
+        if digest_of(recipient) in self.suspects:
+            return retry_at + self.pause_seconds
+        return self.paused_at if self._is_in_doubt else retry_at
 
     def release(self, message_id: int) -> None:
         """Let another message become the probe holder, if it is this one."""
@@ -97,6 +106,14 @@ class CircuitBreaker:
             case _:
                 return None
 
+    def own_failure(self, outcome: Outcome) -> Outcome:
+        """Return the fault of an outlier as a failure that uses up an attempt, and any other outcome as it is."""
+        match outcome:
+            case Unavailable(doubtful=str(one)) if digest_of(one) in self.outliers:
+                return Transient(outcome.error, outcome.retry_after)
+            case _:
+                return outcome
+
     def record_success(self, recipient: str) -> None:
         self.failure_count = 0
         self._window_sent_count += 1
@@ -109,6 +126,7 @@ class CircuitBreaker:
         """Count a failure. Return whether it opens the breaker."""
         if failure.doubtful is not None and len(self.suspects) < _MAX_REMEMBERED_COUNT:
             self.suspects.add(digest_of(failure.doubtful))
+        self._is_in_doubt = failure.doubtful is not None and len(self.suspects) < _SUSPECT_LIMIT
         if isinstance(failure, Unavailable) and not failure.outage:
             return True
         if failure.doubtful is not None:
@@ -146,9 +164,10 @@ class CircuitBreaker:
         else:
             self.open(row, now)
 
-    def wait_seconds(self, now: float) -> float:
+    def wait_seconds(self, now: float, recipient: str | None = None) -> float:
         """Return the time until the next probe; while one is in progress, the pause between two looks."""
-        return self.retry_at - now if self.retry_at is not None and now < self.retry_at else self.pause_seconds
+        probe_at = now if self.retry_at is None else self._probe_at(self.retry_at, recipient)
+        return probe_at - now if now < probe_at else self.pause_seconds
 
     def memory(self) -> dict[str, Any]:
         """Return the facts that the next run continues with."""

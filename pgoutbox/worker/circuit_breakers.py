@@ -98,7 +98,7 @@ class CircuitBreakers:
             return None
         match await self._admit(circuit, message):
             case Admission.WAIT:
-                return self._postpone(circuit.breaker)
+                return self._postpone(circuit.breaker, message)
             case Admission.PROBE:
                 self._probed_by[message.id] = circuit.breaker
             case Admission.SEND if circuit.room.is_stalled:
@@ -113,7 +113,8 @@ class CircuitBreakers:
 
     async def _admit(self, circuit: _Circuit, message: Message[object]) -> Admission:
         # An alert may announce this very breaker: it neither counts nor probes.
-        admit = partial(circuit.breaker.admit, message.id, may_probe=message.topic != ALERT_TOPIC)
+        may_probe = message.topic != ALERT_TOPIC
+        admit = partial(circuit.breaker.admit, message.id, recipient=_recipient_of(message), may_probe=may_probe)
         admission = admit(self._clock())
         if admission is Admission.WAIT:
             await self._shared.refresh(circuit.breaker for circuit in self._circuits.values())
@@ -148,7 +149,7 @@ class CircuitBreakers:
                 # Other sends may have opened the breaker, or taken the room: ask again.
             match admission:
                 case Admission.WAIT:
-                    return self._postpone(circuit.breaker)
+                    return self._postpone(circuit.breaker, message)
                 case Admission.PROBE:
                     return await self._ask_and_probe(circuit, message, call)
                 case Admission.SEND | Admission.BYPASS:
@@ -194,8 +195,10 @@ class CircuitBreakers:
             # A probe of another message may have closed it again.
             if not breaker.is_closed:
                 # No probe may come while the breaker is half-open. So the pauses of an alert grow.
-                return self._postpone(breaker, failure) if counts else Unavailable(failure.error, failure.retry_after)
-        return outcome
+                if not counts:
+                    return Unavailable(failure.error, failure.retry_after)
+                return self._postpone(breaker, message, failure)
+        return breaker.own_failure(outcome)
 
     async def _ask_and_probe(self, circuit: _Circuit, message: Message[object], call: _Call) -> Outcome:
         """Send the message if the database grants it the probe, or if the breaker is closed there."""
@@ -207,7 +210,7 @@ class CircuitBreakers:
             # The answer has closed or paused the breaker.
             if breaker.is_closed:
                 return await self._send_and_record(circuit, message, call)
-            return self._postpone(breaker)
+            return self._postpone(breaker, message)
         finally:
             breaker.release(message.id)
 
@@ -231,19 +234,23 @@ class CircuitBreakers:
         elif (failure := breaker.failure_of(outcome)) is not None:
             breaker.record_failure(failure, self._clock())
             await shared.reopen(breaker, probe_id, failure.error)
-            return self._postpone(breaker, failure)
+            return self._postpone(breaker, message, failure)
         else:
             shared.start(shared.release(breaker.key, probe_id))
-        return outcome
+        return breaker.own_failure(outcome)
 
-    def _postpone(self, breaker: CircuitBreaker, failure: SendFailure | Unavailable | None = None) -> Postponed:
+    def _postpone(
+        self, breaker: CircuitBreaker, message: Message[object], failure: SendFailure | Unavailable | None = None
+    ) -> Postponed:
         """Postpone a message until the next probe and a little longer, so that not all messages come back at once.
 
         If this message itself has a `failure`, postpone it at least until its `retry_after`.
         """
+        # The failure may name another recipient than the message, which must not probe again at once.
+        wait_seconds = breaker.wait_seconds(self._clock(), _recipient_of(message) if failure is None else None)
         at_least_seconds = 0.0 if failure is None else failure.retry_after or 0.0
         return Postponed(
-            max(breaker.wait_seconds(self._clock()), at_least_seconds) + random.uniform(0, breaker.pause_seconds),
+            max(wait_seconds, at_least_seconds) + random.uniform(0, breaker.pause_seconds),
             f"circuit breaker {breaker.key} is open: {breaker.error}",
             code=ReasonCode.CIRCUIT_OPEN,
             breaker_key=breaker.key,

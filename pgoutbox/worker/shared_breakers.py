@@ -73,7 +73,8 @@ class SharedBreakers:
 
     async def begin_probe(self, breaker: CircuitBreaker) -> str | None:
         """Return the id of a granted probe. Without one, the breaker is closed, or paused for another time."""
-        row = await self._ask(self._store.breaker_probe(breaker.key))
+        is_early = breaker.is_paused(self._clock())
+        row = await self._ask(self._store.breaker_probe(breaker.key, is_early=is_early))
         # A refresh may have changed the breaker during the statement. This row is newer.
         if isinstance(row, Exception):
             breaker.pause(self._clock())

@@ -221,6 +221,43 @@ def test_a_doubtful_fault_opens_the_breaker_until_another_destination_succeeds()
     assert doubt(breaker_in("closed"), "aaBaabAaB", doubtful_fault) == "!!.--!.!."
 
 
+def test_another_recipient_may_probe_at_once_until_three_recipients_are_suspects() -> None:
+    breaker = breaker_in("open")
+    for recipient, following in zip("abc", "bcd", strict=True):
+        breaker.record_failure(doubtful_fault(recipient), NOW)
+        breaker.release(1)
+        assert breaker.admit(1, NOW, recipient=recipient) is WAIT
+        assert breaker.admit(1, NOW, recipient=following, may_probe=False) is WAIT
+        assert breaker.admit(1, NOW, recipient=following) is (WAIT if recipient == "c" else PROBE)
+
+
+def test_a_failure_that_is_not_doubtful_ends_the_doubt() -> None:
+    breaker = breaker_in("open")
+    breaker.record_failure(doubtful_fault("a"), NOW)
+    breaker.record_failure(OUTAGE, NOW)
+    assert breaker.admit(1, NOW, recipient="b") is WAIT
+
+
+def test_a_suspect_probes_a_little_later_than_others() -> None:
+    breaker = breaker_in("half-open")
+    for recipient in "abc":
+        breaker.record_failure(doubtful_fault(recipient), NOW)
+    assert breaker.admit(1, NOW, recipient="a") is WAIT
+    assert breaker.wait_seconds(NOW, "a") == breaker.pause_seconds
+    assert breaker.admit(2, NOW, recipient="d") is PROBE
+    breaker.release(2)
+    assert breaker.admit(1, NOW + breaker.pause_seconds, recipient="a") is PROBE
+
+
+def test_the_fault_of_an_outlier_is_a_failure_that_uses_up_an_attempt() -> None:
+    breaker = breaker_in("closed")
+    assert doubt(breaker, "aB", doubtful_fault) == "!."
+    own = breaker.own_failure(Unavailable("no", 7, doubtful="a"))
+    assert (type(own), str(own), own.retry_after) == (Transient, "no", 7)  # type: ignore[union-attr] # of the type
+    other = doubtful_fault("c")
+    assert breaker.own_failure(other) is other
+
+
 def test_doubtful_failures_count_for_no_rate() -> None:
     assert "!" not in doubt(breaker_in("closed"), "aZbZ" * 20)
 
