@@ -36,6 +36,7 @@ class Limits:
     done_without_rules: int = 5_000_000
     run_seconds: float = 90_000.0
     late_seconds: float = 60.0
+    undelivered_seconds: float = 86_400.0
     in_flight_seconds: float = 900.0
     attempts: int = 20
     failed_seconds: float = 90_000.0

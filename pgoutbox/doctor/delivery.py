@@ -300,6 +300,25 @@ def _run_interval(context: DoctorContext, queue: str, running: list[DictRow], ru
     return float(min([*known, context.limits.run_seconds])) if known else 0.0
 
 
+def check_undelivered(context: DoctorContext) -> Iterator[Note]:
+    """Find messages that were due long ago and have no final state, whatever the reason."""
+    seconds = context.limits.undelivered_seconds
+    queues = context.ask(sql.UNDELIVERED, {"seconds": seconds})
+    for row in queues:
+        count = pluralize(row["messages"], "message") + (" or more" if row["messages"] >= 10_000 else "")
+        yield warning(
+            "undelivered-for-long",
+            f"queue {row['queue']}: {count} undelivered for more than {duration(seconds)}, message {row['oldest_id']} "
+            f"for {duration(row['oldest_seconds'])}",
+            "postponed attempts do not count, so such a message may never end by itself",
+            f"pgoutbox show {row['oldest_id']} prints its attempts and the reason; if nobody can deliver it: "
+            f"pgoutbox cancel {row['oldest_id']}",
+            queue=row["queue"],
+        )
+    if not queues:
+        yield ok("nothing-undelivered", f"no message has been undelivered for more than {duration(seconds)}")
+
+
 def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
     """Return the finding if a late queue is paused, at a limit, or waits for earlier messages."""
     name, why = queue["queue"], "they stay late until this is fixed"

@@ -38,6 +38,7 @@ _SERVER_CHECKS: Final[Mapping[str, Check]] = {
 _DELIVERY_CHECKS: Final[Mapping[str, Check]] = {
     "workers": delivery.check_workers,
     "due": delivery.check_due,
+    "undelivered": delivery.check_undelivered,
     "breakers": delivery.check_breakers,
     "redirect": delivery.check_redirect,
     "failed": delivery.check_failed,
@@ -56,6 +57,7 @@ _SCHEMA_CHECKS: Final[Mapping[str, Check]] = {
     "encryption": delivery.check_encryption,
     "payloads": delivery.check_payloads,
     "due": delivery.check_due,
+    "undelivered": delivery.check_undelivered,
     "breakers": delivery.check_breakers,
     "redirect": delivery.check_redirect,
     "failed": delivery.check_failed,

@@ -29,6 +29,7 @@ from pgoutbox.observability.measures import (
     MESSAGES,
     OLDEST_ATTEMPT,
     OLDEST_DUE,
+    OLDEST_UNDELIVERED,
     OTHER,
     REDIRECTS,
     Metric,
@@ -125,6 +126,7 @@ class Backlog:
                 return {
                     MESSAGES: messages,
                     OLDEST_DUE: samples(sql.OLDEST_DUE),
+                    OLDEST_UNDELIVERED: samples(sql.OLDEST_UNDELIVERED),
                     OLDEST_ATTEMPT: samples(sql.OLDEST_ATTEMPTS),
                     LATELY_FAILED: samples(sql.COUNT_LATELY_FAILED),
                     MAINTENANCE_AGE: samples(sql.MAINTENANCE_AGE),

@@ -111,6 +111,10 @@ OLDEST_DUE: Final = Metric(
     "oldest_due_seconds", Kind.GAUGE, ("queue", "paused"),
     "Waiting time of the oldest due message; 0 without one. `paused` is true while the queue is paused.",
 )  # fmt: skip
+OLDEST_UNDELIVERED: Final = Metric(
+    "oldest_undelivered_seconds", Kind.GAUGE, ("queue",),
+    "Time since the oldest undelivered message was first due, whatever its due time after retries; 0 without one.",
+)  # fmt: skip
 OLDEST_ATTEMPT: Final = Metric(
     "oldest_attempt_seconds", Kind.GAUGE, ("topic", "queue"), "Time since the claim of the oldest attempt in flight."
 )
@@ -141,7 +145,7 @@ WORKER_METRICS: Final = (
     OUTCOMES_REFUSED, BREAKERS_OPEN,
 )  # fmt: skip
 DATABASE_METRICS: Final = (
-    MESSAGES, OLDEST_DUE, OLDEST_ATTEMPT, LATELY_FAILED, MAINTENANCE_AGE, BREAKERS, REDIRECTS,
+    MESSAGES, OLDEST_DUE, OLDEST_UNDELIVERED, OLDEST_ATTEMPT, LATELY_FAILED, MAINTENANCE_AGE, BREAKERS, REDIRECTS,
     BACKLOG_UP, BACKLOG_AGE, BACKLOG_READ,
 )  # fmt: skip
 

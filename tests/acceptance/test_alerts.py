@@ -259,6 +259,24 @@ async def test_a_forgotten_pause_is_a_ticket_and_no_page(
     scrapes.assert_firing({"PgoutboxPausedQueueWaits": "ticket"} | WATCHDOG)
 
 
+async def test_a_message_that_is_postponed_for_more_than_a_day_is_a_ticket(
+    worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    enqueue(db)
+    later = "available_at = now() + interval '1 h'"
+    db.execute(f"UPDATE pgoutbox.message SET {later}, attempt_count = 1, lane = 1".encode())
+    enqueue(db)
+    db.execute(f"UPDATE pgoutbox.message SET {later}, created_at = now() - interval '9 days' WHERE lane = 0".encode())
+    history = '[{"started_at": "2026-01-01T00:00:00Z"}]'
+    async with running(worker):
+        await started(worker)
+        await scrapes.take(worker, minutes=70)
+        scrapes.assert_firing(WATCHDOG)
+        db.execute("UPDATE pgoutbox.message SET attempts = %s WHERE lane = 1", [history])
+        await scrapes.take(worker, minutes=70)
+    scrapes.assert_firing({"PgoutboxMessagesUndelivered": "ticket"} | WATCHDOG)
+
+
 async def test_a_hung_handler_is_a_ticket(outbox: Outbox, db: psycopg.Connection, scrapes: Scrapes) -> None:
     has_begun, may_end = asyncio.Event(), asyncio.Event()
 

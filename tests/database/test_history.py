@@ -41,8 +41,9 @@ def test_other_outcomes_are_entries_of_their_own(rolled_back: psycopg.Connection
     ]
 
 
-def test_a_history_keeps_the_last_twenty_entries(rolled_back: psycopg.Connection) -> None:
-    assert numbers(history_of(rolled_back, *[("retry", "busy")] * 30)) == [(number, 1) for number in range(11, 31)]
+def test_a_history_keeps_the_first_and_the_last_nineteen_entries(rolled_back: psycopg.Connection) -> None:
+    expected = [(number, 1) for number in (1, *range(12, 31))]
+    assert numbers(history_of(rolled_back, *[("retry", "busy")] * 30)) == expected
 
 
 def test_a_long_error_is_cut(rolled_back: psycopg.Connection) -> None:

@@ -426,6 +426,17 @@ def monitored(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -
             1,
             id="oldest due",
         ),
+        pytest.param(
+            sql.OLDEST_UNDELIVERED,
+            {
+                "message_live_fresh",
+                "message_live_retry",
+                "message_live_ordered",
+                "message_live_ordered_due",
+            },
+            1_000,
+            id="oldest undelivered",
+        ),
         pytest.param(sql.OLDEST_ATTEMPTS, {"message_live_pkey"}, IN_FLIGHT_COUNT, id="oldest attempts"),
         pytest.param(sql.COUNT_LATELY_FAILED, {"message_failed_finished_at"}, 60, id="lately failed"),
     ],

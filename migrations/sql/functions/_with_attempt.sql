@@ -20,12 +20,12 @@ BEGIN
         added.started_at := last ->> 'started_at';
         attempts := attempts - -1;
     ELSIF jsonb_array_length(attempts) = 20 THEN
-        attempts := attempts - 0;
+        attempts := attempts - 1; -- The first one tells for how long the message has been undelivered.
     END IF;
     RETURN coalesce(attempts, '[]') || jsonb_strip_nulls(to_jsonb(added));
 END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._with_attempt IS
-    'The history of a message with one more attempt. It keeps the newest 20 entries; attempts that were postponed alike '
+    'The history of a message with one more attempt. It keeps 20 entries, the first one and the newest; attempts that were postponed alike '
     'share one.';

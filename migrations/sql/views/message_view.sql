@@ -14,6 +14,7 @@ SELECT
     m.created_at,
     m.available_at,
     m.expires_at,
+    (m.attempts #>> '{0,started_at}')::timestamptz AS first_attempt_at,
     m.claimed_at,
     (
         SELECT c.lease_expires_at
