@@ -91,7 +91,9 @@ def limit(
     burst: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MAX_RATE_COUNT, help="Attempts of the rate that may begin at once (default: a tenth, 1 to 5)."
+            min=1,
+            max=MAX_RATE_COUNT,
+            help="Attempts of the rate that may begin at once (default: a tenth, 1 to 5; at least those of a second).",
         ),
     ] = None,
     in_flight: Annotated[

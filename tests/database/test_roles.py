@@ -57,6 +57,10 @@ VIEWS: Final = (
     "retention_view", "waiting_view", "worker_view",
 )  # fmt: skip
 
+LIMITED: Final = (
+    "INSERT INTO pgoutbox.queue (name, rate_count, rate_seconds, burst, max_in_flight) VALUES ('limited', 5, 1, 5, 3)"
+)
+
 TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
     PRODUCER: {},
     WORKER: {
@@ -99,7 +103,7 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "max_attempts skip_reason state superseded_by worker",
         "message_failed SELECT": "halts_key id ordering_key queue",
         "message_live UPDATE": "lane",
-        "queue UPDATE": "tokens tokens_at",
+        "queue UPDATE": "begun_count tokens tokens_at",
         "maintenance_run INSERT": "began_at due_at worker",
         "maintenance_run UPDATE": "began_at due_at succeeded_at worker",
     },
@@ -147,12 +151,14 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "_require_home",
         "schema_version",
         "_take_turn",
+        "_bucket_of",
         "_tokens_of",
     },
     OPERATOR: LOOK_FUNCTIONS
     | PRUNE_BY_RULES
     | MAINTENANCE_FUNCTIONS
     | {
+        "_bucket_of",
         "_forget_requests",
         "adopt",
         "announce_act",
@@ -647,7 +653,7 @@ def worker_dsn(dsn: str) -> Iterator[str]:
 async def test_a_worker_delivers_with_every_outcome(dsn: str, worker_dsn: str, connection: psycopg.Connection) -> None:
     connection.autocommit = True
     connection.execute("INSERT INTO pgoutbox.retention VALUES ('0 s', 'forgotten', 'sent')")
-    connection.execute("INSERT INTO pgoutbox.queue VALUES ('limited', NULL, NULL, now(), 1, 5, 5, 5, 3)")
+    connection.execute(LIMITED)
     outbox = Outbox(settings_for(worker_dsn))
     answers: dict[str, Any] = {
         "sent": None,
@@ -1041,6 +1047,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (PRODUCER, "SELECT FROM pgoutbox.cancel_by_key('mail', coalesce_key => 'k', dedupe_key => 'd')"),
     (WORKER, "SELECT pgoutbox._forget_sent('{1}', '{1}', '{now}', 'w')"),
     (WORKER, "SELECT pgoutbox._permits('limited', 5)"),
+    (WORKER, "SELECT pgoutbox._tokens_of(q) FROM pgoutbox.queue AS q"),
     (WORKER, "SELECT pgoutbox._is_limited('default')"),
     (WORKER, "SELECT pgoutbox._take_turn('default')"),
     (WORKER, "SELECT pgoutbox._forget_requests()"),
@@ -1094,8 +1101,7 @@ def trapped(rolled_back: psycopg.Connection) -> psycopg.Connection:
     for state in (State.FAILED, State.SENT, State.SENDING):
         put(rolled_back, state)
     rolled_back.execute(
-        "INSERT INTO pgoutbox.queue VALUES ('limited', NULL, NULL, now(), 1, 5, 5, 5, 3);"
-        "INSERT INTO pgoutbox.retention VALUES ('1 day', '*', 'sent'), ('1 day', '*', 'dedupe_key')"
+        f"{LIMITED}; INSERT INTO pgoutbox.retention VALUES ('1 day', '*', 'sent'), ('1 day', '*', 'dedupe_key')"
     )
     rolled_back.execute(TRAPS)
     rolled_back.execute("DISCARD PLANS")
@@ -1128,7 +1134,8 @@ def test_a_producers_temporary_type_does_not_run_with_the_owners_rights(dsn: str
 
 # Triggers, which other calls run, and functions that only the owner may call.
 NOT_ATTACKED: Final = {
-    "_end_with_lease", "_record_breaker_act", "_record_queue_act", "_record_retention_act", "destination_digest",
+    "_count_attempts", "_end_with_lease", "_record_breaker_act", "_record_queue_act", "_record_retention_act",
+    "destination_digest",
     "export", "mentions",
 }  # fmt: skip
 CALLED: Final = {match[1]: (role, call) for role, call in CALLS if (match := re.search(r"pgoutbox\.(\w+)\(", call))}

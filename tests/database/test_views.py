@@ -154,7 +154,7 @@ def a_later_one_of_its_ordering_key_is_being_sent(db: psycopg.Connection) -> tup
 def the_rate_is_used_up(db: psycopg.Connection) -> tuple[int, Expected]:
     db.execute(
         "INSERT INTO pgoutbox.queue (name, rate_count, rate_seconds, burst, tokens, tokens_at)"
-        " VALUES ('q', 4, 300, 1, 0.5, clock_timestamp() + interval '1 s')"
+        " VALUES ('q', 3, 300, 1, 0.5, clock_timestamp() + interval '1 s')"
     )
     return enqueue(db, queue="q"), ("rate", None, 50)
 

@@ -62,12 +62,13 @@ LINE_HALTS = replace(LINE_AND_OPERATOR, halts=True)
 LINE_AND_ALL = Ordering(producers=(1, 1), halts=True, max_attempts=2, redrives=1, cancels=1, prunes=1)
 LINE_AND_ALL_GOES_ON = replace(LINE_AND_ALL, halts=False)
 LINE_OF_THREE = Ordering(producers=(2, 1), halts=True, redrives=1, prunes=1)
-RATE = Limited(messages=2, burst=2, max_attempts=2)
-RATE_AND_PAUSE = Limited(messages=2, burst=2, pauses=1)
+RATE = Limited(messages=2, rate=2, max_attempts=2)
+RATE_AND_PAUSE = Limited(messages=2, rate=2, pauses=1)
+RATE_CUT = Limited(messages=2, rate=2, max_attempts=2, cuts=1)
 IN_FLIGHT = Limited(messages=2, max_in_flight=1, max_attempts=2, pauses=1)
 IN_FLIGHT_CUT = Limited(messages=3, max_in_flight=2, cuts=1)
-RATE_AND_IN_FLIGHT = Limited(messages=2, burst=1, max_in_flight=1, max_attempts=2)
-RATE_OF_THREE = Limited(messages=3, burst=2, max_attempts=1, pauses=1)
+RATE_AND_IN_FLIGHT = Limited(messages=2, rate=1, max_in_flight=1, max_attempts=2)
+RATE_OF_THREE = Limited(messages=3, rate=2, max_attempts=1, pauses=1)
 DESTINATION = Breaker(deaths=2)
 DESTINATION_OF_THREE = Breaker(workers=3)
 DESTINATION_AND_SURVIVORS = Breaker(may_lose=False)
@@ -119,12 +120,13 @@ NAMES: dict[Model, str] = {
     LINE_AND_ALL: "two producers, one ordering key, two attempts, an operator, a failure halts",
     LINE_AND_ALL_GOES_ON: "two producers, one ordering key, two attempts, an operator",
     LINE_OF_THREE: "two producers, three messages of one ordering key, an operator, a failure halts",
-    RATE: "two messages, two tokens, two attempts",
-    RATE_AND_PAUSE: "two messages, two tokens, a pause",
+    RATE: "two messages, two attempts in a period, two attempts",
+    RATE_AND_PAUSE: "two messages, two attempts in a period, a pause",
+    RATE_CUT: "two messages, two attempts in a period, then one, two attempts",
     IN_FLIGHT: "two messages, one in flight, two attempts, a pause",
     IN_FLIGHT_CUT: "three messages, two in flight, then one",
-    RATE_AND_IN_FLIGHT: "two messages, one token, one in flight, two attempts",
-    RATE_OF_THREE: "three messages, two tokens, a pause",
+    RATE_AND_IN_FLIGHT: "two messages, one attempt in a period, one in flight, two attempts",
+    RATE_OF_THREE: "three messages, two attempts in a period, a pause",
     DESTINATION: "two workers, a destination that dies twice",
     DESTINATION_OF_THREE: "three workers, a destination that dies",
     DESTINATION_AND_SURVIVORS: "two workers that are not killed, a destination that dies",
@@ -147,7 +149,7 @@ MISSED_0 = "message 0 waits, and all workers that handle it are idle"
 MISSED_1 = "message 1 waits, and all workers that handle it are idle"
 
 OVERTAKEN = "a message was handed over before one that was committed earlier"
-OVERSPENT = "more attempts began than there were tokens"
+OVERSPENT = "more attempts began in a period than the rate allows"
 CROWDED = "more attempts are in flight than the limit allows"
 GIVEN_UP = "a probe that was given up decides"
 USED_UP = "an attempt is used up though the breaker was open"
@@ -178,7 +180,7 @@ _HOLDING: tuple[Model, ...] = (
     KEY, FLEET, ROLLING, ROLLING_POLLS, FROZEN,
     BEGINS_FROZEN, BEGINS_FROZEN_POLLING, BEGINS_FROZEN_ROLLING, ALONE, CUT_OFF, SUCCESSOR,
     LINE_OF_BULKS, LINE_FORGOTTEN, LINE_OF_THREE, LINE_AND_ALL, LINE_AND_ALL_GOES_ON,
-    RATE, RATE_AND_PAUSE, IN_FLIGHT, IN_FLIGHT_CUT, RATE_AND_IN_FLIGHT,
+    RATE, RATE_AND_PAUSE, RATE_CUT, IN_FLIGHT, IN_FLIGHT_CUT, RATE_AND_IN_FLIGHT,
     DESTINATION, DESTINATION_OF_THREE, DESTINATION_AND_SURVIVORS,
     ZERO, ZERO_AND_REDRIVE, RESEND,
 )  # fmt: skip
@@ -311,8 +313,8 @@ BREAK = [
     Case(IN_FLIGHT, (_L.COUNTED_AFTERWARDS,), CROWDED, 6),
     Case(IN_FLIGHT, (_L.LAPSED_LEFT_OUT,), STUCK, 4),
     Case(RATE, (_L.ASKED_BY_EACH_LANE,), OVERSPENT, 6),
-    Case(RATE, (_L.SPENT_FROM_THE_ROW,), OVERSPENT, 10),
-    Case(RATE, (_L.SPENT_WITH_THE_CLAIM,), OVERSPENT, 7),
+    Case(RATE, (_L.COUNTED_IN_THE_ROW,), OVERSPENT, 10),
+    Case(RATE, (_L.COUNTED_WITH_THE_CLAIM,), OVERSPENT, 7),
     Case(DESTINATION, (_C.ONE_PROBE,), "two probes are let through at once", 12),
     Case(DESTINATION, (_C.PROBE_LAPSES,), STUCK, 13),
     Case(DESTINATION, (_C.FENCE_IN_CLOSE,), GIVEN_UP, 14),

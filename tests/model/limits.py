@@ -1,11 +1,11 @@
-"""The model of a limited queue: claimers that call `permits`, take tokens and count messages in flight; and an
-operator.
+"""The model of a limited queue: claimers that call `permits`, count the attempts of a period and those in flight; and
+an operator.
 
 A claim is for one lane: fresh messages, retries or lost attempts. It takes a snapshot with a first look at the
 limits. It then locks the queue's row and takes a second look with a new snapshot. It then locks the rows of the
 first snapshot that are unchanged, and commits. A lost attempt that is not retried ends without a permit. An attempt
-can end in any way: it ends, loses its worker, or its lease expires. A new token is a step. The promise has its own
-bucket, whose tokens cannot be spent twice.
+can end in any way: it ends, loses its worker, or its lease expires. An attempt leaves the period in a step. The promise
+has its own count of the attempts of the period. The bucket only makes attempts wait longer, so it is not modelled.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Guard(enum.Enum):
     COUNTED_AFTERWARDS = "permits counts messages in flight under the row lock, not with the claim's snapshot"
     LAPSED_LEFT_OUT = "an attempt whose lease has ended does not count as in flight"
     ASKED_BY_EACH_LANE = "the claim of each lane asks for permits of its own"
-    SPENT_FROM_THE_ROW = "the tokens are taken from the locked row, not from the claim's snapshot"
-    SPENT_WITH_THE_CLAIM = "the tokens are taken by the statement that begins the attempts"
+    COUNTED_IN_THE_ROW = "the attempts are added to the locked row, not to the claim's snapshot"
+    COUNTED_WITH_THE_CLAIM = "the attempts are counted by the statement that begins them"
 
 
 class Row(NamedTuple):
@@ -44,11 +44,12 @@ class Row(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """The queue's row. Without a rate or an in-flight limit these are None."""
+    """The queue's row. Without a rate or an in-flight limit these are None. `begun_count` is that of the period."""
 
-    tokens: int | None
+    rate: int | None
     max_in_flight: int | None
     is_paused: bool = False
+    begun_count: int = 0
 
 
 class Claimer(NamedTuple):
@@ -62,12 +63,12 @@ class Claimer(NamedTuple):
 
 
 class World(NamedTuple):
-    """The complete state. `granted` is the number of tokens that may still be spent."""
+    """The complete state. `begun_count` is the true number of attempts that began in the period."""
 
     rows: tuple[Row, ...]
     claimers: tuple[Claimer, ...]
     limits: Limits
-    granted: int
+    begun_count: int = 0
     pauses: int = 0
     cuts: int = 0
     fault: str = ""
@@ -79,14 +80,15 @@ _IDLE = Claimer()
 
 @dataclass(frozen=True, slots=True)
 class Limited:
-    """Two claimers and this many messages, in a queue with a bucket of `burst` tokens, or `max_in_flight`, or
+    """Two claimers and this many messages, in a queue with a `rate` of attempts in a period, or `max_in_flight`, or
     both.
 
-    `pauses` is how often the operator pauses the queue; `cuts` is how often the in-flight limit is reduced by one.
+    `pauses` is how often the operator pauses the queue; `cuts` is how often the in-flight limit, or else the rate, is
+    reduced by one.
     """
 
     messages: int = 3
-    burst: int | None = None
+    rate: int | None = None
     max_in_flight: int | None = None
     max_attempts: int = 1
     pauses: int = 0
@@ -95,8 +97,8 @@ class Limited:
 
     def initial(self) -> World:
         rows = tuple(Row(number) for number in range(1, self.messages + 1))
-        limits = Limits(self.burst, self.max_in_flight)
-        return World(rows, (_IDLE, _IDLE), limits, self.burst or 0, self.pauses, self.cuts)
+        limits = Limits(self.rate, self.max_in_flight)
+        return World(rows, (_IDLE, _IDLE), limits, pauses=self.pauses, cuts=self.cuts)
 
     def canonical(self, state: World) -> World:
         return state if state.claimers[0] <= state.claimers[1] else state._replace(claimers=state.claimers[::-1])
@@ -117,12 +119,9 @@ class Limited:
                 yield f"worker {index + 1} {label}", following
             if claimer.at != "idle":
                 yield f"worker {index + 1} dies", _with(state, index, _IDLE)
-        if self.burst is not None and state.limits.tokens is not None:
-            tokens = min(self.burst, state.limits.tokens + 1)
-            granted = min(self.burst, state.granted + 1)
-            if (tokens, granted) != (state.limits.tokens, state.granted):
-                filled = state._replace(limits=state.limits._replace(tokens=tokens), granted=granted)
-                yield "a token comes", filled
+        if state.begun_count:
+            limits = state.limits._replace(begun_count=max(0, state.limits.begun_count - 1))
+            yield "an attempt leaves the period", state._replace(limits=limits, begun_count=state.begun_count - 1)
         if not self._is_row_locked(state):
             yield from self._operate(state)
 
@@ -150,6 +149,9 @@ class Limited:
         if state.cuts and limits.max_in_flight is not None and limits.max_in_flight > 1:
             cut = limits._replace(max_in_flight=limits.max_in_flight - 1)
             yield "one fewer may be in flight", state._replace(limits=cut, cuts=state.cuts - 1)
+        elif state.cuts and limits.rate is not None and limits.rate > 1:
+            cut = limits._replace(rate=limits.rate - 1)
+            yield "the rate is lowered", state._replace(limits=cut, cuts=state.cuts - 1)
 
     # --- claim --------------------------------------------------------------------------------------------------------
 
@@ -165,9 +167,9 @@ class Limited:
                 yield "ends its look", _with(state, index, _IDLE)
                 for due in filter(None, self._lanes(state.rows)):
                     yield f"sees {_names(due)}", _with(state, index, claimer._replace(at="permitted", due=due))
-            case "spends":
-                paid = state.limits._replace(tokens=max(0, (state.limits.tokens or 0) - claimer.permits))
-                yield "takes the tokens", _with(state, index, _IDLE)._replace(limits=paid)
+            case "counts":
+                counted = state.limits._replace(begun_count=state.limits.begun_count + claimer.permits)
+                yield "counts the attempts", _with(state, index, _IDLE)._replace(limits=counted)
 
     def _is_row_locked(self, state: World) -> bool:
         return Guard.ROW_LOCKED not in self.without and any(other.at == "permitted" for other in state.claimers)
@@ -204,27 +206,27 @@ class Limited:
         count = len(beginning)
         for row in beginning:
             state = _with_row(state, Row(row.id, SENDING, row.attempt_count + 1))
-        limits, granted, fault = state.limits, state.granted, ""
+        limits, begun_count, fault = state.limits, state.begun_count, ""
         after = _IDLE
         if Guard.ASKED_BY_EACH_LANE in self.without:
             after = Claimer("goes on", limits=claimer.limits, permits=claimer.permits)
-        if limits.tokens is not None:
-            granted -= count
-            if granted < 0:
-                fault = "more attempts began than there were tokens"
-            if Guard.SPENT_WITH_THE_CLAIM in self.without:
-                after = Claimer("spends", permits=count)
+        if limits.rate is not None:
+            begun_count += count
+            if count and begun_count > limits.rate:
+                fault = "more attempts began in a period than the rate allows"
+            if Guard.COUNTED_WITH_THE_CLAIM in self.without:
+                after = Claimer("counts", permits=count)
             else:
-                held = limits.tokens
-                if Guard.SPENT_FROM_THE_ROW in self.without and claimer.limits is not None:
-                    held = claimer.limits.tokens or 0
-                limits = limits._replace(tokens=max(0, held - count))
+                held = limits
+                if Guard.COUNTED_IN_THE_ROW in self.without and claimer.limits is not None:
+                    held = claimer.limits
+                limits = limits._replace(begun_count=held.begun_count + count)
         alive = sum(row.state == SENDING and not row.is_lapsed for row in state.rows)
         if count and limits.max_in_flight is not None and alive > limits.max_in_flight:
             fault = "more attempts are in flight than the limit allows"
         if count and limits.is_paused:
             fault = "an attempt begins in a queue that is paused"
-        done = _with(state, index, after)._replace(limits=limits, granted=max(granted, 0), fault=fault)
+        done = _with(state, index, after)._replace(limits=limits, begun_count=begun_count, fault=fault)
         yield f"claims {_names(beginning)}", done
 
     def _lanes(self, rows: tuple[Row, ...]) -> Iterator[tuple[Row, ...]]:
@@ -242,7 +244,7 @@ class Limited:
 def _permits(limits: Limits, in_flight: int) -> int:
     if limits.is_paused:
         return 0
-    counts = [] if limits.tokens is None else [limits.tokens]
+    counts = [] if limits.rate is None else [limits.rate - limits.begun_count]
     if limits.max_in_flight is not None:
         counts.append(limits.max_in_flight - in_flight)
     return max(0, min(counts))

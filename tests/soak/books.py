@@ -56,7 +56,7 @@ def open_books(connection: psycopg.Connection, chance: random.Random) -> None:
 
 def limit(connection: psycopg.Connection, chance: random.Random) -> None:
     """Change the limits of the limited queues; they stay high enough for the producers' messages."""
-    Operator(connection).limit_rate("rated", Rate(chance.choice([20, 40]), 1), burst=chance.choice([1, 5, 10]))
+    Operator(connection).limit_rate("rated", Rate(chance.choice([80, 160]), 4), burst=chance.choice([1, 50, 80]))
     Operator(connection).limit_in_flight("crowded", chance.choice([2, 3, 6]))
 
 

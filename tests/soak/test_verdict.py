@@ -207,6 +207,7 @@ DAMAGE: list[tuple[str, LiteralString]] = [
     ),
     ("begun beyond the rate of its queue", "UPDATE soak_bucket SET at = 100.9 WHERE xid = '13'"),
     ("begun beyond the rate of its queue", "UPDATE soak_bucket SET burst = 1"),
+    ("begun beyond the rate of its queue", "UPDATE soak_bucket SET most = 1"),
     ("begun beyond the rate of its queue", "DELETE FROM soak_bucket WHERE xid = '13'"),
     ("begun beyond the number in flight of its queue", "UPDATE soak_flight SET in_flight = 3 WHERE message_id = 41"),
     ("begun in a queue that was paused", "UPDATE soak_flight SET is_paused = true WHERE message_id = 33"),

@@ -147,12 +147,16 @@ CREATE TABLE soak_bucket (
     queue text   NOT NULL,
     rate  float8 NOT NULL,
     burst float8 NOT NULL,
-    at    float8 NOT NULL
+    at    float8 NOT NULL,
+    most    integer NOT NULL DEFAULT 1000,
+    seconds float8  NOT NULL DEFAULT 1
 );
 CREATE FUNCTION soak_tokens() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
 BEGIN
-    INSERT INTO public.soak_bucket (queue, rate, burst, at)
-    VALUES (NEW.name, NEW.tokens_per_second, NEW.burst, extract(epoch FROM NEW.tokens_at));
+    INSERT INTO public.soak_bucket (queue, rate, burst, at, most, seconds)
+    VALUES (
+        NEW.name, NEW.tokens_per_second, NEW.burst, extract(epoch FROM NEW.tokens_at), NEW.rate_count, NEW.rate_seconds
+    );
     RETURN NULL;
 END
 $function$;
@@ -190,7 +194,7 @@ SELECT
 FROM soak_flight
 ORDER BY seq
 """
-_BUCKET: Final = "SELECT xid::text, queue, rate, burst, at FROM soak_bucket ORDER BY seq"
+_BUCKET: Final = "SELECT xid::text, queue, rate, burst, at, most, seconds FROM soak_bucket ORDER BY seq"
 # The state of the row one second before the attempt began is valid until its end, unless the row changes in the
 # meantime. A worker may fail and query at the moment when the row is being committed, and then misses it. It also
 # ignores a row whose time has passed by more than the longest pause: nobody has probed for long.
@@ -250,6 +254,8 @@ class _Bucket(NamedTuple):
     rate: float
     burst: float
     at: float
+    most: int
+    seconds: float
 
 
 def install_witness(connection: psycopg.Connection) -> None:
@@ -339,12 +345,15 @@ def beyond_limits(lines: Sequence[Flight], connection: psycopg.Connection) -> di
 def _overspent(buckets: Sequence[_Bucket], claims: dict[tuple[str, str], list[int]]) -> Iterator[int]:
     before = buckets[0]
     tokens = before.burst
+    begun_at = list[float]()
     for bucket in buckets:
         tokens = min(before.burst, tokens + max(0.0, bucket.at - before.at) * before.rate, bucket.burst)
+        begun_at = [at for at in begun_at if at > bucket.at - bucket.seconds + 1e-5]
+        allowed = min(tokens + 0.001, bucket.most - len(begun_at))
         wanted = claims.get((bucket.queue, bucket.xid), [])
-        if len(wanted) > tokens + 0.001:
-            yield from wanted[int(tokens) :]
+        yield from wanted[max(0, int(allowed)) :]
         tokens = max(0.0, tokens - len(wanted))
+        begun_at += [bucket.at] * len(wanted)
         before = bucket
 
 

@@ -3,7 +3,7 @@
 LOCK TABLE
     pgoutbox.home, pgoutbox.worker, pgoutbox.maintenance_run, pgoutbox.audit,
     pgoutbox.retention, pgoutbox.content, pgoutbox.breaker,
-    pgoutbox.dedupe, pgoutbox.key_head, pgoutbox.queue, pgoutbox.claim, pgoutbox.cancel_request,
+    pgoutbox.dedupe, pgoutbox.key_head, pgoutbox.queue, pgoutbox.rate_claim, pgoutbox.claim, pgoutbox.cancel_request,
     pgoutbox.message
 IN ACCESS EXCLUSIVE MODE;
 

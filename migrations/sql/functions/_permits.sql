@@ -33,7 +33,7 @@ BEGIN
     END IF;
     RETURN greatest(0, least(
         wanted,
-        floor(pgoutbox._tokens_of(limits))::bigint,
+        floor((pgoutbox._tokens_of(limits)).tokens)::bigint,
         CASE
             WHEN limits.max_in_flight IS NOT NULL
                 THEN limits.max_in_flight - pgoutbox._in_flight_of(p_queue, limits.max_in_flight)

@@ -7,7 +7,7 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
     limits pgoutbox.queue;
-    tokens_now double precision;
+    token_at timestamptz;
 BEGIN
     SELECT q.* INTO limits FROM pgoutbox.queue AS q WHERE q.name = p_queue;
     IF NOT FOUND THEN
@@ -16,9 +16,9 @@ BEGIN
     IF limits.paused_at IS NOT NULL AND (limits.resume_at > clock_timestamp()) IS NOT FALSE THEN
         RETURN coalesce(limits.resume_at, 'infinity');
     END IF;
-    tokens_now := pgoutbox._tokens_of(limits);
-    IF tokens_now < 1 THEN
-        RETURN clock_timestamp() + make_interval(secs => (1 - tokens_now) / limits.tokens_per_second);
+    token_at := (pgoutbox._tokens_of(limits)).next_at;
+    IF token_at IS NOT NULL THEN
+        RETURN token_at;
     END IF;
     IF limits.max_in_flight IS NOT NULL
         AND pgoutbox._in_flight_of(p_queue, limits.max_in_flight) >= limits.max_in_flight

@@ -49,8 +49,8 @@ BEGIN
             pgoutbox.lock_for_enqueue,
             pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
             pgoutbox._is_known_topic, pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here,
-            pgoutbox._read_redirect, pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of, pgoutbox._in_flight_of,
-            pgoutbox._is_limited, pgoutbox._take_turn, pgoutbox._forget_sent,
+            pgoutbox._read_redirect, pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of, pgoutbox._bucket_of,
+            pgoutbox._in_flight_of, pgoutbox._is_limited, pgoutbox._take_turn, pgoutbox._forget_sent,
             pgoutbox._redacted_text, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures,
             pgoutbox._with_attempt, pgoutbox._enqueue_failure,
             pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule, pgoutbox._prune_keys,
@@ -76,7 +76,7 @@ BEGIN
         ) ON pgoutbox.message TO pgoutbox_worker;
         GRANT UPDATE (lane) ON pgoutbox.message_live TO pgoutbox_worker; -- A row lock needs the right to update a column.
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.claim TO pgoutbox_worker;
-        GRANT UPDATE (tokens, tokens_at) ON pgoutbox.queue TO pgoutbox_worker;
+        GRANT UPDATE (tokens, tokens_at, begun_count) ON pgoutbox.queue TO pgoutbox_worker;
         GRANT INSERT, UPDATE, DELETE ON pgoutbox.breaker TO pgoutbox_worker;
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.worker TO pgoutbox_worker;
     END IF;
@@ -109,7 +109,7 @@ BEGIN
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here, pgoutbox._redacted_text,
             pgoutbox._redacted_json, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures,
-            pgoutbox._tokens_of, pgoutbox._done_estimate, pgoutbox.announce_act,
+            pgoutbox._tokens_of, pgoutbox._bucket_of, pgoutbox._done_estimate, pgoutbox.announce_act,
             pgoutbox._state_of, pgoutbox._is_known_topic,
             pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
             pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.release, pgoutbox.resend, pgoutbox.close_breaker,

@@ -3,6 +3,7 @@ CREATE TABLE pgoutbox.queue (
     paused_at       timestamptz,
     resume_at       timestamptz,
     tokens_at       timestamptz,
+    begun_count     bigint      NOT NULL DEFAULT 0,
     rate_seconds    double precision,
     tokens          double precision,
     rate_count      integer,
@@ -10,10 +11,7 @@ CREATE TABLE pgoutbox.queue (
     max_in_flight   integer,
     ceiling_count   integer,
     ceiling_seconds double precision,
-    -- At most rate_count attempts begin in any period: those of a full bucket, and those of the tokens that are added.
-    tokens_per_second double precision GENERATED ALWAYS AS (
-        greatest(1, rate_count - burst) / nullif(rate_seconds, 0)
-    ) STORED,
+    tokens_per_second double precision GENERATED ALWAYS AS (rate_count / nullif(rate_seconds, 0)) STORED,
     CONSTRAINT queue_pkey PRIMARY KEY (name),
     CONSTRAINT queue_sound CHECK (
         length(name) <= 63
@@ -40,17 +38,18 @@ COMMENT ON COLUMN pgoutbox.queue.name IS 'The name in the column queue of messag
 COMMENT ON COLUMN pgoutbox.queue.paused_at IS 'Start of the pause; null: the queue is not paused.';
 COMMENT ON COLUMN pgoutbox.queue.resume_at IS 'Automatic end of the pause; null: an operator must resume the queue.';
 COMMENT ON COLUMN pgoutbox.queue.tokens_at IS 'Time at which tokens was computed.';
+COMMENT ON COLUMN pgoutbox.queue.begun_count IS 'Number of attempts that have begun while the queue had a rate.';
 COMMENT ON COLUMN pgoutbox.queue.rate_seconds IS 'Length of the period in which rate_count attempts may begin.';
 COMMENT ON COLUMN pgoutbox.queue.tokens IS
     'Tokens in the bucket at tokens_at. Each claim takes its tokens before it sends.';
 COMMENT ON COLUMN pgoutbox.queue.rate_count IS
     'Largest number of attempts that may begin in any period, in the whole fleet. Null: unlimited.';
 COMMENT ON COLUMN pgoutbox.queue.burst IS
-    'Capacity of the bucket: the number of attempts that may begin at once after an idle time. A part of rate_count.';
+    'Capacity of the bucket: the number of attempts that may begin at once after an idle time; at least those of a second.';
 COMMENT ON COLUMN pgoutbox.queue.max_in_flight IS
     'Number of attempts that may be in flight at once, in the whole fleet. Null: unlimited.';
 COMMENT ON COLUMN pgoutbox.queue.ceiling_count IS
-    'Largest number of attempts in any ceiling_seconds that a rate of operators may allow. Null: no ceiling. '
+    'Largest number of attempts that may begin in any ceiling_seconds, whatever rate operators set. Null: no ceiling. '
     'Only the owner of the schema changes it.';
 COMMENT ON COLUMN pgoutbox.queue.ceiling_seconds IS 'Length of the period of ceiling_count.';
 COMMENT ON COLUMN pgoutbox.queue.tokens_per_second IS 'Tokens that are added to the bucket.';

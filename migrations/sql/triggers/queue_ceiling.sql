@@ -1,5 +1,5 @@
--- The default burst, the ceiling and the tokens of a queue follow from its limits. Operators may not write tokens:
--- otherwise they could refill the bucket, and exceed the ceiling.
+-- The default burst, the ceiling and the tokens of a queue follow from its limits. Operators may not write tokens, nor the
+-- number of attempts, which keeps the ceiling.
 CREATE FUNCTION pgoutbox._check_limits()
 RETURNS trigger
 LANGUAGE plpgsql
@@ -10,25 +10,13 @@ DECLARE
         (NEW.rate_count * NEW.ceiling_seconds <= NEW.ceiling_count * NEW.rate_seconds) IS TRUE;
     is_new constant boolean := (NEW.ceiling_count, NEW.ceiling_seconds)
         IS DISTINCT FROM (OLD.ceiling_count, OLD.ceiling_seconds);
-    has_low_burst boolean;
 BEGIN
-    IF NEW.rate_count IS NOT NULL THEN
-        NEW.burst := coalesce(NEW.burst, least(5, greatest(1, NEW.rate_count / 10)));
-    END IF;
-    -- A full bucket and the tokens of one ceiling_seconds, of which the last one arrives too late. The period of the
-    -- rate may be longer than that of the ceiling. The column tokens_per_second is not computed yet.
-    has_low_burst := (
-        NEW.ceiling_seconds * greatest(1, NEW.rate_count - NEW.burst)
-        <= (NEW.ceiling_count + 1 - NEW.burst) * NEW.rate_seconds
-    ) IS TRUE;
-    IF NEW.ceiling_count IS NOT NULL AND NOT (has_low_rate AND has_low_burst) THEN
+    IF NEW.ceiling_count IS NOT NULL AND NOT has_low_rate THEN
         IF NOT is_new THEN
             RAISE check_violation USING
                 MESSAGE = format(
-                    '%s: the ceiling of queue %s is %s in %s s, which the owner of the schema has set',
-                    CASE WHEN has_low_rate THEN 'burst ' || NEW.burst
-                        ELSE 'rate ' || coalesce(NEW.rate_count || ' in ' || NEW.rate_seconds || ' s', 'none')
-                    END,
+                    'rate %s: the ceiling of queue %s is %s in %s s, which the owner of the schema has set',
+                    coalesce(NEW.rate_count || ' in ' || NEW.rate_seconds || ' s', 'none'),
                     NEW.name, NEW.ceiling_count, NEW.ceiling_seconds
                 ),
                 HINT = 'Set a lower value, or ask the owner to run: pgoutbox limit ' || NEW.name || ' --at-most RATE',
@@ -37,32 +25,35 @@ BEGIN
                 CONSTRAINT = 'queue_ceiling';
         END IF;
         -- A new ceiling lowers the current limit.
-        IF has_low_rate THEN
-            NEW.burst := 1;
-        ELSE
-            NEW.rate_count := NEW.ceiling_count;
-            NEW.rate_seconds := NEW.ceiling_seconds;
-            NEW.burst := least(NEW.burst, 5, greatest(1, NEW.rate_count / 10));
-        END IF;
+        NEW.rate_count := NEW.ceiling_count;
+        NEW.rate_seconds := NEW.ceiling_seconds;
+        NEW.burst := least(NEW.burst, 5, greatest(1, NEW.rate_count / 10));
+    END IF;
+    IF NEW.rate_count IS NOT NULL THEN
+        -- Workers look for permits a few times a second: of a smaller bucket, they would find a part of the rate only.
+        NEW.burst := greatest(
+            coalesce(NEW.burst, least(5, greatest(1, NEW.rate_count / 10))),
+            ceil(least(NEW.rate_count, NEW.rate_count / nullif(NEW.rate_seconds, 0)))::integer
+        );
     END IF;
     IF NEW.rate_count IS NULL THEN
         NEW.tokens := NULL;
         NEW.tokens_at := NULL;
     ELSIF OLD.rate_count IS NOT NULL THEN
         -- A changed rate keeps the tokens of the bucket, up to the new burst.
-        NEW.tokens := least(NEW.burst, pgoutbox._tokens_of(OLD));
-        NEW.tokens_at := clock_timestamp();
+        NEW.tokens := least(NEW.burst, pgoutbox._bucket_of(OLD, clock_timestamp()));
+        NEW.tokens_at := greatest(clock_timestamp(), OLD.tokens_at);
     ELSE
         -- A new bucket is full.
         NEW.tokens := coalesce(NEW.tokens, NEW.burst);
-        NEW.tokens_at := coalesce(NEW.tokens_at, now());
+        NEW.tokens_at := coalesce(NEW.tokens_at, clock_timestamp());
     END IF;
     RETURN NEW;
 END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._check_limits IS
-    'Refuse a rate or a burst above the ceiling of the queue. A new ceiling lowers them. Set the tokens of the bucket.';
+    'Refuse a rate above the ceiling of the queue. A new ceiling lowers it. Set the tokens of the bucket.';
 
 -- Claims write only tokens, which does not fire this trigger.
 CREATE TRIGGER queue_ceiling

@@ -8,16 +8,17 @@ SELECT
     q.rate_count,
     q.rate_seconds,
     q.burst,
-    pgoutbox._tokens_of(q) AS tokens,
+    rate.tokens,
+    rate.next_at AS next_token_at,
     q.max_in_flight,
     q.ceiling_count,
     q.ceiling_seconds,
-    q.tokens_per_second,
     (
         SELECT count(*)
         FROM pgoutbox.in_flight_view AS v
         WHERE v.queue = q.name AND v.lease_expires_at > now()
     ) AS in_flight
-FROM pgoutbox.queue AS q;
+FROM pgoutbox.queue AS q
+CROSS JOIN LATERAL pgoutbox._tokens_of(q) AS rate;
 
 COMMENT ON VIEW pgoutbox.queue_view IS 'The queues that have or had a limit or a pause, with their messages in flight.';

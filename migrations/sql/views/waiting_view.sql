@@ -3,7 +3,7 @@
 -- --once` serves its queues and topics until the next one, for 25 hours, which is a daily run and an hour.
 CREATE VIEW pgoutbox.waiting_view AS
 WITH control AS MATERIALIZED (
-    SELECT q.name, q.is_paused, q.resume_at, q.tokens, q.tokens_per_second, q.max_in_flight, q.in_flight
+    SELECT q.name, q.is_paused, q.resume_at, q.tokens, q.next_token_at, q.max_in_flight, q.in_flight
     FROM pgoutbox.queue_view AS q
 ), serving AS MATERIALIZED (
     SELECT DISTINCT served.queue, w.topics, w.ended_at IS NULL AS is_running
@@ -34,7 +34,7 @@ SELECT
         WHEN 'unavailable' THEN m.available_at
         WHEN 'redirect' THEN m.available_at
         WHEN 'unreadable' THEN m.available_at
-        WHEN 'rate' THEN now() + make_interval(secs => (1 - control.tokens) / control.tokens_per_second)
+        WHEN 'rate' THEN control.next_token_at
     END AS until
 FROM pgoutbox.message_live AS m
 LEFT JOIN control ON control.name = m.queue

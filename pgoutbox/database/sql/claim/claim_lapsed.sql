@@ -9,10 +9,10 @@ WITH judged AS MATERIALIZED (
     ORDER BY c.lease_expires_at, m.id
     \ir _locked_by_permits.sql
     FOR SHARE OF c SKIP LOCKED
-), spent AS (
-    \ir _spent.sql
 ), claim AS (
     \ir _claim.sql
+), spent AS (
+    \ir _spent.sql
 )
 UPDATE pgoutbox.message AS m
 SET attempt_count = m.attempt_count + 1,

@@ -34,9 +34,9 @@ WITH judged AS MATERIALIZED (
         )
     ORDER BY m.available_at, m.id
     \ir _locked_by_permits.sql
-), spent AS (
-    \ir _spent.sql
 ), claim AS (
     \ir _claim.sql
+), spent AS (
+    \ir _spent.sql
 )
 \ir _begin.sql
