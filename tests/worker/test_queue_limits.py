@@ -191,12 +191,16 @@ def test_the_period_of_a_lowered_rate_ends_with_the_attempt_that_makes_room(roll
 
 
 def test_a_queue_whose_settings_were_deleted_counts_from_zero(rolled_back: psycopg.Connection) -> None:
-    enqueued(rolled_back, 8)
-    for _ in range(2):
-        limit(rolled_back, 3, burst=3)
-        assert len(claim(rolled_back)) == 3
-        assert claim(rolled_back) == []
-        rolled_back.execute("DELETE FROM pgoutbox.queue")
+    enqueued(rolled_back, 12)
+    limit(rolled_back, 3, burst=3)
+    for _ in range(5):
+        claim(rolled_back, total=1)
+        pass_time(rolled_back, 1201)
+    rolled_back.execute("DELETE FROM pgoutbox.queue")
+    limit(rolled_back, 3, burst=3)
+    assert len(claim(rolled_back)) == 3
+    pass_time(rolled_back, 1201)
+    assert claim(rolled_back) == []
 
 
 def test_an_empty_claim_takes_no_tokens(rolled_back: psycopg.Connection) -> None:
