@@ -151,8 +151,7 @@ def downgrade(
     with _migration(dsn, report, lock_timeout_seconds) as connection:
         if _revision_of(connection) is None:
             return
-        if delete_messages:
-            _execute(connection, "SET LOCAL pgoutbox.delete_messages = 'on'")
+        _execute(connection, f"SET LOCAL pgoutbox.delete_messages = '{'all' if delete_messages else 'delivered'}'")
         _run_alembic("downgrade", _config(connection), revision)
         if _revision_of(connection) is None:
             _execute(connection, "DROP TABLE pgoutbox.alembic_version")

@@ -11,12 +11,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alembic import op
+from alembic import context, op
 from alembic.util import CommandError
-from sqlalchemy import DDL
+from sqlalchemy import DDL, column, table
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.migrate import check_revisions
+from pgoutbox.migrate import SCHEMA, check_revisions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,11 +76,29 @@ def run(statement: str) -> None:
     op.execute(DDL(statement.replace("%", "%%")))
 
 
+def is_applied_by_another_run() -> bool:
+    """Wait for another run of an application's history; return whether it has applied this revision.
+
+    Both runs have read the version table before. Its row is deleted, because Alembic inserts it after this step.
+    """
+    migration = op.get_context()
+    if migration.as_sql or migration.version_table_schema == SCHEMA:  # `pgoutbox.migrate` has a lock of its own.
+        return False
+    run("SELECT pg_advisory_xact_lock(1885826149)")
+    versions = table(migration.version_table, column("version_num"), schema=migration.version_table_schema)
+    return op.get_bind().execute(versions.delete().where(versions.c.version_num == revision)).rowcount > 0
+
+
 def upgrade() -> None:
+    if is_applied_by_another_run():
+        return
     for statement in statements(ORDER):
         run(statement)
 
 
 def downgrade() -> None:
+    # `pgoutbox migrate downgrade` has asked in its own way.
+    if context.get_x_argument(as_dictionary=True).get("pgoutbox_drop") == "yes":
+        run("SET LOCAL pgoutbox.delete_messages = 'all'")
     for statement in (*statements(("down/before.sql",)), *drops(), *statements(("down/after.sql",))):
         run(statement)

@@ -15,11 +15,15 @@ import pytest
 from alembic.script import ScriptDirectory
 
 from pgoutbox import migrate
+from pgoutbox.message import State
 from pgoutbox.testing import sqlalchemy_url
+from tests.support.messages import put
 from tests.support.outbox_actions import enqueue
 from tests.support.pages import DOCS, blocks_of
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerProcess
     from pathlib import Path
 
     from tests.conftest import Server
@@ -30,19 +34,23 @@ PAGE: Final = DOCS / "how-to/migrations.md"
 (INI,) = (block.text for block in blocks_of(PAGE, "ini"))
 (LABEL,) = (block.text for block in blocks_of(PAGE, "python") if block.directive == "")
 BEFORE, NOW = zip(*re.findall(r"^\| `(alembic .*)` \| `(alembic .*)` \|$", PAGE.read_text(), re.MULTILINE), strict=True)
-(DELETION,) = re.findall(r"`PGOPTIONS='(.*)' (alembic .*)`", PAGE.read_text())
+(REMOVAL,) = re.findall(r"`(alembic -x .*)`", PAGE.read_text())
+(LOCK,) = re.findall(r"^ *(connection\.exec_driver_sql.*)$", PAGE.read_text(), re.MULTILINE)
 (DEPENDENCY,) = re.findall(r"`depends_on = (.*)`", PAGE.read_text())
 MODELS: Final = "from sqlalchemy import Column, MetaData, Table, Text\n\nmetadata = MetaData()\n"
+
+WAITING: Final = """
+SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'
+"""
 
 # A command of Alembic takes a second, mostly for its imports, so the processes are forked from one that has done them.
 PROCESSES: Final = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["alembic.config", "asyncpg", "pgoutbox.migrate", "sqlalchemy.ext.asyncio", __name__])
 
 
-def type_in(line: str, directory: Path, environment: dict[str, str], output: Path, errors: Path) -> None:
+def type_in(line: str, directory: Path, output: Path, errors: Path) -> None:
     """Run a command of Alembic in this process."""
     os.chdir(directory)
-    os.environ.update(environment)
     for path, descriptor in ((output, 1), (errors, 2)):
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
     alembic.config.main(shlex.split(line.removeprefix("alembic ")))
@@ -88,16 +96,39 @@ class Project:
         locations, separator = INI.splitlines()[2:]
         self.edit("alembic.ini", "path_separator", f"{separator.partition(' = ')[2]}\n{locations}")
 
-    def run(self, line: str, *, refusal: str = "", **environment: str) -> str:
+    def add_lock(self) -> None:
+        """Change env.py as the page says."""
+        path = self.directory / "migrations/env.py"
+        before, after = path.read_text().rsplit("context.run_migrations()", 1)
+        indent = before.rpartition("\n")[2]
+        path.write_text(f"{before}{LOCK}\n{indent}context.run_migrations(){after}")
+
+    def run(self, line: str, *, refusal: str = "") -> str:
         """Run a command of Alembic and return its output. With `refusal`, it must fail with this text."""
         output, errors = self.directory / "output", self.directory / "errors"
-        process = PROCESSES.Process(target=type_in, args=(line, self.directory, environment, output, errors))
-        process.start()
+        process = self.start(line, output, errors)
         process.join()
         printed = output.read_text()
         assert (process.exitcode != 0) == (refusal != ""), printed + errors.read_text()
         assert refusal in printed + errors.read_text()
         return printed
+
+    def start(self, line: str, output: Path, errors: Path) -> ForkServerProcess:
+        process = PROCESSES.Process(target=type_in, args=(line, self.directory, output, errors))
+        process.start()
+        return process
+
+    def upgrade_in_three_processes(self) -> list[str]:
+        """Run `alembic upgrade heads` three times at once; return the errors of the runs that failed."""
+        files = [self.directory / f"replica-{number}" for number in range(3)]
+        with psycopg.connect(self.dsn) as gate, psycopg.connect(self.dsn, autocommit=True) as observer:
+            gate.execute("LOCK TABLE pg_catalog.pg_class IN SHARE MODE")  # Nobody can create a table.
+            processes = [self.start("alembic upgrade heads", file, file) for file in files]
+            wait_until(lambda: observer.execute(WAITING).fetchone() == (3,), lambda: "not all of them wait")
+            gate.rollback()
+            for process in processes:
+                process.join()
+        return [file.read_text() for file, process in zip(files, processes, strict=True) if process.exitcode != 0]
 
     @property
     def revisions(self) -> list[Path]:
@@ -124,7 +155,7 @@ def test_an_existing_project_takes_pgoutbox_in(tmp_path: Path, empty_dsn: str, s
 
     project.add_pgoutbox()
     project.edit(str(first.relative_to(tmp_path)), "branch_labels", LABEL.strip().partition(" = ")[2])
-    upgrade, script, revision, downgrade = NOW
+    upgrade, script, revision, undo, downgrade = NOW
     project.run(BEFORE[0], refusal="Multiple head revisions")
     project.run(BEFORE[1], refusal="Multiple head revisions")
     project.run(upgrade)
@@ -140,16 +171,63 @@ def test_an_existing_project_takes_pgoutbox_in(tmp_path: Path, empty_dsn: str, s
         connection.execute(project.run(script).encode())
         assert tables_of(server.dsn_for(other)) == {"member", "place", "message"}
 
-    with psycopg.connect(empty_dsn) as connection:
-        enqueue(connection)
-    project.run(BEFORE[3], refusal="would be deleted: 1 pending")
+    project.run(BEFORE[-1], refusal="the outbox would be dropped")
     assert project.tables() == {"member", "place", "message"}
+    project.run(undo)
+    assert project.tables() == {"member", "message"}
     project.run(downgrade)
     assert project.tables() == {"message"}
     project.run(upgrade)
-    options, deletion = DELETION
-    project.run(deletion, PGOPTIONS=options)
+    with psycopg.connect(empty_dsn) as connection:
+        enqueue(connection)
+    project.run(REMOVAL)
     assert project.tables() == {"member"}
+
+
+@pytest.mark.parametrize("state", ["nothing", "sent"])
+def test_undoing_the_last_revision_never_drops_the_outbox(tmp_path: Path, empty_dsn: str, state: str) -> None:
+    project = Project(tmp_path, empty_dsn)
+    project.run(commands("first")[0])
+    project.add_pgoutbox()
+    project.run("alembic upgrade heads")
+    project.add_table("place")
+    for line in commands("then")[1:]:
+        project.run(line)
+    if state == "sent":
+        with psycopg.connect(empty_dsn) as connection:
+            put(connection, State.SENT)
+    # Alembic takes the row of its table that it finds first. The last upgrade has moved that of the project.
+    project.run("alembic downgrade -1", refusal="alembic downgrade YOUR_BRANCH@-1")
+    assert project.tables() == {"member", "place", "message"}
+    project.run("alembic downgrade club@-1")
+    assert project.tables() == {"member", "message"}
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+@pytest.mark.parametrize("round_number", range(3))
+def test_replicas_that_upgrade_an_existing_project_at_once_all_succeed(
+    tmp_path: Path, empty_dsn: str, driver: str, round_number: int
+) -> None:
+    project = Project(tmp_path, empty_dsn, driver)
+    project.run(commands("first")[0])
+    project.run("alembic upgrade heads")
+    project.add_pgoutbox()
+    assert project.upgrade_in_three_processes() == []
+    assert project.tables() == {"member", "message"}
+    assert migrate.state(empty_dsn) == (migrate.head(), "application")
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+@pytest.mark.parametrize("round_number", range(3))
+def test_replicas_that_upgrade_an_empty_database_at_once_all_succeed_with_the_lock_of_the_page(
+    tmp_path: Path, empty_dsn: str, driver: str, round_number: int
+) -> None:
+    project = Project(tmp_path, empty_dsn, driver)
+    project.run(commands("first")[0])
+    project.add_pgoutbox()
+    project.add_lock()
+    assert project.upgrade_in_three_processes() == []
+    assert project.tables() == {"member", "message"}
 
 
 def test_an_async_project_takes_pgoutbox_in(tmp_path: Path, empty_dsn: str) -> None:
@@ -157,7 +235,8 @@ def test_an_async_project_takes_pgoutbox_in(tmp_path: Path, empty_dsn: str) -> N
     project.add_pgoutbox()
     project.run("alembic upgrade heads")
     assert project.tables() == {"message"}
-    project.run("alembic downgrade pgoutbox@base")
+    project.run("alembic downgrade pgoutbox@base", refusal="the outbox would be dropped")
+    project.run(REMOVAL)
     assert project.tables() == set()
 
 

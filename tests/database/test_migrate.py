@@ -6,6 +6,7 @@ import queue
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from tests.support.roles import login, with_another_name
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import LiteralString
 
 pytestmark = pytest.mark.slow
@@ -113,8 +114,9 @@ def catalog(dsn: str) -> list[tuple[str, str, str]]:
 
 
 @pytest.fixture
-def newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template_of_today: Callable[[], str]) -> str:
     """A revision after the first one, which databases do not have yet."""
+    template_of_today()  # The template of all databases must not have it either.
     return add_revision(tmp_path, monkeypatch)
 
 
@@ -517,7 +519,7 @@ class TestAsBranchOfTheHost:
         (tmp_path / "env.py").write_text(HOST_ENV)
         (tmp_path / "versions" / "host_0001.py").write_text(HOST_REVISION)
         (tmp_path / "script.py.mako").write_text((migrate._MIGRATIONS / "script.py.mako").read_text())
-        config = Config(tmp_path / "alembic.ini")
+        config = Config(tmp_path / "alembic.ini", cmd_opts=Namespace(x=["pgoutbox_drop=yes"]))
         config.attributes["url"] = empty_dsn.replace("postgresql://", "postgresql+psycopg://", 1)
         config.attributes["options"] = {}
         return config

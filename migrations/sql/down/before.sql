@@ -1,3 +1,16 @@
+-- A downgrade that was meant for a revision of the application can reach this one: `alembic downgrade -1` takes any head.
+-- So it needs a word of its own, whatever the outbox contains.
+DO $block$
+BEGIN
+    IF coalesce(current_setting('pgoutbox.delete_messages', true), '') NOT IN ('delivered', 'all') THEN
+        RAISE EXCEPTION 'pgoutbox: the outbox would be dropped, with its messages, dedupe keys and audit' USING
+            ERRCODE = 'object_in_use',
+            HINT = 'To undo a revision of your own, run: alembic downgrade YOUR_BRANCH@-1. To remove pgoutbox, see '
+                'https://pgoutbox.github.io/pgoutbox/latest/how-to/migrations.html#remove-the-outbox';
+    END IF;
+END
+$block$;
+
 -- Take the locks in the order of an enqueue: otherwise a deadlock could end a business transaction. A turn of
 -- maintenance locks maintenance_run before it reads the partitions.
 LOCK TABLE
@@ -22,7 +35,7 @@ BEGIN
             ERRCODE = 'object_in_use',
             HINT = 'Stop them. A killed worker counts for three minutes.';
     END IF;
-    IF coalesce(current_setting('pgoutbox.delete_messages', true), '') <> 'on' THEN
+    IF current_setting('pgoutbox.delete_messages') = 'delivered' THEN
         SELECT string_agg(c.number || ' ' || c.state, ', ' ORDER BY c.state)
         INTO undelivered
         FROM (
@@ -34,8 +47,7 @@ BEGIN
         IF undelivered IS NOT NULL THEN
             RAISE EXCEPTION 'pgoutbox: messages that are not delivered would be deleted: %', undelivered USING
                 ERRCODE = 'object_in_use',
-                HINT = 'Deliver or cancel them, or pass --delete-messages. Alembic needs the setting '
-                    'pgoutbox.delete_messages = on.';
+                HINT = 'Deliver or cancel them, or pass --delete-messages.';
         END IF;
     END IF;
 END
