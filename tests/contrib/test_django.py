@@ -236,7 +236,7 @@ async def test_the_page_leads_from_a_new_project_to_a_delivered_email(new_projec
     page = DOCS / "how-to/django.md"
     reader = Project(tmp_path / "reader", new_project.dsn)
     reader.directory.mkdir()
-    start, deliver, test = (block.text for block in blocks_of(page, "sh"))
+    start, deliver, test, _ = (block.text for block in blocks_of(page, "sh"))
     await reader.type(start.partition("\n")[2])  # Both packages are installed here.
     for block in blocks_of(page, "python"):
         if named := re.match(r"# (\w+/\w+\.py)\n", block.text):

@@ -16,6 +16,7 @@ import pytest
 
 from pgoutbox.encryption import SEALED
 from tests.support.django_project import Project
+from tests.support.pages import DOCS, blocks_of
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -534,6 +535,33 @@ async def test_retries_crashes_and_unknown_tasks(tasks: Project) -> None:
     assert lines[0] == "at last 3 ['ValueError: not yet: 1', 'ValueError: not yet: 2']"
     assert lines[1] == "survived 2 2"
     assert lines[2].startswith("FAILED 1 [TaskError(exception_class_path='pgoutbox.message.Permanent'")
+
+
+async def test_migrate_to_zero_keeps_results_until_somebody_deletes_them(tasks: Project) -> None:
+    (number,) = (await tasks.run("from members import tasks as t; print(t.answer.enqueue().id)")).split()
+    await tasks.manage("pgoutbox", "worker", "--once")
+    assert "1 results of tasks would be deleted" in await tasks.manage("migrate", "pgoutbox", "zero", code=1)
+    read = f"""
+        from members import tasks as t
+        from pgoutbox.contrib.django.tasks import TaskResultDoesNotExist
+        try:
+            print(t.answer.get_result("{number}").status)
+        except TaskResultDoesNotExist:
+            print("gone")
+    """
+    assert await tasks.run(textwrap.dedent(read)) == "SUCCESSFUL\n"
+    removal = blocks_of(DOCS / "how-to/django.md", "sh")[-1].text
+    *before, last = removal.splitlines()
+    await tasks.type("\n".join(before))
+    await tasks.manage("migrate", "-v0")
+    assert await tasks.run(textwrap.dedent(read)) == "gone\n"
+    await tasks.type("\n".join(before))
+    await tasks.manage(*last.split()[2:], "--yes")
+    with psycopg.connect(tasks.dsn) as connection:
+        names = connection.execute(
+            "SELECT relname FROM pg_class WHERE relname LIKE '%task_result' OR relname = 'message'"
+        )
+        assert names.fetchall() == []
 
 
 def _hurry(connection: psycopg.Connection) -> list[str]:

@@ -164,7 +164,7 @@ class OutboxBackend(BaseTaskBackend):
         return result
 
     def get_result(self, result_id: str) -> TaskResult:
-        """Return the result as the database has it. Raises `TaskResultDoesNotExist` without such a task."""
+        """Return the result as the database has it. Raises `TaskResultDoesNotExist` without a task, or its value."""
         row = None
         if str(result_id).isdecimal() and len(str(result_id)) <= 18:
             with connections[conf.alias()].cursor() as cursor:
@@ -173,6 +173,8 @@ class OutboxBackend(BaseTaskBackend):
         if row is None:
             raise TaskResultDoesNotExist(result_id)
         text, state, count, finished_at, skip_reason, workers, started_at, last_at, errors, stored_count, content = row
+        if state == "sent" and content is None:  # The table was lost: a worker stores the value first.
+            raise TaskResultDoesNotExist(result_id)
         payload = _opened(text, Identity("payload", TOPIC))
         stored = _opened(content or '{"return_value": null, "errors": []}', Identity("content", TOPIC, str(result_id)))
         times = {"started_at": started_at, "last_attempted_at": last_at, "finished_at": finished_at}
