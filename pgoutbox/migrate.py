@@ -92,8 +92,12 @@ def upgrade(
     *,
     report: Callable[[str], None] | None = None,
     lock_timeout_seconds: float = DEFAULT_LOCK_TIMEOUT_SECONDS,
+    deployment: str | None = None,
 ) -> None:
     """Apply the revisions up to `revision` in one transaction. Do nothing if they are applied already.
+
+    A new schema gets the name `deployment`: only workers with this PGOUTBOX_DEPLOYMENT send from it. That of a schema
+    that exists is changed by `pgoutbox adopt`, because its workers may have no name yet.
 
     `dsn` is any libpq connection string or URL. If another migration of this database is running, it reports that
     through `report` and waits. It waits at most `lock_timeout_seconds` for any other lock, so that it never blocks the
@@ -102,12 +106,15 @@ def upgrade(
         upgrade("postgresql://app@localhost/app", report=print)
     """
     with _migration(dsn, report, lock_timeout_seconds, creates=True) as connection:
-        if _revision_of(connection) is None and _has_tables(connection):
+        is_new = _revision_of(connection) is None
+        if is_new and _has_tables(connection):
             raise SchemaError(
                 f"the tables in schema {SCHEMA} belong to another Alembic history; "
                 "run `alembic upgrade heads` in the application that created them"
             )
         _run_alembic("upgrade", _config(connection), revision)
+        if is_new and deployment is not None:
+            connection.execute(_sql("UPDATE pgoutbox.home SET deployment = :name"), {"name": deployment})
         if missing := _set_up_roles(connection):
             (report or _log.info)(
                 f"roles are missing that you may not create: {', '.join(missing)}. "
@@ -186,6 +193,13 @@ def state(dsn: str) -> SchemaState:
             return SchemaState(None, None)
         # The version table of an application does not name this revision if one of its own depends on it.
         return SchemaState(f"pgoutbox_{connection.scalar(_sql(sql.SCHEMA_VERSION)):04}", "application")
+
+
+def deployment_of(dsn: str) -> str | None:
+    """Return the name of the deployment whose workers send from this migrated database; None: any worker does."""
+    with _transaction(dsn) as connection:
+        name = connection.scalar(_sql("SELECT h.deployment FROM pgoutbox.home AS h"))
+        return None if name is None else str(name)
 
 
 def head() -> str:

@@ -566,8 +566,8 @@ _FURTHER_NAMES: Final = {
     "pgoutbox.contrib.django.test": ("OutboxTestCase", "ProjectDriver"),
     "pgoutbox.testing": ("OutboxDriver", "Row", "Delivery", "sqlalchemy_url"),
     "pgoutbox.migrate": (
-        "upgrade", "grants", "create_roles_sql", "downgrade", "current", "state", "SchemaState", "head", "upgrade_sql",
-        "version_location", "include_name",
+        "upgrade", "grants", "create_roles_sql", "downgrade", "current", "state", "SchemaState", "deployment_of",
+        "head", "upgrade_sql", "version_location", "include_name",
     ),
     "pgoutbox.operations": tuple(name for name in operations.__all__ if name != "Operator"),
     "pgoutbox.embedded": ("embedded_server", "EmbeddedServer"),

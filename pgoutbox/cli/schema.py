@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -13,6 +14,11 @@ from pgoutbox.cli.console import pluralize, print_json, print_line, print_note
 from pgoutbox.cli.program import app, confirm, interruptible, open_operator, read_settings
 from pgoutbox.operations import Home
 
+_QUESTION = (
+    "Name of this deployment, such as production, so that cloned servers send nothing. Its workers need it as "
+    "PGOUTBOX_DEPLOYMENT (Enter: no name)"
+)
+
 migrate_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(migrate_app, name="migrate")
 
@@ -22,12 +28,22 @@ def migrate(
     context: typer.Context,
     *,
     sql: Annotated[bool, typer.Option("--sql", help="Print the SQL script instead of running it.")] = False,
+    deployment: Annotated[
+        str | None,
+        typer.Option(
+            "--deployment",
+            metavar="NAME",
+            help="Name of a new schema's deployment: only workers with this PGOUTBOX_DEPLOYMENT send from it. "
+            "[default: PGOUTBOX_DEPLOYMENT]",
+        ),
+    ] = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """Create or upgrade the schema pgoutbox.
 
-    Uses one transaction. Changes nothing if the schema is up to date.
+    Uses one transaction. Changes nothing if the schema is up to date. On a terminal, it asks for the name of a new
+    schema's deployment.
     """
     context.obj = dsn
     if context.invoked_subcommand is not None:
@@ -35,11 +51,16 @@ def migrate(
     if sql:
         sys.stdout.write(migrations.upgrade_sql())
         return
-    target = read_settings(dsn).require_dsn()
+    settings = read_settings(dsn, deployment=deployment)
+    target = settings.require_dsn()
     with interruptible("nothing was changed; run `pgoutbox migrate` again"):
         before = migrations.current(target)
-        migrations.upgrade(target, report=print_note)
+        if before is None and settings.deployment is None and sys.stdin.isatty() and not as_json:
+            answer = typer.prompt(_QUESTION, default="", show_default=False, err=True)
+            settings = read_settings(dsn, deployment=answer or None)
+        migrations.upgrade(target, report=print_note, deployment=settings.deployment)
         _print_revision(before, migrations.current(target), as_json=as_json)
+    _print_deployment(migrations.deployment_of(target), settings.deployment)
 
 
 @migrate_app.command()
@@ -113,6 +134,17 @@ def _print_revision(before: str | None, after: str | None, *, as_json: bool) -> 
         print_line(f"schema pgoutbox: up to date at {after or 'base'}")
     else:
         print_line(f"schema pgoutbox: {before or 'base'} -> {after or 'base'}")
+
+
+def _print_deployment(recorded: str | None, given: str | None) -> None:
+    if recorded is not None and recorded != os.environ.get("PGOUTBOX_DEPLOYMENT"):
+        print_note(f"only workers with PGOUTBOX_DEPLOYMENT={recorded} send from this database")
+    elif recorded is None:
+        name = "a name" if given is None else given
+        print_note(
+            "this deployment has no name, so workers of a cloned server would send, too. To name it, set "
+            f"PGOUTBOX_DEPLOYMENT to {name} for all workers; then run: pgoutbox adopt"
+        )
 
 
 @app.command()

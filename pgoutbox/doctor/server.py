@@ -27,6 +27,7 @@ from pgoutbox.doctor.findings import (
 )
 from pgoutbox.errors import SchemaError
 from pgoutbox.text import one_line
+from pgoutbox.transports.registry import is_configured
 
 _POOLER_TRIALS = 3
 
@@ -151,9 +152,24 @@ def check_copy(context: DoctorContext) -> Iterator[Note]:
             "workers do not compare it, so a copy of the server sends too",
             "when all workers have this setting, run: pgoutbox adopt",
         )
+    elif home["deployment"] is None and _sends_mail(context, home):
+        yield warning(
+            "deployment-unnamed",
+            "the deployment has no name",
+            "workers in a clone of this server, or of a snapshot, send the same e-mails to the same people",
+            "set PGOUTBOX_DEPLOYMENT=production for all workers, then run: pgoutbox adopt. "
+            f"See {HOW_TO}/restore-clone-failover.html#name-the-deployment",
+        )
     else:
         name = "" if home["deployment"] is None else f" and to deployment {home['deployment']}"
         yield ok("home-in-order", f"the schema belongs to this database{name}")
+
+
+def _sends_mail(context: DoctorContext, home: DictRow) -> bool:
+    if context.settings.mail.transport == "log":
+        return False
+    own = context.outbox is not None and "mailto" in context.outbox.transports
+    return bool(own or is_configured("mailto", context.settings) or home["has_mail"])
 
 
 def check_sequence(context: DoctorContext) -> Iterator[Note]:

@@ -538,3 +538,17 @@ def test_a_backlog_of_the_largest_payloads_fits_into_the_limits_of_unit_and_pod(
     # `wait4` would tell the peak of this process instead, if that is higher: a fork inherits it.
     (peak_kb,) = re.findall(r"^VmHWM:\s+(\d+) kB$", (tmp_path / "status").read_text(), re.MULTILINE)
     assert int(peak_kb) / 1024 < int(limit)
+
+
+# --- clones -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_process_of_the_files_has_the_name_of_its_deployment() -> None:
+    """Workers in a clone that has another name send nothing."""
+    (name,) = re.findall(r"PGOUTBOX_DEPLOYMENT=(\w+)`", (ROOT / "docs/how-to/deploy.md").read_text())
+    for path in (DEPLOY / "pgoutbox-worker@.service", ROOT / "examples/club/worker.env"):
+        assert f"PGOUTBOX_DEPLOYMENT={name}\n" in path.read_text()
+    for process in (MIGRATION, WORKER, DASHBOARD):
+        assert environment_of(container_of(manifests()[process]))["PGOUTBOX_DEPLOYMENT"] == name
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    assert [who for who, one in services.items() if "PGOUTBOX_DEPLOYMENT" not in one["environment"]] == ["db"]
