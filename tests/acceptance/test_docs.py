@@ -32,6 +32,7 @@ from pgoutbox.outbox import EnqueueOptions
 from pgoutbox.settings import ENVIRONMENT_PREFIX, VARIABLES, Settings, load_settings
 from pgoutbox.testing import OutboxDriver
 from pgoutbox.topics import MessageOptions
+from tests.support.command_line import run_process
 from tests.support.messages import ADD_ATTEMPT, put
 from tests.support.outbox_actions import claim, enqueue, finish_sent
 from tests.support.pages import DOCS, GENERATED, ROOT, WRITTEN, Block, all_blocks, blocks_of, prose_of, title
@@ -173,6 +174,19 @@ def test_python_blocks_run(block: Block, saved_files: Path) -> None:
     for name in set(sys.modules) - before:
         if (saved_files / f"{name}.py").exists():
             del sys.modules[name]
+
+
+@pytest.mark.slow
+def test_the_statements_in_the_text_of_the_readme_deliver_in_its_application(dsn: str, tmp_path: Path) -> None:
+    (program,) = [block for block in blocks_of(ROOT / "README.md") if block.file_name == "shop.py"]
+    (tmp_path / "shop.py").write_text(program.text)
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        for statement in re.findall(r"`(SELECT [^`]+)`", prose_of(ROOT / "README.md")):
+            connection.execute(statement.encode())
+        environment = {"PYTHONPATH": str(tmp_path), "PGOUTBOX_MAIL_TRANSPORT": "log"}
+        done = run_process("worker", "--app", "shop:outbox", "--once", dsn=dsn, stdin=b"", **environment)
+        states = connection.execute("SELECT state FROM pgoutbox.message").fetchall()
+    assert states == [("sent",)], done.err
 
 
 OUTBOXES: Final = {"outbox": Outbox, "driver": OutboxDriver}
