@@ -64,6 +64,7 @@ INSERT INTO pgoutbox.cancel_request (message_id) SELECT i FROM generate_series(1
 CLAIM_PARAMETERS: Mapping[str, object] = {
     "queue": "default",
     "topics": ["greet", "bill"],
+    "held": [],
     "hold_topics": [],
     "total": 200,
     "after_due_at": None,
