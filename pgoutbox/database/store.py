@@ -23,7 +23,7 @@ from pgoutbox.database.connections import deadline
 from pgoutbox.database.round_trip import Step
 from pgoutbox.database.server import ServerFacts, judge_schema, judge_server
 from pgoutbox.database.worker_connection import WorkerConnection, connect
-from pgoutbox.message import AttemptOutcome, FencingToken, ReasonCode, State
+from pgoutbox.message import AttemptOutcome, FencingToken, Message, ReasonCode, State
 from pgoutbox.settings import Settings
 
 # A finish waits so long for a row that another session has locked, and keeps its own row locks meanwhile.
@@ -102,6 +102,7 @@ class LapsedRow(NamedTuple):
     queue: str
     attempt_count: int
     coalesce_key: str | None
+    ordering_key: str | None
     state: str
     due_seconds: float
 
@@ -479,13 +480,22 @@ class Store:
         return {row[0]: State(row[1]) for row in rows}
 
     async def queues_of_successors(
-        self, ids: Sequence[int], topics: Sequence[str], coalesce_keys: Sequence[str]
-    ) -> list[str]:
-        """Return the queues of the messages that waited for these messages and can be claimed now."""
-        rows = await self._finishes.fetch(
-            sql.QUEUES_OF_SUCCESSORS, {"ids": _array_of(ids), "topics": topics, "coalesce_keys": coalesce_keys}
-        )
-        return [row[0] for row in rows]
+        self, messages: Sequence[Message[object] | ClaimedRow | LapsedRow], *, own_topics: Sequence[str]
+    ) -> list[tuple[str, bool]]:
+        """Return the queues of the messages that waited for these messages and can be claimed now.
+
+        Each comes with whether a worker of other topics must claim the message.
+        """
+        parameters = {
+            "ids": _array_of([message.id for message in messages]),
+            "topics": [message.topic for message in messages],
+            "queues": [message.queue for message in messages],
+            "coalesce_keys": [message.coalesce_key for message in messages],
+            "ordering_keys": [message.ordering_key for message in messages],
+            "own_topics": own_topics,
+        }
+        rows = await self._finishes.fetch(sql.QUEUES_OF_SUCCESSORS, parameters)
+        return [(queue, is_foreign) for queue, is_foreign in rows]
 
     async def read_redirect(self) -> RedirectRow:
         """Return the redirect that an operator has switched on, and the blackout of today."""

@@ -79,6 +79,7 @@ class Finisher:
         self._error_texts = run.settings.error_texts
         self._signals = run.signals
         self._notifier = run.notifier
+        self._topics = run.topics
         self._telemetry = run.telemetry
         self._repeated = RepeatedErrors()
         self._results: deque[tuple[Attempt, AttemptResult]] = deque()
@@ -114,8 +115,13 @@ class Finisher:
         self._ready.set()
         self._signals.note_progress()
 
-    def note_unattempted(self, rows: Sequence[ClaimedRow | LapsedRow]) -> None:
-        """Report messages that a claim has ended: they have no attempt, and others may have waited for them."""
+    async def note_unattempted(self, rows: Sequence[ClaimedRow]) -> None:
+        """Report messages that a claim has ended, and wake workers for the next ones of their ordering keys."""
+        self._report_unattempted(rows)
+        # They were not in flight, so no message of a coalesce key has waited for them.
+        await self._wake_successors([row for row in rows if row.ordering_key is not None])
+
+    def _report_unattempted(self, rows: Sequence[ClaimedRow | LapsedRow]) -> None:
         for row in rows:
             level = logging.DEBUG
             if row.state == State.FAILED:
@@ -132,11 +138,10 @@ class Finisher:
         for row in retried:
             self.report_lost(row)
         ended = [row for row in rows if row.state != State.PENDING]
-        self.note_unattempted(ended)
+        self._report_unattempted(ended)
         if rows:
             await self._notifier.wake({row.queue for row in rows})
-        if freed := [row for row in ended if row.coalesce_key is not None]:
-            await self._wake_successors(freed)
+        await self._wake_successors(ended)
 
     def report_lost(self, row: ClaimedRow | LapsedRow) -> None:
         """Report a message whose attempt was lost and that is tried again."""
@@ -220,9 +225,7 @@ class Finisher:
                 refusal = self._refused.get(attempt)
                 pause = _LOCKED_PAUSE_SECONDS if refusal is None else refusal.backoff.next()
                 asyncio.get_running_loop().call_later(pause, self._collect_again, attempt, result)
-        keyed = [attempt.message for attempt, _ in batch if attempt.message.coalesce_key is not None]
-        if keyed:
-            await self._wake_successors(keyed)
+        await self._wake_successors([attempt.message for attempt, _ in batch])
 
     def _sort(
         self, batch: Sequence[tuple[Attempt, AttemptResult]]
@@ -444,18 +447,22 @@ class Finisher:
         if self._in_flight.get(attempt.message.id) is attempt:
             del self._in_flight[attempt.message.id]
 
-    async def _wake_successors(self, messages: Sequence[Message[object] | LapsedRow]) -> None:
+    async def _wake_successors(self, messages: Sequence[Message[object] | ClaimedRow | LapsedRow]) -> None:
+        """Wake workers for the messages that waited for those of these messages that have a key."""
+        keyed = [m for m in messages if m.coalesce_key is not None or m.ordering_key is not None]
+        if not keyed:
+            return
         try:
-            queues = await self._store.queues_of_successors(
-                [m.id for m in messages], [m.topic for m in messages], [m.coalesce_key or "" for m in messages]
-            )
+            found = await self._store.queues_of_successors(keyed, own_topics=self._topics)
         except (psycopg.Error, OSError) as error:
             if not is_transient_error(error):
                 raise
             # It is not known whether a message waits; to find out costs one claim.
-            queues = sorted({message.queue for message in messages})
-        if queues:
-            await self._notifier.wake(queues)
+            found = [(message.queue, message.ordering_key is not None) for message in keyed]
+        if own := {queue for queue, is_foreign in found if not is_foreign}:
+            await self._notifier.wake(own)
+        if foreign := {queue for queue, is_foreign in found if is_foreign}:
+            await self._notifier.notify(foreign)
 
     def _report(
         self,

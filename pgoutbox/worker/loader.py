@@ -68,7 +68,7 @@ class Loader:
         if begun:
             self._begin(begun, contents, Claim(cast("datetime", begun[0].claimed_at)), leased_at)
         if unattempted := [row for row in rows if row.state != _SENDING]:
-            self._finisher.note_unattempted(unattempted)
+            await self._finisher.note_unattempted(unattempted)
 
     def _begin(self, rows: Sequence[ClaimedRow], contents: _Contents | None, claim: Claim, leased_at: float) -> None:
         works: list[Work] = []

@@ -115,7 +115,7 @@ class Worker:
         own = self._handlers.keys() - {ALERT_TOPIC, *outbox.hooks.values()}  # These follow the queues of others.
         queue_of = {name: topic.queue or "default" for name, topic in outbox.topics.items()}
         self._unserved = {name: q for name in sorted(own) if (q := queue_of.get(name, "default")) not in served}
-        self.name: str = _name_for(self._settings)
+        self.name: str = ""  # Of the last run. One that is drawn here would be that of all children of a fork.
         self.telemetry: Telemetry = Telemetry(_log)
         RedirectRules.of(self._settings.redirect)
         self._keyring = keyring_of(self._settings.encryption_keys)
@@ -205,8 +205,6 @@ class Worker:
 
     @contextlib.asynccontextmanager
     async def _at_work(self, *, ends_by_itself: bool) -> AsyncIterator[_Run]:
-        if self._run is not None:
-            self.name = _name_for(self._settings)  # Handlers of the previous run may still hold messages in its name.
         async with TelemetryServer(
             self, self._settings, self.telemetry, serves=not ends_by_itself
         ) as self.telemetry_server:
@@ -228,6 +226,8 @@ class _Run:
         self._telemetry = telemetry
         self._ends_by_itself = ends_by_itself
         self._is_started = False
+        # Another run of this worker may be at work, or its handlers may still hold messages in its name.
+        worker.name = _name_for(settings)
         store = Store(settings, worker=worker.name, hooks=worker._hooks)
         self.state = state = RunState(
             settings,
@@ -410,7 +410,7 @@ class _Run:
             logging.DEBUG if self._ends_by_itself else logging.INFO,  # Cron starts a run every minute.
             LogEvent.WORKER_STARTED,
             "worker started",
-            worker=worker.name,
+            worker=self.state.store.worker,
             queues=self.state.queues.names,
         )
         if worker._unserved:

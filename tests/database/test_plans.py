@@ -58,7 +58,7 @@ SELECT m.id, m.topic, m.coalesce_key FROM pgoutbox.message AS m WHERE m.coalesce
 """
 
 REQUESTS: LiteralString = """
-INSERT INTO pgoutbox.cancel_request (message_id) SELECT i FROM generate_series(1, 2000) AS i
+INSERT INTO pgoutbox.cancel_request (message_id, message_created_at) SELECT i, now() FROM generate_series(1, 2000) AS i
 """
 
 CLAIM_PARAMETERS: Mapping[str, object] = {
@@ -100,7 +100,14 @@ FINISH_PARAMETERS: Mapping[str, object] = {
     "fails_after": [None] * 200,
     "hooks": "{}",
 }
-SUCCESSOR_PARAMETERS: Mapping[str, object] = {"ids": [1], "topics": ["greet"], "coalesce_keys": ["k3"]}
+SUCCESSOR_PARAMETERS: Mapping[str, object] = {
+    "ids": [1, 2],
+    "topics": ["greet", "greet"],
+    "queues": ["default", "default"],
+    "coalesce_keys": ["k3", None],
+    "ordering_keys": [None, "o3"],
+    "own_topics": ["greet"],
+}
 
 
 class Node(BaseModel):

@@ -137,6 +137,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "_error_group",
         "failures",
         "_forget_requests",
+        "_raise_id_floor",
         "_forget_sent",
         "_here",
         "_in_flight_of",
@@ -160,6 +161,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     | {
         "_bucket_of",
         "_forget_requests",
+        "_raise_id_floor",
         "adopt",
         "announce_act",
         "set_retention",
@@ -1051,6 +1053,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (WORKER, "SELECT pgoutbox._is_limited('default')"),
     (WORKER, "SELECT pgoutbox._take_turn('default')"),
     (WORKER, "SELECT pgoutbox._forget_requests()"),
+    (WORKER, "SELECT pgoutbox._raise_id_floor()"),
     (WORKER, "SELECT pg_sequence_last_value('pgoutbox.message_id_seq')"),
     (WORKER, "SELECT pgoutbox._prune_by_rule('*', 'sent', '-infinity', 'infinity', 10)"),
     (WORKER, "SELECT pgoutbox._prune_dedupe_by_rule(10)"),
@@ -1134,7 +1137,7 @@ def test_a_producers_temporary_type_does_not_run_with_the_owners_rights(dsn: str
 
 # Triggers, which other calls run, and functions that only the owner may call.
 NOT_ATTACKED: Final = {
-    "_count_attempts", "_end_with_lease", "_record_breaker_act", "_record_queue_act", "_record_retention_act",
+    "_count_attempts", "_record_breaker_act", "_record_queue_act", "_record_retention_act",
     "destination_digest",
     "export", "mentions",
 }  # fmt: skip

@@ -52,6 +52,7 @@ BEGINS_FROZEN_ROLLING = replace(BEGINS_FROZEN, handles=(0b01, 0b01, 0b10, 0b10))
 ALONE = Doorbell(sends=((0,), (1,)), handles=(0b11,), breaks=2)
 CUT_OFF = Doorbell(sends=((0,),), handles=(0b01, 0b01), breaks=1)
 SUCCESSOR = Doorbell(sends=((0, 1),), handles=(0b11,), has_key=True)
+SUCCESSOR_ELSEWHERE = replace(SUCCESSOR, handles=(0b01, 0b10))
 SUCCESSOR_IN_FLEET = replace(SUCCESSOR, handles=(0b11, 0b11))
 
 LINE = Ordering(producers=(1, 1))
@@ -111,6 +112,7 @@ NAMES: dict[Model, str] = {
     ALONE: "two producers, one worker, its listener breaks twice",
     CUT_OFF: "one producer, two equal workers, a listener breaks",
     SUCCESSOR: "a message that waits for the one before it",
+    SUCCESSOR_ELSEWHERE: "a message that waits for the one before it, two workers with a topic each",
     SUCCESSOR_IN_FLEET: "a message that waits for the one before it, two equal workers",
     LINE: "two producers, one ordering key",
     LINE_OF_BULKS: "two producers, one ordering key, two messages at once",
@@ -196,6 +198,7 @@ _LARGE: tuple[Model, ...] = (
     KEY_AND_CANCEL,
     KEY_AND_TRAFFIC,
     THREE_OF_A_KEY,
+    SUCCESSOR_ELSEWHERE,
     SUCCESSOR_IN_FLEET,
     RATE_OF_THREE,
 )
@@ -287,6 +290,7 @@ BREAK = [
     Case(ALONE, (_B.POLL_AFTER_RECONNECT,), MISSED_0, 10),
     Case(SUCCESSOR, (_B.SUCCESSORS_ASKED_FOR,), MISSED_1, 18),
     Case(SUCCESSOR, (_B.SUCCESSORS_ASKED_LATE,), MISSED_1, 19),
+    Case(SUCCESSOR_ELSEWHERE, (_B.SUCCESSORS_OF_OTHERS,), MISSED_1, 19),
     Case(LINE, (_O.ID_UNDER_TAIL_LOCK,), OVERTAKEN, 10),
     Case(LINE_OF_BULKS, (_O.ITEMS_IN_ORDER,), OVERTAKEN, 7),
     Case(LINE_FORGOTTEN, (_O.TAIL_UNCHANGED,), OVERTAKEN, 12),

@@ -38,6 +38,7 @@ class Guard(enum.Enum):
     POLL_WHEN_LOST = "a worker polls when its listener is lost"
     SUCCESSORS_ASKED_FOR = "a worker that ends a message asks for its successors"
     SUCCESSORS_ASKED_LATE = "it asks for them after its commit, not before"
+    SUCCESSORS_OF_OTHERS = "it notifies the other workers if only they handle them"
 
 
 class Producer(NamedTuple):
@@ -503,8 +504,13 @@ class Doorbell:
         elif worker.asks and asks_first:
             yield f"finishes message {_names(worker.held)}", _with(state, index, worker._replace(held=0, asks=0))
         elif worker.asks:
-            wake = worker.wake or _has_successor(state, worker.asks)
-            yield "asks for successors", _with(state, index, worker._replace(asks=0, wake=wake))
+            is_found = _has_successor(state, worker.asks)
+            is_own = bool(self.handles[index] & 0b10)
+            wake = worker.wake or (is_found and is_own)
+            following = _with(state, index, worker._replace(asks=0, wake=wake))
+            if is_found and not is_own and Guard.SUCCESSORS_OF_OTHERS not in self.without:
+                following = _notify(following, index, "e")
+            yield "asks for successors", following
 
 
 # --- state ------------------------------------------------------------------------------------------------------------

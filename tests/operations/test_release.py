@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pgoutbox import Context, LeaseLostError, Message, Outbox, State
+from pgoutbox.database import sql
 from pgoutbox.message import AttemptOutcome
 from pgoutbox.operations import Action, MessageFilter, Operator, ReleaseResult
 from pgoutbox.worker import Worker
@@ -29,7 +29,6 @@ from tests.support.outbox_actions import (
     state_of,
     watch,
 )
-from tests.support.races import until_blocked
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -40,6 +39,13 @@ if TYPE_CHECKING:
 
 def lapse_all(db: psycopg.Connection) -> None:
     db.execute("UPDATE pgoutbox.claim SET lease_expires_at = now()")
+    db.execute(sql.FORGET_LAPSED, {})
+
+
+def look_for_lapsed(db: psycopg.Connection, *, topic: str = "greet") -> list[int]:
+    """Look for lapsed attempts like a worker, and return the messages of those that have ended."""
+    db.execute(sql.FORGET_LAPSED, {})
+    return [row.id for row in end_lapsed(db, topics=[topic])]
 
 
 def test_a_released_message_is_tried_again_when_its_lease_ends(db: psycopg.Connection) -> None:
@@ -129,36 +135,37 @@ def test_a_locked_message_is_left_alone(db: psycopg.Connection, connect: Connect
     assert Operator(db).release(message_id).is_done
 
 
-def test_an_open_transaction_keeps_no_worker_from_renewing(db: psycopg.Connection, connect: Connect) -> None:
-    """The message is tried again after the lease that its worker has at the commit, however late that is."""
+def test_a_late_commit_leaves_the_worker_the_lease_that_it_has_then(db: psycopg.Connection, connect: Connect) -> None:
+    """A release locks no claim, so its worker renews until the commit."""
     message_id, other = (enqueue(db) for _ in range(2))
     rows = {row.id: row.attempt_count for row in claim(db)}
     operator = connect()
     operator.execute("SELECT pgoutbox.release(%s)", ([message_id],))
+    lapse_all(db)
     attempts = [(message_id, rows[message_id]), (other, rows[other])]
     assert set(renew(db, *attempts)) == {message_id, other}
-    lease = db.execute("SELECT lease_expires_at FROM pgoutbox.claim").fetchall()
     operator.commit()
-    leases = "SELECT lease_expires_at FROM pgoutbox.in_flight_view ORDER BY id"
-    assert db.execute(leases).fetchall() == lease * 2
+    leases = "SELECT lease_expires_at FROM pgoutbox.claim ORDER BY worker"
+    ((renewed,), _) = db.execute(leases).fetchall()
+    db.execute("UPDATE pgoutbox.claim SET lease_expires_at = now() WHERE released_from IS NOT NULL")
+    assert look_for_lapsed(db) == []
+    assert db.execute(leases).fetchall() == [(renewed,)] * 2
+    # It is extended once, although the worker renews its lease again.
+    assert set(renew(db, attempts[1])) == {other}
+    db.execute("UPDATE pgoutbox.claim SET lease_expires_at = now() WHERE released_from IS NOT NULL")
+    assert look_for_lapsed(db) == [message_id]
 
 
-@pytest.mark.parametrize("is_gone", [False, True])
-def test_a_release_waits_for_a_renewal_only_at_its_commit(
-    db: psycopg.Connection, connect: Connect, *, is_gone: bool
+@pytest.mark.parametrize("change", ["DELETE FROM pgoutbox.claim", "UPDATE pgoutbox.claim SET lease_expires_at = now()"])
+def test_a_release_does_not_wait_for_the_claim_of_its_worker(
+    db: psycopg.Connection, connect: Connect, change: str
 ) -> None:
-    message_id, renewal, operator = put(db, State.SENDING), connect(), connect(autocommit=True)
-    if is_gone:
-        renewal.execute("DELETE FROM pgoutbox.claim")
-    else:
-        renewal.execute("UPDATE pgoutbox.claim SET lease_expires_at = '2100-01-01'")
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(lambda: Operator(operator).release(message_id).is_done)
-        until_blocked(db, operator, waiting)
-        renewal.commit()
-        assert waiting.result()
-    row = db.execute("SELECT lease_expires_at = '2100-01-01', lease_expires_at <= now() FROM pgoutbox.claim").fetchall()
-    assert row[-1] == (not is_gone, is_gone)
+    message_id, worker = put(db, State.SENDING), connect()
+    worker.execute(change.encode())
+    assert Operator(db).release(message_id).is_done
+    worker.commit()
+    lapse_all(db)
+    assert look_for_lapsed(db, topic="mail") == [message_id]
 
 
 def test_another_attempt_than_the_listed_one_is_left_alone(

@@ -471,7 +471,10 @@ def rows_of(connection: psycopg.Connection, *message_ids: int) -> list[Row]:
                 m.worker,
                 EXISTS (SELECT FROM pgoutbox.in_flight_view AS v WHERE v.id = m.id) AS is_leased,
                 m.finished_at IS NOT NULL AS is_finished,
-                EXISTS (SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id) AS is_cancel_requested,
+                EXISTS (
+                    SELECT FROM pgoutbox.cancel_request AS c
+                    WHERE c.message_id = m.id AND c.message_created_at = m.created_at
+                ) AS is_cancel_requested,
                 extract(epoch FROM m.available_at - now())::float8 AS due_in_seconds,
                 m.superseded_by,
                 m.skip_reason,

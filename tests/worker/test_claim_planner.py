@@ -197,7 +197,7 @@ def scheduled(now: float = 1000.0) -> QueueSchedule:
 
 
 def lapsed(due_seconds: float, *, queue: str = "default", state: str = "pending") -> LapsedRow:
-    return LapsedRow(1, "greet", queue, 1, None, state, due_seconds)
+    return LapsedRow(1, "greet", queue, 1, None, None, state, due_seconds)
 
 
 def test_the_first_poll_looks_for_lapsed_attempts_and_the_next_ones_when_a_lease_ends() -> None:

@@ -328,8 +328,15 @@ def test_a_replaced_attempt_has_no_state(rolled_back: psycopg.Connection) -> Non
     assert current_states(rolled_back, (message_id, 1)) == {}
 
 
-def successors(connection: psycopg.Connection, message_id: int, coalesce_key: str = "k") -> list[str]:
-    parameters = {"ids": [message_id], "topics": ["greet"], "coalesce_keys": [coalesce_key]}
+def successors(connection: psycopg.Connection, message_id: int) -> list[str]:
+    parameters = {
+        "ids": [message_id],
+        "topics": ["greet"],
+        "queues": ["default"],
+        "coalesce_keys": ["k"],
+        "ordering_keys": [None],
+        "own_topics": ["greet"],
+    }
     return [row[0] for row in connection.execute(sql.QUEUES_OF_SUCCESSORS, parameters).fetchall()]
 
 

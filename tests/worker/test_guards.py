@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Unpack
 
 import psycopg
 import pytest
@@ -34,6 +34,7 @@ from tests.support import races
 from tests.support.messages import put
 from tests.support.outbox_actions import (
     End,
+    Options,
     WatchedWorker,
     begin,
     cancel,
@@ -733,6 +734,79 @@ async def a_cancelled_attempt_is_not_retried(stage: Stage) -> None:
     assert state_of(stage.db, message_id) == "cancelled"
 
 
+def with_a_used_id(stage: Stage, **options: Unpack[Options]) -> int:
+    """Create a message whose id an older one had, which was cancelled in flight and ended as sent."""
+    enqueue(stage.db)
+    ((message_id, attempt_count),) = [(row.id, row.attempt_count) for row in claim(stage.db)]
+    assert cancel(stage.db, message_id) == "requested"
+    finish_sent(stage.db, (message_id, attempt_count))
+    stage.db.execute("ALTER SEQUENCE pgoutbox.message_id_seq RESTART")
+    assert enqueue(stage.db, **options) == message_id
+    return message_id
+
+
+def live_states(stage: Stage) -> list[str]:
+    return [row[0] for row in stage.db.execute("SELECT state FROM pgoutbox.message_live").fetchall()]
+
+
+async def a_request_of_another_message_ends_no_claim(stage: Stage) -> None:
+    with_a_used_id(stage)
+    assert [row.state for row in claim(stage.db)] == ["sending"]
+
+
+async def a_request_of_another_message_ends_no_ordered_one(stage: Stage) -> None:
+    with_a_used_id(stage, ordering_key="k")
+    assert [row.state for row in claim_ordered(stage.db)] == ["sending"]
+
+
+def begun_with_a_used_id(stage: Stage) -> int:
+    message_id = with_a_used_id(stage)
+    assert ids_in_flight(claim(stage.db, worker="dead")) == [message_id]
+    return message_id
+
+
+async def a_request_of_another_message_ends_no_retry(stage: Stage) -> None:
+    message_id = begun_with_a_used_id(stage)
+    finish(stage.db, End(message_id, 1, AttemptOutcome.RETRY, "busy"), worker="dead")
+    assert live_states(stage) == ["pending"]
+
+
+async def a_request_of_another_message_ends_no_lost_attempt(stage: Stage) -> None:
+    message_id = begun_with_a_used_id(stage)
+    lapse(stage.db, message_id)
+    claim(stage.db)
+    assert live_states(stage) == ["sending"]
+
+
+async def a_request_of_another_message_stops_no_attempt(stage: Stage) -> None:
+    message_id = begun_with_a_used_id(stage)
+    assert not watch(stage.db, (message_id, 1), worker="dead")[message_id].cancelled
+
+
+async def a_cancel_of_pending_messages_leaves_no_request(stage: Stage) -> None:
+    message_id, claiming = enqueue(stage.db), stage.connect()
+    claim(claiming)
+    stage.db.execute("SELECT pgoutbox.cancel(%s, '{pending}')", [message_id])
+    claiming.commit()
+    assert not watch(stage.db, (message_id, 1))[message_id].cancelled
+
+
+async def is_refused(stage: Stage, **options: Unpack[Options]) -> None:
+    enqueue(stage.db)
+    stage.db.execute("SELECT pgoutbox._raise_id_floor()")
+    stage.db.execute("ALTER SEQUENCE pgoutbox.message_id_seq RESTART; DELETE FROM pgoutbox.message")
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
+        enqueue(stage.db, **options)
+
+
+async def a_used_id_is_refused(stage: Stage) -> None:
+    await is_refused(stage)
+
+
+async def a_used_id_with_options_is_refused(stage: Stage) -> None:
+    await is_refused(stage, dedupe_key="k")
+
+
 async def a_redriven_message_is_not_cancelled_by_an_old_request(stage: Stage) -> None:
     message_id = enqueue(stage.db)
     claim(stage.db)
@@ -763,6 +837,43 @@ async def an_attempt_whose_lease_is_being_renewed_is_not_taken_over(stage: Stage
     renew(renewing, (message_id, 1), worker="dead")
     assert claim(stage.db, worker="second") == []
     renewing.commit()
+
+
+async def an_attempt_whose_lease_nobody_can_renew_is_not_taken_over(stage: Stage, *, attempts_left: int = 10) -> None:
+    message_id, holder = lost(stage), stage.connect()
+    raised = "UPDATE pgoutbox.message SET max_attempts = attempt_count + %s WHERE id = %s"
+    stage.db.execute(raised, [attempts_left, message_id])
+    holder.execute("SELECT FROM pgoutbox.claim FOR SHARE")
+    claim(stage.db, worker="second")
+    assert (state_of(stage.db, message_id), row_of(stage.db, message_id).worker) == ("sending", "dead")
+    holder.rollback()
+
+
+async def a_suspect_whose_lease_nobody_can_renew_is_not_taken_over(stage: Stage) -> None:
+    await an_attempt_whose_lease_nobody_can_renew_is_not_taken_over(stage, attempts_left=1)
+
+
+def released_after_its_lease(stage: Stage) -> int:
+    """Create a released message whose own lease has ended; its worker has renewed its other attempts since."""
+    message_id, other = enqueue(stage.db), enqueue(stage.db)
+    claim(stage.db, worker="first")
+    lapse(stage.db, message_id)
+    stage.db.execute("SELECT pgoutbox.release(%s)", [[message_id]])
+    assert set(renew(stage.db, (other, 1), worker="first")) == {other}
+    return message_id
+
+
+async def a_released_message_is_left_to_its_worker_until_its_lease_is_extended(stage: Stage) -> None:
+    message_id = released_after_its_lease(stage)
+    claim(stage.db, worker="second")
+    assert (state_of(stage.db, message_id), row_of(stage.db, message_id).attempt_count) == ("sending", 1)
+
+
+async def a_released_message_gets_the_lease_that_its_worker_has_at_the_end_of_its_own(stage: Stage) -> None:
+    message_id = released_after_its_lease(stage)
+    stage.db.execute(sql.FORGET_LAPSED, {})
+    claim(stage.db, worker="second")
+    assert (state_of(stage.db, message_id), row_of(stage.db, message_id).attempt_count) == ("sending", 1)
 
 
 async def a_claim_that_has_ended_takes_no_lease_from_the_next_one(stage: Stage) -> None:
@@ -1213,7 +1324,8 @@ NUMBER = f"AND m.attempt_count = (%(attempt_counts)s::integer[])[{PLACE}]"
 CLAIM = f"AND m.claimed_at = (%(claimed_ats)s::timestamptz[])[{PLACE}]"
 
 
-REQUEST = "WHEN EXISTS (SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id) THEN 'cancelled'\n"
+NAMED = " AND c.message_created_at = m.created_at"
+REQUEST = f"c.message_id = m.id{NAMED}"
 SKIPPED = "WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'\n"
 OWN = " AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(in_flight)s::bigint[]))"
 
@@ -1232,6 +1344,13 @@ def no_part_in_claims(part: str, *, instead: str = "") -> Mutation:
 
 NUMBER_OF_BATCH = "AND m.attempt_count = %(attempt_count)s::integer"
 CLAIMS_OF_BATCH = "AND m.claimed_at = ANY (%(claimed_ats)s::timestamptz[])"
+
+
+def no_request(condition: str) -> Mutation:
+    """Return the statements that find no request to cancel by this condition."""
+    return no_part_in_claims(condition, instead="false")
+
+
 NO_FENCE_IN_SENT = no_fence_in("FINISH_SENT_IF_HELD", NUMBER_OF_BATCH)
 NO_FENCE_IN_FINISH = no_fence_in("FINISH_IF_HELD", NUMBER)
 
@@ -1637,18 +1756,46 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_cancel_leaves_no_lock_on_a_message_that_was_claimed_meanwhile,
         no_guard_in_function("_lock_pending", "RAISE SQLSTATE 'PGOBX'", "RETURN locked"),
     ),
-    ("request in claim", a_message_whose_cancel_met_its_claim_begins_no_other_attempt, no_part_in_claims(REQUEST)),
+    ("request in claim", a_message_whose_cancel_met_its_claim_begins_no_other_attempt, no_request(REQUEST)),
     (
         "request in claim of ordered messages",
         an_ordered_message_whose_cancel_met_its_claim_begins_no_other_attempt,
-        no_part_in_claims(REQUEST),
+        no_request(REQUEST),
     ),
     (
         "request of a lapsed attempt",
         a_cancelled_attempt_that_is_lost_is_not_repeated,
-        no_part_in_claims(REQUEST.replace("AS c WHERE c.", "AS r WHERE r.")),
+        no_request(REQUEST.replace("c.", "r.")),
     ),
-    ("request in finish", a_cancelled_attempt_is_not_retried, no_part_in_claims(REQUEST)),
+    ("request in finish", a_cancelled_attempt_is_not_retried, no_request(REQUEST)),
+    ("message of a request: claim", a_request_of_another_message_ends_no_claim, no_part_in_claims(NAMED)),
+    ("message of a request: ordered", a_request_of_another_message_ends_no_ordered_one, no_part_in_claims(NAMED)),
+    ("message of a request: finish", a_request_of_another_message_ends_no_retry, no_fence_in("FINISH_IF_HELD", NAMED)),
+    (
+        "message of a request: lapsed",
+        a_request_of_another_message_ends_no_lost_attempt,
+        no_part_in_claims(NAMED.replace("c.", "r.")),
+    ),
+    (
+        "message of a request: watch",
+        a_request_of_another_message_stops_no_attempt,
+        no_part_in_claims(NAMED.replace("c.", "r.")),
+    ),
+    (
+        "request for pending messages",
+        a_cancel_of_pending_messages_leaves_no_request,
+        no_guard_in_function("_cancel_unrecorded", " AND 'sending' = ANY (states)"),
+    ),
+    (
+        "floor of ids",
+        a_used_id_is_refused,
+        no_guard_in_function("_enqueue_receipt", "WHEN drawn.id <=", "WHEN false AND drawn.id <="),
+    ),
+    (
+        "floor of ids: options",
+        a_used_id_with_options_is_refused,
+        no_guard_in_function("_enqueue", "IF drawn_id <= floor_id", "IF false"),
+    ),
     (
         "request before a redrive",
         a_redriven_message_is_not_cancelled_by_an_old_request,
@@ -1662,7 +1809,27 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "lock of a claim",
         an_attempt_whose_lease_is_being_renewed_is_not_taken_over,
-        no_part_in_claims("FOR SHARE OF c SKIP LOCKED\n"),
+        no_part_in_claims("FOR UPDATE OF c SKIP LOCKED\n"),
+    ),
+    (
+        "strength of the lock of a claim",
+        an_attempt_whose_lease_nobody_can_renew_is_not_taken_over,
+        no_part_in_claims("FOR UPDATE OF c SKIP LOCKED\n", instead="FOR SHARE OF c SKIP LOCKED\n"),
+    ),
+    (
+        "strength of the lock of a suspect's claim",
+        a_suspect_whose_lease_nobody_can_renew_is_not_taken_over,
+        no_part_in_claims("FOR UPDATE OF c SKIP LOCKED\n", instead="FOR SHARE OF c SKIP LOCKED\n"),
+    ),
+    (
+        "lease of a released message",
+        a_released_message_is_left_to_its_worker_until_its_lease_is_extended,
+        no_part_in_claims(" AND coalesce(c.released_from, '') = ''"),
+    ),
+    (
+        "extension of the lease of a released message",
+        a_released_message_gets_the_lease_that_its_worker_has_at_the_end_of_its_own,
+        newer_in("FORGET_LAPSED", ("greatest(c.lease_expires_at, r.lease_expires_at)", "c.lease_expires_at")),
     ),
     (
         "claim of an attempt",

@@ -408,8 +408,8 @@ async def test_a_successor_is_delivered_if_its_predecessor_ends_during_the_claim
             await freed.wait()
         return rows
 
-    async def ring_and_tell(self: Store, *arguments: Sequence[int]) -> list[str]:
-        queues = await queues_of_successors(self, *arguments)  # type: ignore[arg-type] # passed on as they came
+    async def ring_and_tell(self: Store, *arguments: object, **options: object) -> object:
+        queues = await queues_of_successors(self, *arguments, **options)  # type: ignore[arg-type] # passed on as they came
         asyncio.get_running_loop().call_soon(freed.set)
         return queues
 

@@ -1457,7 +1457,7 @@ async def test_a_worker_continues_its_attempt_after_its_lease_lapsed_and_starts_
 
 
 async def test_a_worker_treats_an_attempt_in_its_name_that_it_does_not_hold_as_lost(
-    dsn: str, db: psycopg.Connection
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state after a failover to a standby that has received the claim but not the outcome."""
     outbox = Outbox(settings_for(dsn))
@@ -1467,11 +1467,11 @@ async def test_a_worker_treats_an_attempt_in_its_name_that_it_does_not_hold_as_l
     async def greet(message: Message, ctx: Context) -> None:
         calls.append((message.id, message.attempt_count))
 
-    worker = Worker(outbox)
+    monkeypatch.setattr("pgoutbox.worker.worker._name_for", lambda settings: "itself")
     forgotten = enqueue(db)
-    claim(db, worker=worker.name)
+    claim(db, worker="itself")
     lapse(db, forgotten)
-    async with running(worker):
+    async with running(Worker(outbox)):
         await until(lambda: state_of(db, forgotten) == State.SENT)
     assert calls == [(forgotten, 2)]
     assert [outcome for _, outcome, _ in attempts_of(db, forgotten)] == ["lost"]

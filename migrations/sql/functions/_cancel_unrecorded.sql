@@ -1,5 +1,5 @@
 -- A message whose row is locked at this moment may be in flight a moment later. So it gets a request too, and the claim
--- that finds the request ends the message.
+-- that finds the request ends the message. A caller that asks for pending messages alone gets no request.
 CREATE FUNCTION pgoutbox._cancel_unrecorded(message_ids bigint[], states text[])
 RETURNS TABLE (id bigint, result text)
 LANGUAGE plpgsql
@@ -29,10 +29,10 @@ BEGIN
         PERFORM pgoutbox._notify_workers(freed_queue); -- Another message may now be the first of its key.
     END LOOP;
     WITH request AS (
-        INSERT INTO pgoutbox.cancel_request (message_id)
-        SELECT m.id
+        INSERT INTO pgoutbox.cancel_request (message_id, message_created_at)
+        SELECT m.id, m.created_at
         FROM pgoutbox.message_live AS m
-        WHERE m.id = ANY (message_ids) AND m.state = ANY (states)
+        WHERE m.id = ANY (message_ids) AND m.state = ANY (states) AND 'sending' = ANY (states)
         RETURNING message_id
     )
     SELECT array_agg(r.message_id) INTO requested FROM request AS r;

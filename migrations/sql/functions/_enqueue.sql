@@ -18,6 +18,9 @@ SET enable_seqscan = off
 AS $function$
 #variable_conflict use_column
 DECLARE
+    -- It is read before the ids are drawn, so maintenance cannot have raised it above them.
+    floor_id constant bigint := (SELECT f.newest_id FROM pgoutbox.id_floor AS f);
+    drawn_id bigint;
     draft pgoutbox.draft;
     problem text;
     has_dedupe_keys boolean := false;
@@ -39,7 +42,11 @@ BEGIN
         has_dedupe_keys := has_dedupe_keys OR draft.dedupe_key IS NOT NULL;
         has_keys := has_keys OR draft.coalesce_key IS NOT NULL OR draft.ordering_key IS NOT NULL;
         has_waits := has_waits OR draft.max_delay IS NOT NULL;
-        ids := ids || nextval('pgoutbox.message_id_seq');
+        drawn_id := nextval('pgoutbox.message_id_seq');
+        IF drawn_id <= floor_id THEN
+            PERFORM pgoutbox._refuse_id(drawn_id);
+        END IF;
+        ids := ids || drawn_id;
     END LOOP;
     IF has_dedupe_keys THEN
         known_ids := pgoutbox._take_dedupe_keys(drafts, ids);

@@ -7,7 +7,9 @@ SET search_path = pg_catalog, pg_temp
 SET standard_conforming_strings = on
 AS $function$
 DELETE FROM pgoutbox.cancel_request AS c
-WHERE NOT EXISTS (SELECT FROM pgoutbox.message_live AS m WHERE m.id = c.message_id)
+WHERE NOT EXISTS (
+    SELECT FROM pgoutbox.message_live AS m WHERE m.id = c.message_id AND m.created_at = c.message_created_at
+)
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._forget_requests IS 'Delete the requests to cancel messages that have ended.';

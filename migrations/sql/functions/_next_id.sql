@@ -8,14 +8,7 @@ DECLARE
     new_id constant bigint := nextval('pgoutbox.message_id_seq');
 BEGIN
     IF new_id <= newest_id THEN
-        RAISE EXCEPTION USING
-            ERRCODE = 'object_not_in_prerequisite_state',
-            SCHEMA = 'pgoutbox',
-            MESSAGE = 'pgoutbox.enqueue: sequence pgoutbox.message_id_seq is behind the messages: it gave ' || new_id
-                || ', and the newest message of this key is ' || newest_id || '; run: ALTER SEQUENCE '
-                'pgoutbox.message_id_seq CACHE 1; SELECT setval(''pgoutbox.message_id_seq'', greatest('
-                '(SELECT max(id) FROM pgoutbox.message), (SELECT max(newest_id) FROM pgoutbox.key_head))); '
-                'and reconnect';
+        PERFORM pgoutbox._refuse_id(new_id);
     END IF;
     RETURN new_id;
 END

@@ -8,7 +8,10 @@ RETURNS void
 LANGUAGE plpgsql
 AS $function$
 BEGIN
-    IF NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue))
+    IF (
+            NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue))
+            OR pgoutbox._notifies_always()
+        )
         AND pg_catalog.pg_notification_queue_usage() OPERATOR(pg_catalog.<) 0.9
     THEN
         PERFORM pg_catalog.pg_notify('pgoutbox', queue);

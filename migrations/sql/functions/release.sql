@@ -1,6 +1,7 @@
--- The message gets a claim that nobody renews. It ends with the lease that its worker has when this transaction commits.
--- Its worker stops the attempt within seconds, and until that lease ends no other one begins: so a coalesce or ordering
--- key has at most one message in flight, as after the loss of a worker. Then the recovery of lost attempts takes it.
+-- The message gets a claim that nobody renews, with the lease that its worker has now. When it ends, the recovery of lost
+-- attempts extends it once, by the lease that its worker has then: this transaction may commit late. Its worker stops the
+-- attempt within seconds of the commit, and until the lease ends no other one begins: so a coalesce or ordering key has at
+-- most one message in flight, as after the loss of a worker.
 CREATE FUNCTION pgoutbox.release(ids bigint[], attempt_counts integer[] DEFAULT NULL)
 RETURNS TABLE (id bigint, result text, state text)
 LANGUAGE plpgsql
@@ -16,7 +17,7 @@ BEGIN
         FROM unnest(ids, attempt_counts) AS a(id, attempt_count)
         ORDER BY a.id
     ), held AS MATERIALIZED (
-        SELECT m.id, m.queue, m.worker, m.claimed_at
+        SELECT m.id, m.queue, m.worker, m.claimed_at, c.lease_expires_at
         FROM asked AS a
         JOIN pgoutbox.message_live AS m ON m.id = a.id
         JOIN pgoutbox.claim AS c ON c.worker = m.worker AND c.claimed_at = m.claimed_at AND c.released_from IS NULL
@@ -31,7 +32,7 @@ BEGIN
         RETURNING m.id, m.worker
     ), claim AS (
         INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids, released_from)
-        SELECT h.claimed_at, 'infinity', h.queue, r.worker, ARRAY[h.id], h.worker
+        SELECT h.claimed_at, h.lease_expires_at, h.queue, r.worker, ARRAY[h.id], h.worker
         FROM released AS r
         JOIN held AS h ON h.id = r.id
     ), recorded AS MATERIALIZED (
@@ -60,5 +61,5 @@ $function$;
 
 COMMENT ON FUNCTION pgoutbox.release IS
     'Take messages in flight away from their worker, for an attempt that does not end. The attempt counts as lost when '
-    'its lease ends, and the message is tried again with one more attempt; it may be delivered twice. Returns for each '
+    'two leases have ended, and the message is tried again with one more attempt; it may be delivered twice. Returns for each '
     'message released, missing, wrong_state (not in flight), changed (not at this attempt) or locked (try again).';

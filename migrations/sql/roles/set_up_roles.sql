@@ -54,7 +54,7 @@ BEGIN
             pgoutbox._redacted_text, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures,
             pgoutbox._with_attempt, pgoutbox._enqueue_failure,
             pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule, pgoutbox._prune_keys,
-            pgoutbox._prune_content, pgoutbox._prune_audit, pgoutbox._forget_requests,
+            pgoutbox._prune_content, pgoutbox._prune_audit, pgoutbox._forget_requests, pgoutbox._raise_id_floor,
             pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._drop_partition
         TO pgoutbox_worker;
         GRANT SELECT ON
@@ -117,7 +117,7 @@ BEGIN
             pgoutbox.erase, pgoutbox._erase, pgoutbox._selected_messages,
             pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,
             pgoutbox._prune_keys, pgoutbox._prune_content, pgoutbox._prune_audit,
-            pgoutbox._forget_requests, pgoutbox.set_retention, pgoutbox.unset_retention,
+            pgoutbox._forget_requests, pgoutbox._raise_id_floor, pgoutbox.set_retention, pgoutbox.unset_retention,
             pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._drop_partition
         TO pgoutbox_operator;
         GRANT

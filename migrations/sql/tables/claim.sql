@@ -25,5 +25,6 @@ COMMENT ON COLUMN pgoutbox.claim.lease_expires_at IS
     'When the attempts count as lost unless their worker renews the lease.';
 COMMENT ON COLUMN pgoutbox.claim.queue IS 'The queue of the messages.';
 COMMENT ON COLUMN pgoutbox.claim.worker IS 'The worker.';
-COMMENT ON COLUMN pgoutbox.claim.released_from IS 'The worker from which an operator has released the message.';
+COMMENT ON COLUMN pgoutbox.claim.released_from IS 
+    'The worker from which an operator has released the message; empty when the lease was extended.';
 COMMENT ON COLUMN pgoutbox.claim.ids IS 'The messages that this claim chose; the attempt of one that changed meanwhile did not begin.';

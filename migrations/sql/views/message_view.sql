@@ -21,7 +21,11 @@ SELECT
         FROM pgoutbox.claim AS c
         WHERE c.worker = m.worker AND c.claimed_at = m.claimed_at AND m.state = 'sending'
     ) AS lease_expires_at,
-    (SELECT min(c.requested_at) FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id) AS cancel_requested_at,
+    (
+        SELECT min(c.requested_at)
+        FROM pgoutbox.cancel_request AS c
+        WHERE c.message_id = m.id AND c.message_created_at = m.created_at
+    ) AS cancel_requested_at,
     m.finished_at,
     m.worker,
     m.coalesce_key,

@@ -4,7 +4,9 @@
 SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key AS key, head.newest_id AS newer_id,
     CASE
         -- A transaction has cancelled it while it was in flight, or while its row was locked.
-        WHEN EXISTS (SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id) THEN 'cancelled'
+        WHEN EXISTS (
+            SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id AND c.message_created_at = m.created_at
+        ) THEN 'cancelled'
         WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'
         ELSE 'sending'
     END AS state

@@ -1,7 +1,8 @@
 -- Attempts whose lease has lapsed, and their decision: the message ends as cancelled, skipped or failed, or is
 -- `pending` again, or it is `sending`: tried again at once and alone. The including statement adds conditions, an order,
--- a limit and row locks. The lock of the claim looks again at its newest lease, and keeps its worker from renewing it
--- meanwhile. The joins are those of in_flight_view, whose rows cannot be locked.
+-- a limit and row locks. The lock of the claim looks again at its newest lease. It is the lock of a renewal, so that a
+-- session that keeps the worker from renewing also keeps others from taking its attempts. The joins are those of
+-- in_flight_view, whose rows cannot be locked.
 SELECT m.ctid AS place, m.id, m.attempt_count, m.worker, m.claimed_at, head.newest_id AS newer_id, ending.state
 FROM pgoutbox.claim AS c
 -- Without ANY, the planner may read the whole table once instead of looking up each message.
@@ -11,7 +12,9 @@ LEFT JOIN pgoutbox.key_head AS head
     ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
 CROSS JOIN LATERAL (
     SELECT CASE
-        WHEN EXISTS (SELECT FROM pgoutbox.cancel_request AS r WHERE r.message_id = m.id) THEN 'cancelled'
+        WHEN EXISTS (
+            SELECT FROM pgoutbox.cancel_request AS r WHERE r.message_id = m.id AND r.message_created_at = m.created_at
+        ) THEN 'cancelled'
         WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'
         -- hold_topics: topics that hold a message with an unknown outcome for a person instead of trying it again.
         WHEN m.attempt_count >= m.max_attempts OR m.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
@@ -33,6 +36,8 @@ CROSS JOIN LATERAL (
 ) AS ending(state)
 WHERE m.state = 'sending'
     AND c.lease_expires_at <= now()
+    -- A released attempt first gets the lease of its worker: see forget_lapsed.sql.
+    AND coalesce(c.released_from, '') = ''
     AND m.topic = ANY (%(topics)s::text[])
     -- in_flight: the attempts of this worker. After a suspension or an outage it renews their leases instead.
     -- Other attempts in its name are lost, for example by a failover.

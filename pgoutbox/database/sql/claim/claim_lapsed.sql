@@ -8,7 +8,7 @@ WITH judged AS MATERIALIZED (
         AND ending.state = 'sending'
     ORDER BY c.lease_expires_at, m.id
     \ir _locked_by_permits.sql
-    FOR SHARE OF c SKIP LOCKED
+    FOR UPDATE OF c SKIP LOCKED
 ), claim AS (
     \ir _claim.sql
 ), spent AS (

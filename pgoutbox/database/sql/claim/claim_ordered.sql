@@ -7,7 +7,9 @@ WITH judged AS MATERIALIZED (
     -- Ordered messages have no coalesce key, so no newer message supersedes them.
     SELECT m.ctid AS place, m.id, m.topic, m.ordering_key AS key, NULL::bigint AS newer_id,
         CASE
-            WHEN EXISTS (SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id) THEN 'cancelled'
+            WHEN EXISTS (
+                SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id AND c.message_created_at = m.created_at
+            ) THEN 'cancelled'
             WHEN m.expires_at <= now() THEN 'skipped'
             ELSE 'sending'
         END AS state

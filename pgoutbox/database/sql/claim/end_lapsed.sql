@@ -11,7 +11,7 @@ WITH judged AS MATERIALIZED (
         AND (c.queue = ANY (%(queues)s::text[]) OR head.newest_id IS NOT NULL)
     ORDER BY c.lease_expires_at, m.id
     \ir _locked.sql
-    FOR SHARE OF c SKIP LOCKED
+    FOR UPDATE OF c SKIP LOCKED
 ), finished AS (
     UPDATE pgoutbox.message AS m
     SET state = j.state,
@@ -33,13 +33,13 @@ WITH judged AS MATERIALIZED (
     -- `place` is where the row was locked. A row that has changed since this statement's snapshot does not match. The
     -- state restricts the plan to one partition.
     WHERE m.ctid = j.place AND m.id = j.id AND m.state = 'sending'
-    RETURNING m.id, m.topic, m.queue, m.attempt_count, m.coalesce_key, m.state,
+    RETURNING m.id, m.topic, m.queue, m.attempt_count, m.coalesce_key, m.ordering_key, m.state,
         extract(epoch FROM m.available_at - now())::float8 AS due_seconds,
         \ir ../finish/_failure.sql
 ), announced AS MATERIALIZED (
     \ir ../finish/_announced.sql
 )
-SELECT f.id, f.topic, f.queue, f.attempt_count, f.coalesce_key, f.state, f.due_seconds
+SELECT f.id, f.topic, f.queue, f.attempt_count, f.coalesce_key, f.ordering_key, f.state, f.due_seconds
 FROM finished AS f
 -- The outer join makes PostgreSQL run the CTE, which is a SELECT.
 LEFT JOIN announced AS a ON a.id = f.id

@@ -1,11 +1,31 @@
 -- Delete the lapsed claims that have no attempt in flight: other workers have taken them over, or their worker
--- stopped before it deleted the claim.
+-- stopped before it deleted the claim. Extend the leases of released messages.
+WITH extended AS (
+    -- The worker of a released message may have renewed its lease until the release was committed, which may be long after
+    -- the release read it. So when that lease has ended, the message gets the present lease of its worker, once. Then it
+    -- counts as lost. A process that does not end renews its leases for ever.
+    UPDATE pgoutbox.claim AS c
+    SET lease_expires_at = greatest(c.lease_expires_at, r.lease_expires_at), released_from = ''
+    FROM (
+        SELECT l.worker, l.claimed_at, (
+            SELECT held.lease_expires_at
+            FROM pgoutbox.claim AS held
+            WHERE held.worker = l.released_from AND held.claimed_at = l.claimed_at
+        ) AS lease_expires_at
+        FROM pgoutbox.claim AS l
+        WHERE l.lease_expires_at <= now() AND l.released_from <> ''
+        FOR UPDATE OF l SKIP LOCKED
+    ) AS r
+    WHERE c.worker = r.worker AND c.claimed_at = r.claimed_at
+)
 DELETE FROM pgoutbox.claim AS c
 -- By place for the reason in _ended_claims.sql.
 WHERE c.ctid = ANY (ARRAY(
     SELECT l.ctid
     FROM pgoutbox.claim AS l
     WHERE l.lease_expires_at <= now()
+        -- One statement must not write a row twice.
+        AND coalesce(l.released_from, '') = ''
         -- The condition of in_flight_view.
         AND NOT EXISTS (
             SELECT FROM pgoutbox.message_live AS begun

@@ -10,7 +10,9 @@ WITH held AS MATERIALIZED (
             -- A message that would become pending again ends instead if it was cancelled or superseded, or has no
             -- attempt left.
             WHEN o.outcome IN ('sent', 'failed', 'skipped') THEN o.outcome
-            WHEN EXISTS (SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id) THEN 'cancelled'
+            WHEN EXISTS (
+                SELECT FROM pgoutbox.cancel_request AS c WHERE c.message_id = m.id AND c.message_created_at = m.created_at
+            ) THEN 'cancelled'
             WHEN head.newest_id IS NOT NULL THEN 'skipped'
             WHEN o.outcome = 'retry' AND m.attempt_count >= m.max_attempts THEN 'failed'
             WHEN o.fails_after IS NULL THEN 'pending'

@@ -1,7 +1,9 @@
 -- One row per attempt that still holds its message, with the reasons to stop it.
 SELECT
     m.id,
-    EXISTS (SELECT FROM pgoutbox.cancel_request AS r WHERE r.message_id = m.id) AS cancelled,
+    EXISTS (
+        SELECT FROM pgoutbox.cancel_request AS r WHERE r.message_id = m.id AND r.message_created_at = m.created_at
+    ) AS cancelled,
     head.newest_id IS NOT NULL AS superseded,
     (c.lease_expires_at > now()) IS TRUE AS in_lease
 FROM pgoutbox.message_live AS m

@@ -1,0 +1,121 @@
+"""The next message of a key begins as soon as the one before it has ended, also if another worker serves its topic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.outbox_actions import enqueue
+from tests.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from tests.conftest import Connect
+    from tests.promises.conftest import StartWorker
+
+# A handler of the topic TOPIC. It waits for a file, and then does what the payload says.
+APPLICATION = """
+    import asyncio
+    import os
+
+    from pgoutbox import Outbox, Permanent, RetryPolicy, Skip
+
+    outbox = Outbox()
+    topic = os.environ["TOPIC"]
+
+
+    @outbox.handler(topic, retry=RetryPolicy.steps(3600))
+    async def handle(message, ctx):
+        while not os.path.exists(os.environ["GO_ON"]):
+            await asyncio.sleep(0.05)
+        match message.payload:
+            case "fail":
+                return Permanent("no such user")
+            case "skip":
+                return Skip("not needed")
+"""
+
+# No sweep comes within the patience of a test.
+SETTINGS = {"poll_interval_seconds": "3600", "lease_seconds": "60"}
+
+
+def state_of(db: psycopg.Connection, message_id: int) -> str:
+    ((state,),) = db.execute("SELECT state FROM pgoutbox.message_view WHERE id = %s", [message_id]).fetchall()
+    return str(state)
+
+
+def idle_count(db: psycopg.Connection) -> int:
+    """Count the workers that listen, and have slept since their last statement."""
+    ((count,),) = db.execute(
+        "SELECT count(DISTINCT l.pid) FROM pg_locks AS l JOIN pg_stat_activity AS a USING (pid)"
+        " WHERE l.locktype = 'advisory' AND l.granted AND a.state = 'idle' AND a.datname = current_database()"
+    ).fetchall()
+    return int(count)
+
+
+@pytest.fixture
+def environments(tmp_path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables of the worker of the topic `first`, which waits for the file, and of `second`."""
+    waits = {"TOPIC": "first", "GO_ON": str(tmp_path / "go-on")}
+    return waits, {"TOPIC": "second", "GO_ON": "/"}
+
+
+@pytest.mark.parametrize("payload", ["send", "skip", "fail"])
+def test_the_next_message_of_another_workers_topic_begins_when_an_attempt_ends(
+    db: psycopg.Connection,
+    start_worker: StartWorker,
+    environments: tuple[dict[str, str], dict[str, str]],
+    payload: str,
+) -> None:
+    with db.transaction():
+        first = enqueue(db, "first", payload, ordering_key="k")
+        second = enqueue(db, "second", ordering_key="k")
+    workers = [start_worker(APPLICATION, environment=environment, **SETTINGS) for environment in environments]
+    wait_until(lambda: state_of(db, first) == "sending", lambda: workers[0].log)
+    wait_until(lambda: idle_count(db) == 2, lambda: workers[1].log)
+    assert state_of(db, second) == "pending"
+    Path(environments[0]["GO_ON"]).touch()
+    wait_until(lambda: state_of(db, second) == "sent", lambda: workers[1].log)
+
+
+@pytest.mark.parametrize("change", ["expired", "cancelled"])
+def test_the_next_message_of_another_workers_topic_begins_when_a_claim_ends_the_first(
+    db: psycopg.Connection,
+    connect: Connect,
+    start_worker: StartWorker,
+    environments: tuple[dict[str, str], dict[str, str]],
+    change: str,
+) -> None:
+    with db.transaction():
+        first = enqueue(db, "first", ordering_key="k")
+        second = enqueue(db, "second", ordering_key="k")
+    worker = start_worker(APPLICATION, environment=environments[1], **SETTINGS)
+    wait_until(lambda: idle_count(db) == 1, lambda: worker.log)
+    if change == "expired":
+        db.execute("UPDATE pgoutbox.message SET expires_at = now() - interval '1 s' WHERE id = %s", [first])
+    else:
+        holder = connect()
+        holder.execute("SELECT FROM pgoutbox.message_live WHERE id = %s FOR UPDATE", [first])
+        assert db.execute("SELECT pgoutbox.cancel(%s)", [first]).fetchall() == [("requested",)]
+        holder.rollback()
+    other = start_worker(APPLICATION, environment=environments[0], **SETTINGS)
+    wait_until(lambda: state_of(db, second) == "sent", lambda: worker.log + other.log)
+
+
+def test_the_next_message_of_another_workers_topic_begins_when_a_lost_attempt_ends_the_first(
+    db: psycopg.Connection, start_worker: StartWorker, environments: tuple[dict[str, str], dict[str, str]]
+) -> None:
+    with db.transaction():
+        first = enqueue(db, "first", ordering_key="k", max_attempts=1)
+        second = enqueue(db, "second", ordering_key="k")
+    lost, other = (start_worker(APPLICATION, environment=environment, **SETTINGS) for environment in environments)
+    wait_until(lambda: state_of(db, first) == "sending", lambda: lost.log)
+    wait_until(lambda: idle_count(db) >= 1, lambda: other.log)
+    lost.end()
+    db.execute("UPDATE pgoutbox.claim SET lease_expires_at = now()")
+    start_worker(APPLICATION, environment=environments[0], **SETTINGS)
+    wait_until(lambda: state_of(db, second) == "sent", lambda: other.log)
+    assert state_of(db, first) == "failed"
