@@ -29,6 +29,7 @@ _KEEPALIVE: Final = {
 }
 _WAIT_INTERVAL_SECONDS: Final = 0.1
 DEFAULT_CONNECT_TIMEOUT_SECONDS: Final = 10
+_LENT: Final = "commit() and rollback() are forbidden: the worker ends the transaction of a transactional handler"
 
 RV = TypeVar("RV")
 
@@ -96,6 +97,36 @@ class AsyncConnection(psycopg.AsyncConnection[Row]):
             return await super().wait(gen, interval, timeout)
 
 
+class LentConnection(Connection[Row]):
+    """An open connection as a handler sees it: its owner ends the transaction, and closes it."""
+
+    def commit(self) -> None:
+        """Refuse: the worker commits."""
+        raise psycopg.ProgrammingError(_LENT)
+
+    def rollback(self) -> None:
+        """Refuse: the worker rolls back."""
+        raise psycopg.ProgrammingError(_LENT)
+
+    def __del__(self, *_: object) -> None:
+        """Leave the connection to its owner."""
+
+
+class LentAsyncConnection(AsyncConnection[Row]):
+    """The same for a handler on the event loop."""
+
+    async def commit(self) -> None:
+        """Refuse: the worker commits."""
+        raise psycopg.ProgrammingError(_LENT)
+
+    async def rollback(self) -> None:
+        """Refuse: the worker rolls back."""
+        raise psycopg.ProgrammingError(_LENT)
+
+    def __del__(self, *_: object) -> None:
+        """Leave the connection to its owner."""
+
+
 @overload
 def connect(
     dsn: str,
@@ -140,10 +171,15 @@ def connect(
 
 
 async def connect_async(
-    dsn: str, *, purpose: str, connect_timeout_seconds: int, answer_seconds: float | None
+    dsn: str,
+    *,
+    purpose: str,
+    connect_timeout_seconds: int,
+    answer_seconds: float | None,
+    kind: type[AsyncConnection[TupleRow]] = AsyncConnection,
 ) -> AsyncConnection[TupleRow]:
     """Open an autocommit connection without prepared statements, for the running event loop."""
-    connection = await AsyncConnection.connect(
+    connection = await kind.connect(
         conninfo_for(dsn, purpose=purpose, connect_timeout_seconds=connect_timeout_seconds),
         autocommit=True,
         prepare_threshold=None,

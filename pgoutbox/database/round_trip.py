@@ -38,11 +38,13 @@ class Pipeline:
         self._transformer: abc.Transformer = Transformer(connection)
         self._names: dict[tuple[bytes, Sequence[int]], bytes] | None = {} if prepares else None
 
-    async def fetch(self, steps: Sequence[Step], *, index: int) -> list[TupleRow]:
+    async def fetch(
+        self, steps: Sequence[Step], *, index: int, finally_run: LiteralString | None = None
+    ) -> list[TupleRow]:
         """Run all steps, without waiting between them, and return the rows of step number `index`.
 
         Raises the first error of a step. Later steps have not run then, and the transaction that one of the steps began
-        is still open.
+        is still open. `finally_run` travels with them and runs apart: its error closes the connection, nothing else.
         """
         pgconn = self._connection.pgconn
         adapted = [self._adapted(*step) for step in steps]
@@ -61,6 +63,9 @@ class Pipeline:
                     result_index += 1  # Preparing has its own result.
             pgconn.send_query_prepared(name, values, formats, pq.Format.BINARY)
         pgconn.pipeline_sync()
+        if finally_run is not None:
+            pgconn.send_query_params(finally_run.encode(), None)
+            pgconn.pipeline_sync()
         results: list[pq.abc.PGresult] = []
         encoding = self._connection.info.encoding
         try:
@@ -68,7 +73,10 @@ class Pipeline:
         except psycopg.OperationalError:
             _check(results, encoding)  # The server may have sent the reason for the end of the session.
             raise
-        pgconn.exit_pipeline_mode()
+        if finally_run is not None:
+            await self._receive_apart()
+        if pgconn.status == pq.ConnStatus.OK:
+            pgconn.exit_pipeline_mode()
         _check(results, encoding)
         if self._names is not None:
             self._names.update(new_names)
@@ -77,6 +85,14 @@ class Pipeline:
         rows = self._transformer.load_rows(0, answer.ntuples, tuple)
         self._transformer.set_pgresult(None)
         return rows
+
+    async def _receive_apart(self) -> None:
+        results: list[pq.abc.PGresult] = []
+        try:
+            await self._connection.wait(_receive(self._connection.pgconn, results))
+            _check(results, self._connection.info.encoding)
+        except psycopg.Error:
+            self._connection.pgconn.finish()
 
     def _adapted(
         self, statement: LiteralString, parameters: Mapping[str, object]

@@ -672,34 +672,16 @@ def name_session(message_id: int, attempt_count: int) -> str:
     return f"pgoutbox attempt {message_id}/{attempt_count}"
 
 
-async def complete_within(
-    connection: psycopg.AsyncConnection[TupleRow], token: FencingToken, *, worker: str, forgets: bool
-) -> bool:
-    """Finish one attempt as sent in the open transaction of `connection`; False if it does not hold its message.
+def completion(token: FencingToken, *, worker: str, name: str, forgets: bool) -> list[Step]:
+    """Return the statements that finish an attempt as sent in the transaction of its handler, which has this name.
 
-    It waits for a locked row: PostgreSQL sees a deadlock with the handler's own locks, and ends it. `forgets` is the
-    answer of `Store.forgets_sent`.
+    They wait for a locked row: PostgreSQL sees a deadlock with the handler's own locks, and ends it. `forgets` is the
+    answer of `Store.forgets_sent`. Then the last one returns the messages that the attempt held.
     """
+    parameters = fence([token], worker)
     if forgets:
-        await connection.execute(sql.WAIT_FOR_MESSAGE, {"id": token.id})
-    statement, parameters = _completion(token, worker=worker, forgets=forgets)
-    return await (await connection.execute(statement, parameters)).fetchone() is not None
-
-
-def complete_within_sync(
-    connection: psycopg.Connection[TupleRow], token: FencingToken, *, worker: str, forgets: bool
-) -> bool:
-    """Finish one attempt as sent, like `complete_within`, on a sync connection for handlers in threads."""
-    if forgets:
-        connection.execute(sql.WAIT_FOR_MESSAGE, {"id": token.id})
-    statement, parameters = _completion(token, worker=worker, forgets=forgets)
-    return connection.execute(statement, parameters).fetchone() is not None
-
-
-def _completion(token: FencingToken, *, worker: str, forgets: bool) -> Step:
-    if forgets:
-        return sql.FINISH_SENT_AND_FORGET_IF_HELD, fence([token], worker)
-    return sql.FINISH_SENT_IF_HELD, {**sent_fence([token], worker), "ended_claims": [], "lock_timeout": "0"}
+        return [(sql.WAIT_FOR_MESSAGE, {"id": token.id}), (sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters)]
+    return [(sql.COMPLETE_IF_HELD, {**parameters, "name": name})]
 
 
 async def check_server(settings: Settings) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Final, LiteralString
 
 import psycopg
@@ -45,6 +46,19 @@ class CopyError(SchemaError, psycopg.OperationalError):
     def __init__(self, problem: str) -> None:
         self.problem = problem
         super().__init__(f"workers send nothing from this database: {problem}. To send from it, run: pgoutbox adopt")
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """An open connection of a worker, to the server or to a pooler.
+
+    `is_direct`: it leads to the server, as detected. `is_pooled`: a pooler was told or detected, so that each
+    transaction may have another session of the server.
+    """
+
+    connection: connections.AsyncConnection[TupleRow]
+    is_direct: bool
+    is_pooled: bool
 
 
 class WorkerConnection:
@@ -148,10 +162,9 @@ class WorkerConnection:
     async def _open(self) -> psycopg.AsyncConnection[TupleRow]:
         if self._connection is not None and not self._connection.closed:
             return self._connection
-        connection, is_direct = await connect(self._dsn, self._settings, purpose=self._purpose)
-        self._pooled = self._settings.pooled or not is_direct
-        if not self._pooled:
-            await prepare_session(connection, self._settings)
+        session = await open_session(self._dsn, self._settings, purpose=self._purpose)
+        connection = session.connection
+        self._pooled = session.is_pooled
         self._trips = Pipeline(connection, prepares=not self._pooled)
         self._pid = connection.info.backend_pid
         self._connection = connection
@@ -176,14 +189,39 @@ class WorkerConnection:
                 await connection.close()
 
 
-async def connect(dsn: str, settings: Settings, *, purpose: str) -> tuple[psycopg.AsyncConnection[TupleRow], bool]:
+async def open_session(
+    dsn: str,
+    settings: Settings,
+    *,
+    purpose: str,
+    prepare: LiteralString | None = None,
+    kind: type[connections.AsyncConnection[TupleRow]] = connections.AsyncConnection,
+) -> Session:
+    """Open a session of a worker. A direct one is prepared by `prepare`, or as those of the worker's own statements.
+
+    Raises `CopyError` for a direct session in a copy of the database. Behind a pooler each transaction must ask.
+    """
+    connection, is_direct = await connect(dsn, settings, purpose=purpose, kind=kind)
+    session = Session(connection, is_direct, is_pooled=settings.pooled or not is_direct)
+    if not session.is_pooled:
+        await prepare_session(connection, settings, prepare)
+    return session
+
+
+async def connect(
+    dsn: str,
+    settings: Settings,
+    *,
+    purpose: str,
+    kind: type[connections.AsyncConnection[TupleRow]] = connections.AsyncConnection,
+) -> tuple[connections.AsyncConnection[TupleRow], bool]:
     """Open an autocommit connection; also return whether it leads to the server directly.
 
     A pooler gives its clients an invented process number. It may give each transaction another session: then a
     session's settings, prepared statements and LISTEN are lost, or other clients get them.
     """
     connection = await connections.connect_async(
-        dsn, purpose=purpose, connect_timeout_seconds=settings.connect_timeout_seconds, answer_seconds=None
+        dsn, purpose=purpose, connect_timeout_seconds=settings.connect_timeout_seconds, answer_seconds=None, kind=kind
     )
     try:
         with deadline(connection, settings.connect_timeout_seconds):
@@ -216,15 +254,18 @@ async def keeps_session(connection: psycopg.AsyncConnection[TupleRow], dsn: str,
     return len(pids[0]) == len(pids[1]) == 1 and pids[0] != pids[1]
 
 
-async def prepare_session(connection: psycopg.AsyncConnection[TupleRow], settings: Settings) -> None:
+async def prepare_session(
+    connection: psycopg.AsyncConnection[TupleRow], settings: Settings, prepare: LiteralString | None = None
+) -> None:
     """Set pgoutbox's own settings, independent of the role's defaults, on a direct connection; close it on failure.
 
     Raises `CopyError` in a copy of the database.
     """
-    connection.prepare_threshold = 1
+    if prepare is None:
+        connection.prepare_threshold = 1
     try:
         with deadline(connection, settings.connect_timeout_seconds), refusing_copies():
-            await connection.execute(sql.PREPARE_SESSION, session_parameters(settings), prepare=False)
+            await connection.execute(prepare or sql.PREPARE_SESSION, session_parameters(settings), prepare=False)
     except BaseException:
         await connection.close()
         raise

@@ -140,6 +140,10 @@ class LogEvent(enum.StrEnum):
         "loop_blocked",
         "A handler has blocked the event loop for two seconds, and with it its whole process.",
     )
+    HANDLERS_LIMITED = (
+        "handlers_limited",
+        "Too few connections for transactional handlers, so at most `limit` run at once. It tries more after a pause.",
+    )
     LEASE_KEEPER_FAILED = "lease_keeper_failed", "Leases could not be renewed; the keeper tries again."
     PROCESS_STARTED = "process_started", "The supervisor started a worker process."
     PROCESS_DIED = "process_died", "A worker process died; another one is started after a pause."

@@ -9,16 +9,17 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from types import SimpleNamespace
-from typing import Any, Final, LiteralString
+from typing import Any, Final, LiteralString, cast
 
 import psycopg
+from psycopg.pq.abc import PGconn
 from psycopg.rows import TupleRow
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.connections import AsyncConnection, Connection
+from pgoutbox.database.connections import LentConnection
+from pgoutbox.database.handler_session import HandlerSession
 from pgoutbox.database.round_trip import Step
 from pgoutbox.database.store import Store
 from pgoutbox.database.worker_connection import WorkerConnection
@@ -33,8 +34,10 @@ from pgoutbox.transports import Transport
 from pgoutbox.worker.alert import handlers_of
 from pgoutbox.worker.claim_planner import QueueSchedule, parse_queues
 from pgoutbox.worker.claimer import Claimer
+from pgoutbox.worker.dispatcher import Dispatcher
 from pgoutbox.worker.executor import AttemptExecutor
 from pgoutbox.worker.finisher import Finisher
+from pgoutbox.worker.handler_sessions import HandlerSessions
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.payloads import LargeTexts
@@ -114,20 +117,10 @@ def borrow(connection: psycopg.Connection[Any]) -> psycopg.Connection:
 
     Threads may use both, one after the other.
     """
-    borrowed = _Borrowed(connection.pgconn)
+    borrowed = LentConnection[TupleRow](connection.pgconn)
     borrowed.lock = connection.lock
     borrowed.prepare_threshold = None  # The owner's statements and these would get the same names.
     return borrowed
-
-
-class _Borrowed(Connection[TupleRow]):
-    def __del__(self, *_: object) -> None:
-        """Leave the connection to its owner."""
-
-
-class _AsyncBorrowed(AsyncConnection[TupleRow]):
-    def __del__(self, *_: object) -> None:
-        """Leave the connection to its owner."""
 
 
 class _BorrowingStore(Store):
@@ -161,20 +154,53 @@ class _Link(WorkerConnection):
 class _Savepoints(Transactions):
     """Runs each transactional handler in a savepoint."""
 
-    _store: _BorrowingStore
+    def __init__(self, settings: Settings, store: Store, dispatcher: Dispatcher, telemetry: Telemetry) -> None:
+        super().__init__(settings, store, dispatcher, telemetry)
+        self._sessions = _SavepointSessions(store, settings, telemetry)
 
-    async def _open_pool(self) -> Any:  # noqa: ANN401 - it has the one method of a pool that is used
-        return SimpleNamespace(connection=self._lend)
 
-    def _open_sync_pool(self) -> Any:  # noqa: ANN401 - it has the one method of a pool that is used
-        return SimpleNamespace(connection=lambda: _savepoint(self._store.borrowed))
+class _SavepointSessions(HandlerSessions):
+    def __init__(self, store: Store, settings: Settings, telemetry: Telemetry) -> None:
+        super().__init__(settings, telemetry)
+        self._store = cast("_BorrowingStore", store)
 
-    @contextlib.asynccontextmanager
-    async def _lend(self) -> AsyncIterator[AsyncConnection[TupleRow]]:
-        with _savepoint(self._store.borrowed):
-            connection = _AsyncBorrowed(self._store.borrowed.pgconn)
-            connection.prepare_threshold = None
-            yield connection
+    async def begin(self, name: str) -> HandlerSession:
+        return _SavepointSession(self._store.borrowed, name)
+
+    def put_back(self, session: HandlerSession) -> None:
+        """Its savepoint has ended."""
+
+    def abandon(self, session: HandlerSession) -> None:
+        session.close()
+
+
+class _SavepointSession(HandlerSession):
+    """A savepoint in the open transaction of the borrowed connection."""
+
+    def __init__(self, connection: psycopg.Connection, name: str) -> None:
+        self._borrowed = connection
+        self._savepoint = _savepoint(connection)
+        self._savepoint.__enter__()
+        (self._role,) = connection.execute("SELECT current_setting('role')").fetchone() or ("none",)
+        connection.execute("SELECT set_config('pgoutbox.attempt', %s, true)", [name])
+
+    @property
+    def pgconn(self) -> PGconn:
+        return self._borrowed.pgconn
+
+    async def fetch(self, steps: Sequence[Step]) -> list[TupleRow]:
+        self._borrowed.execute("SELECT set_config('role', %s, true)", [self._role])
+        return [self._borrowed.execute(*step).fetchall() for step in steps][-1]
+
+    async def commit(self, statement: Step) -> None:
+        await self.fetch([statement])
+        self._savepoint.__exit__(None, None, None)
+
+    async def roll_back(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._savepoint.__exit__(psycopg.Rollback, psycopg.Rollback(), None)
 
 
 @contextlib.contextmanager

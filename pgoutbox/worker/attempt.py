@@ -101,6 +101,7 @@ class Attempt(Context):
         "overtaken",
         "sent",
         "stale_seconds",
+        "sync_connection",
         "used_count",
     )
 
@@ -127,6 +128,7 @@ class Attempt(Context):
         self.expiring_at = math.inf
         self.stale_seconds = math.inf
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
+        self.sync_connection: psycopg.Connection[TupleRow] | None = None
         self._ensure = ensure
 
     @property

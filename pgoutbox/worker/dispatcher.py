@@ -51,7 +51,7 @@ class Dispatcher:
             if handler.is_async:
                 result = await handler.function(message, attempt)
             else:
-                context = SyncContext(attempt, asyncio.get_running_loop())
+                context = SyncContext(attempt, asyncio.get_running_loop(), attempt.sync_connection)
                 result = await in_thread(self._threads, handler.function, message, context)
             if result is None:
                 return _SENT_ALONE

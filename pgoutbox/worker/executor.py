@@ -74,7 +74,7 @@ class AttemptExecutor:
             self._threads,
             send=self.breakers.send if settings.breaker.enabled else send,
         )
-        self._transactions = transactions(settings, store, self._dispatcher, self._threads)
+        self._transactions = transactions(settings, store, self._dispatcher, telemetry)
 
     def run(self, work: Work) -> Awaitable[Sequence[AttemptResult]]:
         """Run one attempt for each message of the work. Return their results, in the same order."""

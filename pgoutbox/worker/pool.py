@@ -56,12 +56,14 @@ class _Slot(ThreadOwner):
         "task",
         "threads",
         "timed_out",
+        "timeout_seconds",
         "work",
     )
 
     def __init__(self, task: asyncio.Task[None]) -> None:
         self.task = task
         self.deadline: float | None = None
+        self.timeout_seconds: float | None = None
         self.is_overdue = False  # The attempt has passed its timeout.
         self.timed_out = False  # It was cancelled because of its timeout.
         self.has_returned = False  # Its threads had ended when a deadline passed.
@@ -80,6 +82,10 @@ class _Slot(ThreadOwner):
     def may_begin(self) -> Callable[[], bool]:
         work = self.work  # Empty if a task that its handler has left running calls after the end of its attempt.
         return lambda: (not work or self.work is work) and not self.is_overdue
+
+    def restart_timeout(self, *, extra_seconds: float = 0.0) -> None:
+        if self.deadline is not None and self.timeout_seconds is not None and not self.is_overdue:
+            self.deadline = asyncio.get_running_loop().time() + self.timeout_seconds + extra_seconds
 
     async def threads_end(self) -> None:
         """Wait for the end of all threads. A cancelled wait does not cancel them."""
@@ -268,7 +274,7 @@ class AttemptPool:
             self._large_texts.forget(attempt)
 
     async def _attempt(self, slot: _Slot, work: Work, now: float) -> None:
-        timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
+        slot.timeout_seconds = timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
         slot.work = work
         slot.threads = []
         slot.has_returned = False

@@ -32,6 +32,9 @@ class ThreadOwner:
         """Return a function that tells a thread whether it may still begin the caller's work."""
         return lambda: True
 
+    def restart_timeout(self, *, extra_seconds: float = 0.0) -> None:
+        """Begin the timeout of the attempt again, after a wait for the worker itself, or `extra_seconds` before it."""
+
 
 _NOBODY: Final = ThreadOwner()
 # Set by the slot that runs an attempt.

@@ -149,6 +149,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "_permits",
         "_redacted_text",
         "_read_redirect",
+        "_require_completion",
         "_require_home",
         "schema_version",
         "_take_turn",

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     import psycopg
-    from psycopg.sql import Composed
 
     from pgoutbox.message import Outcome
     from pgoutbox.transports import Content
@@ -186,7 +185,7 @@ async def test_a_transactional_handler_does_not_begin_if_its_message_expired_whi
         def greet_in_thread(message: Message, ctx: SyncContext) -> None:
             begun.append(message.id)
 
-    def name_late(attempt: Attempt) -> Composed:
+    def name_late(attempt: Attempt) -> str:
         wait_until(lambda: attempt.expiring_at <= elapsed_clock(), lambda: "the message does not expire")
         return name_of(attempt)
 

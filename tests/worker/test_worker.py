@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import psycopg
 import psycopg.sql
-import psycopg_pool
 import pytest
 
 import pgoutbox.worker.poll_loop
 import pgoutbox.worker.worker
 from pgoutbox import Email, Outbox, Topic
+from pgoutbox.database.handler_session import HandlerSession
 from pgoutbox.database.store import FinishRequest, Store
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.errors import ConfigurationError, LeaseLostError
@@ -594,14 +594,12 @@ async def test_a_transactional_handler_does_not_begin_after_waiting_past_its_lea
         # The last step: the lease keeper would renew an old lease.
         run_of(worker).state.in_flight[message_id].leased_at -= 3600
 
-    async def check(_: object) -> None:
+    async def begin(session: HandlerSession, name: str, *, seconds: float) -> None:
+        await begin_at_once(session, name, seconds=seconds)
         pass_the_lease()
 
-    def check_sync(_: object) -> None:
-        pass_the_lease()
-
-    monkeypatch.setattr(psycopg_pool.AsyncConnectionPool, "check_connection", staticmethod(check))
-    monkeypatch.setattr(psycopg_pool.ConnectionPool, "check_connection", staticmethod(check_sync))
+    begin_at_once = HandlerSession.begin
+    monkeypatch.setattr(HandlerSession, "begin", begin)
     with reports() as heard:
         async with running(worker):
             await heard.wait_for(LogEvent.LEASE_LOST)

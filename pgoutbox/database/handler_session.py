@@ -1,0 +1,130 @@
+"""A session of transactional handlers: it begins the transaction of an attempt, lends itself, and ends the transaction.
+
+Nothing that a handler leaves in it reaches the next one. Statements are never prepared, because behind a pooler another
+client would meet them under the same names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Final, LiteralString
+
+import psycopg
+from psycopg.pq import PGconn, TransactionStatus, abc
+from psycopg.rows import TupleRow
+
+from pgoutbox.database import sql
+from pgoutbox.database.connections import LentAsyncConnection, LentConnection, break_socket, deadline
+from pgoutbox.database.round_trip import Pipeline, Step
+from pgoutbox.database.worker_connection import Session, open_session, refusing_copies, session_parameters
+from pgoutbox.settings import Settings
+
+_TRANSACTION_TIMEOUT_SINCE: Final = 170_000
+
+
+class HandlerSession:
+    """Use `open`. Each of its own statements has a deadline; an error of one leaves the session to `close`."""
+
+    def __init__(self, session: Session, settings: Settings) -> None:
+        self._connection = session.connection
+        self._is_direct = session.is_direct
+        self._trips = Pipeline(session.connection, prepares=False)
+        self._parameters = session_parameters(settings)
+        self._answer_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
+        self.is_pooled = session.is_pooled
+        self.was_idle = False
+        """Whether it has been idle between two handlers."""
+        self.idle_since = 0.0
+
+    @classmethod
+    async def open(cls, settings: Settings) -> HandlerSession:
+        """Connect. Raises `CopyError` in a copy of the database, and the errors of the driver."""
+        session = await open_session(
+            settings.require_dsn(),
+            settings,
+            purpose="handler",
+            prepare=sql.REQUIRE_HOME,
+            kind=LentAsyncConnection[TupleRow],
+        )
+        return cls(session, settings)
+
+    @property
+    def pgconn(self) -> abc.PGconn:
+        """The connection of libpq."""
+        return self._connection.pgconn
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it is open and without a transaction, as far as is known."""
+        return self.status == TransactionStatus.IDLE
+
+    @property
+    def status(self) -> TransactionStatus:
+        """The status of its transaction, also if a handler changed it."""
+        return TransactionStatus(self.pgconn.transaction_status)
+
+    async def begin(self, name: str, *, seconds: float) -> None:
+        """Begin the transaction of the attempt of this name, with a deadline of `seconds`."""
+        text = f"{sql.BEGIN_ATTEMPT};SET LOCAL application_name TO '{name}';SET LOCAL pgoutbox.attempt TO '{name}'"
+        if self._connection.info.server_version >= _TRANSACTION_TIMEOUT_SINCE:
+            text += ";SET LOCAL transaction_timeout TO 0"
+        with deadline(self._connection, seconds):
+            await self._connection.execute(text.encode())
+
+    @contextlib.contextmanager
+    def lent(
+        self, answer_seconds: float | None
+    ) -> Iterator[tuple[LentAsyncConnection[TupleRow], LentConnection[TupleRow]]]:
+        """Return the connection for a handler, for the event loop and for a thread. Afterwards both are closed for it.
+
+        They are new objects, so that adapters or row factories of one handler do not reach the next one.
+        """
+        lent = LentAsyncConnection[TupleRow](self.pgconn), LentConnection[TupleRow](self.pgconn)
+        for connection in lent:
+            connection.prepare_threshold = None
+            connection.answer_seconds = answer_seconds
+        try:
+            yield lent
+        finally:
+            for connection in lent:
+                connection.pgconn = PGconn()
+
+    async def fetch(self, steps: Sequence[Step]) -> list[TupleRow]:
+        """Run these steps in the transaction as the worker's role, and return the rows of the last one."""
+        with deadline(self._connection, self._answer_seconds):
+            return await self._trips.fetch([(sql.RESET_ROLE, {}), *steps], index=len(steps))
+
+    async def commit(self, statement: Step) -> None:
+        """Run the last statement and commit, in one message to the server. Raises the error of either."""
+        await self._end([(sql.RESET_ROLE, {}), statement], sql.COMMIT, sql.COMMIT_AND_CHAIN)
+
+    async def roll_back(self) -> None:
+        """Roll the transaction back."""
+        await self._end([], sql.ROLLBACK, sql.ROLLBACK_AND_CHAIN)
+
+    async def require_home(self, *, seconds: float) -> None:
+        """Raise `CopyError` in a copy of the database, and `AnswerTimeoutError` without an answer in time."""
+        with deadline(self._connection, seconds), refusing_copies():
+            await self._trips.fetch([(sql.REQUIRE_HOME, self._parameters)], index=0)
+
+    async def _end(self, steps: Sequence[Step], end: LiteralString, end_and_chain: LiteralString) -> None:
+        with deadline(self._connection, self._answer_seconds):
+            if self._is_direct:
+                await self._trips.fetch([*steps, (end, {})], index=len(steps), finally_run=sql.DISCARD_SESSION)
+                return
+            await self._trips.fetch([*steps, (end_and_chain, {})], index=len(steps))
+        # The transaction has ended, whatever happens from here on.
+        try:
+            with deadline(self._connection, self._answer_seconds):
+                await self._connection.execute(sql.DISCARD_POOLED)
+        except (psycopg.Error, OSError):
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection. No thread may use it."""
+        self.pgconn.finish()
+
+    def abandon(self) -> None:
+        """End the session, which a thread may still use: the last one that has it closes it."""
+        break_socket(self._connection)

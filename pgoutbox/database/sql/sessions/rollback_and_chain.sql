@@ -1,0 +1,2 @@
+-- Roll back, and keep the server's session behind a pooler, to clean it by discard_pooled.sql.
+ROLLBACK AND CHAIN

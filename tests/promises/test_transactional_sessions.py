@@ -1,0 +1,327 @@
+"""Sessions of transactional handlers: what a handler gets, what it may leave, and what happens if there are too few."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import httpx
+import pytest
+from psycopg import sql as composable
+from psycopg.conninfo import conninfo_to_dict
+
+from tests.support.outbox_actions import enqueue
+from tests.support.pooler import pooled
+from tests.support.roles import login
+from tests.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import psycopg
+
+    from tests.conftest import Server
+    from tests.promises.conftest import StartWorker
+    from tests.support.worker_process import WorkerProcess
+
+KINDS: Final = pytest.mark.parametrize("kind", ["async", "sync"])
+# Handlers wait for this lock, which the test holds, as for something slow.
+GATE: Final = 4_701
+
+
+def application(body: str, kind: str) -> str:
+    """Return a module with a transactional handler of topic `work`, written as for the event loop, and a plain one."""
+    text = f"""
+import asyncio, time
+from pgoutbox import Context, Message, Outbox, RetryPolicy, SyncContext, Transient
+
+outbox = Outbox()
+
+@outbox.handler("work", transactional=True, retry=RetryPolicy(base=0.01, jitter=0))
+async def work(message: Message, ctx: Context) -> None:
+    run = ctx.connection.execute
+{body}
+
+@outbox.handler("plain")
+async def plain(message: Message, ctx: Context) -> None: ...
+"""
+    if kind == "sync":
+        head, mark, tail = text.partition('@outbox.handler("plain"')
+        head = head.replace("async def", "def").replace("ctx: Context", "ctx: SyncContext")
+        text = head.replace("await asyncio.sleep", "time.sleep").replace("await ", "") + mark + tail
+    return text
+
+
+def states(db: psycopg.Connection, topic: str = "work") -> Counter[str]:
+    """Count the messages of a topic by state."""
+    return Counter(s for (s,) in db.execute("SELECT state FROM pgoutbox.message WHERE topic = %s", [topic]).fetchall())
+
+
+def ends(db: psycopg.Connection) -> list[tuple[str, str | None]]:
+    """Return the outcome and the error of each recorded attempt, except attempts that were sent."""
+    query = "SELECT outcome, error FROM pgoutbox.attempt_view WHERE outcome <> 'sent'"
+    return [(str(outcome), error) for outcome, error in db.execute(query).fetchall()]
+
+
+def used_up(db: psycopg.Connection) -> list[tuple[str, str | None]]:
+    """Return the recorded attempts that used up budget without sending."""
+    return [end for end in ends(db) if end[0] not in ("snoozed", "released")]
+
+
+def until_over(db: psycopg.Connection, worker: WorkerProcess, topic: str = "work") -> None:
+    """Wait until no message of the topic is pending or in flight."""
+    wait_until(
+        lambda: not states(db, topic).keys() & {"pending", "sending"},
+        lambda: f"{states(db, topic)} {ends(db)[-5:]} {worker.log[-3000:]}",
+    )
+
+
+def advisory_locks(db: psycopg.Connection) -> set[tuple[int, bool]]:
+    """Return the keys of the advisory locks of the test's database, and whether each is granted."""
+    query = (
+        "SELECT l.objid::integer, l.granted FROM pg_locks AS l JOIN pg_database AS d ON d.oid = l.database"
+        " WHERE l.locktype = 'advisory' AND d.datname = current_database()"
+    )
+    return {(key, granted) for key, granted in db.execute(query)}
+
+
+def ready_status(worker: WorkerProcess) -> int:
+    """Ask the worker whether it is ready."""
+    served = wait_until(lambda: worker.records("metrics_served"), lambda: worker.log)
+    return httpx.get(f"http://{served[0]['address']}/readyz", timeout=60).status_code
+
+
+@contextmanager
+def gate(db: psycopg.Connection) -> Iterator[None]:
+    """Keep the handlers waiting that pass the gate."""
+    db.execute("SELECT pg_advisory_lock(%s)", [GATE])
+    try:
+        yield
+    finally:
+        db.execute("SELECT pg_advisory_unlock(%s)", [GATE])
+
+
+WRITE: Final = '    await run("INSERT INTO effect VALUES (%s)", [message.id])\n'
+PASS_GATE: Final = f'    await run("SELECT pg_advisory_xact_lock_shared({GATE})")\n'
+
+
+@pytest.fixture
+def effects(db: psycopg.Connection) -> Callable[[], list[int]]:
+    """Create a table for the handlers' writes, and return a function that reads its message ids."""
+    db.execute("CREATE TABLE effect (message_id bigint); GRANT INSERT ON effect TO PUBLIC")
+    return lambda: [row[0] for row in db.execute("SELECT message_id FROM effect ORDER BY 1").fetchall()]
+
+
+def test_services_behind_a_pooler_that_nobody_named_book_only_their_own_messages(
+    start_worker: StartWorker, server: Server, dsn: str, db: psycopg.Connection
+) -> None:
+    db.execute("CREATE TABLE ledger (kind text, id bigint)")
+    with pooled(dsn, server, mode="transaction", size=5) as pooled_dsn:
+        workers = []
+        for kind, side in (("async", "credit"), ("sync", "debit")):
+            body = f"""    await run("INSERT INTO ledger VALUES ('{side}', %s)", [message.id])\n"""
+            text = application(body, kind).replace('"work"', f'"{side}"').replace('"plain"', f'"plain.{side}"')
+            workers.append(start_worker(text, dsn=pooled_dsn, concurrency="10", lease_seconds="60"))
+        ids: dict[str, list[int]] = {"credit": [], "debit": []}
+        for _ in range(10):
+            with db.transaction():
+                for side in ids:
+                    ids[side] += [enqueue(db, side, max_attempts=1) for _ in range(40)]
+        for side, worker in zip(ids, workers, strict=True):
+            until_over(db, worker, side)
+    booked: dict[str, list[int]] = dict(db.execute("SELECT kind, array_agg(id ORDER BY id) FROM ledger GROUP BY 1"))
+    assert {side: booked.get(side) == sorted(ids[side]) for side in ids} == {"credit": True, "debit": True}
+    assert used_up(db) == []
+
+
+@KINDS
+@pytest.mark.parametrize("limit", ["of the role", "of a pooler", "of a pooler with a direct listener"])
+def test_too_few_connections_use_up_no_attempt_and_delay_no_other_work(
+    start_worker: StartWorker,
+    server: Server,
+    dsn: str,
+    db: psycopg.Connection,
+    effects: Callable[[], list[int]],
+    kind: str,
+    limit: str,
+) -> None:
+    text = application(WRITE + PASS_GATE, kind)
+
+    def start(worker_dsn: str, **settings: str) -> WorkerProcess:
+        settings |= {"dsn": worker_dsn, "concurrency": "16", "lease_seconds": "3", "connect_timeout_seconds": "1"}
+        return start_worker(text, environment=None, metrics_address="127.0.0.1:0", **settings)
+
+    def check(worker: WorkerProcess) -> None:
+        ids = [enqueue(db, "work", max_attempts=1) for _ in range(24)]
+        with gate(db):
+            # The shortage shows: some handlers run, and some messages were put back, or have failed.
+            wait_until(lambda: running() and (states(db)["failed"] or ends(db)), lambda: worker.log)
+            for _ in range(5):
+                enqueue(db, "plain")
+                until_over(db, worker, "plain")
+                assert ready_status(worker) == 200
+            held = leases(db)
+            wait_until(lambda: min(leases(db)) > max(held), lambda: worker.log)  # They are renewed.
+            assert ready_status(worker) == 200
+        until_over(db, worker)
+        assert used_up(db) == []
+        assert states(db) == {"sent": 24}
+        assert effects() == ids
+        assert worker.records("handler_raised") == []
+
+    def running() -> bool:
+        return (GATE, False) in advisory_locks(db)
+
+    if limit == "of the role":
+        with login(dsn, "pgoutbox_worker", options="CONNECTION LIMIT 9") as limited_dsn:
+            worker = start(limited_dsn)
+            check(worker)
+            assert worker.stop() == 0
+        return
+    with pooled(dsn, server, mode="transaction", size=4) as pooled_dsn:
+        worker = start(pooled_dsn, listen_dsn=dsn) if "listener" in limit else start(pooled_dsn)
+        check(worker)
+        assert worker.stop() == 0
+
+
+def leases(db: psycopg.Connection) -> list[float]:
+    """Return when the leases of messages in flight end."""
+    query = (
+        "SELECT extract(epoch FROM lease_expires_at) FROM pgoutbox.in_flight_view AS v"
+        " JOIN pgoutbox.message AS m USING (id) WHERE m.topic = 'work'"
+    )
+    return [float(at) for (at,) in db.execute(query).fetchall()] or [0.0]
+
+
+@KINDS
+@pytest.mark.parametrize("place", ["direct", "behind a pooler"])
+def test_time_limits_of_the_role_do_not_end_a_transactional_handler(
+    start_worker: StartWorker,
+    server: Server,
+    dsn: str,
+    db: psycopg.Connection,
+    effects: Callable[[], list[int]],
+    kind: str,
+    place: str,
+) -> None:
+    limits = ["idle_in_transaction_session_timeout", "statement_timeout", "lock_timeout"]
+    if db.info.server_version >= 170000:
+        limits.append("transaction_timeout")
+    wait = '    await asyncio.sleep(0.6)\n    await run("SELECT pg_sleep(0.6)")\n'
+    text = application(WRITE + wait + PASS_GATE, kind)
+    database = composable.Identifier(db.info.dbname)
+    for name in limits:
+        db.execute(composable.SQL("ALTER DATABASE {} SET {} = '300ms'").format(database, composable.Identifier(name)))
+    with pooled(dsn, server, mode="transaction", size=5) as pooled_dsn:
+        worker = start_worker(text, dsn=dsn if place == "direct" else pooled_dsn, lease_seconds="60")
+        with gate(db):
+            message_id = enqueue(db, "work", max_attempts=1)
+            waits = (
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+                " AND wait_event = 'advisory' AND age(clock_timestamp(), query_start) > '0.6s'"
+            )
+            wait_until(lambda: db.execute(waits).fetchone() == (1,) or used_up(db), lambda: worker.log)
+        until_over(db, worker)
+    assert used_up(db) == []
+    assert effects() == [message_id]
+
+
+@KINDS
+@pytest.mark.parametrize("how", ["COMMIT AND CHAIN", "ROLLBACK AND CHAIN", "COMMIT; BEGIN", "COMMIT"])
+def test_a_handler_that_ends_its_transaction_and_begins_another_is_not_sent(
+    start_worker: StartWorker, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str, how: str
+) -> None:
+    body = WRITE + f'    await run("{how}")\n    await run("SELECT 1")\n'
+    worker = start_worker(application(body, kind))
+    message_id = enqueue(db, "work", max_attempts=1)
+    until_over(db, worker)
+    assert states(db) == {"failed": 1}
+    ((outcome, error),) = ends(db)
+    assert (outcome, "ended its transaction" in (error or "")) == ("failed", True), error
+    assert effects() == ([message_id] if how.startswith("COMMIT") else [])
+    wait_until(lambda: worker.records("failed"), lambda: worker.log)
+    assert "ended its transaction" in json.dumps(worker.records("failed"))
+
+
+@KINDS
+@pytest.mark.parametrize("how", ["SET LOCAL ROLE", "SET ROLE"])
+def test_a_handler_that_works_as_another_role_is_completed_by_the_worker(
+    start_worker: StartWorker, dsn: str, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str, how: str
+) -> None:
+    with login(dsn) as tenant_dsn, login(dsn, "pgoutbox_worker") as worker_dsn:
+        tenant, own = (str(conninfo_to_dict(one)["user"]) for one in (tenant_dsn, worker_dsn))
+        db.execute(composable.SQL("GRANT {} TO {}").format(composable.Identifier(tenant), composable.Identifier(own)))
+        db.execute("CREATE TABLE seen (role text); GRANT INSERT ON seen TO PUBLIC")
+        body = f"""
+    await run("INSERT INTO seen SELECT current_user")
+    await run("{how} {tenant}")
+    await run("INSERT INTO effect VALUES (%s)", [message.id])
+"""
+        worker = start_worker(application(body, kind), dsn=worker_dsn, concurrency="1")
+        ids = [enqueue(db, "work", max_attempts=1) for _ in range(3)]
+        until_over(db, worker)
+        assert used_up(db) == []
+        assert effects() == ids
+        assert db.execute("SELECT role FROM seen").fetchall() == [(own,)] * 3
+        assert worker.stop() == 0
+
+
+LEAVE: Final = """
+    await run("SELECT pg_advisory_lock(77)")
+    await run("CREATE TEMP TABLE left_over ()")
+    await run("PREPARE left_over AS SELECT 1")
+    await run("DECLARE left_over CURSOR WITH HOLD FOR SELECT 1")
+    await run("LISTEN left_over")
+    await run("SET statement_timeout = '54s'")
+    ctx.connection.row_factory = None
+"""
+LOOK: Final = """
+    cursor = await run("SELECT current_setting('statement_timeout') || (SELECT count(*) FROM pg_listening_channels())")
+    await run("INSERT INTO seen VALUES (%s)", [(await cursor.fetchone())[0]])
+"""
+
+
+@KINDS
+@pytest.mark.parametrize("end", ["is sent", "raises"])
+@pytest.mark.parametrize("place", ["direct", "behind a pooler"])
+def test_nothing_that_a_handler_leaves_in_its_session_outlives_it(
+    start_worker: StartWorker,
+    server: Server,
+    dsn: str,
+    db: psycopg.Connection,
+    kind: str,
+    end: str,
+    place: str,
+) -> None:
+    db.execute("CREATE TABLE seen (what text)")
+    body = LOOK + LEAVE
+    if place == "behind a pooler":  # Prepared statements are the pooler's.
+        body = "".join(line for line in body.splitlines(keepends=True) if "PREPARE" not in line)
+    if end == "raises":
+        body += '    if message.attempt_count == 1: raise ValueError("once")\n'
+    with pooled(dsn, server, mode="transaction", size=3) as pooled_dsn:
+        worker = start_worker(application(body, kind), dsn=dsn if place == "direct" else pooled_dsn, concurrency="1")
+        for _ in range(3):
+            enqueue(db, "work", max_attempts=2)
+        until_over(db, worker)
+        assert [error for _, error in used_up(db) if "once" not in (error or "")] == []
+        assert states(db) == {"sent": 3}
+        assert db.execute("SELECT what FROM seen").fetchall() == [("00",)] * 3
+        wait_until(lambda: (77, True) not in advisory_locks(db), lambda: "an advisory lock is left")
+
+
+@KINDS
+def test_a_handler_does_not_run_on_a_new_session_to_a_database_of_another_deployment(
+    start_worker: StartWorker, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str
+) -> None:
+    """The sessions of the worker itself are older than the adoption, so it still claims."""
+    worker = start_worker(application(WRITE, kind))
+    enqueue(db, "plain")
+    until_over(db, worker, "plain")
+    db.execute("SELECT pgoutbox.adopt('staging')")
+    enqueue(db, "work")
+    wait_until(lambda: states(db)["sent"] or ends(db), lambda: worker.log)
+    assert effects() == []
+    assert used_up(db) == []
