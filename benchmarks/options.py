@@ -13,7 +13,6 @@ TOPIC: Final = "mail.activation"
 CLAIM_PARAMETERS: Final[Mapping[str, Any]] = {
     "queue": "default",
     "topics": [TOPIC],
-    "held": [],
     "total": 500,
     "after_due_at": None,
     "after_id": 0,

@@ -249,16 +249,14 @@ class Store:
         topics: Sequence[str],
         total: int,
         place: Place,
-        held: Sequence[str] = (),
         retries: bool = False,
         by_permits: bool = False,
         in_turn: bool = False,
     ) -> list[ClaimedRow]:
         """Claim up to `total` due messages from the place on, fresh ones or with `retries` those attempted before.
 
-        Messages behind open breakers, which `held` describes, wait. With `in_turn`, for a backlog, it waits until at
-        most one other such claim chooses from the queue. A queue that is paused or has limits yields messages only with
-        `by_permits`. Rows are in the order of their due times.
+        With `in_turn`, for a backlog, it waits until at most one other such claim chooses from the queue. A queue that
+        is paused or has limits yields messages only with `by_permits`. Rows are in the order of their due times.
         """
         if retries:
             statement = sql.CLAIM_RETRIES_BY_PERMITS if by_permits else sql.CLAIM_RETRIES
@@ -268,7 +266,6 @@ class Store:
             "queue": queue,
             "topics": topics,
             "total": total,
-            "held": list(held),
             **place._asdict(),
         }
         turn: Step | None = (sql.TAKE_TURN, {"queue": queue}) if in_turn else None
@@ -317,15 +314,14 @@ class Store:
         return await self.claims.fetch(statement, {**parameters, **own}, first=first)
 
     async def find_ordered(
-        self, queue: str, *, topics: Sequence[str], held: Sequence[str] = (), after_key: str, key_limit: int
+        self, queue: str, *, topics: Sequence[str], after_key: str, key_limit: int
     ) -> tuple[Sequence[int], str]:
         """Claimable messages of up to `key_limit` ordering keys after `after_key`; and the last of these keys.
 
         An empty key means that no key follows.
         """
         ((message_ids, last_key, count),) = await self.claims.fetch(
-            sql.FIND_ORDERED,
-            {"queue": queue, "topics": topics, "held": list(held), "after_key": after_key, "key_limit": key_limit},
+            sql.FIND_ORDERED, {"queue": queue, "topics": topics, "after_key": after_key, "key_limit": key_limit}
         )
         return message_ids or (), last_key if count == key_limit else ""
 
@@ -335,18 +331,12 @@ class Store:
         return rows[0][0] if rows else ""
 
     async def find_new_ordered(
-        self, queue: str, *, topics: Sequence[str], held: Sequence[str] = (), since_seconds: float, key_limit: int
+        self, queue: str, *, topics: Sequence[str], since_seconds: float, key_limit: int
     ) -> Sequence[int]:
         """Return the claimable messages of the ordering keys of `key_limit` messages that fell due lately."""
         rows = await self.claims.fetch(
             sql.FIND_NEW_ORDERED,
-            {
-                "queue": queue,
-                "topics": topics,
-                "held": list(held),
-                "since_seconds": since_seconds,
-                "key_limit": key_limit,
-            },
+            {"queue": queue, "topics": topics, "since_seconds": since_seconds, "key_limit": key_limit},
         )
         return [message_id for (message_id,) in rows]
 
@@ -561,10 +551,6 @@ class Store:
         """Return those of these breakers that are open."""
         rows = await self.claims.fetch(sql.BREAKERS, {"keys": keys})
         return {row[0]: BreakerRow._make(row[1:]) for row in rows}
-
-    async def breaker_hold(self, key: str, hold: str) -> None:
-        """Record that these messages wait for the breaker: a topic, a space and the beginning of their destinations."""
-        await self.claims.fetch(sql.BREAKER_HOLD, {"key": key, "hold": hold})
 
     async def breaker_keys(self) -> set[str]:
         """Return the keys of the open breakers."""

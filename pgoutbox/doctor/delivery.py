@@ -320,7 +320,7 @@ def check_undelivered(context: DoctorContext) -> Iterator[Note]:
 
 
 def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
-    """Return the finding if a late queue is paused, at a limit, or waits for earlier messages or a breaker."""
+    """Return the finding if a late queue is paused, at a limit, or waits for earlier messages."""
     name, why = queue["queue"], "they stay late until this is fixed"
     if queue["is_paused"]:
         return warning("due-paused", f"{what}: it is paused", why, f"pgoutbox resume {name}", queue=name)
@@ -356,15 +356,6 @@ def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
             why,
             f"pgoutbox limit {name} --in-flight none, or find out why attempts take so long",
             queue=name,
-        )
-    if queue["held"] * 2 > queue["messages"]:
-        return warning(
-            "due-behind-breaker",
-            f"{what}: most of them wait behind the breaker of {one_line(queue['breaker'])}, which is open",
-            "they wait until a probe succeeds, and use up no attempts",
-            "repair what the error of this breaker names: pgoutbox breaker list",
-            queue=name,
-            breaker=queue["breaker"],
         )
     return None
 

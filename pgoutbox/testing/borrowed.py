@@ -94,7 +94,7 @@ async def run_pass(
     keeper = LeaseKeeper(run, pool)
     loader = Loader(run, handlers, keyring=keyring, pool=pool, finisher=finisher, lease_keeper=keeper)
     hold_topics = [topic for topic, handler in handlers.items() if handler.on_unknown == "hold"]
-    claimer = Claimer(run, hold_topics=hold_topics, breakers=executor.breakers, loader=loader, finisher=finisher)
+    claimer = Claimer(run, hold_topics=hold_topics, loader=loader, finisher=finisher)
     try:
         found: int | None = 1
         while found or claimer.work_ahead:

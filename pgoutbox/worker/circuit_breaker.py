@@ -11,7 +11,7 @@ becomes an outlier when another recipient succeeds: the failures of an outlier a
 from __future__ import annotations
 
 import enum
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -55,10 +55,7 @@ class CircuitBreaker:
     failure_count: int = 0
     suspects: set[str] = field(default_factory=set)
     outliers: set[str] = field(default_factory=set)
-    is_in_doubt: bool = False
-    """Whether one recipient may be at fault, so that another one may probe at once."""
-    holds: set[str] = field(default_factory=set)
-    """Messages that no claim takes while it is open: topics with the beginning of destinations."""
+    _is_in_doubt: bool = False
     _window_began_at: float = 0.0
     _window_sent_count: int = 0
     _window_failed_count: int = 0
@@ -90,7 +87,7 @@ class CircuitBreaker:
             return retry_at
         if digest_of(recipient) in self.suspects:
             return retry_at + self.pause_seconds
-        return self.paused_at if self.is_in_doubt else retry_at
+        return self.paused_at if self._is_in_doubt else retry_at
 
     def release(self, message_id: int) -> None:
         """Let another message become the probe holder, if it is this one."""
@@ -129,7 +126,7 @@ class CircuitBreaker:
         """Count a failure. Return whether it opens the breaker."""
         if failure.doubtful is not None and len(self.suspects) < _MAX_REMEMBERED_COUNT:
             self.suspects.add(digest_of(failure.doubtful))
-        self.is_in_doubt = failure.doubtful is not None and len(self.suspects) < _SUSPECT_LIMIT
+        self._is_in_doubt = failure.doubtful is not None and len(self.suspects) < _SUSPECT_LIMIT
         if isinstance(failure, Unavailable) and not failure.outage:
             return True
         if failure.doubtful is not None:
@@ -157,14 +154,6 @@ class CircuitBreaker:
     def close(self) -> None:
         self.retry_at = None
         self.failure_count = self._window_sent_count = self._window_failed_count = 0
-
-    def may_claim_probe(self, now: float, in_flight: Container[int]) -> bool:
-        """Whether a claim may take a probe holder: the pause is over, and no other one is in flight."""
-        return not self.is_paused(now) and (self.probe_holder is None or self.probe_holder not in in_flight)
-
-    def holds_back(self, topic: str, destination: str | None) -> bool:
-        """Whether claims leave such a message out."""
-        return any(f"{topic} {destination}".startswith(hold) for hold in self.holds)
 
     def refresh(self, row: BreakerRow | None, *, asked_at: float, now: float) -> None:
         """Take over the row as it was at `asked_at`, unless the state has changed since then."""

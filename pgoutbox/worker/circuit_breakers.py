@@ -7,12 +7,9 @@ bulkhead limits the slots of a destination. Breakers that are open are shared wi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import random
-import re
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,8 +28,6 @@ from pgoutbox.worker.shared_breakers import SharedBreakers
 
 _STALLED_PAUSE_SECONDS = 5.0
 _MAX_CIRCUITS = 1_000
-# All addresses that begin so have one host. A password is not for the table of breakers.
-_WEB_HOST = re.compile(r"^https?://[^/?#@]+/")
 _TIMED_OUT = SendFailure("no answer within the time limit of the handler", outage=True)
 
 _Call = Callable[[], Awaitable[Outcome]]
@@ -56,10 +51,7 @@ class CircuitBreakers:
         alert_queue: str | None = None,
         send: Send = send_by,
         clock: Callable[[], float] = elapsed_clock,
-        on_release: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_release = on_release
-        self._holding: set[CircuitBreaker] = set()
         self._transports = transports
         self._settings = settings
         self._send_by = send
@@ -90,37 +82,6 @@ class CircuitBreakers:
     def open_count(self) -> int:
         """The number of breakers that are known to be open. Any thread may read it."""
         return sum(not circuit.breaker.is_closed for circuit in self._circuits.copy().values())
-
-    @property
-    def hold_any(self) -> bool:
-        """Whether claims leave out messages behind a breaker."""
-        return bool(self._holding)
-
-    async def held(self) -> list[str]:
-        """Return the messages that claims leave out, because they are behind a breaker that is not closed."""
-        await self._shared.refresh(self._holding)
-        for breaker in [breaker for breaker in self._holding if breaker.is_closed]:
-            self.end_hold(breaker)
-        return [hold for breaker in self._holding for hold in breaker.holds]
-
-    def probes_due(self, in_flight: Collection[int]) -> list[CircuitBreaker]:
-        """Return the breakers for each of which a claim may take one message, as the probe."""
-        now = self._clock()
-        return [breaker for breaker in self._holding if breaker.may_claim_probe(now, in_flight)]
-
-    @property
-    def probe_due_seconds(self) -> float:
-        """The time until the next probe may be claimed; infinity if claims leave no message out."""
-        now = self._clock()
-        return min((breaker.wait_seconds(now) for breaker in self._holding), default=math.inf)
-
-    def end_hold(self, breaker: CircuitBreaker) -> None:
-        """Let claims take the messages behind this breaker."""
-        if breaker in self._holding:
-            self._holding.discard(breaker)
-            breaker.holds.clear()
-            breaker.probe_holder = None
-            self._on_release()
 
     async def refusal(self, message: Message[object]) -> Postponed | None:
         """Return a snooze if the breaker refuses this message now, before its handler renders it; else None.
@@ -206,7 +167,6 @@ class CircuitBreakers:
                 last_at = max(circuit.breaker.retry_at or 0.0, circuit.room.answered_at)
                 if last_at < long_ago and not circuit.room.is_in_use:
                     del self._circuits[circuit.breaker.key]
-                    self.end_hold(circuit.breaker)
         limits = self._settings.breaker.failures, self._settings.breaker.error_rate
         room = Room(self._no_bulkhead if is_part else self._bulkhead)
         breaker = CircuitBreaker(key, *limits, is_part=is_part)
@@ -249,7 +209,6 @@ class CircuitBreakers:
                 return await self._probe(circuit, probe_id, message, call)
             # The answer has closed or paused the breaker.
             if breaker.is_closed:
-                self.end_hold(breaker)
                 return await self._send_and_record(circuit, message, call)
             return self._postpone(breaker, message)
         finally:
@@ -271,7 +230,6 @@ class CircuitBreakers:
         if isinstance(outcome, Sent):
             breaker.record_success(_recipient_of(message))
             breaker.close()
-            self.end_hold(breaker)
             shared.start(shared.close(breaker.key, probe_id))
         elif (failure := breaker.failure_of(outcome)) is not None:
             breaker.record_failure(failure, self._clock())
@@ -290,7 +248,6 @@ class CircuitBreakers:
         """
         # The failure may name another recipient than the message, which must not probe again at once.
         wait_seconds = breaker.wait_seconds(self._clock(), _recipient_of(message) if failure is None else None)
-        self._hold(breaker, message)
         at_least_seconds = 0.0 if failure is None else failure.retry_after or 0.0
         return Postponed(
             max(wait_seconds, at_least_seconds) + random.uniform(0, breaker.pause_seconds),
@@ -299,28 +256,6 @@ class CircuitBreakers:
             breaker_key=breaker.key,
             unknown_error=failure.error if isinstance(failure, SendFailure) and failure.unknown else None,
         )
-
-    def _hold(self, breaker: CircuitBreaker, message: Message[object]) -> None:
-        """Make claims leave out the messages of this topic that have the same scheme, or else the same host.
-
-        They need not be all messages behind the breaker: others are claimed and postponed.
-        """
-        destination = message.destination
-        if destination is None or message.topic == ALERT_TOPIC or breaker.is_closed or breaker.is_in_doubt:
-            return
-        scheme = scheme_of(destination)
-        transport = self._transports.get(scheme) or MissingTransport(scheme)
-        for prefix in (destination[: len(scheme) + 1], *_WEB_HOST.findall(destination)):
-            hold = f"{message.topic} {prefix}"
-            if hold in breaker.holds:
-                return
-            # A transport of others may not know a part of a destination.
-            with contextlib.suppress(Exception):
-                if breaker_key(transport, replace(message, destination=prefix), None) == breaker.key:
-                    breaker.holds.add(hold)
-                    self._holding.add(breaker)
-                    self._shared.start(self._shared.hold(breaker.key, hold))
-                    return
 
     def stop(self) -> None:
         """Attribute all cancellations from now on to the end of the worker."""

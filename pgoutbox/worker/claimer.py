@@ -20,11 +20,10 @@ from typing import Final
 import psycopg
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import ALL_TIME_SECONDS, BEGINNING, ClaimedRow, LapsedOptions
+from pgoutbox.database.store import ALL_TIME_SECONDS, ClaimedRow, LapsedOptions
 from pgoutbox.database.worker_connection import is_lost_key, is_refusal
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.worker.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.claim_planner import ALL_QUEUES, ClaimPlanner, Cursor, Lane
 from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.loader import Loader
@@ -34,7 +33,6 @@ _ROUND_TRIP_SECONDS: Final = 0.002
 _STUBBORN_CONFLICTS: Final = 3
 _CONFLICT_PAUSE_SECONDS: Final = 0.01  # Time for the other claim, which has the key, to commit.
 _LAPSED_LIMIT: Final = 100
-_PROBED_KEYS: Final = 100
 _SURVEY_SECONDS: Final = 1.0
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 
@@ -42,15 +40,7 @@ _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a c
 class Claimer:
     """Claims for one worker, which adds and removes the attempts in `in_flight` and its suspect."""
 
-    def __init__(
-        self,
-        run: RunState,
-        *,
-        hold_topics: Sequence[str],
-        breakers: CircuitBreakers,
-        loader: Loader,
-        finisher: Finisher,
-    ) -> None:
+    def __init__(self, run: RunState, *, hold_topics: Sequence[str], loader: Loader, finisher: Finisher) -> None:
         self._store = run.store
         self._queues = run.queues
         self._outage = run.outage
@@ -59,8 +49,6 @@ class Claimer:
         self._signals = run.signals
         self._telemetry = run.telemetry
         self._hold_topics = hold_topics
-        self._breakers = breakers
-        self._held: Sequence[str] = ()  # Messages behind open breakers, which wait.
         self._loader = loader
         self._finisher = finisher
         self._conflict_count = 0
@@ -91,26 +79,8 @@ class Claimer:
                 return None
             found += sum(counts)
             room -= counts[1]
-        if self._held or self._breakers.hold_any:
-            probe_count = await self._claim_probes(planners, room)
-            if probe_count is None:
-                return None
-            found += probe_count
-            room -= probe_count
-        count = await self._claim_in_turn(planners, room, from_beginning=from_beginning, fresh_only=fresh_only)
-        if count is None:
-            return None
-        found += count
-        if found:
-            self._busy_since = min(self._busy_since, self._queues.polled_at)
-        return found
-
-    async def _claim_in_turn(
-        self, planners: Sequence[ClaimPlanner], room: int, *, from_beginning: bool, fresh_only: bool
-    ) -> int | None:
         claimed = 0
-        self.work_ahead = room <= 0
-        for planner in planners if room > 0 else ():
+        for planner in planners:
             count = await self._claim(planner, room, from_beginning=from_beginning, fresh_only=fresh_only)
             if count is None:
                 return None
@@ -120,57 +90,10 @@ class Claimer:
             room -= count
             if room <= 0:
                 break
-        return claimed
-
-    @property
-    def probe_due_seconds(self) -> float:
-        """The time until the next probe of a breaker may be claimed."""
-        return self._breakers.probe_due_seconds
-
-    async def _claim_probes(self, planners: Sequence[ClaimPlanner], room: int) -> int | None:
-        """Claim one message behind each breaker whose pause is over. End the hold of a breaker if none is due."""
-        self._held = await self._breakers.held()
-        found = 0
-        for breaker in self._breakers.probes_due(self._in_flight)[: max(room, 0)]:
-            topics = sorted({hold.partition(" ")[0] for hold in breaker.holds})
-            others = [hold for hold in self._held if hold not in breaker.holds]
-            for planner in planners:
-                began_at = elapsed_clock()
-                rows = await self._run(planner.queue, "probe", self._claim_one(planner, topics, others))
-                if rows is None:
-                    return None
-                await self._hand_over(rows, began_at)
-                found += len(rows)
-                # It may be another message of the topic, or have ended.
-                if any(r.id in self._in_flight and breaker.holds_back(r.topic, r.destination) for r in rows):
-                    breaker.probe_holder = rows[0].id
-                if rows:
-                    break
-            else:
-                self._breakers.end_hold(breaker)
+        found += claimed
+        if found:
+            self._busy_since = min(self._busy_since, self._queues.polled_at)
         return found
-
-    async def _claim_one(self, planner: ClaimPlanner, topics: Sequence[str], held: Sequence[str]) -> list[ClaimedRow]:
-        """Claim one due message of these topics from any lane of a queue."""
-        for retries in (False, True):
-            rows = await self._store.claim(
-                planner.queue,
-                topics=topics,
-                total=1,
-                place=BEGINNING,
-                held=held,
-                retries=retries,
-                by_permits=planner.is_limited,
-            )
-            if rows:
-                return rows
-        for after_key in (planner.after_key, "") if planner.has_ordered else ():
-            ids, _ = await self._store.find_ordered(
-                planner.queue, topics=topics, held=held, after_key=after_key, key_limit=_PROBED_KEYS
-            )
-            if ids:
-                return await self._store.claim_ordered(planner.queue, ids[:1])
-        return []
 
     async def release_unanswered(self) -> bool:
         """Release the attempts of a claim whose answer was lost. Return False after a database error."""
@@ -303,7 +226,6 @@ class Claimer:
                 topics=self._topics,
                 total=room,
                 place=place,
-                held=self._held,
                 retries=is_retries,
                 by_permits=planner.is_limited,
                 in_turn=cursor.is_waiting and not planner.is_limited,
@@ -362,7 +284,6 @@ class Claimer:
                 new = await self._store.find_new_ordered(
                     planner.queue,
                     topics=self._topics,
-                    held=self._held,
                     since_seconds=planner.fresh.since_seconds(began_at),
                     key_limit=room - len(found),
                 )
@@ -382,11 +303,7 @@ class Claimer:
 
     async def _find_ordered(self, planner: ClaimPlanner, room: int) -> tuple[Sequence[int], str]:
         return await self._store.find_ordered(
-            planner.queue,
-            topics=self._topics,
-            held=self._held,
-            after_key=planner.after_key,
-            key_limit=planner.page_limit(room),
+            planner.queue, topics=self._topics, after_key=planner.after_key, key_limit=planner.page_limit(room)
         )
 
     async def _handle_error(self, error: psycopg.Error | OSError, queue: str, lane: str) -> None:

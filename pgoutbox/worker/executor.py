@@ -60,15 +60,7 @@ class AttemptExecutor:
         if telemetry.logs(logging.DEBUG):
             self._run = partial(_run_logged, telemetry, call_next=self._run)
         self._threads = threads or AttemptThreads(settings.concurrency)
-        self.breakers = CircuitBreakers(
-            store,
-            transports,
-            settings,
-            telemetry,
-            alert_queue=run.alert_queue,
-            send=send,
-            on_release=run.signals.poll_all_lanes,
-        )
+        self.breakers = CircuitBreakers(store, transports, settings, telemetry, alert_queue=run.alert_queue, send=send)
         self._dispatcher = Dispatcher(
             transports,
             self._threads,

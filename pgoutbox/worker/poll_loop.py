@@ -358,7 +358,7 @@ class PollLoop:
         except (psycopg.Error, OSError) as error:
             await self._run.outage.pause_or_raise(error)
         else:
-            limit = min(limit, self._queues.search_owed_at - elapsed_clock(), self._claimer.probe_due_seconds)
+            limit = min(limit, self._queues.search_owed_at - elapsed_clock())
             seconds = limit if due is None else min(limit, due)
             if not await self.sleep(seconds) and seconds > _HIGH_RATE_PAUSE_SECONDS:
                 self._queues.search(now=elapsed_clock())

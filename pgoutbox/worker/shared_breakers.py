@@ -86,10 +86,6 @@ class SharedBreakers:
             return row.probe_id
         return None
 
-    async def hold(self, key: str, hold: str) -> None:
-        """Record in the row which messages wait."""
-        await self._ask(self._store.breaker_hold(key, hold))
-
     async def close(self, key: str, probe_id: str | None, *, send_seconds: float | None = None) -> None:
         """Close the row after a successful probe, or after another send that took `send_seconds`.
 

@@ -261,13 +261,7 @@ class _Run:
             lease_keeper=self._lease_keeper,
         )
         hold_topics = sorted(topic for topic, handler in handlers.items() if handler.on_unknown == "hold")
-        self._claimer = Claimer(
-            state,
-            hold_topics=hold_topics,
-            breakers=self.executor.breakers,
-            loader=loader,
-            finisher=self.finisher,
-        )
+        self._claimer = Claimer(state, hold_topics=hold_topics, loader=loader, finisher=self.finisher)
         listens = settings.listen and not ends_by_itself
         self.doorbell = Doorbell(settings, state.topics, state.signals, telemetry) if listens else None
         self.poll_loop = PollLoop(

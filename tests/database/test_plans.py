@@ -64,7 +64,6 @@ INSERT INTO pgoutbox.cancel_request (message_id, message_created_at) SELECT i, n
 CLAIM_PARAMETERS: Mapping[str, object] = {
     "queue": "default",
     "topics": ["greet", "bill"],
-    "held": [],
     "hold_topics": [],
     "total": 200,
     "after_due_at": None,

@@ -124,7 +124,6 @@ def claim(
         "queue": queue,
         "queues": [queue],
         "topics": list(topics),
-        "held": [],
         "hold_topics": list(hold_topics),
         "hooks": hooks,
         "in_flight": list(held),
@@ -212,13 +211,7 @@ def find_ordered(
     connection: psycopg.Connection, *, topics: Sequence[str] = ("greet",), after_key: str = "", key_limit: int = 100
 ) -> tuple[list[int], str | None, int]:
     """Return the claimable messages of the keys after `after_key`, the last key seen, and the number of keys seen."""
-    parameters = {
-        "queue": "default",
-        "topics": list(topics),
-        "held": [],
-        "after_key": after_key,
-        "key_limit": key_limit,
-    }
+    parameters = {"queue": "default", "topics": list(topics), "after_key": after_key, "key_limit": key_limit}
     ((ids, last_key, count),) = connection.execute(sql.FIND_ORDERED, parameters).fetchall()
     return ids or [], last_key, count
 
@@ -234,13 +227,7 @@ def find_new_ordered(
     connection: psycopg.Connection, since_seconds: float, *, topics: Sequence[str] = ("greet",), key_limit: int = 100
 ) -> list[int]:
     """Return the claimable messages of the keys of messages that fell due in the last `since_seconds`."""
-    parameters = {
-        "queue": "default",
-        "topics": list(topics),
-        "held": [],
-        "since_seconds": since_seconds,
-        "key_limit": key_limit,
-    }
+    parameters = {"queue": "default", "topics": list(topics), "since_seconds": since_seconds, "key_limit": key_limit}
     return sorted(row[0] for row in connection.execute(sql.FIND_NEW_ORDERED, parameters).fetchall())
 
 

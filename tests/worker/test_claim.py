@@ -92,7 +92,6 @@ def test_every_claim_returns_the_columns_of_the_row_in_their_order(
         "queue": "default",
         "queues": ["default"],
         "topics": ["greet"],
-        "held": [],
         "hold_topics": [],
         "hooks": "{}",
         "total": 1,

@@ -276,7 +276,7 @@ def test_messages_behind_the_first_are_not_read(connect: Connect) -> None:
     db.execute("SET enable_seqscan = off")
     db.execute("SET enable_bitmapscan = off")
     parameters = {
-        "queue": "default", "topics": ["greet"], "held": [], "after_key": "", "key_limit": 100,
+        "queue": "default", "topics": ["greet"], "after_key": "", "key_limit": 100,
         "ids": find_ordered(db)[0], "total": 100, "hold_topics": [], "hooks": "{}", "worker": "w", "lease_seconds": 60,
     }  # fmt: skip
     for statement in (sql.FIND_ORDERED, sql.CLAIM_ORDERED):

@@ -76,10 +76,9 @@ def opening_alerts(db: psycopg.Connection) -> list[str]:
 
 
 def are_held(db: psycopg.Connection, ids: Sequence[int]) -> bool:
-    """Return whether each message was attempted and is pending again, or waits unattempted for a breaker."""
+    """Return whether each message was attempted, and is pending again."""
     rows = rows_of(db, *ids)
-    held = {row[0] for row in db.execute("SELECT id FROM pgoutbox.waiting_view WHERE reason = 'breaker'").fetchall()}
-    return all(row.state == "pending" and (row.attempt_count > 0 or row.id in held) for row in rows)
+    return all(row.attempt_count > 0 and row.state == "pending" for row in rows)
 
 
 def are_sent(db: psycopg.Connection, ids: Sequence[int]) -> bool:

@@ -6,8 +6,7 @@ SELECT
     b.cooldown_seconds,
     b.probe_until,
     b.worker,
-    pgoutbox._redacted_text(b.last_error) AS last_error,
-    b.holds
+    pgoutbox._redacted_text(b.last_error) AS last_error
 FROM pgoutbox.breaker AS b;
 
 COMMENT ON VIEW pgoutbox.breaker_view IS 'Open circuit breakers of transports and destinations.';

@@ -1,7 +1,6 @@
 -- A superseded message is never delivered, whatever else it waits for. The other reasons have the order of the claim's
 -- checks. Some come from the reason code of the last attempt; the other reasons follow from the rows. A run of `worker
--- --once` serves its queues and topics until the next one, for 25 hours, which is a daily run and an hour. An open
--- breaker names in `holds` the messages that no claim takes.
+-- --once` serves its queues and topics until the next one, for 25 hours, which is a daily run and an hour.
 CREATE VIEW pgoutbox.waiting_view AS
 WITH control AS MATERIALIZED (
     SELECT q.name, q.is_paused, q.resume_at, q.tokens, q.next_token_at, q.max_in_flight, q.in_flight
@@ -11,10 +10,6 @@ WITH control AS MATERIALIZED (
     FROM pgoutbox.worker_view AS w
     CROSS JOIN LATERAL unnest(w.queues) AS served(queue)
     WHERE w.ended_at IS NULL OR w.ended_at > now() - interval '25 hours'
-), holds AS MATERIALIZED (
-    SELECT b.retry_at, h.hold
-    FROM pgoutbox.breaker AS b
-    CROSS JOIN LATERAL unnest(b.holds) AS h(hold)
 )
 SELECT
     m.id,
@@ -35,7 +30,7 @@ SELECT
         WHEN 'paused' THEN control.resume_at
         WHEN 'scheduled' THEN m.available_at
         WHEN 'retry' THEN m.available_at
-        WHEN 'breaker' THEN greatest(m.available_at, held.retry_at)
+        WHEN 'breaker' THEN m.available_at
         WHEN 'unavailable' THEN m.available_at
         WHEN 'redirect' THEN m.available_at
         WHEN 'unreadable' THEN m.available_at
@@ -70,9 +65,6 @@ LEFT JOIN LATERAL (
     WHERE s.queue = m.queue AND s.key_in_flight = m.ordering_key AND s.ordering_key IS NOT NULL AND s.id <> m.id
     LIMIT 1
 ) AS sibling ON m.coalesce_key IS NOT NULL OR m.ordering_key IS NOT NULL
-CROSS JOIN LATERAL (
-    SELECT max(h.retry_at) FROM holds AS h WHERE (m.topic || ' ' || m.destination) ^@ h.hold
-) AS held(retry_at)
 CROSS JOIN LATERAL (SELECT m.attempts #>> '{-1,reason_code}') AS last_attempt(reason_code)
 CROSS JOIN LATERAL (
     SELECT CASE
@@ -91,7 +83,6 @@ CROSS JOIN LATERAL (
         WHEN control.in_flight >= control.max_in_flight THEN 'max_in_flight'
         WHEN NOT EXISTS (SELECT FROM serving AS s WHERE s.queue = m.queue) THEN 'no worker'
         WHEN NOT EXISTS (SELECT FROM serving AS s WHERE s.queue = m.queue AND m.topic = ANY (s.topics)) THEN 'no handler'
-        WHEN held.retry_at IS NOT NULL THEN 'breaker'
         WHEN NOT EXISTS (
             SELECT FROM serving AS s WHERE s.queue = m.queue AND m.topic = ANY (s.topics) AND s.is_running
         ) THEN 'next run'

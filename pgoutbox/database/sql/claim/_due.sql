@@ -24,13 +24,6 @@ LEFT JOIN LATERAL (
 -- now() can be an index condition; clock_timestamp(), which is volatile, cannot.
 WHERE m.queue = %(queue)s::text AND m.ordering_key IS NULL AND m.available_at <= now() AND m.state = 'pending'
     AND m.topic = ANY (%(topics)s::text[])
-    -- A message behind an open breaker waits, unless it has expired. `held` has topics with beginnings of destinations.
-    -- It is mostly empty: then no text is built for each row.
-    AND (
-        %(held)s::text[] = '{}'
-        OR (m.topic || ' ' || m.destination) ^@ ANY (%(held)s::text[]) IS NOT TRUE
-        OR m.expires_at <= now()
-    )
     -- Two messages of a key are never in flight: this one waits for its sibling. It ends at once only if it is
     -- superseded; one that is cancelled or has expired waits too, which delays nobody.
     AND (sibling.id IS NULL OR head.newest_id IS NOT NULL)

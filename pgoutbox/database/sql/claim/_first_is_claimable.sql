@@ -2,12 +2,6 @@
 -- whatever the statistics say.
 first.available_at <= now()
 AND first.topic = ANY (%(topics)s::text[])
--- It is not behind an open breaker, as in _due.sql.
-AND (
-    %(held)s::text[] = '{}'
-    OR (first.topic || ' ' || first.destination) ^@ ANY (%(held)s::text[]) IS NOT TRUE
-    OR first.expires_at <= now()
-)
 -- No other message of the key is in flight.
 AND NOT EXISTS (
     SELECT FROM pgoutbox.message_live AS sibling
