@@ -17,14 +17,9 @@ BEGIN
     THEN
         -- The id is drawn after the snapshot of the statement, so maintenance cannot have raised the floor above it meanwhile.
         INSERT INTO pgoutbox.message_live AS m (id, topic, payload)
-        SELECT
-            CASE
-                WHEN drawn.id <= (SELECT f.newest_id FROM pgoutbox.id_floor AS f) THEN pgoutbox._refuse_id(drawn.id)
-                ELSE drawn.id
-            END,
-            _enqueue_receipt.topic,
-            _enqueue_receipt.payload
-        FROM (SELECT nextval('pgoutbox.message_id_seq') OFFSET 0) AS drawn(id)
+        SELECT CASE WHEN n <= (SELECT f.newest_id FROM pgoutbox.id_floor AS f) THEN pgoutbox._refuse_id(n) ELSE n END,
+            _enqueue_receipt.topic, _enqueue_receipt.payload
+        FROM (SELECT nextval('pgoutbox.message_id_seq') OFFSET 0) AS drawn(n)
         RETURNING m.id INTO new_id;
         IF notify IS NOT FALSE THEN
             PERFORM pgoutbox._notify_workers('default');
