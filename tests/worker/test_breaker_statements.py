@@ -51,8 +51,9 @@ def fail(
     return None if row is None else BreakerRow._make(row)
 
 
-def probe(db: psycopg.Connection, *, key: str = KEY) -> BreakerRow | None:
-    rows = db.execute(sql.BREAKER_PROBE, {"key": key, "probe_timeout_seconds": 60.0, "worker": "worker-2"}).fetchall()
+def probe(db: psycopg.Connection, *, key: str = KEY, is_early: bool = False) -> BreakerRow | None:
+    parameters = {"key": key, "is_early": is_early, "probe_timeout_seconds": 60.0, "worker": "worker-2"}
+    rows = db.execute(sql.BREAKER_PROBE, parameters).fetchall()
     assert len(rows) <= 1
     return BreakerRow._make(rows[0]) if rows else None
 
@@ -208,6 +209,19 @@ def test_a_probe_before_its_time_is_refused(rolled_back: psycopg.Connection) -> 
     fail(rolled_back)
     age(rolled_back, COOLDOWN_SECONDS - 1)
     assert probe(rolled_back) == BreakerRow(1.0, COOLDOWN_SECONDS, "refused", False, None)
+
+
+def test_an_early_probe_is_granted_during_the_pause_and_does_not_extend_it(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    age(rolled_back, 10)
+    early = probe(rolled_back, is_early=True)
+    assert early is not None
+    assert early.probe_id is not None
+    other = probe(rolled_back, is_early=True)
+    assert other is not None
+    assert other.probe_id is None
+    assert reopen(rolled_back, early.probe_id) == COOLDOWN_SECONDS
+    assert probe(rolled_back) == BreakerRow(20.0, COOLDOWN_SECONDS, "again", False, None)
 
 
 def test_a_closed_breaker_needs_no_probe(rolled_back: psycopg.Connection) -> None:
