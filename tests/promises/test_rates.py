@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from pgoutbox import Context, Message, Outbox, Settings
+from pgoutbox import Context, Message, Outbox, Settings, Worker
 from pgoutbox.operations import Operator, Rate
-from pgoutbox.worker import Worker
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
