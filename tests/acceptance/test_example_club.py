@@ -416,7 +416,10 @@ async def test_a_strict_provider_refuses_none_of_the_clubs_mails(
             ((seconds,),) = db.execute(
                 """
                 WITH permit AS (
-                    SELECT extract(epoch FROM pgoutbox.next_permit_at('mail') - clock_timestamp())::float8 AS seconds
+                    -- Null, and so 0, if the next mail may go now.
+                    SELECT
+                        greatest(0, extract(epoch FROM pgoutbox.next_permit_at('mail') - clock_timestamp()))::float8
+                            AS seconds
                 ), aged AS (
                     UPDATE pgoutbox.rate_claim SET claimed_at = claimed_at - make_interval(secs => p.seconds)
                     FROM permit AS p
