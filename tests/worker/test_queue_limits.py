@@ -9,8 +9,10 @@ import pytest
 
 from pgoutbox.database import sql
 from pgoutbox.database.store import DueRow
+from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.errors import ArgumentError
 from pgoutbox.operations import Operator, Rate
+from pgoutbox.settings import load_settings
 from tests.support import outbox_actions
 from tests.support.outbox_actions import (
     Options,
@@ -177,6 +179,33 @@ def test_a_queue_remembers_the_claims_of_its_period(rolled_back: psycopg.Connect
         assert len(claim(rolled_back, total=1)) == 1
         pass_time(rolled_back, 1201)
     assert rolled_back.execute("SELECT attempt_count FROM pgoutbox.rate_claim").fetchall() == [(1,)] * 3
+
+
+def test_a_claim_reads_few_rows_of_the_many_that_have_ended(db: psycopg.Connection) -> None:
+    """The statistics are from a time when there was one row."""
+    db.execute(sql.PREPARE_SESSION, session_parameters(load_settings()))
+    enqueued(db, 2)
+    limit(db, 20, 1)
+    claim(db, total=1)
+    db.execute("ALTER TABLE pgoutbox.rate_claim SET (autovacuum_enabled = off)")
+    db.execute("ANALYZE pgoutbox.rate_claim")
+    db.execute(
+        "INSERT INTO pgoutbox.rate_claim (queue, claimed_at, begun_count, attempt_count)"
+        " SELECT 'default', now() - make_interval(secs => 100 + n), 1, 1 FROM generate_series(1, 1000) AS n"
+    )
+    before = rows_read(db)
+    assert len(claim(db, total=1)) == 1
+    assert rows_read(db) - before < 100
+
+
+def rows_read(db: psycopg.Connection) -> int:
+    """Return how many rows and index entries of the claims were read."""
+    db.execute("SELECT pg_stat_force_next_flush()")
+    ((read,),) = db.execute(
+        "SELECT t.seq_tup_read + i.idx_tup_read FROM pg_stat_user_tables AS t"
+        " JOIN pg_stat_user_indexes AS i USING (relid) WHERE t.relname = 'rate_claim'"
+    ).fetchall()
+    return int(read)
 
 
 def test_the_period_of_a_lowered_rate_ends_with_the_attempt_that_makes_room(rolled_back: psycopg.Connection) -> None:

@@ -9,16 +9,16 @@ AS $function$
 BEGIN
     INSERT INTO pgoutbox.rate_claim (queue, claimed_at, begun_count, attempt_count)
     VALUES (NEW.name, NEW.tokens_at, NEW.begun_count, NEW.begun_count - OLD.begun_count);
+    -- An array and not a join, which old statistics would turn into a scan for each row.
     DELETE FROM pgoutbox.rate_claim AS c
-    USING (
-        SELECT o.claimed_at
+    WHERE c.ctid = ANY (ARRAY(
+        SELECT o.ctid
         FROM pgoutbox.rate_claim AS o
         WHERE o.queue = NEW.name
             AND o.claimed_at <= NEW.tokens_at - make_interval(secs => greatest(NEW.rate_seconds, NEW.ceiling_seconds))
         ORDER BY o.claimed_at
         LIMIT 2
-    ) AS ended
-    WHERE c.queue = NEW.name AND c.claimed_at = ended.claimed_at;
+    ));
     RETURN NULL;
 END
 $function$;
