@@ -28,7 +28,6 @@ from pgoutbox.message import SendFailure, Sent, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import Attempted
 from pgoutbox.text import describe
-from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.worker.attempt import ABANDONED, RELEASED, STOPPED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
 from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.run_state import RunState
@@ -354,7 +353,8 @@ class AttemptPool:
     def _may_suspend(self, topic: str) -> bool:
         # A worker without another topic to deliver goes on until it has lost half of its slots: it must not idle.
         topics = self._run.topics
-        has_other = any(other not in (topic, ALERT_TOPIC) for other in topics)
+        # Messages of hooks and alerts follow from those of others, and those of other queues go to other workers.
+        has_other = any(other != topic and other in self._run.own_topics for other in topics)
         return topic in topics and has_other and self._outlived.count(topic) >= self._topic_limit
 
     def _note_return(self, topic: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Set
 
 from pgoutbox.database.store import Store
 from pgoutbox.errors import PgOutboxError
@@ -29,6 +30,7 @@ class RunState:
         queues: QueueSchedule,
         topics: list[str],
         stopping: asyncio.Event,
+        own_topics: Set[str] = frozenset(),
     ) -> None:
         self.settings = settings
         self.store = store
@@ -36,6 +38,8 @@ class RunState:
         self.queues = queues
         self.topics = topics
         """The topics whose messages this worker claims, in alphabetical order. They change: see `AttemptPool`."""
+        self.own_topics = own_topics
+        """The topics whose own queue this worker serves, without those of hooks and alerts."""
         self.alert_queue = queues.names[0] if ALERT_TOPIC in topics else None
         self.stopping = stopping
         self.error: PgOutboxError | None = None

@@ -115,6 +115,7 @@ class Worker:
         own = self._handlers.keys() - {ALERT_TOPIC, *outbox.hooks.values()}  # These follow the queues of others.
         queue_of = {name: topic.queue or "default" for name, topic in outbox.topics.items()}
         self._unserved = {name: q for name in sorted(own) if (q := queue_of.get(name, "default")) not in served}
+        self._own_topics = own - self._unserved.keys()
         self.name: str = ""  # Of the last run. One that is drawn here would be that of all children of a fork.
         self.telemetry: Telemetry = Telemetry(_log)
         RedirectRules.of(self._settings.redirect)
@@ -236,6 +237,7 @@ class _Run:
             queues=QueueSchedule(worker._queues, now=elapsed_clock()),
             topics=sorted(handlers),
             stopping=worker._stopping,
+            own_topics=worker._own_topics,
         )
         self._django = DjangoConnections.in_use()
         if self._django is not None:

@@ -71,6 +71,35 @@ APPLICATION = """
         pass
 """
 
+# A worker of the queue `shop` delivers one topic: messages of the others are in a queue of other workers, or follow.
+ONE_TOPIC = """
+    import time
+
+    from pgoutbox import Outbox, RetryPolicy, Topic
+
+    outbox = Outbox()
+
+
+    @outbox.handler(Topic("order", queue="shop"), timeout=0.2, retry=RetryPolicy.steps(3600))
+    def deliver(message, ctx):
+        while message.payload.get("hangs"):
+            time.sleep(0.05)
+"""
+OTHERS = {
+    "another queue": """
+
+    @outbox.handler(Topic("bill", queue="office"))
+    async def bill(message, ctx):
+        pass
+""",
+    "a hook": """
+
+    @outbox.on_failed("order")
+    async def tell(message, ctx):
+        pass
+""",
+}
+
 SERVERS = {
     "uvicorn": """
 import uvicorn
@@ -164,6 +193,22 @@ def test_a_worker_begins_no_messages_of_a_topic_that_holds_a_quarter_of_its_slot
     assert [record["topic"] for record in worker.records("topic_suspended")] == ["hangs"]
     (tmp_path / "return").touch()
     wait_until(lambda: states(db, *later) == {"sent"}, lambda: worker.log)
+    assert worker.stop() == 0
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_worker_that_delivers_one_topic_goes_on_with_its_healthy_messages(
+    db: psycopg.Connection, start_worker: StartWorker, other: str
+) -> None:
+    """If the topic were suspended, the worker would idle for ever, and its probes would say that it is well."""
+    with db.transaction():
+        for _ in range(2):
+            enqueue(db, "order", {"hangs": True}, queue="shop")
+    worker = start_worker(ONE_TOPIC + OTHERS[other], "--queue", "shop", concurrency="8", lease_seconds="1")
+    wait_until(lambda: len(worker.records("attempt_abandoned")) == 2, lambda: worker.log)
+    healthy = [enqueue(db, "order", {}, queue="shop") for _ in range(5)]
+    wait_until(lambda: states(db, *healthy) == {"sent"}, lambda: worker.log)
+    assert worker.records("topic_suspended") == []
     assert worker.stop() == 0
 
 
