@@ -324,7 +324,7 @@ class AttemptPool:
         slot.is_overdue = slot.timed_out = False
         while slot.task.uncancel():
             pass
-        if slot.runs_in_thread:
+        if slot.runs_in_thread and not slot.is_abandoned:
             self._abandon(slot, work)
         if slot.is_abandoned:
             try:

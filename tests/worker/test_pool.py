@@ -208,6 +208,30 @@ async def test_a_running_thread_keeps_its_slot() -> None:
     await stand.slots.stop()
 
 
+async def test_a_handler_that_leaves_a_thread_after_it_has_ignored_its_cancellation_costs_one_slot() -> None:
+    stand = Stand(concurrency=8, timeout_seconds=0.05)
+    thread: Future[object] = Future()
+    thread.set_running_or_notify_cancel()
+    has_ended = asyncio.Event()
+
+    async def begin_thread_late(work: Work) -> Sequence[AttemptResult]:
+        try:
+            return await stand.wait_for_the_test(work)
+        except asyncio.CancelledError:
+            await until(lambda: stand.telemetry.counts[LogEvent.ATTEMPT_ABANDONED])
+            thread_owner.get().watch_thread(thread)
+            has_ended.set()
+            raise
+
+    stand.attempt = begin_thread_late
+    stand.put(1)
+    await has_ended.wait()
+    assert stand.slots.capacity == 7
+    thread.set_result(None)
+    await stand.until(lambda: stand.slots.capacity == 8)
+    await stand.slots.stop()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("passed", [LogEvent.ATTEMPT_OVERDUE, None], ids=["in its overtime", "in its time"])
 async def test_a_thread_that_returned_during_a_blocked_event_loop_has_not_timed_out(
