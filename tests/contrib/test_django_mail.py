@@ -493,6 +493,17 @@ async def test_mail_outbox_of_a_test_refuses_what_the_backend_refuses(project: P
     assert "FAILED (failures=1)" in await project.manage("test", "members", code=1)
 
 
+async def test_a_project_starts_with_a_backend_that_is_no_class_or_is_missing(project: Project) -> None:
+    (project.directory / "members" / "backends.py").write_text("def connect(**options): ...\n")
+    for name in ("connect", "missing"):
+        path = f"members.backends.{name}"
+        if django.VERSION > (6, 1):
+            project.set(MAILERS={"default": {"BACKEND": path}})
+        else:
+            project.set(EMAIL_BACKEND=path)
+        assert "no issues" in await project.manage("check")
+
+
 # --- links that sign their reader in ----------------------------------------------------------------------------------
 
 

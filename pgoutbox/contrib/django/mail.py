@@ -109,7 +109,15 @@ class EmailBackend(BaseEmailBackend):
 @cache
 def is_used() -> bool:
     """Whether the project sends by this backend. The answer is that of its start: tests replace the backend."""
-    return any(issubclass(import_string(path), EmailBackend) for path in conf.mail_backends())
+    return any(map(_is_own, conf.mail_backends()))
+
+
+def _is_own(path: str) -> bool:
+    try:
+        found = import_string(path)
+    except ImportError:  # Django reports it when it sends an e-mail.
+        return False
+    return isinstance(found, type) and issubclass(found, EmailBackend)
 
 
 def check(email_message: Any) -> None:  # noqa: ANN401
