@@ -43,6 +43,8 @@ INTERRUPTED: Final = 130
 MASK: Final = "***"
 # A shorter one is often a part of other words.
 _LONG_SECRET: Final = 8
+# The log has line ends and other characters as escapes, whose last character is no part of the next word.
+_BEGIN_OF_WORD: Final = r"(?:(?<![^\W_])|(?<=\\[bfnrt])|(?<=\\x[0-9a-f]{2})|(?<=\\u[0-9a-f]{4})|(?<=\\U[0-9a-f]{8}))"
 
 # One line a minute: two weeks.
 _MAX_OWN_BYTES: Final = 5_000_000
@@ -262,7 +264,7 @@ def mask(text: str, secrets: Iterable[str]) -> str:
         if len(secret) >= _LONG_SECRET:
             text = text.replace(secret, MASK)
         elif secret in text:
-            begin, end = (r"(?<![^\W_])" * secret[0].isalnum(), r"(?![^\W_])" * secret[-1].isalnum())
+            begin, end = (_BEGIN_OF_WORD * secret[0].isalnum(), r"(?![^\W_])" * secret[-1].isalnum())
             text = re.sub(f"{begin}{re.escape(secret)}{end}", MASK, text)
     return text
 
