@@ -413,9 +413,10 @@ class Outbox:
         sequence of ids is behind the messages; `ConfigurationError` if the connection's encoding lacks a character;
         `TypeError` for another kind of connection. The driver's own errors pass through. With `best_effort` all but the
         `TypeError` are logged instead, with the keys and the owner, rolled back to a savepoint, and None is returned:
-        the caller's transaction stays usable. Such a call waits at most a second for a locked table, and for a key as
-        every call does: up to the caller's `lock_timeout` and `statement_timeout`. An error that ends the whole
-        transaction, such as a lost connection, is still raised: None never hides the loss of the caller's own writes.
+        the caller's transaction stays usable. Such a call waits at most a second for a locked table, and for a key, or
+        the ended message that has it, as every call does: up to the caller's `lock_timeout` and `statement_timeout`. An
+        error that ends the whole transaction, such as a lost connection, is still raised: None never hides the loss of
+        the caller's own writes.
 
             with psycopg.connect(dsn) as connection:
                 connection.execute("INSERT INTO account ...")

@@ -113,7 +113,7 @@ def test_a_wait_for_a_key_ends_with_the_callers_own_lock_timeout(
     assert second_click.execute("SELECT number FROM registration").fetchall() == [(7,)]
 
 
-@pytest.mark.parametrize("table", ["message", "message_live", "dedupe", "key_head"])
+@pytest.mark.parametrize("table", ["message", "message_live", "dedupe", "key_head", "id_floor"])
 def test_a_locked_table_costs_the_mail_and_not_the_registration(
     second_click: psycopg.Connection, connect: Connect, caplog: pytest.LogCaptureFixture, table: str
 ) -> None:
@@ -123,3 +123,18 @@ def test_a_locked_table_costs_the_mail_and_not_the_registration(
     business.commit()
     assert second_click.execute("SELECT number FROM registration").fetchall() == [(7,)]
     assert "55P03" in errors(caplog)[0]  # And not the statement_timeout of the test.
+
+
+@pytest.mark.parametrize("table", ["message_failed", "message_done"])
+def test_a_locked_table_of_ended_messages_costs_no_new_mail(
+    second_click: psycopg.Connection, connect: Connect, caplog: pytest.LogCaptureFixture, table: str
+) -> None:
+    """Its locks until the commit would also delay the drop of an old partition."""
+    repair, business = connect(), connect()
+    repair.execute(f"LOCK TABLE pgoutbox.{table} IN ACCESS EXCLUSIVE MODE".encode())
+    enqueued = register(Outbox(), business, dedupe_key="registration-7", ordering_key="member-7")
+    business.commit()
+    repair.rollback()
+    assert enqueued is not None
+    assert mails(second_click) == [enqueued.id]
+    assert errors(caplog) == []
