@@ -48,6 +48,9 @@ _OWN_REVISION = re.compile(r"^revision = ['\"]pgoutbox_\w+['\"]$", re.MULTILINE)
 # If another run has the lock for longer, it is reported.
 _WAIT_BRIEFLY = "SET LOCAL lock_timeout = '100ms'"
 _WAIT = "SET LOCAL lock_timeout = 0"
+# The down migration reads which messages it may delete.
+_DELETE_ALL = "SET LOCAL pgoutbox.delete_messages = 'all'"
+_DELETE_DELIVERED = "SET LOCAL pgoutbox.delete_messages = 'delivered'"
 
 # Like Alembic's table. Only its owner may lock it, but any login of the database could take an advisory lock.
 _CREATE_VERSION_TABLE = """
@@ -158,7 +161,7 @@ def downgrade(
     with _migration(dsn, report, lock_timeout_seconds) as connection:
         if _revision_of(connection) is None:
             return
-        _execute(connection, f"SET LOCAL pgoutbox.delete_messages = '{'all' if delete_messages else 'delivered'}'")
+        _execute(connection, _DELETE_ALL if delete_messages else _DELETE_DELIVERED)
         _run_alembic("downgrade", _config(connection), revision)
         if _revision_of(connection) is None:
             _execute(connection, "DROP TABLE pgoutbox.alembic_version")
