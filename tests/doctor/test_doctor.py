@@ -1189,16 +1189,16 @@ def test_a_shell_without_mail_settings_is_no_fault_of_the_workers(dsn: str, db: 
 
 @pytest.mark.slow
 async def test_a_healthy_installation_has_no_findings_to_fix(own: OwnServer, handled: Outbox) -> None:
-    """A database of an ordinary role, a running worker, and a mail server that accepts e-mail."""
+    """A named database of an ordinary role, a running worker, and a mail server that accepts e-mail."""
     with own.connect() as db:
         db.execute("CREATE ROLE club LOGIN IN ROLE pg_read_all_stats")
         db.execute("CREATE DATABASE club OWNER club")
     dsn = make_conninfo(own.dsn_for("club"), user="club")
     await asyncio.to_thread(migrate.upgrade, dsn)
     async with accepting_server() as inbox:
-        settings = settings_of(
-            dsn, smtp_host="127.0.0.1", smtp_port=inbox.port, smtp_security="none", smtp_sender="Club <club@club.org>"
-        )
+        mail = {"smtp_host": "127.0.0.1", "smtp_port": inbox.port, "smtp_security": "none"}
+        settings = settings_of(dsn, deployment="production", smtp_sender="Club <club@club.org>", **mail)
+        await asyncio.to_thread(Operator(settings).adopt, "production")
         worker = WatchedWorker(handled, settings=settings)
         async with running(worker):
             await worker.asleep.wait()
