@@ -316,7 +316,10 @@ def test_a_plan_that_was_made_for_empty_tables_reads_each_row_by_its_index(
             " WHERE schemaname = 'pgoutbox' AND seq_tup_read + coalesce(idx_tup_fetch, 0) > 0"
         ).fetchall()
     assert read != []
-    assert [relation for relation, sequentially, _ in read if sequentially] == []
+    # The floor has one row, so no index is faster. A bulk reads it a few times, not for each item.
+    floor_reads = sum(sequentially for relation, sequentially, _ in read if relation == "id_floor")
+    assert floor_reads < 10, read
+    assert [relation for relation, sequentially, _ in read if sequentially and relation != "id_floor"] == []
     assert all(by_index <= 10 * SIZE for _, _, by_index in read), read
 
 
