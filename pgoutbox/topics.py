@@ -39,7 +39,7 @@ class Topic(Generic[P]):
     its fan-outs, are stored encrypted with PGOUTBOX_ENCRYPTION_KEYS; its keys, destinations and headers stay readable.
     `redact` names further values to hide, besides passwords and similar ones: names, or paths such as `user.email`. A
     message whose payload does not fit the model of a worker waits for another worker, and fails after
-    `unreadable_timeout`.
+    `unreadable_timeout` and ten attempts.
     Raises `ConfigurationError` for a mistake.
 
         activation = Topic(

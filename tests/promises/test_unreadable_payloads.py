@@ -39,10 +39,15 @@ V1 = APPLICATION.format(field="user_id", options="")
 V2 = APPLICATION.format(field="account_id", options="")
 ENQUEUE = "SELECT pgoutbox.enqueue('mail.person', jsonb_build_object(%s::text, n)) FROM generate_series(1, %s) AS n"
 MAKE_DUE = "UPDATE pgoutbox.message_live SET available_at = now() WHERE state = 'pending' AND available_at > now()"
-AGE = (
-    "UPDATE pgoutbox.message SET available_at = now(), attempts = jsonb_set(attempts, '{{-1,started_at}}',"
-    " to_jsonb(now() - interval '{}')) WHERE id = %s AND state = 'pending' AND attempts IS NOT NULL RETURNING id"
+# Let its last attempts have been so many, the first of them so long ago.
+AGE = """
+UPDATE pgoutbox.message
+SET available_at = now(), attempts = jsonb_set(
+    jsonb_set(attempts, '{-1,started_at}', to_jsonb(now() - %s::interval)), '{-1,times}', to_jsonb(%s::integer)
 )
+WHERE id = %s AND state = 'pending' AND attempts IS NOT NULL
+RETURNING id
+"""
 
 
 @pytest.fixture
@@ -123,20 +128,49 @@ def test_a_message_that_nobody_can_read_fails_after_the_time_of_its_topic(
     """Two versions refuse it for different reasons; the time counts from the first refusal."""
     message_id = put(db, "neither")
     applications = [APPLICATION.format(field=name, options=", unreadable_timeout=7200") for name in ("user_id", "x")]
-    for number, age in enumerate(("5 minutes", "119 minutes", "121 minutes")):
+    for number, (age, times) in enumerate((("5 minutes", 1), ("119 minutes", 9), ("121 minutes", 10))):
         worker = start_worker(applications[number % 2], "--once")
         assert worker.wait() == 0, worker.log
-        assert entry_of(db, message_id) == ("snoozed", "unreadable", number + 1)
-        assert db.execute(AGE.format(age), [message_id]).fetchall() == [(message_id,)]
+        outcome, reason_code, _ = entry_of(db, message_id) or ("none", None, 0)
+        assert (outcome, reason_code) == ("snoozed", "unreadable")
+        assert db.execute(AGE, [age, times, message_id]).fetchall() == [(message_id,)]
     assert start_worker(applications[0], "--once").wait() == 0
     assert entry_of(db, message_id) == ("failed", "unreadable", 1)
     (listed,) = command("list", "--state", "failed", "--json").lines
     assert "user_id: Field required" in listed["last_error"]
     # An operator who redrives it gives it the whole time again.
     assert command("redrive", str(message_id)).exit_code == 0
-    assert db.execute(AGE.format("121 minutes"), [message_id]).fetchall() == [(message_id,)]
+    assert db.execute(AGE, ["121 minutes", 10, message_id]).fetchall() == [(message_id,)]
     assert start_worker(applications[0], "--once").wait() == 0
     assert entry_of(db, message_id) == ("snoozed", "unreadable", 1)
+
+
+def test_a_pause_of_all_workers_fails_no_message(db: psycopg.Connection, start_worker: StartWorker) -> None:
+    """The tenth refusal is the first one that may end it."""
+    message_id = put(db, "account_id")
+    assert start_worker(V1, "--once").wait() == 0
+    for earlier, outcome, times in ((1, "snoozed", 2), (8, "snoozed", 9), (9, "failed", 1)):
+        assert db.execute(AGE, ["2 days", earlier, message_id]).fetchall() == [(message_id,)]
+        assert start_worker(V1, "--once").wait() == 0
+        assert entry_of(db, message_id) == (outcome, "unreadable", times)
+
+
+def test_a_cancelled_message_gets_the_whole_time_again_by_a_redrive(
+    db: psycopg.Connection, start_worker: StartWorker, command: Callable[..., Done]
+) -> None:
+    message_id = put(db, "account_id")
+    assert start_worker(V1, "--once").wait() == 0
+    assert db.execute(AGE, ["2 days", 30, message_id]).fetchall() == [(message_id,)]
+    for act in ("cancel", "redrive"):
+        done = command(act, str(message_id))
+        assert done.exit_code == 0, done
+    assert start_worker(V1, "--once").wait() == 0
+    assert entry_of(db, message_id) == ("snoozed", "unreadable", 1)
+    history = db.execute(
+        "SELECT outcome, reason_code, times FROM pgoutbox.attempt_view WHERE message_id = %s ORDER BY attempt_count",
+        [message_id],
+    ).fetchall()
+    assert history == [("cancelled", "unreadable", 30), ("snoozed", "unreadable", 1)]
 
 
 def test_a_topic_without_patience_fails_at_once(db: psycopg.Connection, start_worker: StartWorker) -> None:

@@ -70,7 +70,13 @@ BEGIN
             available_at = now(),
             finished_at = NULL,
             lane = least(m.attempt_count, 1),
-            max_attempts = m.attempt_count + m.attempt_budget
+            max_attempts = m.attempt_count + m.attempt_budget,
+            -- The time in which nobody could read its payload begins again: its next refusal is an entry of its own.
+            attempts = CASE
+                WHEN (m.attempts #>> '{-1,outcome}', m.attempts #>> '{-1,reason_code}') = ('snoozed', 'unreadable')
+                    THEN jsonb_set(m.attempts, '{-1,outcome}', to_jsonb(m.state))
+                ELSE m.attempts
+            END
         FROM locked AS l
         WHERE m.id = l.id
             AND m.state = l.state

@@ -15,14 +15,13 @@ WITH held AS MATERIALIZED (
             ) THEN 'cancelled'
             WHEN head.newest_id IS NOT NULL THEN 'skipped'
             WHEN o.outcome = 'retry' AND m.attempt_count >= m.max_attempts THEN 'failed'
-            WHEN o.fails_after IS NULL THEN 'pending'
-            -- Postponed for this reason for too long, counted from the first of its attempts in a row. Those before a
-            -- redrive do not count.
-            WHEN CASE
-                WHEN (m.attempts #>> '{-1,outcome}', m.attempts #>> '{-1,reason_code}') = ('snoozed', o.reason_code)
-                    THEN (m.attempts #>> '{-1,started_at}')::timestamptz
-                ELSE m.claimed_at
-            END <= now() - make_interval(secs => o.fails_after) THEN 'failed'
+            WHEN o.fails_after = 0 THEN 'failed'
+            -- Postponed for this reason for too long, counted from the first of its attempts in a row, and at least
+            -- ten times: while all workers stand still, nobody tries. Those before a redrive do not count.
+            WHEN (m.attempts #>> '{-1,outcome}', m.attempts #>> '{-1,reason_code}') = ('snoozed', o.reason_code)
+                AND (m.attempts #>> '{-1,times}')::integer >= 9
+                AND (m.attempts #>> '{-1,started_at}')::timestamptz <= now() - make_interval(secs => o.fails_after)
+                THEN 'failed'
             ELSE 'pending'
         END AS state
     FROM unnest(
