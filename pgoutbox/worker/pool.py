@@ -47,6 +47,7 @@ _HALF_LOST = (
 
 class _Slot(ThreadOwner):
     __slots__ = (
+        "arm",
         "deadline",
         "has_returned",
         "is_abandoned",
@@ -59,8 +60,9 @@ class _Slot(ThreadOwner):
         "work",
     )
 
-    def __init__(self, task: asyncio.Task[None]) -> None:
+    def __init__(self, task: asyncio.Task[None], arm: Callable[[float], None]) -> None:
         self.task = task
+        self.arm = arm  # Looks at the deadline when it has come.
         self.deadline: float | None = None
         self.timeout_seconds: float | None = None
         self.is_overdue = False  # The attempt has passed its timeout.
@@ -82,9 +84,14 @@ class _Slot(ThreadOwner):
         work = self.work  # Empty if a task that its handler has left running calls after the end of its attempt.
         return lambda: (not work or self.work is work) and not self.is_overdue
 
-    def restart_timeout(self, *, extra_seconds: float = 0.0) -> None:
+    def pause_timeout(self) -> None:
+        if self.deadline is not None and not self.is_overdue:
+            self.deadline = math.inf
+
+    def restart_timeout(self) -> None:
         if self.deadline is not None and self.timeout_seconds is not None and not self.is_overdue:
-            self.deadline = asyncio.get_running_loop().time() + self.timeout_seconds + extra_seconds
+            self.deadline = asyncio.get_running_loop().time() + self.timeout_seconds
+            self.arm(self.deadline)
 
     async def threads_end(self) -> None:
         """Wait for the end of all threads. A cancelled wait does not cancel them."""
@@ -191,6 +198,7 @@ class AttemptPool:
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
+        self._timer_at = -math.inf  # No deadline counts any more.
         self.release_waiting()
         tasks = [slot.task for slot in self._slots]
         for task in tasks:
@@ -217,7 +225,7 @@ class AttemptPool:
         if len(self._slots) < self._concurrency:
             self._waking = True
             task = asyncio.create_task(self._serve(), name=f"pgoutbox-slot-{len(self._slots)}")
-            self._slots.append(_Slot(task))
+            self._slots.append(_Slot(task, self._arm_timer))
 
     async def _serve(self) -> None:
         task = asyncio.current_task()
@@ -280,8 +288,7 @@ class AttemptPool:
         slot.overtime_count = 0
         if timeout is not None:
             slot.deadline = now + timeout
-            if slot.deadline < self._timer_at:
-                self._set_timer(slot.deadline)
+            self._arm_timer(slot.deadline)
         results: Sequence[AttemptResult] | None = None
         try:
             results = await self._run_work(work)
@@ -363,11 +370,12 @@ class AttemptPool:
             insort(self._run.topics, topic)
             self._signals.poll_all_lanes()
 
-    def _set_timer(self, at: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at = at
-        self._timer = asyncio.get_running_loop().call_at(at, self._end_overdue)
+    def _arm_timer(self, at: float) -> None:
+        if at < self._timer_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_at = at
+            self._timer = asyncio.get_running_loop().call_at(at, self._end_overdue)
 
     def _end_overdue(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -381,7 +389,7 @@ class AttemptPool:
         deadlines = [slot.deadline for slot in self._slots if slot.deadline is not None]
         self._timer_at = math.inf
         if deadlines:
-            self._set_timer(min(deadlines))
+            self._arm_timer(min(deadlines))
 
     def _overrun(self, slot: _Slot, *, was_away: bool) -> None:
         """Handle a passed deadline: first of the attempt, then of its overtime.

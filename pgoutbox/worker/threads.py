@@ -32,8 +32,11 @@ class ThreadOwner:
         """Return a function that tells a thread whether it may still begin the caller's work."""
         return lambda: True
 
-    def restart_timeout(self, *, extra_seconds: float = 0.0) -> None:
-        """Begin the timeout of the attempt again, after a wait for the worker itself, or `extra_seconds` before it."""
+    def pause_timeout(self) -> None:
+        """Set no timeout during a wait for the worker itself, which must have a limit of its own."""
+
+    def restart_timeout(self) -> None:
+        """Begin the timeout of the attempt again, after `pause_timeout`."""
 
 
 _NOBODY: Final = ThreadOwner()

@@ -32,8 +32,6 @@ from pgoutbox.worker.threads import thread_owner
 _CANCEL_SECONDS: Final = 1.0
 # The pause of a message without a connection. It lets other messages pass.
 _PAUSE_SECONDS: Final = (1.0, 3.0)
-# More than all waits before a handler can take together.
-_LONGEST_WAIT_SECONDS: Final = 60.0
 _ENDED_ITS_TRANSACTION: Final = "the handler ended its transaction, by COMMIT or ROLLBACK as a statement"
 _NOT_SENT: Final = {
     TransactionStatus.INERROR: "the handler returned with its transaction aborted; nothing was committed",
@@ -59,7 +57,7 @@ class Transactions:
         """
         (attempt,) = work
         slot = thread_owner.get()
-        slot.restart_timeout(extra_seconds=_LONGEST_WAIT_SECONDS)
+        slot.pause_timeout()
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 forgets = await self._store.forgets_sent((attempt.message.topic,))
@@ -68,7 +66,8 @@ class Transactions:
             return (Snooze(random.uniform(*_PAUSE_SECONDS), f"not begun, no connection: {describe(error)}"),)
         except asyncio.CancelledError:
             return (Snooze(0, "not begun, the worker stops"),)
-        slot.restart_timeout()
+        finally:
+            slot.restart_timeout()
         is_ended = False
         try:
             result = await self._run_in(session, attempt, forgets=forgets)

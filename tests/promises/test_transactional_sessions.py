@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import httpx
 import pytest
+from psycopg import connect
 from psycopg import sql as composable
 from psycopg.conninfo import conninfo_to_dict
 
@@ -101,6 +102,20 @@ def gate(db: psycopg.Connection) -> Iterator[None]:
         yield
     finally:
         db.execute("SELECT pg_advisory_unlock(%s)", [GATE])
+
+
+@contextmanager
+def waits_for_a_session(db: psycopg.Connection, dsn: str, *, at_least: str) -> Iterator[None]:
+    """Keep every new session of a worker from getting ready. Wait until one has waited for this time."""
+    waits = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        " AND application_name = 'pgoutbox handler' AND age(clock_timestamp(), query_start) > %s::interval"
+    )
+    with connect(dsn) as blocker:
+        blocker.execute("LOCK TABLE pgoutbox.home")
+        wait_until(lambda: db.execute(waits, [at_least]).fetchone() == (1,), lambda: "no session waits")
+        yield
+        blocker.rollback()
 
 
 WRITE: Final = '    await run("INSERT INTO effect VALUES (%s)", [message.id])\n'
@@ -325,3 +340,18 @@ def test_a_handler_does_not_run_on_a_new_session_to_a_database_of_another_deploy
     wait_until(lambda: states(db)["sent"] or ends(db), lambda: worker.log)
     assert effects() == []
     assert used_up(db) == []
+
+
+def test_the_timeout_of_a_handler_holds_after_a_longer_wait_for_a_session(
+    start_worker: StartWorker, dsn: str, db: psycopg.Connection, effects: Callable[[], list[int]]
+) -> None:
+    text = application(WRITE + "    await asyncio.sleep(15)\n", "async")
+    worker = start_worker(text.replace("transactional=True", "transactional=True, timeout=1"), lease_seconds="60")
+    enqueue(db, "plain")
+    until_over(db, worker, "plain")
+    enqueue(db, "work", max_attempts=1)
+    with waits_for_a_session(db, dsn, at_least="1.2s"):
+        pass
+    until_over(db, worker)
+    assert ["timed out" in (error or "") for _, error in used_up(db)] == [True], ends(db)
+    assert effects() == []
