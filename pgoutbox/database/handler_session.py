@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Final, LiteralString
+from typing import Final, LiteralString, TypeVar
 
 import psycopg
-from psycopg.pq import PGconn, TransactionStatus, abc
+from psycopg.pq import Escaping, PGconn, TransactionStatus, abc
 from psycopg.rows import TupleRow
 
 from pgoutbox.database import sql
@@ -21,6 +21,10 @@ from pgoutbox.database.worker_connection import Session, open_session, refusing_
 from pgoutbox.settings import Settings
 
 _TRANSACTION_TIMEOUT_SINCE: Final = 170_000
+# What a client may set at its start. A pooler remembers these for each client, and forgets them at RESET ALL.
+_CLIENT_SETTINGS: Final = ("client_encoding", "TimeZone", "DateStyle", "IntervalStyle", "application_name")
+
+L = TypeVar("L", LentAsyncConnection[TupleRow], LentConnection[TupleRow])
 
 
 class HandlerSession:
@@ -28,11 +32,11 @@ class HandlerSession:
 
     def __init__(self, session: Session, settings: Settings) -> None:
         self._connection = session.connection
-        self._is_direct = session.is_direct
         self._trips = Pipeline(session.connection, prepares=False)
         self._parameters = session_parameters(settings)
         self._answer_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
         self.is_pooled = session.is_pooled
+        self._discard_pooled = ";".join([sql.DISCARD_POOLED, *_settings_of(self.pgconn), sql.COMMIT]).encode()
         self.was_idle = False
         """Whether it has been idle between two handlers."""
         self.idle_since = 0.0
@@ -73,22 +77,19 @@ class HandlerSession:
             await self._connection.execute(text.encode())
 
     @contextlib.contextmanager
-    def lent(
-        self, answer_seconds: float | None
-    ) -> Iterator[tuple[LentAsyncConnection[TupleRow], LentConnection[TupleRow]]]:
-        """Return the connection for a handler, for the event loop and for a thread. Afterwards both are closed for it.
+    def lent(self, kind: type[L], answer_seconds: float | None) -> Iterator[L]:
+        """Return the connection as a handler of this kind sees it. Afterwards it is closed for the handler.
 
-        They are new objects, so that adapters or row factories of one handler do not reach the next one.
+        It is a new object, so that adapters or row factories of one handler do not reach the next one. There may be
+        only one, because it gets the notices of the connection of libpq.
         """
-        lent = LentAsyncConnection[TupleRow](self.pgconn), LentConnection[TupleRow](self.pgconn)
-        for connection in lent:
-            connection.prepare_threshold = None
-            connection.answer_seconds = answer_seconds
+        lent = kind(self.pgconn)
+        lent.prepare_threshold = None
+        lent.answer_seconds = answer_seconds
         try:
             yield lent
         finally:
-            for connection in lent:
-                connection.pgconn = PGconn()
+            lent.pgconn = PGconn()
 
     async def fetch(self, steps: Sequence[Step]) -> list[TupleRow]:
         """Run these steps in the transaction as the worker's role, and return the rows of the last one."""
@@ -110,14 +111,14 @@ class HandlerSession:
 
     async def _end(self, steps: Sequence[Step], end: LiteralString, end_and_chain: LiteralString) -> None:
         with deadline(self._connection, self._answer_seconds):
-            if self._is_direct:
+            if not self.is_pooled:
                 await self._trips.fetch([*steps, (end, {})], index=len(steps), finally_run=sql.DISCARD_SESSION)
                 return
             await self._trips.fetch([*steps, (end_and_chain, {})], index=len(steps))
         # The transaction has ended, whatever happens from here on.
         try:
             with deadline(self._connection, self._answer_seconds):
-                await self._connection.execute(sql.DISCARD_POOLED)
+                await self._connection.execute(self._discard_pooled)
         except (psycopg.Error, OSError):
             self.close()
 
@@ -128,3 +129,10 @@ class HandlerSession:
     def abandon(self) -> None:
         """End the session, which a thread may still use: the last one that has it closes it."""
         break_socket(self._connection)
+
+
+def _settings_of(pgconn: abc.PGconn) -> list[str]:
+    """Return statements that repeat the present settings of the client."""
+    values = [(name, pgconn.parameter_status(name.encode())) for name in _CLIENT_SETTINGS]
+    escape = Escaping(pgconn).escape_literal
+    return [f"SET {name} TO {bytes(escape(value)).decode()}" for name, value in values if value is not None]

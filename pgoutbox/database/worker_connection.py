@@ -52,12 +52,10 @@ class CopyError(SchemaError, psycopg.OperationalError):
 class Session:
     """An open connection of a worker, to the server or to a pooler.
 
-    `is_direct`: it leads to the server, as detected. `is_pooled`: a pooler was told or detected, so that each
-    transaction may have another session of the server.
+    `is_pooled`: a pooler was told or detected, so that each transaction may have another session of the server.
     """
 
     connection: connections.AsyncConnection[TupleRow]
-    is_direct: bool
     is_pooled: bool
 
 
@@ -202,7 +200,7 @@ async def open_session(
     Raises `CopyError` for a direct session in a copy of the database. Behind a pooler each transaction must ask.
     """
     connection, is_direct = await connect(dsn, settings, purpose=purpose, kind=kind)
-    session = Session(connection, is_direct, is_pooled=settings.pooled or not is_direct)
+    session = Session(connection, is_pooled=settings.pooled or not is_direct)
     if not session.is_pooled:
         await prepare_session(connection, settings, prepare)
     return session

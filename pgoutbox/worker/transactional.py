@@ -14,8 +14,10 @@ from typing import Final
 
 import psycopg
 from psycopg.pq import TransactionStatus
+from psycopg.rows import TupleRow
 
 from pgoutbox.database import sql
+from pgoutbox.database.connections import LentAsyncConnection, LentConnection
 from pgoutbox.database.handler_session import HandlerSession
 from pgoutbox.database.store import Store, completion, name_session
 from pgoutbox.errors import LeaseLostError
@@ -85,9 +87,13 @@ class Transactions:
         try:
             await attempt.pass_gate()  # The wait for the session may have taken long.
             # The handler's own statements may take as long as the handler.
-            with session.lent(None if limit is None else limit + _CANCEL_SECONDS) as connections:
-                attempt.connection, attempt.sync_connection = connections
-                (outcome,) = await self._dispatcher.run((attempt,))
+            answer_seconds = None if limit is None else limit + _CANCEL_SECONDS
+            if attempt.handler.is_async:
+                with session.lent(LentAsyncConnection[TupleRow], answer_seconds) as attempt.connection:
+                    (outcome,) = await self._dispatcher.run((attempt,))
+            else:
+                with session.lent(LentConnection[TupleRow], answer_seconds) as attempt.sync_connection:
+                    (outcome,) = await self._dispatcher.run((attempt,))
             if isinstance(outcome, Sent):
                 await self._complete(session, attempt, forgets=forgets)
                 return ALREADY_FINISHED
@@ -115,7 +121,7 @@ class Transactions:
         except psycopg.Error as error:
             match error.sqlstate:
                 case "OB002":
-                    raise Transient(_ENDED_ITS_TRANSACTION) from None
+                    raise Transient(f"{_ENDED_ITS_TRANSACTION}, or all settings, by RESET ALL") from None
                 case "OB003":
                     raise _lost(attempt.message) from None
             raise

@@ -355,3 +355,75 @@ def test_the_timeout_of_a_handler_holds_after_a_longer_wait_for_a_session(
     until_over(db, worker)
     assert ["timed out" in (error or "") for _, error in used_up(db)] == [True], ends(db)
     assert effects() == []
+
+
+@KINDS
+def test_a_handler_gets_the_notices_of_its_statements(
+    start_worker: StartWorker, db: psycopg.Connection, kind: str
+) -> None:
+    db.execute("CREATE TABLE seen (what text)")
+    body = """
+    notices = []
+    ctx.connection.add_notice_handler(lambda notice: notices.append(notice.message_primary))
+    await run("DO $$ BEGIN RAISE NOTICE 'hello'; END $$")
+    await run("INSERT INTO seen SELECT unnest(%s::text[])", [notices])
+"""
+    worker = start_worker(application(body, kind), concurrency="1")
+    for _ in range(2):
+        enqueue(db, "work", max_attempts=1)
+    until_over(db, worker)
+    assert used_up(db) == []
+    assert db.execute("SELECT what FROM seen").fetchall() == [("hello",)] * 2
+
+
+def test_a_handler_that_resets_all_settings_learns_why_it_is_not_sent(
+    start_worker: StartWorker, db: psycopg.Connection, effects: Callable[[], list[int]]
+) -> None:
+    worker = start_worker(application(WRITE + '    await run("RESET ALL")\n', "async"))
+    enqueue(db, "work", max_attempts=1)
+    until_over(db, worker)
+    ((_, error),) = ends(db)
+    assert "RESET ALL" in (error or "")
+    assert effects() == []
+
+
+@pytest.mark.parametrize("place", ["direct", "behind a pooler"])
+def test_every_handler_has_the_settings_and_the_login_of_its_client(
+    start_worker: StartWorker, server: Server, dsn: str, db: psycopg.Connection, place: str
+) -> None:
+    db.execute("CREATE TABLE seen (what text)")
+    body = """
+    await run(SEE, [USER])
+    await run("SET SESSION AUTHORIZATION pg_monitor")
+    await run("SET TimeZone TO 'Asia/Tokyo'")
+"""
+    see = (
+        "INSERT INTO seen SELECT concat_ws(', ', current_setting('TimeZone'), current_setting('DateStyle'),"
+        " current_setting('client_encoding'), session_user = %s)"
+    )
+    text = application(body, "async") + f"\nUSER = {db.info.user!r}\nSEE = {see!r}\n"
+    client = {"PGTZ": "Europe/Vienna", "PGDATESTYLE": "German, DMY"}
+    with pooled(dsn, server, mode="transaction", size=3) as pooled_dsn:
+        worker = start_worker(text, dsn=dsn if place == "direct" else pooled_dsn, concurrency="1", environment=client)
+        for _ in range(4):
+            enqueue(db, "work", max_attempts=1)
+        until_over(db, worker)
+        assert used_up(db) == []
+        seen = db.execute("SELECT what FROM seen").fetchall()
+        assert seen == [("Europe/Vienna, German, DMY, UTF8, t",)] * 4
+
+
+def test_a_session_that_is_told_to_be_pooled_is_cleaned_within_a_transaction(
+    start_worker: StartWorker, db: psycopg.Connection, effects: Callable[[], list[int]]
+) -> None:
+    """The pooler gives its clients the real process numbers, so nothing else tells of it."""
+    worker = start_worker(application(WRITE, "async"), concurrency="1", listen="false")
+    message_id = enqueue(db, "work", max_attempts=1)
+    until_over(db, worker)
+    assert effects() == [message_id]
+    last = (
+        "SELECT query FROM pg_stat_activity WHERE datname = current_database()"
+        " AND application_name = 'pgoutbox handler' AND state = 'idle' AND query LIKE '%DISCARD%'"
+    )
+    ((query,),) = wait_until(lambda: db.execute(last).fetchall(), lambda: worker.log)
+    assert query.rstrip().endswith("COMMIT")

@@ -1,2 +1,2 @@
--- Return to the role of the worker in the transaction of a handler, which may have set another one.
-RESET ROLE
+-- Return to the login and the role of the worker in the transaction of a handler, which may have set others.
+SET SESSION AUTHORIZATION DEFAULT
