@@ -453,10 +453,14 @@ class Store:
         if time.monotonic() - self._retention_read_at > _RETENTION_SECONDS:
             async with self._retention_turn:  # Concurrent callers share one query.
                 if time.monotonic() - self._retention_read_at > _RETENTION_SECONDS:
-                    rows = await self._finishes.fetch(sql.FORGOTTEN_TOPICS, {})
-                    self._forgotten_topics = frozenset(topic for (topic,) in rows)
-                    self._retention_read_at = time.monotonic()
+                    # A cancelled query would close the connection, which all finishes use.
+                    await asyncio.shield(self._read_forgotten_topics())
         return bool(self._forgotten_topics) and not self._forgotten_topics.isdisjoint((*topics, "*"))
+
+    async def _read_forgotten_topics(self) -> None:
+        rows = await self._finishes.fetch(sql.FORGOTTEN_TOPICS, {})
+        self._forgotten_topics = frozenset(topic for (topic,) in rows)
+        self._retention_read_at = time.monotonic()
 
     async def finish(self, requests: Sequence[FinishRequest]) -> dict[int, State]:
         """Finish these attempts, and return the new state of each message that its attempt still held."""

@@ -150,6 +150,11 @@ class Attempt(Context):
         self._connection = connection
 
     @property
+    def has_begun(self) -> bool:
+        """Whether its handler may have begun: a transactional one begins when it gets its connection."""
+        return not self.handler.transactional or (self._connection or self.sync_connection) is not None
+
+    @property
     def should_stop(self) -> bool:
         return self.overtaken is not None or self.expiring_at <= elapsed_clock()
 

@@ -296,7 +296,8 @@ class AttemptPool:
                 await slot.threads_end()
         except asyncio.CancelledError:
             if not slot.timed_out:
-                stopped = ABANDONED if slot.runs_in_thread else STOPPED
+                begun = all(attempt.has_begun for attempt in work)
+                stopped = ABANDONED if slot.runs_in_thread else STOPPED if begun else RELEASED
                 known = results or [stopped] * len(work)
                 self._end_running(slot, [r if isinstance(r, (Sent, AlreadyFinished)) else stopped for r in known])
                 raise

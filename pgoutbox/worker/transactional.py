@@ -66,8 +66,6 @@ class Transactions:
             session = await self._sessions.begin(_name_of(attempt))
         except (NoSessionError, psycopg.Error, OSError) as error:
             return (Snooze(random.uniform(*_PAUSE_SECONDS), f"not begun, no connection: {describe(error)}"),)
-        except asyncio.CancelledError:
-            return (Snooze(0, "not begun, the worker stops"),)
         finally:
             slot.restart_timeout()
         is_ended = False

@@ -427,3 +427,55 @@ def test_a_session_that_is_told_to_be_pooled_is_cleaned_within_a_transaction(
     )
     ((query,),) = wait_until(lambda: db.execute(last).fetchall(), lambda: worker.log)
     assert query.rstrip().endswith("COMMIT")
+
+
+def test_a_middleware_may_give_up_before_a_transactional_handler_begins(
+    start_worker: StartWorker, dsn: str, db: psycopg.Connection, effects: Callable[[], list[int]]
+) -> None:
+    """Its timeout ends the wait of its attempt, but not what the worker itself reads meanwhile."""
+    text = (
+        application(WRITE, "async")
+        + """
+import sys
+from pgoutbox import Permanent
+
+@outbox.middleware
+async def limit(messages, call_next):
+    try:
+        async with asyncio.timeout(0.3):
+            return await call_next()
+    except TimeoutError:
+        print("GAVE UP", file=sys.stderr, flush=True)
+        return [Permanent("gave up")]
+"""
+    )
+    readers = (
+        "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        " AND query LIKE '%pgoutbox.retention%'"
+    )
+    with connect(dsn) as blocker:
+        blocker.execute("LOCK TABLE pgoutbox.retention")
+        worker = start_worker(text, lease_seconds="60")
+        enqueue(db, "work")
+        before = wait_until(lambda: db.execute(readers).fetchall(), lambda: worker.log)
+        wait_until(lambda: "GAVE UP" in worker.log or ends(db), lambda: worker.log)
+        assert db.execute(readers).fetchall() == before
+        blocker.rollback()
+    until_over(db, worker)
+    assert [error for _, error in ends(db)] == ["gave up"]
+    assert effects() == []
+
+
+def test_a_stop_before_a_transactional_handler_begins_uses_up_no_attempt(
+    start_worker: StartWorker, dsn: str, db: psycopg.Connection, effects: Callable[[], list[int]]
+) -> None:
+    text = application(WRITE, "async").replace("transactional=True", 'transactional=True, on_unknown="hold"')
+    worker = start_worker(text, lease_seconds="60", shutdown_grace_seconds="0")
+    enqueue(db, "plain")
+    until_over(db, worker, "plain")
+    enqueue(db, "work", max_attempts=1)
+    with waits_for_a_session(db, dsn, at_least="0s"):
+        assert worker.stop() == 0
+    assert states(db) == {"pending": 1}
+    assert used_up(db) == []
+    assert effects() == []
