@@ -105,14 +105,15 @@ def gate(db: psycopg.Connection) -> Iterator[None]:
 
 
 @contextmanager
-def waits_for_a_session(db: psycopg.Connection, dsn: str, *, at_least: str) -> Iterator[None]:
-    """Keep every new session of a worker from getting ready. Wait until one has waited for this time."""
+def enqueued_and_waiting(db: psycopg.Connection, dsn: str, *, at_least: str) -> Iterator[None]:
+    """Enqueue a message while no new session of a worker gets ready. Wait until one has waited for this time."""
     waits = (
         "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
         " AND application_name = 'pgoutbox handler' AND age(clock_timestamp(), query_start) > %s::interval"
     )
     with connect(dsn) as blocker:
         blocker.execute("LOCK TABLE pgoutbox.home")
+        enqueue(db, "work", max_attempts=1)
         wait_until(lambda: db.execute(waits, [at_least]).fetchone() == (1,), lambda: "no session waits")
         yield
         blocker.rollback()
@@ -349,8 +350,7 @@ def test_the_timeout_of_a_handler_holds_after_a_longer_wait_for_a_session(
     worker = start_worker(text.replace("transactional=True", "transactional=True, timeout=1"), lease_seconds="60")
     enqueue(db, "plain")
     until_over(db, worker, "plain")
-    enqueue(db, "work", max_attempts=1)
-    with waits_for_a_session(db, dsn, at_least="1.2s"):
+    with enqueued_and_waiting(db, dsn, at_least="1.2s"):
         pass
     until_over(db, worker)
     assert ["timed out" in (error or "") for _, error in used_up(db)] == [True], ends(db)
@@ -473,8 +473,7 @@ def test_a_stop_before_a_transactional_handler_begins_uses_up_no_attempt(
     worker = start_worker(text, lease_seconds="60", shutdown_grace_seconds="0")
     enqueue(db, "plain")
     until_over(db, worker, "plain")
-    enqueue(db, "work", max_attempts=1)
-    with waits_for_a_session(db, dsn, at_least="0s"):
+    with enqueued_and_waiting(db, dsn, at_least="0s"):
         assert worker.stop() == 0
     assert states(db) == {"pending": 1}
     assert used_up(db) == []
