@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.budget.meter import Kind
 
 BOOK = Path(__file__).with_name("budget.json")
-# What two runs of the same work may differ by, whatever their size: a survey more, a page more.
+# What two runs of the same work may differ by, whatever their size: on a busy machine claims find fewer messages.
 _NOISE: Final[Mapping[str, float]] = {
     "Python calls": 8_000,
     "WAL bytes": 8_000,
@@ -23,9 +23,9 @@ _NOISE: Final[Mapping[str, float]] = {
     "index entries": 20,
     "notifications": 2,
     "pages read": 1_500,
-    "round trips": 10,
-    "statements": 10,
-    "transactions": 10,
+    "round trips": 40,
+    "statements": 40,
+    "transactions": 40,
 }
 
 Costs = dict[str, float]

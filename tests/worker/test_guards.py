@@ -1789,7 +1789,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "floor of ids",
         a_used_id_is_refused,
-        no_guard_in_function("_enqueue_receipt", "WHEN drawn.id <=", "WHEN false AND drawn.id <="),
+        no_guard_in_function("_enqueue_receipt", "WHEN n <=", "WHEN false AND n <="),
     ),
     (
         "floor of ids: options",
