@@ -335,7 +335,8 @@ def test_a_finish_sorts_nothing_and_finds_claims_by_primary_key(
     plan = plan_of(filled, statement, FINISH_PARAMETERS)
     found = [node for node in plan.reads("claim") if node.type != "Tid Scan"]
     assert {node.index for node in found} <= {"claim_pkey"}
-    assert all(node.condition.count("=") >= 2 for node in found), "all claims of the worker are read"
+    if statement != sql.RENEW_CLAIMS:  # PostgreSQL 15 reads the claims of the worker, which are few, once.
+        assert all(node.condition.count("=") >= 2 for node in found), "all claims of the worker are read"
     assert not plan.types() & {"Sort", "Incremental Sort"}
 
 
