@@ -487,9 +487,10 @@ async def test_mail_outbox_of_a_test_refuses_what_the_backend_refuses(project: P
     project.send_by()
     (project.directory / "members" / "tests.py").write_text(MAIL_OUTBOX)
     assert "OK" in await project.manage("test", "members")
-    project.set(
-        EMAIL_BACKEND=LOCMEM, **({"MAILERS": {"default": {"BACKEND": LOCMEM}}} if django.VERSION > (6, 1) else {})
-    )
+    if django.VERSION > (6, 1):
+        project.set(MAILERS={"default": {"BACKEND": LOCMEM}})
+    else:
+        project.set(EMAIL_BACKEND=LOCMEM)
     assert "FAILED (failures=1)" in await project.manage("test", "members", code=1)
 
 
