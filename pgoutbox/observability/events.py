@@ -55,7 +55,7 @@ class LogEvent(enum.StrEnum):
     )
     RUN_DONE = (
         "run_done",
-        "A run of `worker --once` or `--drain` has ended. It counts its outcomes, and what is due in unserved queues.",
+        "A run of `worker --once` or `--drain` has ended. It counts outcomes, and due messages of unserved queues.",
     )
     CLAIMED = "claimed", "Attempts begun."
     SENT = "sent", "Attempts that ended sent."

@@ -104,7 +104,7 @@ def has(kind: type, attribute: str) -> bool:
     return hasattr(kind, attribute) or any(attribute in inspect.get_annotations(one) for one in kind.__mro__)
 
 
-def wrong_arguments(call: ast.Call, function: Any) -> Iterator[str]:  # noqa: ANN401 - whatever is called
+def wrong_arguments(call: ast.Call, function: Any) -> Iterator[str]:  # noqa: ANN401 - any object can be called
     accepted = arguments_of(function) if callable(function) else {one.arg for one in call.keywords}
     yield from (
         f"no {ast.unparse(call.func)}({one.arg}=)" for one in call.keywords if one.arg and one.arg not in accepted

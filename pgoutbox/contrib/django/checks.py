@@ -35,7 +35,7 @@ def check_mail(**_: object) -> list[checks.CheckMessage]:
     """Report e-mails that are stored as plain text. Only the database knows whether a rule deletes them."""
     if conf.has_keys() or not mail.is_used():
         return []
-    text = "e-mails are stored as plain text: who reads the queue can use the link of a password reset"
+    text = "e-mails are stored as plain text: a reader of the queue can use the link of a password reset"
     hint = (
         "Set PGOUTBOX['ENCRYPTION_KEYS'], or delete e-mails early by `manage.py pgoutbox retention set "
         f"{mail.TOPIC} sent 0`, also for failed ones, and then name the check in SILENCED_SYSTEM_CHECKS."

@@ -5,22 +5,14 @@ DELETE FROM pgoutbox.claim AS c
 -- By place, and not by a join: statistics may describe a table with one claim, and a join would then visit each claim of
 -- the worker for each one that has ended.
 WHERE c.ctid = ANY (ARRAY(
-    SELECT e.place
+    SELECT ended.place
     FROM unnest(%(ended_claims)s::timestamptz[]) AS named(claimed_at)
     CROSS JOIN LATERAL (
-        SELECT k.ctid AS place
-        FROM pgoutbox.claim AS k
-        WHERE k.worker = %(worker)s::text
-            AND k.claimed_at = named.claimed_at
-            -- The condition of in_flight_view.
-            AND NOT EXISTS (
-                SELECT FROM pgoutbox.message_live AS begun
-                WHERE begun.id = ANY (k.ids)
-                    AND begun.state = 'sending'
-                    AND begun.worker = k.worker
-                    AND begun.claimed_at = k.claimed_at
-                OFFSET 0
-            )
+        SELECT e.ctid AS place
+        FROM pgoutbox.claim AS e
+        WHERE e.worker = %(worker)s::text
+            AND e.claimed_at = named.claimed_at
+            \ir _without_attempts.sql
         FOR UPDATE SKIP LOCKED
-    ) AS e
+    ) AS ended
 ))
