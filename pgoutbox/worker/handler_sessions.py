@@ -27,6 +27,7 @@ _SHORT_PATIENCE_SECONDS: Final = 1.0
 # So long a pooler may take to give the worker a session, while all others might be used by handlers.
 _POOLER_SECONDS: Final = 1.0
 _OPENED_AT_ONCE: Final = 4
+# A refused login would otherwise be repeated at once, as long as a message waits.
 _REFUSED_PAUSE_SECONDS: Final = 0.2
 _IDLE_SECONDS: Final = 60.0
 
