@@ -17,7 +17,7 @@ from tests.support.missing import server_missing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_MORE_ROUNDS = 2
+_MORE_ROUNDS = 5  # A busy machine makes claims smaller; one round without a disturbance is enough.
 
 
 @pytest.fixture(scope="module")
