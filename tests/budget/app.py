@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+
 from pgoutbox import Context, Message, Outbox, RetryPolicy
 
 outbox = Outbox()
+CONCURRENCY = int(os.environ.get("PGOUTBOX_CONCURRENCY", "50"))
+_all_sessions_open = asyncio.Barrier(CONCURRENCY)
 
 
 @outbox.handler("budget.plain")
@@ -23,3 +28,9 @@ async def retry(message: Message, context: Context) -> None:
 async def effect(message: Message, context: Context) -> None:
     """Write one row."""
     await context.connection.execute("INSERT INTO effect (number) VALUES (%s)", (message.id,))
+
+
+@outbox.handler("budget.session", transactional=True)
+async def hold_session(message: Message, context: Context) -> None:
+    """Hold the session until there is one for each slot, so that each run opens as many."""
+    await _all_sessions_open.wait()

@@ -23,9 +23,9 @@ _NOISE: Final[Mapping[str, float]] = {
     "index entries": 20,
     "notifications": 2,
     "pages read": 1_500,
-    "round trips": 40,
-    "statements": 40,
-    "transactions": 40,
+    "round trips": 10,
+    "statements": 10,
+    "transactions": 10,
 }
 
 Costs = dict[str, float]

@@ -16,6 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +25,7 @@ from psycopg import sql
 
 from pgoutbox import Outbox, migrate
 from pgoutbox.embedded import EmbeddedServer, embedded_server
+from pgoutbox.operations import Operator, Rate
 from tests.budget.relay import relay_to
 from tests.support.waiting import wait_until
 
@@ -96,6 +98,18 @@ def _filled(topic: str = "budget.plain", **keys: str) -> Fill:
     return lambda connection, count: _enqueue(connection, count, topic=topic, **keys)
 
 
+def _with_sessions(connection: Connection, count: int, *, slots: int) -> None:
+    """Enqueue for the transactional handler, behind messages that open the worker's sessions."""
+    _enqueue(connection, slots, topic="budget.session")
+    _enqueue(connection, count, topic="budget.effect")
+
+
+def _with_rate(connection: Connection, count: int) -> None:
+    """Enqueue into a queue with a rate that never lets a message wait."""
+    Operator(connection).limit_rate("default", Rate(1_000_000, 1))
+    _enqueue(connection, count)
+
+
 def _produced(**keys: str) -> Fill:
     return lambda connection, count: _one_by_one(connection, count, **keys)
 
@@ -106,9 +120,10 @@ KINDS: Final[Mapping[str, Kind]] = {
     "drain, coalesce keys": Kind(_filled(coalesce_key="k"), (1000, 8000), {}),
     "drain, ordering keys": Kind(_filled(ordering_key="k"), (500, 2000), {}),
     "drain, many small claims": Kind(_filled(), (500, 4000), _FEW_SLOTS),
+    "drain, a rate": Kind(_with_rate, (1000, 8000), {}),
     "retries": Kind(_filled("budget.retry"), (500, 4000), {}),
-    "transactional handlers": Kind(_filled("budget.effect"), (200, 1600), {}, share=1.1),
-    "transactional handlers, 4 slots": Kind(_filled("budget.effect"), (200, 1600), _FEW_SLOTS, share=1.1),
+    "transactional handlers": Kind(partial(_with_sessions, slots=50), (200, 1600), {}, share=1.1),
+    "transactional handlers, 4 slots": Kind(partial(_with_sessions, slots=4), (200, 1600), _FEW_SLOTS, share=1.1),
     "single messages": Kind(_produced(), (50, 200), {}, is_paced=True, share=1.2),
     "enqueue": Kind(_produced(), (200, 1600)),
     "enqueue, coalesce key": Kind(_produced(coalesce_key="k"), (200, 1600)),
@@ -139,7 +154,7 @@ class Meter:
                     kind.fill(connection, count)
                     connection.close()
                 return counts
-            if count and not kind.is_paced:
+            if not kind.is_paced:
                 kind.fill(connection, count)
             connection.close()
             with (
