@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final
 
 import httpx
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
     from tests.support.worker_process import WorkerProcess
 
 KINDS: Final = pytest.mark.parametrize("kind", ["async", "sync"])
-# Handlers wait for this lock, which the test holds, as for something slow.
+# Handlers wait for these locks, which the test holds, as for something slow.
 GATE: Final = 4_701
+NEXT_GATE: Final = 4_702
 
 
 def application(body: str, kind: str) -> str:
@@ -95,13 +97,13 @@ def ready_status(worker: WorkerProcess) -> int:
 
 
 @contextmanager
-def gate(db: psycopg.Connection) -> Iterator[None]:
+def gate(db: psycopg.Connection, key: int = GATE) -> Iterator[None]:
     """Keep the handlers waiting that pass the gate."""
-    db.execute("SELECT pg_advisory_lock(%s)", [GATE])
+    db.execute("SELECT pg_advisory_lock(%s)", [key])
     try:
         yield
     finally:
-        db.execute("SELECT pg_advisory_unlock(%s)", [GATE])
+        db.execute("SELECT pg_advisory_unlock(%s)", [key])
 
 
 @contextmanager
@@ -259,6 +261,32 @@ def test_a_handler_that_ends_its_transaction_and_begins_another_is_not_sent(
     assert effects() == ([message_id] if how.startswith("COMMIT") else [])
     wait_until(lambda: worker.records("failed"), lambda: worker.log)
     assert "ended its transaction" in json.dumps(worker.records("failed"))
+
+
+@pytest.mark.parametrize("when", ["during the next attempt", "after the next attempt"])
+def test_a_worker_that_is_suspended_past_its_lease_commits_none_of_its_handlers_writes(
+    start_worker: StartWorker, db: psycopg.Connection, effects: Callable[[], list[int]], when: str
+) -> None:
+    """The handler gives its session another name, so the next attempt does not end it."""
+    body = f"""
+{WRITE}
+    await run("SET application_name TO 'its own'")
+    await run("SELECT pg_advisory_xact_lock_shared(%s)", [{GATE} if message.attempt_count == 1 else {NEXT_GATE}])
+"""
+    suspended = start_worker(application(body, "async"))
+    with gate(db, NEXT_GATE) if when.startswith("during") else nullcontext():
+        with gate(db):
+            message_id = enqueue(db, "work")
+            wait_until(lambda: (GATE, False) in advisory_locks(db), lambda: suspended.log)
+            suspended.send_signal(signal.SIGSTOP)
+            other = start_worker(application(body, "async"))
+            wait_until(lambda: (NEXT_GATE, False) in advisory_locks(db) or states(db)["sent"], lambda: other.log)
+            before = states(db), effects()
+        suspended.send_signal(signal.SIGCONT)
+        wait_until(lambda: suspended.records("lease_lost") or (states(db), effects()) != before, lambda: suspended.log)
+        assert (states(db), effects()) == before
+    until_over(db, other)
+    assert effects() == [message_id]
 
 
 @KINDS
