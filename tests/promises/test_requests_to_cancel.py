@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import psycopg
 import pytest
 
 from pgoutbox import Context, Message, Outbox, Worker
-from tests.support.outbox_actions import enqueue, running, settings_for
+from tests.support.outbox_actions import enqueue, running, settings_for, until_blocked
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from tests.conftest import Connect
+
+CALLS: Final = pytest.mark.parametrize(
+    "call",
+    [
+        "enqueue('new', '1')",
+        "enqueue('new', '1', queue => 'other')",
+        "enqueue('new', '1', ordering_key => 'k')",
+        "enqueue('new', '1', dedupe_key => 'k')",
+        'enqueue_many(\'[{"topic": "new", "payload": 1}]\')',
+    ],
+)
 
 
 def states(db: psycopg.Connection) -> list[tuple[object, ...]]:
@@ -66,16 +77,7 @@ async def test_a_request_to_cancel_does_not_touch_a_new_message_that_gets_the_sa
         await until(lambda: states(db)[1:] == [(message_id, "new", "sent")])
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "enqueue('new', '1')",
-        "enqueue('new', '1', queue => 'other')",
-        "enqueue('new', '1', ordering_key => 'k')",
-        "enqueue('new', '1', dedupe_key => 'k')",
-        'enqueue_many(\'[{"topic": "new", "payload": 1}]\')',
-    ],
-)
+@CALLS
 async def test_an_enqueue_refuses_an_id_that_was_drawn_before_the_last_maintenance(
     dsn: str, db: psycopg.Connection, call: str
 ) -> None:
@@ -90,6 +92,22 @@ async def test_an_enqueue_refuses_an_id_that_was_drawn_before_the_last_maintenan
     for statement in str(error).partition("run: ")[2].partition("; and")[0].split(";"):
         db.execute(statement.encode())
     assert enqueue(db, "new") == max(ids) + 1
+
+
+@CALLS
+async def test_an_enqueue_does_not_refuse_the_id_that_it_draws_during_a_maintenance(
+    db: psycopg.Connection, connect: Connect, call: str
+) -> None:
+    """The lock stops the enqueue where it reads the last id that was drawn before the maintenance."""
+    enqueue(db, "new")
+    maintenance, producer = connect(), connect(autocommit=True)
+    maintenance.execute("LOCK TABLE pgoutbox.id_floor")
+    enqueued = asyncio.create_task(asyncio.to_thread(producer.execute, f"SELECT pgoutbox.{call}".encode()))
+    await until_blocked(db, enqueued)
+    maintenance.execute("SELECT pgoutbox._raise_id_floor()")
+    maintenance.commit()
+    await enqueued
+    assert [state for _, _, state in states(db)] == ["pending", "pending"]
 
 
 async def test_a_cancel_of_pending_messages_at_the_moment_of_a_claim_leaves_the_attempt_alone(
