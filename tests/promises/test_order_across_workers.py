@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.outbox_actions import enqueue
+from tests.support.outbox_actions import begin, enqueue
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -119,3 +119,47 @@ def test_the_next_message_of_another_workers_topic_begins_when_a_lost_attempt_en
     start_worker(APPLICATION, environment=environments[0], **SETTINGS)
     wait_until(lambda: state_of(db, second) == "sent", lambda: other.log)
     assert state_of(db, first) == "failed"
+
+
+@pytest.mark.parametrize(
+    ("topic", "change", "wakes"),
+    [
+        ("second", "none", True),
+        ("second", "scheduled", False),
+        ("second", "in flight", False),
+        ("first", "none", False),
+    ],
+)
+def test_the_end_of_an_attempt_wakes_other_workers_only_for_a_message_that_they_can_begin(
+    db: psycopg.Connection,
+    connect: Connect,
+    start_worker: StartWorker,
+    environments: tuple[dict[str, str], dict[str, str]],
+    topic: str,
+    change: str,
+    wakes: bool,
+) -> None:
+    heard: list[str] = []
+    listener, holder = connect(autocommit=True), connect()
+    listener.add_notify_handler(lambda notification: heard.append(notification.payload))
+    with db.transaction():
+        first = enqueue(db, "first", ordering_key="k")
+        second = enqueue(db, topic, ordering_key="k")
+    # Without a listener, the worker itself sends no notification before it sleeps.
+    worker = start_worker(APPLICATION, environment=environments[0], listen="false", **SETTINGS)
+    wait_until(lambda: state_of(db, first) == "sending", lambda: worker.log)
+    holder.execute("LOCK TABLE pgoutbox.key_head")  # The worker waits for it when it looks for the next message.
+    listener.execute("LISTEN pgoutbox")
+    Path(environments[0]["GO_ON"]).touch()
+    wait_until(lambda: state_of(db, first) == "sent", lambda: worker.log)
+    if change == "scheduled":
+        db.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 h' WHERE id = %s", [second])
+    elif change == "in flight":
+        begin(db, second)
+    holder.rollback()
+    # The worker ends this one after it has looked.
+    last = enqueue(db, "first")
+    wait_until(lambda: state_of(db, last) == "sent", lambda: worker.log)
+    db.execute("NOTIFY pgoutbox, 'end'")
+    wait_until(lambda: listener.execute("SELECT 1").fetchone() and "end" in heard, lambda: worker.log)
+    assert ("all default" in heard) == wakes, heard
