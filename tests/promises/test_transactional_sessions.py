@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import psycopg
 
-    from tests.conftest import Server
+    from tests.conftest import Connect, Server
     from tests.promises.conftest import StartWorker
     from tests.support.worker_process import WorkerProcess
 
@@ -286,6 +286,26 @@ def test_a_worker_that_is_suspended_past_its_lease_commits_none_of_its_handlers_
         wait_until(lambda: suspended.records("lease_lost") or (states(db), effects()) != before, lambda: suspended.log)
         assert (states(db), effects()) == before
     until_over(db, other)
+    assert effects() == [message_id]
+
+
+def test_a_locked_message_is_completed_later_although_its_handler_has_set_a_lock_timeout(
+    start_worker: StartWorker, connect: Connect, db: psycopg.Connection, effects: Callable[[], list[int]]
+) -> None:
+    holder = connect()
+    worker = start_worker(application(WRITE + PASS_GATE + "    await run(\"SET lock_timeout TO '10ms'\")\n", "async"))
+    with gate(db):
+        message_id = enqueue(db, "work", max_attempts=1)
+        wait_until(lambda: (GATE, False) in advisory_locks(db), lambda: worker.log)
+        holder.execute("SELECT FROM pgoutbox.message_live WHERE id = %s FOR UPDATE", [message_id])
+    waits = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+        " AND wait_event = 'transactionid' AND age(clock_timestamp(), query_start) > '0.1s'"
+    )
+    wait_until(lambda: db.execute(waits).fetchone() == (1,) or worker.records("handler_raised"), lambda: worker.log)
+    holder.rollback()
+    until_over(db, worker)
+    assert ends(db) == []
     assert effects() == [message_id]
 
 
