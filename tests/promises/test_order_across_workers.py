@@ -38,8 +38,8 @@ APPLICATION = """
                 return Skip("not needed")
 """
 
-# No sweep comes within the patience of a test.
-SETTINGS = {"poll_interval_seconds": "3600", "lease_seconds": "60"}
+# No sweep comes within the patience of a test, and no lease ends, for which an idle worker polls too.
+SETTINGS = {"poll_interval_seconds": "3600", "lease_seconds": "3600"}
 
 
 def state_of(db: psycopg.Connection, message_id: int) -> str:
@@ -119,6 +119,18 @@ def test_the_next_message_of_another_workers_topic_begins_when_a_lost_attempt_en
     start_worker(APPLICATION, environment=environments[0], **SETTINGS)
     wait_until(lambda: state_of(db, second) == "sent", lambda: other.log)
     assert state_of(db, first) == "failed"
+
+
+def test_a_newer_message_of_a_coalesce_key_begins_when_the_attempt_of_the_older_one_ends(
+    db: psycopg.Connection, start_worker: StartWorker, environments: tuple[dict[str, str], dict[str, str]]
+) -> None:
+    older = enqueue(db, "first", coalesce_key="k")
+    worker = start_worker(APPLICATION, environment=environments[0], **SETTINGS)
+    wait_until(lambda: state_of(db, older) == "sending", lambda: worker.log)
+    wait_until(lambda: idle_count(db) == 1, lambda: worker.log)
+    newer = enqueue(db, "first", coalesce_key="k", notify=False)
+    Path(environments[0]["GO_ON"]).touch()
+    wait_until(lambda: state_of(db, newer) == "sent", lambda: worker.log)
 
 
 @pytest.mark.parametrize(
