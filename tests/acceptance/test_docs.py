@@ -34,7 +34,8 @@ from pgoutbox.testing import OutboxDriver
 from pgoutbox.topics import MessageOptions
 from tests.support.command_line import run_process
 from tests.support.messages import ADD_ATTEMPT, put
-from tests.support.outbox_actions import claim, enqueue, finish_sent
+from tests.support.old_worker import claim, finish_sent
+from tests.support.outbox_actions import enqueue
 from tests.support.pages import DOCS, GENERATED, ROOT, WRITTEN, Block, all_blocks, blocks_of, prose_of, title
 from tests.support.sends import outgoing
 from tests.support.waiting import wait_until

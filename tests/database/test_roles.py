@@ -38,7 +38,8 @@ from tests.support import races
 from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.messages import ADD_ATTEMPT, SET_LAST_ERROR, put
 from tests.support.missing import setting_of_old_servers
-from tests.support.outbox_actions import WatchedWorker, enqueue, lapse, row_of, running, settings_for
+from tests.support.old_worker import WatchedWorker
+from tests.support.outbox_actions import enqueue, lapse, row_of, running, settings_for
 from tests.support.roles import ROLES, login
 from tests.support.waiting import until
 

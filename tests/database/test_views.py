@@ -11,15 +11,8 @@ from psycopg.types.json import Jsonb
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.redaction import REDACTED
 from tests.support.messages import put
-from tests.support.outbox_actions import (
-    End,
-    claim,
-    claim_ordered,
-    enqueue,
-    finish,
-    ids_in_flight,
-    redrive,
-)
+from tests.support.old_worker import End, claim, claim_ordered, finish, ids_in_flight
+from tests.support.outbox_actions import enqueue, redrive
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -30,7 +30,8 @@ from pgoutbox.message import Message, State
 from pgoutbox.operations import Operator
 from pgoutbox.settings import Settings, load_settings
 from tests.support.messages import put
-from tests.support.outbox_actions import WatchedWorker, claim, enqueue, lapse, running
+from tests.support.old_worker import WatchedWorker, claim
+from tests.support.outbox_actions import enqueue, lapse, running
 from tests.support.partitions import add_partition
 from tests.support.proxy import proxy_to
 from tests.support.servers import OwnServer, Workshop, open_workshop

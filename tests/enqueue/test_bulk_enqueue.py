@@ -17,15 +17,8 @@ from pgoutbox.message import State
 from tests.support import races
 from tests.support.drafts import enqueue_many
 from tests.support.messages import put
-from tests.support.outbox_actions import (
-    claim,
-    claim_ordered,
-    find_ordered,
-    finish_sent,
-    ids_in_flight,
-    row_of,
-    state_of,
-)
+from tests.support.old_worker import claim, claim_ordered, find_ordered, finish_sent, ids_in_flight
+from tests.support.outbox_actions import row_of, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

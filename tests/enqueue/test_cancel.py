@@ -13,7 +13,8 @@ from pgoutbox import ArgumentError, CancelResult, Outbox, Topic
 from pgoutbox.message import State
 from tests.support import races
 from tests.support.messages import put
-from tests.support.outbox_actions import claim, ids_in_flight, state_of
+from tests.support.old_worker import claim, ids_in_flight
+from tests.support.outbox_actions import state_of
 
 if TYPE_CHECKING:
     import psycopg

@@ -11,16 +11,8 @@ import pytest
 from pgoutbox.message import AttemptOutcome
 from tests.support import races
 from tests.support.drafts import enqueue_many
-from tests.support.outbox_actions import (
-    End,
-    claim,
-    enqueue,
-    finish,
-    finish_sent,
-    ids_in_flight,
-    row_of,
-    state_of,
-)
+from tests.support.old_worker import End, claim, finish, finish_sent, ids_in_flight
+from tests.support.outbox_actions import enqueue, row_of, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

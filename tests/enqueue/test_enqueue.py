@@ -36,7 +36,7 @@ from pgoutbox import (
     UnknownTopicError,
 )
 from pgoutbox.settings import Settings
-from tests.support.outbox_actions import claim, ids_in_flight
+from tests.support.old_worker import claim, ids_in_flight
 from tests.support.races import until_blocked
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from pgoutbox.errors import SchemaError
 from pgoutbox.message import State
 from tests.support.drafts import enqueue_many
 from tests.support.messages import put
-from tests.support.outbox_actions import WatchedWorker, ask_for_locks, enqueue, running, settings_for
+from tests.support.old_worker import WatchedWorker, ask_for_locks
+from tests.support.outbox_actions import enqueue, running, settings_for
 from tests.support.pages import DOCS, blocks_of
 
 if TYPE_CHECKING:

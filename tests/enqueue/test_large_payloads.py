@@ -14,14 +14,8 @@ from pgoutbox.database import sql
 from pgoutbox.message import State
 from pgoutbox.operations import Operator
 from tests.support.messages import LARGE, PUT_FINAL
-from tests.support.outbox_actions import (
-    cancel,
-    claim,
-    enqueue,
-    finish_sent,
-    redrive,
-    state_of,
-)
+from tests.support.old_worker import claim, finish_sent
+from tests.support.outbox_actions import cancel, enqueue, redrive, state_of
 
 if TYPE_CHECKING:
     import psycopg

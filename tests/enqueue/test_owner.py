@@ -10,7 +10,8 @@ from psycopg import errors
 from pydantic import BaseModel
 
 from pgoutbox import ArgumentError, Cancelled, CancelResult, NewMessage, Outbox, Topic
-from tests.support.outbox_actions import claim, enqueue, finish_sent, state_of
+from tests.support.old_worker import claim, finish_sent
+from tests.support.outbox_actions import enqueue, state_of
 
 if TYPE_CHECKING:
     from tests.conftest import AsyncConnect, Connect

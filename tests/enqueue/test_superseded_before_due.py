@@ -9,7 +9,8 @@ import psycopg
 import pytest
 
 from pgoutbox import NewMessage, Outbox
-from tests.support.outbox_actions import claim, enqueue, make_due, row_of, state_of
+from tests.support.old_worker import claim
+from tests.support.outbox_actions import enqueue, make_due, row_of, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

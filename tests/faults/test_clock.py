@@ -28,11 +28,10 @@ from tests.support.fleet import SUSPEND_VARIABLE
 from tests.support.judge import violations
 from tests.support.messages import PUT_SENDING
 from tests.support.missing import server_missing
+from tests.support.old_worker import WatchedWorker, claim
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
-    WatchedWorker,
     attempts_of,
-    claim,
     enqueue,
     lapse,
     row_of,
@@ -205,6 +204,9 @@ def test_a_worker_with_a_wrong_clock_behaves_like_any_other(
 
 # --- suspended --------------------------------------------------------------------------------------------------------
 
+FLEET_APP = "tests.support.fleet_app:outbox"
+SUSPENDED_APP = "tests.support.old_worker_app:outbox"  # Its workers suspend themselves after a claim.
+
 
 @pytest.mark.parametrize(
     ("where", "topic"),
@@ -221,7 +223,12 @@ def test_a_worker_suspended_past_its_lease_checks_it_before_the_hand_over(
     db: psycopg.Connection, fleet: Fleet, where: str, topic: str
 ) -> None:
     message_id = enqueue(db, topic)
-    suspended = fleet.start("--drain", lease_seconds="1", environment={SUSPEND_VARIABLE: where})
+    suspended = fleet.start(
+        "--drain",
+        app=SUSPENDED_APP if where == "after the claim" else FLEET_APP,
+        lease_seconds="1",
+        environment={SUSPEND_VARIABLE: where},
+    )
     _, status = os.waitpid(suspended.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status), fleet.log
     fleet.until(
@@ -247,8 +254,9 @@ def test_a_worker_checks_its_lease_before_the_hand_over_after_the_machine_slept(
     message_id = enqueue(db, "fault.deliver")
     suspended = fleet.start(
         "--drain",
+        app=SUSPENDED_APP,
         lease_seconds="600",  # A process that is stopped for one second keeps its lease.
-        environment={SUSPEND_VARIABLE: "after the claim", "LD_PRELOAD": str(shim), "FAULTS_SLEPT": str(slept)},
+        environment={"LD_PRELOAD": str(shim), "FAULTS_SLEPT": str(slept)},
     )
     _, status = os.waitpid(suspended.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status), fleet.log

@@ -19,7 +19,8 @@ from pgoutbox import Outbox, RetryPolicy
 from pgoutbox.dashboard import create_app, live, pages
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message, Permanent, Transient
-from tests.support.outbox_actions import WatchedWorker, attempts_of, enqueue, row_of, running, settings_for
+from tests.support.old_worker import WatchedWorker
+from tests.support.outbox_actions import attempts_of, enqueue, row_of, running, settings_for
 from tests.support.roles import login
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS, wait_until
 from tests.support.web_server import OPERATOR_TOKEN, be_patient, serving, web_settings

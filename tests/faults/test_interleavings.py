@@ -32,19 +32,14 @@ from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.claimer import Claimer
 from tests.support.judge import violations
+from tests.support.old_worker import End, claim, finish, finish_sent, ids_in_flight, renew
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
-    End,
     attempts_of,
-    claim,
     enqueue,
-    finish,
-    finish_sent,
     first_of,
-    ids_in_flight,
     lapse,
     redrive,
-    renew,
     row_of,
     rows_of,
     running,

@@ -25,19 +25,8 @@ from pgoutbox.handlers import Context
 from pgoutbox.message import Message
 from pgoutbox.observability.events import LogEvent
 from tests.support.missing import server_missing
-from tests.support.outbox_actions import (
-    WatchedWorker,
-    attempts_of,
-    claim,
-    enqueue,
-    ids_in_flight,
-    lapse,
-    reports,
-    row_of,
-    rows_of,
-    running,
-    settings_for,
-)
+from tests.support.old_worker import WatchedWorker, claim, ids_in_flight
+from tests.support.outbox_actions import attempts_of, enqueue, lapse, reports, row_of, rows_of, running, settings_for
 from tests.support.proxy import Proxy, proxy_to
 from tests.support.waiting import until
 

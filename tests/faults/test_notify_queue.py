@@ -20,16 +20,8 @@ from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
 from tests.support.missing import server_missing
-from tests.support.outbox_actions import (
-    WatchedWorker,
-    doorbell_of,
-    enqueue,
-    reports,
-    rows_of,
-    run_of,
-    running,
-    settings_for,
-)
+from tests.support.old_worker import WatchedWorker, doorbell_of, run_of
+from tests.support.outbox_actions import enqueue, reports, rows_of, running, settings_for
 from tests.support.servers import OwnServer, open_workshop
 from tests.support.waiting import until
 

@@ -28,10 +28,10 @@ from pgoutbox.worker import Worker
 from pgoutbox.worker.supervisor import supervise
 from tests.conftest import DURABLE
 from tests.support.judge import violations
+from tests.support.old_worker import claim
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
-    claim,
     enqueue,
     lapse,
     row_of,

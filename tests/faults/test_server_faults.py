@@ -34,15 +34,14 @@ from pgoutbox.worker.doorbell import Doorbell
 from tests.support.fleet import fleet_on
 from tests.support.ledger import install_audit
 from tests.support.load import Load, start_worker
+from tests.support.old_worker import claim, run_state
 from tests.support.outbox_actions import (
     attempts_of,
-    claim,
     enqueue,
     lapse,
     reports,
     row_of,
     rows_of,
-    run_state,
     running,
     settings_for,
     state_of,

@@ -37,7 +37,8 @@ from pgoutbox.observability.prometheus import Exposition
 from pgoutbox.worker import Worker
 from tests.support.http_client import ask, exchange
 from tests.support.messages import put
-from tests.support.outbox_actions import PATIENCE_SECONDS, WatchedWorker, enqueue, lapse, reports, running, settings_for
+from tests.support.old_worker import WatchedWorker
+from tests.support.outbox_actions import PATIENCE_SECONDS, enqueue, lapse, reports, running, settings_for
 from tests.support.prometheus import port_of
 from tests.support.roles import ROLES, login
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS, until

@@ -21,16 +21,8 @@ from pgoutbox.errors import MessageNotFoundError
 from pgoutbox.operations import Action, Correction, CorrectResult, MessageFilter, Operator
 from pgoutbox.worker import Worker
 from tests.support.messages import PUT_FINAL, meanwhile, put
-from tests.support.outbox_actions import (
-    WatchedWorker,
-    end_lapsed,
-    enqueue,
-    lapse,
-    run_of,
-    running,
-    settings_for,
-    state_of,
-)
+from tests.support.old_worker import WatchedWorker, end_lapsed, run_of
+from tests.support.outbox_actions import enqueue, lapse, running, settings_for, state_of
 from tests.support.races import until_blocked
 from tests.support.roles import login
 from tests.support.waiting import until

@@ -25,12 +25,7 @@ from pgoutbox.operations import (
 )
 from pgoutbox.settings import load_settings
 from tests.support.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
-from tests.support.outbox_actions import (
-    End,
-    claim,
-    finish,
-)
-from tests.support.sleeping import sleeping_worker
+from tests.support.old_worker import End, claim, finish, sleeping_worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

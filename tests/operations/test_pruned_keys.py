@@ -21,7 +21,8 @@ from pgoutbox.operations import Operator, RedriveResult, ResendResult
 from pgoutbox.operations.retention import MaintenanceRun, PartitionCache, read_maintenance_facts
 from tests.support import races
 from tests.support.messages import put
-from tests.support.outbox_actions import claim, enqueue, finish_sent, ids_in_flight, row_of, until_blocked
+from tests.support.old_worker import claim, finish_sent, ids_in_flight
+from tests.support.outbox_actions import enqueue, row_of, until_blocked
 from tests.support.partitions import add_partition
 
 if TYPE_CHECKING:

@@ -13,22 +13,8 @@ from pgoutbox.message import AttemptOutcome
 from pgoutbox.operations import Action, MessageFilter, Operator, ReleaseResult
 from pgoutbox.worker import Worker
 from tests.support.messages import meanwhile, put
-from tests.support.outbox_actions import (
-    End,
-    attempts_of,
-    begin,
-    claim,
-    end_lapsed,
-    enqueue,
-    finish,
-    finish_sent,
-    renew,
-    row_of,
-    running,
-    settings_for,
-    state_of,
-    watch,
-)
+from tests.support.old_worker import End, claim, end_lapsed, finish, finish_sent, renew, watch
+from tests.support.outbox_actions import attempts_of, begin, enqueue, row_of, running, settings_for, state_of
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

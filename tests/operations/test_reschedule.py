@@ -14,7 +14,8 @@ from psycopg.errors import SerializationFailure
 from pgoutbox import ArgumentError, Context, Message, Outbox, RescheduleResult, State
 from pgoutbox.operations import Action, MessageFilter, Operator
 from tests.support.messages import PUT_FINAL, put
-from tests.support.outbox_actions import WatchedWorker, enqueue, running, settings_for, state_of
+from tests.support.old_worker import WatchedWorker
+from tests.support.outbox_actions import enqueue, running, settings_for, state_of
 from tests.support.races import until_blocked
 from tests.support.waiting import until
 

@@ -28,17 +28,14 @@ from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import ENVIRONMENT_PREFIX
 from pgoutbox.worker import Worker
 from tests.support.messages import put
+from tests.support.old_worker import WatchedWorker, claim, finish_sent_and_forget, run_of
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
-    WatchedWorker,
     attempts_of,
-    claim,
     enqueue,
-    finish_sent_and_forget,
     lapse,
     make_due,
     rows_of,
-    run_of,
     running,
     settings_for,
     state_of,

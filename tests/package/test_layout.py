@@ -19,14 +19,27 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = {"pgoutbox", *pgoutbox.PUBLIC_MODULES}
 PROGRAMS = sorted((ROOT / "examples").rglob("*.py"))
 PROMISES = sorted((ROOT / "tests/promises").rglob("*.py"))
+HELPERS = sorted({*(ROOT / "tests").rglob("*.py")} - {*(ROOT / "tests").rglob("test_*.py")})
 PAGES = sorted([ROOT / "README.md", ROOT / "docs/tutorial.md", *(ROOT / "docs/how-to").rglob("*.md")])
 IN_SQL = {"pgoutbox.enqueue", "pgoutbox.message"}  # A function and a table have the names of private modules.
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 ARCHITECTURE = ROOT / "docs/explanation/architecture.md"
+INNER_PARTS = (
+    "pgoutbox.worker",
+    "pgoutbox.database.sql",
+    "pgoutbox.database.store",
+    "pgoutbox.database.worker_connection",
+    "tests.support.old_worker",
+    "tests.support.old_worker_app",
+)
 
 
 def imported_by(source: str) -> set[str]:
     """The modules of pgoutbox that a program names in its import statements, submodules among them."""
+    return {name for name in modules_imported_by(source) if name.partition(".")[0] == "pgoutbox"}
+
+
+def modules_imported_by(source: str) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -34,7 +47,13 @@ def imported_by(source: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name for name in inner if is_module(name)} or {node.module}
-    return {name for name in found if name.partition(".")[0] == "pgoutbox"}
+    return found
+
+
+def inner_parts_imported_by(source: str) -> set[str]:
+    """The inner parts of the worker that a program imports, and the helpers that know them."""
+    found = modules_imported_by(source) - {"pgoutbox.worker"}  # `Worker` is public, its modules are not.
+    return {name for name in found if f"{name}.".startswith(tuple(f"{part}." for part in INNER_PARTS))}
 
 
 def is_module(name: str) -> bool:
@@ -72,6 +91,13 @@ def test_a_test_of_a_promise_imports_from_public_modules_only(path: Path) -> Non
     assert imported_by(path.read_text()) - PUBLIC == set()
 
 
+def test_only_the_helpers_of_the_old_worker_import_its_inner_parts() -> None:
+    """Then tests of promises run beside any worker, and can be collected without the old one."""
+    imported = {title(path): inner_parts_imported_by(path.read_text()) for path in {*HELPERS, *PROMISES}}
+    knowing = {name for name, parts in imported.items() if parts}
+    assert knowing == {"tests/support/old_worker.py", "tests/support/old_worker_app.py"}
+
+
 @pytest.mark.parametrize("path", PAGES, ids=title)
 def test_a_page_names_public_modules_only(path: Path) -> None:
     programs = [textwrap.dedent(match[2]) for match in BLOCK.finditer(path.read_text())]
@@ -90,6 +116,19 @@ def test_imports_of_private_modules_are_found() -> None:
     program = "from pgoutbox.worker import claimer, Worker\nimport pgoutbox.database.store\nfrom pgoutbox import sql"
     assert imported_by(program) == {"pgoutbox.worker.claimer", "pgoutbox.database.store", "pgoutbox"}
     assert imported_by("from pgoutbox.worker import Worker") == {"pgoutbox.worker"}
+
+
+def test_imports_of_inner_parts_are_found() -> None:
+    program = "import pgoutbox.worker.worker\nfrom pgoutbox.database import sql, store\nfrom pgoutbox import Worker"
+    assert inner_parts_imported_by(program) == {
+        "pgoutbox.worker.worker",
+        "pgoutbox.database.sql",
+        "pgoutbox.database.store",
+    }
+    program = "from tests.support.old_worker import claim\nfrom pgoutbox.worker import doorbell"
+    assert inner_parts_imported_by(program) == {"tests.support.old_worker", "pgoutbox.worker.doorbell"}
+    program = "from pgoutbox.worker import Worker\nfrom tests.support.outbox_actions import enqueue"
+    assert inner_parts_imported_by(program) == set()
 
 
 def test_the_package_has_few_modules_of_its_own() -> None:

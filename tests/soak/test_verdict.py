@@ -22,7 +22,8 @@ from tests.support import races
 from tests.support.judge import install_judge, violations
 from tests.support.ledger import KEY, Ledger, install_audit
 from tests.support.messages import PUT_SENDING
-from tests.support.outbox_actions import claim, enqueue, finish_sent, state_of
+from tests.support.old_worker import claim, finish_sent
+from tests.support.outbox_actions import enqueue, state_of
 
 if TYPE_CHECKING:
     from pathlib import Path

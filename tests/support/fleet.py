@@ -35,6 +35,7 @@ class Fleet:
     def start(
         self,
         *arguments: str,
+        app: str = "tests.support.fleet_app:outbox",
         prefix: Sequence[str] = (),
         environment: dict[str, str] | None = None,
         **settings: str,
@@ -42,7 +43,7 @@ class Fleet:
         """Start one worker, with the command `prefix` in front if one is given. The worker is killed when the test
         ends."""
         worker = WorkerProcess(
-            "tests.support.fleet_app:outbox",
+            app,
             *arguments,
             log=self._log,
             settings={"dsn": self._dsn, **settings},

@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-import pgoutbox.worker.worker
 from pgoutbox import Context, Message, Outbox, RetryPolicy, Sent, SyncContext, Transient
-from pgoutbox.database.store import Store
 from tests.support.fleet import GATE_VARIABLE, SUSPEND_VARIABLE
 from tests.support.ledger import told_ledger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pgoutbox.database.store import ClaimedRow
     from pgoutbox.message import Outcome
     from pgoutbox.transports import Content
 
@@ -125,21 +122,6 @@ async def tell_the_time(message: Message, ctx: Context) -> None:
 def suspend() -> None:
     """Stop every process of the group, like a suspended machine, until the test wakes it."""
     os.killpg(0, signal.SIGSTOP)
-
-
-class SuspendedStore(Store):
-    """Suspends the process between the claim and the next step."""
-
-    async def claim(self, *arguments: Any, **options: Any) -> list[ClaimedRow]:  # noqa: ANN401 - passed on
-        """Claim, then suspend the process while it holds the rows."""
-        rows = await super().claim(*arguments, **options)
-        if rows:
-            suspend()
-        return rows
-
-
-if os.environ.get(SUSPEND_VARIABLE) == "after the claim":
-    vars(pgoutbox.worker.worker)["Store"] = SuspendedStore
 
 
 class Postcard:

@@ -16,17 +16,8 @@ from pgoutbox.observability.events import LogEvent
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker, shared_breakers
 from tests.support.line_server import Line, LineHost, LineTransport, Mood, line_host
-from tests.support.outbox_actions import (
-    attempts_of,
-    enqueue,
-    make_due,
-    reports,
-    row_of,
-    rows_of,
-    run_of,
-    running,
-    settings_for,
-)
+from tests.support.old_worker import run_of
+from tests.support.outbox_actions import attempts_of, enqueue, make_due, reports, row_of, rows_of, running, settings_for
 from tests.support.smtp_server import accepting_server, scripted_server
 from tests.support.waiting import until
 from tests.support.worker_process import WorkerProcess

@@ -10,19 +10,16 @@ from pgoutbox.database import sql
 from pgoutbox.database.store import ClaimedRow, LapsedRow, Place
 from pgoutbox.message import AttemptOutcome, State
 from tests.support.messages import PUT_FINAL
+from tests.support.old_worker import End, claim, finish, ids_in_flight
 from tests.support.outbox_actions import (
     LEASE_SECONDS,
-    End,
     Options,
     attempts_of,
     begin,
     cancel,
-    claim,
     due_earlier,
     enqueue,
     expire,
-    finish,
-    ids_in_flight,
     lapse,
     make_due,
     row_of,

@@ -16,17 +16,15 @@ from pgoutbox.database.store import Store
 from pgoutbox.message import Message, Transient
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
+from tests.support.old_worker import WatchedWorker, claim, run_of
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
-    WatchedWorker,
     attempts_of,
     begin,
-    claim,
     enqueue,
     lapse,
     row_of,
     rows_of,
-    run_of,
     running,
     settings_for,
     state_of,

@@ -24,15 +24,12 @@ from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.doorbell import Doorbell, LockAnswer
 from pgoutbox.worker.signals import Signals
+from tests.support.old_worker import WatchedWorker, ask_for_locks, doorbell_of, run_of
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
-    WatchedWorker,
-    ask_for_locks,
-    doorbell_of,
     enqueue,
     first_of,
     reports,
-    run_of,
     running,
     settings_for,
     state_of,

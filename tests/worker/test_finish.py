@@ -9,17 +9,12 @@ import pytest
 
 from pgoutbox.database import sql
 from pgoutbox.message import AttemptOutcome, State
+from tests.support.old_worker import End, claim, current_states, finish, finish_sent, ids_in_flight
 from tests.support.outbox_actions import (
-    End,
     Options,
     attempts_of,
     cancel,
-    claim,
-    current_states,
     enqueue,
-    finish,
-    finish_sent,
-    ids_in_flight,
     lapse,
     make_due,
     redrive,

@@ -32,37 +32,39 @@ from pgoutbox.worker.doorbell import Doorbell, LockAnswer
 from pgoutbox.worker.signals import Signals
 from tests.support import races
 from tests.support.messages import put
-from tests.support.outbox_actions import (
+from tests.support.old_worker import (
     End,
-    Options,
     WatchedWorker,
-    begin,
-    cancel,
     claim,
     claim_ordered,
     claimed_ats,
     current_states,
-    enqueue,
-    expire,
     finish,
     finish_sent,
     finish_sent_and_forget,
-    first_of,
     ids_in_flight,
-    lapse,
     large_payload,
-    make_due,
-    redrive,
     renew,
-    row_of,
-    rows_of,
     run_of,
     run_state,
+    watch,
+)
+from tests.support.outbox_actions import (
+    Options,
+    begin,
+    cancel,
+    enqueue,
+    expire,
+    first_of,
+    lapse,
+    make_due,
+    redrive,
+    row_of,
+    rows_of,
     running,
     settings_for,
     state_of,
     until_blocked,
-    watch,
 )
 from tests.support.waiting import until
 

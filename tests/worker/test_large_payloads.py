@@ -13,15 +13,14 @@ from cryptography.fernet import Fernet
 from pgoutbox import Failure, Message, Outbox, Topic
 from pgoutbox.message import Permanent
 from pgoutbox.worker import Worker, payloads
+from tests.support.old_worker import claim, run_of
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
     cancel,
-    claim,
     enqueue,
     row_of,
     rows_of,
-    run_of,
     running,
     settings_for,
     state_of,

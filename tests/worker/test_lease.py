@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 
 from pgoutbox.database.store import HeldRow
-from tests.support.outbox_actions import (
-    LEASE_SECONDS,
-    cancel,
-    claim,
-    enqueue,
-    finish_sent,
-    lapse,
-    renew,
-    until_blocked,
-    watch,
-)
+from tests.support.old_worker import claim, finish_sent, renew, watch
+from tests.support.outbox_actions import LEASE_SECONDS, cancel, enqueue, lapse, until_blocked
 
 if TYPE_CHECKING:
     import psycopg

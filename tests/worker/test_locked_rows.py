@@ -14,15 +14,11 @@ from pgoutbox.database.store import Store
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.message import AttemptOutcome, FencingToken, State
 from pgoutbox.worker import Worker
+from tests.support.old_worker import End, WatchedWorker, claim, claimed_ats, finish
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
-    End,
-    WatchedWorker,
     attempts_of,
-    claim,
-    claimed_ats,
     enqueue,
-    finish,
     rows_of,
     running,
     settings_for,

@@ -18,13 +18,13 @@ from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
 from tests.conftest import DURABLE
+from tests.support.old_worker import run_of
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
     enqueue,
     row_of,
     rows_of,
-    run_of,
     running,
     settings_for,
     state_of,

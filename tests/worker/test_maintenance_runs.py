@@ -21,14 +21,11 @@ from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations import Operator
 from pgoutbox.worker.maintenance import Maintenance
 from tests.support.messages import put
+from tests.support.old_worker import WatchedWorker, claim, finish_sent, ids_in_flight
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
-    WatchedWorker,
     cancel,
-    claim,
     enqueue,
-    finish_sent,
-    ids_in_flight,
     reports,
     row_of,
     rows_of,

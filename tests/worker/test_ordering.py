@@ -17,15 +17,13 @@ from pgoutbox.operations import Operator, Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.worker import _Run
+from tests.support.old_worker import WatchedWorker, claim_ordered, run_of
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
-    WatchedWorker,
     attempts_of,
-    claim_ordered,
     drained,
     enqueue,
     rows_of,
-    run_of,
     running,
     settings_for,
     state_of,

@@ -12,21 +12,23 @@ import pytest
 from pgoutbox.database import sql
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import Operator, Rate
-from tests.support.outbox_actions import (
+from tests.support.old_worker import (
     End,
-    attempts_of,
-    begin,
-    cancel,
     claim,
     claim_ordered,
-    due_earlier,
-    enqueue,
-    expire,
     find_new_ordered,
     find_ordered,
     finish,
     finish_sent,
     ids_in_flight,
+)
+from tests.support.outbox_actions import (
+    attempts_of,
+    begin,
+    cancel,
+    due_earlier,
+    enqueue,
+    expire,
     lapse,
     redrive,
     row_of,

@@ -15,20 +15,8 @@ from pgoutbox.message import Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
-from tests.support.outbox_actions import (
-    WatchedWorker,
-    attempts_of,
-    claim,
-    end_lapsed,
-    enqueue,
-    lapse,
-    make_due,
-    row_of,
-    run_of,
-    running,
-    settings_for,
-    state_of,
-)
+from tests.support.old_worker import WatchedWorker, claim, end_lapsed, run_of
+from tests.support.outbox_actions import attempts_of, enqueue, lapse, make_due, row_of, running, settings_for, state_of
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

@@ -24,17 +24,12 @@ from pgoutbox.worker import Worker, claim_planner
 from pgoutbox.worker.claimer import Claimer
 from pgoutbox.worker.worker import _Run
 from tests.support import races
+from tests.support.old_worker import WatchedWorker, claim, doorbell_of, finish_sent, ids_in_flight, run_of
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
-    WatchedWorker,
-    claim,
-    doorbell_of,
     enqueue,
-    finish_sent,
-    ids_in_flight,
     row_of,
     rows_of,
-    run_of,
     running,
     settings_for,
     state_of,

@@ -17,7 +17,8 @@ from pgoutbox.worker.attempt import RELEASED, STOPPED, Attempt, AttemptResult, C
 from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.threads import thread_owner
-from tests.support.outbox_actions import run_state, settings_for
+from tests.support.old_worker import run_state
+from tests.support.outbox_actions import settings_for
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

@@ -13,17 +13,9 @@ from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.errors import ArgumentError
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.settings import load_settings
-from tests.support import outbox_actions
-from tests.support.outbox_actions import (
-    Options,
-    ask_for_locks,
-    enqueue,
-    expire,
-    finish_sent,
-    ids_in_flight,
-    lapse,
-    state_of,
-)
+from tests.support import old_worker
+from tests.support.old_worker import ask_for_locks, finish_sent, ids_in_flight
+from tests.support.outbox_actions import Options, enqueue, expire, lapse, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +25,7 @@ if TYPE_CHECKING:
     from tests.conftest import Connect
 
 
-claim = partial(outbox_actions.claim, by_permits=True)
+claim = partial(old_worker.claim, by_permits=True)
 both_lanes = pytest.mark.parametrize("attempt_count", [0, 1], ids=["fresh", "retries"])
 
 

@@ -20,18 +20,13 @@ from pgoutbox.operations import Operator, ResendResult
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from tests.support import races
+from tests.support.old_worker import End, WatchedWorker, claim, finish, finish_sent, ids_in_flight
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
-    End,
-    WatchedWorker,
     attempts_of,
     cancel,
-    claim,
     enqueue,
-    finish,
-    finish_sent,
     first_of,
-    ids_in_flight,
     lapse,
     redrive,
     reports,

@@ -16,15 +16,12 @@ from pgoutbox.operations import Operator, Rate
 from pgoutbox.worker import Worker
 from pgoutbox.worker.worker import _Run
 from tests.support.line_server import Line, LineTransport, Mood, line_host
+from tests.support.old_worker import End, WatchedWorker, claim, finish
 from tests.support.outbox_actions import (
-    End,
-    WatchedWorker,
     attempts_of,
     cancel,
-    claim,
     drained,
     enqueue,
-    finish,
     lapse,
     rows_of,
     running,

@@ -14,9 +14,9 @@ import pytest
 from pgoutbox import Context, Message, Outbox
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
+from tests.support.old_worker import claim
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
-    claim,
     enqueue,
     lapse,
     make_due,

@@ -12,15 +12,14 @@ from pgoutbox import Context, Message, Outbox, Sent, Transient
 from pgoutbox.message import Outcome
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
+from tests.support.old_worker import claim, run_of
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
-    claim,
     enqueue,
     lapse,
     row_of,
     rows_of,
-    run_of,
     running,
     settings_for,
     state_of,

@@ -16,13 +16,12 @@ from pgoutbox import Context, Message, Outbox, SyncContext
 from pgoutbox.message import State
 from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
+from tests.support.old_worker import claim, ids_in_flight
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
     cancel,
-    claim,
     enqueue,
-    ids_in_flight,
     lapse,
     running,
     settings_for,

@@ -28,19 +28,8 @@ from hypothesis.stateful import (
 from pgoutbox import RescheduleResult
 from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
 from pgoutbox.operations import Operator
-from tests.support.outbox_actions import (
-    End,
-    cancel,
-    claim,
-    enqueue,
-    expire,
-    finish,
-    finish_sent,
-    lapse,
-    make_due,
-    redrive,
-    rows_of,
-)
+from tests.support.old_worker import End, claim, finish, finish_sent
+from tests.support.outbox_actions import cancel, enqueue, expire, lapse, make_due, redrive, rows_of
 
 if TYPE_CHECKING:
     from tests.support.outbox_actions import Row

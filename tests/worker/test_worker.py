@@ -34,22 +34,18 @@ from pgoutbox.operations import Operator, Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.claimer import Claimer
+from tests.support.old_worker import WatchedWorker, claim, claim_ordered, ids_in_flight, run_of
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     Options,
-    WatchedWorker,
     attempts_of,
     cancel,
-    claim,
-    claim_ordered,
     enqueue,
     expire,
-    ids_in_flight,
     lapse,
     reports,
     row_of,
     rows_of,
-    run_of,
     running,
     settings_for,
     state_of,
