@@ -9,6 +9,7 @@ start, and reports that at the end. The last three take the queues to serve; the
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -21,6 +22,7 @@ from benchmarks.options import RETRY_NUMBER, TOPIC
 from benchmarks.programs.lifeline import Meter, Tally, after, before, hold_lifeline, replace_method, say, wait_for_go
 from pgoutbox.database.store import Store
 from pgoutbox.handlers import Context, SyncContext
+from pgoutbox.kernel.run import Run
 from pgoutbox.message import Message
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
@@ -62,8 +64,12 @@ def _drain(mode: str) -> int:
             if _number_of(message) != RETRY_NUMBER:
                 last_fresh_at = time.monotonic()
 
-    replace_method(Store, "claim", before, meter.begin)
-    replace_method(Store, "finish_sent", after, meter.end)
+    if os.environ.get("OUTBOX_WORKER") == "kernel":
+        replace_method(Run, "_trip", before, meter.begin)
+        replace_method(Run, "_trip", after, meter.end)
+    else:
+        replace_method(Store, "claim", before, meter.begin)
+        replace_method(Store, "finish_sent", after, meter.end)
     code = run_worker(outbox, settings, queues=(), mode="once")
     meter.report(fresh_seconds=last_fresh_at - meter.began_at)
     return code

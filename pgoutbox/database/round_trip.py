@@ -80,7 +80,48 @@ class Pipeline:
         _check(results, encoding)
         if self._names is not None:
             self._names.update(new_names)
-        answer = results[result_index]
+        return self._rows_of(results[result_index])
+
+    async def fetch_each(self, steps: Sequence[Step]) -> list[list[TupleRow]]:
+        """Run all steps as one transaction, without waiting between them, and return the rows of each.
+
+        Raises the first error of a step: then the transaction is rolled back. PostgreSQL commits the statements before
+        a synchronization together, so that BEGIN and COMMIT are not needed.
+        """
+        pgconn = self._connection.pgconn
+        adapted = [self._adapted(*step) for step in steps]
+        new_names: dict[tuple[bytes, Sequence[int]], bytes] = {}
+        places = []
+        count = 0
+        pgconn.enter_pipeline_mode()
+        for text, values, types, formats in adapted:
+            if self._names is None:
+                pgconn.send_query_params(text, values, types, formats, pq.Format.BINARY)
+            else:
+                name = self._names.get((text, types)) or new_names.get((text, types))
+                if name is None:
+                    name = new_names[text, types] = b"pgoutbox_%d" % next(_numbers)
+                    pgconn.send_prepare(name, text, types)
+                    count += 1  # Preparing has its own result.
+                pgconn.send_query_prepared(name, values, formats, pq.Format.BINARY)
+            places.append(count)
+            count += 1
+        pgconn.pipeline_sync()
+        results: list[pq.abc.PGresult] = []
+        encoding = self._connection.info.encoding
+        try:
+            await self._connection.wait(_receive(pgconn, results))
+        except psycopg.OperationalError:
+            _check(results, encoding)
+            raise
+        if pgconn.status == pq.ConnStatus.OK:
+            pgconn.exit_pipeline_mode()
+        _check(results, encoding)
+        if self._names is not None:
+            self._names.update(new_names)
+        return [self._rows_of(results[place]) for place in places]
+
+    def _rows_of(self, answer: pq.abc.PGresult) -> list[TupleRow]:
         self._transformer.set_pgresult(answer)
         rows = self._transformer.load_rows(0, answer.ntuples, tuple)
         self._transformer.set_pgresult(None)

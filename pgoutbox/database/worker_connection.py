@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, LiteralString
 
@@ -106,6 +106,27 @@ class WorkerConnection:
                 if not keeps:
                     if not self._pooled and self._stranded_pid is None:
                         self._stranded_pid = self._pid  # Otherwise this session has only tried to end that one.
+                    await self.close()
+                raise
+
+    async def trip(self, steps: Sequence[Step]) -> list[list[TupleRow]]:
+        """Run the statements in one transaction and one round trip, and return the rows of each. See `fetch`."""
+        async with self._turn:
+            connection = await self._open()
+            try:
+                with deadline(connection, self._deadline_seconds):
+                    if self._stranded_pid is not None:
+                        await self._end_stranded(self._stranded_pid)
+                    if not self._pooled:
+                        return await self._trips.fetch_each(steps)
+                    prepare = (sql.PREPARE_TRANSACTION, session_parameters(self._settings))
+                    with refusing_copies():
+                        return (await self._trips.fetch_each([prepare, *steps]))[1:]
+            except BaseException as error:
+                keeps = isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
+                if not keeps:
+                    if not self._pooled and self._stranded_pid is None:
+                        self._stranded_pid = self._pid
                     await self.close()
                 raise
 

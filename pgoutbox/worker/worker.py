@@ -214,6 +214,10 @@ class Worker:
                 yield run
 
     def _new_run(self, *, ends_by_itself: bool) -> _Run:
+        if os.environ.get("OUTBOX_WORKER") == "kernel":
+            from pgoutbox.worker.kernel_run import KernelRun
+
+            return KernelRun(self, ends_by_itself=ends_by_itself)
         return _Run(self, ends_by_itself=ends_by_itself)
 
 
@@ -254,7 +258,7 @@ class _Run:
             state, self.executor.run, large_texts=self._large_texts, on_outcome=self.finisher.collect
         )
         self._lease_keeper = LeaseKeeper(state, self.pool)
-        loader = Loader(
+        self._loader = loader = Loader(
             state,
             handlers,
             keyring=worker._keyring,

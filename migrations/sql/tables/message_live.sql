@@ -33,11 +33,8 @@ WITH (
 -- A claim changes no column of an index, except the key of a message that has one. So its new version of the row needs
 -- no index entries (heap-only tuple, docs/decisions/0043). Fresh messages and retries are read from different indexes, so
 -- that a backlog of one never delays the other.
-CREATE INDEX message_live_fresh ON pgoutbox.message_live (queue, available_at, id)
-WHERE lane = 0 AND ordering_key IS NULL;
-
-CREATE INDEX message_live_retry ON pgoutbox.message_live (queue, available_at, id)
-WHERE lane = 1 AND ordering_key IS NULL;
+CREATE INDEX message_live_lane ON pgoutbox.message_live (queue, lane, available_at, id)
+WHERE ordering_key IS NULL;
 
 -- The guard of "two are never in flight at once": whatever the snapshots of two claims, only one of them can commit.
 CREATE UNIQUE INDEX message_live_in_flight ON pgoutbox.message_live (topic, key_in_flight)

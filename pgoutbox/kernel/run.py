@@ -1,0 +1,349 @@
+"""The loop of a worker: one round trip, in one transaction, finishes what has ended and claims what is due.
+
+It decides nothing about a message: the statements do. If this process stops at any line, the rows alone show the
+remaining work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import psycopg
+
+from pgoutbox.kernel import statements as sql
+from pgoutbox.kernel.lanes import Lane
+from pgoutbox.kernel.seams import Attempts, Bell, Ended, Link, Row, Step
+
+# Beside a backlog, retries and lapsed attempts are looked for now and then.
+_OTHERS_SECONDS: Final = 0.25
+_LAPSED_SECONDS: Final = 1.0
+_LAPSED_LIMIT: Final = 100
+_LOCKED_PAUSE_SECONDS: Final = 0.1
+_LOST_RACES: Final = (
+    psycopg.errors.UniqueViolation,
+    psycopg.errors.SerializationFailure,
+    psycopg.errors.DeadlockDetected,
+    psycopg.errors.LockNotAvailable,
+)
+# The columns of claim.sql.
+_ID, _TOPIC, _AVAILABLE_AT, _COALESCE_KEY, _STATE, _QUEUE, _LANE = 0, 1, 9, 10, 14, 16, 17
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The settings of a run. `topics` may change while it runs."""
+
+    worker: str
+    topics: Sequence[str]
+    hold_topics: Sequence[str]
+    hooks: str
+    batch_size: int
+    lease_seconds: float
+    poll_seconds: float
+
+
+class Run:
+    """Claims for `attempts` and writes their ends, from `run` until it is cancelled.
+
+    `handle_error` waits after an error that may pass, and raises any other. `order` gives the lanes of the next claim.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        link: Link,
+        attempts: Attempts,
+        lanes: Sequence[Lane],
+        *,
+        bell: Bell | None,
+        order: Callable[[], Sequence[Lane]],
+        next_due: Callable[[Sequence[Row]], float | None],
+        handle_error: Callable[[BaseException], Awaitable[None]],
+    ) -> None:
+        self._options = options
+        self._link = link
+        self._attempts = attempts
+        self._lanes = lanes
+        self._bell = bell
+        self._order = order
+        self._next_due = next_due
+        self._handle_error = handle_error
+        self._wake = asyncio.Event()
+        self._swept_at = -math.inf
+        self._lapsed_at = -math.inf
+        self._is_lapsed_wanted = True
+        self._is_careful = False  # The last trip has failed: outcomes go alone, and without waiting for a lock.
+        self.claims = False
+        """Whether it claims messages."""
+        self.room_left: float = math.inf
+        """How many messages it may still claim."""
+        self.claimed_count = 0
+        self.is_quiet = asyncio.Event()
+        """Set while nothing is due and nothing is in flight, as far as this worker knows."""
+
+    def want(self, queue: str | None = None) -> None:
+        """Claim again, from all lanes of a queue or of all: messages may have become due."""
+        for lane in self._lanes:
+            if queue is None or lane.queue == queue:
+                lane.want()
+        self.is_quiet.clear()
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Look again for ends to write, and for room."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        while True:
+            self._wake.clear()
+            try:
+                is_busy = await self._turn()
+                if not is_busy:
+                    await self._rest()
+            except (psycopg.Error, OSError) as error:
+                await self._handle_error(error)
+
+    # --- finish and claim
+
+    async def _turn(self) -> bool:
+        """Write what has ended and claim what is due. Return whether to do so again at once."""
+        now = time.monotonic()
+        if self.claims and now - self._swept_at >= self._options.poll_seconds:
+            # Everything from the beginning, whatever the traffic: rows that were locked, and lost wake-ups.
+            self._swept_at = now
+            self._is_lapsed_wanted = True
+            for lane in self._lanes:
+                lane.want()
+        ended = self._attempts.take_ended(self._options.batch_size)
+        room = int(min(self._attempts.room(), self.room_left)) if self.claims and not self._is_careful else 0
+        lanes = self._wanted(now) if room > 0 else []
+        takes_lapsed = room > 0 and (self._is_lapsed_wanted or (lanes and now - self._lapsed_at >= _LAPSED_SECONDS))
+        if not (ended or lanes or takes_lapsed):
+            return False
+        await self._trip(ended, lanes, room, takes_lapsed=bool(takes_lapsed), now=now)
+        return True
+
+    def _wanted(self, now: float) -> list[Lane]:
+        """Return the lanes of the next claim. Beside a backlog, those of retries are read now and then."""
+        lanes = self._order()
+        is_busy = any(lane.due_at() <= now for lane in lanes)
+        return [
+            lane
+            for lane in lanes
+            if lane.due_at() <= now or (is_busy and lane.number == 1 and now - lane.searched_at >= _OTHERS_SECONDS)
+        ]
+
+    async def _trip(
+        self, ended: list[Ended], lanes: Sequence[Lane], room: int, *, takes_lapsed: bool, now: float
+    ) -> None:
+        steps = self._finish(ended)
+        finish_count = len(steps)
+        if claimed_ats := self._attempts.take_ended_claims():
+            steps.append((sql.END_CLAIMS, {"worker": self._options.worker, "claimed_ats": claimed_ats}))
+        if takes_lapsed:
+            steps += [(sql.FORGET_LAPSED, {}), self._lapsed()]
+        if lanes:
+            steps.append(self._claim(lanes, room, now))
+        try:
+            results = await self._link.trip(steps)
+        except _LOST_RACES:
+            # Another session has a key or a row: what has ended is written alone, and the claim begins again.
+            self._attempts.put_back(ended)
+            self._is_careful = bool(ended)
+            return
+        except BaseException:
+            self._attempts.put_back(ended)
+            raise
+        self._is_careful = False
+        if ended:
+            await self._settle(ended, [row for rows in results[:finish_count] for row in rows])
+        if takes_lapsed:
+            self._lapsed_at = now
+            rows = results[-2 if lanes else -1]
+            self._is_lapsed_wanted = len(rows) == _LAPSED_LIMIT
+            self._attempts.note_lapsed(rows)
+            if rows:
+                self.want()
+        if lanes:
+            await self._begin(results[-1], lanes, room, now)
+
+    def _finish(self, ended: Sequence[Ended]) -> list[Step]:
+        steps: list[Step] = []
+        sent = [] if self._is_careful else [one for one in ended if one.outcome == "sent"]
+        for number in sorted({one.attempt_count for one in sent}):
+            same = [one for one in sent if one.attempt_count == number]
+            steps.append(
+                (
+                    sql.FINISH_SENT,
+                    {
+                        "ids": array(one.id for one in same),
+                        "claimed_ats": list({one.claimed_at for one in same}),
+                        "attempt_count": number,
+                        "worker": self._options.worker,
+                    },
+                )
+            )
+        others = sorted((one for one in ended if self._is_careful or one.outcome != "sent"), key=lambda one: one.id)
+        if others:
+            steps.append(
+                (
+                    sql.FINISH,
+                    {
+                        **self._fence(others),
+                        "outcomes": [one.outcome for one in others],
+                        "reasons": [one.reason for one in others],
+                        "reason_codes": [one.reason_code for one in others],
+                        "breaker_keys": [one.breaker_key for one in others],
+                        "error_places": [one.error_place for one in others],
+                        "delays": [one.delay_seconds for one in others],
+                        "fails_after": [one.fails_after_seconds for one in others],
+                        "hooks": self._options.hooks,
+                    },
+                )
+            )
+        return steps
+
+    def _fence(self, ended: Sequence[Ended]) -> dict[str, object]:
+        return {
+            "ids": array(one.id for one in ended),
+            "attempt_counts": array(one.attempt_count for one in ended),
+            "claimed_ats": array(one.claimed_at.isoformat() for one in ended),
+            "worker": self._options.worker,
+        }
+
+    async def _settle(self, ended: Sequence[Ended], rows: Sequence[Row]) -> None:
+        """Note what was written. Ask about the rest: a row was locked, an earlier answer was lost, or the lease."""
+        states = {row[0]: row[1] if len(row) > 1 else "sent" for row in rows}
+        unknown = sorted((one for one in ended if one.id not in states), key=lambda one: one.id)
+        if unknown:
+            try:
+                (found,) = await self._link.trip([(sql.STATES, self._fence(unknown))])
+            except BaseException:
+                self._attempts.put_back(ended)
+                raise
+            states |= dict(found)
+        locked = [one for one in ended if states.get(one.id) == "sending"]
+        if locked:
+            self._attempts.put_back(locked, _LOCKED_PAUSE_SECONDS)
+        self._attempts.settle([one for one in ended if states.get(one.id) != "sending"], states)
+
+    def _lapsed(self) -> Step:
+        options = self._options
+        return (
+            sql.LAPSED,
+            {
+                "queues": list({lane.queue for lane in self._lanes}),
+                "topics": options.topics,
+                "hold_topics": options.hold_topics,
+                "in_flight": array(self._attempts.in_flight),
+                "worker": options.worker,
+                "total": _LAPSED_LIMIT,
+                "distance_seconds": 0.05,
+                "hooks": options.hooks,
+            },
+        )
+
+    def _claim(self, lanes: Sequence[Lane], room: int, now: float) -> Step:
+        starts = [lane.begin(now) for lane in lanes]
+        return (
+            sql.CLAIM,
+            {
+                "queues": [lane.queue for lane in lanes],
+                "lanes": array(lane.number for lane in lanes),
+                "after_ats": [start.after_at for start in starts],
+                "after_ids": array(start.after_id for start in starts),
+                "since_seconds": [start.since_seconds for start in starts],
+                "topics": list(self._options.topics),
+                "total": room,
+                "worker": self._options.worker,
+                "lease_seconds": self._options.lease_seconds,
+            },
+        )
+
+    async def _begin(self, rows: list[Row], lanes: Sequence[Lane], room: int, began_at: float) -> None:
+        """Hand the claimed rows over, in the order of the lanes and of the due times."""
+        now = time.monotonic()
+        places = {(lane.queue, lane.number): number for number, lane in enumerate(lanes)}
+        rows.sort(key=lambda row: (places[row[_QUEUE], row[_LANE]], row[_AVAILABLE_AT], row[_ID]))
+        lasts = {places[row[_QUEUE], row[_LANE]]: (row[_AVAILABLE_AT], row[_ID]) for row in rows}
+        # If the claim was filled, the last lane with rows may have more, and those behind it were not read.
+        is_filled = len(rows) >= room
+        end = max(lasts, default=0) if is_filled else len(lanes)
+        for number, lane in enumerate(lanes[: end + 1]):
+            lane.record(lasts.get(number), is_filled=is_filled and number == end, now=now)
+        self.room_left -= len(rows)
+        self.claimed_count += len(rows)
+        if rows:
+            self.is_quiet.clear()
+            keyed = [row[_ID] for row in rows if row[_COALESCE_KEY] is not None and row[_STATE] == "sending"]
+            overtaken: set[int] = set()
+            if keyed:
+                # A newer message may have been committed, delivered and finished since the claim's snapshot.
+                (found,) = await self._link.trip([(sql.OVERTAKEN, {"ids": array(keyed)})])
+                overtaken = {row[0] for row in found}
+            await self._attempts.begin([(*row, row[_ID] in overtaken) for row in rows], began_at)
+
+    # --- rest
+
+    async def _rest(self) -> None:
+        """Sleep until something ends, a commit rings, a message falls due, or the next sweep."""
+        if not self.claims:
+            await self._wake.wait()
+            return
+        if self._attempts.room() <= 0 or self.room_left <= 0:
+            if self._bell is not None:
+                await self._bell.release()
+            if self.room_left <= 0 and not self._attempts.in_flight:
+                self.is_quiet.set()
+            await self._wake.wait()
+            return
+        seconds = self._swept_at + self._options.poll_seconds - time.monotonic()
+        if self._bell is not None:
+            answer = await self._bell.hold()
+            if answer == 0:
+                self.want()
+                return
+            if answer is not None:
+                seconds = min(seconds, answer)
+        asked_at = time.monotonic()
+        covered_at = [min(lane.covered_at for lane in self._lanes if lane.number == number) for number in (0, 1)]
+        (rows,) = await self._link.trip(
+            [
+                (
+                    sql.NEXT_DUE,
+                    {
+                        "queues": list(dict.fromkeys(lane.queue for lane in self._lanes)),
+                        "since_seconds": min(asked_at - covered_at[0] + 0.002, 1e9),
+                        "others_since_seconds": min(asked_at - min(covered_at[1], self._lapsed_at) + 0.002, 1e9),
+                    },
+                )
+            ]
+        )
+        due = self._next_due(rows)
+        if due is not None and due <= 0:
+            self._is_lapsed_wanted = True
+            self.want()
+            return
+        if due is not None:
+            seconds = min(seconds, due)
+        owed = min(lane.due_at() for lane in self._lanes) - time.monotonic()
+        if not self._attempts.in_flight and not self._wake.is_set() and owed == math.inf:
+            self.is_quiet.set()
+        try:
+            async with asyncio.timeout(max(0.0, min(seconds, owed))):
+                await self._wake.wait()
+        except TimeoutError:
+            self._is_lapsed_wanted = True
+            self.want()
+
+
+def array(values: object) -> str:
+    """Return PostgreSQL's text of an array: the driver's own conversion takes forty times as long."""
+    return f"{{{','.join(map(str, values))}}}"  # type: ignore[call-overload]
+

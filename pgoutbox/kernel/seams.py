@@ -1,0 +1,88 @@
+"""What the kernel needs from the rest of a worker, as types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, LiteralString, Protocol
+
+Row = tuple[Any, ...]
+Step = tuple[LiteralString, Mapping[str, object]]
+
+
+class Link(Protocol):
+    """A connection of the worker."""
+
+    async def trip(self, steps: Sequence[Step]) -> list[list[Row]]:
+        """Run the statements in one transaction and one round trip, and return the rows of each."""
+        ...
+
+
+class Bell(Protocol):
+    """Wakes the worker at the commit of a message, while it holds the lock of the bell."""
+
+    async def hold(self) -> float | None:
+        """Get ready to sleep: return 0 if each later commit will wake this worker, and None if that was so before.
+
+        A positive number says after how many seconds to claim again, because commits may not wake it.
+        """
+        ...
+
+    async def release(self) -> None:
+        """Producers need not notify a worker that is busy. Other idle workers take over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of an attempt, as it is to be written. `attempt` is the caller's."""
+
+    attempt: object
+    id: int
+    attempt_count: int
+    claimed_at: datetime
+    outcome: str = "sent"
+    reason: str | None = None
+    delay_seconds: float = 0.0
+    reason_code: str | None = None
+    breaker_key: str | None = None
+    error_place: str | None = None
+    fails_after_seconds: float | None = None
+
+
+class Attempts(Protocol):
+    """The attempts of a worker: it begins those of a claim, and collects their ends."""
+
+    def room(self) -> int:
+        """Return how many messages to claim now."""
+        ...
+
+    async def begin(self, rows: Sequence[Row], began_at: float) -> None:
+        """Begin the attempts of these claimed rows."""
+        ...
+
+    def take_ended(self, most: int) -> list[Ended]:
+        """Return up to `most` ends that are to be written."""
+        ...
+
+    def put_back(self, ended: Sequence[Ended], after_seconds: float = 0.0) -> None:
+        """Take back ends that could not be written: return them again later."""
+        ...
+
+    def settle(self, ended: Sequence[Ended], states: Mapping[int, str]) -> None:
+        """Note what was written. An end without a state has lost its message."""
+        ...
+
+    def note_lapsed(self, rows: Sequence[Row]) -> None:
+        """Note the attempts of other workers that were ended because their leases have lapsed."""
+        ...
+
+    def take_ended_claims(self) -> list[datetime]:
+        """Return the claims whose attempts have all been written."""
+        ...
+
+    @property
+    def in_flight(self) -> Mapping[int, object]:
+        """The attempts without a written end, by the id of their message."""
+        ...
