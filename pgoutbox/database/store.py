@@ -216,7 +216,7 @@ class Store:
         self.worker = worker
         self.lease_seconds = settings.lease_seconds
         self._settings = settings
-        self._hooks = json.dumps(dict(hooks or {}))
+        self.hooks = json.dumps(dict(hooks or {}))
         # Without a destination, the application's own handler sends the alerts.
         self._alert_destinations: list[str | None] = [*settings.alert_destinations] or [None]
         self.claims = self.new_connection(f"{purpose} {worker[-_SHOWN_NAME_LENGTH:]}")
@@ -284,7 +284,7 @@ class Store:
             "queues": queues,
             "total": total,
             "distance_seconds": LAPSED_DISTANCE_SECONDS,
-            "hooks": self._hooks,
+            "hooks": self.hooks,
         }
         rows = await self._claim(sql.END_LAPSED, parameters, first=(sql.FORGET_LAPSED, {}))
         ended = [LapsedRow._make(row) for row in rows]
@@ -464,7 +464,7 @@ class Store:
 
     async def finish(self, requests: Sequence[FinishRequest]) -> dict[int, State]:
         """Finish these attempts, and return the new state of each message that its attempt still held."""
-        parameters = _finish_parameters(requests, worker=self.worker, hooks=self._hooks)
+        parameters = _finish_parameters(requests, worker=self.worker, hooks=self.hooks)
         rows = await self._finishes.fetch(sql.FINISH_IF_HELD, parameters)
         return {row[0]: State(row[1]) for row in rows}
 

@@ -9,21 +9,24 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic
 
 import psycopg
 
 from pgoutbox.kernel import statements as sql
 from pgoutbox.kernel.lanes import Lane
-from pgoutbox.kernel.seams import Attempts, Bell, Ended, Link, Row, Step
+from pgoutbox.kernel.seams import Attempts, Bell, Ended, Link, O, Row, Step
 
 # Beside a backlog, retries and lapsed attempts are looked for now and then.
 _OTHERS_SECONDS: Final = 0.25
 _LAPSED_SECONDS: Final = 1.0
 _LAPSED_LIMIT: Final = 100
 _LOCKED_PAUSE_SECONDS: Final = 0.1
+_ROUND_TRIP_SECONDS: Final = 0.002
+_ALL_TIME_SECONDS: Final = 1e9
+_SENT: Final = "sent"
 _LOST_RACES: Final = (
     psycopg.errors.UniqueViolation,
     psycopg.errors.SerializationFailure,
@@ -47,7 +50,7 @@ class Options:
     poll_seconds: float
 
 
-class Run:
+class Run(Generic[O]):
     """Claims for `attempts` and writes their ends, from `run` until it is cancelled.
 
     `handle_error` waits after an error that may pass, and raises any other. `order` gives the lanes of the next claim.
@@ -57,7 +60,7 @@ class Run:
         self,
         options: Options,
         link: Link,
-        attempts: Attempts,
+        attempts: Attempts[O],
         lanes: Sequence[Lane],
         *,
         bell: Bell | None,
@@ -93,6 +96,17 @@ class Run:
                 lane.want()
         self.is_quiet.clear()
         self._wake.set()
+
+    def claim(self, most: int | None = None) -> None:
+        """Begin to claim, at most this number of messages. `claims` ends it."""
+        self.room_left = math.inf if most is None else most
+        self.claims = True
+        self.want()
+
+    async def end_claims(self) -> None:
+        """Delete the rows of claims whose attempts have ended."""
+        if steps := self._end_claims():
+            await self._link.trip(steps)
 
     def wake(self) -> None:
         """Look again for ends to write, and for room."""
@@ -140,12 +154,11 @@ class Run:
         ]
 
     async def _trip(
-        self, ended: list[Ended], lanes: Sequence[Lane], room: int, *, takes_lapsed: bool, now: float
+        self, ended: list[Ended[O]], lanes: Sequence[Lane], room: int, *, takes_lapsed: bool, now: float
     ) -> None:
         steps = self._finish(ended)
         finish_count = len(steps)
-        if claimed_ats := self._attempts.take_ended_claims():
-            steps.append((sql.END_CLAIMS, {"worker": self._options.worker, "claimed_ats": claimed_ats}))
+        steps += self._end_claims()
         if takes_lapsed:
             steps += [(sql.FORGET_LAPSED, {}), self._lapsed()]
         if lanes:
@@ -173,9 +186,9 @@ class Run:
         if lanes:
             await self._begin(results[-1], lanes, room, now)
 
-    def _finish(self, ended: Sequence[Ended]) -> list[Step]:
+    def _finish(self, ended: Sequence[Ended[O]]) -> list[Step]:
         steps: list[Step] = []
-        sent = [] if self._is_careful else [one for one in ended if one.outcome == "sent"]
+        sent = [] if self._is_careful else [one for one in ended if one.outcome == _SENT]
         for number in sorted({one.attempt_count for one in sent}):
             same = [one for one in sent if one.attempt_count == number]
             steps.append(
@@ -189,7 +202,7 @@ class Run:
                     },
                 )
             )
-        others = sorted((one for one in ended if self._is_careful or one.outcome != "sent"), key=lambda one: one.id)
+        others = sorted((one for one in ended if self._is_careful or one.outcome != _SENT), key=lambda one: one.id)
         if others:
             steps.append(
                 (
@@ -209,7 +222,11 @@ class Run:
             )
         return steps
 
-    def _fence(self, ended: Sequence[Ended]) -> dict[str, object]:
+    def _end_claims(self) -> list[Step]:
+        claimed_ats = self._attempts.take_ended_claims()
+        return [(sql.END_CLAIMS, {"worker": self._options.worker, "claimed_ats": claimed_ats})] if claimed_ats else []
+
+    def _fence(self, ended: Sequence[Ended[O]]) -> dict[str, object]:
         return {
             "ids": array(one.id for one in ended),
             "attempt_counts": array(one.attempt_count for one in ended),
@@ -217,9 +234,9 @@ class Run:
             "worker": self._options.worker,
         }
 
-    async def _settle(self, ended: Sequence[Ended], rows: Sequence[Row]) -> None:
+    async def _settle(self, ended: Sequence[Ended[O]], rows: Sequence[Row]) -> None:
         """Note what was written. Ask about the rest: a row was locked, an earlier answer was lost, or the lease."""
-        states = {row[0]: row[1] if len(row) > 1 else "sent" for row in rows}
+        states = {row[0]: row[1] if len(row) > 1 else _SENT for row in rows}
         unknown = sorted((one for one in ended if one.id not in states), key=lambda one: one.id)
         if unknown:
             try:
@@ -287,7 +304,7 @@ class Run:
                 # A newer message may have been committed, delivered and finished since the claim's snapshot.
                 (found,) = await self._link.trip([(sql.OVERTAKEN, {"ids": array(keyed)})])
                 overtaken = {row[0] for row in found}
-            await self._attempts.begin([(*row, row[_ID] in overtaken) for row in rows], began_at)
+            await self._attempts.begin([(*row, row[_ID] in overtaken) for row in rows], now - began_at)
 
     # --- rest
 
@@ -295,55 +312,56 @@ class Run:
         """Sleep until something ends, a commit rings, a message falls due, or the next sweep."""
         if not self.claims:
             await self._wake.wait()
-            return
-        if self._attempts.room() <= 0 or self.room_left <= 0:
+        elif self._attempts.room() <= 0 or self.room_left <= 0:
             if self._bell is not None:
                 await self._bell.release()
             if self.room_left <= 0 and not self._attempts.in_flight:
                 self.is_quiet.set()
             await self._wake.wait()
-            return
-        seconds = self._swept_at + self._options.poll_seconds - time.monotonic()
+        else:
+            await self._sleep(self._swept_at + self._options.poll_seconds - time.monotonic())
+
+    async def _sleep(self, seconds: float) -> None:
+        """Sleep for so long at most. A worker that holds the bell misses no commit, so it sleeps until one is due."""
         if self._bell is not None:
-            answer = await self._bell.hold()
-            if answer == 0:
+            may_sleep = await self._bell.hold()
+            if may_sleep == 0:
                 self.want()
                 return
-            if answer is not None:
-                seconds = min(seconds, answer)
-        asked_at = time.monotonic()
-        covered_at = [min(lane.covered_at for lane in self._lanes if lane.number == number) for number in (0, 1)]
-        (rows,) = await self._link.trip(
-            [
-                (
-                    sql.NEXT_DUE,
-                    {
-                        "queues": list(dict.fromkeys(lane.queue for lane in self._lanes)),
-                        "since_seconds": min(asked_at - covered_at[0] + 0.002, 1e9),
-                        "others_since_seconds": min(asked_at - min(covered_at[1], self._lapsed_at) + 0.002, 1e9),
-                    },
-                )
-            ]
-        )
-        due = self._next_due(rows)
-        if due is not None and due <= 0:
+            seconds = min(seconds, may_sleep)
+        due = await self._ask_due()
+        if due <= 0:
             self._is_lapsed_wanted = True
             self.want()
             return
-        if due is not None:
-            seconds = min(seconds, due)
         owed = min(lane.due_at() for lane in self._lanes) - time.monotonic()
         if not self._attempts.in_flight and not self._wake.is_set() and owed == math.inf:
             self.is_quiet.set()
         try:
-            async with asyncio.timeout(max(0.0, min(seconds, owed))):
+            async with asyncio.timeout(max(0.0, min(seconds, due, owed))):
                 await self._wake.wait()
         except TimeoutError:
             self._is_lapsed_wanted = True
             self.want()
 
+    async def _ask_due(self) -> float:
+        """Return the seconds until a claim finds something that was not due before."""
+        now = time.monotonic()
+        fresh_at = min(lane.covered_at for lane in self._lanes if lane.number == 0)
+        others_at = min(self._lapsed_at, *(lane.covered_at for lane in self._lanes if lane.number == 1))
+        ask: Step = (
+            sql.NEXT_DUE,
+            {
+                "queues": list(dict.fromkeys(lane.queue for lane in self._lanes)),
+                "since_seconds": min(now - fresh_at + _ROUND_TRIP_SECONDS, _ALL_TIME_SECONDS),
+                "others_since_seconds": min(now - others_at + _ROUND_TRIP_SECONDS, _ALL_TIME_SECONDS),
+            },
+        )
+        (*_, rows) = await self._link.trip([*self._end_claims(), ask])
+        due = self._next_due(rows)
+        return math.inf if due is None else due
 
-def array(values: object) -> str:
+
+def array(values: Iterable[object]) -> str:
     """Return PostgreSQL's text of an array: the driver's own conversion takes forty times as long."""
-    return f"{{{','.join(map(str, values))}}}"  # type: ignore[call-overload]
-
+    return f"{{{','.join(map(str, values))}}}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, LiteralString, Protocol
+from typing import Any, Generic, LiteralString, Protocol, TypeVar
 
 Row = tuple[Any, ...]
+O = TypeVar("O")  # noqa: E741 - the origin of an end
 Step = tuple[LiteralString, Mapping[str, object]]
 
 
@@ -22,10 +23,10 @@ class Link(Protocol):
 class Bell(Protocol):
     """Wakes the worker at the commit of a message, while it holds the lock of the bell."""
 
-    async def hold(self) -> float | None:
-        """Get ready to sleep: return 0 if each later commit will wake this worker, and None if that was so before.
+    async def hold(self) -> float:
+        """Get ready to sleep, and return how many seconds the worker may sleep without being woken.
 
-        A positive number says after how many seconds to claim again, because commits may not wake it.
+        Zero means that each later commit wakes it, and that earlier ones may not have: it claims once more.
         """
         ...
 
@@ -35,10 +36,10 @@ class Bell(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """The end of an attempt, as it is to be written. `attempt` is the caller's."""
+class Ended(Generic[O]):
+    """The end of an attempt, as it is to be written. `origin` is the caller's."""
 
-    attempt: object
+    origin: O
     id: int
     attempt_count: int
     claimed_at: datetime
@@ -51,26 +52,29 @@ class Ended:
     fails_after_seconds: float | None = None
 
 
-class Attempts(Protocol):
+class Attempts(Protocol[O]):
     """The attempts of a worker: it begins those of a claim, and collects their ends."""
 
     def room(self) -> int:
         """Return how many messages to claim now."""
         ...
 
-    async def begin(self, rows: Sequence[Row], began_at: float) -> None:
-        """Begin the attempts of these claimed rows."""
+    async def begin(self, rows: Sequence[Row], seconds_ago: float) -> None:
+        """Begin the attempts of these rows of claim.sql, each with whether it is superseded meanwhile.
+
+        Their claim began `seconds_ago`.
+        """
         ...
 
-    def take_ended(self, most: int) -> list[Ended]:
+    def take_ended(self, most: int) -> list[Ended[O]]:
         """Return up to `most` ends that are to be written."""
         ...
 
-    def put_back(self, ended: Sequence[Ended], after_seconds: float = 0.0) -> None:
+    def put_back(self, ended: Sequence[Ended[O]], after_seconds: float = 0.0) -> None:
         """Take back ends that could not be written: return them again later."""
         ...
 
-    def settle(self, ended: Sequence[Ended], states: Mapping[int, str]) -> None:
+    def settle(self, ended: Sequence[Ended[O]], states: Mapping[int, str]) -> None:
         """Note what was written. An end without a state has lost its message."""
         ...
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import Final, LiteralString, cast
+from typing import Final, LiteralString
 
 
 def _read(name: str) -> LiteralString:
     text = (files(__package__) / "sql" / f"{name}.sql").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("--")]
-    return cast("LiteralString", "\n".join(lines))
+    return "\n".join(lines)
 
 
 CLAIM: Final = _read("claim")

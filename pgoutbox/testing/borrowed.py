@@ -84,7 +84,7 @@ async def run_pass(
         run,
         transports,
         middleware=middlewares,
-        finisher=finisher,
+        collector=finisher,
         threads=AttemptThreads(inner=threads),
         transactions=_Savepoints,
     )
@@ -92,7 +92,7 @@ async def run_pass(
     texts = LargeTexts(run, keyring=keyring)
     pool = AttemptPool(run, executor.run, large_texts=texts, on_outcome=finisher.collect)
     keeper = LeaseKeeper(run, pool)
-    loader = Loader(run, handlers, keyring=keyring, pool=pool, finisher=finisher, lease_keeper=keeper)
+    loader = Loader(run, handlers, keyring=keyring, pool=pool, collector=finisher, lease_keeper=keeper)
     hold_topics = [topic for topic, handler in handlers.items() if handler.on_unknown == "hold"]
     claimer = Claimer(run, hold_topics=hold_topics, loader=loader, finisher=finisher)
     try:

@@ -177,7 +177,7 @@ class Claimer:
             if rows is None:
                 return None
             for row in rows:
-                self._finisher.report_lost(row)
+                self._finisher.outcomes.report_lost(row)
             await self._hand_over(rows, began_at)
             suspect_count += len(rows)
         self._queues.record_lapsed(ended, _LAPSED_LIMIT, began_at=began_at, ended_at=elapsed_clock())

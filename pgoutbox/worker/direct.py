@@ -161,7 +161,7 @@ class _DirectSend:
             topics=[message.topic],
             stopping=asyncio.Event(),
         )
-        executor = AttemptExecutor(run, transports, middleware=self._outbox.middlewares, finisher=Finisher(run))
+        executor = AttemptExecutor(run, transports, middleware=self._outbox.middlewares, collector=Finisher(run))
         kept = () if closes_all else tuple(self._outbox.transports.values())
         handler, django = self._handler, DjangoConnections.in_use()
         # A cancellation may come while it closes, for example while the mail server does not answer QUIT.

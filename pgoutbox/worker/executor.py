@@ -22,7 +22,7 @@ from pgoutbox.transports import Content, Transport, breaker_key, scheme_of
 from pgoutbox.worker.attempt import RELEASED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
 from pgoutbox.worker.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.dispatcher import Dispatcher, Send, outcome_of_error
-from pgoutbox.worker.finisher import Finisher
+from pgoutbox.worker.loader import Collector
 from pgoutbox.worker.redirects import Redirects
 from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.threads import AttemptThreads
@@ -32,7 +32,7 @@ from pgoutbox.worker.transactional import Transactions
 class AttemptExecutor:
     """Runs the attempts of one worker, and closes their resources, including the transports.
 
-    `middleware` wraps each call of a handler, the first one outermost. `finisher` takes the results of attempts that
+    `middleware` wraps each call of a handler, the first one outermost. `collector` takes the results of attempts that
     end before the others of their batch. Plain functions run in `threads`.
     """
 
@@ -42,13 +42,13 @@ class AttemptExecutor:
         transports: Mapping[str, Transport],
         *,
         middleware: Sequence[Middleware],
-        finisher: Finisher,
+        collector: Collector,
         threads: AttemptThreads | None = None,
         transactions: type[Transactions] = Transactions,
     ) -> None:
         settings, store, telemetry = run.settings, run.store, run.telemetry
         self._transports = transports
-        self._finisher = finisher
+        self._collector = collector
         self.redirects = Redirects(settings, store, telemetry)
         send: Send = self.redirects.send
         self._run: RunWork = self._run_handler
@@ -112,7 +112,7 @@ class AttemptExecutor:
         """Run the attempts without an early result. The early results do not wait for the others of the batch."""
         for attempt, result in early.items():
             attempt.done = True
-            self._finisher.collect(attempt, result)
+            self._collector.collect(attempt, result)
         rest = [attempt for attempt in work if attempt not in early]
         results = iter(await run(rest) if rest else ())
         return [early[attempt] if attempt in early else next(results) for attempt in work]

@@ -1,311 +1,340 @@
-"""A run of a worker whose messages are claimed and finished by the kernel."""
+"""A run of a worker whose messages are claimed and finished by the kernel.
+
+It gives the kernel what is around it: connections, the doorbell, the attempts, and the reports of what became of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import psycopg
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import ClaimedRow, DueRow, FinishRequest, LapsedRow
-from pgoutbox.errors import PgOutboxError
-from pgoutbox.kernel import run as kernel
+from pgoutbox.database.worker_connection import is_refusal
+from pgoutbox.handlers import Handler
 from pgoutbox.kernel.lanes import Lane, fresh_and_retries
+from pgoutbox.kernel.run import Options, Run
 from pgoutbox.kernel.seams import Ended, Row, Step
-from pgoutbox.message import Sent, State
+from pgoutbox.message import State
 from pgoutbox.worker.attempt import Attempt, AttemptResult
 from pgoutbox.worker.backoff import Backoff
 from pgoutbox.worker.doorbell import Doorbell, LockAnswer
-from pgoutbox.worker.worker import _Run
+from pgoutbox.worker.loader import Loader
+from pgoutbox.worker.outcomes import Outcomes
+from pgoutbox.worker.run import WorkerRun
+from pgoutbox.worker.run_state import RunState
+from pgoutbox.worker.signals import Signals
 
 if TYPE_CHECKING:
-    from pgoutbox.worker.worker import Worker
+    from pgoutbox.worker.pool import AttemptPool
 
-_POLL_WITHOUT_LISTENER_SECONDS = 1.0
-_RELEASE_WAITING_SECONDS = 1.0
-_FOREIGN_WORK_SECONDS = 1.0
+# Without a listener, and for the retries of other workers during a drain.
+_POLL_SECONDS: Final = 1.0
+# Messages that wait so long in this process are left to other workers.
+_LONG_WAIT_SECONDS: Final = 1.0
+_SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 
 
-class _Attempts:
-    def __init__(self, run: KernelRun) -> None:
+class _Origin(NamedTuple):
+    """What the kernel hands back with the end of an attempt. Without a request it is sent."""
+
+    attempt: Attempt
+    request: FinishRequest | None
+
+
+class KernelSignals(Signals):
+    """Passes on to the kernel what the parts of a worker report to its poll loop."""
+
+    kernel: Run[_Origin]
+
+    def note_notification(self, queue: str | None, /, *, is_new: bool = False) -> None:  # noqa: ARG002
+        self.kernel.want(queue)
+
+    def poll_again(self) -> None:
+        self.kernel.want()
+
+    def poll_all_lanes(self) -> None:
+        self.kernel.want()
+
+    def note_progress(self) -> None:
+        super().note_progress()
+        self.kernel.wake()
+
+
+class KernelAttempts:
+    """The attempts of a run, as the kernel sees them."""
+
+    def __init__(self, run: RunState) -> None:
         self._run = run
-        self._results: deque[tuple[Attempt, AttemptResult]] = run.finisher._results
-        self.in_flight = run.state.in_flight
+        self._batch_size = run.settings.batch_size
+        self._outcomes = Outcomes(run)
+        self._results: deque[tuple[Attempt, AttemptResult]] = deque()
+        self._again: deque[Ended[_Origin]] = deque()
+        self._is_announced = False
+        self.in_flight = run.in_flight
+        self.answered_at: datetime | None = None
+        """The time of the last answered claim, by the server's clock."""
+        self.pool: AttemptPool
+        self.loader: Loader
+
+    def collect(self, attempt: Attempt, result: AttemptResult) -> None:
+        """Take over the end of an attempt."""
+        self._results.append((attempt, result))
+        if not self._is_announced:
+            # Woken once for all attempts that end within one turn of the event loop.
+            self._is_announced = True
+            asyncio.get_running_loop().call_soon(self._announce)
+
+    def _announce(self) -> None:
+        self._is_announced = False
+        self._run.signals.note_progress()
+
+    async def note_unattempted(self, rows: Sequence[ClaimedRow]) -> None:
+        """Report messages that a claim has ended."""
+        self._outcomes.report_unattempted(rows)
 
     def room(self) -> int:
-        run = self._run
-        pool, batch = run.pool, run.state.settings.batch_size
-        if pool.capacity == 0:
+        """Return how many messages to claim now: half a batch waits for the slots, and half is on its way."""
+        pool, batch = self.pool, self._batch_size
+        if pool.oldest_wait_seconds >= _LONG_WAIT_SECONDS:
+            pool.release_waiting(self._may_be_released)
             return 0
-        room = pool.capacity + batch - pool.open_count
-        left = pool.capacity + 3 * batch - len(self.in_flight)
-        if room * 2 < min(batch, pool.capacity + batch):
-            return 0
-        return max(0, min(batch, room, left, (pool.capacity + batch + 1) // 2))
+        room = min(pool.capacity + batch - pool.open_count, pool.capacity + 3 * batch - len(self.in_flight))
+        return min(batch, room, (pool.capacity + batch + 1) // 2) if room * 2 >= batch and pool.capacity else 0
 
-    async def begin(self, rows: Sequence[Row], began_at: float) -> None:
+    def _may_be_released(self, attempt: Attempt) -> bool:
+        # A suspect would no longer be known as one, and a second claim would take a second token.
+        return attempt is not self._run.signals.suspect and not self._run.queues[attempt.message.queue].has_limits
+
+    async def begin(self, rows: Sequence[Row], seconds_ago: float) -> None:
+        """Begin the attempts of these claimed rows."""
+        leased_at = elapsed_clock() - seconds_ago
         claimed = [ClaimedRow._make((*row[:16], row[18], row[16], False)) for row in rows]
-        leased_at = elapsed_clock() - (self._run.kernel_clock() - began_at)
-        for _, same in groupby(claimed, key=lambda row: row.claimed_at if row.state == "sending" else None):
-            await self._run._loader.take_over(list(same), leased_at)
-        self._run.link.note_answered(claimed)
+        for claimed_at, same in groupby(claimed, key=lambda row: row.claimed_at if row.state == _SENDING else None):
+            self.answered_at = claimed_at or self.answered_at
+            await self.loader.take_over(list(same), leased_at)
 
-    def take_ended(self, most: int) -> list[Ended]:
-        finisher = self._run.finisher
-        ended: list[Ended] = []
-        while self._results and len(ended) < most:
-            sent, requests = finisher._sort(finisher._next_batch())
-            ended += [_sent(attempt) for attempt in sent]
-            ended += [_other(attempt, request) for attempt, request in requests.items()]
+    def take_ended(self, most: int) -> list[Ended[_Origin]]:
+        """Return up to `most` ends that are to be written."""
+        ended: list[Ended[_Origin]] = []
+        while self._again and len(ended) < most:
+            one = self._again.popleft()
+            if one.origin.attempt is self.in_flight.get(one.id):
+                ended.append(one)
+            else:
+                self._outcomes.note_end(one.origin.attempt.message, None, None)
+        batch = [self._results.popleft() for _ in range(min(len(self._results), most - len(ended)))]
+        sent, requests = self._outcomes.sort(batch)
+        ended += [_sent(attempt) for attempt in sent]
+        ended += [_not_sent(attempt, request) for attempt, request in requests.items()]
         return ended
 
-    def put_back(self, ended: Sequence[Ended], after_seconds: float = 0.0) -> None:
-        pairs = [cast("tuple[Attempt, AttemptResult]", self._pair(one)) for one in ended]
+    def put_back(self, ended: Sequence[Ended[_Origin]], after_seconds: float = 0.0) -> None:
+        """Return these ends again later."""
         if after_seconds:
-            asyncio.get_running_loop().call_later(after_seconds, self._return, pairs)
+            asyncio.get_running_loop().call_later(after_seconds, self._return, ended)
         else:
-            self._results.extendleft(reversed(pairs))
+            self._again.extendleft(reversed(ended))
 
-    def _return(self, pairs: Sequence[tuple[Attempt, AttemptResult]]) -> None:
-        self._results.extend(pairs)
-        self._run.kernel.wake()
+    def _return(self, ended: Sequence[Ended[_Origin]]) -> None:
+        self._again.extend(ended)
+        self._run.signals.note_progress()
 
-    def _pair(self, one: Ended) -> tuple[object, object]:
-        attempt, request = cast("tuple[Attempt, FinishRequest | None]", one.attempt)
-        return attempt, Sent() if request is None else _Requested(request)
-
-    def settle(self, ended: Sequence[Ended], states: Mapping[int, str]) -> None:
-        found = {message_id: State(state) for message_id, state in states.items()}
-        attempts, requests = [], {}
-        for one in ended:
-            attempt, request = cast("tuple[Attempt, FinishRequest | None]", one.attempt)
-            attempts.append(attempt)
-            if request is not None:
-                requests[attempt] = request
-        self._run.finisher._settle(attempts, found, {}, requests)
-        self._run.state.signals.note_written()
+    def settle(self, ended: Sequence[Ended[_Origin]], states: Mapping[int, str]) -> None:
+        """Report what was written, and forget the attempts."""
+        origins = [one.origin for one in ended]
+        requests = {attempt: request for attempt, request in origins if request is not None}
+        done = {message_id: State(state) for message_id, state in states.items()}
+        self._outcomes.settle([attempt for attempt, _ in origins], done, {}, requests)
+        self._run.signals.note_written()
 
     def note_lapsed(self, rows: Sequence[Row]) -> None:
-        finisher = self._run.finisher
+        """Report attempts of other workers that have lapsed."""
         lapsed = [LapsedRow._make(row) for row in rows]
         for row in lapsed:
             if row.state == State.PENDING:
-                finisher.report_lost(row)
-        finisher._report_unattempted([row for row in lapsed if row.state != State.PENDING])
+                self._outcomes.report_lost(row)
+        self._outcomes.report_unattempted([row for row in lapsed if row.state != State.PENDING])
 
     def take_ended_claims(self) -> list[datetime]:
-        ended = list(self._run.state.in_flight.ended_claims)
-        self._run.state.in_flight.note_deleted(ended)
+        """Return the claims whose attempts have all been written. If they are not deleted, they lapse."""
+        ended = list(self.in_flight.ended_claims)
+        self.in_flight.note_deleted(ended)
         return [claim.claimed_at for claim in ended]
 
 
-class _Requested:
-    """The result of an attempt whose request is made already."""
-
-    def __init__(self, request: FinishRequest) -> None:
-        self.request = request
-
-
-def _sent(attempt: Attempt) -> Ended:
-    return Ended((attempt, None), attempt.message.id, attempt.attempt_count, attempt.claim.claimed_at)
-
-
-def _other(attempt: Attempt, request: FinishRequest) -> Ended:
-    return Ended(
-        (attempt, request),
-        attempt.message.id,
-        attempt.attempt_count,
-        attempt.claim.claimed_at,
-        request.outcome,
-        request.reason,
-        request.delay_seconds,
-        request.reason_code,
-        request.breaker_key,
-        request.error_place,
-        request.fails_after_seconds,
-    )
-
-
 class _Link:
-    def __init__(self, run: KernelRun) -> None:
-        self._run = run
-        self._is_unanswered = False
-        self._answered_at: datetime | None = None
+    """The connection of the kernel. What a claim without an answer has begun is released before the next trip."""
 
-    def note_answered(self, rows: Sequence[ClaimedRow]) -> None:
-        self._answered_at = next((row.claimed_at for row in rows if row.state == "sending"), None) or self._answered_at
+    def __init__(self, run: RunState, attempts: KernelAttempts) -> None:
+        self._run = run
+        self._attempts = attempts
+        self._is_unanswered = False
 
     async def trip(self, steps: Sequence[Step]) -> list[list[Row]]:
-        state = self._run.state
-        if self._is_unanswered:
-            count = await state.store.release_unanswered(state.in_flight, after=self._answered_at)
-            self._is_unanswered = False
-            if count:
-                self._run.kernel.want()
+        """See `Link`."""
+        await self.release_unanswered()
         self._is_unanswered = True
         try:
-            results = await state.store.claims.trip(steps)
+            results = await self._run.store.claims.trip(steps)
         except psycopg.Error as error:
-            sqlstate = error.sqlstate
-            self._is_unanswered = sqlstate is None or sqlstate.startswith(("08", "57P"))
+            self._is_unanswered = not is_refusal(error)
             raise
         self._is_unanswered = False
-        state.queues.polled_at = elapsed_clock()
-        state.outage.end()
+        self._run.queues.polled_at = elapsed_clock()
+        self._run.outage.end()
         return results
+
+    async def release_unanswered(self) -> None:
+        """Release what a claim without an answer has begun."""
+        if self._is_unanswered:
+            await self._run.store.release_unanswered(self._run.in_flight, after=self._attempts.answered_at)
+            self._is_unanswered = False
 
 
 class _Bell:
+    """The doorbell of these queues, as the kernel sees it."""
+
     def __init__(self, doorbell: Doorbell, queues: Sequence[str]) -> None:
         self._doorbell = doorbell
         self._queues = queues
         self._backoff = Backoff(0.001, 0.1)
 
-    async def hold(self) -> float | None:
+    async def hold(self) -> float:
+        """See `Bell`."""
         answer = await self._doorbell.acquire(self._queues)
-        if answer is LockAnswer.PRODUCERS:
+        if answer is LockAnswer.PRODUCERS:  # Open transactions may have enqueued messages, and will not notify.
             return self._backoff.next()
         self._backoff.reset()
         if answer is LockAnswer.ACQUIRED:
-            return 0
-        seconds = self._doorbell.max_sleep_seconds
-        if answer is LockAnswer.NO_LISTENER or not self._doorbell.is_reliable:
-            seconds = min(seconds, _POLL_WITHOUT_LISTENER_SECONDS)
-        return None if seconds == float("inf") else seconds
+            return 0.0
+        is_reliable = answer is LockAnswer.UNCHANGED and self._doorbell.is_reliable
+        return min(self._doorbell.max_sleep_seconds, float("inf") if is_reliable else _POLL_SECONDS)
 
     async def release(self) -> None:
+        """See `Bell`."""
         await self._doorbell.release()
 
 
-class _Loop:
-    """The poll loop's public face."""
-
-    def __init__(self, run: KernelRun) -> None:
-        self._run = run
-
-    async def run(self) -> None:
-        self._run.kernel.claims = True
-        self._run.kernel.want()
-        await self._run.stopped.wait()
-        self._run.kernel.claims = False
-
-    async def deliver_due(self, *, most: int | None = None) -> int:
-        engine = self._run.kernel
-        engine.room_left = float("inf") if most is None else most
-        before = engine.claimed_count
-        engine.claims = True
-        engine.want()
-        waits = [asyncio.ensure_future(one.wait()) for one in (engine.is_quiet, self._run.stopped)]
-        waits.append(self._run.engine_task)  # type: ignore[arg-type]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for one in waits[:2]:
-            one.cancel()
-        engine.claims = False
-        return engine.claimed_count - before
-
-    async def drain(self) -> None:
-        state = self._run.state
-        while not state.stopping.is_set():
-            await self.deliver_due()
-            if not await state.store.count_owed(state.queues.names, state.topics):
-                return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._run.pause_seconds()):
-                    await self._run.stopped.wait()
-
-
-class KernelRun(_Run):
+class KernelRun(WorkerRun):
     """The parts of one run, around the kernel."""
 
-    def __init__(self, worker: Worker, *, ends_by_itself: bool) -> None:
-        super().__init__(worker, ends_by_itself=ends_by_itself)
+    signals = KernelSignals
+
+    def _compose(self, handlers: Mapping[str, Handler]) -> None:
         state, settings = self.state, self.state.settings
-        lanes = fresh_and_retries(state.queues.names)
-        by_queue = {name: [lane for lane in lanes if lane.queue == name] for name in state.queues.names}
-        self.link = _Link(self)
-        self.engine_task: asyncio.Task[None] | None = None
+        self._attempts = KernelAttempts(state)
+        self._attempts.loader = self._new_loader(handlers, self._attempts)
+        self._attempts.pool = self.pool
+        self._link = _Link(state, self._attempts)
+        self._lanes = fresh_and_retries(state.queues.names)
         self._due_seconds: float | None = None
-        self._waits_for_ends = True
-
-        def order() -> list[Lane]:
-            return [lane for planner in state.queues.in_turn() for lane in by_queue[planner.queue]]
-
-        def next_due(rows: Sequence[Row]) -> float | None:
-            due = [DueRow._make(row) for row in rows]
-            self._waits_for_ends = any(row.is_limited or row.has_ordered for row in due)
-            seconds = [s for row in due for s in (row.first_seconds, row.other_seconds) if s is not None]
-            self._due_seconds = min(seconds, default=None)
-            return self._due_seconds
-
-        self.kernel = kernel.Run(
-            kernel.Options(
-                worker=worker.name,
+        self.kernel = Run(
+            Options(
+                worker=state.store.worker,
                 topics=state.topics,
-                hold_topics=self._claimer._hold_topics,
-                hooks=state.store._hooks,
+                hold_topics=self._hold_topics,
+                hooks=state.store.hooks,
                 batch_size=settings.batch_size,
                 lease_seconds=settings.lease_seconds,
                 poll_seconds=settings.poll_interval_seconds,
             ),
-            self.link,
-            _Attempts(self),
-            lanes,
+            self._link,
+            self._attempts,
+            self._lanes,
             bell=None if self.doorbell is None else _Bell(self.doorbell, state.queues.names),
-            order=order,
-            next_due=next_due,
+            order=self._order,
+            next_due=self._read_due,
             handle_error=state.outage.pause_or_raise,
         )
-        engine, signals, finisher = self.kernel, state.signals, self.finisher
-        self.kernel_clock = kernel.time.monotonic
-        note_progress = signals.note_progress
+        cast("KernelSignals", state.signals).kernel = self.kernel
 
-        def noted() -> None:
-            note_progress()
-            engine.wake()
+    def _order(self) -> list[Lane]:
+        return [lane for planner in self.state.queues.in_turn() for lane in self._lanes if lane.queue == planner.queue]
 
-        signals.note_progress = noted  # type: ignore[method-assign]
-        signals.note_notification = lambda queue, /, *, is_new=False: engine.want(queue)  # type: ignore[method-assign]
-        signals.poll_all_lanes = signals.poll_again = engine.want  # type: ignore[method-assign]
-        make = finisher._request_of
+    def _read_due(self, rows: Iterable[Row]) -> float | None:
+        due = [DueRow._make(row) for row in rows]
+        self._due_seconds = min(
+            (seconds for row in due for seconds in (row.first_seconds, row.other_seconds) if seconds is not None),
+            default=None,
+        )
+        return self._due_seconds
 
-        def request_of(attempt: Attempt, result: object) -> FinishRequest:
-            if isinstance(result, _Requested):
-                return result.request
-            return make(attempt, result)  # type: ignore[arg-type]
+    def _write(self) -> Coroutine[None, None, None]:
+        return self.kernel.run()
 
-        finisher._request_of = request_of  # type: ignore[method-assign,assignment]
-        def note_written() -> None:
-            noted()
-            if self._waits_for_ends:
-                engine.want()
+    async def _release_unanswered(self) -> None:
+        with contextlib.suppress(psycopg.Error, OSError):
+            await self._link.release_unanswered()
 
-        signals.note_written = note_written  # type: ignore[method-assign]
-        self.stopped = asyncio.Event()  # Of this run: the worker's own event may belong to another event loop.
-        stop = state.stop
+    @property
+    def unwritten_count(self) -> int:
+        return len(self.state.in_flight)
 
-        def stop_run(error: PgOutboxError | None = None) -> None:
-            stop(error)
-            self.stopped.set()
+    @property
+    def refused_count(self) -> int:
+        return 0
 
-        state.stop = stop_run  # type: ignore[method-assign]
-        if state.stopping.is_set():
-            self.stopped.set()
-        self.poll_loop = _Loop(self)  # type: ignore[assignment]
+    async def _write_last(self) -> None:
+        with contextlib.suppress(psycopg.Error, OSError):
+            await self.kernel.end_claims()
 
-    def pause_seconds(self) -> float:
-        """How long a drain waits."""
-        due = self._due_seconds
-        return _FOREIGN_WORK_SECONDS if due is None else max(0.001, min(due, _FOREIGN_WORK_SECONDS))
+    def collect(self, attempt: Attempt, result: AttemptResult) -> None:
+        self._attempts.collect(attempt, result)
 
-    async def _start(self) -> asyncio.Task[None]:
-        finishing = await super()._start()
-        finishing.cancel()
-        self.engine_task = asyncio.create_task(self.kernel.run(), name="pgoutbox-kernel")
-        self.engine_task.add_done_callback(lambda task: None if task.cancelled() else self.state.stop())
-        return self.engine_task
+    async def work(self) -> None:
+        self.kernel.claim()
+        await self._until(asyncio.Event())
+        self.kernel.claims = False
+
+    async def deliver_due(self, *, most: int | None = None) -> int:
+        before = self.kernel.claimed_count
+        self.kernel.claim(most)
+        await self._until(self.kernel.is_quiet)
+        self.kernel.claims = False
+        return self.kernel.claimed_count - before
+
+    async def drain(self) -> None:
+        state = self.state
+        while not state.stopping.is_set():
+            await self.deliver_due()
+            if state.stopping.is_set() or not await state.store.count_owed(state.queues.names, state.topics):
+                return
+            await self._until(asyncio.Event(), min(_POLL_SECONDS, self._due_seconds or _POLL_SECONDS))
+
+    async def _until(self, event: asyncio.Event, seconds: float | None = None) -> None:
+        """Wait for the event, for the end of the run, or for so long."""
+        wake = self.state.signals.wake  # Only the stop of the run sets it.
+        waits = [asyncio.ensure_future(one.wait()) for one in (event, wake)]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waits:
+                one.cancel()
+
+
+def _sent(attempt: Attempt) -> Ended[_Origin]:
+    return Ended(_Origin(attempt, None), attempt.message.id, attempt.attempt_count, attempt.claim.claimed_at)
+
+
+def _not_sent(attempt: Attempt, request: FinishRequest) -> Ended[_Origin]:
+    return Ended(
+        _Origin(attempt, request),
+        attempt.message.id,
+        attempt.attempt_count,
+        attempt.claim.claimed_at,
+        outcome=request.outcome,
+        reason=request.reason,
+        delay_seconds=request.delay_seconds,
+        reason_code=request.reason_code,
+        breaker_key=request.breaker_key,
+        error_place=request.error_place,
+        fails_after_seconds=request.fails_after_seconds,
+    )

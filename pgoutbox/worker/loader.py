@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 import psycopg
 from pydantic import JsonValue
@@ -22,7 +22,6 @@ from pgoutbox.message import Message, Permanent, Sent, State, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import describe
 from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Claim, Work
-from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.payloads import Content, missing_content, read_content, read_json, read_payload
 from pgoutbox.worker.pool import AttemptPool
@@ -32,6 +31,18 @@ _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a c
 _KEPT_CONTENTS: Final = 16
 _EMPTY_HEADERS: Final[Mapping[str, str]] = {}
 _Contents = Mapping[int, Content | None]  # By id. None: the content is large, and the slot of the attempt reads it.
+
+
+class Collector(Protocol):
+    """Takes over what has ended."""
+
+    def collect(self, attempt: Attempt, result: AttemptResult) -> None:
+        """Take over the end of an attempt."""
+        ...
+
+    async def note_unattempted(self, rows: Sequence[ClaimedRow]) -> None:
+        """Take over messages that a claim has ended."""
+        ...
 
 
 class Loader:
@@ -44,7 +55,7 @@ class Loader:
         *,
         keyring: Keyring | None,
         pool: AttemptPool,
-        finisher: Finisher,
+        collector: Collector,
         lease_keeper: LeaseKeeper,
     ) -> None:
         self._store = run.store
@@ -55,7 +66,7 @@ class Loader:
         self._handlers = handlers
         self._keyring = keyring
         self._pool = pool
-        self._finisher = finisher
+        self._collector = collector
         self._ensure_lease = lease_keeper.ensure
         self._stale_seconds = lease_keeper.stale_seconds
         self._contents: _Contents = {}
@@ -68,7 +79,7 @@ class Loader:
         if begun:
             self._begin(begun, contents, Claim(cast("datetime", begun[0].claimed_at)), leased_at)
         if unattempted := [row for row in rows if row.state != _SENDING]:
-            await self._finisher.note_unattempted(unattempted)
+            await self._collector.note_unattempted(unattempted)
 
     def _begin(self, rows: Sequence[ClaimedRow], contents: _Contents | None, claim: Claim, leased_at: float) -> None:
         works: list[Work] = []
@@ -80,7 +91,7 @@ class Loader:
             if row.was_lapsed:
                 self._signals.note_suspect(attempt)
             if result is not None:
-                self._finisher.collect(attempt, result)
+                self._collector.collect(attempt, result)
             elif attempt.handler.max_size is None or attempt.is_incomplete:
                 works.append((attempt,))
             else:

@@ -31,6 +31,7 @@ class RunState:
         topics: list[str],
         stopping: asyncio.Event,
         own_topics: Set[str] = frozenset(),
+        signals: type[Signals] = Signals,
     ) -> None:
         self.settings = settings
         self.store = store
@@ -46,7 +47,7 @@ class RunState:
         """Why the run has stopped by itself. It raises this error at its end."""
         self.in_flight = InFlight()
         self.outage = Outage(telemetry, stopping=stopping)
-        self.signals = Signals(queues, self.in_flight, lease_seconds=settings.lease_seconds)
+        self.signals = signals(queues, self.in_flight, lease_seconds=settings.lease_seconds)
         self.notifier = Notifier(store, queues, self.signals, self.outage)
 
     def stop(self, error: PgOutboxError | None = None) -> None:

@@ -13,7 +13,7 @@ from pgoutbox.database.worker_connection import StrandedError, WorkerConnection
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message, State
 from pgoutbox.worker import Worker
-from pgoutbox.worker.worker import _Run
+from pgoutbox.worker.run import WorkerRun
 from tests.support.outbox_actions import enqueue, lapse, rows_of, running, settings_for
 from tests.support.servers import OwnServer, open_workshop
 from tests.support.waiting import until
@@ -53,7 +53,7 @@ class CountingWorker(Worker):
 
     trouble_count = 0
 
-    def _new_run(self, *, ends_by_itself: bool) -> _Run:
+    def _new_run(self, *, ends_by_itself: bool) -> WorkerRun:
         run = super()._new_run(ends_by_itself=ends_by_itself)
         outage = run.state.outage
         pause_or_raise = outage.pause_or_raise

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-import pgoutbox.worker.worker
+import pgoutbox.worker.run
 from pgoutbox import Outbox
 from pgoutbox.cli.main import main
 from pgoutbox.database import sql

@@ -31,7 +31,7 @@ from pgoutbox.worker.claim_planner import QueueSchedule, parse_queues
 from pgoutbox.worker.doorbell import Doorbell, key_of_watch
 from pgoutbox.worker.poll_loop import PollResult, PollState
 from pgoutbox.worker.run_state import RunState
-from pgoutbox.worker.worker import _Run
+from pgoutbox.worker.run import WorkerRun
 from tests.support.outbox_actions import LEASE_SECONDS, make_due
 
 if TYPE_CHECKING:
@@ -325,7 +325,7 @@ def run_state(settings: Settings, *, name: str = "w", queues: Sequence[str] = ("
     )
 
 
-def run_of(worker: Worker) -> _Run:
+def run_of(worker: Worker) -> WorkerRun:
     """Return the parts of the current run, or of the last one."""
     assert worker._run is not None
     return worker._run
@@ -366,7 +366,7 @@ class WatchedWorker(Worker):
         run_of(self).state.signals.wake.set()
         await self.falls_asleep()
 
-    def _new_run(self, *, ends_by_itself: bool) -> _Run:
+    def _new_run(self, *, ends_by_itself: bool) -> WorkerRun:
         run = super()._new_run(ends_by_itself=ends_by_itself)
         wake, loop = run.state.signals.wake, run.poll_loop
         sleep, sleep_until_due = loop.sleep, loop._sleep_until_due

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pgoutbox.worker.worker
+import pgoutbox.worker.run
 from pgoutbox.database.store import Store
 from tests.support.fleet_app import outbox, suspend
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import pgoutbox.worker.worker
+import pgoutbox.worker.run
 from pgoutbox import Outbox
 from pgoutbox.database.store import Store
 from pgoutbox.message import Message, Transient
@@ -184,7 +184,7 @@ async def test_a_run_continues_if_a_suspect_ends_during_a_claim_that_skipped_the
                 await until(lambda: not run_of(worker).state.in_flight)
             return rows
 
-    monkeypatch.setattr(pgoutbox.worker.worker, "Store", SlowStore)
+    monkeypatch.setattr(pgoutbox.worker.run, "Store", SlowStore)
     await worker.run_once()
     assert {row.state for row in rows_of(db, *ids)} == {"sent"}
 

@@ -16,7 +16,7 @@ from pgoutbox.message import Message, Permanent, Snooze, State, Transient
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
-from pgoutbox.worker.worker import _Run
+from pgoutbox.worker.run import WorkerRun
 from tests.support.old_worker import WatchedWorker, claim_ordered, run_of
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
@@ -248,7 +248,7 @@ async def test_a_round_ends_although_the_key_where_it_began_is_gone(dsn: str, db
     line = Line(dsn)
 
     class LateWorker(Worker):
-        def _new_run(self, *, ends_by_itself: bool) -> _Run:
+        def _new_run(self, *, ends_by_itself: bool) -> WorkerRun:
             run = super()._new_run(ends_by_itself=ends_by_itself)
             run.state.queues["default"].after_key = "b"
             return run

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-import pgoutbox.worker.worker
+import pgoutbox.worker.run
 from pgoutbox import Outbox
 from pgoutbox.database.store import Store
 from pgoutbox.message import Transient
@@ -185,7 +185,7 @@ async def test_a_finish_whose_answer_comes_after_the_next_claim_leaves_that_atte
                 await until(lambda: counts_in_flight(worker) == [2])
             return states[-1]
 
-    monkeypatch.setattr(pgoutbox.worker.worker, "Store", SlowStore)
+    monkeypatch.setattr(pgoutbox.worker.run, "Store", SlowStore)
     async with running(worker):
         await until(lambda: gate.calls)
         lose(db, message_id)
@@ -209,7 +209,7 @@ async def test_a_lost_answer_to_a_claim_keeps_the_claim_of_a_message_that_still_
                 raise psycopg.OperationalError("the answer was lost")
             return rows
 
-    monkeypatch.setattr(pgoutbox.worker.worker, "Store", LossyStore)
+    monkeypatch.setattr(pgoutbox.worker.run, "Store", LossyStore)
     worker = Worker(gate.outbox)
     async with running(worker):
         await until(lambda: gate.calls)
@@ -280,7 +280,7 @@ async def test_an_attempt_that_is_taken_over_as_superseded_hands_nothing_over(
             marked.extend(row.id for row in answer if row.superseded)
             return answer
 
-    monkeypatch.setattr(pgoutbox.worker.worker, "Store", RacingStore)
+    monkeypatch.setattr(pgoutbox.worker.run, "Store", RacingStore)
     with db.transaction():
         blocker, old = enqueue(db), enqueue(db, coalesce_key="k")
     worker = Worker(outbox)

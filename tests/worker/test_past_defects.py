@@ -12,7 +12,7 @@ import psycopg
 import pytest
 
 import pgoutbox.worker.poll_loop
-import pgoutbox.worker.worker
+import pgoutbox.worker.run
 from pgoutbox import Outbox
 from pgoutbox.database.store import BEGINNING, Store
 from pgoutbox.handlers import Context, SyncContext
@@ -22,7 +22,7 @@ from pgoutbox.observability.health import reasons_not_ready
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker, claim_planner
 from pgoutbox.worker.claimer import Claimer
-from pgoutbox.worker.worker import _Run
+from pgoutbox.worker.run import WorkerRun
 from tests.support import races
 from tests.support.old_worker import WatchedWorker, claim, doorbell_of, finish_sent, ids_in_flight, run_of
 from tests.support.outbox_actions import (
@@ -151,7 +151,7 @@ async def test_a_drain_that_waits_for_another_workers_message_does_not_spin(
         return await claim_once(self, queue, **options)  # type: ignore[arg-type] # passed on as they came
 
     class NappingWorker(Worker):
-        def _new_run(self, *, ends_by_itself: bool) -> _Run:
+        def _new_run(self, *, ends_by_itself: bool) -> WorkerRun:
             run = super()._new_run(ends_by_itself=ends_by_itself)
             sleep = run.poll_loop.sleep
 

@@ -14,7 +14,7 @@ from pgoutbox import Context, Message, Outbox, RetryPolicy, Sent, Transient
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.worker import Worker
-from pgoutbox.worker.worker import _Run
+from pgoutbox.worker.run import WorkerRun
 from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.old_worker import End, WatchedWorker, claim, finish
 from tests.support.outbox_actions import (
@@ -186,7 +186,7 @@ async def test_a_message_that_expires_while_it_waits_for_a_slot_is_not_handed_ov
     class QuickWorker(Worker):
         """It begins in the state after a backlog was processed quickly."""
 
-        def _new_run(self, *, ends_by_itself: bool) -> _Run:
+        def _new_run(self, *, ends_by_itself: bool) -> WorkerRun:
             run = super()._new_run(ends_by_itself=ends_by_itself)
             run.poll_loop.surplus = 10
             return run

@@ -21,7 +21,7 @@ import psycopg.sql
 import pytest
 
 import pgoutbox.worker.poll_loop
-import pgoutbox.worker.worker
+import pgoutbox.worker.run
 from pgoutbox import Email, Outbox, Topic
 from pgoutbox.database.handler_session import HandlerSession
 from pgoutbox.database.store import FinishRequest, Store
@@ -1461,7 +1461,7 @@ async def test_a_worker_treats_an_attempt_in_its_name_that_it_does_not_hold_as_l
     async def greet(message: Message, ctx: Context) -> None:
         calls.append((message.id, message.attempt_count))
 
-    monkeypatch.setattr("pgoutbox.worker.worker._name_for", lambda settings: "itself")
+    monkeypatch.setattr("pgoutbox.worker.run._name_for", lambda settings: "itself")
     forgotten = enqueue(db)
     claim(db, worker="itself")
     lapse(db, forgotten)
@@ -1971,6 +1971,6 @@ async def test_one_run_delivers_messages_that_fall_due_again_during_its_last_sea
                 await until(lambda: not run_of(worker).state.in_flight)
             return rows
 
-    monkeypatch.setattr(pgoutbox.worker.worker, "Store", SlowStore)
+    monkeypatch.setattr(pgoutbox.worker.run, "Store", SlowStore)
     await worker.run_once()
     assert state_of(db, message_id) == State.SENT

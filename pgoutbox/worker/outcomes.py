@@ -1,0 +1,287 @@
+"""The outcomes of attempts: what is to be written of each, and what is reported when it is written.
+
+It writes nothing to the database, and removes the attempts that have ended from `in_flight`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final, assert_never
+
+from pgoutbox.database.store import ClaimedRow, FinishRequest, LapsedRow
+from pgoutbox.message import (
+    AttemptOutcome,
+    Message,
+    Permanent,
+    Postponed,
+    ReasonCode,
+    SendFailure,
+    Sent,
+    Skip,
+    Snooze,
+    State,
+    Transient,
+    Unavailable,
+)
+from pgoutbox.observability.events import LogEvent, event_of_outcome, event_of_state
+from pgoutbox.redaction import redact_text
+from pgoutbox.retry import bounded_delay
+from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
+from pgoutbox.worker.attempt import Abandoned, AlreadyFinished, Attempt, AttemptResult, Released
+from pgoutbox.worker.dispatcher import MIN_SNOOZE_SECONDS
+from pgoutbox.worker.handler_errors import RaisedPermanent, RaisedTransient, RepeatedErrors, place_of, traceback_of
+from pgoutbox.worker.run_state import RunState
+
+_SENT: Final = State.SENT  # Looking up an enum member costs more than a comparison.
+
+
+class Outcomes:
+    """The outcomes of one run."""
+
+    def __init__(self, run: RunState) -> None:
+        self._in_flight = run.in_flight
+        self._redacted_names = run.settings.redacted_names
+        self._error_texts = run.settings.error_texts
+        self._signals = run.signals
+        self._telemetry = run.telemetry
+        self._repeated = RepeatedErrors()
+
+    def sort(
+        self, batch: Sequence[tuple[Attempt, AttemptResult]]
+    ) -> tuple[list[Attempt], dict[Attempt, FinishRequest]]:
+        """Return the sent attempts, and the finish requests of the others."""
+        sent = []
+        requests: dict[Attempt, FinishRequest] = {}
+        in_flight = self._in_flight
+        for attempt, result in batch:
+            if in_flight.get(attempt.message.id) is not attempt:
+                # A later attempt has its message, or after a failover another message its id.
+                self.note_end(attempt.message, None, None)
+                continue
+            if isinstance(result, Sent):
+                sent.append(attempt)
+            elif isinstance(result, (AlreadyFinished, Abandoned)):
+                if isinstance(result, Abandoned):
+                    in_flight.abandon(attempt)
+                else:
+                    self._forget(attempt)
+                self._note_unwritten(attempt.message, result)
+            else:
+                requests[attempt] = self._request_of(attempt, result)
+        return sent, requests
+
+    def settle(
+        self,
+        attempts: Sequence[Attempt],
+        done: Mapping[int, State],
+        current: Mapping[int, State],
+        requests: Mapping[Attempt, FinishRequest],
+    ) -> None:
+        measures = self._telemetry.measures
+        in_flight = self._in_flight
+        sent = []
+        for attempt in attempts:
+            message = attempt.message
+            message_id = message.id
+            state = done.get(message_id) or current.get(message_id)
+            if state is _SENT:
+                # This process may have claimed the message again, after the lease of this attempt ran out.
+                if in_flight.get(message_id) is attempt:
+                    del in_flight[message_id]
+                sent.append(message)
+                continue
+            if state is State.SENDING:
+                continue  # A caller's transaction has locked the row; try again.
+            self._forget(attempt)
+            if attempt not in requests:
+                in_flight.note_sent_in_vain(attempt)
+            self.note_end(message, state, requests.get(attempt))
+        self._telemetry.count(LogEvent.SENT, len(sent))
+        if measures is not None and sent:
+            measures.sent(sent)
+
+    def note_end(self, message: Message[object], state: State | None, request: FinishRequest | None) -> None:
+        """Report the end of an attempt that was not sent; without a state it has lost its message."""
+        if state is State.PENDING:
+            self._signals.poll_all_lanes()  # A sleeping worker does not know its due time yet.
+        if self._telemetry.measures is not None:
+            self._telemetry.measures.ended(message, _reported_outcome(state, request))
+        if state is None:
+            self.report(logging.WARNING, LogEvent.LEASE_LOST, "lease lost, outcome not written", message)
+        elif state is State.FAILED:
+            self._signals.failed.set()
+            reason = None if request is None else request.reason
+            self.report(logging.WARNING, LogEvent.FAILED, "message failed", message, reason=reason)
+        elif state is State.PENDING and request is not None and request.reason_code is ReasonCode.UNAVAILABLE:
+            # There may be no breaker, whose opening would be logged.
+            text = "message waits until something is mended"
+            self.report(logging.WARNING, LogEvent.SNOOZED, text, message, reason=request.reason)
+        elif state is State.PENDING and request is not None and request.reason_code is ReasonCode.UNREADABLE:
+            self._telemetry.count(LogEvent.SNOOZED)
+            omitted_count = self._repeated.admit(message.topic, request.reason_code, None)
+            if omitted_count is None:
+                self._telemetry.count(LogEvent.PAYLOAD_UNREADABLE)
+                return
+            text = "message waits for a worker that can read its payload"
+            fields = {"reason": request.reason, "omitted_count": omitted_count}
+            self.report(logging.WARNING, LogEvent.PAYLOAD_UNREADABLE, text, message, **fields)
+        elif state is State.PENDING and request is not None:
+            self.report(logging.DEBUG, event_of_outcome(request.outcome), "attempt ended, pending again", message)
+        else:
+            self.report(logging.INFO, event_of_state(state), "message ended", message)
+
+    def report_unattempted(self, rows: Sequence[ClaimedRow | LapsedRow]) -> None:
+        for row in rows:
+            level = logging.DEBUG
+            if row.state == State.FAILED:
+                level = logging.WARNING
+                self._signals.failed.set()
+            event = event_of_state(State(row.state))
+            self.report(level, event, "message ended without an attempt", row, state=row.state)
+            if self._telemetry.measures is not None:
+                self._telemetry.measures.unattempted(row.topic, row.queue, row.state)
+
+    def report_lost(self, row: ClaimedRow | LapsedRow) -> None:
+        """Report a message whose attempt was lost and that is tried again."""
+        self.report(logging.WARNING, LogEvent.LEASE_EXPIRED, "lease expired, trying again", row, state=row.state)
+
+    def report(
+        self,
+        level: int,
+        event: LogEvent,
+        text: str,
+        message: Message[object] | ClaimedRow | LapsedRow,
+        **fields: object,
+    ) -> None:
+        self._telemetry.report(
+            level,
+            event,
+            text,
+            message_id=message.id,
+            topic=message.topic,
+            queue=message.queue,
+            attempt_count=message.attempt_count,
+            **fields,
+        )
+
+    def _forget(self, attempt: Attempt) -> None:
+        # This process may have claimed the message again, after the lease of this attempt ran out.
+        if self._in_flight.get(attempt.message.id) is attempt:
+            del self._in_flight[attempt.message.id]
+
+    def _request_of(
+        self, attempt: Attempt, result: Transient | Unavailable | Permanent | Skip | Snooze | Released
+    ) -> FinishRequest:
+        names = (*self._redacted_names, *attempt.handler.redact)
+        try:
+            request = finish_request_of(attempt, result)
+            if isinstance(result, (RaisedTransient, RaisedPermanent)):
+                request = self._with_place(attempt, result, request, names)
+            return request if request.reason is None else replace(request, reason=_redacted(request.reason, names))
+        except Exception as error:  # noqa: BLE001 - an invalid outcome ends its own message, not the worker
+            text = f"the outcome cannot be read: {describe(error)}"
+            return FinishRequest(attempt.token, AttemptOutcome.FAILED, text)
+
+    def _with_place(
+        self, attempt: Attempt, result: RaisedTransient | RaisedPermanent, request: FinishRequest, names: Sequence[str]
+    ) -> FinishRequest:
+        """Log the exception of a handler, unless it repeats one, and return the request with its place."""
+        error = result.__cause__
+        if error is None:
+            return request
+        place = place_of(error)
+        if not result.is_logged:
+            result.is_logged = True
+            self._log_exception(attempt.message, error, place, names)
+        reason = request.reason if self._error_texts else type(error).__name__
+        return replace(request, reason=reason, error_place=place)
+
+    def _log_exception(
+        self, message: Message[object], error: BaseException, place: str | None, names: Sequence[str]
+    ) -> None:
+        error_type = type(error).__name__
+        omitted_count = self._repeated.admit(message.topic, error_type, place)
+        if omitted_count is None:
+            self._telemetry.count(LogEvent.HANDLER_RAISED)
+            return
+        self.report(
+            logging.WARNING,
+            LogEvent.HANDLER_RAISED,
+            "handler raised an exception",
+            message,
+            error_type=error_type,
+            error_place=place,
+            omitted_count=omitted_count,
+            traceback=redact_text(traceback_of(error, with_texts=self._error_texts), names),
+        )
+
+    def _note_unwritten(self, message: Message[object], result: AlreadyFinished | Abandoned) -> None:
+        if isinstance(result, Abandoned):
+            text = "worker stopped while the handler still runs; its lease will expire"
+            self.report(logging.WARNING, LogEvent.ATTEMPT_ABANDONED, text, message)
+            return
+        self._telemetry.count(LogEvent.SENT)
+        if self._telemetry.measures is not None:
+            self._telemetry.measures.sent([message])
+
+
+def finish_request_of(
+    attempt: Attempt, result: Transient | Unavailable | Permanent | Skip | Snooze | Released
+) -> FinishRequest:
+    """Return the finish request for a result other than sent."""
+    finish = partial(FinishRequest, attempt.token)
+    if attempt.handler.on_unknown == "hold" and (reason := _unknown_reason(result)) is not None:
+        return finish(AttemptOutcome.FAILED, clean_text(reason))
+    match result:
+        case Transient(error=error, retry_after=retry_after):
+            delay = attempt.handler.retry.delay_seconds(attempt.used_count, retry_after=retry_after)
+            return finish(AttemptOutcome.RETRY, clean_text(str(error)), delay)
+        case Unavailable(error=error, retry_after=retry_after):
+            # The count of claims grows with each claim, also with claims that use up no attempt.
+            pause = attempt.handler.retry.delay_seconds(attempt.attempt_count)
+            delay = max(pause, retry_after or 0.0, MIN_SNOOZE_SECONDS)  # No budget limits the attempts of a tight loop.
+            text = clean_text(str(error))
+            return finish(AttemptOutcome.SNOOZED, text, bounded_delay(delay), ReasonCode.UNAVAILABLE)
+        case Permanent(error=error):
+            return finish(AttemptOutcome.FAILED, clean_text(str(error)))
+        case Skip(reason=reason):
+            text = clean_text(str(reason)) or "skipped by its handler"
+            return finish(AttemptOutcome.SKIPPED, text)
+        case Snooze(delay_seconds=delay, reason=reason):
+            why = None if reason is None else clean_text(str(reason))
+            code, key = (result.code, result.breaker_key) if isinstance(result, Postponed) else (None, None)
+            limit = attempt.handler.unreadable_timeout_seconds if code is ReasonCode.UNREADABLE else None
+            return finish(AttemptOutcome.SNOOZED, why, bounded_delay(delay), code, key, fails_after_seconds=limit)
+        case Released():
+            return finish(AttemptOutcome.RELEASED)
+        case _:
+            assert_never(result)
+
+
+def _reported_outcome(state: State | None, request: FinishRequest | None) -> AttemptOutcome:
+    """Return the reported outcome of an attempt that was not sent."""
+    if state is None:
+        return AttemptOutcome.LOST
+    if state is State.PENDING:
+        return AttemptOutcome.RETRY if request is None else request.outcome
+    return AttemptOutcome(state)
+
+
+def _redacted(text: str, names: Sequence[str]) -> str:
+    return redact_text(text, names)[:MAX_TEXT_LENGTH]
+
+
+def _unknown_reason(result: object) -> str | None:
+    """Return the reason why the attempt may have sent its message; None if it is known whether it did."""
+    match result:
+        case SendFailure(unknown=True, error=error):
+            return str(error)
+        case Postponed(unknown_error=error):
+            return error
+        case Released(unknown=True):
+            return "stopped with its worker, outcome unknown"
+        case _:
+            return None
