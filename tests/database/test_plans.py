@@ -208,10 +208,10 @@ def plan_of(connection: psycopg.Connection, statement: LiteralString, parameters
 
 
 LANES = [
-    pytest.param(sql.CLAIM_FRESH, "message_live_fresh", id="fresh"),
-    pytest.param(sql.CLAIM_FRESH_BY_PERMITS, "message_live_fresh", id="fresh by permits"),
-    pytest.param(sql.CLAIM_RETRIES, "message_live_retry", id="retries"),
-    pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, "message_live_retry", id="retries by permits"),
+    pytest.param(sql.CLAIM_FRESH, "message_live_lane", id="fresh"),
+    pytest.param(sql.CLAIM_FRESH_BY_PERMITS, "message_live_lane", id="fresh by permits"),
+    pytest.param(sql.CLAIM_RETRIES, "message_live_lane", id="retries"),
+    pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, "message_live_lane", id="retries by permits"),
     pytest.param(sql.CLAIM_LAPSED, "claim_lease", id="lapsed"),
     pytest.param(sql.END_LAPSED, "claim_lease", id="end lapsed"),
 ]
@@ -228,7 +228,7 @@ def test_a_claim_reads_only_its_lane_from_its_own_index(
     # A dollar sign shows that this is the generic plan, as the worker runs it.
     assert index == "claim_lease" or re.search(r"queue = \$\d", lane.condition)
     assert "<= now()" in lane.condition
-    if index in ("message_live_fresh", "message_live_retry"):
+    if index == "message_live_lane":
         assert re.search(r"> ROW\(COALESCE\(\$\d", lane.condition), "the position is not an index condition"
 
 
@@ -287,10 +287,9 @@ def test_the_next_due_time_is_read_from_the_head_of_each_lane(filled: psycopg.Co
     )
     assert [node.index for node in plan.reads("claim")] == ["claim_lease"]
     assert {node.index for node in plan.reads("message_live")} == {
-        "message_live_fresh",
+        "message_live_lane",
         "message_live_ordered",
         "message_live_ordered_due",
-        "message_live_retry",
     }
     assert not plan.types() & {"Sort", "Incremental Sort"}
 
@@ -426,8 +425,7 @@ def monitored(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -
         pytest.param(
             sql.OLDEST_DUE,
             {
-                "message_live_fresh",
-                "message_live_retry",
+                "message_live_lane",
                 "message_live_ordered",
                 "message_live_ordered_due",
             },
@@ -437,8 +435,7 @@ def monitored(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -
         pytest.param(
             sql.OLDEST_UNDELIVERED,
             {
-                "message_live_fresh",
-                "message_live_retry",
+                "message_live_lane",
                 "message_live_ordered",
                 "message_live_ordered_due",
             },

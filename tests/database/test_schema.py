@@ -287,14 +287,13 @@ def test_live_messages_have_no_more_indexes_than_claims_need(rolled_back: psycop
     ).fetchall()
     assert [name for (name,) in indexes] == [
         "message_live_content_id_idx",
-        "message_live_fresh",
         "message_live_in_flight",
+        "message_live_lane",
         "message_live_ordered",
         "message_live_ordered_due",
         "message_live_ordered_in_flight",
         "message_live_owner_idx",  # Partial: messages without an owner are not in it.
         "message_live_pkey",
-        "message_live_retry",
     ]
 
 
