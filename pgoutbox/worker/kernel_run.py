@@ -53,6 +53,8 @@ class KernelSignals(Signals):
     """Passes on to the kernel what the parts of a worker report to its poll loop."""
 
     kernel: Run[_Origin]
+    waits_for_ends: bool = True
+    """Whether the end of an attempt may make another message claimable: a queue has a limit."""
 
     def note_notification(self, queue: str | None, /, *, is_new: bool = False) -> None:  # noqa: ARG002
         self.kernel.want(queue)
@@ -66,6 +68,11 @@ class KernelSignals(Signals):
     def note_progress(self) -> None:
         super().note_progress()
         self.kernel.wake()
+
+    def note_written(self) -> None:
+        self.note_progress()
+        if self.waits_for_ends:
+            self.kernel.want()
 
 
 class KernelAttempts:
@@ -261,6 +268,7 @@ class KernelRun(WorkerRun):
 
     def _read_due(self, rows: Iterable[Row]) -> float | None:
         due = [DueRow._make(row) for row in rows]
+        cast("KernelSignals", self.state.signals).waits_for_ends = any(row.is_limited for row in due)
         self._due_seconds = min(
             (seconds for row in due for seconds in (row.first_seconds, row.other_seconds) if seconds is not None),
             default=None,
