@@ -30,8 +30,8 @@ from pgoutbox.worker import Worker
 from pgoutbox.worker.claim_planner import QueueSchedule, parse_queues
 from pgoutbox.worker.doorbell import Doorbell, key_of_watch
 from pgoutbox.worker.poll_loop import PollResult, PollState
-from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.run import WorkerRun
+from pgoutbox.worker.run_state import RunState
 from tests.support.outbox_actions import LEASE_SECONDS, make_due
 
 if TYPE_CHECKING:
