@@ -16,8 +16,8 @@ from typing import Final, Generic
 import psycopg
 
 from pgoutbox.kernel import statements as sql
-from pgoutbox.kernel.lanes import Lane
-from pgoutbox.kernel.seams import Attempts, Bell, Ended, Link, O, Row, Step
+from pgoutbox.kernel.lanes import Lane, OrderedLane, Place
+from pgoutbox.kernel.seams import Attempts, Bell, Ended, Keys, Link, O, Row, Step
 
 # Beside a backlog, retries and lapsed attempts are looked for now and then.
 _OTHERS_SECONDS: Final = 0.25
@@ -34,7 +34,10 @@ _LOST_RACES: Final = (
     psycopg.errors.LockNotAvailable,
 )
 # The columns of claim.sql.
-_ID, _TOPIC, _AVAILABLE_AT, _COALESCE_KEY, _STATE, _QUEUE, _LANE = 0, 1, 9, 10, 14, 16, 17
+_ID, _TOPIC, _AVAILABLE_AT, _COALESCE_KEY, _ORDERING_KEY, _STATE, _QUEUE, _LANE = 0, 1, 9, 10, 11, 14, 16, 17
+# The ordering keys of one page: a few milliseconds of the server's time.
+_KEY_LIMIT: Final = 500
+_ORDERED: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,11 @@ class Run(Generic[O]):
             for lane in self._lanes:
                 lane.want()
         ended = self._attempts.take_ended(self._options.batch_size)
+        # This trip claims the next messages of the ordering keys whose messages it finishes.
+        ordered = {one.keys.queue for one in ended if one.keys is not None and one.keys.ordering_key is not None}
+        for lane in self._lanes if ordered else ():
+            if lane.number == _ORDERED and lane.queue in ordered:
+                lane.want()
         room = int(min(self._attempts.room(), self.room_left)) if self.claims and not self._is_careful else 0
         lanes = self._wanted(now) if room > 0 else []
         takes_lapsed = room > 0 and (self._is_lapsed_wanted or (lanes and now - self._lapsed_at >= _LAPSED_SECONDS))
@@ -144,14 +152,19 @@ class Run(Generic[O]):
         return True
 
     def _wanted(self, now: float) -> list[Lane]:
-        """Return the lanes of the next claim. Beside a backlog, those of retries are read now and then."""
+        """Return the lanes of the next claim: those of a queue take turns, so that no backlog delays another one.
+
+        Beside a backlog, the lanes of retries and of ordering keys are read now and then.
+        """
         lanes = self._order()
         is_busy = any(lane.due_at() <= now for lane in lanes)
-        return [
+        wanted = [
             lane
             for lane in lanes
-            if lane.due_at() <= now or (is_busy and lane.number == 1 and now - lane.searched_at >= _OTHERS_SECONDS)
+            if lane.due_at() <= now or (is_busy and lane.number != 0 and now - lane.searched_at >= _OTHERS_SECONDS)
         ]
+        places = {queue: number for number, queue in enumerate(_queues_of(wanted))}
+        return sorted(wanted, key=lambda lane: (places[lane.queue], lane.served_at))
 
     async def _trip(
         self, ended: list[Ended[O]], lanes: Sequence[Lane], room: int, *, takes_lapsed: bool, now: float
@@ -174,17 +187,19 @@ class Run(Generic[O]):
             self._attempts.put_back(ended)
             raise
         self._is_careful = False
+        lapsed = results[-2 if lanes else -1] if takes_lapsed else []
+        claimed = results[-1] if lanes else []
+        overtaken = await self._follow(ended, lapsed, claimed)
         if ended:
             await self._settle(ended, [row for rows in results[:finish_count] for row in rows])
         if takes_lapsed:
             self._lapsed_at = now
-            rows = results[-2 if lanes else -1]
-            self._is_lapsed_wanted = len(rows) == _LAPSED_LIMIT
-            self._attempts.note_lapsed(rows)
-            if rows:
+            self._is_lapsed_wanted = len(lapsed) == _LAPSED_LIMIT
+            self._attempts.note_lapsed(lapsed)
+            if lapsed:
                 self.want()
         if lanes:
-            await self._begin(results[-1], lanes, room, now)
+            await self._begin(claimed, overtaken, lanes, room, now)
 
     def _finish(self, ended: Sequence[Ended[O]]) -> list[Step]:
         steps: list[Step] = []
@@ -269,13 +284,16 @@ class Run(Generic[O]):
     def _claim(self, lanes: Sequence[Lane], room: int, now: float) -> Step:
         starts = [lane.begin(now) for lane in lanes]
         return (
-            sql.CLAIM,
+            sql.CLAIM if any(lane.number == _ORDERED for lane in lanes) else sql.CLAIM_WITHOUT_KEYS,
             {
+                "served": _queues_of(lanes),
                 "queues": [lane.queue for lane in lanes],
                 "lanes": array(lane.number for lane in lanes),
                 "after_ats": [start.after_at for start in starts],
                 "after_ids": array(start.after_id for start in starts),
                 "since_seconds": [start.since_seconds for start in starts],
+                "after_keys": [start.after_key for start in starts],
+                "key_limit": _KEY_LIMIT,
                 "topics": list(self._options.topics),
                 "total": room,
                 "worker": self._options.worker,
@@ -283,14 +301,72 @@ class Run(Generic[O]):
             },
         )
 
-    async def _begin(self, rows: list[Row], lanes: Sequence[Lane], room: int, began_at: float) -> None:
+    async def _follow(self, ended: Sequence[Ended[O]], lapsed: Sequence[Row], claimed: Sequence[Row]) -> set[int]:
+        """Do what has to follow the commit of a trip. Return those of the claimed messages that are superseded.
+
+        Messages that waited for those that have ended can begin: here, or in another worker.
+        """
+        done = [one.keys for one in ended if one.keys is not None]
+        done += [
+            Keys(row[0], row[1], row[2], row[4], row[5]) for row in lapsed if row[6] != "pending" and (row[4] or row[5])
+        ]
+        done += [
+            Keys(row[_ID], row[_TOPIC], row[_QUEUE], None, row[_ORDERING_KEY])
+            for row in claimed
+            if row[_ORDERING_KEY] is not None and row[_ID] is not None and row[_STATE] != "sending"
+        ]
+        keyed = [row[_ID] for row in claimed if row[_COALESCE_KEY] is not None and row[_STATE] == "sending"]
+        steps: list[Step] = []
+        if done:
+            steps.append(self._tell_successors(done))
+        if keyed:
+            # A newer message may have been committed, delivered and finished since the claim's snapshot.
+            steps.append((sql.OVERTAKEN, {"ids": array(keyed)}))
+        if not steps:
+            return set()
+        try:
+            results = await self._link.trip(steps)
+        except BaseException:
+            self._attempts.put_back(ended)
+            raise
+        for queue, _ in results[0] if done else ():
+            self.want(queue)
+        return {row[0] for row in results[-1]} if keyed else set()
+
+    def _tell_successors(self, done: Sequence[Keys]) -> Step:
+        return (
+            sql.TELL_SUCCESSORS,
+            {
+                "ids": array(one.id for one in done),
+                "topics": [one.topic for one in done],
+                "queues": [one.queue for one in done],
+                "coalesce_keys": [one.coalesce_key for one in done],
+                "ordering_keys": [one.ordering_key for one in done],
+                # A worker that stops leaves them to others.
+                "own_queues": _queues_of(self._lanes) if self.claims else [],
+                "own_topics": list(self._options.topics) if self.claims else [],
+            },
+        )
+
+    async def _begin(
+        self, rows: list[Row], overtaken: set[int], lanes: Sequence[Lane], room: int, began_at: float
+    ) -> None:
         """Hand the claimed rows over, in the order of the lanes and of the due times."""
         now = time.monotonic()
         places = {(lane.queue, lane.number): number for number, lane in enumerate(lanes)}
-        rows.sort(key=lambda row: (places[row[_QUEUE], row[_LANE]], row[_AVAILABLE_AT], row[_ID]))
-        lasts = {places[row[_QUEUE], row[_LANE]]: (row[_AVAILABLE_AT], row[_ID]) for row in rows}
         # If the claim was filled, the last lane with rows may have more, and those behind it were not read.
         is_filled = len(rows) >= room
+        pages = [row for row in rows if row[_ID] is None]
+        rows = [row for row in rows if row[_ID] is not None] if pages else rows
+        rows.sort(key=lambda row: (places[row[_QUEUE], row[_LANE]], row[_AVAILABLE_AT], row[_ID]))
+        lasts = {
+            places[row[_QUEUE], row[_LANE]]: Place(row[_AVAILABLE_AT], row[_ID], row[_ORDERING_KEY]) for row in rows
+        }
+        for number, lane in enumerate(lanes):
+            if lane.number == _ORDERED and number in lasts:
+                key = max(row[_ORDERING_KEY] for row in rows if row[_QUEUE] == lane.queue and row[_LANE] == _ORDERED)
+                lasts[number] = lasts[number]._replace(key=key)
+        lasts |= {places[row[_QUEUE], _ORDERED]: Place(None, None, row[_ORDERING_KEY]) for row in pages}
         end = max(lasts, default=0) if is_filled else len(lanes)
         for number, lane in enumerate(lanes[: end + 1]):
             lane.record(lasts.get(number), is_filled=is_filled and number == end, now=now)
@@ -298,12 +374,6 @@ class Run(Generic[O]):
         self.claimed_count += len(rows)
         if rows:
             self.is_quiet.clear()
-            keyed = [row[_ID] for row in rows if row[_COALESCE_KEY] is not None and row[_STATE] == "sending"]
-            overtaken: set[int] = set()
-            if keyed:
-                # A newer message may have been committed, delivered and finished since the claim's snapshot.
-                (found,) = await self._link.trip([(sql.OVERTAKEN, {"ids": array(keyed)})])
-                overtaken = {row[0] for row in found}
             await self._attempts.begin([(*row, row[_ID] in overtaken) for row in rows], now - began_at)
 
     # --- rest
@@ -347,19 +417,28 @@ class Run(Generic[O]):
     async def _ask_due(self) -> float:
         """Return the seconds until a claim finds something that was not due before."""
         now = time.monotonic()
-        fresh_at = min(lane.covered_at for lane in self._lanes if lane.number == 0)
-        others_at = min(self._lapsed_at, *(lane.covered_at for lane in self._lanes if lane.number == 1))
+        read = [lane for lane in self._lanes if not isinstance(lane, OrderedLane) or lane.has_keys]
+        fresh_at = min(lane.covered_at for lane in read if lane.number != 1)
+        others_at = min(self._lapsed_at, *(lane.covered_at for lane in read if lane.number == 1))
         ask: Step = (
             sql.NEXT_DUE,
             {
-                "queues": list(dict.fromkeys(lane.queue for lane in self._lanes)),
+                "queues": _queues_of(self._lanes),
                 "since_seconds": min(now - fresh_at + _ROUND_TRIP_SECONDS, _ALL_TIME_SECONDS),
                 "others_since_seconds": min(now - others_at + _ROUND_TRIP_SECONDS, _ALL_TIME_SECONDS),
             },
         )
         (*_, rows) = await self._link.trip([*self._end_claims(), ask])
         due = self._next_due(rows)
+        has_keys = {row[0]: row[1] for row in rows}
+        news = [lane.note_keys(has_keys=has_keys[lane.queue]) for lane in self._lanes if isinstance(lane, OrderedLane)]
+        if any(news):
+            return 0.0
         return math.inf if due is None else due
+
+
+def _queues_of(lanes: Sequence[Lane]) -> list[str]:
+    return list(dict.fromkeys(lane.queue for lane in lanes))
 
 
 def array(values: Iterable[object]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Generic, LiteralString, Protocol, TypeVar
+from typing import Any, Generic, LiteralString, NamedTuple, Protocol, TypeVar
 
 Row = tuple[Any, ...]
 O = TypeVar("O")  # noqa: E741 - the origin of an end
@@ -35,15 +35,26 @@ class Bell(Protocol):
         ...
 
 
+class Keys(NamedTuple):
+    """A message that has a coalesce key or an ordering key: others may wait for its end."""
+
+    id: int
+    topic: str
+    queue: str
+    coalesce_key: str | None
+    ordering_key: str | None
+
+
 # Not frozen: setting the fields of a frozen dataclass takes five times as long.
 @dataclass(slots=True)
 class Ended(Generic[O]):
-    """The end of an attempt, as it is to be written. `origin` is the caller's."""
+    """The end of an attempt, as it is to be written. `origin` is the caller's. Without a key `keys` is None."""
 
     origin: O
     id: int
     attempt_count: int
     claimed_at: datetime
+    keys: Keys | None = None
     outcome: str = "sent"
     reason: str | None = None
     delay_seconds: float = 0.0

@@ -19,9 +19,9 @@ from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import ClaimedRow, DueRow, FinishRequest, LapsedRow
 from pgoutbox.database.worker_connection import is_refusal
 from pgoutbox.handlers import Handler
-from pgoutbox.kernel.lanes import Lane, fresh_and_retries
+from pgoutbox.kernel.lanes import Lane, lanes_of
 from pgoutbox.kernel.run import Options, Run
-from pgoutbox.kernel.seams import Ended, Row, Step
+from pgoutbox.kernel.seams import Ended, Keys, Row, Step
 from pgoutbox.message import State
 from pgoutbox.worker.attempt import Attempt, AttemptResult
 from pgoutbox.worker.backoff import Backoff
@@ -53,7 +53,7 @@ class KernelSignals(Signals):
     """Passes on to the kernel what the parts of a worker report to its poll loop."""
 
     kernel: Run[_Origin]
-    waits_for_ends: bool = True
+    waits_for_ends: bool = False
     """Whether the end of an attempt may make another message claimable: a queue has a limit."""
 
     def note_notification(self, queue: str | None, /, *, is_new: bool = False) -> None:  # noqa: ARG002
@@ -241,7 +241,7 @@ class KernelRun(WorkerRun):
         self._attempts.loader = self._new_loader(handlers, self._attempts)
         self._attempts.pool = self.pool
         self._link = _Link(state, self._attempts)
-        self._lanes = fresh_and_retries(state.queues.names)
+        self._lanes = lanes_of(state.queues.names)
         self._due_seconds: float | None = None
         self.kernel = Run(
             Options(
@@ -329,7 +329,20 @@ class KernelRun(WorkerRun):
 
 
 def _sent(attempt: Attempt) -> Ended[_Origin]:
-    return Ended(_Origin(attempt, None), attempt.message.id, attempt.attempt_count, attempt.claim.claimed_at)
+    return Ended(
+        _Origin(attempt, None),
+        attempt.message.id,
+        attempt.attempt_count,
+        attempt.claim.claimed_at,
+        _keys_of(attempt),
+    )
+
+
+def _keys_of(attempt: Attempt) -> Keys | None:
+    message = attempt.message
+    if message.coalesce_key is None and message.ordering_key is None:
+        return None
+    return Keys(message.id, message.topic, message.queue, message.coalesce_key, message.ordering_key)
 
 
 def _not_sent(attempt: Attempt, request: FinishRequest) -> Ended[_Origin]:
@@ -338,6 +351,7 @@ def _not_sent(attempt: Attempt, request: FinishRequest) -> Ended[_Origin]:
         attempt.message.id,
         attempt.attempt_count,
         attempt.claim.claimed_at,
+        _keys_of(attempt),
         outcome=request.outcome,
         reason=request.reason,
         delay_seconds=request.delay_seconds,
