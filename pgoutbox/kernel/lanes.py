@@ -109,7 +109,7 @@ class Lane:
 class OrderedLane(Lane):
     """The lane of the messages with an ordering key (2), read by their keys, page after page."""
 
-    __slots__ = ("_after_key", "has_keys", "_is_round", "_is_stale", "_is_whole")
+    __slots__ = ("_after_key", "_is_round", "_is_stale", "_is_whole", "has_keys")
 
     def __init__(self, queue: str) -> None:
         super().__init__(queue, 2, is_wanted=False, is_owed=False)

@@ -23,10 +23,12 @@ from pgoutbox.kernel.seams import Attempts, Bell, Ended, Keys, Link, O, Row, Ste
 _OTHERS_SECONDS: Final = 0.25
 _LAPSED_SECONDS: Final = 1.0
 _LAPSED_LIMIT: Final = 100
+_LAPSED_DISTANCE_SECONDS: Final = 0.05
 _LOCKED_PAUSE_SECONDS: Final = 0.1
 _ROUND_TRIP_SECONDS: Final = 0.002
 _ALL_TIME_SECONDS: Final = 1e9
 _SENT: Final = "sent"
+_GOES_ON: Final = ("pending", "sending")
 _LOST_RACES: Final = (
     psycopg.errors.UniqueViolation,
     psycopg.errors.SerializationFailure,
@@ -34,7 +36,8 @@ _LOST_RACES: Final = (
     psycopg.errors.LockNotAvailable,
 )
 # The columns of claim.sql.
-_ID, _TOPIC, _AVAILABLE_AT, _COALESCE_KEY, _ORDERING_KEY, _STATE, _QUEUE, _LANE = 0, 1, 9, 10, 11, 14, 16, 17
+_ID, _TOPIC, _ATTEMPT_COUNT, _AVAILABLE_AT, _COALESCE_KEY, _ORDERING_KEY = 0, 1, 5, 9, 10, 11
+_STATE, _QUEUE, _LANE = 14, 16, 17
 # The ordering keys of one page: a few milliseconds of the server's time.
 _KEY_LIMIT: Final = 500
 _ORDERED: Final = 2
@@ -83,6 +86,9 @@ class Run(Generic[O]):
         self._swept_at = -math.inf
         self._lapsed_at = -math.inf
         self._is_lapsed_wanted = True
+        self._spread_until = -math.inf  # Until then, messages of lapsed attempts fall due one after the other.
+        self.suspect: int | None = None
+        """The message in flight that may crash this process: there is one at most."""
         self._is_careful = False  # The last trip has failed: outcomes go alone, and without waiting for a lock.
         self.claims = False
         """Whether it claims messages."""
@@ -111,6 +117,17 @@ class Run(Generic[O]):
         if steps := self._end_claims():
             await self._link.trip(steps)
 
+    def sweep(self) -> None:
+        """Look again for everything: messages that are due, and lapsed attempts."""
+        self._is_lapsed_wanted = True
+        self.want()
+
+    def forget_suspect(self, message_id: int) -> None:
+        """Take over the next suspect, if this message was one: it has ended or hangs, so it is not likely to crash."""
+        if self.suspect == message_id:
+            self.suspect = None
+            self.sweep()
+
     def wake(self) -> None:
         """Look again for ends to write, and for room."""
         self._wake.set()
@@ -137,6 +154,8 @@ class Run(Generic[O]):
             self._is_lapsed_wanted = True
             for lane in self._lanes:
                 lane.want()
+        if self.suspect is not None and self.suspect not in self._attempts.in_flight:
+            self.forget_suspect(self.suspect)
         ended = self._attempts.take_ended(self._options.batch_size)
         # This trip claims the next messages of the ordering keys whose messages it finishes.
         ordered = {one.keys.queue for one in ended if one.keys is not None and one.keys.ordering_key is not None}
@@ -146,6 +165,8 @@ class Run(Generic[O]):
         room = int(min(self._attempts.room(), self.room_left)) if self.claims and not self._is_careful else 0
         lanes = self._wanted(now) if room > 0 else []
         takes_lapsed = room > 0 and (self._is_lapsed_wanted or (lanes and now - self._lapsed_at >= _LAPSED_SECONDS))
+        if takes_lapsed and room >= self.room_left:
+            lanes = []  # A suspect may use up the room that is left.
         if not (ended or lanes or takes_lapsed):
             return False
         await self._trip(ended, lanes, room, takes_lapsed=bool(takes_lapsed), now=now)
@@ -194,12 +215,35 @@ class Run(Generic[O]):
             await self._settle(ended, [row for rows in results[:finish_count] for row in rows])
         if takes_lapsed:
             self._lapsed_at = now
-            self._is_lapsed_wanted = len(lapsed) == _LAPSED_LIMIT
-            self._attempts.note_lapsed(lapsed)
-            if lapsed:
-                self.want()
+            await self._note_lapsed(lapsed, now)
         if lanes:
             await self._begin(claimed, overtaken, lanes, room, now)
+        if lapsed:
+            await self._end_sessions(lapsed)
+
+    async def _note_lapsed(self, rows: list[Row], began_at: float) -> None:
+        """Note the ends of lapsed attempts, and begin that of a suspect."""
+        now = time.monotonic()
+        suspects = [row for row in rows if row[_STATE] == "sending"]
+        self._is_lapsed_wanted = len(rows) - len(suspects) == _LAPSED_LIMIT
+        self._attempts.note_lapsed(rows)
+        self._spread_until = max(self._spread_until, now + _LAPSED_DISTANCE_SECONDS * len(rows))
+        if rows:
+            self.want()
+        if suspects:
+            self.suspect = suspects[0][_ID]
+            # Others wait for it, but for no longer than a lease.
+            asyncio.get_running_loop().call_later(self._options.lease_seconds, self.forget_suspect, self.suspect)
+            self.room_left -= 1
+            self.claimed_count += 1
+            # Its key was in flight all the time, so no newer message of the key was delivered meanwhile.
+            await self._attempts.begin([(*row, False) for row in suspects], now - began_at)
+
+    async def _end_sessions(self, rows: Sequence[Row]) -> None:
+        """End the sessions of lost attempts, so that the next ones do not wait for their locks."""
+        counts = [row[_ATTEMPT_COUNT] - (row[_STATE] == "sending") for row in rows]
+        parameters = {"ids": array(row[_ID] for row in rows), "attempt_counts": array(counts)}
+        await self._link.trip([(sql.END_ATTEMPTS, parameters)])
 
     def _finish(self, ended: Sequence[Ended[O]]) -> list[Step]:
         steps: list[Step] = []
@@ -276,7 +320,9 @@ class Run(Generic[O]):
                 "in_flight": array(self._attempts.in_flight),
                 "worker": options.worker,
                 "total": _LAPSED_LIMIT,
-                "distance_seconds": 0.05,
+                "suspects": int(self.suspect is None),
+                "lease_seconds": options.lease_seconds,
+                "distance_seconds": _LAPSED_DISTANCE_SECONDS,
                 "hooks": options.hooks,
             },
         )
@@ -308,8 +354,11 @@ class Run(Generic[O]):
         """
         done = [one.keys for one in ended if one.keys is not None]
         done += [
-            Keys(row[0], row[1], row[2], row[4], row[5]) for row in lapsed if row[6] != "pending" and (row[4] or row[5])
+            Keys(row[_ID], row[_TOPIC], row[_QUEUE], row[_COALESCE_KEY], row[_ORDERING_KEY])
+            for row in lapsed
+            if row[_STATE] not in _GOES_ON and (row[_COALESCE_KEY] or row[_ORDERING_KEY])
         ]
+        # Messages that a claim ends were not in flight, so no message of a coalesce key has waited for them.
         done += [
             Keys(row[_ID], row[_TOPIC], row[_QUEUE], None, row[_ORDERING_KEY])
             for row in claimed
@@ -405,7 +454,9 @@ class Run(Generic[O]):
             self.want()
             return
         owed = min(lane.due_at() for lane in self._lanes) - time.monotonic()
-        if not self._attempts.in_flight and not self._wake.is_set() and owed == math.inf:
+        if (spread := self._spread_until - time.monotonic()) > 0:
+            seconds = min(seconds, spread)
+        elif not self._attempts.in_flight and not self._wake.is_set() and owed == math.inf:
             self.is_quiet.set()
         try:
             async with asyncio.timeout(max(0.0, min(seconds, due, owed))):

@@ -91,7 +91,7 @@ class Attempts(Protocol[O]):
         ...
 
     def note_lapsed(self, rows: Sequence[Row]) -> None:
-        """Note the attempts of other workers that were ended because their leases have lapsed."""
+        """Note the attempts that were ended because their leases have lapsed. Those `sending` begin again here."""
         ...
 
     def take_ended_claims(self) -> list[datetime]:

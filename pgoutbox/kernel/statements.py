@@ -18,6 +18,8 @@ def _read(name: str, *, leaves_out: str | None = None) -> LiteralString:
 
 CLAIM: Final = _read("claim")
 CLAIM_WITHOUT_KEYS: Final = _read("claim", leaves_out="ordering keys")
+
+END_ATTEMPTS: Final = _read("end_attempts")
 END_CLAIMS: Final = _read("end_claims")
 FINISH: Final = _read("finish")
 FINISH_SENT: Final = _read("finish_sent")

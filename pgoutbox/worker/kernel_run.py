@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS: Final = 1.0
 # Messages that wait so long in this process are left to other workers.
 _LONG_WAIT_SECONDS: Final = 1.0
+_GOES_ON: Final = (State.PENDING, State.SENDING)
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 
 
@@ -63,7 +64,10 @@ class KernelSignals(Signals):
         self.kernel.want()
 
     def poll_all_lanes(self) -> None:
-        self.kernel.want()
+        self.kernel.sweep()
+
+    def forget_suspect(self, suspect: Attempt) -> None:
+        self.kernel.forget_suspect(suspect.message.id)
 
     def note_progress(self) -> None:
         super().note_progress()
@@ -85,6 +89,7 @@ class KernelAttempts:
         self._results: deque[tuple[Attempt, AttemptResult]] = deque()
         self._again: deque[Ended[_Origin]] = deque()
         self._is_announced = False
+        self._ended_at = -_LONG_WAIT_SECONDS
         self.in_flight = run.in_flight
         self.answered_at: datetime | None = None
         """The time of the last answered claim, by the server's clock."""
@@ -113,12 +118,15 @@ class KernelAttempts:
         if pool.oldest_wait_seconds >= _LONG_WAIT_SECONDS:
             pool.release_waiting(self._may_be_released)
             return 0
+        if pool.open_count >= pool.capacity and elapsed_clock() - self._ended_at >= _LONG_WAIT_SECONDS:
+            return 0  # Its handlers last long: what waits for a slot here could begin in another worker.
         room = min(pool.capacity + batch - pool.open_count, pool.capacity + 3 * batch - len(self.in_flight))
         return min(batch, room, (pool.capacity + batch + 1) // 2) if room * 2 >= batch and pool.capacity else 0
 
     def _may_be_released(self, attempt: Attempt) -> bool:
         # A suspect would no longer be known as one, and a second claim would take a second token.
-        return attempt is not self._run.signals.suspect and not self._run.queues[attempt.message.queue].has_limits
+        suspect = cast("KernelSignals", self._run.signals).kernel.suspect
+        return attempt.message.id != suspect and not self._run.queues[attempt.message.queue].has_limits
 
     async def begin(self, rows: Sequence[Row], seconds_ago: float) -> None:
         """Begin the attempts of these claimed rows."""
@@ -141,6 +149,8 @@ class KernelAttempts:
         sent, requests = self._outcomes.sort(batch)
         ended += [_sent(attempt) for attempt in sent]
         ended += [_not_sent(attempt, request) for attempt, request in requests.items()]
+        if ended:
+            self._ended_at = elapsed_clock()
         return ended
 
     def put_back(self, ended: Sequence[Ended[_Origin]], after_seconds: float = 0.0) -> None:
@@ -164,11 +174,12 @@ class KernelAttempts:
 
     def note_lapsed(self, rows: Sequence[Row]) -> None:
         """Report attempts of other workers that have lapsed."""
-        lapsed = [LapsedRow._make(row) for row in rows]
+        # The rows have the columns of claim.sql.
+        lapsed = [LapsedRow(row[0], row[1], row[16], row[5], row[10], row[11], row[14], 0.0) for row in rows]
         for row in lapsed:
-            if row.state == State.PENDING:
+            if row.state in _GOES_ON:
                 self._outcomes.report_lost(row)
-        self._outcomes.report_unattempted([row for row in lapsed if row.state != State.PENDING])
+        self._outcomes.report_unattempted([row for row in lapsed if row.state not in _GOES_ON])
 
     def take_ended_claims(self) -> list[datetime]:
         """Return the claims whose attempts have all been written. If they are not deleted, they lapse."""

@@ -1,7 +1,8 @@
--- End up to `total` lapsed attempts of these queues. Most messages are pending again. They fall due one after the other,
--- `distance_seconds` apart, because one of them may have crashed its process and may do so again. Like
--- finish_if_held.sql, this enqueues the messages for the hooks of messages that fail. claim_lapsed.sql takes the other
--- messages.
+-- End up to `total` lapsed attempts of these queues, and take over up to `suspects` (0 or 1) lapsed suspects. Messages
+-- that are pending again fall due one after the other, `distance_seconds` apart, because one of them may have crashed its
+-- process and may do so again. A suspect is likely to: its message stays in flight, with its key, in an attempt that this
+-- worker begins at once. Like finish.sql, this enqueues the messages for the hooks of messages that fail. The rows have the
+-- columns of claim.sql; those in the state `sending` begin.
 -- Guards: row locks, and the place of the row in the UPDATE.
 WITH judged AS MATERIALIZED (
     -- Attempts whose lease has lapsed, and their decision: the message ends as cancelled, skipped or failed, or is
@@ -9,65 +10,92 @@ WITH judged AS MATERIALIZED (
     -- a limit and row locks. The lock of the claim looks again at its newest lease. It is the lock of a renewal, so that a
     -- session that keeps the worker from renewing also keeps others from taking its attempts. The joins are those of
     -- in_flight_view, whose rows cannot be locked.
-    SELECT m.ctid AS place, m.id, m.attempt_count, m.worker, m.claimed_at, head.newest_id AS newer_id, ending.state
-    FROM pgoutbox.claim AS c
-    -- Without ANY, the planner may read the whole table once instead of looking up each message.
-    JOIN pgoutbox.message_live AS m ON m.id = ANY (c.ids) AND m.worker = c.worker AND m.claimed_at = c.claimed_at
-    -- The newer message of the same key that supersedes this one.
-    LEFT JOIN pgoutbox.key_head AS head
-        ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
+    SELECT found.*
+    -- Two searches with limits of their own: many ends must not crowd out a suspect.
+    FROM (VALUES (false, %(total)s::bigint), (true, %(suspects)s::bigint)) AS kind(is_suspect, most)
     CROSS JOIN LATERAL (
-        SELECT CASE
-            WHEN EXISTS (
-                SELECT FROM pgoutbox.cancel_request AS r WHERE r.message_id = m.id AND r.message_created_at = m.created_at
-            ) THEN 'cancelled'
-            WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'
-            -- hold_topics: topics that hold a message with an unknown outcome for a person instead of trying it again.
-            WHEN m.attempt_count >= m.max_attempts OR m.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
-            -- It cannot afford another loss: half of its granted attempts are used up.
-            WHEN m.max_attempts - m.attempt_count <= m.attempt_budget / 2 THEN 'sending'
-            -- Nor can another message that its worker had in flight, and that was lost twice in a row. Either of them may have
-            -- crashed the process. If this one were not tried alone too, they could meet again. The array is read once.
-            WHEN c.worker = ANY (ARRAY(
-                SELECT o.worker
-                FROM pgoutbox.claim AS o
-                JOIN pgoutbox.message_live AS s ON s.id = ANY (o.ids) AND s.worker = o.worker AND s.claimed_at = o.claimed_at
-                WHERE o.worker IN (SELECT l.worker FROM pgoutbox.claim AS l WHERE l.lease_expires_at <= now())
-                    AND s.state = 'sending'
-                    AND s.max_attempts - s.attempt_count BETWEEN 1 AND s.attempt_budget / 2
-                    AND s.attempts #>> '{-1,outcome}' = 'lost'
-            )) THEN 'sending'
-            ELSE 'pending'
-        END
-    ) AS ending(state)
-    WHERE m.state = 'sending'
-        AND c.lease_expires_at <= now()
-        -- A released attempt first gets the lease of its worker: see forget_lapsed.sql.
-        AND coalesce(c.released_from, '') = ''
-        AND m.topic = ANY (%(topics)s::text[])
-        -- in_flight: the attempts of this worker. After a suspension or an outage it renews their leases instead.
-        -- Other attempts in its name are lost, for example by a failover.
-        AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(in_flight)s::bigint[]))
-        AND ending.state <> 'sending'
-        -- Other queues may no longer have a worker. There only superseded messages end, because a newer message of their
-        -- key waits for them.
-        AND (c.queue = ANY (%(queues)s::text[]) OR head.newest_id IS NOT NULL)
-    ORDER BY c.lease_expires_at, m.id
-    -- The end of a CTE that chooses rows: take at most `total` of them, and lock them.
-    LIMIT %(total)s::bigint
-    -- Another claim may have locked a row. It is skipped, because a wait would fail with 40001 when the row moves to
-    -- another partition. One that has moved since the statement began fails it all the same, and the worker claims again.
-    FOR UPDATE OF m SKIP LOCKED
-    FOR UPDATE OF c SKIP LOCKED
+        SELECT m.ctid AS place, m.id, m.attempt_count, m.worker, m.claimed_at, c.queue,
+            head.newest_id AS newer_id, ending.state
+        FROM pgoutbox.claim AS c
+        -- Without ANY, the planner may read the whole table once instead of looking up each message.
+        JOIN pgoutbox.message_live AS m ON m.id = ANY (c.ids) AND m.worker = c.worker AND m.claimed_at = c.claimed_at
+        -- The newer message of the same key that supersedes this one.
+        LEFT JOIN pgoutbox.key_head AS head
+            ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
+        CROSS JOIN LATERAL (
+            SELECT CASE
+                WHEN EXISTS (
+                    SELECT FROM pgoutbox.cancel_request AS r WHERE r.message_id = m.id AND r.message_created_at = m.created_at
+                ) THEN 'cancelled'
+                WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'
+                -- hold_topics: topics that hold a message with an unknown outcome for a person instead of trying it again.
+                WHEN m.attempt_count >= m.max_attempts OR m.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
+                -- It cannot afford another loss: half of its granted attempts are used up.
+                WHEN m.max_attempts - m.attempt_count <= m.attempt_budget / 2 THEN 'sending'
+                -- Nor can another message that its worker had in flight, and that was lost twice in a row. Either of them may have
+                -- crashed the process. If this one were not tried alone too, they could meet again. The array is read once.
+                WHEN c.worker = ANY (ARRAY(
+                    SELECT o.worker
+                    FROM pgoutbox.claim AS o
+                    JOIN pgoutbox.message_live AS s ON s.id = ANY (o.ids) AND s.worker = o.worker AND s.claimed_at = o.claimed_at
+                    WHERE o.worker IN (SELECT l.worker FROM pgoutbox.claim AS l WHERE l.lease_expires_at <= now())
+                        AND s.state = 'sending'
+                        AND s.max_attempts - s.attempt_count BETWEEN 1 AND s.attempt_budget / 2
+                        AND s.attempts #>> '{-1,outcome}' = 'lost'
+                )) THEN 'sending'
+                ELSE 'pending'
+            END
+        ) AS ending(state)
+        WHERE m.state = 'sending'
+            AND c.lease_expires_at <= now()
+            -- A released attempt first gets the lease of its worker: see forget_lapsed.sql.
+            AND coalesce(c.released_from, '') = ''
+            AND m.topic = ANY (%(topics)s::text[])
+            -- in_flight: the attempts of this worker. After a suspension or an outage it renews their leases instead.
+            -- Other attempts in its name are lost, for example by a failover.
+            AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(in_flight)s::bigint[]))
+            -- A queue that is paused or has no permit keeps its suspects. _permits() locks the row of a queue with limits.
+            AND CASE
+                WHEN kind.is_suspect THEN ending.state = 'sending' AND pgoutbox._permits(c.queue, 1) > 0
+                ELSE ending.state <> 'sending'
+            END
+            -- Other queues may no longer have a worker. There only superseded messages end, because a newer message of their
+            -- key waits for them.
+            AND (c.queue = ANY (%(queues)s::text[]) OR (head.newest_id IS NOT NULL AND NOT kind.is_suspect))
+        ORDER BY c.lease_expires_at, m.id
+        LIMIT kind.most
+        -- Another claim may have locked a row. It is skipped, because a wait would fail with 40001 when the row moves to
+        -- another partition. One that has moved since the statement began fails it all the same, and the worker claims again.
+        FOR UPDATE OF m SKIP LOCKED
+        FOR UPDATE OF c SKIP LOCKED
+    ) AS found
+), claim AS (
+    -- The real time, because a transaction may have several claims.
+    INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids)
+    SELECT
+        clock_timestamp(), now() + make_interval(secs => %(lease_seconds)s::float8), j.queue, %(worker)s::text, ARRAY[j.id]
+    FROM judged AS j
+    WHERE j.state = 'sending'
+    RETURNING claimed_at, queue
+), spent AS (
+    UPDATE pgoutbox.queue AS q
+    SET tokens = greatest(0, pgoutbox._bucket_of(q, c.claimed_at) - 1),
+        tokens_at = greatest(c.claimed_at, q.tokens_at + interval '1 us'),
+        begun_count = q.begun_count + 1
+    FROM claim AS c
+    WHERE q.name = c.queue AND q.rate_count IS NOT NULL
 ), finished AS (
     UPDATE pgoutbox.message AS m
     SET state = j.state,
-        key_in_flight = NULL,
+        attempt_count = m.attempt_count + CASE WHEN j.state = 'sending' THEN 1 ELSE 0 END,
+        claimed_at = CASE WHEN j.state = 'sending' THEN (SELECT c.claimed_at FROM claim AS c) ELSE m.claimed_at END,
+        worker = CASE WHEN j.state = 'sending' THEN %(worker)s::text ELSE m.worker END,
+        key_in_flight = CASE WHEN j.state = 'sending' THEN m.key_in_flight END,
         lane = 1,
         available_at = CASE
             WHEN j.state = 'pending' THEN now() + make_interval(secs => %(distance_seconds)s::float8 * (j.number - 1)) ELSE m.available_at
         END,
-        finished_at = CASE WHEN j.state <> 'pending' THEN now() END,
+        finished_at = CASE WHEN j.state NOT IN ('pending', 'sending') THEN now() END,
         skip_reason = CASE WHEN j.state = 'skipped' THEN coalesce('superseded by ' || j.newer_id, 'expired') END,
         superseded_by = CASE WHEN j.state = 'skipped' THEN j.newer_id END,
         last_error = 'attempt ' || j.attempt_count || ': lease of ' || j.worker || ' expired, outcome unknown',
@@ -83,8 +111,12 @@ WITH judged AS MATERIALIZED (
     -- `place` is where the row was locked. A row that has changed since this statement's snapshot does not match. The
     -- state restricts the plan to one partition.
     WHERE m.ctid = j.place AND m.id = j.id AND m.state = 'sending'
-    RETURNING m.id, m.topic, m.queue, m.attempt_count, m.coalesce_key, m.ordering_key, m.state,
-        extract(epoch FROM m.available_at - now())::float8 AS due_seconds,
+    RETURNING m.id, m.topic, m.destination,
+        CASE WHEN m.state = 'sending' AND pg_column_size(m.payload) <= 16384 THEN m.payload::text END AS payload,
+        m.headers::text AS headers, m.attempt_count, m.max_attempts, m.attempt_budget, m.created_at, m.available_at,
+        m.coalesce_key, m.ordering_key, m.content_id, m.claimed_at, m.state,
+        extract(epoch FROM CASE WHEN isfinite(m.expires_at) THEN m.expires_at - now() END)::float8 AS expires_in_seconds,
+        m.queue, m.lane,
         -- The payload of the hook's message, for a message that has just failed. Null for every other message, and for topics
         -- without a hook in this worker. A sealed payload stays sealed; who unseals it needs the destination and the keys.
         CASE WHEN m.state = 'failed' AND %(hooks)s::jsonb -> m.topic IS NOT NULL THEN jsonb_build_object(
@@ -112,7 +144,10 @@ WITH judged AS MATERIALIZED (
     FROM finished AS f
     WHERE f.failure IS NOT NULL
 )
-SELECT f.id, f.topic, f.queue, f.attempt_count, f.coalesce_key, f.ordering_key, f.state, f.due_seconds
+SELECT f.id, f.topic, f.destination,
+    CASE WHEN octet_length(f.payload) <= 16384 THEN f.payload END,
+    f.headers, f.attempt_count, f.max_attempts, f.attempt_budget, f.created_at, f.available_at, f.coalesce_key,
+    f.ordering_key, f.content_id, f.claimed_at, f.state, f.expires_in_seconds, f.queue, f.lane
 FROM finished AS f
 -- The outer join makes PostgreSQL run the CTE, which is a SELECT.
 LEFT JOIN announced AS a ON a.id = f.id
