@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,6 +134,10 @@ def test_a_newer_message_of_a_coalesce_key_begins_when_the_attempt_of_the_older_
     wait_until(lambda: state_of(db, newer) == "sent", lambda: worker.log)
 
 
+@pytest.mark.skipif(
+    os.environ.get("OUTBOX_WORKER") == "kernel",
+    reason="it holds a worker between two statements by a lock of key_head, which a finish of the kernel reads",
+)
 @pytest.mark.parametrize(
     ("topic", "change", "wakes"),
     [
