@@ -888,9 +888,10 @@ def _reports() -> dict[LogEvent, _Report]:
     """Collect the calls that log each event from the source."""
     found: dict[LogEvent, _Report] = defaultdict(_Report)
     package = Path(pgoutbox.__file__).parent
-    for path in sorted(package.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        helpers = _helpers(tree)
+    trees = [ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))]
+    public = {name: fields for tree in trees for name, fields in _helpers(tree).items() if not name.startswith("_")}
+    for tree in trees:
+        helpers = public | _helpers(tree)
         for call in ast.walk(tree):
             if not isinstance(call, ast.Call):
                 continue
@@ -906,10 +907,10 @@ def _reports() -> dict[LogEvent, _Report]:
 
 
 def _helpers(tree: ast.Module) -> dict[str, list[str]]:
-    """Return the fields that each `_report...` method of a module adds."""
+    """Return the fields that each `_report...` method of a module adds, and `report_message` of another one."""
     helpers = {}
     for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef) and function.name.startswith("_report"):
+        if isinstance(function, ast.FunctionDef) and function.name.startswith(("_report", "report_message")):
             calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and node.keywords]
             helpers[function.name] = [k.arg for call in calls for k in call.keywords if k.arg is not None]
     return helpers

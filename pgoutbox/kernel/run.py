@@ -89,6 +89,7 @@ class Run(Generic[O]):
         self._spread_until = -math.inf  # Until then, messages of lapsed attempts fall due one after the other.
         self.suspect: int | None = None
         """The message in flight that may crash this process: there is one at most."""
+        self._is_confirmed = False  # It has the bell, and has claimed once more since.
         self._is_careful = False  # The last trip has failed: outcomes go alone, and without waiting for a lock.
         self.claims = False
         """Whether it claims messages."""
@@ -104,6 +105,7 @@ class Run(Generic[O]):
             if queue is None or lane.queue == queue:
                 lane.want()
         self.is_quiet.clear()
+        self._is_confirmed = False
         self._wake.set()
 
     def claim(self, most: int | None = None) -> None:
@@ -432,6 +434,7 @@ class Run(Generic[O]):
         if not self.claims:
             await self._wake.wait()
         elif self._attempts.room() <= 0 or self.room_left <= 0:
+            self._is_confirmed = False
             if self._bell is not None:
                 await self._bell.release()
             if self.room_left <= 0 and not self._attempts.in_flight:
@@ -442,12 +445,14 @@ class Run(Generic[O]):
 
     async def _sleep(self, seconds: float) -> None:
         """Sleep for so long at most. A worker that holds the bell misses no commit, so it sleeps until one is due."""
-        if self._bell is not None:
+        if self._bell is not None and not self._is_confirmed:
             may_sleep = await self._bell.hold()
             if may_sleep == 0:
                 self.want()
+                self._is_confirmed = True
                 return
             seconds = min(seconds, may_sleep)
+        self._is_confirmed = False
         due = await self._ask_due()
         if due <= 0:
             self._is_lapsed_wanted = True

@@ -157,13 +157,14 @@ class Finisher:
                     if done:
                         requests = {} if request is None else {attempt: request}
                         self.outcomes.settle([attempt], done, {}, requests)
+                        del self._refused[attempt]
                         break
 
     def report_unwritten(self) -> None:
         """Log the messages whose outcome is still refused."""
         for attempt, refusal in self._refused.items():
             self._in_flight.abandon(attempt)
-            self.outcomes.report(
+            self.outcomes.report_message(
                 logging.ERROR,
                 LogEvent.OUTCOME_UNWRITTEN,
                 "stopped with an outcome that the database refuses; its lease will expire",
@@ -266,7 +267,7 @@ class Finisher:
             return
         self._refused[attempt] = _Refusal(requests.get(attempt), reason)
         text = "the database refused the outcome; it is kept and written again"
-        self.outcomes.report(logging.ERROR, LogEvent.FINISH_REFUSED, text, attempt.message, reason=reason)
+        self.outcomes.report_message(logging.ERROR, LogEvent.FINISH_REFUSED, text, attempt.message, reason=reason)
 
     async def _wake_successors(self, messages: Sequence[Message[object] | ClaimedRow | LapsedRow]) -> None:
         """Wake workers for the messages that waited for those of these messages that have a key."""

@@ -110,15 +110,15 @@ class Outcomes:
         if self._telemetry.measures is not None:
             self._telemetry.measures.ended(message, _reported_outcome(state, request))
         if state is None:
-            self.report(logging.WARNING, LogEvent.LEASE_LOST, "lease lost, outcome not written", message)
+            self.report_message(logging.WARNING, LogEvent.LEASE_LOST, "lease lost, outcome not written", message)
         elif state is State.FAILED:
             self._signals.failed.set()
             reason = None if request is None else request.reason
-            self.report(logging.WARNING, LogEvent.FAILED, "message failed", message, reason=reason)
+            self.report_message(logging.WARNING, LogEvent.FAILED, "message failed", message, reason=reason)
         elif state is State.PENDING and request is not None and request.reason_code is ReasonCode.UNAVAILABLE:
             # There may be no breaker, whose opening would be logged.
             text = "message waits until something is mended"
-            self.report(logging.WARNING, LogEvent.SNOOZED, text, message, reason=request.reason)
+            self.report_message(logging.WARNING, LogEvent.SNOOZED, text, message, reason=request.reason)
         elif state is State.PENDING and request is not None and request.reason_code is ReasonCode.UNREADABLE:
             self._telemetry.count(LogEvent.SNOOZED)
             omitted_count = self._repeated.admit(message.topic, request.reason_code, None)
@@ -127,11 +127,13 @@ class Outcomes:
                 return
             text = "message waits for a worker that can read its payload"
             fields = {"reason": request.reason, "omitted_count": omitted_count}
-            self.report(logging.WARNING, LogEvent.PAYLOAD_UNREADABLE, text, message, **fields)
+            self.report_message(logging.WARNING, LogEvent.PAYLOAD_UNREADABLE, text, message, **fields)
         elif state is State.PENDING and request is not None:
-            self.report(logging.DEBUG, event_of_outcome(request.outcome), "attempt ended, pending again", message)
+            self.report_message(
+                logging.DEBUG, event_of_outcome(request.outcome), "attempt ended, pending again", message
+            )
         else:
-            self.report(logging.INFO, event_of_state(state), "message ended", message)
+            self.report_message(logging.INFO, event_of_state(state), "message ended", message)
 
     def report_unattempted(self, rows: Sequence[ClaimedRow | LapsedRow]) -> None:
         for row in rows:
@@ -140,15 +142,17 @@ class Outcomes:
                 level = logging.WARNING
                 self._signals.failed.set()
             event = event_of_state(State(row.state))
-            self.report(level, event, "message ended without an attempt", row, state=row.state)
+            self.report_message(level, event, "message ended without an attempt", row, state=row.state)
             if self._telemetry.measures is not None:
                 self._telemetry.measures.unattempted(row.topic, row.queue, row.state)
 
     def report_lost(self, row: ClaimedRow | LapsedRow) -> None:
         """Report a message whose attempt was lost and that is tried again."""
-        self.report(logging.WARNING, LogEvent.LEASE_EXPIRED, "lease expired, trying again", row, state=row.state)
+        self.report_message(
+            logging.WARNING, LogEvent.LEASE_EXPIRED, "lease expired, trying again", row, state=row.state
+        )
 
-    def report(
+    def report_message(
         self,
         level: int,
         event: LogEvent,
@@ -207,7 +211,7 @@ class Outcomes:
         if omitted_count is None:
             self._telemetry.count(LogEvent.HANDLER_RAISED)
             return
-        self.report(
+        self.report_message(
             logging.WARNING,
             LogEvent.HANDLER_RAISED,
             "handler raised an exception",
@@ -221,7 +225,7 @@ class Outcomes:
     def _note_unwritten(self, message: Message[object], result: AlreadyFinished | Abandoned) -> None:
         if isinstance(result, Abandoned):
             text = "worker stopped while the handler still runs; its lease will expire"
-            self.report(logging.WARNING, LogEvent.ATTEMPT_ABANDONED, text, message)
+            self.report_message(logging.WARNING, LogEvent.ATTEMPT_ABANDONED, text, message)
             return
         self._telemetry.count(LogEvent.SENT)
         if self._telemetry.measures is not None:

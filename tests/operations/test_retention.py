@@ -275,7 +275,7 @@ def deliver_and_die(dsn: str, point: str) -> None:
         if point == "before send":
             os._exit(9)
 
-    vars(pgoutbox.worker.worker)["Store"] = DoomedStore
+    vars(pgoutbox.worker.run)["Store"] = DoomedStore
     asyncio.run(Worker(outbox).run_once())
 
 

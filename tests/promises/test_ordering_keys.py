@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox import Outbox, RetryPolicy, Transient
+from pgoutbox import Outbox, RetryPolicy, Transient, Worker
 from pgoutbox.operations import Operator, Rate
-from pgoutbox.worker import Worker
 from tests.support.outbox_actions import drained, enqueue, rows_of, running, settings_for, state_of
 from tests.support.waiting import until
 

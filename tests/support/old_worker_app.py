@@ -28,4 +28,4 @@ class SuspendedStore(Store):
         return rows
 
 
-vars(pgoutbox.worker.worker)["Store"] = SuspendedStore
+vars(pgoutbox.worker.run)["Store"] = SuspendedStore

@@ -1541,7 +1541,7 @@ def deliver_and_die(dsn: str, point: str) -> None:
         hand_over(dsn, message)
         die("after send")
 
-    vars(pgoutbox.worker.worker)["Store"] = DoomedStore
+    vars(pgoutbox.worker.run)["Store"] = DoomedStore
     asyncio.run(Worker(outbox).run_once())
 
 
@@ -1602,7 +1602,7 @@ def deliver_when_told(
         in_handler.set()
         go_on.wait(PATIENCE_SECONDS)
 
-    vars(pgoutbox.worker.worker)["Claimer"] = QuietClaims
+    vars(pgoutbox.worker.run)["Claimer"] = QuietClaims
     worker = Worker(outbox)
     asyncio.run(worker.run_once())
     lost_count.value = worker.telemetry.counts[LogEvent.LEASE_LOST]
