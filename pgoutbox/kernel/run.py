@@ -25,6 +25,7 @@ _LAPSED_SECONDS: Final = 1.0
 _LAPSED_LIMIT: Final = 100
 _LAPSED_DISTANCE_SECONDS: Final = 0.05
 _LOCKED_PAUSE_SECONDS: Final = 0.1
+_ROOM_SECONDS: Final = 1.0
 _ROUND_TRIP_SECONDS: Final = 0.002
 _ALL_TIME_SECONDS: Final = 1e9
 _SENT: Final = "sent"
@@ -439,7 +440,7 @@ class Run(Generic[O]):
                 await self._bell.release()
             if self.room_left <= 0 and not self._attempts.in_flight:
                 self.is_quiet.set()
-            await self._wake.wait()
+            await self._wait(_ROOM_SECONDS)  # Without an end: messages that wait for a slot may be left to others.
         else:
             await self._sleep(self._swept_at + self._options.poll_seconds - time.monotonic())
 
@@ -455,20 +456,24 @@ class Run(Generic[O]):
         self._is_confirmed = False
         due = await self._ask_due()
         if due <= 0:
-            self._is_lapsed_wanted = True
-            self.want()
+            self.sweep()
             return
         owed = min(lane.due_at() for lane in self._lanes) - time.monotonic()
         if (spread := self._spread_until - time.monotonic()) > 0:
             seconds = min(seconds, spread)
         elif not self._attempts.in_flight and not self._wake.is_set() and owed == math.inf:
             self.is_quiet.set()
+        if not await self._wait(min(seconds, due, owed)):
+            self.sweep()
+
+    async def _wait(self, seconds: float) -> bool:
+        """Wait until woken. Return False if the time ran out first."""
         try:
-            async with asyncio.timeout(max(0.0, min(seconds, due, owed))):
+            async with asyncio.timeout(max(0.0, seconds)):
                 await self._wake.wait()
         except TimeoutError:
-            self._is_lapsed_wanted = True
-            self.want()
+            return False
+        return True
 
     async def _ask_due(self) -> float:
         """Return the seconds until a claim finds something that was not due before."""
