@@ -2,7 +2,7 @@
 
 A claim that was filled goes on behind its last row. Otherwise it searches the lane from the beginning, which steps over
 the dead index entries of finished messages; so a search that was slow may be repeated only after nine times its length.
-Until then a claim reads what fell due lately, and the search is owed.
+Until then a claim reads the messages that fell due lately, and the search is owed.
 
 The lane of messages with an ordering key is read by its keys, page after page: a round over all keys is its search.
 """

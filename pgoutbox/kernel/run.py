@@ -1,4 +1,4 @@
-"""The loop of a worker: one round trip, in one transaction, finishes what has ended and claims what is due.
+"""The loop of a worker: one round trip, in one transaction, finishes attempts and claims due messages.
 
 It decides nothing about a message: the statements do. If this process stops at any line, the rows alone show the
 remaining work.
@@ -149,7 +149,7 @@ class Run(Generic[O]):
     # --- finish and claim
 
     async def _turn(self) -> bool:
-        """Write what has ended and claim what is due. Return whether to do so again at once."""
+        """Finish attempts and claim due messages. Return whether to do so again at once."""
         now = time.monotonic()
         if self.claims and now - self._swept_at >= self._options.poll_seconds:
             # Everything from the beginning, whatever the traffic: rows that were locked, and lost wake-ups.
@@ -203,7 +203,7 @@ class Run(Generic[O]):
         try:
             results = await self._link.trip(steps)
         except _LOST_RACES:
-            # Another session has a key or a row: what has ended is written alone, and the claim begins again.
+            # Another session has a key or a row: the outcomes are written alone, and the claim begins again.
             self._attempts.put_back(ended)
             self._is_careful = bool(ended)
             return
@@ -297,7 +297,7 @@ class Run(Generic[O]):
         }
 
     async def _settle(self, ended: Sequence[Ended[O]], rows: Sequence[Row]) -> None:
-        """Note what was written. Ask about the rest: a row was locked, an earlier answer was lost, or the lease."""
+        """Note the written ends. Ask about the others: a locked row, or a lost answer or lease."""
         states = {row[0]: row[1] if len(row) > 1 else _SENT for row in rows}
         unknown = sorted((one for one in ended if one.id not in states), key=lambda one: one.id)
         if unknown:
@@ -351,7 +351,7 @@ class Run(Generic[O]):
         )
 
     async def _follow(self, ended: Sequence[Ended[O]], lapsed: Sequence[Row], claimed: Sequence[Row]) -> set[int]:
-        """Do what has to follow the commit of a trip. Return those of the claimed messages that are superseded.
+        """Run the statements that follow the commit of a trip. Return the claimed messages that are superseded.
 
         Messages that waited for those that have ended can begin: here, or in another worker.
         """

@@ -87,7 +87,7 @@ class Attempts(Protocol[O]):
         ...
 
     def settle(self, ended: Sequence[Ended[O]], states: Mapping[int, str]) -> None:
-        """Note what was written. An end without a state has lost its message."""
+        """Note the written ends. An end without a state has lost its message."""
         ...
 
     def note_lapsed(self, rows: Sequence[Row]) -> None:

@@ -1,6 +1,6 @@
 """A run of a worker whose messages are claimed and finished by the kernel.
 
-It gives the kernel what is around it: connections, the doorbell, the attempts, and the reports of what became of them.
+It gives the kernel its connections, doorbell and attempts, and reports the outcomes.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class KernelAttempts:
             pool.release_waiting(self._may_be_released)
             return 0
         if pool.open_count >= pool.capacity and elapsed_clock() - self._ended_at >= _LONG_WAIT_SECONDS:
-            return 0  # Its handlers last long: what waits for a slot here could begin in another worker.
+            return 0  # Its handlers last long: a message that waits for a slot here could begin in another worker.
         room = min(pool.capacity + batch - pool.open_count, pool.capacity + 3 * batch - len(self.in_flight))
         return min(batch, room, (pool.capacity + batch + 1) // 2) if room * 2 >= batch and pool.capacity else 0
 
@@ -165,7 +165,7 @@ class KernelAttempts:
         self._run.signals.note_progress()
 
     def settle(self, ended: Sequence[Ended[_Origin]], states: Mapping[int, str]) -> None:
-        """Report what was written, and forget the attempts."""
+        """Report the written ends, and forget the attempts."""
         origins = [one.origin for one in ended]
         requests = {attempt: request for attempt, request in origins if request is not None}
         done = {message_id: State(state) for message_id, state in states.items()}

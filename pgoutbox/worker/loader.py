@@ -34,7 +34,7 @@ _Contents = Mapping[int, Content | None]  # By id. None: the content is large, a
 
 
 class Collector(Protocol):
-    """Takes over what has ended."""
+    """Takes over ended attempts, and messages that ended without one."""
 
     def collect(self, attempt: Attempt, result: AttemptResult) -> None:
         """Take over the end of an attempt."""

@@ -1,4 +1,4 @@
-"""The outcomes of attempts: what is to be written of each, and what is reported when it is written.
+"""The outcomes of attempts: the finish request of each, and the report when it is written.
 
 It writes nothing to the database, and removes the attempts that have ended from `in_flight`.
 """

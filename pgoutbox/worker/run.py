@@ -183,7 +183,7 @@ class WorkerRun:
         await self.poll_loop.run()
 
     async def deliver_due(self, *, most: int | None = None) -> int:
-        """Claim and deliver what is due, at most this number. Return the number."""
+        """Claim and deliver due messages, at most this number. Return the number."""
         return await self.poll_loop.deliver_due(most=most)
 
     async def drain(self) -> None:
