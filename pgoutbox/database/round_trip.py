@@ -85,8 +85,9 @@ class Pipeline:
     async def fetch_each(self, steps: Sequence[Step]) -> list[list[TupleRow]]:
         """Run all steps as one transaction, without waiting between them, and return the rows of each.
 
-        Raises the first error of a step: then the transaction is rolled back. PostgreSQL commits the statements before
-        a synchronization together, so that BEGIN and COMMIT are not needed.
+        A step that returns no rows has one row, with the number of the rows that it wrote. Raises the first error of a
+        step: then the transaction is rolled back. PostgreSQL commits the statements before a synchronization together,
+        so that BEGIN and COMMIT are not needed.
         """
         pgconn = self._connection.pgconn
         adapted = [self._adapted(*step) for step in steps]
@@ -122,6 +123,8 @@ class Pipeline:
         return [self._rows_of(results[place]) for place in places]
 
     def _rows_of(self, answer: pq.abc.PGresult) -> list[TupleRow]:
+        if answer.status == pq.ExecStatus.COMMAND_OK:
+            return [(answer.command_tuples,)]
         self._transformer.set_pgresult(answer)
         rows = self._transformer.load_rows(0, answer.ntuples, tuple)
         self._transformer.set_pgresult(None)

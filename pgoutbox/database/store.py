@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, Literal, LiteralString, NamedTuple, TypedDict, Unpack
 
@@ -23,7 +23,8 @@ from pgoutbox.database.connections import deadline
 from pgoutbox.database.round_trip import Step
 from pgoutbox.database.server import ServerFacts, judge_schema, judge_server
 from pgoutbox.database.worker_connection import WorkerConnection, connect
-from pgoutbox.message import AttemptOutcome, FencingToken, Message, ReasonCode, State
+from pgoutbox.kernel.seams import End
+from pgoutbox.message import AttemptOutcome, FencingToken, Message, State
 from pgoutbox.settings import Settings
 
 # A finish waits so long for a row that another session has locked, and keeps its own row locks meanwhile.
@@ -60,6 +61,8 @@ class ClaimedRow(NamedTuple):
     queue: str
     was_lapsed: bool = False
     """Whether the previous attempt was lost."""
+    lane: int = 0
+    """Where the kernel has found it: fresh messages (0), retries (1), ordering keys (2)."""
 
 
 class DueRow(NamedTuple):
@@ -128,21 +131,14 @@ class LapsedOptions(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class FinishRequest:
+class FinishRequest(End):
     """An outcome to be written to the row.
 
     With `fails_after_seconds` a snooze ends the message as failed once its attempts in a row with this reason code have
     lasted that long.
     """
 
-    token: FencingToken
-    outcome: AttemptOutcome
-    reason: str | None = None
-    delay_seconds: float = 0.0
-    reason_code: ReasonCode | None = None
-    breaker_key: str | None = None
-    error_place: str | None = None
-    fails_after_seconds: float | None = None
+    token: FencingToken = field(kw_only=True)
 
 
 class Place(NamedTuple):
@@ -362,7 +358,7 @@ class Store:
         tokens = [FencingToken._make(row) for row in rows if row[0] not in held]
         if not tokens:
             return 0
-        count = len(await self.finish([FinishRequest(token, AttemptOutcome.RELEASED) for token in tokens]))
+        count = len(await self.finish([FinishRequest(AttemptOutcome.RELEASED, token=token) for token in tokens]))
         await self.end_claims({token.claimed_at for token in tokens})
         return count
 
@@ -434,7 +430,7 @@ class Store:
                 rows = await self._finishes.fetch(sql.FINISH_SENT_IF_HELD, parameters)
             except (psycopg.errors.LockNotAvailable, psycopg.errors.SerializationFailure):
                 # A row is locked, or another worker has ended its message while this statement waited for it.
-                done |= await self.finish([FinishRequest(token, AttemptOutcome.SENT) for token in same])
+                done |= await self.finish([FinishRequest(AttemptOutcome.SENT, token=token) for token in same])
             else:
                 done |= dict.fromkeys((row[0] for row in rows), State.SENT)
                 ended_claims, are_deleted = (), True
@@ -763,7 +759,7 @@ def _lapsed_parameters(options: LapsedOptions) -> dict[str, object]:
 
 
 def _claimed(rows: Iterable[TupleRow], queue: str, *, was_lapsed: bool = False) -> list[ClaimedRow]:
-    return sorted((ClaimedRow._make((*row, False, queue, was_lapsed)) for row in rows), key=_by_due_time)
+    return sorted((ClaimedRow._make((*row, False, queue, was_lapsed, 0)) for row in rows), key=_by_due_time)
 
 
 def _by_due_time(row: ClaimedRow) -> tuple[datetime, int]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final, Generic
 
 import psycopg
 
 from pgoutbox.kernel import statements as sql
 from pgoutbox.kernel.lanes import Lane, OrderedLane, Place
-from pgoutbox.kernel.seams import Attempts, Bell, Ended, Keys, Link, O, Row, Step
+from pgoutbox.kernel.seams import Attempts, Bell, E, End, Keys, Link, Row, Step
 
 # Beside a backlog, retries and lapsed attempts are looked for now and then.
 _OTHERS_SECONDS: Final = 0.25
@@ -38,10 +39,12 @@ _LOST_RACES: Final = (
 )
 # The columns of claim.sql.
 _ID, _TOPIC, _ATTEMPT_COUNT, _AVAILABLE_AT, _COALESCE_KEY, _ORDERING_KEY = 0, 1, 5, 9, 10, 11
-_STATE, _QUEUE, _LANE = 14, 16, 17
+_STATE, _QUEUE, _LANE = 14, 17, 19
+_DUE_ORDER: Final = itemgetter(_AVAILABLE_AT, _ID)
 # The ordering keys of one page: a few milliseconds of the server's time.
 _KEY_LIMIT: Final = 500
 _ORDERED: Final = 2
+_AS_SENT: Final = End("sent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,34 @@ class Options:
     poll_seconds: float
 
 
-class Run(Generic[O]):
+@dataclass(slots=True, eq=False)
+class _Trip(Generic[E]):
+    """A round trip: what it finishes and claims, and the answer."""
+
+    began_at: float
+    sent: list[list[E]]
+    others: list[E]
+    lanes: Sequence[Lane]
+    room: int
+    takes_lapsed: bool
+    steps: list[Step]
+    results: Sequence[Sequence[Row]] = ()
+
+    @property
+    def ended(self) -> list[E]:
+        """All attempts that it finishes."""
+        return [one for same in (*self.sent, self.others) for one in same]
+
+    @property
+    def lapsed(self) -> Sequence[Row]:
+        return self.results[-2 if self.lanes else -1] if self.takes_lapsed else ()
+
+    @property
+    def claimed(self) -> Sequence[Row]:
+        return self.results[-1] if self.lanes else ()
+
+
+class Run(Generic[E]):
     """Claims for `attempts` and writes their ends, from `run` until it is cancelled.
 
     `handle_error` waits after an error that may pass, and raises any other. `order` gives the lanes of the next claim.
@@ -67,7 +97,7 @@ class Run(Generic[O]):
         self,
         options: Options,
         link: Link,
-        attempts: Attempts[O],
+        attempts: Attempts[E],
         lanes: Sequence[Lane],
         *,
         bell: Bell | None,
@@ -91,12 +121,15 @@ class Run(Generic[O]):
         self.suspect: int | None = None
         """The message in flight that may crash this process: there is one at most."""
         self._is_confirmed = False  # It has the bell, and has claimed once more since.
+        self._answered: _Trip[E] | None = None  # Its answer is still to be taken in, while the next trip is on its way.
         self._is_careful = False  # The last trip has failed: outcomes go alone, and without waiting for a lock.
         self.claims = False
         """Whether it claims messages."""
         self.room_left: float = math.inf
         """How many messages it may still claim."""
         self.claimed_count = 0
+        self.has_stopped = asyncio.Event()
+        """Set while it claims nothing, and no claim is on its way."""
         self.is_quiet = asyncio.Event()
         """Set while nothing is due and nothing is in flight, as far as this worker knows."""
 
@@ -110,10 +143,16 @@ class Run(Generic[O]):
         self._wake.set()
 
     def claim(self, most: int | None = None) -> None:
-        """Begin to claim, at most this number of messages. `claims` ends it."""
+        """Begin to claim, at most this number of messages."""
         self.room_left = math.inf if most is None else most
         self.claims = True
+        self.has_stopped.clear()
         self.want()
+
+    def stop(self) -> None:
+        """Claim no more. Ends are still written. `has_stopped` is set when no claim is on its way."""
+        self.claims = False
+        self._wake.set()
 
     async def end_claims(self) -> None:
         """Delete the rows of claims whose attempts have ended."""
@@ -137,20 +176,45 @@ class Run(Generic[O]):
 
     async def run(self) -> None:
         """Work until cancelled."""
-        while True:
-            self._wake.clear()
-            try:
-                is_busy = await self._turn()
-                if not is_busy:
-                    await self._rest()
-            except (psycopg.Error, OSError) as error:
-                await self._handle_error(error)
+        try:
+            while True:
+                self._wake.clear()
+                try:
+                    if not await self._turn():
+                        await self._rest()
+                except (psycopg.Error, OSError) as error:
+                    await self._handle_error(error)
+        finally:
+            self.has_stopped.set()
 
     # --- finish and claim
 
     async def _turn(self) -> bool:
-        """Finish attempts and claim due messages. Return whether to do so again at once."""
-        now = time.monotonic()
+        """Finish attempts and claim due messages. Return whether to do so again at once.
+
+        While a trip is on its way, the answer to the last one is taken in, and handlers run.
+        """
+        trip = self._plan(time.monotonic())
+        if trip is None and self._answered is None:
+            return False
+        answering = None if trip is None else asyncio.ensure_future(self._link.trip(trip.steps))
+        try:
+            if self._answered is not None:
+                if answering is not None:
+                    await asyncio.sleep(0)  # It is sent now.
+                await self._take_in_answered()
+            if trip is not None and answering is not None:
+                await self._receive(trip, answering)
+        except BaseException:
+            if trip is not None and answering is not None and not answering.done():
+                answering.cancel()
+                await asyncio.wait([answering])
+                self._attempts.put_back(trip.ended)
+            raise
+        return True
+
+    def _plan(self, now: float) -> _Trip[E] | None:
+        """Return the next trip, unless there is nothing to finish and nothing to claim."""
         if self.claims and now - self._swept_at >= self._options.poll_seconds:
             # Everything from the beginning, whatever the traffic: rows that were locked, and lost wake-ups.
             self._swept_at = now
@@ -160,20 +224,31 @@ class Run(Generic[O]):
         if self.suspect is not None and self.suspect not in self._attempts.in_flight:
             self.forget_suspect(self.suspect)
         ended = self._attempts.take_ended(self._options.batch_size)
-        # This trip claims the next messages of the ordering keys whose messages it finishes.
+        self._want_next_of(ended)
+        room = 0
+        if self.claims and not self._is_careful:
+            room = int(min(self._attempts.room(), self.room_left))
+        lanes = self._wanted(now) if room > 0 else []
+        looks_again = bool(lanes) and now - self._lapsed_at >= _LAPSED_SECONDS
+        takes_lapsed = room > 0 and (self._is_lapsed_wanted or looks_again)
+        if takes_lapsed and room >= self.room_left:
+            lanes = []  # A suspect may use up the room that is left.
+        if not (ended or lanes or takes_lapsed):
+            return None
+        sent, others = self._sorted(ended)
+        steps = [*self._finish(sent, others), *self._end_claims()]
+        if takes_lapsed:
+            steps += [(sql.FORGET_LAPSED, {}), self._lapsed()]
+        if lanes:
+            steps.append(self._claim(lanes, room, now))
+        return _Trip(now, sent, others, lanes, room, takes_lapsed, steps)
+
+    def _want_next_of(self, ended: Sequence[E]) -> None:
+        """Claim the next messages of the ordering keys whose messages this trip finishes."""
         ordered = {one.keys.queue for one in ended if one.keys is not None and one.keys.ordering_key is not None}
         for lane in self._lanes if ordered else ():
             if lane.number == _ORDERED and lane.queue in ordered:
                 lane.want()
-        room = int(min(self._attempts.room(), self.room_left)) if self.claims and not self._is_careful else 0
-        lanes = self._wanted(now) if room > 0 else []
-        takes_lapsed = room > 0 and (self._is_lapsed_wanted or (lanes and now - self._lapsed_at >= _LAPSED_SECONDS))
-        if takes_lapsed and room >= self.room_left:
-            lanes = []  # A suspect may use up the room that is left.
-        if not (ended or lanes or takes_lapsed):
-            return False
-        await self._trip(ended, lanes, room, takes_lapsed=bool(takes_lapsed), now=now)
-        return True
 
     def _wanted(self, now: float) -> list[Lane]:
         """Return the lanes of the next claim: those of a queue take turns, so that no backlog delays another one.
@@ -190,41 +265,47 @@ class Run(Generic[O]):
         places = {queue: number for number, queue in enumerate(_queues_of(wanted))}
         return sorted(wanted, key=lambda lane: (places[lane.queue], lane.served_at))
 
-    async def _trip(
-        self, ended: list[Ended[O]], lanes: Sequence[Lane], room: int, *, takes_lapsed: bool, now: float
-    ) -> None:
-        steps = self._finish(ended)
-        finish_count = len(steps)
-        steps += self._end_claims()
-        if takes_lapsed:
-            steps += [(sql.FORGET_LAPSED, {}), self._lapsed()]
-        if lanes:
-            steps.append(self._claim(lanes, room, now))
+    async def _receive(self, trip: _Trip[E], answering: asyncio.Future[list[list[Row]]]) -> None:
+        """Await the answer to a trip, and note where the next claim begins."""
         try:
-            results = await self._link.trip(steps)
+            trip.results = await answering
         except _LOST_RACES:
             # Another session has a key or a row: the outcomes are written alone, and the claim begins again.
-            self._attempts.put_back(ended)
+            self._attempts.put_back(ended := trip.ended)
             self._is_careful = bool(ended)
             return
         except BaseException:
-            self._attempts.put_back(ended)
+            self._attempts.put_back(trip.ended)
             raise
         self._is_careful = False
-        lapsed = results[-2 if lanes else -1] if takes_lapsed else []
-        claimed = results[-1] if lanes else []
-        overtaken = await self._follow(ended, lapsed, claimed)
-        if ended:
-            await self._settle(ended, [row for rows in results[:finish_count] for row in rows])
-        if takes_lapsed:
-            self._lapsed_at = now
-            await self._note_lapsed(lapsed, now)
-        if lanes:
-            await self._begin(claimed, overtaken, lanes, room, now)
-        if lapsed:
-            await self._end_sessions(lapsed)
+        if trip.takes_lapsed:
+            self._lapsed_at = trip.began_at
+        if trip.lanes:
+            self._record(trip)
+        if trip.takes_lapsed or trip.lanes:
+            self._attempts.note_claimed([*trip.lapsed, *trip.claimed])
+        self._answered = trip
+        if trip.lapsed or self._follow_steps(trip):
+            await self._take_in_answered()
 
-    async def _note_lapsed(self, rows: list[Row], began_at: float) -> None:
+    async def _take_in_answered(self) -> None:
+        trip = self._answered
+        if trip is None:
+            return
+        overtaken = await self._follow(trip)
+        self._answered = None
+        try:
+            await self._settle(trip)
+        finally:
+            if trip.takes_lapsed:
+                await self._note_lapsed(trip.lapsed, trip.began_at)
+            if trip.claimed:
+                self.is_quiet.clear()
+                await self._attempts.begin(trip.claimed, overtaken, time.monotonic() - trip.began_at)
+        if trip.lapsed:
+            await self._end_sessions(trip.lapsed)
+
+    async def _note_lapsed(self, rows: Sequence[Row], began_at: float) -> None:
         """Note the ends of lapsed attempts, and begin that of a suspect."""
         now = time.monotonic()
         suspects = [row for row in rows if row[_STATE] == "sending"]
@@ -240,7 +321,7 @@ class Run(Generic[O]):
             self.room_left -= 1
             self.claimed_count += 1
             # Its key was in flight all the time, so no newer message of the key was delivered meanwhile.
-            await self._attempts.begin([(*row, False) for row in suspects], now - began_at)
+            await self._attempts.begin(suspects, frozenset(), now - began_at)
 
     async def _end_sessions(self, rows: Sequence[Row]) -> None:
         """End the sessions of lost attempts, so that the next ones do not wait for their locks."""
@@ -248,36 +329,45 @@ class Run(Generic[O]):
         parameters = {"ids": array(row[_ID] for row in rows), "attempt_counts": array(counts)}
         await self._link.trip([(sql.END_ATTEMPTS, parameters)])
 
-    def _finish(self, ended: Sequence[Ended[O]]) -> list[Step]:
-        steps: list[Step] = []
-        sent = [] if self._is_careful else [one for one in ended if one.outcome == _SENT]
-        for number in sorted({one.attempt_count for one in sent}):
-            same = [one for one in sent if one.attempt_count == number]
-            steps.append(
-                (
-                    sql.FINISH_SENT,
-                    {
-                        "ids": array(one.id for one in same),
-                        "claimed_ats": list({one.claimed_at for one in same}),
-                        "attempt_count": number,
-                        "worker": self._options.worker,
-                    },
-                )
+    def _sorted(self, ended: Sequence[E]) -> tuple[list[list[E]], list[E]]:
+        """Return the sent attempts, those with the same number together, and the others in the order of their ids."""
+        sent: dict[int, list[E]] = {}
+        others = []
+        for one in ended:
+            if one.end is None and not self._is_careful:
+                sent.setdefault(one.attempt_count, []).append(one)
+            else:
+                others.append(one)
+        others.sort(key=lambda one: one.message_id)
+        return list(sent.values()), others
+
+    def _finish(self, sent: Sequence[Sequence[E]], others: Sequence[E]) -> list[Step]:
+        steps: list[Step] = [
+            (
+                sql.FINISH_SENT,
+                {
+                    "ids": array([one.message_id for one in same]),
+                    "claimed_ats": list({one.claimed_at for one in same}),
+                    "attempt_count": same[0].attempt_count,
+                    "worker": self._options.worker,
+                },
             )
-        others = sorted((one for one in ended if self._is_careful or one.outcome != _SENT), key=lambda one: one.id)
+            for same in sent
+        ]
         if others:
+            ends = [one.end or _AS_SENT for one in others]
             steps.append(
                 (
                     sql.FINISH,
                     {
                         **self._fence(others),
-                        "outcomes": [one.outcome for one in others],
-                        "reasons": [one.reason for one in others],
-                        "reason_codes": [one.reason_code for one in others],
-                        "breaker_keys": [one.breaker_key for one in others],
-                        "error_places": [one.error_place for one in others],
-                        "delays": [one.delay_seconds for one in others],
-                        "fails_after": [one.fails_after_seconds for one in others],
+                        "outcomes": [end.outcome for end in ends],
+                        "reasons": [end.reason for end in ends],
+                        "reason_codes": [end.reason_code for end in ends],
+                        "breaker_keys": [end.breaker_key for end in ends],
+                        "error_places": [end.error_place for end in ends],
+                        "delays": [end.delay_seconds for end in ends],
+                        "fails_after": [end.fails_after_seconds for end in ends],
                         "hooks": self._options.hooks,
                     },
                 )
@@ -288,29 +378,40 @@ class Run(Generic[O]):
         claimed_ats = self._attempts.take_ended_claims()
         return [(sql.END_CLAIMS, {"worker": self._options.worker, "claimed_ats": claimed_ats})] if claimed_ats else []
 
-    def _fence(self, ended: Sequence[Ended[O]]) -> dict[str, object]:
+    def _fence(self, ended: Sequence[E]) -> dict[str, object]:
         return {
-            "ids": array(one.id for one in ended),
-            "attempt_counts": array(one.attempt_count for one in ended),
-            "claimed_ats": array(one.claimed_at.isoformat() for one in ended),
+            "ids": array([one.message_id for one in ended]),
+            "attempt_counts": array([one.attempt_count for one in ended]),
+            "claimed_ats": array([one.claimed_at.isoformat() for one in ended]),
             "worker": self._options.worker,
         }
 
-    async def _settle(self, ended: Sequence[Ended[O]], rows: Sequence[Row]) -> None:
+    async def _settle(self, trip: _Trip[E]) -> None:
         """Note the written ends. Ask about the others: a locked row, or a lost answer or lease."""
-        states = {row[0]: row[1] if len(row) > 1 else _SENT for row in rows}
-        unknown = sorted((one for one in ended if one.id not in states), key=lambda one: one.id)
-        if unknown:
-            try:
-                (found,) = await self._link.trip([(sql.STATES, self._fence(unknown))])
-            except BaseException:
-                self._attempts.put_back(ended)
-                raise
-            states |= dict(found)
-        locked = [one for one in ended if states.get(one.id) == "sending"]
+        unknown: dict[int, E] = {}
+        for same, ((count,),) in zip(trip.sent, trip.results, strict=False):
+            if count == len(same):
+                self._attempts.settle_sent(same)
+            else:
+                unknown |= {one.message_id: one for one in same}
+        states: dict[int, str] = {}
+        if trip.others:
+            states = dict(trip.results[len(trip.sent)])
+            self._attempts.settle([one for one in trip.others if one.message_id in states], states)
+            unknown |= {one.message_id: one for one in trip.others if one.message_id not in states}
+        if not unknown:
+            return
+        asked = [unknown[message_id] for message_id in sorted(unknown)]
+        try:
+            (found,) = await self._link.trip([(sql.STATES, self._fence(asked))])
+        except BaseException:
+            self._attempts.put_back(asked)
+            raise
+        states = dict(found)
+        locked = [one for one in asked if states.get(one.message_id) == "sending"]
         if locked:
             self._attempts.put_back(locked, _LOCKED_PAUSE_SECONDS)
-        self._attempts.settle([one for one in ended if states.get(one.id) != "sending"], states)
+        self._attempts.settle([one for one in asked if states.get(one.message_id) != "sending"], states)
 
     def _lapsed(self) -> Step:
         options = self._options
@@ -350,40 +451,41 @@ class Run(Generic[O]):
             },
         )
 
-    async def _follow(self, ended: Sequence[Ended[O]], lapsed: Sequence[Row], claimed: Sequence[Row]) -> set[int]:
-        """Run the statements that follow the commit of a trip. Return the claimed messages that are superseded.
+    async def _follow(self, trip: _Trip[E]) -> Set[int]:
+        """Run the statements that follow the commit of a trip. Return the claimed messages that are superseded."""
+        steps = self._follow_steps(trip)
+        results = await self._link.trip(steps) if steps else []
+        overtaken: Set[int] = frozenset()
+        for (statement, _), rows in zip(steps, results, strict=True):
+            if statement is sql.OVERTAKEN:
+                overtaken = {row[0] for row in rows}
+            else:
+                for queue, _ in rows:
+                    self.want(queue)
+        return overtaken
 
-        Messages that waited for those that have ended can begin: here, or in another worker.
-        """
-        done = [one.keys for one in ended if one.keys is not None]
+    def _follow_steps(self, trip: _Trip[E]) -> list[Step]:
+        """Return what follows: messages that waited for those that have ended can begin, here or in another worker."""
+        done = [one.keys for one in trip.ended if one.keys is not None]
         done += [
             Keys(row[_ID], row[_TOPIC], row[_QUEUE], row[_COALESCE_KEY], row[_ORDERING_KEY])
-            for row in lapsed
+            for row in trip.lapsed
             if row[_STATE] not in _GOES_ON and (row[_COALESCE_KEY] or row[_ORDERING_KEY])
         ]
         # Messages that a claim ends were not in flight, so no message of a coalesce key has waited for them.
         done += [
             Keys(row[_ID], row[_TOPIC], row[_QUEUE], None, row[_ORDERING_KEY])
-            for row in claimed
-            if row[_ORDERING_KEY] is not None and row[_ID] is not None and row[_STATE] != "sending"
+            for row in trip.claimed
+            if row[_ORDERING_KEY] is not None and row[_STATE] != "sending"
         ]
-        keyed = [row[_ID] for row in claimed if row[_COALESCE_KEY] is not None and row[_STATE] == "sending"]
+        keyed = [row[_ID] for row in trip.claimed if row[_COALESCE_KEY] is not None and row[_STATE] == "sending"]
         steps: list[Step] = []
         if done:
             steps.append(self._tell_successors(done))
         if keyed:
             # A newer message may have been committed, delivered and finished since the claim's snapshot.
             steps.append((sql.OVERTAKEN, {"ids": array(keyed)}))
-        if not steps:
-            return set()
-        try:
-            results = await self._link.trip(steps)
-        except BaseException:
-            self._attempts.put_back(ended)
-            raise
-        for queue, _ in results[0] if done else ():
-            self.want(queue)
-        return {row[0] for row in results[-1]} if keyed else set()
+        return steps
 
     def _tell_successors(self, done: Sequence[Keys]) -> Step:
         return (
@@ -400,39 +502,42 @@ class Run(Generic[O]):
             },
         )
 
-    async def _begin(
-        self, rows: list[Row], overtaken: set[int], lanes: Sequence[Lane], room: int, began_at: float
-    ) -> None:
-        """Hand the claimed rows over, in the order of the lanes and of the due times."""
-        now = time.monotonic()
-        places = {(lane.queue, lane.number): number for number, lane in enumerate(lanes)}
-        # If the claim was filled, the last lane with rows may have more, and those behind it were not read.
-        is_filled = len(rows) >= room
+    def _record(self, trip: _Trip[E]) -> None:
+        """Note how far the claim has read its lanes, and put its rows in the order of the lanes and due times."""
+        rows, lanes, now = trip.claimed, trip.lanes, time.monotonic()
         pages = [row for row in rows if row[_ID] is None]
-        rows = [row for row in rows if row[_ID] is not None] if pages else rows
-        rows.sort(key=lambda row: (places[row[_QUEUE], row[_LANE]], row[_AVAILABLE_AT], row[_ID]))
-        lasts = {
-            places[row[_QUEUE], row[_LANE]]: Place(row[_AVAILABLE_AT], row[_ID], row[_ORDERING_KEY]) for row in rows
-        }
+        if pages:
+            rows = [row for row in rows if row[_ID] is not None]
+        by_lane: dict[tuple[str, int], list[Row]] = {}
+        for row in rows:
+            by_lane.setdefault((row[_QUEUE], row[_LANE]), []).append(row)
+        rows = []
+        lasts: dict[int, Place] = {}
         for number, lane in enumerate(lanes):
-            if lane.number == _ORDERED and number in lasts:
-                key = max(row[_ORDERING_KEY] for row in rows if row[_QUEUE] == lane.queue and row[_LANE] == _ORDERED)
-                lasts[number] = lasts[number]._replace(key=key)
-        lasts |= {places[row[_QUEUE], _ORDERED]: Place(None, None, row[_ORDERING_KEY]) for row in pages}
+            same = by_lane.get((lane.queue, lane.number))
+            if same is None:
+                continue
+            same.sort(key=_DUE_ORDER)
+            rows += same
+            key = max(row[_ORDERING_KEY] for row in same) if lane.number == _ORDERED else None
+            lasts[number] = Place(same[-1][_AVAILABLE_AT], same[-1][_ID], key)
+        places = {lane.queue: number for number, lane in enumerate(lanes) if lane.number == _ORDERED}
+        lasts |= {places[row[_QUEUE]]: Place(None, None, row[_ORDERING_KEY]) for row in pages}
+        # If the claim was filled, the last lane with rows may have more, and those behind it were not read.
+        is_filled = len(trip.claimed) >= trip.room
         end = max(lasts, default=0) if is_filled else len(lanes)
         for number, lane in enumerate(lanes[: end + 1]):
             lane.record(lasts.get(number), is_filled=is_filled and number == end, now=now)
         self.room_left -= len(rows)
         self.claimed_count += len(rows)
-        if rows:
-            self.is_quiet.clear()
-            await self._attempts.begin([(*row, row[_ID] in overtaken) for row in rows], now - began_at)
+        trip.results = [*trip.results[:-1], rows]
 
     # --- rest
 
     async def _rest(self) -> None:
         """Sleep until something ends, a commit rings, a message falls due, or the next sweep."""
         if not self.claims:
+            self.has_stopped.set()
             await self._wake.wait()
         elif self._attempts.room() <= 0 or self.room_left <= 0:
             self._is_confirmed = False

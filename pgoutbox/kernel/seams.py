@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Generic, LiteralString, NamedTuple, Protocol, TypeVar
+from typing import Any, LiteralString, NamedTuple, Protocol, TypeVar
 
 Row = tuple[Any, ...]
-O = TypeVar("O")  # noqa: E741 - the origin of an end
 Step = tuple[LiteralString, Mapping[str, object]]
 
 
@@ -16,7 +15,10 @@ class Link(Protocol):
     """A connection of the worker."""
 
     async def trip(self, steps: Sequence[Step]) -> list[list[Row]]:
-        """Run the statements in one transaction and one round trip, and return the rows of each."""
+        """Run the statements in one transaction and one round trip, and return the rows of each.
+
+        A statement that returns no rows has one row, with the number of the rows that it wrote.
+        """
         ...
 
 
@@ -45,17 +47,11 @@ class Keys(NamedTuple):
     ordering_key: str | None
 
 
-# Not frozen: setting the fields of a frozen dataclass takes five times as long.
-@dataclass(slots=True)
-class Ended(Generic[O]):
-    """The end of an attempt, as it is to be written. `origin` is the caller's. Without a key `keys` is None."""
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of an attempt that is not simply sent, as it is to be written."""
 
-    origin: O
-    id: int
-    attempt_count: int
-    claimed_at: datetime
-    keys: Keys | None = None
-    outcome: str = "sent"
+    outcome: str
     reason: str | None = None
     delay_seconds: float = 0.0
     reason_code: str | None = None
@@ -64,29 +60,55 @@ class Ended(Generic[O]):
     fails_after_seconds: float | None = None
 
 
-class Attempts(Protocol[O]):
+class Attempt(Protocol):
+    """An attempt, as the kernel sees it: its token, its keys if it has any, and its end. Without an end it is sent."""
+
+    @property
+    def message_id(self) -> int: ...
+    @property
+    def attempt_count(self) -> int: ...
+    @property
+    def claimed_at(self) -> datetime: ...
+    @property
+    def keys(self) -> Keys | None: ...
+    @property
+    def end(self) -> End | None: ...
+
+
+E = TypeVar("E", bound=Attempt)
+
+
+class Attempts(Protocol[E]):
     """The attempts of a worker: it begins those of a claim, and collects their ends."""
 
     def room(self) -> int:
         """Return how many messages to claim now."""
         ...
 
-    async def begin(self, rows: Sequence[Row], seconds_ago: float) -> None:
-        """Begin the attempts of these rows of claim.sql, each with whether it is superseded meanwhile.
+    def note_claimed(self, rows: Sequence[Row]) -> None:
+        """Note rows of claim.sql whose attempts will begin."""
+        ...
 
-        Their claim began `seconds_ago`.
+    async def begin(self, rows: Sequence[Row], overtaken: Set[int], seconds_ago: float) -> None:
+        """Begin the attempts of these rows of claim.sql. Those in `overtaken` are superseded since their claim.
+
+        The claim began `seconds_ago`.
         """
         ...
 
-    def take_ended(self, most: int) -> list[Ended[O]]:
+    def take_ended(self, most: int) -> list[E]:
         """Return up to `most` ends that are to be written."""
         ...
 
-    def put_back(self, ended: Sequence[Ended[O]], after_seconds: float = 0.0) -> None:
+    def put_back(self, ended: Sequence[E], after_seconds: float = 0.0) -> None:
         """Take back ends that could not be written: return them again later."""
         ...
 
-    def settle(self, ended: Sequence[Ended[O]], states: Mapping[int, str]) -> None:
+    def settle_sent(self, ended: Sequence[E]) -> None:
+        """Note ends that are written as sent."""
+        ...
+
+    def settle(self, ended: Sequence[E], states: Mapping[int, str]) -> None:
         """Note the written ends. An end without a state has lost its message."""
         ...
 

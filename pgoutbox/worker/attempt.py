@@ -14,6 +14,7 @@ from psycopg.rows import TupleRow
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Context, Handler, lent
+from pgoutbox.kernel.seams import End, Keys
 from pgoutbox.message import FencingToken, Message, Outcome, Snooze
 
 _REMEMBERED: Final = 10_000
@@ -65,6 +66,8 @@ class InFlight(dict[int, "Attempt"]):
 
     def was_sent_in_vain(self, attempt: Attempt) -> bool:
         """Whether the attempt directly before this one handed the message over, in this run. It is answered once."""
+        if not self._sent_in_vain:
+            return False
         return self._sent_in_vain.pop(attempt.message.id, None) == (attempt.identity, attempt.attempt_count)
 
     def abandon(self, attempt: Attempt) -> None:
@@ -81,6 +84,7 @@ class Attempt(Context):
     `used_count` is the number of attempts that used up budget, including this one: without snoozes, releases and
     attempts before a redrive. `overtaken` is the reason why the attempt has become pointless. `done` means that its
     result is known, and `sent` that it is a hand-over.
+    `end` is how it has ended, unless it is sent, and `keys` are those of its message, if it has any.
     `is_payload_large` means that its slot reads the payload, and `large_content_id` is the shared content that it
     reads. A hand-over after `expiring_at` is too late. A lease that is older than `stale_seconds` may have ended
     unnoticed, for example because the process was suspended.
@@ -92,12 +96,15 @@ class Attempt(Context):
         "attempt_count",
         "claim",
         "done",
+        "end",
         "expiring_at",
         "handler",
         "is_payload_large",
+        "keys",
         "large_content_id",
         "leased_at",
         "message",
+        "message_id",
         "overtaken",
         "sent",
         "stale_seconds",
@@ -115,6 +122,9 @@ class Attempt(Context):
         used_count: int | None = None,
     ) -> None:
         self.message = message
+        self.message_id = message.id
+        self.end: End | None = None
+        self.keys: Keys | None = None
         self.attempt_count = message.attempt_count
         self.handler = handler
         self.claim = claim
@@ -130,6 +140,11 @@ class Attempt(Context):
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self.sync_connection: psycopg.Connection[TupleRow] | None = None
         self._ensure = ensure
+
+    @property
+    def claimed_at(self) -> datetime:
+        """The name of its claim."""
+        return self.claim.claimed_at
 
     @property
     def identity(self) -> tuple[datetime, int, str | None]:

@@ -293,4 +293,4 @@ def _minimal_request(attempt: Attempt, request: FinishRequest | None, reason: st
         return replace(request, reason=f"the database refused to write its outcome ({reason})")
     outcome = AttemptOutcome.SENT if request is None else request.outcome
     text = f"it was handed over and ended {outcome}, which the database refused to write ({reason})"
-    return FinishRequest(attempt.token, AttemptOutcome.FAILED, text)
+    return FinishRequest(AttemptOutcome.FAILED, text, token=attempt.token)

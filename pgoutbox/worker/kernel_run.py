@@ -8,20 +8,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
 from datetime import datetime
-from itertools import groupby
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import psycopg
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import ClaimedRow, DueRow, FinishRequest, LapsedRow
+from pgoutbox.database.store import ClaimedRow, DueRow, LapsedRow
 from pgoutbox.database.worker_connection import is_refusal
 from pgoutbox.handlers import Handler
 from pgoutbox.kernel.lanes import Lane, lanes_of
 from pgoutbox.kernel.run import Options, Run
-from pgoutbox.kernel.seams import Ended, Keys, Row, Step
+from pgoutbox.kernel.seams import Row, Step
 from pgoutbox.message import State
 from pgoutbox.worker.attempt import Attempt, AttemptResult
 from pgoutbox.worker.backoff import Backoff
@@ -43,17 +42,10 @@ _GOES_ON: Final = (State.PENDING, State.SENDING)
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 
 
-class _Origin(NamedTuple):
-    """What the kernel hands back with the end of an attempt. Without a request it is sent."""
-
-    attempt: Attempt
-    request: FinishRequest | None
-
-
 class KernelSignals(Signals):
     """Passes on to the kernel what the parts of a worker report to its poll loop."""
 
-    kernel: Run[_Origin]
+    kernel: Run[Attempt]
     waits_for_ends: bool = False
     """Whether the end of an attempt may make another message claimable: a queue has a limit."""
 
@@ -87,10 +79,12 @@ class KernelAttempts:
         self._batch_size = run.settings.batch_size
         self._outcomes = Outcomes(run)
         self._results: deque[tuple[Attempt, AttemptResult]] = deque()
-        self._again: deque[Ended[_Origin]] = deque()
+        self._again: deque[Attempt] = deque()
         self._is_announced = False
         self._ended_at = -_LONG_WAIT_SECONDS
         self.in_flight = run.in_flight
+        self.on_the_way = 0
+        """The number of messages that are claimed but not begun."""
         self.answered_at: datetime | None = None
         """The time of the last answered claim, by the server's clock."""
         self.pool: AttemptPool
@@ -121,6 +115,7 @@ class KernelAttempts:
         if pool.open_count >= pool.capacity and elapsed_clock() - self._ended_at >= _LONG_WAIT_SECONDS:
             return 0  # Its handlers last long: a message that waits for a slot here could begin in another worker.
         room = min(pool.capacity + batch - pool.open_count, pool.capacity + 3 * batch - len(self.in_flight))
+        room -= self.on_the_way
         return min(batch, room, (pool.capacity + batch + 1) // 2) if room * 2 >= batch and pool.capacity else 0
 
     def _may_be_released(self, attempt: Attempt) -> bool:
@@ -128,54 +123,74 @@ class KernelAttempts:
         suspect = cast("KernelSignals", self._run.signals).kernel.suspect
         return attempt.message.id != suspect and not self._run.queues[attempt.message.queue].has_limits
 
-    async def begin(self, rows: Sequence[Row], seconds_ago: float) -> None:
+    def note_claimed(self, rows: Sequence[Row]) -> None:
+        """Note rows whose attempts will begin."""
+        self.on_the_way += len(rows)
+        self.answered_at = max((row[13] for row in rows if row[14] == _SENDING), default=self.answered_at)
+
+    async def begin(self, rows: Sequence[Row], overtaken: Set[int], seconds_ago: float) -> None:
         """Begin the attempts of these claimed rows."""
         leased_at = elapsed_clock() - seconds_ago
-        claimed = [ClaimedRow._make((*row[:16], row[18], row[16], False)) for row in rows]
-        for claimed_at, same in groupby(claimed, key=lambda row: row.claimed_at if row.state == _SENDING else None):
-            self.answered_at = claimed_at or self.answered_at
-            await self.loader.take_over(list(same), leased_at)
+        self.on_the_way -= len(rows)
+        claimed = list(map(ClaimedRow._make, rows))
+        if overtaken:
+            claimed = [row._replace(superseded=row.id in overtaken) for row in claimed]
+        names = {row.claimed_at if row.state == _SENDING else None for row in claimed}
+        for name in names:
+            same = (
+                claimed
+                if len(names) == 1
+                else [row for row in claimed if (row.claimed_at if row.state == _SENDING else None) == name]
+            )
+            await self.loader.take_over(same, leased_at)
 
-    def take_ended(self, most: int) -> list[Ended[_Origin]]:
+    def take_ended(self, most: int) -> list[Attempt]:
         """Return up to `most` ends that are to be written."""
-        ended: list[Ended[_Origin]] = []
+        ended: list[Attempt] = []
         while self._again and len(ended) < most:
             one = self._again.popleft()
-            if one.origin.attempt is self.in_flight.get(one.id):
+            if one is self.in_flight.get(one.message_id):
                 ended.append(one)
             else:
-                self._outcomes.note_end(one.origin.attempt.message, None, None)
+                self._outcomes.note_end(one.message, None, None)
         batch = [self._results.popleft() for _ in range(min(len(self._results), most - len(ended)))]
         sent, requests = self._outcomes.sort(batch)
-        ended += [_sent(attempt) for attempt in sent]
-        ended += [_not_sent(attempt, request) for attempt, request in requests.items()]
+        for attempt, request in requests.items():
+            attempt.end = request
+        ended += sent
+        ended += requests
         if ended:
             self._ended_at = elapsed_clock()
         return ended
 
-    def put_back(self, ended: Sequence[Ended[_Origin]], after_seconds: float = 0.0) -> None:
+    def put_back(self, ended: Sequence[Attempt], after_seconds: float = 0.0) -> None:
         """Return these ends again later."""
         if after_seconds:
             asyncio.get_running_loop().call_later(after_seconds, self._return, ended)
         else:
             self._again.extendleft(reversed(ended))
 
-    def _return(self, ended: Sequence[Ended[_Origin]]) -> None:
+    def _return(self, ended: Sequence[Attempt]) -> None:
         self._again.extend(ended)
         self._run.signals.note_progress()
 
-    def settle(self, ended: Sequence[Ended[_Origin]], states: Mapping[int, str]) -> None:
+    def settle_sent(self, ended: Sequence[Attempt]) -> None:
+        """Report messages that are written as sent, and forget the attempts."""
+        self._outcomes.note_sent(ended)
+        self._run.signals.note_written()
+
+    def settle(self, ended: Sequence[Attempt], states: Mapping[int, str]) -> None:
         """Report the written ends, and forget the attempts."""
-        origins = [one.origin for one in ended]
-        requests = {attempt: request for attempt, request in origins if request is not None}
+        requests = {attempt: attempt.end for attempt in ended if attempt.end is not None}
         done = {message_id: State(state) for message_id, state in states.items()}
-        self._outcomes.settle([attempt for attempt, _ in origins], done, {}, requests)
+        self._outcomes.settle(ended, done, {}, requests)
         self._run.signals.note_written()
 
     def note_lapsed(self, rows: Sequence[Row]) -> None:
         """Report attempts of other workers that have lapsed."""
         # The rows have the columns of claim.sql.
-        lapsed = [LapsedRow(row[0], row[1], row[16], row[5], row[10], row[11], row[14], 0.0) for row in rows]
+        self.on_the_way -= sum(row[14] != _SENDING for row in rows)
+        lapsed = [LapsedRow(row[0], row[1], row[17], row[5], row[10], row[11], row[14], 0.0) for row in rows]
         for row in lapsed:
             if row.state in _GOES_ON:
                 self._outcomes.report_lost(row)
@@ -290,12 +305,14 @@ class KernelRun(WorkerRun):
         return self.kernel.run()
 
     async def _release_unanswered(self) -> None:
+        await self.kernel.has_stopped.wait()
+        self.pool.release_waiting()  # Messages of the last claim.
         with contextlib.suppress(psycopg.Error, OSError):
             await self._link.release_unanswered()
 
     @property
     def unwritten_count(self) -> int:
-        return len(self.state.in_flight)
+        return len(self.state.in_flight) + self._attempts.on_the_way
 
     @property
     def refused_count(self) -> int:
@@ -311,13 +328,13 @@ class KernelRun(WorkerRun):
     async def work(self) -> None:
         self.kernel.claim()
         await self._until(asyncio.Event())
-        self.kernel.claims = False
+        self.kernel.stop()
 
     async def deliver_due(self, *, most: int | None = None) -> int:
         before = self.kernel.claimed_count
         self.kernel.claim(most)
         await self._until(self.kernel.is_quiet)
-        self.kernel.claims = False
+        self.kernel.stop()
         return self.kernel.claimed_count - before
 
     async def drain(self) -> None:
@@ -337,37 +354,3 @@ class KernelRun(WorkerRun):
         finally:
             for one in waits:
                 one.cancel()
-
-
-def _sent(attempt: Attempt) -> Ended[_Origin]:
-    return Ended(
-        _Origin(attempt, None),
-        attempt.message.id,
-        attempt.attempt_count,
-        attempt.claim.claimed_at,
-        _keys_of(attempt),
-    )
-
-
-def _keys_of(attempt: Attempt) -> Keys | None:
-    message = attempt.message
-    if message.coalesce_key is None and message.ordering_key is None:
-        return None
-    return Keys(message.id, message.topic, message.queue, message.coalesce_key, message.ordering_key)
-
-
-def _not_sent(attempt: Attempt, request: FinishRequest) -> Ended[_Origin]:
-    return Ended(
-        _Origin(attempt, request),
-        attempt.message.id,
-        attempt.attempt_count,
-        attempt.claim.claimed_at,
-        _keys_of(attempt),
-        outcome=request.outcome,
-        reason=request.reason,
-        delay_seconds=request.delay_seconds,
-        reason_code=request.reason_code,
-        breaker_key=request.breaker_key,
-        error_place=request.error_place,
-        fails_after_seconds=request.fails_after_seconds,
-    )

@@ -18,6 +18,7 @@ from pydantic import JsonValue
 from pgoutbox.database.store import ClaimedRow
 from pgoutbox.encryption import Keyring
 from pgoutbox.handlers import Handler
+from pgoutbox.kernel.seams import Keys
 from pgoutbox.message import Message, Permanent, Sent, State, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import describe
@@ -154,6 +155,8 @@ class Loader:
         )
         used_count = row.attempt_count - row.max_attempts + row.attempt_budget
         attempt = Attempt(message, handler, claim, leased_at, self._ensure_lease, used_count)
+        if row.coalesce_key is not None or row.ordering_key is not None:
+            attempt.keys = Keys(row.id, row.topic, row.queue, row.coalesce_key, row.ordering_key)
         attempt.is_payload_large = row.payload_json is None
         if row.content_id is not None and contents is not None and contents.get(row.content_id, "") is None:
             attempt.large_content_id = row.content_id

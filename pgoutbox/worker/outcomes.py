@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final, assert_never
 
 from pgoutbox.database.store import ClaimedRow, FinishRequest, LapsedRow
+from pgoutbox.kernel.seams import End
 from pgoutbox.message import (
     AttemptOutcome,
     Message,
@@ -73,14 +74,24 @@ class Outcomes:
                 requests[attempt] = self._request_of(attempt, result)
         return sent, requests
 
+    def note_sent(self, attempts: Sequence[Attempt]) -> None:
+        """Forget attempts that are written as sent, and count them."""
+        in_flight = self._in_flight
+        for attempt in attempts:
+            # This process may have claimed the message again, after the lease of this attempt ran out.
+            if in_flight.get(attempt.message_id) is attempt:
+                del in_flight[attempt.message_id]
+        self._telemetry.count(LogEvent.SENT, len(attempts))
+        if self._telemetry.measures is not None and attempts:
+            self._telemetry.measures.sent([attempt.message for attempt in attempts])
+
     def settle(
         self,
         attempts: Sequence[Attempt],
         done: Mapping[int, State],
         current: Mapping[int, State],
-        requests: Mapping[Attempt, FinishRequest],
+        requests: Mapping[Attempt, End],
     ) -> None:
-        measures = self._telemetry.measures
         in_flight = self._in_flight
         sent = []
         for attempt in attempts:
@@ -88,10 +99,7 @@ class Outcomes:
             message_id = message.id
             state = done.get(message_id) or current.get(message_id)
             if state is _SENT:
-                # This process may have claimed the message again, after the lease of this attempt ran out.
-                if in_flight.get(message_id) is attempt:
-                    del in_flight[message_id]
-                sent.append(message)
+                sent.append(attempt)
                 continue
             if state is State.SENDING:
                 continue  # A caller's transaction has locked the row; try again.
@@ -99,11 +107,9 @@ class Outcomes:
             if attempt not in requests:
                 in_flight.note_sent_in_vain(attempt)
             self.note_end(message, state, requests.get(attempt))
-        self._telemetry.count(LogEvent.SENT, len(sent))
-        if measures is not None and sent:
-            measures.sent(sent)
+        self.note_sent(sent)
 
-    def note_end(self, message: Message[object], state: State | None, request: FinishRequest | None) -> None:
+    def note_end(self, message: Message[object], state: State | None, request: End | None) -> None:
         """Report the end of an attempt that was not sent; without a state it has lost its message."""
         if state is State.PENDING:
             self._signals.poll_all_lanes()  # A sleeping worker does not know its due time yet.
@@ -130,7 +136,10 @@ class Outcomes:
             self.report_message(logging.WARNING, LogEvent.PAYLOAD_UNREADABLE, text, message, **fields)
         elif state is State.PENDING and request is not None:
             self.report_message(
-                logging.DEBUG, event_of_outcome(request.outcome), "attempt ended, pending again", message
+                logging.DEBUG,
+                event_of_outcome(AttemptOutcome(request.outcome)),
+                "attempt ended, pending again",
+                message,
             )
         else:
             self.report_message(logging.INFO, event_of_state(state), "message ended", message)
@@ -187,7 +196,7 @@ class Outcomes:
             return request if request.reason is None else replace(request, reason=_redacted(request.reason, names))
         except Exception as error:  # noqa: BLE001 - an invalid outcome ends its own message, not the worker
             text = f"the outcome cannot be read: {describe(error)}"
-            return FinishRequest(attempt.token, AttemptOutcome.FAILED, text)
+            return FinishRequest(AttemptOutcome.FAILED, text, token=attempt.token)
 
     def _with_place(
         self, attempt: Attempt, result: RaisedTransient | RaisedPermanent, request: FinishRequest, names: Sequence[str]
@@ -236,7 +245,7 @@ def finish_request_of(
     attempt: Attempt, result: Transient | Unavailable | Permanent | Skip | Snooze | Released
 ) -> FinishRequest:
     """Return the finish request for a result other than sent."""
-    finish = partial(FinishRequest, attempt.token)
+    finish = partial(FinishRequest, token=attempt.token)
     if attempt.handler.on_unknown == "hold" and (reason := _unknown_reason(result)) is not None:
         return finish(AttemptOutcome.FAILED, clean_text(reason))
     match result:
@@ -265,12 +274,12 @@ def finish_request_of(
             assert_never(result)
 
 
-def _reported_outcome(state: State | None, request: FinishRequest | None) -> AttemptOutcome:
+def _reported_outcome(state: State | None, request: End | None) -> AttemptOutcome:
     """Return the reported outcome of an attempt that was not sent."""
     if state is None:
         return AttemptOutcome.LOST
     if state is State.PENDING:
-        return AttemptOutcome.RETRY if request is None else request.outcome
+        return AttemptOutcome.RETRY if request is None else AttemptOutcome(request.outcome)
     return AttemptOutcome(state)
 
 

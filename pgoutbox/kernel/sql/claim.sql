@@ -185,12 +185,14 @@ WITH judged AS MATERIALIZED (
         m.headers::text AS headers, m.attempt_count, m.max_attempts, m.attempt_budget, m.created_at, m.available_at,
         m.coalesce_key, m.ordering_key, m.content_id, m.claimed_at, m.state,
         extract(epoch FROM CASE WHEN isfinite(m.expires_at) THEN m.expires_at - now() END)::float8 AS expires_in,
-        m.queue, CASE WHEN m.ordering_key IS NULL THEN m.lane ELSE 2 END AS lane
+        -- Places for what the worker finds out: whether it is superseded meanwhile, and whether it is a suspect.
+        false AS is_superseded, m.queue, false AS is_suspect,
+        CASE WHEN m.ordering_key IS NULL THEN m.lane ELSE 2 END AS lane
 )
 SELECT w.* FROM written AS w
 -- [ordering keys
 UNION ALL
-SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, j.key, NULL, NULL, NULL, NULL, j.queue, 2
+SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, j.key, NULL, NULL, NULL, NULL, NULL, j.queue, NULL, 2
 FROM judged AS j
 WHERE j.id IS NULL
 -- ordering keys]

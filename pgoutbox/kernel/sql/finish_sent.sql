@@ -1,5 +1,5 @@
--- Finish attempts as sent: the common outcome, without the locks and the decision of finish.sql. Returns the messages that
--- the attempts still held.
+-- Finish attempts as sent: the common outcome, without the locks and the decision of finish.sql. It writes the
+-- messages that the attempts still hold.
 UPDATE pgoutbox.message AS m
 SET state = 'sent',
     finished_at = now(),
@@ -13,4 +13,3 @@ WHERE m.id = ANY (%(ids)s::bigint[])
     AND m.claimed_at = ANY (%(claimed_ats)s::timestamptz[])
     -- A locked row fails the batch, and the worker uses finish.sql, which skips it. Set once, before the first row.
     AND (SELECT set_config('lock_timeout', '20ms', true)) IS NOT NULL
-RETURNING m.id

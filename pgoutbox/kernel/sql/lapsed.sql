@@ -147,7 +147,7 @@ WITH judged AS MATERIALIZED (
 SELECT f.id, f.topic, f.destination,
     CASE WHEN octet_length(f.payload) <= 16384 THEN f.payload END,
     f.headers, f.attempt_count, f.max_attempts, f.attempt_budget, f.created_at, f.available_at, f.coalesce_key,
-    f.ordering_key, f.content_id, f.claimed_at, f.state, f.expires_in_seconds, f.queue, f.lane
+    f.ordering_key, f.content_id, f.claimed_at, f.state, f.expires_in_seconds, false, f.queue, true, f.lane
 FROM finished AS f
 -- The outer join makes PostgreSQL run the CTE, which is a SELECT.
 LEFT JOIN announced AS a ON a.id = f.id
