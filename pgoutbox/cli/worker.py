@@ -65,7 +65,7 @@ def worker(
         raise typer.BadParameter("--max-messages and --max-time need --once")
     if processes > 1 and (once or drain):
         raise typer.BadParameter("--processes excludes --once and --drain")
-    from pgoutbox.worker.claim_planner import ALL_QUEUES, parse_queues
+    from pgoutbox.worker.queues import ALL_QUEUES, parse_queues
     from pgoutbox.worker.supervisor import run_worker
 
     settings = read_settings(

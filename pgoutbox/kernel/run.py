@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final, Generic
@@ -90,7 +90,8 @@ class _Trip(Generic[E]):
 class Run(Generic[E]):
     """Claims for `attempts` and writes their ends, from `run` until it is cancelled.
 
-    `handle_error` waits after an error that may pass, and raises any other. `order` gives the lanes of the next claim.
+    `handle_error` waits after an error that may pass, and raises any other. `order` gives the lanes of the next claim,
+    and `record_turn` gets the number of messages that a claim has found in each queue.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Run(Generic[E]):
         *,
         bell: Bell | None,
         order: Callable[[], Sequence[Lane]],
+        record_turn: Callable[[Mapping[str, int]], None],
         next_due: Callable[[Sequence[Row]], float | None],
         handle_error: Callable[[BaseException], Awaitable[None]],
     ) -> None:
@@ -111,6 +113,7 @@ class Run(Generic[E]):
         self._lanes = lanes
         self._bell = bell
         self._order = order
+        self._record_turn = record_turn
         self._next_due = next_due
         self._handle_error = handle_error
         self._wake = asyncio.Event()
@@ -526,8 +529,14 @@ class Run(Generic[E]):
         # If the claim was filled, the last lane with rows may have more, and those behind it were not read.
         is_filled = len(trip.claimed) >= trip.room
         end = max(lasts, default=0) if is_filled else len(lanes)
+        read = {lane.queue for lane in lanes}
+        counts = {lane.queue: 0 for lane in self._lanes if lane.queue not in read}  # Nothing is due there.
         for number, lane in enumerate(lanes[: end + 1]):
             lane.record(lasts.get(number), is_filled=is_filled and number == end, now=now)
+            counts[lane.queue] = counts.get(lane.queue, 0) + len(by_lane.get((lane.queue, lane.number), ()))
+        if is_filled and not counts[lanes[end].queue]:
+            del counts[lanes[end].queue]  # There was only room for the end of its page.
+        self._record_turn(counts)
         self.room_left -= len(rows)
         self.claimed_count += len(rows)
         trip.results = [*trip.results[:-1], rows]

@@ -32,7 +32,7 @@ from pgoutbox.settings import Settings
 from pgoutbox.testing.driver import without_patience
 from pgoutbox.transports import Transport
 from pgoutbox.worker.alert import handlers_of
-from pgoutbox.worker.claim_planner import QueueSchedule, parse_queues
+from pgoutbox.worker.claim_planner import QueueSchedule
 from pgoutbox.worker.claimer import Claimer
 from pgoutbox.worker.dispatcher import Dispatcher
 from pgoutbox.worker.executor import AttemptExecutor
@@ -42,6 +42,7 @@ from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.pool import AttemptPool
+from pgoutbox.worker.queues import parse_queues
 from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.threads import AttemptThreads
 from pgoutbox.worker.transactional import Transactions

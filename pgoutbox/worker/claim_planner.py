@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import enum
 import math
-import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from pgoutbox.database.store import (
@@ -30,9 +28,8 @@ from pgoutbox.database.store import (
     LapsedRow,
     Place,
 )
-from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
-from pgoutbox.text import NAME
+from pgoutbox.worker.queues import QueueShare
 
 SEARCH_SECONDS: Final = 0.25
 """The pause between two searches from the beginning of a lane whose claims are filled."""
@@ -43,7 +40,6 @@ _PAUSE_AFTER_SEARCH: Final = 9
 _MAX_PAUSE_SECONDS: Final = 60.0
 # A search from the last place goes back so far, because messages become visible only when their transaction commits.
 _LATE_COMMIT_SECONDS: Final = 2.0
-ALL_QUEUES: Final = "*"
 # Ordering keys that one claim reads until a page has a due message; a few milliseconds of the server's time.
 _SEARCHED_KEYS: Final = 100
 
@@ -54,59 +50,6 @@ class Lane(enum.Enum):
     FRESH = "fresh"
     RETRIES = "retries"
     ORDERED = "ordered"
-
-
-@dataclass(frozen=True, slots=True)
-class QueueShare:
-    """A queue that a worker serves, and its share of the claims if the queues have weights."""
-
-    name: str
-    weight: int | None = None
-
-
-def parse_queues(values: Sequence[str]) -> tuple[QueueShare, ...]:
-    """Read `name` or `name:weight`; all or none have a weight. Without values it is `default`.
-
-    `*` stands for `default` and all queues that the outbox's topics define. Without a weight they take turns.
-
-    >>> parse_queues(["critical:6", "bulk:1"])
-    (QueueShare(name='critical', weight=6), QueueShare(name='bulk', weight=1))
-    """
-    if isinstance(values, str):
-        raise ConfigurationError(f"queues: must be a list of names, not the text {values!r}")
-    shares = []
-    for value in values:
-        match = re.fullmatch(rf"({NAME.pattern}|\*)(?::([1-9][0-9]{{0,3}}))?", value)
-        if match is None:
-            raise ConfigurationError(
-                f"queue {value!r}: give NAME or NAME:WEIGHT, the name of a-z, 0-9, underscore, dot and hyphen or *, "
-                "the weight from 1 to 9999"
-            )
-        shares.append(QueueShare(match[1], int(match[2]) if match[2] else None))
-    if len({share.name for share in shares}) < len(shares):
-        raise ConfigurationError(f"queues {', '.join(values)}: each may be named once")
-    if len({share.weight is None for share in shares}) > 1:
-        raise ConfigurationError(f"queues {', '.join(values)}: give all of them a weight, or none")
-    if len(shares) > 1 and shares[0].weight is None and ALL_QUEUES in values:
-        raise ConfigurationError(f"queues {', '.join(values)}: give * alone, or give all of them a weight")
-    return tuple(shares) or (QueueShare("default"),)
-
-
-def name_all(shares: Sequence[QueueShare], defined: Collection[str]) -> list[QueueShare]:
-    """Return the shares with the queues that `*` stands for: `default` and the `defined` ones, except those named.
-
-    >>> name_all([QueueShare("critical", 6), QueueShare("*", 1)], ["bulk", "critical"])
-    [QueueShare(name='critical', weight=6), QueueShare(name='bulk', weight=1), QueueShare(name='default', weight=1)]
-    """
-    named = {share.name for share in shares}
-    others = sorted({"default", *defined} - named)
-    return [
-        expanded
-        for share in shares
-        for expanded in (
-            [share] if share.name != ALL_QUEUES else [QueueShare(name, share.weight or 1) for name in others]
-        )
-    ]
 
 
 class QueueSchedule:

@@ -24,9 +24,10 @@ from pgoutbox.database.store import ALL_TIME_SECONDS, ClaimedRow, LapsedOptions
 from pgoutbox.database.worker_connection import is_lost_key, is_refusal
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.worker.claim_planner import ALL_QUEUES, ClaimPlanner, Cursor, Lane
+from pgoutbox.worker.claim_planner import ClaimPlanner, Cursor, Lane
 from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.loader import Loader
+from pgoutbox.worker.queues import ALL_QUEUES
 from pgoutbox.worker.run_state import RunState
 
 _ROUND_TRIP_SECONDS: Final = 0.002

@@ -35,11 +35,12 @@ from pgoutbox.text import describe, one_line
 from pgoutbox.topics import Topic
 from pgoutbox.transports.registry import complete
 from pgoutbox.worker.attempt import Attempt, Claim
-from pgoutbox.worker.claim_planner import QueueSchedule, parse_queues
+from pgoutbox.worker.claim_planner import QueueSchedule
 from pgoutbox.worker.django_orm import DjangoConnections
 from pgoutbox.worker.executor import AttemptExecutor
 from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.payloads import read_json, read_payload
+from pgoutbox.worker.queues import parse_queues
 from pgoutbox.worker.run_state import RunState
 
 _log = logging.getLogger("pgoutbox.worker")

@@ -27,6 +27,7 @@ from pgoutbox.worker.backoff import Backoff
 from pgoutbox.worker.doorbell import Doorbell, LockAnswer
 from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.outcomes import Outcomes
+from pgoutbox.worker.queues import Turns
 from pgoutbox.worker.run import WorkerRun
 from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.signals import Signals
@@ -267,7 +268,9 @@ class KernelRun(WorkerRun):
         self._attempts.loader = self._new_loader(handlers, self._attempts)
         self._attempts.pool = self.pool
         self._link = _Link(state, self._attempts)
+        self._turns = Turns(self._setup.queues)
         self._lanes = lanes_of(state.queues.names)
+        self._lanes_of = {queue: [lane for lane in self._lanes if lane.queue == queue] for queue in state.queues.names}
         self._due_seconds: float | None = None
         self.kernel = Run(
             Options(
@@ -284,13 +287,14 @@ class KernelRun(WorkerRun):
             self._lanes,
             bell=None if self.doorbell is None else _Bell(self.doorbell, state.queues.names),
             order=self._order,
+            record_turn=self._turns.record,
             next_due=self._read_due,
             handle_error=state.outage.pause_or_raise,
         )
         cast("KernelSignals", state.signals).kernel = self.kernel
 
     def _order(self) -> list[Lane]:
-        return [lane for planner in self.state.queues.in_turn() for lane in self._lanes if lane.queue == planner.queue]
+        return [lane for queue in self._turns.order() for lane in self._lanes_of[queue]]
 
     def _read_due(self, rows: Iterable[Row]) -> float | None:
         due = [DueRow._make(row) for row in rows]

@@ -33,7 +33,7 @@ from pgoutbox.settings import Settings
 from pgoutbox.transports import Transport
 from pgoutbox.transports.readiness import lacks_of
 from pgoutbox.worker.attempt import ABANDONED, Attempt, AttemptResult
-from pgoutbox.worker.claim_planner import QueueSchedule, QueueShare
+from pgoutbox.worker.claim_planner import QueueSchedule
 from pgoutbox.worker.claimer import Claimer
 from pgoutbox.worker.django_orm import DjangoConnections
 from pgoutbox.worker.doorbell import Doorbell
@@ -47,6 +47,7 @@ from pgoutbox.worker.payloads import LargeTexts, SampledPayload, find_unreadable
 from pgoutbox.worker.poll_loop import PollLoop
 from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.presence import Presence
+from pgoutbox.worker.queues import QueueShare
 from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.signals import Signals
 from pgoutbox.worker.threads import own_default_threads

@@ -21,8 +21,8 @@ from pgoutbox.transports import Transport
 from pgoutbox.transports.redirect import RedirectRules
 from pgoutbox.transports.registry import complete
 from pgoutbox.worker.alert import handlers_of
-from pgoutbox.worker.claim_planner import name_all, parse_queues
 from pgoutbox.worker.kernel_run import KernelRun
+from pgoutbox.worker.queues import name_all, parse_queues
 from pgoutbox.worker.run import Setup, WorkerRun
 
 _log = logging.getLogger("pgoutbox.worker")

@@ -27,9 +27,10 @@ from pgoutbox.database.store import (
 from pgoutbox.message import AttemptOutcome, ReasonCode, State
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.worker import Worker
-from pgoutbox.worker.claim_planner import QueueSchedule, parse_queues
+from pgoutbox.worker.claim_planner import QueueSchedule
 from pgoutbox.worker.doorbell import Doorbell, key_of_watch
 from pgoutbox.worker.poll_loop import PollResult, PollState
+from pgoutbox.worker.queues import parse_queues
 from pgoutbox.worker.run import WorkerRun
 from pgoutbox.worker.run_state import RunState
 from tests.support.outbox_actions import LEASE_SECONDS, make_due

@@ -9,16 +9,8 @@ import pytest
 
 from pgoutbox.database.store import BEGINNING, LAPSED_DISTANCE_SECONDS, ClaimedRow, DueRow, LapsedRow, Place
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.worker.claim_planner import (
-    SEARCH_SECONDS,
-    ClaimPlanner,
-    Cursor,
-    Lane,
-    QueueSchedule,
-    QueueShare,
-    name_all,
-    parse_queues,
-)
+from pgoutbox.worker.claim_planner import SEARCH_SECONDS, ClaimPlanner, Cursor, Lane, QueueSchedule
+from pgoutbox.worker.queues import QueueShare, name_all, parse_queues
 
 NOON = datetime(2024, 1, 1, 12, tzinfo=UTC)
 LIMIT = 4
