@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Final, TypedDict, cast
@@ -22,7 +22,7 @@ import psycopg
 from typing_extensions import Unpack
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import Store
+from pgoutbox.database.store import ClaimedRow, Store
 from pgoutbox.encryption import keyring_of
 from pgoutbox.enqueue.payloads import Serializer, to_json
 from pgoutbox.errors import ConfigurationError, UnknownTopicError
@@ -34,11 +34,10 @@ from pgoutbox.settings import Settings
 from pgoutbox.text import describe, one_line
 from pgoutbox.topics import Topic
 from pgoutbox.transports.registry import complete
-from pgoutbox.worker.attempt import Attempt, Claim
+from pgoutbox.worker.attempt import Attempt, AttemptResult, Claim
 from pgoutbox.worker.claim_planner import QueueSchedule
 from pgoutbox.worker.django_orm import DjangoConnections
 from pgoutbox.worker.executor import AttemptExecutor
-from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.payloads import read_json, read_payload
 from pgoutbox.worker.queues import parse_queues
 from pgoutbox.worker.run_state import RunState
@@ -162,7 +161,7 @@ class _DirectSend:
             topics=[message.topic],
             stopping=asyncio.Event(),
         )
-        executor = AttemptExecutor(run, transports, middleware=self._outbox.middlewares, collector=Finisher(run))
+        executor = AttemptExecutor(run, transports, middleware=self._outbox.middlewares, collector=_NoBatch())
         kept = () if closes_all else tuple(self._outbox.transports.values())
         handler, django = self._handler, DjangoConnections.in_use()
         # A cancellation may come while it closes, for example while the mail server does not answer QUIT.
@@ -221,6 +220,16 @@ async def _refusal_of(store: Store) -> Unavailable | None:
 def _unavailable(error: psycopg.Error | OSError) -> Unavailable:
     text = getattr(getattr(error, "diag", None), "message_primary", None) or str(error) or type(error).__name__
     return Unavailable(f"not sent: {one_line(text)}")
+
+
+class _NoBatch:
+    """The collector of a direct send: no result of a batch comes before the others."""
+
+    def collect(self, attempt: Attempt, result: AttemptResult) -> None:
+        """Do nothing: the result comes with the others."""
+
+    async def note_unattempted(self, rows: Sequence[ClaimedRow]) -> None:
+        """Do nothing: nothing is claimed."""
 
 
 async def _hold(_: Attempt) -> None:
