@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final, Generic
@@ -17,8 +17,8 @@ from typing import Final, Generic
 import psycopg
 
 from pgoutbox.kernel import statements as sql
-from pgoutbox.kernel.lanes import Lane, OrderedLane, Place
-from pgoutbox.kernel.seams import Attempts, Bell, E, End, Keys, Link, Row, Step
+from pgoutbox.kernel.lanes import Lane, OrderedLane, Place, lanes_of
+from pgoutbox.kernel.seams import Attempts, Bell, E, End, Keys, Link, Row, Step, Turns
 
 # Beside a backlog, retries and lapsed attempts are looked for now and then.
 _OTHERS_SECONDS: Final = 0.25
@@ -90,8 +90,7 @@ class _Trip(Generic[E]):
 class Run(Generic[E]):
     """Claims for `attempts` and writes their ends, from `run` until it is cancelled.
 
-    `handle_error` waits after an error that may pass, and raises any other. `order` gives the lanes of the next claim,
-    and `record_turn` gets the number of messages that a claim has found in each queue.
+    `handle_error` waits after an error that may pass, and raises any other.
     """
 
     def __init__(
@@ -99,21 +98,18 @@ class Run(Generic[E]):
         options: Options,
         link: Link,
         attempts: Attempts[E],
-        lanes: Sequence[Lane],
+        turns: Turns,
         *,
         bell: Bell | None,
-        order: Callable[[], Sequence[Lane]],
-        record_turn: Callable[[Mapping[str, int]], None],
         next_due: Callable[[Sequence[Row]], float | None],
         handle_error: Callable[[BaseException], Awaitable[None]],
     ) -> None:
         self._options = options
         self._link = link
         self._attempts = attempts
-        self._lanes = lanes
+        self._turns = turns
+        self._lanes = lanes_of(turns.order())
         self._bell = bell
-        self._order = order
-        self._record_turn = record_turn
         self._next_due = next_due
         self._handle_error = handle_error
         self._wake = asyncio.Event()
@@ -258,14 +254,13 @@ class Run(Generic[E]):
 
         Beside a backlog, the lanes of retries and of ordering keys are read now and then.
         """
-        lanes = self._order()
-        is_busy = any(lane.due_at() <= now for lane in lanes)
+        is_busy = any(lane.due_at() <= now for lane in self._lanes)
         wanted = [
             lane
-            for lane in lanes
+            for lane in self._lanes
             if lane.due_at() <= now or (is_busy and lane.number != 0 and now - lane.searched_at >= _OTHERS_SECONDS)
         ]
-        places = {queue: number for number, queue in enumerate(_queues_of(wanted))}
+        places = {queue: number for number, queue in enumerate(self._turns.order())}
         return sorted(wanted, key=lambda lane: (places[lane.queue], lane.served_at))
 
     async def _receive(self, trip: _Trip[E], answering: asyncio.Future[list[list[Row]]]) -> None:
@@ -536,7 +531,7 @@ class Run(Generic[E]):
             counts[lane.queue] = counts.get(lane.queue, 0) + len(by_lane.get((lane.queue, lane.number), ()))
         if is_filled and not counts[lanes[end].queue]:
             del counts[lanes[end].queue]  # There was only room for the end of its page.
-        self._record_turn(counts)
+        self._turns.record(counts)
         self.room_left -= len(rows)
         self.claimed_count += len(rows)
         trip.results = [*trip.results[:-1], rows]

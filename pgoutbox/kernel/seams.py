@@ -37,6 +37,18 @@ class Bell(Protocol):
         ...
 
 
+class Turns(Protocol):
+    """The queues of a worker, and their order."""
+
+    def order(self) -> Sequence[str]:
+        """Return all queues, in the order in which the next claim reads them."""
+        ...
+
+    def record(self, counts: Mapping[str, int]) -> None:
+        """Note how many messages a claim has found in each queue that it has read, in its order."""
+        ...
+
+
 class Keys(NamedTuple):
     """A message that has a coalesce key or an ordering key: others may wait for its end."""
 

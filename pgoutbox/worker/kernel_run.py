@@ -18,16 +18,15 @@ from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import ClaimedRow, DueRow, LapsedRow
 from pgoutbox.database.worker_connection import is_refusal
 from pgoutbox.handlers import Handler
-from pgoutbox.kernel.lanes import Lane, lanes_of
 from pgoutbox.kernel.run import Options, Run
-from pgoutbox.kernel.seams import Row, Step
+from pgoutbox.kernel.seams import Bell, Link, Row, Step
 from pgoutbox.message import State
 from pgoutbox.worker.attempt import Attempt, AttemptResult
 from pgoutbox.worker.backoff import Backoff
 from pgoutbox.worker.doorbell import Doorbell, LockAnswer
 from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.outcomes import Outcomes
-from pgoutbox.worker.queues import Turns
+from pgoutbox.worker.queues import QueueShare, Turns
 from pgoutbox.worker.run import WorkerRun
 from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.signals import Signals
@@ -49,6 +48,17 @@ class KernelSignals(Signals):
     kernel: Run[Attempt]
     waits_for_ends: bool = False
     """Whether the end of an attempt may make another message claimable: a queue has a limit."""
+
+    due_seconds: float | None = None
+    """The seconds to the next due time, by the last answer."""
+
+    def read_due(self, rows: Iterable[Row]) -> float | None:
+        """Return the seconds to the next due time."""
+        due = [DueRow._make(row) for row in rows]
+        self.waits_for_ends = any(row.is_limited for row in due)
+        known = [s for row in due for s in (row.first_seconds, row.other_seconds) if s is not None]
+        self.due_seconds = min(known, default=None)
+        return self.due_seconds
 
     def note_notification(self, queue: str | None, /, *, is_new: bool = False) -> None:  # noqa: ARG002
         self.kernel.want(queue)
@@ -257,53 +267,57 @@ class _Bell:
         await self._doorbell.release()
 
 
+def kernel_of(
+    state: RunState,
+    attempts: KernelAttempts,
+    link: Link,
+    *,
+    shares: Sequence[QueueShare],
+    hold_topics: Sequence[str],
+    bell: Bell | None = None,
+) -> Run[Attempt]:
+    """Return the kernel of a run, which gets its signals."""
+    settings, signals = state.settings, cast("KernelSignals", state.signals)
+    options = Options(
+        worker=state.store.worker,
+        topics=state.topics,
+        hold_topics=hold_topics,
+        hooks=state.store.hooks,
+        batch_size=settings.batch_size,
+        lease_seconds=settings.lease_seconds,
+        poll_seconds=settings.poll_interval_seconds,
+    )
+    signals.kernel = Run(
+        options,
+        link,
+        attempts,
+        Turns(shares),
+        bell=bell,
+        next_due=signals.read_due,
+        handle_error=state.outage.pause_or_raise,
+    )
+    return signals.kernel
+
+
 class KernelRun(WorkerRun):
     """The parts of one run, around the kernel."""
 
     signals = KernelSignals
 
     def _compose(self, handlers: Mapping[str, Handler]) -> None:
-        state, settings = self.state, self.state.settings
+        state = self.state
         self._attempts = KernelAttempts(state)
         self._attempts.loader = self._new_loader(handlers, self._attempts)
         self._attempts.pool = self.pool
         self._link = _Link(state, self._attempts)
-        self._turns = Turns(self._setup.queues)
-        self._lanes = lanes_of(state.queues.names)
-        self._lanes_of = {queue: [lane for lane in self._lanes if lane.queue == queue] for queue in state.queues.names}
-        self._due_seconds: float | None = None
-        self.kernel = Run(
-            Options(
-                worker=state.store.worker,
-                topics=state.topics,
-                hold_topics=self._hold_topics,
-                hooks=state.store.hooks,
-                batch_size=settings.batch_size,
-                lease_seconds=settings.lease_seconds,
-                poll_seconds=settings.poll_interval_seconds,
-            ),
-            self._link,
+        self.kernel = kernel_of(
+            state,
             self._attempts,
-            self._lanes,
+            self._link,
+            shares=self._setup.queues,
+            hold_topics=self._hold_topics,
             bell=None if self.doorbell is None else _Bell(self.doorbell, state.queues.names),
-            order=self._order,
-            record_turn=self._turns.record,
-            next_due=self._read_due,
-            handle_error=state.outage.pause_or_raise,
         )
-        cast("KernelSignals", state.signals).kernel = self.kernel
-
-    def _order(self) -> list[Lane]:
-        return [lane for queue in self._turns.order() for lane in self._lanes_of[queue]]
-
-    def _read_due(self, rows: Iterable[Row]) -> float | None:
-        due = [DueRow._make(row) for row in rows]
-        cast("KernelSignals", self.state.signals).waits_for_ends = any(row.is_limited for row in due)
-        self._due_seconds = min(
-            (seconds for row in due for seconds in (row.first_seconds, row.other_seconds) if seconds is not None),
-            default=None,
-        )
-        return self._due_seconds
 
     def _write(self) -> Coroutine[None, None, None]:
         return self.kernel.run()
@@ -347,7 +361,9 @@ class KernelRun(WorkerRun):
             await self.deliver_due()
             if state.stopping.is_set() or not await state.store.count_owed(state.queues.names, state.topics):
                 return
-            await self._until(asyncio.Event(), min(_POLL_SECONDS, self._due_seconds or _POLL_SECONDS))
+            await self._until(
+                asyncio.Event(), min(_POLL_SECONDS, cast("KernelSignals", state.signals).due_seconds or _POLL_SECONDS)
+            )
 
     async def _until(self, event: asyncio.Event, seconds: float | None = None) -> None:
         """Wait for the event, for the end of the run, or for so long."""
