@@ -532,6 +532,11 @@ class Run(Generic[E]):
         if is_filled and not counts[lanes[end].queue]:
             del counts[lanes[end].queue]  # There was only room for the end of its page.
         self._turns.record(counts)
+        if not is_filled:
+            # The limits of a queue may have cut the claim, and messages that it ended have used no permit.
+            for row in rows:
+                if row[_STATE] != "sending":
+                    self.want(row[_QUEUE])
         self.room_left -= len(rows)
         self.claimed_count += len(rows)
         trip.results = [*trip.results[:-1], rows]

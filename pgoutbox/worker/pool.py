@@ -177,6 +177,8 @@ class AttemptPool:
         for work in works:
             self._ready.append((work, now))
             self._ready_count += len(work)
+        if self._stopping:
+            self.release_waiting()  # Their claim was in transit when the run stopped.
         self._wake_one()
 
     def release_waiting(self, may_release: Callable[[Attempt], bool] | None = None) -> None:
