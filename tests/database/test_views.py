@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 from psycopg.types.json import Jsonb
 
-from pgoutbox.message import AttemptOutcome, State
+from pgoutbox import Sent, Snooze
+from pgoutbox.message import State
 from pgoutbox.redaction import REDACTED
-from tests.support.messages import put
-from tests.support.old_worker import End, claim, claim_ordered, finish, ids_in_flight
-from tests.support.outbox_actions import enqueue, redrive
+from tests.support.held import Held
+from tests.support.messages import PUT_FINAL, put
+from tests.support.outbox_actions import begin, enqueue, redrive, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,16 +131,15 @@ def it_is_not_its_turn(db: psycopg.Connection) -> tuple[int, Expected]:
 
 def an_older_one_is_being_sent(db: psycopg.Connection) -> tuple[int, Expected]:
     older = enqueue(db, coalesce_key="k")
-    assert ids_in_flight(claim(db)) == [older]
+    begin(db, older)
     return enqueue(db, coalesce_key="k"), ("in flight", older, None)
 
 
 def a_later_one_of_its_ordering_key_is_being_sent(db: psycopg.Connection) -> tuple[int, Expected]:
     """The first one had failed, and was redriven."""
     first, later = enqueue(db, ordering_key="o"), enqueue(db, ordering_key="o")
-    assert ids_in_flight(claim_ordered(db)) == [first]
-    finish(db, End(first, 1, AttemptOutcome.FAILED, "why"))
-    assert ids_in_flight(claim_ordered(db)) == [later]
+    db.execute(PUT_FINAL, {"id": first, "state": "failed", "age": timedelta()})
+    begin(db, later)
     redrive(db, first)
     return first, ("in flight", later, None)
 
@@ -212,18 +212,19 @@ SITUATIONS = (
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.__name__)
-def test_the_view_gives_the_reason_and_a_claim_takes_due_messages(
-    rolled_back: psycopg.Connection, situation: Callable[[psycopg.Connection], tuple[int, Expected]]
+async def test_the_view_gives_the_reason_and_a_run_takes_due_messages(
+    dsn: str, db: psycopg.Connection, situation: Callable[[psycopg.Connection], tuple[int, Expected]]
 ) -> None:
-    rolled_back.execute(REPORT, ("w", ["default", "q"], ["greet"]))
-    message_id, expected = situation(rolled_back)
-    assert reason_of(rolled_back, message_id) == expected
-    reason = expected[0]
-    (queue,) = rolled_back.execute("SELECT queue FROM pgoutbox.message WHERE id = %s", [message_id]).fetchone() or ("",)
-    taken = ids_in_flight(claim(rolled_back, queue=queue, by_permits=True))
-    if reason in ("in order", "halted") or situation is a_later_one_of_its_ordering_key_is_being_sent:
-        taken += ids_in_flight(claim_ordered(rolled_back))
-    assert (message_id in taken) == (reason in CLAIMABLE)
+    with db.transaction():
+        db.execute(REPORT, ("w", ["default", "q"], ["greet"]))
+        message_id, expected = situation(db)
+        assert reason_of(db, message_id) == expected
+    (queue,) = db.execute("SELECT queue FROM pgoutbox.message WHERE id = %s", [message_id]).fetchone() or ("",)
+    held = Held(dsn, queues=[queue])
+    for row in rows_of(db):
+        held.end(row.id, Sent() if row.id == message_id else Snooze(3600))
+    await held.run_once()
+    assert (message_id in {taken for taken, _ in held.begun}) == (expected[0] in CLAIMABLE)
 
 
 def test_messages_that_do_not_wait_are_not_shown(rolled_back: psycopg.Connection) -> None:

@@ -12,8 +12,8 @@ from psycopg.pq import TransactionStatus
 from pgoutbox import ArgumentError, CancelResult, Outbox, Topic
 from pgoutbox.message import State
 from tests.support import races
+from tests.support.held import delivered_once
 from tests.support.messages import put
-from tests.support.old_worker import claim, ids_in_flight
 from tests.support.outbox_actions import state_of
 
 if TYPE_CHECKING:
@@ -74,28 +74,34 @@ def test_a_message_that_does_not_exist_is_missing(outbox: Outbox, rolled_back: p
     assert outbox.cancel(rolled_back, topic="mail", dedupe_key="none") is CancelResult.MISSING
 
 
-def test_a_coalesce_key_cancels_the_newest_message_and_delivers_no_older_one(
-    outbox: Outbox, rolled_back: psycopg.Connection
+async def test_a_coalesce_key_cancels_the_newest_message_and_delivers_no_older_one(
+    outbox: Outbox, dsn: str, connect: Connect
 ) -> None:
-    older = put(rolled_back, coalesce_key="k")
-    newest = put(rolled_back, coalesce_key="k")
-    assert outbox.cancel(rolled_back, topic="mail", coalesce_key="k") is CancelResult.CANCELLED
-    assert ids_in_flight(claim(rolled_back, topics=["mail"])) == []
-    assert state_of(rolled_back, older) == State.SKIPPED
-    assert state_of(rolled_back, newest) == State.CANCELLED
+    caller = connect()
+    older = put(caller, coalesce_key="k")
+    newest = put(caller, coalesce_key="k")
+    assert outbox.cancel(caller, topic="mail", coalesce_key="k") is CancelResult.CANCELLED
+    caller.commit()
+    assert await delivered_once(dsn, "mail") == []
+    assert state_of(caller, older) == State.SKIPPED
+    assert state_of(caller, newest) == State.CANCELLED
 
 
-def test_a_cancelled_message_is_not_delivered_after_the_commit(outbox: Outbox, connect: Connect) -> None:
-    caller, worker = connect(), connect(autocommit=True)
+async def test_a_cancelled_message_is_not_delivered_after_the_commit(
+    outbox: Outbox, dsn: str, connect: Connect
+) -> None:
+    caller = connect()
     message_id = put(caller)
     caller.commit()
     assert outbox.cancel(caller, message_id) is CancelResult.CANCELLED
-    assert claim(worker, topics=["mail"]) == []
+    assert await delivered_once(dsn, "mail") == []
     caller.rollback()
-    assert ids_in_flight(claim(worker, topics=["mail"])) == [message_id]
+    assert await delivered_once(dsn, "mail") == [message_id]
 
 
-def test_the_cancel_of_a_locked_row_is_requested_without_waiting(outbox: Outbox, connect: Connect) -> None:
+async def test_the_cancel_of_a_locked_row_is_requested_without_waiting(
+    outbox: Outbox, dsn: str, connect: Connect
+) -> None:
     holder, caller = connect(), connect()
     message_id = put(caller)
     caller.commit()
@@ -104,7 +110,7 @@ def test_the_cancel_of_a_locked_row_is_requested_without_waiting(outbox: Outbox,
     assert outbox.cancel(caller, message_id) is CancelResult.REQUESTED
     caller.commit()
     holder.rollback()
-    assert ids_in_flight(claim(caller, topics=["mail"])) == []
+    assert await delivered_once(dsn, "mail") == []
     assert state_of(caller, message_id) == "cancelled"
 
 

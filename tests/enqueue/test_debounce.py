@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox.message import AttemptOutcome
+from pgoutbox import Transient
 from tests.support import races
 from tests.support.drafts import enqueue_many
-from tests.support.old_worker import End, claim, finish, finish_sent, ids_in_flight
-from tests.support.outbox_actions import enqueue, row_of, state_of
+from tests.support.held import Held, delivered_once
+from tests.support.outbox_actions import begin, enqueue, row_of, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,9 +40,9 @@ def age(connection: psycopg.Connection) -> datetime | None:
     return waiting_since(connection)
 
 
-def test_a_limit_without_a_delay_delays_nothing(rolled_back: psycopg.Connection) -> None:
-    message_id = debounce(rolled_back)
-    assert ids_in_flight(claim(rolled_back)) == [message_id]
+async def test_a_limit_without_a_delay_delays_nothing(dsn: str, db: psycopg.Connection) -> None:
+    message_id = debounce(db)
+    assert await delivered_once(dsn, "greet") == [message_id]
 
 
 def test_a_message_without_a_limit_does_not_restart_the_wait_of_others(rolled_back: psycopg.Connection) -> None:
@@ -53,22 +53,25 @@ def test_a_message_without_a_limit_does_not_restart_the_wait_of_others(rolled_ba
     assert waiting_since(rolled_back) == since
 
 
-def test_an_attempted_message_no_longer_waits_for_newer_ones(rolled_back: psycopg.Connection) -> None:
-    message_id = debounce(rolled_back)
-    since = age(rolled_back)
-    assert ids_in_flight(claim(rolled_back)) == [message_id]
-    finish(rolled_back, End(message_id, 1, AttemptOutcome.RETRY, "busy", 60.0))
-    debounce(rolled_back)
-    assert waiting_since(rolled_back) != since
+async def test_an_attempted_message_no_longer_waits_for_newer_ones(dsn: str, db: psycopg.Connection) -> None:
+    message_id = debounce(db)
+    since = age(db)
+    held = Held(dsn)
+    held.end(message_id, Transient("busy"))
+    await held.run_once()
+    assert held.begun == [(message_id, 1)]
+    debounce(db)
+    assert waiting_since(db) != since
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_the_second_of_two_concurrent_producers_waits_since_the_first(connect: Connect, known: bool) -> None:
+async def test_the_second_of_two_concurrent_producers_waits_since_the_first(
+    dsn: str, connect: Connect, known: bool
+) -> None:
     db, first, second = connect(autocommit=True), connect(), connect()
     if known:
         delivered = debounce(db)
-        assert ids_in_flight(claim(db)) == [delivered]
-        finish_sent(db, (delivered, 1))
+        assert await delivered_once(dsn, "greet") == [delivered]
     debounce(first)
     since = waiting_since(first)
     with ThreadPoolExecutor(1) as pool:
@@ -162,8 +165,7 @@ def test_a_duplicate_in_a_bulk_does_not_restart_the_wait(rolled_back: psycopg.Co
 def test_a_bulk_that_waited_for_another_producer_counts_from_that_ones_message(connect: Connect, known: bool) -> None:
     db, first, second = connect(autocommit=True), connect(), connect()
     if known:
-        enqueue(db, coalesce_key="k")
-        assert len(claim(db)) == 1
+        begin(db, enqueue(db, coalesce_key="k"))
     enqueue_many(first, LIMITED)
     since = age(first)
     with ThreadPoolExecutor(1) as pool:

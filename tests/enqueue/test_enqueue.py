@@ -36,7 +36,8 @@ from pgoutbox import (
     UnknownTopicError,
 )
 from pgoutbox.settings import Settings
-from tests.support.old_worker import claim, ids_in_flight
+from tests.support.held import delivered_once
+from tests.support.outbox_actions import rows_of
 from tests.support.races import until_blocked
 
 if TYPE_CHECKING:
@@ -379,7 +380,9 @@ def test_an_enqueue_waiting_for_a_dedupe_key_inserts_after_a_rollback(outbox: Ou
     assert count(observer) == 1
 
 
-def test_within_one_coalesce_key_the_order_of_ids_is_the_order_of_commits(outbox: Outbox, connect: Connect) -> None:
+async def test_within_one_coalesce_key_the_order_of_ids_is_the_order_of_commits(
+    outbox: Outbox, dsn: str, connect: Connect
+) -> None:
     first, waiting, observer = connect(), connect(), connect(autocommit=True)
     outbox.enqueue(first, "mail", 1, coalesce_key="k")
     with ThreadPoolExecutor(1) as threads:
@@ -392,11 +395,13 @@ def test_within_one_coalesce_key_the_order_of_ids_is_the_order_of_commits(outbox
     assert enqueued is not None
     assert enqueued.id > second.id
     waiting.commit()
-    assert ids_in_flight(claim(observer, topics=["mail"])) == [enqueued.id]
+    assert await delivered_once(dsn, "mail") == [enqueued.id]
 
 
 @pytest.mark.slow
-def test_of_64_producers_of_one_key_the_last_committed_one_is_delivered(outbox: Outbox, connect: Connect) -> None:
+async def test_of_64_producers_of_one_key_the_last_committed_one_is_delivered(
+    outbox: Outbox, dsn: str, connect: Connect
+) -> None:
     connections = [connect() for _ in range(64)]
     committed: list[int] = []
     start = threading.Barrier(len(connections))
@@ -419,9 +424,8 @@ def test_of_64_producers_of_one_key_the_last_committed_one_is_delivered(outbox: 
     observer = connect(autocommit=True)
     assert committed == sorted(committed)
     assert len(committed) == count(observer) == 32
-    rows = claim(observer, topics=["mail"])
-    assert ids_in_flight(rows) == [committed[-1]]
-    assert [r.id for r in rows if r.state == "skipped"] == committed[:-1]
+    assert await delivered_once(dsn, "mail") == [committed[-1]]
+    assert [row.id for row in rows_of(observer) if row.state == "skipped"] == committed[:-1]
 
 
 # --- isolation levels -------------------------------------------------------------------------------------------------

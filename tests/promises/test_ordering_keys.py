@@ -5,14 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from datetime import UTC, datetime, timedelta
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox import Outbox, RetryPolicy, Transient, Worker
+from pgoutbox import Outbox, Permanent, RetryPolicy, Sent, Transient, Worker
 from pgoutbox.operations import Operator, Rate
-from tests.support.outbox_actions import drained, enqueue, rows_of, running, settings_for, state_of
+from tests.support.held import Held
+from tests.support.outbox_actions import (
+    begin,
+    drained,
+    enqueue,
+    lapse,
+    redrive,
+    rows_of,
+    running,
+    settings_for,
+    state_of,
+)
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -108,6 +119,31 @@ async def test_a_key_continues_when_its_message_is_tried_again(dsn: str, db: psy
     deliveries.fails = {ids[0], ids[2]}
     async with running(Worker(deliveries.outbox)):
         await until(lambda: deliveries.seen == ids)
+
+
+async def test_a_key_keeps_its_order_beside_lost_failed_and_redriven_messages(dsn: str, db: psycopg.Connection) -> None:
+    ids = {
+        key: [enqueue(db, ordering_key=key, halts_key=key == "halted") for _ in range(3)]
+        for key in ("lost", "halted", "redriven")
+    }
+    begin(db, ids["lost"][0])
+    first, second = Held(dsn, shutdown_grace_seconds=0), Held(dsn)
+    for message_id in chain(*ids.values()):
+        second.end(message_id, Sent())
+    failed = [ids["halted"][0], ids["redriven"][0]]
+    for message_id in failed:
+        first.end(message_id, Permanent("no such user"))
+    async with running(first.worker):
+        await first.until_begun(ids["redriven"][1])
+        await until(lambda: {row.state for row in rows_of(db, *failed)} == {"failed"})
+        assert redrive(db, ids["redriven"][0])
+        await second.run_once()
+    assert sorted(message_id for message_id, _ in first.begun) == [*failed, ids["redriven"][1]]
+    assert second.begun == []
+    lapse(db, ids["lost"][0])
+    assert redrive(db, ids["halted"][0])
+    await second.run_once()
+    assert {key: [message_id for message_id, _ in second.begun if message_id in ids[key]] for key in ids} == ids
 
 
 async def test_a_due_key_is_found_among_more_waiting_keys_than_one_claim_reads(

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from pgoutbox import Context, Message, Outbox, Settings, Worker
+from pgoutbox import Context, Message, Outbox, Sent, Settings, Worker
 from pgoutbox.operations import Operator, Rate
+from tests.support import outbox_actions
+from tests.support.held import Held
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
     import psycopg
 
+    from tests.conftest import Connect
     from tests.promises.conftest import StartWorker
 
 pytestmark = pytest.mark.slow
@@ -166,3 +169,26 @@ async def test_several_workers_never_exceed_the_rates_of_their_queues(
         start_worker(APPLICATION, *queues, poll_interval_seconds="0.1")
     await until(lambda: all(len(begun(db, queue)) == 45 for queue in bursts))
     assert {queue: most(begun(db, queue), 1.5) <= 20 for queue in bursts} == dict.fromkeys(bursts, True)
+
+
+async def test_messages_that_end_without_an_attempt_use_up_no_tokens(
+    dsn: str, db: psycopg.Connection, connect: Connect
+) -> None:
+    held, holder = Held(dsn), connect()
+    ended = [outbox_actions.enqueue(db, coalesce_key=str(number)) for number in range(6)]
+    holder.execute("SELECT FROM pgoutbox.message WHERE id = ANY (%s) FOR UPDATE", [ended[:2]])
+    for number, message_id in enumerate(ended):
+        if number < 2:
+            assert outbox_actions.cancel(db, message_id) == "requested"
+        elif number < 4:
+            outbox_actions.expire(db, message_id)
+    holder.rollback()
+    newer = [outbox_actions.enqueue(db, coalesce_key=str(number)) for number in (4, 5)]
+    later = outbox_actions.enqueue(db)
+    Operator(db).limit_rate("default", Rate(2, HOUR), burst=2)
+    for message_id in newer:
+        held.end(message_id, Sent())
+    await held.run_once()
+    assert [message_id for message_id, _ in held.begun] == newer
+    states = [outbox_actions.state_of(db, message_id) for message_id in (*ended, later)]
+    assert states == ["cancelled"] * 2 + ["skipped"] * 4 + ["pending"]

@@ -1,0 +1,93 @@
+"""At most `concurrency` handlers run, all slots are used, and messages begin in the order of their due times."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pgoutbox import Context, Message, Outbox, SyncContext, Worker
+from tests.support.outbox_actions import PATIENCE_SECONDS, due_earlier, enqueue, settings_for
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import psycopg
+
+SLOTS = 4
+
+
+class Counted:
+    """Handlers of `async`, `sync` and `batch` that count those which run."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.counts: list[int] = []
+        self._running: list[int] = []
+        self._lock = threading.Lock()
+        self._is_full, self._is_full_of_threads = asyncio.Event(), threading.Event()
+
+        @outbox.handler("async")
+        async def one(message: Message, ctx: Context) -> None:
+            if self._begin():
+                self._is_full.set()
+            await self._is_full.wait()
+            await self._end()
+
+        @outbox.handler("sync")
+        def one_in_a_thread(message: Message, ctx: SyncContext) -> None:
+            if self._begin():
+                self._is_full_of_threads.set()
+            self._is_full_of_threads.wait(PATIENCE_SECONDS)
+            time.sleep(0.01)  # One more handler would begin.
+            self._running.pop()
+
+        @outbox.batch_handler("batch", max_size=2)
+        async def two(messages: Sequence[Message], contexts: Sequence[Context]) -> None:
+            self._begin()
+            await self._end()
+
+    def _begin(self) -> bool:
+        with self._lock:
+            self._running.append(1)
+            self.counts.append(len(self._running))
+            return len(self._running) == SLOTS
+
+    async def _end(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)  # One more handler would begin.
+        self._running.pop()
+
+
+@pytest.mark.parametrize("topic", ["async", "sync", "batch"])
+async def test_at_most_so_many_handlers_run_and_all_slots_are_used(
+    dsn: str, db: psycopg.Connection, topic: str
+) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=SLOTS, batch_size=50))
+    counted = Counted(outbox)
+    with db.transaction():
+        for _ in range(40):
+            enqueue(db, topic)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await Worker(outbox).run_once()
+    assert max(counted.counts) == SLOTS
+
+
+async def test_messages_begin_in_the_order_of_their_due_times(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=5))
+    begun: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        begun.append(message.id)
+
+    # A claim writes the messages in the order of their keys.
+    minutes_of = random.Random(1).sample(range(1, 1000), 30)
+    due_since = {enqueue(db, coalesce_key=str(minutes)): minutes for minutes in minutes_of}
+    for message_id, minutes in due_since.items():
+        due_earlier(db, message_id, 60 * minutes)
+    await Worker(outbox).run_once()
+    assert begun == sorted(due_since, key=lambda message_id: -due_since[message_id])
