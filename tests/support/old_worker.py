@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pgoutbox import Settings
     from tests.conftest import Connect
 
-ROW_LENGTH = len(ClaimedRow._fields) - 3  # Store adds the last three arguments.
+ROW_LENGTH = len(ClaimedRow._fields) - 4  # Store adds the last four arguments.
 
 
 def claim(
@@ -92,7 +92,7 @@ def claim(
                 break
             except again_on:
                 continue
-        rows.extend(ClaimedRow._make((*row[:ROW_LENGTH], False, queue, was_lapsed)) for row in answer.fetchall())
+        rows.extend(ClaimedRow._make((*row[:ROW_LENGTH], False, queue, was_lapsed, 0)) for row in answer.fetchall())
 
     if not fresh_only:
         ended = end_lapsed(
@@ -188,7 +188,7 @@ def claim_ordered(
         "lease_seconds": LEASE_SECONDS,
     }
     answer = connection.execute(sql.CLAIM_ORDERED, parameters)
-    rows = [ClaimedRow._make((*row, False, "default", False)) for row in answer.fetchall()]
+    rows = [ClaimedRow._make((*row, False, "default", False, 0)) for row in answer.fetchall()]
     return sorted(judged(connection, rows), key=lambda row: row.id)
 
 

@@ -73,12 +73,12 @@ def test_a_claim_leases_the_message_and_counts_the_attempt(rolled_back: psycopg.
 @pytest.mark.parametrize(
     ("statement", "names"),
     [
-        pytest.param(sql.CLAIM_FRESH, ClaimedRow._fields[:-3], id="fresh"),
-        pytest.param(sql.CLAIM_FRESH_BY_PERMITS, ClaimedRow._fields[:-3], id="fresh by permits"),
-        pytest.param(sql.CLAIM_RETRIES, ClaimedRow._fields[:-3], id="retries"),
-        pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, ClaimedRow._fields[:-3], id="retries by permits"),
-        pytest.param(sql.CLAIM_ORDERED, ClaimedRow._fields[:-3], id="ordered"),
-        pytest.param(sql.CLAIM_LAPSED, ClaimedRow._fields[:-3], id="suspects"),
+        pytest.param(sql.CLAIM_FRESH, ClaimedRow._fields[:-4], id="fresh"),
+        pytest.param(sql.CLAIM_FRESH_BY_PERMITS, ClaimedRow._fields[:-4], id="fresh by permits"),
+        pytest.param(sql.CLAIM_RETRIES, ClaimedRow._fields[:-4], id="retries"),
+        pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, ClaimedRow._fields[:-4], id="retries by permits"),
+        pytest.param(sql.CLAIM_ORDERED, ClaimedRow._fields[:-4], id="ordered"),
+        pytest.param(sql.CLAIM_LAPSED, ClaimedRow._fields[:-4], id="suspects"),
         pytest.param(sql.END_LAPSED, LapsedRow._fields, id="lapsed"),
     ],
 )
