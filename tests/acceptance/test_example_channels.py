@@ -9,9 +9,9 @@ import psycopg
 import pytest
 
 from examples.channels import E_MAILS, NUMBERS, ROUTINE, URGENT, WRONG_NUMBERS
-from tests.support.brokers import free_port
 from tests.support.example_process import running
 from tests.support.example_shell import states
+from tests.support.ports import free_port
 from tests.support.smtp_server import parsed
 
 if TYPE_CHECKING:

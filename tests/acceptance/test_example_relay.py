@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from tests.support.brokers import free_port
 from tests.support.example_process import running
 from tests.support.example_shell import states
+from tests.support.ports import free_port
 from tests.support.smtp_server import parsed, scripted_server
 
 if TYPE_CHECKING:

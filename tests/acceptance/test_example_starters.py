@@ -18,9 +18,10 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from pgoutbox import Outbox
-from tests.support.brokers import accepts, free_port
+from tests.support.brokers import accepts
 from tests.support.example_shell import ROOT, states
 from tests.support.pages import DOCS, blocks_of
+from tests.support.ports import free_port
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS, wait_until
 
 if TYPE_CHECKING:

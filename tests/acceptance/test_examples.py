@@ -17,8 +17,9 @@ from pgoutbox import Email, Permanent, Sent, Unavailable
 from pgoutbox.message import SendFailure
 from pgoutbox.webhooks import verify
 from tests.support import webhook_server as http
-from tests.support.brokers import HOST, free_port, redis_server
+from tests.support.brokers import HOST, redis_server
 from tests.support.example_shell import ROOT, mails, states
+from tests.support.ports import free_port
 from tests.support.sends import outgoing
 from tests.support.settings import settings_with
 from tests.support.smtp_server import parsed

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 import pgoutbox
-from tests.support.brokers import accepts, free_port
+from tests.support.brokers import accepts
 from tests.support.pages import ROOT, blocks_of
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from tests.support.command_line import run_process
-from tests.support.mail_servers import free_ports
+from tests.support.ports import free_ports
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

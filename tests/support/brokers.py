@@ -31,6 +31,7 @@ from pgoutbox.message import SendFailure
 from pgoutbox.worker import Worker
 from tests.support.missing import server_missing
 from tests.support.outbox_actions import attempts_of, enqueue, rows_of, running, settings_for
+from tests.support.ports import free_port
 from tests.support.sends import error_of
 from tests.support.waiting import until, wait_until
 
@@ -143,13 +144,6 @@ def program_of(name: str) -> str:
     if program is None:
         server_missing(f"no {name}")
     return program
-
-
-def free_port() -> int:
-    """Return a port that is currently free."""
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return int(listener.getsockname()[1])
 
 
 def accepts(port: int) -> bool:

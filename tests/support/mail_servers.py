@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from tests.support.dialogues import HOST
 from tests.support.missing import server_missing
+from tests.support.ports import free_ports
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -202,13 +203,6 @@ def _run(program: str, *arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def free_ports(count: int) -> list[int]:
-    """Return the numbers of ports that are free now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _answers(port: int) -> bool:

@@ -26,10 +26,10 @@ from tests.support.brokers import (
     TlsBroker,
     assert_refused,
     forwarded,
-    free_port,
     outbox_with,
 )
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, rows_of, state_of
+from tests.support.ports import free_port
 from tests.support.sends import closed_gate, closing, error_of, outgoing
 from tests.support.settings import settings_with
 

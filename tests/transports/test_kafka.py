@@ -25,11 +25,11 @@ from tests.support.brokers import (
     Broker,
     assert_refused,
     forwarded,
-    free_port,
     issue_certificate,
     kafka_server,
     target_repaired,
 )
+from tests.support.ports import free_port
 from tests.support.sends import closing, error_of, outgoing, refusal_of
 from tests.support.settings import settings_with
 from tests.support.waiting import until

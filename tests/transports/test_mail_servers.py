@@ -24,11 +24,11 @@ from tests.support.mail_servers import (
     LOCAL_USER,
     Exim,
     Postfix,
-    free_ports,
     running_exim,
     running_postfix,
 )
 from tests.support.outbox_actions import attempts_of, enqueue, row_of, rows_of, running, settings_for
+from tests.support.ports import free_ports
 from tests.support.settings import settings_with
 from tests.support.smtp_server import mail_settings
 from tests.support.waiting import until

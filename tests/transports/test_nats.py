@@ -16,16 +16,8 @@ from nats.js.api import StreamConfig
 from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.nats_jetstream import NatsTransport
-from tests.support.brokers import (
-    HOST,
-    TLS_HOST,
-    Broker,
-    TlsBroker,
-    free_port,
-    nats_server,
-    target_repaired,
-    tls_nats_server,
-)
+from tests.support.brokers import HOST, TLS_HOST, Broker, TlsBroker, nats_server, target_repaired, tls_nats_server
+from tests.support.ports import free_port
 from tests.support.sends import closing, error_of, outgoing, refusal_of
 from tests.support.settings import settings_with
 from tests.transports.contract import (

@@ -20,13 +20,13 @@ from tests.support.brokers import (
     TLS_HOST,
     Broker,
     TlsBroker,
-    free_port,
     outbox_with,
     redis_server,
     target_repaired,
     tls_redis_server,
 )
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, rows_of
+from tests.support.ports import free_port
 from tests.support.sends import closing, error_of, outgoing, refusal_of
 from tests.support.settings import settings_with
 from tests.transports.contract import CANARY, EVENT, Arrived, Target, TlsContract
