@@ -65,8 +65,8 @@ def _drain(mode: str) -> int:
                 last_fresh_at = time.monotonic()
 
     if os.environ.get("OUTBOX_WORKER") == "kernel":
-        replace_method(Run, "_trip", before, meter.begin)
-        replace_method(Run, "_trip", after, meter.end)
+        replace_method(Run, "_turn", before, meter.begin)
+        replace_method(Run, "_take_in_answered", after, meter.end)
     else:
         replace_method(Store, "claim", before, meter.begin)
         replace_method(Store, "finish_sent", after, meter.end)
