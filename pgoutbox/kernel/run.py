@@ -237,6 +237,7 @@ class Run(Generic[E]):
         sent, others = self._sorted(ended)
         steps = [*self._finish(sent, others), *self._end_claims()]
         if takes_lapsed:
+            self._is_lapsed_wanted = False  # Whoever wants it from now on may want a later look.
             steps += [(sql.FORGET_LAPSED, {}), self._lapsed()]
         if lanes:
             steps.append(self._claim(lanes, room, now))
@@ -269,11 +270,13 @@ class Run(Generic[E]):
             trip.results = await answering
         except _LOST_RACES:
             # Another session has a key or a row: the outcomes are written alone, and the claim begins again.
+            self._is_lapsed_wanted |= trip.takes_lapsed
             self._attempts.put_back(ended := trip.ended)
             self._is_careful = bool(ended)
             return
         except BaseException:
             self._attempts.put_back(trip.ended)
+            self._is_lapsed_wanted |= trip.takes_lapsed
             raise
         self._is_careful = False
         if trip.takes_lapsed:
@@ -307,7 +310,7 @@ class Run(Generic[E]):
         """Note the ends of lapsed attempts, and begin that of a suspect."""
         now = time.monotonic()
         suspects = [row for row in rows if row[_STATE] == "sending"]
-        self._is_lapsed_wanted = len(rows) - len(suspects) == _LAPSED_LIMIT
+        self._is_lapsed_wanted |= len(rows) - len(suspects) == _LAPSED_LIMIT
         self._attempts.note_lapsed(rows)
         self._spread_until = max(self._spread_until, now + _LAPSED_DISTANCE_SECONDS * len(rows))
         if rows:
