@@ -200,16 +200,19 @@ class Run(Generic[E]):
         try:
             if self._answered is not None:
                 if answering is not None:
-                    await asyncio.sleep(0)  # It is sent now.
+                    await asyncio.sleep(0)  # A task sends its trip in its first turn of the event loop.
                 await self._take_in_answered()
-            if trip is not None and answering is not None:
-                await self._receive(trip, answering)
         except BaseException:
-            if trip is not None and answering is not None and not answering.done():
+            if trip is not None and answering is not None:
+                # Whatever its answer is: its ends are written again, and what it has begun is released.
                 answering.cancel()
-                await asyncio.wait([answering])
+                await asyncio.gather(answering, return_exceptions=True)
                 self._attempts.put_back(trip.ended)
+                self._is_lapsed_wanted |= trip.takes_lapsed
+                self._link.abandon()
             raise
+        if trip is not None and answering is not None:
+            await self._receive(trip, answering)
         return True
 
     def _plan(self, now: float) -> _Trip[E] | None:
@@ -237,7 +240,7 @@ class Run(Generic[E]):
         sent, others = self._sorted(ended)
         steps = [*self._finish(sent, others), *self._end_claims()]
         if takes_lapsed:
-            self._is_lapsed_wanted = False  # Whoever wants it from now on may want a later look.
+            self._is_lapsed_wanted = False  # A wish from now on is one for a later look.
             steps += [(sql.FORGET_LAPSED, {}), self._lapsed()]
         if lanes:
             steps.append(self._claim(lanes, room, now))

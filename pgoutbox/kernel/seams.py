@@ -21,6 +21,10 @@ class Link(Protocol):
         """
         ...
 
+    def abandon(self) -> None:
+        """Release the attempts of the last claim before the next trip: no handler begins."""
+        ...
+
 
 class Bell(Protocol):
     """Wakes the worker at the commit of a message, while it holds the lock of the bell."""

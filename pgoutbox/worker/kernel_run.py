@@ -236,6 +236,10 @@ class _Link:
         self._run.outage.end()
         return results
 
+    def abandon(self) -> None:
+        """See `Link`."""
+        self._is_unanswered = True
+
     async def release_unanswered(self) -> None:
         """Release what a claim without an answer has begun."""
         if self._is_unanswered:

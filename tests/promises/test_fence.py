@@ -13,7 +13,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     import psycopg
 
-# Whatever has happened to the message, its row differs from the attempt in one of these.
+# What may happen to a message meanwhile. Each changes another column of the fence.
 CHANGES: Final = {
     "unchanged": "attempts = attempts",
     "of another worker": "worker = 'another'",

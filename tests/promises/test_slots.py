@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,7 +27,7 @@ class Counted:
         self.counts: list[int] = []
         self._running: list[int] = []
         self._lock = threading.Lock()
-        self._is_full, self._is_full_of_threads = asyncio.Event(), threading.Event()
+        self._is_full, self._full_set = asyncio.Event(), threading.Barrier(SLOTS, timeout=PATIENCE_SECONDS)
 
         @outbox.handler("async")
         async def one(message: Message, ctx: Context) -> None:
@@ -39,10 +38,9 @@ class Counted:
 
         @outbox.handler("sync")
         def one_in_a_thread(message: Message, ctx: SyncContext) -> None:
-            if self._begin():
-                self._is_full_of_threads.set()
-            self._is_full_of_threads.wait(PATIENCE_SECONDS)
-            time.sleep(0.01)  # One more handler would begin.
+            self._begin()
+            for _ in range(2):  # One more handler would begin between the two, or keep the last ones waiting.
+                self._full_set.wait()
             self._running.pop()
 
         @outbox.batch_handler("batch", max_size=2)
