@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-all test-kernel coverage check budget bench soak docs site clean
+.PHONY: help demo test test-all coverage check budget bench soak docs site clean
 help: ## Show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
 
@@ -26,9 +26,6 @@ test: $(STAMP) ## Run the tests that are not slow, on the embedded PostgreSQL or
 
 test-all: $(STAMP) ## Run all tests, as CI does
 	$(PYTEST)
-
-test-kernel: $(STAMP) ## Run the promise tests on the new kernel
-	OUTBOX_WORKER=kernel $(PYTEST) tests/promises
 
 coverage: export COVERAGE_FILE := $(CURDIR)/.coverage-data/coverage
 coverage: $(STAMP) ## Run all tests and show the coverage of each package

@@ -1,6 +1,6 @@
 """Drain: the rate at which one process delivers a backlog, with one async handler call per message.
 
-The variants are pgoutbox, PgQueuer with its best settings, and the two statements of pgoutbox in a bare loop, which is
+The variants are pgoutbox, PgQueuer with its best settings, and the statements of pgoutbox in a bare loop, which is
 the limit. Others are pgoutbox with a pinned xmin horizon, a long history, many scheduled messages and coalesce keys.
 """
 

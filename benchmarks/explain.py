@@ -8,15 +8,16 @@ import time
 import psycopg
 from psycopg import sql as composing
 
+from benchmarks import steps
 from benchmarks.options import CLAIM_PARAMETERS, TOPIC, Options
 from benchmarks.report import Result, Table, median, percentile
 from benchmarks.server import Server, load_pending, load_sent, settle
 from pgoutbox.database import sql
-from pgoutbox.database.store import BEGINNING, ClaimedRow, Place
 from pgoutbox.database.worker_connection import session_parameters
+from pgoutbox.kernel import statements
+from pgoutbox.kernel.seams import Row
 from pgoutbox.settings import load_settings
 
-_AVAILABLE_AT = ClaimedRow._fields.index("available_at")
 _BATCH_SIZE = CLAIM_PARAMETERS["total"]
 
 
@@ -37,7 +38,7 @@ def run(server: Server, options: Options) -> Result:
             settle(connection, "pgoutbox.message")
         with psycopg.connect(dsn, autocommit=True) as connection:
             connection.execute(sql.PREPARE_SESSION, session_parameters(load_settings()), prepare=False)
-            result.texts.append(("sql.CLAIM_FRESH, rolled back", _plan_of_claim(connection)))
+            result.texts.append(("claim.sql without ordering keys, rolled back", _plan_of_claim(connection)))
             from_beginning = _time_claims(connection, options.claims, with_position=False)
             with_position = _time_claims(connection, options.claims, with_position=True)
     result.tables.append(
@@ -63,7 +64,7 @@ def _plan_of_claim(connection: psycopg.Connection[tuple[object, ...]]) -> str:
             names.append(match[1])
         return f"${names.index(match[1]) + 1}"
 
-    statement = re.sub(r"%\((\w+)\)s", number, sql.CLAIM_FRESH)
+    statement = re.sub(r"%\((\w+)\)s", number, statements.CLAIM_WITHOUT_KEYS)
     values = composing.SQL(", ").join(composing.Literal(CLAIM_PARAMETERS[name]) for name in names)
     connection.execute(composing.SQL("PREPARE claim AS {}").format(composing.SQL(statement)))
     connection.execute("BEGIN")
@@ -80,13 +81,13 @@ def _plan_of_claim(connection: psycopg.Connection[tuple[object, ...]]) -> str:
 def _time_claims(connection: psycopg.Connection[tuple[object, ...]], count: int, *, with_position: bool) -> list[float]:
     cursor = connection.cursor(binary=True)
     times = []
-    place = BEGINNING
+    after: Row | None = None
     for _ in range(count + 1):
         began_at = time.perf_counter()
-        cursor.execute(sql.CLAIM_FRESH, {**CLAIM_PARAMETERS, **place._asdict()}, prepare=True)
+        statement, parameters = steps.claim(_BATCH_SIZE, after=after)
+        cursor.execute(statement, parameters, prepare=True)
         rows = cursor.fetchall()
         times.append(1e3 * (time.perf_counter() - began_at))
         if with_position and rows:
-            last = max(rows, key=lambda row: (row[_AVAILABLE_AT], row[0]))
-            place = Place(last[_AVAILABLE_AT], last[0])
+            after = steps.last_of(rows)
     return times[1:]

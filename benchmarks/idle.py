@@ -11,9 +11,10 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import LiteralString
 
 import psycopg
 
@@ -23,7 +24,13 @@ from benchmarks.processes import Child, answer_of, child
 from benchmarks.report import Cell, Result, Table, Verdict
 from benchmarks.server import Server
 from pgoutbox.database import sql
+from pgoutbox.kernel import statements
 
+STATEMENTS: Mapping[str, LiteralString] = {
+    **{name: getattr(sql, name) for name in dir(sql)},
+    **{name: text for name, text in vars(statements).items() if name.isupper()},
+}
+"""The statements of the package by their names."""
 _SETTLING_SECONDS = 5.0
 # The listener's heartbeat does not belong to a queue. Neither does maintenance: one worker runs it
 # every five minutes on its own connection.
@@ -100,8 +107,8 @@ def _transaction_count(server: Server, database: str) -> int:
 
 
 def count_statements(log: Path, mark: int, database: str) -> Counter[str]:
-    """Count the statements of one database, by their names in `database.sql` if they are known there."""
-    known = {_normalised(getattr(sql, name)): name for name in dir(sql)}
+    """Count the statements of one database, by their names in `STATEMENTS` if they are known there."""
+    known = {_normalised(text): name for name, text in STATEMENTS.items()}
     found: Counter[str] = Counter()
     current: list[str] | None = None
     with log.open(encoding="utf-8", errors="replace") as lines:
@@ -123,7 +130,7 @@ def count_statements(log: Path, mark: int, database: str) -> Counter[str]:
 
 
 def _normalised(statement: str) -> str:
-    return " ".join(re.sub(r"%\(\w+\)s|\$\d+", "?", statement).split())
+    return " ".join(re.sub(r"%\(\w+\)s|\$\d+", "?", statement).replace("%%", "%").split())
 
 
 def _sample(worker: Child) -> _Sample | None:

@@ -11,16 +11,19 @@ _T = TypeVar("_T")
 TOPIC: Final = "mail.activation"
 
 CLAIM_PARAMETERS: Final[Mapping[str, Any]] = {
-    "queue": "default",
+    "served": ["default"],
+    "queues": ["default"],
+    "lanes": [0],
+    "after_ats": [None],
+    "after_ids": [0],
+    "since_seconds": [1e9],
+    "after_keys": [None],
     "topics": [TOPIC],
     "total": 500,
-    "after_due_at": None,
-    "after_id": 0,
-    "since_seconds": 1e9,
     "worker": "benchmark",
     "lease_seconds": 60.0,
 }
-"""A claim from the beginning, like that of a worker with default settings."""
+"""A claim of fresh messages from the beginning, like that of a worker with default settings."""
 # The payload marks a message that is a retry.
 RETRY_NUMBER = -1
 

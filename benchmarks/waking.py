@@ -15,13 +15,12 @@ from dataclasses import dataclass
 import psycopg
 from psycopg.rows import TupleRow
 
-from benchmarks.idle import count_statements, logging_statements
+from benchmarks.idle import STATEMENTS, count_statements, logging_statements
 from benchmarks.latency import Delays, are_asleep, is_armed, is_delivered, pairs
 from benchmarks.options import Options
 from benchmarks.processes import answer_of, child, wait_until
 from benchmarks.report import Result, Table, Verdict, percentile
 from benchmarks.server import Server, settle
-from pgoutbox.database import sql
 
 _RATES_AND_WORKERS = ((8.0, 1), (8.0, 8), (100.0, 1), (100.0, 2), (350.0, 4))
 _NOT_FOR_MESSAGES = ("BEGIN", "COMMIT", "LISTENER_HEARTBEAT", "BEGIN_MAINTENANCE_IF_DUE")
@@ -112,4 +111,4 @@ def _worker_statements(server: Server, mark: int, database: str) -> float:
     if server.log is None:
         return float("nan")
     counts = count_statements(server.log, mark, database)
-    return sum(number for name, number in counts.items() if hasattr(sql, name) and name not in _NOT_FOR_MESSAGES)
+    return sum(number for name, number in counts.items() if name in STATEMENTS and name not in _NOT_FOR_MESSAGES)

@@ -17,20 +17,18 @@ from typing import Any
 
 import psycopg
 
-from benchmarks.options import CLAIM_PARAMETERS, TOPIC, Options
+from benchmarks import steps
+from benchmarks.options import TOPIC, Options
 from benchmarks.report import Result, Table, Verdict
 from benchmarks.server import Server, empty_outbox, pgbench_program, settle
 from pgoutbox.database import sql
-from pgoutbox.database.store import ClaimedRow, sent_fence
 from pgoutbox.database.worker_connection import session_parameters
-from pgoutbox.message import FencingToken
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
 from pgoutbox.topics import NewMessage
 
 _Connection = psycopg.Connection[tuple[Any, ...]]
 _Batch = list[tuple[Any, ...]]
-_CLAIMED_AT = ClaimedRow._fields.index("claimed_at")
 _Enqueue = Callable[[_Connection, int, int], None]
 _AIMS: Mapping[int, float] = {200: 1200.0, 4000: 6000.0}
 _SIZES = (200, 1000, 4000)
@@ -125,23 +123,17 @@ def _measure(
 def claim(connection: _Connection, batches: list[_Batch]) -> None:
     """Claim all due messages, and add each batch."""
     cursor = connection.cursor(binary=True)
-    parameters = {**CLAIM_PARAMETERS, "total": load_settings().batch_size}
-    while rows := cursor.execute(sql.CLAIM_FRESH, parameters, prepare=True).fetchall():
+    statement, parameters = steps.claim(load_settings().batch_size)
+    while rows := cursor.execute(statement, parameters, prepare=True).fetchall():
         batches.append(rows)
 
 
 def finish(connection: _Connection, batches: list[_Batch]) -> None:
-    """Finish these messages, whose first attempt was successful. Each finish deletes the claim of the one before."""
-    ended: list[object] = []
+    """Finish these messages, whose first attempt was successful, and delete their claims."""
     for batch in batches:
-        parameters = {
-            **sent_fence([FencingToken(row[0], 1, row[_CLAIMED_AT]) for row in batch], CLAIM_PARAMETERS["worker"]),
-            "ended_claims": ended,
-            "lock_timeout": "20ms",
-        }
-        connection.execute(sql.FINISH_SENT_IF_HELD, parameters, prepare=True)
-        ended = [batch[0][_CLAIMED_AT]]
-    connection.execute(sql.END_CLAIMS, {"worker": CLAIM_PARAMETERS["worker"], "ended_claims": ended}, prepare=True)
+        with connection.transaction():
+            for statement, parameters in steps.finish(batch):
+                connection.execute(statement, parameters, prepare=True)
 
 
 def _position(connection: _Connection) -> str:

@@ -248,7 +248,9 @@ class Snooze(Exception):  # noqa: N818 - an outcome; it can be returned or raise
 class Postponed(Snooze):
     """A snooze by pgoutbox itself, with its reason, and the key of the circuit breaker that caused it.
 
-    `unknown_error` is the error of a send that may have succeeded.
+    `unknown_error` is the error of a send that may have succeeded. With a `held_delay` all messages of the topic with
+    the scheme or web host of this one's destination have the same breaker. While it is open, they wait unclaimed, and
+    this is the delay of this one.
     """
 
     def __init__(
@@ -259,11 +261,13 @@ class Postponed(Snooze):
         code: ReasonCode,
         breaker_key: str | None = None,
         unknown_error: str | None = None,
+        held_delay: float | None = None,
     ) -> None:
         super().__init__(delay, reason)
         self.code = code
         self.breaker_key = breaker_key
         self.unknown_error = unknown_error
+        self.held_delay = held_delay
 
 
 Outcome = Sent | Transient | Unavailable | Permanent | Skip | Snooze

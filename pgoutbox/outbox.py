@@ -76,7 +76,7 @@ _NEXT_STEPS: Final[Mapping[str, str]] = {
     "40001": "; its key was used after this transaction's snapshot: repeat the whole transaction",
     "55P03": "; another session held a table of the outbox for a second, or a lock for the caller's lock_timeout",
 }
-_FAILED: Final = ".failed"  # The end of a hook's topic; finish_if_held.sql appends it too.
+_FAILED: Final = ".failed"  # The end of a hook's topic; _enqueue_failure() appends it too.
 
 Result: TypeAlias = Outcome | Content | None
 R = TypeVar("R")

@@ -117,14 +117,6 @@ def redacted_text_sql() -> str:
 # --- the core ---------------------------------------------------------------------------------------------------------
 
 _SHOWN: Final = re.compile(r"(<!-- from: (\S+) -->\n```sql\n).*?^```$", re.DOTALL | re.MULTILINE)
-_INCLUDE: Final = re.compile(r"( *)\\ir (_\w+\.sql)")
-# Fragments of optional mechanisms, and long ones: the page shows a comment instead.
-LEFT_OUT: Final = {
-    "_after_position.sql": "after the place where the last claim ended",
-    "_claim.sql": "insert one row: the lease, the worker, and the ids of the messages that begin",
-    "_ended_claims.sql": "delete claims whose attempts have all ended",
-    "_returned.sql": "the columns of the message",
-}
 
 
 def core_page() -> str:
@@ -133,26 +125,14 @@ def core_page() -> str:
 
 
 def _shown(path: Path) -> str:
-    """Return the statement of a file, or the first INSERT of the function in it."""
-    text = "\n".join(_lines_of(path))
-    if not text.startswith("CREATE FUNCTION"):
+    """Return the text of a file, or the first INSERT of the function in it."""
+    text = path.read_text().rstrip()
+    if "CREATE FUNCTION" not in text:
         return text
     insert = re.search(r"^( *)(INSERT INTO .*?);$", text, re.DOTALL | re.MULTILINE)
     if insert is None:
         raise ValueError(f"{path}: the function has no INSERT")
     return insert[2].replace(f"\n{insert[1]}", "\n")
-
-
-def _lines_of(path: Path) -> Iterator[str]:
-    """Yield the lines of a statement without comments, and with the fragments that it includes."""
-    for line in path.read_text().splitlines():
-        include = _INCLUDE.fullmatch(line)
-        if include is not None and (reason := LEFT_OUT.get(include[2])) is not None:
-            yield f"{include[1]}-- {include[2]}: {reason}"
-        elif include is not None:
-            yield from (include[1] + included for included in _lines_of(path.with_name(include[2])))
-        elif line.strip() and not line.lstrip().startswith("--"):
-            yield line
 
 
 def _page(title: str, *blocks: str) -> str:

@@ -1,68 +1,50 @@
-"""The limit of the drain: only pgoutbox's own claim and finish statements, in a loop on one connection.
+"""The limit of the drain: only the statements of a worker's trips, in a loop on one connection.
 
-It calls no handler and collects no outcome. Like the worker under load, it claims fresh messages from the last due
-time, and from the beginning when a claim is not full.
+A trip is one transaction, which finishes the messages of the last claim and claims the next ones. No handler is called
+and no outcome is collected. Like the worker, it claims after the last row, and from the beginning when a claim is not
+full.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 
 import psycopg
 
-from benchmarks.options import CLAIM_PARAMETERS
+from benchmarks import steps
 from benchmarks.programs.lifeline import Meter, hold_lifeline
 from pgoutbox.database import sql
-from pgoutbox.database.store import BEGINNING, ClaimedRow, Place, sent_fence
+from pgoutbox.database.round_trip import Pipeline
 from pgoutbox.database.worker_connection import session_parameters
-from pgoutbox.message import FencingToken
+from pgoutbox.kernel.seams import Row
 from pgoutbox.settings import load_settings
 
-AVAILABLE_AT = ClaimedRow._fields.index("available_at")
-CLAIMED_AT = ClaimedRow._fields.index("claimed_at")
 
-
-def main(batch_size: int) -> int:
+async def main(batch_size: int) -> int:
     hold_lifeline()
-    settings = load_settings()
     meter = Meter()
-    with psycopg.connect(os.environ["PGOUTBOX_DSN"], autocommit=True) as connection:
-        connection.execute(sql.PREPARE_SESSION, session_parameters(settings), prepare=False)
-        cursor = connection.cursor(binary=True)
-        place = BEGINNING
-        ended: list[object] = []
+    async with await psycopg.AsyncConnection.connect(os.environ["PGOUTBOX_DSN"], autocommit=True) as connection:
+        await connection.execute(sql.PREPARE_SESSION, session_parameters(load_settings()), prepare=False)
+        trips = Pipeline(connection, prepares=True)
+        held: list[Row] = []
+        after: Row | None = None
         while True:
             meter.begin()
-            cursor.execute(
-                sql.CLAIM_FRESH,
-                {
-                    **CLAIM_PARAMETERS,
-                    "total": batch_size,
-                    **place._asdict(),
-                },
-                prepare=True,
-            )
-            rows = cursor.fetchall()
-            if not rows and place == BEGINNING:
-                break
-            last = max((row[AVAILABLE_AT], row[0]) for row in rows) if len(rows) == batch_size else None
-            place = Place(*last) if last else BEGINNING
-            if rows:
-                parameters = {
-                    **sent_fence(
-                        [FencingToken(row[0], 1, row[CLAIMED_AT]) for row in rows], CLAIM_PARAMETERS["worker"]
-                    ),
-                    "ended_claims": ended,
-                    "lock_timeout": "20ms",
-                }
-                ended = [rows[0][CLAIMED_AT]]
-                cursor.execute(sql.FINISH_SENT_IF_HELD, parameters, prepare=True)
-                meter.handled_count += len(cursor.fetchall())
+            finishing = steps.finish(held) if held else []
+            answers = await trips.fetch_each([*finishing, steps.claim(batch_size, after=after)])
+            if held:
+                ((count,),) = answers[0]
+                meter.handled_count += count
                 meter.end()
+            held = answers[-1]
+            if not held and after is None:
+                break
+            after = steps.last_of(held) if len(held) == batch_size else None
     meter.report()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(asyncio.run(main(int(sys.argv[1]))))

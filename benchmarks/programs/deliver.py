@@ -9,7 +9,6 @@ start, and reports that at the end. The last three take the queues to serve; the
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import threading
@@ -19,14 +18,14 @@ from collections.abc import Callable, Sequence
 from pydantic import JsonValue
 
 from benchmarks.options import RETRY_NUMBER, TOPIC
-from benchmarks.programs.lifeline import Meter, Tally, after, before, hold_lifeline, replace_method, say, wait_for_go
-from pgoutbox.database.store import Store
+from benchmarks.programs.lifeline import Meter, Tally, before, hold_lifeline, replace_method, say, wait_for_go
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.kernel.run import Run
 from pgoutbox.message import Message
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
 from pgoutbox.worker import Worker
+from pgoutbox.worker.kernel_run import KernelAttempts
 from pgoutbox.worker.supervisor import run_worker
 
 _IO_SECONDS = 0.001
@@ -64,12 +63,8 @@ def _drain(mode: str) -> int:
             if _number_of(message) != RETRY_NUMBER:
                 last_fresh_at = time.monotonic()
 
-    if os.environ.get("OUTBOX_WORKER") == "kernel":
-        replace_method(Run, "_turn", before, meter.begin)
-        replace_method(Run, "_take_in_answered", after, meter.end)
-    else:
-        replace_method(Store, "claim", before, meter.begin)
-        replace_method(Store, "finish_sent", after, meter.end)
+    replace_method(Run, "_claim", before, meter.begin)
+    replace_method(KernelAttempts, "settle_sent", before, meter.end)
     code = run_worker(outbox, settings, queues=(), mode="once")
     meter.report(fresh_seconds=last_fresh_at - meter.began_at)
     return code

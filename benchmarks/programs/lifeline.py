@@ -108,12 +108,12 @@ class Meter:
         )
 
 
-def before(function: Callable[P, Awaitable[R]], note: Callable[[], None]) -> Callable[P, Awaitable[R]]:
-    """Return the function with a call of `note` when it starts."""
+def before(function: Callable[P, R], note: Callable[[], None]) -> Callable[P, R]:
+    """Return the function with a call of `note` when it is called."""
 
-    async def noted(*args: P.args, **kwargs: P.kwargs) -> R:
+    def noted(*args: P.args, **kwargs: P.kwargs) -> R:
         note()
-        return await function(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return noted
 

@@ -17,15 +17,12 @@ from collections.abc import Iterator
 
 import psycopg
 
+from benchmarks import steps
 from benchmarks.options import CLAIM_PARAMETERS, TOPIC
 from benchmarks.programs.lifeline import hold_lifeline, say
 from pgoutbox.database import sql
-from pgoutbox.database.store import ClaimedRow, fence
 from pgoutbox.database.worker_connection import session_parameters
-from pgoutbox.message import FencingToken
 from pgoutbox.settings import load_settings
-
-_CLAIMED_AT = ClaimedRow._fields.index("claimed_at")
 
 _PRODUCERS = 4
 
@@ -81,17 +78,12 @@ def _enqueue(connection: psycopg.Connection[tuple[object, ...]], rate: float) ->
 def _finish(connection: psycopg.Connection[tuple[object, ...]]) -> Iterator[tuple[float, float]]:
     connection.execute(sql.PREPARE_SESSION, session_parameters(load_settings()))
     yield 0.0, 0.0
-    ended: list[object] = []
     while True:
-        rows = connection.execute(sql.CLAIM_FRESH, CLAIM_PARAMETERS).fetchall()
+        rows = connection.execute(*steps.claim(CLAIM_PARAMETERS["total"])).fetchall()
         began_at = time.monotonic()
-        held = {
-            **fence([FencingToken(row[0], 1, row[_CLAIMED_AT]) for row in rows], "benchmark"),
-            "ended_claims": ended,
-            "lock_timeout": "20ms",
-        }
-        ended = [row[_CLAIMED_AT] for row in rows[:1]]
-        connection.execute(sql.FINISH_SENT_IF_HELD, held)
+        with connection.pipeline(), connection.transaction():
+            for step in steps.finish(rows):
+                connection.execute(*step)
         took = (time.monotonic() - began_at) * 1000
         yield took, took
         time.sleep(0.02)

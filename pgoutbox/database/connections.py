@@ -179,11 +179,15 @@ async def connect_async(
     kind: type[AsyncConnection[TupleRow]] = AsyncConnection,
 ) -> AsyncConnection[TupleRow]:
     """Open an autocommit connection without prepared statements, for the running event loop."""
-    connection = await kind.connect(
-        conninfo_for(dsn, purpose=purpose, connect_timeout_seconds=connect_timeout_seconds),
-        autocommit=True,
-        prepare_threshold=None,
-    )
+    try:
+        connection = await kind.connect(
+            conninfo_for(dsn, purpose=purpose, connect_timeout_seconds=connect_timeout_seconds),
+            autocommit=True,
+            prepare_threshold=None,
+        )
+    except psycopg.Error as error:
+        # The driver's frame refers to its error, so that the socket of an attempt without an answer would stay open.
+        raise error.with_traceback(None) from None
     connection.answer_seconds = answer_seconds
     return connection
 

@@ -11,11 +11,9 @@ import json
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, Literal, LiteralString, NamedTuple, TypedDict, Unpack
+from typing import Any, Final, Literal, NamedTuple
 
-import psycopg
 from psycopg.rows import TupleRow
 
 from pgoutbox.database import sql
@@ -23,16 +21,12 @@ from pgoutbox.database.connections import deadline
 from pgoutbox.database.round_trip import Step
 from pgoutbox.database.server import ServerFacts, judge_schema, judge_server
 from pgoutbox.database.worker_connection import WorkerConnection, connect
-from pgoutbox.kernel.seams import End
-from pgoutbox.message import AttemptOutcome, FencingToken, Message, State
+from pgoutbox.kernel import statements
+from pgoutbox.message import AttemptOutcome, FencingToken
 from pgoutbox.settings import Settings
 
-# A finish waits so long for a row that another session has locked, and keeps its own row locks meanwhile.
-_FINISH_LOCK_TIMEOUT: Final = "20ms"
 _PERMIT_PAUSE_SECONDS = 0.25
-_SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _RETENTION_SECONDS = 30.0
-_NO_HOOKS: Final = "{}"
 _FAILURES_TOLD: Final = 50_000
 _SHOWN_NAME_LENGTH = 48  # With "pgoutbox claim " the 63 bytes that PostgreSQL keeps of an application_name.
 
@@ -57,7 +51,7 @@ class ClaimedRow(NamedTuple):
     state: str
     expires_in_seconds: float | None
     superseded: bool
-    """Whether a newer message supersedes this one: see `mark_superseded`. `Store` sets this and later fields."""
+    """Whether a newer message has superseded this one since the claim."""
     queue: str
     was_lapsed: bool = False
     """Whether the previous attempt was lost."""
@@ -97,19 +91,6 @@ class DueRow(NamedTuple):
         return None if math.isinf(self.permit_seconds) else max(seconds, self.permit_seconds, _PERMIT_PAUSE_SECONDS)
 
 
-class LapsedRow(NamedTuple):
-    """A lapsed attempt that `end_lapsed` has ended, in the order of the statement's columns."""
-
-    id: int
-    topic: str
-    queue: str
-    attempt_count: int
-    coalesce_key: str | None
-    ordering_key: str | None
-    state: str
-    due_seconds: float
-
-
 class RedirectRow(NamedTuple):
     """An operator's redirect without whose `target` none is on, and the name of the blackout of today or None."""
 
@@ -117,43 +98,6 @@ class RedirectRow(NamedTuple):
     topics: list[str] | None
     exempt_topics: list[str] | None
     blackout: str | None
-
-
-class LapsedOptions(TypedDict):
-    """Which lapsed attempts to end or to take over.
-
-    Attempts of this worker in `in_flight` are passed over: the worker renews their leases.
-    """
-
-    topics: Sequence[str]
-    hold_topics: Sequence[str]
-    in_flight: Collection[int]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishRequest(End):
-    """An outcome to be written to the row.
-
-    With `fails_after_seconds` a snooze ends the message as failed once its attempts in a row with this reason code have
-    lasted that long.
-    """
-
-    token: FencingToken = field(kw_only=True)
-
-
-class Place(NamedTuple):
-    """Where the scan of a claim starts: after this message, or at those that fell due in the last `since_seconds`."""
-
-    after_due_at: datetime | None
-    after_id: int = 0
-    since_seconds: float = 0.0
-
-
-ALL_TIME_SECONDS: Final = 1e9
-"""About 32 years."""
-LAPSED_DISTANCE_SECONDS: Final = 0.05
-"""The time between the due times of messages whose attempts have lapsed."""
-BEGINNING: Final = Place(None, since_seconds=ALL_TIME_SECONDS)
 
 
 class HeldRow(NamedTuple):
@@ -193,7 +137,7 @@ class Trouble(NamedTuple):
 
 
 class Store:
-    """The worker's statements, each a method. Claims and finishes have separate connections and overlap.
+    """The worker's statements, each a method. The trips of the kernel have one connection.
 
     What running attempts read and write has another one: large payloads take time, and changes of breakers may wait for
     a row that a session of an operator has locked.
@@ -216,7 +160,6 @@ class Store:
         # Without a destination, the application's own handler sends the alerts.
         self._alert_destinations: list[str | None] = [*settings.alert_destinations] or [None]
         self.claims = self.new_connection(f"{purpose} {worker[-_SHOWN_NAME_LENGTH:]}")
-        self._finishes = self.new_connection("finish", spare=self.claims)
         self._attempts = self.new_connection("attempt", spare=self.claims)
         self._alerts = self.new_connection("alerts", spare=self.claims)
         self._forgotten_topics: frozenset[str] = frozenset()
@@ -238,117 +181,6 @@ class Store:
         ((now,),) = await self.claims.fetch(sql.SERVER_TIME, {})
         return now
 
-    async def claim(
-        self,
-        queue: str,
-        *,
-        topics: Sequence[str],
-        total: int,
-        place: Place,
-        retries: bool = False,
-        by_permits: bool = False,
-        in_turn: bool = False,
-    ) -> list[ClaimedRow]:
-        """Claim up to `total` due messages from the place on, fresh ones or with `retries` those attempted before.
-
-        With `in_turn`, for a backlog, it waits until at most one other such claim chooses from the queue. A queue that
-        is paused or has limits yields messages only with `by_permits`. Rows are in the order of their due times.
-        """
-        if retries:
-            statement = sql.CLAIM_RETRIES_BY_PERMITS if by_permits else sql.CLAIM_RETRIES
-        else:
-            statement = sql.CLAIM_FRESH_BY_PERMITS if by_permits else sql.CLAIM_FRESH
-        parameters = {
-            "queue": queue,
-            "topics": topics,
-            "total": total,
-            **place._asdict(),
-        }
-        turn: Step | None = (sql.TAKE_TURN, {"queue": queue}) if in_turn else None
-        rows = await self._claim(statement, parameters, first=turn)
-        return _claimed(rows, queue)
-
-    async def end_lapsed(
-        self, queues: Sequence[str], *, total: int, **options: Unpack[LapsedOptions]
-    ) -> list[LapsedRow]:
-        """End up to `total` lapsed attempts of these queues, except those that `claim_lapsed` takes over.
-
-        Also end superseded messages of other queues.
-        """
-        parameters = {
-            **_lapsed_parameters(options),
-            "queues": queues,
-            "total": total,
-            "distance_seconds": LAPSED_DISTANCE_SECONDS,
-            "hooks": self.hooks,
-        }
-        rows = await self._claim(sql.END_LAPSED, parameters, first=(sql.FORGET_LAPSED, {}))
-        ended = [LapsedRow._make(row) for row in rows]
-        await self._end_attempts((row.id, row.attempt_count) for row in ended)
-        return ended
-
-    async def claim_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
-        """Take over the oldest lapsed attempt of a suspect, if there is one."""
-        rows = await self._claim(sql.CLAIM_LAPSED, {**_lapsed_parameters(options), "total": 1, "queue": queue})
-        claimed = _claimed(rows, queue, was_lapsed=True)
-        await self._end_attempts((row.id, row.attempt_count - 1) for row in claimed)
-        return claimed
-
-    async def _end_attempts(self, attempts: Iterable[tuple[int, int]]) -> None:
-        """End the sessions of these lost attempts, so that the next ones do not wait for their locks."""
-        if names := [name_session(*attempt) for attempt in attempts]:
-            await self.claims.fetch(sql.END_ATTEMPTS, {"names": names})
-
-    async def _claim(
-        self,
-        statement: LiteralString,
-        parameters: Mapping[str, object],
-        *,
-        first: Step | None = None,
-    ) -> list[TupleRow]:
-        own = {"worker": self.worker, "lease_seconds": self.lease_seconds}
-        return await self.claims.fetch(statement, {**parameters, **own}, first=first)
-
-    async def find_ordered(
-        self, queue: str, *, topics: Sequence[str], after_key: str, key_limit: int
-    ) -> tuple[Sequence[int], str]:
-        """Claimable messages of up to `key_limit` ordering keys after `after_key`; and the last of these keys.
-
-        An empty key means that no key follows.
-        """
-        ((message_ids, last_key, count),) = await self.claims.fetch(
-            sql.FIND_ORDERED, {"queue": queue, "topics": topics, "after_key": after_key, "key_limit": key_limit}
-        )
-        return message_ids or (), last_key if count == key_limit else ""
-
-    async def random_key(self, queue: str) -> str:
-        """Return the ordering key of a message at random; an empty text if none was found."""
-        rows = await self.claims.fetch(sql.RANDOM_KEY, {"queue": queue})
-        return rows[0][0] if rows else ""
-
-    async def find_new_ordered(
-        self, queue: str, *, topics: Sequence[str], since_seconds: float, key_limit: int
-    ) -> Sequence[int]:
-        """Return the claimable messages of the ordering keys of `key_limit` messages that fell due lately."""
-        rows = await self.claims.fetch(
-            sql.FIND_NEW_ORDERED,
-            {"queue": queue, "topics": topics, "since_seconds": since_seconds, "key_limit": key_limit},
-        )
-        return [message_id for (message_id,) in rows]
-
-    async def claim_ordered(self, queue: str, message_ids: Sequence[int]) -> list[ClaimedRow]:
-        """Claim found messages, unless they have changed."""
-        rows = await self._claim(sql.CLAIM_ORDERED, {"queue": queue, "ids": message_ids, "total": len(message_ids)})
-        return _claimed(rows, queue)
-
-    async def mark_superseded(self, rows: list[ClaimedRow]) -> list[ClaimedRow]:
-        """Check again which of the messages of a committed claim are superseded."""
-        keyed = [row.id for row in rows if row.coalesce_key is not None and row.state == _SENDING]
-        if not keyed:
-            return rows
-        overtaken = {message_id for (message_id,) in await self.claims.fetch(sql.OVERTAKEN, {"ids": _array_of(keyed)})}
-        return [row._replace(superseded=True) if row.id in overtaken else row for row in rows]
-
     async def release_unanswered(self, held: Collection[int], *, after: datetime | None) -> int:
         """Release attempts of this worker that it began after a claim, except those in `held`. Return their number.
 
@@ -358,9 +190,21 @@ class Store:
         tokens = [FencingToken._make(row) for row in rows if row[0] not in held]
         if not tokens:
             return 0
-        count = len(await self.finish([FinishRequest(AttemptOutcome.RELEASED, token=token) for token in tokens]))
-        await self.end_claims({token.claimed_at for token in tokens})
-        return count
+        nothing = [None] * len(tokens)
+        rows = await self.claims.fetch(
+            statements.FINISH,
+            {
+                **fence(tokens, self.worker),
+                "outcomes": [AttemptOutcome.RELEASED.value] * len(tokens),
+                "delays": [0.0] * len(tokens),
+                "hooks": self.hooks,
+                **dict.fromkeys(("reasons", "reason_codes", "breaker_keys", "error_places", "fails_after"), nothing),
+                "held_delays": nothing,
+            },
+        )
+        claims = {"worker": self.worker, "claimed_ats": list({token.claimed_at for token in tokens})}
+        await self.claims.fetch(statements.END_CLAIMS, claims)
+        return len(rows)
 
     async def contents(self, content_ids: Sequence[int]) -> dict[int, str | None]:
         """Return the contents of fan-outs as JSON texts, by id; None for a large one."""
@@ -380,112 +224,32 @@ class Store:
         """Return a sample of the pending payloads: see PENDING_PAYLOADS."""
         return await self.claims.fetch(sql.PENDING_PAYLOADS, parameters)
 
-    async def next_due(
-        self, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float
-    ) -> list[DueRow]:
-        """Describe each of these queues.
-
-        Messages that fell due within the last `since_seconds` are due, or `others_since_seconds` for retries and
-        leases: their seconds are zero or negative.
-        """
-        parameters = {
-            "queues": queues,
-            "since_seconds": since_seconds,
-            "others_since_seconds": others_since_seconds,
-        }
-        rows = await self.claims.fetch(sql.NEXT_DUE, parameters)
-        return [DueRow._make(row) for row in rows]
-
     async def notify_workers(self, queues: Sequence[str]) -> None:
         """Wake all sleeping workers of these queues."""
-        await self.claims.fetch(sql.NOTIFY_WORKERS, {"queues": queues})
+        await self.claims.fetch(statements.TELL_WORKERS, {"queues": queues})
 
     async def count_owed(self, queues: Sequence[str], topics: Sequence[str]) -> int:
         """Return the number of messages for which a drain must still wait."""
         ((count,),) = await self.claims.fetch(sql.COUNT_OWED, {"queues": queues, "topics": topics})
         return int(count)
 
-    async def finish_sent(
-        self,
-        tokens: Sequence[FencingToken],
-        topics: Collection[str],
-        *,
-        ended_claims: Collection[datetime] = (),
-    ) -> tuple[dict[int, State], bool]:
-        """Finish the attempts of these tokens, whose topics are `topics`, as sent.
+    async def forgotten_topics(self) -> frozenset[str]:
+        """Return the topics of rules that delete sent messages at once, as of the last half minute; `*` is all topics.
 
-        Returns the attempts that held their message, and whether it has deleted `ended_claims`, of which no other
-        attempt is left. A message is deleted instead if a retention rule keeps no sent messages. After a short wait, a
-        locked row is left out.
-        """
-        if await self.forgets_sent(topics):
-            rows = await self._finishes.fetch(sql.FINISH_SENT_AND_FORGET_IF_HELD, fence(tokens, self.worker))
-            return dict.fromkeys((row[0] for row in rows), State.SENT), False
-        done: dict[int, State] = {}
-        are_deleted = False
-        for same in _by_number(tokens):
-            parameters = sent_fence(same, self.worker)
-            parameters |= {"ended_claims": list(ended_claims), "lock_timeout": _FINISH_LOCK_TIMEOUT}
-            try:
-                rows = await self._finishes.fetch(sql.FINISH_SENT_IF_HELD, parameters)
-            except (psycopg.errors.LockNotAvailable, psycopg.errors.SerializationFailure):
-                # A row is locked, or another worker has ended its message while this statement waited for it.
-                done |= await self.finish([FinishRequest(AttemptOutcome.SENT, token=token) for token in same])
-            else:
-                done |= dict.fromkeys((row[0] for row in rows), State.SENT)
-                ended_claims, are_deleted = (), True
-        return done, are_deleted
-
-    async def end_claims(self, claimed_ats: Collection[datetime]) -> None:
-        """Delete these claims of this worker, whose attempts have ended."""
-        await self._finishes.fetch(sql.END_CLAIMS, {"worker": self.worker, "ended_claims": list(claimed_ats)})
-
-    async def forgets_sent(self, topics: Collection[str]) -> bool:
-        """Whether a retention rule may delete sent messages of these topics at once, as of the last half minute.
-
-        It is read at most once in half a minute, and only to finish: an idle worker does not query it. Raises the error
-        of a database that does not answer.
+        They are read only to finish: an idle worker does not query them. Raises the error of a database that does not
+        answer.
         """
         if time.monotonic() - self._retention_read_at > _RETENTION_SECONDS:
             async with self._retention_turn:  # Concurrent callers share one query.
                 if time.monotonic() - self._retention_read_at > _RETENTION_SECONDS:
-                    # A cancelled query would close the connection, which all finishes use.
+                    # A cancelled query would close the connection, which all claims use.
                     await asyncio.shield(self._read_forgotten_topics())
-        return bool(self._forgotten_topics) and not self._forgotten_topics.isdisjoint((*topics, "*"))
+        return self._forgotten_topics
 
     async def _read_forgotten_topics(self) -> None:
-        rows = await self._finishes.fetch(sql.FORGOTTEN_TOPICS, {})
+        rows = await self.claims.fetch(sql.FORGOTTEN_TOPICS, {})
         self._forgotten_topics = frozenset(topic for (topic,) in rows)
         self._retention_read_at = time.monotonic()
-
-    async def finish(self, requests: Sequence[FinishRequest]) -> dict[int, State]:
-        """Finish these attempts, and return the new state of each message that its attempt still held."""
-        parameters = _finish_parameters(requests, worker=self.worker, hooks=self.hooks)
-        rows = await self._finishes.fetch(sql.FINISH_IF_HELD, parameters)
-        return {row[0]: State(row[1]) for row in rows}
-
-    async def current_states(self, tokens: Sequence[FencingToken]) -> dict[int, State]:
-        """Return the states of the messages of these attempts, except those that another attempt has taken over."""
-        rows = await self._finishes.fetch(sql.CURRENT_STATES, fence(tokens, self.worker))
-        return {row[0]: State(row[1]) for row in rows}
-
-    async def queues_of_successors(
-        self, messages: Sequence[Message[object] | ClaimedRow | LapsedRow], *, own_topics: Sequence[str]
-    ) -> list[tuple[str, bool]]:
-        """Return the queues of the messages that waited for these messages and can be claimed now.
-
-        Each comes with whether a worker of other topics must claim the message.
-        """
-        parameters = {
-            "ids": _array_of([message.id for message in messages]),
-            "topics": [message.topic for message in messages],
-            "queues": [message.queue for message in messages],
-            "coalesce_keys": [message.coalesce_key for message in messages],
-            "ordering_keys": [message.ordering_key for message in messages],
-            "own_topics": own_topics,
-        }
-        rows = await self._finishes.fetch(sql.QUEUES_OF_SUCCESSORS, parameters)
-        return [(queue, is_foreign) for queue, is_foreign in rows]
 
     async def read_redirect(self) -> RedirectRow:
         """Return the redirect that an operator has switched on, and the blackout of today."""
@@ -592,6 +356,10 @@ class Store:
         """Let another session probe."""
         await self._attempts.fetch(sql.BREAKER_RELEASE_IF_PROBING, {"key": key, "probe_id": probe_id})
 
+    async def breaker_free(self, key: str, probe_id: str, hold: str) -> None:
+        """Give a probe back whose message was not sent through the breaker, and let claims take those of its hold."""
+        await self._attempts.fetch(sql.BREAKER_FREE_IF_PROBING, {"key": key, "probe_id": probe_id, "hold": hold})
+
     async def begin_maintenance_if_due(self, *, interval_seconds: float) -> TupleRow | None:
         """Return the row of `sql.MAINTENANCE_FACTS` if this worker gets the turn. No other gets one in the interval."""
         rows = await self.claims.fetch(
@@ -649,25 +417,13 @@ class Store:
 
     async def close(self) -> None:
         """Close all connections."""
-        for connection in (self.claims, self._finishes, self._attempts, self._alerts):
+        for connection in (self.claims, self._attempts, self._alerts):
             await connection.close()
 
 
 def name_session(message_id: int, attempt_count: int) -> str:
     """Return the `application_name` of the transaction of an attempt."""
     return f"pgoutbox attempt {message_id}/{attempt_count}"
-
-
-def completion(token: FencingToken, *, worker: str, name: str, forgets: bool) -> list[Step]:
-    """Return the statements that finish an attempt as sent in the transaction of its handler, which has this name.
-
-    They wait for a locked row: PostgreSQL sees a deadlock with the handler's own locks, and ends it. `forgets` is the
-    answer of `Store.forgets_sent`. Then the last one returns the messages that the attempt held.
-    """
-    parameters = fence([token], worker)
-    if forgets:
-        return [(sql.WAIT_FOR_MESSAGE, {"id": token.id}), (sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters)]
-    return [(sql.COMPLETE_IF_HELD, {**parameters, "name": name})]
 
 
 async def check_server(settings: Settings) -> None:
@@ -716,51 +472,6 @@ def fence(tokens: Iterable[FencingToken], worker: str) -> dict[str, object]:
     }
 
 
-def _by_number(tokens: Sequence[FencingToken]) -> Iterable[Sequence[FencingToken]]:
-    """Group attempts by their number. Nearly all are first ones, and one group."""
-    numbers = {token.attempt_count for token in tokens}
-    if len(numbers) == 1:
-        return [tokens]
-    return [[token for token in tokens if token.attempt_count == number] for number in sorted(numbers)]
-
-
-def sent_fence(tokens: Sequence[FencingToken], worker: str) -> dict[str, object]:
-    """Return the parameters of the fence in `FINISH_SENT_IF_HELD`, for attempts with one number."""
-    return {
-        "ids": _array_of(token.id for token in tokens),
-        "attempt_count": tokens[0].attempt_count,
-        "claimed_ats": list({token.claimed_at for token in tokens}),
-        "worker": worker,
-    }
-
-
-def _finish_parameters(requests: Sequence[FinishRequest], *, worker: str, hooks: str = _NO_HOOKS) -> dict[str, object]:
-    requests = sorted(requests, key=lambda request: request.token)
-    return {
-        **fence([request.token for request in requests], worker),
-        "outcomes": [request.outcome for request in requests],
-        "reasons": [request.reason for request in requests],
-        "reason_codes": [request.reason_code for request in requests],
-        "breaker_keys": [request.breaker_key for request in requests],
-        "error_places": [request.error_place for request in requests],
-        "delays": [request.delay_seconds for request in requests],
-        "fails_after": [request.fails_after_seconds for request in requests],
-        "hooks": hooks,
-    }
-
-
 def _array_of(values: Iterable[int | str]) -> str:
     """Return an array in PostgreSQL's text format. The driver's own conversion takes forty times as long."""
     return f"{{{','.join(map(str, values))}}}"
-
-
-def _lapsed_parameters(options: LapsedOptions) -> dict[str, object]:
-    return {**options, "in_flight": _array_of(options["in_flight"])}
-
-
-def _claimed(rows: Iterable[TupleRow], queue: str, *, was_lapsed: bool = False) -> list[ClaimedRow]:
-    return sorted((ClaimedRow._make((*row, False, queue, was_lapsed, 0)) for row in rows), key=_by_due_time)
-
-
-def _by_due_time(row: ClaimedRow) -> tuple[datetime, int]:
-    return (row.available_at, row.id)

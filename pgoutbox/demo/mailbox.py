@@ -40,13 +40,12 @@ class Mailbox:
         self._on_accepted: Callable[[str], None] | None = None
         self.refusals: Counter[int] = Counter()
 
-    def on_next_accepted(self, client: str, act: Callable[[], None]) -> None:
-        """Call `act` when the next e-mail of this client is accepted, before the client gets the answer."""
+    def on_next_accepted(self, act: Callable[[str], None]) -> None:
+        """Call `act` with the name of the client that the next e-mail comes from, before it gets the answer."""
 
         def act_once(name: str) -> None:
-            if name == client:
-                self._on_accepted = None
-                act()
+            self._on_accepted = None
+            act(name)
 
         self._on_accepted = act_once
 

@@ -152,13 +152,14 @@ def _kill_when_it_is_time(stage: _Stage) -> None:
     if stage.kill_planned or stage.mailbox.count <= KILL_AT_SHARE * 2 * stage.people:
         return
 
-    def kill() -> None:
-        stage.workers[0].kill()
-        stage.workers[0].wait()
+    def kill(name: str) -> None:
+        worker = next(worker for number, worker in enumerate(stage.workers) if _host_name(number) == name)
+        worker.kill()
+        worker.wait()
         stage.killed = True
 
     stage.kill_planned = True
-    stage.mailbox.on_next_accepted(_host_name(0), kill)
+    stage.mailbox.on_next_accepted(kill)
 
 
 def _wait_until_drained(stage: _Stage) -> None:

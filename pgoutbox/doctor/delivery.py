@@ -320,7 +320,7 @@ def check_undelivered(context: DoctorContext) -> Iterator[Note]:
 
 
 def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
-    """Return the finding if a late queue is paused, at a limit, or waits for earlier messages."""
+    """Return the finding if a late queue is paused, at a limit, or waits for earlier messages or a breaker."""
     name, why = queue["queue"], "they stay late until this is fixed"
     if queue["is_paused"]:
         return warning("due-paused", f"{what}: it is paused", why, f"pgoutbox resume {name}", queue=name)
@@ -339,6 +339,15 @@ def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
             "halts_key: no later message of that key is delivered",
             f"pgoutbox list --state failed --queue {name}, then redrive or prune the first failed message",
             queue=name,
+        )
+    if queue["held"] * 2 > queue["messages"]:
+        return warning(
+            "due-behind-breaker",
+            f"{what}: most of them wait behind the open breaker of {one_line(queue['breaker'])}",
+            "they wait until a probe succeeds, and use up no attempts",
+            "repair what the error of this breaker names: pgoutbox breaker list",
+            queue=name,
+            breaker=queue["breaker"],
         )
     if queue["tokens"] is not None and queue["tokens"] < 1:
         rate = f"{queue['rate_count']} in {queue['rate_seconds']:g} s"

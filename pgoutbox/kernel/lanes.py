@@ -1,8 +1,8 @@
 """What a worker knows of each lane of its queues: whether something may be due, and where the next claim begins.
 
 A claim that was filled goes on behind its last row. Otherwise it searches the lane from the beginning, which steps over
-the dead index entries of finished messages; so a search that was slow may be repeated only after nine times its length.
-Until then a claim reads the messages that fell due lately, and the search is owed.
+the dead index entries of finished messages; so after two slow searches in a row, the next one may begin only after nine
+times the length of the shorter one. Until then a claim reads the messages that fell due lately, and the search is owed.
 
 The lane of messages with an ordering key is read by its keys, page after page: a round over all keys is its search.
 """
@@ -61,9 +61,14 @@ class Lane:
     covered_at: float = -math.inf
     """All messages that were due then have been claimed."""
     searched_at: float = -math.inf
+    read_at: float = -math.inf
+    """The last claim that read it."""
     _after: Place | None = None
     _may_search_at: float = -math.inf
     _is_search: bool = False
+    _search_seconds: float = 0.0
+    _has_read_lately: bool = False
+    """Whether a claim since the last search has read what fell due lately."""
     _began_at: float = -math.inf
     _has_news: bool = False
     """Whether it was wanted again after the claim began."""
@@ -83,7 +88,10 @@ class Lane:
         self._began_at = now
         self._has_news = False
         goes_on = self._after is not None and now - self.searched_at < _SEARCH_SECONDS
-        self._is_search = now >= self._may_search_at and not goes_on
+        # A notified message does not wait for a slow search: what fell due lately comes first.
+        waits = self._search_seconds > _CHEAP_SEARCH_SECONDS and not self._has_read_lately
+        self._is_search = now >= self._may_search_at and not goes_on and not waits
+        self._has_read_lately = not self._is_search
         if self._is_search:
             return Start(None, 0, _ALL_TIME_SECONDS)
         if self._after is not None:
@@ -92,13 +100,14 @@ class Lane:
 
     def record(self, last: Place | None, *, is_filled: bool, now: float) -> None:
         """Remember the end of the claim: its last row, and whether more rows may follow."""
+        self.read_at = now
         if last is not None:
             self.served_at = now
         if self._is_search:
+            # A process that was suspended, or whose event loop was blocked, measures one long search.
+            last_seconds, self._search_seconds = self._search_seconds, now - self._began_at
             self.searched_at = self._began_at
-            seconds = now - self._began_at
-            pause = seconds * _PAUSE_AFTER_SEARCH if seconds > _CHEAP_SEARCH_SECONDS else 0.0
-            self._may_search_at = now + min(pause, _MAX_PAUSE_SECONDS)
+            self._may_search_at = now + pause_after(min(last_seconds, self._search_seconds))
             self.is_owed = self._has_news
         self._after = last if is_filled else None
         self.is_wanted = is_filled or self._has_news
@@ -143,6 +152,7 @@ class OrderedLane(Lane):
 
     def record(self, last: Place | None, *, is_filled: bool, now: float) -> None:
         """Remember the end of a page, or the last claimed key if limits cut the page."""
+        self.read_at = now
         if last is not None:
             self.served_at = now
             self._after_key = last.key
@@ -155,6 +165,11 @@ class OrderedLane(Lane):
         if self._is_whole:
             self.searched_at = self.covered_at = self._began_at
         self.is_wanted = self.is_owed = self._is_stale or self._has_news or not self._is_whole
+
+
+def pause_after(seconds: float) -> float:
+    """Return how long no other search may begin after one of this length."""
+    return min(seconds * _PAUSE_AFTER_SEARCH, _MAX_PAUSE_SECONDS) if seconds > _CHEAP_SEARCH_SECONDS else 0.0
 
 
 def lanes_of(queues: Sequence[str]) -> list[Lane]:

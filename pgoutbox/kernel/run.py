@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from operator import itemgetter
@@ -17,19 +18,30 @@ from typing import Final, Generic
 import psycopg
 
 from pgoutbox.kernel import statements as sql
-from pgoutbox.kernel.lanes import Lane, OrderedLane, Place, lanes_of
-from pgoutbox.kernel.seams import Attempts, Bell, E, End, Keys, Link, Row, Step, Turns
+from pgoutbox.kernel.lanes import Lane, OrderedLane, Place, lanes_of, pause_after
+from pgoutbox.kernel.seams import Attempts, Bell, E, End, Keys, Link, Rest, Row, Step, Turns
 
-# Beside a backlog, retries and lapsed attempts are looked for now and then.
+# A lease also runs while the machine is suspended.
+_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+# Beside a backlog, the other lanes, the limits of queues and lapsed attempts are looked for now and then.
 _OTHERS_SECONDS: Final = 0.25
+_SURVEY_SECONDS: Final = 1.0
 _LAPSED_SECONDS: Final = 1.0
 _LAPSED_LIMIT: Final = 100
 _LAPSED_DISTANCE_SECONDS: Final = 0.05
 _LOCKED_PAUSE_SECONDS: Final = 0.1
+# Claims of several rows can conflict at a unique index again and again: then it claims one row.
+_STUBBORN_CONFLICTS: Final = 3
+_CONFLICT_PAUSE_SECONDS: Final = 0.01
 _ROOM_SECONDS: Final = 1.0
 _ROUND_TRIP_SECONDS: Final = 0.002
 _ALL_TIME_SECONDS: Final = 1e9
-_SENT: Final = "sent"
+# After so many claims with messages within so long, it polls: transactions that notify commit one after the other.
+_FAST_CLAIMS: Final = 8
+_FAST_SECONDS: Final = 0.25
+_FAST_POLL_SECONDS: Final = 0.01
+_LULL_SECONDS: Final = 0.1
+_RELEASED: Final = "released"
 _GOES_ON: Final = ("pending", "sending")
 _LOST_RACES: Final = (
     psycopg.errors.UniqueViolation,
@@ -40,10 +52,11 @@ _LOST_RACES: Final = (
 # The columns of claim.sql.
 _ID, _TOPIC, _ATTEMPT_COUNT, _AVAILABLE_AT, _COALESCE_KEY, _ORDERING_KEY = 0, 1, 5, 9, 10, 11
 _STATE, _QUEUE, _LANE = 14, 17, 19
+_PROBE_SECONDS: Final = 5  # The column of next_due.sql.
 _DUE_ORDER: Final = itemgetter(_AVAILABLE_AT, _ID)
 # The ordering keys of one page: a few milliseconds of the server's time.
 _KEY_LIMIT: Final = 500
-_ORDERED: Final = 2
+_RETRIES, _ORDERED = 1, 2
 _AS_SENT: Final = End("sent")
 
 
@@ -58,6 +71,7 @@ class Options:
     batch_size: int
     lease_seconds: float
     poll_seconds: float
+    probe_seconds: float
 
 
 @dataclass(slots=True, eq=False)
@@ -65,11 +79,15 @@ class _Trip(Generic[E]):
     """A round trip: what it finishes and claims, and the answer."""
 
     began_at: float
+    forgotten: Sequence[E]  # Those of the sent ones whose messages may be deleted.
     sent: list[list[E]]
     others: list[E]
     lanes: Sequence[Lane]
     room: int
     takes_lapsed: bool
+    probes: bool
+    surveys_at: int | None  # The place of the question about the queues.
+    asks_due: bool
     steps: list[Step]
     results: Sequence[Sequence[Row]] = ()
 
@@ -79,8 +97,22 @@ class _Trip(Generic[E]):
         return [one for same in (*self.sent, self.others) for one in same]
 
     @property
+    def has_unwritten(self) -> bool:
+        """Whether some attempts were not finished: see `Run._settle`."""
+        results = iter(self.results)
+        written_count: int = len(next(results)) if self.forgotten else 0
+        written_count += sum(next(results)[0][0] for _ in self.sent)
+        written_count += len(next(results)) if self.others else 0
+        return written_count < sum(map(len, self.sent)) + len(self.others)
+
+    @property
     def lapsed(self) -> Sequence[Row]:
-        return self.results[-2 if self.lanes else -1] if self.takes_lapsed else ()
+        return self.results[-1 - bool(self.lanes) - self.probes] if self.takes_lapsed else ()
+
+    @property
+    def probed(self) -> Sequence[Row]:
+        """The message that probes a breaker, if there is one."""
+        return self.results[-1 - bool(self.lanes)] if self.probes else ()
 
     @property
     def claimed(self) -> Sequence[Row]:
@@ -115,12 +147,22 @@ class Run(Generic[E]):
         self._wake = asyncio.Event()
         self._swept_at = -math.inf
         self._lapsed_at = -math.inf
+        self._surveyed_at = -math.inf
         self._is_lapsed_wanted = True
+        self._probe_at = math.inf  # A breaker may be probed by a message of these queues.
+        self._may_probe_at = -math.inf
         self._spread_until = -math.inf  # Until then, messages of lapsed attempts fall due one after the other.
         self.suspect: int | None = None
         """The message in flight that may crash this process: there is one at most."""
-        self._is_confirmed = False  # It has the bell, and has claimed once more since.
+        self._may_sleep = False
+        self._due_at: float | None = None  # When something falls due, as far as the last trip has asked.
+        self._is_backlogged = False  # The last claim was filled.
         self._answered: _Trip[E] | None = None  # Its answer is still to be taken in, while the next trip is on its way.
+        self._finished: list[Keys] = []  # Messages that their attempts have finished: not told to successors yet.
+        self._found_ats: deque[float] = deque([-math.inf], maxlen=_FAST_CLAIMS)  # The last claims with messages.
+        self._is_fast = False  # Messages come so fast that it polls.
+        self._conflict_count = 0  # How many claims in a row have failed because of another session.
+        self._end_limit = options.batch_size  # How many ends the next trip writes.
         self._is_careful = False  # The last trip has failed: outcomes go alone, and without waiting for a lock.
         self.claims = False
         """Whether it claims messages."""
@@ -138,7 +180,6 @@ class Run(Generic[E]):
             if queue is None or lane.queue == queue:
                 lane.want()
         self.is_quiet.clear()
-        self._is_confirmed = False
         self._wake.set()
 
     def claim(self, most: int | None = None) -> None:
@@ -153,10 +194,18 @@ class Run(Generic[E]):
         self.claims = False
         self._wake.set()
 
-    async def end_claims(self) -> None:
-        """Delete the rows of claims whose attempts have ended."""
-        if steps := self._end_claims():
-            await self._link.trip(steps)
+    async def write_last(self, ended: Sequence[E] = ()) -> None:
+        """Write these ends after `run` has ended, and delete the rows of claims whose attempts have ended."""
+        self._is_careful = True
+        trip = await self._trip_of(ended, (), 0, now=_now())
+        if trip.steps:
+            trip.results = await self._link.trip(trip.steps)
+            await self._settle(trip)
+
+    @property
+    def on_the_way(self) -> int:
+        """How many messages are claimed but not begun."""
+        return 0 if self._answered is None else len(self._answered.claimed)
 
     def sweep(self) -> None:
         """Look again for everything: messages that are due, and lapsed attempts."""
@@ -169,12 +218,17 @@ class Run(Generic[E]):
             self.suspect = None
             self.sweep()
 
+    def note_finished(self, keys: Keys) -> None:
+        """Tell the messages that waited for this one: its attempt has finished it in a transaction of its own."""
+        self._finished.append(keys)
+
     def wake(self) -> None:
         """Look again for ends to write, and for room."""
         self._wake.set()
 
     async def run(self) -> None:
         """Work until cancelled."""
+        self._may_sleep = True
         try:
             while True:
                 self._wake.clear()
@@ -186,6 +240,18 @@ class Run(Generic[E]):
         finally:
             self.has_stopped.set()
 
+    async def run_once(self) -> None:
+        """Claim and finish until nothing is due and nothing is in flight. It does not wait for due times."""
+        self.claim()
+        while True:
+            self._wake.clear()
+            if await self._turn():
+                continue
+            owed = min(lane.due_at() for lane in self._lanes) - _now()
+            if not self._attempts.unwritten_count and owed == math.inf:
+                return
+            await self._wait(min(owed, _ROOM_SECONDS))
+
     # --- finish and claim
 
     async def _turn(self) -> bool:
@@ -193,9 +259,12 @@ class Run(Generic[E]):
 
         While a trip is on its way, the answer to the last one is taken in, and handlers run.
         """
-        trip = self._plan(time.monotonic())
+        if self._finished:
+            await self._take_in_answered()  # A failure from here on would release its claim.
+            await self._tell_finished()
+        trip = await self._plan(_now())
         if trip is None and self._answered is None:
-            return False
+            return bool(self._finished)
         answering = None if trip is None else asyncio.ensure_future(self._link.trip(trip.steps))
         try:
             if self._answered is not None:
@@ -208,14 +277,13 @@ class Run(Generic[E]):
                 answering.cancel()
                 await asyncio.gather(answering, return_exceptions=True)
                 self._attempts.put_back(trip.ended)
-                self._is_lapsed_wanted |= trip.takes_lapsed
-                self._link.abandon()
+                self._abandon()
             raise
         if trip is not None and answering is not None:
             await self._receive(trip, answering)
         return True
 
-    def _plan(self, now: float) -> _Trip[E] | None:
+    async def _plan(self, now: float) -> _Trip[E] | None:
         """Return the next trip, unless there is nothing to finish and nothing to claim."""
         if self.claims and now - self._swept_at >= self._options.poll_seconds:
             # Everything from the beginning, whatever the traffic: rows that were locked, and lost wake-ups.
@@ -225,26 +293,70 @@ class Run(Generic[E]):
                 lane.want()
         if self.suspect is not None and self.suspect not in self._attempts.in_flight:
             self.forget_suspect(self.suspect)
-        ended = self._attempts.take_ended(self._options.batch_size)
+        ended = self._attempts.take_ended(self._end_limit)
         self._want_next_of(ended)
         room = 0
         if self.claims and not self._is_careful:
-            room = int(min(self._attempts.room(), self.room_left))
+            room = int(min(self._attempts.room(self.on_the_way), self.room_left))
+            room = min(room, 1) if self._conflict_count > _STUBBORN_CONFLICTS else room
         lanes = self._wanted(now) if room > 0 else []
         looks_again = bool(lanes) and now - self._lapsed_at >= _LAPSED_SECONDS
         takes_lapsed = room > 0 and (self._is_lapsed_wanted or looks_again)
-        if takes_lapsed and room >= self.room_left:
-            lanes = []  # A suspect may use up the room that is left.
-        if not (ended or lanes or takes_lapsed):
+        probes = room > 0 and now >= max(self._probe_at, self._may_probe_at) and self._attempts.may_probe()
+        if (takes_lapsed or probes) and room >= self.room_left:
+            lanes = []  # A suspect or a probe may use up the room that is left.
+            probes = probes and not takes_lapsed
+        if takes_lapsed and self._lapsed_at == -math.inf:
+            lanes = []  # It also prepares its statements: over a slow network, the lease of a claim would age.
+        if not (ended or lanes or takes_lapsed or probes):
             return None
+        try:
+            return await self._trip_of(ended, lanes, room, takes_lapsed=takes_lapsed, probes=probes, now=now)
+        except BaseException:
+            self._attempts.put_back(ended)
+            raise
+
+    async def _trip_of(
+        self,
+        ended: Sequence[E],
+        lanes: Sequence[Lane],
+        room: int,
+        *,
+        takes_lapsed: bool = False,
+        probes: bool = False,
+        now: float,
+    ) -> _Trip[E]:
+        forgotten = await self._attempts.forgotten(ended) if ended else ()
         sent, others = self._sorted(ended)
-        steps = [*self._finish(sent, others), *self._end_claims()]
+        steps: list[Step] = [(sql.FORGET_SENT, self._fence(_by_id(forgotten)))] if forgotten else []
+        steps += [*self._finish(sent, others), *self._end_claims(ended)]
+        asks_due = room > 0 and self._is_likely_last(lanes)
+        surveys_at = None
+        if lanes and not asks_due and now - self._surveyed_at >= _SURVEY_SECONDS:
+            surveys_at = len(steps)
+            steps.append(self._next(0.0, 0.0))
         if takes_lapsed:
-            self._is_lapsed_wanted = False  # A wish from now on is one for a later look.
+            self._is_lapsed_wanted = False  # Whoever wants it from now on may want a later look.
             steps += [(sql.FORGET_LAPSED, {}), self._lapsed()]
+        if probes:
+            steps.append(self._claim_probe())
         if lanes:
             steps.append(self._claim(lanes, room, now))
-        return _Trip(now, sent, others, lanes, room, takes_lapsed, steps)
+        if asks_due:
+            steps.append(self._ask_due(lanes, takes_lapsed=takes_lapsed))
+        return _Trip(now, forgotten, sent, others, lanes, room, takes_lapsed, probes, surveys_at, asks_due, steps)
+
+    def _is_likely_last(self, lanes: Sequence[Lane]) -> bool:
+        """Whether the worker will sleep after this trip, so that it asks in the same trip what falls due next."""
+        # Ordering keys are read page after page.
+        return self._may_sleep and not self._is_backlogged and all(lane.number != _ORDERED for lane in lanes)
+
+    async def _tell_finished(self) -> None:
+        (rows,) = await self._link.trip([self._tell_successors(self._finished)])
+        queues = {queue for queue, _ in rows}
+        for queue in queues | {keys.queue for keys in self._finished if keys.ordering_key is not None}:
+            self.want(queue)
+        self._finished.clear()
 
     def _want_next_of(self, ended: Sequence[E]) -> None:
         """Claim the next messages of the ordering keys whose messages this trip finishes."""
@@ -256,62 +368,120 @@ class Run(Generic[E]):
     def _wanted(self, now: float) -> list[Lane]:
         """Return the lanes of the next claim: those of a queue take turns, so that no backlog delays another one.
 
-        Beside a backlog, the lanes of retries and of ordering keys are read now and then.
+        Beside a backlog, all lanes are read now and then: nobody tells a busy worker about new messages.
         """
-        is_busy = any(lane.due_at() <= now for lane in self._lanes)
+        others: list[Lane] = []
+        if any(lane.due_at() <= now for lane in self._lanes):
+            learns_of_keys = self._is_likely_last(())  # By the question for due times, which costs less.
+            others = [
+                lane for lane in self._lanes if not isinstance(lane, OrderedLane) or lane.has_keys or not learns_of_keys
+            ]
         wanted = [
             lane
             for lane in self._lanes
-            if lane.due_at() <= now or (is_busy and lane.number != 0 and now - lane.searched_at >= _OTHERS_SECONDS)
+            if lane.due_at() <= now or (lane in others and now - lane.read_at >= _OTHERS_SECONDS)
         ]
         places = {queue: number for number, queue in enumerate(self._turns.order())}
         return sorted(wanted, key=lambda lane: (places[lane.queue], lane.served_at))
 
     async def _receive(self, trip: _Trip[E], answering: asyncio.Future[list[list[Row]]]) -> None:
         """Await the answer to a trip, and note where the next claim begins."""
+        self._due_at = None
         try:
             trip.results = await answering
-        except _LOST_RACES:
-            # Another session has a key or a row: the outcomes are written alone, and the claim begins again.
+        except BaseException as error:
             self._is_lapsed_wanted |= trip.takes_lapsed
-            self._attempts.put_back(ended := trip.ended)
-            self._is_careful = bool(ended)
+            if not self._may_repeat(trip.ended, error):
+                raise
+            self._conflict_count += bool(trip.lanes)
+            if self._conflict_count > _STUBBORN_CONFLICTS:
+                await asyncio.sleep(_CONFLICT_PAUSE_SECONDS)
             return
-        except BaseException:
-            self._attempts.put_back(trip.ended)
-            self._is_lapsed_wanted |= trip.takes_lapsed
-            raise
-        self._is_careful = False
+        self._is_careful, self._end_limit = False, self._options.batch_size
+        self._note_answers(trip)
+        if trip.lanes:
+            self._conflict_count = 0
+            self._record(trip)
+        self._answered = trip
+        if self._bell is not None and self._comes_fast(trip.claimed):
+            await self._bell.hush()
+        # What needs a trip of its own comes before the next one: a trip beside another would release its claim.
+        if trip.lapsed or trip.probed or self._follow_steps(trip) or trip.has_unwritten:
+            await self._take_in_answered()
+
+    def _note_answers(self, trip: _Trip[E]) -> None:
+        """Note what the answer says of due times, probes and queues."""
         if trip.takes_lapsed:
             self._lapsed_at = trip.began_at
-        if trip.lanes:
-            self._record(trip)
-        if trip.takes_lapsed or trip.lanes:
-            self._attempts.note_claimed([*trip.lapsed, *trip.claimed])
-        self._answered = trip
-        if trip.lapsed or self._follow_steps(trip):
-            await self._take_in_answered()
+        due = None
+        if trip.asks_due:
+            *trip.results, due = trip.results
+        if trip.probes:
+            self._note_probe(trip)  # The questions are newer.
+        if due is not None:
+            self._note_due(due)
+        elif trip.surveys_at is not None:
+            self._note_queues(trip.results[trip.surveys_at])
 
     async def _take_in_answered(self) -> None:
         trip = self._answered
         if trip is None:
             return
-        overtaken = await self._follow(trip)
         self._answered = None
+        try:
+            overtaken = await self._follow(trip)
+        except BaseException:
+            # The ends are written again, which changes nothing.
+            self._attempts.put_back(trip.ended)
+            self._abandon()
+            raise
         try:
             await self._settle(trip)
         finally:
-            if trip.takes_lapsed:
-                await self._note_lapsed(trip.lapsed, trip.began_at)
-            if trip.claimed:
-                self.is_quiet.clear()
-                await self._attempts.begin(trip.claimed, overtaken, time.monotonic() - trip.began_at)
+            await self._begin(trip, overtaken)
         if trip.lapsed:
             await self._end_sessions(trip.lapsed)
 
+    async def _begin(self, trip: _Trip[E], overtaken: Set[int]) -> None:
+        try:
+            if trip.takes_lapsed:
+                await self._note_lapsed(trip.lapsed, trip.began_at)
+            for row in trip.probed:
+                self.is_quiet.clear()
+                await self._attempts.begin_probe(row, overtaken, trip.began_at)
+            if trip.claimed:
+                self.is_quiet.clear()
+                await self._attempts.begin(trip.claimed, overtaken, trip.began_at)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """Release what the last claim has begun, and claim it again."""
+        self._link.abandon()
+        self.want()
+
+    def _may_repeat(self, ended: Sequence[E], error: BaseException) -> bool:
+        """Take back the ends of a trip that failed. Return whether to go on at once.
+
+        The database refuses the outcome of a message, or another session has a key or a row. The outcomes are written
+        without the claim, and then by halves until a refused one is alone.
+        """
+        is_refused = self._link.refuses(error)
+        if is_refused and self._is_careful and len(ended) == 1:
+            self._attempts.note_refused(ended[0], error)
+            self._is_careful, self._end_limit = False, self._options.batch_size
+            return True
+        self._attempts.put_back(ended)
+        if ended and (is_refused or isinstance(error, _LOST_RACES)):
+            self._end_limit = max(1, len(ended) // 2) if self._is_careful else len(ended)
+            self._is_careful = True
+            return True
+        return isinstance(error, _LOST_RACES) and not is_refused
+
     async def _note_lapsed(self, rows: Sequence[Row], began_at: float) -> None:
         """Note the ends of lapsed attempts, and begin that of a suspect."""
-        now = time.monotonic()
+        now = _now()
         suspects = [row for row in rows if row[_STATE] == "sending"]
         self._is_lapsed_wanted |= len(rows) - len(suspects) == _LAPSED_LIMIT
         self._attempts.note_lapsed(rows)
@@ -325,7 +495,16 @@ class Run(Generic[E]):
             self.room_left -= 1
             self.claimed_count += 1
             # Its key was in flight all the time, so no newer message of the key was delivered meanwhile.
-            await self._attempts.begin(suspects, frozenset(), now - began_at)
+            await self._attempts.begin(suspects, frozenset(), began_at)
+
+    def _note_probe(self, trip: _Trip[E]) -> None:
+        """Note when to look for a probe again: after one, another breaker may be due."""
+        now, count = _now(), len(trip.probed)
+        # Without a row, another session may have the lock of the breaker or of the queue.
+        self._may_probe_at = now + max(pause_after(now - trip.began_at), 0.0 if count else _LOCKED_PAUSE_SECONDS)
+        self._probe_at = now if count else math.inf
+        self.room_left -= count
+        self.claimed_count += count
 
     async def _end_sessions(self, rows: Sequence[Row]) -> None:
         """End the sessions of lost attempts, so that the next ones do not wait for their locks."""
@@ -342,8 +521,7 @@ class Run(Generic[E]):
                 sent.setdefault(one.attempt_count, []).append(one)
             else:
                 others.append(one)
-        others.sort(key=lambda one: one.message_id)
-        return list(sent.values()), others
+        return list(sent.values()), _by_id(others)
 
     def _finish(self, sent: Sequence[Sequence[E]], others: Sequence[E]) -> list[Step]:
         steps: list[Step] = [
@@ -362,7 +540,7 @@ class Run(Generic[E]):
             ends = [one.end or _AS_SENT for one in others]
             steps.append(
                 (
-                    sql.FINISH,
+                    sql.FINISH if all(end.held_delay_seconds is None for end in ends) else sql.FINISH_AND_HOLD,
                     {
                         **self._fence(others),
                         "outcomes": [end.outcome for end in ends],
@@ -372,14 +550,15 @@ class Run(Generic[E]):
                         "error_places": [end.error_place for end in ends],
                         "delays": [end.delay_seconds for end in ends],
                         "fails_after": [end.fails_after_seconds for end in ends],
+                        "held_delays": [end.held_delay_seconds for end in ends],
                         "hooks": self._options.hooks,
                     },
                 )
             )
         return steps
 
-    def _end_claims(self) -> list[Step]:
-        claimed_ats = self._attempts.take_ended_claims()
+    def _end_claims(self, ended: Sequence[E]) -> list[Step]:
+        claimed_ats = self._attempts.take_ended_claims(ended)
         return [(sql.END_CLAIMS, {"worker": self._options.worker, "claimed_ats": claimed_ats})] if claimed_ats else []
 
     def _fence(self, ended: Sequence[E]) -> dict[str, object]:
@@ -393,19 +572,28 @@ class Run(Generic[E]):
     async def _settle(self, trip: _Trip[E]) -> None:
         """Note the written ends. Ask about the others: a locked row, or a lost answer or lease."""
         unknown: dict[int, E] = {}
-        for same, ((count,),) in zip(trip.sent, trip.results, strict=False):
-            if count == len(same):
-                self._attempts.settle_sent(same)
+        results = iter(trip.results)
+        deleted = {row[0] for row in next(results)} if trip.forgotten else set()
+        if deleted:
+            self._attempts.settle_sent([one for one in trip.forgotten if one.message_id in deleted])
+        for same in trip.sent:
+            left = [one for one in same if one.message_id not in deleted] if deleted else same
+            ((count,),) = next(results)
+            if count == len(left):
+                self._attempts.settle_sent(left)
             else:
-                unknown |= {one.message_id: one for one in same}
-        states: dict[int, str] = {}
+                unknown |= {one.message_id: one for one in left}
         if trip.others:
-            states = dict(trip.results[len(trip.sent)])
+            states: dict[int, str] = dict(next(results))
             self._attempts.settle([one for one in trip.others if one.message_id in states], states)
-            unknown |= {one.message_id: one for one in trip.others if one.message_id not in states}
+            unknown |= {
+                one.message_id: one
+                for one in trip.others
+                if one.message_id not in states and one.message_id not in deleted
+            }
         if not unknown:
             return
-        asked = [unknown[message_id] for message_id in sorted(unknown)]
+        asked = _by_id(unknown.values())
         try:
             (found,) = await self._link.trip([(sql.STATES, self._fence(asked))])
         except BaseException:
@@ -443,7 +631,7 @@ class Run(Generic[E]):
                 "served": _queues_of(lanes),
                 "queues": [lane.queue for lane in lanes],
                 "lanes": array(lane.number for lane in lanes),
-                "after_ats": [start.after_at for start in starts],
+                "after_ats": array(start.after_at.isoformat() if start.after_at else "NULL" for start in starts),
                 "after_ids": array(start.after_id for start in starts),
                 "since_seconds": [start.since_seconds for start in starts],
                 "after_keys": [start.after_key for start in starts],
@@ -455,6 +643,19 @@ class Run(Generic[E]):
             },
         )
 
+    def _claim_probe(self) -> Step:
+        options = self._options
+        return (
+            sql.CLAIM_PROBE,
+            {
+                "queues": _queues_of(self._lanes),
+                "topics": list(options.topics),
+                "worker": options.worker,
+                "lease_seconds": options.lease_seconds,
+                "probe_seconds": options.probe_seconds,
+            },
+        )
+
     async def _follow(self, trip: _Trip[E]) -> Set[int]:
         """Run the statements that follow the commit of a trip. Return the claimed messages that are superseded."""
         steps = self._follow_steps(trip)
@@ -463,9 +664,11 @@ class Run(Generic[E]):
         for (statement, _), rows in zip(steps, results, strict=True):
             if statement is sql.OVERTAKEN:
                 overtaken = {row[0] for row in rows}
-            else:
+            elif statement is sql.TELL_SUCCESSORS:
                 for queue, _ in rows:
                     self.want(queue)
+            elif statement is sql.TELL_WORKERS:
+                self.want()  # Released messages keep their due times, so only a search finds them.
         return overtaken
 
     def _follow_steps(self, trip: _Trip[E]) -> list[Step]:
@@ -482,10 +685,13 @@ class Run(Generic[E]):
             for row in trip.claimed
             if row[_ORDERING_KEY] is not None and row[_STATE] != "sending"
         ]
-        keyed = [row[_ID] for row in trip.claimed if row[_COALESCE_KEY] is not None and row[_STATE] == "sending"]
+        begun = [*trip.claimed, *trip.probed]
+        keyed = [row[_ID] for row in begun if row[_COALESCE_KEY] is not None and row[_STATE] == "sending"]
         steps: list[Step] = []
         if done:
             steps.append(self._tell_successors(done))
+        if any(one.end is not None and one.end.outcome == _RELEASED for one in trip.others):
+            steps.append((sql.TELL_WORKERS, {"queues": _queues_of(self._lanes)}))
         if keyed:
             # A newer message may have been committed, delivered and finished since the claim's snapshot.
             steps.append((sql.OVERTAKEN, {"ids": array(keyed)}))
@@ -508,7 +714,7 @@ class Run(Generic[E]):
 
     def _record(self, trip: _Trip[E]) -> None:
         """Note how far the claim has read its lanes, and put its rows in the order of the lanes and due times."""
-        rows, lanes, now = trip.claimed, trip.lanes, time.monotonic()
+        rows, lanes, now = trip.claimed, trip.lanes, _now()
         pages = [row for row in rows if row[_ID] is None]
         if pages:
             rows = [row for row in rows if row[_ID] is not None]
@@ -528,7 +734,7 @@ class Run(Generic[E]):
         places = {lane.queue: number for number, lane in enumerate(lanes) if lane.number == _ORDERED}
         lasts |= {places[row[_QUEUE]]: Place(None, None, row[_ORDERING_KEY]) for row in pages}
         # If the claim was filled, the last lane with rows may have more, and those behind it were not read.
-        is_filled = len(trip.claimed) >= trip.room
+        self._is_backlogged = is_filled = len(trip.claimed) >= trip.room
         end = max(lasts, default=0) if is_filled else len(lanes)
         read = {lane.queue for lane in lanes}
         counts = {lane.queue: 0 for lane in self._lanes if lane.queue not in read}  # Nothing is due there.
@@ -547,6 +753,17 @@ class Run(Generic[E]):
         self.claimed_count += len(rows)
         trip.results = [*trip.results[:-1], rows]
 
+    def _comes_fast(self, claimed: Sequence[Row] = ()) -> bool:
+        """Return whether messages come fast: until none has come for a while."""
+        now, found_ats = _now(), self._found_ats
+        if claimed:
+            found_ats.append(now)
+        if self._is_fast:
+            self._is_fast = now - found_ats[-1] < _LULL_SECONDS
+        else:
+            self._is_fast = len(found_ats) == _FAST_CLAIMS and now - found_ats[0] < _FAST_SECONDS
+        return self._is_fast
+
     # --- rest
 
     async def _rest(self) -> None:
@@ -554,37 +771,58 @@ class Run(Generic[E]):
         if not self.claims:
             self.has_stopped.set()
             await self._wake.wait()
-        elif self._attempts.room() <= 0 or self.room_left <= 0:
-            self._is_confirmed = False
+        elif self._attempts.room(0) <= 0 or self.room_left <= 0:
             if self._bell is not None:
                 await self._bell.release()
-            if self.room_left <= 0 and not self._attempts.in_flight:
+            if not self._attempts.unwritten_count:
                 self.is_quiet.set()
             await self._wait(_ROOM_SECONDS)  # Without an end: messages that wait for a slot may be left to others.
+        elif self._bell is not None and self._comes_fast():
+            await self._wait(_FAST_POLL_SECONDS)
+            self.want()
         else:
-            await self._sleep(self._swept_at + self._options.poll_seconds - time.monotonic())
+            await self._sleep()
 
-    async def _sleep(self, seconds: float) -> None:
-        """Sleep for so long at most. A worker that holds the bell misses no commit, so it sleeps until one is due."""
-        if self._bell is not None and not self._is_confirmed:
-            may_sleep = await self._bell.hold()
-            if may_sleep == 0:
+    async def _sleep(self) -> None:
+        """Sleep until a commit rings, a message falls due, or the next sweep."""
+        rest = Rest()
+        if self._bell is not None:
+            rest, rows = await self._bell.hold(self._ask_due)
+            if rest.poll_seconds == 0:
                 self.want()
-                self._is_confirmed = True
                 return
-            seconds = min(seconds, may_sleep)
-        self._is_confirmed = False
-        due = await self._ask_due()
-        if due <= 0:
+            if rows is not None:
+                self._note_due(rows)
+        await self._know_due()
+        now = _now()
+        if self._due_at is None or self._due_at <= now:
             self.sweep()
             return
-        owed = min(lane.due_at() for lane in self._lanes) - time.monotonic()
-        if (spread := self._spread_until - time.monotonic()) > 0:
-            seconds = min(seconds, spread)
-        elif not self._attempts.in_flight and not self._wake.is_set() and owed == math.inf:
+        probe_at = max(self._probe_at, self._may_probe_at) if self._attempts.may_probe() else math.inf
+        if probe_at <= now:
+            return
+        owed_at = min(lane.due_at() for lane in self._lanes)
+        polls_at = min(now + rest.poll_seconds, self._swept_at + self._options.poll_seconds)
+        sweeps_at = min(self._due_at, owed_at, probe_at, polls_at)
+        if self._spread_until > now:
+            sweeps_at = min(sweeps_at, self._spread_until)
+        elif not self._attempts.unwritten_count and not self._wake.is_set() and owed_at == math.inf:
             self.is_quiet.set()
-        if not await self._wait(min(seconds, due, owed)):
+        if await self._wait(min(sweeps_at - now, rest.look_seconds)):
+            return
+        if now + rest.look_seconds < sweeps_at:
+            self._due_at = None  # Another worker was to claim what has fallen due meanwhile.
+        else:
             self.sweep()
+
+    async def _know_due(self) -> None:
+        steps = self._end_claims([])
+        if self._due_at is not None:
+            if steps:
+                await self._link.trip(steps)
+            return
+        (*_, rows) = await self._link.trip([*steps, self._ask_due()])
+        self._note_due(rows)
 
     async def _wait(self, seconds: float) -> bool:
         """Wait until woken. Return False if the time ran out first."""
@@ -595,27 +833,55 @@ class Run(Generic[E]):
             return False
         return True
 
-    async def _ask_due(self) -> float:
-        """Return the seconds until a claim finds something that was not due before."""
-        now = time.monotonic()
-        read = [lane for lane in self._lanes if not isinstance(lane, OrderedLane) or lane.has_keys]
-        fresh_at = min(lane.covered_at for lane in read if lane.number != 1)
-        others_at = min(self._lapsed_at, *(lane.covered_at for lane in read if lane.number == 1))
-        ask: Step = (
+    def _ask_due(self, lanes: Sequence[Lane] = (), *, takes_lapsed: bool = False) -> Step:
+        """Ask when a claim will find something that was not due before: these lanes are claimed from in this trip."""
+        now = _now()
+        fresh_seconds = others_seconds = 0.0
+        for lane in self._lanes:
+            if lane in lanes or (isinstance(lane, OrderedLane) and not lane.has_keys):
+                continue
+            seconds = now - lane.covered_at + _ROUND_TRIP_SECONDS
+            if lane.number == _RETRIES:
+                others_seconds = max(others_seconds, seconds)
+            else:
+                fresh_seconds = max(fresh_seconds, seconds)
+        if not takes_lapsed:
+            others_seconds = max(others_seconds, now - self._lapsed_at + _ROUND_TRIP_SECONDS)
+        return self._next(fresh_seconds, others_seconds)
+
+    def _next(self, since_seconds: float, others_since_seconds: float) -> Step:
+        return (
             sql.NEXT_DUE,
             {
                 "queues": _queues_of(self._lanes),
-                "since_seconds": min(now - fresh_at + _ROUND_TRIP_SECONDS, _ALL_TIME_SECONDS),
-                "others_since_seconds": min(now - others_at + _ROUND_TRIP_SECONDS, _ALL_TIME_SECONDS),
+                "topics": list(self._options.topics),
+                "since_seconds": min(since_seconds, _ALL_TIME_SECONDS),
+                "others_since_seconds": min(others_since_seconds, _ALL_TIME_SECONDS),
             },
         )
-        (*_, rows) = await self._link.trip([*self._end_claims(), ask])
+
+    def _note_due(self, rows: Sequence[Row]) -> None:
+        """Note when something falls due."""
+        due, is_news = self._note_queues(rows)
+        self._due_at = None if is_news else math.inf if due is None else _now() + due
+
+    def _note_queues(self, rows: Sequence[Row]) -> tuple[float | None, bool]:
+        """Note what the queues have. Return the seconds to the next due time, and whether there are new lanes."""
+        self._surveyed_at = _now()
         due = self._next_due(rows)
+        probes = [row[_PROBE_SECONDS] for row in rows if row[_PROBE_SECONDS] is not None]
+        self._probe_at = self._surveyed_at + min(probes, default=math.inf)
         has_keys = {row[0]: row[1] for row in rows}
         news = [lane.note_keys(has_keys=has_keys[lane.queue]) for lane in self._lanes if isinstance(lane, OrderedLane)]
-        if any(news):
-            return 0.0
-        return math.inf if due is None else due
+        return due, any(news)
+
+
+def _now() -> float:
+    return time.clock_gettime(_CLOCK)
+
+
+def _by_id(attempts: Iterable[E]) -> list[E]:
+    return sorted(attempts, key=lambda one: one.message_id)
 
 
 def _queues_of(lanes: Sequence[Lane]) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, LiteralString, NamedTuple, Protocol, TypeVar
@@ -25,19 +26,37 @@ class Link(Protocol):
         """Release the attempts of the last claim before the next trip: no handler begins."""
         ...
 
+    def refuses(self, error: BaseException) -> bool:
+        """Return whether the database would answer the same statements with this error again."""
+        ...
+
+
+class Rest(NamedTuple):
+    """How long an idle worker may sleep. After `poll_seconds` it claims, and 0 means once more, at once.
+
+    After `look_seconds` it asks whether something has fallen due since its last claim, and asks for the bell again.
+    """
+
+    poll_seconds: float = math.inf
+    look_seconds: float = math.inf
+
 
 class Bell(Protocol):
-    """Wakes the worker at the commit of a message, while it holds the lock of the bell."""
+    """Wakes a worker, or another idle one, at the commit of a message."""
 
-    async def hold(self) -> float:
-        """Get ready to sleep, and return how many seconds the worker may sleep without being woken.
+    async def hold(self, also: Callable[[], Step]) -> tuple[Rest, list[Row] | None]:
+        """Get ready to sleep: each later commit wakes this worker, or the one on which it relies.
 
-        Zero means that each later commit wakes it, and that earlier ones may not have: it claims once more.
+        If that takes a trip to the server, it also runs this statement, and returns its rows.
         """
         ...
 
     async def release(self) -> None:
         """Producers need not notify a worker that is busy. Other idle workers take over."""
+        ...
+
+    async def hush(self) -> None:
+        """Producers need not notify a worker that polls. Other idle workers still rely on it."""
         ...
 
 
@@ -74,6 +93,8 @@ class End:
     breaker_key: str | None = None
     error_place: str | None = None
     fails_after_seconds: float | None = None
+    held_delay_seconds: float | None = None
+    """The delay if all messages of its hold wait unclaimed for the breaker `breaker_key`. None: none waits."""
 
 
 class Attempt(Protocol):
@@ -97,18 +118,25 @@ E = TypeVar("E", bound=Attempt)
 class Attempts(Protocol[E]):
     """The attempts of a worker: it begins those of a claim, and collects their ends."""
 
-    def room(self) -> int:
-        """Return how many messages to claim now."""
+    def room(self, on_the_way: int) -> int:
+        """Return how many messages to claim now, beside those that are claimed but not begun."""
         ...
 
-    def note_claimed(self, rows: Sequence[Row]) -> None:
-        """Note rows of claim.sql whose attempts will begin."""
+    def may_probe(self) -> bool:
+        """Return whether another message may probe a breaker: probes of hosts that hang leave slots to others."""
         ...
 
-    async def begin(self, rows: Sequence[Row], overtaken: Set[int], seconds_ago: float) -> None:
+    async def begin(self, rows: Sequence[Row], overtaken: Set[int], claimed_at: float) -> None:
         """Begin the attempts of these rows of claim.sql. Those in `overtaken` are superseded since their claim.
 
-        The claim began `seconds_ago`.
+        The trip of the claim began at `claimed_at`, by a clock that also runs while the machine is suspended.
+        """
+        ...
+
+    async def begin_probe(self, row: Row, overtaken: Set[int], claimed_at: float) -> None:
+        """Begin the attempt of a row like those of `begin`, whose message probes a breaker.
+
+        The key of the breaker, the id of the probe and the hold of the message follow the other columns.
         """
         ...
 
@@ -116,8 +144,16 @@ class Attempts(Protocol[E]):
         """Return up to `most` ends that are to be written."""
         ...
 
+    async def forgotten(self, ended: Sequence[E]) -> Sequence[E]:
+        """Return the sent ones whose messages a retention rule may delete at once."""
+        ...
+
     def put_back(self, ended: Sequence[E], after_seconds: float = 0.0) -> None:
         """Take back ends that could not be written: return them again later."""
+        ...
+
+    def note_refused(self, one: E, error: BaseException) -> None:
+        """Take back an end that the database refuses to write. Return it again later, and alone."""
         ...
 
     def settle_sent(self, ended: Sequence[E]) -> None:
@@ -132,8 +168,13 @@ class Attempts(Protocol[E]):
         """Note the attempts that were ended because their leases have lapsed. Those `sending` begin again here."""
         ...
 
-    def take_ended_claims(self) -> list[datetime]:
-        """Return the claims whose attempts have all been written."""
+    def take_ended_claims(self, ended: Sequence[E]) -> list[datetime]:
+        """Return the claims whose attempts have all been written, or will be with these ends."""
+        ...
+
+    @property
+    def unwritten_count(self) -> int:
+        """Number of attempts whose end must still be written, without those whose end is refused."""
         ...
 
     @property

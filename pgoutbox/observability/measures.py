@@ -58,7 +58,7 @@ UNATTEMPTED: Final = Metric(
     "unattempted", Kind.COUNTER, ("topic", "queue", "outcome"),
     "Messages that ended without an attempt at their claim: superseded, expired, cancelled, or out of attempts.",
 )  # fmt: skip
-CLAIMS: Final = Metric("claims", Kind.COUNTER, ("queue",), "Answered claim statements.")
+CLAIMS: Final = Metric("claims", Kind.COUNTER, ("queue",), "Answered claim statements that read the queue.")
 CLAIMED: Final = Metric("claimed", Kind.COUNTER, ("topic", "queue"), "Messages that were claimed for an attempt.")
 HANDLER_SECONDS: Final = Metric(
     "handler_seconds", Kind.HISTOGRAM, ("topic",),
@@ -212,11 +212,13 @@ class LabelSet:
 class WorkerStatus:
     """The current state of a worker. Ages are in seconds. None means never, or a disabled listener.
 
-    `failure` is the reason why the worker ends by itself: it claims nothing more.
+    `is_idle` means that it knows of no message that is due or in flight. `failure` is the reason why the worker ends by
+    itself: it claims nothing more.
     """
 
     is_started: bool = False
     is_stopping: bool = False
+    is_idle: bool = False
     in_flight: int = 0
     slots: int = 0
     busy: int = 0
@@ -255,12 +257,15 @@ class Measures:
         """Whether the database's time is known. Without it, waiting times are not counted."""
         return self._server_time is not None
 
-    def claim(self, queue: str, topics: Iterable[str], *, at: float) -> None:
-        """Count one answered claim statement, with messages of these topics."""
-        label = self._queues.label(queue)
-        self._counts[CLAIMS.name][label,] += 1
-        for topic, count in Counter(topics).items():
-            self._counts[CLAIMED.name][self._topics.label(topic), label] += count
+    def answered(self, queues: Iterable[str]) -> None:
+        """Count an answered claim statement, which has read these queues."""
+        for queue in queues:
+            self._counts[CLAIMS.name][self._queues.label(queue),] += 1
+
+    def claimed(self, messages: Iterable[tuple[str, str]], *, at: float) -> None:
+        """Count messages of these topics and queues that were claimed for an attempt."""
+        for (topic, queue), count in Counter(messages).items():
+            self._counts[CLAIMED.name][self._topics.label(topic), self._queues.label(queue)] += count
             self.claimed_at = at
 
     def unattempted(self, topic: str, queue: str, outcome: str) -> None:

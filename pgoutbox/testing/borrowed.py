@@ -17,7 +17,6 @@ import psycopg
 from psycopg.pq.abc import PGconn
 from psycopg.rows import TupleRow
 
-from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.connections import LentConnection
 from pgoutbox.database.handler_session import HandlerSession
 from pgoutbox.database.round_trip import Step
@@ -32,23 +31,23 @@ from pgoutbox.settings import Settings
 from pgoutbox.testing.driver import without_patience
 from pgoutbox.transports import Transport
 from pgoutbox.worker.alert import handlers_of
-from pgoutbox.worker.claim_planner import QueueSchedule
-from pgoutbox.worker.claimer import Claimer
+from pgoutbox.worker.attempt import Attempt
 from pgoutbox.worker.dispatcher import Dispatcher
 from pgoutbox.worker.executor import AttemptExecutor
-from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.handler_sessions import HandlerSessions
+from pgoutbox.worker.kernel_run import KernelAttempts, kernel_of, refuses
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.pool import AttemptPool
-from pgoutbox.worker.queues import parse_queues
+from pgoutbox.worker.queues import Turns, parse_queues
 from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.threads import AttemptThreads
 from pgoutbox.worker.transactional import Transactions
 
 _log = logging.getLogger("pgoutbox.worker")
 
+_CLOSED: Final = "driver: a handler has closed the connection of the test"
 # The worker's statements change these up to the end of their transaction, which is the caller's here.
 _SETTINGS: Final = "SELECT current_setting('lock_timeout'), current_setting('application_name')"
 _SET: Final = "SELECT set_config('lock_timeout', %s, true), set_config('application_name', %s, true)"
@@ -76,41 +75,71 @@ async def run_pass(
         settings,
         _BorrowingStore(connection, settings, hooks=hooks),
         Telemetry(_log),
-        queues=QueueSchedule(parse_queues(queues), now=elapsed_clock()),
+        queues=Turns(parse_queues(queues)),
         topics=sorted(handlers),
         stopping=asyncio.Event(),
     )
-    finisher = Finisher(run)
+    attempts = _Attempts(run)
     executor = AttemptExecutor(
         run,
         transports,
         middleware=middlewares,
-        collector=finisher,
+        collector=attempts,
         threads=AttemptThreads(inner=threads),
         transactions=_Savepoints,
     )
+    attempts.breakers = executor.breakers
     keyring = keyring_of(settings.encryption_keys)
     texts = LargeTexts(run, keyring=keyring)
-    pool = AttemptPool(run, executor.run, large_texts=texts, on_outcome=finisher.collect)
+    attempts.pool = pool = AttemptPool(run, executor.run, large_texts=texts, on_outcome=attempts.collect)
     keeper = LeaseKeeper(run, pool)
-    loader = Loader(run, handlers, keyring=keyring, pool=pool, collector=finisher, lease_keeper=keeper)
+    attempts.loader = Loader(run, handlers, keyring=keyring, pool=pool, collector=attempts, lease_keeper=keeper)
     hold_topics = [topic for topic, handler in handlers.items() if handler.on_unknown == "hold"]
-    claimer = Claimer(run, hold_topics=hold_topics, loader=loader, finisher=finisher)
+    kernel = kernel_of(run, attempts, _Alternating(run, pool), hold_topics=hold_topics, handle_error=_raise)
     try:
-        found: int | None = 1
-        while found or claimer.work_ahead:
-            run.queues.search(now=elapsed_clock())
-            found = await claimer.poll(settings.batch_size, from_beginning=True)
-            while pool.open_count:
-                run.signals.progress.clear()
-                await run.signals.progress.wait()
-            # Only now: an outcome that is written while a handler runs would be in the savepoint of the handler.
-            await finisher.write_collected()
-        await finisher.write_minimal_ends()
-        await finisher.end_claims()
+        await kernel.run_once()
+        await attempts.write_last(kernel)
     finally:
         await pool.stop()
         await executor.close()
+
+
+async def _raise(error: BaseException) -> None:
+    raise error
+
+
+async def _until_idle(run: RunState, pool: AttemptPool) -> None:
+    """Wait for the handlers: a statement of the worker while one runs would be in the savepoint of the handler."""
+    while pool.open_count:
+        run.signals.progress.clear()
+        await run.signals.progress.wait()
+
+
+class _Attempts(KernelAttempts):
+    async def forgotten(self, ended: Sequence[Attempt]) -> Sequence[Attempt]:
+        """See `Attempts`."""
+        await _until_idle(self._run, self.pool)
+        return await super().forgotten(ended)
+
+
+class _Alternating:
+    """The kernel's link."""
+
+    def __init__(self, run: RunState, pool: AttemptPool) -> None:
+        self._run = run
+        self._pool = pool
+
+    async def trip(self, steps: Sequence[Step]) -> list[list[TupleRow]]:
+        """See `Link`."""
+        await _until_idle(self._run, self._pool)
+        return await self._run.store.claims.trip(steps)
+
+    def abandon(self) -> None:
+        """See `Link`. An error ends the pass."""
+
+    def refuses(self, error: BaseException) -> bool:
+        """See `Link`."""
+        return refuses(error)
 
 
 def borrow(connection: psycopg.Connection[Any]) -> psycopg.Connection:
@@ -144,12 +173,19 @@ class _Link(WorkerConnection):
         self, statement: LiteralString, parameters: Mapping[str, object], *, first: Step | None = None
     ) -> list[TupleRow]:
         if self.borrowed.closed:  # The parts of a worker would wait for the server.
-            raise ConfigurationError("driver: a handler has closed the connection of the test")
+            raise ConfigurationError(_CLOSED)
         with _savepoint(self.borrowed):
             if first is not None:
                 self.borrowed.execute(*first)
             cursor = self.borrowed.execute(statement, parameters)
             return cursor.fetchall() if cursor.description else []
+
+    async def trip(self, steps: Sequence[Step]) -> list[list[TupleRow]]:
+        if self.borrowed.closed:
+            raise ConfigurationError(_CLOSED)
+        with _savepoint(self.borrowed):
+            cursors = [self.borrowed.execute(*step) for step in steps]
+            return [cursor.fetchall() if cursor.description else [(cursor.rowcount,)] for cursor in cursors]
 
 
 class _Savepoints(Transactions):

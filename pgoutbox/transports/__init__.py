@@ -9,6 +9,7 @@ must be fixed before any hand-over, it returns `Unavailable`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from importlib import import_module
@@ -189,7 +190,21 @@ def breaker_key_of(destination: str) -> str | None:
         return None  # The transport reports the problem.
 
 
+def bare_destination(destination: str) -> str | None:
+    """Return the shortest destination with the same hold: `mailto:` or `https://api.example.org/`; None if unclear.
+
+    `pgoutbox._hold_of` is the rule: the scheme, or the scheme, host and port of a web address.
+    """
+    scheme, colon, _ = destination.partition(":")
+    if scheme not in _WEB_PORTS:
+        return f"{scheme}:" if colon and scheme.lower() not in _WEB_PORTS else None
+    host = _WEB_HOST.match(destination)
+    return None if host is None else f"{scheme}://{host[1]}/"
+
+
 _WEB_PORTS = {"http": 80, "https": 443}
+# Any other text after the host may be a part of a query.
+_WEB_HOST = re.compile(r"https?://(?:[^/?#@]*@)?([\w.\[\]:-]+)(?:/|$)")
 
 
 def scheme_of(destination: str) -> str:

@@ -55,7 +55,8 @@ class CircuitBreaker:
     failure_count: int = 0
     suspects: set[str] = field(default_factory=set)
     outliers: set[str] = field(default_factory=set)
-    _is_in_doubt: bool = False
+    is_in_doubt: bool = False
+    """Whether one recipient may be at fault, so that another one may probe at once."""
     _window_began_at: float = 0.0
     _window_sent_count: int = 0
     _window_failed_count: int = 0
@@ -87,7 +88,7 @@ class CircuitBreaker:
             return retry_at
         if digest_of(recipient) in self.suspects:
             return retry_at + self.pause_seconds
-        return self.paused_at if self._is_in_doubt else retry_at
+        return self.paused_at if self.is_in_doubt else retry_at
 
     def release(self, message_id: int) -> None:
         """Let another message become the probe holder, if it is this one."""
@@ -126,7 +127,7 @@ class CircuitBreaker:
         """Count a failure. Return whether it opens the breaker."""
         if failure.doubtful is not None and len(self.suspects) < _MAX_REMEMBERED_COUNT:
             self.suspects.add(digest_of(failure.doubtful))
-        self._is_in_doubt = failure.doubtful is not None and len(self.suspects) < _SUSPECT_LIMIT
+        self.is_in_doubt = failure.doubtful is not None and len(self.suspects) < _SUSPECT_LIMIT
         if isinstance(failure, Unavailable) and not failure.outage:
             return True
         if failure.doubtful is not None:

@@ -10,6 +10,7 @@ import asyncio
 import math
 import random
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from pgoutbox.message import Message, Outcome, Postponed, ReasonCode, SendFailur
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.settings import Settings
 from pgoutbox.topics import ALERT_TOPIC
-from pgoutbox.transports import Content, Transport, breaker_key, part_keys, scheme_of
+from pgoutbox.transports import Content, Transport, bare_destination, breaker_key, part_keys, scheme_of
 from pgoutbox.transports.registry import MissingTransport, missing_key
 from pgoutbox.worker.bulkhead import Bulkhead, Room
 from pgoutbox.worker.circuit_breaker import WINDOW_SECONDS, Admission, CircuitBreaker
@@ -36,6 +37,14 @@ _Call = Callable[[], Awaitable[Outcome]]
 class _Circuit(NamedTuple):
     breaker: CircuitBreaker
     room: Room
+
+
+class Grant(NamedTuple):
+    """A probe that a claim began with its message: the breaker, the id of the probe, and the hold of the message."""
+
+    breaker_key: str
+    probe_id: str
+    hold: str
 
 
 class CircuitBreakers:
@@ -61,6 +70,7 @@ class CircuitBreakers:
         self._no_bulkhead = Bulkhead(math.inf, clock)  # The send of a part has its slot in its transport's bulkhead.
         self._circuits: dict[str, _Circuit] = {}
         self._probed_by: dict[int, CircuitBreaker] = {}
+        self._grants: dict[int, Grant] = {}
         self._rendering_topics: set[str] = set()
         self._is_stopping = False
         self._inherited: dict[str, dict[str, Any]] | None = None
@@ -78,6 +88,30 @@ class CircuitBreakers:
         """Whether any circuit may refuse a message."""
         return bool(self._circuits)
 
+    def note_claim(self) -> None:
+        """Believe a claim rather than what this process remembers: it left out the messages behind open breakers."""
+        self._shared.note_claim()
+
+    def call_after_close(self, call: Callable[[], None]) -> None:
+        """Call this whenever this worker has closed a breaker."""
+        self._shared.on_close = call
+
+    def grant(self, message_id: int, grant: Grant) -> None:
+        """Let a claimed message probe its breaker. Report the end of its attempt with `end_grant`."""
+        self._grants[message_id] = grant
+
+    def end_grant(self, message_id: int, *, is_sent: bool) -> None:
+        """Report the end of an attempt that got a grant. A probe that it has not used is given back."""
+        grant = self._grants.pop(message_id, None)
+        if grant is not None:
+            self._give_back(grant, is_freed=is_sent)
+
+    def _give_back(self, grant: Grant, *, is_freed: bool) -> None:
+        if is_freed:
+            self._shared.start(self._shared.free(*grant))
+        else:
+            self._shared.start(self._shared.release(grant.breaker_key, grant.probe_id))
+
     @property
     def open_count(self) -> int:
         """The number of breakers that are known to be open. Any thread may read it."""
@@ -89,7 +123,7 @@ class CircuitBreakers:
         It refuses only messages of topics whose handler is known to send by a transport. When a probe is due, one
         message passes; the caller reports the end of its attempt with `release`.
         """
-        if message.destination is None or message.topic not in self._rendering_topics:
+        if message.destination is None or message.topic not in self._rendering_topics or message.id in self._grants:
             return None
         scheme = scheme_of(message.destination)
         key = breaker_key(self._transports.get(scheme) or MissingTransport(scheme), message, None)
@@ -117,7 +151,9 @@ class CircuitBreakers:
         admit = partial(circuit.breaker.admit, message.id, recipient=_recipient_of(message), may_probe=may_probe)
         admission = admit(self._clock())
         if admission is Admission.WAIT:
-            await self._shared.refresh(circuit.breaker for circuit in self._circuits.values())
+            breakers = [one.breaker for one in self._circuits.values()]
+            # If it were still open, the claim would have left out this message.
+            await self._shared.refresh(breakers, is_doubted=self._holds_alike(circuit.breaker, message))
             # The refresh may have closed the breaker or changed its pause, and the pause may be over.
             admission = admit(self._clock())
         return admission
@@ -142,6 +178,10 @@ class CircuitBreakers:
         circuit = self._circuits.get(key) or self._add(key, is_part=is_part)
         room = circuit.room
         try:
+            if (grant := None if is_part else self._grants.pop(message.id, None)) is not None:
+                if grant.breaker_key == key:
+                    return await self._probe(circuit, grant.probe_id, message, call)
+                self._give_back(grant, is_freed=True)
             while (admission := await self._admit(circuit, message)) is Admission.SEND and room.is_full:
                 if room.is_stalled:
                     return _stalled(circuit)
@@ -255,7 +295,23 @@ class CircuitBreakers:
             code=ReasonCode.CIRCUIT_OPEN,
             breaker_key=breaker.key,
             unknown_error=failure.error if isinstance(failure, SendFailure) and failure.unknown else None,
+            held_delay=at_least_seconds if self._holds_alike(breaker, message) else None,
         )
+
+    def _holds_alike(self, breaker: CircuitBreaker, message: Message[object]) -> bool:
+        """Whether the breaker holds back all messages of this topic with the scheme or web host of this destination."""
+        bare = None if message.destination is None else bare_destination(message.destination)
+        transport = None if bare is None else self._transports.get(scheme_of(bare))
+        if bare is None or transport is None or message.topic == ALERT_TOPIC or breaker.is_in_doubt:
+            return False  # Other workers may have a transport that this one lacks.
+        try:
+            return breaker_key(transport, replace(message, destination=bare), None) == breaker.key
+        except Exception:  # noqa: BLE001 - an application's transport may not know a part of a destination
+            return False
+
+    async def settle(self) -> None:
+        """Wait briefly until the results of all probes are written."""
+        await self._shared.settle()
 
     def stop(self) -> None:
         """Attribute all cancellations from now on to the end of the worker."""

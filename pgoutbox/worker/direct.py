@@ -35,11 +35,10 @@ from pgoutbox.text import describe, one_line
 from pgoutbox.topics import Topic
 from pgoutbox.transports.registry import complete
 from pgoutbox.worker.attempt import Attempt, AttemptResult, Claim
-from pgoutbox.worker.claim_planner import QueueSchedule
 from pgoutbox.worker.django_orm import DjangoConnections
 from pgoutbox.worker.executor import AttemptExecutor
 from pgoutbox.worker.payloads import read_json, read_payload
-from pgoutbox.worker.queues import parse_queues
+from pgoutbox.worker.queues import Turns, parse_queues
 from pgoutbox.worker.run_state import RunState
 
 _log = logging.getLogger("pgoutbox.worker")
@@ -157,7 +156,7 @@ class _DirectSend:
             settings,
             Store(settings, worker=f"{socket.gethostname()}:{os.getpid()}", purpose="direct"),
             Telemetry(_log),
-            queues=QueueSchedule(parse_queues(()), now=elapsed_clock()),
+            queues=Turns(parse_queues(())),
             topics=[message.topic],
             stopping=asyncio.Event(),
         )

@@ -62,7 +62,6 @@ class Loader:
         self._store = run.store
         self._in_flight = run.in_flight
         self._outage = run.outage
-        self._signals = run.signals
         self._telemetry = run.telemetry
         self._handlers = handlers
         self._keyring = keyring
@@ -89,8 +88,6 @@ class Loader:
             if self._take_over_in_flight(row, claim, leased_at):
                 continue
             attempt, result = self._load_row(row, contents, claim, leased_at)
-            if row.was_lapsed:
-                self._signals.note_suspect(attempt)
             if result is not None:
                 self._collector.collect(attempt, result)
             elif attempt.handler.max_size is None or attempt.is_incomplete:
@@ -121,8 +118,6 @@ class Loader:
         attempt.take_over(row.attempt_count, claim, leased_at)
         if row.superseded:
             attempt.overtaken = "superseded"
-        if row.was_lapsed:
-            self._signals.note_suspect(attempt)
         self._in_flight[row.id] = attempt
         return True
 

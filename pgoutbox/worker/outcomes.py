@@ -8,10 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Final, assert_never
 
-from pgoutbox.database.store import ClaimedRow, FinishRequest, LapsedRow
+from pgoutbox.database.store import ClaimedRow
 from pgoutbox.kernel.seams import End
 from pgoutbox.message import (
     AttemptOutcome,
@@ -36,6 +35,7 @@ from pgoutbox.worker.dispatcher import MIN_SNOOZE_SECONDS
 from pgoutbox.worker.handler_errors import RaisedPermanent, RaisedTransient, RepeatedErrors, place_of, traceback_of
 from pgoutbox.worker.run_state import RunState
 
+_PENDING_AGAIN: Final = frozenset({AttemptOutcome.RETRY, AttemptOutcome.SNOOZED, AttemptOutcome.RELEASED})
 _SENT: Final = State.SENT  # Looking up an enum member costs more than a comparison.
 
 
@@ -50,12 +50,10 @@ class Outcomes:
         self._telemetry = run.telemetry
         self._repeated = RepeatedErrors()
 
-    def sort(
-        self, batch: Sequence[tuple[Attempt, AttemptResult]]
-    ) -> tuple[list[Attempt], dict[Attempt, FinishRequest]]:
+    def sort(self, batch: Sequence[tuple[Attempt, AttemptResult]]) -> tuple[list[Attempt], dict[Attempt, End]]:
         """Return the sent attempts, and the finish requests of the others."""
         sent = []
-        requests: dict[Attempt, FinishRequest] = {}
+        requests: dict[Attempt, End] = {}
         in_flight = self._in_flight
         for attempt, result in batch:
             if in_flight.get(attempt.message.id) is not attempt:
@@ -89,24 +87,19 @@ class Outcomes:
         self,
         attempts: Sequence[Attempt],
         done: Mapping[int, State],
-        current: Mapping[int, State],
         requests: Mapping[Attempt, End],
     ) -> None:
         in_flight = self._in_flight
         sent = []
         for attempt in attempts:
-            message = attempt.message
-            message_id = message.id
-            state = done.get(message_id) or current.get(message_id)
+            state = done.get(attempt.message_id)
             if state is _SENT:
                 sent.append(attempt)
                 continue
-            if state is State.SENDING:
-                continue  # A caller's transaction has locked the row; try again.
             self._forget(attempt)
             if attempt not in requests:
                 in_flight.note_sent_in_vain(attempt)
-            self.note_end(message, state, requests.get(attempt))
+            self.note_end(attempt.message, state, requests.get(attempt))
         self.note_sent(sent)
 
     def note_end(self, message: Message[object], state: State | None, request: End | None) -> None:
@@ -144,7 +137,7 @@ class Outcomes:
         else:
             self.report_message(logging.INFO, event_of_state(state), "message ended", message)
 
-    def report_unattempted(self, rows: Sequence[ClaimedRow | LapsedRow]) -> None:
+    def report_unattempted(self, rows: Sequence[ClaimedRow]) -> None:
         for row in rows:
             level = logging.DEBUG
             if row.state == State.FAILED:
@@ -155,7 +148,7 @@ class Outcomes:
             if self._telemetry.measures is not None:
                 self._telemetry.measures.unattempted(row.topic, row.queue, row.state)
 
-    def report_lost(self, row: ClaimedRow | LapsedRow) -> None:
+    def report_lost(self, row: ClaimedRow) -> None:
         """Report a message whose attempt was lost and that is tried again."""
         self.report_message(
             logging.WARNING, LogEvent.LEASE_EXPIRED, "lease expired, trying again", row, state=row.state
@@ -166,7 +159,7 @@ class Outcomes:
         level: int,
         event: LogEvent,
         text: str,
-        message: Message[object] | ClaimedRow | LapsedRow,
+        message: Message[object] | ClaimedRow,
         **fields: object,
     ) -> None:
         self._telemetry.report(
@@ -187,20 +180,20 @@ class Outcomes:
 
     def _request_of(
         self, attempt: Attempt, result: Transient | Unavailable | Permanent | Skip | Snooze | Released
-    ) -> FinishRequest:
+    ) -> End:
         names = (*self._redacted_names, *attempt.handler.redact)
         try:
-            request = finish_request_of(attempt, result)
+            request = end_of(attempt, result)
             if isinstance(result, (RaisedTransient, RaisedPermanent)):
                 request = self._with_place(attempt, result, request, names)
             return request if request.reason is None else replace(request, reason=_redacted(request.reason, names))
         except Exception as error:  # noqa: BLE001 - an invalid outcome ends its own message, not the worker
             text = f"the outcome cannot be read: {describe(error)}"
-            return FinishRequest(AttemptOutcome.FAILED, text, token=attempt.token)
+            return End(AttemptOutcome.FAILED, text)
 
     def _with_place(
-        self, attempt: Attempt, result: RaisedTransient | RaisedPermanent, request: FinishRequest, names: Sequence[str]
-    ) -> FinishRequest:
+        self, attempt: Attempt, result: RaisedTransient | RaisedPermanent, request: End, names: Sequence[str]
+    ) -> End:
         """Log the exception of a handler, unless it repeats one, and return the request with its place."""
         error = result.__cause__
         if error is None:
@@ -241,37 +234,53 @@ class Outcomes:
             self._telemetry.measures.sent([message])
 
 
-def finish_request_of(
-    attempt: Attempt, result: Transient | Unavailable | Permanent | Skip | Snooze | Released
-) -> FinishRequest:
+def end_of(attempt: Attempt, result: Transient | Unavailable | Permanent | Skip | Snooze | Released) -> End:
     """Return the finish request for a result other than sent."""
-    finish = partial(FinishRequest, token=attempt.token)
     if attempt.handler.on_unknown == "hold" and (reason := _unknown_reason(result)) is not None:
-        return finish(AttemptOutcome.FAILED, clean_text(reason))
+        return End(AttemptOutcome.FAILED, clean_text(reason))
     match result:
         case Transient(error=error, retry_after=retry_after):
             delay = attempt.handler.retry.delay_seconds(attempt.used_count, retry_after=retry_after)
-            return finish(AttemptOutcome.RETRY, clean_text(str(error)), delay)
+            return End(AttemptOutcome.RETRY, clean_text(str(error)), delay)
         case Unavailable(error=error, retry_after=retry_after):
             # The count of claims grows with each claim, also with claims that use up no attempt.
             pause = attempt.handler.retry.delay_seconds(attempt.attempt_count)
             delay = max(pause, retry_after or 0.0, MIN_SNOOZE_SECONDS)  # No budget limits the attempts of a tight loop.
             text = clean_text(str(error))
-            return finish(AttemptOutcome.SNOOZED, text, bounded_delay(delay), ReasonCode.UNAVAILABLE)
+            return End(AttemptOutcome.SNOOZED, text, bounded_delay(delay), ReasonCode.UNAVAILABLE)
         case Permanent(error=error):
-            return finish(AttemptOutcome.FAILED, clean_text(str(error)))
+            return End(AttemptOutcome.FAILED, clean_text(str(error)))
         case Skip(reason=reason):
             text = clean_text(str(reason)) or "skipped by its handler"
-            return finish(AttemptOutcome.SKIPPED, text)
+            return End(AttemptOutcome.SKIPPED, text)
         case Snooze(delay_seconds=delay, reason=reason):
             why = None if reason is None else clean_text(str(reason))
             code, key = (result.code, result.breaker_key) if isinstance(result, Postponed) else (None, None)
             limit = attempt.handler.unreadable_timeout_seconds if code is ReasonCode.UNREADABLE else None
-            return finish(AttemptOutcome.SNOOZED, why, bounded_delay(delay), code, key, fails_after_seconds=limit)
+            return End(
+                AttemptOutcome.SNOOZED,
+                why,
+                bounded_delay(delay),
+                code,
+                key,
+                fails_after_seconds=limit,
+                held_delay_seconds=result.held_delay if isinstance(result, Postponed) else None,
+            )
         case Released():
-            return finish(AttemptOutcome.RELEASED)
+            return End(AttemptOutcome.RELEASED)
         case _:
             assert_never(result)
+
+
+def minimal_end(end: End | None, reason: str) -> End:
+    """Return a minimal end, which the database can hardly refuse: failed if the message was handed over."""
+    if end is not None and end.outcome in _PENDING_AGAIN:
+        return replace(end, reason=f"the database refused to write its outcome ({reason})")
+    outcome = AttemptOutcome.SENT if end is None else end.outcome
+    return End(
+        AttemptOutcome.FAILED,
+        f"it was handed over and ended {outcome}, which the database refused to write ({reason})",
+    )
 
 
 def _reported_outcome(state: State | None, request: End | None) -> AttemptOutcome:

@@ -73,6 +73,7 @@ class Turns:
     """The order of the queues for the next claim: smooth weighted round robin, if they have weights."""
 
     def __init__(self, shares: Sequence[QueueShare]) -> None:
+        self.names = [share.name for share in shares]
         self._weights = {share.name: share.weight or 0 for share in shares}
         self._has_weights = any(self._weights.values())
         self._credits = dict.fromkeys(self._weights, 0)

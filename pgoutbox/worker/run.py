@@ -1,9 +1,8 @@
 """A run of a worker: connects its parts, starts them and stops them.
 
-A worker has one event loop. Its main task runs the poll loop. Claimed messages go from the claimer through the loader
-to the attempt pool, whose attempts run in tasks. The finisher, a separate task, writes their results in batches, on
-another connection. So claims, handlers and finishes overlap, and none of them waits for a single message. Each part
-knows only the parts below it; this module connects them.
+A worker has one event loop. One task runs the kernel, which claims messages and writes the ends of attempts. Claimed
+messages go through the loader to the attempt pool, whose attempts run in tasks. So a trip to the database and handlers
+overlap, and none of them waits for a single message. Each part knows only those below it; this module connects them.
 
 Correctness does not depend on this module: every write is fenced in its statement. If this process stops at any line,
 the rows alone show the remaining work.
@@ -17,7 +16,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import psycopg
@@ -32,24 +31,20 @@ from pgoutbox.observability.measures import WorkerStatus
 from pgoutbox.settings import Settings
 from pgoutbox.transports import Transport
 from pgoutbox.transports.readiness import lacks_of
-from pgoutbox.worker.attempt import ABANDONED, Attempt, AttemptResult
-from pgoutbox.worker.claim_planner import QueueSchedule
-from pgoutbox.worker.claimer import Claimer
+from pgoutbox.worker.attempt import ABANDONED
 from pgoutbox.worker.django_orm import DjangoConnections
-from pgoutbox.worker.doorbell import Doorbell
 from pgoutbox.worker.executor import AttemptExecutor
 from pgoutbox.worker.failure_alerts import FailureAlerts
-from pgoutbox.worker.finisher import Finisher
+from pgoutbox.worker.kernel_run import MANY_REFUSED, KernelAttempts, Link, kernel_of
 from pgoutbox.worker.leases import LeaseKeeper
-from pgoutbox.worker.loader import Collector, Loader
+from pgoutbox.worker.listener import new_doorbell
+from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.maintenance import Maintenance
 from pgoutbox.worker.payloads import LargeTexts, SampledPayload, find_unreadable, sample_parameters
-from pgoutbox.worker.poll_loop import PollLoop
 from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.presence import Presence
-from pgoutbox.worker.queues import QueueShare
+from pgoutbox.worker.queues import QueueShare, Turns
 from pgoutbox.worker.run_state import RunState
-from pgoutbox.worker.signals import Signals
 from pgoutbox.worker.threads import own_default_threads
 
 _OUTCOMES = (
@@ -62,6 +57,7 @@ _OUTCOMES = (
     LogEvent.RELEASED,
 )
 _FINAL_WRITE_SECONDS = 5.0
+_POLL_SECONDS = 1.0  # For the retries of other workers during a drain.
 # Threads beside those of the attempts, for the event loop's look-ups of names.
 _LOOK_UP_THREADS = 4
 
@@ -94,8 +90,6 @@ class Setup:
 class WorkerRun:
     """The parts of one run of a worker. With `ends_by_itself` it does once what a worker does periodically."""
 
-    signals: type[Signals] = Signals
-
     def __init__(self, setup: Setup, *, ends_by_itself: bool) -> None:
         settings, telemetry, handlers = setup.settings, setup.telemetry, setup.handlers
         self._setup = setup
@@ -109,11 +103,10 @@ class WorkerRun:
             settings,
             store,
             telemetry,
-            queues=QueueSchedule(setup.queues, now=elapsed_clock()),
+            queues=Turns(setup.queues),
             topics=sorted(handlers),
             stopping=setup.stopping,
             own_topics=setup.own_topics,
-            signals=self.signals,
         )
         self._django = DjangoConnections.in_use()
         if self._django is not None:
@@ -122,74 +115,108 @@ class WorkerRun:
         self.failure_alerts = FailureAlerts(state, is_periodic=not ends_by_itself)
         self._presence = Presence(state, defined=setup.defined_queues, ends_by_itself=ends_by_itself)
         listens = settings.listen and not ends_by_itself
-        self.doorbell = Doorbell(settings, state.topics, state.signals, telemetry) if listens else None
+        signals = state.signals
+        self.doorbell = (
+            new_doorbell(state, want=signals.note_notification, wake=signals.note_progress) if listens else None
+        )
         self._hold_topics = sorted(topic for topic, handler in handlers.items() if handler.on_unknown == "hold")
         self._compose(handlers)
 
     def _compose(self, handlers: Mapping[str, Handler]) -> None:
-        """Create what claims and finishes."""
-        self.finisher = Finisher(self.state)
-        loader = self._new_loader(handlers, self.finisher)
-        self._claimer = Claimer(self.state, hold_topics=self._hold_topics, loader=loader, finisher=self.finisher)
-        self.poll_loop = PollLoop(
-            self.state, claimer=self._claimer, pool=self.pool, finisher=self.finisher, doorbell=self.doorbell
-        )
-
-    def _new_loader(self, handlers: Mapping[str, Handler], collector: Collector) -> Loader:
-        """Create what runs attempts, whose ends go to the collector."""
+        """Create the kernel, and what runs its attempts."""
         state, setup = self.state, self._setup
-        self.executor = AttemptExecutor(state, setup.transports, middleware=setup.middlewares, collector=collector)
+        self._attempts = KernelAttempts(state)
+        self.executor = AttemptExecutor(state, setup.transports, middleware=setup.middlewares, collector=self._attempts)
         self._large_texts = LargeTexts(state, keyring=setup.keyring)
-        self.pool = AttemptPool(state, self.executor.run, large_texts=self._large_texts, on_outcome=collector.collect)
+        self.pool = AttemptPool(
+            state, self.executor.run, large_texts=self._large_texts, on_outcome=self._attempts.collect
+        )
         self._lease_keeper = LeaseKeeper(state, self.pool)
-        return Loader(
+        self._attempts.pool = self.pool
+        self._attempts.breakers = self.executor.breakers
+        self._attempts.loader = Loader(
             state,
             handlers,
             keyring=setup.keyring,
             pool=self.pool,
-            collector=collector,
+            collector=self._attempts,
             lease_keeper=self._lease_keeper,
         )
+        self._link = Link(state, self._attempts)
+        self._refusal: Exception | None = None
+        self.kernel = kernel_of(
+            state,
+            self._attempts,
+            self._link,
+            hold_topics=self._hold_topics,
+            handle_error=self._handle_error,
+            bell=self.doorbell,
+        )
+        self.executor.breakers.call_after_close(self.kernel.want)
 
-    def _write(self) -> Coroutine[None, None, None]:
-        """Write the ends of attempts, until cancelled."""
-        return self.finisher.run()
+    async def _handle_error(self, error: BaseException) -> None:
+        """Pause after an error that may pass. Any other ends the worker; the ends of its attempts are still written."""
+        try:
+            await self.state.outage.pause_or_raise(error)
+        except Exception as refusal:
+            if self._refusal is not None:
+                raise  # It can write no ends either.
+            self._refusal = refusal
+            self.kernel.stop()
+            self.state.signals.wake.set()
+            if isinstance(refusal, psycopg.Error):
+                self._telemetry.report(
+                    logging.ERROR,
+                    LogEvent.CLAIM_REFUSED,
+                    "the database refuses a claim, the worker ends: look for triggers, constraints, rights and damage "
+                    "of the tables in the schema pgoutbox",
+                    reason=refusal.sqlstate,
+                )
 
     async def _release_unanswered(self) -> None:
-        await self._claimer.release_unanswered()
+        await self.kernel.has_stopped.wait()
+        self.pool.release_waiting()  # Messages of the last claim.
+        with contextlib.suppress(psycopg.Error, OSError):
+            await self._link.release_unanswered()
 
     @property
     def unwritten_count(self) -> int:
         """Number of attempts whose end must still be written."""
-        return self.finisher.unwritten_count
+        return self._attempts.unwritten_count + self.kernel.on_the_way
 
     @property
     def refused_count(self) -> int:
         """Number of attempts whose end the database refuses."""
-        return self.finisher.refused_count
-
-    async def _write_last(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_FINAL_WRITE_SECONDS):
-                await self.finisher.write_minimal_ends()
-                await self.finisher.end_claims()
-        self.finisher.report_unwritten()
-
-    def collect(self, attempt: Attempt, result: AttemptResult) -> None:
-        """Take over the end of an attempt."""
-        self.finisher.collect(attempt, result)
+        return len(self._attempts.refused)
 
     async def work(self) -> None:
         """Claim until the run stops."""
-        await self.poll_loop.run()
+        self.kernel.claim()
+        await self._until(asyncio.Event())
+        self.kernel.stop()
 
     async def deliver_due(self, *, most: int | None = None) -> int:
         """Claim and deliver due messages, at most this number. Return the number."""
-        return await self.poll_loop.deliver_due(most=most)
+        before = self.kernel.claimed_count
+        self.kernel.claim(most)
+        while not self.state.stopping.is_set():
+            await self._until(self.kernel.is_quiet)
+            await self.executor.breakers.settle()  # The end of a breaker frees messages.
+            if self.kernel.is_quiet.is_set():
+                break
+        self.kernel.stop()
+        return self.kernel.claimed_count - before
 
     async def drain(self) -> None:
         """Claim and deliver until no message is owed."""
-        await self.poll_loop.drain()
+        state = self.state
+        while not state.stopping.is_set():
+            await self.deliver_due()
+            if state.stopping.is_set() or self.refused_count >= MANY_REFUSED:
+                return
+            if await state.store.count_owed(state.queues.names, state.topics) <= self.refused_count:
+                return
+            await self._until(asyncio.Event(), min(_POLL_SECONDS, state.signals.due_seconds or _POLL_SECONDS))
 
     @contextlib.asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:
@@ -227,7 +254,7 @@ class WorkerRun:
     def status(self) -> WorkerStatus:
         """See `Worker.status`."""
         state, now = self.state, elapsed_clock()
-        polled_seconds_ago = now - state.queues.polled_at
+        polled_seconds_ago = now - state.polled_at
         is_stopping, is_copy = state.stopping.is_set(), state.outage.is_copy
         if not self._is_started:  # Without slots it does not count as a worker.
             return WorkerStatus(is_stopping=is_stopping, is_copy=is_copy, polled_seconds_ago=polled_seconds_ago)
@@ -235,6 +262,7 @@ class WorkerRun:
         return WorkerStatus(
             is_started=True,
             is_stopping=is_stopping,
+            is_idle=self.kernel.is_quiet.is_set(),
             in_flight=len(state.in_flight),
             slots=self.pool.capacity,
             busy=self.pool.running_count,
@@ -250,12 +278,12 @@ class WorkerRun:
         )
 
     async def _start(self) -> asyncio.Task[None]:
-        """Connect, and return the task of the finisher. If it ends by an error, the worker stops."""
+        """Connect, and return the task of the kernel. If it ends by an error, the worker stops."""
         await self._check_server()
         self._lease_keeper.start()
         if self.doorbell is not None and not self.state.stopping.is_set():
             await self.doorbell.start()
-        finishing = asyncio.create_task(self._write(), name="pgoutbox-finisher")
+        finishing = asyncio.create_task(self.kernel.run(), name="pgoutbox-kernel")
         finishing.add_done_callback(lambda task: None if task.cancelled() else self.state.stop())
         self._is_started = True
         return finishing
@@ -276,6 +304,7 @@ class WorkerRun:
 
     async def _wind_down(self, finishing: asyncio.Task[None]) -> None:
         state = self.state
+        self.kernel.stop()
         self.pool.release_waiting()
         self._large_texts.stop()
         deadline = asyncio.get_running_loop().time() + self._settings.shutdown_grace_seconds
@@ -290,18 +319,44 @@ class WorkerRun:
         await self.pool.stop()
         for attempt in [attempt for attempt in state.in_flight.values() if not attempt.done]:
             attempt.done = True  # The handler has ignored its cancellation.
-            self.collect(attempt, ABANDONED)
+            self._attempts.collect(attempt, ABANDONED)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(5.0, deadline - asyncio.get_running_loop().time())):
                 while self.unwritten_count and not finishing.done():  # A refused outcome may stay refused.
                     await self._until_progress()
                 # Released messages are due, and no other worker knows of retries and successors.
                 if self._telemetry.counts[LogEvent.CLAIMED] or self._telemetry.counts[LogEvent.CLAIM_LOST]:
-                    await state.notifier.notify(state.queues.names)
+                    await self._notify()
         finishing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await finishing  # The finisher's error ends the worker.
-        await self._write_last()
+            await finishing  # The kernel's error ends the worker.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FINAL_WRITE_SECONDS):
+                with contextlib.suppress(psycopg.Error, OSError):
+                    await self._link.release_unanswered()
+                await self._attempts.write_last(self.kernel)
+        self._attempts.report_unwritten()
+
+    async def _until(self, event: asyncio.Event, seconds: float | None = None) -> None:
+        """Wait for the event, for the end of the run, or for so long."""
+        wake = self.state.signals.wake  # Only the stop of the run sets it.
+        waits = [asyncio.ensure_future(one.wait()) for one in (event, wake)]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waits:
+                one.cancel()
+        if self._refusal is not None:
+            raise self._refusal
+
+    async def _notify(self) -> None:
+        """Wake the idle workers of these queues."""
+        try:
+            await self.state.store.notify_workers(self.state.queues.names)
+        except psycopg.errors.ProgramLimitExceeded:
+            pass  # The notification queue is full. A notification is only a hint, and idle workers poll then.
+        except (psycopg.Error, OSError) as error:
+            await self.state.outage.pause_or_raise(error)
 
     async def _until_progress(self) -> None:
         self.state.signals.progress.clear()

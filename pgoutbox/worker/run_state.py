@@ -6,15 +6,15 @@ import asyncio
 import logging
 from collections.abc import Set
 
+from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import Store
 from pgoutbox.errors import PgOutboxError
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import Settings
 from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.worker.attempt import InFlight
-from pgoutbox.worker.claim_planner import QueueSchedule
-from pgoutbox.worker.notifier import Notifier
 from pgoutbox.worker.outage import Outage
+from pgoutbox.worker.queues import Turns
 from pgoutbox.worker.signals import Signals
 
 
@@ -27,11 +27,10 @@ class RunState:
         store: Store,
         telemetry: Telemetry,
         *,
-        queues: QueueSchedule,
+        queues: Turns,
         topics: list[str],
         stopping: asyncio.Event,
         own_topics: Set[str] = frozenset(),
-        signals: type[Signals] = Signals,
     ) -> None:
         self.settings = settings
         self.store = store
@@ -47,8 +46,9 @@ class RunState:
         """Why the run has stopped by itself. It raises this error at its end."""
         self.in_flight = InFlight()
         self.outage = Outage(telemetry, stopping=stopping)
-        self.signals = signals(queues, self.in_flight, lease_seconds=settings.lease_seconds)
-        self.notifier = Notifier(store, queues, self.signals, self.outage)
+        self.signals = Signals()
+        self.polled_at = elapsed_clock()
+        """The time of the last answered trip."""
 
     def stop(self, error: PgOutboxError | None = None) -> None:
         """Begin to stop the run, which then raises `error`. Idempotent. Call it on the event loop."""

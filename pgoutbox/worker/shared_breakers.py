@@ -39,11 +39,14 @@ class SharedBreakers:
         self._telemetry = telemetry
         self._alert_queue = alert_queue
         self._clock = clock
+        self.on_close: Callable[[], None] = lambda: None
+        """Called when this worker has closed a breaker."""
         self._listed_at = float("-inf")
         self._listing: asyncio.Task[None] | None = None
         self._open_keys: set[str] = set()
         self._refreshed_at = float("-inf")
         self._reading: asyncio.Task[None] | None = None
+        self._is_claim_newer = False
         self._tasks: set[asyncio.Task[object]] = set()
 
     async def record_failure(self, breaker: CircuitBreaker, error: str, *, trips: bool) -> None:
@@ -95,6 +98,7 @@ class SharedBreakers:
             self._store.breaker_close(key, probe_id, send_seconds=send_seconds, alert_queue=self._alert_queue)
         )
         if isinstance(open_seconds, float):
+            self.on_close()
             self._telemetry.report(
                 logging.INFO, LogEvent.BREAKER_CLOSED, "breaker closed", breaker=key, open_seconds=open_seconds
             )
@@ -117,6 +121,17 @@ class SharedBreakers:
     async def release(self, key: str, probe_id: str) -> None:
         """Give a probe without a result back."""
         await self._ask(self._store.breaker_release(key, probe_id))
+
+    async def free(self, key: str, probe_id: str, hold: str) -> None:
+        """Give a probe back whose message was sent on another way, and let claims take the messages of its hold."""
+        await self._ask(self._store.breaker_free(key, probe_id, hold))
+
+    def note_claim(self) -> None:
+        """Read the rows once more before a message of this claim is held back: the claim may have seen newer rows.
+
+        Claims leave out messages behind an open breaker, so the breaker of a claimed message may have closed.
+        """
+        self._is_claim_newer = True
 
     def note_success(self, *keys: str, began_at: float) -> None:
         """Close the breakers through which a send succeeded, if they are open for other workers.
@@ -141,17 +156,21 @@ class SharedBreakers:
             self._open_keys.discard(key)
             self.start(self.close(key, None, send_seconds=self._clock() - began_at))
 
-    async def refresh(self, breakers: Iterable[CircuitBreaker]) -> None:
+    async def refresh(self, breakers: Iterable[CircuitBreaker], *, is_doubted: bool = False) -> None:
         """Read the rows of paused breakers again, at most once a second. Concurrent callers share one query.
+
+        If they are doubted, read the rows of all open breakers once more after each claim.
 
         Another worker's probe may have succeeded, or an operator has closed a breaker.
         """
         if self._reading is None:
             now = self._clock()
-            paused = [breaker for breaker in breakers if breaker.is_paused(now)]
-            if not paused or now - self._refreshed_at < _REFRESH_SECONDS:
+            is_due = is_doubted and self._is_claim_newer
+            paused = [one for one in breakers if (not one.is_closed if is_due else one.is_paused(now))]
+            if not paused or not (is_due or now - self._refreshed_at >= _REFRESH_SECONDS):
                 return
             self._refreshed_at = now
+            self._is_claim_newer = False
             self._reading = self.start(self._read(paused, now))
         await asyncio.shield(self._reading)
 
@@ -185,11 +204,15 @@ class SharedBreakers:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def aclose(self) -> None:
-        """Wait briefly until the results of the last probes are written. A lost result costs another probe."""
+    async def settle(self) -> None:
+        """Wait briefly until the results of the last probes are written."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _CLOSE_SECONDS
         while self._tasks and (remaining := deadline - loop.time()) > 0:
             await asyncio.wait(self._tasks, timeout=remaining)
+
+    async def aclose(self) -> None:
+        """Settle, and give up the rest. A lost result costs another probe."""
+        await self.settle()
         for task in list(self._tasks):
             task.cancel()

@@ -19,8 +19,10 @@ from psycopg.rows import TupleRow
 from pgoutbox.database import sql
 from pgoutbox.database.connections import LentAsyncConnection, LentConnection
 from pgoutbox.database.handler_session import HandlerSession
-from pgoutbox.database.store import Store, completion, name_session
+from pgoutbox.database.round_trip import Step
+from pgoutbox.database.store import Store, fence, name_session
 from pgoutbox.errors import LeaseLostError
+from pgoutbox.kernel import statements
 from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.settings import Settings
@@ -62,7 +64,7 @@ class Transactions:
         slot.pause_timeout()
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
-                forgets = await self._store.forgets_sent((attempt.message.topic,))
+                forgets = not {attempt.message.topic, "*"}.isdisjoint(await self._store.forgotten_topics())
             session = await self._sessions.begin(_name_of(attempt))
         except (NoSessionError, psycopg.Error, OSError) as error:
             return (Snooze(random.uniform(*_PAUSE_SECONDS), f"not begun, no connection: {describe(error)}"),)
@@ -110,12 +112,15 @@ class Transactions:
         if session.status != TransactionStatus.INTRANS:
             raise Transient(_NOT_SENT[session.status])
         name = _name_of(attempt)
-        steps = completion(attempt.token, worker=self._store.worker, name=name, forgets=forgets)
+        held = fence([attempt.token], self._store.worker)
+        complete: Step = (sql.COMPLETE_IF_HELD, {**held, "name": name})
         try:
-            if forgets:
-                count = len(await session.fetch(steps))
-                steps = [(sql.REQUIRE_COMPLETION, {"name": name, "count": count})]
-            await session.commit(steps[-1])
+            if forgets and await session.fetch(
+                # It would skip a locked row. PostgreSQL sees a deadlock with the handler's own locks, and ends it.
+                [(sql.WAIT_FOR_MESSAGE, {"id": attempt.message.id}), (statements.FORGET_SENT, held)]
+            ):
+                complete = (sql.REQUIRE_COMPLETION, {"name": name, "count": 1})
+            await session.commit(complete)
         except psycopg.Error as error:
             match error.sqlstate:
                 case "OB002":

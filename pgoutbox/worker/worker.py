@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Literal
 
@@ -21,7 +20,6 @@ from pgoutbox.transports import Transport
 from pgoutbox.transports.redirect import RedirectRules
 from pgoutbox.transports.registry import complete
 from pgoutbox.worker.alert import handlers_of
-from pgoutbox.worker.kernel_run import KernelRun
 from pgoutbox.worker.queues import name_all, parse_queues
 from pgoutbox.worker.run import Setup, WorkerRun
 
@@ -186,8 +184,7 @@ class Worker:
             own_topics=self._own_topics,
             stopping=self._stopping,
         )
-        kind = KernelRun if os.environ.get("OUTBOX_WORKER") == "kernel" else WorkerRun
-        run = kind(setup, ends_by_itself=ends_by_itself)
+        run = WorkerRun(setup, ends_by_itself=ends_by_itself)
         # Another run of this worker may be at work, or its handlers may still hold messages in its name.
         self.name = run.state.store.worker
         return run

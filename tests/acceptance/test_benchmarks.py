@@ -13,7 +13,7 @@ from benchmarks.options import CLAIM_PARAMETERS, TOPIC
 from benchmarks.processes import answer_of
 from benchmarks.programs.floor import TABLES
 from benchmarks.systems import REDIS_SYSTEMS, System
-from pgoutbox.database import sql
+from pgoutbox.kernel import statements
 from tests.support.brokers import program_of
 from tests.support.outbox_actions import enqueue, rows_of
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_benchmarks_pass_all_parameters_of_the_claim() -> None:
-    assert set(re.findall(r"%\((\w+)\)s", sql.CLAIM_FRESH)) == set(CLAIM_PARAMETERS)
+    assert set(re.findall(r"%\((\w+)\)s", statements.CLAIM_WITHOUT_KEYS)) == set(CLAIM_PARAMETERS)
 
 
 def test_the_bare_loop_delivers_everything(dsn: str, connect: Connect) -> None:

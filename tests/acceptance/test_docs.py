@@ -26,6 +26,7 @@ import pytest
 import pgoutbox
 from pgoutbox import Outbox, Topic
 from pgoutbox.database import sql
+from pgoutbox.kernel import statements
 from pgoutbox.message import TRANSITIONS, AttemptOutcome, State
 from pgoutbox.operations import Mention, Operator
 from pgoutbox.outbox import EnqueueOptions
@@ -34,11 +35,11 @@ from pgoutbox.testing import OutboxDriver
 from pgoutbox.topics import MessageOptions
 from tests.support.command_line import run_process
 from tests.support.messages import ADD_ATTEMPT, put
-from tests.support.old_worker import claim, finish_sent
 from tests.support.outbox_actions import enqueue
 from tests.support.pages import DOCS, GENERATED, ROOT, WRITTEN, Block, all_blocks, blocks_of, prose_of, title
 from tests.support.sends import outgoing
 from tests.support.waiting import wait_until
+from tests.support.worker_sql import claim, finish_sent
 from tools import generate
 
 if TYPE_CHECKING:
@@ -100,8 +101,8 @@ def test_the_chart_matches_the_state_machine() -> None:
 def test_the_transition_table_matches_the_state_machine_and_names_its_statements() -> None:
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .* \| `([\w.]+)` \|$", LIFECYCLE.read_text(), re.MULTILINE)
     assert {(state, target) for state, target, _ in rows} == ALLOWED
-    unknown = {name for _, _, name in rows if not name.startswith("pgoutbox.") and not hasattr(sql, name)}
-    assert unknown == set()
+    known = {*dir(sql), *vars(statements)}
+    assert {name for _, _, name in rows if not name.startswith("pgoutbox.")} - known == set()
 
 
 def test_every_outcome_of_an_attempt_is_explained() -> None:
@@ -339,7 +340,7 @@ QUERIES: Final = [
     for page in sorted(DOCS.rglob("*.md"))
     for block in blocks_of(page, "sql")
     if page.stem in ("sql-queries", "mails-do-not-arrive", "limits")
-    or ("_view" in block.text and not block.directive.startswith("run"))
+    or ("_view" in block.text and not block.directive.startswith(("run", "from")))
 ]
 
 

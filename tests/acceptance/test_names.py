@@ -130,6 +130,6 @@ def test_the_check_finds_removed_names(rolled_back: psycopg.Connection) -> None:
     ):  # fmt: skip
         assert list(wrong_in(span, ROOT / "README.md", in_schema)) != [], span
     for span in (
-        "SendFailure(..., unknown=True)", "outbox.enqueue(connection)", "pgoutbox.message_view", "worker/claimer.py",
+        "SendFailure(..., unknown=True)", "outbox.enqueue(connection)", "pgoutbox.message_view", "worker/loader.py",
     ):  # fmt: skip
         assert list(wrong_in(span, ROOT / "README.md", in_schema)) == [], span

@@ -61,7 +61,8 @@ def test_the_wheel_contains_exactly_the_package_its_types_statements_and_migrati
     shipped = {f"pgoutbox/{path.relative_to(ROOT)}" for path in migrations}
     assert {"pgoutbox/migrations/env.py", "pgoutbox/migrations/sql/tables/message.sql"} <= shipped
     assert {"pgoutbox/py.typed", *shipped} <= {*names}
-    assert {str(path.relative_to(ROOT)) for path in (ROOT / "pgoutbox" / "database").rglob("*.sql")} <= {*names}
+    for part in ("database", "kernel"):
+        assert {str(path.relative_to(ROOT)) for path in (ROOT / "pgoutbox" / part).rglob("*.sql")} <= {*names}
     assert len(names) == len(set(names))
     assert {Path(name).parts[0].split("-")[0] for name in names} == {"pgoutbox"}
 

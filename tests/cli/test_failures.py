@@ -11,8 +11,8 @@ import pytest
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import MessageFilter, Operator
 from tests.support.messages import put
-from tests.support.old_worker import End, claim, finish
 from tests.support.outbox_actions import enqueue, make_due, redrive, state_of
+from tests.support.worker_sql import End, claim, finish
 
 if TYPE_CHECKING:
     from collections.abc import Callable

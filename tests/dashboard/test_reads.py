@@ -97,7 +97,7 @@ def most_read(plan: dict[str, Any]) -> int:
         ("RANK_QUEUES", {"prefix": "d", "queues": 10, "cap": CAP, "limit": 5}, 3 * CAP),
         ("RUNNING_WORKERS", {"cap": CAP}, CAP),
         ("RUNNING_MESSAGES", {"cap": CAP, "limit": 5}, CAP),
-        ("LIST_BREAKERS", {"cap": CAP, "limit": 5}, 2 * CAP),
+        ("LIST_BREAKERS", {"cap": CAP, "limit": 5}, 3 * CAP),
         ("LIVE_BY_TIME", {"queue": "default", "width": 60, "since": "-infinity", "cap": CAP}, 3 * CAP),
         ("FAILED_BY_TIME", {"width": 60, "from": "-infinity", "cap": CAP}, CAP),
         ("COUNT_DONE", {"cap": CAP}, CAP),

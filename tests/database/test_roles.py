@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +30,7 @@ from pgoutbox import (
 )
 from pgoutbox.cli.main import main
 from pgoutbox.database import operator_connection, sql
-from pgoutbox.database.worker_connection import WorkerConnection
+from pgoutbox.kernel import statements
 from pgoutbox.message import State
 from pgoutbox.operations import ClosedBreaker, MessageFilter, Operator, Rate
 from pgoutbox.settings import load_settings
@@ -38,10 +39,11 @@ from tests.support import races
 from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.messages import ADD_ATTEMPT, SET_LAST_ERROR, put
 from tests.support.missing import setting_of_old_servers
-from tests.support.old_worker import WatchedWorker
 from tests.support.outbox_actions import enqueue, lapse, row_of, running, settings_for
+from tests.support.proxy import proxy_to
 from tests.support.roles import ROLES, login
 from tests.support.waiting import until
+from tests.support.worker_sql import WatchedWorker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,6 +126,7 @@ PRUNE_BY_RULES: Final = {
 }  # fmt: skip
 MAINTENANCE_FUNCTIONS: Final = {"_drop_partition", "_kept_until", "make_partition", "partitions"}
 LOOK_FUNCTIONS: Final = {
+    "_hold_of",
     "_cause_of", "_done_estimate", "_error_group", "failures", "_here", "_redacted_json", "_redacted_text",
     "_require_home", "schema_version", "_tokens_of",
 }  # fmt: skip
@@ -141,9 +144,9 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "_raise_id_floor",
         "_forget_sent",
         "_here",
+        "_hold_of",
         "_in_flight_of",
         "_is_known_topic",
-        "_is_limited",
         "_enqueue_failure",
         "_with_attempt",
         "next_permit_at",
@@ -153,7 +156,6 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "_require_completion",
         "_require_home",
         "schema_version",
-        "_take_turn",
         "_bucket_of",
         "_tokens_of",
     },
@@ -565,16 +567,19 @@ REFUSED: Final = {
 
 # The folders with the statements that a worker runs on tables, besides those of maintenance, which are functions.
 WORKER_FOLDERS: Final = ("breaker", "claim", "doorbell", "finish", "gauges", "presence")
-WORKER_STATEMENTS: Final = sorted(
-    {path.stem.upper() for folder in WORKER_FOLDERS for path in (Path(sql.__file__).parent / folder).glob("[!_]*.sql")}
-    - {"LISTEN", "UNLISTEN"}  # They have no plan.
-)
+WORKER_STATEMENTS: Final = {
+    path.stem.upper(): getattr(sql, path.stem.upper())
+    for folder in WORKER_FOLDERS
+    for path in (Path(sql.__file__).parent / folder).glob("[!_]*.sql")
+    if path.stem not in ("listen", "unlisten")  # They have no plan.
+}
+KERNEL_STATEMENTS: Final = {name: text for name, text in vars(statements).items() if name.isupper()}
 
 
-@pytest.mark.parametrize("name", WORKER_STATEMENTS)
+@pytest.mark.parametrize("name", sorted(WORKER_STATEMENTS | KERNEL_STATEMENTS))
 def test_a_worker_may_run_each_of_its_statements(dsn: str, name: str) -> None:
     """Also those that run only after a failure."""
-    statement: LiteralString = getattr(sql, name)
+    statement: LiteralString = (WORKER_STATEMENTS | KERNEL_STATEMENTS)[name]
     parameters = dict.fromkeys(re.findall(r"%\((\w+)\)s", statement))
     with login(dsn, WORKER) as theirs, psycopg.connect(theirs) as worker:
         worker.execute("EXPLAIN " + statement, parameters)
@@ -1052,8 +1057,6 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (WORKER, "SELECT pgoutbox._forget_sent('{1}', '{1}', '{now}', 'w')"),
     (WORKER, "SELECT pgoutbox._permits('limited', 5)"),
     (WORKER, "SELECT pgoutbox._tokens_of(q) FROM pgoutbox.queue AS q"),
-    (WORKER, "SELECT pgoutbox._is_limited('default')"),
-    (WORKER, "SELECT pgoutbox._take_turn('default')"),
     (WORKER, "SELECT pgoutbox._forget_requests()"),
     (WORKER, "SELECT pgoutbox._raise_id_floor()"),
     (WORKER, "SELECT pg_sequence_last_value('pgoutbox.message_id_seq')"),
@@ -1139,7 +1142,7 @@ def test_a_producers_temporary_type_does_not_run_with_the_owners_rights(dsn: str
 
 # Triggers, which other calls run, and functions that only the owner may call.
 NOT_ATTACKED: Final = {
-    "_count_attempts", "_record_breaker_act", "_record_queue_act", "_record_retention_act",
+    "_count_attempts", "_record_breaker_act", "_wake_held_queues", "_record_queue_act", "_record_retention_act",
     "destination_digest",
     "export", "mentions",
 }  # fmt: skip
@@ -1168,26 +1171,22 @@ def test_the_hostile_objects_catch_a_function_without_a_pinned_path(trapped: psy
 FLOOD: Final = 10_000
 
 
-async def test_many_notifications_cause_a_limited_number_of_claims(
-    dsn: str, connection: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_notifications_cause_a_limited_number_of_claims(dsn: str, connection: psycopg.Connection) -> None:
     outbox = Outbox()
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None: ...
 
-    statements: list[str] = []
-    fetch = WorkerConnection.fetch
-
-    async def noted(self: WorkerConnection, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
-        statements.append(statement)
-        return await fetch(self, statement, parameters, **options)
-
-    worker = WatchedWorker(outbox, settings=settings_for(dsn))
-    with login(dsn) as anybody, psycopg.connect(anybody, autocommit=True) as flooder:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        proxy_to(dsn, listening) as proxy,
+        login(dsn) as anybody,
+        psycopg.connect(anybody, autocommit=True) as flooder,
+    ):
+        worker = WatchedWorker(outbox, settings=settings_for(proxy.dsn))
         async with running(worker):
             await worker.asleep.wait()
-            monkeypatch.setattr(WorkerConnection, "fetch", noted)
+            begun = len(proxy.statements)
             # Each payload is different, because PostgreSQL sends equal ones once.
             await asyncio.to_thread(
                 flooder.execute,
@@ -1199,5 +1198,5 @@ async def test_many_notifications_cause_a_limited_number_of_claims(
             connection.commit()
             await until(lambda: row_of(connection, message_id).state == "sent")
             connection.rollback()
-    claims = [one for one in statements if one in (sql.CLAIM_FRESH, sql.CLAIM_FRESH_BY_PERMITS)]
+        claims = [one for one in list(proxy.statements)[begun:] if one.startswith("WITH judged")]
     assert 1 <= len(claims) <= 20

@@ -12,8 +12,8 @@ import pytest
 from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
 from pgoutbox.operations import Operator
 from tests.support.messages import PUT_SENDING
-from tests.support.old_worker import End, claim, finish, finish_sent
 from tests.support.outbox_actions import cancel, enqueue, lapse, redrive, state_of
+from tests.support.worker_sql import End, claim, finish, finish_sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable

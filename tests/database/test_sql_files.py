@@ -13,10 +13,15 @@ import pytest
 
 import pgoutbox
 from pgoutbox.database import sql
+from pgoutbox.kernel import statements
 
 PACKAGE = Path(pgoutbox.__file__).parent
 FOLDER = Path(sql.__file__).parent
 FILES = sorted(FOLDER.rglob("*.sql"))
+KERNEL_FOLDER = Path(statements.__file__).parent
+KERNEL_FILES = sorted(KERNEL_FOLDER.rglob("*.sql"))
+KERNEL_STATEMENTS = {name: text for name, text in vars(statements).items() if name.isupper()}
+TEXTS = {name: getattr(sql, name) for name in dir(sql)} | KERNEL_STATEMENTS
 USERS = sorted(path for part in ("pgoutbox", "tests", "benchmarks") for path in (PACKAGE.parent / part).rglob("*.py"))
 INCLUDE = re.compile(r"^ *\\ir (\S+)$", re.MULTILINE)
 
@@ -52,6 +57,14 @@ def test_the_package_uses_every_statement() -> None:
     assert set(dir(sql)) - used == set()
 
 
+def test_the_kernel_has_a_file_for_each_statement_and_uses_each() -> None:
+    """The others are such files with other parts left out."""
+    variants = {"CLAIM_WITHOUT_KEYS", "CLAIM_PROBE", "FINISH_AND_HOLD"}
+    assert {path.stem.upper() for path in KERNEL_FILES} == KERNEL_STATEMENTS.keys() - variants
+    source = "".join(path.read_text() for path in KERNEL_FOLDER.glob("*.py"))
+    assert [name for name in KERNEL_STATEMENTS if not re.search(rf"\bsql\.{name}\b", source)] == []
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -64,8 +77,8 @@ def test_a_named_statement_is_found_in_a_source(source: str) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error_with_similar_names() -> None:
-    with pytest.raises(AttributeError, match=r"CLAIM_FRSH.*CLAIM_FRESH"):
-        getattr(sql, "CLAIM_FRSH")  # noqa: B009
+    with pytest.raises(AttributeError, match=r"RENEW_CLAIM.*RENEW_CLAIMS"):
+        getattr(sql, "RENEW_CLAIM")  # noqa: B009
 
 
 def test_a_fragment_is_not_a_statement() -> None:
@@ -86,16 +99,26 @@ def test_psql_finds_the_same_fragments_and_several_files_include_each() -> None:
 
 
 def test_every_file_begins_with_a_comment() -> None:
-    assert [path.name for path in FILES if not path.read_text().startswith("-- ")] == []
+    assert [path.name for path in (*FILES, *KERNEL_FILES) if not path.read_text().startswith("-- ")] == []
 
 
 def test_statements_are_sent_without_comments_includes_and_empty_lines() -> None:
-    assert [name for name in dir(sql) if re.search(r"--|\\ir|^\s*$", getattr(sql, name), re.MULTILINE)] == []
+    assert [name for name, text in TEXTS.items() if re.search(r"--|\\ir|^\s*$", text, re.MULTILINE)] == []
 
 
 def test_each_percent_sign_is_part_of_a_placeholder() -> None:
     placeholder = re.compile(r"%\(\w+\)s|%s|%%")
-    assert [name for name in dir(sql) if "%" in placeholder.sub("", getattr(sql, name))] == []
+    assert [name for name, text in TEXTS.items() if "%" in placeholder.sub("", text)] == []
+
+
+def test_no_line_is_longer_than_130_characters() -> None:
+    wide = [
+        f"{path.name}:{number}"
+        for path in (*FILES, *KERNEL_FILES)
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if len(line) > 130
+    ]
+    assert wide == []
 
 
 def run(program: str, path: Path) -> str:
@@ -118,7 +141,7 @@ def archive(tmp_path: Path) -> Path:
 
 
 def test_statements_are_read_from_a_zip_archive(archive: Path) -> None:
-    assert run("import statements; print(statements.CLAIM_FRESH)", archive) == f"{sql.CLAIM_FRESH}\n"
+    assert run("import statements; print(statements.RENEW_CLAIMS)", archive) == f"{sql.RENEW_CLAIMS}\n"
 
 
 def test_loaded_statements_do_not_need_their_files(archive: Path) -> None:
@@ -126,9 +149,9 @@ def test_loaded_statements_do_not_need_their_files(archive: Path) -> None:
 import os, statements
 statements.load_all()
 os.remove({str(archive)!r})
-print(statements.RELEASE_LOCKS)
+print(statements.RENEW_CLAIMS)
 """
-    assert run(program, archive) == f"{sql.RELEASE_LOCKS}\n"
+    assert run(program, archive) == f"{sql.RENEW_CLAIMS}\n"
 
 
 def test_statements_that_are_replaced_before_the_load_stay_replaced(archive: Path) -> None:

@@ -29,15 +29,16 @@ from pgoutbox.encryption import Identity, Keyring
 from pgoutbox.message import Message, State
 from pgoutbox.operations import Operator
 from pgoutbox.settings import Settings, load_settings
+from pgoutbox.worker import Worker
 from tests.support.messages import put
-from tests.support.old_worker import WatchedWorker, claim
 from tests.support.outbox_actions import enqueue, lapse, running
 from tests.support.partitions import add_partition
 from tests.support.proxy import proxy_to
 from tests.support.servers import OwnServer, Workshop, open_workshop
 from tests.support.settings import settings_with
 from tests.support.smtp_server import accepting_server
-from tests.support.waiting import wait_until
+from tests.support.waiting import until_idle, wait_until
+from tests.support.worker_sql import claim
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -1200,9 +1201,9 @@ async def test_a_healthy_installation_has_no_findings_to_fix(own: OwnServer, han
         mail = {"smtp_host": "127.0.0.1", "smtp_port": inbox.port, "smtp_security": "none"}
         settings = settings_of(dsn, deployment="production", smtp_sender="Club <club@club.org>", **mail)
         await asyncio.to_thread(Operator(settings).adopt, "production")
-        worker = WatchedWorker(handled, settings=settings)
+        worker = Worker(handled, settings=settings)
         async with running(worker):
-            await worker.asleep.wait()
+            await until_idle(worker)
             findings = await asyncio.to_thread(lambda: list(examine(settings, handled, environment=os.environ)))
     assert [finding for finding in findings if finding.level not in (Level.OK, Level.SKIPPED)] == []
     assert all(finding.what and finding.why is None for finding in findings)

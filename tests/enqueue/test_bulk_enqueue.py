@@ -17,8 +17,8 @@ from pgoutbox.message import State
 from tests.support import races
 from tests.support.drafts import enqueue_many
 from tests.support.messages import put
-from tests.support.old_worker import claim, claim_ordered, find_ordered, finish_sent, ids_in_flight
 from tests.support.outbox_actions import row_of, state_of
+from tests.support.worker_sql import claim, claim_ordered, finish_sent, ids_in_flight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -126,8 +126,7 @@ def test_several_items_of_an_ordering_key_are_delivered_one_after_the_other(roll
     heads = rolled_back.execute("SELECT head.scope, head.key, head.newest_id FROM pgoutbox.key_head AS head")
     assert heads.fetchall() == [("/default", "k", ids[-1])]
     for message_id in ids:
-        claimable, _, _ = find_ordered(rolled_back, topics=["a", "b"])
-        assert [row.id for row in claim_ordered(rolled_back, *claimable)] == [message_id]
+        assert [row.id for row in claim_ordered(rolled_back, topics=["a", "b"])] == [message_id]
         finish_sent(rolled_back, (message_id, 1))
 
 

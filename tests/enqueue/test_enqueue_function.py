@@ -26,9 +26,9 @@ from pgoutbox.errors import SchemaError
 from pgoutbox.message import State
 from tests.support.drafts import enqueue_many
 from tests.support.messages import put
-from tests.support.old_worker import WatchedWorker, ask_for_locks
 from tests.support.outbox_actions import enqueue, running, settings_for
 from tests.support.pages import DOCS, blocks_of
+from tests.support.worker_sql import WatchedWorker, ask_for_locks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

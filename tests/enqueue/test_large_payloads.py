@@ -14,8 +14,8 @@ from pgoutbox.database import sql
 from pgoutbox.message import State
 from pgoutbox.operations import Operator
 from tests.support.messages import LARGE, PUT_FINAL
-from tests.support.old_worker import claim, finish_sent
 from tests.support.outbox_actions import cancel, enqueue, redrive, state_of
+from tests.support.worker_sql import claim, finish_sent
 
 if TYPE_CHECKING:
     import psycopg

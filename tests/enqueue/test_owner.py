@@ -10,8 +10,8 @@ from psycopg import errors
 from pydantic import BaseModel
 
 from pgoutbox import ArgumentError, Cancelled, CancelResult, NewMessage, Outbox, Topic
-from tests.support.old_worker import claim, finish_sent
 from tests.support.outbox_actions import enqueue, state_of
+from tests.support.worker_sql import claim, finish_sent
 
 if TYPE_CHECKING:
     from tests.conftest import AsyncConnect, Connect

@@ -9,8 +9,8 @@ import psycopg
 import pytest
 
 from pgoutbox import NewMessage, Outbox
-from tests.support.old_worker import claim
 from tests.support.outbox_actions import enqueue, make_due, row_of, state_of
+from tests.support.worker_sql import claim
 
 if TYPE_CHECKING:
     from collections.abc import Callable

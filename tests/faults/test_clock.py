@@ -28,7 +28,6 @@ from tests.support.fleet import SUSPEND_VARIABLE
 from tests.support.judge import violations
 from tests.support.messages import PUT_SENDING
 from tests.support.missing import server_missing
-from tests.support.old_worker import WatchedWorker, claim
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
@@ -40,7 +39,8 @@ from tests.support.outbox_actions import (
     state_of,
 )
 from tests.support.servers import Workshop, open_workshop
-from tests.support.waiting import until
+from tests.support.waiting import until, until_idle
+from tests.support.worker_sql import claim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -205,7 +205,7 @@ def test_a_worker_with_a_wrong_clock_behaves_like_any_other(
 # --- suspended --------------------------------------------------------------------------------------------------------
 
 FLEET_APP = "tests.support.fleet_app:outbox"
-SUSPENDED_APP = "tests.support.old_worker_app:outbox"  # Its workers suspend themselves after a claim.
+SUSPENDED_APP = "tests.support.suspending_app:outbox"  # Its workers suspend themselves after a claim.
 
 
 @pytest.mark.parametrize(
@@ -326,11 +326,11 @@ async def test_a_forward_step_of_the_server_clock_repeats_hand_overs_and_ends_ea
         server.start()
         with server.connect() as db:
             ids = [enqueue(db) for _ in range(3)]
-            holder, other = Worker(outbox(server.dsn)), WatchedWorker(outbox(server.dsn))
+            holder, other = Worker(outbox(server.dsn)), Worker(outbox(server.dsn))
             async with running(holder):
                 await until(lambda: len(seen) == 3)
                 async with running(other):
-                    await other.asleep.wait()
+                    await until_idle(other)
                     stepped.touch()
                     await until(lambda: seen == dict.fromkeys(ids, 2))
                     may_end.set()

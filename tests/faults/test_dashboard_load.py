@@ -19,7 +19,7 @@ from pgoutbox import Outbox, RetryPolicy
 from pgoutbox.dashboard import create_app, live, pages
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message, Permanent, Transient
-from tests.support.old_worker import WatchedWorker
+from pgoutbox.worker import Worker
 from tests.support.outbox_actions import attempts_of, enqueue, row_of, running, settings_for
 from tests.support.roles import login
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS, wait_until
@@ -208,7 +208,7 @@ async def deliver(
     """Enqueue batches while a worker runs, each after every viewer has seen another page."""
     ledger = Ledger()
     ids: dict[int, int] = {}
-    async with running(WatchedWorker(ledger.outbox, settings=settings_for(dsn))):
+    async with running(Worker(ledger.outbox, settings=settings_for(dsn))):
         for batch in range(BATCHES):
             ids |= enqueue_batch(db, batch * BATCH_SIZE)
             if crowd is not None:

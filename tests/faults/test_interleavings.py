@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import psycopg
 import pytest
@@ -24,15 +24,14 @@ import pytest
 from pgoutbox import Outbox
 from pgoutbox.database import operator_connection as session
 from pgoutbox.database import sql
-from pgoutbox.database.store import Store
 from pgoutbox.handlers import Context
+from pgoutbox.kernel import statements
 from pgoutbox.message import FINAL_STATES, AttemptOutcome, Message, State
 from pgoutbox.operations import MessageFilter, Operator, RedriveResult
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
-from pgoutbox.worker.claimer import Claimer
+from pgoutbox.worker.kernel_run import Link
 from tests.support.judge import violations
-from tests.support.old_worker import End, claim, finish, finish_sent, ids_in_flight, renew
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
@@ -48,12 +47,14 @@ from tests.support.outbox_actions import (
     stumble,
 )
 from tests.support.waiting import until
+from tests.support.worker_sql import End, claim, finish, finish_sent, ids_in_flight, renew
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
-    from pgoutbox.database.store import ClaimedRow, DueRow
+    from pgoutbox.database.store import ClaimedRow
+    from pgoutbox.kernel.seams import Row, Step
     from tests.conftest import Connect
 
 
@@ -610,7 +611,7 @@ def test_a_message_put_back_by_hand_does_not_block_the_others(db: psycopg.Connec
     else:
         lapse(db, message_id)
         lapse(db, other)
-    assert ids_in_flight(claim(db, spread=False, worker="successor")) == [message_id, other]
+    assert ids_in_flight(claim(db, worker="successor", spread=False)) == [message_id, other]
     assert [attempt[:2] for attempt in attempts_of(db, message_id)] == [(1, "failed"), (1, end)]
     assert [row.attempt_count for row in rows_of(db)] == [2, 2]
 
@@ -621,36 +622,29 @@ async def test_a_message_that_falls_due_during_the_due_time_query_is_delivered(
     """The query reaches the server late. By then the message has been due for longer than the query looks back."""
     outbox = Outbox(settings_for(dsn))
     delivered, overslept = asyncio.Event(), asyncio.Event()
-    ask, sum_up = Store.next_due, Claimer.next_due_seconds
+    trip = Link.trip
     questions: list[float] = []
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
         delivered.set()
 
-    async def ask_late(
-        self: Store, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float
-    ) -> list[DueRow]:
+    async def ask_late(self: Link, steps: Sequence[Step]) -> list[list[Row]]:
+        asked = next((parameters for statement, parameters in steps if statement is statements.NEXT_DUE), None)
+        if asked is None:
+            return await trip(self, steps)
+        since_seconds = cast("float", asked["since_seconds"])
         if since_seconds < PATIENCE_SECONDS:  # The first query, before any claim, has no lower bound.
             questions.append(since_seconds)
         if len(questions) == 1:
             db.execute("UPDATE pgoutbox.message_live SET available_at = clock_timestamp()")
             db.execute("SELECT pg_sleep(%s)", [since_seconds + 0.1])  # Simulates a slow network.
-        return await ask(
-            self,
-            queues,
-            since_seconds=since_seconds,
-            others_since_seconds=others_since_seconds,
-        )
-
-    async def note_oversleeping(self: Claimer) -> float | None:
-        due = await sum_up(self)
-        if due is None:
+        results = await trip(self, steps)
+        if all(seconds is None for row in results[-1] for seconds in row[3:5]) and questions:
             overslept.set()
-        return due
+        return results
 
-    monkeypatch.setattr(Store, "next_due", ask_late)
-    monkeypatch.setattr(Claimer, "next_due_seconds", note_oversleeping)
+    monkeypatch.setattr(Link, "trip", ask_late)
     message_id = enqueue(db)
     db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h'")
     async with running(Worker(outbox)):
@@ -684,4 +678,3 @@ async def test_a_listener_behind_a_pooler_leaves_no_listen_in_the_server_session
         await delivered.wait()
         assert await asyncio.to_thread(session_of_pool) == (pid, 0)
     assert session_of_pool() == (pid, 0)
-    assert sql.UNLISTEN == "UNLISTEN pgoutbox"

@@ -9,8 +9,8 @@ import psycopg
 import pytest
 
 from tests.support.ledger import KEY, Ledger, install_audit, judge, owed_count, read_entries
-from tests.support.old_worker import claim, finish_sent
 from tests.support.outbox_actions import enqueue, lapse, redrive, state_of
+from tests.support.worker_sql import claim, finish_sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -24,11 +24,12 @@ from pgoutbox import Outbox
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message
 from pgoutbox.observability.events import LogEvent
+from pgoutbox.worker import Worker
 from tests.support.missing import server_missing
-from tests.support.old_worker import WatchedWorker, claim, ids_in_flight
 from tests.support.outbox_actions import attempts_of, enqueue, lapse, reports, row_of, rows_of, running, settings_for
 from tests.support.proxy import Proxy, proxy_to
-from tests.support.waiting import until
+from tests.support.waiting import until, until_idle, until_polled
+from tests.support.worker_sql import claim, ids_in_flight
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 # The next poll is an hour away. A message found without a ring shows that the worker knows that its listener is gone.
 # Statements that are not stalled must get their answer in time on a slow machine too.
 QUICK = {"listener_heartbeat_seconds": 2, "listener_heartbeat_timeout_seconds": 2, "connect_timeout_seconds": 5}
+# The sessions that write outcomes. The kernel writes them in the session that claims.
+FINISHES = "pgoutbox claim"
 SHORT_OF_TIME = {"statement_timeout_seconds": 1, "connect_timeout_seconds": 2}
 
 
@@ -69,9 +72,9 @@ async def test_a_listener_behind_a_stalled_middlebox_is_replaced_after_the_heart
 ) -> None:
     with proxy_to(dsn, port) as proxy, reports() as heard:
         receiver = Receiver(proxy.dsn, **QUICK)
-        worker = WatchedWorker(receiver.outbox)
+        worker = Worker(receiver.outbox)
         async with running(worker):
-            await worker.sleeping.wait()
+            await until_idle(worker)
             with proxy.stalled("pgoutbox listen"):
                 unheard = enqueue(db)
                 await heard.wait_for(LogEvent.LISTENER_LOST)
@@ -82,7 +85,7 @@ async def test_a_listener_behind_a_stalled_middlebox_is_replaced_after_the_heart
             # The driver would ask the server to cancel the heartbeat, and wait for the answer on the same dead network.
             assert proxy.cancel_request_count == 0
             await until(lambda: proxy.open_count("pgoutbox listen") == 1)
-            await worker.polls_and_sleeps()
+            await until_polled(worker, db)
             heard_of = enqueue(db)
             await until(lambda: receiver.delivered == [unheard, late, heard_of])
 
@@ -95,9 +98,9 @@ async def test_keepalives_alone_never_detect_a_stalled_middlebox(
     keepalives = "keepalives_idle=1 keepalives_interval=1 keepalives_count=1 tcp_user_timeout=1000"
     with proxy_to(dsn, port) as proxy, reports() as heard:
         receiver = Receiver(proxy.dsn, listener_heartbeat_seconds=3, listener_heartbeat_timeout_seconds=3)
-        worker = WatchedWorker(receiver.outbox)
+        worker = Worker(receiver.outbox)
         async with running(worker):
-            await worker.sleeping.wait()
+            await until_idle(worker)
             with contextlib.closing(psycopg.connect(f"{proxy.dsn} {keepalives}", autocommit=True)) as vouched_for:
                 vouched_for.execute("LISTEN pgoutbox")
                 with proxy.stalled():
@@ -111,16 +114,16 @@ async def test_a_session_reset_by_another_client_of_a_pooler_listens_again(
     proxy: Proxy, db: psycopg.Connection, statement: str
 ) -> None:
     receiver = Receiver(proxy.dsn, **QUICK)
-    worker = WatchedWorker(receiver.outbox)
+    worker = Worker(receiver.outbox)
     with reports() as heard:
         async with running(worker):
-            await worker.sleeping.wait()
+            await until_idle(worker)
             assert proxy.slip_in("pgoutbox listen", statement) == 1
             unheard = enqueue(db)
             await heard.wait_for(LogEvent.LISTENER_LOST)
             await heard.wait_for(LogEvent.LISTENER_BACK)
             await until(lambda: receiver.delivered == [unheard])
-            await worker.polls_and_sleeps()
+            await until_polled(worker, db)
             heard_of = enqueue(db)
             await until(lambda: receiver.delivered == [unheard, heard_of])
 
@@ -182,9 +185,9 @@ async def test_a_listener_in_a_black_hole_is_abandoned_and_work_continues_withou
 ) -> None:
     with listen_in(namespace) as listening, proxy_to(dsn, listening) as proxy, reports() as heard:
         receiver = Receiver(dsn, listen_dsn=proxy.dsn, **QUICK)
-        worker = WatchedWorker(receiver.outbox)
+        worker = Worker(receiver.outbox)
         async with running(worker):
-            await worker.sleeping.wait()
+            await until_idle(worker)
             ip("-n", namespace, "link", "set", "cable", "down")
             unheard = enqueue(db)
             await heard.wait_for(LogEvent.LISTENER_LOST)
@@ -193,7 +196,7 @@ async def test_a_listener_in_a_black_hole_is_abandoned_and_work_continues_withou
             await until(lambda: receiver.delivered == [unheard, late])
             ip("-n", namespace, "link", "set", "cable", "up")
             await heard.wait_for(LogEvent.LISTENER_BACK)
-            await worker.polls_and_sleeps()
+            await until_polled(worker, db)
             heard_of = enqueue(db)
             await until(lambda: receiver.delivered == [unheard, late, heard_of])
         assert proxy.cancel_request_count == 0
@@ -206,13 +209,13 @@ async def test_a_claim_with_a_stalled_answer_is_abandoned_and_its_message_releas
     proxy: Proxy, db: psycopg.Connection
 ) -> None:
     receiver = Receiver(proxy.dsn, **SHORT_OF_TIME)
-    worker = WatchedWorker(receiver.outbox)
+    worker = Worker(receiver.outbox)
     async with running(worker):
         # The first statement of its kind would stall while it is prepared, and claim nothing.
-        await worker.polls_and_sleeps()
+        await until_polled(worker, db)
         first_id = enqueue(db)
         await until(lambda: row_of(db, first_id).state == "sent")
-        await worker.polls_and_sleeps()
+        await until_polled(worker, db)
         receiver.delivered.clear()
         with proxy.stalled("pgoutbox claim", replies_only=True, open_connections_only=True):
             message_id = enqueue(db)
@@ -230,14 +233,14 @@ async def test_a_worker_that_stops_during_its_first_claim_wakes_an_idle_one_for_
     proxy: Proxy, dsn: str, db: psycopg.Connection
 ) -> None:
     first, second = Receiver(proxy.dsn, **SHORT_OF_TIME), Receiver(dsn)
-    stopped, remaining = WatchedWorker(first.outbox), WatchedWorker(second.outbox)
+    stopped, remaining = Worker(first.outbox), Worker(second.outbox)
     async with AsyncExitStack() as stack, running(stopped):
-        await stopped.sleeping.wait()
+        await until_idle(stopped)
         with proxy.stalled("pgoutbox claim", replies_only=True, open_connections_only=True):
             message_id = enqueue(db)
             await until(lambda: row_of(db, message_id).state == "sending")
             await stack.enter_async_context(running(remaining))
-            await remaining.sleeping.wait()
+            await until_idle(remaining)
             stopped.stop()
             await until(lambda: row_of(db, message_id).state == "sent")
     assert (first.delivered, second.delivered) == ([], [message_id])
@@ -247,9 +250,9 @@ async def test_a_claim_that_never_arrives_is_abandoned_and_repeated_on_another_c
     proxy: Proxy, db: psycopg.Connection
 ) -> None:
     receiver = Receiver(proxy.dsn, **SHORT_OF_TIME)
-    worker = WatchedWorker(receiver.outbox)
+    worker = Worker(receiver.outbox)
     async with running(worker):
-        await worker.sleeping.wait()
+        await until_idle(worker)
         with proxy.stalled("pgoutbox claim", open_connections_only=True):
             message_id = enqueue(db)
             await until(lambda: row_of(db, message_id).state == "sent")
@@ -263,12 +266,12 @@ async def test_an_unanswered_finish_is_repeated_and_takes_effect_once(
     proxy: Proxy, db: psycopg.Connection, replies_only: bool
 ) -> None:
     receiver = Receiver(proxy.dsn, **SHORT_OF_TIME)
-    worker = WatchedWorker(receiver.outbox)
+    worker = Worker(receiver.outbox)
     with ExitStack() as stack:
 
         async def stall(message: Message) -> None:
             if message.payload == "stall":
-                stall = proxy.stalled("pgoutbox finish", replies_only=replies_only, open_connections_only=True)
+                stall = proxy.stalled(FINISHES, replies_only=replies_only, open_connections_only=True)
                 stack.enter_context(stall)
 
         receiver.first = stall
@@ -279,7 +282,7 @@ async def test_an_unanswered_finish_is_repeated_and_takes_effect_once(
             await until(lambda: worker.telemetry.counts[LogEvent.SENT] == 2)
             # The held-back bytes arrive now, from a connection that the worker has abandoned.
             stack.close()
-            await until(lambda: proxy.open_count("pgoutbox finish") == 1)
+            await until(lambda: proxy.open_count(FINISHES) == 1)
     assert receiver.delivered == [opens_the_connection, message_id]
     assert (row_of(db, message_id).state, row_of(db, message_id).attempt_count) == ("sent", 1)
     assert attempts_of(db, message_id) == []
@@ -291,12 +294,12 @@ async def test_a_late_finish_changes_nothing_while_another_attempt_holds_the_mes
     proxy: Proxy, db: psycopg.Connection
 ) -> None:
     receiver = Receiver(proxy.dsn, **SHORT_OF_TIME)
-    worker = WatchedWorker(receiver.outbox)
+    worker = Worker(receiver.outbox)
     with ExitStack() as stack:
 
         async def lose(message: Message) -> None:
             if message.payload == "lose":
-                stack.enter_context(proxy.stalled("pgoutbox finish", open_connections_only=True))
+                stack.enter_context(proxy.stalled(FINISHES, open_connections_only=True))
                 lapse(db, message.id)
                 assert ids_in_flight(claim(db, worker="other")) == [message.id]
 
@@ -308,7 +311,7 @@ async def test_a_late_finish_changes_nothing_while_another_attempt_holds_the_mes
             await until(lambda: worker.telemetry.counts[LogEvent.LEASE_LOST] == 1)
             before = row_of(db, message_id)
             stack.close()
-            await until(lambda: proxy.open_count("pgoutbox finish") == 1)
+            await until(lambda: proxy.open_count(FINISHES) == 1)
             after = row_of(db, message_id)
     assert (before.state, before.attempt_count, before.worker) == ("sending", 2, "other")
     assert (after.state, after.attempt_count, after.worker, after.is_finished) == ("sending", 2, "other", False)
@@ -332,7 +335,7 @@ async def test_a_slow_network_keeps_leases_and_delivers_everything_once(
 ) -> None:
     proxy.delay_seconds, proxy.bytes_per_second = delay_seconds, bytes_per_second
     receiver = Receiver(proxy.dsn, lease_seconds=lease_seconds, concurrency=20)
-    worker = WatchedWorker(receiver.outbox)
+    worker = Worker(receiver.outbox)
     lapses: list[int] = []
 
     def has_outlived_its_first_lease(message: Message) -> bool:

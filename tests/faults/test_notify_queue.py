@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
@@ -19,14 +19,15 @@ from pgoutbox.message import Message, State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
+from tests.support.fleet import fleet_on
 from tests.support.missing import server_missing
-from tests.support.old_worker import WatchedWorker, doorbell_of, run_of
 from tests.support.outbox_actions import enqueue, reports, rows_of, running, settings_for
 from tests.support.servers import OwnServer, open_workshop
-from tests.support.waiting import until
+from tests.support.waiting import until, until_idle, until_polled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 QUICK = {"listener_heartbeat_seconds": 0.5, "listener_heartbeat_timeout_seconds": 0.5}
 
@@ -95,41 +96,75 @@ def outbox_on(server: OwnServer, delivered: list[int], **settings: object) -> Ou
     return outbox
 
 
+def has_bell(db: psycopg.Connection) -> bool:
+    """Whether a worker of this database holds a wake-up lock, so that enqueues notify."""
+    locks = """
+        SELECT FROM pg_locks AS l
+        JOIN pg_database AS d ON d.oid = l.database AND d.datname = current_database()
+        WHERE l.locktype = 'advisory' AND l.classid = 1885826146 AND l.mode = 'ExclusiveLock'
+    """
+    return db.execute(locks).fetchone() is not None
+
+
 async def test_workers_poll_and_enqueues_succeed_while_the_notification_queue_is_full(
     small_server: OwnServer, db: psycopg.Connection, culprit: Culprit
 ) -> None:
     delivered: list[int] = []
-    worker = WatchedWorker(outbox_on(small_server, delivered, **QUICK))
+    worker = Worker(outbox_on(small_server, delivered, **QUICK))
     with reports() as heard:
         async with running(worker):
-            await worker.sleeping.wait()
-            bell = doorbell_of(worker)
-            assert bell.has_wake_up_lock
+            await until_idle(worker)
+            assert has_bell(db)
             culprit.fill(0.6)
             await heard.wait_for(LogEvent.NOTIFY_QUEUE_FILLING)
-            await until(lambda: not bell.has_wake_up_lock)
+            await until(lambda: not has_bell(db))
             culprit.fill(1.0)
             ids = [enqueue(db), enqueue(db)]
             await until(lambda: delivered == ids)
-            assert not bell.has_wake_up_lock
+            assert not has_bell(db)
             culprit.end()
             await heard.wait_for(LogEvent.NOTIFY_QUEUE_DRAINED)
-            await until(lambda: bell.has_wake_up_lock)
-            await worker.polls_and_sleeps()
+            await until(lambda: has_bell(db))
+            await until_polled(worker, db)
             rung = enqueue(db)
             await until(lambda: delivered == [*ids, rung])
     assert worker.telemetry.counts[LogEvent.LISTENER_LOST] == 0
+
+
+def bell_count(db: psycopg.Connection) -> int:
+    """Return how many sessions have the wake-up lock of a queue."""
+    query = "SELECT count(*) FROM pg_locks WHERE classid = 1885826146 AND mode = 'ExclusiveLock'"
+    ((count,),) = db.execute(query).fetchall()
+    return int(count)
+
+
+def test_a_process_polls_without_a_lock_while_the_notification_queue_is_full(
+    small_server: OwnServer, db: psycopg.Connection, culprit: Culprit, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {name: str(value) for name, value in QUICK.items()}
+    with fleet_on(small_server.dsn, tmp_path) as fleet:
+        fleet.start(poll_interval_seconds="3600", **settings)
+        fleet.until(lambda: bell_count(db) == 1, "it sleeps")
+        culprit.fill(0.6)
+        fleet.until(lambda: "notify_queue_filling" in fleet.log and bell_count(db) == 0, "it notices")
+        culprit.fill(1.0)
+        ids = [enqueue(db, "fault.deliver") for _ in range(2)]
+        fleet.until(lambda: len(fleet.hand_overs()) == len(ids), "it polls")
+        culprit.end()
+        fleet.until(lambda: "notify_queue_drained" in fleet.log and bell_count(db) == 1, "it sleeps again")
+        ids.append(enqueue(db, "fault.deliver"))
+        fleet.until(lambda: fleet.deliveries() == dict.fromkeys(ids, 1), "it is notified")
 
 
 async def test_an_enqueue_commits_if_the_notification_queue_fills_before_a_worker_notices(
     small_server: OwnServer, db: psycopg.Connection, culprit: Culprit
 ) -> None:
     delivered: list[int] = []
-    worker = WatchedWorker(outbox_on(small_server, delivered, listener_heartbeat_seconds=600))
+    worker = Worker(outbox_on(small_server, delivered, listener_heartbeat_seconds=600, poll_interval_seconds=1))
     async with running(worker):
-        await worker.sleeping.wait()
+        await until_idle(worker)
         culprit.fill(1.0)
-        assert doorbell_of(worker).has_wake_up_lock
+        assert has_bell(db)
         ids = [enqueue(db)]
         ids += [
             row[0] for row in db.execute("SELECT pgoutbox.enqueue('greet', to_jsonb(n)) FROM generate_series(1, 3) n")
@@ -137,7 +172,6 @@ async def test_an_enqueue_commits_if_the_notification_queue_fills_before_a_worke
         with operator_connection.connect(settings_for(small_server.dsn)) as connection:
             Operator(connection).limit_in_flight("default", 100)
             Operator(connection).limit_in_flight("default", None)
-        run_of(worker).state.signals.wake.set()
         await until(lambda: sorted(delivered) == ids)
 
 
@@ -155,8 +189,7 @@ async def test_a_saturated_worker_runs_and_stops_cleanly_with_a_full_notificatio
     ids = [enqueue(db) for _ in range(6)]
     worker = Worker(outbox)
     async with running(worker):
-        rang_at = run_of(worker).state.notifier.notified_at
-        await until(lambda: run_of(worker).state.notifier.notified_at != rang_at)
+        await until(lambda: worker.status().busy == 1)
         go.set()
         await until(lambda: all(row.is_finished for row in rows_of(db, *ids)))
     assert {row.state for row in rows_of(db, *ids)} == {State.SENT}

@@ -27,9 +27,9 @@ from pgoutbox.operations import MessageFilter, Operator
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from tests.support.messages import ADD_ATTEMPT, put
-from tests.support.old_worker import claim
 from tests.support.outbox_actions import attempts_of, enqueue, lapse, row_of, rows_of, settings_for
 from tests.support.proxy import Moment, Proxy, proxy_to
+from tests.support.worker_sql import claim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -22,9 +22,9 @@ _FINAL = (SENT, FAILED)
 class Guard(enum.Enum):
     """Guards of the protocol that a model can leave out."""
 
-    TOKEN_IN_FORGET = "the attempt count in FINISH_SENT_AND_FORGET_IF_HELD"
-    STATE_IN_FORGET = "the state in FINISH_SENT_AND_FORGET_IF_HELD"
-    RULE_IN_FORGET = "FINISH_SENT_AND_FORGET_IF_HELD asks for the rule itself"
+    TOKEN_IN_FORGET = "the attempt count in FORGET_SENT"
+    STATE_IN_FORGET = "the state in FORGET_SENT"
+    RULE_IN_FORGET = "FORGET_SENT asks for the rule itself"
     STATE_IN_PRUNE = "a prune looks at the row again when it has the lock"
     SOURCE_LOCKED = "a resend locks the message that it copies"
     CONTENT_IS_NAMED = "PRUNE_CONTENT keeps contents that a message names"

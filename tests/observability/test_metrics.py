@@ -37,11 +37,10 @@ from pgoutbox.observability.prometheus import Exposition
 from pgoutbox.worker import Worker
 from tests.support.http_client import ask, exchange
 from tests.support.messages import put
-from tests.support.old_worker import WatchedWorker
 from tests.support.outbox_actions import PATIENCE_SECONDS, enqueue, lapse, reports, running, settings_for
 from tests.support.prometheus import port_of
 from tests.support.roles import ROLES, login
-from tests.support.waiting import PROCESS_PATIENCE_SECONDS, until
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS, until, until_idle
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -104,10 +103,9 @@ async def test_attempts_are_counted_by_topic_queue_and_outcome(outbox: Outbox, d
     enqueue(db, "index")
     superseded = enqueue(db, coalesce_key="k")
     enqueue(db, coalesce_key="k")
-    worker = WatchedWorker(outbox)
+    worker = Worker(outbox)
     async with running(worker):
-        await until(lambda: hasattr(worker, "asleep") and worker.asleep.is_set())
-        await until(lambda: worker.status().in_flight == 0)
+        await until_idle(worker)
         await until(lambda: waits_of(worker, "greet") == 7 and waits_of(worker, "index") == 2)
         families = await scrape(worker)
     counted = {

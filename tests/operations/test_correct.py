@@ -21,11 +21,11 @@ from pgoutbox.errors import MessageNotFoundError
 from pgoutbox.operations import Action, Correction, CorrectResult, MessageFilter, Operator
 from pgoutbox.worker import Worker
 from tests.support.messages import PUT_FINAL, meanwhile, put
-from tests.support.old_worker import WatchedWorker, end_lapsed, run_of
 from tests.support.outbox_actions import enqueue, lapse, running, settings_for, state_of
 from tests.support.races import until_blocked
 from tests.support.roles import login
-from tests.support.waiting import until
+from tests.support.waiting import until, until_polled
+from tests.support.worker_sql import end_lapsed
 
 if TYPE_CHECKING:
     from tests.conftest import Connect
@@ -348,10 +348,10 @@ async def test_a_worker_that_sleeps_delivers_a_corrected_message(dsn: str, db: p
 
     moved = enqueue(db, queue="orphaned", destination="mailto:ada@exmaple.org")
     first = enqueue(db)
-    worker = WatchedWorker(outbox)
+    worker = Worker(outbox)
     async with running(worker):
         await until(lambda: state_of(db, first) == "sent")
-        await worker.polls_and_sleeps()
+        await until_polled(worker, db)
         correction: Correction = {"queue": "default", "destination": "mailto:ada@example.org", "payload": 7}
         assert Operator(db).correct(moved, correction).is_done
         await until(lambda: state_of(db, moved) == "sent")
@@ -408,7 +408,7 @@ async def test_a_process_that_knows_an_earlier_attempt_delivers_the_corrected_pa
             db.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 h'")
         if is_handed_over:
             opened.set()
-            await until(lambda: not run_of(worker).state.in_flight)
+            await until(lambda: not worker.status().in_flight)
         assert Operator(db).correct(message_id, {"payload": "new"}).is_done
         await until(lambda: state_of(db, message_id) == "sent")
         opened.set()

@@ -24,8 +24,8 @@ from pgoutbox.worker import Worker
 from tests.support import races
 from tests.support.dump import dump_of
 from tests.support.messages import ADD_ATTEMPT, LARGE, PUT_FINAL, SET_LAST_ERROR, put
-from tests.support.old_worker import claim, finish_sent
 from tests.support.outbox_actions import enqueue, row_of, rows_of, settings_for, state_of
+from tests.support.worker_sql import claim, finish_sent
 
 if TYPE_CHECKING:
     from pydantic import JsonValue

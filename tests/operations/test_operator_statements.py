@@ -25,7 +25,7 @@ from pgoutbox.operations import (
 )
 from pgoutbox.settings import load_settings
 from tests.support.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
-from tests.support.old_worker import End, claim, finish, sleeping_worker
+from tests.support.worker_sql import End, claim, finish, sleeping_worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -748,6 +748,6 @@ class TestQueues:
 
     def test_resume_wakes_a_sleeping_worker(self, operator: psycopg.Connection, connect: Connect) -> None:
         Operator(operator).pause("default")
-        with sleeping_worker(connect, None) as rings:
+        with sleeping_worker(connect, "limited") as rings:
             Operator(operator).resume("default")
             assert rings() == ["all default"]

@@ -19,11 +19,11 @@ from pgoutbox.operations import Operator, retention
 from pgoutbox.operations.retention import MaintenanceRun, PartitionCache, read_maintenance_facts
 from pgoutbox.settings import load_settings
 from tests.support.messages import ADD_ATTEMPT, put
-from tests.support.old_worker import End, claim, finish, finish_sent
 from tests.support.outbox_actions import enqueue, redrive, row_of, rows_of
 from tests.support.partitions import add_partition, drop_partitions, partitions_of, tables_of_partitions
 from tests.support.races import until_blocked
 from tests.support.waiting import wait_until
+from tests.support.worker_sql import End, claim, finish, finish_sent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,9 +21,9 @@ from pgoutbox.operations import Operator, RedriveResult, ResendResult
 from pgoutbox.operations.retention import MaintenanceRun, PartitionCache, read_maintenance_facts
 from tests.support import races
 from tests.support.messages import put
-from tests.support.old_worker import claim, finish_sent, ids_in_flight
 from tests.support.outbox_actions import enqueue, row_of, until_blocked
 from tests.support.partitions import add_partition
+from tests.support.worker_sql import claim, finish_sent, ids_in_flight
 
 if TYPE_CHECKING:
     from collections.abc import Callable

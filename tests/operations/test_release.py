@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgoutbox import Context, LeaseLostError, Message, Outbox, State
-from pgoutbox.database import sql
+from pgoutbox.kernel import statements
 from pgoutbox.message import AttemptOutcome
 from pgoutbox.operations import Action, MessageFilter, Operator, ReleaseResult
 from pgoutbox.worker import Worker
 from tests.support.messages import meanwhile, put
-from tests.support.old_worker import End, claim, end_lapsed, finish, finish_sent, renew, watch
 from tests.support.outbox_actions import attempts_of, begin, enqueue, row_of, running, settings_for, state_of
 from tests.support.waiting import until
+from tests.support.worker_sql import End, claim, end_lapsed, finish, finish_sent, renew, watch
 
 if TYPE_CHECKING:
     import psycopg
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 def lapse_all(db: psycopg.Connection) -> None:
     db.execute("UPDATE pgoutbox.claim SET lease_expires_at = now()")
-    db.execute(sql.FORGET_LAPSED, {})
+    db.execute(statements.FORGET_LAPSED)
 
 
 def look_for_lapsed(db: psycopg.Connection, *, topic: str = "greet") -> list[int]:
     """Look for lapsed attempts like a worker, and return the messages of those that have ended."""
-    db.execute(sql.FORGET_LAPSED, {})
+    db.execute(statements.FORGET_LAPSED)
     return [row.id for row in end_lapsed(db, topics=[topic])]
 
 

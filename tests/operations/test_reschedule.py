@@ -13,11 +13,11 @@ from psycopg.errors import SerializationFailure
 
 from pgoutbox import ArgumentError, Context, Message, Outbox, RescheduleResult, State
 from pgoutbox.operations import Action, MessageFilter, Operator
+from pgoutbox.worker import Worker
 from tests.support.messages import PUT_FINAL, put
-from tests.support.old_worker import WatchedWorker
 from tests.support.outbox_actions import enqueue, running, settings_for, state_of
 from tests.support.races import until_blocked
-from tests.support.waiting import until
+from tests.support.waiting import until, until_idle, until_polled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,12 +185,12 @@ async def test_a_worker_that_slept_since_the_act_finds_the_message_at_its_commit
     async def greet(message: Message, ctx: Context) -> None: ...
 
     message_id = put_message(db)
-    worker, operator = WatchedWorker(outbox), connect()
+    worker, operator = Worker(outbox), connect()
     async with running(worker):
-        await worker.sleeping.wait()
+        await until_idle(worker)
         operator.execute("SELECT")
         assert getattr(Operator(operator), act)(message_id).is_done
-        await worker.polls_and_sleeps()
+        await until_polled(worker, db)
         assert state_of(db, message_id) != "sent"
         operator.commit()
         await until(lambda: state_of(db, message_id) == "sent")

@@ -8,27 +8,27 @@ import math
 import multiprocessing
 import os
 from collections import Counter
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
 
-import pgoutbox.worker.run
 from pgoutbox import Outbox
 from pgoutbox.cli.main import main
 from pgoutbox.database import sql
 from pgoutbox.database.store import Store
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context, SyncContext
-from pgoutbox.message import FencingToken, Message, Outcome, Permanent, Skip, State, Transient
+from pgoutbox.kernel import statements
+from pgoutbox.message import Message, Outcome, Permanent, Skip, State, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import Operator
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import ENVIRONMENT_PREFIX
 from pgoutbox.worker import Worker
+from pgoutbox.worker.kernel_run import Link
 from tests.support.messages import put
-from tests.support.old_worker import WatchedWorker, claim, finish_sent_and_forget, run_of
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
@@ -42,9 +42,12 @@ from tests.support.outbox_actions import (
 )
 from tests.support.waiting import until
 from tests.support.worker_process import connection_count
+from tests.support.worker_sql import WatchedWorker, claim, finish_sent_and_forget, run_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
+
+    from pgoutbox.kernel.seams import Row, Step
 
 SPAWN = multiprocessing.get_context("spawn")
 ZERO = timedelta()
@@ -181,7 +184,7 @@ async def test_concurrently_ending_handlers_all_know_the_rule(dsn: str, db: psyc
     Operator(db).set_retention("*", "sent", ZERO)
     store = Store(settings_for(dsn), worker="w")
     try:
-        assert await asyncio.gather(*(store.forgets_sent(["greet"]) for _ in range(5))) == [True] * 5
+        assert await asyncio.gather(*(store.forgotten_topics() for _ in range(5))) == [{"*"}] * 5
     finally:
         await store.close()
 
@@ -211,16 +214,16 @@ async def test_a_deletion_with_a_lost_answer_ends_the_attempt(
 ) -> None:
     Operator(db).set_retention("*", "sent", ZERO)
     got = register(outbox, "async")
-    fetch = WorkerConnection.fetch
+    trip = WorkerConnection.trip
     losses = [psycopg.OperationalError("the answer is lost")]
 
-    async def lose(self: WorkerConnection, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
-        answer = await fetch(self, statement, parameters, **options)
-        if statement == sql.FINISH_SENT_AND_FORGET_IF_HELD and losses:
+    async def lose(self: WorkerConnection, steps: Sequence[Step]) -> list[list[Row]]:
+        answer = await trip(self, steps)
+        if losses and any(statement == statements.FORGET_SENT for statement, _ in steps):
             raise losses.pop()
         return answer
 
-    monkeypatch.setattr(WorkerConnection, "fetch", lose)
+    monkeypatch.setattr(WorkerConnection, "trip", lose)
     message_id = enqueue(db)
     worker = Worker(outbox)
     await worker.run_once()
@@ -257,25 +260,23 @@ def deliver_and_die(dsn: str, point: str) -> None:
     """Start a worker process that ends at one point of the first message's processing, like after a SIGKILL."""
     outbox = Outbox(settings_for(dsn))
 
-    class DoomedStore(Store):
-        async def finish_sent(
-            self,
-            tokens: Sequence[FencingToken],
-            topics: Collection[str],
-            *,
-            ended_claims: Collection[datetime] = (),
-        ) -> tuple[dict[int, State], bool]:
-            if point == "before finish":
-                os._exit(9)
-            await super().finish_sent(tokens, topics, ended_claims=ended_claims)
+    trip = Link.trip
+
+    async def trip_and_die(self: Link, steps: Sequence[Step]) -> list[list[Row]]:
+        finishes = any(statement is statements.FINISH_SENT for statement, _ in steps)
+        if finishes and point == "before finish":
             os._exit(9)
+        results = await trip(self, steps)
+        if finishes:
+            os._exit(9)
+        return results
 
     @outbox.handler("greet")
     def greet(message: Message, ctx: SyncContext) -> None:
         if point == "before send":
             os._exit(9)
 
-    vars(pgoutbox.worker.run)["Store"] = DoomedStore
+    Link.trip = trip_and_die  # type: ignore[method-assign] # dies at its finish, and is otherwise the same
     asyncio.run(Worker(outbox).run_once())
 
 

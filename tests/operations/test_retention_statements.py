@@ -17,9 +17,9 @@ from pgoutbox.operations import Operator, RetentionRule
 from pgoutbox.settings import load_settings
 from tests.support import races
 from tests.support.messages import ADD_ATTEMPT, put
-from tests.support.old_worker import claim, claimed_ats, finish_sent_and_forget
 from tests.support.outbox_actions import attempts_of, cancel, enqueue, row_of, rows_of, state_of
 from tests.support.roles import login
+from tests.support.worker_sql import claim, claimed_ats, finish_sent_and_forget
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

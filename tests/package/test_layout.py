@@ -29,8 +29,8 @@ INNER_PARTS = (
     "pgoutbox.database.sql",
     "pgoutbox.database.store",
     "pgoutbox.database.worker_connection",
-    "tests.support.old_worker",
-    "tests.support.old_worker_app",
+    "tests.support.suspending_app",
+    "tests.support.worker_sql",
 )
 
 
@@ -91,11 +91,11 @@ def test_a_test_of_a_promise_imports_from_public_modules_only(path: Path) -> Non
     assert imported_by(path.read_text()) - PUBLIC == set()
 
 
-def test_only_the_helpers_of_the_old_worker_import_its_inner_parts() -> None:
-    """Then tests of promises run beside any worker, and can be collected without the old one."""
+def test_few_helpers_import_inner_parts_of_the_worker() -> None:
+    """Then tests of promises run beside any worker."""
     imported = {title(path): inner_parts_imported_by(path.read_text()) for path in {*HELPERS, *PROMISES}}
     knowing = {name for name, parts in imported.items() if parts}
-    assert knowing == {"tests/support/old_worker.py", "tests/support/old_worker_app.py"}
+    assert knowing == {f"tests/support/{name}.py" for name in ("suspending_app", "worker_sql")}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=title)
@@ -113,8 +113,8 @@ def test_the_reference_describes_public_modules_only() -> None:
 
 
 def test_imports_of_private_modules_are_found() -> None:
-    program = "from pgoutbox.worker import claimer, Worker\nimport pgoutbox.database.store\nfrom pgoutbox import sql"
-    assert imported_by(program) == {"pgoutbox.worker.claimer", "pgoutbox.database.store", "pgoutbox"}
+    program = "from pgoutbox.worker import loader, Worker\nimport pgoutbox.database.store\nfrom pgoutbox import sql"
+    assert imported_by(program) == {"pgoutbox.worker.loader", "pgoutbox.database.store", "pgoutbox"}
     assert imported_by("from pgoutbox.worker import Worker") == {"pgoutbox.worker"}
 
 
@@ -125,8 +125,8 @@ def test_imports_of_inner_parts_are_found() -> None:
         "pgoutbox.database.sql",
         "pgoutbox.database.store",
     }
-    program = "from tests.support.old_worker import claim\nfrom pgoutbox.worker import doorbell"
-    assert inner_parts_imported_by(program) == {"tests.support.old_worker", "pgoutbox.worker.doorbell"}
+    program = "from tests.support.worker_sql import claim\nfrom pgoutbox.worker import loader"
+    assert inner_parts_imported_by(program) == {"tests.support.worker_sql", "pgoutbox.worker.loader"}
     program = "from pgoutbox.worker import Worker\nfrom tests.support.outbox_actions import enqueue"
     assert inner_parts_imported_by(program) == set()
 

@@ -13,7 +13,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     import psycopg
 
-# What may happen to a message meanwhile. Each changes another column of the fence.
+# Whatever has happened to the message, its row differs from the attempt in one of these.
 CHANGES: Final = {
     "unchanged": "attempts = attempts",
     "of another worker": "worker = 'another'",

@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from tests.budget.relay import Relay, relay_to
@@ -60,7 +59,6 @@ def is_sent(db: psycopg.Connection) -> bool:
     return db.execute("SELECT NOT EXISTS (SELECT FROM pgoutbox.message_live)").fetchone() == (True,)
 
 
-@pytest.mark.xfail(strict=True, reason="each idle worker listens, so each notification wakes all of them")
 def test_eight_idle_workers_cost_at_most_twice_the_transactions_of_one(
     dsn: str, db: psycopg.Connection, tmp_path: Path, start_worker: StartWorker
 ) -> None:

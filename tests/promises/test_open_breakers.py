@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final, LiteralString
 
 import pytest
 
+from tests.support.command_line import run_process
 from tests.support.dialogues import HOST
 from tests.support.smtp_server import accepting_server
 from tests.support.waiting import wait_until
 from tests.support.webhook_server import webhook_server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     import psycopg
 
     from tests.promises.conftest import StartWorker
     from tests.support.worker_process import WorkerProcess
-
-# All of them fail: messages behind an open breaker are claimed and postponed, again and again. A condition of the claim
-# that was derived from postponed messages starved recovered hosts, whose topic had a backlog for other hosts.
-pytestmark = pytest.mark.xfail(strict=True, reason="an open breaker is not a condition of the claim")
 
 APPLICATION: Final = """
     from pgoutbox import Context, Email, Message, Outbox, Topic, Webhook
@@ -54,9 +52,15 @@ IN_FLIGHT: Final = 60
 @pytest.fixture
 def mail_port() -> int:
     """A port where no server listens until the test starts one."""
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        return int(free.getsockname()[1])
+    return dead_ports(1)[0]
+
+
+@pytest.fixture
+def silent_ports() -> Iterator[Sequence[int]]:
+    """Return ports of servers that take connections and never answer."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server((HOST, 0), backlog=100)) for _ in range(30)]
+        yield [int(one.getsockname()[1]) for one in servers]
 
 
 @pytest.fixture
@@ -81,6 +85,15 @@ def start(start_worker: StartWorker, mail_port: int) -> Callable[..., WorkerProc
         return start_worker(APPLICATION, *named, **told | settings)
 
     return start
+
+
+def dead_ports(number: int) -> list[int]:
+    """Return ports where no server listens."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind((HOST, 0))
+        return [int(one.getsockname()[1]) for one in sockets]
 
 
 def enqueue(
@@ -115,9 +128,18 @@ def claims_of(db: psycopg.Connection, condition: str) -> int:
     return int(number)
 
 
+def holds(db: psycopg.Connection) -> list[str]:
+    """Return which messages wait unclaimed."""
+    return [hold for (hold,) in db.execute("SELECT unnest(holds) FROM pgoutbox.breaker_view").fetchall()]
+
+
 async def become(condition: Callable[[], object], what: Callable[[], object]) -> None:
     """Wait for the condition, while the servers of this test answer."""
     await asyncio.to_thread(wait_until, condition, lambda: str(what()))
+
+
+def failed_probes(workers: Sequence[WorkerProcess]) -> int:
+    return sum(len(worker.records("breaker_reopened")) for worker in workers)
 
 
 async def probes(worker: WorkerProcess, number: int) -> int:
@@ -135,8 +157,8 @@ async def test_later_queues_of_a_strict_order_go_on_while_the_mail_server_is_dea
         enqueue(db, 200, queue="hooks", destination=hooks.url(scheme="http"))
         enqueue(db, 200, queue="texts", topic="text", destination=None)
         worker = start("mail", "hooks", "texts", hook_port=hooks.port)
-        failed_probes = await probes(worker, 10)
-        assert claims_of(db, "queue = 'mail' AND topic = 'notice'") <= IN_FLIGHT + 2 * failed_probes
+        failed = await probes(worker, 10)
+        assert claims_of(db, "queue = 'mail' AND topic = 'notice'") <= IN_FLIGHT + 2 * failed
         assert count(db, "state = 'sent' AND queue IN ('hooks', 'texts')") == 400
 
 
@@ -149,8 +171,8 @@ async def test_a_dead_host_holds_no_message_of_another_host(
         worker = start("hooks", webhook_ports=f"{hooks.port},{mail_port}")
 
         await become(lambda: len(hooks.received) == 200, lambda: len(hooks.received))
-        failed_probes = await probes(worker, 3)
-        assert claims_of(db, f"destination LIKE '%:{mail_port}/%'") <= IN_FLIGHT + 2 * failed_probes
+        failed = await probes(worker, 3)
+        assert claims_of(db, f"destination LIKE '%:{mail_port}/%'") <= IN_FLIGHT + 2 * failed
 
 
 async def test_messages_behind_a_breaker_stay_within_the_limits_of_their_queue_and_expire(
@@ -159,8 +181,8 @@ async def test_messages_behind_a_breaker_stay_within_the_limits_of_their_queue_a
     db.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('mail', 5)")
     enqueue(db, 200)
     worker = start("mail")
-    failed_probes = await probes(worker, 3)
-    assert claims_of(db, "topic = 'notice'") <= IN_FLIGHT + 2 * failed_probes
+    failed = await probes(worker, 3)
+    assert claims_of(db, "topic = 'notice'") <= IN_FLIGHT + 2 * failed
 
     enqueue(db, 10, expires_after="1 second")
     await become(lambda: count(db, "state = 'skipped'") == 10, lambda: worker.log[-500:])
@@ -173,7 +195,143 @@ async def test_ordered_messages_behind_a_breaker_wait_too(
 ) -> None:
     enqueue(db, 500, ordering_key="member ")
     worker = start("mail")
-    failed_probes = await probes(worker, 3)
-    assert claims_of(db, "topic = 'notice'") <= IN_FLIGHT + 2 * failed_probes
+    failed = await probes(worker, 3)
+    assert claims_of(db, "topic = 'notice'") <= IN_FLIGHT + 2 * failed
     async with accepting_server(port=mail_port):
         await become(lambda: count(db, "state = 'sent' AND topic = 'notice'") == 500, lambda: worker.log[-500:])
+
+
+async def test_a_recovered_host_is_probed_beside_the_backlog_of_a_dead_one(
+    db: psycopg.Connection, start: Callable[..., WorkerProcess]
+) -> None:
+    dead, mended = dead_ports(2)
+    enqueue(db, 3_000, queue="hooks", destination=f"http://{HOST}:{dead}/hook")
+    enqueue(db, 20, queue="hooks", destination=f"http://{HOST}:{mended}/hook")
+    worker = start("hooks", webhook_ports=f"{dead},{mended}")
+    await become(lambda: len(worker.records("breaker_opened")) == 2, lambda: worker.log[-500:])
+    async with webhook_server(port=mended) as hooks:
+        await become(lambda: len(hooks.received) == 20, lambda: len(hooks.received))
+
+
+async def test_probes_of_hosts_that_hang_leave_slots_to_others(
+    db: psycopg.Connection, start: Callable[..., WorkerProcess], silent_ports: Sequence[int]
+) -> None:
+    for port in silent_ports:
+        enqueue(db, 10, queue="hooks", destination=f"http://{HOST}:{port}/hook")
+    async with webhook_server() as hooks:
+        ports = ",".join(map(str, [hooks.port, *silent_ports]))
+        worker = start("hooks", webhook_ports=ports, webhook_timeout_seconds="0.5", breaker_failures="2")
+        await become(lambda: len(worker.records("breaker_opened")) == 30, lambda: worker.log[-500:])
+        worker.stop()
+
+        worker = start("hooks", webhook_ports=ports, webhook_timeout_seconds="600")
+        await become(lambda: count(db, "state = 'sending'") >= 2, lambda: worker.log[-500:])
+        enqueue(db, 500, queue="hooks", destination=hooks.url(scheme="http"))
+        await become(lambda: len(hooks.received) == 500, lambda: len(hooks.received))
+
+
+async def test_messages_behind_a_breaker_take_no_tokens_of_a_rate(
+    db: psycopg.Connection, start: Callable[..., WorkerProcess]
+) -> None:
+    async with webhook_server() as hooks:
+        db.execute("INSERT INTO pgoutbox.queue (name, rate_seconds, rate_count, burst) VALUES ('mail', 1, 20, 20)")
+        enqueue(db, 500)
+        worker = start("mail", hook_port=hooks.port)
+        await become(lambda: worker.records("breaker_opened"), lambda: worker.log[-500:])
+        enqueue(db, 100, destination=hooks.url(scheme="http"))
+        await become(lambda: len(hooks.received) == 100, lambda: len(hooks.received))
+        failed = await probes(worker, 1)
+        ((begun,),) = db.execute("SELECT begun_count FROM pgoutbox.queue WHERE name = 'mail'").fetchall()
+        assert begun - 100 <= IN_FLIGHT + 2 * failed
+
+
+@pytest.mark.parametrize(
+    "close", ["SELECT pgoutbox.close_breaker(key) FROM pgoutbox.breaker", "DELETE FROM pgoutbox.breaker"]
+)
+async def test_an_operator_who_closes_the_breaker_sets_all_workers_to_work(
+    db: psycopg.Connection, start: Callable[..., WorkerProcess], mail_port: int, close: LiteralString
+) -> None:
+    enqueue(db, 500)
+    pause = {"breaker_cooldown_seconds": "3600", "breaker_max_cooldown_seconds": "3600"}
+    workers = [start("mail", poll_interval_seconds="3600", **pause) for _ in range(2)]
+    await become(lambda: any(worker.records("breaker_opened") for worker in workers), lambda: workers[0].log[-500:])
+    # A send that is still in flight would open it again.
+    await become(lambda: count(db, "state = 'sending'") == 0, lambda: workers[0].log[-500:])
+    async with accepting_server(port=mail_port):
+        db.execute(close)
+        await become(lambda: count(db, "state = 'sent' AND topic = 'notice'") == 500, lambda: workers[0].log[-500:])
+    ((senders,),) = db.execute("SELECT count(DISTINCT worker) FROM pgoutbox.message WHERE topic = 'notice'").fetchall()
+    assert senders == 2
+
+
+async def test_a_worker_that_sends_on_another_way_sends_all_messages(
+    db: psycopg.Connection, start: Callable[..., WorkerProcess], mail_port: int
+) -> None:
+    """A setting was wrong: the breaker of the old mail server stays open, and no message needs it."""
+    enqueue(db, 500)
+    worker = start("mail")
+    await probes(worker, 1)
+    worker.stop()
+    async with accepting_server() as inbox:
+        worker = start(
+            "mail", smtp_port=str(inbox.port), breaker_cooldown_seconds="60", breaker_max_cooldown_seconds="60"
+        )
+        await become(lambda: count(db, "state = 'sent' AND topic = 'notice'") == 500, lambda: worker.log[-500:])
+
+
+async def test_the_only_message_behind_a_breaker_is_its_next_probe(
+    db: psycopg.Connection, start: Callable[..., WorkerProcess], mail_port: int
+) -> None:
+    enqueue(db, 100)
+    worker = start("mail")
+    await probes(worker, 1)
+    db.execute("SELECT pgoutbox.cancel(id) FROM pgoutbox.message WHERE state = 'pending'")
+    assert count(db, "state = 'cancelled'") > 90
+    await become(lambda: not holds(db), lambda: holds(db))
+    enqueue(db, 1)
+    await probes(worker, 2)
+    async with accepting_server(port=mail_port):
+        await become(lambda: count(db, "state = 'sent' AND topic = 'notice'") == 1, lambda: worker.log[-500:])
+
+
+async def test_a_lost_worker_leaves_the_probe_to_another_one(
+    db: psycopg.Connection, start: Callable[..., WorkerProcess], silent_ports: Sequence[int]
+) -> None:
+    enqueue(db, 500)
+    settings = {"smtp_port": str(silent_ports[0]), "breaker_probe_timeout_seconds": "3"}
+    worker = start("mail", smtp_timeout_seconds="1", **settings)
+    await become(lambda: worker.records("breaker_opened"), lambda: worker.log[-500:])
+    worker.stop()
+    worker = start("mail", smtp_timeout_seconds="60", **settings)
+    await become(lambda: count(db, "state = 'sending'"), lambda: worker.log[-500:])
+    worker.kill()
+    await probes(start("mail", smtp_timeout_seconds="1", **settings), 1)
+
+
+async def test_list_and_doctor_name_the_breaker_as_the_cause(
+    db: psycopg.Connection, dsn: str, start: Callable[..., WorkerProcess]
+) -> None:
+    enqueue(db, 300)
+    worker = start("mail", breaker_cooldown_seconds="3600", breaker_max_cooldown_seconds="3600")
+    await become(lambda: worker.records("breaker_opened"), lambda: worker.log[-500:])
+    reasons = (
+        "SELECT reason, count(*) FROM pgoutbox.waiting_view WHERE topic = 'notice' AND attempt_count = 0 GROUP BY 1"
+    )
+    await become(lambda: [row[0] for row in db.execute(reasons)] == ["breaker"], lambda: db.execute(reasons).fetchall())
+
+    db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '1 hour' WHERE attempt_count = 0")
+    examined = run_process("doctor", dsn=dsn).out
+    assert "wait behind the open breaker of smtp:" in examined
+
+
+async def test_a_worker_believes_the_end_of_a_breaker_that_another_worker_has_closed(
+    db: psycopg.Connection, start: Callable[..., WorkerProcess], mail_port: int
+) -> None:
+    enqueue(db, 500)
+    workers = [start("mail") for _ in range(2)]
+    await become(lambda: all(worker.records("breaker_reopened") for worker in workers), lambda: workers[0].log[-500:])
+    claims, seen = claims_of(db, "topic = 'notice'"), failed_probes(workers)
+    async with accepting_server(port=mail_port):
+        await become(lambda: count(db, "state = 'sent' AND topic = 'notice'") == 500, lambda: workers[0].log[-500:])
+    # Each message is claimed once more, and none of them twice because a worker took the breaker for open.
+    assert claims_of(db, "topic = 'notice'") <= claims + 500 + 2 + failed_probes(workers) - seen

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.outbox_actions import begin, enqueue
+from tests.support.proxy import proxy_to
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -134,10 +135,6 @@ def test_a_newer_message_of_a_coalesce_key_begins_when_the_attempt_of_the_older_
     wait_until(lambda: state_of(db, newer) == "sent", lambda: worker.log)
 
 
-@pytest.mark.skipif(
-    os.environ.get("OUTBOX_WORKER") == "kernel",
-    reason="it holds a worker between two statements by a lock of key_head, which a finish of the kernel reads",
-)
 @pytest.mark.parametrize(
     ("topic", "change", "wakes"),
     [
@@ -148,6 +145,7 @@ def test_a_newer_message_of_a_coalesce_key_begins_when_the_attempt_of_the_older_
     ],
 )
 def test_the_end_of_an_attempt_wakes_other_workers_only_for_a_message_that_they_can_begin(
+    dsn: str,
     db: psycopg.Connection,
     connect: Connect,
     start_worker: StartWorker,
@@ -157,26 +155,34 @@ def test_the_end_of_an_attempt_wakes_other_workers_only_for_a_message_that_they_
     wakes: bool,
 ) -> None:
     heard: list[str] = []
-    listener, holder = connect(autocommit=True), connect()
+    states: list[tuple[str, str]] = []
+    listener = connect(autocommit=True)
     listener.add_notify_handler(lambda notification: heard.append(notification.payload))
     with db.transaction():
         first = enqueue(db, "first", ordering_key="k")
         second = enqueue(db, topic, ordering_key="k")
-    # Without a listener, the worker itself sends no notification before it sleeps.
-    worker = start_worker(APPLICATION, environment=environments[0], listen="false", **SETTINGS)
-    wait_until(lambda: state_of(db, first) == "sending", lambda: worker.log)
-    holder.execute("LOCK TABLE pgoutbox.key_head")  # The worker waits for it when it looks for the next message.
-    listener.execute("LISTEN pgoutbox")
-    Path(environments[0]["GO_ON"]).touch()
-    wait_until(lambda: state_of(db, first) == "sent", lambda: worker.log)
-    if change == "scheduled":
-        db.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 h' WHERE id = %s", [second])
-    elif change == "in flight":
-        begin(db, second)
-    holder.rollback()
-    # The worker ends this one after it has looked.
-    last = enqueue(db, "first")
-    wait_until(lambda: state_of(db, last) == "sent", lambda: worker.log)
-    db.execute("NOTIFY pgoutbox, 'end'")
-    wait_until(lambda: listener.execute("SELECT 1").fetchone() and "end" in heard, lambda: worker.log)
+
+    def look(_application: str, statement: str) -> None:
+        """Change the next message after the end of the first one, as the worker looks for it."""
+        if statement.startswith("SELECT next.queue") and not states:
+            states.append((state_of(db, first), state_of(db, second)))
+            listener.execute("LISTEN pgoutbox")
+            if change == "scheduled":
+                db.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 h' WHERE id = %s", [second])
+            elif change == "in flight":
+                begin(db, second)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, proxy_to(dsn, listening) as proxy:
+        proxy.on_statement = look
+        # Without a listener, the worker itself sends no notification before it sleeps.
+        worker = start_worker(APPLICATION, environment=environments[0], dsn=proxy.dsn, listen="false", **SETTINGS)
+        Path(environments[0]["GO_ON"]).touch()
+        wait_until(lambda: state_of(db, first) == "sent", lambda: worker.log)
+        # The worker ends this one after it has looked.
+        last = enqueue(db, "first")
+        wait_until(lambda: state_of(db, last) == "sent", lambda: worker.log)
+        db.execute("NOTIFY pgoutbox, 'end'")
+        wait_until(lambda: listener.execute("SELECT 1").fetchone() and "end" in heard, lambda: worker.log)
+    # The worker begins a message of its own topic with the end of the one before it.
+    assert states == [("sent", "pending" if topic == "second" else "sending")]
     assert ("all default" in heard) == wakes, heard

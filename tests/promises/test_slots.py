@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pgoutbox import Context, Message, Outbox, SyncContext, Worker
-from tests.support.outbox_actions import PATIENCE_SECONDS, due_earlier, enqueue, settings_for
+from tests.support.outbox_actions import PATIENCE_SECONDS, due_earlier, enqueue, running, settings_for
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +29,7 @@ class Counted:
         self.counts: list[int] = []
         self._running: list[int] = []
         self._lock = threading.Lock()
-        self._is_full, self._full_set = asyncio.Event(), threading.Barrier(SLOTS, timeout=PATIENCE_SECONDS)
+        self._is_full, self._is_full_of_threads = asyncio.Event(), threading.Event()
 
         @outbox.handler("async")
         async def one(message: Message, ctx: Context) -> None:
@@ -38,9 +40,10 @@ class Counted:
 
         @outbox.handler("sync")
         def one_in_a_thread(message: Message, ctx: SyncContext) -> None:
-            self._begin()
-            for _ in range(2):  # One more handler would begin between the two, or keep the last ones waiting.
-                self._full_set.wait()
+            if self._begin():
+                self._is_full_of_threads.set()
+            self._is_full_of_threads.wait(PATIENCE_SECONDS)
+            time.sleep(0.01)  # One more handler would begin.
             self._running.pop()
 
         @outbox.batch_handler("batch", max_size=2)
@@ -74,6 +77,28 @@ async def test_at_most_so_many_handlers_run_and_all_slots_are_used(
     assert max(counted.counts) == SLOTS
 
 
+@pytest.mark.slow
+async def test_messages_are_not_claimed_and_released_again_and_again_beside_slow_handlers(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox, batch_size, delivered = Outbox(settings_for(dsn, concurrency=1, batch_size=10)), 10, 0
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        nonlocal delivered
+        await asyncio.sleep(0.6)  # A claimed message waits for more than a second.
+        delivered += 1
+
+    with db.transaction():
+        for _ in range(40):
+            enqueue(db)
+    async with running(Worker(outbox)):
+        await until(lambda: delivered == 10)
+    ((claim_count,),) = db.execute("SELECT sum(attempt_count) FROM pgoutbox.message").fetchall()
+    # The surplus of one claim is released, and what waits at the end.
+    assert claim_count <= delivered + 1 + 2 * batch_size
+
+
 async def test_messages_begin_in_the_order_of_their_due_times(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=5))
     begun: list[int] = []
@@ -89,3 +114,19 @@ async def test_messages_begin_in_the_order_of_their_due_times(dsn: str, db: psyc
         due_earlier(db, message_id, 60 * minutes)
     await Worker(outbox).run_once()
     assert begun == sorted(due_since, key=lambda message_id: -due_since[message_id])
+
+
+async def test_messages_of_one_claim_begin_in_the_order_of_their_queues(dsn: str, db: psycopg.Connection) -> None:
+    queues = ["q5", "q2", "q4", "q1", "q3", "q6"]
+    outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=50))
+    begun: list[str] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        begun.append(message.queue)
+
+    with db.transaction():
+        for queue in sorted(queues):
+            enqueue(db, queue=queue)
+    await Worker(outbox, queues=queues).run_once()
+    assert begun == queues

@@ -183,10 +183,10 @@ class Nemesis:
             self._wait(LEASE_SECONDS * self.chance.uniform(1.1, 2.0))
 
     def stall_finishes(self) -> None:
-        """Keep the workers behind the proxy from finishing and renewing until another worker has one of their
-        messages. At that moment the late finish arrives."""
+        """Keep the workers behind the proxy from claiming, finishing and renewing until another worker has one of
+        their messages. At that moment the late finish arrives."""
         with contextlib.ExitStack() as stalls, self.fleet.connection() as connection:
-            for session in ("finish", "lease", "ensure lease"):
+            for session in ("claim", "lease", "ensure"):  # The proxy knows the first two words of a name.
                 stalls.enter_context(self.fleet.proxy.stalled(f"pgoutbox {session}"))
             before = dict(connection.execute(_IN_FLIGHT).fetchall())
             until = time.monotonic() + 2.5 * LEASE_SECONDS

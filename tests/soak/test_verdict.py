@@ -22,8 +22,8 @@ from tests.support import races
 from tests.support.judge import install_judge, violations
 from tests.support.ledger import KEY, Ledger, install_audit
 from tests.support.messages import PUT_SENDING
-from tests.support.old_worker import claim, finish_sent
 from tests.support.outbox_actions import enqueue, state_of
+from tests.support.worker_sql import claim, finish_sent
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -394,7 +394,7 @@ def test_the_witness_records_what_the_workers_do(run: tuple[Path, psycopg.Connec
     Operator(connection).limit_rate("rated", Rate(1, 1), burst=1)
     connection.commit()  # It also ends settings that are local to an operator's transaction.
     message_id = enqueue(connection, payload={KEY: "k50", "plan": ["ok"]}, queue="rated")
-    claim(connection, queue="rated", by_permits=True)
+    claim(connection, queue="rated")
     finish_sent(connection, (message_id, 1))
     assert [(line.message_id, line.what) for line in flights(connection)] == [
         (message_id, "pending"),

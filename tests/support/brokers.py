@@ -267,7 +267,8 @@ async def target_repaired(
         assert {key for (key,) in db.execute(query) if not key.startswith("mailto:")} == breakers
         yield
         await until(lambda: are_sent(held) and not open_breakers())
-    assert {outcome for one in held for _, outcome, _ in attempts_of(db, one)} == {"snoozed"}
+    # A message that waits for a slot for long is released: another worker may have one.
+    assert {outcome for one in held for _, outcome, _ in attempts_of(db, one)} <= {"snoozed", "released"}
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Actions of tests on an outbox, by SQL on any connection and by the public API, and workers in the test's process.
 
-They run beside any worker. The actions that run the worker's own statements are in `tests.support.old_worker`.
+They run beside any worker. The actions that run the worker's own statements are in `tests.support.worker_sql`.
 """
 
 from __future__ import annotations

@@ -214,6 +214,9 @@ class Proxy:
             raise self._errors[0]
 
     def _call(self, function: Callable[[], T]) -> T:
+        if threading.current_thread() is self._thread:
+            return function()
+
         async def call() -> T:
             return function()
 

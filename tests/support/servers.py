@@ -119,7 +119,7 @@ class OwnServer:
             float(found)
             for found in re.findall(
                 r"^pgoutbox claim [^|\n]*\|LOG: +\w{5}: +duration: ([\d.]+) ms +execute [^\n]*\n*\s*"
-                r"WITH judged AS[^\n]*\n\s*SELECT m\.ctid AS place, m\.id, m\.topic",
+                r"WITH\s+judged AS",
                 self.log.read_text(),
                 re.MULTILINE,
             )

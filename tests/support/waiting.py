@@ -1,4 +1,4 @@
-"""Polling for the effect of another process or session, which sets no event here."""
+"""Polling for the effect of a worker, process or session, which sets no event here."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from pgoutbox.clock import elapsed_clock
 from tests.support.outbox_actions import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import psycopg
+
+    from pgoutbox.worker import Worker
 
 PROCESS_PATIENCE_SECONDS: Final = 60.0
 _PAUSE_SECONDS: Final = 0.01
@@ -31,3 +36,21 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110 - the condition is another session's, which sets no event
             await asyncio.sleep(_PAUSE_SECONDS)
+
+
+async def until_idle(worker: Worker) -> None:
+    """Wait until the worker sleeps: a commit or a due time has to wake it."""
+    await until(lambda: worker.status().is_idle)
+
+
+async def until_polled(worker: Worker, connection: psycopg.Connection) -> None:
+    """Wake the worker, and wait until it has polled, after everything so far, and is idle."""
+    began_at = elapsed_clock()
+    connection.execute("SELECT pg_notify('pgoutbox', 'all default')")
+
+    def has_polled() -> bool:
+        passed = elapsed_clock() - began_at
+        status = worker.status()
+        return status.is_idle and status.polled_seconds_ago < passed
+
+    await until(has_polled)

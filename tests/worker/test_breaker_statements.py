@@ -10,8 +10,8 @@ from pgoutbox.database import sql
 from pgoutbox.database.store import BreakerRow
 from tests.support import races
 from tests.support.messages import ADD_ATTEMPT
-from tests.support.old_worker import sleeping_worker
 from tests.support.outbox_actions import enqueue
+from tests.support.worker_sql import sleeping_worker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

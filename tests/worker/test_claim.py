@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, LiteralString, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import pytest
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import ClaimedRow, LapsedRow, Place
+from pgoutbox.kernel import statements
 from pgoutbox.message import AttemptOutcome, State
 from tests.support.messages import PUT_FINAL
-from tests.support.old_worker import End, claim, finish, ids_in_flight
 from tests.support.outbox_actions import (
     LEASE_SECONDS,
     Options,
@@ -25,10 +24,9 @@ from tests.support.outbox_actions import (
     row_of,
     state_of,
 )
+from tests.support.worker_sql import FRESH, RETRIES, End, claim, claim_lanes, finish, ids_in_flight
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import psycopg
 
     from tests.conftest import Connect
@@ -70,40 +68,12 @@ def test_a_claim_leases_the_message_and_counts_the_attempt(rolled_back: psycopg.
     assert lease.fetchone() == (LEASE_SECONDS,)
 
 
-@pytest.mark.parametrize(
-    ("statement", "names"),
-    [
-        pytest.param(sql.CLAIM_FRESH, ClaimedRow._fields[:-4], id="fresh"),
-        pytest.param(sql.CLAIM_FRESH_BY_PERMITS, ClaimedRow._fields[:-4], id="fresh by permits"),
-        pytest.param(sql.CLAIM_RETRIES, ClaimedRow._fields[:-4], id="retries"),
-        pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, ClaimedRow._fields[:-4], id="retries by permits"),
-        pytest.param(sql.CLAIM_ORDERED, ClaimedRow._fields[:-4], id="ordered"),
-        pytest.param(sql.CLAIM_LAPSED, ClaimedRow._fields[:-4], id="suspects"),
-        pytest.param(sql.END_LAPSED, LapsedRow._fields, id="lapsed"),
-    ],
-)
-def test_every_claim_returns_the_columns_of_the_row_in_their_order(
-    rolled_back: psycopg.Connection, statement: LiteralString, names: Sequence[str]
-) -> None:
-    parameters = {
-        "queue": "default",
-        "queues": ["default"],
-        "topics": ["greet"],
-        "hold_topics": [],
-        "hooks": "{}",
-        "total": 1,
-        "after_due_at": None,
-        "after_id": 0,
-        "since_seconds": 0,
-        "ids": [1],
-        "in_flight": [],
-        "distance_seconds": 0.05,
-        "worker": "w",
-        "lease_seconds": 1,
-    }
-    cursor = rolled_back.execute(statement, parameters)
-    assert cursor.description is not None
-    assert tuple(column.name for column in cursor.description) == names
+def test_the_row_of_a_suspect_has_the_columns_of_a_claim(rolled_back: psycopg.Connection) -> None:
+    enqueue(rolled_back, destination="mailto:a@example.org", coalesce_key="k", max_attempts=2)
+    (first,) = claim(rolled_back, worker="first")
+    lapse(rolled_back, first.id)
+    (again,) = claim(rolled_back)
+    assert again._replace(claimed_at=first.claimed_at) == first._replace(attempt_count=2, was_lapsed=True, lane=1)
 
 
 def test_a_claim_of_fresh_messages_skips_all_others(rolled_back: psycopg.Connection) -> None:
@@ -179,12 +149,6 @@ def test_a_backlog_of_retries_does_not_delay_fresh_messages(rolled_back: psycopg
     assert ids_in_flight(claim(rolled_back, total=1)) == [fresh]
 
 
-def test_the_fresh_limit_keeps_room_for_retries(rolled_back: psycopg.Connection) -> None:
-    enqueue(rolled_back)
-    retry = retried(rolled_back)
-    assert ids_in_flight(claim(rolled_back, total=1, fresh_limit=0)) == [retry]
-
-
 def test_a_position_skips_messages_that_were_due_before_it(rolled_back: psycopg.Connection) -> None:
     ((now,),) = rolled_back.execute("SELECT now()").fetchall()
     below, at_position, after_position = (enqueue(rolled_back) for _ in range(3))
@@ -192,8 +156,9 @@ def test_a_position_skips_messages_that_were_due_before_it(rolled_back: psycopg.
     below_again, at_position_again, after_position_again = (retried(rolled_back) for _ in range(3))
     due_earlier(rolled_back, at_position_again, 0)
     due_earlier(rolled_back, after_position_again, 0)
-    rows = claim(rolled_back, fresh_position=Place(now, at_position), retry_position=Place(now, at_position_again))
-    assert ids_in_flight(rows) == [after_position, after_position_again]
+    after = {FRESH: (now, at_position), RETRIES: (now, at_position_again)}
+    rows = claim_lanes(rolled_back, (FRESH, RETRIES), after=after)
+    assert sorted(ids_in_flight(rows)) == [after_position, after_position_again]
     assert ids_in_flight(claim(rolled_back)) == [below, at_position, below_again, at_position_again]
 
 
@@ -201,8 +166,8 @@ def test_the_position_of_one_lane_does_not_affect_the_other(rolled_back: psycopg
     ((now,),) = rolled_back.execute("SELECT now()").fetchall()
     fresh, retry = enqueue(rolled_back), retried(rolled_back)
     due_earlier(rolled_back, fresh, 5)
-    assert ids_in_flight(claim(rolled_back, retry_position=Place(now, retry))) == [fresh]
-    assert ids_in_flight(claim(rolled_back, fresh_position=Place(now, retry))) == [retry]
+    for lane, found in ((RETRIES, fresh), (FRESH, retry)):
+        assert ids_in_flight(claim_lanes(rolled_back, (FRESH, RETRIES), after={lane: (now, retry)})) == [found]
 
 
 def test_a_superseded_message_ends_skipped_and_names_its_successor(rolled_back: psycopg.Connection) -> None:
@@ -232,7 +197,7 @@ def test_a_message_waits_while_its_predecessor_is_in_flight(rolled_back: psycopg
 def test_a_superseded_retry_is_skipped_while_its_successor_is_in_flight(rolled_back: psycopg.Connection) -> None:
     older = retried(rolled_back, coalesce_key="k")
     newer = enqueue(rolled_back, coalesce_key="k")
-    assert ids_in_flight(claim(rolled_back, fresh_limit=100, total=1)) == [newer]
+    assert ids_in_flight(claim(rolled_back, total=1)) == [newer]
     assert claim(rolled_back)[0].state == State.SKIPPED
     assert row_of(rolled_back, older).superseded_by == newer
 
@@ -316,13 +281,6 @@ def test_lost_attempts_delay_neither_fresh_messages_nor_retries(rolled_back: psy
     fresh, retry = enqueue(rolled_back), retried(rolled_back)
     due_earlier(rolled_back, retry, 1)
     assert ids_in_flight(claim(rolled_back, total=2)) == [fresh, retry]
-
-
-def test_a_backlog_of_retries_does_not_delay_a_suspect(rolled_back: psycopg.Connection) -> None:
-    for _ in range(5):
-        due_earlier(rolled_back, retried(rolled_back), 3600)
-    (suspect,) = lost_one_after_the_other(rolled_back, 1, max_attempts=2)
-    assert ids_in_flight(claim(rolled_back, total=1, fresh_limit=0)) == [suspect]
 
 
 def test_a_suspect_has_lost_half_of_its_attempts(rolled_back: psycopg.Connection) -> None:
@@ -447,10 +405,11 @@ def test_rows_locked_by_another_session_are_skipped(connect: Connect) -> None:
 def due_of(connection: psycopg.Connection, *, since_seconds: float) -> float | None:
     parameters = {
         "queues": ["default", "bulk"],
+        "topics": ["greet"],
         "since_seconds": since_seconds,
         "others_since_seconds": since_seconds,
     }
-    rows = connection.execute(sql.NEXT_DUE, parameters).fetchall()
+    rows = connection.execute(statements.NEXT_DUE, parameters).fetchall()
     return min((float(seconds) for row in rows for seconds in row[3:5] if seconds is not None), default=None)
 
 

@@ -6,17 +6,14 @@ Those that have lost half of their attempts are suspects, and those beside them:
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-import pgoutbox.worker.run
 from pgoutbox import Outbox
-from pgoutbox.database.store import Store
 from pgoutbox.message import Message, Transient
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
-from tests.support.old_worker import WatchedWorker, claim, run_of
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
@@ -30,13 +27,13 @@ from tests.support.outbox_actions import (
     state_of,
 )
 from tests.support.waiting import until
+from tests.support.worker_sql import WatchedWorker, claim, run_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import psycopg
 
-    from pgoutbox.database.store import ClaimedRow
     from pgoutbox.handlers import Context
 
 pytestmark = pytest.mark.slow
@@ -164,31 +161,6 @@ async def test_one_run_delivers_many_suspects_with_any_history(dsn: str, db: psy
     assert sorted(gate.waiting) == ids
 
 
-async def test_a_run_continues_if_a_suspect_ends_during_a_claim_that_skipped_the_next(
-    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids = [lost(db, max_attempts=2) for _ in range(3)]
-    all_due(db)
-    gate = Gate(dsn)
-    worker = Worker(gate.outbox)
-    looks: list[int] = []
-
-    class SlowStore(Store):
-        async def claim(self, *arguments: Any, **options: Any) -> list[ClaimedRow]:  # noqa: ANN401 - passed on
-            rows = await super().claim(*arguments, **options)
-            if run_of(worker).state.signals.suspect and not options["retries"]:
-                looks.append(len(rows))
-            # The third poll beside the suspect starts from the beginning, after which a run may end.
-            if len(looks) == 3 and not gate.opened.is_set():
-                gate.opened.set()
-                await until(lambda: not run_of(worker).state.in_flight)
-            return rows
-
-    monkeypatch.setattr(pgoutbox.worker.run, "Store", SlowStore)
-    await worker.run_once()
-    assert {row.state for row in rows_of(db, *ids)} == {"sent"}
-
-
 class Stations:
     """An outbox whose topic `greet` lets each message end when the test says so."""
 
@@ -210,7 +182,7 @@ class Stations:
     async def are(self, worker: WatchedWorker, ids: Sequence[int]) -> None:
         """Wait until the worker sleeps with exactly these in flight."""
         await until(lambda: self.in_flight == set(ids))
-        run_of(worker).state.signals.poll_all_lanes()
+        run_of(worker).kernel.sweep()
         async with asyncio.timeout(PATIENCE_SECONDS):
             await worker.falls_asleep()
         assert self.in_flight == set(ids)
@@ -221,7 +193,7 @@ def test_messages_of_attempts_that_were_lost_together_fall_due_one_after_the_oth
     ended = lost(db, max_attempts=1)
     all_due(db)
     with db.transaction():
-        assert [(row.id, row.state) for row in claim(db, fresh_limit=0)] == [(ids[0], "sending"), (ended, "failed")]
+        assert [(row.id, row.state) for row in claim(db)] == [(ids[0], "sending"), (ended, "failed")]
         seconds = db.execute(
             "SELECT id, extract(epoch FROM available_at - now())::float8 FROM pgoutbox.message_live WHERE id > %s"
             " ORDER BY id",
@@ -315,7 +287,7 @@ async def test_a_suspect_that_still_runs_in_the_process_that_claims_it_is_follow
                 [first],
             )
             db.execute("UPDATE pgoutbox.message SET attempt_count = 2, worker = 'dead' WHERE id = %s", [first])
-        run_of(worker).state.signals.poll_all_lanes()
+        run_of(worker).kernel.sweep()
         await until(lambda: row_of(db, first).attempt_count == 3)
         stations.end([first, second])
         await until(lambda: [state_of(db, i) for i in (first, second)] == ["sent", "sent"])

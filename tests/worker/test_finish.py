@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Unpack
 import psycopg
 import pytest
 
-from pgoutbox.database import sql
+from pgoutbox.kernel import statements
 from pgoutbox.message import AttemptOutcome, State
-from tests.support.old_worker import End, claim, current_states, finish, finish_sent, ids_in_flight
 from tests.support.outbox_actions import (
     Options,
     attempts_of,
@@ -21,6 +20,7 @@ from tests.support.outbox_actions import (
     row_of,
     state_of,
 )
+from tests.support.worker_sql import End, claim, current_states, finish, finish_sent, ids_in_flight
 
 if TYPE_CHECKING:
     from tests.conftest import Connect
@@ -330,9 +330,10 @@ def successors(connection: psycopg.Connection, message_id: int) -> list[str]:
         "queues": ["default"],
         "coalesce_keys": ["k"],
         "ordering_keys": [None],
+        "own_queues": [],
         "own_topics": ["greet"],
     }
-    return [row[0] for row in connection.execute(sql.QUEUES_OF_SUCCESSORS, parameters).fetchall()]
+    return [row[0] for row in connection.execute(statements.TELL_SUCCESSORS, parameters).fetchall()]
 
 
 def test_the_queue_of_a_waiting_successor_is_named(rolled_back: psycopg.Connection) -> None:

@@ -16,11 +16,11 @@ from pgoutbox.message import State
 from pgoutbox.transports import pass_gate
 from pgoutbox.worker import Worker, transactional
 from pgoutbox.worker.attempt import Attempt, Claim
-from tests.support.old_worker import claim, ids_in_flight
 from tests.support.outbox_actions import attempts_of, cancel, enqueue, lapse, row_of, running, settings_for, state_of
 from tests.support.sends import outgoing
 from tests.support.smtp_server import Inbox, accepting_server, mail_settings
 from tests.support.waiting import until, wait_until
+from tests.support.worker_sql import claim, ids_in_flight
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -13,7 +13,6 @@ from cryptography.fernet import Fernet
 from pgoutbox import Failure, Message, Outbox, Topic
 from pgoutbox.message import Permanent
 from pgoutbox.worker import Worker, payloads
-from tests.support.old_worker import claim, run_of
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
@@ -26,6 +25,7 @@ from tests.support.outbox_actions import (
     state_of,
 )
 from tests.support.waiting import until
+from tests.support.worker_sql import claim, run_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 
 from pgoutbox.database.store import HeldRow
-from tests.support.old_worker import claim, finish_sent, renew, watch
 from tests.support.outbox_actions import LEASE_SECONDS, cancel, enqueue, lapse, until_blocked
+from tests.support.worker_sql import claim, finish_sent, renew, watch
 
 if TYPE_CHECKING:
     import psycopg

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pgoutbox import Context, Message, Outbox
-from pgoutbox.database import sql
-from pgoutbox.database.store import Store
-from pgoutbox.database.worker_connection import WorkerConnection
-from pgoutbox.message import AttemptOutcome, FencingToken, State
+from pgoutbox.kernel import statements
+from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.worker import Worker
-from tests.support.old_worker import End, WatchedWorker, claim, claimed_ats, finish
+from pgoutbox.worker.kernel_run import Link
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
@@ -23,16 +21,16 @@ from tests.support.outbox_actions import (
     running,
     settings_for,
     state_of,
-    until_blocked,
 )
 from tests.support.waiting import until
+from tests.support.worker_sql import End, Trip, WatchedWorker, around_trips, claim, finish
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import psycopg
 
-    from pgoutbox.database.round_trip import Step
+    from pgoutbox.kernel.seams import Row, Step
     from tests.conftest import Connect
 
 pytestmark = pytest.mark.slow
@@ -129,27 +127,6 @@ async def next_delivered(db: psycopg.Connection, worker: WatchedWorker, delivere
     return message_id
 
 
-async def test_a_row_that_moves_while_its_finish_waits_delays_no_other_outcomes(
-    dsn: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The row moves to another partition: a session that waited for the lock gets an error instead of the row."""
-    monkeypatch.setattr("pgoutbox.database.store._FINISH_LOCK_TIMEOUT", f"{PATIENCE_SECONDS}s")
-    db, other = connect(autocommit=True), connect()
-    first, gone, last = (enqueue(db) for _ in range(3))
-    claim(db)
-    assert finish(other, End(gone, 1, AttemptOutcome.FAILED, "by somebody else")) == {gone: State.FAILED}
-    store = Store(settings_for(dsn, lock_timeout_seconds=PATIENCE_SECONDS), worker="worker-1")
-    tokens = [FencingToken(one, 1, claimed_at) for one, claimed_at in claimed_ats(db, first, gone, last).items()]
-    finishing = asyncio.create_task(store.finish_sent(tokens, {"greet"}))
-    try:
-        await until_blocked(db, finishing)
-        other.commit()
-        assert await finishing == ({first: State.SENT, last: State.SENT}, False)
-    finally:
-        await store.close()
-    assert state_of(db, gone) == State.FAILED
-
-
 # Not an error of a row, like a lock timeout.
 REFUSED: Step = ("SELECT public.refuse()", {})
 REFUSE = """
@@ -171,22 +148,20 @@ async def test_a_refused_statement_costs_no_attempt_and_no_lease(
     async def greet(message: Message, ctx: Context) -> None:
         delivered[message.id] += 1
 
-    fetch = WorkerConnection.fetch
     met: Counter[str] = Counter()
     has_refused = True
 
-    async def refusing(self: WorkerConnection, statement: Any, parameters: Any, *, first: Any = None) -> Any:  # noqa: ANN401 - passed on
+    async def refusing(steps: Sequence[Step], trip: Trip) -> list[list[Row]]:
         nonlocal has_refused
-        if met or statement == sql.END_LAPSED:  # The first look begins with it.
-            met[statement] += 1
-        this = statement, met[statement]
-        if not has_refused and 1 <= met[statement] <= 3 and this not in refused:
-            has_refused = True
-            refused.add(this)
-            first = REFUSED
-        return await fetch(self, statement, parameters, first=first)
+        met.update(statement for statement, _ in steps)
+        fresh = {(statement, met[statement]) for statement, _ in steps if met[statement] <= 3} - refused
+        if has_refused or not fresh:
+            return await trip(steps)
+        has_refused = True
+        refused.add(min(fresh))
+        return await trip([REFUSED, *steps])
 
-    monkeypatch.setattr(WorkerConnection, "fetch", refusing)
+    monkeypatch.setattr(Link, "trip", around_trips(refusing))
     while has_refused:
         has_refused = False
         ids = [enqueue(db), enqueue(db, coalesce_key="k"), enqueue(db, ordering_key="k")]
@@ -198,4 +173,10 @@ async def test_a_refused_statement_costs_no_attempt_and_no_lease(
         assert {row.state for row in rows} == {State.SENT}, refused
         assert [row.max_attempts - row.attempt_count for row in rows] == budgets, refused
     kinds = {statement for statement, _ in refused}
-    assert {sql.OVERTAKEN, sql.CLAIM_ORDERED, sql.CLAIM_FRESH, sql.FIND_ORDERED} <= kinds
+    assert {
+        statements.OVERTAKEN,
+        statements.CLAIM,
+        statements.FINISH_SENT,
+        statements.TELL_SUCCESSORS,
+        statements.NEXT_DUE,
+    } <= kinds

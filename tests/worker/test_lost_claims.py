@@ -6,19 +6,17 @@ import asyncio
 import os
 import socket
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import psycopg
 import pytest
 
 from pgoutbox import Context, Message, Outbox
-from pgoutbox.database import sql
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
 from tests.conftest import DURABLE
-from tests.support.old_worker import run_of
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
@@ -30,12 +28,14 @@ from tests.support.outbox_actions import (
     state_of,
 )
 from tests.support.waiting import until
+from tests.support.worker_sql import has_claimed, run_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from pgoutbox.kernel.seams import Row, Step
 
 COUNT: Final = 60
-CLAIMS: Final = {sql.CLAIM_FRESH, sql.CLAIM_FRESH_BY_PERMITS}
 
 
 async def deliver_all(dsn: str, db: psycopg.Connection, *, at_each: Callable[[int], None] = lambda _: None) -> Worker:
@@ -60,19 +60,19 @@ async def deliver_all(dsn: str, db: psycopg.Connection, *, at_each: Callable[[in
 
 def lose_answer(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
     """Lose the answer to the nth claim that found messages."""
-    fetch = WorkerConnection.fetch
+    trip = WorkerConnection.trip
     filled = 0
 
-    async def lose(self: WorkerConnection, statement: Any, parameters: Any, *, first: Any = None) -> Any:  # noqa: ANN401 - passed on
+    async def lose(self: WorkerConnection, steps: Sequence[Step]) -> list[list[Row]]:
         nonlocal filled
-        rows = await fetch(self, statement, parameters, first=first)
-        if statement in CLAIMS and rows:
+        results = await trip(self, steps)
+        if has_claimed(steps, results):
             filled += 1
             if filled == nth:
                 raise psycopg.OperationalError("the connection broke after the commit")
-        return rows
+        return results
 
-    monkeypatch.setattr(WorkerConnection, "fetch", lose)
+    monkeypatch.setattr(WorkerConnection, "trip", lose)
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ async def test_an_abandoned_session_is_ended_even_if_the_next_connection_breaks_
 async def test_terminated_sessions_delay_no_message(dsn: str, db: psycopg.Connection) -> None:
     def terminate(number: int) -> None:
         if number % 7 == 0:
-            purpose = ("claim", "finish", "lease", "listen", "")[number // 7 % 5]
+            purpose = ("claim", "lease", "listen", "")[number // 7 % 4]
             db.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
                 " WHERE datname = current_database() AND application_name LIKE %s",

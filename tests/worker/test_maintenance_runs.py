@@ -21,7 +21,6 @@ from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations import Operator
 from pgoutbox.worker.maintenance import Maintenance
 from tests.support.messages import put
-from tests.support.old_worker import WatchedWorker, claim, finish_sent, ids_in_flight
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     cancel,
@@ -36,6 +35,7 @@ from tests.support.partitions import add_partition, drop_partitions, partitions_
 from tests.support.proxy import proxy_to
 from tests.support.races import ADVISORY_LOCKS
 from tests.support.waiting import until
+from tests.support.worker_sql import WatchedWorker, claim, finish_sent, ids_in_flight
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -15,9 +15,9 @@ from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import AttemptOutcome
 from pgoutbox.operations import Operator
 from tests.support.messages import LARGE
-from tests.support.old_worker import End, claim, finish
 from tests.support.outbox_actions import attempts_of, enqueue, lapse, row_of, running, settings_for, state_of
 from tests.support.waiting import until
+from tests.support.worker_sql import End, claim, finish
 
 if TYPE_CHECKING:
     import psycopg

@@ -11,13 +11,13 @@ import psycopg
 import pytest
 
 from pgoutbox import ArgumentError, NewMessage, Outbox, Topic
-from pgoutbox.database.store import ClaimedRow, Store
+from pgoutbox.database.store import Store
+from pgoutbox.kernel.lanes import OrderedLane
 from pgoutbox.message import Message, Permanent, Snooze, State, Transient
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.run import WorkerRun
-from tests.support.old_worker import WatchedWorker, claim_ordered, run_of
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
@@ -29,6 +29,7 @@ from tests.support.outbox_actions import (
     state_of,
 )
 from tests.support.waiting import until
+from tests.support.worker_sql import WatchedWorker, claim_ordered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,16 +108,6 @@ async def test_a_sleeping_worker_continues_a_key_as_soon_as_its_first_message_en
     async with running(WatchedWorker(line.outbox)) as _:
         ids = [enqueue(db, ordering_key="k") for _ in range(30)]
         await until(lambda: line.seen["k"] == ids)
-
-
-async def test_a_sleeping_worker_learns_of_the_first_ordering_key_ever(dsn: str, db: psycopg.Connection) -> None:
-    line = Line(dsn)
-    worker = WatchedWorker(line.outbox)
-    async with running(worker):
-        await worker.asleep.wait()
-        await until(lambda: not run_of(worker).state.queues["default"].has_ordered)
-        message_id = enqueue(db, ordering_key="k")
-        await until(lambda: state_of(db, message_id) == "sent")
 
 
 @pytest.mark.slow
@@ -205,42 +196,6 @@ async def test_a_worker_falls_asleep_beside_more_waiting_keys_than_one_poll_cove
         await worker.polls_and_sleeps()
 
 
-@pytest.mark.slow
-async def test_a_new_key_does_not_wait_for_a_round_over_many_keys(
-    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduled_at = datetime.now(UTC) + timedelta(hours=1)
-    for number in range(250):
-        enqueue(db, ordering_key=f"key-{number:03}", available_at=scheduled_at)
-    line = Line(dsn)
-    page_count, counts_at_claims = 0, list[int]()
-    find_ordered, claim_once = Store.find_ordered, Store.claim_ordered
-
-    async def find(
-        store: Store, queue: str, *, topics: Sequence[str], after_key: str, key_limit: int
-    ) -> tuple[Sequence[int], str]:
-        nonlocal page_count
-        page_count += 1
-        return await find_ordered(store, queue, topics=topics, after_key=after_key, key_limit=min(key_limit, 10))
-
-    async def claim_and_note(store: Store, queue: str, message_ids: Sequence[int]) -> list[ClaimedRow]:
-        counts_at_claims.append(page_count)
-        return await claim_once(store, queue, message_ids)
-
-    monkeypatch.setattr(Store, "find_ordered", find)
-    monkeypatch.setattr(Store, "claim_ordered", claim_and_note)
-    worker = WatchedWorker(line.outbox)
-    async with running(worker):
-        await worker.sleeping.wait()
-        for key in ("z", "a", "key-100-a"):
-            page_count = 0
-            counts_at_claims.clear()
-            due = enqueue(db, ordering_key=key)
-            await until(lambda: state_of(db, due) == "sent")  # noqa: B023 - asked at once
-            assert counts_at_claims[0] == 1
-            await worker.polls_and_sleeps()
-
-
 async def test_a_round_ends_although_the_key_where_it_began_is_gone(dsn: str, db: psycopg.Connection) -> None:
     enqueue(db, ordering_key="a")
     assert len(claim_ordered(db, worker="another")) == 1
@@ -250,7 +205,8 @@ async def test_a_round_ends_although_the_key_where_it_began_is_gone(dsn: str, db
     class LateWorker(Worker):
         def _new_run(self, *, ends_by_itself: bool) -> WorkerRun:
             run = super()._new_run(ends_by_itself=ends_by_itself)
-            run.state.queues["default"].after_key = "b"
+            (lane,) = (lane for lane in run.kernel._lanes if isinstance(lane, OrderedLane))
+            lane._after_key = "b"
             return run
 
     worker = LateWorker(line.outbox)

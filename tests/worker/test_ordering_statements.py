@@ -9,24 +9,13 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox.database import sql
+from pgoutbox.kernel import statements
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import Operator, Rate
-from tests.support.old_worker import (
-    End,
-    claim,
-    claim_ordered,
-    find_new_ordered,
-    find_ordered,
-    finish,
-    finish_sent,
-    ids_in_flight,
-)
 from tests.support.outbox_actions import (
     attempts_of,
     begin,
     cancel,
-    due_earlier,
     enqueue,
     expire,
     lapse,
@@ -35,11 +24,29 @@ from tests.support.outbox_actions import (
     state_of,
     until_blocked,
 )
+from tests.support.worker_sql import (
+    ORDERED,
+    End,
+    claim,
+    claim_ordered,
+    claim_parameters,
+    claim_rows,
+    finish,
+    finish_sent,
+    ids_in_flight,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.conftest import Connect
+
+
+def page(connection: psycopg.Connection, after_key: str | None, *, key_limit: int = 9) -> tuple[list[int], str]:
+    """Claim a page of ordering keys. Return the ids, and the key after which the next page begins."""
+    *rows, end = claim_rows(connection, (ORDERED,), after_key=after_key, key_limit=key_limit)
+    assert end.ordering_key is not None
+    return [row.id for row in rows], end.ordering_key
 
 
 def ordered(connection: psycopg.Connection, count: int, key: str = "k", **arguments: object) -> list[int]:
@@ -48,26 +55,27 @@ def ordered(connection: psycopg.Connection, count: int, key: str = "k", **argume
 
 def test_only_the_first_message_of_each_key_is_found(rolled_back: psycopg.Connection) -> None:
     first, second = ordered(rolled_back, 3, "a"), ordered(rolled_back, 2, "b")
-    assert find_ordered(rolled_back) == ([first[0], second[0]], "b", 2)
+    assert ids_in_flight(claim_ordered(rolled_back)) == [first[0], second[0]]
 
 
-def test_a_random_key_may_be_each_of_its_queue(db: psycopg.Connection) -> None:
+def test_the_first_page_of_a_process_may_begin_behind_each_key(db: psycopg.Connection) -> None:
     """In a database of its own: the pages of a shared one are nearly all empty."""
-    assert db.execute(sql.RANDOM_KEY, {"queue": "default"}).fetchall() == []
     enqueue(db)
     ordered(db, 1, "elsewhere", queue="bulk")
-    keys = {f"key-{number}" for number in range(10)}
-    for key in keys:
-        ordered(db, 1, key)
-    found = {db.execute(sql.RANDOM_KEY, {"queue": "default"}).fetchall()[0][0] for _ in range(200)}
-    assert found == keys
+    assert page(db, None) == ([], "")
+    ids = [ordered(db, 1, f"key-{number}")[0] for number in range(10)]
+    found: set[int] = set()
+    for _ in range(200):
+        with db.transaction(force_rollback=True):
+            found.update(page(db, None, key_limit=1)[0] or ids[:1])
+    assert found == set(ids)
 
 
 def test_the_next_message_follows_when_the_previous_one_is_final(rolled_back: psycopg.Connection) -> None:
     ids = ordered(rolled_back, 3)
     for message_id in ids:
         assert ids_in_flight(claim_ordered(rolled_back)) == [message_id]
-        assert find_ordered(rolled_back)[0] == []
+        assert claim_ordered(rolled_back) == []
         finish_sent(rolled_back, (message_id, 1))
 
 
@@ -84,7 +92,7 @@ def test_the_next_message_waits_while_the_first_waits_for_its_retry(rolled_back:
     first, _ = ordered(rolled_back, 2)
     claim_ordered(rolled_back)
     finish(rolled_back, End(first, 1, AttemptOutcome.RETRY, "busy", 60.0))
-    assert find_ordered(rolled_back)[0] == []
+    assert claim_ordered(rolled_back) == []
 
 
 @pytest.mark.parametrize("how", ["failed", "skipped", "cancelled", "expired"])
@@ -107,7 +115,7 @@ def test_a_lost_attempt_is_repeated_before_the_next_message(rolled_back: psycopg
     first, _ = ordered(rolled_back, 2)
     claim_ordered(rolled_back)
     lapse(rolled_back, first)
-    assert find_ordered(rolled_back)[0] == []
+    assert claim_ordered(rolled_back) == []
     assert claim(rolled_back, worker="successor") == []
     assert ids_in_flight(claim_ordered(rolled_back, worker="successor")) == [first]
 
@@ -117,7 +125,7 @@ def test_a_halting_failure_blocks_the_messages_behind_it(rolled_back: psycopg.Co
     claim_ordered(rolled_back)
     finish(rolled_back, End(first, 1, AttemptOutcome.FAILED, "why"))
     (third,) = ordered(rolled_back, 1)
-    assert find_ordered(rolled_back)[0] == []
+    assert claim_ordered(rolled_back) == []
     redrive(rolled_back, first)
     for message_id, attempt in ((first, 2), (second, 1), (third, 1)):
         assert ids_in_flight(claim_ordered(rolled_back)) == [message_id]
@@ -136,29 +144,16 @@ def test_a_halting_failure_does_not_block_earlier_messages(rolled_back: psycopg.
 
 
 def test_a_redriven_message_waits_until_its_key_is_free(rolled_back: psycopg.Connection) -> None:
-    first, second, third = ordered(rolled_back, 3)
+    first, second, _ = ordered(rolled_back, 3)
     claim_ordered(rolled_back)
     finish(rolled_back, End(first, 1, AttemptOutcome.FAILED, "why"))
     claim_ordered(rolled_back)
     redrive(rolled_back, first)
-    assert find_ordered(rolled_back)[0] == []
-    assert claim_ordered(rolled_back, first) == []
+    assert claim_ordered(rolled_back) == []
+    assert claim_ordered(rolled_back) == []
     finish_sent(rolled_back, (second, 1))
     assert ids_in_flight(claim_ordered(rolled_back)) == [first]
-    assert claim_ordered(rolled_back, third) == []
-
-
-def test_a_found_message_is_not_claimed_after_a_redrive_of_an_earlier_one(
-    rolled_back: psycopg.Connection,
-) -> None:
-    first, second = ordered(rolled_back, 2)
-    claim_ordered(rolled_back)
-    finish(rolled_back, End(first, 1, AttemptOutcome.FAILED, "why"))
-    found = find_ordered(rolled_back)[0]
-    assert found == [second]
-    redrive(rolled_back, first)
-    assert claim_ordered(rolled_back, *found) == []
-    assert ids_in_flight(claim_ordered(rolled_back)) == [first]
+    assert claim_ordered(rolled_back) == []
 
 
 @pytest.mark.parametrize("meanwhile", ["in flight", "waiting for its retry"])
@@ -167,15 +162,14 @@ def test_a_claim_of_a_limited_queue_leaves_the_message_of_another_claim_alone(co
     db, other, late = connect(autocommit=True), connect(), connect()
     (message_id,) = ordered(db, 1)
     Operator(db).limit_rate("default", Rate(60, 3600), burst=5)
-    found = find_ordered(db)[0]
-    assert ids_in_flight(claim_ordered(other, *found)) == [message_id]
+    assert ids_in_flight(claim_ordered(other)) == [message_id]
     if meanwhile == "waiting for its retry":
         finish(other, End(message_id, 1, AttemptOutcome.RETRY, "busy", 60.0))
     history = attempts_of(other, message_id)
     late.execute("SET lock_timeout = '1ms'")
-    assert claim_ordered(late, *found) == []
+    assert claim_ordered(late) == []
     other.commit()
-    assert claim_ordered(late, *found) == []
+    assert claim_ordered(late) == []
     late.commit()
     (queue,) = Operator(db).list_queues()
     assert attempts_of(db, message_id) == history
@@ -183,26 +177,13 @@ def test_a_claim_of_a_limited_queue_leaves_the_message_of_another_claim_alone(co
     assert queue.tokens >= 4
 
 
-def test_a_message_halted_after_it_was_found_is_not_claimed(rolled_back: psycopg.Connection) -> None:
-    first, second = ordered(rolled_back, 2, halts_key=True)
-    cancel(rolled_back, first)
-    found = find_ordered(rolled_back)[0]
-    assert found == [second]
-    redrive(rolled_back, first)
-    claim_ordered(rolled_back)
-    finish(rolled_back, End(first, 1, AttemptOutcome.FAILED, "why"))
-    assert claim_ordered(rolled_back, *found) == []
-
-
-def test_a_found_message_is_claimed_once(connect: Connect) -> None:
+def test_the_first_message_is_claimed_once(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
-    first, second = ordered(ours, 2)
-    found = find_ordered(ours)[0]
-    assert ids_in_flight(claim_ordered(theirs, *found)) == [first]
-    assert claim_ordered(ours, *found) == []
+    first, _ = ordered(ours, 2)
+    assert ids_in_flight(claim_ordered(theirs)) == [first]
+    assert claim_ordered(ours) == []
     theirs.commit()
-    assert claim_ordered(ours, *found) == []
-    assert claim_ordered(ours, second) == []
+    assert claim_ordered(ours) == []
 
 
 def test_two_messages_of_a_key_are_never_in_flight_after_any_write(rolled_back: psycopg.Connection) -> None:
@@ -233,34 +214,19 @@ def test_a_repeated_enqueue_after_a_second_id_draw_is_a_duplicate(rolled_back: p
     assert row_of(rolled_back, message_id).state == State.PENDING
 
 
-def test_one_query_covers_at_most_the_given_number_of_keys(rolled_back: psycopg.Connection) -> None:
+def test_one_claim_covers_at_most_the_given_number_of_keys(rolled_back: psycopg.Connection) -> None:
     ids = [ordered(rolled_back, 2, key)[0] for key in ("a", "b", "c", "d", "e")]
-    assert find_ordered(rolled_back, key_limit=2) == (ids[:2], "b", 2)
-    assert find_ordered(rolled_back, key_limit=2, after_key="b") == (ids[2:4], "d", 2)
-    assert find_ordered(rolled_back, key_limit=2, after_key="d") == (ids[4:], "e", 1)
-    assert find_ordered(rolled_back, after_key="e") == ([], None, 0)
-
-
-def test_a_query_for_new_messages_finds_the_first_of_their_keys(rolled_back: psycopg.Connection) -> None:
-    first, old = ordered(rolled_back, 1, "a")[0], ordered(rolled_back, 1, "b")[0]
-    for one in (first, old):
-        due_earlier(rolled_back, one, 60)
-    ordered(rolled_back, 2, "a")
-    new = [ordered(rolled_back, 1, key)[0] for key in ("c", "d")]
-    due_earlier(rolled_back, new[0], 3)
-    assert find_new_ordered(rolled_back, 5) == [first, *new]
-    assert find_new_ordered(rolled_back, 5, key_limit=1) == [new[0]]
-    assert find_new_ordered(rolled_back, 1) == [first, new[1]]
-    assert find_new_ordered(rolled_back, 5, topics=["another"]) == []
-    assert ids_in_flight(claim_ordered(rolled_back, first)) == [first]
-    assert find_new_ordered(rolled_back, 5) == new
+    assert page(rolled_back, "", key_limit=2) == (ids[:2], "b")
+    assert page(rolled_back, "b", key_limit=2) == (ids[2:4], "d")
+    assert page(rolled_back, "d", key_limit=2) == (ids[4:], "")
+    assert page(rolled_back, "e") == ([], "")
 
 
 def test_a_message_of_a_topic_without_handler_blocks_its_key(rolled_back: psycopg.Connection) -> None:
     enqueue(rolled_back, "unknown", ordering_key="a")
     ordered(rolled_back, 1, "a")
     (other,) = ordered(rolled_back, 1, "b")
-    assert find_ordered(rolled_back)[0] == [other]
+    assert ids_in_flight(claim_ordered(rolled_back)) == [other]
 
 
 @pytest.mark.slow
@@ -277,27 +243,18 @@ def test_messages_behind_the_first_are_not_read(connect: Connect) -> None:
     db.execute("ANALYZE pgoutbox.message_live")
     db.execute("SET enable_seqscan = off")
     db.execute("SET enable_bitmapscan = off")
-    parameters = {
-        "queue": "default", "topics": ["greet"], "after_key": "", "key_limit": 100,
-        "ids": find_ordered(db)[0], "total": 100, "hold_topics": [], "hooks": "{}", "worker": "w", "lease_seconds": 60,
-    }  # fmt: skip
-    for statement in (sql.FIND_ORDERED, sql.CLAIM_ORDERED):
-        lines: Sequence[tuple[str]] = db.execute(
-            f"EXPLAIN (ANALYZE, BUFFERS, COSTS OFF, TIMING OFF) {statement}".encode(), parameters
-        ).fetchall()
-        read = [int(rows) for (line,) in lines for rows in re.findall(r"Rows Removed by Filter: (\d+)", line)]
-        read += [int(float(rows)) for (line,) in lines for rows in re.findall(r"actual rows=([\d.]+)", line)]
-        assert max(read) <= 10, "\n".join(line for (line,) in lines)
+    lines: Sequence[tuple[str]] = db.execute(
+        f"EXPLAIN (ANALYZE, BUFFERS, COSTS OFF, TIMING OFF) {statements.CLAIM}".encode(), claim_parameters([ORDERED])
+    ).fetchall()
+    read = [int(rows) for (line,) in lines for rows in re.findall(r"Rows Removed by Filter: (\d+)", line)]
+    read += [int(float(rows)) for (line,) in lines for rows in re.findall(r"actual rows=([\d.]+)", line)]
+    assert max(read) <= 10, "\n".join(line for (line,) in lines)
 
 
 def test_ordered_messages_in_a_limited_queue_take_tokens_too(rolled_back: psycopg.Connection) -> None:
     ids = [ordered(rolled_back, 1, key)[0] for key in ("a", "b", "c")]
-    rolled_back.execute(
-        "UPDATE pgoutbox.message_live SET available_at = now() - interval '1 min' WHERE id = %s", [ids[2]]
-    )
     Operator(rolled_back).limit_rate("default", Rate(60, 3600), burst=2)
-    # The message that was due first comes first.
-    assert ids_in_flight(claim_ordered(rolled_back)) == [ids[0], ids[2]]
+    assert ids_in_flight(claim_ordered(rolled_back)) == ids[:2]
     assert claim_ordered(rolled_back) == []
 
 

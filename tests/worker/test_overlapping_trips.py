@@ -13,11 +13,10 @@ from pgoutbox.handlers import Context
 from pgoutbox.kernel import statements
 from pgoutbox.message import Message, Transient
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.worker import Worker
-from pgoutbox.worker.kernel_run import _Link as Link
-from tests.support.old_worker import run_of
+from pgoutbox.worker.kernel_run import Link
 from tests.support.outbox_actions import enqueue, running, settings_for, state_of
 from tests.support.waiting import until
+from tests.support.worker_sql import WatchedWorker, run_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +31,6 @@ async def test_outcomes_on_their_way_are_written_although_a_look_at_earlier_ones
     """The row of the first message is locked. The second one ends before the worker asks what became of the first, and
     both trips fail.
     """
-    monkeypatch.setenv("OUTBOX_WORKER", "kernel")
     locked, other, holder = enqueue(db), enqueue(db), connect()
     outbox = Outbox(settings_for(dsn))
     may_end = {locked: asyncio.Event(), other: asyncio.Event()}
@@ -55,7 +53,7 @@ async def test_outcomes_on_their_way_are_written_although_a_look_at_earlier_ones
         return rows
 
     monkeypatch.setattr(Link, "trip", failing_trip)
-    worker = Worker(outbox)
+    worker = WatchedWorker(outbox)
     async with running(worker):
         await until(lambda: state_of(db, locked) == state_of(db, other) == "sending")
         holder.execute("SELECT FROM pgoutbox.message_live WHERE id = %s FOR UPDATE", [locked])

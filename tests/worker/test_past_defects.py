@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, cast
 
 import psycopg
 import pytest
 
-import pgoutbox.worker.poll_loop
 import pgoutbox.worker.run
 from pgoutbox import Outbox
-from pgoutbox.database.store import BEGINNING, Store
+from pgoutbox.database.store import Store
 from pgoutbox.handlers import Context, SyncContext
+from pgoutbox.kernel import statements
 from pgoutbox.message import Message, Outcome, Permanent, Sent, State, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.health import reasons_not_ready
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.worker import Worker, claim_planner
-from pgoutbox.worker.claimer import Claimer
-from pgoutbox.worker.run import WorkerRun
+from pgoutbox.worker import Worker
+from pgoutbox.worker.kernel_run import Link
 from tests.support import races
-from tests.support.old_worker import WatchedWorker, claim, doorbell_of, finish_sent, ids_in_flight, run_of
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     enqueue,
@@ -36,11 +33,22 @@ from tests.support.outbox_actions import (
     until_blocked,
 )
 from tests.support.pooler import pooled
+from tests.support.worker_sql import (
+    Trip,
+    WatchedWorker,
+    around_trips,
+    claim,
+    claims,
+    finish_sent,
+    ids_in_flight,
+    run_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pgoutbox.database.store import ClaimedRow
+    from pgoutbox.kernel.seams import Row, Step
     from pgoutbox.transports import Content
     from tests.conftest import Connect, Server
 
@@ -100,19 +108,20 @@ async def test_a_message_due_between_the_last_claim_and_the_due_time_query_is_de
     outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten seconds pass between the two, and the message falls due in the middle."""
-    ask = Claimer.next_due_seconds
 
-    async def ask_late(self: Claimer) -> float | None:
-        if not receiver.has_all.is_set():
-            db.execute("UPDATE pgoutbox.message_live SET available_at = now() - interval '5 s'")
-            run_of(worker).state.queues.polled_at -= 10
-        return await ask(self)
+    async def ask_late(steps: Sequence[Step], trip: Trip) -> list[list[Row]]:
+        asked = next((parameters for statement, parameters in steps if statement is statements.NEXT_DUE), None)
+        if asked is None or receiver.has_all.is_set():
+            return await trip(steps)
+        db.execute("UPDATE pgoutbox.message_live SET available_at = now() - interval '5 s'")
+        late = {name: cast("float", asked[name]) + 10 for name in ("since_seconds", "others_since_seconds")}
+        return await trip([(text, {**values, **late} if values is asked else values) for text, values in steps])
 
-    monkeypatch.setattr(Claimer, "next_due_seconds", ask_late)
+    monkeypatch.setattr(Link, "trip", around_trips(ask_late))
     receiver = Receiver(outbox)
     message_id = enqueue(db)
     db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h'")
-    async with running(worker := Worker(outbox)):
+    async with running(Worker(outbox)):
         await receiver.has_all.wait()
     assert receiver.delivered == [message_id]
 
@@ -142,27 +151,22 @@ async def test_a_message_released_by_a_stopping_worker_wakes_another_worker(dsn:
 async def test_a_drain_that_waits_for_another_workers_message_does_not_spin(
     outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pgoutbox.worker.poll_loop, "_FOREIGN_WORK_SECONDS", 0.01)
-    claim_once, claim_count, naps = Store.claim, 0, list[bool]()
+    monkeypatch.setattr(pgoutbox.worker.run, "_POLL_SECONDS", 0.01)
+    claim_count = look_count = 0
 
-    async def count_claim(self: Store, queue: str, **options: object) -> object:
+    async def count(steps: Sequence[Step], trip: Trip) -> list[list[Row]]:
         nonlocal claim_count
-        claim_count += not options["retries"]
-        return await claim_once(self, queue, **options)  # type: ignore[arg-type] # passed on as they came
+        claim_count += claims(steps)
+        return await trip(steps)
 
-    class NappingWorker(Worker):
-        def _new_run(self, *, ends_by_itself: bool) -> WorkerRun:
-            run = super()._new_run(ends_by_itself=ends_by_itself)
-            sleep = run.poll_loop.sleep
+    count_owed = Store.count_owed
 
-            async def nap(seconds: float) -> bool:
-                naps.append(await sleep(seconds))
-                if len(naps) == 10:
-                    finish_sent(db, (foreign, 1), worker="another")
-                return naps[-1]
-
-            run.poll_loop.sleep = nap  # type: ignore[method-assign] # counted, and otherwise the same
-            return run
+    async def look(self: Store, queues: Sequence[str], topics: Sequence[str]) -> int:
+        nonlocal look_count
+        look_count += 1
+        if look_count == 10:
+            finish_sent(db, (foreign, 1), worker="another")
+        return await count_owed(self, queues, topics)
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
@@ -172,15 +176,13 @@ async def test_a_drain_that_waits_for_another_workers_message_does_not_spin(
     foreign = enqueue(db)
     assert ids_in_flight(claim(db, worker="another")) == [foreign]
     enqueue(db, payload="first", coalesce_key="k")
-    monkeypatch.setattr(Store, "claim", count_claim)
-    # On a busy machine a search takes long, and the drain would wait for the next one instead of napping.
-    monkeypatch.setattr(claim_planner, "_CHEAP_SEARCH_SECONDS", math.inf)
+    monkeypatch.setattr(Link, "trip", around_trips(count))
+    monkeypatch.setattr(Store, "count_owed", look)
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await NappingWorker(outbox).drain()
+        await Worker(outbox).drain()
     assert [row.state for row in rows_of(db)] == ["sent"] * 3
-    assert len(naps) == 10
-    assert naps.count(True) <= 2
-    assert claim_count <= 2 * len(naps)
+    assert look_count == 10
+    assert claim_count <= 3 * look_count
 
 
 # --- outcomes ---------------------------------------------------------------------------------------------------------
@@ -372,27 +374,6 @@ class Overtaking:
         self._gate.rollback()
 
 
-@pytest.mark.slow
-async def test_a_claim_reports_an_older_message_that_a_newer_one_has_overtaken(dsn: str, connect: Connect) -> None:
-    overtaking = Overtaking(connect)
-    store = Store(settings_for(dsn, lock_timeout_seconds=PATIENCE_SECONDS), worker="slow")
-    claiming = asyncio.create_task(
-        store.claim(
-            "default",
-            topics=["greet"],
-            total=10,
-            place=BEGINNING,
-        )
-    )
-    try:
-        await overtaking.happen(claiming)
-        rows = {row.id: row for row in await store.mark_superseded(await claiming)}
-    finally:
-        await store.close()
-    assert (rows[overtaking.other].state, rows[overtaking.other].superseded) == ("sending", False)
-    assert (rows[overtaking.older].state, rows[overtaking.older].superseded) == ("sending", True)
-
-
 async def test_an_older_message_that_a_newer_one_has_overtaken_is_skipped(dsn: str, connect: Connect) -> None:
     overtaking = Overtaking(connect)
     outbox = Outbox(settings_for(dsn, lock_timeout_seconds=PATIENCE_SECONDS))
@@ -544,12 +525,11 @@ async def test_behind_a_session_pooler_a_worker_listens_and_prepares_no_statemen
         receiver, worker = Receiver(outbox), WatchedWorker(outbox)
         async with running(worker):
             await worker.sleeping.wait()
-            doorbell = doorbell_of(worker)
-            assert doorbell.has_wake_up_lock
+            doorbell = run_of(worker).doorbell
+            assert doorbell is not None
             for _ in range(6):  # By default, the driver prepares a statement after five executions.
-                await doorbell._heartbeat()
-            prepared = await doorbell._ask("SELECT name FROM pg_prepared_statements", {})
-            assert prepared == []
+                await doorbell._ask((statements.HEARTBEAT, {}))
+            assert await doorbell._ask(("SELECT name FROM pg_prepared_statements", {})) == [[]]
             message_id = enqueue(db)
             await receiver.has_all.wait()
     assert state_of(db, message_id) == State.SENT

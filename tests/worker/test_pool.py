@@ -17,9 +17,9 @@ from pgoutbox.worker.attempt import RELEASED, STOPPED, Attempt, AttemptResult, C
 from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.threads import thread_owner
-from tests.support.old_worker import run_state
 from tests.support.outbox_actions import settings_for
 from tests.support.waiting import until
+from tests.support.worker_sql import run_state
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

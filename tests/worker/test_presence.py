@@ -15,9 +15,9 @@ from pgoutbox import Context, Message, Outbox, Topic, __version__
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
 from pgoutbox.worker.presence import Presence
-from tests.support.old_worker import run_state
 from tests.support.outbox_actions import enqueue, row_of, running, settings_for, state_of
 from tests.support.waiting import until
+from tests.support.worker_sql import run_state
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 import pytest
@@ -11,21 +10,20 @@ from pgoutbox.database import sql
 from pgoutbox.database.store import DueRow
 from pgoutbox.database.worker_connection import session_parameters
 from pgoutbox.errors import ArgumentError
+from pgoutbox.kernel import statements
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.settings import load_settings
-from tests.support import old_worker
-from tests.support.old_worker import ask_for_locks, finish_sent, ids_in_flight
 from tests.support.outbox_actions import Options, enqueue, expire, lapse, state_of
+from tests.support.worker_sql import ask_for_locks, claim, finish_sent, ids_in_flight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import psycopg
 
     from tests.conftest import Connect
 
 
-claim = partial(old_worker.claim, by_permits=True)
 both_lanes = pytest.mark.parametrize("attempt_count", [0, 1], ids=["fresh", "retries"])
 
 
@@ -61,13 +59,15 @@ def next_permit(connection: psycopg.Connection) -> float | None:
 
 
 def next_due(connection: psycopg.Connection) -> float | None:
-    parameters = {"queues": ["default"], "since_seconds": 0, "others_since_seconds": 0}
-    (row,) = connection.execute(sql.NEXT_DUE, parameters).fetchall()
+    parameters = {"queues": ["default"], "topics": ["greet"], "since_seconds": 0, "others_since_seconds": 0}
+    (row,) = connection.execute(statements.NEXT_DUE, parameters).fetchall()
     return DueRow._make(row[:5]).first_seconds
 
 
-def answers_of_arm(connection: psycopg.Connection) -> Sequence[tuple[object, ...]]:
-    return ask_for_locks(connection, "default")
+def standing_of(connection: psycopg.Connection) -> tuple[object, object]:
+    """Return what an idle worker is told about its queue: its standing, and the seconds until the next permit."""
+    ((_, standing, seconds, _),) = ask_for_locks(connection, "default")
+    return standing, seconds
 
 
 def test_a_bucket_begins_full_and_is_emptied_by_claims(rolled_back: psycopg.Connection) -> None:
@@ -76,22 +76,6 @@ def test_a_bucket_begins_full_and_is_emptied_by_claims(rolled_back: psycopg.Conn
     assert ids_in_flight(claim(rolled_back, total=3)) == ids[:3]
     assert ids_in_flight(claim(rolled_back)) == ids[3:5]
     assert claim(rolled_back) == []
-
-
-@both_lanes
-def test_a_claim_without_permits_takes_nothing_from_a_queue_with_limits(
-    rolled_back: psycopg.Connection, attempt_count: int
-) -> None:
-    (message_id,) = enqueued(rolled_back, 1)
-    rolled_back.execute(
-        "UPDATE pgoutbox.message_live SET attempt_count = %s, lane = %s", [attempt_count, min(attempt_count, 1)]
-    )
-    limit(rolled_back, 60, burst=5)
-    assert claim(rolled_back, by_permits=False) == []
-    Operator(rolled_back).limit_rate("default", None)
-    Operator(rolled_back).limit_in_flight("default", 2)
-    assert claim(rolled_back, by_permits=False) == []
-    assert ids_in_flight(claim(rolled_back)) == [message_id]
 
 
 @pytest.mark.parametrize(
@@ -371,16 +355,15 @@ def test_no_worker_has_the_wake_up_lock_of_a_queue_at_its_limit(connect: Connect
     db = connect(autocommit=True)
     enqueued(db, 1)
     limit(db, 60, burst=1)
-    ((_, is_on_watch, lock, seconds),) = answers_of_arm(db)
-    assert (is_on_watch, lock, seconds) == (True, "own", None)
+    assert standing_of(db) == ("holds", None)
     db.execute("SELECT pg_advisory_unlock_all()")
     claim(db)
-    ((_, is_on_watch, lock, seconds),) = answers_of_arm(db)
-    assert (is_on_watch, lock) == (None, None)
+    standing, seconds = standing_of(db)
+    assert standing == "limited"
     assert isinstance(seconds, float)
     assert 50 < seconds <= 60
     Operator(db).pause("default")
-    assert answers_of_arm(db) == [("default", None, None, None)]
+    assert standing_of(db) == ("limited", None)
 
 
 def test_changing_the_rate_keeps_the_tokens_in_the_bucket(rolled_back: psycopg.Connection) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from pgoutbox import Outbox
 from pgoutbox.database import sql
-from pgoutbox.database.store import Store
 from pgoutbox.handlers import Context
 from pgoutbox.message import AttemptOutcome, Message, State, Transient
 from pgoutbox.observability.events import LogEvent
@@ -20,13 +19,10 @@ from pgoutbox.operations import Operator, ResendResult
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from tests.support import races
-from tests.support.old_worker import End, WatchedWorker, claim, finish, finish_sent, ids_in_flight
 from tests.support.outbox_actions import (
-    PATIENCE_SECONDS,
     attempts_of,
     cancel,
     enqueue,
-    first_of,
     lapse,
     redrive,
     reports,
@@ -37,11 +33,10 @@ from tests.support.outbox_actions import (
     state_of,
     until_blocked,
 )
-from tests.support.waiting import until
+from tests.support.waiting import until, until_idle
+from tests.support.worker_sql import End, claim, finish, finish_sent, ids_in_flight
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tests.conftest import Connect
 
 
@@ -213,7 +208,7 @@ async def test_a_cancel_that_stays_open_delays_no_outcome(
         await go_on.wait()
 
     message_id, business = enqueue(db, "mail"), connect()
-    async with running(WatchedWorker(outbox)):
+    async with running(Worker(outbox)):
         await begun.wait()
         assert await asyncio.to_thread(cancel, business, message_id) == "requested"
         go_on.set()
@@ -280,28 +275,6 @@ def test_one_function_knows_which_transactions_see_new_commits(
     assert db.execute(f"{others} AND pronamespace = 'pgoutbox'::regnamespace").fetchall() == [("_reads_committed",)]
 
 
-# Notifies of every sent message at its commit.
-SENT_GATE = """
-CREATE FUNCTION tell() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN
-    PERFORM pg_notify('sent', NEW.id::text);
-    RETURN NULL;
-END
-$$;
-CREATE TRIGGER tell AFTER INSERT ON pgoutbox.message_done FOR EACH ROW EXECUTE FUNCTION tell();
-LISTEN sent;
-"""
-
-
-async def told_of(db: psycopg.Connection, message_ids: Sequence[int]) -> None:
-    """Wait until all of these messages have been sent."""
-    missing = {str(message_id) for message_id in message_ids}
-    while missing:
-        told = await asyncio.to_thread(lambda: list(db.notifies(timeout=PATIENCE_SECONDS, stop_after=1)))
-        assert told, f"not sent: {missing}"
-        missing -= {notify.payload for notify in told}
-
-
 # --- newest wins ------------------------------------------------------------------------------------------------------
 
 
@@ -332,11 +305,11 @@ async def test_a_successor_is_delivered_as_soon_as_its_predecessor_has_ended(
     older = enqueue(db, payload="older", coalesce_key="k")
     with reports() as heard:
         async with (
-            running(WatchedWorker(outbox())),
-            running(second := WatchedWorker(outbox(), queues=["bulk"])),
+            running(Worker(outbox())),
+            running(second := Worker(outbox(), queues=["bulk"])),
         ):
             await started.wait()
-            await second.asleep.wait()
+            await until_idle(second)
             newer = enqueue(db, payload="newer", coalesce_key="k", queue=queue)
             assert claim(db, queue=queue, worker="thief") == []
             go_on.set()
@@ -371,56 +344,13 @@ async def test_a_successor_follows_when_another_workers_claim_ends_its_lost_pred
     older = enqueue(db, coalesce_key="k")
     assert ids_in_flight(claim(db, worker="lost")) == [older]
     newer = enqueue(db, coalesce_key="k", queue="bulk")
-    async with running(sleeper := WatchedWorker(outbox(), queues=["bulk"])):
-        await sleeper.asleep.wait()
+    async with running(sleeper := Worker(outbox(), queues=["bulk"])):
+        await until_idle(sleeper)
         lapse(db, older)
         async with running(Worker(outbox())):
             await newer_delivered.wait()
     assert delivered == [newer]
     assert (row_of(db, older).state, row_of(db, older).superseded_by) == ("skipped", newer)
-
-
-async def test_a_successor_is_delivered_if_its_predecessor_ends_during_the_claim(
-    outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The claim after the successor's ring finds its key in flight; the key becomes free before the claim returns."""
-    started, go_on, newer_delivered, freed = (asyncio.Event() for _ in range(4))
-    claim_once = Store.claim
-    queues_of_successors = Store.queues_of_successors
-
-    @outbox.handler("greet")
-    async def greet(message: Message, ctx: Context) -> None:
-        if message.payload == "newer":
-            newer_delivered.set()
-        else:
-            started.set()
-            await go_on.wait()
-
-    async def claim_and_wait(self: Store, queue: str, **options: object) -> object:
-        rows = await claim_once(self, queue, **options)  # type: ignore[arg-type] # passed on as they came
-        if newer_is_in and not rows and not freed.is_set():
-            go_on.set()
-            await freed.wait()
-        return rows
-
-    async def ring_and_tell(self: Store, *arguments: object, **options: object) -> object:
-        queues = await queues_of_successors(self, *arguments, **options)  # type: ignore[arg-type] # passed on as they came
-        asyncio.get_running_loop().call_soon(freed.set)
-        return queues
-
-    monkeypatch.setattr(Store, "claim", claim_and_wait)
-    monkeypatch.setattr(Store, "queues_of_successors", ring_and_tell)
-    newer_is_in = False
-    worker = WatchedWorker(outbox)
-    enqueue(db, payload="older", coalesce_key="k")
-    async with running(worker):
-        await started.wait()
-        await worker.asleep.wait()
-        worker.asleep.clear()
-        newer_is_in = True
-        enqueue(db, payload="newer", coalesce_key="k")
-        await first_of(newer_delivered, worker.asleep)
-        assert newer_delivered.is_set()
 
 
 @pytest.mark.slow

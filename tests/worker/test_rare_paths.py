@@ -11,12 +11,10 @@ import psycopg
 import pytest
 
 from pgoutbox import Context, Message, Outbox, RetryPolicy, Sent, Transient
-from pgoutbox.message import AttemptOutcome, State
+from pgoutbox.message import State
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.worker import Worker
-from pgoutbox.worker.run import WorkerRun
 from tests.support.line_server import Line, LineTransport, Mood, line_host
-from tests.support.old_worker import End, WatchedWorker, claim, finish
 from tests.support.outbox_actions import (
     attempts_of,
     cancel,
@@ -28,7 +26,8 @@ from tests.support.outbox_actions import (
     settings_for,
     state_of,
 )
-from tests.support.waiting import until
+from tests.support.waiting import until, until_idle, until_polled
+from tests.support.worker_sql import claim
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -183,15 +182,7 @@ async def test_a_message_that_expires_while_it_waits_for_a_slot_is_not_handed_ov
         brief = [enqueue(db, payload="brief", expires_at=expires_at) for _ in range(3)]
         lasting = enqueue(db, payload="lasting", expires_at=expires_at + timedelta(hours=1))
 
-    class QuickWorker(Worker):
-        """It begins in the state after a backlog was processed quickly."""
-
-        def _new_run(self, *, ends_by_itself: bool) -> WorkerRun:
-            run = super()._new_run(ends_by_itself=ends_by_itself)
-            run.poll_loop.surplus = 10
-            return run
-
-    await QuickWorker(outbox).drain()
+    await Worker(outbox).drain()
     assert are_claimed
     assert seen == ["lasting"]
     assert {(row.state, row.skip_reason) for row in rows_of(db, *brief)} == {("skipped", "expired")}
@@ -222,34 +213,12 @@ async def test_a_lost_attempt_in_an_unserved_queue_does_not_block_the_newest_mes
 # --- rings ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_notification_in_a_limited_queue_keeps_the_order_of_due_times(dsn: str, db: psycopg.Connection) -> None:
-    outbox = Outbox(settings_for(dsn))
-    seen: list[int] = []
-
-    @outbox.handler("greet")
-    async def greet(message: Message, ctx: Context) -> None:
-        seen.append(message.id)
-
-    late = enqueue(db)
-    claim(db)
-    finish(db, End(late, 1, AttemptOutcome.RETRY, "later", -3600.0))
-    Operator(db).limit_in_flight("default", 1)
-    Operator(db).pause("default")
-    fresh = [enqueue(db) for _ in range(3)]
-    worker = WatchedWorker(outbox)
-    async with running(worker):
-        await worker.sleeping.wait()
-        Operator(db).resume("default")
-        await until(lambda: len(seen) == 4)
-    assert seen == [late, *fresh]
-
-
 async def test_a_pause_whose_end_is_moved_forward_ends_at_the_new_time(dsn: str, db: psycopg.Connection) -> None:
     Operator(db).pause("default")
     message_id = enqueue(db)
-    worker = WatchedWorker(quick(dsn))
+    worker = Worker(quick(dsn))
     async with running(worker):
-        await worker.falls_asleep()
+        await until_idle(worker)
         Operator(db).pause("default", duration=timedelta(milliseconds=100))
         await until(lambda: state_of(db, message_id) == "sent")
 
@@ -260,11 +229,24 @@ async def test_removing_a_rate_wakes_a_worker_that_sleeps_until_the_next_token(
     Operator(db).limit_rate("default", Rate(1, 3600), burst=1)
     db.execute("UPDATE pgoutbox.queue SET tokens = 0, tokens_at = now()")
     message_id = enqueue(db)
-    worker = WatchedWorker(quick(dsn))
+    worker = Worker(quick(dsn))
     async with running(worker):
-        await worker.falls_asleep()
+        await until_idle(worker)
         Operator(db).limit_rate("default", None)
         await until(lambda: state_of(db, message_id) == "sent")
+
+
+async def test_the_next_message_of_an_ordering_key_follows_a_transactional_handler(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+
+    @outbox.handler("greet", transactional=True)
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    async with running(Worker(outbox)):
+        ids = [enqueue(db, ordering_key="k") for _ in range(5)]
+        await until(lambda: all(row.state == "sent" for row in rows_of(db, *ids)))
 
 
 @pytest.mark.parametrize("transactional", [False, True])
@@ -280,12 +262,12 @@ async def test_a_message_that_waited_in_another_queue_for_its_predecessor_wakes_
         await may_end.wait()
 
     enqueue(db, coalesce_key="k", queue="slow")
-    other = WatchedWorker(quick(dsn))
+    other = Worker(quick(dsn))
     async with running(Worker(slow, queues=["slow"])), running(other):
         await has_begun.wait()
-        await other.asleep.wait()
+        await until_idle(other)
         newer = enqueue(db, coalesce_key="k")
-        await other.falls_asleep()
+        await until_polled(other, db)
         may_end.set()
         await until(lambda: state_of(db, newer) == "sent")
 
@@ -324,24 +306,24 @@ class Leaver:
 async def test_a_stopping_worker_notifies_of_messages_that_waited_for_its_last_one(
     dsn: str, db: psycopg.Connection, key: str
 ) -> None:
-    leaver, stayer = Leaver(dsn, Sent()), WatchedWorker(quick(dsn))
+    leaver, stayer = Leaver(dsn, Sent()), Worker(quick(dsn))
     first = enqueue(db, **{key: "k"})  # type: ignore[arg-type] # one of both
     await leaver.begin()
     async with running(stayer):
-        await stayer.asleep.wait()
+        await until_idle(stayer)
         second = enqueue(db, **{key: "k"})  # type: ignore[arg-type]
-        await stayer.falls_asleep()
+        await until_polled(stayer, db)
         await leaver.leave()
         assert state_of(db, first) == "sent"
         await until(lambda: state_of(db, second) == "sent")
 
 
 async def test_a_stopping_worker_notifies_of_its_retries(dsn: str, db: psycopg.Connection) -> None:
-    leaver, stayer = Leaver(dsn, Transient("busy")), WatchedWorker(quick(dsn))
+    leaver, stayer = Leaver(dsn, Transient("busy")), Worker(quick(dsn))
     message_id = enqueue(db)
     await leaver.begin()
     async with running(stayer):
-        await stayer.falls_asleep()
+        await until_idle(stayer)
         await leaver.leave()
         await until(lambda: state_of(db, message_id) == "sent")
 
@@ -353,9 +335,9 @@ async def test_a_worker_with_once_notifies_of_its_retries(dsn: str, db: psycopg.
     async def greet(message: Message, ctx: Context) -> Outcome:
         return Transient("busy")
 
-    stayer = WatchedWorker(quick(dsn))
+    stayer = Worker(quick(dsn))
     async with running(stayer):
-        await stayer.falls_asleep()
+        await until_idle(stayer)
         message_id = enqueue(db, notify=False)  # So that it is not the first message of the staying worker.
         await Worker(once).run_once()
         await until(lambda: state_of(db, message_id) == "sent")
@@ -363,12 +345,12 @@ async def test_a_worker_with_once_notifies_of_its_retries(dsn: str, db: psycopg.
 
 async def test_a_stopping_worker_releases_its_locks_for_the_remaining_workers(dsn: str, db: psycopg.Connection) -> None:
     # The remaining worker would recheck the bell by itself, but not before the test is over.
-    leaver, stayer = (WatchedWorker(quick(dsn, listener_heartbeat_seconds=600)) for _ in range(2))
+    leaver, stayer = (Worker(quick(dsn, listener_heartbeat_seconds=600)) for _ in range(2))
     async with AsyncExitStack() as leaving:
         await leaving.enter_async_context(running(leaver))
-        await leaver.falls_asleep()
+        await until_idle(leaver)
         async with running(stayer):
-            await stayer.falls_asleep()
+            await until_idle(stayer)
             await leaving.aclose()
             message_id = enqueue(db)
             await until(lambda: state_of(db, message_id) == "sent")

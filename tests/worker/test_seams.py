@@ -16,7 +16,6 @@ from pgoutbox import Context, Message, Outbox, SyncContext
 from pgoutbox.message import State
 from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
-from tests.support.old_worker import claim, ids_in_flight
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
@@ -28,6 +27,7 @@ from tests.support.outbox_actions import (
     state_of,
 )
 from tests.support.waiting import until
+from tests.support.worker_sql import claim, ids_in_flight
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event as ProcessEvent
@@ -97,11 +97,11 @@ def test_a_transaction_that_cancels_messages_in_flight_frees_no_permit(connect: 
     db, business = connect(autocommit=True), connect()
     db.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('default', 2)")
     ids = [enqueue(db, owner="ada") for _ in range(4)]
-    assert ids_in_flight(claim(db, by_permits=True)) == ids[:2]
+    assert ids_in_flight(claim(db)) == ids[:2]
     business.execute("SELECT pgoutbox.cancel_all('ada')")
-    assert claim(db, by_permits=True, worker="second") == []
+    assert claim(db, worker="second") == []
     business.rollback()
-    assert claim(db, by_permits=True, worker="second") == []
+    assert claim(db, worker="second") == []
 
 
 @pytest.mark.slow

@@ -28,8 +28,8 @@ from hypothesis.stateful import (
 from pgoutbox import RescheduleResult
 from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
 from pgoutbox.operations import Operator
-from tests.support.old_worker import End, claim, finish, finish_sent
 from tests.support.outbox_actions import cancel, enqueue, expire, lapse, make_due, redrive, rows_of
+from tests.support.worker_sql import End, claim, finish, finish_sent
 
 if TYPE_CHECKING:
     from tests.support.outbox_actions import Row

@@ -9,8 +9,8 @@ import pytest
 
 from pgoutbox import Context, Message, Outbox
 from pgoutbox.worker import Worker
-from tests.support.old_worker import claim
 from tests.support.outbox_actions import enqueue, lapse, rows_of
+from tests.support.worker_sql import claim
 
 INFINITIES = ["infinity", "-infinity", "294276-12-31 23:59:59.999999Z", "4713-01-01 00:00Z BC", "0001-01-01 00:00Z"]
 TIMES = ["created_at", "available_at", "expires_at", "claimed_at"]

@@ -20,21 +20,18 @@ import psycopg
 import psycopg.sql
 import pytest
 
-import pgoutbox.worker.poll_loop
-import pgoutbox.worker.run
 from pgoutbox import Email, Outbox, Topic
 from pgoutbox.database.handler_session import HandlerSession
-from pgoutbox.database.store import FinishRequest, Store
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.errors import ConfigurationError, LeaseLostError
 from pgoutbox.handlers import Context, SyncContext
+from pgoutbox.kernel import lanes, statements
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, State, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
-from pgoutbox.worker.claimer import Claimer
-from tests.support.old_worker import WatchedWorker, claim, claim_ordered, ids_in_flight, run_of
+from pgoutbox.worker.kernel_run import Link
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     Options,
@@ -51,8 +48,20 @@ from tests.support.outbox_actions import (
     state_of,
     until_blocked,
 )
-from tests.support.waiting import until
+from tests.support.waiting import until, until_idle
 from tests.support.worker_process import connection_count
+from tests.support.worker_sql import (
+    Trip,
+    WatchedWorker,
+    around_trips,
+    claim,
+    claim_ordered,
+    claims,
+    finishes,
+    has_claimed,
+    ids_in_flight,
+    run_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -60,7 +69,7 @@ if TYPE_CHECKING:
     from multiprocessing.synchronize import Event as ProcessEvent
     from pathlib import Path
 
-    from pgoutbox.database.store import ClaimedRow
+    from pgoutbox.kernel.seams import Row, Step
     from tests.conftest import Connect, Server
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -214,16 +223,14 @@ async def test_a_message_claimed_again_before_its_finish_is_answered_is_handed_o
         seen.append(message.attempt_count)
         return Transient("busy") if message.attempt_count == 1 else Sent()
 
-    finish = Store.finish
+    async def finish_slowly(steps: Sequence[Step], trip: Trip) -> list[list[Row]]:
+        results = await trip(steps)
+        if any(statement is statements.FINISH for statement, _ in steps):
+            # As if it had asked for due retries before the finish was committed.
+            run_of(worker).state.signals.poll_all_lanes()
+        return results
 
-    async def finish_slowly(store: Store, verdicts: Sequence[FinishRequest]) -> dict[int, State]:
-        written = await finish(store, verdicts)
-        # Like a notification for all lanes. The worker may have queried for due retries before the finish committed.
-        run_of(worker).state.signals.poll_all_lanes()
-        await until(lambda: row_of(db, message_id).attempt_count == 2)
-        return written
-
-    monkeypatch.setattr(Store, "finish", finish_slowly)
+    monkeypatch.setattr(Link, "trip", around_trips(finish_slowly))
     message_id = enqueue(db)
     worker = Worker(outbox)
     async with running(worker):
@@ -265,7 +272,7 @@ async def test_a_drain_delivers_messages_that_another_worker_releases(dsn: str, 
     async with running(worker):
         await claimed.wait()
         drain = asyncio.create_task(Worker(outbox(gives_back=False)).drain())
-        await until_idle_in(db, "SELECT\n    asked.name")
+        await until_idle_in(db, "SELECT\nasked.name")
         give_back.set()
         async with asyncio.timeout(PATIENCE_SECONDS / 2):
             await drain
@@ -392,43 +399,12 @@ async def test_waiting_messages_are_released_unless_a_second_claim_would_take_a_
     worker = WatchedWorker(outbox, queues=["default", "limited"])
     async with running(worker):
         await worker.sleeping.wait()
-        run_of(worker).poll_loop.surplus = 8
         with db.transaction():
             ids = [enqueue(db, queue=queue) for queue in ("default", "default", "limited", "limited")]
         await until(lambda: len(run_of(worker).state.in_flight) == len(ids))
         await until(lambda: state_of(db, ids[1]) == "pending")
-        assert [state_of(db, message_id) for message_id in ids] == ["sending", "pending", "sending", "sending"]
+        assert [state_of(db, message_id) for message_id in ids[2:]] == ["sending", "sending"]
         may_end.set()
-        await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
-
-
-@pytest.mark.slow
-async def test_a_worker_alone_with_slow_handlers_does_not_claim_and_release_repeatedly(
-    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a release it claims only for free handlers for a while."""
-    monkeypatch.setattr(pgoutbox.worker.poll_loop, "_WITHOUT_SURPLUS_SECONDS", 3600)
-    outbox = Outbox(settings_for(dsn, concurrency=1))
-    turns: asyncio.Queue[None] = asyncio.Queue()
-
-    @outbox.handler("greet")
-    async def greet(message: Message, ctx: Context) -> None:
-        await turns.get()
-
-    ids = [enqueue(db) for _ in range(8)]
-    worker = Worker(outbox)
-    async with running(worker):
-        await until(lambda: run_of(worker).state.in_flight)
-        turns.put_nowait(None)
-        await until(lambda: worker.telemetry.counts[LogEvent.RELEASED])
-        claimed = worker.telemetry.counts[LogEvent.CLAIMED]
-        for number in range(1, 5):
-            turns.put_nowait(None)
-            await until(lambda number=number: worker.telemetry.counts[LogEvent.CLAIMED] == claimed + number)  # type: ignore[misc] # each round has its own number
-            await until(lambda: run_of(worker).pool.running_count)
-            assert run_of(worker).pool.waiting_count == 0
-        for _ in ids:
-            turns.put_nowait(None)
         await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
 
 
@@ -1523,17 +1499,13 @@ def deliver_and_die(dsn: str, point: str) -> None:
         if at == point:
             os._exit(9)
 
-    class DoomedStore(Store):
-        async def claim(self, *arguments: Any, **options: Any) -> list[ClaimedRow]:  # noqa: ANN401 - passed on
-            rows = await super().claim(*arguments, **options)
-            if rows:
-                die("after claim")
-            return rows
-
-        async def finish_sent(self, *arguments: Any, **options: Any) -> tuple[dict[int, State], bool]:  # noqa: ANN401 - passed on
-            done = await super().finish_sent(*arguments, **options)
+    async def die_in_a_trip(steps: Sequence[Step], trip: Trip) -> list[list[Row]]:
+        results = await trip(steps)
+        if has_claimed(steps, results):
+            die("after claim")
+        if finishes(steps):
             die("after finish")
-            return done
+        return results
 
     @outbox.handler("greet")
     def greet(message: Message, ctx: SyncContext) -> None:
@@ -1541,7 +1513,7 @@ def deliver_and_die(dsn: str, point: str) -> None:
         hand_over(dsn, message)
         die("after send")
 
-    vars(pgoutbox.worker.run)["Store"] = DoomedStore
+    Link.trip = around_trips(die_in_a_trip)  # type: ignore[method-assign] # dies, and is otherwise the same
     asyncio.run(Worker(outbox).run_once())
 
 
@@ -1590,19 +1562,18 @@ def deliver_when_told(
     """Start a worker process whose handler waits halfway; `at_rest` if it claims nothing in the meantime."""
     outbox = Outbox(settings_for(dsn, worker_name="stale"))
 
-    class QuietClaims(Claimer):
-        async def poll(self, room: int, *, from_beginning: bool, fresh_only: bool = False) -> int | None:
-            found = await super().poll(room, from_beginning=from_beginning, fresh_only=fresh_only)
-            if from_beginning and found == 0:
-                at_rest.set()
-            return found
+    async def rest(steps: Sequence[Step], trip: Trip) -> list[list[Row]]:
+        results = await trip(steps)
+        if any(statement is statements.NEXT_DUE for statement, _ in steps):
+            at_rest.set()
+        return results
 
     @outbox.handler("greet")
     def greet(message: Message, ctx: SyncContext) -> None:
         in_handler.set()
         go_on.wait(PATIENCE_SECONDS)
 
-    vars(pgoutbox.worker.run)["Claimer"] = QuietClaims
+    Link.trip = around_trips(rest)  # type: ignore[method-assign] # tells, and is otherwise the same
     worker = Worker(outbox)
     asyncio.run(worker.run_once())
     lost_count.value = worker.telemetry.counts[LogEvent.LEASE_LOST]
@@ -1769,7 +1740,7 @@ async def test_successful_reads_on_a_read_only_server_do_not_end_an_outage(
     async def greet(message: Message, ctx: Context) -> None: ...
 
     head = enqueue(db, ordering_key="k")
-    assert [row.id for row in claim_ordered(db, head)] == [head]
+    assert [row.id for row in claim_ordered(db)] == [head]
     enqueue(db, ordering_key="k")  # The messages behind the head make the worker search the ordering keys.
     worker = WatchedWorker(outbox)
     pids = set()
@@ -1944,33 +1915,44 @@ async def test_snoozes_and_redrives_do_not_lengthen_the_pause_after_a_failure(ds
     assert 0 < pause <= 100
 
 
-async def test_one_run_delivers_messages_that_fall_due_again_during_its_last_search(
+async def test_a_notified_message_does_not_wait_for_a_slow_search(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = Outbox(settings_for(dsn))
-    opened = asyncio.Event()
+    found: list[bool] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    async def search_slowly(steps: Sequence[Step], trip: Trip) -> list[list[Row]]:
+        results = await trip(steps)
+        for step, rows in zip(steps, results, strict=True):
+            if claims([step]):
+                is_search = cast("list[float]", step[1]["since_seconds"])[0] > 3600
+                await asyncio.sleep(0.02 if is_search else 0)
+                if rows:
+                    found.append(is_search)
+        return results
+
+    monkeypatch.setattr(Link, "trip", around_trips(search_slowly))
+    monkeypatch.setattr(lanes, "_PAUSE_AFTER_SEARCH", 0)  # A search may always begin.
+    async with running(worker := Worker(outbox)):
+        await until_idle(worker)
+        for _ in range(5):
+            message_id = enqueue(db)
+            await until(lambda: state_of(db, message_id) == State.SENT)  # noqa: B023 - at once
+            await until_idle(worker)
+    assert found == [False] * 5
+
+
+async def test_one_run_delivers_messages_that_fall_due_again(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn))
 
     @outbox.handler("greet", retry=AT_ONCE)
     async def greet(message: Message, ctx: Context) -> None:
-        await opened.wait()
-        if message.attempt_count == 1:
+        if message.attempt_count < 3:
             raise Transient("busy")
 
     message_id = enqueue(db)
-    worker = Worker(outbox)
-    empty_looks = 0
-
-    class SlowStore(Store):
-        async def claim(self, *arguments: Any, **options: Any) -> list[ClaimedRow]:  # noqa: ANN401 - passed on
-            nonlocal empty_looks
-            rows = await super().claim(*arguments, **options)
-            empty_looks += not rows
-            # The second search is from the beginning; after it a run may end.
-            if empty_looks == 2:
-                opened.set()
-                await until(lambda: not run_of(worker).state.in_flight)
-            return rows
-
-    monkeypatch.setattr(pgoutbox.worker.run, "Store", SlowStore)
-    await worker.run_once()
+    await Worker(outbox).run_once()
     assert state_of(db, message_id) == State.SENT

@@ -10,6 +10,8 @@ AS $function$
 BEGIN
     IF pg_notification_queue_usage() < 0.9 THEN
         PERFORM pg_notify('pgoutbox', 'all ' || queue);
+        -- Idle workers that rely on another one listen here.
+        PERFORM pg_notify('pgoutbox_idle', 'all ' || queue);
     END IF;
 END
 $function$;

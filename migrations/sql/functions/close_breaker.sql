@@ -10,10 +10,21 @@ SET standard_conforming_strings = on
 AS $function$
 #variable_conflict use_column
 DECLARE
+    freed text[];
+    freed_count bigint;
     woken text[];
 BEGIN
-    DELETE FROM pgoutbox.breaker AS b WHERE b.key = close_breaker.key;
+    DELETE FROM pgoutbox.breaker AS b WHERE b.key = close_breaker.key
+    RETURNING b.holds INTO freed;
     was_open := FOUND;
+    -- Those that waited unclaimed behind it, and are due without a change.
+    SELECT count(*)
+    INTO freed_count
+    FROM pgoutbox.message_live AS m
+    WHERE freed <> '{}'
+        AND m.state = 'pending'
+        AND m.available_at <= now() + interval '1 second'
+        AND pgoutbox._hold_of(m.queue, m.topic, m.destination) = ANY (freed);
     WITH postponed AS MATERIALIZED (
         SELECT m.id
         FROM pgoutbox.message_live AS m
@@ -34,6 +45,7 @@ BEGIN
     INTO message_count, woken
     FROM due AS d;
     PERFORM pgoutbox._wake_all_workers(w.queue) FROM unnest(woken) AS w(queue);
+    message_count := message_count + freed_count;
     IF message_count > 0 AND NOT was_open AND pgoutbox._is_act() THEN
         PERFORM pgoutbox._record_act('breaker', details => jsonb_build_object('key', close_breaker.key));
     END IF;
@@ -43,4 +55,4 @@ $function$;
 
 COMMENT ON FUNCTION pgoutbox.close_breaker IS
     'Close a circuit breaker, and make up to at_most messages that it postponed due in a second. Returns whether it was '
-    'open, and the number of these messages.';
+    'open, and the number of these messages and of those that waited behind it.';

@@ -50,7 +50,7 @@ BEGIN
             pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
             pgoutbox._is_known_topic, pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here,
             pgoutbox._read_redirect, pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of, pgoutbox._bucket_of,
-            pgoutbox._in_flight_of, pgoutbox._is_limited, pgoutbox._take_turn, pgoutbox._forget_sent, pgoutbox._require_completion,
+            pgoutbox._in_flight_of, pgoutbox._hold_of, pgoutbox._forget_sent, pgoutbox._require_completion,
             pgoutbox._redacted_text, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures,
             pgoutbox._with_attempt, pgoutbox._enqueue_failure,
             pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule, pgoutbox._prune_keys,
@@ -91,7 +91,7 @@ BEGIN
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here, pgoutbox._redacted_text,
             pgoutbox._redacted_json, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures,
-            pgoutbox._tokens_of, pgoutbox._done_estimate
+            pgoutbox._tokens_of, pgoutbox._done_estimate, pgoutbox._hold_of
         TO pgoutbox_viewer;
     END IF;
 
@@ -110,7 +110,7 @@ BEGIN
             pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here, pgoutbox._redacted_text,
             pgoutbox._redacted_json, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures,
             pgoutbox._tokens_of, pgoutbox._bucket_of, pgoutbox._done_estimate, pgoutbox.announce_act,
-            pgoutbox._state_of, pgoutbox._is_known_topic,
+            pgoutbox._state_of, pgoutbox._is_known_topic, pgoutbox._hold_of,
             pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
             pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.release, pgoutbox.resend, pgoutbox.close_breaker,
             pgoutbox.set_redirect, pgoutbox.clear_redirect, pgoutbox.adopt,

@@ -8,6 +8,7 @@ CREATE TABLE pgoutbox.breaker (
     probe_until      timestamptz,
     worker           text             NOT NULL,
     last_error       text             NOT NULL,
+    holds            text[]           NOT NULL DEFAULT '{}',
     CONSTRAINT breaker_pkey PRIMARY KEY (key),
     CONSTRAINT breaker_sound CHECK (cooldown_seconds > 0 AND (probe_id IS NULL) = (probe_until IS NULL))
 );
@@ -21,3 +22,5 @@ COMMENT ON COLUMN pgoutbox.breaker.probe_id IS 'The current probe: the fence of 
 COMMENT ON COLUMN pgoutbox.breaker.probe_until IS 'When that probe counts as lost and another one may be sent.';
 COMMENT ON COLUMN pgoutbox.breaker.worker IS 'The worker that opened the breaker or sent the last probe.';
 COMMENT ON COLUMN pgoutbox.breaker.last_error IS 'Error message, cut at 4000 characters.';
+COMMENT ON COLUMN pgoutbox.breaker.holds IS
+    'Messages that wait behind it unclaimed: each a queue, a topic, and the scheme or web host of their destinations.';

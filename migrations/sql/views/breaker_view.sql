@@ -6,7 +6,8 @@ SELECT
     b.cooldown_seconds,
     b.probe_until,
     b.worker,
-    pgoutbox._redacted_text(b.last_error) AS last_error
+    pgoutbox._redacted_text(b.last_error) AS last_error,
+    b.holds
 FROM pgoutbox.breaker AS b;
 
 COMMENT ON VIEW pgoutbox.breaker_view IS 'Open circuit breakers of transports and destinations.';

@@ -1,6 +1,7 @@
 -- A superseded message is never delivered, whatever else it waits for. The other reasons have the order of the claim's
 -- checks. Some come from the reason code of the last attempt; the other reasons follow from the rows. A run of `worker
--- --once` serves its queues and topics until the next one, for 25 hours, which is a daily run and an hour.
+-- --once` serves its queues and topics until the next one, for 25 hours, which is a daily run and an hour. Messages behind
+-- an open breaker wait for it even if they were never attempted.
 CREATE VIEW pgoutbox.waiting_view AS
 WITH control AS MATERIALIZED (
     SELECT q.name, q.is_paused, q.resume_at, q.tokens, q.next_token_at, q.max_in_flight, q.in_flight
@@ -10,6 +11,11 @@ WITH control AS MATERIALIZED (
     FROM pgoutbox.worker_view AS w
     CROSS JOIN LATERAL unnest(w.queues) AS served(queue)
     WHERE w.ended_at IS NULL OR w.ended_at > now() - interval '25 hours'
+), held AS MATERIALIZED (
+    SELECT h.hold, max(greatest(b.retry_at, b.probe_until)) AS probe_at
+    FROM pgoutbox.breaker AS b
+    CROSS JOIN LATERAL unnest(b.holds) AS h(hold)
+    GROUP BY h.hold
 )
 SELECT
     m.id,
@@ -30,13 +36,14 @@ SELECT
         WHEN 'paused' THEN control.resume_at
         WHEN 'scheduled' THEN m.available_at
         WHEN 'retry' THEN m.available_at
-        WHEN 'breaker' THEN m.available_at
+        WHEN 'breaker' THEN greatest(m.available_at, held.probe_at)
         WHEN 'unavailable' THEN m.available_at
         WHEN 'redirect' THEN m.available_at
         WHEN 'unreadable' THEN m.available_at
         WHEN 'rate' THEN control.next_token_at
     END AS until
 FROM pgoutbox.message_live AS m
+LEFT JOIN held ON held.hold = pgoutbox._hold_of(m.queue, m.topic, m.destination)
 LEFT JOIN control ON control.name = m.queue
 LEFT JOIN pgoutbox.key_head AS head
     ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
@@ -79,6 +86,7 @@ CROSS JOIN LATERAL (
         WHEN halt.id IS NOT NULL THEN 'halted'
         WHEN earlier.id IS NOT NULL THEN 'in order'
         WHEN sibling.id IS NOT NULL THEN 'in flight'
+        WHEN held.hold IS NOT NULL THEN 'breaker'
         WHEN control.tokens < 1 THEN 'rate'
         WHEN control.in_flight >= control.max_in_flight THEN 'max_in_flight'
         WHEN NOT EXISTS (SELECT FROM serving AS s WHERE s.queue = m.queue) THEN 'no worker'

@@ -56,7 +56,7 @@ _STATUSES: Final = {
     "sent": TaskResultStatus.SUCCESSFUL,
 }
 
-# An attempt that was postponed did not run the task.
+# Attempts that use up none of the message's attempts do not count: postponed ones, and those released without a slot.
 _READ: Final = """
 SELECT
     m.payload::text, m.state, m.attempt_count, m.finished_at, m.skip_reason,
@@ -72,7 +72,7 @@ CROSS JOIN LATERAL (
     FROM (
         SELECT v.attempt_count, v.worker, v.started_at, v.error
         FROM pgoutbox.attempt_view AS v
-        WHERE v.message_id = m.id AND v.outcome <> 'snoozed'
+        WHERE v.message_id = m.id AND v.outcome NOT IN ('snoozed', 'released')
         UNION ALL
         SELECT m.attempt_count, m.worker, m.claimed_at, NULL WHERE m.state = 'sending'
     ) AS b

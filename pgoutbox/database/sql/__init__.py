@@ -1,6 +1,6 @@
-"""The statements of workers, producers, commands, dashboard and doctor, one in a file.
+"""The statements of workers, producers, commands, dashboard and doctor, one in a file; without those of the kernel.
 
-`sql.CLAIM_FRESH` is the statement in `claim/claim_fresh.sql`. It is read without its comments, at its first use or by
+`sql.REDRIVE` is the statement in `operators/redrive.sql`. It is read without its comments, at its first use or by
 `load_all`. A line `\\ir _name.sql` includes a fragment, as in psql. Names are unique in all folders. No statement is
 built at run time.
 

@@ -5,8 +5,84 @@
 -- a queue. The UPDATE writes the decisions. Each page of ordering keys ends with a row without a message: its
 -- ordering key is the one after which the next page begins, '' if no key follows. The row is missing if the limits cut the page.
 -- A claim that reads no lane 2 leaves out the parts in brackets: even unused they would make it slower by a third.
+-- Messages behind an open breaker are left out, unless they end without an attempt. After the pause of a breaker, a claim
+-- with the parts `probe` in place of `lanes` begins the attempt of one message behind it, and with it the probe. If
+-- none can be claimed, it removes their hold.
 -- Guards: row locks; the place of the row in the UPDATE; the unique indexes on keys in flight.
-WITH judged AS MATERIALIZED (
+WITH
+-- [probe
+paused AS MATERIALIZED (
+    -- One hold of those that may be probed, at random: each gets its turn, however many breakers are open.
+    SELECT b.ctid AS place, held.hold, split_part(held.hold, ' ', 1) AS queue, split_part(held.hold, ' ', 2) AS topic
+    FROM pgoutbox.breaker AS b
+    CROSS JOIN LATERAL unnest(b.holds) AS held(hold)
+    WHERE b.retry_at <= now() AND (b.probe_until IS NULL OR b.probe_until <= now())
+        AND split_part(held.hold, ' ', 1) = ANY (%(queues)s::text[])
+        AND split_part(held.hold, ' ', 2) = ANY (%(topics)s::text[])
+        -- A queue that is paused or has no permit keeps its holds.
+        AND pgoutbox.next_permit_at(split_part(held.hold, ' ', 1)) IS NULL
+    ORDER BY random()
+    LIMIT 1
+    -- Two workers do not search at once.
+    FOR UPDATE OF b SKIP LOCKED
+), half_open AS MATERIALIZED (
+    SELECT p.*, pgoutbox._permits(p.queue, 1) AS permits FROM paused AS p
+),
+-- probe]
+judged AS MATERIALIZED (
+    -- [probe
+    -- Fresh messages first, so that a message that is itself at fault does not fail every probe.
+    SELECT found.*
+    FROM half_open AS h
+    CROSS JOIN LATERAL (
+        SELECT one.*
+        FROM (VALUES (0), (1)) AS lane(number)
+        CROSS JOIN LATERAL (
+            SELECT m.ctid AS place, m.id, m.queue, m.coalesce_key AS key, m.topic AS scope, false AS is_ordered,
+                NULL::bigint AS newer_id, 'sending' AS state
+            FROM pgoutbox.message_live AS m
+            LEFT JOIN pgoutbox.key_head AS head
+                ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
+            LEFT JOIN LATERAL (
+                SELECT s.id FROM pgoutbox.message_live AS s
+                WHERE s.topic = m.topic AND s.key_in_flight = m.coalesce_key AND s.ordering_key IS NULL LIMIT 1
+            ) AS sibling ON true
+            WHERE m.queue = h.queue AND m.lane = lane.number AND m.ordering_key IS NULL
+                AND m.available_at <= now() AND m.state = 'pending'
+                AND m.topic = h.topic AND pgoutbox._hold_of(m.queue, m.topic, m.destination) = h.hold
+                AND (m.expires_at <= now()) IS NOT TRUE AND head.newest_id IS NULL AND sibling.id IS NULL
+            ORDER BY m.available_at, m.id
+            LIMIT 1
+            FOR UPDATE OF m SKIP LOCKED
+        ) AS one
+        UNION ALL
+        SELECT ordered.*
+        FROM (
+            SELECT m.ctid, m.id, m.queue, m.ordering_key, m.queue, true, NULL::bigint, 'sending'
+            FROM pgoutbox.message_live AS m
+            WHERE m.queue = h.queue AND m.ordering_key IS NOT NULL
+                AND m.available_at <= now() AND m.available_at > '-infinity' AND m.state = 'pending'
+                AND m.topic = h.topic AND pgoutbox._hold_of(m.queue, m.topic, m.destination) = h.hold
+                AND (m.expires_at <= now()) IS NOT TRUE
+                -- The conditions of lane 2: the first message of its key, none in flight, and none failed before it.
+                AND NOT EXISTS (
+                    SELECT FROM pgoutbox.message_live AS s
+                    WHERE s.queue = m.queue AND s.ordering_key = m.ordering_key AND (s.id < m.id OR s.state = 'sending')
+                    OFFSET 0
+                )
+                AND NOT EXISTS (
+                    SELECT FROM pgoutbox.message_failed AS f
+                    WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.halts_key AND f.id < m.id
+                    OFFSET 0
+                )
+            ORDER BY m.available_at
+            LIMIT 1
+            FOR UPDATE OF m SKIP LOCKED
+        ) AS ordered
+        LIMIT h.permits
+    ) AS found
+    -- probe]
+    -- [lanes
     SELECT found.*
     FROM unnest(%(served)s::text[]) AS served(queue)
     CROSS JOIN LATERAL (
@@ -80,6 +156,14 @@ WITH judged AS MATERIALIZED (
                     AND (m.available_at, m.id) > (
                         coalesce(lane.after_at, now() - make_interval(secs => lane.since_seconds)), lane.after_id
                     )
+                    -- Without an open breaker, the left side of NOT IN is not computed.
+                    AND (
+                        pgoutbox._hold_of(m.queue, m.topic, m.destination) NOT IN (
+                            SELECT unnest(b.holds) FROM pgoutbox.breaker AS b
+                        )
+                        OR m.expires_at <= now()
+                        OR head.newest_id IS NOT NULL
+                    )
                     -- Two messages of a key are never in flight: this one waits for its sibling, unless it is superseded.
                     AND (sibling.id IS NULL OR head.newest_id IS NOT NULL)
                 ORDER BY m.available_at, m.id
@@ -102,17 +186,23 @@ WITH judged AS MATERIALIZED (
                         ELSE 'sending'
                     END
                 FROM visited AS v
-                CROSS JOIN LATERAL (
+                -- The first message of the key. Without ANY, PostgreSQL may plan to read the whole primary key for each one.
+                JOIN pgoutbox.message_live AS m ON m.id = ANY (ARRAY(
                     SELECT f.id
                     FROM pgoutbox.message_live AS f
                     WHERE f.queue = lane.queue AND f.ordering_key = v.key
                     ORDER BY f.id
                     LIMIT 1
-                ) AS first
-                JOIN pgoutbox.message_live AS m ON m.id = first.id
+                ))
                 WHERE v.number > 0
                     AND m.available_at <= now() AND m.state = 'pending'
                     AND m.topic = ANY (%(topics)s::text[])
+                    AND (
+                        pgoutbox._hold_of(m.queue, m.topic, m.destination) NOT IN (
+                            SELECT unnest(b.holds) FROM pgoutbox.breaker AS b
+                        )
+                        OR m.expires_at <= now()
+                    )
                     -- No other message of the key is in flight: an earlier one may have been redriven meanwhile. OFFSET 0
                     -- makes PostgreSQL look up each key in the index, whatever the statistics say.
                     AND NOT EXISTS (
@@ -142,6 +232,7 @@ WITH judged AS MATERIALIZED (
         LIMIT pgoutbox._permits(served.queue, %(total)s::bigint)
     ) AS found
     LIMIT %(total)s::bigint
+    -- lanes]
 ), begun AS (
     -- `claimed_at` is the name of a claim, so it is the real time, and differs from queue to queue.
     SELECT q.queue, q.ids, clock_timestamp() + row_number() OVER () * interval '1 us' AS claimed_at
@@ -189,6 +280,23 @@ WITH judged AS MATERIALIZED (
         false AS is_superseded, m.queue, false AS is_suspect,
         CASE WHEN m.ordering_key IS NULL THEN m.lane ELSE 2 END AS lane
 )
+-- [probe
+, probed AS (
+    UPDATE pgoutbox.breaker AS b
+    SET probe_id = CASE WHEN begun.ids IS NULL THEN b.probe_id ELSE gen_random_uuid() END,
+        probe_until = CASE
+            WHEN begun.ids IS NULL THEN b.probe_until ELSE now() + make_interval(secs => %(probe_seconds)s::float8)
+        END,
+        worker = CASE WHEN begun.ids IS NULL THEN b.worker ELSE %(worker)s::text END,
+        holds = CASE WHEN begun.ids IS NULL THEN array_remove(b.holds, h.hold) ELSE b.holds END
+    FROM half_open AS h
+    LEFT JOIN begun ON true
+    WHERE b.ctid = h.place AND h.permits > 0
+    RETURNING b.key, b.probe_id, h.hold
+)
+SELECT w.*, p.key, p.probe_id::text, p.hold FROM written AS w CROSS JOIN probed AS p
+-- probe]
+-- [lanes
 SELECT w.* FROM written AS w
 -- [ordering keys
 UNION ALL
@@ -196,3 +304,4 @@ SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, j.key, 
 FROM judged AS j
 WHERE j.id IS NULL
 -- ordering keys]
+-- lanes]

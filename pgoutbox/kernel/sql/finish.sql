@@ -2,9 +2,33 @@
 -- new state of each message that its attempt still held. A locked row is left out and tried again later: one row never
 -- delays a batch.
 -- The same statement enqueues the message for the hook of a message that fails, so that no failure is without one.
-WITH held AS MATERIALIZED (
+-- With a `held_delay`, an outcome adds the hold of its message to its open breaker. Then the message waits unclaimed like
+-- all others of the hold, and is due after that delay. Without such an outcome, the parts `holds` are left out.
+WITH
+-- [holds
+opened AS MATERIALIZED (
+    -- A breaker that has closed meanwhile has no row. A locked one is left out.
+    SELECT b.ctid AS place, b.key, b.holds
+    FROM pgoutbox.breaker AS b
+    WHERE b.key = ANY (%(breaker_keys)s::text[])
+    FOR UPDATE SKIP LOCKED
+),
+-- holds]
+held AS MATERIALIZED (
     SELECT
-        o.id, m.attempt_count, o.outcome, o.reason, o.reason_code, o.breaker_key, o.error_place, o.delay_seconds,
+        o.id, m.attempt_count, o.outcome, o.reason, o.reason_code, o.breaker_key, o.error_place,
+        -- [holds
+        breaker.place, breaker.holds, pgoutbox._hold_of(m.queue, m.topic, m.destination) AS hold,
+        -- Without the row of its breaker, a message is tried again soon: it may join the hold, or the breaker has closed.
+        CASE
+            WHEN o.held_delay IS NULL THEN o.delay_seconds
+            WHEN breaker.key IS NULL THEN o.held_delay + 5
+            ELSE o.held_delay
+        END AS delay_seconds,
+        -- holds]
+        -- [no holds
+        o.delay_seconds,
+        -- no holds]
         head.newest_id AS newer_id,
         CASE
             -- A message that would become pending again ends instead if it was cancelled or superseded, or has no
@@ -26,8 +50,12 @@ WITH held AS MATERIALIZED (
         END AS state
     FROM unnest(
         %(ids)s::bigint[], %(outcomes)s::text[], %(reasons)s::text[], %(reason_codes)s::text[],
-        %(breaker_keys)s::text[], %(error_places)s::text[], %(delays)s::float8[], %(fails_after)s::float8[]
-    ) AS o(id, outcome, reason, reason_code, breaker_key, error_place, delay_seconds, fails_after)
+        %(breaker_keys)s::text[], %(error_places)s::text[], %(delays)s::float8[], %(fails_after)s::float8[],
+        %(held_delays)s::float8[]
+    ) AS o(id, outcome, reason, reason_code, breaker_key, error_place, delay_seconds, fails_after, held_delay)
+    -- [holds
+    LEFT JOIN opened AS breaker ON breaker.key = o.breaker_key AND o.held_delay IS NOT NULL
+    -- holds]
     -- Without ANY, PostgreSQL may plan to read the whole primary key, because statistics may describe an empty table.
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     -- The newer message that supersedes this one. It matters only if this one would become pending again.
@@ -45,7 +73,21 @@ WITH held AS MATERIALIZED (
     -- While its lease runs, only this worker writes a message in flight. A session that has locked its row for another
     -- reason must not delay the batch.
     FOR UPDATE OF m SKIP LOCKED
-), finished AS (
+),
+-- [holds
+noted AS (
+    UPDATE pgoutbox.breaker AS b
+    SET holds = b.holds || added.holds
+    FROM (
+        SELECT h.place, array_agg(DISTINCT h.hold) AS holds
+        FROM held AS h
+        WHERE h.state = 'pending' AND h.hold <> ALL (h.holds)
+        GROUP BY h.place
+    ) AS added
+    WHERE b.ctid = added.place
+),
+-- holds]
+finished AS (
     UPDATE pgoutbox.message AS m
     SET state = h.state,
         available_at = CASE

@@ -19,7 +19,7 @@ WITH extended AS (
     WHERE c.worker = r.worker AND c.claimed_at = r.claimed_at
 )
 DELETE FROM pgoutbox.claim AS c
--- By place for the reason in _ended_claims.sql.
+-- By place for the reason in end_claims.sql.
 WHERE c.ctid = ANY (ARRAY(
     SELECT e.ctid
     FROM pgoutbox.claim AS e

@@ -6,10 +6,9 @@
 -- Guards: row locks, and the place of the row in the UPDATE.
 WITH judged AS MATERIALIZED (
     -- Attempts whose lease has lapsed, and their decision: the message ends as cancelled, skipped or failed, or is
-    -- `pending` again, or it is `sending`: tried again at once and alone. The including statement adds conditions, an order,
-    -- a limit and row locks. The lock of the claim looks again at its newest lease. It is the lock of a renewal, so that a
-    -- session that keeps the worker from renewing also keeps others from taking its attempts. The joins are those of
-    -- in_flight_view, whose rows cannot be locked.
+    -- `pending` again, or it is `sending`: tried again at once and alone. The lock of the claim looks again at its
+    -- newest lease. It is the lock of a renewal, so that a session that keeps the worker from renewing also keeps others
+    -- from taking its attempts. The joins are those of in_flight_view, whose rows cannot be locked.
     SELECT found.*
     -- Two searches with limits of their own: many ends must not crowd out a suspect.
     FROM (VALUES (false, %(total)s::bigint), (true, %(suspects)s::bigint)) AS kind(is_suspect, most)
@@ -32,13 +31,14 @@ WITH judged AS MATERIALIZED (
                 WHEN m.attempt_count >= m.max_attempts OR m.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
                 -- It cannot afford another loss: half of its granted attempts are used up.
                 WHEN m.max_attempts - m.attempt_count <= m.attempt_budget / 2 THEN 'sending'
-                -- Nor can another message that its worker had in flight, and that was lost twice in a row. Either of them may have
-                -- crashed the process. If this one were not tried alone too, they could meet again. The array is read once.
+                -- Nor can another message that its worker had in flight, and that was lost twice in a row. Either of them may
+                -- have crashed the process. If this one were not tried alone too, they could meet again. The arrays are read
+                -- once, and a join would read all claims.
                 WHEN c.worker = ANY (ARRAY(
                     SELECT o.worker
                     FROM pgoutbox.claim AS o
                     JOIN pgoutbox.message_live AS s ON s.id = ANY (o.ids) AND s.worker = o.worker AND s.claimed_at = o.claimed_at
-                    WHERE o.worker IN (SELECT l.worker FROM pgoutbox.claim AS l WHERE l.lease_expires_at <= now())
+                    WHERE o.worker = ANY (ARRAY(SELECT l.worker FROM pgoutbox.claim AS l WHERE l.lease_expires_at <= now()))
                         AND s.state = 'sending'
                         AND s.max_attempts - s.attempt_count BETWEEN 1 AND s.attempt_budget / 2
                         AND s.attempts #>> '{-1,outcome}' = 'lost'
@@ -93,7 +93,8 @@ WITH judged AS MATERIALIZED (
         key_in_flight = CASE WHEN j.state = 'sending' THEN m.key_in_flight END,
         lane = 1,
         available_at = CASE
-            WHEN j.state = 'pending' THEN now() + make_interval(secs => %(distance_seconds)s::float8 * (j.number - 1)) ELSE m.available_at
+            WHEN j.state = 'pending' THEN now() + make_interval(secs => %(distance_seconds)s::float8 * (j.number - 1))
+            ELSE m.available_at
         END,
         finished_at = CASE WHEN j.state NOT IN ('pending', 'sending') THEN now() END,
         skip_reason = CASE WHEN j.state = 'skipped' THEN coalesce('superseded by ' || j.newer_id, 'expired') END,

@@ -1,20 +1,30 @@
 -- When to poll each of these queues again. The worker asks before it sleeps. One row per queue, in the order of
 -- `DueRow`.
 -- Messages that were already due at the worker's last poll (`since_seconds`, `others_since_seconds` for retries and
--- leases) do not count. In a queue with limits they count, because the worker may have had no permit for them.
+-- leases) do not count. In a queue with limits they count, because the worker may have had no permit for them. Messages
+-- behind an open breaker do not count, but its next probe does.
 SELECT
     asked.name,
-    -- Whether the queue has messages with an ordering key.
-    EXISTS (SELECT FROM pgoutbox.message_live AS o WHERE o.queue = asked.name AND o.ordering_key IS NOT NULL),
+    -- Whether the queue has messages with an ordering key. Without OFFSET 0, PostgreSQL may read those of all queues.
+    EXISTS (SELECT FROM pgoutbox.message_live AS o WHERE o.queue = asked.name AND o.ordering_key IS NOT NULL OFFSET 0),
     -- Seconds until the next attempt may begin; null for a queue that is not paused and has no limits.
     CASE WHEN asked.permit_at = 'infinity' THEN 'infinity' ELSE extract(epoch FROM asked.permit_at - now())::float8 END,
     -- Seconds until the next message falls due, null if there is none: fresh and ordered ones, then retries and leases.
     extract(epoch FROM due.first_at - now())::float8,
-    extract(epoch FROM due.other_at - now())::float8
+    extract(epoch FROM due.other_at - now())::float8,
+    -- Seconds until the next probe of a breaker with messages of this queue, null if there is none.
+    CASE WHEN asked.holds IS NOT NULL AND asked.permit_at IS DISTINCT FROM 'infinity' THEN (
+        SELECT extract(epoch FROM min(greatest(b.retry_at, b.probe_until, asked.permit_at)) - now())::float8
+        FROM pgoutbox.breaker AS b
+        CROSS JOIN LATERAL unnest(b.holds) AS held(hold)
+        WHERE split_part(held.hold, ' ', 1) = asked.name AND split_part(held.hold, ' ', 2) = ANY (%(topics)s::text[])
+    ) END
 FROM (
     SELECT
         served.name,
         CASE WHEN q.name IS NOT NULL THEN coalesce(pgoutbox.next_permit_at(q.name), now()) END AS permit_at,
+        -- The messages behind open breakers; null without such a breaker.
+        (SELECT array_agg(held.hold) FROM pgoutbox.breaker AS b CROSS JOIN LATERAL unnest(b.holds) AS held(hold)) AS holds,
         -- 1e9 seconds, about 32 years, stand for all time.
         now() - make_interval(secs => CASE WHEN q.name IS NULL THEN %(since_seconds)s::float8 ELSE 1e9 END) AS since,
         now() - make_interval(secs => CASE WHEN q.name IS NULL THEN %(others_since_seconds)s::float8 ELSE 1e9 END)
@@ -33,6 +43,7 @@ CROSS JOIN LATERAL (
                 FROM pgoutbox.message_live AS m
                 WHERE m.queue = asked.name AND m.lane = 0 AND m.state = 'pending' AND m.ordering_key IS NULL
                     AND m.available_at > asked.since
+                    AND (asked.holds IS NULL OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds))
             ),
             (
                 -- This includes messages behind others of their key: at worst one poll finds nothing.
@@ -40,6 +51,7 @@ CROSS JOIN LATERAL (
                 FROM pgoutbox.message_live AS m
                 WHERE m.queue = asked.name AND m.state = 'pending' AND m.ordering_key IS NOT NULL
                     AND m.available_at > asked.since
+                    AND (asked.holds IS NULL OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds))
                     -- Always true: it permits the index message_live_ordered_due.
                     AND m.available_at > '-infinity'
             )
@@ -50,6 +62,7 @@ CROSS JOIN LATERAL (
                 FROM pgoutbox.message_live AS m
                 WHERE m.queue = asked.name AND m.lane = 1 AND m.state = 'pending' AND m.ordering_key IS NULL
                     AND m.available_at > asked.others_since
+                    AND (asked.holds IS NULL OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds))
             ),
             (
                 SELECT min(c.lease_expires_at)

@@ -1,4 +1,4 @@
--- The shared contents of fan-outs, as JSON texts. As in _returned.sql, null for one of more than 16 kB.
+-- The shared contents of fan-outs, as JSON texts. As in claim.sql, null for one of more than 16 kB.
 SELECT c.id, CASE WHEN octet_length(c.body) <= 16384 THEN c.body END
 FROM (
     SELECT c.id, CASE WHEN pg_column_size(c.body) <= 16384 THEN c.body::text END

@@ -4,4 +4,6 @@ SELECT
     count(*) FILTER (WHERE pending.available_at <= now()),
     count(*) FILTER (WHERE pending.available_at > now()),
     count(*) FILTER (WHERE pending.attempt_count > 0)
-FROM (SELECT m.available_at, m.attempt_count FROM pgoutbox.message_view AS m WHERE m.state = 'pending' LIMIT %(cap)s::bigint) AS pending
+FROM (
+    SELECT m.available_at, m.attempt_count FROM pgoutbox.message_view AS m WHERE m.state = 'pending' LIMIT %(cap)s::bigint
+) AS pending

@@ -1,9 +1,16 @@
 -- Messages that have been due for longer than `seconds`, by queue, with the possible reasons.
-WITH late AS (
+WITH holds AS MATERIALIZED (
+    SELECT b.key, held.hold
+    FROM pgoutbox.breaker_view AS b
+    CROSS JOIN LATERAL unnest(b.holds) AS held(hold)
+), late AS (
     SELECT
         m.queue,
         m.topic,
         m.available_at,
+        (
+            SELECT min(h.key) FROM holds AS h WHERE h.hold = pgoutbox._hold_of(m.queue, m.topic, m.destination)
+        ) AS breaker,
         m.ordering_key IS NOT NULL AND EXISTS (
             SELECT
             FROM pgoutbox.message_view AS f
@@ -31,7 +38,9 @@ WITH late AS (
         extract(epoch FROM now() - min(l.available_at))::float8 AS oldest_seconds,
         coalesce(array_agg(DISTINCT l.topic) FILTER (WHERE NOT l.is_halted AND NOT l.is_behind), '{}') AS topics,
         count(*) FILTER (WHERE l.is_halted) AS halted,
-        count(*) FILTER (WHERE NOT l.is_halted AND NOT l.is_behind) AS free
+        count(*) FILTER (WHERE NOT l.is_halted AND NOT l.is_behind) AS free,
+        min(l.breaker) AS breaker,
+        count(l.breaker) AS held
     FROM late AS l
     GROUP BY l.queue
 )
@@ -42,6 +51,8 @@ SELECT
     c.topics,
     c.halted,
     c.free,
+    c.breaker,
+    c.held,
     q.is_paused,
     q.rate_count,
     q.rate_seconds,

@@ -1,0 +1,89 @@
+"""The doorbell of a worker, with its connection and its log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Final
+
+import psycopg
+
+from pgoutbox.database.connections import deadline
+from pgoutbox.database.worker_connection import connect, is_unreachable, keeps_session, prepare_session
+from pgoutbox.kernel.doorbell import Connection, Doorbell, Surroundings
+from pgoutbox.observability.events import LogEvent
+from pgoutbox.worker.run_state import RunState
+
+_REPORTS: Final = {
+    "lost": (logging.WARNING, LogEvent.LISTENER_LOST, "listener lost, polling periodically"),
+    "back": (logging.INFO, LogEvent.LISTENER_BACK, "listener back"),
+    "filling": (
+        logging.WARNING,
+        LogEvent.NOTIFY_QUEUE_FILLING,
+        "the server's notification queue is filling up: a session that listens stays in a transaction",
+    ),
+    "drained": (logging.INFO, LogEvent.NOTIFY_QUEUE_DRAINED, "the notification queue has drained"),
+}
+
+
+def new_doorbell(state: RunState, *, want: Callable[[str | None], None], wake: Callable[[], None]) -> Doorbell:
+    """Return a doorbell for the queues of this run."""
+    listener = _Listener(state)
+    around = Surroundings(
+        connect=listener.connect,
+        may_pass=listener.may_pass,
+        limited=listener.limited,
+        want=want,
+        wake=wake,
+        report=listener.report,
+        heartbeat_seconds=state.settings.listener_heartbeat_seconds,
+    )
+    return Doorbell(state.queues.names, state.topics, around)
+
+
+class _Listener:
+    """What the doorbell of the kernel needs: its connection, and the log."""
+
+    def __init__(self, state: RunState) -> None:
+        self._settings = state.settings
+        self._telemetry = state.telemetry
+        self._dsn = state.settings.require_listen_dsn()
+        self._is_pooled = False
+
+    async def connect(self) -> Connection | None:
+        """Open a connection that keeps its session. Otherwise locks would stay in the pool, with nobody listening."""
+        connection, is_direct = await connect(self._dsn, self._settings, purpose="listen")
+        if is_direct:
+            await prepare_session(connection, self._settings)
+            return connection
+        try:
+            has_session = await keeps_session(connection, self._dsn, self._settings)
+        except BaseException:
+            await connection.close()
+            raise
+        if not self._is_pooled:
+            self._is_pooled = True
+            self._telemetry.report(
+                logging.WARNING,
+                LogEvent.LISTENER_POOLED,
+                "a pooler is between the listener and PostgreSQL: set a direct connection in PGOUTBOX_LISTEN_DSN "
+                "or set PGOUTBOX_LISTEN=false",
+                polls=not has_session,
+            )
+        if has_session:
+            return connection
+        await connection.close()
+        return None
+
+    async def may_pass(self, error: psycopg.Error | OSError) -> bool:
+        """Whether a later attempt to connect may succeed."""
+        return await is_unreachable(error, self._dsn, self._settings)
+
+    def limited(self, connection: Connection) -> AbstractContextManager[None]:
+        """Break the connection if the server does not answer in time."""
+        return deadline(connection, self._settings.listener_heartbeat_timeout_seconds)
+
+    def report(self, name: str, **facts: object) -> None:
+        """Log an event of the doorbell."""
+        self._telemetry.report(*_REPORTS[name], **facts)

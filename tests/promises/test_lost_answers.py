@@ -1,0 +1,120 @@
+"""Connections that break at any statement of a worker: each message is handed over once, and none waits for a lease."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pgoutbox import Context, Message, Outbox, Worker
+from pgoutbox.operations import Operator
+from tests.support.outbox_actions import enqueue, rows_of, running, settings_for
+from tests.support.proxy import Moment, proxy_to
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import psycopg
+
+    from tests.conftest import Connect
+
+pytestmark = pytest.mark.slow
+
+MOMENTS = tuple(Moment)
+LONG = {"lease_seconds": 600, "poll_interval_seconds": 3600}
+
+
+@pytest.mark.parametrize("deletes", [False, True], ids=["kept", "deleted as they are sent"])
+async def test_messages_are_handed_over_once_although_the_connection_breaks_again_and_again(
+    dsn: str, db: psycopg.Connection, tmp_path: Path, deletes: bool
+) -> None:
+    if deletes:
+        Operator(db).set_retention("*", "sent", timedelta())
+    handed_over: Counter[int] = Counter()
+    cut_count, left = 0, 10
+    with proxy_to(dsn, tmp_path) as proxy:
+
+        def cut(application: str, text: str) -> None:
+            """Break the session that claims and finishes again and again, in every way in turn."""
+            nonlocal cut_count, left
+            left -= application == "pgoutbox claim"
+            if not left:
+                proxy.cut_at(1, MOMENTS[cut_count % len(MOMENTS)])
+                cut_count += 1
+                left = 15 + cut_count % 13  # Each statement of a trip has its turn.
+
+        outbox = Outbox(settings_for(proxy.dsn, batch_size=5, concurrency=5, **LONG))
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            handed_over[message.id] += 1
+
+        ids = [enqueue(db, coalesce_key=f"k{n}" if n % 2 else None) for n in range(300)]
+        async with running(worker := Worker(outbox)):
+            proxy.on_statement = cut
+            await until(lambda: {row.state for row in rows_of(db, *ids)} <= {"sent"})
+    assert handed_over == dict.fromkeys(ids, 1)
+    counts = {str(event): count for event, count in worker.telemetry.counts.items()}
+    assert counts["claim_lost"] > 0
+    lost_count = counts.get("lease_lost", 0)
+    # After a deletion without an answer, nobody knows who has sent the message.
+    assert counts["sent"] == len(ids) - lost_count
+    assert deletes or lost_count == 0
+    assert len(rows_of(db)) == (0 if deletes else len(ids))
+
+
+async def test_a_claim_whose_next_statement_is_refused_costs_no_lease(
+    dsn: str, db: psycopg.Connection, connect: Connect, tmp_path: Path
+) -> None:
+    """The worker looks for newer messages after the commit of a claim, and a session locks the table in between."""
+    other = connect()
+    handed_over: Counter[int] = Counter()
+    with proxy_to(dsn, tmp_path) as proxy:
+        outbox = Outbox(settings_for(proxy.dsn, lock_timeout_seconds=0.2, **LONG))
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            handed_over[message.id] += 1
+
+        moments: list[str] = []
+
+        def lock(application: str, text: str) -> None:
+            if application != "pgoutbox claim":
+                return
+            if moments:
+                moments.append("refused")
+            elif db.execute("SELECT FROM pgoutbox.in_flight_view").rowcount:
+                other.execute("LOCK TABLE pgoutbox.key_head")
+                moments.append("locked")
+
+        async with running(Worker(outbox)):
+            await until(lambda: proxy.open_count("pgoutbox listen") == 1)
+            proxy.on_statement = lock
+            message_id = enqueue(db, coalesce_key="k")
+            await until(lambda: "refused" in moments)
+            other.rollback()
+            await until(lambda: {row.state for row in rows_of(db)} == {"sent"})
+    assert handed_over == {message_id: 1}
+
+
+async def test_claims_beside_the_finish_of_a_lost_attempt_are_not_released(dsn: str, db: psycopg.Connection) -> None:
+    """The worker asks what became of the lost attempt, and has claimed other messages meanwhile."""
+    handed_over: Counter[int] = Counter()
+    outbox = Outbox(settings_for(dsn, batch_size=4, concurrency=4, **LONG))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        handed_over[message.id] += 1
+        if message.id in lost:
+            db.execute("UPDATE pgoutbox.message_live SET worker = 'another' WHERE id = %s", [message.id])
+
+    ids = [enqueue(db) for _ in range(200)]
+    lost = set(ids[::5])
+    async with running(worker := Worker(outbox)):
+        await until(lambda: {row.state for row in rows_of(db, *ids) if row.id not in lost} == {"sent"})
+    assert handed_over == dict.fromkeys(ids, 1)
+    counts = {str(event): count for event, count in worker.telemetry.counts.items()}
+    assert not counts.get("claim_lost")
