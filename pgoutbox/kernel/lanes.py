@@ -91,7 +91,6 @@ class Lane:
         # A notified message does not wait for a slow search: what fell due lately comes first.
         waits = self._search_seconds > _CHEAP_SEARCH_SECONDS and not self._has_read_lately
         self._is_search = now >= self._may_search_at and not goes_on and not waits
-        self._has_read_lately = not self._is_search
         if self._is_search:
             return Start(None, 0, _ALL_TIME_SECONDS)
         if self._after is not None:
@@ -101,6 +100,7 @@ class Lane:
     def record(self, last: Place | None, *, is_filled: bool, now: float) -> None:
         """Remember the end of the claim: its last row, and whether more rows may follow."""
         self.read_at = now
+        self._has_read_lately = not self._is_search
         if last is not None:
             self.served_at = now
         if self._is_search:
