@@ -34,6 +34,7 @@ _LOCKED_PAUSE_SECONDS: Final = 0.1
 _STUBBORN_CONFLICTS: Final = 3
 _CONFLICT_PAUSE_SECONDS: Final = 0.01
 _ROOM_SECONDS: Final = 1.0
+_OTHERS_FIRST_SECONDS: Final = 0.05
 _ROUND_TRIP_SECONDS: Final = 0.002
 _ALL_TIME_SECONDS: Final = 1e9
 # After so many claims with messages within so long, it polls: transactions that notify commit one after the other.
@@ -41,7 +42,6 @@ _FAST_CLAIMS: Final = 8
 _FAST_SECONDS: Final = 0.25
 _FAST_POLL_SECONDS: Final = 0.01
 _LULL_SECONDS: Final = 0.1
-_RELEASED: Final = "released"
 _GOES_ON: Final = ("pending", "sending")
 _LOST_RACES: Final = (
     psycopg.errors.UniqueViolation,
@@ -106,6 +106,11 @@ class _Trip(Generic[E]):
         return written_count < sum(map(len, self.sent)) + len(self.others)
 
     @property
+    def is_for_others(self) -> bool:
+        """Whether it finishes messages that another worker may be able to deliver."""
+        return any(one.end is not None and one.end.is_for_others for one in self.others)
+
+    @property
     def lapsed(self) -> Sequence[Row]:
         return self.results[-1 - bool(self.lanes) - self.probes] if self.takes_lapsed else ()
 
@@ -161,6 +166,7 @@ class Run(Generic[E]):
         self._finished: list[Keys] = []  # Messages that their attempts have finished: not told to successors yet.
         self._found_ats: deque[float] = deque([-math.inf], maxlen=_FAST_CLAIMS)  # The last claims with messages.
         self._is_fast = False  # Messages come so fast that it polls.
+        self._leaves_to_others = False  # The messages that it could not deliver fall due for other workers first.
         self._conflict_count = 0  # How many claims in a row have failed because of another session.
         self._end_limit = options.batch_size  # How many ends the next trip writes.
         self._is_careful = False  # The last trip has failed: outcomes go alone, and without waiting for a lock.
@@ -398,9 +404,11 @@ class Run(Generic[E]):
                 await asyncio.sleep(_CONFLICT_PAUSE_SECONDS)
             return
         self._is_careful, self._end_limit = False, self._options.batch_size
+        self._leaves_to_others |= trip.is_for_others
         self._note_answers(trip)
         if trip.lanes:
             self._conflict_count = 0
+            self._leaves_to_others &= not trip.claimed
             self._record(trip)
         self._answered = trip
         if self._bell is not None and self._comes_fast(trip.claimed):
@@ -690,7 +698,7 @@ class Run(Generic[E]):
         steps: list[Step] = []
         if done:
             steps.append(self._tell_successors(done))
-        if any(one.end is not None and one.end.outcome == _RELEASED for one in trip.others):
+        if trip.is_for_others:
             steps.append((sql.TELL_WORKERS, {"queues": _queues_of(self._lanes)}))
         if keyed:
             # A newer message may have been committed, delivered and finished since the claim's snapshot.
@@ -863,7 +871,8 @@ class Run(Generic[E]):
     def _note_due(self, rows: Sequence[Row]) -> None:
         """Note when something falls due."""
         due, is_news = self._note_queues(rows)
-        self._due_at = None if is_news else math.inf if due is None else _now() + due
+        later = _OTHERS_FIRST_SECONDS if self._leaves_to_others else 0.0
+        self._due_at = None if is_news else math.inf if due is None else _now() + due + later
 
     def _note_queues(self, rows: Sequence[Row]) -> tuple[float | None, bool]:
         """Note what the queues have. Return the seconds to the next due time, and whether there are new lanes."""

@@ -95,6 +95,8 @@ class End:
     fails_after_seconds: float | None = None
     held_delay_seconds: float | None = None
     """The delay if all messages of its hold wait unclaimed for the breaker `breaker_key`. None: none waits."""
+    is_for_others: bool = False
+    """Whether another worker may be able to deliver the message: the idle ones are told."""
 
 
 class Attempt(Protocol):

@@ -265,9 +265,10 @@ def end_of(attempt: Attempt, result: Transient | Unavailable | Permanent | Skip 
                 key,
                 fails_after_seconds=limit,
                 held_delay_seconds=result.held_delay if isinstance(result, Postponed) else None,
+                is_for_others=code is ReasonCode.UNREADABLE,
             )
         case Released():
-            return End(AttemptOutcome.RELEASED)
+            return End(AttemptOutcome.RELEASED, is_for_others=True)
         case _:
             assert_never(result)
 

@@ -313,10 +313,9 @@ def test_a_page_of_ordering_keys_leaps_along_their_index(filled: psycopg.Connect
     """Under statistics that know no ordered messages too: the index of due times would read all keys of a queue."""
     plan = plan_of(filled, statements.CLAIM, CLAIM_PARAMETERS)
     ordered = [node for node in plan.reads("message_live") if node.index == "message_live_ordered"]
-    assert sorted(re.findall(r"ordering_key (?:>|=) v\w*\.key", " ".join(node.condition for node in ordered))) == [
-        "ordering_key = v_1.key",
-        "ordering_key > v.key",
-    ]
+    # PostgreSQL before version 17 shows a number for the key.
+    found = re.findall(r"ordering_key ([>=]) (?:v\w*\.key|\$\d+)", " ".join(node.condition for node in ordered))
+    assert sorted(found) == ["=", ">"]
     (failed,) = plan.reads("message_failed")
     assert (failed.index, "ordering_key = " in failed.condition) == ("message_failed_ordered", True)
     assert {node.index for node in plan.reads("message_live", "s")} == {

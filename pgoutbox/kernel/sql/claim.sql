@@ -173,52 +173,54 @@ judged AS MATERIALIZED (
             ) AS due
             -- [ordering keys
             UNION ALL
-            SELECT ordered.*
-            FROM (
-                -- Messages with an ordering key have no coalesce key, so none supersedes another.
-                SELECT m.ctid, m.id, m.queue, m.ordering_key, m.queue, true, NULL::bigint,
-                    CASE
-                        WHEN EXISTS (
-                            SELECT FROM pgoutbox.cancel_request AS c
-                            WHERE c.message_id = m.id AND c.message_created_at = m.created_at
-                        ) THEN 'cancelled'
-                        WHEN m.expires_at <= now() THEN 'skipped'
-                        ELSE 'sending'
-                    END
+            (
+                SELECT ordered.*
                 FROM visited AS v
-                -- The first message of the key. Without ANY, PostgreSQL may plan to read the whole primary key for each one.
-                JOIN pgoutbox.message_live AS m ON m.id = ANY (ARRAY(
-                    SELECT f.id
-                    FROM pgoutbox.message_live AS f
-                    WHERE f.queue = lane.queue AND f.ordering_key = v.key
-                    ORDER BY f.id
-                    LIMIT 1
-                ))
-                WHERE v.number > 0
-                    AND m.available_at <= now() AND m.state = 'pending'
-                    AND m.topic = ANY (%(topics)s::text[])
-                    AND (
-                        pgoutbox._hold_of(m.queue, m.topic, m.destination) NOT IN (
-                            SELECT unnest(b.holds) FROM pgoutbox.breaker AS b
+                CROSS JOIN LATERAL (
+                    -- The first message of the key, if it is due. It has no coalesce key, so no other message supersedes it.
+                    SELECT m.ctid, m.id, m.queue, m.ordering_key, m.queue, true, NULL::bigint,
+                        CASE
+                            WHEN EXISTS (
+                                SELECT FROM pgoutbox.cancel_request AS c
+                                WHERE c.message_id = m.id AND c.message_created_at = m.created_at
+                            ) THEN 'cancelled'
+                            WHEN m.expires_at <= now() THEN 'skipped'
+                            ELSE 'sending'
+                        END
+                    FROM pgoutbox.message_live AS m
+                    WHERE m.id = (
+                            SELECT f.id
+                            FROM pgoutbox.message_live AS f
+                            WHERE f.queue = lane.queue AND f.ordering_key = v.key
+                            ORDER BY f.id
+                            LIMIT 1
                         )
-                        OR m.expires_at <= now()
-                    )
-                    -- No other message of the key is in flight: an earlier one may have been redriven meanwhile. OFFSET 0
-                    -- makes PostgreSQL look up each key in the index, whatever the statistics say.
-                    AND NOT EXISTS (
-                        SELECT FROM pgoutbox.message_live AS s
-                        WHERE s.queue = lane.queue AND s.key_in_flight = v.key AND s.ordering_key IS NOT NULL
-                        OFFSET 0
-                    )
-                    -- No failed message before it halts the key.
-                    AND NOT EXISTS (
-                        SELECT FROM pgoutbox.message_failed AS f
-                        WHERE f.queue = lane.queue AND f.ordering_key = v.key AND f.halts_key AND f.id < m.id
-                        OFFSET 0
-                    )
+                        AND m.available_at <= now() AND m.state = 'pending'
+                        AND m.topic = ANY (%(topics)s::text[])
+                        AND (
+                            pgoutbox._hold_of(m.queue, m.topic, m.destination) NOT IN (
+                                SELECT unnest(b.holds) FROM pgoutbox.breaker AS b
+                            )
+                            OR m.expires_at <= now()
+                        )
+                        -- No other message of the key is in flight: an earlier one may have been redriven meanwhile. OFFSET 0
+                        -- makes PostgreSQL look up each key in the index, whatever the statistics say.
+                        AND NOT EXISTS (
+                            SELECT FROM pgoutbox.message_live AS s
+                            WHERE s.queue = lane.queue AND s.key_in_flight = v.key AND s.ordering_key IS NOT NULL
+                            OFFSET 0
+                        )
+                        -- No failed message before it halts the key.
+                        AND NOT EXISTS (
+                            SELECT FROM pgoutbox.message_failed AS f
+                            WHERE f.queue = lane.queue AND f.ordering_key = v.key AND f.halts_key AND f.id < m.id
+                            OFFSET 0
+                        )
+                    FOR UPDATE OF m SKIP LOCKED
+                ) AS ordered
+                WHERE v.number > 0
                 LIMIT %(total)s::bigint
-                FOR UPDATE OF m SKIP LOCKED
-            ) AS ordered
+            )
             UNION ALL
             SELECT NULL, NULL, lane.queue, CASE WHEN max(v.number) = %(key_limit)s::integer THEN max(v.key) ELSE '' END,
                 NULL, true, NULL, NULL
