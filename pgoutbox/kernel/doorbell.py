@@ -162,7 +162,7 @@ class Doorbell:
             await self._ask((sql.HUSH, {"queues": queues}))
 
     async def _release(self) -> None:
-        queues = [queue for queue, standing in self._standings.items() if standing in (_HOLDS, _WATCH, _PRODUCERS)]
+        queues = [queue for queue, standing in self._standings.items() if standing != _RELIES]
         self._standings.clear()
         if queues:
             await self._ask((sql.LET_GO, {"queues": queues}))
