@@ -27,7 +27,7 @@ def last_of(rows: Sequence[Row]) -> Row:
 
 
 def finish(rows: Sequence[Row]) -> list[Step]:
-    """Return what ends the first attempts of a claim as sent, and then the claim."""
+    """Return the steps that end the first attempts of a claim as sent, and then the claim."""
     worker = CLAIM_PARAMETERS["worker"]
     claimed_ats = list({row[_CLAIMED_AT] for row in rows})
     held = {"ids": array(row[0] for row in rows), "claimed_ats": claimed_ats, "attempt_count": 1, "worker": worker}

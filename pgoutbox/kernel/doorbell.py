@@ -126,7 +126,7 @@ class Doorbell:
                 return Rest(_POLL_SECONDS), None
             rows, others = answers
             rest = self._note(rows)
-            # After the locks: the claim that follows finds what was notified in between.
+            # After the locks. The next claim finds messages whose notifications came in between.
             if self._listens != (listens := any(standing != _RELIES for standing in self._standings.values())):
                 self._listens = listens
                 await self._ask(("LISTEN pgoutbox" if listens else "UNLISTEN pgoutbox", {}))

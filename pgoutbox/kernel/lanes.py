@@ -68,7 +68,7 @@ class Lane:
     _is_search: bool = False
     _search_seconds: float = 0.0
     _has_read_lately: bool = False
-    """Whether a claim since the last search has read what fell due lately."""
+    """Whether a claim after the last search has read the latest due times."""
     _began_at: float = -math.inf
     _has_news: bool = False
     """Whether it was wanted again after the claim began."""
@@ -88,7 +88,7 @@ class Lane:
         self._began_at = now
         self._has_news = False
         goes_on = self._after is not None and now - self.searched_at < _SEARCH_SECONDS
-        # A notified message does not wait for a slow search: what fell due lately comes first.
+        # A notified message does not wait for a slow search: the latest due times are read first.
         waits = self._search_seconds > _CHEAP_SEARCH_SECONDS and not self._has_read_lately
         self._is_search = now >= self._may_search_at and not goes_on and not waits
         if self._is_search:

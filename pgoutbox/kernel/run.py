@@ -342,7 +342,7 @@ class Run(Generic[E]):
             surveys_at = len(steps)
             steps.append(self._next(0.0, 0.0))
         if takes_lapsed:
-            self._is_lapsed_wanted = False  # Whoever wants it from now on may want a later look.
+            self._is_lapsed_wanted = False  # A wish from now on is one for a later look.
             steps += [(sql.FORGET_LAPSED, {}), self._lapsed()]
         if probes:
             steps.append(self._claim_probe())
@@ -353,7 +353,7 @@ class Run(Generic[E]):
         return _Trip(now, forgotten, sent, others, lanes, room, takes_lapsed, probes, surveys_at, asks_due, steps)
 
     def _is_likely_last(self, lanes: Sequence[Lane]) -> bool:
-        """Whether the worker will sleep after this trip, so that it asks in the same trip what falls due next."""
+        """Whether the worker will sleep after this trip. Then the trip also asks for the next due time."""
         # Ordering keys are read page after page.
         return self._may_sleep and not self._is_backlogged and all(lane.number != _ORDERED for lane in lanes)
 
@@ -413,7 +413,7 @@ class Run(Generic[E]):
         self._answered = trip
         if self._bell is not None and self._comes_fast(trip.claimed):
             await self._bell.hush()
-        # What needs a trip of its own comes before the next one: a trip beside another would release its claim.
+        # Its own trips come first. Beside the next trip, they would release the claim of that one.
         if trip.lapsed or trip.probed or self._follow_steps(trip) or trip.has_unwritten:
             await self._take_in_answered()
 
@@ -819,7 +819,7 @@ class Run(Generic[E]):
         if await self._wait(min(sweeps_at - now, rest.look_seconds)):
             return
         if now + rest.look_seconds < sweeps_at:
-            self._due_at = None  # Another worker was to claim what has fallen due meanwhile.
+            self._due_at = None  # Another worker should have claimed the messages that have fallen due meanwhile.
         else:
             self.sweep()
 

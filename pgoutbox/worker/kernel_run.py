@@ -118,7 +118,8 @@ class KernelAttempts:
         """Leave messages to other workers that have waited for a slot for long."""
         pool = self.pool
         self._is_watching = False
-        if pool.oldest_wait_seconds >= _LONG_WAIT_SECONDS:
+        # With a free slot the process itself was slow, and the messages begin now.
+        if pool.oldest_wait_seconds >= _LONG_WAIT_SECONDS and pool.running_count >= pool.capacity:
             pool.release_waiting(self._may_be_released)
             self._slow_until = elapsed_clock() + _SLOW_SECONDS
         if pool.waiting_count:
@@ -148,17 +149,14 @@ class KernelAttempts:
         claimed = list(map(ClaimedRow._make, rows))
         if overtaken:
             claimed = [row._replace(superseded=row.id in overtaken) for row in claimed]
-        # In the order of the rows, which is that of the queues.
-        names = dict.fromkeys(row.claimed_at if row.state == _SENDING else None for row in claimed)
-        self.answered_at = max((name for name in names if name is not None), default=self.answered_at)
+        # A claim in each queue, in their order. Rows that the statement has ended belong to none.
+        by_claim: dict[datetime | None, list[ClaimedRow]] = {}
+        for row in claimed:
+            by_claim.setdefault(row.claimed_at if row.state == _SENDING else None, []).append(row)
+        self.answered_at = max((at for at in by_claim if at is not None), default=self.answered_at)
         if (measures := self._run.telemetry.measures) is not None:
             measures.claimed(((row.topic, row.queue) for row in claimed if row.state == _SENDING), at=elapsed_clock())
-        for name in names:
-            same = (
-                claimed
-                if len(names) == 1
-                else [row for row in claimed if (row.claimed_at if row.state == _SENDING else None) == name]
-            )
+        for same in by_claim.values():
             await self.loader.take_over(same, claimed_at)
         if not self._is_watching:
             self._watch_waiting()
@@ -231,7 +229,7 @@ class KernelAttempts:
         self._run.signals.note_progress()
 
     async def write_last(self, kernel: Run[Attempt]) -> None:
-        """Write each refused end once more, or a minimal one, and end the claims. Report what is still refused."""
+        """Write each refused end once more, or a minimal one, and end the claims."""
         for attempt, refusal in list(self.refused.items()):
             refused = attempt.end
             for end in (refused, minimal_end(refused, refusal.reason)):

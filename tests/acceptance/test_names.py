@@ -1,6 +1,6 @@
 """Tests that each name in backticks exists: on all pages, in the README, the changelog and the matrix of features.
 
-Decisions are records of their day, so they may name what was removed. `test_docs.py` checks the settings, the commands
+Decisions are records of their day, so they may name removed things. `test_docs.py` checks the settings, the commands
 and the fenced blocks.
 """
 

@@ -60,7 +60,7 @@ async def test_messages_are_handed_over_once_although_the_connection_breaks_agai
     counts = {str(event): count for event, count in worker.telemetry.counts.items()}
     assert counts["claim_lost"] > 0
     lost_count = counts.get("lease_lost", 0)
-    # After a deletion without an answer, nobody knows who has sent the message.
+    # A deletion without an answer counts as a lost lease.
     assert counts["sent"] == len(ids) - lost_count
     assert deletes or lost_count == 0
     assert len(rows_of(db)) == (0 if deletes else len(ids))

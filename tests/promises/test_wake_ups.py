@@ -228,7 +228,7 @@ def relayed(dsn: str, directory: Path) -> Iterator[tuple[Relay, str]]:
 
 
 class Hearer:
-    """A session that hears what is sent to idle workers."""
+    """A session on the channel of producers and workers."""
 
     def __init__(self, connection: psycopg.Connection) -> None:
         self._connection = connection
@@ -237,7 +237,7 @@ class Hearer:
         connection.execute("LISTEN pgoutbox")
 
     def heard(self) -> list[str]:
-        """Return what was sent so far: notifications arrive in the order of their commits."""
+        """Return the notifications so far, in the order of their commits."""
         self._connection.execute("NOTIFY pgoutbox, 'end'")
         wait_until(
             lambda: self._connection.execute("SELECT 1").fetchone() and "end" in self._heard, lambda: str(self._heard)
