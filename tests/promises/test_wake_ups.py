@@ -117,6 +117,29 @@ def test_an_idle_worker_misses_no_commit(
         until_sent(db, message_id, worker)
 
 
+def test_a_full_worker_gives_the_watch_of_a_limited_queue_back(
+    connect: Connect, db: psycopg.Connection, tmp_path: Path, start_worker: StartWorker
+) -> None:
+    """Other workers would rely on it, and look seldom."""
+    hung, operator = tmp_path / "hung", Operator(connect(autocommit=True))
+    asked = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle'"
+        " AND application_name = 'pgoutbox listen' AND query_start > clock_timestamp() - interval '0.1 s'"
+    )
+    with connect() as producer:
+        enqueue(producer)  # Its transaction shares the wake-up lock, so the watch asks for it again and again.
+        worker = start_worker(APPLICATION, **SETTINGS, concurrency="1", environment={"HUNG": str(hung)})
+        wait_until(lambda: one(db, _WATCHES) == 1 and one(db, asked), lambda: worker.log)
+        operator.pause("default")
+        wait_until(lambda: not one(db, asked), lambda: worker.log)  # It knows that its queue is paused.
+        enqueue(db, payload="hang")
+        producer.rollback()
+        operator.resume("default")
+        wait_until(hung.exists, lambda: worker.log)
+        wait_until(lambda: one(db, _WATCHES) == 0, lambda: worker.log)
+        hung.unlink()
+
+
 @pytest.mark.parametrize("backlog", [0, 5_000])
 def test_producers_notify_seldom_while_messages_come_fast(
     connect: Connect, db: psycopg.Connection, start_worker: StartWorker, backlog: int
