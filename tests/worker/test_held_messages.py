@@ -123,6 +123,14 @@ def test_a_breaker_is_probed_after_its_pause_and_by_one_message(rolled_back: psy
     assert probed(rolled_back) == []
 
 
+def test_a_hold_of_topics_that_others_serve_is_left_to_them(rolled_back: psycopg.Connection) -> None:
+    enqueue(rolled_back, "bill", destination=DESTINATION)
+    open_breaker(rolled_back)
+    rolled_back.execute("UPDATE pgoutbox.breaker SET holds = '{default bill mailto}'")
+    assert probed(rolled_back) == []
+    assert rolled_back.execute("SELECT holds FROM pgoutbox.breaker").fetchall() == [(["default bill mailto"],)]
+
+
 def test_a_probe_needs_a_permit_of_its_queue(db: psycopg.Connection, connect: Connect) -> None:
     db.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('default', 5)")
     message_id = hold(db)
