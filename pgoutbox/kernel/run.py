@@ -90,6 +90,7 @@ class _Trip(Generic[E]):
     asks_due: bool
     steps: list[Step]
     results: Sequence[Sequence[Row]] = ()
+    follows: Sequence[Step] = ()  # What its commit asks for.
 
     @property
     def ended(self) -> list[E]:
@@ -414,7 +415,8 @@ class Run(Generic[E]):
         if self._bell is not None and self._comes_fast(trip.claimed):
             await self._bell.hush()
         # Its own trips come first. Beside the next trip, they would release the claim of that one.
-        if trip.lapsed or trip.probed or self._follow_steps(trip) or trip.has_unwritten:
+        trip.follows = self._follow_steps(trip)
+        if trip.lapsed or trip.probed or trip.follows or trip.has_unwritten:
             await self._take_in_answered()
 
     def _note_answers(self, trip: _Trip[E]) -> None:
@@ -666,10 +668,9 @@ class Run(Generic[E]):
 
     async def _follow(self, trip: _Trip[E]) -> Set[int]:
         """Run the statements that follow the commit of a trip. Return the claimed messages that are superseded."""
-        steps = self._follow_steps(trip)
-        results = await self._link.trip(steps) if steps else []
+        results = await self._link.trip(trip.follows) if trip.follows else []
         overtaken: Set[int] = frozenset()
-        for (statement, _), rows in zip(steps, results, strict=True):
+        for (statement, _), rows in zip(trip.follows, results, strict=True):
             if statement is sql.OVERTAKEN:
                 overtaken = {row[0] for row in rows}
             elif statement is sql.TELL_SUCCESSORS:

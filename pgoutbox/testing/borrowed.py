@@ -88,12 +88,12 @@ async def run_pass(
         threads=AttemptThreads(inner=threads),
         transactions=_Savepoints,
     )
-    attempts.breakers = executor.breakers
     keyring = keyring_of(settings.encryption_keys)
     texts = LargeTexts(run, keyring=keyring)
-    attempts.pool = pool = AttemptPool(run, executor.run, large_texts=texts, on_outcome=attempts.collect)
+    pool = AttemptPool(run, executor.run, large_texts=texts, on_outcome=attempts.collect)
     keeper = LeaseKeeper(run, pool)
-    attempts.loader = Loader(run, handlers, keyring=keyring, pool=pool, collector=attempts, lease_keeper=keeper)
+    loader = Loader(run, handlers, keyring=keyring, pool=pool, collector=attempts, lease_keeper=keeper)
+    attempts.connect(pool=pool, loader=loader, breakers=executor.breakers)
     hold_topics = [topic for topic, handler in handlers.items() if handler.on_unknown == "hold"]
     kernel = kernel_of(run, attempts, _Alternating(run, pool), hold_topics=hold_topics, handle_error=_raise)
     try:

@@ -80,6 +80,10 @@ class KernelAttempts:
         self.loader: Loader
         self.breakers: CircuitBreakers
 
+    def connect(self, *, pool: AttemptPool, loader: Loader, breakers: CircuitBreakers) -> None:
+        """Take over the parts that begin attempts. They report to this object, so they are created after it."""
+        self.pool, self.loader, self.breakers = pool, loader, breakers
+
     def collect(self, attempt: Attempt, result: AttemptResult) -> None:
         """Take over the end of an attempt."""
         if self._probing and attempt.message_id in self._probing:

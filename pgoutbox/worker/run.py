@@ -132,9 +132,7 @@ class WorkerRun:
             state, self.executor.run, large_texts=self._large_texts, on_outcome=self._attempts.collect
         )
         self._lease_keeper = LeaseKeeper(state, self.pool)
-        self._attempts.pool = self.pool
-        self._attempts.breakers = self.executor.breakers
-        self._attempts.loader = Loader(
+        loader = Loader(
             state,
             handlers,
             keyring=setup.keyring,
@@ -142,6 +140,7 @@ class WorkerRun:
             collector=self._attempts,
             lease_keeper=self._lease_keeper,
         )
+        self._attempts.connect(pool=self.pool, loader=loader, breakers=self.executor.breakers)
         self._link = Link(state, self._attempts)
         self._refusal: Exception | None = None
         self.kernel = kernel_of(
