@@ -110,6 +110,8 @@ class Doorbell:
 
     async def hold(self, also: Callable[[], Step]) -> tuple[Rest, list[Row] | None]:
         """See `Bell`."""
+        if self.is_up is False:
+            return Rest(_POLL_SECONDS), None  # A connection attempt has the turn, and may take long.
         async with self._turn:
             if self._topics_asked != (topics := tuple(self._topics)):
                 await self._release()  # The former watch does not cover these topics.
@@ -149,12 +151,14 @@ class Doorbell:
 
     async def release(self) -> None:
         """See `Bell`."""
+        if self.is_up is False:
+            return  # The locks have ended with the connection.
         async with self._turn:
             await self._release()
 
     async def hush(self) -> None:
         """See `Bell`."""
-        if _HOLDS not in self._standings.values():
+        if _HOLDS not in self._standings.values() or self.is_up is False:
             return
         async with self._turn:
             queues = [queue for queue, standing in self._standings.items() if standing == _HOLDS]
@@ -186,7 +190,8 @@ class Doorbell:
         prefix, _, queue = message.rpartition(" ")
         standing = self._standings.get(queue)
         if channel == _IDLE_CHANNEL and not prefix:
-            if standing not in (None, _HOLDS):
+            # Without a standing, the answer that it relies on this watch may be on its way.
+            if queue in self._queues and standing != _HOLDS:
                 self._around.wake()
         elif prefix or standing != _RELIES:
             self._around.want(queue)
