@@ -68,6 +68,7 @@ class Outcomes:
                 else:
                     self._forget(attempt)
                 self._note_unwritten(attempt.message, result)
+                self._signals.progress.set()
             else:
                 requests[attempt] = self._request_of(attempt, result)
         return sent, requests

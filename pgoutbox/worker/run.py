@@ -323,9 +323,6 @@ class WorkerRun:
             async with asyncio.timeout(max(5.0, deadline - asyncio.get_running_loop().time())):
                 while self.unwritten_count and not finishing.done():  # A refused outcome may stay refused.
                     await self._until_progress()
-                # Released messages are due, and no other worker knows of retries and successors.
-                if self._telemetry.counts[LogEvent.CLAIMED] or self._telemetry.counts[LogEvent.CLAIM_LOST]:
-                    await self._notify()
         finishing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await finishing  # The kernel's error ends the worker.
@@ -334,6 +331,10 @@ class WorkerRun:
                 with contextlib.suppress(psycopg.Error, OSError):
                     await self._link.release_unanswered()
                 await self._attempts.write_last(self.kernel)
+                # Released messages are due, and no other worker knows of retries and successors.
+                if self._telemetry.counts[LogEvent.CLAIMED] or self._telemetry.counts[LogEvent.CLAIM_LOST]:
+                    with contextlib.suppress(psycopg.Error, OSError):  # Idle workers look for themselves later.
+                        await state.store.notify_workers(state.queues.names)
         self._attempts.report_unwritten()
 
     async def _until(self, event: asyncio.Event, seconds: float | None = None) -> None:
@@ -347,15 +348,6 @@ class WorkerRun:
                 one.cancel()
         if self._refusal is not None:
             raise self._refusal
-
-    async def _notify(self) -> None:
-        """Wake the idle workers of these queues."""
-        try:
-            await self.state.store.notify_workers(self.state.queues.names)
-        except psycopg.errors.ProgramLimitExceeded:
-            pass  # The notification queue is full. A notification is only a hint, and idle workers poll then.
-        except (psycopg.Error, OSError) as error:
-            await self.state.outage.pause_or_raise(error)
 
     async def _until_progress(self) -> None:
         self.state.signals.progress.clear()
