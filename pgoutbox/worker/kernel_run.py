@@ -157,11 +157,12 @@ class KernelAttempts:
         by_claim: dict[datetime | None, list[ClaimedRow]] = {}
         for row in claimed:
             by_claim.setdefault(row.claimed_at if row.state == _SENDING else None, []).append(row)
-        self.answered_at = max((at for at in by_claim if at is not None), default=self.answered_at)
         if (measures := self._run.telemetry.measures) is not None:
             measures.claimed(((row.topic, row.queue) for row in claimed if row.state == _SENDING), at=elapsed_clock())
         for same in by_claim.values():
             await self.loader.take_over(same, claimed_at)
+        # Not before: if one of them fails, those that have not begun are released.
+        self.answered_at = max((at for at in by_claim if at is not None), default=self.answered_at)
         if not self._is_watching:
             self._watch_waiting()
 
