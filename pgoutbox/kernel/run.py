@@ -52,7 +52,7 @@ _LOST_RACES: Final = (
 # The columns of claim.sql.
 _ID, _TOPIC, _ATTEMPT_COUNT, _AVAILABLE_AT, _COALESCE_KEY, _ORDERING_KEY = 0, 1, 5, 9, 10, 11
 _STATE, _QUEUE, _LANE = 14, 17, 19
-_PROBE_SECONDS: Final = 5  # The column of next_due.sql.
+_PERMIT_SECONDS, _PROBE_SECONDS = 2, 5  # The columns of next_due.sql.
 _DUE_ORDER: Final = itemgetter(_AVAILABLE_AT, _ID)
 # The ordering keys of one page: a few milliseconds of the server's time.
 _KEY_LIMIT: Final = 500
@@ -155,6 +155,7 @@ class Run(Generic[E]):
         self._lapsed_at = -math.inf
         self._surveyed_at = -math.inf
         self._is_lapsed_wanted = True
+        self._limited: set[str] = set()  # The queues that are paused or have limits.
         self._probe_at = math.inf  # A breaker may be probed by a message of these queues.
         self._may_probe_at = -math.inf
         self._spread_until = -math.inf  # Until then, messages of lapsed attempts fall due one after the other.
@@ -245,6 +246,8 @@ class Run(Generic[E]):
                 except (psycopg.Error, OSError) as error:
                     await self._handle_error(error)
         finally:
+            if self._answered is not None:
+                self._link.abandon()  # No attempt of this claim begins.
             self.has_stopped.set()
 
     async def run_once(self) -> None:
@@ -302,6 +305,7 @@ class Run(Generic[E]):
             self.forget_suspect(self.suspect)
         ended = self._attempts.take_ended(self._end_limit)
         self._want_next_of(ended)
+        self._is_careful &= bool(ended)  # Their messages may have been lost meanwhile.
         room = 0
         if self.claims and not self._is_careful:
             room = int(min(self._attempts.room(self.on_the_way), self.room_left))
@@ -310,7 +314,7 @@ class Run(Generic[E]):
         looks_again = bool(lanes) and now - self._lapsed_at >= _LAPSED_SECONDS
         takes_lapsed = room > 0 and (self._is_lapsed_wanted or looks_again)
         probes = room > 0 and now >= max(self._probe_at, self._may_probe_at) and self._attempts.may_probe()
-        if (takes_lapsed or probes) and room >= self.room_left:
+        if (takes_lapsed or probes) and room + takes_lapsed + probes > self.room_left:
             lanes = []  # A suspect or a probe may use up the room that is left.
             probes = probes and not takes_lapsed
         if takes_lapsed and self._lapsed_at == -math.inf:
@@ -393,7 +397,6 @@ class Run(Generic[E]):
 
     async def _receive(self, trip: _Trip[E], answering: asyncio.Future[list[list[Row]]]) -> None:
         """Await the answer to a trip, and note where the next claim begins."""
-        self._due_at = None
         try:
             trip.results = await answering
         except BaseException as error:
@@ -406,7 +409,10 @@ class Run(Generic[E]):
             return
         self._is_careful, self._end_limit = False, self._options.batch_size
         self._leaves_to_others |= trip.is_for_others
+        due_at, self._due_at = self._due_at, None
         self._note_answers(trip)
+        if due_at is not None and due_at <= _now() and not (trip.lanes and due_at <= trip.began_at):
+            self.want()  # A question that is long on its way leaves out what falls due meanwhile.
         if trip.lanes:
             self._conflict_count = 0
             self._leaves_to_others &= not trip.claimed
@@ -754,13 +760,21 @@ class Run(Generic[E]):
             del counts[lanes[end].queue]  # There was only room for the end of its page.
         self._turns.record(counts)
         if not is_filled:
-            # The limits of a queue may have cut the claim, and messages that it ended have used no permit.
-            for row in rows:
-                if row[_STATE] != "sending":
-                    self.want(row[_QUEUE])
+            self._want_cut(rows, pages)
         self.room_left -= len(rows)
         self.claimed_count += len(rows)
         trip.results = [*trip.results[:-1], rows]
+
+    def _want_cut(self, rows: Sequence[Row], pages: Sequence[Row]) -> None:
+        """Claim again where the limits of a queue may have cut the claim although it has permits left."""
+        for row in rows:
+            if row[_STATE] != "sending":  # A message that the claim has ended has used no permit.
+                self.want(row[_QUEUE])
+        # Nor has the end of a page, but the lanes behind it got less.
+        cut = {row[_QUEUE] for row in pages if row[_QUEUE] in self._limited}
+        for lane in self._lanes:
+            if lane.queue in cut and lane.number != _ORDERED:
+                lane.want()
 
     def _comes_fast(self, claimed: Sequence[Row] = ()) -> bool:
         """Return whether messages come fast: until none has come for a while."""
@@ -879,6 +893,7 @@ class Run(Generic[E]):
         """Note what the queues have. Return the seconds to the next due time, and whether there are new lanes."""
         self._surveyed_at = _now()
         due = self._next_due(rows)
+        self._limited = {row[0] for row in rows if row[_PERMIT_SECONDS] is not None}
         probes = [row[_PROBE_SECONDS] for row in rows if row[_PROBE_SECONDS] is not None]
         self._probe_at = self._surveyed_at + min(probes, default=math.inf)
         has_keys = {row[0]: row[1] for row in rows}
