@@ -1,3 +1,5 @@
+-- A redrive deletes requests too, in another order: this waits for none of its locks.
+--
 -- With DELETE on the table, an operator could also lock it against every worker.
 CREATE FUNCTION pgoutbox._forget_requests()
 RETURNS void
@@ -7,9 +9,14 @@ SET search_path = pg_catalog, pg_temp
 SET standard_conforming_strings = on
 AS $function$
 DELETE FROM pgoutbox.cancel_request AS c
-WHERE NOT EXISTS (
-    SELECT FROM pgoutbox.message_live AS m WHERE m.id = c.message_id AND m.created_at = c.message_created_at
-)
+WHERE c.ctid = ANY (ARRAY(
+    SELECT r.ctid
+    FROM pgoutbox.cancel_request AS r
+    WHERE NOT EXISTS (
+        SELECT FROM pgoutbox.message_live AS m WHERE m.id = r.message_id AND m.created_at = r.message_created_at
+    )
+    FOR UPDATE OF r SKIP LOCKED
+))
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._forget_requests IS 'Delete the requests to cancel messages that have ended.';
