@@ -3,6 +3,17 @@
 -- Messages that were already due at the worker's last poll (`since_seconds`, `others_since_seconds` for retries and
 -- leases) do not count. In a queue with limits they count, because the worker may have had no permit for them. Messages
 -- behind an open breaker do not count, but its next probe does.
+WITH behind AS MATERIALIZED (
+    -- The messages of each queue that are behind open breakers, and when the next of them may probe.
+    SELECT
+        split_part(held.hold, ' ', 1) AS queue,
+        array_agg(held.hold) AS holds,
+        min(greatest(b.retry_at, b.probe_until)) FILTER (WHERE split_part(held.hold, ' ', 2) = ANY (%(topics)s::text[]))
+            AS probe_at
+    FROM pgoutbox.breaker AS b
+    CROSS JOIN LATERAL unnest(b.holds) AS held(hold)
+    GROUP BY split_part(held.hold, ' ', 1)
+)
 SELECT
     asked.name,
     -- Whether the queue has messages with an ordering key. Without OFFSET 0, PostgreSQL may read those of all queues.
@@ -13,18 +24,19 @@ SELECT
     extract(epoch FROM due.first_at - now())::float8,
     extract(epoch FROM due.other_at - now())::float8,
     -- Seconds until the next probe of a breaker with messages of this queue, null if there is none.
-    CASE WHEN asked.holds IS NOT NULL AND asked.permit_at IS DISTINCT FROM 'infinity' THEN (
-        SELECT extract(epoch FROM min(greatest(b.retry_at, b.probe_until, asked.permit_at)) - now())::float8
-        FROM pgoutbox.breaker AS b
-        CROSS JOIN LATERAL unnest(b.holds) AS held(hold)
-        WHERE split_part(held.hold, ' ', 1) = asked.name AND split_part(held.hold, ' ', 2) = ANY (%(topics)s::text[])
-    ) END
+    CASE
+        WHEN asked.probe_at IS NOT NULL AND asked.permit_at IS DISTINCT FROM 'infinity'
+            THEN extract(epoch FROM greatest(asked.probe_at, asked.permit_at) - now())::float8
+    END
 FROM (
     SELECT
         served.name,
         CASE WHEN q.name IS NOT NULL THEN coalesce(pgoutbox.next_permit_at(q.name), now()) END AS permit_at,
-        -- The messages behind open breakers; null without such a breaker.
-        (SELECT array_agg(held.hold) FROM pgoutbox.breaker AS b CROSS JOIN LATERAL unnest(b.holds) AS held(hold)) AS holds,
+        behind.holds,
+        behind.probe_at,
+        -- Later ones count even if they are behind a breaker: at worst a poll a minute finds nothing. Otherwise this would
+        -- read all scheduled messages behind it.
+        now() + interval '1 minute' AS soon,
         -- 1e9 seconds, about 32 years, stand for all time.
         now() - make_interval(secs => CASE WHEN q.name IS NULL THEN %(since_seconds)s::float8 ELSE 1e9 END) AS since,
         now() - make_interval(secs => CASE WHEN q.name IS NULL THEN %(others_since_seconds)s::float8 ELSE 1e9 END)
@@ -32,6 +44,7 @@ FROM (
     FROM unnest(%(queues)s::text[]) AS served(name)
     LEFT JOIN pgoutbox.queue AS q
         ON q.name = served.name AND num_nonnulls(q.paused_at, q.rate_count, q.max_in_flight) > 0
+    LEFT JOIN behind ON behind.queue = served.name
     -- OFFSET 0 keeps PostgreSQL from computing these expressions several times.
     OFFSET 0
 ) AS asked
@@ -43,7 +56,10 @@ CROSS JOIN LATERAL (
                 FROM pgoutbox.message_live AS m
                 WHERE m.queue = asked.name AND m.lane = 0 AND m.state = 'pending' AND m.ordering_key IS NULL
                     AND m.available_at > asked.since
-                    AND (asked.holds IS NULL OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds))
+                    AND (
+                        asked.holds IS NULL OR m.available_at > asked.soon
+                        OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds)
+                    )
             ),
             (
                 -- This includes messages behind others of their key: at worst one poll finds nothing.
@@ -51,7 +67,10 @@ CROSS JOIN LATERAL (
                 FROM pgoutbox.message_live AS m
                 WHERE m.queue = asked.name AND m.state = 'pending' AND m.ordering_key IS NOT NULL
                     AND m.available_at > asked.since
-                    AND (asked.holds IS NULL OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds))
+                    AND (
+                        asked.holds IS NULL OR m.available_at > asked.soon
+                        OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds)
+                    )
                     -- Always true: it permits the index message_live_ordered_due.
                     AND m.available_at > '-infinity'
             )
@@ -62,7 +81,10 @@ CROSS JOIN LATERAL (
                 FROM pgoutbox.message_live AS m
                 WHERE m.queue = asked.name AND m.lane = 1 AND m.state = 'pending' AND m.ordering_key IS NULL
                     AND m.available_at > asked.others_since
-                    AND (asked.holds IS NULL OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds))
+                    AND (
+                        asked.holds IS NULL OR m.available_at > asked.soon
+                        OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds)
+                    )
             ),
             (
                 SELECT min(c.lease_expires_at)
