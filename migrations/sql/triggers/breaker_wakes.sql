@@ -1,4 +1,5 @@
--- The messages behind a breaker can be claimed when it closes, by all workers at once.
+-- The messages of a hold can be claimed when it ends, by all workers at once: because the breaker closes, or because a
+-- probe found none or took another way. Claims before that have left out those that were committed meanwhile.
 CREATE FUNCTION pgoutbox._wake_held_queues()
 RETURNS trigger
 LANGUAGE plpgsql
@@ -8,16 +9,20 @@ SET standard_conforming_strings = on
 AS $function$
 BEGIN
     PERFORM pgoutbox._wake_all_workers(q.queue)
-    FROM (SELECT DISTINCT split_part(h.hold, ' ', 1) AS queue FROM unnest(OLD.holds) AS h(hold)) AS q;
+    FROM (
+        SELECT DISTINCT split_part(ended.hold, ' ', 1) AS queue
+        -- A deleted row has no NEW.
+        FROM (SELECT unnest(OLD.holds) EXCEPT SELECT unnest(NEW.holds)) AS ended(hold)
+    ) AS q;
     RETURN NULL;
 END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox._wake_held_queues IS
-    'Make the workers of the queues behind a breaker search all due messages when it has closed.';
+    'Make the workers of the queues behind a breaker search all due messages when it has closed or a hold has ended.';
 
 CREATE TRIGGER breaker_wakes
-AFTER DELETE ON pgoutbox.breaker
+AFTER DELETE OR UPDATE OF holds ON pgoutbox.breaker
 FOR EACH ROW
 WHEN (OLD.holds <> '{}')
 EXECUTE FUNCTION pgoutbox._wake_held_queues();

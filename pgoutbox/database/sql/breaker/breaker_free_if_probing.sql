@@ -1,14 +1,8 @@
 -- Give back a probe whose message was sent on another way than through the breaker: its hold is wrong, so claims take
 -- the messages of the hold again. The fence is the probe's id.
-WITH freed AS (
-    UPDATE pgoutbox.breaker AS b
-    SET probe_id = NULL,
-        probe_until = NULL,
-        holds = array_remove(b.holds, %(hold)s::text)
-    WHERE b.key = %(key)s::text AND b.probe_id = %(probe_id)s::uuid
-    RETURNING b.key
-)
-SELECT CASE
-    WHEN pg_notification_queue_usage() < 0.9 THEN pg_notify('pgoutbox', 'all ' || split_part(%(hold)s::text, ' ', 1))
-END
-FROM freed
+UPDATE pgoutbox.breaker AS b
+SET probe_id = NULL,
+    probe_until = NULL,
+    holds = array_remove(b.holds, %(hold)s::text)
+WHERE b.key = %(key)s::text AND b.probe_id = %(probe_id)s::uuid
+RETURNING b.key
