@@ -1055,7 +1055,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (PRODUCER, "SELECT pgoutbox.cancel(1)"),
     (PRODUCER, "SELECT FROM pgoutbox.cancel_by_key('mail', coalesce_key => 'k', dedupe_key => 'd')"),
     (WORKER, "SELECT pgoutbox._forget_sent('{1}', '{1}', '{now}', 'w')"),
-    (WORKER, "SELECT pgoutbox._permits('limited', 5)"),
+    (WORKER, "SELECT pgoutbox._permits('limited', 5, true)"),
     (WORKER, "SELECT pgoutbox._tokens_of(q) FROM pgoutbox.queue AS q"),
     (WORKER, "SELECT pgoutbox._forget_requests()"),
     (WORKER, "SELECT pgoutbox._raise_id_floor()"),

@@ -75,7 +75,10 @@ async def test_a_lost_race_is_not_an_outage(error: psycopg.Error) -> None:
     ("error", "expected"),
     [
         (psycopg.errors.UndefinedTable('relation "pgoutbox.message_live" does not exist'), SchemaError),
-        (psycopg.errors.UndefinedFunction("function pgoutbox._permits(text, bigint) does not exist"), SchemaError),
+        (
+            psycopg.errors.UndefinedFunction("function pgoutbox._permits(text, bigint, boolean) does not exist"),
+            SchemaError,
+        ),
         (psycopg.errors.UndefinedTable('relation "club.audit" does not exist'), psycopg.errors.UndefinedTable),
         (psycopg.errors.InsufficientPrivilege(), psycopg.errors.InsufficientPrivilege),
     ],

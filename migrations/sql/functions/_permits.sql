@@ -1,6 +1,9 @@
 -- One claim of a limited queue at a time: its row stays locked until the claim has taken its tokens. Another claim does
 -- not wait for it, nor for a session that changes the limits: it has no permit, and other queues go on.
-CREATE FUNCTION pgoutbox._permits(p_queue text, wanted bigint)
+--
+-- knows_rate: whether the claim's own statement sees that the queue has a rate. This function may see a newer rate, of
+-- which the statement would take no tokens.
+CREATE FUNCTION pgoutbox._permits(p_queue text, wanted bigint, knows_rate boolean)
 RETURNS bigint
 LANGUAGE plpgsql
 VOLATILE
@@ -8,7 +11,6 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
     limits pgoutbox.queue;
-    had_rate boolean;
 BEGIN
     SELECT q.* INTO limits FROM pgoutbox.queue AS q WHERE q.name = p_queue;
     IF NOT FOUND THEN
@@ -20,7 +22,6 @@ BEGIN
     IF num_nonnulls(limits.rate_count, limits.max_in_flight) = 0 THEN
         RETURN wanted;
     END IF;
-    had_rate := limits.rate_count IS NOT NULL;
     SELECT q.* INTO limits FROM pgoutbox.queue AS q WHERE q.name = p_queue FOR UPDATE SKIP LOCKED;
     IF NOT FOUND THEN
         RETURN 0;
@@ -28,8 +29,8 @@ BEGIN
     IF limits.paused_at IS NOT NULL AND (limits.resume_at > clock_timestamp()) IS NOT FALSE THEN
         RETURN 0;
     END IF;
-    IF limits.rate_count IS NOT NULL AND NOT had_rate THEN
-        RETURN 0; -- The claim does not see a rate that is newer than its statement, and would take no tokens.
+    IF limits.rate_count IS NOT NULL AND NOT knows_rate THEN
+        RETURN 0;
     END IF;
     RETURN greatest(0, least(
         wanted,

@@ -13,20 +13,23 @@ WITH
 -- [probe
 paused AS MATERIALIZED (
     -- One hold of those that may be probed, at random: each gets its turn, however many breakers are open.
-    SELECT b.ctid AS place, held.hold, split_part(held.hold, ' ', 1) AS queue, split_part(held.hold, ' ', 2) AS topic
+    SELECT b.key, held.hold, split_part(held.hold, ' ', 1) AS queue, split_part(held.hold, ' ', 2) AS topic
     FROM pgoutbox.breaker AS b
     CROSS JOIN LATERAL unnest(b.holds) AS held(hold)
     WHERE b.retry_at <= now() AND (b.probe_until IS NULL OR b.probe_until <= now())
-        AND split_part(held.hold, ' ', 1) = ANY (%(queues)s::text[])
         AND split_part(held.hold, ' ', 2) = ANY (%(topics)s::text[])
-        -- A queue that is paused or has no permit keeps its holds.
-        AND pgoutbox.next_permit_at(split_part(held.hold, ' ', 1)) IS NULL
+        -- A queue that is paused or has no permit keeps its holds. The array is made once, and not for each hold.
+        AND split_part(held.hold, ' ', 1) = ANY (ARRAY(
+            SELECT q.name FROM unnest(%(queues)s::text[]) AS q(name) WHERE pgoutbox.next_permit_at(q.name) IS NULL
+        ))
     ORDER BY random()
     LIMIT 1
     -- Two workers do not search at once.
     FOR UPDATE OF b SKIP LOCKED
 ), half_open AS MATERIALIZED (
-    SELECT p.*, pgoutbox._permits(p.queue, 1) AS permits FROM paused AS p
+    SELECT p.*, pgoutbox._permits(p.queue, 1, known.rate_count IS NOT NULL) AS permits
+    FROM paused AS p
+    LEFT JOIN pgoutbox.queue AS known ON known.name = p.queue
 ),
 -- probe]
 judged AS MATERIALIZED (
@@ -41,8 +44,10 @@ judged AS MATERIALIZED (
             SELECT m.ctid AS place, m.id, m.queue, m.coalesce_key AS key, m.topic AS scope, false AS is_ordered,
                 NULL::bigint AS newer_id, 'sending' AS state
             FROM pgoutbox.message_live AS m
-            LEFT JOIN pgoutbox.key_head AS head
-                ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
+            LEFT JOIN LATERAL (
+                SELECT h.newest_id FROM pgoutbox.key_head AS h
+                WHERE h.scope = m.topic AND h.key = m.coalesce_key AND h.newest_id > m.id LIMIT 1
+            ) AS head ON true
             LEFT JOIN LATERAL (
                 SELECT s.id FROM pgoutbox.message_live AS s
                 WHERE s.topic = m.topic AND s.key_in_flight = m.coalesce_key AND s.ordering_key IS NULL LIMIT 1
@@ -51,6 +56,11 @@ judged AS MATERIALIZED (
                 AND m.available_at <= now() AND m.state = 'pending'
                 AND m.topic = h.topic AND pgoutbox._hold_of(m.queue, m.topic, m.destination) = h.hold
                 AND (m.expires_at <= now()) IS NOT TRUE AND head.newest_id IS NULL AND sibling.id IS NULL
+                AND NOT EXISTS (
+                    SELECT FROM pgoutbox.cancel_request AS c
+                    WHERE c.message_id = m.id AND c.message_created_at = m.created_at
+                    OFFSET 0
+                )
             ORDER BY m.available_at, m.id
             LIMIT 1
             FOR UPDATE OF m SKIP LOCKED
@@ -64,6 +74,11 @@ judged AS MATERIALIZED (
                 AND m.available_at <= now() AND m.available_at > '-infinity' AND m.state = 'pending'
                 AND m.topic = h.topic AND pgoutbox._hold_of(m.queue, m.topic, m.destination) = h.hold
                 AND (m.expires_at <= now()) IS NOT TRUE
+                AND NOT EXISTS (
+                    SELECT FROM pgoutbox.cancel_request AS c
+                    WHERE c.message_id = m.id AND c.message_created_at = m.created_at
+                    OFFSET 0
+                )
                 -- The conditions of lane 2: the first message of its key, none in flight, and none failed before it.
                 AND NOT EXISTS (
                     SELECT FROM pgoutbox.message_live AS s
@@ -85,6 +100,7 @@ judged AS MATERIALIZED (
     -- [lanes
     SELECT found.*
     FROM unnest(%(served)s::text[]) AS served(queue)
+    LEFT JOIN pgoutbox.queue AS known ON known.name = served.queue
     CROSS JOIN LATERAL (
         SELECT one.*
         FROM unnest(
@@ -142,9 +158,12 @@ judged AS MATERIALIZED (
                         ELSE 'sending'
                     END AS state
                 FROM pgoutbox.message_live AS m
-                -- The newer message of the same key that supersedes this one.
-                LEFT JOIN pgoutbox.key_head AS head
-                    ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
+                -- The newer message of the same key that supersedes this one. With LIMIT, PostgreSQL looks up each key: with a
+                -- join it may plan to read all keys, because statistics may describe an empty table.
+                LEFT JOIN LATERAL (
+                    SELECT h.newest_id FROM pgoutbox.key_head AS h
+                    WHERE h.scope = m.topic AND h.key = m.coalesce_key AND h.newest_id > m.id LIMIT 1
+                ) AS head ON true
                 -- The message of the same key in flight; an ordering key is another key, even with the same text.
                 LEFT JOIN LATERAL (
                     SELECT s.id FROM pgoutbox.message_live AS s
@@ -231,7 +250,7 @@ judged AS MATERIALIZED (
         WHERE lane.queue = served.queue
         -- It locks the row of a queue with limits until the commit, and gives 0 to a claim that does not get it. All lanes
         -- of a queue share its permits.
-        LIMIT pgoutbox._permits(served.queue, %(total)s::bigint)
+        LIMIT pgoutbox._permits(served.queue, %(total)s::bigint, known.rate_count IS NOT NULL)
     ) AS found
     LIMIT %(total)s::bigint
     -- lanes]
@@ -264,8 +283,9 @@ judged AS MATERIALIZED (
         superseded_by = CASE WHEN j.state = 'skipped' THEN j.newer_id END
     FROM (
         SELECT o.*, (SELECT c.claimed_at FROM claim AS c WHERE c.queue = o.queue) AS claimed_at
-        -- All claims enter their keys into the unique indexes in one order, so that none waits for another in a circle.
-        -- Messages without a key enter nothing: the CASE spares comparing topics.
+        -- All claims enter their keys into the unique indexes in one order, so that none waits for another in a circle. The
+        -- nested loop from these rows to the places keeps it: prepare_session.sql turns off all other joins. Messages
+        -- without a key enter nothing: the CASE spares comparing topics.
         FROM (SELECT * FROM judged ORDER BY key, is_ordered, CASE WHEN key IS NOT NULL THEN scope END) AS o
     ) AS j
     WHERE m.ctid = j.place AND m.id = j.id AND m.state = 'pending'
@@ -285,15 +305,18 @@ judged AS MATERIALIZED (
 -- [probe
 , probed AS (
     UPDATE pgoutbox.breaker AS b
-    SET probe_id = CASE WHEN begun.ids IS NULL THEN b.probe_id ELSE gen_random_uuid() END,
+    -- A message that has changed since this statement's snapshot is not written: then nothing probes, and the hold stays.
+    SET probe_id = CASE WHEN w.id IS NULL THEN b.probe_id ELSE gen_random_uuid() END,
         probe_until = CASE
-            WHEN begun.ids IS NULL THEN b.probe_until ELSE now() + make_interval(secs => %(probe_seconds)s::float8)
+            WHEN w.id IS NULL THEN b.probe_until ELSE now() + make_interval(secs => %(probe_seconds)s::float8)
         END,
-        worker = CASE WHEN begun.ids IS NULL THEN b.worker ELSE %(worker)s::text END,
-        holds = CASE WHEN begun.ids IS NULL THEN array_remove(b.holds, h.hold) ELSE b.holds END
+        worker = CASE WHEN w.id IS NULL THEN b.worker ELSE %(worker)s::text END,
+        holds = CASE WHEN j.id IS NULL THEN array_remove(b.holds, h.hold) ELSE b.holds END
     FROM half_open AS h
-    LEFT JOIN begun ON true
-    WHERE b.ctid = h.place AND h.permits > 0
+    LEFT JOIN judged AS j ON true
+    LEFT JOIN written AS w ON true
+    -- By its key and not by the place of its row: the attempt has begun, even if the breaker has changed meanwhile.
+    WHERE b.key = h.key AND h.permits > 0
     RETURNING b.key, b.probe_id, h.hold
 )
 SELECT w.*, p.key, p.probe_id::text, p.hold FROM written AS w CROSS JOIN probed AS p

@@ -8,7 +8,7 @@ WITH
 -- [holds
 opened AS MATERIALIZED (
     -- A breaker that has closed meanwhile has no row. A locked one is left out.
-    SELECT b.ctid AS place, b.key, b.holds
+    SELECT b.key, b.holds
     FROM pgoutbox.breaker AS b
     WHERE b.key = ANY (%(breaker_keys)s::text[])
     FOR UPDATE SKIP LOCKED
@@ -18,7 +18,7 @@ held AS MATERIALIZED (
     SELECT
         o.id, m.attempt_count, o.outcome, o.reason, o.reason_code, o.breaker_key, o.error_place,
         -- [holds
-        breaker.place, breaker.holds, pgoutbox._hold_of(m.queue, m.topic, m.destination) AS hold,
+        breaker.holds, pgoutbox._hold_of(m.queue, m.topic, m.destination) AS hold,
         -- Without the row of its breaker, a message is tried again soon: it may join the hold, or the breaker has closed.
         CASE
             WHEN o.held_delay IS NULL THEN o.delay_seconds
@@ -59,8 +59,10 @@ held AS MATERIALIZED (
     -- Without ANY, PostgreSQL may plan to read the whole primary key, because statistics may describe an empty table.
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     -- The newer message that supersedes this one. It matters only if this one would become pending again.
-    LEFT JOIN pgoutbox.key_head AS head
-        ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
+    LEFT JOIN LATERAL (
+        SELECT h.newest_id FROM pgoutbox.key_head AS h
+        WHERE h.scope = m.topic AND h.key = m.coalesce_key AND h.newest_id > m.id LIMIT 1
+    ) AS head ON true
     WHERE m.id = ANY (%(ids)s::bigint[])
         -- The fence: an attempt may write its row while the row is in flight in this attempt.
         AND m.state = 'sending'
@@ -79,12 +81,13 @@ noted AS (
     UPDATE pgoutbox.breaker AS b
     SET holds = b.holds || added.holds
     FROM (
-        SELECT h.place, array_agg(DISTINCT h.hold) AS holds
+        SELECT h.breaker_key, array_agg(DISTINCT h.hold) AS holds
         FROM held AS h
         WHERE h.state = 'pending' AND h.hold <> ALL (h.holds)
-        GROUP BY h.place
+        GROUP BY h.breaker_key
     ) AS added
-    WHERE b.ctid = added.place
+    -- By its key and not by the place of its row, which may have changed since this statement's snapshot.
+    WHERE b.key = added.breaker_key
 ),
 -- holds]
 finished AS (
@@ -115,13 +118,16 @@ finished AS (
         -- The message itself shows its sent attempt.
         attempts = CASE
             WHEN h.state = 'sent' THEN m.attempts
+            -- The columns are attempt_count, times, outcome, worker, started_at, ended_at, error, error_place, reason_code
+            -- and breaker_key.
             ELSE pgoutbox._with_attempt(m.attempts, (
                 h.attempt_count, 1, CASE WHEN h.state = 'pending' THEN h.outcome ELSE h.state END, m.worker,
                 m.claimed_at, now(), h.reason, h.error_place, h.reason_code, h.breaker_key
             )::pgoutbox.attempt)
         END
     FROM held AS h
-    -- By its id and not by the place of its row: an outcome is written even if the row has changed since.
+    -- By its id: `held` has locked the newest version of the row. At its place, this statement's snapshot does not see a
+    -- version that is newer than itself, but the outcome of an attempt is written all the same.
     WHERE m.id = h.id
         AND m.id = ANY (%(ids)s::bigint[])
         AND m.state = 'sending'

@@ -19,8 +19,10 @@ WITH judged AS MATERIALIZED (
         -- Without ANY, the planner may read the whole table once instead of looking up each message.
         JOIN pgoutbox.message_live AS m ON m.id = ANY (c.ids) AND m.worker = c.worker AND m.claimed_at = c.claimed_at
         -- The newer message of the same key that supersedes this one.
-        LEFT JOIN pgoutbox.key_head AS head
-            ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
+        LEFT JOIN LATERAL (
+            SELECT h.newest_id FROM pgoutbox.key_head AS h
+            WHERE h.scope = m.topic AND h.key = m.coalesce_key AND h.newest_id > m.id LIMIT 1
+        ) AS head ON true
         CROSS JOIN LATERAL (
             SELECT CASE
                 WHEN EXISTS (
@@ -29,7 +31,8 @@ WITH judged AS MATERIALIZED (
                 WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'
                 -- hold_topics: topics that hold a message with an unknown outcome for a person instead of trying it again.
                 WHEN m.attempt_count >= m.max_attempts OR m.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
-                -- It cannot afford another loss: half of its granted attempts are used up.
+                -- It cannot afford another loss in company: half of its granted attempts are used up, and the others are for
+                -- attempts alone. The half is rounded down, so a message with one attempt is never a suspect.
                 WHEN m.max_attempts - m.attempt_count <= m.attempt_budget / 2 THEN 'sending'
                 -- Nor can another message that its worker had in flight, and that was lost twice in a row. Either of them may
                 -- have crashed the process. If this one were not tried alone too, they could meet again. The arrays are read
@@ -56,7 +59,10 @@ WITH judged AS MATERIALIZED (
             AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(in_flight)s::bigint[]))
             -- A queue that is paused or has no permit keeps its suspects. _permits() locks the row of a queue with limits.
             AND CASE
-                WHEN kind.is_suspect THEN ending.state = 'sending' AND pgoutbox._permits(c.queue, 1) > 0
+                WHEN kind.is_suspect THEN ending.state = 'sending' AND pgoutbox._permits(
+                    c.queue, 1,
+                    EXISTS (SELECT FROM pgoutbox.queue AS q WHERE q.name = c.queue AND q.rate_count IS NOT NULL OFFSET 0)
+                ) > 0
                 ELSE ending.state <> 'sending'
             END
             -- Other queues may no longer have a worker. There only superseded messages end, because a newer message of their
@@ -101,7 +107,8 @@ WITH judged AS MATERIALIZED (
         superseded_by = CASE WHEN j.state = 'skipped' THEN j.newer_id END,
         last_error = 'attempt ' || j.attempt_count || ': lease of ' || j.worker || ' expired, outcome unknown',
         attempts =
-            -- The history with the attempt that was lost.
+            -- The history with the attempt that was lost: attempt_count, times, outcome, worker, started_at, ended_at, error,
+            -- error_place, reason_code and breaker_key.
             pgoutbox._with_attempt(m.attempts, (
                 j.attempt_count, 1, 'lost', j.worker, j.claimed_at, now(), 'lease expired, outcome unknown', NULL, NULL, NULL
             )::pgoutbox.attempt)

@@ -3,5 +3,9 @@
 -- flight, so no newer message can begin after this query.
 SELECT m.id
 FROM pgoutbox.message_live AS m
-JOIN pgoutbox.key_head AS head ON head.scope = m.topic AND head.key = m.coalesce_key
-WHERE m.id = ANY (%(ids)s::bigint[]) AND head.newest_id > m.id
+WHERE m.id = ANY (%(ids)s::bigint[])
+    AND (
+        SELECT head.newest_id > m.id
+        FROM pgoutbox.key_head AS head
+        WHERE head.scope = m.topic AND head.key = m.coalesce_key
+    )

@@ -8,7 +8,9 @@ SELECT
     (c.lease_expires_at > now()) IS TRUE AS in_lease
 FROM pgoutbox.message_live AS m
 LEFT JOIN pgoutbox.claim AS c ON c.worker = m.worker AND c.claimed_at = m.claimed_at
-LEFT JOIN pgoutbox.key_head AS head
-    ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
+LEFT JOIN LATERAL (
+    SELECT h.newest_id FROM pgoutbox.key_head AS h
+    WHERE h.scope = m.topic AND h.key = m.coalesce_key AND h.newest_id > m.id LIMIT 1
+) AS head ON true
 WHERE m.id = ANY (%(ids)s::bigint[])
     \ir _fence.sql
