@@ -26,24 +26,24 @@ _ALLOWED = {(before.value, after.value) for before, afters in TRANSITIONS.items(
 class Guard(enum.Enum):
     """Guards of the protocol that a model can leave out."""
 
-    TOKEN_IN_SENT = "the attempt count in FINISH_SENT_IF_HELD"
-    TOKEN_IN_FINISH = "the attempt count in FINISH_IF_HELD"
-    WORKER_IN_SENT = "the worker's name in FINISH_SENT_IF_HELD"
-    WORKER_IN_FINISH = "the worker's name in FINISH_IF_HELD"
-    CLAIM_IN_SENT = "the time of the claim in FINISH_SENT_IF_HELD"
-    LAST_IN_BATCH = "a batch of FINISH_SENT_IF_HELD names only the last known attempt of a message"
-    CLAIM_IN_FINISH = "the time of the claim in FINISH_IF_HELD"
-    STATE_IN_SENT = "the state in FINISH_SENT_IF_HELD"
-    STATE_IN_FINISH = "the state in FINISH_IF_HELD"
+    TOKEN_IN_SENT = "the attempt count in finish_sent.sql"
+    TOKEN_IN_FINISH = "the attempt count in finish.sql"
+    WORKER_IN_SENT = "the worker's name in finish_sent.sql"
+    WORKER_IN_FINISH = "the worker's name in finish.sql"
+    CLAIM_IN_SENT = "the time of the claim in finish_sent.sql"
+    LAST_IN_BATCH = "a batch of finish_sent.sql names only the last known attempt of a message"
+    CLAIM_IN_FINISH = "the time of the claim in finish.sql"
+    STATE_IN_SENT = "the state in finish_sent.sql"
+    STATE_IN_FINISH = "the state in finish.sql"
     COUNT_KEPT_BY_REDRIVE = "redrive leaves attempt_count alone"
     COUNT_KEPT_BY_RELEASE = "release leaves attempt_count alone"
-    EXPIRED_LEASES = "a claim finds expired leases"
+    EXPIRED_LEASES = "lapsed.sql finds expired leases"
     SECOND_LOOK = "a claim looks at the row again when it has the lock"
     IN_FLIGHT_INDEX = "the unique index message_live_in_flight"
     SIBLINGS = "a claim passes over a message whose sibling is in flight"
     SUPERSEDED_IN_CLAIM = "a claim ends messages that its snapshot calls superseded"
-    SUPERSEDED_ASKED_AGAIN = "a claim asks newest_id again when it is in the index"
-    SUPERSEDED_IN_FINISH = "FINISH_IF_HELD ends superseded messages"
+    SUPERSEDED_ASKED_AGAIN = "a worker asks newest_id again after the commit of a claim"
+    SUPERSEDED_IN_FINISH = "finish.sql ends superseded messages"
     SUPERSEDED_IN_REDRIVE = "a redrive refuses superseded messages"
     ID_UNDER_HEAD_LOCK = "enqueue draws the id while it has the head row"
     OWN_LEFT_ALONE = "a claim passes over the lost attempts that its own worker holds"
@@ -63,7 +63,7 @@ class Guard(enum.Enum):
     PENDING_ASKED_AGAIN = "a cancel reads the state again when it has locked the row"
     REQUESTS_IN_CLAIM = "a claim ends messages with a request"
     REQUESTS_IN_TAKE_OVER = "a take-over ends messages with a request"
-    REQUESTS_IN_FINISH = "FINISH_IF_HELD ends messages with a request"
+    REQUESTS_IN_FINISH = "finish.sql ends messages with a request"
     REQUESTS_FORGOTTEN = "a redrive deletes the requests of the message"
     SEARCH_BY_THE_CLOCK = "a worker searches from the beginning every poll interval, whatever the traffic"
 
@@ -365,8 +365,10 @@ class Delivery:
             yield from self._find_by_name(state, index)
             return
         match worker.at:
-            case "looked" | "locked" | "entered" | "asked":
+            case "looked" | "locked" | "entered":
                 yield from self._claim(state, index, worker)
+            case "begun":
+                yield from self._ask_again(state, index, worker)
             case "holds" | "handed over":
                 yield from self._attempt(state, index, worker)
             case "outlived":
@@ -389,8 +391,6 @@ class Delivery:
             case "locked":
                 yield from self._enter(state, index, worker)
             case "entered":
-                yield from self._ask_again(state, index, worker)
-            case "asked":
                 yield from self._commit_claim(state, index, worker)
 
     def _begin_claim(self, state: World, index: int) -> Iterator[Step]:
@@ -506,7 +506,7 @@ class Delivery:
         starting = [row for row in writes if row.state == SENDING]
         if not starting:
             ended = ", ".join(f"{row.id} {row.state}" for row in writes)
-            yield f"ends {ended}", _with(state, index, worker._replace(at="asked", writes=writes, candidates=()))
+            yield f"ends {ended}", _with(state, index, worker._replace(at="entered", writes=writes, candidates=()))
             return
         entered = worker._replace(at="entered", writes=writes, candidates=())
         if self.producers and Guard.IN_FLIGHT_INDEX not in self.without:
@@ -565,7 +565,7 @@ class Delivery:
     def _must_wait(self, state: World, index: int) -> bool:
         """Wait for an open transaction that inserts or deletes the same index entry."""
         for number, other in enumerate(state.workers):
-            if number != index and other.at in ("entered", "asked", "written"):
+            if number != index and other.at in ("entered", "written"):
                 touched = {row.id for row in other.writes}
                 if any(row.state == SENDING for row in other.writes):
                     return True
@@ -574,14 +574,12 @@ class Delivery:
         return False
 
     def _ask_again(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        """Ask for a newer message of the key, before the hand-over: overtaken.sql."""
         asks = Guard.SUPERSEDED_ASKED_AGAIN not in self.without
-        started = next(row for row in worker.writes if row.state == SENDING)
-        is_superseded = asks and state.head > started.id
+        is_superseded = asks and state.head > worker.id
         label = "hears that it is superseded" if is_superseded else "hears of nothing newer"
-        yield (
-            label if asks else "asks nothing more",
-            _with(state, index, worker._replace(at="asked", is_superseded=is_superseded)),
-        )
+        holds = worker._replace(at="holds", is_superseded=is_superseded)
+        yield label if asks else "asks nothing more", _with(state, index, holds)
 
     def _commit_claim(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         rows = worker.writes
@@ -590,8 +588,10 @@ class Delivery:
         is_taken_away = any(row.state == SENDING and not _is_lapsed(state, row) for row in former)
         committed = _commit(state, rows)
         begun = [row for row in rows if row.state == SENDING]
+        # The key of a suspect has been in flight all the time, so nothing newer can have been delivered.
+        pending = {row.id for row in former if row.state == PENDING} if self.producers else set()
         slots = [
-            Worker("holds", row.id, row.attempt_count, row.claim_count, is_superseded=worker.is_superseded)
+            Worker("begun" if row.id in pending else "holds", row.id, row.attempt_count, row.claim_count)
             for row in begun
         ]
         if begun:
@@ -847,7 +847,7 @@ class Delivery:
 def _cut_off(worker: Worker) -> Worker:
     """Return the state of a worker after its connection breaks: a claim in progress is gone, a finish is repeated."""
     match worker.at:
-        case "looked" | "locked" | "entered" | "asked":
+        case "looked" | "locked" | "entered":
             return _IDLE
         case "finishing" | "written":
             return worker._replace(at="ended", head=0, is_requested=False, writes=())

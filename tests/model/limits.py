@@ -1,11 +1,13 @@
-"""The model of a limited queue: claimers that call `permits`, count the attempts of a period and those in flight; and
+"""The model of a limited queue: claims that call `_permits`, count the attempts of a period and those in flight; and
 an operator.
 
-A claim is for one lane: fresh messages, retries or lost attempts. It takes a snapshot with a first look at the
-limits. It then locks the queue's row and takes a second look with a new snapshot. It then locks the rows of the
-first snapshot that are unchanged, and commits. A lost attempt that is not retried ends without a permit. An attempt
-can end in any way: it ends, loses its worker, or its lease expires. An attempt leaves the period in a step. The promise
-has its own count of the attempts of the period. The bucket only makes attempts wait longer, so it is not modelled.
+A trip takes over a suspect (lapsed.sql), or claims due messages (claim.sql), or does both in one transaction. Each
+statement takes a snapshot with a first look at the limits. It then locks the queue's row, unless another claim has it,
+and takes a second look with a new snapshot. It then locks the rows of the first snapshot that are unchanged. The lock
+of the queue's row lasts until the commit. A lost attempt that is not tried again at once ends without a permit. An
+attempt can end in any way: it ends, loses its worker, or its lease expires. An attempt leaves the period in a step.
+The promise has its own count of the attempts of the period. The bucket only makes attempts wait longer, so it is not
+modelled.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ SENT, FAILED = State.SENT.value, State.FAILED.value
 class Guard(enum.Enum):
     """Guards of the protocol that a model can leave out."""
 
-    ROW_LOCKED = "permits locks the queue's row until the claim has ended"
-    LIMITS_ASKED_AGAIN = "permits reads the limits again when it has the row"
-    COUNTED_AFTERWARDS = "permits counts messages in flight under the row lock, not with the claim's snapshot"
+    ROW_LOCKED = "_permits locks the queue's row until the claim has ended"
+    LIMITS_ASKED_AGAIN = "_permits reads the limits again when it has the row"
+    COUNTED_AFTERWARDS = "_permits counts messages in flight under the row lock, not with the claim's snapshot"
     LAPSED_LEFT_OUT = "an attempt whose lease has ended does not count as in flight"
-    ASKED_BY_EACH_LANE = "the claim of each lane asks for permits of its own"
+    ASKED_BY_EACH_STATEMENT = "a claim asks for permits of its own, also after a take-over in its transaction"
     COUNTED_IN_THE_ROW = "the attempts are added to the locked row, not to the claim's snapshot"
     COUNTED_WITH_THE_CLAIM = "the attempts are counted by the statement that begins them"
 
@@ -53,13 +55,15 @@ class Limits(NamedTuple):
 
 
 class Claimer(NamedTuple):
-    """A claiming worker: the rows of its snapshot, and how many attempts it may begin."""
+    """A claiming worker: the rows of its snapshot, and how many attempts it may begin. `goes_on`: it takes over a
+    suspect, and then may claim."""
 
     at: str = "idle"
     due: tuple[Row, ...] = ()
     limits: Limits | None = None
     in_flight: int = 0
     permits: int = 0
+    goes_on: bool = False
 
 
 class World(NamedTuple):
@@ -135,9 +139,14 @@ class Limited:
             yield "loses its lease", row._replace(is_lapsed=True)
 
     def _end_lost(self, row: Row) -> Iterator[tuple[str, Row]]:
-        """END_LAPSED asks for no permit, and checks state and attempt count in its UPDATE."""
-        if row.is_lapsed and row.attempt_count >= self.max_attempts:
-            yield "fails, its attempt is lost", row._replace(state=FAILED, is_lapsed=False, is_orphan=False)
+        """lapsed.sql asks for no permit to end an attempt."""
+        if row.is_lapsed and not self._is_suspect(row):
+            state = FAILED if row.attempt_count >= self.max_attempts else PENDING
+            yield f"is {state}, its attempt is lost", row._replace(state=state, is_lapsed=False, is_orphan=False)
+
+    def _is_suspect(self, row: Row) -> bool:
+        """Return whether a lost attempt is tried again at once: only for the first message, so that both ways occur."""
+        return row.is_lapsed and row.id == 1 and row.attempt_count < self.max_attempts
 
     def _operate(self, state: World) -> Iterator[Step]:
         limits = state.limits
@@ -159,28 +168,43 @@ class Limited:
         match claimer.at:
             case "idle":
                 yield from self._look(state, index)
-            case "looked" if not self._is_row_locked(state):
+            case "looked" if self._is_row_locked(state):
+                yield "gets no permit, another one has the row", _with(state, index, _IDLE)
+            case "looked":
                 yield from self._ask(state, index, claimer)
             case "permitted":
                 yield from self._begin(state, index, claimer)
             case "goes on":
-                yield "ends its look", _with(state, index, _IDLE)
-                for due in filter(None, self._lanes(state.rows)):
-                    yield f"sees {_names(due)}", _with(state, index, claimer._replace(at="permitted", due=due))
+                yield "commits", _with(state, index, _IDLE)
+                yield from self._claim_too(state, index, claimer)
             case "counts":
                 counted = state.limits._replace(begun_count=state.limits.begun_count + claimer.permits)
                 yield "counts the attempts", _with(state, index, _IDLE)._replace(limits=counted)
 
     def _is_row_locked(self, state: World) -> bool:
-        return Guard.ROW_LOCKED not in self.without and any(other.at == "permitted" for other in state.claimers)
+        return Guard.ROW_LOCKED not in self.without and any(
+            other.at in ("permitted", "goes on") for other in state.claimers
+        )
 
     def _look(self, state: World, index: int) -> Iterator[Step]:
         in_flight = self._in_flight(state.rows)
         if _permits(state.limits, in_flight) == 0:
             return
-        for due in filter(None, self._lanes(state.rows)):
-            looked = Claimer("looked", due, state.limits, in_flight)
-            yield f"begins a claim that sees {_names(due)}", _with(state, index, looked)
+        suspects = tuple(row for row in state.rows if row.state == SENDING and self._is_suspect(row))
+        for due, goes_on, what in ((suspects, True, "take-over"), (_due(state.rows), False, "claim")):
+            if due:
+                looked = Claimer("looked", due, state.limits, in_flight, goes_on=goes_on)
+                yield f"begins a {what} that sees {_names(due)}", _with(state, index, looked)
+
+    def _claim_too(self, state: World, index: int, claimer: Claimer) -> Iterator[Step]:
+        """Claim in the transaction of a take-over, which has the row."""
+        due = _due(state.rows)
+        count = _permits(state.limits, self._in_flight(state.rows))
+        if Guard.ASKED_BY_EACH_STATEMENT in self.without:
+            count = claimer.permits
+        if due and count:
+            permitted = Claimer("permitted", due, claimer.limits, permits=count)
+            yield f"gets {count} permits for a claim that sees {_names(due)}", _with(state, index, permitted)
 
     def _ask(self, state: World, index: int, claimer: Claimer) -> Iterator[Step]:
         limits = state.limits
@@ -192,7 +216,8 @@ class Limited:
         count = _permits(limits, in_flight)
         if count == 0:
             yield "gets no permit", _with(state, index, _IDLE)
-        for wanted in {1, count} if count else ():  # It may have room for more, or not.
+        # A claim may have room for more, or not. A take-over takes one suspect at a time.
+        for wanted in sorted({1, 1 if claimer.goes_on else count}) if count else ():
             permitted = claimer._replace(at="permitted", in_flight=0, permits=wanted)
             yield f"gets {wanted} permits", _with(state, index, permitted)
 
@@ -208,7 +233,7 @@ class Limited:
             state = _with_row(state, Row(row.id, SENDING, row.attempt_count + 1))
         limits, begun_count, fault = state.limits, state.begun_count, ""
         after = _IDLE
-        if Guard.ASKED_BY_EACH_LANE in self.without:
+        if claimer.goes_on:
             after = Claimer("goes on", limits=claimer.limits, permits=claimer.permits)
         if limits.rate is not None:
             begun_count += count
@@ -229,14 +254,6 @@ class Limited:
         done = _with(state, index, after)._replace(limits=limits, begun_count=begun_count, fault=fault)
         yield f"claims {_names(beginning)}", done
 
-    def _lanes(self, rows: tuple[Row, ...]) -> Iterator[tuple[Row, ...]]:
-        """Return fresh messages, retries, lost attempts, and the lost attempts that can be retried."""
-        yield tuple(row for row in rows if row.state == PENDING and row.attempt_count == 0)
-        yield tuple(row for row in rows if row.state == PENDING and row.attempt_count > 0)
-        yield tuple(
-            row for row in rows if row.state == SENDING and row.is_lapsed and row.attempt_count < self.max_attempts
-        )
-
 
 # --- state ------------------------------------------------------------------------------------------------------------
 
@@ -248,6 +265,10 @@ def _permits(limits: Limits, in_flight: int) -> int:
     if limits.max_in_flight is not None:
         counts.append(limits.max_in_flight - in_flight)
     return max(0, min(counts))
+
+
+def _due(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    return tuple(row for row in rows if row.state == PENDING)
 
 
 def _names(rows: tuple[Row, ...]) -> str:

@@ -1,9 +1,9 @@
-"""The model of ordering keys: enqueues for one key, finding and claiming workers, halting failures, and pruning.
+"""The model of ordering keys: enqueues for one key, claims, halting failures, and pruning.
 
-FIND_ORDERED has its own snapshot. The claim after it, CLAIM_ORDERED, has another snapshot, and then reads the locked
-row and the index again. Anything can happen between two of these steps. Rows are kept in the order of commits and of
-the items of a bulk, to which the promise refers; the statements know only ids. Fences and leases belong to the model
-of delivery: here a finish is one step, and so is the claim of a lapsed attempt.
+A claim judges a key by its snapshot, and then reads the locked row and the index again. Anything can happen between
+these two steps. Rows are kept in the order of commits and of the items of a bulk, to which the promise refers; the
+statements know only ids. Fences and leases belong to the model of delivery: here a finish is one step, and so is the
+take-over of a lapsed attempt.
 """
 
 from __future__ import annotations
@@ -28,14 +28,11 @@ class Guard(enum.Enum):
     ITEMS_IN_ORDER = "a bulk enqueue draws the ids of a key in the order of its items"
     TAIL_UNCHANGED = "a key is forgotten only as the snapshot of the prune saw it"
     TAIL_UNNEEDED = "a key with a live, failed or cancelled message is not forgotten"
-    FIRST_IN_FIND = "FIND_ORDERED takes the first of a key alone"
-    FIRST_IN_CLAIM = "CLAIM_ORDERED checks again whether it is the first of its key"
-    SIBLINGS_IN_FIND = "FIND_ORDERED passes over a key that is in flight"
-    SIBLINGS_IN_CLAIM = "CLAIM_ORDERED checks again whether the key is in flight"
-    HALT_IN_FIND = "FIND_ORDERED passes over a key that is halted"
-    HALT_IN_CLAIM = "CLAIM_ORDERED checks again whether the key is halted"
+    FIRST_IN_CLAIM = "claim.sql takes only the first message of an ordering key"
+    SIBLINGS_IN_CLAIM = "it passes over an ordering key that is in flight"
+    HALT_IN_CLAIM = "it passes over an ordering key that is halted"
     IN_FLIGHT_INDEX = "the unique index message_live_ordered_in_flight"
-    LAPSED_HAVE_KEYS = "lost attempts are claimed whether or not they have an ordering key"
+    LAPSED_HAVE_KEYS = "lost attempts end whether or not they have an ordering key"
 
 
 class Row(NamedTuple):
@@ -51,7 +48,7 @@ class Row(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """A worker: the messages that it has found, claims, or holds."""
+    """A worker: the message that it claims or holds."""
 
     at: str = "idle"
     id: int = 0
@@ -198,10 +195,8 @@ class Ordering:
     def _work(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         match worker.at:
             case "idle":
-                yield from self._find(state, index)
+                yield from self._claim(state, index)
                 yield from self._take_lapsed(state, index)
-            case "found":
-                yield from self._look_again(state, index, worker)
             case "claiming":
                 yield from self._commit_claim(state, index, worker)
             case "holds":
@@ -209,40 +204,29 @@ class Ordering:
             case _:
                 yield from self._finish(state, index, worker)
 
-    def _find(self, state: World, index: int) -> Iterator[Step]:
+    def _claim(self, state: World, index: int) -> Iterator[Step]:
+        """Take the snapshot of a claim. Beginning a message that the snapshot excludes is a fault of its own."""
         live = sorted(row for row in state.rows if row.state in _LIVE)
-        for row in live if Guard.FIRST_IN_FIND in self.without else live[:1]:
-            if row.state != PENDING:
+        has_sibling = any(row.state == SENDING for row in live)
+        for row in live if Guard.FIRST_IN_CLAIM in self.without else live[:1]:
+            is_halted = self._is_halted(state, row)
+            if (
+                row.state != PENDING
+                or (has_sibling and Guard.SIBLINGS_IN_CLAIM not in self.without)
+                or (is_halted and Guard.HALT_IN_CLAIM not in self.without)
+            ):
                 continue
-            if Guard.SIBLINGS_IN_FIND not in self.without and any(other.state == SENDING for other in live):
-                continue
-            if Guard.HALT_IN_FIND not in self.without and self._is_halted(state, row):
-                continue
-            yield f"finds message {row.id}", _with(state, index, Worker("found", row.id))
-
-    def _look_again(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
-        """Take the snapshot of CLAIM_ORDERED. Beginning a message that the snapshot excludes is a separate fault."""
-        row = _row_of(state, worker.id)
-        is_first = not any(other.state in _LIVE and other.id < row.id for other in state.rows)
-        has_sibling = any(other.state == SENDING and other.id != row.id for other in state.rows)
-        is_halted = self._is_halted(state, row)
-        if row.state != PENDING:
-            yield "does not see it any more", _with(state, index, _IDLE)
-        elif not is_first and Guard.FIRST_IN_CLAIM not in self.without:
-            yield "sees one before it", _with(state, index, _IDLE)
-        elif has_sibling and Guard.SIBLINGS_IN_CLAIM not in self.without:
-            yield "sees its key in flight", _with(state, index, _IDLE)
-        elif is_halted and Guard.HALT_IN_CLAIM not in self.without:
-            yield "sees its key halted", _with(state, index, _IDLE)
-        else:
             outcome = ""
             if has_sibling:
                 outcome = _AVOIDABLE_FAILURE
             elif is_halted:
                 outcome = "a claim begins a message that is halted in its snapshot"
-            elif not is_first:
+            elif row is not live[0]:
                 outcome = "a claim begins a message that is not the first of its key in its snapshot"
-            yield "begins to claim it", _with(state, index, worker._replace(at="claiming", outcome=outcome))
+            yield (
+                f"begins a claim that sees message {row.id}",
+                _with(state, index, Worker("claiming", row.id, 0, outcome)),
+            )
 
     def _commit_claim(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         row = _row_of(state, worker.id)
