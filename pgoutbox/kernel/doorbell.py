@@ -28,6 +28,7 @@ from pgoutbox.kernel.seams import Rest, Row, Step
 
 _CHANNEL: Final = "pgoutbox"
 _IDLE_CHANNEL: Final = "pgoutbox_idle"
+_ALL: Final = "all"  # The prefix of acts that make messages claimable.
 _POLL_SECONDS: Final = 1.0
 # So long may messages wait for a watch that is frozen or dead. Idle workers look at different times.
 _LOOK_SECONDS: Final = (3.0, 5.0)
@@ -166,6 +167,7 @@ class Doorbell:
             await self._ask((sql.HUSH, {"queues": queues}))
 
     async def _release(self) -> None:
+        # With a limited queue, the session may have the watch from an earlier answer.
         queues = [queue for queue, standing in self._standings.items() if standing != _RELIES]
         self._standings.clear()
         if queues:
@@ -189,9 +191,10 @@ class Doorbell:
             return
         prefix, _, queue = message.rpartition(" ")
         standing = self._standings.get(queue)
-        if channel == _IDLE_CHANNEL and not prefix:
-            # Without a standing, the answer that it relies on this watch may be on its way.
-            if queue in self._queues and standing != _HOLDS:
+        if channel == _IDLE_CHANNEL and prefix != _ALL:
+            # A watch has ended, or polls, which concerns only those that rely on its wake-up lock. During a question, the
+            # standing may be an older one.
+            if self._turn.locked() or standing == _WATCH or (standing == _RELIES and not prefix):
                 self._around.wake()
         elif prefix or standing != _RELIES:
             self._around.want(queue)

@@ -327,6 +327,46 @@ def test_a_full_worker_wakes_an_idle_one_that_takes_over(
         until_sent(db, enqueue(db), idle)
 
 
+def test_a_full_worker_keeps_no_lock_of_a_queue_that_was_limited(
+    db: psycopg.Connection, connect: Connect, tmp_path: Path, start_worker: StartWorker
+) -> None:
+    """Other idle workers would rely on it."""
+    hung = tmp_path / "hung"
+    operator = Operator(connect(autocommit=True))
+    with connect() as producer:
+        enqueue(producer)  # So it gets the watch, but not the wake-up lock.
+        worker = start_worker(APPLICATION, **SETTINGS, concurrency="1", environment={"HUNG": str(hung)})
+        wait_until(lambda: one(db, _WATCHES), lambda: worker.log)
+        operator.pause("default")
+        wait_until(lambda: one(db, _ASLEEP), lambda: worker.log)
+        enqueue(db, payload="hang")
+        operator.resume("default")
+        wait_until(hung.exists, lambda: worker.log)
+        wait_until(lambda: not one(db, _WATCHES), lambda: worker.log)
+
+
+def test_a_worker_that_polls_tells_those_of_other_topics(
+    connect: Connect, db: psycopg.Connection, start_worker: StartWorker
+) -> None:
+    """They relied on its wake-up lock. Otherwise their messages would wait for a look."""
+    worker = start_worker(APPLICATION, **SETTINGS, environment={"TOPICS": "a"})
+    until_idle(db, worker)
+    other = start_worker(APPLICATION, **SETTINGS, environment={"TOPICS": "b"})
+    until_idle(db, other, workers=2)
+    with connect(autocommit=True) as listener, connect(autocommit=True) as producer:
+        told: list[psycopg.Notify] = []
+        listener.add_notify_handler(told.append)
+        listener.execute("LISTEN pgoutbox_idle")
+
+        def hears() -> bool:
+            until_sent(db, [enqueue(producer) for _ in range(50)][-1], worker)
+            listener.execute("SELECT 1")
+            return bool(told)
+
+        wait_until(hears, lambda: worker.log)
+    until_sent(db, enqueue(db, "b"), other)
+
+
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_dead_or_frozen_worker_keeps_no_message_from_an_idle_one(
     db: psycopg.Connection, start_worker: StartWorker, fault: signal.Signals
