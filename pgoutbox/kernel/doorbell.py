@@ -186,14 +186,14 @@ class Doorbell:
     # --- notifications
 
     def _receive(self, connection: Connection, sender: int, channel: str, message: str) -> None:
-        """Producers send the queue. Workers and operators send a prefix too: something else has become claimable."""
+        """Producers send the queue. A prefix says that something else has become claimable, or that a watch polls."""
         if sender == connection.pgconn.backend_pid:
             return
         prefix, _, queue = message.rpartition(" ")
         standing = self._standings.get(queue)
         if channel == _IDLE_CHANNEL and prefix != _ALL:
-            # A watch has ended, or polls, which concerns only those that rely on its wake-up lock. During a question, the
-            # standing may be an older one.
+            # A watch has ended, or polls, which concerns only those that rely on its wake-up lock. While it asks, the
+            # answer may already be an older one.
             if self._turn.locked() or standing == _WATCH or (standing == _RELIES and not prefix):
                 self._around.wake()
         elif prefix or standing != _RELIES:
