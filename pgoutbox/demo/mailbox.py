@@ -37,15 +37,16 @@ class Mailbox:
         self._lock = threading.Lock()
         self._receipts: list[Receipt] = []
         self._busy_refusals = 0
-        self._on_accepted: Callable[[str], None] | None = None
+        self._on_accepted: Callable[[Receipt, str], None] | None = None
         self.refusals: Counter[int] = Counter()
 
-    def on_next_accepted(self, act: Callable[[str], None]) -> None:
-        """Call `act` with the name of the client that the next e-mail comes from, before it gets the answer."""
+    def on_next_accepted(self, subject: str, act: Callable[[str], None]) -> None:
+        """Call `act` with the name of the client that the next e-mail of this subject comes from, before its answer."""
 
-        def act_once(name: str) -> None:
-            self._on_accepted = None
-            act(name)
+        def act_once(receipt: Receipt, name: str) -> None:
+            if receipt.subject == subject:
+                self._on_accepted = None
+                act(name)
 
         self._on_accepted = act_once
 
@@ -91,7 +92,7 @@ class Mailbox:
         with self._lock:
             self._receipts.append(receipt)
         if self._on_accepted is not None:
-            self._on_accepted(session.host_name)  # type: ignore[attr-defined] # as above
+            self._on_accepted(receipt, session.host_name)  # type: ignore[attr-defined] # as above
         return "250 2.0.0 accepted"
 
 

@@ -14,6 +14,7 @@ from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Skip, Topic
 
 Kind = Literal["activation", "password_reset", "organiser_notice"]
 
+WELCOME = "Welcome to the club"
 # Seconds instead of minutes, because a demo must be short.
 IMPATIENT = RetryPolicy(max_attempts=8, base=0.3, cap=1.0)
 
@@ -80,7 +81,7 @@ async def send_activation(message: Message[Activation], ctx: Context) -> Email:
     """Render the e-mail at every attempt: the link is created here and never stored."""
     await ctx.ensure_lease()
     link = f"https://club.example.org/activate/{secrets.token_urlsafe(16)}"
-    return Email(subject="Welcome to the club", text=f"Hello {message.payload.name},\n\nactivate: {link}\n")
+    return Email(subject=WELCOME, text=f"Hello {message.payload.name},\n\nactivate: {link}\n")
 
 
 @outbox.handler(PASSWORD_RESET, transactional=True)
