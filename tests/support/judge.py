@@ -71,11 +71,12 @@ RULES = {
         SELECT d.message_id FROM pgoutbox.dedupe AS d
         WHERE NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)
     """,
-    # Every attempt has a line in the history, unless it was sent or is in flight.
+    # Every attempt has a line in the history, unless it was sent or is in flight. A history of 20 lines may lack some.
     "the history does not account for every attempt": """
         SELECT m.id FROM pgoutbox.message AS m
         WHERE m.attempt_count - (m.state IN ('sending', 'sent'))::integer
             <> (SELECT coalesce(sum(a.times), 0) FROM jsonb_populate_recordset(NULL::pgoutbox.attempt, m.attempts) AS a)
+            AND coalesce(jsonb_array_length(m.attempts), 0) < 20
     """,
 }
 
