@@ -225,12 +225,13 @@ async def test_a_message_whose_payload_the_database_does_not_give_is_snoozed(
     dsn: str, db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(payloads, "_PAUSE_SECONDS", 0.01)
-    outbox = Outbox(settings_for(dsn))
+    outbox = Outbox(settings_for(dsn, concurrency=1))
     locker = connect()
 
     @outbox.handler("first")
-    async def first(message: Message, ctx: Context) -> None:  # It runs before the next slot reads.
-        locker.execute("LOCK TABLE pgoutbox.message_live")
+    async def first(message: Message, ctx: Context) -> None:
+        # In a thread: the worker may have a statement on its way, whose locks end only when its event loop runs.
+        await asyncio.to_thread(locker.execute, "LOCK TABLE pgoutbox.message_live")
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
