@@ -79,8 +79,8 @@ class _Trip(Generic[E]):
     """A round trip: what it finishes and claims, and the answer."""
 
     began_at: float
-    forgotten: Sequence[E]  # Those of the sent ones whose messages may be deleted.
-    sent: list[list[E]]
+    forgotten: Sequence[E]  # The sent ones whose messages may be deleted.
+    sent: list[list[E]]  # The other sent ones.
     others: list[E]
     lanes: Sequence[Lane]
     room: int
@@ -95,7 +95,7 @@ class _Trip(Generic[E]):
     @property
     def ended(self) -> list[E]:
         """All attempts that it finishes."""
-        return [one for same in (*self.sent, self.others) for one in same]
+        return [one for same in (self.forgotten, *self.sent, self.others) for one in same]
 
     @property
     def has_unwritten(self) -> bool:
@@ -104,7 +104,7 @@ class _Trip(Generic[E]):
         written_count: int = len(next(results)) if self.forgotten else 0
         written_count += sum(next(results)[0][0] for _ in self.sent)
         written_count += len(next(results)) if self.others else 0
-        return written_count < sum(map(len, self.sent)) + len(self.others)
+        return written_count < len(self.forgotten) + sum(map(len, self.sent)) + len(self.others)
 
     @property
     def is_for_others(self) -> bool:
@@ -337,9 +337,9 @@ class Run(Generic[E]):
         probes: bool = False,
         now: float,
     ) -> _Trip[E]:
-        forgotten = await self._attempts.forgotten(ended) if ended else ()
-        sent, others = self._sorted(ended)
-        steps: list[Step] = [(sql.FORGET_SENT, self._fence(_by_id(forgotten)))] if forgotten else []
+        forgotten = _by_id(await self._attempts.forgotten(ended)) if ended else []
+        sent, others = self._sorted(_without(forgotten, ended))
+        steps: list[Step] = [(sql.FORGET_SENT, self._fence(forgotten))] if forgotten else []
         steps += [*self._finish(sent, others), *self._end_claims(ended)]
         asks_due = room > 0 and self._is_likely_last(lanes)
         surveys_at = None
@@ -587,29 +587,25 @@ class Run(Generic[E]):
 
     async def _settle(self, trip: _Trip[E]) -> None:
         """Note the written ends. Ask about the others: a locked row, or a lost answer or lease."""
-        unknown: dict[int, E] = {}
+        unknown: list[E] = []
         results = iter(trip.results)
-        deleted = {row[0] for row in next(results)} if trip.forgotten else set()
-        if deleted:
-            self._attempts.settle_sent([one for one in trip.forgotten if one.message_id in deleted])
+        if trip.forgotten:
+            written = {row[0] for row in next(results)}
+            self._attempts.settle_sent([one for one in trip.forgotten if one.message_id in written])
+            unknown += [one for one in trip.forgotten if one.message_id not in written]
         for same in trip.sent:
-            left = [one for one in same if one.message_id not in deleted] if deleted else same
             ((count,),) = next(results)
-            if count == len(left):
-                self._attempts.settle_sent(left)
+            if count == len(same):
+                self._attempts.settle_sent(same)
             else:
-                unknown |= {one.message_id: one for one in left}
+                unknown += same
         if trip.others:
             states: dict[int, str] = dict(next(results))
             self._attempts.settle([one for one in trip.others if one.message_id in states], states)
-            unknown |= {
-                one.message_id: one
-                for one in trip.others
-                if one.message_id not in states and one.message_id not in deleted
-            }
+            unknown += [one for one in trip.others if one.message_id not in states]
         if not unknown:
             return
-        asked = _by_id(unknown.values())
+        asked = _by_id(unknown)
         try:
             (found,) = await self._link.trip([(sql.STATES, self._fence(asked))])
         except BaseException:
@@ -907,6 +903,11 @@ def _now() -> float:
 
 def _by_id(attempts: Iterable[E]) -> list[E]:
     return sorted(attempts, key=lambda one: one.message_id)
+
+
+def _without(some: Sequence[E], ended: Sequence[E]) -> Sequence[E]:
+    ids = {one.message_id for one in some}
+    return [one for one in ended if one.message_id not in ids] if ids else ended
 
 
 def _queues_of(lanes: Sequence[Lane]) -> list[str]:

@@ -42,12 +42,13 @@ from tests.support.outbox_actions import (
 )
 from tests.support.waiting import until
 from tests.support.worker_process import connection_count
-from tests.support.worker_sql import WatchedWorker, claim, finish_sent_and_forget, run_of
+from tests.support.worker_sql import WatchedWorker, claim, forget_sent, run_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pgoutbox.kernel.seams import Row, Step
+    from tests.conftest import Connect
 
 SPAWN = multiprocessing.get_context("spawn")
 ZERO = timedelta()
@@ -122,6 +123,38 @@ async def test_only_sent_messages_are_deleted(outbox: Outbox, db: psycopg.Connec
     assert [(row.id, row.state) for row in rows_of(db)] == [
         (ids["failed"], "failed"), (ids["skipped"], "skipped"), (ids["retried"], "pending"),
     ]  # fmt: skip
+
+
+WAIT_AT_DELETIONS = """
+CREATE FUNCTION wait_at_deletion() RETURNS trigger LANGUAGE plpgsql AS
+$$BEGIN PERFORM pg_advisory_xact_lock(7); RETURN OLD; END$$;
+CREATE TRIGGER wait_at_deletion BEFORE DELETE ON pgoutbox.message_live
+    FOR EACH ROW EXECUTE FUNCTION wait_at_deletion();
+"""
+IS_WAITING = "SELECT FROM pg_locks WHERE locktype = 'advisory' AND objid = 7 AND NOT granted"
+
+
+async def test_a_message_that_is_locked_until_the_midst_of_its_finish_is_deleted_too(
+    outbox: Outbox, db: psycopg.Connection, connect: Connect
+) -> None:
+    Operator(db).set_retention("*", "sent", ZERO)
+    locker, gate = connect(), connect()
+    db.execute(WAIT_AT_DELETIONS)
+    gate.execute("SELECT pg_advisory_xact_lock(7)")
+
+    @outbox.batch_handler("greet")
+    async def greet(messages: Sequence[Message], contexts: Sequence[Context]) -> None:
+        last = max(message.id for message in messages)
+        await asyncio.to_thread(locker.execute, "SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", [last])
+
+    enqueue(db)
+    enqueue(db)
+    async with running(Worker(outbox)):
+        await until(lambda: db.execute(IS_WAITING).fetchall())
+        locker.rollback()
+        gate.rollback()
+        await until(lambda: all(row.state == "sent" for row in rows_of(db)))
+    assert rows_of(db) == []
 
 
 async def test_the_history_of_failed_attempts_is_deleted_too(outbox: Outbox, db: psycopg.Connection) -> None:
@@ -243,7 +276,7 @@ async def test_the_writes_of_a_handler_are_rolled_back_if_another_has_sent_the_m
         await ctx.connection.execute("INSERT INTO written VALUES (1)")
         lapse(db, message.id)
         claim(db, worker="another")
-        assert finish_sent_and_forget(db, (message.id, 2), worker="another") == {message.id}
+        assert forget_sent(db, (message.id, 2), worker="another") == {message.id}
 
     enqueue(db)
     worker = Worker(outbox)
@@ -263,7 +296,7 @@ def deliver_and_die(dsn: str, point: str) -> None:
     trip = Link.trip
 
     async def trip_and_die(self: Link, steps: Sequence[Step]) -> list[list[Row]]:
-        finishes = any(statement is statements.FINISH_SENT for statement, _ in steps)
+        finishes = any(statement is statements.FORGET_SENT for statement, _ in steps)
         if finishes and point == "before finish":
             os._exit(9)
         results = await trip(self, steps)

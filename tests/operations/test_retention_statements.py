@@ -19,7 +19,7 @@ from tests.support import races
 from tests.support.messages import ADD_ATTEMPT, put
 from tests.support.outbox_actions import attempts_of, cancel, enqueue, row_of, rows_of, state_of
 from tests.support.roles import login
-from tests.support.worker_sql import claim, claimed_ats, finish_sent_and_forget
+from tests.support.worker_sql import claim, claimed_ats, forget_sent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -339,7 +339,7 @@ class TestFinish:
         Operator(rolled_back).set_retention("greet", "sent", ZERO)
         message_id = self.sending(rolled_back, dedupe_key="k", coalesce_key="c")
         rolled_back.execute(ADD_ATTEMPT, (message_id, 7))
-        assert finish_sent_and_forget(rolled_back, (message_id, 1)) == {message_id}
+        assert forget_sent(rolled_back, (message_id, 1)) == {message_id}
         assert (rows_of(rolled_back), attempts_of(rolled_back, message_id)) == ([], [])
         assert enqueue(rolled_back, dedupe_key="k") == message_id
 
@@ -364,7 +364,7 @@ class TestFinish:
         for rule in rules:
             Operator(rolled_back).set_retention(*rule)
         message_id = self.sending(rolled_back)
-        assert finish_sent_and_forget(rolled_back, (message_id, 1)) == {message_id}
+        assert forget_sent(rolled_back, (message_id, 1)) == {message_id}
         assert bool(rows_of(rolled_back)) == kept
         if kept:
             row = row_of(rolled_back, message_id)
@@ -374,14 +374,14 @@ class TestFinish:
         Operator(rolled_back).set_retention("other", "sent", ZERO)
         first, second = enqueue(rolled_back), enqueue(rolled_back, "other")
         claim(rolled_back, topics=["greet", "other"])
-        assert finish_sent_and_forget(rolled_back, (first, 1), (second, 1)) == {first, second}
+        assert forget_sent(rolled_back, (first, 1), (second, 1)) == {first, second}
         assert [row.id for row in rows_of(rolled_back)] == [first]
 
     def test_a_message_cancelled_in_flight_is_deleted_like_any_sent_one(self, rolled_back: psycopg.Connection) -> None:
         Operator(rolled_back).set_retention("*", "sent", ZERO)
         message_id = self.sending(rolled_back)
         assert cancel(rolled_back, message_id) == "requested"
-        assert finish_sent_and_forget(rolled_back, (message_id, 1)) == {message_id}
+        assert forget_sent(rolled_back, (message_id, 1)) == {message_id}
         assert rows_of(rolled_back) == []
 
     def test_an_open_transaction_that_cancels_a_message_delays_nothing(
@@ -391,7 +391,7 @@ class TestFinish:
         first, second = enqueue(operator), enqueue(operator)
         claim(operator)
         assert cancel(connect(), second) == "requested"
-        assert finish_sent_and_forget(operator, (first, 1), (second, 1)) == {first, second}
+        assert forget_sent(operator, (first, 1), (second, 1)) == {first, second}
 
     def test_a_locked_row_is_skipped_and_finished_later(self, operator: psycopg.Connection, connect: Connect) -> None:
         Operator(operator).set_retention("*", "sent", ZERO)
@@ -399,9 +399,9 @@ class TestFinish:
         claim(operator)
         holder = connect()
         holder.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", [locked])
-        assert finish_sent_and_forget(operator, (first, 1), (locked, 1)) == {first}
+        assert forget_sent(operator, (first, 1), (locked, 1)) == {first}
         holder.rollback()
-        assert finish_sent_and_forget(operator, (first, 1), (locked, 1)) == {locked}
+        assert forget_sent(operator, (first, 1), (locked, 1)) == {locked}
 
     @pytest.mark.parametrize(
         "change", ["attempt_count = 2", "claimed_at = now()", "state = 'pending', worker = NULL, lane = 1"]
@@ -435,5 +435,5 @@ class TestFinish:
     def test_a_message_named_several_times_is_finished_once(self, operator: psycopg.Connection) -> None:
         Operator(operator).set_retention("other", "sent", ZERO)
         message_id = self.sending(operator)
-        assert finish_sent_and_forget(operator, (message_id, 1), (message_id, 1)) == {message_id}
+        assert forget_sent(operator, (message_id, 1), (message_id, 1)) == {message_id}
         assert state_of(operator, message_id) == "sent"

@@ -261,16 +261,8 @@ def _live_ids(connection: psycopg.Connection, ids: Collection[int]) -> set[int]:
     return {message_id for (message_id,) in found}
 
 
-def finish_sent_and_forget(connection: psycopg.Connection, *attempts: Attempted, worker: str = "worker-1") -> set[int]:
-    """Delete where a retention rule requires it, and finish the others as sent. Return the ids that were written."""
-    parameters = fence_of(connection, attempts, worker)
-    deleted = {row[0] for row in connection.execute(statements.FORGET_SENT, parameters).fetchall()}
-    ends = [End(number, count, AttemptOutcome.SENT, claimed_at=next(iter(at), None)) for number, count, *at in attempts]
-    return deleted | finish(connection, *(end for end in ends if end.id not in deleted), worker=worker).keys()
-
-
 def forget_sent(connection: psycopg.Connection, *attempts: Attempted, worker: str = "worker-1") -> set[int]:
-    """Delete those of the sent messages that a retention rule deletes at once. Return their ids."""
+    """Finish attempts as sent, and delete messages that a retention rule deletes at once. Return the written ids."""
     answer = connection.execute(statements.FORGET_SENT, fence_of(connection, attempts, worker))
     return {row[0] for row in answer.fetchall()}
 
