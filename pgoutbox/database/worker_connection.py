@@ -80,7 +80,7 @@ class WorkerConnection:
         self._pid: int | None = None
         self._stranded_pid: int | None = None
         self._turn = asyncio.Lock()
-        self._deadline_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
+        self._deadline_seconds = _deadline_of(settings)
 
     async def fetch(
         self, statement: LiteralString, parameters: Mapping[str, object], *, first: Step | None = None
@@ -307,7 +307,13 @@ def session_parameters(settings: Settings) -> dict[str, object]:
         "deployment": settings.deployment,
         "statement_timeout": f"{int(settings.statement_timeout_seconds * 1000)}ms",
         "lock_timeout": f"{int(settings.lock_timeout_seconds * 1000)}ms",
+        "transaction_timeout": f"{int(_deadline_of(settings) * 1000)}ms",
     }
+
+
+def _deadline_of(settings: Settings) -> float:
+    """Return the seconds after which a connection that has not answered is closed."""
+    return settings.statement_timeout_seconds + settings.connect_timeout_seconds
 
 
 def is_transient_error(error: BaseException) -> bool:

@@ -18,8 +18,9 @@ from pgoutbox.message import Message, State
 from pgoutbox.operations import Operator
 from pgoutbox.worker import Worker
 from tests.support.fleet import fleet_on
-from tests.support.outbox_actions import enqueue, lapse, row_of, settings_for, state_of
+from tests.support.outbox_actions import enqueue, lapse, row_of, running, settings_for, state_of
 from tests.support.proxy import Proxy
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,16 +29,19 @@ if TYPE_CHECKING:
 
 
 class Freezer:
-    """Suspends a process when the proxy sees its first claim, before that reaches the server."""
+    """Suspends a process when the proxy has all of its first claim, before that reaches the server."""
 
     def __init__(self, proxy: Proxy) -> None:
         self.frozen = threading.Event()
         self.pid = 0
         self._claim = " ".join(statements.CLAIM_WITHOUT_KEYS.partition("%")[0].split())
+        self._last = " ".join(statements.NEXT_DUE.partition("(")[0].split())
+        self._is_claiming = False
         proxy.on_statement = self._look
 
     def _look(self, application: str, text: str) -> None:
-        if self.pid and not self.frozen.is_set() and text.startswith(self._claim):
+        self._is_claiming |= text.startswith(self._claim)
+        if self.pid and self._is_claiming and text.startswith(self._last) and not self.frozen.is_set():
             os.kill(self.pid, signal.SIGSTOP)
             os.waitpid(self.pid, os.WUNTRACED)
             self.frozen.set()
@@ -70,6 +74,37 @@ async def test_a_pooled_worker_suspended_after_its_claim_leaves_no_locks(
         await Worker(outbox).run_once()
     assert sorted(delivered) == [(message_id, 2), (late_id, 1)]
     assert row_of(db, message_id).state == State.SENT
+
+
+async def test_a_trip_whose_end_never_arrives_keeps_its_locks_for_a_short_time(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    """A process that freezes in the midst of sending a trip has sent a part of it."""
+    if db.info.server_version < 170_000:
+        pytest.skip("needs transaction_timeout, which PostgreSQL has since version 17")
+    limits = {"statement_timeout_seconds": 1, "connect_timeout_seconds": 1, "poll_interval_seconds": 1}
+    settings = settings_for(dsn, **limits)
+    delivered: list[int] = []
+    outbox = Outbox(settings)
+
+    @outbox.handler("fault.deliver")
+    async def deliver(message: Message, ctx: Context) -> None:
+        delivered.append(message.attempt_count)
+
+    message_id = enqueue(db, "fault.deliver")
+    frozen = WorkerConnection(dsn, settings, purpose="claim")
+    await frozen.open()
+    assert frozen._connection is not None
+    pgconn = frozen._connection.pgconn
+    pgconn.enter_pipeline_mode()
+    pgconn.send_query_params(b"SELECT FROM pgoutbox.message_live FOR UPDATE", None)
+    pgconn.flush()
+    free = "SELECT id FROM pgoutbox.message_live FOR UPDATE SKIP LOCKED"
+    await until(lambda: db.execute(free).fetchall() == [])
+    async with running(Worker(outbox)):
+        await until(lambda: state_of(db, message_id) == State.SENT)
+    assert delivered == [1]
+    await frozen.close()
 
 
 async def test_an_open_transaction_behind_a_pooler_ends_by_itself(dsn: str) -> None:

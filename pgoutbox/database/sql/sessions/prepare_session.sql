@@ -9,9 +9,10 @@ SELECT
     set_config('idle_in_transaction_session_timeout', '60s', false),
     -- Waiting sessions are idle.
     set_config('idle_session_timeout', '0', false),
+    -- For a process that freezes in the midst of sending a trip. PostgreSQL before version 17 does not know this setting.
     CASE
-        -- PostgreSQL before version 17 does not know this setting.
-        WHEN current_setting('transaction_timeout', true) IS NOT NULL THEN set_config('transaction_timeout', '0', false)
+        WHEN current_setting('transaction_timeout', true) IS NOT NULL
+            THEN set_config('transaction_timeout', %(transaction_timeout)s::text, false)
     END,
     set_config('search_path', 'pg_catalog, pg_temp', false),
     -- The driver reads times of any other zone three times as slowly.
