@@ -1,5 +1,6 @@
 -- One row for each claim, so that a lease is renewed in one row for all of its attempts. Nothing else of a message in
--- flight changes. A claim is deleted by a later finish of its worker as sent, or when its lease has ended.
+-- flight changes. A claim is deleted by the trip of its worker that finishes the last of its attempts, or when its lease
+-- has ended.
 CREATE TABLE pgoutbox.claim (
     claimed_at       timestamptz NOT NULL,
     lease_expires_at timestamptz NOT NULL,

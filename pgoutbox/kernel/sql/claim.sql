@@ -34,7 +34,8 @@ paused AS MATERIALIZED (
 -- probe]
 judged AS MATERIALIZED (
     -- [probe
-    -- Fresh messages first, so that a message that is itself at fault does not fail every probe.
+    -- Fresh messages first, so that a message that is itself at fault does not fail every probe: nested loops, the only
+    -- joins of a worker's session, read the lanes in the order of their rows.
     SELECT found.*
     FROM half_open AS h
     CROSS JOIN LATERAL (
@@ -172,6 +173,7 @@ judged AS MATERIALIZED (
                 WHERE m.queue = lane.queue AND m.lane = lane.number AND m.ordering_key IS NULL
                     AND m.available_at <= now() AND m.state = 'pending'
                     AND m.topic = ANY (%(topics)s::text[])
+                    -- Behind the last message that this process has read in the lane, or at first what falls due from a time on.
                     AND (m.available_at, m.id) > (
                         coalesce(lane.after_at, now() - make_interval(secs => lane.since_seconds)), lane.after_id
                     )
@@ -183,9 +185,11 @@ judged AS MATERIALIZED (
                         OR m.expires_at <= now()
                         OR head.newest_id IS NOT NULL
                     )
-                    -- Two messages of a key are never in flight: this one waits for its sibling, unless it is superseded.
+                    -- Two messages of a key are never in flight: this one waits for its sibling, which may be older or
+                    -- newer. If it is superseded, it ends instead.
                     AND (sibling.id IS NULL OR head.newest_id IS NOT NULL)
                 ORDER BY m.available_at, m.id
+                -- Lane 2 is read below.
                 LIMIT CASE WHEN lane.number < 2 THEN %(total)s::bigint ELSE 0 END
                 -- A wait would fail with 40001 when the row moves to another partition.
                 FOR UPDATE OF m SKIP LOCKED
@@ -255,7 +259,8 @@ judged AS MATERIALIZED (
     LIMIT %(total)s::bigint
     -- lanes]
 ), begun AS (
-    -- `claimed_at` is the name of a claim, so it is the real time, and differs from queue to queue.
+    -- `claimed_at` is the name of a claim, so it is the real time, and differs from queue to queue. Which queue gets which
+    -- number does not matter.
     SELECT q.queue, q.ids, clock_timestamp() + row_number() OVER () * interval '1 us' AS claimed_at
     FROM (SELECT j.queue, array_agg(j.id) AS ids FROM judged AS j WHERE j.state = 'sending' GROUP BY j.queue) AS q
 ), claim AS (
@@ -282,6 +287,7 @@ judged AS MATERIALIZED (
         skip_reason = CASE WHEN j.state = 'skipped' THEN coalesce('superseded by ' || j.newer_id, 'expired') END,
         superseded_by = CASE WHEN j.state = 'skipped' THEN j.newer_id END
     FROM (
+        -- The one claim of its queue. Without messages that begin, there is none.
         SELECT o.*, (SELECT c.claimed_at FROM claim AS c WHERE c.queue = o.queue) AS claimed_at
         -- All claims enter their keys into the unique indexes in one order, so that none waits for another in a circle. The
         -- nested loop from these rows to the places keeps it: prepare_session.sql turns off all other joins. Messages

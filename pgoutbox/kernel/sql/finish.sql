@@ -40,8 +40,8 @@ held AS MATERIALIZED (
             WHEN head.newest_id IS NOT NULL THEN 'skipped'
             WHEN o.outcome = 'retry' AND m.attempt_count >= m.max_attempts THEN 'failed'
             WHEN o.fails_after = 0 THEN 'failed'
-            -- Postponed for this reason for too long, counted from the first of its attempts in a row, and at least
-            -- ten times: while all workers stand still, nobody tries. Those before a redrive do not count.
+            -- Postponed for this reason for too long, counted from the first of its attempts in a row, and at least ten
+            -- times with this one: while all workers stand still, nobody tries. Those before a redrive do not count.
             WHEN (m.attempts #>> '{-1,outcome}', m.attempts #>> '{-1,reason_code}') = ('snoozed', o.reason_code)
                 AND (m.attempts #>> '{-1,times}')::integer >= 9
                 AND (m.attempts #>> '{-1,started_at}')::timestamptz <= now() - make_interval(secs => o.fails_after)

@@ -32,9 +32,11 @@ WITH judged AS MATERIALIZED (
                 -- hold_topics: topics that hold a message with an unknown outcome for a person instead of trying it again.
                 WHEN m.attempt_count >= m.max_attempts OR m.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
                 -- It cannot afford another loss in company: half of its granted attempts are used up, and the others are for
-                -- attempts alone. The half is rounded down, so a message with one attempt is never a suspect.
+                -- attempts alone. Half is a choice: a message that crashes its process ends before it has taken many
+                -- others with it. It is rounded down, so a message with one attempt is never a suspect.
                 WHEN m.max_attempts - m.attempt_count <= m.attempt_budget / 2 THEN 'sending'
-                -- Nor can another message that its worker had in flight, and that was lost twice in a row. Either of them may
+                -- Nor can another message that its worker had in flight, and that was lost twice in a row: now, and in its
+                -- attempt before. Either of them may
                 -- have crashed the process. If this one were not tried alone too, they could meet again. The arrays are read
                 -- once, and a join would read all claims.
                 WHEN c.worker = ANY (ARRAY(
