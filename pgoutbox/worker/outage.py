@@ -31,6 +31,7 @@ _MISSING: Final = (
 )
 
 _COPY_REPEAT_SECONDS: Final = 60.0
+_STOPPING_PAUSE_SECONDS: Final = 0.2
 
 
 class Outage:
@@ -49,7 +50,7 @@ class Outage:
         self._copy_reported_at = -math.inf
 
     async def pause_or_raise(self, error: BaseException) -> None:
-        """Pause after a transient database error, or until `stopping`. Raise a permanent one."""
+        """Pause after a transient database error, shortly if `stopping`. Raise a permanent one."""
         if isinstance(error, _LOST_RACES):
             return  # Two claims conflicted at one row; the next claim sees the result.
         if not is_transient_error(error):
@@ -67,8 +68,12 @@ class Outage:
                 reason=_name_of(error),
             )
         # Notifications are frequent while the database restarts. They do not shorten the pause.
+        seconds = self._backoff.next()
+        if self._stopping.is_set():
+            await asyncio.sleep(min(seconds, _STOPPING_PAUSE_SECONDS))
+            return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._backoff.next()):
+            async with asyncio.timeout(seconds):
                 await self._stopping.wait()
 
     def _report_copy(self, error: CopyError) -> None:

@@ -190,3 +190,33 @@ async def test_a_run_delivers_all_of_a_limited_queue_beside_ordering_keys(
     ids = [enqueue(db) for _ in range(30)]
     await Worker(outbox).run_once()
     assert sorted(delivered) == ids
+
+
+async def test_a_worker_that_stops_during_an_outage_does_not_connect_without_a_pause(
+    dsn: str, db: psycopg.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect_once = psycopg.AsyncConnection.connect
+    attempts: list[None] = []
+
+    async def connect(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
+        attempts.append(None)
+        return await connect_once(*arguments, **options)
+
+    with proxy_to(dsn, tmp_path) as proxy:
+        outbox = Outbox(settings_for(proxy.dsn, **LONG | {"shutdown_grace_seconds": 2}))
+        begun, may_end = asyncio.Event(), asyncio.Event()
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            begun.set()
+            await may_end.wait()
+
+        enqueue(db)
+        worker = Worker(outbox)
+        run = asyncio.create_task(worker.run())
+        await begun.wait()
+    monkeypatch.setattr(psycopg.AsyncConnection, "connect", connect)
+    worker.stop()
+    may_end.set()  # Its end cannot be written.
+    await asyncio.wait([run])
+    assert len(attempts) < 50
