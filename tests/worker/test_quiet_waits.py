@@ -15,7 +15,7 @@ from pgoutbox.operations import Operator
 from pgoutbox.worker.kernel_run import Link
 from tests.support.outbox_actions import enqueue, rows_of, running, settings_for, state_of
 from tests.support.proxy import proxy_to
-from tests.support.waiting import until, until_idle
+from tests.support.waiting import until, until_idle, until_polled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -161,10 +161,10 @@ async def test_a_full_worker_gives_the_watch_of_a_limited_queue_back(
     operator = Operator(connect(autocommit=True))
     with connect() as producer:
         enqueue(producer)  # Its transaction shares the wake-up lock.
-        async with running(Worker(outbox)):
+        async with running(worker := Worker(outbox)):
             await until(lambda: db.execute(_WATCHES).fetchone() == (1,))
             operator.pause("default")
-            await asyncio.sleep(1)  # It polls, and asks for the locks again.
+            await until_polled(worker, db)  # It asks for the locks again.
             enqueue(db)
             producer.rollback()
             operator.resume("default")
